@@ -1,0 +1,341 @@
+"""Say in types what a loaded library can do, whether it lives in this process or in a worker.
+
+`Native` mirrors ``native/plk.h`` with Python's types: handles are opaque integers, structs are the
+frozen dataclasses below, arrays are numpy arrays, a refused call raises a class of
+`pyllamakv.errors`. `local.Local` speaks to the C functions, `remote.Remote` to a worker that has
+a `Local` of its own; the classes of `pyllamakv.runtime` run over either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum, IntFlag
+from typing import TYPE_CHECKING, NewType, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+ModelHandle = NewType("ModelHandle", int)
+ContextHandle = NewType("ContextHandle", int)
+SamplerHandle = NewType("SamplerHandle", int)
+
+
+class Status(IntEnum):
+    """Tell how a decode ended, as ``llama_decode`` numbers it."""
+
+    OK = 0
+    NO_SLOT = 1
+    ABORTED = 2
+
+
+class Capability(IntFlag):
+    """Name what a build can do at all (``PLK_CAP_*``)."""
+
+    DEFRAG = 1
+    CELLS = 2
+    COUNTERS = 4
+    STATES = 8
+    STREAMS = 16
+    SWA = 32
+    SAMPLER = 64
+    KV_UNIFIED = 128
+    FLASH_AUTO = 256
+    SWA_FULL = 512
+    ROLLBACK = 1024
+
+
+class Memory(IntEnum):
+    """Name the kind of memory behind a context (``PLK_MEMORY_*``)."""
+
+    NONE = 0
+    ATTENTION = 1
+    SWA = 2
+    RECURRENT = 3
+    HYBRID = 4
+    OTHER = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParams:
+    """Hold what a model is loaded with."""
+
+    n_gpu_layers: int = 0
+    use_mmap: bool = True
+    use_mlock: bool = False
+    check_tensors: bool = True
+    vocab_only: bool = False
+    rpc_servers: str | None = None
+    devices: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Describe a loaded model; token ids are -1 where the vocabulary has none."""
+
+    n_vocab: int
+    n_ctx_train: int
+    n_embd: int
+    n_layer: int
+    n_head: int
+    n_head_kv: int
+    n_embd_k_gqa: int
+    n_embd_v_gqa: int
+    has_vocab: bool
+    token_bos: int
+    token_eos: int
+    token_eot: int
+    token_nl: int
+    add_bos: bool
+    is_recurrent: bool
+    n_params: int
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ContextParams:
+    """Hold what a context is made with; ``flash_attn`` None lets llama.cpp decide.
+
+    ``type_k`` and ``type_v`` are ggml type numbers. ``guard`` False adds no check and no rollback
+    of ours to what the library does.
+    """
+
+    n_ctx: int = 512
+    n_batch: int = 512
+    n_ubatch: int = 512
+    n_seq_max: int = 1
+    n_threads: int = 1
+    n_threads_batch: int = 1
+    flash_attn: bool | None = False
+    type_k: int = 1
+    type_v: int = 1
+    kv_unified: bool = True
+    swa_full: bool = False
+    offload_kqv: bool = True
+    embeddings: bool = False
+    defrag_thold: float = -1.0
+    guard: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ContextInfo:
+    """Describe a context as it was made; None where the build cannot tell."""
+
+    n_ctx: int
+    n_batch: int
+    n_ubatch: int
+    n_seq_max: int
+    memory: Memory
+    n_caches: int
+    can_shift: bool
+    can_remove_partly: bool | None
+    contiguous_slots: bool | None
+    defrag: bool
+    flash_attn: bool | None
+    v_transposed: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class CellsInfo:
+    """Describe one stream of one cache; ``used`` and ``head`` are -1 where unknown."""
+
+    stream: int
+    swa: bool
+    n_cells: int
+    used: int
+    head: int
+    has_shift: bool
+    n_layer: int
+    type_k: int
+    type_v: int
+    v_transposed: bool
+    host: bool
+    bytes_k: int
+    bytes_v: int
+
+
+@dataclass(frozen=True, slots=True)
+class RawCells:
+    """Hold the cells of one stream: ``pos`` (n,) int32, -1 where free; ``shift`` (n,) int32, the
+    pending shift that ``pos`` already contains; ``seqs`` (n, words) uint64, a bit per sequence.
+    """
+
+    info: CellsInfo
+    pos: NDArray[np.int32]
+    shift: NDArray[np.int32]
+    seqs: NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class RawDefrag:
+    """Report one defragmentation; -1 where the build cannot tell."""
+
+    passes: int
+    moves: int
+    cells: int
+    bytes: int
+    graphs: int
+    ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Count what a context did since it was made (the patch ``kv-counters``); ``ns`` of moves."""
+
+    slot_searches: int = 0
+    slot_failures: int = 0
+    decode_retries: int = 0
+    defrags: int = 0
+    moves: int = 0
+    cells_moved: int = 0
+    bytes_moved: int = 0
+    graphs: int = 0
+    ns: int = 0
+
+    def __sub__(self, other: Counters) -> Counters:
+        """Return what was counted since ``other``."""
+        return Counters(
+            *(getattr(self, name) - getattr(other, name) for name in self.__slots__)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Describe a device; bytes of memory are 0 where the backend does not say."""
+
+    name: str
+    description: str
+    kind: str
+    memory_free: int
+    memory_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerParams:
+    """Hold what a sampler is made with; temperature 0 is greedy."""
+
+    seed: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    penalty_last_n: int = 0
+    penalty_repeat: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """Say what a loaded library is: ABI number, variant id, capabilities, chosen shim candidates."""
+
+    abi: int
+    variant: str
+    capabilities: Capability
+    probes: dict[str, str | None] = field(default_factory=dict)
+
+
+class Native(Protocol):
+    """Speak to one loaded library. One thread at a time per context, but for `cancel`."""
+
+    about: About
+
+    def close(self) -> None:
+        """Give the library back; every handle is invalid afterwards."""
+
+    def logs(self) -> list[tuple[int, str]]:
+        """Drain the log: (level, line) with level 1 debug, 2 info, 3 warning, 4 error."""
+
+    def log_level(self, lowest: int) -> None:
+        """Keep only records of this level and above from now on."""
+
+    def devices(self) -> list[Device]:
+        """List the devices."""
+
+    # models
+    def model_load(self, path: str, params: ModelParams) -> ModelHandle:
+        """Load a model or raise `ModelError`."""
+
+    def model_free(self, model: ModelHandle) -> None: ...
+    def model_info(self, model: ModelHandle) -> ModelInfo: ...
+    def model_meta(self, model: ModelHandle, key: str) -> str | None: ...
+    def tokenize(
+        self, model: ModelHandle, text: bytes, add_special: bool, parse_special: bool
+    ) -> list[int]: ...
+    def token_piece(self, model: ModelHandle, token: int, special: bool) -> bytes: ...
+    def token_is_eog(self, model: ModelHandle, token: int) -> bool: ...
+
+    # contexts
+    def context_new(self, model: ModelHandle, params: ContextParams) -> ContextHandle:
+        """Make a context or raise `ContextError`."""
+
+    def context_free(self, context: ContextHandle) -> None: ...
+    def context_info(self, context: ContextHandle) -> ContextInfo: ...
+    def threads(self, context: ContextHandle, n_threads: int, n_threads_batch: int) -> None: ...
+
+    def decode(
+        self,
+        context: ContextHandle,
+        token: NDArray[np.int32],
+        pos: NDArray[np.int32],
+        seq_count: NDArray[np.int32] | None,
+        seq_id: NDArray[np.int32],
+        logits: NDArray[np.int8] | None,
+    ) -> int:
+        """Run one batch; return llama_decode's own code: 0, 1, 2 or a negative one.
+
+        Raises `NativeError` when llama.cpp threw or an argument was refused.
+        """
+
+    def decode_one(self, context: ContextHandle, token: int, pos: int, seq_id: int) -> int:
+        """Run one token of one sequence with logits: `decode` without arrays."""
+
+    def logits(self, context: ContextHandle, index: int, n_vocab: int) -> NDArray[np.float32]:
+        """Return the logits (n_vocab,) of a place in the last batch: a view where it can be one.
+
+        A negative index counts from the end of the outputs, as in llama.cpp. The caller guards
+        against staleness.
+        """
+
+    def cancel(self, context: ContextHandle) -> None:
+        """End the decode that runs; callable from any thread."""
+
+    def cancel_after(self, context: ContextHandle, polls: int) -> None:
+        """Abort later decodes at this poll of the abort callback; negative: never."""
+
+    def cancel_polls(self, context: ContextHandle) -> int:
+        """Return how often the last decode polled the abort callback."""
+
+    # sequences: p0 < 0 from the start, p1 < 0 to the end, seq < 0 every sequence
+    def clear(self, context: ContextHandle, data: bool) -> None: ...
+    def seq_rm(self, context: ContextHandle, seq: int, p0: int, p1: int) -> bool:
+        """Remove positions; False when the memory refuses a partial removal."""
+
+    def seq_cp(self, context: ContextHandle, src: int, dst: int, p0: int, p1: int) -> None: ...
+    def seq_keep(self, context: ContextHandle, seq: int) -> None: ...
+    def seq_add(self, context: ContextHandle, seq: int, p0: int, p1: int, delta: int) -> None: ...
+    def seq_div(self, context: ContextHandle, seq: int, p0: int, p1: int, divisor: int) -> None: ...
+    def seq_pos_min(self, context: ContextHandle, seq: int) -> int: ...
+    def seq_pos_max(self, context: ContextHandle, seq: int) -> int: ...
+
+    # the cache
+    def defrag(self, context: ContextHandle) -> RawDefrag:
+        """Defragment or raise `Unsupported`."""
+
+    def update(self, context: ContextHandle) -> None:
+        """Apply what is pending: shifts and stream copies."""
+
+    def cells(self, context: ContextHandle, cache: int) -> RawCells:
+        """Read the cells of one stream of one cache, or raise `Unsupported`."""
+
+    def counters(self, context: ContextHandle) -> Counters:
+        """Read the counters or raise `Unsupported`."""
+
+    # states
+    def state_save(self, context: ContextHandle, seq: int) -> bytes: ...
+    def state_load(self, context: ContextHandle, seq: int, state: bytes) -> int:
+        """Restore a sequence; return the bytes read, 0 when the library refused."""
+
+    # samplers
+    def sampler_new(self, model: ModelHandle, params: SamplerParams) -> SamplerHandle: ...
+    def sampler_free(self, sampler: SamplerHandle) -> None: ...
+    def sampler_reset(self, sampler: SamplerHandle) -> None: ...
+    def sample(self, sampler: SamplerHandle, context: ContextHandle, index: int) -> int: ...

@@ -1,0 +1,120 @@
+"""Route ``pyllamakv VERB …`` to one module per verb, imported only when it is called.
+
+Errors of this package become one message on stderr and the exit status that their class names:
+0 good, 1 regression, 2 usage, 3 a conflict waits for a person, 4 network or hash; `check` keeps
+git bisect's code beside them (125 untestable, 128 and above a fault of the harness).
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import os
+import sys
+from typing import Any, NoReturn
+
+from pyllamakv import errors
+
+#: Verb -> the line that help shows for it; importing a module for its help would cost seconds.
+VERBS = {
+    "upstream": "List, fetch, verify and add upstream releases.",
+    "vendor": "Put a release's tree in place, verify it, clean up.",
+    "patch": "Show, apply, export, lint and rebase the patches.",
+    "build": "Build a release, stock and patched.",
+    "check": "Judge a patch series on a release: stock against patched, with a verdict.",
+    "matrix": "Judge every release, and compare with what is expected.",
+    "bisect": "Find the release where a verdict changed.",
+    "run": "Run a decode script, or prompts on a model.",
+    "replay": "Run a recorded trace again and compare.",
+    "view": "Draw the cells of a run.",
+    "bench": "Measure and write BENCHMARKS.md.",
+    "env": "Print the environment under which llama-cpp-python loads a variant.",
+    "doctor": "Look for what is missing on this machine, and name the cure.",
+}
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Run the command line and leave with its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        _say(_help())
+        sys.exit(0 if words else errors.UsageError.exit_code)
+    if words[0] == "--version":
+        import pyllamakv
+
+        _say(f"pyllamakv {pyllamakv.__version__}")
+        sys.exit(0)
+    try:
+        status = _run(words[0], words[1:])
+    except errors.KvError as error:
+        _fail(error)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader left (a pager, head): not a fault, and nothing more can be said to it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def verbs() -> list[str]:
+    """Return the verbs whose modules exist, in the order of the work."""
+    return [verb for verb in VERBS if importlib.util.find_spec(f"pyllamakv.cli.{verb}")]
+
+
+def _run(verb: str, words: list[str]) -> Any:
+    if verb not in verbs():
+        close = difflib.get_close_matches(verb, verbs(), n=1)
+        hint = f"did you mean `{close[0]}`?" if close else "`pyllamakv --help` lists them."
+        msg = f"there is no verb `{verb}`: {hint}"
+        raise errors.UsageError(msg)
+    import typer
+
+    module = importlib.import_module(f"pyllamakv.cli.{verb}")
+    command = typer.main.get_command(module.app)
+    try:
+        return command.main(args=words, prog_name=f"pyllamakv {verb}", standalone_mode=False)
+    except typer.Exit as leaving:
+        return leaving.exit_code
+    except typer.Abort:
+        return 130
+    except Exception as error:
+        # Typer carries a click of its own: its usage errors are known by what they can do.
+        if hasattr(error, "show") and hasattr(error, "exit_code"):
+            error.show()
+            return error.exit_code
+        raise
+
+
+def _help() -> str:
+    width = max(map(len, VERBS)) + 2
+    lines = [f"  {verb:<{width}}{VERBS[verb]}" for verb in verbs()]
+    return "\n".join(
+        [
+            "Usage: pyllamakv VERB [OPTIONS] …",
+            "",
+            "Own the KV cache of llama.cpp: build it, patch it, drive it, judge it.",
+            "",
+            "Verbs:",
+            *lines,
+            "",
+            "`pyllamakv VERB --help` tells more; every verb takes --json.",
+        ]
+    )
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def _fail(error: errors.KvError) -> NoReturn:
+    if os.environ.get("PYLLAMAKV_TRACEBACK"):
+        raise error
+    sys.stderr.write(f"{type(error).__name__}: {error}\n")
+    sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

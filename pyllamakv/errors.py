@@ -1,0 +1,351 @@
+"""The whole exception tree, in one module that imports nothing, so that every layer can raise it.
+
+A message says what was expected and what to do; the fields carry the state that explains it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class KvError(Exception):
+    """Stand above everything that this package raises on purpose."""
+
+    #: Exit status of the command line for this error.
+    exit_code = 2
+
+
+class UsageError(KvError, ValueError):
+    """Refuse an argument, before anything has been done."""
+
+
+class Unsupported(KvError):
+    """Say that this library, release or platform lacks a capability, and which one."""
+
+    def __init__(self, message: str, capability: str = "") -> None:
+        super().__init__(message)
+        self.capability = capability
+
+
+# --- source -----------------------------------------------------------------------------------
+
+
+class SourceError(KvError):
+    """Stand above the errors of finding and fetching releases."""
+
+    exit_code = 4
+
+
+class UnknownRelease(SourceError):
+    """Name a release that neither the lock nor the index has, with the closest names."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, name: str = "", close: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.name = name
+        self.close = tuple(close)
+
+
+class FetchError(SourceError):
+    """Report that an archive could not be fetched; what was there before is untouched."""
+
+
+class HashMismatch(FetchError):
+    """Report an archive, commit or tree whose hash is not the one in the lock."""
+
+    def __init__(self, message: str, expected: str = "", found: str = "") -> None:
+        super().__init__(message)
+        self.expected = expected
+        self.found = found
+
+
+class ArchiveError(FetchError):
+    """Report an archive that is truncated, hostile or not of the expected shape."""
+
+
+class DiskFull(FetchError):
+    """Report that there is no room left, and where."""
+
+
+class LockFileError(SourceError):
+    """Report a lock file that cannot be read."""
+
+    exit_code = 2
+
+
+class GitError(SourceError):
+    """Show a git command that failed: command, exit status and what it said."""
+
+    exit_code = 2
+
+    def __init__(self, command: Sequence[str], code: int, output: str) -> None:
+        shown = " ".join(command)
+        super().__init__(f"`{shown}` exited with {code}: {output.strip() or 'no output'}")
+        self.command = tuple(command)
+        self.code = code
+        self.output = output
+
+
+class TreeDirty(SourceError):
+    """Name the files of a vendored tree that differ from what was put there."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, files: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.files = tuple(files)
+
+
+# --- patching ---------------------------------------------------------------------------------
+
+
+class PatchError(KvError):
+    """Stand above the errors of patches."""
+
+
+class PatchFormatError(PatchError):
+    """Report a patch file that cannot be read, with its line."""
+
+    def __init__(self, message: str, path: str = "", line: int = 0) -> None:
+        super().__init__(message)
+        self.path = path
+        self.line = line
+
+
+class PatchLintError(PatchError):
+    """List everything that lint found."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, findings: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.findings = tuple(findings)
+
+
+class PatchConflict(PatchError):
+    """Name the hunk that does not apply strictly: patch, file, line, what was expected and found."""
+
+    exit_code = 3
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        patch: str = "",
+        file: str = "",
+        hunk: int = 0,
+        line: int = 0,
+        expected: str = "",
+        found: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.patch = patch
+        self.file = file
+        self.hunk = hunk
+        self.line = line
+        self.expected = expected
+        self.found = found
+
+
+class NoTextApplies(PatchError):
+    """Report that none of a patch's texts applies to a release, with every conflict."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, conflicts: Sequence[PatchConflict] = ()) -> None:
+        super().__init__(message)
+        self.conflicts = tuple(conflicts)
+
+
+class RebaseWaiting(PatchError):
+    """Say that a rebase stopped at a conflict and waits for a person."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, folder: Path | None = None, files: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.folder = folder
+        self.files = tuple(files)
+
+
+# --- building ---------------------------------------------------------------------------------
+
+
+class BuildError(KvError):
+    """Stand above the errors of building."""
+
+
+class ToolMissing(BuildError):
+    """Name a tool that is not installed, and the command that installs it."""
+
+    def __init__(self, message: str, tool: str = "", cure: str = "") -> None:
+        super().__init__(message)
+        self.tool = tool
+        self.cure = cure
+
+
+class CommandFailed(BuildError):
+    """Show a command that failed: command, exit status, first error and where the log lies."""
+
+    exit_code = 1
+
+    def __init__(
+        self, message: str, command: Sequence[str], code: int, output: str, first_error: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.command = tuple(command)
+        self.code = code
+        self.output = output
+        self.first_error = first_error
+
+
+class ManifestError(BuildError):
+    """Report a variant whose manifest is missing, damaged or does not match its library."""
+
+
+class NotBuilt(BuildError):
+    """Say that a variant was not built yet, and the command that builds it."""
+
+
+# --- binding ----------------------------------------------------------------------------------
+
+
+class NativeError(KvError):
+    """Stand above what goes wrong in the native library; carries its last log lines."""
+
+    def __init__(self, message: str, *, code: int = 0, log: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.code = code
+        self.log = tuple(log)
+
+
+class LoadError(NativeError):
+    """Report a library that cannot be loaded here: file, ABI, manifest, CPU flags or driver."""
+
+
+class ModelError(NativeError):
+    """Report a model file that cannot be loaded, and why."""
+
+
+class ContextError(NativeError):
+    """Report a context that cannot be made, and which parameter is at fault."""
+
+
+class NotEnoughMemory(ContextError):
+    """Report that a context would not fit, before anything was allocated."""
+
+    def __init__(self, message: str, *, needed: int = 0, available: int = 0) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.available = available
+
+
+class Closed(KvError, RuntimeError):
+    """Refuse to use something that was closed."""
+
+
+class Busy(KvError, RuntimeError):
+    """Refuse a second thread on a context that is at work."""
+
+
+class StaleLogits(KvError, RuntimeError):
+    """Refuse to read logits that a later decode has overwritten."""
+
+
+class WorkerDied(NativeError):
+    """Report a worker that ended: exit status or signal, and its last lines."""
+
+    def __init__(
+        self, message: str, *, signal: int = 0, exitcode: int | None = None, log: Sequence[str] = ()
+    ) -> None:
+        super().__init__(message, log=log)
+        self.signal = signal
+        self.exitcode = exitcode
+
+
+class WorkerTimeout(WorkerDied):
+    """Report a worker that did not answer in time and was ended."""
+
+
+class DeviceLost(WorkerDied):
+    """Report a device or server that went away under a context."""
+
+
+# --- runtime ----------------------------------------------------------------------------------
+
+
+class DecodeError(NativeError):
+    """Report a decode that failed for another reason than room; every sequence kept its tokens."""
+
+
+class NoKVSlot(DecodeError):
+    """Report that a batch found no cells.
+
+    ``cause`` is ``"full"`` (too few free cells), ``"fragmented"`` (enough, but scattered) or
+    ``"other"``; ``n_tokens`` is the size of the batch; ``stats`` are the cache's statistics then.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        cause: str = "other",
+        n_tokens: int = 0,
+        stats: Any = None,
+        log: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message, code=1, log=log)
+        self.cause = cause
+        self.n_tokens = n_tokens
+        self.stats = stats
+
+
+class Cancelled(DecodeError):
+    """Report a decode that was cancelled; every sequence kept its tokens."""
+
+
+class PartialRemovalRefused(KvError):
+    """Say that this memory cannot remove a part of a sequence."""
+
+
+class StateError(NativeError):
+    """Report a sequence state that cannot be saved or restored; nothing was changed."""
+
+
+# --- harness ----------------------------------------------------------------------------------
+
+
+class HarnessError(KvError):
+    """Report a fault of the harness itself, never of what it judges."""
+
+    exit_code = 128
+
+
+class Untestable(KvError):
+    """Say why a release, patch or scenario cannot be judged here."""
+
+    exit_code = 125
+
+
+class ScriptError(KvError):
+    """Report a decode script that cannot be read or run, with its line."""
+
+    def __init__(self, message: str, line: int = 0) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+class ScenarioFailed(KvError):
+    """Report a claim that a run did not meet: class of failure, what was expected and seen."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, failure: str = "claim", evidence: Any = None) -> None:
+        super().__init__(message)
+        self.failure = failure
+        self.evidence = evidence

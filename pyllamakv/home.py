@@ -1,0 +1,37 @@
+"""Find the folder that generated things live under, and the data that ships with the package."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import platformdirs
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def checkout() -> Path | None:
+    """Return the root of the git checkout that this package runs from, or None when installed."""
+    root = _PACKAGE.parent
+    return root if (root / "patches").is_dir() and (root / "pyproject.toml").is_file() else None
+
+
+def home() -> Path:
+    """Return the folder for everything generated: store, trees, builds, results.
+
+    ``$PYLLAMAKV_HOME`` first, then ``vendor/`` of a checkout that can be written, then the user's
+    cache directory. The folder is not created.
+    """
+    named = os.environ.get("PYLLAMAKV_HOME")
+    if named:
+        return Path(named).expanduser().resolve()
+    root = checkout()
+    if root is not None and os.access(root / "vendor", os.W_OK):
+        return root / "vendor"
+    return Path(platformdirs.user_cache_dir("pyllamakv"))
+
+
+def data(name: str) -> Path:
+    """Return the path of shipped data: ``patches`` or ``vendor/upstream.lock.toml``."""
+    root = checkout()
+    return root / name if root is not None else _PACKAGE / "data" / name

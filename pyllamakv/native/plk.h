@@ -1,0 +1,273 @@
+/* plk.h: the whole C interface between Python and one build of llama.cpp.
+ *
+ * Rules. Ints, pointers and flat structs only; every struct begins with `size`, the caller's
+ * sizeof, so that it can grow at its end; no callbacks into Python: logs wait in a ring, a cancel
+ * is a flag. No function lets a C++ exception out. Functions that return int give 0 or a positive
+ * status of their own, or a negative PLK_E code; the text of the last error of this thread is
+ * plk_last_error(). Arguments are checked before llama.cpp sees them: what it would assert on is
+ * refused here with PLK_EINVAL.
+ *
+ * Between the two cdef marks stands what cffi reads: plain declarations, no preprocessor but
+ * `#define NAME integer`.
+ */
+#ifndef PLK_H
+#define PLK_H
+#include <stddef.h>
+#include <stdint.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* cdef begin */
+#define PLK_ABI 1
+
+/* Statuses. plk_decode passes llama_decode's own 0, 1 and 2 through. */
+#define PLK_OK 0
+#define PLK_NO_SLOT 1
+#define PLK_ABORTED 2
+#define PLK_EINVAL -1001      /* an argument is out of range */
+#define PLK_EUNSUPPORTED -1002 /* this build lacks the capability */
+#define PLK_EEXCEPTION -1003  /* llama.cpp threw; the text is in plk_last_error() */
+#define PLK_EMEMORY -1004     /* an allocation failed */
+#define PLK_EMODEL -1005      /* the model file cannot be loaded */
+#define PLK_ECONTEXT -1006    /* the context cannot be made */
+#define PLK_EREFUSED -1007    /* the memory refuses, e.g. a partial removal */
+#define PLK_ESTATE -1008      /* a state cannot be read or written */
+
+/* Bits of plk_capabilities(): what this build can do at all. */
+#define PLK_CAP_DEFRAG 1          /* plk_defrag moves cells */
+#define PLK_CAP_CELLS 2           /* plk_cells_read is exact */
+#define PLK_CAP_COUNTERS 4        /* plk_counters_read works */
+#define PLK_CAP_STATES 8          /* plk_state_* work per sequence */
+#define PLK_CAP_STREAMS 16        /* a cache may have one stream per sequence */
+#define PLK_CAP_SWA 32            /* sliding-window caches exist */
+#define PLK_CAP_SAMPLER 64        /* plk_sampler_* work */
+#define PLK_CAP_KV_UNIFIED 128    /* plk_context_params.kv_unified has an effect */
+#define PLK_CAP_FLASH_AUTO 256    /* flash_attn = -1 (decided by llama.cpp) is understood */
+#define PLK_CAP_SWA_FULL 512      /* plk_context_params.swa_full has an effect */
+#define PLK_CAP_ROLLBACK 1024     /* llama_decode itself undoes a batch that found no slot */
+
+/* Kinds of memory, plk_context_info.memory. */
+#define PLK_MEMORY_NONE 0
+#define PLK_MEMORY_ATTENTION 1    /* one key/value cache */
+#define PLK_MEMORY_SWA 2          /* a full one and a sliding-window one */
+#define PLK_MEMORY_RECURRENT 3    /* states, no cells per token */
+#define PLK_MEMORY_HYBRID 4       /* attention and recurrent */
+#define PLK_MEMORY_OTHER 5
+
+typedef struct plk_model plk_model;
+typedef struct plk_context plk_context;
+typedef struct plk_sampler plk_sampler;
+
+typedef struct {
+    uint32_t size;
+    int32_t n_gpu_layers;
+    int32_t use_mmap;
+    int32_t use_mlock;
+    int32_t check_tensors;
+    int32_t vocab_only;
+    const char *rpc_servers; /* host:port,host:port or NULL */
+    const char *devices;     /* names from plk_device_read, separated by commas, or NULL */
+} plk_model_params;
+
+typedef struct {
+    uint32_t size;
+    int32_t n_vocab;
+    int32_t n_ctx_train;
+    int32_t n_embd;
+    int32_t n_layer;
+    int32_t n_head;
+    int32_t n_head_kv;
+    int32_t n_embd_k_gqa; /* of the first layer; 0 where unknown */
+    int32_t n_embd_v_gqa;
+    int32_t has_vocab;    /* 0: token ids only */
+    int32_t token_bos;    /* -1: none */
+    int32_t token_eos;
+    int32_t token_eot;
+    int32_t token_nl;
+    int32_t add_bos;
+    int32_t is_recurrent;
+    uint64_t n_params;
+    uint64_t n_bytes;
+} plk_model_info;
+
+typedef struct {
+    uint32_t size;
+    uint32_t n_ctx;
+    uint32_t n_batch;
+    uint32_t n_ubatch;
+    uint32_t n_seq_max;
+    int32_t n_threads;
+    int32_t n_threads_batch;
+    int32_t flash_attn;    /* 0 off, 1 on, -1 decided by llama.cpp */
+    int32_t type_k;        /* ggml_type number: 0 f32, 1 f16, 2 q4_0, 8 q8_0, 30 bf16, ... */
+    int32_t type_v;
+    int32_t kv_unified;    /* 1: all sequences share the cells */
+    int32_t swa_full;
+    int32_t offload_kqv;
+    int32_t embeddings;
+    float defrag_thold;    /* negative: never by itself */
+    int32_t guard;         /* 1: undo failed decodes where the release does not; 0: stock */
+} plk_context_params;
+
+typedef struct {
+    uint32_t size;
+    uint32_t n_ctx;
+    uint32_t n_batch;
+    uint32_t n_ubatch;
+    uint32_t n_seq_max;
+    int32_t memory;            /* PLK_MEMORY_* */
+    int32_t n_caches;          /* how many plk_cells_read can read: per cache and stream */
+    int32_t can_shift;
+    int32_t can_remove_partly; /* -1: unknown until tried */
+    int32_t contiguous_slots;  /* 1: a micro-batch needs one hole; 0: scattered; -1 unknown */
+    int32_t defrag;            /* 1: plk_defrag works on this context's memory */
+    int32_t flash_attn;        /* as decided; -1 unknown */
+    int32_t v_transposed;      /* V cache stored by columns; -1 unknown */
+} plk_context_info;
+
+typedef struct {
+    uint32_t size;
+    int32_t n_tokens;
+    const int32_t *token;
+    const int32_t *pos;
+    const int32_t *seq_count; /* sequences per token, or NULL: one each */
+    const int32_t *seq_id;    /* flat: seq_count[0] ids, then seq_count[1] ids, ... */
+    const int8_t *logits;     /* 1: logits wanted; NULL: of the last token only */
+} plk_batch;
+
+typedef struct {
+    uint32_t size;
+    int32_t stream;        /* which stream of its cache; 0 where unified */
+    int32_t swa;           /* 1: the sliding-window cache */
+    int32_t n_cells;
+    int32_t used;          /* as the library counts; -1 unknown */
+    int32_t head;          /* -1 unknown */
+    int32_t has_shift;     /* a shift is pending */
+    int32_t n_layer;       /* layers that keep their K and V here */
+    int32_t type_k;
+    int32_t type_v;
+    int32_t v_transposed;
+    int32_t host;          /* 1: every buffer is host memory */
+    uint64_t bytes_k;
+    uint64_t bytes_v;
+} plk_cells_info;
+
+typedef struct {
+    uint32_t size;
+    int32_t passes;        /* batches of moves; -1 unknown */
+    int32_t moves;         /* runs moved; -1 unknown */
+    int32_t cells;         /* cells moved, seen from the cells before and after; -1 unknown */
+    int64_t bytes;         /* -1 unknown */
+    int64_t graphs;        /* -1 unknown */
+    int64_t ns;            /* wall time of the call */
+} plk_defrag_report;
+
+typedef struct {
+    uint32_t size;
+    uint32_t reserved;
+    int64_t slot_searches;
+    int64_t slot_failures;
+    int64_t decode_retries;
+    int64_t defrags;
+    int64_t moves;
+    int64_t cells_moved;
+    int64_t bytes_moved;
+    int64_t graphs;
+    int64_t ns;
+} plk_counters;
+
+typedef struct {
+    uint32_t size;
+    int32_t kind;          /* 0 cpu, 1 gpu, 2 accelerator, -1 unknown */
+    uint64_t memory_free;
+    uint64_t memory_total;
+    char name[64];
+    char description[128];
+} plk_device;
+
+typedef struct {
+    uint32_t size;
+    uint32_t seed;
+    float temperature;     /* <= 0: greedy */
+    int32_t top_k;         /* <= 0: off */
+    float top_p;           /* >= 1: off */
+    float min_p;           /* <= 0: off */
+    int32_t penalty_last_n;
+    float penalty_repeat;
+} plk_sampler_params;
+
+/* The library itself. */
+uint32_t plk_abi(void);
+const char *plk_variant(void);        /* the id in the manifest beside the library */
+uint64_t plk_capabilities(void);
+const char *plk_probes(void);         /* JSON: group -> chosen candidate or null */
+int32_t plk_sizeof(const char *name); /* of a struct above; -1 unknown name */
+int plk_init(void);                   /* once per process; may be repeated */
+const char *plk_last_error(void);
+int32_t plk_log_read(int32_t *level, char *text, int32_t room); /* bytes of one record; -1 empty */
+int64_t plk_log_lost(void);           /* records that the ring dropped */
+void plk_log_level(int32_t lowest);   /* 1 debug, 2 info, 3 warn, 4 error; below: not kept */
+int32_t plk_device_count(void);
+int plk_device_read(int32_t index, plk_device *out);
+int plk_rpc_serve(const char *endpoint, const char *device, uint64_t memory); /* blocks */
+
+/* Models. */
+int plk_model_load(const char *path, const plk_model_params *params, plk_model **out);
+void plk_model_free(plk_model *model);
+int plk_model_read(const plk_model *model, plk_model_info *out);
+int32_t plk_model_meta(const plk_model *model, const char *key, char *text, int32_t room); /* length; -1 absent */
+int32_t plk_tokenize(const plk_model *model, const char *text, int32_t length, int32_t *tokens,
+                     int32_t room, int32_t add_special, int32_t parse_special); /* count; -needed */
+int32_t plk_token_piece(const plk_model *model, int32_t token, char *piece, int32_t room,
+                        int32_t special); /* bytes; -needed */
+int32_t plk_token_is_eog(const plk_model *model, int32_t token);
+
+/* Contexts. */
+int plk_context_new(plk_model *model, const plk_context_params *params, plk_context **out);
+void plk_context_free(plk_context *context);
+int plk_context_read(const plk_context *context, plk_context_info *out);
+int plk_threads(plk_context *context, int32_t n_threads, int32_t n_threads_batch);
+int plk_decode(plk_context *context, const plk_batch *batch);
+int plk_decode_one(plk_context *context, int32_t token, int32_t pos, int32_t seq_id);
+const float *plk_logits(plk_context *context, int32_t index); /* by place in the batch; NULL none */
+const float *plk_embeddings(plk_context *context, int32_t index);
+void plk_synchronize(plk_context *context);
+void plk_cancel(plk_context *context);                     /* from any thread */
+void plk_cancel_after(plk_context *context, int64_t polls); /* of the abort callback; < 0: never */
+int64_t plk_cancel_polls(const plk_context *context);      /* polls of the last decode */
+
+/* Sequences. p0 < 0: from the start, p1 < 0: to the end; seq < 0: every sequence. */
+int plk_clear(plk_context *context, int32_t data);
+int plk_seq_rm(plk_context *context, int32_t seq, int32_t p0, int32_t p1);
+int plk_seq_cp(plk_context *context, int32_t from, int32_t to, int32_t p0, int32_t p1);
+int plk_seq_keep(plk_context *context, int32_t seq);
+int plk_seq_add(plk_context *context, int32_t seq, int32_t p0, int32_t p1, int32_t delta);
+int plk_seq_div(plk_context *context, int32_t seq, int32_t p0, int32_t p1, int32_t divisor);
+int32_t plk_seq_pos_min(plk_context *context, int32_t seq); /* -1 empty; < -1000 error */
+int32_t plk_seq_pos_max(plk_context *context, int32_t seq);
+
+/* The cache. */
+int plk_defrag(plk_context *context, plk_defrag_report *out);
+int plk_update(plk_context *context); /* apply what is pending: shifts, copies */
+int plk_cells_info_read(plk_context *context, int32_t cache, plk_cells_info *out);
+int plk_cells_read(plk_context *context, int32_t cache, int32_t room, int32_t *pos,
+                   int32_t *shift, uint64_t *seqs, int32_t words); /* cells; pos -1: free */
+int plk_counters_read(plk_context *context, plk_counters *out);
+
+/* States of single sequences. */
+int64_t plk_state_size(plk_context *context, int32_t seq);
+int64_t plk_state_save(plk_context *context, int32_t seq, uint8_t *data, int64_t room);
+int64_t plk_state_load(plk_context *context, int32_t seq, const uint8_t *data, int64_t length);
+
+/* Sampling in C. */
+int plk_sampler_new(const plk_model *model, const plk_sampler_params *params, plk_sampler **out);
+void plk_sampler_free(plk_sampler *sampler);
+void plk_sampler_reset(plk_sampler *sampler);
+int32_t plk_sample(plk_sampler *sampler, plk_context *context, int32_t index); /* token */
+/* cdef end */
+
+#ifdef __cplusplus
+}
+#endif
+#endif

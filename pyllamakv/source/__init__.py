@@ -1,0 +1,1 @@
+"""Find upstream releases, fetch them, and keep them in one bare git store."""

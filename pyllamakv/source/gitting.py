@@ -1,0 +1,157 @@
+"""Run git so that the same inputs give the same result on any machine.
+
+Whatever the user, the system or a surrounding repository configured is switched off: variables,
+config files, hooks, attributes, signing, paging and prompts. Identity and date are fixed, and git
+never climbs above the folder it is started in: inside another work tree `git apply` would exit 0
+and do nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from typing import TYPE_CHECKING
+
+from pyllamakv.errors import GitError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+NAME = "pyllamakv developers"
+EMAIL = "pyllamakv@users.noreply.github.com"
+DATE = "2026-11-20T00:00:00Z"
+
+#: Exit status reported when git itself cannot be started, as a shell does.
+_NOT_FOUND = 127
+
+_SETTINGS = {
+    "core.hooksPath": os.devnull,
+    "core.attributesFile": os.devnull,
+    "core.excludesFile": os.devnull,
+    "core.autocrlf": "false",
+    "core.eol": "lf",
+    "core.fsmonitor": "false",
+    "core.quotePath": "false",
+    "core.abbrev": "40",
+    "commit.gpgSign": "false",
+    "tag.gpgSign": "false",
+    "gc.auto": "0",
+    "maintenance.auto": "false",
+    "advice.detachedHead": "false",
+    "init.defaultBranch": "main",
+    "init.templateDir": "",
+    "diff.renames": "true",
+    "diff.algorithm": "myers",
+    "merge.conflictStyle": "diff3",
+    "submodule.recurse": "false",
+    "fetch.recurseSubmodules": "false",
+    # Stores are made by whoever runs this, but a container may own them under another user.
+    "safe.directory": "*",
+}
+
+#: What a fetch from a named URL keeps: a user's credentials, proxies and certificates.
+_NETWORK_VARIABLES = ("GIT_SSH", "GIT_SSH_COMMAND", "GIT_SSL_CAINFO", "GIT_SSL_CAPATH")
+
+
+def environment(*, network: bool = False) -> dict[str, str]:
+    """Return the environment for git: nothing of the caller's ``GIT_*``, fixed identity and date.
+
+    With ``network`` the user's own git config and certificates stay in force, because a private
+    URL cannot be reached without them; hooks, signing and conversions stay off.
+    """
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    if network:
+        kept = (name for name in _NETWORK_VARIABLES if name in os.environ)
+        env.update({name: os.environ[name] for name in kept})
+        if "GIT_CONFIG_GLOBAL" in os.environ:
+            env["GIT_CONFIG_GLOBAL"] = os.environ["GIT_CONFIG_GLOBAL"]
+    else:
+        env["GIT_CONFIG_GLOBAL"] = os.devnull
+        env["GIT_CONFIG_NOSYSTEM"] = "1"
+    env |= {
+        "GIT_ATTR_NOSYSTEM": "1",
+        "GIT_NO_REPLACE_OBJECTS": "1",
+        "GIT_TERMINAL_PROMPT": "0",
+        "GIT_ALLOW_PROTOCOL": "file:git:http:https:ssh",
+        "GIT_EDITOR": "true",
+        "GIT_SEQUENCE_EDITOR": "true",
+        "GIT_PAGER": "cat",
+        "GIT_AUTHOR_NAME": NAME,
+        "GIT_AUTHOR_EMAIL": EMAIL,
+        "GIT_AUTHOR_DATE": DATE,
+        "GIT_COMMITTER_NAME": NAME,
+        "GIT_COMMITTER_EMAIL": EMAIL,
+        "GIT_COMMITTER_DATE": DATE,
+        "LC_ALL": "C",
+        "LANGUAGE": "C",
+        "TZ": "UTC",
+    }
+    env["GIT_CONFIG_COUNT"] = str(len(_SETTINGS))
+    for index, (key, value) in enumerate(_SETTINGS.items()):
+        env[f"GIT_CONFIG_KEY_{index}"] = key
+        env[f"GIT_CONFIG_VALUE_{index}"] = value
+    return env
+
+
+def run(
+    folder: Path,
+    *args: str,
+    input: bytes | str | None = None,
+    env: Mapping[str, str] | None = None,
+    network: bool = False,
+) -> subprocess.CompletedProcess[bytes]:
+    """Run ``git args`` in ``folder``, whatever it returns, and give back status and both outputs.
+
+    ``env`` is laid over the clean environment (for example another ``GIT_INDEX_FILE``).
+    Raises GitError only when git cannot be started.
+    """
+    full = environment(network=network)
+    place = folder.resolve()
+    full["GIT_CEILING_DIRECTORIES"] = str(place.parent)
+    full.update(env or {})
+    data = input.encode("utf-8", "surrogateescape") if isinstance(input, str) else input
+    command = ["git", *args]
+    try:
+        return subprocess.run(
+            command, cwd=place, env=full, check=False, capture_output=True, input=data or b""
+        )
+    except FileNotFoundError as error:
+        if not place.is_dir():
+            raise GitError(command, _NOT_FOUND, f"there is no folder {place}") from error
+        raise GitError(command, _NOT_FOUND, "git is not installed; install git") from error
+    except NotADirectoryError as error:
+        raise GitError(command, _NOT_FOUND, f"{place} is not a folder") from error
+
+
+def git_bytes(
+    folder: Path,
+    *args: str,
+    input: bytes | str | None = None,
+    check: bool = True,
+    env: Mapping[str, str] | None = None,
+    network: bool = False,
+) -> bytes:
+    """Run git like `git`, but return its output as the bytes it wrote."""
+    done = run(folder, *args, input=input, env=env, network=network)
+    if check and done.returncode != 0:
+        said = (done.stderr or done.stdout).decode("utf-8", "replace")
+        raise GitError(["git", *args], done.returncode, said)
+    return done.stdout
+
+
+def git(
+    folder: Path,
+    *args: str,
+    input: bytes | str | None = None,
+    check: bool = True,
+    env: Mapping[str, str] | None = None,
+    network: bool = False,
+) -> str:
+    """Run ``git args`` in ``folder`` and return what it wrote, without the last line break.
+
+    Undecodable bytes come as surrogate escapes. Raises GitError with the command, its exit status
+    and its words when it fails and ``check`` is set.
+    """
+    out = git_bytes(folder, *args, input=input, check=check, env=env, network=network)
+    return out.decode("utf-8", "surrogateescape").removesuffix("\n")

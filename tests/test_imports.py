@@ -1,0 +1,100 @@
+"""The layers import in one direction only, and C's names stay where they belong."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent / "pyllamakv"
+
+#: Layer -> the layers that it may import. `errors` and `home` are open to all.
+ALLOWED = {
+    "cli": {"harness", "bench", "runtime", "binding", "building", "patching", "source"},
+    "bench": {"harness", "runtime", "binding", "building", "patching", "source"},
+    "harness": {"runtime", "binding", "building", "patching", "source"},
+    "runtime": {"binding"},
+    "binding": {"native"},
+    "native": set(),
+    "building": {"patching", "source"},
+    "patching": {"source"},
+    "source": set(),
+}
+#: Modules that both sides may read.
+SHARED = {"pyllamakv.building.manifest", "pyllamakv.errors", "pyllamakv.home", "pyllamakv"}
+#: The one place where the runtime asks for a variant by its spec.
+EXCEPTIONS = {("runtime/opening.py", "building")}
+
+
+def imported(path: Path) -> set[str]:
+    """Return the full names of the package's modules that a file imports."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = ("pyllamakv", *path.relative_to(ROOT).parent.parts)
+                base = ".".join((*package[: len(package) - node.level + 1], *base.split(".")))
+                base = base.rstrip(".")
+            names |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+    return {name for name in names if name.split(".")[0] == "pyllamakv"}
+
+
+MODULES = sorted(ROOT.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_no_arrow_runs_upward(path: Path) -> None:
+    """A module imports its own layer and the ones below it, nothing else."""
+    relative = path.relative_to(ROOT)
+    layer = relative.parts[0] if len(relative.parts) > 1 else ""
+    if layer not in ALLOWED:
+        return
+    for name in imported(path):
+        if name in SHARED or name.startswith(("pyllamakv.building.manifest.", "pyllamakv.errors.")):
+            continue
+        parts = name.split(".")
+        target = parts[1] if len(parts) > 1 else ""
+        if target not in ALLOWED or target == layer:
+            continue
+        if (relative.as_posix(), target) in EXCEPTIONS:
+            continue
+        assert target in ALLOWED[layer], f"{relative} imports {name}: {layer} may not use {target}"
+
+
+def test_cffi_stays_in_the_binding() -> None:
+    """Nothing outside native and binding touches cffi."""
+    for path in MODULES:
+        layer = path.relative_to(ROOT).parts[0]
+        if layer in {"native", "binding"}:
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            assert not any(n.split(".")[0] in {"cffi", "_cffi_backend"} for n in names), path
+
+
+def test_modules_stay_small() -> None:
+    """A module of more than about 300 lines misses a concept."""
+    long = {
+        path.relative_to(ROOT).as_posix(): count
+        for path in MODULES
+        if path.name != "_plk.py"
+        and (count := len(path.read_text(encoding="utf-8").splitlines())) > 340
+    }
+    assert not long
+
+
+def test_snapshot_needs_numpy_alone() -> None:
+    """The snapshot can be used where nothing else of the package is."""
+    path = ROOT / "runtime" / "snapshot.py"
+    assert imported(path) <= {"pyllamakv.binding.protocol"} | {
+        name for name in imported(path) if name.startswith("pyllamakv.binding.protocol.")
+    }
