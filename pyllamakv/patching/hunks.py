@@ -1,49 +1,45 @@
 """Read git patches: mail header, files and hunks, every byte kept as it stood.
 
-Own parser because a patch must come out as it went in: headers are never normalised, and a hunk
-can be taken out of a patch without touching any other line.
+Own model of a patch because it must come out as it went in: headers are never normalised, and a
+hunk can be taken out without touching any other line. Reading the text is `reading`'s work.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import PatchFormatError, UsageError
+from pyllamakv.patching import reading
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from pathlib import Path
 
-_RANGE = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@(.*)\Z", re.DOTALL)
-_MAIL = re.compile(rb"From [0-9a-f]{40,64} Mon Sep 17 00:00:00 2001\r?\n")
-_ESCAPES = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b'"': b'"', b"\\": b"\\", b"a": b"\a",
-            b"b": b"\b", b"f": b"\f", b"v": b"\v"}  # fmt: skip
-_QUOTED = re.compile(rb'\\([0-7]{3}|[ntr"\\abfv])')
+_MAIL = re.compile(rb"^From [0-9a-f]{40,64} Mon Sep 17 00:00:00 2001\r?$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Hunk:
-    """Hold one hunk: its ranges, the rest of its ``@@`` line, and its lines as they stand."""
+    """Hold one hunk: its ranges, its ``@@`` line and its lines as they stand."""
 
     old_start: int
     old_count: int
     new_start: int
     new_count: int
-    section: bytes
-    lines: tuple[bytes, ...]
     head: bytes
+    lines: tuple[bytes, ...]
+    line: int = 0
 
     @property
     def old(self) -> tuple[bytes, ...]:
         """Return the lines that must be there, with their line ends."""
-        return _side(self.lines, b"-")
+        return reading.side(self.lines, b"-")
 
     @property
     def new(self) -> tuple[bytes, ...]:
         """Return the lines that will be there, with their line ends."""
-        return _side(self.lines, b"+")
+        return reading.side(self.lines, b"+")
 
     @property
     def added(self) -> tuple[bytes, ...]:
@@ -57,9 +53,9 @@ class Hunk:
 
     @property
     def context(self) -> tuple[int, int]:
-        """Return how many context lines stand before the first and after the last change."""
+        """Count the context lines before the first and after the last change."""
         marks = [line[:1] for line in self.lines if line[:1] != b"\\"]
-        changed = [number for number, mark in enumerate(marks) if mark in b"+-"]
+        changed = [number for number, mark in enumerate(marks) if mark in (b"+", b"-")]
         return (changed[0], len(marks) - 1 - changed[-1]) if changed else (len(marks), 0)
 
     @property
@@ -68,22 +64,19 @@ class Hunk:
         return self.head + b"".join(self.lines)
 
     def moved(self, delta: int) -> Hunk:
-        """Return the hunk with its new position moved by that many lines."""
+        """Return the hunk with its place after the patch moved by that many lines."""
         if not delta:
             return self
         start = self.new_start + delta
-        old = _span(self.old_start, self.old_count, self.head, 0)
-        new = _span(start, self.new_count, self.head, 1)
-        head = b"@@ -" + old + b" +" + new + b" @@" + self.section
-        return replace(self, new_start=start, head=head)
+        return replace(self, new_start=start, head=reading.restarted(self.head, start))
 
 
 @dataclass(frozen=True)
 class FilePatch:
     """Hold what a patch does to one file.
 
-    ``old`` is None for a new file, ``new`` is None for a deleted one; modes are git's, or None
-    where the patch does not name them.
+    ``old`` is None for a new file, ``new`` is None for a deleted one; modes are git's ("100644"),
+    or None where the patch does not name them. ``line`` is where the part begins in the patch.
     """
 
     header: bytes
@@ -134,9 +127,9 @@ class Patch:
         raise UsageError(f"The patch does not touch {path}; it touches {known}.")
 
     def without(self, path: str, number: int) -> Patch:
-        """Return the patch without one hunk; hunks of a file are counted from 1.
+        """Return the patch without one hunk; the hunks of a file are counted from 1.
 
-        Later hunks of the file are renumbered; a file whose last hunk goes is left out.
+        Later hunks of the file move accordingly; a file whose last hunk goes is left out.
         """
         target = self.file(path)
         if not 1 <= number <= len(target.hunks):
@@ -166,12 +159,12 @@ def read(path: Path) -> Patch:
         data = path.read_bytes()
     except OSError as error:
         raise PatchFormatError(f"{path} cannot be read: {error.strerror}", str(path)) from error
-    return parse(data, str(path))
+    return parse(data, path.name)
 
 
 def split(data: bytes) -> tuple[bytes, ...]:
     """Cut a mailbox into its mails; text that is no mailbox is one piece."""
-    starts = [m.start() for m in _MAIL.finditer(data) if _at_line_start(data, m.start())]
+    starts = [match.start() for match in _MAIL.finditer(data)]
     if not starts:
         return (data,)
     ends = [*starts[1:], len(data)]
@@ -180,111 +173,51 @@ def split(data: bytes) -> tuple[bytes, ...]:
 
 
 def parse(data: bytes, name: str = "patch") -> Patch:
-    """Parse the text of one patch; ``name`` is the file named in errors."""
-    reader = _Reader(data.splitlines(keepends=True) if b"\r" not in data else _lines(data), name)
+    """Parse the text of one patch; ``name`` is the file named in errors.
+
+    Raises PatchFormatError for text without a change, wrong line counts, binary parts, paths that
+    leave the tree, and mailboxes with more than one patch (see `split`).
+    """
+    reader = reading.Reader(data, name)
     header = reader.until_file()
     files: list[FilePatch] = []
+    lead = b""
     while reader.at_file():
-        files.append(_file(reader))
-        reader.skip_blank(files)
-    trailer = reader.rest()
+        files.append(_file(reader, lead))
+        lead = reader.between()
     if not files:
         raise PatchFormatError(
             f"{name} holds no change: expected a line that starts with `diff --git`.", name, 1
         )
-    patch = Patch(header, tuple(files), trailer)
-    if patch.data != data:  # the promise of this module, so it is checked, not assumed
+    if len(_MAIL.findall(data)) > 1:
+        raise PatchFormatError(f"{name} is a mailbox of several patches: split it.", name)
+    patch = Patch(header, tuple(files), lead)
+    if patch.data != data:  # the promise of this module: checked, not assumed
         raise PatchFormatError(f"{name} cannot be kept byte for byte.", name)
     return patch
 
 
-def _lines(data: bytes) -> list[bytes]:
-    # bytes.splitlines also cuts at a lone carriage return, which git does not
-    cut = [line + b"\n" for line in data.split(b"\n")]
-    last = cut.pop()[:-1]
-    return [*cut, last] if last else cut
-
-
-def _at_line_start(data: bytes, start: int) -> bool:
-    return start == 0 or data[start - 1 : start] == b"\n"
-
-
-def _span(start: int, count: int, head: bytes, side: int) -> bytes:
-    match = _RANGE.match(head)
-    explicit = match is not None and match.group(2 + 2 * side) is not None
-    return b"%d,%d" % (start, count) if explicit else b"%d" % start
-
-
-def _side(lines: tuple[bytes, ...], mark: bytes) -> tuple[bytes, ...]:
-    found: list[bytes] = []
-    taken = False
-    for line in lines:
-        if line[:1] == b"\\":
-            if taken:
-                found[-1] = found[-1].removesuffix(b"\n")
-            continue
-        taken = line[:1] in (b" ", mark, b"\n", b"\r")
-        if taken:
-            # some mailers strip the blank of an empty context line; git accepts that too
-            found.append(line[1:] if line[:1] in (b" ", mark) else line)
-    return tuple(found)
-
-
-class _Reader:
-    """Walk the lines of a patch and know where it is."""
-
-    def __init__(self, lines: list[bytes], name: str) -> None:
-        self.lines = lines
-        self.name = name
-        self.at = 0
-
-    def peek(self, ahead: int = 0) -> bytes:
-        at = self.at + ahead
-        return self.lines[at] if at < len(self.lines) else b""
-
-    def take(self) -> bytes:
-        self.at += 1
-        return self.lines[self.at - 1]
-
-    def wrong(self, message: str) -> PatchFormatError:
-        return PatchFormatError(f"{self.name}:{self.at + 1}: {message}", self.name, self.at + 1)
-
-    def at_file(self) -> bool:
-        return self.peek().startswith(b"diff --git ") or self.at_plain()
-
-    def at_plain(self) -> bool:
-        return (
-            self.peek().startswith(b"--- ")
-            and self.peek(1).startswith(b"+++ ")
-            and self.peek(2).startswith(b"@@ -")
-        )
-
-    def until_file(self) -> bytes:
-        start = self.at
-        while self.at < len(self.lines) and not self.at_file():
-            self.at += 1
-        return b"".join(self.lines[start : self.at])
-
-    def skip_blank(self, files: list[FilePatch]) -> None:
-        # lines between files (a plain diff's `Index:` and the like) belong to the next header
-        start = self.at
-        between = self.until_file()
-        if not self.at_file() or not between:
-            self.at = start
-            return
-        if re.search(rb"^@@ -", between, re.MULTILINE):
-            self.at = start
-            raise self.wrong("a hunk follows one whose line counts end here.")
-        files[-1] = files[-1]
-        self.at = start
-
-    def rest(self) -> bytes:
-        found = b"".join(self.lines[self.at :])
-        if re.search(rb"^@@ -", found, re.MULTILINE):
-            raise self.wrong("expected the end of the patch; the line counts of a hunk are wrong.")
-        self.at = len(self.lines)
-        return found
-
-
-def _file(reader: _Reader) -> FilePatch:
-    raise NotImplementedError
+def _file(reader: reading.Reader, lead: bytes) -> FilePatch:
+    line = reader.at + 1
+    facts = reading.file_header(reader)
+    hunks: list[Hunk] = []
+    while reader.at_hunk():
+        start = reader.at + 1
+        ranges, head, lines = reading.hunk(reader)
+        hunks.append(Hunk(*ranges, head, lines, start))
+    if facts.created and facts.deleted:
+        raise reader.wrong("a file cannot be made and deleted at once.")
+    if (facts.created and any(hunk.old_count for hunk in hunks)) or (
+        facts.deleted and any(hunk.new_count for hunk in hunks)
+    ):
+        raise reader.wrong("a new file has no old lines, a deleted one no new lines.")
+    return FilePatch(
+        header=lead + facts.raw,
+        hunks=tuple(hunks),
+        old=None if facts.created else facts.old,
+        new=None if facts.deleted else facts.new,
+        old_mode=facts.old_mode,
+        new_mode=facts.new_mode,
+        copied=facts.copied,
+        line=line,
+    )

@@ -1,0 +1,95 @@
+"""Time two things side by side, so that a machine that drifts moves both."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+#: Pairs below which a bound of a few percent means nothing.
+MINIMUM_PAIRS = 30
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Hold a median and its 95 % confidence interval from a bootstrap."""
+
+    median: float
+    low: float
+    high: float
+
+    def format(self, digits: int = 2, unit: str = "") -> str:
+        """Return ``1.23 [1.20, 1.27]`` with a unit."""
+        end = f" {unit}" if unit else ""
+        return f"{self.median:.{digits}f}{end} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+
+
+def interval(values: list[float], *, seed: int = 1) -> Interval:
+    """Return the median of values and its percentile-bootstrap interval (Efron, 1979)."""
+    if not values:
+        msg = "there is nothing to take the median of"
+        raise ValueError(msg)
+    draw = random.Random(seed)  # noqa: S311 (statistics, not secrets)
+    medians = sorted(
+        statistics.median(draw.choices(values, k=len(values))) for _ in range(1000)
+    )
+    return Interval(statistics.median(values), medians[25], medians[974])
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Hold interleaved measurements of two things, in seconds."""
+
+    first: list[float]
+    second: list[float]
+
+    @property
+    def ratio(self) -> Interval:
+        """Return first over second, pair by pair."""
+        return interval([a / b for a, b in zip(self.first, self.second, strict=True)])
+
+    @property
+    def difference(self) -> Interval:
+        """Return first minus second, pair by pair, in seconds."""
+        return interval([a - b for a, b in zip(self.first, self.second, strict=True)])
+
+
+def clock(call: Callable[[], object]) -> float:
+    """Return the seconds that one call takes."""
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def interleave(
+    first: Callable[[], float],
+    second: Callable[[], float],
+    *,
+    pairs: int = MINIMUM_PAIRS,
+    progress: Callable[[], None] | None = None,
+) -> Pairs:
+    """Run two measurements in turn, the order swapped each time; each returns seconds."""
+    a: list[float] = []
+    b: list[float] = []
+    first()
+    second()
+    for index in range(pairs):
+        if index % 2:
+            b.append(second())
+            a.append(first())
+        else:
+            a.append(first())
+            b.append(second())
+        if progress is not None:
+            progress()
+    return Pairs(a, b)
+
+
+def rounded(value: float, digits: int = 3) -> float:
+    """Return a value with so many significant digits."""
+    if value == 0 or not math.isfinite(value):
+        return value
+    return round(value, digits - 1 - math.floor(math.log10(abs(value))))

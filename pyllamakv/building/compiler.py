@@ -1,0 +1,239 @@
+"""Find the C and C++ compiler, and what `-march=native` means to it on this machine.
+
+Asking a compiler takes tenths of a second, so the answer is kept under its path, size and time of
+change, together with the processor's own flags.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyllamakv.building.manifest import machine_flags
+from pyllamakv.errors import ToolMissing
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_CURE = (
+    "install one: Debian or Ubuntu `apt-get install g++ make`, Fedora `dnf install gcc-c++ make`, "
+    "macOS `xcode-select --install`; or name it in CC and CXX"
+)
+
+#: Programs that may stand before the compiler in CC or CXX; the launcher is chosen separately.
+_LAUNCHERS = {"ccache", "sccache", "distcc", "icecc"}
+
+#: What a compiler defines for an instruction set, and how /proc/cpuinfo names it.
+_MACROS = {
+    "__SSE3__": "pni",
+    "__SSSE3__": "ssse3",
+    "__SSE4_1__": "sse4_1",
+    "__SSE4_2__": "sse4_2",
+    "__SSE4A__": "sse4a",
+    "__POPCNT__": "popcnt",
+    "__MOVBE__": "movbe",
+    "__LZCNT__": "abm",
+    "__AVX__": "avx",
+    "__AVX2__": "avx2",
+    "__FMA__": "fma",
+    "__FMA4__": "fma4",
+    "__XOP__": "xop",
+    "__F16C__": "f16c",
+    "__BMI__": "bmi1",
+    "__BMI2__": "bmi2",
+    "__GFNI__": "gfni",
+    "__VAES__": "vaes",
+    "__AVXVNNI__": "avx_vnni",
+    "__AVX512F__": "avx512f",
+    "__AVX512CD__": "avx512cd",
+    "__AVX512BW__": "avx512bw",
+    "__AVX512DQ__": "avx512dq",
+    "__AVX512VL__": "avx512vl",
+    "__AVX512IFMA__": "avx512ifma",
+    "__AVX512VBMI__": "avx512vbmi",
+    "__AVX512VBMI2__": "avx512_vbmi2",
+    "__AVX512VNNI__": "avx512_vnni",
+    "__AVX512BITALG__": "avx512_bitalg",
+    "__AVX512VPOPCNTDQ__": "avx512_vpopcntdq",
+    "__AVX512BF16__": "avx512_bf16",
+    "__AVX512FP16__": "avx512_fp16",
+    "__AMX_TILE__": "amx_tile",
+    "__AMX_INT8__": "amx_int8",
+    "__AMX_BF16__": "amx_bf16",
+    "__ARM_FEATURE_DOTPROD": "asimddp",
+    "__ARM_FEATURE_FP16_VECTOR_ARITHMETIC": "asimdhp",
+    "__ARM_FEATURE_MATMUL_INT8": "i8mm",
+    "__ARM_FEATURE_BF16_VECTOR_ARITHMETIC": "bf16",
+    "__ARM_FEATURE_SVE": "sve",
+    "__ARM_FEATURE_SVE2": "sve2",
+    "__ARM_FEATURE_SME": "sme",
+}
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """Hold a pair of compilers: paths, version line, target, and the CPU flags of `native`."""
+
+    c: str
+    cxx: str
+    version: str
+    target: str
+    native_flags: tuple[str, ...]
+
+    @property
+    def identity(self) -> str:
+        """Return what a variant's id records: version and target, never a path."""
+        return f"{self.version} for {self.target}"
+
+
+def find(cache: Path | None = None, environ: Mapping[str, str] | None = None) -> Compiler:
+    """Return the compilers: those that CC and CXX name, else gcc, clang or cc on PATH.
+
+    ``cache`` is a file for the answers. Raises ToolMissing with what to install.
+    """
+    env = os.environ if environ is None else environ
+    c, cxx = _paths(env)
+    stamp = _stamp(c, cxx)
+    known = _read(cache)
+    if stamp in known:
+        try:
+            entry = known[stamp]
+            return Compiler(**{**entry, "native_flags": tuple(entry["native_flags"])})
+        except (TypeError, KeyError):
+            known = {}
+    found = _ask(c, cxx)
+    if cache is not None:
+        known[stamp] = dataclasses.asdict(found)
+        _write(cache, known)
+    return found
+
+
+def launcher(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the path of ccache or sccache, or None; PYLLAMAKV_LAUNCHER=none switches it off."""
+    env = os.environ if environ is None else environ
+    wanted = env.get("PYLLAMAKV_LAUNCHER", "")
+    if wanted == "none":
+        return None
+    names = (wanted,) if wanted else ("ccache", "sccache")
+    return next((path for name in names if (path := _which(name, env))), None)
+
+
+def _which(name: str, env: Mapping[str, str]) -> str | None:
+    return shutil.which(name, path=env.get("PATH", os.defpath))
+
+
+def _paths(env: Mapping[str, str]) -> tuple[str, str]:
+    pairs = [("gcc", "g++"), ("clang", "clang++"), ("cc", "c++")]
+    if sys.platform == "darwin":
+        pairs.insert(0, pairs.pop(1))
+    named_c, named_cxx = _named("CC", env), _named("CXX", env)
+    if named_c and named_cxx:
+        return named_c, named_cxx
+    for c_name, cxx_name in pairs:
+        c, cxx = named_c or _which(c_name, env), named_cxx or _which(cxx_name, env)
+        if c and cxx and _same_family(c, cxx):
+            return c, cxx
+    wanted = "C and C++" if not _any(pairs, env) else "C++"
+    raise ToolMissing(f"expected a {wanted} compiler on PATH, found none; {_CURE}", "c++", _CURE)
+
+
+def _any(pairs: list[tuple[str, str]], env: Mapping[str, str]) -> bool:
+    return any(_which(c, env) for c, _ in pairs)
+
+
+def _same_family(c: str, cxx: str) -> bool:
+    return ("clang" in Path(c).name) == ("clang" in Path(cxx).name)
+
+
+def _named(variable: str, env: Mapping[str, str]) -> str | None:
+    words = shlex.split(env.get(variable, ""))
+    while words and Path(words[0]).name in _LAUNCHERS:
+        words.pop(0)
+    if not words:
+        return None
+    if len(words) > 1:
+        message = (
+            f"{variable} must name a compiler without arguments, found {env[variable]!r}; "
+            "flags are chosen by the build's own options"
+        )
+        raise ToolMissing(message, words[0], f"unset {variable}")
+    path = _which(words[0], env)
+    if path is None:
+        message = f"{variable} names {words[0]!r}, which is not on PATH; {_CURE}"
+        raise ToolMissing(message, words[0], _CURE)
+    return path
+
+
+def _stamp(c: str, cxx: str) -> str:
+    facts: list[object] = [sorted(machine_flags())]
+    for path in (c, cxx):
+        real = Path(path).resolve()
+        status = real.stat()
+        facts += [path, str(real), status.st_size, status.st_mtime_ns]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _read(cache: Path | None) -> dict[str, dict[str, str]]:
+    try:
+        known = json.loads(cache.read_text(encoding="utf-8")) if cache else {}
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _write(cache: Path, known: Mapping[str, object]) -> None:
+    # A cache that cannot be written costs time, nothing else.
+    part = cache.with_name(f"{cache.name}.{os.getpid()}.part")
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(known, indent=1), encoding="utf-8")
+        part.replace(cache)
+    except OSError:
+        part.unlink(missing_ok=True)
+
+
+def _ask(c: str, cxx: str) -> Compiler:
+    version = _run(cxx, "--version").splitlines()[:1]
+    target = _run(cxx, "-dumpmachine").strip()
+    if not version or not target:
+        message = f"expected {cxx} to tell its version and target, as gcc and clang do; {_CURE}"
+        raise ToolMissing(message, cxx, _CURE)
+    # The program's own name differs between c++ and g++; the version does not.
+    line = re.sub(r"^\S+(?= \()", "gcc", version[0])
+    native = "-mcpu=native" if target.startswith(("aarch64", "arm")) else "-march=native"
+    defined = set(re.findall(r"#define (\w+) ", _run(cxx, native, "-dM", "-E", "-x", "c++", "-")))
+    flags = tuple(sorted(flag for macro, flag in _MACROS.items() if macro in defined))
+    return Compiler(c, cxx, line, target, flags)
+
+
+def _run(program: str, *args: str) -> str:
+    env = {**os.environ, "LC_ALL": "C"}
+    try:
+        done = subprocess.run(
+            [program, *args],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+            text=True,
+            errors="replace",
+            env=env,
+            timeout=120,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ToolMissing(f"{program} cannot be run: {error}; {_CURE}", program, _CURE) from error
+    if done.returncode != 0 and args[0] == "--version":
+        said = (done.stderr or done.stdout).strip()
+        raise ToolMissing(
+            f"`{program} --version` exited with {done.returncode}: {said}; {_CURE}", program, _CURE
+        )
+    return done.stdout if done.returncode == 0 else ""

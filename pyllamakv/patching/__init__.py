@@ -1,0 +1,1 @@
+"""Patches: read, check, choose, apply strictly, export, and carry over to other releases."""

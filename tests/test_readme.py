@@ -1,0 +1,43 @@
+"""The documents stay true: their commands run, and print what the documents show."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+import readme
+
+if TYPE_CHECKING:
+    from pyllamakv.building.variant import Variant
+
+EXAMPLES = [example for document in readme.DOCUMENTS for example in readme.examples(document)]
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: f"{e.document}:{e.line}")
+def test_examples_print_what_the_document_shows(
+    example: readme.Example, stock: Variant, patched: Variant
+) -> None:
+    """Each block runs, and its output has the shape of the printed one."""
+    said = readme.run(example)
+    if example.output is not None:
+        assert readme.shape(said) == readme.shape(example.output)
+
+
+def test_readme_names_the_commands_that_set_themselves_up() -> None:
+    """The README's make targets exist."""
+    text = (readme.ROOT / "README.md").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^make ([a-z]+)", text, re.MULTILINE))
+    assert {"check", "test"} <= targets
+    for target in targets:
+        subprocess.run(["make", "-n", target], cwd=readme.ROOT, check=True, capture_output=True)
+
+
+def test_links_of_the_documents_lead_somewhere() -> None:
+    """Relative links name files that exist."""
+    for document in ("README.md", *(f"docs/{p.name}" for p in (readme.ROOT / "docs").glob("*.md"))):
+        path = readme.ROOT / document
+        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8")):
+            assert (path.parent / target).exists(), f"{document}: {target}"
