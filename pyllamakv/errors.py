@@ -313,6 +313,14 @@ class PartialRemovalRefused(KvError):
     """Say that this memory cannot remove a part of a sequence."""
 
 
+class SharedCells(KvError):
+    """Refuse to move positions of cells that another sequence shares: it would change there too."""
+
+    def __init__(self, message: str, sequences: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.sequences = tuple(sequences)
+
+
 class StateError(NativeError):
     """Report a sequence state that cannot be saved or restored; nothing was changed."""
 

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import os
 import subprocess
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import GitError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
 NAME = "pyllamakv developers"
 EMAIL = "pyllamakv@users.noreply.github.com"
 DATE = "2026-11-20T00:00:00Z"
+#: The same date in seconds, for `git fast-import`.
+SECONDS = 1795132800
 
 #: Exit status reported when git itself cannot be started, as a shell does.
 _NOT_FOUND = 127
@@ -97,25 +100,32 @@ def environment(*, network: bool = False) -> dict[str, str]:
 def run(
     folder: Path,
     *args: str,
-    input: bytes | str | None = None,
+    input: bytes | str | Path | None = None,
     env: Mapping[str, str] | None = None,
     network: bool = False,
 ) -> subprocess.CompletedProcess[bytes]:
     """Run ``git args`` in ``folder``, whatever it returns, and give back status and both outputs.
 
-    ``env`` is laid over the clean environment (for example another ``GIT_INDEX_FILE``).
+    ``input`` is what git reads: bytes, text, or the path of a file. ``env`` is laid over the clean
+    environment (for example another ``GIT_INDEX_FILE``).
     Raises GitError only when git cannot be started.
     """
     full = environment(network=network)
     place = folder.resolve()
     full["GIT_CEILING_DIRECTORIES"] = str(place.parent)
     full.update(env or {})
-    data = input.encode("utf-8", "surrogateescape") if isinstance(input, str) else input
     command = ["git", *args]
     try:
-        return subprocess.run(
-            command, cwd=place, env=full, check=False, capture_output=True, input=data or b""
-        )
+        with ExitStack() as stack:
+            if isinstance(input, Path):
+                handle = stack.enter_context(input.open("rb"))
+                return subprocess.run(
+                    command, cwd=place, env=full, check=False, capture_output=True, stdin=handle
+                )
+            data = input.encode("utf-8", "surrogateescape") if isinstance(input, str) else input
+            return subprocess.run(
+                command, cwd=place, env=full, check=False, capture_output=True, input=data or b""
+            )
     except FileNotFoundError as error:
         if not place.is_dir():
             raise GitError(command, _NOT_FOUND, f"there is no folder {place}") from error
@@ -127,7 +137,7 @@ def run(
 def git_bytes(
     folder: Path,
     *args: str,
-    input: bytes | str | None = None,
+    input: bytes | str | Path | None = None,
     check: bool = True,
     env: Mapping[str, str] | None = None,
     network: bool = False,
@@ -143,7 +153,7 @@ def git_bytes(
 def git(
     folder: Path,
     *args: str,
-    input: bytes | str | None = None,
+    input: bytes | str | Path | None = None,
     check: bool = True,
     env: Mapping[str, str] | None = None,
     network: bool = False,

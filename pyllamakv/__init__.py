@@ -1,0 +1,147 @@
+"""Own the KV cache of llama.cpp: open a built variant, decode, see and move every cell.
+
+    import pyllamakv as kv
+    with kv.open("0.3.9+patched") as library, library.load_model("model.gguf") as model:
+        ...
+
+The names below are imported when they are first used, so that importing the package is cheap.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pyllamakv import errors
+    from pyllamakv.binding.protocol import (
+        Capability,
+        ContextInfo,
+        ContextParams,
+        Counters,
+        Device,
+        Memory,
+        ModelInfo,
+        SamplerParams,
+        Status,
+    )
+    from pyllamakv.errors import (
+        Busy,
+        Cancelled,
+        Closed,
+        ContextError,
+        DecodeError,
+        KvError,
+        LoadError,
+        ModelError,
+        NativeError,
+        NoKVSlot,
+        NotBuilt,
+        NotEnoughMemory,
+        PartialRemovalRefused,
+        SharedCells,
+        StaleLogits,
+        StateError,
+        Unsupported,
+        UsageError,
+        WorkerDied,
+        WorkerTimeout,
+    )
+    from pyllamakv.runtime.batch import Batch
+    from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.kv import KV, DefragReport
+    from pyllamakv.runtime.logits import Logits
+    from pyllamakv.runtime.model import Model
+    from pyllamakv.runtime.opening import OpenLibrary, open  # noqa: A004
+    from pyllamakv.runtime.sampler import NumpySampler, Sampler
+    from pyllamakv.runtime.sequence import Sequence
+    from pyllamakv.runtime.snapshot import CellMap, KVStats, Moves, Snapshot
+
+__version__ = "0.1.0"
+
+_MODULES = {
+    "binding.protocol": (
+        "Capability ContextInfo ContextParams Counters Device Memory ModelInfo SamplerParams Status"
+    ),
+    "errors": (
+        "Busy Cancelled Closed ContextError DecodeError KvError LoadError ModelError NativeError "
+        "NoKVSlot NotBuilt NotEnoughMemory PartialRemovalRefused SharedCells StaleLogits "
+        "StateError Unsupported UsageError WorkerDied WorkerTimeout"
+    ),
+    "runtime.batch": "Batch",
+    "runtime.context": "Context",
+    "runtime.kv": "KV DefragReport",
+    "runtime.logits": "Logits",
+    "runtime.model": "Model",
+    "runtime.opening": "OpenLibrary open",
+    "runtime.sampler": "NumpySampler Sampler",
+    "runtime.sequence": "Sequence",
+    "runtime.snapshot": "CellMap KVStats Moves Snapshot",
+}
+_WHERE = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+__all__ = [
+    "KV",
+    "Batch",
+    "Busy",
+    "Cancelled",
+    "Capability",
+    "CellMap",
+    "Closed",
+    "Context",
+    "ContextError",
+    "ContextInfo",
+    "ContextParams",
+    "Counters",
+    "DecodeError",
+    "DefragReport",
+    "Device",
+    "KVStats",
+    "KvError",
+    "LoadError",
+    "Logits",
+    "Memory",
+    "Model",
+    "ModelError",
+    "ModelInfo",
+    "Moves",
+    "NativeError",
+    "NoKVSlot",
+    "NotBuilt",
+    "NotEnoughMemory",
+    "NumpySampler",
+    "OpenLibrary",
+    "PartialRemovalRefused",
+    "Sampler",
+    "SamplerParams",
+    "Sequence",
+    "SharedCells",
+    "Snapshot",
+    "StaleLogits",
+    "StateError",
+    "Status",
+    "Unsupported",
+    "UsageError",
+    "WorkerDied",
+    "WorkerTimeout",
+    "__version__",
+    "errors",
+    "open",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module behind a public name when the name is first used."""
+    if name == "errors":
+        return importlib.import_module("pyllamakv.errors")
+    if name not in _WHERE:
+        msg = f"module 'pyllamakv' has no attribute {name!r}"
+        raise AttributeError(msg)
+    value = getattr(importlib.import_module(f"pyllamakv.{_WHERE[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, imported or not."""
+    return sorted(__all__)

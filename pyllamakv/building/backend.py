@@ -1,0 +1,143 @@
+"""Know the backends: CMake options of each, and whether this machine's tools can build it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyllamakv.building import cuda
+from pyllamakv.errors import ToolMissing, Unsupported, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+#: What can be asked for. RPC is a part of every CPU build, so `rpc` builds nothing of its own.
+NAMES = ("cpu", "rpc", "cuda", "metal", "vulkan")
+
+#: Options of every build: no other devices than those asked for, nothing found by accident.
+_COMMON = {
+    "GGML_RPC": "ON",
+    "GGML_CUDA": "OFF",
+    "GGML_METAL": "OFF",
+    "GGML_VULKAN": "OFF",
+    "GGML_BLAS": "OFF",
+    "GGML_ACCELERATE": "OFF",
+    "GGML_BACKEND_DL": "OFF",
+    "GGML_CPU_ALL_VARIANTS": "OFF",
+    # Threads of OpenMP spin while they wait, which costs a loaded machine dearly.
+    "GGML_OPENMP": "OFF",
+    # A cache found by upstream's own search would miss the settings that make it share objects.
+    "GGML_CCACHE": "OFF",
+    "LLAMA_CURL": "OFF",
+    "BUILD_SHARED_LIBS": "OFF",
+}
+
+#: Without `native` these are named one by one: upstream's default for them is off when
+#: SOURCE_DATE_EPOCH is set, which would make a library several times slower in silence.
+_PORTABLE_X86 = {
+    "GGML_SSE42": "ON",
+    "GGML_AVX": "ON",
+    "GGML_AVX2": "ON",
+    "GGML_FMA": "ON",
+    "GGML_F16C": "ON",
+    "GGML_BMI2": "ON",
+}
+
+#: The CPU flags that a portable x86 build may use.
+PORTABLE_FLAGS_X86 = ("avx", "avx2", "bmi2", "f16c", "fma", "sse4_2", "ssse3")
+
+VULKAN_CURE = (
+    "install the Vulkan SDK: Debian or Ubuntu "
+    "`apt-get install libvulkan-dev glslc spirv-headers mesa-vulkan-drivers`"
+)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Hold a backend ready to build: its name, CMake options, and paths that no id records.
+
+    ``options`` decide what is compiled and enter the variant's id; ``places`` are the CMake
+    variables that only say where this machine keeps its tools.
+    """
+
+    name: str
+    options: dict[str, str]
+    places: dict[str, str] = field(default_factory=dict)
+
+
+def canonical(name: str) -> str:
+    """Return the backend that is built for ``name``; raise UsageError for one we do not know."""
+    if name not in NAMES:
+        raise UsageError(f"there is no backend {name!r}: expected one of {', '.join(NAMES)}")
+    return "cpu" if name == "rpc" else name
+
+
+def choose(
+    name: str,
+    *,
+    native: bool = True,
+    machine: str | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Backend:
+    """Return the backend's options for this machine, after looking for the tools that it needs.
+
+    ``native`` tunes for this processor; without it x86 gets AVX2, FMA, F16C and BMI2. Raises
+    ToolMissing with the cure, Unsupported where the platform has no such backend, UsageError for
+    an unknown name or a CUDA architecture that can neither be found nor was named.
+    """
+    env = os.environ if environ is None else environ
+    real = canonical(name)
+    options = {**_COMMON, "GGML_NATIVE": "ON" if native else "OFF"}
+    if not native and (machine or os.uname().machine) in {"x86_64", "amd64"}:
+        options |= _PORTABLE_X86
+    places: dict[str, str] = {}
+    if real == "cuda":
+        toolkit = cuda.find(env)
+        options |= {"GGML_CUDA": "ON", **toolkit.options}
+        places = toolkit.places
+    elif real == "metal":
+        options |= _metal()
+    elif real == "vulkan":
+        _need_vulkan(env)
+        options["GGML_VULKAN"] = "ON"
+    return Backend(real, options, places)
+
+
+def _metal() -> dict[str, str]:
+    if sys.platform != "darwin":
+        raise Unsupported(
+            f"Metal exists on macOS only, this is {sys.platform}; choose --backend cpu", "metal"
+        )
+    return {
+        "GGML_METAL": "ON",
+        # Kernels embedded as source need only the Command Line Tools, not all of Xcode.
+        "GGML_METAL_EMBED_LIBRARY": "ON",
+        "CMAKE_OSX_DEPLOYMENT_TARGET": "13.3",
+    }
+
+
+def vulkan_missing(environ: Mapping[str, str] | None = None) -> str:
+    """Return what building for Vulkan lacks here, in words, or an empty string."""
+    env = os.environ if environ is None else environ
+    sdk = env.get("VULKAN_SDK")
+    roots = ([Path(sdk)] if sdk else []) + [
+        Path(root) for root in ("/usr", "/usr/local", "/opt/homebrew")
+    ]
+    path = env.get("PATH", os.defpath) + (f"{os.pathsep}{sdk}/bin" if sdk else "")
+    lacks = []
+    if not any((root / "include/vulkan/vulkan.h").is_file() for root in roots):
+        lacks.append("vulkan/vulkan.h")
+    if shutil.which("glslc", path=path) is None:
+        lacks.append("glslc")
+    return " and ".join(lacks)
+
+
+def _need_vulkan(env: Mapping[str, str]) -> None:
+    lacks = vulkan_missing(env)
+    if lacks:
+        message = f"the Vulkan backend needs {lacks}, which was not found; {VULKAN_CURE}"
+        raise ToolMissing(message, lacks.split(" ", 1)[0], VULKAN_CURE)

@@ -1,0 +1,230 @@
+"""Build a variant: one lock per release, one build folder per set of options, results in one step.
+
+A build that is killed leaves its build folder, from which the next one goes on, and nothing in
+``built/``: a variant's folder appears there by a rename, complete, or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import resource
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import filelock
+
+from pyllamakv.building import cmake, compiler, results, variant
+from pyllamakv.building.results import Source
+from pyllamakv.errors import BuildError
+from pyllamakv.home import home
+from pyllamakv.source.store import disk_room
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rich.progress import Progress
+
+    from pyllamakv.building.variant import Request, Spec, Variant
+
+log = logging.getLogger(__name__)
+
+_NATIVE = Path(__file__).resolve().parents[1] / "native"
+_TARGETS = ("plk", "plk_dropin")
+
+#: What one compiler may need; one file of an old release takes two thirds of it.
+_BYTES_PER_JOB = 1 << 30
+
+
+def build(
+    spec: str | Spec,
+    *,
+    backend: str = "cpu",
+    native: bool = True,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Variant:
+    """Return the variant that ``spec`` names, building what is missing.
+
+    A second build of the same release waits for the first. Raises the errors of fetching and
+    applying, ToolMissing, CommandFailed with the first error, DiskFull, or BuildError when the
+    home cannot be written.
+    """
+    wanted = variant.request(spec, backend=backend, native=native)
+    found = variant.lookup(wanted)
+    if found:
+        return found
+    with _writable(), _locked(wanted, progress):
+        found = variant.lookup(wanted)
+        if found is None:
+            found = _obtain(wanted, jobs or default_jobs(), progress)
+            variant.remember(wanted, found)
+    return found
+
+
+def default_jobs() -> int:
+    """Return how many compilers to run at once: the processors we may use, or what memory holds."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cpus, available_memory() // _BYTES_PER_JOB))
+
+
+def available_memory() -> int:
+    """Return the bytes of memory that can be had without swapping (a lot where unknown)."""
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return 1 << 40
+
+
+def _obtain(wanted: Request, jobs: int, progress: Progress | None) -> Variant:
+    source = _source(wanted, progress)
+    name = wanted.variant_id(source.tree)
+    found = variant.at(name)
+    if found:
+        return found
+    from pyllamakv.source.store import open_store
+
+    open_store().export(source.tree, wanted.tree)
+    folder = wanted.objects
+    folder.mkdir(parents=True, exist_ok=True)
+    before = _cpu_seconds()
+    with _held(folder) as held, _reporting(progress, str(wanted.spec)) as report:
+        job = cmake.Job(folder, folder / "build.log", _environment(wanted), report, (held,))
+        job.log.write_text(f"variant {name}\n", encoding="utf-8")
+        cmake.configure(job, _NATIVE, _definitions(wanted, source, name))
+        cmake.compile_targets(job, _TARGETS, jobs)
+    spent = _cpu_seconds() - before
+    log.info("built %s in %.1f CPU seconds", name, spent)
+    return results.publish(wanted, source, name, spent)
+
+
+def _source(wanted: Request, progress: Progress | None) -> Source:
+    from pyllamakv.source import fetch
+
+    release = fetch.fetch(wanted.release, progress=progress)
+    if wanted.spec.series == ():
+        return Source(release.commit, release.tree, (), "")
+    from pyllamakv.patching import apply
+
+    patched = apply.apply(release, wanted.spec.series)
+    names = tuple(patch if isinstance(patch, str) else patch.id for patch in patched.patches)
+    return Source(patched.commit, patched.tree, names, patched.digest)
+
+
+def _definitions(wanted: Request, source: Source, name: str) -> dict[str, str]:
+    """Return the CMake variables of a build: options, tools, and what makes it reproducible."""
+    root = str(wanted.tree)
+    flags = f"-ffile-prefix-map={root}=llama.cpp -ffile-prefix-map={_NATIVE}=plk"
+    flags += f" -ffile-prefix-map={wanted.objects}=build"
+    if wanted.native:
+        # A compiler cache sees the words `-march=native`, not what they mean on this machine.
+        meaning = hashlib.sha256(" ".join(wanted.cpu_flags).encode()).hexdigest()[:12]
+        flags += f" -DPLK_NATIVE_{meaning}"
+    definitions = {
+        **wanted.backend.options,
+        **wanted.backend.places,
+        "PLK_LLAMA_SRC": root,
+        "PLK_VARIANT": name,
+        "PLK_BACKEND": wanted.backend.name,
+        # Probes ask the tree's headers; another tree must not be given their old answers.
+        "PLK_TREE": source.tree,
+        "CMAKE_BUILD_TYPE": "Release",
+        "CMAKE_POSITION_INDEPENDENT_CODE": "ON",
+        "CMAKE_BUILD_RPATH_USE_ORIGIN": "ON",
+        "CMAKE_C_COMPILER": wanted.compiler.c,
+        "CMAKE_CXX_COMPILER": wanted.compiler.cxx,
+        "CMAKE_C_FLAGS": flags,
+        "CMAKE_CXX_FLAGS": flags,
+        # Upstream would ask git in the source folder, and get the facts of another repository.
+        # The same words for every tree, or a patch to llama would recompile all of ggml.
+        "LLAMA_BUILD_NUMBER": "0",
+        "LLAMA_BUILD_COMMIT": "unknown",
+        "GGML_BUILD_NUMBER": "0",
+        "GGML_BUILD_COMMIT": "unknown",
+    }
+    launcher = compiler.launcher()
+    for language in ("C", "CXX", "CUDA"):
+        definitions[f"CMAKE_{language}_COMPILER_LAUNCHER"] = launcher or ""
+    return definitions
+
+
+def _environment(wanted: Request) -> dict[str, str]:
+    # Trees of two releases share objects only if their paths are hashed relative to one parent.
+    base = os.environ.get("CCACHE_BASEDIR") or str(home())
+    return cmake.environment(
+        {"CCACHE_BASEDIR": base, "CCACHE_NOHASHDIR": "1", "CCACHE_SLOPPINESS": "time_macros"}
+    )
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+@contextlib.contextmanager
+def _locked(wanted: Request, progress: Progress | None) -> Iterator[None]:
+    """Hold the release's lock; say on what we wait when another build has it."""
+    folder = home() / "locks"
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(folder / f"build-{wanted.release.commit}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        log.info("another build of %s is at work; waiting for it", wanted.release.name)
+        if progress:
+            progress.console.print(f"waiting for another build of {wanted.release.name}")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[int]:
+    """Lock a build folder through a descriptor that its compilers inherit.
+
+    The release's lock ends with this process; if it is killed, its compilers may still be writing.
+    """
+    handle = os.open(folder / ".busy", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield handle
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _reporting(
+    progress: Progress | None, what: str
+) -> Iterator[Callable[[str, int, int], None] | None]:
+    """Show a bar for the build while it runs."""
+    if progress is None:
+        yield None
+        return
+    task = progress.add_task(f"build {what}", total=None)
+
+    def report(step: str, done: int, total: int) -> None:
+        progress.update(task, description=f"{what}: {step}", completed=done, total=total or None)
+
+    try:
+        yield report
+    finally:
+        progress.remove_task(task)
+
+
+@contextlib.contextmanager
+def _writable() -> Iterator[None]:
+    try:
+        with disk_room(home()):
+            yield
+    except PermissionError as error:
+        raise BuildError(
+            f"{error.filename or home()} cannot be written; set PYLLAMAKV_HOME to a folder of yours"
+        ) from error

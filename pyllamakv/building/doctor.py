@@ -1,0 +1,177 @@
+"""Look for everything that fetching, building and testing need, and name the cure of what lacks."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pyllamakv.building import backend, build, cmake, compiler, cuda
+from pyllamakv.errors import KvError
+from pyllamakv.home import home
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+State = Literal["ok", "missing", "optional"]
+
+_GIB = 1 << 30
+#: One release's objects, store and two variants take less than this.
+_DISK = 3 * _GIB
+_MEMORY = 2 * _GIB
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Say what was looked for, what was found, and what to do if that is not enough.
+
+    ``state`` is "optional" for what lacks without hurting the main job.
+    """
+
+    name: str
+    state: State
+    found: str
+    cure: str = ""
+
+
+def examine() -> list[Finding]:
+    """Return one finding per tool and resource, the necessary ones first."""
+    looks: tuple[Callable[[], Finding], ...] = (
+        _platform,
+        _python,
+        _compiler,
+        lambda: _program("make", "needed by `make build`", "apt-get install make"),
+        _git,
+        lambda: _wheel("cmake"),
+        lambda: _wheel("ninja"),
+        _disk,
+        _memory,
+        _cache,
+        lambda: _program("npm", "needed to fetch the b… releases only", "apt-get install npm"),
+        _cuda,
+        _vulkan,
+    )
+    return [look() for look in looks]
+
+
+def healthy(findings: list[Finding]) -> bool:
+    """Tell whether nothing necessary is missing."""
+    return not any(finding.state == "missing" for finding in findings)
+
+
+def _platform() -> Finding:
+    shown = f"{platform.system()} on {platform.machine()}"
+    if sys.platform.startswith("linux"):
+        return Finding("platform", "ok", shown)
+    if sys.platform == "darwin":
+        return Finding("platform", "optional", shown, "written for, but never run; please report")
+    return Finding("platform", "missing", shown, "use Linux (or WSL on Windows)")
+
+
+def _python() -> Finding:
+    found = platform.python_version()
+    if sys.version_info >= (3, 11):
+        return Finding("python", "ok", found)
+    return Finding("python", "missing", found, "install Python 3.11 or newer")
+
+
+def _compiler() -> Finding:
+    try:
+        found = compiler.find()
+    except KvError as error:
+        return Finding("compiler", "missing", "none", str(error))
+    return Finding("compiler", "ok", f"{found.identity} ({found.cxx})")
+
+
+def _git() -> Finding:
+    path = shutil.which("git")
+    if path is None:
+        return Finding("git", "missing", "none", "apt-get install git")
+    return Finding("git", "ok", _first_line(path, "--version"))
+
+
+def _program(name: str, why: str, cure: str) -> Finding:
+    path = shutil.which(name)
+    if path is None:
+        return Finding(name, "optional", f"none ({why})", cure)
+    return Finding(name, "ok", path)
+
+
+def _wheel(name: str) -> Finding:
+    try:
+        path = cmake.binary(name)
+    except KvError as error:
+        return Finding(name, "missing", "none", str(error))
+    return Finding(name, "ok", _first_line(str(path), "--version"))
+
+
+def _disk() -> Finding:
+    place = home()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    shown = f"{free / _GIB:.1f} GiB free for {home()}"
+    if not os.access(place, os.W_OK):
+        return Finding("disk", "missing", f"{place} cannot be written", "set PYLLAMAKV_HOME")
+    if free < _DISK:
+        cure = f"free {_DISK // _GIB} GiB, or set PYLLAMAKV_HOME to another disk"
+        return Finding("disk", "missing", shown, cure)
+    return Finding("disk", "ok", shown)
+
+
+def _memory() -> Finding:
+    free = build.available_memory()
+    jobs = build.default_jobs()
+    if free >= 1 << 40:
+        return Finding("memory", "ok", f"not told by this system; {jobs} compilers at once")
+    shown = f"{free / _GIB:.1f} GiB available; {jobs} compilers at once"
+    if free < _MEMORY:
+        return Finding("memory", "optional", shown, "close something, or build with --jobs 1")
+    return Finding("memory", "ok", shown)
+
+
+def _cache() -> Finding:
+    path = compiler.launcher()
+    if path is None:
+        cure = "apt-get install ccache (rebuilds of other releases become several times faster)"
+        return Finding("ccache", "optional", "none", cure)
+    return Finding("ccache", "ok", path)
+
+
+def _cuda() -> Finding:
+    try:
+        toolkit = cuda.find()
+    except KvError as error:
+        nvcc = cuda.compiler()
+        return Finding("cuda", "optional", str(nvcc or "none"), str(error))
+    architecture = toolkit.options["CMAKE_CUDA_ARCHITECTURES"]
+    return Finding("cuda", "ok", f"nvcc {toolkit.version} for {architecture} ({toolkit.nvcc})")
+
+
+def _vulkan() -> Finding:
+    lacks = backend.vulkan_missing()
+    if lacks:
+        return Finding("vulkan", "optional", f"no {lacks}", backend.VULKAN_CURE)
+    return Finding("vulkan", "ok", "headers and glslc")
+
+
+def _first_line(program: str, *args: str) -> str:
+    try:
+        done = subprocess.run(
+            [program, *args],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+            text=True,
+            errors="replace",
+            timeout=60,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{program} ({error})"
+    lines = done.stdout.splitlines()
+    return f"{lines[0]} ({Path(program)})" if lines else program

@@ -1,0 +1,61 @@
+"""Say under which variable llama-cpp-python loads a variant's ordinary libraries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from packaging.version import InvalidVersion, Version
+
+from pyllamakv.errors import Unsupported
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyllamakv.building.variant import Variant
+
+#: Before this version llama-cpp-python read one file's path; since then it reads a folder's.
+_FOLDER_SINCE = Version("0.3.0")
+
+
+@dataclass(frozen=True)
+class DropIn:
+    """Hold the variable, its value, and the package that it is meant for."""
+
+    variable: str
+    value: str
+    package: str
+
+    def export(self) -> str:
+        """Return the line for a shell."""
+        quoted = self.value.replace("'", "'\\''")
+        return f"export {self.variable}='{quoted}'"
+
+
+def describe(variant: Variant) -> DropIn:
+    """Return how the llama-cpp-python of the variant's release loads it.
+
+    Raises Unsupported for a release that no llama-cpp-python contains, or a variant without
+    ordinary libraries: another version's declarations would not match the library's structs.
+    """
+    name = variant.manifest.release
+    try:
+        version = Version(name)
+    except InvalidVersion as error:
+        raise Unsupported(
+            f"release {name} belongs to no llama-cpp-python; choose one such as 0.3.9", "dropin"
+        ) from error
+    library = _library(variant.dropin)
+    if library is None:
+        raise Unsupported(f"variant {variant.id} holds no libllama in {variant.dropin}", "dropin")
+    package = f"llama-cpp-python=={name}"
+    if version < _FOLDER_SINCE:
+        return DropIn("LLAMA_CPP_LIB", str(library), package)
+    return DropIn("LLAMA_CPP_LIB_PATH", str(variant.dropin), package)
+
+
+def _library(folder: Path) -> Path | None:
+    for name in ("libllama.so", "libllama.dylib"):
+        if (folder / name).exists():
+            return folder / name
+    return None

@@ -1,0 +1,127 @@
+"""Keep in plain Python what must be in a cache, wherever its cells lie.
+
+The ledger knows cells by content, never by place: a cell has one position and one or several
+sequences, as in a unified cache of llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+#: A cell's content: its position and the sequences that own it.
+Content = tuple[int, tuple[int, ...]]
+
+
+@dataclass
+class Cell:
+    """Hold one token's place: position and owners."""
+
+    pos: int
+    seqs: set[int]
+    token: int = -1
+
+
+@dataclass
+class Ledger:
+    """Follow every operation on a cache; ``cells`` has no order."""
+
+    cells: list[Cell] = field(default_factory=list)
+
+    def add(self, tokens: Iterable[int], pos: Iterable[int], seqs: Iterable[Iterable[int]]) -> None:
+        """Enter the tokens of a batch that was decoded."""
+        for token, at, owners in zip(tokens, pos, seqs, strict=True):
+            self.cells.append(Cell(int(at), set(owners), int(token)))
+
+    def remove(self, seq: int, p0: int = -1, p1: int = -1) -> None:
+        """Take a sequence out of its cells in [p0, p1); negative bounds are open, seq < 0 all."""
+        for cell in self._range(p0, p1):
+            if seq < 0:
+                cell.seqs.clear()
+            cell.seqs.discard(seq)
+        self._drop()
+
+    def copy(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
+        """Let ``dst`` own what ``src`` owns in [p0, p1)."""
+        for cell in self._range(p0, p1):
+            if src in cell.seqs:
+                cell.seqs.add(dst)
+
+    def keep(self, seq: int) -> None:
+        """Remove every other sequence."""
+        for cell in self.cells:
+            cell.seqs &= {seq}
+        self._drop()
+
+    def shift(self, seq: int, p0: int, p1: int, delta: int) -> None:
+        """Move positions by ``delta``; cells that fall below zero are free afterwards."""
+        for cell in self._range(p0, p1):
+            if seq in cell.seqs:
+                cell.pos += delta
+                if cell.pos < 0:
+                    cell.seqs.clear()
+        self._drop()
+
+    def divide(self, seq: int, p0: int, p1: int, divisor: int) -> None:
+        """Divide positions, as grouped attention does."""
+        for cell in self._range(p0, p1):
+            if seq in cell.seqs:
+                cell.pos //= divisor
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.cells.clear()
+
+    def replace(self, seq: int, cells: Iterable[tuple[int, int]]) -> None:
+        """Put (position, token) pairs in the place of whatever ``seq`` had: a restored state."""
+        self.remove(seq)
+        self.cells.extend(Cell(pos, {seq}, token) for pos, token in cells)
+
+    def of(self, seq: int) -> list[tuple[int, int]]:
+        """Return the (position, token) pairs of a sequence, by position."""
+        return sorted((cell.pos, cell.token) for cell in self.cells if seq in cell.seqs)
+
+    def next(self, seq: int) -> int:
+        """Return the position after the last of a sequence, 0 when it is empty."""
+        return max((cell.pos for cell in self.cells if seq in cell.seqs), default=-1) + 1
+
+    @property
+    def used(self) -> int:
+        """Count the cells in use."""
+        return len(self.cells)
+
+    @property
+    def sequences(self) -> list[int]:
+        """List the sequences that own a cell."""
+        return sorted({seq for cell in self.cells for seq in cell.seqs})
+
+    def contents(self) -> Counter[Content]:
+        """Count the cells of each content."""
+        return Counter((cell.pos, tuple(sorted(cell.seqs))) for cell in self.cells)
+
+    def _range(self, p0: int, p1: int) -> list[Cell]:
+        low = max(p0, 0)
+        return [cell for cell in self.cells if cell.pos >= low and (p1 < 0 or cell.pos < p1)]
+
+    def _drop(self) -> None:
+        self.cells = [cell for cell in self.cells if cell.seqs]
+
+
+def differences(expected: Counter[Content], found: Counter[Content]) -> tuple[int, int, str]:
+    """Return how many cells are lost, how many are ghosts, and a line that names the first ones."""
+    lost, ghosts = expected - found, found - expected
+    parts = []
+    if lost:
+        parts.append(f"{lost.total()} cells lost ({_name(lost)})")
+    if ghosts:
+        parts.append(f"{ghosts.total()} ghost cells ({_name(ghosts)})")
+    return lost.total(), ghosts.total(), ", ".join(parts)
+
+
+def _name(cells: Counter[Content], limit: int = 3) -> str:
+    shown = [
+        f"position {pos} of sequence {'+'.join(map(str, seqs)) or '?'}"
+        for pos, seqs in sorted(cells)[:limit]
+    ]
+    return ", ".join(shown) + (", …" if len(cells) > limit else "")

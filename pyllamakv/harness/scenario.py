@@ -1,0 +1,149 @@
+"""Describe scenarios, and find them: in the package and in any folder outside it.
+
+A scenario is one small file that ends in ``SCENARIO = Scenario(…)``: a deterministic KV workload
+with a claim. What it may do is what `pyllamakv.harness.lab.Lab` offers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyllamakv.errors import UsageError
+from pyllamakv.harness.verdict import Kind
+
+if TYPE_CHECKING:
+    from pyllamakv.harness.lab import Lab
+
+#: Folders of more scenarios, separated like PATH.
+VARIABLE = "PYLLAMAKV_SCENARIOS"
+
+_PACKAGE = Path(__file__).resolve().parent / "scenarios"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Name one configuration of the cache that a scenario runs in."""
+
+    flash_attn: bool = False
+    type_k: str = "f16"
+    type_v: str = "f16"
+    environment: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Return the setting in a word: ``flash q8_0``, ``plain f16``."""
+        types = self.type_k if self.type_k == self.type_v else f"{self.type_k}/{self.type_v}"
+        words = ["flash" if self.flash_attn else "plain", types]
+        words += [f"{key}={value}" for key, value in self.environment]
+        return " ".join(words)
+
+
+#: Every layout of the cache: V by columns (no flash attention) or rows, whole or quantised rows.
+#: Without flash attention llama.cpp has no quantised V.
+CACHES = (
+    Setting(False, "f16", "f16"),
+    Setting(False, "q8_0", "f16"),
+    Setting(False, "q4_0", "f16"),
+    Setting(True, "f16", "f16"),
+    Setting(True, "q8_0", "q8_0"),
+    Setting(True, "q4_0", "q4_0"),
+)
+
+#: One layout of each kind, for scenarios whose claim has nothing to do with row sizes.
+PLAIN = (CACHES[0], CACHES[4])
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Hold a workload and its claim.
+
+    A *cure* fails on stock and passes on patched; a *guard* must hold on patched; a *feature*
+    shows a capability that stock lacks. ``issue`` is the public issue it stands for.
+    ``model`` is a name of `synthetic.SHAPES`. ``source`` is filled in by `discover`.
+    """
+
+    id: str
+    kind: Kind
+    claim: str
+    issue: str
+    run: Callable[[Lab], None] = field(compare=False)
+    model: str = "tiny"
+    settings: tuple[Setting, ...] = CACHES
+    environment: tuple[tuple[str, str], ...] = ()
+    source: Path | None = None
+
+    @property
+    def digest(self) -> str:
+        """Return a digest of the file that the scenario stands in."""
+        data = self.source.read_bytes() if self.source else repr(self).encode()
+        return hashlib.sha256(data).hexdigest()
+
+
+def discover(folders: Iterable[Path] = ()) -> dict[str, Scenario]:
+    """Return every scenario by id: the package's, then those of folders and of the environment.
+
+    Raises UsageError for a folder or file that cannot be read as scenarios, or a repeated id.
+    """
+    outside = [Path(name) for name in os.environ.get(VARIABLE, "").split(os.pathsep) if name]
+    found: dict[str, Scenario] = {}
+    for folder in (_PACKAGE, *folders, *outside):
+        if not folder.is_dir():
+            msg = f"expected a folder of scenarios at {folder}"
+            raise UsageError(msg)
+        for path in sorted(folder.glob("*.py")):
+            if path.name.startswith("_"):
+                continue
+            scenario = _read(path)
+            if scenario.id in found:
+                msg = f"{path}: another scenario is called {scenario.id!r}; choose another id"
+                raise UsageError(msg)
+            found[scenario.id] = scenario
+    return found
+
+
+def find(scenario_id: str, folders: Iterable[Path] = ()) -> Scenario:
+    """Return one scenario, or raise UsageError with the closest names."""
+    return select(discover(folders), [scenario_id])[0]
+
+
+def select(scenarios: dict[str, Scenario], names: Sequence[str] = ()) -> list[Scenario]:
+    """Return the named scenarios, all when none is named."""
+    chosen = []
+    for name in names:
+        if name not in scenarios:
+            close = difflib.get_close_matches(name, scenarios, n=2)
+            hint = f"did you mean {' or '.join(close)}?" if close else ", ".join(scenarios)
+            msg = f"there is no scenario {name!r}: {hint}"
+            raise UsageError(msg)
+        chosen.append(scenarios[name])
+    return chosen or list(scenarios.values())
+
+
+def _read(path: Path) -> Scenario:
+    inside = path.parent == _PACKAGE
+    name = f"pyllamakv.harness.scenarios.{path.stem}" if inside else f"_scenario_{path.stem}"
+    module = sys.modules.get(name) if inside else None
+    if module is None:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            msg = f"{path} cannot be read as a scenario: {type(error).__name__}: {error}"
+            raise UsageError(msg) from error
+        if inside:
+            sys.modules[name] = module
+    scenario = getattr(module, "SCENARIO", None)
+    if not isinstance(scenario, Scenario):
+        msg = f"{path} is no scenario: expected `SCENARIO = Scenario(…)` at its end"
+        raise UsageError(msg)
+    return replace(scenario, source=path)

@@ -1,0 +1,179 @@
+"""Generate tiny GGUF models by code, so that nothing has to be downloaded to judge a patch.
+
+A model is a pure function of its `Shape`: a fixed seed, no time, no machine. The files lie in
+``home()/models`` under names that carry a digest of the shape, so that a changed shape is a new
+file and two processes that generate the same one agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import gguf
+import numpy as np
+
+from pyllamakv.errors import UsageError
+from pyllamakv.home import home
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+#: Raised with every change to what `write` puts into a file.
+GENERATOR = 1
+
+#: Where bytes begin in the vocabulary of `Shape.vocab` "bytes", after unknown, start and end.
+BYTE_OFFSET = 3
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Describe a model to generate; widths are counted in elements.
+
+    ``n_embd / n_head * n_head_kv`` (a K or V row) is a multiple of 32, a block of q8_0 and q4_0.
+    ``vocab`` is "none" (token ids only) or "bytes" (SentencePiece with one token per byte).
+    """
+
+    name: str
+    n_layer: int = 1
+    n_embd: int = 32
+    n_head: int = 1
+    n_head_kv: int = 1
+    n_ff: int = 32
+    n_vocab: int = 64
+    n_ctx: int = 8192
+    vocab: str = "none"
+    seed: int = 20261120
+
+    @property
+    def digest(self) -> str:
+        """Return what tells this shape, as this module writes it, from every other."""
+        text = json.dumps([GENERATOR, asdict(self)], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+#: The models that scenarios name.
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("tiny"),
+        Shape("deep", n_layer=64),
+        Shape("grouped", n_layer=2, n_embd=128, n_head=4, n_head_kv=2),
+        Shape("bytes", n_vocab=320, vocab="bytes"),
+    )
+}
+
+
+def tiny() -> Path:
+    """Return the model of one layer, 32 wide, without a vocabulary."""
+    return model("tiny")
+
+
+def model(name: str) -> Path:
+    """Return the file of a named model, generating it when it is not there."""
+    try:
+        shape = SHAPES[name]
+    except KeyError:
+        known = ", ".join(SHAPES)
+        msg = f"there is no synthetic model {name!r}; expected one of {known}"
+        raise UsageError(msg) from None
+    return generate(shape, home() / "models")
+
+
+def generate(shape: Shape, folder: Path) -> Path:
+    """Return ``folder/NAME-DIGEST.gguf``, written in one step when it is not there yet."""
+    path = folder / f"{shape.name}-{shape.digest}.gguf"
+    if path.is_file():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{shape.name}-", suffix=".gguf", dir=folder)
+    os.close(handle)
+    try:
+        write(shape, Path(name))
+        # mkstemp makes private files; a home may be shared between users.
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def write(shape: Shape, path: Path) -> None:
+    """Write the model of a shape to ``path``: f32 weights, llama's architecture."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name(f"pyllamakv {shape.name}")
+    writer.add_context_length(shape.n_ctx)
+    writer.add_embedding_length(shape.n_embd)
+    writer.add_block_count(shape.n_layer)
+    writer.add_feed_forward_length(shape.n_ff)
+    writer.add_head_count(shape.n_head)
+    writer.add_head_count_kv(shape.n_head_kv)
+    writer.add_rope_dimension_count(shape.n_embd // shape.n_head)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(shape.n_vocab)
+    _add_vocab(writer, shape)
+    for name, tensor in _tensors(shape).items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_vocab(writer: gguf.GGUFWriter, shape: Shape) -> None:
+    if shape.vocab == "none":
+        writer.add_tokenizer_model("no_vocab")
+        return
+    words = [b"<unk>", b"<s>", b"</s>", *(f"<0x{byte:02X}>".encode() for byte in range(256))]
+    kinds = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
+    kinds += [gguf.TokenType.BYTE] * 256
+    extra = ["\u2581", *"abcdefghijklmnopqrstuvwxyz", "\u2581a", "\u2581the", "th", "he", "an", "in"]
+    words += [word.encode() for word in extra]
+    words += [f"<spare{number}>".encode() for number in range(shape.n_vocab - len(words))]
+    kinds += [gguf.TokenType.NORMAL] * (shape.n_vocab - len(kinds))
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(words)
+    writer.add_token_scores([-float(number) for number in range(len(words))])
+    writer.add_token_types(kinds)
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+
+def _tensors(shape: Shape) -> dict[str, NDArray[np.float32]]:
+    draw = np.random.default_rng(shape.seed)
+    head = shape.n_embd // shape.n_head
+    width, kv, ff = shape.n_embd, head * shape.n_head_kv, shape.n_ff
+    # The residual stream of a deep model must not drown what a single layer's cache says.
+    gain = 1.0 / np.sqrt(shape.n_layer)
+
+    def matrix(rows: int, columns: int, scale: float) -> NDArray[np.float32]:
+        values = draw.standard_normal((rows, columns)) * (scale / np.sqrt(columns))
+        return values.astype(np.float32)
+
+    ones = np.ones(width, dtype=np.float32)
+    tensors = {"token_embd.weight": matrix(shape.n_vocab, width, np.sqrt(width))}
+    for layer in range(shape.n_layer):
+        at = f"blk.{layer}."
+        tensors |= {
+            at + "attn_norm.weight": ones,
+            # Attention neither flat (damage would average out) nor on one cell alone (damage
+            # elsewhere would not show).
+            at + "attn_q.weight": matrix(width, width, 1.3),
+            at + "attn_k.weight": matrix(kv, width, 1.3),
+            at + "attn_v.weight": matrix(kv, width, 2.0),
+            at + "attn_output.weight": matrix(width, width, 3.0 * gain),
+            at + "ffn_norm.weight": ones,
+            at + "ffn_gate.weight": matrix(ff, width, 1.0),
+            at + "ffn_up.weight": matrix(ff, width, 1.0),
+            at + "ffn_down.weight": matrix(width, ff, 1.0 * gain),
+        }
+    tensors["output_norm.weight"] = ones
+    tensors["output.weight"] = matrix(shape.n_vocab, width, 4.0)
+    return tensors

@@ -1,0 +1,202 @@
+"""Choose the texts for a release: markers first, then strict apply; requirements come along."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyllamakv.errors import NoTextApplies, PatchConflict, UsageError
+from pyllamakv.patching import series as series_module
+from pyllamakv.patching.definition import Definition, PatchText
+from pyllamakv.patching.draft import Draft
+from pyllamakv.patching.trees import StoreTree
+from pyllamakv.source import fetch
+from pyllamakv.source.store import Store, open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pyllamakv.patching.draft import Placement, Tree
+    from pyllamakv.patching.series import Series
+    from pyllamakv.source.releases import Release
+
+
+@dataclass(frozen=True)
+class Step:
+    """Hold one patch that applies: its text and where each hunk went."""
+
+    text: PatchText
+    placements: tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Say why a patch of the series is left out on a release."""
+
+    id: str
+    reason: str
+    conflicts: tuple[PatchConflict, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Hold the texts for a release, in order, the tree they make, and what was left out."""
+
+    steps: tuple[Step, ...]
+    draft: Draft
+    skipped: tuple[Skipped, ...] = ()
+
+    @property
+    def texts(self) -> tuple[PatchText, ...]:
+        """Return the texts in order of application."""
+        return tuple(step.text for step in self.steps)
+
+
+def plan_release(
+    release: Release,
+    names: Sequence[str | PatchText] | None = None,
+    *,
+    series: Series | None = None,
+    store: Store | None = None,
+) -> Plan:
+    """Choose texts for a release; it is fetched when the store lacks it.
+
+    ``names`` are ids of the series, paths of foreign patch files or folders, or texts at hand (one
+    with the id of a shipped patch takes its place). None means every patch that applies.
+    """
+    store = store or open_store()
+    if not store.has(release):
+        release = fetch.fetch(release)
+    series = series_module.load() if series is None else series
+    tree = StoreTree(store, store.tree_of(release))
+    return plan(series, tree, release.name, names)
+
+
+def plan(
+    series: Series,
+    tree: Tree,
+    release: str,
+    names: Sequence[str | PatchText] | None = None,
+) -> Plan:
+    """Choose texts for a stock tree.
+
+    With names every one of them, and what it requires, must apply: otherwise NoTextApplies with
+    each conflict. Without names, patches that do not apply are left out, with the reason; when
+    nothing is left, NoTextApplies too.
+    """
+    if names is None:
+        return _every(series, tree, release)
+    definitions = _known(series, names)
+    wanted = [patch.id for patch in _named(series, names)]
+    while True:
+        more = _attempt(definitions, tree, release, wanted)
+        if isinstance(more, Plan):
+            return more
+        wanted += more
+
+
+def candidates(definition: Definition, release: str) -> tuple[PatchText, ...]:
+    """Return the texts in order of trial: the one written for this very release first."""
+    return tuple(sorted(definition.texts, key=lambda text: text.base != release))
+
+
+def choose(
+    definition: Definition, draft: Draft, stock: Tree, release: str, applied: Sequence[str]
+) -> Step | Skipped:
+    """Choose and apply one patch's text on a draft, or say why none fits.
+
+    A text is meant when its markers hold in the stock tree; it is taken when everything it
+    requires is applied and every hunk has a certain place.
+    """
+    if not definition.wants(release):
+        return Skipped(definition.id, f"is meant for {definition.releases}, not for {release}")
+    conflicts: list[PatchConflict] = []
+    reasons: list[str] = []
+    for text in candidates(definition, release):
+        missed = text.misses(stock)
+        if missed:
+            reasons.append(f"the text for {text.base} is not meant for this tree: {missed[0]}")
+            continue
+        lacking = [id_ for id_ in text.requires if id_ not in applied]
+        if lacking:
+            reasons.insert(0, f"requires {lacking[0]}, which is not applied here")
+            continue
+        try:
+            return Step(text, draft.apply(text.patch, text.name))
+        except PatchConflict as error:
+            conflicts.append(error)
+    if conflicts:
+        reasons = [str(error) for error in conflicts]
+    return Skipped(definition.id, "; ".join(reasons) or "has no text", tuple(conflicts))
+
+
+def _every(series: Series, tree: Tree, release: str) -> Plan:
+    draft = Draft(tree)
+    steps: list[Step] = []
+    skipped: list[Skipped] = []
+    for definition in series:
+        done = [step.text.id for step in steps]
+        found = choose(definition, draft, tree, release, done)
+        if isinstance(found, Step):
+            steps.append(found)
+        else:
+            skipped.append(found)
+    if not steps:
+        says = "".join(f"\n  {skip.id}: {skip.reason}" for skip in skipped)
+        raise NoTextApplies(
+            f"No patch of the series applies to {release}.{says}",
+            [error for skip in skipped for error in skip.conflicts],
+        )
+    return Plan(tuple(steps), draft, tuple(skipped))
+
+
+def _attempt(
+    definitions: dict[str, Definition], tree: Tree, release: str, wanted: Sequence[str]
+) -> Plan | list[str]:
+    """Return a plan, or the ids that a text turned out to require."""
+    draft = Draft(tree)
+    steps: list[Step] = []
+    for id_, definition in definitions.items():
+        if id_ not in wanted:
+            continue
+        meant = [t for t in candidates(definition, release) if not t.misses(tree)]
+        if definition.wants(release):
+            more = [need for text in meant for need in text.requires if need not in wanted]
+            unknown = [need for need in more if need not in definitions]
+            if unknown:
+                raise UsageError(f"{id_} requires {unknown[0]}, which is not in the series.")
+            if more:
+                return list(dict.fromkeys(more))
+        found = choose(definition, draft, tree, release, [step.text.id for step in steps])
+        if isinstance(found, Skipped):
+            if len(found.conflicts) == 1 and len(meant) == 1:
+                raise found.conflicts[0]
+            raise NoTextApplies(
+                f"{id_} does not apply to {release}: {found.reason}", found.conflicts
+            )
+        steps.append(found)
+    return Plan(tuple(steps), draft)
+
+
+def _named(series: Series, names: Sequence[str | PatchText]) -> list[Definition]:
+    """Return the definitions that names mean: ids, files, folders or texts."""
+    from pyllamakv.patching import directory
+
+    found: list[Definition] = []
+    for name in names:
+        if isinstance(name, PatchText):
+            found.append(directory.definition_of(name))
+        elif os.sep in name or name.endswith((".patch", ".diff")):
+            found += directory.load(Path(name))
+        else:
+            found.append(series.definition(name))
+    return found
+
+
+def _known(series: Series, names: Sequence[str | PatchText]) -> dict[str, Definition]:
+    # a text at hand takes the place of the shipped patch of its id; others come after the series
+    known = {definition.id: definition for definition in series}
+    known.update({definition.id: definition for definition in _named(series, names)})
+    return known

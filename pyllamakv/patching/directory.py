@@ -1,0 +1,58 @@
+"""Take patches that are not ours: a file, a folder of files, or a series folder of any shape.
+
+They go through the same doors as the shipped ones: applied strictly, reported hunk by hunk.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.errors import UsageError
+from pyllamakv.patching import series as series_module
+from pyllamakv.patching.definition import Definition, PatchText
+from pyllamakv.patching.series import Series
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_ENDINGS = (".patch", ".diff")
+
+
+def load(path: Path) -> Series:
+    """Read a patch file or a folder.
+
+    A folder holds `series.toml` (our own shape), a quilt `series` file (one name per line, ``#``
+    begins a comment, options after the name are ignored) or plain patch files, which are taken in
+    the order of their names. Mailboxes of several patches must be split first.
+    """
+    if path.is_file():
+        return Series((definition_of(PatchText.from_file(path)),), path.parent)
+    if not path.is_dir():
+        raise UsageError(f"There is no patch file or folder {path}.")
+    if (path / "series.toml").is_file():
+        return series_module.load(path)
+    if (path / "series").is_file():
+        files = [path / name for name in _quilt((path / "series").read_text("utf-8"))]
+    else:
+        files = sorted(file for file in path.iterdir() if file.suffix in _ENDINGS)
+    if not files:
+        raise UsageError(f"{path} holds no patch: expected series.toml, series or *.patch files.")
+    return Series(_distinct([PatchText.from_file(file) for file in files]), path)
+
+
+def definition_of(text: PatchText) -> Definition:
+    """Wrap one text as a patch that is meant for every tree."""
+    return Definition(id=text.id, title=text.title, texts=(text,), requires=text.requires)
+
+
+def _quilt(listing: str) -> list[str]:
+    lines = (line.split("#", 1)[0].split() for line in listing.splitlines())
+    return [words[0] for words in lines if words]
+
+
+def _distinct(texts: list[PatchText]) -> tuple[Definition, ...]:
+    ids = [text.id for text in texts]
+    twice = sorted({id_ for id_ in ids if ids.count(id_) > 1})
+    if twice:
+        raise UsageError(f"Two files stand for the patch {twice[0]}; rename one of them.")
+    return tuple(definition_of(text) for text in texts)

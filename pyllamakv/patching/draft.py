@@ -1,0 +1,245 @@
+"""Apply patches strictly to a tree in memory: no fuzz, all or nothing, every refusal explained.
+
+Git decides the same way where both accept; this applier is stricter (a place must be certain) and
+tells for each hunk where it went, or what stood in its place. Nothing is written until a caller
+takes the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from pyllamakv.errors import PatchConflict
+from pyllamakv.patching import places
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pyllamakv.patching.hunks import FilePatch, Hunk, Patch
+
+FILE = "100644"
+
+State = Literal["exact", "offset", "conflict", "ambiguous", "already", "missing", "exists", "mode"]
+GOOD: frozenset[str] = frozenset({"exact", "offset"})
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Say what became of one hunk; hunk 0 stands for the file as a whole.
+
+    ``line`` is where the patch expects it, ``offset`` how far away it was found (None: nowhere).
+    """
+
+    file: str
+    hunk: int
+    line: int
+    state: State
+    offset: int | None = None
+    expected: str = ""
+    found: str = ""
+    at: int = 0
+
+    @property
+    def good(self) -> bool:
+        """Tell whether the hunk has its place."""
+        return self.state in GOOD
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Hold one file of a tree: content and git mode."""
+
+    data: bytes
+    mode: str = FILE
+
+
+class Tree(Protocol):
+    """Read a tree: a commit of the store, or a mapping in a test."""
+
+    def entry(self, path: str) -> Entry | None:
+        """Return the file, or None where there is none."""
+
+
+@dataclass(frozen=True)
+class MemoryTree:
+    """Serve a tree from a mapping of paths to contents."""
+
+    files: Mapping[str, bytes | Entry]
+
+    def entry(self, path: str) -> Entry | None:
+        """Return the file, or None where there is none."""
+        found = self.files.get(path)
+        return Entry(found) if isinstance(found, bytes) else found
+
+
+@dataclass
+class Draft:
+    """Hold a tree with changes laid over it; a change of None is a deletion."""
+
+    base: Tree
+    changes: dict[str, Entry | None] = field(default_factory=dict)
+
+    def entry(self, path: str) -> Entry | None:
+        """Return the file as it is with all changes so far."""
+        return self.changes[path] if path in self.changes else self.base.entry(path)
+
+    def copy(self) -> Draft:
+        """Return a draft that can go another way."""
+        return Draft(self.base, dict(self.changes))
+
+    def survey(self, patch: Patch) -> tuple[Placement, ...]:
+        """Find the place of every hunk, and change nothing."""
+        return self._place(patch)[0]
+
+    def apply(self, patch: Patch, name: str = "patch") -> tuple[Placement, ...]:
+        """Apply the whole patch or nothing of it.
+
+        Raises PatchConflict for the first hunk without a certain place; it names the patch, the
+        file, the hunk, the line, what was expected and what stands there.
+        """
+        placements, changes = self._place(patch)
+        bad = next((placement for placement in placements if not placement.good), None)
+        if bad is not None:
+            raise conflict(bad, placements, name)
+        self.changes.update(changes)
+        return placements
+
+    def _place(self, patch: Patch) -> tuple[tuple[Placement, ...], dict[str, Entry | None]]:
+        trial = self.copy()
+        placements: list[Placement] = []
+        for file in patch.files:
+            found, changes = _file(trial, file)
+            placements += found
+            trial.changes.update(changes)
+        return tuple(placements), trial.changes
+
+
+def conflict(bad: Placement, placements: tuple[Placement, ...], name: str) -> PatchConflict:
+    """Make the error for a hunk that has no certain place."""
+    where = f"{bad.file}, hunk {bad.hunk} (line {bad.line})" if bad.hunk else bad.file
+    present = [p for p in placements if p.state == "already"]
+    says = {
+        "conflict": "the lines it expects are not there; fuzz is not used",
+        "ambiguous": "the lines it expects stand at several places; give it more context",
+        "already": "what it would make is there already",
+        "missing": "the file is not there",
+        "exists": "the file is there already",
+        "mode": "the file has another mode",
+    }[bad.state]
+    message = f"{name} does not apply to {where}: {says}."
+    if bad.expected or bad.found:
+        message += f"\n  expected: {bad.expected}\n  found:    {bad.found}"
+    if present and len(present) == len(placements):
+        message += "\nEvery part of the patch is there already: it was applied, or upstream has it."
+    elif present:
+        parts = ", ".join(f"{p.file}#{p.hunk}" for p in present)
+        message += (
+            f"\nThe tree is half patched: it already has {parts} of this patch."
+            " Start from the unchanged release."
+        )
+    return PatchConflict(
+        message,
+        patch=name,
+        file=bad.file,
+        hunk=bad.hunk,
+        line=bad.line,
+        expected=bad.expected,
+        found=bad.found,
+    )
+
+
+def _file(draft: Draft, file: FilePatch) -> tuple[list[Placement], dict[str, Entry | None]]:
+    if file.old is None:
+        return _create(draft, file)
+    there = draft.entry(file.old)
+    if there is None:
+        return _all(file, "missing", found=f"no file {file.old}"), {}
+    if file.old_mode and file.old_mode not in (file.new_mode, there.mode):
+        return _all(file, "mode", expected=file.old_mode, found=there.mode), {}
+    moves = file.new is not None and file.new != file.old
+    if moves and draft.entry(file.new or "") is not None:
+        return _all(file, "exists", found=f"a file {file.new}"), {}
+    placements, data = place(there.data, file)
+    if file.new is None and all(p.good for p in placements) and data:
+        left = data.split(b"\n", 1)[0]
+        return _all(file, "conflict", expected="the end of the file", found=_shown(left)), {}
+    changes: dict[str, Entry | None] = {}
+    if moves and not file.copied:
+        changes[file.old] = None
+    mode = file.new_mode if file.new_mode != file.old_mode and file.new_mode else there.mode
+    changes[file.path] = None if file.new is None else Entry(data, mode)
+    return placements or _all(file, "exact"), changes
+
+
+def _create(draft: Draft, file: FilePatch) -> tuple[list[Placement], dict[str, Entry | None]]:
+    data = b"".join(line for hunk in file.hunks for line in hunk.new)
+    there = draft.entry(file.path)
+    if there is None:
+        return _all(file, "exact"), {file.path: Entry(data, file.new_mode or FILE)}
+    state: State = "already" if there.data == data else "exists"
+    return _all(
+        file, state, expected="no such file", found=f"a file of {len(there.data)} bytes"
+    ), {}
+
+
+def _all(file: FilePatch, state: State, *, expected: str = "", found: str = "") -> list[Placement]:
+    offset = 0 if state == "exact" else None
+    hunks = [(number, hunk.old_start) for number, hunk in enumerate(file.hunks, 1)] or [(0, 0)]
+    return [
+        Placement(file.path, number, line, state, offset, expected, found, line)
+        for number, line in hunks
+    ]
+
+
+def place(data: bytes, file: FilePatch) -> tuple[list[Placement], bytes]:
+    """Find the place of every hunk of a file in its content; return them and the new content.
+
+    The content is the old one where a hunk has no place.
+    """
+    lines = places.lines_of(data)
+    index = places.Index(lines)
+    placements: list[Placement] = []
+    out: list[bytes] = []
+    done = 0
+    straight = True  # every hunk so far stood exactly where it was expected
+    for number, hunk in enumerate(file.hunks, 1):
+        placement = _hunk(file.path, number, hunk, index, done, straight=straight)
+        placements.append(placement)
+        straight = straight and placement.state == "exact"
+        if placement.good:
+            start = placement.at - 1 if hunk.old_count else placement.at
+            out += lines[done:start]
+            out += hunk.new
+            done = start + len(hunk.old)
+    if not all(placement.good for placement in placements):
+        return placements, data
+    return placements, b"".join([*out, *lines[done:]])
+
+
+def _hunk(
+    path: str, number: int, hunk: Hunk, index: places.Index, done: int, *, straight: bool
+) -> Placement:
+    old, start = hunk.old, places.start_of(hunk)
+    found = [at for at in index.find(old, hunk) if at >= done]
+    if start in found and (straight or len(found) == 1):
+        return Placement(path, number, hunk.old_start, "exact", 0, at=hunk.old_start)
+    if len(found) == 1:
+        offset = found[0] - start
+        at = hunk.old_start + offset
+        return Placement(path, number, hunk.old_start, "offset" if offset else "exact", offset,
+                         at=at)  # fmt: skip
+    if found:
+        where = ", ".join(str(at + 1) for at in found)
+        return Placement(path, number, hunk.old_start, "ambiguous", None,
+                         "one place with these lines", f"the same lines at {where}")  # fmt: skip
+    if index.find(hunk.new, hunk) and hunk.new:
+        return Placement(path, number, hunk.old_start, "already", None,
+                         _shown(next(iter(hunk.removed), b"")), "the changed lines")  # fmt: skip
+    nearest, expected, seen = index.nearest(old, start)
+    return Placement(path, number, hunk.old_start, "conflict", None, _shown(expected),
+                     _shown(seen), nearest + 1)  # fmt: skip
+
+
+def _shown(line: bytes) -> str:
+    return line.rstrip(b"\r\n").decode("utf-8", "replace")

@@ -1,0 +1,81 @@
+"""Load the series: which patches there are, and in which order they are applied."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pyllamakv import home
+from pyllamakv.errors import PatchFormatError, UsageError
+from pyllamakv.patching import definition, tables
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from pyllamakv.patching.definition import Definition, PatchText
+    from pyllamakv.source.releases import Release
+
+
+@dataclass(frozen=True)
+class Series:
+    """Hold patches in the order of their application."""
+
+    definitions: tuple[Definition, ...]
+    folder: Path | None = None
+
+    def __iter__(self) -> Iterator[Definition]:
+        return iter(self.definitions)
+
+    def __len__(self) -> int:
+        return len(self.definitions)
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """Return the ids in order."""
+        return tuple(patch.id for patch in self.definitions)
+
+    def definition(self, id: str) -> Definition:
+        """Return a patch by its id; raise UsageError with the closest ids."""
+        for patch in self.definitions:
+            if patch.id == id:
+                return patch
+        close = difflib.get_close_matches(id, self.order, n=2)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(self.order)}"
+        raise UsageError(f"There is no patch {id!r}; {hint}")
+
+
+def load(folder: Path | None = None) -> Series:
+    """Read the shipped series, or the one in a folder of the same shape."""
+    folder = folder or home.data("patches")
+    table = tables.load(folder / "series.toml", {"schema", "order"}, schema=1)
+    order = table.strings("order", ())
+    twice = sorted({id_ for id_ in order if order.count(id_) > 1})
+    if twice:
+        raise table.wrong(f"{twice[0]} stands twice in the order")
+    missing = [id_ for id_ in order if not (folder / id_ / "patch.toml").is_file()]
+    if missing:
+        raise table.wrong(f"{missing[0]} has no file {missing[0]}/patch.toml")
+    definitions = tuple(definition.load(folder / id_) for id_ in order)
+    before: set[str] = set()
+    for patch in definitions:
+        for required in {id_ for text in patch.texts for id_ in text.requires} - before:
+            raise PatchFormatError(
+                f"{patch.id} requires {required}, which does not come before it in the series.",
+                str(folder / "series.toml"),
+            )
+        before.add(patch.id)
+    return Series(definitions, folder)
+
+
+def select(
+    release: Release,
+    names: Sequence[str | PatchText] | None = None,
+    *,
+    series: Series | None = None,
+) -> list[PatchText]:
+    """Return the texts for a release, requirements included (see `choose.plan`)."""
+    from pyllamakv.patching import choose
+
+    return list(choose.plan_release(release, names, series=series).texts)

@@ -1,0 +1,70 @@
+"""Join drafts and the store: read a tree of the store, write a draft back as a tree."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from pyllamakv.patching.draft import Entry
+from pyllamakv.source import gitting
+from pyllamakv.source.store import disk_room
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pyllamakv.patching.draft import Draft
+    from pyllamakv.source.store import Store
+
+_ABSENT = "0" * 40
+
+
+class StoreTree:
+    """Read one tree of the store; every file is read once."""
+
+    def __init__(self, store: Store, tree: str) -> None:
+        self.store = store
+        self.tree = tree
+        self._read: dict[str, Entry | None] = {}
+
+    @cached_property
+    def modes(self) -> dict[str, str]:
+        """Return the mode of every file."""
+        return {entry.path: entry.mode for entry in self.store.entries(self.tree)}
+
+    def entry(self, path: str) -> Entry | None:
+        """Return a file, or None where there is none."""
+        if path not in self._read:
+            self.fetch([path])
+        return self._read[path]
+
+    def fetch(self, paths: Iterable[str]) -> None:
+        """Read several files with one call of git."""
+        wanted = [path for path in dict.fromkeys(paths) if path not in self._read]
+        there = [path for path in wanted if path in self.modes]
+        self._read.update(dict.fromkeys(wanted))
+        for path, data in self.store.read_many(self.tree, there).items():
+            if data is not None:
+                self._read[path] = Entry(data, self.modes[path])
+
+
+def write(store: Store, tree: str, draft: Draft) -> str:
+    """Write a tree with the changes of a draft to the store; return its id."""
+    if not draft.changes:
+        return tree
+    lines = []
+    with disk_room(store.path):
+        for path, entry in sorted(draft.changes.items()):
+            if entry is None:
+                lines.append(f"0 {_ABSENT}\t{path}\0")
+                continue
+            blob = gitting.git(
+                store.path, "hash-object", "-w", "-t", "blob", "--stdin", input=entry.data
+            )
+            lines.append(f"{entry.mode} {blob}\t{path}\0")
+        with store.scratch() as folder:
+            env = {"GIT_INDEX_FILE": str(folder / "index")}
+            gitting.git(store.path, "read-tree", tree, env=env)
+            gitting.git(
+                store.path, "update-index", "-z", "--index-info", input="".join(lines), env=env
+            )
+            return gitting.git(store.path, "write-tree", env=env)

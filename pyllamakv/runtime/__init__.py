@@ -1,0 +1,1 @@
+"""Drive a loaded library: models, contexts, sequences, and the cache that they share."""

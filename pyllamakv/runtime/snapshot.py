@@ -1,0 +1,251 @@
+"""See every cell of a KV cache at one moment; numpy alone, no library behind it.
+
+A cell is free where its position is -1. A hole is a longest run of free cells. All numbers are
+counted from the cells themselves, never from what the library believes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pyllamakv.runtime.moves import Moves, find_moves
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+#: For each value of a byte, its bits: (256, 8), lowest first.
+_BITS = ((np.arange(256)[:, None] >> np.arange(8)) & 1).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStats:
+    """Count the cells of one sequence; ``spans`` are runs of neighbouring cells."""
+
+    cells: int
+    pos_min: int
+    pos_max: int
+    spans: int
+    shared: int
+
+
+class PerSequence(Mapping[int, SequenceStats]):
+    """Look up the statistics of the sequences that have cells; each is counted when asked for."""
+
+    def __init__(self, maps: Sequence[CellMap]) -> None:
+        self._maps = tuple(maps)
+        self._known: dict[int, SequenceStats] = {}
+
+    @cached_property
+    def counts(self) -> NDArray[np.int64]:
+        """Return the number of cells of every sequence, by its id."""
+        return np.asarray(sum(each.counts for each in self._maps), dtype=np.int64)
+
+    def __getitem__(self, sequence: int) -> SequenceStats:
+        if sequence not in self:
+            raise KeyError(sequence)
+        if sequence not in self._known:
+            self._known[sequence] = self._count(sequence)
+        return self._known[sequence]
+
+    def __contains__(self, sequence: object) -> bool:
+        counts = self.counts
+        return isinstance(sequence, int) and 0 <= sequence < len(counts) and counts[sequence] > 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.flatnonzero(self.counts).tolist())
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self.counts))
+
+    def _count(self, sequence: int) -> SequenceStats:
+        found = [(each, np.flatnonzero(each.has(sequence))) for each in self._maps]
+        found = [(each, cells) for each, cells in found if cells.size]
+        pos = np.concatenate([each.pos[cells] for each, cells in found])
+        shared = sum(int(np.count_nonzero(each.sharers[cells] > 1)) for each, cells in found)
+        spans = sum(int(np.count_nonzero(np.diff(cells) != 1)) + 1 for _, cells in found)
+        return SequenceStats(len(pos), int(pos.min()), int(pos.max()), spans, shared)
+
+
+@dataclass(frozen=True)
+class KVStats:
+    """Hold the numbers of a cache.
+
+    ``used_max`` is the highest used cell plus one, summed over streams: attention runs that far.
+    ``fragmentation`` is the part of the free cells outside the largest hole: 0 (all together or
+    none free) to nearly 1.
+    """
+
+    size: int
+    used: int
+    free: int
+    holes: int
+    largest_hole: int
+    used_max: int
+    per_sequence: PerSequence
+
+    @property
+    def fragmentation(self) -> float:
+        """Return the part of the free cells that lies outside the largest hole, 0 to 1."""
+        return 1.0 - self.largest_hole / self.free if self.free else 0.0
+
+    @cached_property
+    def shared(self) -> int:
+        """Return the number of cells that more than one sequence uses."""
+        maps = self.per_sequence._maps
+        return sum(int(np.count_nonzero(each.sharers > 1)) for each in maps)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the numbers as plain JSON values."""
+        counts = self.per_sequence.counts
+        return {
+            "size": self.size,
+            "used": self.used,
+            "free": self.free,
+            "holes": self.holes,
+            "largest_hole": self.largest_hole,
+            "used_max": self.used_max,
+            "fragmentation": round(self.fragmentation, 6),
+            "per_sequence": {str(i): int(counts[i]) for i in np.flatnonzero(counts)},
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class CellMap:
+    """Hold the cells of one stream: ``pos`` (n,) int32, ``shift`` (n,) int32 pending and already
+    contained in ``pos``, ``seqs`` (n, words) uint64 with a bit per sequence; ``info`` is the
+    library's own description (`binding.protocol.CellsInfo`) or None.
+    """
+
+    pos: NDArray[np.int32]
+    shift: NDArray[np.int32]
+    seqs: NDArray[np.uint64]
+    info: Any = None
+
+    def __len__(self) -> int:
+        return len(self.pos)
+
+    @property
+    def stream(self) -> int:
+        """Return the number of the stream in its cache."""
+        return int(self.info.stream) if self.info is not None else 0
+
+    @property
+    def swa(self) -> bool:
+        """Tell whether these are cells of a sliding-window cache."""
+        return bool(self.info is not None and self.info.swa)
+
+    @cached_property
+    def used(self) -> NDArray[np.bool_]:
+        """Return which cells are used, (n,) bool."""
+        return self.pos >= 0
+
+    @cached_property
+    def holes(self) -> NDArray[np.int64]:
+        """Return the holes, (holes, 2): first cell and length."""
+        edges = np.flatnonzero(np.diff(self.used, prepend=True, append=True)).reshape(-1, 2)
+        return np.column_stack((edges[:, 0], edges[:, 1] - edges[:, 0]))
+
+    @cached_property
+    def counts(self) -> NDArray[np.int64]:
+        """Return the number of cells of every sequence, (64 * words,)."""
+        words = self.seqs.shape[1]
+        octets = np.ascontiguousarray(self.seqs, dtype="<u8").view(np.uint8)
+        # Counting values of bytes is a few times cheaper than unpacking every bit of every cell.
+        columns = [np.bincount(octets[:, i], minlength=256) for i in range(words * 8)]
+        return (np.stack(columns) @ _BITS).reshape(-1)
+
+    @cached_property
+    def sharers(self) -> NDArray[np.int64]:
+        """Return how many sequences use each cell, (n,)."""
+        octets = np.ascontiguousarray(self.seqs, dtype="<u8").view(np.uint8)
+        return np.asarray(_BITS.sum(axis=1)[octets].sum(axis=1))
+
+    def has(self, sequence: int) -> NDArray[np.bool_]:
+        """Return which cells a sequence uses, (n,) bool."""
+        word, bit = divmod(sequence, 64)
+        if not 0 <= word < self.seqs.shape[1]:
+            return np.zeros(len(self), dtype=np.bool_)
+        return (self.seqs[:, word] & np.uint64(1 << bit)) != 0
+
+    def fits(self, n: int, contiguous: bool = True) -> bool:
+        """Tell whether ``n`` more cells fit: in one hole, or anywhere."""
+        if n <= 0:
+            return True
+        holes = self.holes[:, 1]
+        if not holes.size:
+            return False
+        return int(holes.max() if contiguous else holes.sum()) >= n
+
+    @property
+    def stats(self) -> KVStats:
+        """Count this stream alone."""
+        return _statistics((self,))
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """Hold all streams of all caches of a context at one moment.
+
+    ``contiguous`` says whether a micro-batch needs one hole (None: unknown).
+    """
+
+    streams: tuple[CellMap, ...]
+    contiguous: bool | None = None
+
+    @cached_property
+    def stats(self) -> KVStats:
+        """Count the cells, of the full cache where there is a sliding-window one beside it."""
+        return _statistics(self._main)
+
+    @property
+    def _main(self) -> tuple[CellMap, ...]:
+        return tuple(each for each in self.streams if not each.swa) or self.streams
+
+    def fits(self, n: int, contiguous: bool | None = None, *, stream: int | None = None) -> bool:
+        """Tell whether a micro-batch of ``n`` tokens finds cells in ``stream`` (None: in any).
+
+        ``contiguous`` defaults to what the context said of itself, and to True where unknown.
+        """
+        if contiguous is None:
+            contiguous = self.contiguous is not False
+        chosen = [each for each in self._main if stream is None or each.stream == stream]
+        return any(each.fits(n, contiguous) for each in chosen)
+
+    def moves_to(self, other: Snapshot) -> Moves:
+        """Pair each cell here with the cell of ``other`` that holds the same tokens.
+
+        Cells are the same when position and sequences agree. Raises ValueError when the two
+        snapshots are not of one shape.
+        """
+        if [each.seqs.shape for each in self.streams] != [e.seqs.shape for e in other.streams]:
+            msg = "moves_to needs two snapshots of one context: their caches differ in size"
+            raise ValueError(msg)
+        pairs = zip(self.streams, other.streams, strict=True)
+        return Moves.join([find_moves(a.pos, a.seqs, b.pos, b.seqs) for a, b in pairs])
+
+
+def _statistics(maps: tuple[CellMap, ...]) -> KVStats:
+    size = sum(map(len, maps))
+    used = sum(int(np.count_nonzero(each.used)) for each in maps)
+    holes = [each.holes for each in maps]
+    largest = max((int(each[:, 1].max()) for each in holes if len(each)), default=0)
+    used_max = 0
+    for each, gaps in zip(maps, holes, strict=True):
+        ends_free = len(gaps) > 0 and int(gaps[-1].sum()) == len(each)
+        used_max += int(gaps[-1, 0]) if ends_free else len(each)
+    return KVStats(
+        size=size,
+        used=used,
+        free=size - used,
+        holes=sum(map(len, holes)),
+        largest_hole=largest,
+        used_max=used_max,
+        per_sequence=PerSequence(maps),
+    )

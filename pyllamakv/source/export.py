@@ -1,0 +1,219 @@
+"""Put a tree of the store into a folder, and compare the two.
+
+Only files whose content differs are written: build folders rely on the times of the others. While
+an export is at work the folder's stamp says so, so a half written tree is never taken for a whole
+one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import posixpath
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyllamakv.errors import SourceError
+from pyllamakv.source.store import disk_room, write_atomic
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pyllamakv.source.releases import Release
+    from pyllamakv.source.store import Entry, Store
+
+#: Upstream's CMake files write this one into the source tree up to 0.3.9.
+KEEP = ("common/build-info.cpp",)
+
+#: The stamp lies inside the folder, so that it moves and dies with it.
+STAMP = ".pyllamakv-tree"
+
+_PART = ".pyllamakv-part"
+_LINK = "120000"
+_BATCH = 256
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Say what an export did: the tree, and how many files it wrote and removed."""
+
+    tree: str
+    written: int
+    removed: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Name the files of a folder that differ from a tree."""
+
+    changed: tuple[str, ...]
+    missing: tuple[str, ...]
+    stray: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.changed or self.missing or self.stray)
+
+    def lines(self) -> list[str]:
+        """Return one line per file: ``changed``, ``missing`` or ``stray``, and its path."""
+        groups = (("changed", self.changed), ("missing", self.missing), ("stray", self.stray))
+        return [f"{word} {path}" for word, paths in groups for path in paths]
+
+
+def export(
+    store: Store, what: Release | str, folder: Path, *, keep: Sequence[str] = KEEP
+) -> Exported:
+    """Make ``folder`` hold exactly a tree; files and folders named in ``keep`` may stay.
+
+    Raises DiskFull, and SourceError for a tree with a path or link that would lead outside.
+    """
+    tree = store.tree_of(what)
+    folder = folder.absolute()
+    name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
+    with store.lock(f"tree-{name}"), disk_room(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        entries = store.entries(tree)
+        for entry in entries:
+            _refuse_unsafe(entry.path)
+        wanted = {entry.path: entry for entry in entries}
+        stray = _strays(folder, wanted, keep)
+        stale = [entry for entry in entries if not _same(folder / entry.path, entry)]
+        if not stale and not stray and stamped(folder) == tree:
+            return Exported(tree, 0, 0)
+        _stamp(folder, tree, complete=False)
+        for path in stray:
+            (folder / path).unlink()
+        _prune(folder, wanted, keep)
+        for start in range(0, len(stale), _BATCH):
+            batch = stale[start : start + _BATCH]
+            for entry, data in zip(batch, store.blobs([e.blob for e in batch]), strict=True):
+                _put(folder, entry, data)
+        _stamp(folder, tree, complete=True)
+    return Exported(tree, len(stale), len(stray))
+
+
+def compare(
+    store: Store, what: Release | str, folder: Path, *, keep: Sequence[str] = KEEP
+) -> Difference:
+    """Name the files of ``folder`` that were changed, are missing, or belong to no tree."""
+    entries = store.entries(store.tree_of(what))
+    missing = [e.path for e in entries if not os.path.lexists(folder / e.path)]
+    gone = set(missing)
+    changed = [e.path for e in entries if e.path not in gone and not _same(folder / e.path, e)]
+    stray = _strays(folder, {e.path: e for e in entries}, keep)
+    return Difference(tuple(changed), tuple(missing), tuple(stray))
+
+
+def stamped(folder: Path) -> str | None:
+    """Return the tree that was exported to ``folder`` completely, or None."""
+    try:
+        facts = json.loads((folder / STAMP).read_text("utf-8"))
+        return str(facts["tree"]) if facts["complete"] is True else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _stamp(folder: Path, tree: str, *, complete: bool) -> None:
+    write_atomic(folder / STAMP, json.dumps({"tree": tree, "complete": complete}) + "\n")
+
+
+def _refuse_unsafe(path: str) -> None:
+    parts = path.split("/")
+    if any(part.lower() in ("", ".", "..", ".git") for part in parts) or "\\" in path:
+        msg = f"the tree holds an unsafe path {path!r}; it was not exported"
+        raise SourceError(msg)
+
+
+def _kept(path: str, keep: Iterable[str]) -> bool:
+    return any(path == name or path.startswith(name.rstrip("/") + "/") for name in keep)
+
+
+def _strays(folder: Path, wanted: dict[str, Entry], keep: Sequence[str]) -> list[str]:
+    found = []
+    for place, folders, files in os.walk(folder):
+        below = Path(place).relative_to(folder).as_posix()
+        prefix = "" if below == "." else below + "/"
+        links = [name for name in folders if (Path(place) / name).is_symlink()]
+        for name in (*files, *links):
+            path = prefix + name
+            if path not in wanted and path != STAMP and not _kept(path, keep):
+                found.append(path)
+    return sorted(found)
+
+
+def _prune(folder: Path, wanted: dict[str, Entry], keep: Sequence[str]) -> None:
+    needed = {""}
+    for path in wanted:
+        parent = posixpath.dirname(path)
+        while parent not in needed:
+            needed.add(parent)
+            parent = posixpath.dirname(parent)
+    for place, _folders, _files in os.walk(folder, topdown=False):
+        below = Path(place).relative_to(folder).as_posix()
+        if below != "." and below not in needed and not _kept(below, keep):
+            try:
+                Path(place).rmdir()
+            except OSError:
+                # It still holds something that is kept.
+                continue
+
+
+def _same(file: Path, entry: Entry) -> bool:
+    try:
+        facts = file.lstat()
+        if entry.mode == _LINK:
+            data = os.fsencode(file.readlink()) if stat.S_ISLNK(facts.st_mode) else None
+        else:
+            plain = stat.S_ISREG(facts.st_mode) and _is_program(entry) == bool(facts.st_mode & 0o100)
+            data = file.read_bytes() if plain else None
+    except OSError:
+        return False
+    return data is not None and blob_id(data) == entry.blob
+
+
+def _is_program(entry: Entry) -> bool:
+    return entry.mode == "100755"
+
+
+def blob_id(data: bytes) -> str:
+    """Return the id that git gives to a file's content."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+def _put(folder: Path, entry: Entry, data: bytes) -> None:
+    file = folder / entry.path
+    _make_folder(folder, file.parent)
+    if file.is_dir() and not file.is_symlink():
+        msg = f"{file} is a folder where the tree has a file; remove it"
+        raise SourceError(msg)
+    part = file.with_name(f".{file.name}{_PART}")
+    part.unlink(missing_ok=True)
+    try:
+        if entry.mode == _LINK:
+            target = os.fsdecode(data)
+            inside = posixpath.normpath(posixpath.join(posixpath.dirname(entry.path), target))
+            if target.startswith("/") or inside.split("/")[0] == "..":
+                msg = f"the link {entry.path} leads outside the tree, to {target!r}"
+                raise SourceError(msg)
+            part.symlink_to(target)
+        else:
+            part.write_bytes(data)
+            part.chmod(0o755 if _is_program(entry) else 0o644)
+        part.replace(file)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _make_folder(root: Path, folder: Path) -> None:
+    """Make a folder below ``root`` without walking through a link that lies in its way."""
+    if folder == root or (folder.is_dir() and not folder.is_symlink()):
+        if folder != root:
+            _make_folder(root, folder.parent)
+        return
+    _make_folder(root, folder.parent)
+    if folder.is_symlink() or folder.is_file():
+        folder.unlink()
+    folder.mkdir(exist_ok=True)

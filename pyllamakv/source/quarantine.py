@@ -1,0 +1,116 @@
+"""Take foreign git objects into a folder of their own, check them, and only then into the store.
+
+Nothing of a truncated, hostile or merely wrong archive reaches the store: git recomputes the id of
+every object, the wanted commit is checked to be whole, and its ids are compared with the lock's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import zlib
+from typing import TYPE_CHECKING
+
+from pyllamakv.errors import ArchiveError, GitError, HashMismatch
+from pyllamakv.source import gitting
+from pyllamakv.source.store import disk_room
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from pyllamakv.source.store import Store
+
+#: No loose object of a source tree comes near this; a larger one is a decompression bomb.
+_LOOSE_LIMIT = 256 << 20
+
+
+class Quarantine:
+    """Hold objects that were not checked yet; made by `quarantine`."""
+
+    def __init__(self, store: Store, folder: Path) -> None:
+        self.store = store
+        self.folder = folder
+        self.objects = folder / "objects"
+        (self.objects / "pack").mkdir(parents=True)
+
+    def git(self, *args: str, input: bytes | str | Path | None = None) -> str:
+        """Run git on the store with new objects going into quarantine."""
+        env = {
+            "GIT_OBJECT_DIRECTORY": str(self.objects),
+            "GIT_ALTERNATE_OBJECT_DIRECTORIES": str(self.store.path / "objects"),
+        }
+        with disk_room(self.store.path):
+            return gitting.git(self.store.path, *args, input=input, env=env)
+
+    def add_pack(self, pack: Path) -> None:
+        """Index a pack anew; whatever index came with it is not believed."""
+        try:
+            self.git("index-pack", "--stdin", input=pack)
+        except GitError as error:
+            msg = f"the pack {pack.name} in the archive is damaged: {error.output.strip()}"
+            raise ArchiveError(msg) from error
+
+    def add_loose(self, name: str, data: bytes) -> None:
+        """Add one loose object after checking that it is what its name says."""
+        unpacker = zlib.decompressobj()
+        try:
+            content = unpacker.decompress(data, _LOOSE_LIMIT)
+        except zlib.error as error:
+            msg = f"the object {name} in the archive is damaged: {error}"
+            raise ArchiveError(msg) from error
+        found = hashlib.sha1(content, usedforsecurity=False).hexdigest()
+        if not unpacker.eof or found != name:
+            msg = f"the object {name} in the archive is not what its name says"
+            raise ArchiveError(msg)
+        file = self.objects / name[:2] / name[2:]
+        file.parent.mkdir(exist_ok=True)
+        with disk_room(file):
+            file.write_bytes(data)
+        file.chmod(0o444)
+
+    def admit(self, commit: str, *, expected_commit: str = "", expected_tree: str = "") -> str:
+        """Check the commit and move all objects into the store; return the commit's tree.
+
+        Raises HashMismatch when commit or tree is not the expected one, ArchiveError when the
+        commit is not whole.
+        """
+        if expected_commit and commit != expected_commit:
+            _mismatch("commit", expected_commit, commit)
+        try:
+            tree = self.git("rev-parse", "--verify", "--quiet", f"{commit}^{{tree}}")
+            self.git("rev-list", "--objects", "--quiet", tree)
+        except GitError as error:
+            msg = f"the archive lacks objects of commit {commit}: {error.output.strip()}"
+            raise ArchiveError(msg) from error
+        if expected_tree and tree != expected_tree:
+            _mismatch("tree", expected_tree, tree)
+        self._move()
+        return tree
+
+    def _move(self) -> None:
+        # An index that is seen before its pack would name objects that are not there.
+        order = {".pack": 0, ".rev": 1, ".idx": 2}
+        files = [file for file in self.objects.rglob("*") if file.is_file()]
+        with disk_room(self.store.path):
+            for file in sorted(files, key=lambda f: (order.get(f.suffix, 0), str(f))):
+                place = self.store.path / "objects" / file.relative_to(self.objects)
+                place.parent.mkdir(exist_ok=True)
+                if not place.exists():
+                    os.replace(file, place)  # noqa: PTH105 - the name says that it is atomic
+
+
+def _mismatch(what: str, expected: str, found: str) -> None:
+    msg = (
+        f"the archive holds {what} {found}, but the lock expects {expected}; "
+        "the archive was not taken"
+    )
+    raise HashMismatch(msg, expected, found)
+
+
+@contextlib.contextmanager
+def quarantine(store: Store) -> Iterator[Quarantine]:
+    """Lend a quarantine; what was not admitted is thrown away."""
+    with store.scratch() as folder:
+        yield Quarantine(store, folder)

@@ -1,0 +1,90 @@
+"""Name the upstream releases, and find the one that a spec means."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from pyllamakv.errors import UnknownRelease, UsageError
+
+Kind = Literal["sdist", "npm", "git", "path"]
+
+_SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class Release:
+    """Describe one upstream state of llama.cpp, identified by its commit."""
+
+    name: str
+    kind: Kind
+    #: The upstream commit; a synthetic one where the source holds no git history.
+    commit: str
+    tree: str
+    era: str
+    #: When upstream made the commit, ISO 8601 in UTC; releases are ordered by it.
+    date: str
+    #: File name of the archive and its SHA-256, for releases that come as archives.
+    archive: str | None = None
+    sha256: str | None = None
+    #: Where the archive comes from: ``llama-cpp-python==0.3.9`` or ``node-llama-cpp@3.7.0``.
+    package: str | None = None
+    #: The git URL or folder, for releases that come from one.
+    url: str | None = None
+
+    @property
+    def key(self) -> str:
+        """Return a name that is safe in file names and refs."""
+        if self.kind in ("sdist", "npm"):
+            return self.name
+        return f"{self.kind}-{self.commit[:12]}"
+
+    @property
+    def order(self) -> tuple[str, list[tuple[int, str]], str]:
+        """Return the sorting key: date, then name with its numbers counted as numbers."""
+        return self.date, natural(self.name), self.commit
+
+
+def natural(text: str) -> list[tuple[int, str]]:
+    """Split a name so that numbers sort as numbers: ``0.3.9`` before ``0.3.10``."""
+    return [(int(w), "") if w.isdigit() else (-1, w) for w in re.findall(r"\d+|\D+", text)]
+
+
+def check_name(name: str) -> str:
+    """Return a release name that is safe as a file name; raise UsageError for any other."""
+    if not _SAFE.fullmatch(name) or ".." in name or name.endswith((".lock", ".")):
+        msg = f"{name!r} is no name for a release: letters, digits, dots and dashes are expected"
+        raise UsageError(msg)
+    return name
+
+
+def resolve(spec: str) -> Release:
+    """Return the release that a spec means: ``0.3.9``, ``b4980``, ``git:URL@REF``, ``path:DIR``.
+
+    Versions are looked up in the shipped lock and in what was added to the home; `fetch.ensure`
+    also asks the package index. A git reference is pinned when it is first resolved. Raises
+    UnknownRelease with the closest names.
+    """
+    from pyllamakv.source import lock, sources
+
+    spec = spec.strip()
+    if spec.startswith("path:"):
+        return sources.from_folder(spec)
+    known = lock.known()
+    name = spec.removeprefix("llama-cpp-python==")
+    if re.fullmatch(r"v\d.*", name):
+        name = name[1:]
+    if name in known:
+        return known[name]
+    if spec.startswith("git:"):
+        return sources.from_git(spec)
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"did you mean {', '.join(close)}? " if close else ""
+    msg = (
+        f"there is no release {spec!r} in the lock: {hint}`pyllamakv upstream list` shows all, "
+        f"`pyllamakv upstream add {spec}` takes a new version from the package index; "
+        "git:URL@REF and path:DIR name other sources"
+    )
+    raise UnknownRelease(msg, name=spec, close=close)

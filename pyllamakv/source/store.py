@@ -1,0 +1,293 @@
+"""Keep every release in one bare git repository: read it, add commits to it, export it.
+
+Objects are immutable and named by their content, so readers need no lock. Only the list of shallow
+commits and the refs are written under the store's file lock, last, so that an interrupted import
+leaves nothing that anyone would find.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import filelock
+
+from pyllamakv.errors import DiskFull, GitError, SourceError
+from pyllamakv.home import home
+from pyllamakv.source import gitting
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from pyllamakv.source.export import Difference, Exported
+    from pyllamakv.source.releases import Release
+
+#: Only a dead process holds the lock longer than this; waiting for ever would hide it.
+LOCK_SECONDS = 900
+
+#: Content is stored and compared byte by byte, whatever a tree's own .gitattributes ask for.
+_ATTRIBUTES = "* -text -eol -filter -ident -working-tree-encoding -export-ignore -export-subst\n"
+
+
+class Entry(NamedTuple):
+    """Describe one file of a tree: its mode as git writes it, its blob and its path."""
+
+    mode: str
+    blob: str
+    path: str
+
+
+class Store:
+    """Read and extend one bare repository. Revisions are commits, trees or refs."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._locks = path.parent / "locks"
+
+    def __repr__(self) -> str:
+        return f"Store({str(self.path)!r})"
+
+    # --- reading ------------------------------------------------------------------------------
+
+    def tree_of(self, what: Release | str) -> str:
+        """Return the id of the tree of a release, commit or ref. Raises SourceError if absent."""
+        name = what if isinstance(what, str) else what.commit
+        shown = what if isinstance(what, str) else what.name
+        done = self._resolve(f"{name}^{{tree}}") if name else ""
+        if not done:
+            msg = f"{shown} is not in the store; run `pyllamakv upstream fetch {shown}` first"
+            raise SourceError(msg)
+        return done
+
+    def has(self, release: Release) -> bool:
+        """Say whether a release was imported completely."""
+        return bool(release.commit) and self.ref(f"refs/upstream/{release.key}") == release.commit
+
+    def ref(self, name: str) -> str | None:
+        """Return the object that a ref points at, or None."""
+        return self._resolve(name) or None
+
+    def refs(self, prefix: str) -> dict[str, str]:
+        """Return the refs below a prefix, with their objects."""
+        out = gitting.git(self.path, "for-each-ref", "--format=%(objectname) %(refname)", prefix)
+        pairs = (line.split(" ", 1) for line in out.splitlines())
+        return {name: sha for sha, name in pairs}
+
+    def entries(self, what: Release | str, prefix: str = "") -> list[Entry]:
+        """Return the files of a tree, submodule links left out, in git's order."""
+        tree = self.tree_of(what)
+        out = gitting.git(self.path, "ls-tree", "-r", "-z", "--full-tree", tree)
+        found = []
+        below = prefix.rstrip("/") + "/" if prefix else ""
+        for record in out.split("\0"):
+            if not record:
+                continue
+            facts, path = record.split("\t", 1)
+            mode, kind, blob = facts.split(" ")
+            if kind == "blob" and (path.startswith(below) or path == prefix):
+                found.append(Entry(mode, blob, path))
+        return found
+
+    def ls(self, what: Release | str, prefix: str = "") -> list[str]:
+        """Return the paths of a tree that are ``prefix`` or lie below it."""
+        return [entry.path for entry in self.entries(what, prefix)]
+
+    def read(self, what: Release | str, path: str) -> bytes | None:
+        """Return the content of a file of a tree, or None when it has no such file."""
+        return self.read_many(what, [path])[path]
+
+    def read_text(self, what: Release | str, path: str) -> str:
+        """Return the text of a file of a tree, empty when it has no such file."""
+        return (self.read(what, path) or b"").decode("utf-8", "surrogateescape")
+
+    def read_many(self, what: Release | str, paths: Sequence[str]) -> dict[str, bytes | None]:
+        """Return the contents of several files of a tree; None for those it has not."""
+        tree = self.tree_of(what)
+        names = [f"{tree}:{path}" if "\n" not in path else tree for path in paths]
+        return dict(zip(paths, self._contents(names), strict=True))
+
+    def blobs(self, ids: Sequence[str]) -> list[bytes]:
+        """Return the contents of blobs. Raises SourceError when one is missing."""
+        found = self._contents(ids)
+        lost = [name for name, data in zip(ids, found, strict=True) if data is None]
+        if lost:
+            msg = f"the store lacks object {lost[0]}; fetch the release again"
+            raise SourceError(msg)
+        return [data for data in found if data is not None]
+
+    def _contents(self, names: Sequence[str]) -> list[bytes | None]:
+        if not names:
+            return []
+        asked = "".join(f"{name}\n" for name in names)
+        out = gitting.git_bytes(self.path, "cat-file", "--batch", input=asked)
+        found: list[bytes | None] = []
+        at = 0
+        for _ in names:
+            end = out.index(b"\n", at)
+            facts = out[at:end].rsplit(b" ", 2)
+            at = end + 1
+            if len(facts) != 3 or not facts[2].isdigit():
+                found.append(None)
+                continue
+            size = int(facts[2])
+            found.append(out[at : at + size] if facts[1] == b"blob" else None)
+            at += size + 1
+        return found
+
+    def _resolve(self, name: str) -> str:
+        return gitting.git(
+            self.path, "rev-parse", "--verify", "--quiet", "--end-of-options", name, check=False
+        )
+
+    def parents(self, commit: str) -> list[str]:
+        """Return the parents that a commit names, also those that the store lacks."""
+        head = gitting.git(self.path, "cat-file", "commit", commit).split("\n\n", 1)[0]
+        return [line[7:] for line in head.splitlines() if line.startswith("parent ")]
+
+    def date(self, commit: str) -> str:
+        """Return when a commit was made, ISO 8601 in UTC."""
+        out = gitting.git(self.path, "log", "-1", "--no-show-signature", "--format=%ct", commit)
+        when = datetime.fromtimestamp(int(out), tz=UTC)
+        return when.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+    # --- writing ------------------------------------------------------------------------------
+
+    def commit(
+        self, parent: str | None, files: Mapping[str, bytes | None], message: str
+    ) -> tuple[str, str]:
+        """Make a commit on ``parent`` with changed files (None deletes); return (commit, tree).
+
+        The same arguments give the same ids on any machine. New files are plain; changed ones keep
+        their mode. No ref is moved.
+        """
+        modes = {e.path: e.mode for e in self.entries(parent)} if parent else {}
+        lines = []
+        for path, data in sorted(files.items()):
+            if data is None:
+                lines.append(f"0 {'0' * 40}\t{path}\0")
+                continue
+            blob = self._write("hash-object", "-w", "-t", "blob", "--stdin", input=data)
+            lines.append(f"{modes.get(path, '100644')} {blob}\t{path}\0")
+        with self.scratch() as folder:
+            env = {"GIT_INDEX_FILE": str(folder / "index")}
+            if parent:
+                self._write("read-tree", self.tree_of(parent), env=env)
+            self._write("update-index", "-z", "--index-info", input="".join(lines), env=env)
+            tree = self._write("write-tree", env=env)
+        return self.commit_tree(tree, [parent] if parent else [], message), tree
+
+    def commit_tree(
+        self, tree: str, parents: Sequence[str], message: str, date: str | None = None
+    ) -> str:
+        """Make a commit of a whole tree, with the fixed identity; ``date`` is the author's."""
+        options = [word for parent in parents for word in ("-p", parent)]
+        env = {"GIT_AUTHOR_DATE": date} if date else {}
+        text = message if message.endswith("\n") else message + "\n"
+        return self._write("commit-tree", tree, *options, input=text, env=env)
+
+    def publish(self, name: str, commit: str) -> None:
+        """Point a ref at a commit; parents that the store lacks are cut off, as in a shallow clone."""
+        with self.lock():
+            parents = self.parents(commit)
+            if any(not self._resolve(f"{parent}^{{commit}}") for parent in parents):
+                file = self.path / "shallow"
+                known = file.read_text("ascii").split() if file.is_file() else []
+                if commit not in known:
+                    write_atomic(file, "".join(f"{c}\n" for c in sorted({*known, commit})))
+            self._write("update-ref", name, commit)
+
+    def drop(self, name: str) -> None:
+        """Delete a ref; its objects stay."""
+        with self.lock():
+            self._write("update-ref", "-d", name)
+
+    def export(
+        self, what: Release | str, folder: Path, *, keep: Sequence[str] | None = None
+    ) -> Exported:
+        """Make ``folder`` hold exactly a tree, touching only the files that differ."""
+        from pyllamakv.source import export
+
+        return export.export(self, what, folder, keep=export.KEEP if keep is None else keep)
+
+    def compare(
+        self, what: Release | str, folder: Path, *, keep: Sequence[str] | None = None
+    ) -> Difference:
+        """Name the files of ``folder`` that differ from a tree."""
+        from pyllamakv.source import export
+
+        return export.compare(self, what, folder, keep=export.KEEP if keep is None else keep)
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """Lend a folder on the store's file system; it is removed at the end."""
+        with disk_room(self.path), tempfile.TemporaryDirectory(dir=self.path, prefix="tmp-") as t:
+            yield Path(t)
+
+    def lock(self, name: str = "store") -> filelock.FileLock:
+        """Return a file lock of this store; ``store`` guards its refs."""
+        self._locks.mkdir(parents=True, exist_ok=True)
+        return filelock.FileLock(self._locks / f"{name}.lock", timeout=LOCK_SECONDS)
+
+    def _write(
+        self, *args: str, input: bytes | str | None = None, env: Mapping[str, str] | None = None
+    ) -> str:
+        with disk_room(self.path):
+            return gitting.git(self.path, *args, input=input, env=env)
+
+
+def open_store(path: Path | None = None) -> Store:
+    """Open the store below home, or the one at ``path``; make it when there is none."""
+    store = Store((path or home() / "store.git").absolute())
+    if _whole(store.path):
+        return store
+    with disk_room(store.path), store.lock():
+        if not _whole(store.path):
+            store.path.mkdir(parents=True, exist_ok=True)
+            gitting.git(store.path, "init", "-q", "--bare", ".")
+            gitting.git(store.path, "config", "gc.auto", "0")
+            info = store.path / "info"
+            info.mkdir(exist_ok=True)
+            write_atomic(info / "attributes", _ATTRIBUTES)
+    return store
+
+
+def _whole(path: Path) -> bool:
+    # The attributes are written last, so their presence says that nothing is missing.
+    return (path / "HEAD").is_file() and (path / "info" / "attributes").is_file()
+
+
+def write_atomic(file: Path, text: str) -> None:
+    """Write a small text file so that a reader sees the old text or the new one."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with disk_room(file):
+        handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as out:
+                out.write(text)
+            Path(name).chmod(0o644)
+            Path(name).replace(file)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
+def disk_room(place: Path) -> Iterator[None]:
+    """Turn "no room left" below ``place``, from Python or from git, into DiskFull."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            msg = f"no room left at {place}: {error.strerror}; make room or set PYLLAMAKV_HOME"
+            raise DiskFull(msg) from error
+        raise
+    except GitError as error:
+        if "No space left" in error.output or "quota exceeded" in error.output:
+            msg = f"no room left at {place}; make room or set PYLLAMAKV_HOME"
+            raise DiskFull(msg) from error
+        raise
