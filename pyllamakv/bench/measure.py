@@ -32,7 +32,7 @@ def interval(values: list[float], *, seed: int = 1) -> Interval:
     if not values:
         msg = "there is nothing to take the median of"
         raise ValueError(msg)
-    draw = random.Random(seed)  # noqa: S311 (statistics, not secrets)
+    draw = random.Random(seed)
     medians = sorted(
         statistics.median(draw.choices(values, k=len(values))) for _ in range(1000)
     )

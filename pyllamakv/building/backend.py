@@ -26,14 +26,8 @@ _COMMON = {
     "GGML_VULKAN": "OFF",
     "GGML_BLAS": "OFF",
     "GGML_ACCELERATE": "OFF",
-    "GGML_BACKEND_DL": "OFF",
-    "GGML_CPU_ALL_VARIANTS": "OFF",
     # Threads of OpenMP spin while they wait, which costs a loaded machine dearly.
     "GGML_OPENMP": "OFF",
-    # A cache found by upstream's own search would miss the settings that make it share objects.
-    "GGML_CCACHE": "OFF",
-    "LLAMA_CURL": "OFF",
-    "BUILD_SHARED_LIBS": "OFF",
 }
 
 #: Without `native` these are named one by one: upstream's default for them is off when

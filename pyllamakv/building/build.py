@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from pyllamakv.building.variant import Request, Spec, Variant
+    from pyllamakv.patching.apply import Patched
+    from pyllamakv.source.releases import Release
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +62,29 @@ def build(
     with _writable(), _locked(wanted, progress):
         found = variant.lookup(wanted)
         if found is None:
-            found = _obtain(wanted, jobs or default_jobs(), progress)
+            found = _obtain(wanted, _source(wanted, progress), jobs, progress)
             variant.remember(wanted, found)
     return found
+
+
+def build_patched(
+    release: Release,
+    patched: Patched,
+    *,
+    backend: str = "cpu",
+    native: bool = True,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Variant:
+    """Return the variant of a release with patches that no spec can name, building it if needed.
+
+    Raises what `build` raises, but for fetching and applying, which are done.
+    """
+    spec = variant.Spec(release.name, patched.patches)
+    wanted = variant.request_of(release, spec, backend=backend, native=native)
+    source = Source(patched.commit, patched.tree, patched.patches, patched.digest)
+    with _writable(), _locked(wanted, progress):
+        return _obtain(wanted, source, jobs, progress)
 
 
 def default_jobs() -> int:
@@ -82,8 +104,9 @@ def available_memory() -> int:
     return 1 << 40
 
 
-def _obtain(wanted: Request, jobs: int, progress: Progress | None) -> Variant:
-    source = _source(wanted, progress)
+def _obtain(
+    wanted: Request, source: Source, jobs: int | None, progress: Progress | None
+) -> Variant:
     name = wanted.variant_id(source.tree)
     found = variant.at(name)
     if found:
@@ -98,7 +121,7 @@ def _obtain(wanted: Request, jobs: int, progress: Progress | None) -> Variant:
         job = cmake.Job(folder, folder / "build.log", _environment(wanted), report, (held,))
         job.log.write_text(f"variant {name}\n", encoding="utf-8")
         cmake.configure(job, _NATIVE, _definitions(wanted, source, name))
-        cmake.compile_targets(job, _TARGETS, jobs)
+        cmake.compile_targets(job, _TARGETS, jobs or default_jobs())
     spent = _cpu_seconds() - before
     log.info("built %s in %.1f CPU seconds", name, spent)
     return results.publish(wanted, source, name, spent)
@@ -107,14 +130,11 @@ def _obtain(wanted: Request, jobs: int, progress: Progress | None) -> Variant:
 def _source(wanted: Request, progress: Progress | None) -> Source:
     from pyllamakv.source import fetch
 
-    release = fetch.fetch(wanted.release, progress=progress)
-    if wanted.spec.series == ():
-        return Source(release.commit, release.tree, (), "")
     from pyllamakv.patching import apply
 
+    release = fetch.fetch(wanted.release, progress=progress)
     patched = apply.apply(release, wanted.spec.series)
-    names = tuple(patch if isinstance(patch, str) else patch.id for patch in patched.patches)
-    return Source(patched.commit, patched.tree, names, patched.digest)
+    return Source(patched.commit, patched.tree, patched.patches, patched.digest)
 
 
 def _definitions(wanted: Request, source: Source, name: str) -> dict[str, str]:
@@ -141,12 +161,6 @@ def _definitions(wanted: Request, source: Source, name: str) -> dict[str, str]:
         "CMAKE_CXX_COMPILER": wanted.compiler.cxx,
         "CMAKE_C_FLAGS": flags,
         "CMAKE_CXX_FLAGS": flags,
-        # Upstream would ask git in the source folder, and get the facts of another repository.
-        # The same words for every tree, or a patch to llama would recompile all of ggml.
-        "LLAMA_BUILD_NUMBER": "0",
-        "LLAMA_BUILD_COMMIT": "unknown",
-        "GGML_BUILD_NUMBER": "0",
-        "GGML_BUILD_COMMIT": "unknown",
     }
     launcher = compiler.launcher()
     for language in ("C", "CXX", "CUDA"):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
 
 #: Before this version llama-cpp-python read one file's path; since then it reads a folder's.
-_FOLDER_SINCE = Version("0.3.0")
+_FOLDER_SINCE = Version("0.3.1")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pyllamakv.building.manifest import Manifest
 from pyllamakv.errors import BuildError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from pyllamakv.building.variant import Request, Variant
 
@@ -64,11 +64,9 @@ class Results:
 
 def collect(folder: Path) -> Results:
     """Find what the build made: the library, the drop-in's libraries, and the probes' answers."""
-    libraries = [path for path in _shared(folder) if path.name.startswith("libplk.")]
-    if len(libraries) != 1:
-        shown = ", ".join(map(str, libraries)) or "none"
-        raise BuildError(f"expected one libplk below {folder}, found {shown}")
-    dropin = {path.name: path for path in _shared(folder) if not path.name.startswith("libplk")}
+    library = next((path for path in _shared(folder) if path.name.startswith("libplk.")), None)
+    if library is None:
+        raise BuildError(f"expected libplk in {folder}, found none; see {folder / 'build.log'}")
     try:
         raw = json.loads((folder / "plk-capabilities.json").read_text(encoding="utf-8"))
         groups: Mapping[str, str | None] = raw["groups"]
@@ -78,15 +76,15 @@ def collect(folder: Path) -> Results:
         raise BuildError(
             f"expected the probes' answers in {folder}/plk-capabilities.json: {error}"
         ) from error
-    return Results(libraries[0], tuple(dropin[name] for name in sorted(dropin)), abi, probes)
+    return Results(library, tuple(_shared(folder / "dropin")), abi, probes)
 
 
-def _shared(folder: Path) -> Iterator[Path]:
-    for place, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if name != "CMakeFiles"]
-        for name in files:
-            if name.startswith("lib") and (name.endswith((".so", ".dylib")) or ".so." in name):
-                yield Path(place) / name
+def _shared(folder: Path) -> list[Path]:
+    return sorted(
+        path
+        for path in folder.glob("lib*")
+        if path.suffix in {".so", ".dylib"} or ".so." in path.name
+    )
 
 
 def _abi() -> int:

@@ -160,9 +160,14 @@ def request(spec: str | Spec, *, backend: str = "cpu", native: bool = True) -> R
 
     parsed = parse(spec) if isinstance(spec, str) else spec
     release = releases.resolve(parsed.release)
+    return request_of(release, parsed, backend=backend, native=native)
+
+
+def request_of(release: Release, spec: Spec, *, backend: str, native: bool) -> Request:
+    """Return the request for a release that is resolved already."""
     chosen = backends.choose(backend, native=native)
     found = compilers.find(home() / "objects" / "compilers.json")
-    return Request(parsed, release, chosen, found, native)
+    return Request(spec, release, chosen, found, native)
 
 
 def find(spec: str | Spec, *, backend: str = "cpu", native: bool | None = None) -> Variant | None:

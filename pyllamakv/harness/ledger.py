@@ -7,8 +7,11 @@ sequences, as in a unified cache of llama.cpp.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 #: A cell's content: its position and the sequences that own it.
 Content = tuple[int, tuple[int, ...]]

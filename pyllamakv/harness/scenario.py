@@ -11,16 +11,17 @@ import hashlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import UsageError
-from pyllamakv.harness.verdict import Kind
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
     from pyllamakv.harness.lab import Lab
+    from pyllamakv.harness.verdict import Kind
 
 #: Folders of more scenarios, separated like PATH.
 VARIABLE = "PYLLAMAKV_SCENARIOS"

@@ -5,10 +5,12 @@ Pure functions over plain facts: nothing here runs, builds or reads anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 Kind = Literal["cure", "guard", "feature"]
 Status = Literal["pass", "fail", "absent", "skip", "fault"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.patching import choose, header, trees
 from pyllamakv.patching.draft import Draft
-from pyllamakv.source import fetch, gitting
+from pyllamakv.source import gitting
 from pyllamakv.source.store import Store, disk_room, open_store
 
 if TYPE_CHECKING:
@@ -56,8 +56,7 @@ def apply(
     does not apply: PatchConflict, or NoTextApplies when several texts were tried.
     """
     store = store or open_store()
-    if not store.has(release):
-        release = fetch.fetch(release)
+    release = trees.present(store, release)
     if names is not None and not names:
         return Patched(release.name, release.commit, store.tree_of(release), digest(()), ())
     plan = choose.plan_release(release, names, series=series, store=store)

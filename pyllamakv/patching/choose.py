@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.errors import NoTextApplies, PatchConflict, UsageError
 from pyllamakv.patching import series as series_module
+from pyllamakv.patching import trees
 from pyllamakv.patching.definition import Definition, PatchText
 from pyllamakv.patching.draft import Draft
-from pyllamakv.patching.trees import StoreTree
-from pyllamakv.source import fetch
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -67,10 +66,9 @@ def plan_release(
     with the id of a shipped patch takes its place). None means every patch that applies.
     """
     store = store or open_store()
-    if not store.has(release):
-        release = fetch.fetch(release)
+    release = trees.present(store, release)
     series = series_module.load() if series is None else series
-    tree = StoreTree(store, store.tree_of(release))
+    tree = trees.StoreTree(store, store.tree_of(release))
     return plan(series, tree, release.name, names)
 
 

@@ -146,8 +146,11 @@ _KEYS = {"schema", "id", "title", "why", "origin", "upstream", "releases", "requ
          "scenarios", "logic", "text"}  # fmt: skip
 
 
-def load(folder: Path) -> Definition:
-    """Read ``patch.toml`` of a patch and its texts; raise PatchFormatError for what is wrong."""
+def load(folder: Path, *, missing_ok: bool = False) -> Definition:
+    """Read ``patch.toml`` of a patch and its texts; raise PatchFormatError for what is wrong.
+
+    With ``missing_ok`` a text whose file is not written yet is empty.
+    """
     path = folder / "patch.toml"
     table = tables.load(path, _KEYS, schema=1)
     id_ = table.string("id")
@@ -170,7 +173,7 @@ def load(folder: Path) -> Definition:
         scenarios=table.strings("scenarios"),
         logic=table.strings("logic", ()),
         texts=tuple(
-            _text(part, folder, id_, table.string("title"), requires)
+            _text(part, folder, id_, table.string("title"), requires, missing_ok=missing_ok)
             for part in table.tables("text", {"base", "era", "requires", "markers"})
         ),
         folder=folder,
@@ -178,17 +181,23 @@ def load(folder: Path) -> Definition:
 
 
 def _text(
-    table: tables.Table, folder: Path, id_: str, title: str, requires: tuple[str, ...]
+    table: tables.Table,
+    folder: Path,
+    id_: str,
+    title: str,
+    requires: tuple[str, ...],
+    *,
+    missing_ok: bool,
 ) -> PatchText:
     base = table.string("base")
     path = folder / base / f"{id_}.patch"
-    if not path.is_file():
+    if not path.is_file() and not missing_ok:
         raise table.wrong(f"base {base} has no file {base}/{id_}.patch")
     markers = tuple(_marker(part) for part in table.tables("markers", {*_MARKER}))
     more = table.strings("requires", ())
     return PatchText(
         id=id_,
-        patch=hunks.read(path),
+        patch=hunks.read(path) if path.is_file() else hunks.Patch(b"", ()),
         base=base,
         era=table.string("era"),
         markers=markers,

@@ -46,8 +46,11 @@ class Series:
         raise UsageError(f"There is no patch {id!r}; {hint}")
 
 
-def load(folder: Path | None = None) -> Series:
-    """Read the shipped series, or the one in a folder of the same shape."""
+def load(folder: Path | None = None, *, missing_ok: bool = False) -> Series:
+    """Read the shipped series, or the one in a folder of the same shape.
+
+    With ``missing_ok`` texts whose file is not written yet are empty.
+    """
     folder = folder or home.data("patches")
     table = tables.load(folder / "series.toml", {"schema", "order"}, schema=1)
     order = table.strings("order", ())
@@ -57,7 +60,7 @@ def load(folder: Path | None = None) -> Series:
     missing = [id_ for id_ in order if not (folder / id_ / "patch.toml").is_file()]
     if missing:
         raise table.wrong(f"{missing[0]} has no file {missing[0]}/patch.toml")
-    definitions = tuple(definition.load(folder / id_) for id_ in order)
+    definitions = tuple(definition.load(folder / id_, missing_ok=missing_ok) for id_ in order)
     before: set[str] = set()
     for patch in definitions:
         for required in {id_ for text in patch.texts for id_ in text.requires} - before:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pyllamakv.patching.draft import Draft
+    from pyllamakv.source.releases import Release
     from pyllamakv.source.store import Store
 
 _ABSENT = "0" * 40
@@ -45,6 +46,15 @@ class StoreTree:
         for path, data in self.store.read_many(self.tree, there).items():
             if data is not None:
                 self._read[path] = Entry(data, self.modes[path])
+
+
+def present(store: Store, release: Release) -> Release:
+    """Return the release once the store has it; it is fetched when it is absent."""
+    if store.has(release):
+        return release
+    from pyllamakv.source import fetch
+
+    return fetch.fetch(release)
 
 
 def write(store: Store, tree: str, draft: Draft) -> str:

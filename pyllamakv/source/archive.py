@@ -72,7 +72,7 @@ def _take_clone(archive: Path, held: Quarantine) -> str:
             seen.add(member.name)
             part = found.groupdict()
             if part["pack"]:
-                packs.append(_copy(tar, member, held.folder / f"{part['pack']}.pack"))
+                packs.append(copy_member(tar, member, held.folder / f"{part['pack']}.pack"))
             elif part["high"]:
                 held.add_loose(part["high"] + part["low"], _content(tar, member, _FILE_LIMIT))
             else:
@@ -138,7 +138,7 @@ def _is_plain(member: tarfile.TarInfo) -> bool:
 
 
 def _open(tar: tarfile.TarFile, member: tarfile.TarInfo, limit: int) -> IO[bytes]:
-    source = tar.extractfile(member)
+    source = tar.extractfile(member) if _is_plain(member) else None
     if source is None or member.size > limit:
         msg = f"{member.name} in the archive is no file of a reasonable size"
         raise ArchiveError(msg)
@@ -149,7 +149,8 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo, limit: int) -> bytes
     return _open(tar, member, limit).read()
 
 
-def _copy(tar: tarfile.TarFile, member: tarfile.TarInfo, file: Path) -> Path:
+def copy_member(tar: tarfile.TarFile, member: tarfile.TarInfo, file: Path) -> Path:
+    """Copy a plain member to a file of our own naming."""
     source = _open(tar, member, _FILE_LIMIT)
     with disk_room(file), file.open("xb") as out:
         while chunk := source.read(_CHUNK):

@@ -166,7 +166,9 @@ def _same(file: Path, entry: Entry) -> bool:
         if entry.mode == _LINK:
             data = os.fsencode(file.readlink()) if stat.S_ISLNK(facts.st_mode) else None
         else:
-            plain = stat.S_ISREG(facts.st_mode) and _is_program(entry) == bool(facts.st_mode & 0o100)
+            plain = stat.S_ISREG(facts.st_mode) and _is_program(entry) == bool(
+                facts.st_mode & 0o100
+            )
             data = file.read_bytes() if plain else None
     except OSError:
         return False

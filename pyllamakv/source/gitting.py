@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import os
 import subprocess
-from contextlib import ExitStack
+import threading
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import GitError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
+
+    from git import Repo
 
 NAME = "pyllamakv developers"
 EMAIL = "pyllamakv@users.noreply.github.com"
@@ -55,6 +58,10 @@ _SETTINGS = {
 
 #: What a fetch from a named URL keeps: a user's credentials, proxies and certificates.
 _NETWORK_VARIABLES = ("GIT_SSH", "GIT_SSH_COMMAND", "GIT_SSL_CAINFO", "GIT_SSL_CAPATH")
+
+
+#: Guards the process's own variables while GitPython runs, which cannot be told to drop any.
+_PROCESS = threading.Lock()
 
 
 def environment(*, network: bool = False) -> dict[str, str]:
@@ -165,3 +172,34 @@ def git(
     """
     out = git_bytes(folder, *args, input=input, check=check, env=env, network=network)
     return out.decode("utf-8", "surrogateescape").removesuffix("\n")
+
+
+@contextmanager
+def repository(folder: Path, *, network: bool = False) -> Iterator[Repo]:
+    """Open a repository with GitPython, under the same clean environment.
+
+    Raises GitError for a folder that is no repository, and for every command that fails.
+    """
+    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
+    import git as gitpython
+
+    clean = environment(network=network)
+    clean["GIT_CEILING_DIRECTORIES"] = str(folder.resolve().parent)
+    with _PROCESS:
+        foreign = {k: v for k, v in os.environ.items() if k.startswith("GIT_") and k not in clean}
+        for name in foreign:
+            del os.environ[name]
+        try:
+            with gitpython.Repo(folder) as repo:
+                repo.git.update_environment(**clean)
+                yield repo
+        except gitpython.GitCommandError as error:
+            said = str(error.stderr or error.stdout or error)
+            code = error.status if isinstance(error.status, int) else _NOT_FOUND
+            command = error.command if isinstance(error.command, list) else [str(error.command)]
+            raise GitError([str(word) for word in command], code, said) from error
+        except (gitpython.InvalidGitRepositoryError, gitpython.NoSuchPathError) as error:
+            msg = f"{folder} is no git repository"
+            raise GitError(["git", "rev-parse"], 128, msg) from error
+        finally:
+            os.environ.update(foreign)

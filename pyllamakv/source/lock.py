@@ -16,7 +16,7 @@ from tomlkit.exceptions import TOMLKitError
 
 from pyllamakv.errors import LockFileError
 from pyllamakv.home import data, home
-from pyllamakv.source.releases import Kind, Release, check_name
+from pyllamakv.source.releases import Kind, Release, is_name
 from pyllamakv.source.store import LOCK_SECONDS, write_atomic
 
 if TYPE_CHECKING:
@@ -123,8 +123,10 @@ def _release(path: Path, table: Any) -> Release:
         problem = "has a commit or tree that is not 40 hexadecimal digits"
     elif "sha256" in facts and not _HEX64.fullmatch(facts["sha256"]):
         problem = "has a sha256 that is not 64 hexadecimal digits"
-    elif "archive" in facts and check_name(facts["archive"]) != facts["archive"]:
-        problem = "has a strange archive name"
+    elif "archive" in facts and not is_name(facts["archive"]):
+        problem = "has an archive name that is no file name"
+    elif facts["kind"] in ("sdist", "npm") and not is_name(name):
+        problem = "has a name that is not safe in file names"
     if problem:
         msg = f"{path}: release {name!r} {problem}"
         raise LockFileError(msg)

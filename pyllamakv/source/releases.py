@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from pyllamakv.errors import UnknownRelease, UsageError
+from pyllamakv.errors import UnknownRelease
 
 Kind = Literal["sdist", "npm", "git", "path"]
 
@@ -52,12 +52,9 @@ def natural(text: str) -> list[tuple[int, str]]:
     return [(int(w), "") if w.isdigit() else (-1, w) for w in re.findall(r"\d+|\D+", text)]
 
 
-def check_name(name: str) -> str:
-    """Return a release name that is safe as a file name; raise UsageError for any other."""
-    if not _SAFE.fullmatch(name) or ".." in name or name.endswith((".lock", ".")):
-        msg = f"{name!r} is no name for a release: letters, digits, dots and dashes are expected"
-        raise UsageError(msg)
-    return name
+def is_name(name: str) -> bool:
+    """Say whether a name is safe in file names and refs."""
+    return bool(_SAFE.fullmatch(name)) and ".." not in name and not name.endswith((".lock", "."))
 
 
 def resolve(spec: str) -> Release:

@@ -146,14 +146,17 @@ class Store:
 
     def parents(self, commit: str) -> list[str]:
         """Return the parents that a commit names, also those that the store lacks."""
-        head = gitting.git(self.path, "cat-file", "commit", commit).split("\n\n", 1)[0]
-        return [line[7:] for line in head.splitlines() if line.startswith("parent ")]
+        return [value for key, value in self._header(commit) if key == "parent"]
 
     def date(self, commit: str) -> str:
         """Return when a commit was made, ISO 8601 in UTC."""
-        out = gitting.git(self.path, "log", "-1", "--no-show-signature", "--format=%ct", commit)
-        when = datetime.fromtimestamp(int(out), tz=UTC)
+        stamp = next(value for key, value in self._header(commit) if key == "committer")
+        when = datetime.fromtimestamp(int(stamp.rsplit(" ", 2)[1]), tz=UTC)
         return when.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+    def _header(self, commit: str) -> list[tuple[str, str]]:
+        head = gitting.git(self.path, "cat-file", "commit", commit).split("\n\n", 1)[0]
+        return [(key, value) for key, _, value in (ln.partition(" ") for ln in head.splitlines())]
 
     # --- writing ------------------------------------------------------------------------------
 

@@ -1,0 +1,102 @@
+"""Translate the status codes of ``plk.h`` into exceptions: the one place that does."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, Final, Literal, NoReturn
+
+from pyllamakv.errors import (
+    ContextError,
+    KvError,
+    ModelError,
+    NativeError,
+    NotEnoughMemory,
+    PartialRemovalRefused,
+    StateError,
+    Unsupported,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pyllamakv.binding.protocol import Capability
+
+Doing = Literal["library", "model", "context", "decode", "sequence", "cache", "state", "sampler"]
+
+
+class Code(IntEnum):
+    """Number the failures as ``plk.h`` does (``PLK_E*``)."""
+
+    EINVAL = -1001
+    EUNSUPPORTED = -1002
+    EEXCEPTION = -1003
+    EMEMORY = -1004
+    EMODEL = -1005
+    ECONTEXT = -1006
+    EREFUSED = -1007
+    ESTATE = -1008
+
+
+#: Codes from here on are llama.cpp's own; codes below are ours.
+OWN: Final = -1000
+
+_MEANS: Final = {
+    Code.EINVAL: "an argument was refused",
+    Code.EUNSUPPORTED: "this library cannot do that",
+    Code.EEXCEPTION: "llama.cpp threw an exception",
+    Code.EMEMORY: "an allocation failed",
+    Code.EMODEL: "the model file cannot be loaded",
+    Code.ECONTEXT: "the context cannot be made",
+    Code.EREFUSED: "the memory refused",
+    Code.ESTATE: "the state cannot be read or written",
+}
+
+#: A decode that threw is not here: only the runtime knows whether the sequences kept their tokens.
+_DOING: Final[dict[str, type[NativeError]]] = {
+    "model": ModelError,
+    "context": ContextError,
+    "state": StateError,
+}
+
+
+def error(
+    code: int,
+    what: str,
+    text: str = "",
+    *,
+    doing: Doing = "library",
+    log: Sequence[str] = (),
+    capability: Capability | None = None,
+) -> KvError:
+    """Return the exception for a negative code of one call.
+
+    ``what`` names the call in the user's words, ``text`` is the library's own last error,
+    ``doing`` the object at work: it chooses between the classes of the same code.
+    """
+    means = _MEANS.get(code, f"llama.cpp returned {code}")  # type: ignore[call-overload]
+    message = f"{what}: {means}" + (f": {text}" if text else "")
+    if code == Code.EUNSUPPORTED:
+        return Unsupported(message, (capability.name or "").lower() if capability else "")
+    if code == Code.EREFUSED and doing in {"sequence", "cache"}:
+        return PartialRemovalRefused(message)
+    if code == Code.EMEMORY and doing == "context":
+        return NotEnoughMemory(f"{message}; make n_ctx or n_seq_max smaller", log=log)
+    kind = {
+        Code.EMODEL: ModelError,
+        Code.ECONTEXT: ContextError,
+        Code.ESTATE: StateError,
+    }.get(code) or _DOING.get(doing, NativeError)  # type: ignore[call-overload]
+    return kind(message, code=code, log=log)  # type: ignore[no-any-return]
+
+
+def fail(
+    code: int,
+    what: str,
+    text: str = "",
+    *,
+    doing: Doing = "library",
+    log: Sequence[str] = (),
+    capability: Capability | None = None,
+) -> NoReturn:
+    """Raise the exception for a negative code of one call."""
+    raise error(code, what, text, doing=doing, log=log, capability=capability)

@@ -1,0 +1,100 @@
+"""Load the file of a library and check that it speaks the interface of this package."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final
+
+from pyllamakv.errors import LoadError
+from pyllamakv.native._plk import ffi
+
+ABI: Final[int] = ffi.integer_const("PLK_ABI")
+
+#: Name of a library that the loader may miss -> what to tell.
+_CURES: Final = {
+    "libcuda.so": (
+        "no NVIDIA driver on this machine (libcuda.so.1 is missing): install the driver, or use a "
+        "CPU variant"
+    ),
+    "libcudart": "the CUDA runtime is not installed: install the CUDA toolkit that built this",
+    "libcublas": "cuBLAS is not installed: install the CUDA toolkit that built this",
+    "libvulkan": "no Vulkan loader on this machine: install libvulkan1",
+    "libgomp": "the OpenMP runtime is not installed: install libgomp1",
+    "GLIBC": "the library was built for a newer C library: build the variant on this machine",
+}
+
+#: Path -> the file (device, inode) that this process has mapped under it.
+_mapped: dict[str, tuple[int, int]] = {}
+
+
+def struct_names() -> list[str]:
+    """Name the structs whose fields both sides know; handles are opaque."""
+    names = []
+    for name in ffi.list_types()[0]:
+        try:
+            ffi.sizeof(name)
+        except ffi.error:
+            continue
+        names.append(name)
+    return names
+
+
+def load(path: Path) -> Any:
+    """Map a library into this process and return it.
+
+    Its names stay its own (RTLD_LOCAL), and it stays mapped until the process ends: its threads
+    may outlive every object of ours. Raises LoadError when it is missing, of another interface,
+    or needs what this machine lacks.
+    """
+    path = Path(os.path.realpath(path))
+    name = str(path)
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise LoadError(
+            f"cannot load {path}: {error.strerror}; build it with pyllamakv build"
+        ) from error
+    file = (found.st_dev, found.st_ino)
+    if _mapped.get(name, file) != file:
+        # The loader goes by the name, and would silently give the old library again.
+        raise LoadError(
+            f"{path} was replaced since this process loaded it: start a new process, or open it "
+            "with isolated=True"
+        )
+    flags = ffi.RTLD_NOW | ffi.RTLD_LOCAL | getattr(ffi, "RTLD_NODELETE", 0)
+    try:
+        lib = ffi.dlopen(name, flags)
+    except OSError as error:
+        raise LoadError(_explain(path, str(error))) from error
+    _mapped[name] = file
+    _check(lib, path)
+    return lib
+
+
+def _explain(path: Path, text: str) -> str:
+    for mark, cure in _CURES.items():
+        if mark in text.replace(str(path), ""):
+            return f"cannot load {path}: {cure} ({text})"
+    return f"cannot load {path}: {text}; expected a libplk built by pyllamakv build"
+
+
+def _check(lib: Any, path: Path) -> None:
+    try:
+        abi = lib.plk_abi()
+        sizes = {name: lib.plk_sizeof(name.encode()) for name in struct_names()}
+    except AttributeError as error:
+        raise LoadError(
+            f"{path} is not a libplk ({error}): build one with pyllamakv build"
+        ) from error
+    if abi != ABI:
+        raise LoadError(
+            f"{path} speaks interface {abi}, this package speaks {ABI}: build the variant again "
+            "with this version of pyllamakv"
+        )
+    for name, size in sizes.items():
+        if size != ffi.sizeof(name):
+            raise LoadError(
+                f"{path} takes {name} for {size} bytes, this package for {ffi.sizeof(name)}: "
+                "build the variant again with this version of pyllamakv"
+            )

@@ -1,0 +1,61 @@
+"""Carry the library's log lines into `logging`, and keep the last ones for errors."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+Record = tuple[int, str]
+
+#: Where the library's lines go. Silent until the program sets up logging, like any library's.
+LOGGER: Final = logging.getLogger("pyllamakv.native")
+logging.getLogger("pyllamakv").addHandler(logging.NullHandler())
+
+#: The library's levels 1 to 4, in logging's numbers.
+_LEVELS: Final = {
+    1: logging.DEBUG,
+    2: logging.INFO,
+    3: logging.WARNING,
+    4: logging.ERROR,
+}
+
+#: How many lines an error carries.
+TAIL: Final = 20
+#: How many records wait for a reader of `Log.take`; older ones are dropped.
+KEPT: Final = 8192
+
+
+def forward(records: Iterable[Record]) -> None:
+    """Give records to `logging`."""
+    for level, text in records:
+        LOGGER.log(_LEVELS.get(level, logging.INFO), "%s", text)
+
+
+class Log:
+    """Hold the records that were read from the library's ring and not yet asked for."""
+
+    def __init__(self, sink: Callable[[Iterable[Record]], None] = forward) -> None:
+        self._sink = sink
+        self._tail: deque[str] = deque(maxlen=TAIL)
+        self._kept: deque[Record] = deque(maxlen=KEPT)
+
+    def add(self, records: list[Record]) -> None:
+        """Take records in: to the sink, to the tail for errors, and to `take`."""
+        if records:
+            self._kept.extend(records)
+            self._tail.extend(text for _level, text in records)
+            self._sink(records)
+
+    def take(self) -> list[Record]:
+        """Return every record since the last call."""
+        records = list(self._kept)
+        self._kept.clear()
+        return records
+
+    def tail(self) -> tuple[str, ...]:
+        """Return the last lines, oldest first."""
+        return tuple(self._tail)

@@ -1,0 +1,112 @@
+"""Draw what `pyllamakv patch` reports."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pyllamakv.patching.definition import Definition
+    from pyllamakv.patching.status import PatchStatus
+
+_COLOURS = {"applies": "green", "offset": "green", "fails": "red", "blocked": "yellow",
+            "not-meant": "dim", "unknown": "magenta"}  # fmt: skip
+
+
+def status(found: Sequence[PatchStatus], *, hunks: bool = False) -> None:
+    """Draw one row per patch and release, and why it does not apply."""
+    table = Table("release", "patch", "state", "text", "hunks")
+    for one in found:
+        colour = _COLOURS[one.state]
+        table.add_row(
+            one.release, one.id, f"[{colour}]{one.state}[/]", one.text, escape(_summary(one))
+        )
+    console = Console()
+    console.print(table)
+    for one in found:
+        if one.state in ("fails", "blocked", "unknown") or (hunks and one.state != "not-meant"):
+            console.print(f"[bold]{one.id} on {one.release}[/]: {escape(one.reason or 'applies')}")
+            _hunks(console, one)
+
+
+def _hunks(console: Console, one: PatchStatus) -> None:
+    best = one.best
+    for place in best.placements if best else ():
+        offset = f" ({place.offset:+d} lines)" if place.offset else ""
+        console.print(
+            f"  {escape(place.file)}#{place.hunk} line {place.line}: {place.state}{offset}",
+            highlight=False,
+        )
+
+
+def _summary(one: PatchStatus) -> str:
+    best = one.best
+    if best is None:
+        return one.reason
+    total = len(best.placements)
+    if not one.good:
+        return f"{len(best.failed)} of {total} fail (text for {best.base})"
+    moved = [place.offset for place in best.placements if place.offset]
+    if not moved:
+        return f"{total}"
+    return f"{total}, {len(moved)} moved by {min(moved):+d} to {max(moved):+d} lines"
+
+
+def facts(patch: Definition) -> dict[str, Any]:
+    """Return what is known of a patch as plain data."""
+    return {
+        "id": patch.id,
+        "title": patch.title,
+        "why": patch.why,
+        "origin": patch.origin,
+        "upstream": patch.upstream,
+        "releases": patch.releases,
+        "requires": list(patch.requires),
+        "scenarios": list(patch.scenarios),
+        "texts": [
+            {
+                "base": text.base,
+                "era": text.era,
+                "requires": list(text.requires),
+                "markers": [str(marker) for marker in text.markers],
+                "files": list(text.patch.paths),
+                "digest": text.digest,
+            }
+            for text in patch.texts
+        ],
+    }
+
+
+def series(found: Sequence[dict[str, Any]]) -> None:
+    """Draw the series, one row per patch."""
+    table = Table("patch", "title", "releases", "texts")
+    for one in found:
+        bases = ", ".join(text["base"] for text in one["texts"])
+        table.add_row(one["id"], escape(one["title"]), one["releases"] or "all", bases)
+    Console().print(table)
+
+
+def patch(definition: Definition) -> None:
+    """Write what a patch is for and where it applies."""
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"[bold]{definition.id}[/]: {escape(definition.title)}\n")
+    console.print(escape(definition.why) + "\n")
+    pairs = {
+        "origin": definition.origin,
+        "upstream": definition.upstream,
+        "releases": definition.releases or "all",
+        "requires": ", ".join(definition.requires) or "nothing",
+        "scenarios": ", ".join(definition.scenarios),
+    }
+    for key, value in pairs.items():
+        console.print(f"{key}: {escape(value)}")
+    for text in definition.texts:
+        touched = ", ".join(text.patch.paths)
+        console.print(f"text for {text.base} ({text.era}): {escape(touched)}")
+        for marker in text.markers:
+            console.print(f"  where {escape(str(marker))}")

@@ -1,0 +1,303 @@
+"""Run one scenario in one setting on one library, and say how it ended.
+
+A run happens in a worker: what crashes or hangs loses that run alone, and the next one gets a
+fresh worker. A worker that did nothing wrong is kept for the next run.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from pyllamakv.binding.protocol import Capability, ContextParams, ModelHandle, ModelParams, Native
+from pyllamakv.errors import (
+    ContextError,
+    DecodeError,
+    HarnessError,
+    KvError,
+    NativeError,
+    ScenarioFailed,
+    Unsupported,
+    Untestable,
+    WorkerDied,
+    WorkerTimeout,
+)
+from pyllamakv.harness import rows, synthetic
+from pyllamakv.harness.player import Player
+from pyllamakv.harness.reference import Reference, Tolerance
+from pyllamakv.harness.verdict import Outcome
+from pyllamakv.runtime import types
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from pyllamakv.harness.scenario import Scenario, Setting
+    from pyllamakv.runtime.snapshot import Snapshot
+
+#: Seconds that one call into the library may take; the slowest of a scenario takes well under one.
+PATIENCE = 120.0
+
+#: Failures after which a worker is not used again: it is gone, or may have written anywhere.
+SPOILED = ("data", "crash", "hang")
+
+#: Opens the library at a path with an environment, in a worker.
+Opener = Callable[[Path, dict[str, str]], Any]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Hold the cells at one moment: position (-1 free) and first owner of each."""
+
+    label: str
+    pos: tuple[int, ...]
+    owner: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Hold how one scenario in one setting ended on one side, with what was noted on the way."""
+
+    scenario: str
+    setting: str
+    outcome: Outcome
+    seconds: float = 0.0
+    difference: float = 0.0
+    notes: dict[str, Any] = field(default_factory=dict)
+    pictures: tuple[Picture, ...] = ()
+
+
+class Lab:
+    """Give a scenario what it works with; lives for one run."""
+
+    def __init__(
+        self,
+        native: Native,
+        model: ModelHandle,
+        setting: Setting,
+        *,
+        tolerance: Tolerance | None = None,
+    ) -> None:
+        self.native = native
+        self.model = model
+        self.setting = setting
+        self.tolerance = tolerance or Tolerance()
+        self.notes: dict[str, Any] = {}
+        self.pictures: list[Picture] = []
+        self.players: list[Player] = []
+        self._references: dict[int, Reference] = {}
+
+    def player(self, n_ctx: int = 256, **options: Any) -> Player:
+        """Make a context in this run's setting; ``options`` are those of `ContextParams`.
+
+        Flash attention pads the cache to multiples of 256 cells: ``n_ctx`` is such a multiple, or
+        the cache of some settings is larger than the scenario thinks.
+        """
+        if n_ctx % 256:
+            msg = f"n_ctx must be a multiple of 256, found {n_ctx}"
+            raise HarnessError(msg)
+        options = {"n_batch": n_ctx, "n_ubatch": 32, "n_seq_max": 8, **options}
+        params = ContextParams(
+            n_ctx=n_ctx,
+            flash_attn=self.setting.flash_attn,
+            type_k=types.cache_type(self.setting.type_k, "K").number,
+            type_v=types.cache_type(self.setting.type_v, "V").number,
+            guard=False,
+            **options,
+        )
+        try:
+            player = Player(self.native, self.model, params)
+        except (ContextError, Unsupported) as error:
+            msg = f"no context with {self.setting.name} here: {error}"
+            raise Untestable(msg) from error
+        self.players.append(player)
+        self._references[id(player)] = Reference(player, self.tolerance)
+        return player
+
+    def reference(self, player: Player) -> Reference:
+        """Return the reference that follows a player."""
+        return self._references[id(player)]
+
+    def verify(self, player: Player) -> None:
+        """Prove that a cache holds what it should: its cells, then the logits it leads to.
+
+        Needs one free cell, for the token that is decoded and taken back.
+        """
+        player.check_cells()
+        reference = self.reference(player)
+        reference.catch_up()
+        reference.check_next()
+        player.check_cells()
+
+    def expect(self, holds: bool, message: str, **evidence: Any) -> None:
+        """Break the claim with a message unless something holds."""
+        if not holds:
+            raise ScenarioFailed(message, failure="claim", evidence=evidence)
+
+    def needs(self, capability: Capability) -> None:
+        """Raise Unsupported unless the library has a capability."""
+        if not self.native.about.capabilities & capability:
+            name = capability.name or str(capability)
+            msg = f"this build lacks {name.lower()}"
+            raise Unsupported(msg, capability=name.lower())
+
+    def note(self, **facts: Any) -> None:
+        """Keep numbers for the report."""
+        self.notes |= facts
+
+    def picture(self, player: Player, label: str) -> Snapshot | None:
+        """Keep the cells as they lie for the report, and return them."""
+        snapshot = player.snapshot()
+        if snapshot is not None:
+            self.pictures.append(_draw(snapshot, label))
+        return snapshot
+
+    def logs(self, lowest: int = 3) -> list[str]:
+        """Drain the log and return its lines from a level on: 3 warnings, 4 errors."""
+        return [text for level, text in self.native.logs() if level >= lowest]
+
+    @property
+    def difference(self) -> float:
+        """Return the largest difference of logits seen in this run."""
+        worst = max((ref.worst for ref in self._references.values()), default=0.0)
+        return worst if np.isfinite(worst) else -1.0
+
+    def close(self) -> None:
+        """Give the contexts back."""
+        for reference in self._references.values():
+            reference.close()
+        for player in self.players:
+            player.close()
+
+
+class Bench:
+    """Keep one worker per library and environment, and run scenarios in them one by one."""
+
+    def __init__(self, opener: Opener | None = None) -> None:
+        self._opener = opener or open_worker
+        self._open: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
+        self._models: dict[tuple[int, str], ModelHandle] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers."""
+        for library in self._open.values():
+            _close(library)
+        self._open.clear()
+        self._models.clear()
+
+    def run(self, path: Path, scenario: Scenario, setting: Setting) -> Run:
+        """Run a scenario in a setting on the library at ``path``."""
+        environment = tuple(sorted({*scenario.environment, *setting.environment}))
+        key = (str(path), environment)
+        started = time.monotonic()
+        lab: Lab | None = None
+        try:
+            library = self._open.get(key)
+            if library is None:
+                library = self._open[key] = self._opener(path, dict(environment))
+            lab = Lab(library.native, self._model(library.native, scenario.model), setting)
+            scenario.run(lab)
+            outcome = Outcome("pass")
+        except Exception as error:
+            outcome = classify(error)
+        if lab is None or outcome.failure in SPOILED or outcome.status == "fault":
+            self._drop(key)
+        else:
+            lab.close()
+        return Run(
+            scenario.id,
+            setting.name,
+            outcome,
+            round(time.monotonic() - started, 3),
+            lab.difference if lab else 0.0,
+            lab.notes if lab else {},
+            tuple(lab.pictures) if lab else (),
+        )
+
+    def _model(self, native: Native, name: str) -> ModelHandle:
+        key = (id(native), name)
+        if key not in self._models:
+            path = Path(name) if name.endswith(".gguf") else synthetic.model(name)
+            self._models[key] = native.model_load(str(path), ModelParams())
+        return self._models[key]
+
+    def _drop(self, key: tuple[str, tuple[tuple[str, str], ...]]) -> None:
+        library = self._open.pop(key, None)
+        if library is not None:
+            native = id(library.native)
+            self._models = {k: v for k, v in self._models.items() if k[0] != native}
+            _close(library)
+
+
+def open_worker(path: Path, environment: dict[str, str]) -> Any:
+    """Open a library in a worker of its own, with an environment of its own."""
+    from pyllamakv.binding.library import open_library
+
+    return open_library(path, isolated=True, env=environment, timeout=PATIENCE)
+
+
+def classify(error: Exception) -> Outcome:
+    """Return the outcome that an exception of a run stands for."""
+    text = str(error)
+    match error:
+        case ScenarioFailed():
+            return Outcome("fail", error.failure, text)
+        case Untestable():
+            return Outcome("skip", "", text)
+        case WorkerTimeout():
+            return Outcome("fail", "hang", text)
+        case WorkerDied():
+            return Outcome("fail", "crash", text)
+        case Unsupported():
+            return Outcome("absent", "", text)
+        case DecodeError() | NativeError():
+            return Outcome("fail", "claim", f"{type(error).__name__}: {text}")
+        case KvError():
+            return Outcome("fault", "", f"{type(error).__name__}: {text}")
+        case _:
+            where = traceback.format_exception(error)
+            return Outcome("fault", "", "".join(where).strip())
+
+
+def run_all(
+    path: Path,
+    scenarios: Sequence[tuple[Scenario, Setting]],
+    *,
+    opener: Opener | None = None,
+) -> list[Run]:
+    """Run scenarios one after the other on one library."""
+    with Bench(opener) as bench:
+        return [bench.run(path, scenario, setting) for scenario, setting in scenarios]
+
+
+def _draw(snapshot: Snapshot, label: str) -> Picture:
+    pos: list[int] = []
+    owner: list[int] = []
+    for cells in snapshot.streams:
+        pos += cells.pos.tolist()
+        owner += [min(rows.owners(words), default=-1) for words in cells.seqs.tolist()]
+    return Picture(label, tuple(pos), tuple(owner))
+
+
+def _close(library: Any) -> None:
+    try:
+        library.close()
+    except KvError:
+        # A worker that died has nothing left to give back.
+        return

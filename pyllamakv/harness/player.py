@@ -1,0 +1,356 @@
+"""Play operations on one context, and keep the ledger of what must be in it.
+
+A player speaks to `binding.protocol.Native` directly: nothing of ours stands between an operation
+and what the library makes of it. Scenarios, scripts and replays all drive one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pyllamakv.binding.protocol import (
+    Capability,
+    ContextHandle,
+    ContextParams,
+    Counters,
+    ModelHandle,
+    Native,
+    RawDefrag,
+    Status,
+)
+from pyllamakv.errors import NativeError, ScenarioFailed, Unsupported
+from pyllamakv.harness import rows
+from pyllamakv.harness.ledger import Content, Ledger, differences
+from pyllamakv.runtime.snapshot import CellMap, Snapshot
+
+if TYPE_CHECKING:
+    from collections import Counter
+
+    from numpy.typing import NDArray
+
+#: What a batch is asked to hold: per sequence, or per tuple of sequences that share the cells, how
+#: many tokens, or which.
+Feeds = Mapping[int | tuple[int, ...], int | Sequence[int]]
+
+#: Words for the statuses of a decode, as scripts and messages use them.
+WORDS = {Status.OK: "ok", Status.NO_SLOT: "no-slot", Status.ABORTED: "aborted"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """Hold one operation that changed the cache, so that a reference can repeat it."""
+
+    op: str
+    arguments: tuple[Any, ...]
+    logits: dict[int, NDArray[np.float32]] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Hold the arrays of one batch and what each row of logits belongs to."""
+
+    token: NDArray[np.int32]
+    pos: NDArray[np.int32]
+    owners: tuple[tuple[int, ...], ...]
+    logits: NDArray[np.int8]
+
+    def run(self, native: Native, context: ContextHandle) -> int:
+        """Decode the batch and return llama.cpp's own status."""
+        counts = np.array([len(seqs) for seqs in self.owners], dtype=np.int32)
+        flat = np.array([seq for seqs in self.owners for seq in seqs], dtype=np.int32)
+        single = bool((counts == 1).all())
+        return native.decode(
+            context, self.token, self.pos, None if single else counts, flat, self.logits
+        )
+
+    def read(
+        self, native: Native, context: ContextHandle, n_vocab: int
+    ) -> dict[int, NDArray[np.float32]]:
+        """Return a copy of the logits that the batch asked for, by place."""
+        return {
+            int(place): np.array(native.logits(context, int(place), n_vocab), dtype=np.float32)
+            for place in np.flatnonzero(self.logits)
+        }
+
+
+class Player:
+    """Drive one context; ``n_vocab`` bounds the tokens that it makes up.
+
+    ``observer`` is called after every operation with its name, arguments and result.
+    """
+
+    def __init__(
+        self,
+        native: Native,
+        model: ModelHandle,
+        params: ContextParams,
+        *,
+        observer: Callable[[str, dict[str, Any], dict[str, Any]], None] | None = None,
+    ) -> None:
+        self.native = native
+        self.model = model
+        self.params = params
+        self.n_vocab = native.model_info(model).n_vocab
+        self.context = native.context_new(model, params)
+        self.info = native.context_info(self.context)
+        self.ledger = Ledger()
+        self.steps: list[Step] = []
+        self.saved: dict[str, tuple[bytes, list[tuple[int, int]]]] = {}
+        self._observer = observer
+        self._closed = False
+
+    def close(self) -> None:
+        """Give the context back."""
+        if not self._closed:
+            self._closed = True
+            self.native.context_free(self.context)
+
+    # --- decoding ---------------------------------------------------------------------------
+
+    def feed(self, feeds: Feeds, *, interleave: bool = False) -> Feed:
+        """Return a batch that continues each sequence; the last token of each asks for logits."""
+        lanes: list[list[tuple[int, int, tuple[int, ...], int]]] = []
+        for key, what in feeds.items():
+            owners = (key,) if isinstance(key, int) else tuple(key)
+            start = self.ledger.next(owners[0])
+            tokens = _made_up(owners[0], start, what, self.n_vocab)
+            last = len(tokens) - 1
+            lanes.append(
+                [(t, start + n, owners, int(n == last)) for n, t in enumerate(tokens)]
+            )
+        order = list(_woven(lanes)) if interleave else [item for lane in lanes for item in lane]
+        return Feed(
+            np.array([item[0] for item in order], dtype=np.int32),
+            np.array([item[1] for item in order], dtype=np.int32),
+            tuple(item[2] for item in order),
+            np.array([item[3] for item in order], dtype=np.int8),
+        )
+
+    def decode(
+        self,
+        feeds: Feeds | Feed,
+        *,
+        interleave: bool = False,
+        expect: Status | None = Status.OK,
+    ) -> int:
+        """Decode one batch and return llama.cpp's status; the ledger follows what succeeded.
+
+        Raises ScenarioFailed ("claim") when the status is not the expected one; None expects any.
+        """
+        feed = feeds if isinstance(feeds, Feed) else self.feed(feeds, interleave=interleave)
+        status = feed.run(self.native, self.context)
+        if status == Status.OK:
+            logits = feed.read(self.native, self.context, self.n_vocab)
+            self.ledger.add(feed.token.tolist(), feed.pos.tolist(), feed.owners)
+            self.steps.append(Step("decode", (feed,), logits))
+        self._tell("decode", {"feed": feed}, {"status": status})
+        if expect is not None and status != expect:
+            free = self.n_cells - self.ledger.used
+            msg = (
+                f"a decode of {len(feed.token)} tokens with {free} free cells ended with "
+                f"{word(status)}, expected {word(expect)}"
+            )
+            raise ScenarioFailed(msg, failure="claim", evidence={"status": status, "free": free})
+        return status
+
+    def fill(self, feeds: Feeds, *, interleave: bool = False) -> None:
+        """Decode as many tokens as asked for, in batches of at most ``n_batch``."""
+        left = {key: what if isinstance(what, int) else len(what) for key, what in feeds.items()}
+        while any(left.values()):
+            share = max(1, self.params.n_batch // sum(1 for count in left.values() if count))
+            part = {key: min(share, count) for key, count in left.items() if count}
+            self.decode(part, interleave=interleave)
+            for key, count in part.items():
+                left[key] -= count
+
+    # --- sequences --------------------------------------------------------------------------
+
+    def remove(self, seq: int, p0: int = -1, p1: int = -1) -> bool:
+        """Remove positions of a sequence; False when the memory refuses a part."""
+        done = self.native.seq_rm(self.context, seq, p0, p1)
+        if done:
+            self.ledger.remove(seq, p0, p1)
+            self._step("remove", seq, p0, p1)
+        return done
+
+    def copy(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
+        """Let ``dst`` share the cells of ``src``."""
+        self.native.seq_cp(self.context, src, dst, p0, p1)
+        self.ledger.copy(src, dst, p0, p1)
+        self._step("copy", src, dst, p0, p1)
+
+    def keep(self, seq: int) -> None:
+        """Remove every other sequence."""
+        self.native.seq_keep(self.context, seq)
+        self.ledger.keep(seq)
+        self._step("keep", seq)
+
+    def shift(self, seq: int, p0: int, p1: int, delta: int) -> None:
+        """Move positions; the keys follow with the next update or decode."""
+        self.native.seq_add(self.context, seq, p0, p1, delta)
+        self.ledger.shift(seq, p0, p1, delta)
+        self._step("shift", seq, p0, p1, delta)
+
+    def divide(self, seq: int, p0: int, p1: int, divisor: int) -> None:
+        """Divide positions; the keys follow with the next update or decode."""
+        self.native.seq_div(self.context, seq, p0, p1, divisor)
+        self.ledger.divide(seq, p0, p1, divisor)
+        self._step("divide", seq, p0, p1, divisor)
+
+    def clear(self) -> None:
+        """Empty the cache."""
+        self.native.clear(self.context, True)
+        self.ledger.clear()
+        self._step("clear")
+
+    def save(self, seq: int, name: str) -> None:
+        """Keep the state of a sequence under a name."""
+        state = self.native.state_save(self.context, seq)
+        self.saved[name] = (state, self.ledger.of(seq))
+        self._step("save", seq, name)
+
+    def restore(self, seq: int, name: str, *, must: bool = True) -> bool:
+        """Put a saved state into a sequence; with ``must`` a refusal breaks the claim."""
+        state, cells = self.saved[name]
+        try:
+            done = self.native.state_load(self.context, seq, state) > 0
+        except NativeError:
+            done = False
+        if done:
+            self.ledger.replace(seq, cells)
+            self._step("restore", seq, name)
+        else:
+            self._tell("restore", {"arguments": (seq, name)}, {"done": False})
+        if must and not done:
+            free = self.n_cells - self.ledger.used
+            msg = f"a state of {len(cells)} tokens was refused with {free} free cells"
+            raise ScenarioFailed(msg, failure="claim")
+        return done
+
+    # --- the cache --------------------------------------------------------------------------
+
+    def defrag(self) -> RawDefrag:
+        """Defragment now; raises Unsupported where the build cannot."""
+        report = self.native.defrag(self.context)
+        self._tell("defrag", {}, {"moves": report.moves, "cells": report.cells})
+        return report
+
+    def update(self) -> None:
+        """Apply what is pending."""
+        self.native.update(self.context)
+        self._tell("update", {}, {})
+
+    def cancel_after(self, polls: int) -> None:
+        """Abort later decodes at this poll of the abort callback; negative: never."""
+        self.native.cancel_after(self.context, polls)
+        self._tell("cancel", {"polls": polls}, {})
+
+    @property
+    def n_cells(self) -> int:
+        """Return the size of the cache in cells."""
+        snapshot = self.snapshot()
+        return self.info.n_ctx if snapshot is None else int(snapshot.stats.size)
+
+    def snapshot(self) -> Snapshot | None:
+        """Return the cells as they lie, or None where the build cannot read them."""
+        if not self.native.about.capabilities & Capability.CELLS:
+            return None
+        count = max(1, self.info.n_caches)
+        raw = [self.native.cells(self.context, cache) for cache in range(count)]
+        return Snapshot(
+            tuple(CellMap(each.pos, each.shift, each.seqs, each.info) for each in raw),
+            self.info.contiguous_slots,
+        )
+
+    def counters(self) -> Counters | None:
+        """Return what the context counted, or None where the build does not count."""
+        if not self.native.about.capabilities & Capability.COUNTERS:
+            return None
+        try:
+            return self.native.counters(self.context)
+        except Unsupported:
+            return None
+
+    def rows(self) -> rows.Rows:
+        """Return K and V of every sequence, position and layer, as stored."""
+        return rows.read(self.native, self.context, self.ledger.sequences)
+
+    # --- proofs -----------------------------------------------------------------------------
+
+    def check_cells(self) -> None:
+        """Raise ScenarioFailed ("lost") unless the cells hold what the ledger says, and no more."""
+        snapshot = self.snapshot()
+        if snapshot is None:
+            self._check_positions()
+            return
+        found: Counter[Content] = rows.contents(snapshot)
+        lost, ghosts, text = differences(self.ledger.contents(), found)
+        if lost or ghosts:
+            evidence = {"lost": lost, "ghosts": ghosts, "used": found.total()}
+            raise ScenarioFailed(text, failure="lost", evidence=evidence)
+        counted = snapshot.streams[0].info.used
+        if counted >= 0 and counted != self.ledger.used:
+            msg = f"the library counts {counted} used cells, {self.ledger.used} are in use"
+            raise ScenarioFailed(msg, failure="lost", evidence={"used": counted})
+
+    @contextmanager
+    def unchanged(self, what: str = "a defragmentation") -> Iterator[None]:
+        """Raise ScenarioFailed unless K and V of all that was there survive what is done inside.
+
+        Rows that are not there any more are "lost", rows with other bytes are "data". Only without
+        a pending shift: applying one rewrites K, as it should.
+        """
+        before = self.rows()
+        yield
+        rows.compare(before, self.rows(), what)
+
+    def _check_positions(self) -> None:
+        for seq in self.ledger.sequences:
+            expected = [pos for pos, _ in self.ledger.of(seq)]
+            found = self.native.seq_pos_max(self.context, seq)
+            if found != expected[-1]:
+                msg = f"sequence {seq} ends at position {found}, expected {expected[-1]}"
+                raise ScenarioFailed(msg, failure="lost")
+
+    def _step(self, op: str, *arguments: Any) -> None:
+        self.steps.append(Step(op, arguments))
+        self._tell(op, {"arguments": arguments}, {})
+
+    def _tell(self, op: str, what: dict[str, Any], result: dict[str, Any]) -> None:
+        if self._observer is not None:
+            self._observer(op, what, result)
+
+
+def word(status: int) -> str:
+    """Return the word for a decode's status."""
+    try:
+        return WORDS[Status(status)]
+    except ValueError:
+        return f"status {status}"
+
+
+def make_up(seq: int, pos: int, n_vocab: int) -> int:
+    """Return the token that stands at a position of a sequence when none is given."""
+    mixed = (seq * 0x9E3779B1 + pos * 0x85EBCA77 + 0xC2B2AE3D) & 0xFFFFFFFF
+    mixed ^= mixed >> 15
+    mixed = (mixed * 0x2C1B3C6D) & 0xFFFFFFFF
+    mixed ^= mixed >> 12
+    return mixed % n_vocab
+
+
+def _made_up(seq: int, start: int, what: int | Sequence[int], n_vocab: int) -> list[int]:
+    if isinstance(what, int):
+        return [make_up(seq, start + n, n_vocab) for n in range(what)]
+    return [int(token) for token in what]
+
+
+def _woven(lanes: Sequence[Sequence[Any]]) -> Iterator[Any]:
+    for n in range(max(map(len, lanes), default=0)):
+        for lane in lanes:
+            if n < len(lane):
+                yield lane[n]

@@ -1,0 +1,160 @@
+"""Rebuild what a player did on a roomy context, where nothing has to move, and compare logits.
+
+The reference runs on the same library, in the same worker, and repeats only what succeeded: no
+defragmentation, no decode that failed. Its cache is so large that every slot is found at once.
+Logits are never compared across libraries: their kernels differ from release to release.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pyllamakv.binding.protocol import ContextHandle, Status
+from pyllamakv.errors import HarnessError, NativeError, ScenarioFailed
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from pyllamakv.harness.player import Player, Step
+
+#: Cells of the reference per cell of the context under test.
+ROOM = 4
+#: A reference beyond this many cells is a fault of the scenario.
+LIMIT = 1 << 17
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Bound the difference of two logits that a correct cache may show.
+
+    Measured on correct defragmentations: 7e-4 without flash attention, 1e-2 with it (its f16
+    accumulators see the cells in another order); a damaged cache shows 2 to 9.
+    """
+
+    plain: float = 0.02
+    flash: float = 0.2
+
+    def of(self, flash_attn: bool) -> float:
+        """Return the bound for a context."""
+        return self.flash if flash_attn else self.plain
+
+
+class Reference:
+    """Follow a player step by step; `catch_up` compares the logits of all decodes since."""
+
+    def __init__(self, player: Player, tolerance: Tolerance | None = None) -> None:
+        self.player = player
+        self.bound = (tolerance or Tolerance()).of(bool(player.params.flash_attn))
+        self.worst = 0.0
+        self._room = ROOM
+        self._context: ContextHandle | None = None
+        self._done = 0
+        self._saved: dict[str, bytes] = {}
+
+    def close(self) -> None:
+        """Give the reference's context back."""
+        if self._context is not None:
+            self.player.native.context_free(self._context)
+            self._context = None
+
+    def catch_up(self) -> None:
+        """Repeat what the player did since the last time; raise ScenarioFailed on other logits."""
+        while not self._advance():
+            self._grow()
+
+    def check_next(self) -> None:
+        """Decode one more token of every sequence on both sides, compare, and take it back."""
+        player = self.player
+        for seq in player.ledger.sequences:
+            start = player.ledger.next(seq)
+            player.decode({seq: 1})
+            self.catch_up()
+            player.remove(seq, start, start + 1)
+        self.catch_up()
+
+    def _advance(self) -> bool:
+        if self._context is None:
+            self._context = self._open()
+        steps = self.player.steps
+        while self._done < len(steps):
+            if not self._repeat(steps[self._done]):
+                return False
+            self._done += 1
+        return True
+
+    def _open(self) -> ContextHandle:
+        player = self.player
+        cells = player.info.n_ctx * self._room
+        if cells > LIMIT:
+            msg = f"the reference would need {cells} cells; make the scenario smaller"
+            raise HarnessError(msg)
+        return player.native.context_new(player.model, replace(player.params, n_ctx=cells))
+
+    def _grow(self) -> None:
+        self.close()
+        self._room *= 2
+        self._done = 0
+        self._saved.clear()
+
+    def _repeat(self, step: Step) -> bool:
+        native, context = self.player.native, self._context
+        assert context is not None
+        match step.op:
+            case "decode":
+                feed = step.arguments[0]
+                status = feed.run(native, context)
+                if status == Status.NO_SLOT:
+                    return False
+                if status != Status.OK:
+                    msg = f"the reference's decode ended with status {status}"
+                    raise HarnessError(msg)
+                self._compare(step, feed.read(native, context, self.player.n_vocab))
+            case "remove":
+                native.seq_rm(context, *step.arguments)
+            case "copy":
+                native.seq_cp(context, *step.arguments)
+            case "keep":
+                native.seq_keep(context, *step.arguments)
+            case "shift":
+                native.seq_add(context, *step.arguments)
+            case "divide":
+                native.seq_div(context, *step.arguments)
+            case "clear":
+                native.clear(context, True)
+            case "save":
+                seq, name = step.arguments
+                self._saved[name] = native.state_save(context, seq)
+            case "restore":
+                seq, name = step.arguments
+                try:
+                    return native.state_load(context, seq, self._saved[name]) > 0
+                except NativeError:
+                    return False
+            case _:
+                msg = f"the reference does not know the operation {step.op!r}"
+                raise HarnessError(msg)
+        return True
+
+    def _compare(self, step: Step, logits: dict[int, NDArray[np.float32]]) -> None:
+        for place, seen in step.logits.items():
+            difference = distance(seen, logits[place])
+            self.worst = max(self.worst, difference)
+            if difference > self.bound:
+                owners = step.arguments[0].owners[place]
+                pos = int(step.arguments[0].pos[place])
+                msg = (
+                    f"logits at position {pos} of sequence {owners[0]} differ from the "
+                    f"reference by {difference:.3g}, allowed {self.bound:g}"
+                )
+                evidence = {"difference": difference, "sequence": owners[0], "position": pos}
+                raise ScenarioFailed(msg, failure="data", evidence=evidence)
+
+
+def distance(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
+    """Return the largest difference of two rows of logits; infinity where one is not a number."""
+    with np.errstate(invalid="ignore"):
+        largest = float(np.max(np.abs(one - other))) if len(one) else 0.0
+    return largest if np.isfinite(largest) else float("inf")

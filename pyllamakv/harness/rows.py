@@ -1,0 +1,101 @@
+"""Compare K and V as stored: every byte of every sequence, position and layer.
+
+The bytes come from the sequence states, which llama.cpp itself writes cell by cell. Where cells
+lie does not show in them once they are ordered by position, so a defragmentation must not show.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pyllamakv.errors import ScenarioFailed
+from pyllamakv.runtime import staterows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+    from pyllamakv.binding.protocol import ContextHandle, Native
+    from pyllamakv.harness.ledger import Content
+    from pyllamakv.runtime.snapshot import Snapshot
+
+#: The parsed states by sequence.
+Rows = dict[int, staterows.SequenceState]
+
+
+def read(native: Native, context: ContextHandle, sequences: Iterable[int]) -> Rows:
+    """Return K and V of the sequences as they are stored."""
+    return {seq: staterows.parse(native.state_save(context, seq)) for seq in sequences}
+
+
+def compare(before: Rows, after: Rows, what: str) -> None:
+    """Raise ScenarioFailed unless everything in ``before`` is in ``after`` with the same bytes."""
+    for seq, old in before.items():
+        new = after.get(seq)
+        if new is None or len(new.sections) != len(old.sections):
+            msg = f"{what} lost sequence {seq}: {old.cells} tokens"
+            raise ScenarioFailed(msg, failure="lost")
+        for one, other in zip(old.sections, new.sections, strict=True):
+            _compare_sections(one, other, seq, what)
+
+
+def _compare_sections(
+    old: staterows.Section, new: staterows.Section, seq: int, what: str
+) -> None:
+    order = np.argsort(new.pos, kind="stable")
+    ordered = new.pos[order]
+    places = np.searchsorted(ordered, old.pos)
+    there = places < len(ordered)
+    there[there] = ordered[places[there]] == old.pos[there]
+    if not there.all():
+        gone = np.sort(old.pos[~there])
+        msg = f"{what} lost {len(gone)} tokens of sequence {seq}, first position {gone[0]}"
+        raise ScenarioFailed(msg, failure="lost", evidence={"sequence": seq})
+    rows = order[places]
+    for layer, (one, other) in enumerate(zip(old.layers, new.layers, strict=True)):
+        _compare_bytes(one.k, other.k[rows], old.pos, f"K rows of layer {layer}", seq, what)
+        _compare_bytes(one.v, other.v[rows], old.pos, f"V rows of layer {layer}", seq, what)
+
+
+def _compare_bytes(
+    old: NDArray[np.uint8],
+    new: NDArray[np.uint8],
+    pos: NDArray[np.int32],
+    which: str,
+    seq: int,
+    what: str,
+) -> None:
+    wrong = (old != new).any(axis=1)
+    if wrong.any():
+        first = int(pos[wrong].min())
+        msg = (
+            f"{what} changed {int(wrong.sum())} of {len(wrong)} {which}, "
+            f"first at position {first} of sequence {seq}"
+        )
+        evidence = {"sequence": seq, "rows": which, "position": first}
+        raise ScenarioFailed(msg, failure="data", evidence=evidence)
+
+
+def contents(snapshot: Snapshot) -> Counter[Content]:
+    """Count the cells of each content in a snapshot, of the full cache where there are two."""
+    found: Counter[Content] = Counter()
+    main = [cells for cells in snapshot.streams if not cells.swa] or snapshot.streams
+    for cells in main:
+        used = np.flatnonzero(cells.pos >= 0)
+        for pos, words in zip(cells.pos[used].tolist(), cells.seqs[used].tolist(), strict=True):
+            found[pos, owners(words)] += 1
+    return found
+
+
+def owners(words: list[int]) -> tuple[int, ...]:
+    """Return the sequences whose bits are set in the words of a cell."""
+    return tuple(
+        64 * place + bit
+        for place, word in enumerate(words)
+        for bit in range(word.bit_length())
+        if word >> bit & 1
+    )

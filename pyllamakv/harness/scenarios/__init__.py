@@ -1,0 +1,1 @@
+"""The scenarios: one small file each, found by `pyllamakv.harness.scenario.discover`."""

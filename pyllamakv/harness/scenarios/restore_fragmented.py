@@ -1,0 +1,39 @@
+"""A saved sequence comes back into a cache that has room for it in single holes only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.harness import rows
+from pyllamakv.harness.scenario import Scenario
+
+if TYPE_CHECKING:
+    from pyllamakv.harness.lab import Lab
+
+
+def run(lab: Lab) -> None:
+    """Restore as many tokens as there are free cells."""
+    player = lab.player(256)
+    player.fill({2: 64})
+    player.save(2, "kept")
+    saved = player.rows()
+    player.remove(2)
+    player.fill({0: 128, 1: 128}, interleave=True)
+    player.remove(1, 0, 64)
+    lab.picture(player, "before")
+    with player.unchanged("the restore"):
+        player.restore(2, "kept")
+    lab.picture(player, "after")
+    rows.compare({2: saved[2]}, player.rows(), "the restore")
+    player.check_cells()
+    player.remove(1, 64, 72)
+    lab.verify(player)
+
+
+SCENARIO = Scenario(
+    id="restore-fragmented",
+    kind="cure",
+    claim="A saved sequence can be restored whenever enough cells are free.",
+    issue="ggml-org/llama.cpp#17527",
+    run=run,
+)

@@ -1,0 +1,37 @@
+"""A restore moves cells whose shift is still pending: the shift must move with them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.harness.scenario import Scenario
+
+if TYPE_CHECKING:
+    from pyllamakv.harness.lab import Lab
+
+
+def run(lab: Lab) -> None:
+    """Shift one of two interleaved sequences, restore a third into the holes, decode."""
+    player = lab.player(256)
+    player.fill({2: 40})
+    player.save(2, "kept")
+    player.remove(2)
+    player.fill({0: 104, 1: 104}, interleave=True)
+    player.fill({3: 48})
+    player.remove(1, 0, 64)
+    player.remove(0, 4, 12)
+    player.shift(0, 12, -1, -8)
+    lab.picture(player, "before")
+    player.restore(2, "kept")
+    lab.picture(player, "after")
+    player.check_cells()
+    lab.verify(player)
+
+
+SCENARIO = Scenario(
+    id="restore-shifted",
+    kind="guard",
+    claim="A pending shift stays with its tokens when a restore moves their cells.",
+    issue="ggml-org/llama.cpp#9201",
+    run=run,
+)

@@ -1,0 +1,57 @@
+# Find the archives behind a target, and link archives whole.
+
+# Set `out` to the archives that `root` is made of, itself first. CMake's own closure cannot be
+# asked for at configure time, and the names differ from release to release.
+function(plk_archives root out)
+    set(waiting ${root})
+    set(found "")
+    while(waiting)
+        list(POP_FRONT waiting name)
+        if(NOT TARGET "${name}")
+            continue()
+        endif()
+        get_target_property(real "${name}" ALIASED_TARGET)
+        if(real)
+            set(name "${real}")
+        endif()
+        get_target_property(kind "${name}" TYPE)
+        get_target_property(imported "${name}" IMPORTED)
+        if(imported OR NOT kind STREQUAL "STATIC_LIBRARY" OR name IN_LIST found)
+            continue()
+        endif()
+        list(APPEND found "${name}")
+        plk_links("${name}" links)
+        list(APPEND waiting ${links})
+    endwhile()
+    set(${out} ${found} PARENT_SCOPE)
+endfunction()
+
+# Set `out` to what a target links, without the wrappers that CMake puts around names.
+function(plk_links name out)
+    set(all "")
+    foreach(property LINK_LIBRARIES INTERFACE_LINK_LIBRARIES)
+        get_target_property(links "${name}" ${property})
+        if(links)
+            list(APPEND all ${links})
+        endif()
+    endforeach()
+    list(TRANSFORM all REPLACE "^\\$<(LINK_ONLY|BUILD_INTERFACE|BUILD_LOCAL_INTERFACE):(.*)>$" "\\2")
+    list(FILTER all EXCLUDE REGEX "^(::@.*)?$")
+    list(REMOVE_DUPLICATES all)
+    set(${out} ${all} PARENT_SCOPE)
+endfunction()
+
+# Link every object of the archives into `target`: backends register themselves, and the drop-in
+# must export what nothing inside it calls.
+function(plk_link_whole target)
+    foreach(archive ${ARGN})
+        if(APPLE)
+            target_link_libraries(${target} PRIVATE "-Wl,-force_load,$<TARGET_FILE:${archive}>")
+        else()
+            target_link_libraries(${target} PRIVATE
+                "-Wl,--whole-archive $<TARGET_FILE:${archive}> -Wl,--no-whole-archive")
+        endif()
+        add_dependencies(${target} ${archive})
+        set_property(TARGET ${target} APPEND PROPERTY LINK_DEPENDS "$<TARGET_FILE:${archive}>")
+    endforeach()
+endfunction()

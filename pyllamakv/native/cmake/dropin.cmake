@@ -1,0 +1,33 @@
+# The ordinary libraries of a release from the archives that libplk is made of: one shared library
+# per archive, under upstream's own target name, which is the name that bindings look for.
+function(plk_dropin folder)
+    add_custom_target(plk_dropin ALL)
+    file(WRITE "${CMAKE_BINARY_DIR}/empty.cpp" "")
+    foreach(archive ${ARGN})
+        add_library(dropin-${archive} SHARED "${CMAKE_BINARY_DIR}/empty.cpp")
+    endforeach()
+    foreach(archive ${ARGN})
+        set(target dropin-${archive})
+        plk_link_whole(${target} ${archive})
+        plk_links(${archive} links)
+        foreach(link ${links})
+            if(link IN_LIST ARGN)
+                target_link_libraries(${target} PRIVATE dropin-${link})
+            elseif(NOT TARGET ${link} OR NOT link MATCHES "^(ggml|llama)")
+                target_link_libraries(${target} PRIVATE ${link})
+            endif()
+        endforeach()
+        set_target_properties(${target} PROPERTIES
+            OUTPUT_NAME ${archive}
+            LIBRARY_OUTPUT_DIRECTORY "${folder}"
+            LINKER_LANGUAGE CXX
+            BUILD_WITH_INSTALL_RPATH ON
+            INSTALL_RPATH "$<IF:$<PLATFORM_ID:Darwin>,@loader_path,$ORIGIN>"
+            INSTALL_NAME_DIR "@rpath")
+        if(NOT APPLE)
+            # Unused libraries stay out of the list, as in upstream's own link by the compiler.
+            target_link_options(${target} PRIVATE LINKER:--as-needed)
+        endif()
+        add_dependencies(plk_dropin ${target})
+    endforeach()
+endfunction()

@@ -1,0 +1,113 @@
+// The groups whose sources are chosen by compile probes: one folder each, one candidate per way
+// that upstream has done it, `none.cpp` for trees that no candidate fits. Each answers `bits`, its
+// share of plk_capabilities().
+#pragma once
+
+#include "core.h"
+
+#include <string>
+
+namespace plk {
+
+namespace load {
+llama_model *open(const char *path, const plk_model_params &params);
+void close(llama_model *model);
+void describe(const llama_model *model, plk_model_info &info);
+bool has_encoder(const llama_model *model);
+int32_t tokenize(const llama_model *model, const char *text, int32_t length, int32_t *tokens,
+                 int32_t room, bool add_special, bool parse_special);
+int32_t piece(const llama_model *model, int32_t token, char *text, int32_t room, bool special);
+bool is_eog(const llama_model *model, int32_t token);
+} // namespace load
+
+namespace context {
+extern const uint64_t bits;
+llama_context *open(llama_model *model, llama_context_params params);
+} // namespace context
+
+// What a context decided for itself.
+namespace settings {
+struct Settings {
+    int32_t flash = -1;
+    int32_t causal = -1;
+};
+Settings read(llama_context *ctx);
+// Flash attention on float32 keys or values aborts in trees that do not cast them first.
+extern const bool flash_takes_f32;
+} // namespace settings
+
+namespace memory {
+extern const uint64_t bits;
+void clear(llama_context *ctx, bool data);
+bool seq_rm(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1);
+void seq_cp(llama_context *ctx, int32_t from, int32_t to, int32_t p0, int32_t p1);
+void seq_keep(llama_context *ctx, int32_t seq);
+void seq_add(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t delta);
+void seq_div(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t divisor);
+bool can_shift(llama_context *ctx);
+bool exists(llama_context *ctx);
+// Positions as the library tells them; -1 for an empty sequence, -2 where it cannot tell.
+int32_t pos_min(llama_context *ctx, int32_t seq);
+int32_t pos_max(llama_context *ctx, int32_t seq);
+// Used cells as the library counts them exactly; -1 where it cannot.
+int32_t used(llama_context *ctx);
+} // namespace memory
+
+namespace cells {
+extern const uint64_t bits;
+// Fill memory, n_caches, can_remove_partly, contiguous_slots, defrag and v_transposed.
+void describe(llama_context *ctx, plk_context_info &info);
+int32_t count(llama_context *ctx);
+int info(llama_context *ctx, int32_t cache, plk_cells_info &out);
+int read(llama_context *ctx, int32_t cache, int32_t room, int32_t *pos, int32_t *shift,
+         uint64_t *seqs, int32_t words);
+// Whether a shift or a defragmentation waits: 1, 0, or -1 where that cannot be seen.
+int pending(llama_context *ctx);
+// Whether the library would refuse (by an assert) to copy this range between these sequences.
+bool can_copy(llama_context *ctx, int32_t from, int32_t to, int32_t p0, int32_t p1);
+// Make the memory forget the cells of a decode that it has just undone.
+void settle(llama_context *ctx);
+// Whether these bytes may be given to llama_state_seq_set_data without meeting an assert.
+// 1: yes, 0: no (last error says why), 2: it is the state of an empty sequence.
+int check_state(llama_context *ctx, const uint8_t *data, size_t length);
+} // namespace cells
+
+// Apply what is pending. `safe` avoids what aborts in this tree; without it: the public call alone.
+namespace update {
+extern const bool present;
+void run(llama_context *ctx, bool safe);
+} // namespace update
+
+namespace defrag {
+extern const uint64_t bits;
+void run(llama_context *ctx, bool safe);
+} // namespace defrag
+
+namespace counters {
+extern const uint64_t bits;
+bool read(llama_context *ctx, plk_counters &out);
+} // namespace counters
+
+namespace devices {
+int32_t count();
+bool read(int32_t index, plk_device &out);
+// Append the handles of the named devices; false with the last error set.
+bool select(const char *names, std::vector<void *> &list);
+} // namespace devices
+
+namespace rpc {
+// Append handles of the devices behind these endpoints; false with the last error set.
+bool add(const char *endpoints, std::vector<void *> &list);
+int serve(const char *endpoint, const char *device, uint64_t memory);
+} // namespace rpc
+
+namespace sampler {
+extern const uint64_t bits;
+struct Sampler;
+Sampler *open(const llama_model *model, const plk_sampler_params &params);
+void close(Sampler *sampler);
+void reset(Sampler *sampler);
+int32_t sample(Sampler *sampler, llama_context *ctx, int32_t index, int32_t n_vocab);
+} // namespace sampler
+
+} // namespace plk

@@ -1,0 +1,134 @@
+// Keep llama.cpp's log in a bounded ring until Python asks for it; nothing goes to stderr.
+#include "core.h"
+
+#include <cstdlib>
+#include <deque>
+#include <mutex>
+#include <string>
+
+namespace {
+
+constexpr size_t max_records = 8192;
+constexpr size_t max_bytes = 4000; // a reader with 4096 bytes of room gets every record whole
+
+struct Record {
+    int32_t level;
+    std::string text;
+};
+
+// Never destroyed: a thread of llama.cpp may log while the process ends.
+struct Ring {
+    std::mutex mutex;
+    std::deque<Record> records;
+    int64_t lost = 0;
+    std::atomic<int32_t> lowest{1};
+};
+Ring &ring() {
+    static Ring *one = new Ring;
+    return *one;
+}
+
+// A line under construction: parts without a newline are continued by this thread's next record.
+struct Line {
+    int32_t level = 0;
+    std::string text;
+};
+thread_local Line line;
+
+// Before 0.3 the levels were numbered 2 (error) to 5 (debug), and there was no continuation.
+constexpr bool continues = static_cast<int>(GGML_LOG_LEVEL_DEBUG) == 1;
+
+int32_t level_of(int level) {
+    switch (level) {
+    case GGML_LOG_LEVEL_DEBUG: return 1;
+    case GGML_LOG_LEVEL_WARN: return 3;
+    case GGML_LOG_LEVEL_ERROR: return 4;
+    default: return 2;
+    }
+}
+
+void push(int32_t level, const std::string &text) {
+    if (level < ring().lowest.load()) {
+        return;
+    }
+    const std::lock_guard<std::mutex> lock(ring().mutex);
+    for (size_t at = 0; at < text.size(); at += max_bytes) {
+        if (ring().records.size() == max_records) {
+            ring().records.pop_front();
+            ring().lost += 1;
+        }
+        ring().records.push_back({level, text.substr(at, max_bytes)});
+    }
+}
+
+void finish() {
+    while (!line.text.empty() && (line.text.back() == '\n' || line.text.back() == '\r')) {
+        line.text.pop_back();
+    }
+    if (!line.text.empty()) {
+        push(line.level, line.text);
+    }
+    line.text.clear();
+}
+
+void receive(ggml_log_level level, const char *text, void *) noexcept {
+    try {
+        const bool more = continues ? static_cast<int>(level) == 5 : !line.text.empty();
+        if (!more) {
+            finish();
+            line.level = level_of(static_cast<int>(level));
+        }
+        line.text += text;
+        if (!line.text.empty() && line.text.back() == '\n') {
+            finish();
+        }
+    } catch (...) {
+        line.text.clear(); // out of memory: this record is lost, the caller must not notice
+    }
+}
+
+} // namespace
+
+void plk::start() {
+    static const bool once = [] {
+        // A dying process would start a debugger on itself and hang.
+        setenv("GGML_NO_BACKTRACE", "1", 0);
+        llama_log_set(receive, nullptr);
+        llama_backend_init();
+        return true;
+    }();
+    (void)once;
+}
+
+extern "C" {
+
+int32_t plk_log_read(int32_t *level, char *text, int32_t room) {
+    return plk::guarded([&]() -> int {
+        Record record{};
+        {
+            const std::lock_guard<std::mutex> lock(ring().mutex);
+            if (ring().records.empty()) {
+                return -1;
+            }
+            record = std::move(ring().records.front());
+            ring().records.pop_front();
+        }
+        if (level != nullptr) {
+            *level = record.level;
+        }
+        const int32_t length = std::min<int32_t>(record.text.size(), std::max(room, 0));
+        if (text != nullptr && length > 0) {
+            memcpy(text, record.text.data(), length);
+        }
+        return length;
+    });
+}
+
+int64_t plk_log_lost(void) {
+    const std::lock_guard<std::mutex> lock(ring().mutex);
+    return ring().lost;
+}
+
+void plk_log_level(int32_t lowest) { ring().lowest.store(lowest); }
+
+} // extern "C"

@@ -1,0 +1,225 @@
+"""Write patch files from commits and folders, and check that each comes out as it went in."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from pyllamakv.errors import PatchError, PatchFormatError, UsageError
+from pyllamakv.patching import apply, choose, header, hunks, trees
+from pyllamakv.patching.draft import Draft, Entry
+from pyllamakv.source import export as folders
+from pyllamakv.source import gitting, releases
+from pyllamakv.source.store import Store, open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from pyllamakv.patching.definition import Definition, PatchText
+    from pyllamakv.patching.series import Series
+    from pyllamakv.source.releases import Release
+
+#: Everything that could depend on git's version, configuration or the time is switched off.
+FLAGS = (
+    "--stdout",
+    "--zero-commit",
+    "--full-index",
+    "--no-signature",
+    "--no-stat",
+    "--no-numbered",
+    "--no-renames",
+    "--unified=3",
+)
+
+Kind = Literal["same", "header", "positions", "content", "failed"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Say how a text's file differs from what its commit exports to.
+
+    ``positions`` means blob ids and ``@@`` lines only; ``failed`` that there is no commit.
+    """
+
+    id: str
+    base: str
+    kind: Kind
+    detail: str = ""
+
+    @property
+    def same(self) -> bool:
+        """Tell whether the file is as it would be exported."""
+        return self.kind == "same"
+
+
+@dataclass(frozen=True)
+class _Ground:
+    """Hold what a text is written against: its base with the patches it requires."""
+
+    store: Store
+    commit: str
+    tree: str
+
+
+def chosen(
+    series: Series, ids: Sequence[str] = (), base: str | None = None
+) -> tuple[tuple[Definition, PatchText], ...]:
+    """Return the texts of these patches (of all, without names), for one base or for every one."""
+    definitions = [series.definition(id_) for id_ in ids] or list(series)
+    pairs = [(d, t) for d in definitions for t in d.texts if base in (None, t.base)]
+    if base is not None and not pairs:
+        raise UsageError(f"No text is written against {base}.")
+    return tuple(pairs)
+
+
+def check(
+    series: Series,
+    pairs: Sequence[tuple[Definition, PatchText]] | None = None,
+    *,
+    store: Store | None = None,
+) -> tuple[Comparison, ...]:
+    """Export texts again and compare with their files; bases are fetched when they are absent."""
+    store = store or open_store()
+    found = []
+    for definition, text in chosen(series) if pairs is None else pairs:
+        try:
+            data = exported(series, definition, text, store=store)
+        except PatchError as error:
+            found.append(Comparison(definition.id, text.base, "failed", str(error)))
+            continue
+        kind, detail = _compared(text.patch.data, data)
+        found.append(Comparison(definition.id, text.base, kind, detail))
+    return tuple(found)
+
+
+def write(
+    series: Series,
+    pairs: Sequence[tuple[Definition, PatchText]],
+    folder: Path | None = None,
+    *,
+    store: Store | None = None,
+) -> tuple[Path, ...]:
+    """Write the files of texts, from their commits or from a folder; return those that changed."""
+    store = store or open_store()
+    made = []
+    for definition, text in pairs:
+        if folder is None:
+            data = exported(series, definition, text, store=store)
+        else:
+            data = from_folder(series, definition, text.base, folder, store=store)
+        if text.path is None:
+            raise UsageError(f"{text.name} has no file to write to.")
+        if data != text.patch.data:
+            made.append((text.path, data))
+    for path, data in made:  # only when every one could be made
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.part")
+        part.write_bytes(data)
+        part.replace(path)
+    return tuple(path for path, _ in made)
+
+
+def exported(
+    series: Series, definition: Definition, text: PatchText, *, store: Store | None = None
+) -> bytes:
+    """Return the file of a text as it is exported from its commit on its base release."""
+    ground = _ground(series, text, store or open_store())
+    draft = Draft(trees.StoreTree(ground.store, ground.tree))
+    draft.apply(text.patch, text.name)
+    return _formatted(ground, definition, text, draft)
+
+
+def from_folder(
+    series: Series,
+    definition: Definition,
+    base: str,
+    folder: Path,
+    *,
+    store: Store | None = None,
+) -> bytes:
+    """Return the file of a text whose changes were made by hand in a folder.
+
+    The folder is compared with the base release plus the patches that the text requires. Raises
+    UsageError when nothing differs.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"There is no folder {folder}.")
+    text = definition.text(base)
+    ground = _ground(series, text, store or open_store())
+    keep = (*folders.KEEP, ".git")
+    differs = ground.store.compare(ground.tree, folder, keep=keep)
+    if not differs:
+        raise UsageError(f"{folder} does not differ from {base} and what {text.name} requires.")
+    draft = Draft(trees.StoreTree(ground.store, ground.tree))
+    draft.changes.update(dict.fromkeys(differs.missing))
+    draft.changes.update({path: _entry(folder / path) for path in differs.changed})
+    draft.changes.update({path: _entry(folder / path) for path in differs.stray})
+    return _formatted(ground, definition, text, draft)
+
+
+def format_patch(store: Store, commit: str) -> bytes:
+    """Export one commit of the store; the same bytes on any machine."""
+    return gitting.git_bytes(store.path, "format-patch", *FLAGS, "-1", commit)
+
+
+def base_of(series: Series, text: PatchText, *, store: Store) -> tuple[Release, str, str]:
+    """Return the base release of a text, and commit and tree with what it requires applied."""
+    release = releases.resolve(text.base)
+    release = trees.present(store, release)
+    if not text.requires:
+        return release, release.commit, store.tree_of(release)
+    plan = choose.plan_release(release, text.requires, series=series, store=store)
+    patched = apply.write(store, release, plan)
+    return release, patched.commit, patched.tree
+
+
+def _ground(series: Series, text: PatchText, store: Store) -> _Ground:
+    _, commit, tree = base_of(series, text, store=store)
+    return _Ground(store, commit, tree)
+
+
+def _formatted(ground: _Ground, definition: Definition, text: PatchText, draft: Draft) -> bytes:
+    tree = trees.write(ground.store, ground.tree, draft)
+    ours = replace(text, patch=replace(text.patch, header=header.write(definition, text)), title="")
+    commit = apply.commit_text(ground.store, tree, ground.commit, ours)
+    return format_patch(ground.store, commit)
+
+
+def _entry(file: Path) -> Entry:
+    if file.is_symlink():
+        return Entry(os.fsencode(file.readlink()), "120000")
+    program = file.stat().st_mode & stat.S_IXUSR
+    return Entry(file.read_bytes(), "100755" if program else "100644")
+
+
+def _compared(file: bytes, data: bytes) -> tuple[Kind, str]:
+    if file == data:
+        return "same", ""
+    try:
+        there, made = hunks.parse(file), hunks.parse(data)
+    except PatchFormatError as error:
+        return "content", str(error)
+    line = _first_difference(file, data)
+    if [f.data for f in there.files] == [f.data for f in made.files]:
+        return "header", f"line {line}: the header is written from patch.toml"
+    if _changes(there) == _changes(made):
+        return "positions", f"line {line}: blob ids, positions or context as git writes them differ"
+    return "content", f"line {line} differs"
+
+
+def _changes(patch: hunks.Patch) -> list[tuple[str, list[bytes]]]:
+    return [
+        (file.path, [line for hunk in file.hunks for line in hunk.lines if line[:1] in b"+-"])
+        for file in patch.files
+    ]
+
+
+def _first_difference(one: bytes, other: bytes) -> int:
+    pairs = zip(one.split(b"\n"), other.split(b"\n"), strict=False)
+    for number, (a, b) in enumerate(pairs, 1):
+        if a != b:
+            return number
+    return min(one.count(b"\n"), other.count(b"\n")) + 1

@@ -1,0 +1,169 @@
+"""Check what the applier cannot: headers, style, completeness, and one logic in every base."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyllamakv import home
+from pyllamakv.errors import PatchFormatError, PatchLintError
+from pyllamakv.patching import header, series
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from pyllamakv.patching.definition import Definition, PatchText
+    from pyllamakv.patching.series import Series
+
+#: Where upstream keeps sources that a patch may add to.
+PLACES = ("src/", "ggml/", "include/", "common/", "tests/", "tools/", "examples/", "cmake/")
+
+STATES = ("not submitted", "submitted", "accepted", "rejected", "not applicable")
+
+_TITLE = 64
+_LINE = 76
+_BAD_WHY = re.compile(r"(---\s*$|diff |From |Index: )")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Name one fault: the file, its line (0: the whole file), the rule and what to do."""
+
+    path: str
+    line: int
+    rule: str
+    message: str
+
+    def __str__(self) -> str:
+        where = f"{self.path}:{self.line}" if self.line else self.path
+        return f"{where}: {self.rule}: {self.message}"
+
+
+def lint(
+    folder: Path | None = None, *, scenarios: Collection[str] | None = None
+) -> tuple[Finding, ...]:
+    """Return every fault of a series folder; ``scenarios`` are the names that exist, if known."""
+    folder = folder or home.data("patches")
+    try:
+        found = series.load(folder)
+    except PatchFormatError as error:
+        path = error.path or str(folder)
+        return (Finding(_shown(path, folder), error.line, "format", str(error)),)
+    findings = [*_files(found, folder), *_logic(found)]
+    for definition in found:
+        findings += _described(definition, scenarios)
+        for text in definition.texts:
+            findings += _text(definition, text)
+    return tuple(sorted(findings, key=lambda f: (f.path, f.line, f.rule)))
+
+
+def check(folder: Path | None = None, *, scenarios: Collection[str] | None = None) -> None:
+    """Raise PatchLintError with every fault, or return."""
+    findings = [str(finding) for finding in lint(folder, scenarios=scenarios)]
+    if findings:
+        raise PatchLintError("\n".join([f"{len(findings)} faults:", *findings]), findings)
+
+
+def _files(found: Series, folder: Path) -> Iterator[Finding]:
+    named = {text.path for definition in found for text in definition.texts}
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and path.name not in found.order:
+            yield Finding(path.name, 0, "series", "the folder is not in the order of series.toml")
+    for definition in found:
+        for path in sorted((folder / definition.id).rglob("*")):
+            if path.is_file() and path not in named and path.name != "patch.toml":
+                shown = path.relative_to(folder).as_posix()
+                yield Finding(shown, 0, "series", "no [[text]] of patch.toml names this file")
+
+
+def _described(definition: Definition, scenarios: Collection[str] | None) -> Iterator[Finding]:
+    path = f"{definition.id}/patch.toml"
+    title = definition.title
+    if len(title) > _TITLE or not title.isascii() or title.endswith("."):
+        yield Finding(path, 0, "title", f"expected at most {_TITLE} ASCII characters, no full stop")
+    for line in definition.why.splitlines():
+        if len(line) > _LINE:
+            yield Finding(path, 0, "why", f"a line is longer than {_LINE}: {line[:40]}...")
+        if _BAD_WHY.match(line):
+            yield Finding(path, 0, "why", f"git would cut the message at {line!r}")
+        if line != line.rstrip():
+            yield Finding(path, 0, "why", f"trailing blanks after {line.rstrip()!r}")
+    for name in ("origin", "upstream"):
+        if "\n" in getattr(definition, name):
+            yield Finding(path, 0, name, "expected one line")
+    if not definition.upstream.startswith(STATES):
+        yield Finding(path, 0, "upstream", f"expected to begin with one of: {', '.join(STATES)}")
+    bases = [text.base for text in definition.texts]
+    for base in sorted({base for base in bases if bases.count(base) > 1}):
+        yield Finding(path, 0, "base", f"two texts for {base}")
+    for name in definition.scenarios:
+        if scenarios is not None and name not in scenarios:
+            yield Finding(path, 0, "scenario", f"there is no scenario {name!r}")
+
+
+def _text(definition: Definition, text: PatchText) -> Iterator[Finding]:
+    path = f"{definition.id}/{text.base}/{definition.id}.patch"
+    patch = text.patch
+    if patch.header != header.write(definition, text):
+        at = _first_difference(patch.header, header.write(definition, text))
+        message = "the header is not the one that patch.toml gives; `patch export` writes it"
+        yield Finding(path, at, "header", message)
+    if patch.trailer.strip():
+        yield Finding(path, 0, "trailer", "text follows the last hunk (a signature?)")
+    if b"\r" in patch.data:
+        at = patch.data[: patch.data.index(b"\r")].count(b"\n") + 1
+        yield Finding(path, at, "line-ends", "carriage return; expected line feeds alone")
+    for file in patch.files:
+        if file.old and file.new and file.old != file.new:
+            yield Finding(path, file.line, "rename", "write a deletion and a new file instead")
+        if file.old is None and not file.path.startswith(PLACES):
+            places = ", ".join(PLACES)
+            yield Finding(path, file.line, "path", f"{file.path} is not below {places}")
+        for hunk in file.hunks:
+            yield from _lines(path, hunk.line, hunk.lines)
+
+
+def _lines(path: str, start: int, lines: tuple[bytes, ...]) -> Iterator[Finding]:
+    for number, line in enumerate(lines, start + 1):
+        if line[:1] == b"+" and line[1:].rstrip(b"\r\n") != line[1:].rstrip():
+            yield Finding(path, number, "blanks", "an added line ends with blanks")
+        if line[:1] == b"\\" and lines[number - start - 2][:1] == b"+":
+            yield Finding(path, number, "last-line", "an added last line has no line feed")
+
+
+def _logic(found: Series) -> Iterator[Finding]:
+    """Demand that a file of shared logic is byte-identical wherever a patch adds it."""
+    first: dict[str, tuple[str, bytes]] = {}
+    for definition in found:
+        for name in definition.logic:
+            for text in definition.texts:
+                path = f"{definition.id}/{text.base}/{definition.id}.patch"
+                added = [f for f in text.patch.files if f.new == name and f.old is None]
+                if not added:
+                    if not _inherits(found, text, name):
+                        yield Finding(path, 0, "logic", f"does not add {name}")
+                    continue
+                data = b"".join(line for hunk in added[0].hunks for line in hunk.new)
+                where, expected = first.setdefault(name, (path, data))
+                if data != expected:
+                    at = added[0].line
+                    yield Finding(path, at, "logic", f"{name} differs from the one in {where}")
+
+
+def _inherits(found: Series, text: PatchText, name: str) -> bool:
+    # a patch that requires the one that adds the file need not add it again
+    return any(name in found.definition(id_).logic for id_ in text.requires)
+
+
+def _first_difference(one: bytes, other: bytes) -> int:
+    pairs = zip(one.split(b"\n"), other.split(b"\n"), strict=False)
+    return next((number for number, (a, b) in enumerate(pairs, 1) if a != b), 1)
+
+
+def _shown(path: str, folder: Path) -> str:
+    try:
+        return Path(path).relative_to(folder).as_posix()
+    except ValueError:
+        return path

@@ -1,0 +1,178 @@
+"""Report which patches apply to which releases, hunk by hunk; a failure hides nothing behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from pyllamakv.errors import SourceError
+from pyllamakv.patching import choose, trees
+from pyllamakv.patching import series as series_module
+from pyllamakv.patching.draft import Draft
+from pyllamakv.source.store import Store, open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pyllamakv.patching.definition import Definition, PatchText
+    from pyllamakv.patching.draft import Placement, Tree
+    from pyllamakv.patching.series import Series
+    from pyllamakv.source.releases import Release
+
+State = Literal["applies", "offset", "fails", "blocked", "not-meant", "unknown"]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Say how one text fares on a tree: the markers that do not hold, and every hunk."""
+
+    base: str
+    misses: tuple[str, ...]
+    placements: tuple[Placement, ...]
+
+    @property
+    def failed(self) -> tuple[Placement, ...]:
+        """Return the hunks without a place."""
+        return tuple(p for p in self.placements if not p.good)
+
+
+@dataclass(frozen=True)
+class PatchStatus:
+    """Say how one patch stands on one release.
+
+    ``applies``: every hunk exactly where it was; ``offset``: moved, but certain; ``fails``: a text
+    is meant, yet a hunk has no place; ``blocked``: a patch it requires is not applied;
+    ``not-meant``: no text is meant for this tree. ``text`` is the base of the text that is used.
+    """
+
+    release: str
+    id: str
+    state: State
+    text: str = ""
+    reason: str = ""
+    attempts: tuple[Attempt, ...] = ()
+
+    @property
+    def good(self) -> bool:
+        """Tell whether the patch applies."""
+        return self.state in ("applies", "offset")
+
+    @property
+    def best(self) -> Attempt | None:
+        """Return the text that is used, or the one with the fewest failing hunks."""
+        used = [a for a in self.attempts if a.base == self.text] if self.good else []
+        ranked = used or sorted(self.attempts, key=lambda a: (bool(a.misses), len(a.failed)))
+        return ranked[0] if ranked else None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data for ``--json``."""
+        return {
+            "release": self.release,
+            "patch": self.id,
+            "state": self.state,
+            "text": self.text or None,
+            "reason": self.reason or None,
+            "texts": [
+                {
+                    "base": attempt.base,
+                    "meant": not attempt.misses,
+                    "misses": list(attempt.misses),
+                    "hunks": [_hunk(p) for p in attempt.placements],
+                }
+                for attempt in self.attempts
+            ],
+        }
+
+
+def status(
+    releases: Iterable[Release],
+    *,
+    series: Series | None = None,
+    store: Store | None = None,
+) -> tuple[PatchStatus, ...]:
+    """Try every patch on every release, releases one after another; nothing is written."""
+    store = store or open_store()
+    series = series_module.load() if series is None else series
+    found: list[PatchStatus] = []
+    for release in releases:
+        found += of_release(release, series, store)
+    return tuple(found)
+
+
+def of_release(release: Release, series: Series, store: Store) -> tuple[PatchStatus, ...]:
+    """Try every patch on one release; a release that cannot be fetched is `unknown` everywhere."""
+    try:
+        release = trees.present(store, release)
+        tree = trees.StoreTree(store, store.tree_of(release))
+    except SourceError as error:
+        return tuple(PatchStatus(release.name, p.id, "unknown", reason=str(error)) for p in series)
+    tree.fetch(path for patch in series for text in patch.texts for path in text.patch.paths)
+    return of_tree(release.name, series, tree)
+
+
+def of_tree(name: str, series: Series, tree: Tree) -> tuple[PatchStatus, ...]:
+    """Try every patch of a series, each on top of all those before it that apply."""
+    draft = Draft(tree)
+    found: list[PatchStatus] = []
+    for definition in series:
+        applied = [status.id for status in found if status.good]
+        found.append(_one(name, definition, draft, tree, applied))
+    return tuple(found)
+
+
+def _one(
+    release: str, definition: Definition, draft: Draft, tree: Tree, applied: Sequence[str]
+) -> PatchStatus:
+    texts = choose.candidates(definition, release)
+    attempts = tuple(_attempt(text, draft, tree) for text in texts)
+    chosen = choose.choose(definition, draft, tree, release, applied)
+    if isinstance(chosen, choose.Step):
+        moved = any(placement.offset for placement in chosen.placements)
+        state: State = "offset" if moved else "applies"
+        return PatchStatus(release, definition.id, state, chosen.text.base, "", attempts)
+    meant = [text for text, attempt in zip(texts, attempts, strict=True) if not attempt.misses]
+    lacking = {id_ for text in meant for id_ in text.requires if id_ not in applied}
+    if not definition.wants(release) or not meant:
+        state = "not-meant"
+    elif lacking and not chosen.conflicts:
+        state = "blocked"
+    else:
+        state = "fails"
+    return PatchStatus(release, definition.id, state, "", chosen.reason, attempts)
+
+
+def _attempt(text: PatchText, draft: Draft, tree: Tree) -> Attempt:
+    misses = tuple(str(marker) for marker in text.misses(tree))
+    return Attempt(text.base, misses, draft.survey(text.patch))
+
+
+def github(found: Iterable[PatchStatus], path: str = "patches") -> list[str]:
+    """Write failures as GitHub annotations on the patch files, one line each."""
+    lines = []
+    for status in found:
+        if status.state not in ("fails", "blocked"):
+            continue
+        best = status.best
+        bad = best.failed[0] if best and best.failed else None
+        base = best.base if best else ""
+        file = f"{path}/{status.id}/{base}/{status.id}.patch"
+        text = f"{status.id} on {status.release}: {status.reason}"
+        where = f",title={bad.file} hunk {bad.hunk}" if bad else ""
+        lines.append(f"::error file={file}{where}::{_escaped(text)}")
+    return lines
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _hunk(placement: Placement) -> dict[str, Any]:
+    return {
+        "file": placement.file,
+        "hunk": placement.hunk,
+        "line": placement.line,
+        "state": placement.state,
+        "offset": placement.offset,
+        "expected": placement.expected or None,
+        "found": placement.found or None,
+    }

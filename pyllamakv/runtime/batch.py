@@ -1,0 +1,181 @@
+"""Say what to decode: tokens that follow in sequences (`Feed`), or exactly placed ones (`Batch`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+from pyllamakv.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from pyllamakv.runtime import sequence
+
+Wanted = Literal["last", "all", "none"]
+
+
+class Arrays(NamedTuple):
+    """Hold one batch as `Native.decode` takes it; ``count`` None: one sequence per token."""
+
+    token: NDArray[np.int32]
+    pos: NDArray[np.int32]
+    count: NDArray[np.int32] | None
+    seq: NDArray[np.int32]
+    logits: NDArray[np.int8] | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Feed:
+    """Hold tokens that go on where a sequence ends, and which logits are wanted of them."""
+
+    sequence: sequence.Sequence
+    tokens: NDArray[np.int32]
+    logits: Wanted = "last"
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class Batch:
+    """Collect tokens with their positions and sequences; may be decoded again after a failure."""
+
+    def __init__(self) -> None:
+        self._token: list[int] = []
+        self._pos: list[int] = []
+        self._seqs: list[tuple[int, ...]] = []
+        self._logits: list[bool] = []
+        self._arrays: Arrays | None = None
+
+    def add(
+        self, token: int, pos: int, sequences: int | Iterable[int] = 0, logits: bool = False
+    ) -> Batch:
+        """Add a token at a position of one or several sequences (their ids); return the batch."""
+        ids = (sequences,) if isinstance(sequences, int) else tuple(map(int, sequences))
+        if not ids:
+            msg = "a token needs at least one sequence"
+            raise UsageError(msg)
+        if self._arrays is not None and not self._token:
+            msg = "this batch was made of arrays; make another to add tokens one by one"
+            raise UsageError(msg)
+        self._token.append(token)
+        self._pos.append(pos)
+        self._seqs.append(ids)
+        self._logits.append(logits)
+        self._arrays = None
+        return self
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Any,
+        positions: Any,
+        sequences: Any,
+        logits: Any = None,
+        *,
+        counts: Any = None,
+    ) -> Batch:
+        """Make a batch of arrays; int32 (logits: int8) arrays are taken without a copy.
+
+        ``sequences`` is one id for all, or (n,); with ``counts`` (n,) it is flat, ``counts[i]`` ids
+        for token i. ``logits`` None wants those of the last token.
+        """
+        batch = cls()
+        token = as_int32(tokens, "tokens")
+        seq = sequences
+        if isinstance(sequences, int):
+            seq = np.full(len(token), sequences, dtype=np.int32)
+        arrays = Arrays(
+            token,
+            as_int32(positions, "positions"),
+            None if counts is None else as_int32(counts, "counts"),
+            as_int32(seq, "sequences"),
+            None if logits is None else np.ascontiguousarray(logits, dtype=np.int8),
+        )
+        _check_lengths(arrays)
+        batch._arrays = arrays
+        return batch
+
+    def arrays(self) -> Arrays:
+        """Return the batch as arrays."""
+        if self._arrays is None:
+            single = all(len(ids) == 1 for ids in self._seqs)
+            self._arrays = Arrays(
+                as_int32(self._token, "tokens"),
+                as_int32(self._pos, "positions"),
+                None if single else as_int32([len(ids) for ids in self._seqs], "counts"),
+                as_int32([i for ids in self._seqs for i in ids], "sequences"),
+                np.array(self._logits, dtype=np.int8) if any(self._logits) else None,
+            )
+        return self._arrays
+
+    def __len__(self) -> int:
+        return len(self._arrays.token) if self._arrays is not None else len(self._token)
+
+
+def as_int32(values: Any, what: str) -> NDArray[np.int32]:
+    """Return a flat int32 array, without a copy where it is one; UsageError when it cannot be."""
+    if isinstance(values, np.ndarray) and values.dtype == np.int32 and values.ndim == 1:
+        return np.ascontiguousarray(values)
+    try:
+        wide = np.asarray(values if hasattr(values, "__len__") else list(values))
+    except (TypeError, ValueError) as error:
+        msg = f"{what} must be whole numbers: {error}"
+        raise UsageError(msg) from error
+    if not wide.size:
+        return np.empty(0, dtype=np.int32)
+    if wide.ndim != 1 or wide.dtype.kind not in "iu":
+        msg = f"{what} must be a flat list of whole numbers, not {wide.dtype} of shape {wide.shape}"
+        raise UsageError(msg)
+    if int(wide.min()) < -(2**31) or int(wide.max()) >= 2**31:
+        msg = f"{what} must fit into 32 bits, found {int(wide.min())}..{int(wide.max())}"
+        raise UsageError(msg)
+    return wide.astype(np.int32)
+
+
+def from_feeds(feeds: Sequence[Feed]) -> Arrays:
+    """Lay the feeds out one after the other, each where its sequence ends."""
+    if len({id(feed.sequence) for feed in feeds}) != len(feeds):
+        msg = "a sequence can be fed once per batch; join its tokens into one feed"
+        raise UsageError(msg)
+    lengths = [len(feed) for feed in feeds]
+    starts = [feed.sequence.next_pos for feed in feeds]
+    flags = np.zeros(sum(lengths), dtype=np.int8)
+    at = 0
+    for feed, length in zip(feeds, lengths, strict=True):
+        if feed.logits == "all":
+            flags[at : at + length] = 1
+        elif feed.logits == "last" and length:
+            flags[at + length - 1] = 1
+        at += length
+    empty = np.empty(0, dtype=np.int32)
+    return Arrays(
+        np.concatenate([empty, *(feed.tokens for feed in feeds)]),
+        np.concatenate(
+            [empty, *(np.arange(a, a + n, dtype=np.int32) for a, n in zip(starts, lengths, strict=True))]
+        ),
+        None,
+        np.repeat(np.array([feed.sequence.id for feed in feeds], dtype=np.int32), lengths),
+        flags,
+    )
+
+
+def _check_lengths(arrays: Arrays) -> None:
+    n = len(arrays.token)
+    ids = n if arrays.count is None else int(arrays.count.sum())
+    for what, part, expected in (
+        ("positions", arrays.pos, n),
+        ("counts", arrays.count, n),
+        ("sequences", arrays.seq, ids),
+        ("logits", arrays.logits, n),
+    ):
+        if part is not None and len(part) != expected:
+            msg = f"{what} has {len(part)} entries for {n} tokens; expected {expected}"
+            raise UsageError(msg)
+    if arrays.count is not None and n and int(arrays.count.min()) < 1:
+        msg = "a token needs at least one sequence: counts must be 1 or more"
+        raise UsageError(msg)

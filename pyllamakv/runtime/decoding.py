@@ -1,0 +1,132 @@
+"""Check a batch before C sees it, and explain a decode that failed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.errors import (
+    Cancelled,
+    DecodeError,
+    KvError,
+    NoKVSlot,
+    UsageError,
+    WorkerDied,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pyllamakv.runtime.batch import Arrays
+    from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.snapshot import Snapshot
+
+
+def check_batch(context: Context, batch: Arrays) -> None:
+    """Refuse a batch that llama.cpp would assert on, misread or silently place wrong."""
+    n = len(batch.token)
+    if n == 0:
+        msg = "there is nothing to decode: the batch has no tokens"
+        raise UsageError(msg)
+    if n > context.info.n_batch:
+        msg = (
+            f"the batch has {n} tokens and n_batch is {context.info.n_batch}; decode it in pieces "
+            "(context.prefill does), or make the context with a larger n_batch"
+        )
+        raise UsageError(msg)
+    low, high = int(batch.token.min()), int(batch.token.max())
+    if low < 0 or high >= context.n_vocab:
+        bad = low if low < 0 else high
+        msg = f"token {bad} is out of range: this model has tokens 0..{context.n_vocab - 1}"
+        raise UsageError(msg)
+    low, high = int(batch.seq.min()), int(batch.seq.max())
+    if low < 0 or high >= context.info.n_seq_max:
+        bad = low if low < 0 else high
+        msg = (
+            f"sequence {bad} is out of range: this context has sequences "
+            f"0..{context.info.n_seq_max - 1} (n_seq_max)"
+        )
+        raise UsageError(msg)
+    _check_positions(context, batch)
+
+
+def _check_positions(context: Context, batch: Arrays) -> None:
+    expected: dict[int, int] = {}
+    for pos, ids in placed(batch):
+        if len(ids) != len(set(ids)):
+            msg = f"the token at position {pos} names a sequence twice: {ids}"
+            raise UsageError(msg)
+        for each in ids:
+            there = expected.get(each, -1)
+            if there < 0:
+                there = context.ledgers[each].next
+            if pos != there:
+                msg = (
+                    f"sequence {each} goes on at position {there}, not {pos}: positions follow "
+                    "each other without a gap"
+                )
+                raise UsageError(msg)
+            expected[each] = pos + 1
+
+
+def placed(batch: Arrays) -> Iterable[tuple[int, list[int]]]:
+    """Return position and sequence ids of each token."""
+    seq = batch.seq.tolist()
+    if batch.count is None:
+        return ((pos, [i]) for pos, i in zip(batch.pos.tolist(), seq, strict=True))
+    ends = batch.count.cumsum().tolist()
+    starts = [0, *ends[:-1]]
+    return (
+        (pos, seq[a:b]) for pos, a, b in zip(batch.pos.tolist(), starts, ends, strict=True)
+    )
+
+
+def failure(context: Context, code: int, n_tokens: int) -> KvError:
+    """Make the error for a decode that returned ``code``; the context's turn is held."""
+    if code == 2:
+        msg = f"the decode of {n_tokens} tokens was cancelled; every sequence kept its tokens"
+        return Cancelled(msg, code=code)
+    if code != 1:
+        msg = f"llama_decode gave {code} for {n_tokens} tokens; every sequence kept its tokens"
+        return DecodeError(msg, code=code)
+    snapshot = context.kv.peek()
+    if snapshot is None:
+        msg = f"no cells were found for {n_tokens} tokens; this build cannot say why"
+        return NoKVSlot(msg, cause="other", n_tokens=n_tokens)
+    cause, text = _cause(snapshot, n_tokens, context)
+    return NoKVSlot(text, cause=cause, n_tokens=n_tokens, stats=snapshot.stats)
+
+
+def _cause(snapshot: Snapshot, n_tokens: int, context: Context) -> tuple[str, str]:
+    stats = snapshot.stats
+    numbers = (
+        f"{n_tokens} tokens, {stats.free} of {stats.size} cells free in {stats.holes} holes, "
+        f"the largest of {stats.largest_hole}"
+    )
+    if stats.free < n_tokens:
+        return "full", (
+            f"the KV cache is full: {numbers}; remove tokens, or make the context with a larger "
+            "n_ctx. Every sequence kept its tokens"
+        )
+    if context.info.contiguous_slots is not False and stats.holes > 1:
+        cure = "kv.defrag() and decode again" if context.info.defrag else "remove more tokens"
+        return "fragmented", (
+            f"the KV cache is fragmented: {numbers}; {cure}. Every sequence kept its tokens"
+        )
+    return "other", f"no cells were found although there are enough: {numbers}"
+
+
+def settle(context: Context, sequences: Iterable[int]) -> None:
+    """Remove what a failed decode left behind its back, so that cache and ledger agree.
+
+    The shim undoes failed decodes; this is the second net, and only for positions that no ledger
+    has.
+    """
+    if not context.guard:
+        return
+    for each in set(sequences):
+        ledger = context.ledgers[each]
+        try:
+            if context.native.seq_pos_max(context.handle, each) >= ledger.next:
+                context.native.seq_rm(context.handle, each, ledger.next, -1)
+        except WorkerDied:
+            return

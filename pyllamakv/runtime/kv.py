@@ -1,0 +1,158 @@
+"""See and arrange the cells behind a context: snapshots, statistics, defragmentation, rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pyllamakv.binding.protocol import Capability
+from pyllamakv.errors import Unsupported, UsageError
+from pyllamakv.runtime import staterows
+from pyllamakv.runtime.snapshot import CellMap, Snapshot
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.sequence import Sequence
+    from pyllamakv.runtime.snapshot import KVStats
+    from pyllamakv.runtime.types import NumberType
+
+
+@dataclass(frozen=True, slots=True)
+class DefragReport:
+    """Report one defragmentation: runs moved, cells and bytes moved, batches of moves, graphs.
+
+    None where the build cannot tell; ``seconds`` are wall time.
+    """
+
+    moves: int | None
+    cells: int | None
+    bytes: int | None
+    passes: int | None
+    graphs: int | None
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVRows:
+    """Hold the rows of one layer of one sequence, ordered by position.
+
+    ``pos`` (n,) int32; ``k`` and ``v`` (n, bytes of a row) uint8 as stored (V one row per token,
+    however the cache keeps it); ``v`` has no columns where the memory keeps no V.
+    """
+
+    pos: NDArray[np.int32]
+    k: NDArray[np.uint8]
+    v: NDArray[np.uint8]
+    type_k: NumberType
+    type_v: NumberType | None
+
+
+class KV:
+    """Give access to the KV cache of one context."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def snapshot(self) -> Snapshot:
+        """Read all cells, or raise Unsupported where the build cannot."""
+        with self._context.turn:
+            return self._read()
+
+    @property
+    def stats(self) -> KVStats:
+        """Count the cells now."""
+        return self.snapshot().stats
+
+    def peek(self) -> Snapshot | None:
+        """Read all cells while the turn is held, or return None where the build cannot."""
+        try:
+            return self._read()
+        except Unsupported:
+            return None
+
+    def defrag(self) -> DefragReport:
+        """Move the used cells together, so that the free ones are one hole.
+
+        Raises Unsupported where this build or this memory cannot; then nothing was done.
+        """
+        context = self._context
+        with context.turn:
+            if not context.info.defrag:
+                msg = (
+                    "this build cannot defragment this memory; a patched variant can where the "
+                    "memory is one key/value cache (pyllamakv patch list)"
+                )
+                raise Unsupported(msg, "DEFRAG")
+            before = self.peek()
+            raw = context.native.defrag(context.handle)
+            cells, moves = _known(raw.cells), _known(raw.moves)
+            if before is not None and (cells is None or moves is None):
+                found = before.moves_to(self._read())
+                cells = found.cells if cells is None else cells
+                moves = found.runs if moves is None else moves
+        return DefragReport(
+            moves=moves,
+            cells=cells,
+            bytes=_known(raw.bytes),
+            passes=_known(raw.passes),
+            graphs=_known(raw.graphs),
+            seconds=raw.ns / 1e9,
+        )
+
+    def update(self) -> None:
+        """Apply what is pending: shifts, and copies between streams."""
+        with self._context.turn:
+            self._context.native.update(self._context.handle)
+
+    def state(self, sequence: Sequence | int) -> staterows.SequenceState:
+        """Read everything that the cache keeps of a sequence."""
+        context = self._context
+        with context.turn:
+            number = context.sequence_id(sequence)
+            require(context, Capability.STATES, "save the state of a sequence")
+            raw = context.native.state_save(context.handle, number)
+        return staterows.parse(raw)
+
+    def rows(self, layer: int, sequence: Sequence | int, *, cache: int = 0) -> KVRows:
+        """Read K and V of one layer, as stored, ordered by position.
+
+        ``cache`` 1 is the second of a model with a sliding window, whose layers count separately.
+        """
+        state = self.state(sequence)
+        if not state.sections:
+            msg = f"sequence {sequence!r} has no cells, so it has no rows"
+            raise UsageError(msg)
+        if not 0 <= cache < len(state.sections):
+            msg = f"this state has {len(state.sections)} caches; cache {cache} is not one of them"
+            raise UsageError(msg)
+        section = state.sections[cache]
+        if not 0 <= layer < len(section.layers):
+            msg = f"layer {layer} is out of range: this cache keeps 0..{len(section.layers) - 1}"
+            raise UsageError(msg)
+        rows = section.layers[layer]
+        order = np.argsort(section.pos, kind="stable")
+        return KVRows(section.pos[order], rows.k[order], rows.v[order], rows.type_k, rows.type_v)
+
+    def _read(self) -> Snapshot:
+        context = self._context
+        require(context, Capability.CELLS, "read the cells")
+        streams = []
+        for cache in range(context.info.n_caches):
+            raw = context.native.cells(context.handle, cache)
+            streams.append(CellMap(raw.pos, raw.shift, raw.seqs, raw.info))
+        return Snapshot(tuple(streams), context.info.contiguous_slots)
+
+
+def require(context: Context, capability: Capability, deed: str) -> None:
+    """Raise Unsupported unless the build has the capability."""
+    if capability not in context.native.about.capabilities:
+        msg = f"this build cannot {deed} (capability {capability.name} is absent)"
+        raise Unsupported(msg, capability.name or "")
+
+
+def _known(n: int) -> int | None:
+    return n if n >= 0 else None

@@ -1,0 +1,129 @@
+"""Keep the record of what each sequence holds: tokens, positions, and which cells it shares.
+
+A token gets a mark when it is decoded; a fork takes the marks over, because it shares the cells.
+Two sequences share a cell exactly when their ledgers have a mark in common. The ledger changes
+only after the library has said yes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING
+
+from pyllamakv.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class Ledger:
+    """Record one sequence: parallel lists in the order of positions; ``next`` is the position
+    that follows.
+    """
+
+    __slots__ = ("logits_at", "logits_epoch", "marks", "next", "positions", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.positions: list[int] = []
+        self.marks: list[int] = []
+        self.next = 0
+        #: Where in the batch of which decode the logits of the last token lie.
+        self.logits_at = -1
+        self.logits_epoch = -1
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.__init__()  # type: ignore[misc]
+
+    def extend(self, tokens: Iterable[int], positions: Iterable[int], marks: Iterable[int]) -> None:
+        """Add decoded tokens; positions may come in any order."""
+        first = len(self.positions)
+        self.tokens.extend(tokens)
+        self.positions.extend(positions)
+        self.marks.extend(marks)
+        added = self.positions[max(first - 1, 0) :]
+        if any(a > b for a, b in zip(added, added[1:], strict=False)):
+            self._sort()
+        self._settle()
+
+    def span(self, p0: int | None, p1: int | None) -> tuple[int, int]:
+        """Return which entries lie at positions p0 <= p < p1, as a slice."""
+        start = 0 if p0 is None else bisect_left(self.positions, p0)
+        end = len(self.positions) if p1 is None else bisect_left(self.positions, p1)
+        return start, max(start, end)
+
+    def remove(self, p0: int | None, p1: int | None) -> int:
+        """Drop the entries at p0 <= p < p1 and return how many they were."""
+        start, end = self.span(p0, p1)
+        del self.tokens[start:end], self.positions[start:end], self.marks[start:end]
+        self._settle()
+        return end - start
+
+    def copy_from(self, other: Ledger, p0: int | None, p1: int | None, *, share: bool) -> None:
+        """Take over entries of another sequence; ``share`` False gives them cells of their own."""
+        start, end = other.span(p0, p1)
+        marks = other.marks[start:end] if share else [-1] * (end - start)
+        self.extend(other.tokens[start:end], other.positions[start:end], marks)
+
+    def move(self, p0: int | None, p1: int | None, delta: int) -> None:
+        """Add ``delta`` to the positions p0 <= p < p1; what becomes negative is gone."""
+        start, end = self.span(p0, p1)
+        self.positions[start:end] = [p + delta for p in self.positions[start:end]]
+        self._sort()
+        gone = bisect_left(self.positions, 0)
+        del self.tokens[:gone], self.positions[:gone], self.marks[:gone]
+        self._settle()
+
+    def divide(self, p0: int | None, p1: int | None, divisor: int) -> None:
+        """Divide the positions p0 <= p < p1, rounding down."""
+        start, end = self.span(p0, p1)
+        self.positions[start:end] = [p // divisor for p in self.positions[start:end]]
+        self._sort()
+        self._settle()
+
+    def check_move(self, p0: int | None, p1: int | None, delta: int) -> None:
+        """Refuse a shift whose positions would be negative or meet those that stay."""
+        start, end = self.span(p0, p1)
+        if start == end:
+            return
+        low, high = self.positions[start] + delta, self.positions[end - 1] + delta
+        if low < 0:
+            msg = (
+                f"shifting by {delta} would put position {self.positions[start]} at {low}; "
+                "remove those tokens first"
+            )
+            raise UsageError(msg)
+        before = self.positions[start - 1] if start else -1
+        after = self.positions[end] if end < len(self.positions) else high + 1
+        if low <= before or high >= after:
+            met = before if low <= before else after
+            msg = (
+                f"shifting by {delta} would put positions {low}..{high} onto position {met}, "
+                "which stays; remove those tokens first"
+            )
+            raise UsageError(msg)
+
+    def shared_with(self, others: Iterable[tuple[int, Ledger]], p0: int | None, p1: int | None) -> (
+        tuple[int, ...]
+    ):
+        """Return the ids of the other ledgers that share a cell at positions p0 <= p < p1."""
+        start, end = self.span(p0, p1)
+        mine = {mark for mark in self.marks[start:end] if mark >= 0}
+        if not mine:
+            return ()
+        return tuple(i for i, o in others if o is not self and not mine.isdisjoint(o.marks))
+
+    def _sort(self) -> None:
+        order = sorted(range(len(self.positions)), key=self.positions.__getitem__)
+        if order != list(range(len(order))):
+            self.tokens = [self.tokens[i] for i in order]
+            self.marks = [self.marks[i] for i in order]
+            self.positions = [self.positions[i] for i in order]
+
+    def _settle(self) -> None:
+        self.next = self.positions[-1] + 1 if self.positions else 0
+        self.logits_epoch = -1

@@ -1,0 +1,92 @@
+"""Read the logits of the last decode, and refuse to once a later one has overwritten them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from pyllamakv.errors import StaleLogits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import DTypeLike, NDArray
+
+    from pyllamakv.runtime.context import Context
+
+
+class Logits(NDArrayOperatorsMixin):
+    """View the logits (n_vocab,) float32 of one place in the last batch, without a copy.
+
+    Indexing, numpy functions and operators read them; what they return is the caller's own.
+    Every read raises StaleLogits after a later decode, and Closed after the context's end.
+    `copy` gives an array that lasts.
+    """
+
+    __slots__ = ("_context", "_epoch", "_values")
+
+    def __init__(self, context: Context, values: NDArray[np.float32], epoch: int) -> None:
+        self._context = context
+        self._values = values
+        self._epoch = epoch
+
+    @property
+    def stale(self) -> bool:
+        """Tell whether a later decode, or the context's end, has made these unreadable."""
+        return self._epoch != self._context.epoch or self._context.closed
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return (n_vocab,)."""
+        return self._values.shape
+
+    @property
+    def dtype(self) -> np.dtype[np.float32]:
+        """Return float32."""
+        return self._values.dtype
+
+    def copy(self) -> NDArray[np.float32]:
+        """Return an array of its own, to keep."""
+        return self._read().copy()
+
+    def argmax(self) -> int:
+        """Return the most likely token; of equals the lowest."""
+        return int(self._read().argmax())
+
+    def top(self, n: int = 5) -> list[tuple[int, float]]:
+        """Return the ``n`` most likely tokens with their logits, best first."""
+        values = self._read()
+        best = np.argsort(-values, kind="stable")[:n]
+        return [(int(token), float(values[token])) for token in best]
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self._read()[index]
+        return found.copy() if isinstance(found, np.ndarray) else found
+
+    def __iter__(self) -> Iterator[np.float32]:
+        return iter(self.copy())
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> Any:
+        if copy is False:
+            msg = "logits are overwritten by the next decode: they can only be copied"
+            raise ValueError(msg)
+        return np.array(self._read(), dtype=dtype)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        plain = [each._read() if isinstance(each, Logits) else each for each in inputs]
+        return getattr(ufunc, method)(*plain, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<Logits of {len(self)} tokens{', stale' if self.stale else ''}>"
+
+    def _read(self) -> NDArray[np.float32]:
+        self._context.check()
+        if self._epoch != self._context.epoch:
+            msg = "a later decode has overwritten these logits; read or copy() them before it"
+            raise StaleLogits(msg)
+        return self._values

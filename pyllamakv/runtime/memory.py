@@ -1,0 +1,133 @@
+"""Estimate what a context needs, and refuse it before anything is allocated when it cannot fit.
+
+The kernel grants more memory than there is and kills later; limits on address space end the
+process inside C. Both are asked first here. The estimate is a lower bound: what passes may still
+be refused by the library, what is refused could not have worked.
+"""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyllamakv.errors import NotEnoughMemory
+from pyllamakv.runtime.types import number_type
+
+if TYPE_CHECKING:
+    from pyllamakv.binding.protocol import ContextParams, ModelInfo
+
+_PROC = Path("/proc")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def context_bytes(info: ModelInfo, params: ContextParams) -> int:
+    """Return a lower bound for the bytes of a context: K, V, the mask and the logits."""
+    n_ctx = params.n_ctx or info.n_ctx_train
+    if info.is_recurrent:
+        return 4 * info.n_vocab
+    # With one stream per sequence llama.cpp divides the cells among them: the sum is the same.
+    per_head = info.n_embd // max(info.n_head, 1)
+    width_k = info.n_embd_k_gqa or per_head * info.n_head_kv
+    width_v = info.n_embd_v_gqa or per_head * info.n_head_kv
+    rows = _row(params.type_k, width_k) + _row(params.type_v, width_v)
+    cache = n_ctx * info.n_layer * rows
+    n_ubatch = min(params.n_ubatch, params.n_batch, n_ctx)
+    return cache + 4 * n_ctx * n_ubatch + 4 * info.n_vocab
+
+
+def available_bytes() -> int | None:
+    """Return how much this process may still allocate, or None where nothing tells."""
+    known = [n for n in (_address_space(), _cgroup(), _machine()) if n is not None]
+    return max(0, min(known)) if known else None
+
+
+def check_memory(info: ModelInfo, params: ContextParams) -> None:
+    """Raise NotEnoughMemory when a context of these parameters cannot fit."""
+    needed, available = context_bytes(info, params), available_bytes()
+    if available is not None and needed > available:
+        msg = (
+            f"a context of n_ctx {params.n_ctx} needs at least {_readable(needed)} and "
+            f"{_readable(available)} are available; lower n_ctx, or use a smaller type_k and "
+            "type_v (q8_0 halves f16)"
+        )
+        raise NotEnoughMemory(msg, needed=needed, available=available)
+
+
+def _row(kind: int, width: int) -> int:
+    number = number_type(kind)
+    return -(-width // number.block) * number.bytes
+
+
+def _address_space() -> int | None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    try:
+        pages = int((_PROC / "self/statm").read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError, IndexError):
+        return limit
+    return limit - pages * resource.getpagesize()
+
+
+def _machine() -> int | None:
+    try:
+        lines = (_PROC / "meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    kilobytes = {name: rest.split()[0] for name, _, rest in (line.partition(":") for line in lines)}
+    if "MemAvailable" not in kilobytes:
+        return None
+    return 1024 * (int(kilobytes["MemAvailable"]) + int(kilobytes.get("SwapFree", 0)))
+
+
+def _cgroup() -> int | None:
+    """Return the smallest room of this process's control groups, of either version."""
+    try:
+        lines = (_PROC / "self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    rooms: list[int] = []
+    for line in lines:
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if controllers == "":
+            root, names = _CGROUP, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            root = _CGROUP / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        folder = root / path.strip("/")
+        # A limit may stand on any group above; inside a container the path may not be visible.
+        for each in {folder, *folder.parents, root}:
+            if each == root or root in each.parents:
+                room = _room(each, *names)
+                rooms.extend([] if room is None else [room])
+    return min(rooms, default=None)
+
+
+def _room(folder: Path, limit_name: str, used_name: str) -> int | None:
+    try:
+        limit = int((folder / limit_name).read_text(encoding="ascii"))
+        used = int((folder / used_name).read_text(encoding="ascii"))
+        stat = (folder / "memory.stat").read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return None
+    if limit >= 1 << 60:
+        return None
+    # Pages of files are given back under pressure.
+    freeable = sum(
+        int(line.split()[1])
+        for line in stat.splitlines()
+        if line.startswith(("inactive_file ", "active_file ", "slab_reclaimable "))
+    )
+    return limit - used + freeable
+
+
+def _readable(n: int) -> str:
+    value = float(n)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

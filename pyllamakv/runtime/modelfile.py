@@ -1,0 +1,169 @@
+"""Check a model file before any C sees it: there, a GGUF, whole, and of a named architecture."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyllamakv.errors import ModelError, UsageError
+from pyllamakv.runtime.types import number_type
+
+if TYPE_CHECKING:
+    import os
+
+_MAGIC = b"GGUF"
+_STRING, _ARRAY = 8, 9
+_FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_MOST = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """Say what the header of a GGUF file says; ``meta`` holds all but the arrays."""
+
+    path: Path
+    architecture: str
+    version: int
+    n_tensors: int
+    meta: dict[str, Any]
+
+
+class _Short(Exception):  # noqa: N818
+    pass
+
+
+class _Header:
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data = data
+        self.at = 0
+
+    def read(self, form: str) -> Any:
+        size = struct.calcsize("<" + form)
+        self.skip(size)
+        return struct.unpack_from("<" + form, self.data, self.at - size)[0]
+
+    def skip(self, size: int) -> None:
+        if size > len(self.data) - self.at:
+            raise _Short
+        self.at += size
+
+    def text(self) -> str:
+        size = self.read("Q")
+        self.skip(size)
+        return self.data[self.at - size : self.at].decode("utf-8", "replace")
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.text()
+        if kind == _ARRAY:
+            self.array()
+            return None
+        if kind not in _FORMS:
+            msg = f"a value has the unknown type {kind}"
+            raise ModelError(msg)
+        return self.read(_FORMS[kind])
+
+    def array(self) -> None:
+        kind, n = self.read("I"), self.read("Q")
+        if kind in _FORMS:
+            self.skip(struct.calcsize("<" + _FORMS[kind]) * n)
+            return
+        if n > len(self.data):
+            raise _Short
+        for _ in range(n):
+            self.value(kind)
+
+
+def check_file(path: str | os.PathLike[str]) -> ModelFile:
+    """Return what the header says, or raise ModelError saying what is wrong with the file."""
+    file = Path(path)
+    try:
+        if file.is_dir():
+            msg = f"{file} is a folder; expected a GGUF file"
+            raise ModelError(msg)
+        with file.open("rb") as opened:
+            start = opened.read(8)
+            _check_magic(file, start)
+            with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _read(file, _Header(data))
+    except FileNotFoundError:
+        msg = f"there is no model file {file}"
+        raise ModelError(msg) from None
+    except OSError as error:
+        msg = f"the model file {file} cannot be read: {error.strerror or error}"
+        raise ModelError(msg) from error
+    except _Short:
+        size = file.stat().st_size
+        msg = f"{file} ends after {size} bytes, within its header: truncated; fetch it again"
+        raise ModelError(msg) from None
+
+
+def _check_magic(file: Path, start: bytes) -> None:
+    if len(start) < 8 and start[:4] != _MAGIC[: len(start[:4])]:
+        msg = f"{file} is not a GGUF file: it has {len(start)} bytes"
+        raise ModelError(msg)
+    if len(start) < 8:
+        raise _Short
+    if start[:4] != _MAGIC:
+        msg = f"{file} is not a GGUF file: it begins with {start[:4]!r} and not with {_MAGIC!r}"
+        raise ModelError(msg)
+    version = int.from_bytes(start[4:8], "little")
+    if version & 0xFFFF == 0:
+        msg = f"{file} is a big-endian GGUF file; expected a little-endian one"
+        raise ModelError(msg)
+    if version < 2:
+        msg = f"{file} is a GGUF of version {version}; expected 2 or later: convert it again"
+        raise ModelError(msg)
+
+
+def _read(file: Path, header: _Header) -> ModelFile:
+    header.skip(4)
+    version, n_tensors, n_meta = header.read("I"), header.read("Q"), header.read("Q")
+    if n_tensors > _MOST or n_meta > _MOST:
+        msg = f"{file} claims {n_tensors} tensors and {n_meta} values: damaged; fetch it again"
+        raise ModelError(msg)
+    meta: dict[str, Any] = {}
+    for _ in range(n_meta):
+        key = header.text()
+        meta[key] = header.value(header.read("I"))
+    architecture = meta.get("general.architecture")
+    if not isinstance(architecture, str) or not architecture:
+        msg = f"{file} names no general.architecture: it is not a language model"
+        raise ModelError(msg)
+    end = _end_of_tensors(header, n_tensors, meta.get("general.alignment") or 32)
+    if end > len(header.data):
+        msg = (
+            f"{file} has {len(header.data)} bytes and its tensors need {end}: truncated; "
+            "fetch it again"
+        )
+        raise ModelError(msg)
+    return ModelFile(file, architecture, version, n_tensors, meta)
+
+
+def _end_of_tensors(header: _Header, n_tensors: int, alignment: int) -> int:
+    last = 0
+    for _ in range(n_tensors):
+        header.text()
+        n_dims = header.read("I")
+        if n_dims > 4:
+            msg = f"a tensor has {n_dims} dimensions; expected at most 4: the file is damaged"
+            raise ModelError(msg)
+        shape = [header.read("Q") for _ in range(n_dims)]
+        kind, offset = header.read("I"), header.read("Q")
+        last = max(last, offset + _tensor_bytes(kind, shape))
+    data = -(-header.at // alignment) * alignment
+    return data + last if n_tensors else header.at
+
+
+def _tensor_bytes(kind: int, shape: list[int]) -> int:
+    try:
+        size = number_type(kind).row_bytes(shape[0]) if shape else 0
+    except UsageError:
+        # A type of a later llama.cpp: its size is that library's to check.
+        return 0
+    for n in shape[1:]:
+        size *= n
+    return size

@@ -1,0 +1,86 @@
+"""Turn the options of `Model.context` into checked parameters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.binding.protocol import Capability, ContextParams
+from pyllamakv.errors import Unsupported, UsageError
+from pyllamakv.runtime.types import cache_type
+
+if TYPE_CHECKING:
+    from pyllamakv.binding.protocol import ModelInfo
+
+_LARGEST = 2**31 - 1
+
+
+def context_params(
+    info: ModelInfo,
+    capabilities: Capability,
+    *,
+    n_ctx: int,
+    n_batch: int,
+    n_ubatch: int,
+    n_seq_max: int,
+    n_threads: int,
+    n_threads_batch: int | None,
+    flash_attn: bool | None,
+    type_k: str | int,
+    type_v: str | int,
+    kv_unified: bool,
+    swa_full: bool,
+    offload_kqv: bool,
+    embeddings: bool,
+    defrag_thold: float,
+    guard: bool,
+) -> ContextParams:
+    """Return the parameters, or raise UsageError or Unsupported naming the one at fault."""
+    for name, value in (
+        ("n_ctx", n_ctx),
+        ("n_batch", n_batch),
+        ("n_ubatch", n_ubatch),
+        ("n_seq_max", n_seq_max),
+        ("n_threads", n_threads),
+    ):
+        _check_count(name, value)
+    if n_threads_batch is not None:
+        _check_count("n_threads_batch", n_threads_batch)
+    kind_k, kind_v = cache_type(type_k, "K"), cache_type(type_v, "V")
+    if not info.is_recurrent:
+        kind_k.row_bytes(info.n_embd_k_gqa)
+        kind_v.row_bytes(info.n_embd_v_gqa)
+    if kind_v.quantized and flash_attn is False:
+        msg = (
+            f"a V cache of {kind_v.name} needs flash attention, because V is stored by columns "
+            "without it; give flash_attn=True or type_v='f16'"
+        )
+        raise UsageError(msg)
+    if flash_attn is None and Capability.FLASH_AUTO not in capabilities:
+        msg = "this build cannot decide about flash attention by itself; give True or False"
+        raise Unsupported(msg, "FLASH_AUTO")
+    if not kv_unified and n_seq_max > 1 and Capability.KV_UNIFIED not in capabilities:
+        msg = "all sequences share the cells in this build; give kv_unified=True"
+        raise Unsupported(msg, "KV_UNIFIED")
+    return ContextParams(
+        n_ctx=n_ctx,
+        n_batch=n_batch,
+        n_ubatch=min(n_ubatch, n_batch),
+        n_seq_max=n_seq_max,
+        n_threads=n_threads,
+        n_threads_batch=n_threads_batch or n_threads,
+        flash_attn=flash_attn,
+        type_k=kind_k.number,
+        type_v=kind_v.number,
+        kv_unified=kv_unified,
+        swa_full=swa_full,
+        offload_kqv=offload_kqv,
+        embeddings=embeddings,
+        defrag_thold=float(defrag_thold),
+        guard=guard,
+    )
+
+
+def _check_count(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
+        msg = f"{name} must be a whole number from 1 to {_LARGEST}, not {value!r}"
+        raise UsageError(msg)

@@ -1,0 +1,131 @@
+"""Choose the next token from the logits, in C where the build can, else with numpy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from pyllamakv.binding.protocol import Capability, SamplerParams
+from pyllamakv.errors import Unsupported, UsageError
+from pyllamakv.runtime.lifetime import Lifetime
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from numpy.typing import NDArray
+
+    from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.model import Model
+
+
+class Picker(Protocol):
+    """Choose a token from the logits at a place of the context's last batch."""
+
+    def pick(self, context: Context, index: int = -1) -> int:
+        """Return the token; the context's logits are current."""
+
+
+def check_params(params: SamplerParams) -> SamplerParams:
+    """Refuse parameters that no sampler understands."""
+    for name in ("temperature", "top_p", "min_p", "penalty_repeat"):
+        if not np.isfinite(getattr(params, name)):
+            msg = f"{name} must be a finite number, not {getattr(params, name)}"
+            raise UsageError(msg)
+    if not 0 <= params.seed < 2**32:
+        msg = f"seed must be from 0 to {2**32 - 1}, not {params.seed}"
+        raise UsageError(msg)
+    if params.penalty_repeat <= 0 or params.penalty_last_n < 0:
+        msg = "penalty_repeat must be above 0 (1 is off) and penalty_last_n 0 or more"
+        raise UsageError(msg)
+    return params
+
+
+class Sampler:
+    """Sample in C; ends with its model."""
+
+    def __init__(self, model: Model, params: SamplerParams) -> None:
+        if Capability.SAMPLER not in model.native.about.capabilities:
+            msg = "this build has no sampler in C; use NumpySampler"
+            raise Unsupported(msg, "SAMPLER")
+        model.life.check()
+        self.params = check_params(params)
+        self._native = model.native
+        native, handle = model.native, model.native.sampler_new(model.handle, params)
+        self._handle = handle
+        self._life = Lifetime("sampler", lambda: native.sampler_free(handle), model.life)
+        self._life.follow(self)
+
+    def pick(self, context: Context, index: int = -1) -> int:
+        """Return the token chosen from the logits at ``index`` of the last batch."""
+        with context.turn:
+            self._life.check()
+            context.check_logits(index)
+            return self._native.sample(self._handle, context.handle, index)
+
+    def reset(self) -> None:
+        """Forget the tokens so far and start again from the seed."""
+        self._life.check()
+        self._native.sampler_reset(self._handle)
+
+    def close(self) -> None:
+        """Free the sampler; further use raises Closed."""
+        self._life.close()
+
+    def __enter__(self) -> Sampler:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class NumpySampler:
+    """Sample with numpy: repetition penalty, top-k, top-p, min-p, temperature, in this order."""
+
+    def __init__(self, params: SamplerParams | None = None) -> None:
+        self.params = check_params(params or SamplerParams())
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the tokens so far and start again from the seed."""
+        self._random = np.random.default_rng(self.params.seed)
+        self._last: list[int] = []
+
+    def pick(self, context: Context, index: int = -1) -> int:
+        """Return the token chosen from the logits at ``index`` of the last batch."""
+        logits = context.logits(index)
+        plain = self.params.penalty_last_n == 0 or self.params.penalty_repeat == 1.0
+        if self.params.temperature <= 0 and plain:
+            return logits.argmax()
+        token = self.choose(logits.copy())
+        self._last = [*self._last, token][-max(self.params.penalty_last_n, 1) :]
+        return token
+
+    def choose(self, logits: NDArray[np.float32]) -> int:
+        """Return the token chosen from an array of logits, which is changed."""
+        params = self.params
+        if params.penalty_last_n and params.penalty_repeat != 1.0 and self._last:
+            seen = np.unique(self._last)
+            part = logits[seen]
+            by = params.penalty_repeat
+            logits[seen] = np.where(part > 0, part / by, part * by)
+        if params.temperature <= 0:
+            return int(logits.argmax())
+        order = np.argsort(-logits, kind="stable")
+        if params.top_k > 0:
+            order = order[: params.top_k]
+        chances = _softmax(logits[order].astype(np.float64))
+        if params.top_p < 1:
+            order = order[: int(np.searchsorted(np.cumsum(chances), params.top_p)) + 1]
+            chances = _softmax(logits[order].astype(np.float64))
+        if params.min_p > 0:
+            order = order[chances >= params.min_p * chances[0]]
+        chances = _softmax(logits[order].astype(np.float64) / params.temperature)
+        return int(self._random.choice(order, p=chances))
+
+
+def _softmax(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    weights = np.exp(values - values.max())
+    return np.asarray(weights / weights.sum(), dtype=np.float64)

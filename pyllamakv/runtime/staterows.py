@@ -1,0 +1,180 @@
+"""Read the K and V rows of a sequence out of its saved state, exactly as the cache stores them.
+
+The layouts that llama.cpp has had differ in what precedes the cells and in what follows each
+position; they are candidates here, and the one that explains every byte is taken. Nothing asks
+for a version. V may be stored by columns (transposed, without flash attention) or by rows.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyllamakv.errors import StateError, UsageError
+from pyllamakv.runtime.types import NumberType, number_type
+
+Rows = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Name one layout: a count of streams in front, bytes of extra data per cell, V or no V."""
+
+    name: str
+    streams: bool
+    extra: int
+    values: bool
+
+
+LAYOUTS = (
+    Layout("plain", False, 0, True),
+    Layout("streams", True, 0, True),
+    Layout("streams with places", True, 8, True),
+    Layout("streams without V", True, 0, False),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRows:
+    """Hold one layer: ``k`` and ``v`` are (cells, bytes of a row) uint8; ``v`` may be empty."""
+
+    type_k: NumberType
+    k: Rows
+    type_v: NumberType | None
+    v: Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Hold what one stream of one cache keeps of a sequence: ``pos`` (cells,), and its layers."""
+
+    pos: NDArray[np.int32]
+    layers: tuple[LayerRows, ...]
+    v_transposed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceState:
+    """Hold a parsed state: one section per cache that has cells (two with a sliding window)."""
+
+    layout: str
+    sections: tuple[Section, ...]
+
+    @property
+    def cells(self) -> int:
+        """Return the cells of the fullest cache."""
+        return max((len(section.pos) for section in self.sections), default=0)
+
+
+class _Reader:
+    def __init__(self, data: bytes | memoryview) -> None:
+        self.data = np.frombuffer(data, dtype=np.uint8)
+        self.at = 0
+
+    def take(self, n: int) -> Rows:
+        if n < 0 or self.at + n > len(self.data):
+            raise _WrongLayout
+        part = self.data[self.at : self.at + n]
+        self.at += n
+        return part
+
+    def number(self, form: str) -> int:
+        return int(struct.unpack(form, self.take(struct.calcsize(form)))[0])
+
+
+class _WrongLayout(Exception):  # noqa: N818
+    pass
+
+
+def parse(data: bytes | memoryview) -> SequenceState:
+    """Parse the state of one sequence, as ``state_save`` of the library gave it.
+
+    Raises StateError when no known layout explains every byte.
+    """
+    for layout in LAYOUTS:
+        try:
+            return SequenceState(layout.name, tuple(_sections(_Reader(data), layout)))
+        except _WrongLayout:
+            continue
+    msg = (
+        f"these {len(data)} bytes are not a sequence state of any known layout "
+        f"({', '.join(layout.name for layout in LAYOUTS)}); they may be damaged, or of a memory "
+        "that keeps no rows"
+    )
+    raise StateError(msg)
+
+
+def _sections(reader: _Reader, layout: Layout) -> list[Section]:
+    found = []
+    if not len(reader.data):
+        raise _WrongLayout
+    while reader.at < len(reader.data):
+        streams = reader.number("<I") if layout.streams else 1
+        if not 1 <= streams <= 4096:
+            raise _WrongLayout
+        for _ in range(streams):
+            cells = reader.number("<I")
+            if cells or not layout.streams:
+                found.append(_section(reader, layout, cells))
+    return [section for section in found if len(section.pos)]
+
+
+def _section(reader: _Reader, layout: Layout, cells: int) -> Section:
+    pos = _positions(reader, layout, cells)
+    transposed, n_layer = reader.number("<I"), reader.number("<I")
+    if transposed > 1 or not 1 <= n_layer <= 4096:
+        raise _WrongLayout
+    keys = [_rows(reader, cells) for _ in range(n_layer)]
+    values: list[tuple[NumberType, Rows]] = []
+    if layout.values:
+        read = _columns if transposed else _rows
+        values = [read(reader, cells) for _ in range(n_layer)]
+    none: tuple[None, Rows] = (None, np.empty((cells, 0), dtype=np.uint8))
+    layers = tuple(
+        LayerRows(*keys[i], *(values[i] if values else none)) for i in range(n_layer)
+    )
+    return Section(pos, layers, bool(transposed))
+
+
+def _positions(reader: _Reader, layout: Layout, cells: int) -> NDArray[np.int32]:
+    # A cell is its position, the number of its sequences (0 or 1 in the state of one sequence),
+    # perhaps a place in an image, perhaps the sequence.
+    if cells == 0:
+        return np.empty(0, dtype=np.int32)
+    start = reader.at
+    reader.take(4)
+    own = reader.number("<I")
+    reader.at = start
+    if own > 1:
+        raise _WrongLayout
+    width = 8 + layout.extra + 4 * own
+    table = reader.take(cells * width).reshape(cells, width)
+    numbers = np.ascontiguousarray(table).view("<i4")
+    if (numbers[:, 1] != own).any() or (numbers[:, 0] < 0).any():
+        raise _WrongLayout
+    return numbers[:, 0].astype(np.int32)
+
+
+def _rows(reader: _Reader, cells: int) -> tuple[NumberType, Rows]:
+    kind, width = _kind(reader), reader.number("<Q")
+    if width % kind.bytes or width > 1 << 40:
+        raise _WrongLayout
+    return kind, reader.take(cells * width).reshape(cells, width)
+
+
+def _columns(reader: _Reader, cells: int) -> tuple[NumberType, Rows]:
+    kind, element, n = _kind(reader), reader.number("<I"), reader.number("<I")
+    if element != kind.bytes:
+        raise _WrongLayout
+    columns = reader.take(n * cells * element).reshape(n, cells, element)
+    return kind, np.ascontiguousarray(columns.transpose(1, 0, 2)).reshape(cells, n * element)
+
+
+def _kind(reader: _Reader) -> NumberType:
+    try:
+        return number_type(reader.number("<i"))
+    except UsageError:
+        raise _WrongLayout from None

@@ -1,0 +1,139 @@
+"""Download one file: to a ``.part`` beside its place, resumed, checked, then moved there."""
+
+from __future__ import annotations
+
+import hashlib
+import ssl
+import time
+from typing import TYPE_CHECKING, Any
+
+from pyllamakv.errors import FetchError, HashMismatch
+from pyllamakv.source import progress as telling
+from pyllamakv.source.pipconfig import redacted
+from pyllamakv.source.store import disk_room
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyllamakv.source.progress import Progress
+
+TRIES = 4
+_CHUNK = 1 << 18
+_PAUSE = 0.5
+
+
+class _Broken(Exception):
+    """Say that a transfer ended early and may be tried again."""
+
+
+def download(
+    session: Any, url: str, place: Path, *, sha256: str | None, progress: Progress | None = None
+) -> str:
+    """Download ``url`` to ``place`` and return its SHA-256.
+
+    A transfer that breaks off is resumed where it stopped, also by a later call. What was at
+    ``place`` stays until the new file is whole and has the right hash. Raises FetchError,
+    HashMismatch or DiskFull.
+    """
+    part = place.with_name(place.name + ".part")
+    try:
+        with disk_room(place):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            return _download(session, url, part, place, sha256, progress or telling.ignore)
+    except OSError as error:
+        msg = f"cannot write {part}: {error}"
+        raise FetchError(msg) from error
+
+
+def _download(
+    session: Any, url: str, part: Path, place: Path, sha256: str | None, tell: Progress
+) -> str:
+    problem = ""
+    for attempt in range(TRIES):
+        if attempt:
+            time.sleep(_PAUSE * attempt)
+        resumed = part.is_file() and part.stat().st_size > 0
+        try:
+            _transfer(session, url, part, place.name, tell)
+        except _Broken as error:
+            problem = str(error)
+            continue
+        found = file_hash(part)
+        if sha256 is None or found == sha256:
+            part.replace(place)
+            return found
+        part.unlink()
+        if resumed:
+            # The beginning may have come from another file; only a fresh one can be blamed.
+            problem = "the resumed file had another hash"
+            continue
+        msg = f"{place.name} has SHA-256 {found}, expected {sha256}; it was thrown away"
+        raise HashMismatch(msg, sha256, found)
+    kept = " What arrived is kept; the next try resumes it." if part.is_file() else ""
+    msg = f"cannot download {place.name} from {redacted(url)}: {problem}.{kept}"
+    raise FetchError(msg)
+
+
+def file_hash(file: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with file.open("rb") as source:
+        return hashlib.file_digest(source, "sha256").hexdigest()
+
+
+def _transfer(session: Any, url: str, part: Path, name: str, tell: Progress) -> None:
+    have = part.stat().st_size if part.is_file() else 0
+    headers = {"Accept-Encoding": "identity"}
+    if have:
+        headers["Range"] = f"bytes={have}-"
+    try:
+        with session.get_stream(url, headers=headers) as response:
+            start = _start(response, have, part, url, name)
+            length = response.headers.get("Content-Length", "")
+            total = start + int(length) if length.isdigit() else None
+            with part.open("r+b" if start else "wb") as out:
+                out.seek(start)
+                done = start
+                tell(name, done, total)
+                for chunk in response.iter_bytes(_CHUNK):
+                    out.write(chunk)
+                    done += len(chunk)
+                    tell(name, done, total)
+                out.truncate()
+    except (FetchError, _Broken):
+        raise
+    except (ConnectionError, TimeoutError, ssl.SSLError) as error:
+        msg = f"{type(error).__name__}: {error}"
+        raise _Broken(msg) from error
+    except OSError:
+        # What is left is the disk's fault, and trying again would not help.
+        raise
+    # The HTTP clients of unearth's versions share no base class for what they raise.
+    except Exception as error:
+        msg = f"{type(error).__name__}: {error}"
+        raise _Broken(msg) from error
+    if total is not None and done < total:
+        msg = f"it broke off after {done} of {total} bytes"
+        raise _Broken(msg)
+
+
+def _start(response: Any, have: int, part: Path, url: str, name: str) -> int:
+    """Return where the body that the server sends belongs in the file."""
+    status = int(response.status_code)
+    if status == 206:
+        said = response.headers.get("Content-Range", "")
+        if said.startswith(f"bytes {have}-"):
+            return have
+        part.unlink()
+        msg = "the server resumed at another place"
+        raise _Broken(msg)
+    if status == 200:
+        return 0
+    if status == 416 and have:
+        part.unlink()
+        msg = "the server has fewer bytes than were downloaded before"
+        raise _Broken(msg)
+    if status >= 500 or status == 429:
+        msg = f"the server answered {status}"
+        raise _Broken(msg)
+    msg = f"cannot download {name} from {redacted(url)}: the server answered {status}"
+    raise FetchError(msg)

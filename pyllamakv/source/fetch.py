@@ -1,0 +1,246 @@
+"""Bring releases into the store: from the package index, npm, git, or a file at hand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyllamakv.errors import FetchError, HashMismatch, UnknownRelease, UsageError
+from pyllamakv.home import home
+from pyllamakv.source import archive as archives
+from pyllamakv.source import era, lock, npm, sources
+from pyllamakv.source import progress as telling
+from pyllamakv.source.download import download, file_hash
+from pyllamakv.source.index import PROJECT, Index, IndexFile
+from pyllamakv.source.releases import Release, is_name, resolve
+from pyllamakv.source.store import Store, open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pyllamakv.source.progress import Progress
+
+_SDIST = re.compile(r"llama[-_]cpp[-_]python-(?P<version>[0-9][\w.+-]*)\.tar\.gz")
+_TARBALL = re.compile(r"node-llama-cpp-(?P<version>[0-9][\w.+-]*)\.tgz")
+_VERSION = re.compile(r"[0-9]+(\.[0-9]+)+[\w.+-]*")
+_NPM_SPEC = re.compile(r"node-llama-cpp@(?P<version>[0-9][\w.+-]*)")
+
+
+def downloads() -> Path:
+    """Return the folder where archives lie while they are fetched."""
+    return home() / "downloads"
+
+
+def fetch(release: Release, *, progress: Progress | None = None, keep: bool = False) -> Release:
+    """Bring a release's objects into the store, checked against its hashes; return the release.
+
+    What is there already is not fetched again. With ``keep`` the archive stays in `downloads`.
+    Raises FetchError, HashMismatch, ArchiveError, DiskFull or ToolMissing, and then leaves the
+    store as it was.
+    """
+    store = open_store()
+    if store.has(release):
+        return release
+    with store.lock(f"fetch-{release.key}"):
+        if store.has(release):
+            return release
+        if release.kind == "path":
+            found = sources.from_folder(release.name)
+            return _same(release, found)
+        if release.kind == "git":
+            return _same(release, _fetch_git(release))
+        file = _archive(release, progress)
+        _import(store, release, file, progress)
+        if not keep:
+            file.unlink(missing_ok=True)
+    return release
+
+
+def ensure(spec: str, *, progress: Progress | None = None) -> Release:
+    """Return the release that a spec means, fetched; a version that is new is added first."""
+    try:
+        release = resolve(spec)
+    except UnknownRelease:
+        if not _VERSION.fullmatch(spec.strip()):
+            raise
+        return add(spec, progress=progress)
+    return fetch(release, progress=progress)
+
+
+def add(
+    what: str, *, progress: Progress | None = None, pin: Path | None = None, keep: bool = False
+) -> Release:
+    """Add a release that no lock has, and fetch it: a version, ``node-llama-cpp@VERSION``, an
+    archive file, ``git:URL@REF`` or ``path:DIR``.
+
+    It is written to the home's lock, or to ``pin``. An archive of a release that a lock has must
+    match that lock; a git reference is looked up anew.
+    """
+    what = what.strip()
+    if what.startswith("path:"):
+        return sources.from_folder(what)
+    if what.startswith("git:"):
+        release = sources.from_git(what)
+    elif Path(what).expanduser().is_file():
+        release = _add_file(Path(what).expanduser(), progress)
+    elif match := _NPM_SPEC.fullmatch(what):
+        release = _add_npm(match["version"], progress, keep=keep)
+    elif _VERSION.fullmatch(what):
+        release = _add_version(what, progress, keep=keep)
+    else:
+        msg = (
+            f"{what!r} is neither a file nor a version; expected are a version as on the package "
+            "index, node-llama-cpp@VERSION, an archive, git:URL@REF or path:DIR"
+        )
+        raise UsageError(msg)
+    if pin is not None:
+        lock.save(pin, [release])
+    elif lock.known().get(release.name) != release:
+        lock.save(lock.added(), [release])
+    return release
+
+
+def refetch_missing(releases: Sequence[Release]) -> list[Release]:
+    """Return those of ``releases`` that the store lacks."""
+    store = open_store()
+    return [release for release in releases if not store.has(release)]
+
+
+# --- from the index and npm -------------------------------------------------------------------
+
+
+def _archive(release: Release, progress: Progress | None) -> Path:
+    if not release.archive or not release.package:
+        msg = f"the lock names no archive for {release.name}, so it cannot be fetched"
+        raise FetchError(msg)
+    place = downloads() / release.archive
+    if place.is_file() and file_hash(place) == release.sha256:
+        return place
+    if release.kind == "npm":
+        (progress or telling.ignore)(f"npm pack {release.package}", 0, None)
+        version = release.package.rpartition("@")[2]
+        return npm.pack(version, place.parent, sha256=release.sha256)
+    version = release.package.rpartition("==")[2]
+    with Index() as index:
+        offered = _offered(index, version, release.sha256)
+        download(index.session, offered.url, place, sha256=release.sha256, progress=progress)
+    return place
+
+
+def _offered(index: Index, version: str, sha256: str | None) -> IndexFile:
+    """Return the index's file of a version, one with the wanted hash before others."""
+    everything = index.sdists()
+    files = [file for file in everything if file.version == version]
+    if not files:
+        known = sorted({f.order for f in everything})
+        newest = f"; the newest there is {known[-1]}" if known else ""
+        msg = f"{index.settings.sources} has no sdist of {PROJECT} {version}{newest}"
+        raise UnknownRelease(msg, name=version)
+    wrong = [file for file in files if sha256 and file.sha256 not in (None, sha256)]
+    if len(wrong) == len(files):
+        msg = (
+            f"the index offers {wrong[0].name} with SHA-256 {wrong[0].sha256}, but the lock "
+            f"expects {sha256}; nothing was downloaded"
+        )
+        raise HashMismatch(msg, sha256 or "", wrong[0].sha256 or "")
+    return next((f for f in files if f.sha256 == sha256), next(f for f in files if f not in wrong))
+
+
+def _import(store: Store, release: Release, file: Path, progress: Progress | None) -> None:
+    (progress or telling.ignore)(f"import {release.name}", 0, None)
+    if release.kind == "npm":
+        npm.import_package(store, file, commit=release.commit, tree=release.tree)
+    else:
+        archives.import_sdist(store, file, commit=release.commit, tree=release.tree)
+    store.publish(f"refs/upstream/{release.key}", release.commit)
+
+
+def _fetch_git(release: Release) -> Release:
+    url, _ = sources.split_git(release.name)
+    try:
+        return sources.from_git(f"git:{url}@{release.commit}")
+    except FetchError:
+        # Not every server gives out a commit by its id; its reference may still point there.
+        return sources.from_git(release.name)
+
+
+def _same(wanted: Release, found: Release) -> Release:
+    if found.commit != wanted.commit:
+        msg = f"{wanted.name} is now {found.commit}, was {wanted.commit}; add it again"
+        raise HashMismatch(msg, wanted.commit, found.commit)
+    return wanted
+
+
+# --- what no lock has yet ---------------------------------------------------------------------
+
+
+def _add_version(version: str, progress: Progress | None, *, keep: bool) -> Release:
+    known = lock.known().get(version)
+    if known is not None:
+        return fetch(known, progress=progress, keep=keep)
+    with Index() as index:
+        offered = _offered(index, version, None)
+        place = downloads() / offered.name
+        download(index.session, offered.url, place, sha256=offered.sha256, progress=progress)
+    release = _add_file(place, progress)
+    if not keep:
+        place.unlink(missing_ok=True)
+    return release
+
+
+def _add_npm(version: str, progress: Progress | None, *, keep: bool) -> Release:
+    package = f"{npm.PROJECT}@{version}"
+    known = [r for r in lock.known().values() if r.package == package]
+    if known:
+        return fetch(known[0], progress=progress, keep=keep)
+    (progress or telling.ignore)(f"npm pack {package}", 0, None)
+    place = npm.pack(version, downloads(), sha256=None)
+    release = _add_file(place, progress)
+    if not keep:
+        place.unlink(missing_ok=True)
+    return release
+
+
+def _add_file(file: Path, progress: Progress | None) -> Release:
+    sdist, tarball = _SDIST.fullmatch(file.name), _TARBALL.fullmatch(file.name)
+    if not sdist and not tarball:
+        msg = (
+            f"{file.name} is neither llama_cpp_python-VERSION.tar.gz nor node-llama-cpp-VERSION"
+            ".tgz; a git bundle is given as git:FILE@REF"
+        )
+        raise UsageError(msg)
+    store = open_store()
+    sha256 = file_hash(file)
+    known = [r for r in lock.known().values() if r.archive == file.name]
+    if known:
+        if known[0].sha256 != sha256:
+            msg = f"{file} has SHA-256 {sha256}, but the lock expects {known[0].sha256}"
+            raise HashMismatch(msg, known[0].sha256 or "", sha256)
+        if not store.has(known[0]):
+            _import(store, known[0], file, progress)
+        return known[0]
+    (progress or telling.ignore)(f"import {file.name}", 0, None)
+    if sdist:
+        name, package = sdist["version"], f"{PROJECT}=={sdist['version']}"
+        commit, tree = archives.import_sdist(store, file)
+    elif tarball:
+        package = f"{npm.PROJECT}@{tarball['version']}"
+        commit, tree, tag = npm.import_package(store, file)
+        name = tag or f"{npm.PROJECT}-{tarball['version']}"
+    if not is_name(name):
+        msg = f"{file.name} gives no usable name for a release"
+        raise UsageError(msg)
+    release = Release(
+        name=name,
+        kind="sdist" if sdist else "npm",
+        commit=commit,
+        tree=tree,
+        era=era.detect(store, tree),
+        date=store.date(commit),
+        archive=file.name,
+        sha256=sha256,
+        package=package,
+    )
+    store.publish(f"refs/upstream/{release.key}", commit)
+    return release

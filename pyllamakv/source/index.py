@@ -1,0 +1,182 @@
+"""Look for a project's files on the configured package indexes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from packaging.version import InvalidVersion, Version
+
+from pyllamakv.errors import FetchError
+from pyllamakv.source import pipconfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pyllamakv.source.pipconfig import PipSettings
+
+PROJECT = "llama-cpp-python"
+
+_SDIST = re.compile(r"llama[-_.]cpp[-_.]python-(?P<version>.+)\.tar\.gz", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class IndexFile:
+    """Describe a file that an index offers."""
+
+    name: str
+    version: str
+    url: str
+    #: What the index says; None when it says nothing.
+    sha256: str | None
+    yanked: bool = False
+
+    @property
+    def order(self) -> Version:
+        """Return the version as something that sorts."""
+        return Version(self.version)
+
+
+class Index:
+    """Ask pip's indexes and find-links for the sdists of llama-cpp-python."""
+
+    def __init__(self, settings: PipSettings | None = None) -> None:
+        self.settings = settings or pipconfig.read()
+        self._session: Any = None
+
+    def __enter__(self) -> Index:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    @property
+    def session(self) -> Any:
+        """Return the HTTP client that asks and downloads; it also reads ``file://``."""
+        if self._session is None:
+            from unearth.auth import MultiDomainBasicAuth
+            from unearth.fetchers import PyPIClient
+
+            chosen = self.settings
+            options: dict[str, Any] = {"proxy": chosen.proxy} if chosen.proxy else {}
+            session = PyPIClient(
+                trusted_hosts=chosen.trusted_hosts,
+                verify=_certificates(chosen.cert),
+                timeout=chosen.timeout,
+                follow_redirects=True,
+                **options,
+            )
+            session.auth = MultiDomainBasicAuth(prompting=False, index_urls=list(chosen.index_urls))
+            self._session = session
+        return self._session
+
+    def sdists(self) -> list[IndexFile]:
+        """Return every sdist that any source offers, ordered by version.
+
+        Raises FetchError, with what each source said, when no source could be asked.
+        """
+        found: dict[tuple[str, str], IndexFile] = {}
+        problems: list[str] = []
+        answered = False
+        chosen = self.settings
+        sources = [("index", url) for url in chosen.index_urls]
+        sources += [("find-links", url) for url in chosen.find_links]
+        for kind, url in sources:
+            try:
+                with _warnings(problems):
+                    offered = list(self._ask(kind, url))
+            # The HTTP clients of unearth's versions share no base class for what they raise.
+            except Exception as error:  # noqa: BLE001
+                problems.append(f"{pipconfig.redacted(url)}: {type(error).__name__}: {error}")
+                continue
+            answered = answered or bool(offered)
+            for file in offered:
+                found.setdefault((file.name, file.url), file)
+        if not answered and problems:
+            msg = (
+                f"no sdist of {PROJECT} was found on {chosen.sources}: {'; '.join(problems)}. "
+                "Check the network and pip's settings (`pip config list`)"
+            )
+            raise FetchError(msg)
+        return sorted(found.values(), key=lambda file: (file.order, file.yanked))
+
+    def _ask(self, kind: str, url: str) -> Iterator[IndexFile]:
+        from unearth import PackageFinder
+
+        finder = PackageFinder(
+            session=self.session,
+            index_urls=[url] if kind == "index" else [],
+            find_links=[url] if kind != "index" else [],
+            trusted_hosts=self.settings.trusted_hosts,
+            ignore_compatibility=True,
+        )
+        for package in finder.find_all_packages(PROJECT, allow_yanked=True):
+            link = package.link
+            match = _SDIST.fullmatch(link.filename)
+            version = match["version"] if match else ""
+            if _is_version(version):
+                yield IndexFile(
+                    name=link.filename,
+                    version=version,
+                    url=link.normalized.split("#", 1)[0],
+                    sha256=_stated_hash(link),
+                    yanked=bool(link.is_yanked),
+                )
+
+
+def _is_version(text: str) -> bool:
+    try:
+        Version(text)
+    except InvalidVersion:
+        return False
+    return True
+
+
+def _stated_hash(link: Any) -> str | None:
+    # The JSON pages fill `hashes`, the HTML pages put the hash behind the URL.
+    stated = dict(link.hashes or {})
+    fragment = dict(getattr(link, "hash_option", None) or {})
+    value = stated.get("sha256") or fragment.get("sha256")
+    value = value[0] if isinstance(value, list) and value else value
+    return str(value) if value else None
+
+
+def _certificates(cert: str | None) -> ssl.SSLContext | bool:
+    if cert is None:
+        return True
+    place = Path(cert).expanduser()
+    try:
+        folder = place.is_dir()
+        return ssl.create_default_context(
+            cafile=None if folder else os.fspath(place), capath=os.fspath(place) if folder else None
+        )
+    except (OSError, ssl.SSLError) as error:
+        msg = f"cannot read the certificates that pip is told to use, {place}: {error}"
+        raise FetchError(msg) from error
+
+
+@contextlib.contextmanager
+def _warnings(into: list[str]) -> Iterator[None]:
+    """Collect what unearth logs about pages it could not read; they belong in our message."""
+
+    class _Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            into.append(record.getMessage())
+
+    logger = logging.getLogger("unearth.collector")
+    handler, before = _Keep(logging.WARNING), logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = before

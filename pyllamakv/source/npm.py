@@ -1,0 +1,139 @@
+"""Fetch the releases that only npm has: the git bundle inside packages of node-llama-cpp.
+
+`npm pack` downloads the plain tarball from the registry that npm is configured for; nothing of the
+package is installed or run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyllamakv.errors import ArchiveError, FetchError, GitError, HashMismatch, ToolMissing
+from pyllamakv.source.archive import copy_member, open_tar
+from pyllamakv.source.download import file_hash
+from pyllamakv.source.quarantine import quarantine
+from pyllamakv.source.releases import is_name
+
+if TYPE_CHECKING:
+    from pyllamakv.source.store import Store
+
+PROJECT = "node-llama-cpp"
+
+_BUNDLE = "package/llama/gitRelease.bundle"
+_ABOUT = "package/llama/llama.cpp.info.json"
+_VERSION = re.compile(r"[0-9][0-9A-Za-z.+-]*")
+_SECONDS = 900
+
+
+def pack(version: str, folder: Path, *, sha256: str | None) -> Path:
+    """Download a version of node-llama-cpp to ``folder`` and return the tarball.
+
+    Raises ToolMissing without npm, FetchError when npm fails, HashMismatch for another file.
+    """
+    npm = shutil.which("npm")
+    if npm is None:
+        msg = (
+            f"{PROJECT} {version} comes from npm's registry, and npm is not installed; "
+            "install Node.js, or give the tarball to `pyllamakv upstream add FILE`"
+        )
+        raise ToolMissing(msg, tool="npm", cure="install Node.js, which brings npm")
+    if not _VERSION.fullmatch(version):
+        msg = f"{version!r} is no version of {PROJECT}"
+        raise FetchError(msg)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix="npm-") as scratch:
+        _run_npm(npm, version, Path(scratch))
+        packed = Path(scratch) / f"{PROJECT}-{version}.tgz"
+        if not packed.is_file():
+            msg = f"`npm pack {PROJECT}@{version}` said that it worked, but left no {packed.name}"
+            raise FetchError(msg)
+        found = file_hash(packed)
+        if sha256 is not None and found != sha256:
+            msg = f"{packed.name} has SHA-256 {found}, expected {sha256}; it was thrown away"
+            raise HashMismatch(msg, sha256, found)
+        return packed.replace(folder / packed.name)
+
+
+def _run_npm(npm: str, version: str, folder: Path) -> None:
+    command = [npm, "pack", f"{PROJECT}@{version}", "--ignore-scripts", "--no-audit", "--no-fund"]
+    command += ["--loglevel=error", f"--pack-destination={folder}"]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            check=False,
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            timeout=_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        msg = f"`npm pack {PROJECT}@{version}` did not finish: {error}"
+        raise FetchError(msg) from error
+    if done.returncode != 0:
+        said = (done.stderr or done.stdout).decode("utf-8", "replace").strip()
+        msg = f"`npm pack {PROJECT}@{version}` exited with {done.returncode}: {said}"
+        raise FetchError(msg)
+
+
+def import_package(
+    store: Store, archive: Path, *, commit: str = "", tree: str = ""
+) -> tuple[str, str, str]:
+    """Import the bundle of a tarball; return its commit, tree and upstream's tag (``b4980``).
+
+    ``commit`` and ``tree``, where given, must be the ones found. No ref is made. Raises
+    ArchiveError for a tarball without a whole bundle, HashMismatch for another commit or tree.
+    """
+    with quarantine(store) as held:
+        bundle, about = held.folder / "bundle", held.folder / "about"
+        wanted = {_BUNDLE: bundle, _ABOUT: about}
+        with open_tar(archive) as tar:
+            for member in tar:
+                place = wanted.pop(member.name, None)
+                if place is not None:
+                    copy_member(tar, member, place)
+        if _BUNDLE in wanted:
+            msg = f"{archive.name} holds no {_BUNDLE}; {PROJECT} ships it from 3.0 on"
+            raise ArchiveError(msg)
+        head = _head(bundle, archive)
+        try:
+            held.git("bundle", "unbundle", str(bundle))
+        except GitError as error:
+            msg = f"the bundle in {archive.name} is damaged: {error.output.strip()}"
+            raise ArchiveError(msg) from error
+        found = held.admit(head, expected_commit=commit, expected_tree=tree)
+        return head, found, _tag(about)
+
+
+def _head(bundle: Path, archive: Path) -> str:
+    """Return the commit that a bundle is of: its HEAD, else the only ref in it."""
+    refs: dict[str, str] = {}
+    with bundle.open("rb") as source:
+        if not source.readline(100).startswith((b"# v2 git bundle", b"# v3 git bundle")):
+            msg = f"the bundle in {archive.name} is no git bundle"
+            raise ArchiveError(msg)
+        while (line := source.readline(1000).rstrip(b"\n")) != b"":
+            if line.startswith(b"-"):
+                msg = f"the bundle in {archive.name} needs history that it does not hold"
+                raise ArchiveError(msg)
+            sha, _, name = line.decode("utf-8", "replace").partition(" ")
+            if re.fullmatch(r"[0-9a-f]{40}", sha):
+                refs[name] = sha
+    head = refs.get("HEAD") or (next(iter(refs.values())) if len(set(refs.values())) == 1 else "")
+    if not head:
+        msg = f"the bundle in {archive.name} names no commit"
+        raise ArchiveError(msg)
+    return head
+
+
+def _tag(about: Path) -> str:
+    try:
+        tag = str(json.loads(about.read_text("utf-8"))["tag"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return tag if is_name(tag) else ""

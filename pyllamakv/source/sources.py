@@ -1,0 +1,153 @@
+"""Take llama.cpp from a git URL, a git bundle or a folder, as it stands there."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from dataclasses import replace
+from datetime import UTC
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyllamakv.errors import FetchError, GitError, UnknownRelease, UsageError
+from pyllamakv.source import era, gitting
+from pyllamakv.source.export import KEEP, STAMP
+from pyllamakv.source.releases import Release
+from pyllamakv.source.store import Store, disk_room, open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_API = ("include/llama.h", "llama.h")
+_HOST_ALONE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]*")
+_REF = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./+-]*")
+#: Folders and files of a plain folder that are no source.
+_SKIPPED = (".git", "__pycache__")
+
+
+def split_git(spec: str) -> tuple[str, str]:
+    """Split ``git:URL@REF`` into URL and reference; without a reference it is ``HEAD``."""
+    rest = spec.removeprefix("git:")
+    url, at, ref = rest.rpartition("@")
+    if not at or not _REF.fullmatch(ref) or not url or _HOST_ALONE.fullmatch(url) or ".." in ref:
+        url, ref = rest, "HEAD"
+    if not url or url.startswith("-") or "\n" in url:
+        msg = f"{spec!r} is no git source; git:URL@REF is expected"
+        raise UsageError(msg)
+    return url, ref
+
+
+def from_git(spec: str) -> Release:
+    """Fetch the commit that a git URL or bundle has under a reference, and pin it in the home.
+
+    Raises FetchError when the URL or the reference cannot be had; what was there stays.
+    """
+    from pyllamakv.source import lock
+
+    url, ref = split_git(spec)
+    local = Path(url).expanduser()
+    place = os.fspath(local.resolve()) if local.exists() else url
+    store = open_store()
+    incoming = f"refs/incoming/{hashlib.sha256(spec.encode()).hexdigest()[:16]}"
+    # A bundle holds what it holds: git cannot cut its history.
+    depth = [] if local.is_file() else ["--depth=1"]
+    words = ["--quiet", "--no-tags", "--no-write-fetch-head", "--force", *depth]
+    try:
+        with disk_room(store.path), store.lock():
+            with gitting.repository(store.path, network=True) as repo:
+                repo.git.fetch(*words, "--", place, f"+{ref}:{incoming}")
+            commit = gitting.git(store.path, "rev-parse", "--verify", f"{incoming}^{{commit}}")
+    except GitError as error:
+        msg = f"cannot fetch {ref} from {url}: {error.output.strip()}"
+        raise FetchError(msg) from error
+    try:
+        release = _release(store, Release(spec, "git", commit, "", "", "", url=place))
+    finally:
+        store.drop(incoming)
+    lock.save(lock.added(), [release])
+    return release
+
+
+def from_folder(spec: str) -> Release:
+    """Take a folder as it stands, with whatever was changed in it, and give it a commit.
+
+    Of a git work tree what git would not ignore is taken, of another folder everything but
+    ``build*`` at its top. Raises UnknownRelease for a folder that holds no llama.cpp.
+    """
+    folder = Path(spec.removeprefix("path:")).expanduser().resolve()
+    if not any((folder / name).is_file() for name in _API):
+        msg = f"{folder} holds no llama.cpp: neither {_API[0]} nor {_API[1]} is there"
+        raise UnknownRelease(msg, name=spec)
+    store = open_store()
+    date = ""
+    if (folder / ".git").exists():
+        with gitting.repository(folder) as repo:
+            listed = repo.git.ls_files("-z", "--cached", "--others", "--exclude-standard")
+            if repo.head.is_valid():
+                when = repo.head.commit.committed_datetime
+                date = when.astimezone(tz=UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        paths = [path for path in listed.split("\0") if path]
+    else:
+        paths = list(_walk(folder))
+    tree = _write_tree(store, folder, [p for p in paths if p not in (*KEEP, STAMP)])
+    commit = store.commit_tree(tree, [], "llama.cpp as it stood in a folder")
+    release = Release(f"path:{folder}", "path", commit, tree, "", date, url=str(folder))
+    return _release(store, release)
+
+
+def _release(store: Store, release: Release) -> Release:
+    """Fill in what the commit tells, after checking that it is llama.cpp, and make its ref."""
+    tree = store.tree_of(release.commit)
+    if not any(store.read_many(tree, _API).values()):
+        msg = f"{release.name} holds no llama.cpp: neither {_API[0]} nor {_API[1]} is in it"
+        raise UnknownRelease(msg, name=release.name)
+    date = release.date or _date_of_twin(store, tree) or store.date(release.commit)
+    full = replace(release, tree=tree, era=era.detect(store, tree), date=date)
+    store.publish(f"refs/upstream/{full.key}", full.commit)
+    return full
+
+
+def _date_of_twin(store: Store, tree: str) -> str:
+    """Return the date of a pinned release with the same tree: an unpacked copy has no other."""
+    from pyllamakv.source import lock
+
+    dates = (r.date for r in lock.known().values() if r.tree == tree)
+    return next(dates, "")
+
+
+def _write_tree(store: Store, folder: Path, paths: list[str]) -> str:
+    # The index is kept, so that the next time only files whose time changed are read.
+    name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
+    index = store.path.parent / "indexes" / name
+    with disk_room(store.path), store.lock(f"index-{name}"):
+        index.parent.mkdir(parents=True, exist_ok=True)
+        env = {
+            "GIT_DIR": str(store.path),
+            "GIT_WORK_TREE": str(folder),
+            "GIT_INDEX_FILE": str(index),
+        }
+        old = gitting.git(folder, "ls-files", "-z", "--cached", env=env).split("\0")
+        taken = [p for p in paths if (folder / p).is_symlink() or (folder / p).is_file()]
+        gone = sorted(set(old) - set(taken) - {""})
+        gitting.git(
+            folder, "update-index", "-z", "--force-remove", "--stdin", input=_nul(gone), env=env
+        )
+        gitting.git(folder, "update-index", "-z", "--add", "--stdin", input=_nul(taken), env=env)
+        return gitting.git(folder, "write-tree", env=env)
+
+
+def _nul(paths: list[str]) -> bytes:
+    return b"".join(os.fsencode(path) + b"\0" for path in paths)
+
+
+def _walk(folder: Path) -> Iterator[str]:
+    for place, folders, files in os.walk(folder):
+        below = Path(place).relative_to(folder).as_posix()
+        top = below == "."
+        kept = [n for n in folders if n not in _SKIPPED and not (top and n.startswith("build"))]
+        links = [name for name in kept if (Path(place) / name).is_symlink()]
+        folders[:] = sorted(set(kept) - set(links))
+        for name in sorted([*files, *links]):
+            if name not in _SKIPPED:
+                yield name if top else f"{below}/{name}"

@@ -1,0 +1,165 @@
+"""Small trees, releases and series for the tests of patching; git itself writes the patches."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyllamakv.patching import export, header
+from pyllamakv.patching.definition import Definition, PatchText
+from pyllamakv.patching.hunks import Patch
+from pyllamakv.source import gitting
+from pyllamakv.source.releases import Release
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pyllamakv.source.store import Store
+
+Files = dict[str, bytes]
+
+
+def numbered(count: int, **changed: str) -> bytes:
+    """Return lines `line 1` to `line N`; ``l3="x"`` replaces line 3, an empty text removes it."""
+    lines = [changed.get(f"l{n}", f"line {n}\n") for n in range(1, count + 1)]
+    return "".join(
+        line if line.endswith("\n") or not line else line + "\n" for line in lines
+    ).encode()
+
+
+def fill(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files below a folder."""
+    for path, data in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(data)
+
+
+def git(folder: Path, *args: str, input: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    """Run git in a folder that is a repository of its own."""
+    return gitting.run(folder, *args, input=input)
+
+
+def repository(folder: Path, files: Mapping[str, bytes]) -> Path:
+    """Make a throw-away repository that holds these files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    gitting.git(folder, "init", "-q", ".")
+    fill(folder, files)
+    gitting.git(folder, "add", "-A", "-f")
+    gitting.git(folder, "commit", "-q", "--allow-empty", "-m", "base")
+    return folder
+
+
+def diff(old: Mapping[str, bytes], new: Mapping[str, bytes], *options: str) -> bytes:
+    """Let git write the patch that makes one set of files of another."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = repository(Path(name) / "r", old)
+        for path in set(old) - set(new):
+            (folder / path).unlink()
+        fill(folder, new)
+        gitting.git(folder, "add", "-A", "-f")
+        return gitting.git_bytes(
+            folder, "diff", "--cached", "--full-index", "--no-renames", *options
+        )
+
+
+def git_apply(files: Mapping[str, bytes], patch: bytes) -> Files | None:
+    """Apply a patch with git, in a repository outside any other; None when git refuses."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = repository(Path(name) / "r", files)
+        if git(folder, "apply", "--whitespace=nowarn", "-", input=patch).returncode:
+            return None
+        return {
+            path.relative_to(folder).as_posix(): path.read_bytes()
+            for path in folder.rglob("*")
+            if path.is_file() and ".git" not in path.relative_to(folder).parts
+        }
+
+
+def release(
+    store: Store, name: str, files: Mapping[str, bytes], date: str = "2025-01-01"
+) -> Release:
+    """Put a small release into the store."""
+    commit, tree = store.commit(None, dict(files), f"release {name}")
+    store.publish(f"refs/upstream/{name}", commit)
+    return Release(name, "sdist", commit, tree, "unified", f"{date}T00:00:00Z")
+
+
+TOML = """\
+schema = 1
+id = "{id}"
+title = "Do what {id} does"
+why = "Because {id} is needed."
+origin = "own work"
+upstream = "not submitted"
+releases = "{releases}"
+requires = {requires}
+scenarios = ["some-scenario"]
+logic = {logic}
+"""
+TEXT = """
+[[text]]
+base = "{base}"
+era = "unified"
+markers = [{{ file = "{file}", has = "{has}" }}]
+"""
+
+
+class Bench:
+    """Hold a store, releases and a series folder that tests fill step by step."""
+
+    def __init__(self, store: Store, folder: Path) -> None:
+        self.store = store
+        self.folder = folder
+        self.releases: dict[str, Release] = {}
+        self.files: dict[str, Files] = {}
+        self.order: list[str] = []
+        folder.mkdir(parents=True)
+
+    def add_release(self, name: str, files: Files, date: str = "2025-01-01") -> Release:
+        """Put a release into the store and remember it by name."""
+        self.releases[name] = release(self.store, name, files, date)
+        self.files[name] = files
+        return self.releases[name]
+
+    def add_patch(
+        self,
+        id: str,
+        texts: Mapping[str, tuple[Files, Files]],
+        *,
+        requires: tuple[str, ...] = (),
+        releases: str = "",
+        logic: tuple[str, ...] = (),
+        marker: tuple[str, str] = ("src/a.cpp", "line 1"),
+    ) -> None:
+        """Write a patch: for each base the files before and after; the header is generated."""
+        place = self.folder / id
+        place.mkdir()
+        listed = f"{list(requires)}".replace("'", '"')
+        kept = f"{list(logic)}".replace("'", '"')
+        toml = TOML.format(id=id, releases=releases, requires=listed, logic=kept)
+        for base in texts:
+            toml += TEXT.format(base=base, file=marker[0], has=marker[1])
+        (place / "patch.toml").write_text(toml, encoding="utf-8")
+        shape = Definition(
+            id, f"Do what {id} does", f"Because {id} is needed.", "own work", "not submitted",
+            releases, requires, ("some-scenario",),
+        )  # fmt: skip
+        for base, (old, new) in texts.items():
+            text = PatchText(id, Patch(b"", ()), base, requires=requires)
+            (place / base).mkdir()
+            data = header.write(shape, text) + diff(old, new)
+            (place / base / f"{id}.patch").write_bytes(data)
+        self.order.append(id)
+        listed = "".join(f'  "{name}",\n' for name in self.order)
+        (self.folder / "series.toml").write_text(
+            f"schema = 1\norder = [\n{listed}]\n", encoding="utf-8"
+        )
+
+    def file(self, id: str, base: str) -> Path:
+        """Return the file of a text."""
+        return self.folder / id / base / f"{id}.patch"
+
+
+assert export.FLAGS  # the kit writes files of the shape that export writes

@@ -1,0 +1,169 @@
+"""Patches come out as they went in."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from patching_kit import diff, git_apply, numbered
+
+from pyllamakv.errors import PatchFormatError, UsageError
+from pyllamakv.patching import hunks
+
+LINES = st.lists(st.sampled_from(["a", "b", "", "  c", "\tq\r", "\\ x", "- y", "+z"]), max_size=24)
+MAIL = b"From 0000000000000000000000000000000000000000 Mon Sep 17 00:00:00 2001\n"
+
+
+def content(lines: list[str], ended: bool = True) -> bytes:
+    text = "\n".join(lines)
+    return (text + "\n" if ended and lines else text).encode()
+
+
+@settings(max_examples=40, deadline=None)
+@given(LINES, LINES, st.booleans(), st.booleans())
+def test_round_trip(old: list[str], new: list[str], one: bool, other: bool) -> None:
+    """What git writes is read and written back byte for byte, with both sides of each hunk right."""
+    before, after = content(old, one), content(new, other)
+    data = diff({"src/f": before, "k": b"k\n"}, {"src/f": after, "k": b"k\n"})
+    if not data:
+        return
+    patch = hunks.parse(b"Some words.\n\n" + data)
+    assert patch.data == b"Some words.\n\n" + data
+    for hunk in patch.files[0].hunks:
+        assert (len(hunk.old), len(hunk.new)) == (hunk.old_count, hunk.new_count)
+        assert b"".join(hunk.old) in before
+        assert b"".join(hunk.new) in after
+
+
+def three_hunks() -> tuple[dict[str, bytes], bytes]:
+    old = {"src/a.cpp": numbered(60), "src/b.cpp": b"one\n"}
+    new = {"src/a.cpp": numbered(60, l10="x\ny", l30="", l50="z"), "src/b.cpp": b"two\n"}
+    return old, diff(old, new)
+
+
+@pytest.mark.parametrize("gone", [1, 2, 3])
+def test_without_each_hunk(gone: int) -> None:
+    """A hunk that is taken out leaves a patch that git applies to exactly the other changes."""
+    old, data = three_hunks()
+    left = hunks.parse(data).without("src/a.cpp", gone)
+    kept = {1: {"l10": "x\ny"}, 2: {"l30": ""}, 3: {"l50": "z"}}
+    changes = {k: v for number, part in kept.items() if number != gone for k, v in part.items()}
+    assert git_apply(old, left.data) == {
+        "src/a.cpp": numbered(60, **changes),
+        "src/b.cpp": b"two\n",
+    }
+    assert hunks.parse(left.data).data == left.data
+
+
+def test_without_the_only_hunk_drops_the_file() -> None:
+    """A file whose last hunk goes is no longer touched."""
+    _, data = three_hunks()
+    left = hunks.parse(data).without("src/b.cpp", 1)
+    assert left.paths == ("src/a.cpp",)
+    assert hunks.parse(left.data) == left
+
+
+def test_unknown_hunks_are_refused() -> None:
+    """A hunk or file that is not there is a usage error that tells what is."""
+    patch = hunks.parse(three_hunks()[1])
+    with pytest.raises(UsageError, match="hunks 1 to 3"):
+        patch.without("src/a.cpp", 4)
+    with pytest.raises(UsageError, match=r"src/a\.cpp, src/b\.cpp"):
+        patch.without("src/c.cpp", 1)
+
+
+def test_only_some_files() -> None:
+    """A patch can be cut down to some of its files."""
+    old, data = three_hunks()
+    part = hunks.parse(data).only("src/b.cpp")
+    assert git_apply(old, part.data) == {**old, "src/b.cpp": b"two\n"}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ((b"@@ -7,7 +7,8 @@", b"@@ -7,6 +7,7 @@"), "more lines than its counts|do not fit"),
+        ((b"@@ -7,7 +7,8 @@", b"@@ -7,9 +7,10 @@"), "more lines follow|do not fit"),
+        ((b"+++ b/src/b.cpp", b"+++ b/../b.cpp"), "leaves the tree"),
+        ((b"+++ b/src/b.cpp", b"+++ b/.git/hooks/x"), "leaves the tree"),
+        ((b"@@ -7,7 +7,8 @@", b"@@ what @@"), "expected `@@"),
+    ],
+)
+def test_damaged_patches_are_refused(change: tuple[bytes, bytes], says: str) -> None:
+    """Wrong counts, hostile paths and broken lines are errors with the line, never skipped."""
+    _, data = three_hunks()
+    assert change[0] in data
+    with pytest.raises(PatchFormatError, match=says) as caught:
+        hunks.parse(data.replace(*change), "some.patch")
+    assert caught.value.line > 0
+    assert "some.patch" in str(caught.value)
+
+
+def test_truncated_patch_is_refused() -> None:
+    """A patch that ends in the middle of a hunk is refused."""
+    _, data = three_hunks()
+    with pytest.raises(PatchFormatError, match="end of the patch"):
+        hunks.parse(data[: data.index(b"-one")])
+
+
+def test_text_without_a_change_is_refused() -> None:
+    """Words alone are no patch."""
+    with pytest.raises(PatchFormatError, match="no change"):
+        hunks.parse(b"Hello.\n")
+
+
+def test_binary_is_refused() -> None:
+    """A binary change cannot be reviewed and is refused."""
+    data = diff({"x": b"\0\1"}, {"x": b"\0\2"}, "--binary")
+    with pytest.raises(PatchFormatError, match="binary"):
+        hunks.parse(data)
+
+
+def test_mailbox_is_split() -> None:
+    """A mailbox is cut into its mails, and refused as one patch."""
+    _, data = three_hunks()
+    box = MAIL + b"Subject: a\n\n" + data + MAIL + b"Subject: b\n\n" + data
+    pieces = hunks.split(box)
+    assert b"".join(pieces) == box
+    assert [hunks.parse(piece).header.count(b"Subject") for piece in pieces] == [1, 1]
+    with pytest.raises(PatchFormatError, match="split"):
+        hunks.parse(box)
+    assert hunks.split(data) == (data,)
+
+
+def test_signature_is_kept_as_the_trailer() -> None:
+    """The signature of git format-patch belongs to no hunk."""
+    _, data = three_hunks()
+    patch = hunks.parse(data + b"-- \n2.39.5\n\n")
+    assert patch.trailer == b"-- \n2.39.5\n\n"
+
+
+def test_modes_new_and_deleted_files() -> None:
+    """Creation, deletion and modes are read from the extended header."""
+    patch = hunks.parse(diff({"gone": b"x\n", "k": b""}, {"k": b"", "a b/ü": b"y\n", "empty": b""}))
+    facts = {file.path: (file.old, file.new, file.new_mode) for file in patch.files}
+    assert facts == {
+        "gone": ("gone", None, None),
+        "a b/ü": (None, "a b/ü", "100644"),
+        "empty": (None, "empty", "100644"),
+    }
+
+
+def test_quoted_names() -> None:
+    """Names that git quotes are read as they are."""
+    name = 'tab\there "q" ü'
+    assert hunks.parse(diff({}, {name: b"x\n"})).paths == (name,)
+
+
+def test_plain_diff() -> None:
+    """A unified diff without git's header is a patch too."""
+    data = b"Index: x\n====\n--- a/x\t2020\n+++ b/x\t2021\n@@ -1 +1 @@\n-a\n+b\n"
+    patch = hunks.parse(data)
+    assert patch.paths == ("x",)
+    assert patch.data == data
+
+
+def test_context_is_counted() -> None:
+    """The context of a hunk is what stands before its first and after its last change."""
+    _, data = three_hunks()
+    assert [hunk.context for hunk in hunks.parse(data).files[0].hunks] == [(3, 3)] * 3
