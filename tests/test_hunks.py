@@ -22,7 +22,7 @@ def content(lines: list[str], ended: bool = True) -> bytes:
 @settings(max_examples=40, deadline=None)
 @given(LINES, LINES, st.booleans(), st.booleans())
 def test_round_trip(old: list[str], new: list[str], one: bool, other: bool) -> None:
-    """What git writes is read and written back byte for byte, with both sides of each hunk right."""
+    """What git writes is read and written back byte for byte, both sides of each hunk right."""
     before, after = content(old, one), content(new, other)
     data = diff({"src/f": before, "k": b"k\n"}, {"src/f": after, "k": b"k\n"})
     if not data:

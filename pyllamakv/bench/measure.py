@@ -33,9 +33,7 @@ def interval(values: list[float], *, seed: int = 1) -> Interval:
         msg = "there is nothing to take the median of"
         raise ValueError(msg)
     draw = random.Random(seed)
-    medians = sorted(
-        statistics.median(draw.choices(values, k=len(values))) for _ in range(1000)
-    )
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(1000))
     return Interval(statistics.median(values), medians[25], medians[974])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING, Final, Literal, NoReturn
+from typing import TYPE_CHECKING, Final, Literal
 
 from pyllamakv.errors import (
     ContextError,
@@ -80,23 +80,12 @@ def error(
     if code == Code.EREFUSED and doing in {"sequence", "cache"}:
         return PartialRemovalRefused(message)
     if code == Code.EMEMORY and doing == "context":
-        return NotEnoughMemory(f"{message}; make n_ctx or n_seq_max smaller", log=log)
+        small = NotEnoughMemory(f"{message}; make n_ctx or n_seq_max smaller")
+        small.code, small.log = code, tuple(log)
+        return small
     kind = {
         Code.EMODEL: ModelError,
         Code.ECONTEXT: ContextError,
         Code.ESTATE: StateError,
     }.get(code) or _DOING.get(doing, NativeError)  # type: ignore[call-overload]
-    return kind(message, code=code, log=log)  # type: ignore[no-any-return]
-
-
-def fail(
-    code: int,
-    what: str,
-    text: str = "",
-    *,
-    doing: Doing = "library",
-    log: Sequence[str] = (),
-    capability: Capability | None = None,
-) -> NoReturn:
-    """Raise the exception for a negative code of one call."""
-    raise error(code, what, text, doing=doing, log=log, capability=capability)
+    return kind(message, code=code, log=log)

@@ -1,61 +1,43 @@
-"""Implement `protocol.Native` over a library in this process: C's names appear here.
+"""Implement `protocol.Native` over a library in this process.
 
 cffi releases the GIL around every call. Nothing here locks: one thread at a time per context is
-what `handle.Handle` sees to. A handle that was given back is refused, whatever the order.
+what `handle.Handle` sees to. A handle that was given back is refused, whatever the order. C's
+names appear in `loading`, `core`, `models` and here, and nowhere else.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
-import threading
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from pyllamakv.binding import codes, loading, structs
+from pyllamakv.binding import structs
 from pyllamakv.binding.codes import OWN, Code
-from pyllamakv.binding.logs import Log, forward
+from pyllamakv.binding.core import NULL, struct
+from pyllamakv.binding.models import Models
 from pyllamakv.binding.protocol import (
-    About,
     Capability,
     CellsInfo,
     ContextHandle,
     ContextInfo,
     ContextParams,
     Counters,
-    Device,
     ModelHandle,
-    ModelInfo,
-    ModelParams,
     RawCells,
     RawDefrag,
     SamplerHandle,
-    SamplerParams,
 )
-from pyllamakv.errors import Closed
 from pyllamakv.native._plk import ffi
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
-
     from numpy.typing import NDArray
 
-_ROOM: Final = 16384
 _INT32: Final = np.dtype(np.int32)
 _INT8: Final = np.dtype(np.int8)
-_KINDS: Final = {0: "cpu", 1: "gpu", 2: "accelerator"}
-_NULL: Final = ffi.NULL
 
 
-def _struct(name: str) -> Any:
-    made = ffi.new(f"{name} *")
-    made.size = ffi.sizeof(name)
-    return made
-
-
-def _array(values: Any, dtype: Any) -> Any:
+def _flat(values: Any, dtype: Any) -> Any:
+    """Return an array that C can read in place; copied only where it cannot."""
     if values.dtype is not dtype or not values.flags.c_contiguous:
         return np.ascontiguousarray(values, dtype)
     return values
@@ -70,47 +52,19 @@ class _Scratch:
         self.model = model
         self.n_vocab = n_vocab
         self.words = max(1, (n_seq_max + 63) // 64)
-        self.batch = _struct("plk_batch")
-        self.cells = _struct("plk_cells_info")
+        self.batch = struct("plk_batch")
+        self.cells = struct("plk_cells_info")
 
 
-class Local:
+class Local(Models):
     """Speak to a library that is loaded into this process."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        sink: Callable[[Iterable[tuple[int, str]]], None] = forward,
-    ) -> None:
-        """Load the library; raises LoadError. ``sink`` takes its log records as they are read."""
-        self._lib: Any = loading.load(path)
-        self._log = Log(sink)
-        self._ids = itertools.count(1)
-        self._models: dict[int, Any] = {}
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._contexts: dict[int, Any] = {}
         self._scratch: dict[int, _Scratch] = {}
-        self._samplers: dict[int, tuple[Any, int]] = {}
-        self._draining = threading.Lock()
-        self._record = (ffi.new("int32_t *"), ffi.new("char[]", _ROOM))
-        self._lost = 0
         # Bound once: decode_one is called for every token.
-        self._decode_one: Any = self._lib.plk_decode_one
-        self._done(self._lib.plk_init(), f"start {path.name}")
-        self.about = self._read_about()
-
-    def _read_about(self) -> About:
-        text = self._lib.plk_probes()
-        try:
-            probes = json.loads(ffi.string(text)) if text != _NULL else {}
-        except ValueError:
-            probes = {}
-        return About(
-            abi=self._lib.plk_abi(),
-            variant=ffi.string(self._lib.plk_variant()).decode(),
-            capabilities=Capability(self._lib.plk_capabilities()),
-            probes=probes.get("groups", probes),
-        )
+        self._one: Any = self._lib.plk_decode_one
 
     def close(self) -> None:
         """Free what is left: contexts and samplers before their models. May be repeated."""
@@ -118,149 +72,241 @@ class Local:
             self.model_free(ModelHandle(model))
         self._drain()
 
-    # failures and logs
-    def _fail(self, code: int, what: str, doing: codes.Doing = "library", **more: Any) -> NoReturn:
-        # The text belongs to this thread's last call: read it before anything else.
-        text = self._lib.plk_last_error()
-        said = ffi.string(text).decode("utf-8", "replace") if text != _NULL else ""
-        self._drain()
-        codes.fail(code, what, said, doing=doing, log=self._log.tail(), **more)
-
-    def _done(self, code: int, what: str, doing: codes.Doing = "library", **more: Any) -> None:
-        if code < 0:
-            self._fail(code, what, doing, **more)
-
-    def _gone(self, what: str) -> NoReturn:
-        raise Closed(f"this {what} was closed; make a new one")
-
-    def _model(self, handle: int) -> Any:
-        return self._models.get(handle) or self._gone("model")
-
-    def _context(self, handle: int) -> Any:
-        return self._contexts.get(handle) or self._gone("context")
-
-    def _drain(self) -> None:
-        # Not waiting: the thread that drains takes everything, and a finaliser may run inside it.
-        if not self._draining.acquire(blocking=False):
-            return
-        try:
-            level, text = self._record
-            records = []
-            while (length := self._lib.plk_log_read(level, text, _ROOM)) >= 0:
-                line = bytes(ffi.buffer(text, min(length, _ROOM)))
-                records.append((level[0], line.decode("utf-8", "replace").rstrip("\n\0")))
-            lost = self._lib.plk_log_lost()
-            if lost > self._lost:
-                records.append((3, f"{lost - self._lost} lines of the log were lost"))
-                self._lost = lost
-            self._log.add(records)
-        finally:
-            self._draining.release()
-
-    def logs(self) -> list[tuple[int, str]]:
-        """Drain the log."""
-        self._drain()
-        return self._log.take()
-
-    def log_level(self, lowest: int) -> None:
-        """Keep only records of this level and above from now on."""
-        self._lib.plk_log_level(lowest)
-
-    def devices(self) -> list[Device]:
-        """List the devices."""
-        found = []
-        raw = _struct("plk_device")
-        for index in range(self._lib.plk_device_count()):
-            self._done(self._lib.plk_device_read(index, raw), f"read device {index}")
-            name, description = (
-                ffi.string(text).decode("utf-8", "replace") for text in (raw.name, raw.description)
-            )
-            kind = _KINDS.get(raw.kind, "unknown")
-            found.append(Device(name, description, kind, raw.memory_free, raw.memory_total))
-        return found
-
-    def rpc_serve(self, endpoint: str, device: str | None, memory: int) -> None:
-        """Serve a device to other processes at host:port; returns only when that failed."""
-        named = device.encode() if device else _NULL
-        self._done(self._lib.plk_rpc_serve(endpoint.encode(), named, memory), f"serve {endpoint}")
-
-    # models
-    def model_load(self, path: str, params: ModelParams) -> ModelHandle:
-        """Load a model or raise ModelError."""
-        raw = _struct("plk_model_params")
-        alive = structs.fill(raw, params, lambda text: ffi.new("char[]", text))
-        out = ffi.new("plk_model **")
-        code = self._lib.plk_model_load(str(path).encode(), raw, out)
-        del alive
-        self._done(code, f"load {path}", "model")
-        self._drain()
-        handle = ModelHandle(next(self._ids))
-        self._models[handle] = out[0]
-        return handle
-
     def model_free(self, model: ModelHandle) -> None:
         """Free a model after the contexts and samplers that live on it. May be repeated."""
         for context in [c for c, scratch in self._scratch.items() if scratch.model == model]:
             self.context_free(ContextHandle(context))
-        for sampler in [s for s, (_raw, owner) in self._samplers.items() if owner == model]:
-            self.sampler_free(SamplerHandle(sampler))
-        raw = self._models.pop(model, None)
+        super().model_free(model)
+
+    def _context(self, handle: int) -> Any:
+        return self._contexts.get(handle) or self._gone("context")
+
+    # contexts
+    def context_new(self, model: ModelHandle, params: ContextParams) -> ContextHandle:
+        """Make a context or raise ContextError."""
+        raw = struct("plk_context_params")
+        structs.fill(raw, params, lambda text: ffi.new("char[]", text))
+        out = ffi.new("plk_context **")
+        code = self._lib.plk_context_new(self._model(model), raw, out)
+        self._done(code, "make a context", "context")
+        self._drain()
+        handle = ContextHandle(next(self._ids))
+        n_vocab = self.model_info(model).n_vocab
+        self._scratch[handle] = _Scratch(model, n_vocab, params.n_seq_max)
+        self._contexts[handle] = out[0]
+        return handle
+
+    def context_free(self, context: ContextHandle) -> None:
+        """Free a context. May be repeated."""
+        self._scratch.pop(context, None)
+        raw = self._contexts.pop(context, None)
         if raw is not None:
-            self._lib.plk_model_free(raw)
+            self._lib.plk_context_free(raw)
 
-    def model_info(self, model: ModelHandle) -> ModelInfo:
-        """Describe a model."""
-        raw = _struct("plk_model_info")
-        self._done(self._lib.plk_model_read(self._model(model), raw), "read the model", "model")
-        return structs.read(ModelInfo, raw)
+    def context_info(self, context: ContextHandle) -> ContextInfo:
+        """Describe a context as it was made."""
+        raw = struct("plk_context_info")
+        code = self._lib.plk_context_read(self._context(context), raw)
+        self._done(code, "read the context", "context")
+        return structs.read(ContextInfo, raw)
 
-    def model_meta(self, model: ModelHandle, key: str) -> str | None:
-        """Return a value of the model file's metadata, or None."""
-        room = 1024
-        while True:
-            text = ffi.new("char[]", room)
-            length = self._lib.plk_model_meta(self._model(model), key.encode(), text, room)
-            if length < OWN:
-                self._fail(length, f"read {key}", "model")
-            if length < room:
-                found = bytes(ffi.buffer(text, max(0, length)))
-                return found.decode("utf-8", "replace") if length >= 0 else None
-            room = length + 1
+    def threads(self, context: ContextHandle, n_threads: int, n_threads_batch: int) -> None:
+        """Set how many threads compute from now on."""
+        code = self._lib.plk_threads(self._context(context), n_threads, n_threads_batch)
+        self._done(code, "set the threads")
 
-    def tokenize(
-        self, model: ModelHandle, text: bytes, add_special: bool, parse_special: bool
-    ) -> list[int]:
-        """Return the tokens of a text."""
-        raw = self._model(model)
-        room = len(text) + 8
-        for _attempt in range(2):
-            tokens = ffi.new("int32_t[]", room)
-            count = self._lib.plk_tokenize(
-                raw, text, len(text), tokens, room, add_special, parse_special
+    def decode(
+        self,
+        context: ContextHandle,
+        token: NDArray[np.int32],
+        pos: NDArray[np.int32],
+        seq_count: NDArray[np.int32] | None,
+        seq_id: NDArray[np.int32],
+        logits: NDArray[np.int8] | None,
+    ) -> int:
+        """Run one batch; return llama_decode's own code."""
+        raw = self._context(context)
+        batch = self._scratch[context].batch
+        token, pos, seq_id = _flat(token, _INT32), _flat(pos, _INT32), _flat(seq_id, _INT32)
+        n_tokens = len(token)
+        ids = n_tokens
+        if seq_count is not None:
+            seq_count = _flat(seq_count, _INT32)
+            ids = int(seq_count.sum()) if len(seq_count) == n_tokens else -1
+        if logits is not None:
+            logits = _flat(logits, _INT8)
+        # C reads as many as it is told: what is too short must not reach it.
+        wanted = n_tokens if logits is None else len(logits)
+        if not len(pos) == wanted == n_tokens or len(seq_id) != ids:
+            raise self._error(
+                Code.EINVAL, f"decode {n_tokens} tokens: the arrays differ in length", "decode"
             )
-            if count >= 0:
-                return ffi.unpack(tokens, count)  # type: ignore[no-any-return]
-            if count in tuple(Code) and -count <= room:
-                break
-            room = -count
-        self._fail(count, f"tokenize {len(text)} bytes", "model")
+        keep = (
+            ffi.from_buffer("int32_t[]", token),
+            ffi.from_buffer("int32_t[]", pos),
+            ffi.from_buffer("int32_t[]", seq_id),
+            NULL if seq_count is None else ffi.from_buffer("int32_t[]", seq_count),
+            NULL if logits is None else ffi.from_buffer("int8_t[]", logits),
+        )
+        batch.n_tokens = n_tokens
+        batch.token, batch.pos, batch.seq_id, batch.seq_count, batch.logits = keep
+        code: int = self._lib.plk_decode(raw, batch)
+        if code < OWN:
+            raise self._error(code, f"decode {n_tokens} tokens", "decode")
+        return code
 
-    def token_piece(self, model: ModelHandle, token: int, special: bool) -> bytes:
-        """Return the bytes of a token."""
-        raw = self._model(model)
-        room = 128
-        for _attempt in range(2):
-            piece = ffi.new("char[]", room)
-            count = self._lib.plk_token_piece(raw, token, piece, room, special)
-            if count >= 0:
-                return bytes(ffi.buffer(piece, count))
-            if count in tuple(Code):
-                break
-            room = -count
-        self._fail(count, f"read token {token}", "model")
+    def decode_one(self, context: ContextHandle, token: int, pos: int, seq_id: int) -> int:
+        """Run one token of one sequence with logits."""
+        try:
+            code: int = self._one(self._contexts[context], token, pos, seq_id)
+        except KeyError:
+            self._gone("context")
+        if code < OWN:
+            raise self._error(code, f"decode token {token} at {pos} of sequence {seq_id}", "decode")
+        return code
 
-    def token_is_eog(self, model: ModelHandle, token: int) -> bool:
-        """Tell whether a token ends a generation."""
-        code = self._lib.plk_token_is_eog(self._model(model), token)
-        self._done(code, f"read token {token}", "model")
-        return bool(code)
+    def logits(self, context: ContextHandle, index: int, n_vocab: int) -> NDArray[np.float32]:
+        """Return a read-only view (n_vocab,) of logits; it lives until the next decode."""
+        raw = self._context(context)
+        if not 0 < n_vocab <= self._scratch[context].n_vocab:
+            raise self._error(
+                Code.EINVAL, f"read {n_vocab} logits of a smaller vocabulary", "decode"
+            )
+        found = self._lib.plk_logits(raw, index)
+        if found == NULL:
+            raise self._error(
+                Code.EINVAL, f"read the logits of place {index}: there are none", "decode"
+            )
+        view = np.frombuffer(ffi.buffer(found, 4 * n_vocab), np.float32)
+        view.flags.writeable = False
+        return view
+
+    def cancel(self, context: ContextHandle) -> None:
+        """End the decode that runs; callable from any thread."""
+        self._lib.plk_cancel(self._context(context))
+
+    def cancel_after(self, context: ContextHandle, polls: int) -> None:
+        """Abort later decodes at this poll of the abort callback; negative: never."""
+        self._lib.plk_cancel_after(self._context(context), polls)
+
+    def cancel_polls(self, context: ContextHandle) -> int:
+        """Return how often the last decode polled the abort callback."""
+        return int(self._lib.plk_cancel_polls(self._context(context)))
+
+    # sequences
+    def clear(self, context: ContextHandle, data: bool) -> None:
+        """Forget every sequence; with ``data`` the contents too."""
+        self._done(self._lib.plk_clear(self._context(context), data), "clear", "sequence")
+
+    def seq_rm(self, context: ContextHandle, seq: int, p0: int, p1: int) -> bool:
+        """Remove positions; False when the memory refuses a partial removal."""
+        code = self._lib.plk_seq_rm(self._context(context), seq, p0, p1)
+        if code == Code.EREFUSED:
+            return False
+        self._done(code, f"remove {p0}:{p1} of sequence {seq}", "sequence")
+        return True
+
+    def seq_cp(self, context: ContextHandle, src: int, dst: int, p0: int, p1: int) -> None:
+        """Share positions of one sequence with another."""
+        code = self._lib.plk_seq_cp(self._context(context), src, dst, p0, p1)
+        self._done(code, f"copy {p0}:{p1} of sequence {src} to {dst}", "sequence")
+
+    def seq_keep(self, context: ContextHandle, seq: int) -> None:
+        """Remove every other sequence."""
+        self._done(self._lib.plk_seq_keep(self._context(context), seq), "keep one", "sequence")
+
+    def seq_add(self, context: ContextHandle, seq: int, p0: int, p1: int, delta: int) -> None:
+        """Move positions by a distance."""
+        code = self._lib.plk_seq_add(self._context(context), seq, p0, p1, delta)
+        self._done(code, f"shift {p0}:{p1} of sequence {seq} by {delta}", "sequence")
+
+    def seq_div(self, context: ContextHandle, seq: int, p0: int, p1: int, divisor: int) -> None:
+        """Divide positions."""
+        code = self._lib.plk_seq_div(self._context(context), seq, p0, p1, divisor)
+        self._done(code, f"divide {p0}:{p1} of sequence {seq} by {divisor}", "sequence")
+
+    def seq_pos_min(self, context: ContextHandle, seq: int) -> int:
+        """Return the first position of a sequence, -1 when it is empty."""
+        found: int = self._lib.plk_seq_pos_min(self._context(context), seq)
+        if found < OWN:
+            raise self._error(found, f"read sequence {seq}", "sequence")
+        return found
+
+    def seq_pos_max(self, context: ContextHandle, seq: int) -> int:
+        """Return the last position of a sequence, -1 when it is empty."""
+        found: int = self._lib.plk_seq_pos_max(self._context(context), seq)
+        if found < OWN:
+            raise self._error(found, f"read sequence {seq}", "sequence")
+        return found
+
+    # the cache
+    def defrag(self, context: ContextHandle) -> RawDefrag:
+        """Defragment or raise Unsupported."""
+        raw = struct("plk_defrag_report")
+        code = self._lib.plk_defrag(self._context(context), raw)
+        self._done(code, "defragment", "cache", capability=Capability.DEFRAG)
+        return structs.read(RawDefrag, raw)
+
+    def update(self, context: ContextHandle) -> None:
+        """Apply what is pending: shifts and stream copies."""
+        self._done(self._lib.plk_update(self._context(context)), "update the cache", "cache")
+
+    def cells(self, context: ContextHandle, cache: int) -> RawCells:
+        """Read the cells of one stream of one cache, or raise Unsupported."""
+        raw = self._context(context)
+        scratch = self._scratch[context]
+        code = self._lib.plk_cells_info_read(raw, cache, scratch.cells)
+        if code >= 0:
+            info = structs.read(CellsInfo, scratch.cells)
+            n_cells = info.n_cells
+            both = np.empty((2, n_cells), _INT32)
+            seqs = np.empty((n_cells, scratch.words), np.uint64)
+            place = ffi.from_buffer("int32_t[]", both)
+            code = self._lib.plk_cells_read(
+                raw,
+                cache,
+                n_cells,
+                place,
+                place + n_cells,
+                ffi.from_buffer("uint64_t[]", seqs),
+                scratch.words,
+            )
+            if code == n_cells:
+                return RawCells(info, both[0], both[1], seqs)
+        raise self._error(
+            min(code, -1), f"read cache {cache}", "cache", capability=Capability.CELLS
+        )
+
+    def counters(self, context: ContextHandle) -> Counters:
+        """Read the counters or raise Unsupported."""
+        raw = struct("plk_counters")
+        code = self._lib.plk_counters_read(self._context(context), raw)
+        self._done(code, "read the counters", "cache", capability=Capability.COUNTERS)
+        return structs.read(Counters, raw)
+
+    # states
+    def state_save(self, context: ContextHandle, seq: int) -> bytes:
+        """Return everything that the cache holds of a sequence."""
+        raw = self._context(context)
+        size = self._lib.plk_state_size(raw, seq)
+        self._done(size, f"measure sequence {seq}", "state", capability=Capability.STATES)
+        data = np.empty(size, np.uint8)
+        place = ffi.from_buffer("uint8_t[]", data)
+        length = self._lib.plk_state_save(raw, seq, place, size)
+        self._done(length, f"save sequence {seq}", "state", capability=Capability.STATES)
+        return data[:length].tobytes()
+
+    def state_load(self, context: ContextHandle, seq: int, state: bytes) -> int:
+        """Restore a sequence; return the bytes read, 0 when the library refused."""
+        place = ffi.from_buffer("uint8_t[]", state)
+        length: int = self._lib.plk_state_load(self._context(context), seq, place, len(state))
+        if length == Code.EREFUSED:
+            return 0
+        self._done(length, f"restore sequence {seq}", "state", capability=Capability.STATES)
+        return length
+
+    def sample(self, sampler: SamplerHandle, context: ContextHandle, index: int) -> int:
+        """Choose a token from the logits of a place, and remember it."""
+        token: int = self._lib.plk_sample(self._sampler(sampler), self._context(context), index)
+        self._done(token, f"sample at place {index}", "sampler", capability=Capability.SAMPLER)
+        return token

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pyllamakv.binding.protocol import Memory
@@ -28,10 +27,14 @@ _READ: dict[str, Callable[[Any], Any] | None] = {
 }
 
 
-@cache
-def _plan(kind: type) -> tuple[tuple[str, Callable[[Any], Any] | None], ...]:
-    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
-    return tuple((item.name, _READ[str(item.type)]) for item in fields)
+_Plan = tuple[tuple[str, "Callable[[Any], Any] | None"], ...]
+_plans: dict[type, _Plan] = {}
+
+
+def _plan(kind: Any) -> _Plan:
+    made = tuple((item.name, _READ[str(item.type)]) for item in dataclasses.fields(kind))
+    _plans[kind] = made
+    return made
 
 
 def read(kind: type[T], struct: Any) -> T:
@@ -39,7 +42,7 @@ def read(kind: type[T], struct: Any) -> T:
     return kind(
         *[
             getattr(struct, name) if convert is None else convert(getattr(struct, name))
-            for name, convert in _plan(kind)
+            for name, convert in _plans.get(kind) or _plan(kind)
         ]
     )
 

@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import resource
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,12 +25,11 @@ from pyllamakv.home import home
 from pyllamakv.source.store import disk_room
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from rich.progress import Progress
+    from collections.abc import Iterator
 
     from pyllamakv.building.variant import Request, Spec, Variant
     from pyllamakv.patching.apply import Patched
+    from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
 
 log = logging.getLogger(__name__)
@@ -113,14 +113,14 @@ def _obtain(
         return found
     from pyllamakv.source.store import open_store
 
-    open_store().export(source.tree, wanted.tree)
     folder = wanted.objects
     folder.mkdir(parents=True, exist_ok=True)
     before = _cpu_seconds()
-    with _held(folder) as held, _reporting(progress, str(wanted.spec)) as report:
-        job = cmake.Job(folder, folder / "build.log", _environment(wanted), report, (held,))
+    with _held(wanted.tree) as held:
+        open_store().export(source.tree, wanted.tree)
+        job = cmake.Job(folder, folder / "build.log", _environment(), progress, (held,))
         job.log.write_text(f"variant {name}\n", encoding="utf-8")
-        cmake.configure(job, _NATIVE, _definitions(wanted, source, name))
+        cmake.configure(job, _NATIVE, _definitions(wanted, name))
         cmake.compile_targets(job, _TARGETS, jobs or default_jobs())
     spent = _cpu_seconds() - before
     log.info("built %s in %.1f CPU seconds", name, spent)
@@ -128,32 +128,29 @@ def _obtain(
 
 
 def _source(wanted: Request, progress: Progress | None) -> Source:
-    from pyllamakv.source import fetch
-
     from pyllamakv.patching import apply
+    from pyllamakv.source import fetch
 
     release = fetch.fetch(wanted.release, progress=progress)
     patched = apply.apply(release, wanted.spec.series)
     return Source(patched.commit, patched.tree, patched.patches, patched.digest)
 
 
-def _definitions(wanted: Request, source: Source, name: str) -> dict[str, str]:
+def _definitions(wanted: Request, name: str) -> dict[str, str]:
     """Return the CMake variables of a build: options, tools, and what makes it reproducible."""
-    root = str(wanted.tree)
-    flags = f"-ffile-prefix-map={root}=llama.cpp -ffile-prefix-map={_NATIVE}=plk"
-    flags += f" -ffile-prefix-map={wanted.objects}=build"
+    names = {wanted.tree: "llama.cpp", _NATIVE: "plk", wanted.objects: "build"}
+    words = [f"-ffile-prefix-map={path}={short}" for path, short in names.items()]
     if wanted.native:
         # A compiler cache sees the words `-march=native`, not what they mean on this machine.
         meaning = hashlib.sha256(" ".join(wanted.cpu_flags).encode()).hexdigest()[:12]
-        flags += f" -DPLK_NATIVE_{meaning}"
+        words.append(f"-DPLK_NATIVE_{meaning}")
+    flags = shlex.join(words)
     definitions = {
         **wanted.backend.options,
         **wanted.backend.places,
-        "PLK_LLAMA_SRC": root,
+        "PLK_LLAMA_SRC": str(wanted.tree),
         "PLK_VARIANT": name,
         "PLK_BACKEND": wanted.backend.name,
-        # Probes ask the tree's headers; another tree must not be given their old answers.
-        "PLK_TREE": source.tree,
         "CMAKE_BUILD_TYPE": "Release",
         "CMAKE_POSITION_INDEPENDENT_CODE": "ON",
         "CMAKE_BUILD_RPATH_USE_ORIGIN": "ON",
@@ -168,12 +165,26 @@ def _definitions(wanted: Request, source: Source, name: str) -> dict[str, str]:
     return definitions
 
 
-def _environment(wanted: Request) -> dict[str, str]:
+def _environment() -> dict[str, str]:
+    extra = {"CCACHE_NOHASHDIR": "1", "CCACHE_SLOPPINESS": "time_macros"}
     # Trees of two releases share objects only if their paths are hashed relative to one parent.
-    base = os.environ.get("CCACHE_BASEDIR") or str(home())
-    return cmake.environment(
-        {"CCACHE_BASEDIR": base, "CCACHE_NOHASHDIR": "1", "CCACHE_SLOPPINESS": "time_macros"}
-    )
+    extra["CCACHE_BASEDIR"] = os.environ.get("CCACHE_BASEDIR") or str(home())
+    if "CCACHE_DIR" not in os.environ and not _can_write(_cache_folder()):
+        extra["CCACHE_DIR"] = str(home() / "objects" / "ccache")
+    return cmake.environment(extra)
+
+
+def _cache_folder() -> Path:
+    """Return where ccache would keep its files; without a place it fails, and the build too."""
+    user = Path(os.environ.get("HOME") or "/nonexistent")
+    if (user / ".ccache").is_dir():
+        return user / ".ccache"
+    return Path(os.environ.get("XDG_CACHE_HOME") or user / ".cache") / "ccache"
+
+
+def _can_write(folder: Path) -> bool:
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    return existing != Path(existing.anchor) and os.access(existing, os.W_OK | os.X_OK)
 
 
 def _cpu_seconds() -> float:
@@ -192,7 +203,7 @@ def _locked(wanted: Request, progress: Progress | None) -> Iterator[None]:
     except filelock.Timeout:
         log.info("another build of %s is at work; waiting for it", wanted.release.name)
         if progress:
-            progress.console.print(f"waiting for another build of {wanted.release.name}")
+            progress(f"waiting for another build of {wanted.release.name}", 0, None)
         lock.acquire()
     try:
         yield
@@ -201,36 +212,19 @@ def _locked(wanted: Request, progress: Progress | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _held(folder: Path) -> Iterator[int]:
-    """Lock a build folder through a descriptor that its compilers inherit.
+def _held(tree: Path) -> Iterator[int]:
+    """Lock a tree through a descriptor that the compilers inherit.
 
-    The release's lock ends with this process; if it is killed, its compilers may still be writing.
+    The release's lock ends with this process; if it is killed, its compilers may still be at work.
     """
-    handle = os.open(folder / ".busy", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    handle = os.open(
+        tree.with_name(f"{tree.name}.busy"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666
+    )
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield handle
     finally:
         os.close(handle)
-
-
-@contextlib.contextmanager
-def _reporting(
-    progress: Progress | None, what: str
-) -> Iterator[Callable[[str, int, int], None] | None]:
-    """Show a bar for the build while it runs."""
-    if progress is None:
-        yield None
-        return
-    task = progress.add_task(f"build {what}", total=None)
-
-    def report(step: str, done: int, total: int) -> None:
-        progress.update(task, description=f"{what}: {step}", completed=done, total=total or None)
-
-    try:
-        yield report
-    finally:
-        progress.remove_task(task)
 
 
 @contextlib.contextmanager

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 from pyllamakv.errors import CommandFailed, DiskFull, ToolMissing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from typing import IO
+
+    from pyllamakv.source.progress import Progress
 
 
 _CURE = "install the wheels into the Python that runs pyllamakv: `pip install cmake ninja`"
@@ -55,7 +57,7 @@ class Job:
     folder: Path
     log: Path
     env: Mapping[str, str]
-    report: Callable[[str, int, int], None] | None = None
+    report: Progress | None = None
     held: tuple[int, ...] = ()
 
 
@@ -119,7 +121,7 @@ def run(job: Job, command: Sequence[str], what: str) -> None:
     """
     kept: deque[str] = deque(maxlen=4000)
     if job.report:
-        job.report(what, 0, 0)
+        job.report(what, 0, None)
     with job.log.open("a", encoding="utf-8", errors="replace") as log:
         log.write(f"\n$ {' '.join(command)}\n")
         log.flush()
@@ -130,7 +132,7 @@ def run(job: Job, command: Sequence[str], what: str) -> None:
                 kept.append(line)
                 step = _STEP.match(line)
                 if step and job.report:
-                    job.report(_short(step[3]), int(step[1]), int(step[2]))
+                    job.report(f"{what}: {_short(step[3])}", int(step[1]), int(step[2]))
             code = process.wait()
         log.write(f"# exit status {code}\n")
     if code != 0:

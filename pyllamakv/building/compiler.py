@@ -6,6 +6,7 @@ change, together with the processor's own flags.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -17,7 +18,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pyllamakv.building.manifest import machine_flags
 from pyllamakv.errors import ToolMissing
@@ -105,12 +106,10 @@ def find(cache: Path | None = None, environ: Mapping[str, str] | None = None) ->
     c, cxx = _paths(env)
     stamp = _stamp(c, cxx)
     known = _read(cache)
-    if stamp in known:
-        try:
-            entry = known[stamp]
+    entry = known.get(stamp)
+    if isinstance(entry, dict):
+        with contextlib.suppress(TypeError, KeyError):
             return Compiler(**{**entry, "native_flags": tuple(entry["native_flags"])})
-        except (TypeError, KeyError):
-            known = {}
     found = _ask(c, cxx)
     if cache is not None:
         known[stamp] = dataclasses.asdict(found)
@@ -183,7 +182,7 @@ def _stamp(c: str, cxx: str) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def _read(cache: Path | None) -> dict[str, dict[str, str]]:
+def _read(cache: Path | None) -> dict[str, Any]:
     try:
         known = json.loads(cache.read_text(encoding="utf-8")) if cache else {}
     except (OSError, ValueError):
@@ -191,7 +190,7 @@ def _read(cache: Path | None) -> dict[str, dict[str, str]]:
     return known if isinstance(known, dict) else {}
 
 
-def _write(cache: Path, known: Mapping[str, object]) -> None:
+def _write(cache: Path, known: Mapping[str, Any]) -> None:
     # A cache that cannot be written costs time, nothing else.
     part = cache.with_name(f"{cache.name}.{os.getpid()}.part")
     try:

@@ -74,10 +74,8 @@ def _platform() -> Finding:
 
 
 def _python() -> Finding:
-    found = platform.python_version()
-    if sys.version_info >= (3, 11):
-        return Finding("python", "ok", found)
-    return Finding("python", "missing", found, "install Python 3.11 or newer")
+    # An older Python could not have imported this package.
+    return Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
 
 
 def _compiler() -> Finding:

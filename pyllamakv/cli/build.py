@@ -21,6 +21,7 @@ def command(
     release: Annotated[
         str, typer.Argument(help="0.3.9, b4980, git:URL@REF, path:DIR; or a variant, 0.3.9+stock.")
     ] = "0.3.9",
+    *,
     series: Annotated[
         str | None, typer.Option("--series", help="Build with these patches only: a,b.")
     ] = None,
@@ -41,11 +42,12 @@ def command(
 ) -> None:
     """Build a release, stock and patched; what is built already costs nothing."""
     from pyllamakv.building.build import build
+    from pyllamakv.cli import showing
 
     if stock + both + (series is not None) > 1:
         raise UsageError("choose one of --series, --stock and --all")
     built: list[tuple[Spec, Variant]] = []
-    with _progress() as progress:
+    with showing.progress() as progress:
         for spec in _specs(release, series, stock=stock, both=both):
             variant = build(
                 spec, backend=backend, native=not portable, jobs=jobs, progress=progress
@@ -72,14 +74,6 @@ def _specs(release: str, series: str | None, *, stock: bool, both: bool) -> list
     if series is not None:
         return [parse(f"{release}+{series}")]
     return [Spec(release, ()), Spec(release, None)]
-
-
-def _progress() -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
 
 
 def _text(spec: Spec, variant: Variant) -> str:

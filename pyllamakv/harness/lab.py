@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from pyllamakv.binding.protocol import Capability, ContextParams, ModelHandle, ModelParams, Native
+from pyllamakv.binding.protocol import Capability, ContextParams, Counters, ModelHandle, ModelParams, Native
 from pyllamakv.errors import (
     ContextError,
     DecodeError,
@@ -28,7 +28,8 @@ from pyllamakv.errors import (
     WorkerDied,
     WorkerTimeout,
 )
-from pyllamakv.harness import rows, synthetic
+from pyllamakv.harness import synthetic
+from pyllamakv.harness.cellmap import Picture
 from pyllamakv.harness.player import Player
 from pyllamakv.harness.reference import Reference, Tolerance
 from pyllamakv.harness.verdict import Outcome
@@ -48,15 +49,6 @@ SPOILED = ("data", "crash", "hang")
 
 #: Opens the library at a path with an environment, in a worker.
 Opener = Callable[[Path, dict[str, str]], Any]
-
-
-@dataclass(frozen=True)
-class Picture:
-    """Hold the cells at one moment: position (-1 free) and first owner of each."""
-
-    label: str
-    pos: tuple[int, ...]
-    owner: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -146,6 +138,23 @@ class Lab:
             msg = f"this build lacks {name.lower()}"
             raise Unsupported(msg, capability=name.lower())
 
+    def counters(self, player: Player) -> Counters:
+        """Return a player's counters; raises Unsupported where the build does not count."""
+        found = player.counters()
+        if found is None:
+            msg = "this build does not count (the patch kv-counters is not in it)"
+            raise Unsupported(msg, capability="counters")
+        return found
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the tokens of a text, with what the model wants in front."""
+        return self.native.tokenize(self.model, text.encode(), True, False)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        pieces = (self.native.token_piece(self.model, token, False) for token in tokens)
+        return b"".join(pieces).decode("utf-8", "replace")
+
     def note(self, **facts: Any) -> None:
         """Keep numbers for the report."""
         self.notes |= facts
@@ -154,7 +163,7 @@ class Lab:
         """Keep the cells as they lie for the report, and return them."""
         snapshot = player.snapshot()
         if snapshot is not None:
-            self.pictures.append(_draw(snapshot, label))
+            self.pictures.append(Picture.of(snapshot, label))
         return snapshot
 
     def logs(self, lowest: int = 3) -> list[str]:
@@ -233,8 +242,7 @@ class Bench:
     def _model(self, native: Native, name: str) -> ModelHandle:
         key = (id(native), name)
         if key not in self._models:
-            path = Path(name) if name.endswith(".gguf") else synthetic.model(name)
-            self._models[key] = native.model_load(str(path), ModelParams())
+            self._models[key] = native.model_load(str(synthetic.model(name)), ModelParams())
         return self._models[key]
 
     def _drop(self, key: tuple[str, tuple[tuple[str, str], ...]]) -> None:
@@ -273,26 +281,6 @@ def classify(error: Exception) -> Outcome:
         case _:
             where = traceback.format_exception(error)
             return Outcome("fault", "", "".join(where).strip())
-
-
-def run_all(
-    path: Path,
-    scenarios: Sequence[tuple[Scenario, Setting]],
-    *,
-    opener: Opener | None = None,
-) -> list[Run]:
-    """Run scenarios one after the other on one library."""
-    with Bench(opener) as bench:
-        return [bench.run(path, scenario, setting) for scenario, setting in scenarios]
-
-
-def _draw(snapshot: Snapshot, label: str) -> Picture:
-    pos: list[int] = []
-    owner: list[int] = []
-    for cells in snapshot.streams:
-        pos += cells.pos.tolist()
-        owner += [min(rows.owners(words), default=-1) for words in cells.seqs.tolist()]
-    return Picture(label, tuple(pos), tuple(owner))
 
 
 def _close(library: Any) -> None:

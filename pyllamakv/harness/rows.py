@@ -17,8 +17,6 @@ from pyllamakv.runtime import staterows
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from numpy.typing import NDArray
-
     from pyllamakv.binding.protocol import ContextHandle, Native
     from pyllamakv.harness.ledger import Content
     from pyllamakv.runtime.snapshot import Snapshot
@@ -57,27 +55,16 @@ def _compare_sections(
         raise ScenarioFailed(msg, failure="lost", evidence={"sequence": seq})
     rows = order[places]
     for layer, (one, other) in enumerate(zip(old.layers, new.layers, strict=True)):
-        _compare_bytes(one.k, other.k[rows], old.pos, f"K rows of layer {layer}", seq, what)
-        _compare_bytes(one.v, other.v[rows], old.pos, f"V rows of layer {layer}", seq, what)
-
-
-def _compare_bytes(
-    old: NDArray[np.uint8],
-    new: NDArray[np.uint8],
-    pos: NDArray[np.int32],
-    which: str,
-    seq: int,
-    what: str,
-) -> None:
-    wrong = (old != new).any(axis=1)
-    if wrong.any():
-        first = int(pos[wrong].min())
-        msg = (
-            f"{what} changed {int(wrong.sum())} of {len(wrong)} {which}, "
-            f"first at position {first} of sequence {seq}"
-        )
-        evidence = {"sequence": seq, "rows": which, "position": first}
-        raise ScenarioFailed(msg, failure="data", evidence=evidence)
+        for which, before, after in (("K", one.k, other.k), ("V", one.v, other.v)):
+            wrong = (before != after[rows]).any(axis=1)
+            if wrong.any():
+                first = int(old.pos[wrong].min())
+                msg = (
+                    f"{what} changed {int(wrong.sum())} of {len(wrong)} {which} rows of layer "
+                    f"{layer}, first at position {first} of sequence {seq}"
+                )
+                evidence = {"sequence": seq, "layer": layer, "position": first, "of": which}
+                raise ScenarioFailed(msg, failure="data", evidence=evidence)
 
 
 def contents(snapshot: Snapshot) -> Counter[Content]:

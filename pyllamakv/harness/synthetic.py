@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import gguf
 import numpy as np
 
-from pyllamakv.errors import UsageError
+from pyllamakv.errors import Untestable, UsageError
 from pyllamakv.home import home
 
 if TYPE_CHECKING:
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 #: Raised with every change to what `write` puts into a file.
 GENERATOR = 1
+
+#: The name of a real model that the user has, and the variable that says where it lies.
+TEST = "test"
+VARIABLE = "PYLLAMAKV_TEST_MODEL"
 
 #: Where bytes begin in the vocabulary of `Shape.vocab` "bytes", after unknown, start and end.
 BYTE_OFFSET = 3
@@ -75,14 +79,39 @@ def tiny() -> Path:
 
 
 def model(name: str) -> Path:
-    """Return the file of a named model, generating it when it is not there."""
+    """Return the file of a named model, generating it when it is not there.
+
+    ``test`` is the model that PYLLAMAKV_TEST_MODEL names, and the path of a GGUF is itself.
+    """
+    if name in SHAPES:
+        return generate(SHAPES[name], home() / "models")
+    if name == TEST:
+        named = os.environ.get(VARIABLE, "")
+        if not named:
+            msg = f"{VARIABLE} names no model"
+            raise Untestable(msg)
+        name = named
+    path = Path(name)
+    if path.is_file():
+        return path
+    msg = f"there is no model {name!r}: expected a GGUF file or one of {', '.join(SHAPES)}"
+    raise UsageError(msg)
+
+
+def identity(name: str) -> str:
+    """Return what tells the content of a named model, without generating it."""
+    if name in SHAPES:
+        return SHAPES[name].digest
     try:
-        shape = SHAPES[name]
-    except KeyError:
-        known = ", ".join(SHAPES)
-        msg = f"there is no synthetic model {name!r}; expected one of {known}"
-        raise UsageError(msg) from None
-    return generate(shape, home() / "models")
+        with model(name).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except Untestable:
+        return ""
+
+
+def cost(name: str) -> int:
+    """Return roughly how much a run on a named model costs, for the order of work."""
+    return SHAPES[name].n_layer if name in SHAPES else 8
 
 
 def generate(shape: Shape, folder: Path) -> Path:
@@ -133,7 +162,7 @@ def _add_vocab(writer: gguf.GGUFWriter, shape: Shape) -> None:
     words = [b"<unk>", b"<s>", b"</s>", *(f"<0x{byte:02X}>".encode() for byte in range(256))]
     kinds = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
     kinds += [gguf.TokenType.BYTE] * 256
-    extra = ["\u2581", *"abcdefghijklmnopqrstuvwxyz", "\u2581a", "\u2581the", "th", "he", "an", "in"]
+    extra = ["\u2581", *"abcdefghijklmnopqrstuvwxyz", "\u2581a", "\u2581the", "th", "he", "an"]
     words += [word.encode() for word in extra]
     words += [f"<spare{number}>".encode() for number in range(shape.n_vocab - len(words))]
     kinds += [gguf.TokenType.NORMAL] * (shape.n_vocab - len(kinds))
@@ -155,7 +184,7 @@ def _tensors(shape: Shape) -> dict[str, NDArray[np.float32]]:
 
     def matrix(rows: int, columns: int, scale: float) -> NDArray[np.float32]:
         values = draw.standard_normal((rows, columns)) * (scale / np.sqrt(columns))
-        return values.astype(np.float32)
+        return np.asarray(values, dtype=np.float32)
 
     ones = np.ones(width, dtype=np.float32)
     tensors = {"token_embd.weight": matrix(shape.n_vocab, width, np.sqrt(width))}

@@ -51,7 +51,8 @@ def abort(lab: Lab, player: Player, feeds: Feeds, at: int, polls: int) -> None:
         whole = at * len(feed.token) // polls // player.params.n_ubatch * player.params.n_ubatch
         if lost or ghosts > whole or (ghosts and player.info.contiguous_slots):
             evidence = {"lost": lost, "ghosts": ghosts, "allowed": whole}
-            raise ScenarioFailed(f"an aborted decode left {text}", failure="lost", evidence=evidence)
+            msg = f"an aborted decode left {text}"
+            raise ScenarioFailed(msg, failure="lost", evidence=evidence)
         if ghosts:
             lab.note(kept_micro_batches=ghosts // player.params.n_ubatch)
     for seq, start in starts.items():

@@ -108,44 +108,44 @@ def judge(
     conflict: str = "",
     build_error: str = "",
 ) -> Judgement:
-    """Return the verdict of a release: the first line of the design's table that matches.
+    """Return the verdict of a release: the worst of its scenarios.
 
-    ``untestable`` says why nothing can run here, ``conflict`` why no text of the patch applies
-    strictly, ``build_error`` is the first error of the patched build; each is empty otherwise.
+    Each scenario takes the first line of the design's table that matches.
+
+    ``untestable`` says why nothing can run here, ``conflict`` why a patch does not apply strictly
+    (the pairs of its scenarios have no patched side), ``build_error`` is the first error of the
+    patched build; each is empty otherwise.
     """
     counted = [pair for pair in pairs if _countable(pair.stock)]
     stock_failed = sum(_ailing(pair) for pair in counted)
     if untestable:
         return Judgement(Verdict.UNTESTABLE, untestable)
-    if conflict:
-        return _unapplied(counted, conflict, stock_failed)
     if build_error:
-        return Judgement(
-            Verdict.BROKEN_BUILD, build_error, len(counted), stock_failed, 0, {}
-        )
+        return Judgement(Verdict.BROKEN_BUILD, build_error, len(counted), stock_failed)
     scenarios = {
         name: judge_scenario([pair for pair in pairs if pair.scenario == name])
         for name in dict.fromkeys(pair.scenario for pair in pairs)
     }
-    judged = [verdict for verdict in scenarios.values() if verdict is not Verdict.UNTESTABLE]
-    if not judged:
-        reason = _first_message(pairs) or "no scenario could run"
-        return Judgement(Verdict.UNTESTABLE, reason, scenarios=scenarios)
-    verdict = worst(judged)
-    patched = [pair for pair in pairs if pair.patched is not None and _countable(pair.patched)]
-    patched_failed = sum(pair.patched is not None and pair.patched.failed for pair in patched)
-    reason = _reason(verdict, pairs, scenarios, len(counted), stock_failed, patched_failed)
-    return Judgement(verdict, reason, len(counted), stock_failed, patched_failed, scenarios)
+    verdict = worst(scenarios.values())
+    patched_failed = sum(pair.patched is not None and pair.patched.failed for pair in pairs)
+    counts = len(counted), stock_failed, patched_failed
+    reason = _reason(verdict, pairs, scenarios, conflict, counts)
+    return Judgement(verdict, reason, *counts, scenarios)
 
 
 def judge_scenario(pairs: Sequence[Pair]) -> Verdict:
     """Return the verdict of one scenario over its settings, all of them run on both sides."""
+    if all(pair.patched is None for pair in pairs):
+        cures = [pair for pair in pairs if pair.kind == "cure" and _countable(pair.stock)]
+        if not cures:
+            return Verdict.UNTESTABLE
+        return Verdict.BROKEN_APPLY if any(map(_ailing, cures)) else Verdict.NATIVE
     ran = [pair for pair in pairs if pair.patched is not None and _countable(pair.patched)]
     if not ran:
         return Verdict.UNTESTABLE
     if any(harms(pair) for pair in ran):
         return Verdict.HARMFUL
-    if any(pair.patched is not None and not _passes(pair.patched) for pair in ran):
+    if any(pair.patched is not None and pair.patched.status != "pass" for pair in ran):
         # A guard must hold on patched; failing it just as stock does is no harm, and no cure.
         return Verdict.INEFFECTIVE
     if any(pair.kind == "cure" and _ailing(pair) for pair in ran):
@@ -166,65 +166,56 @@ def harms(pair: Pair) -> bool:
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """Return the verdict that a release takes from its scenarios."""
-    return min(verdicts, key=SEVERITY.index)
-
-
-def _unapplied(counted: Sequence[Pair], conflict: str, stock_failed: int) -> Judgement:
-    cures = [pair for pair in counted if pair.kind == "cure"]
-    if not cures:
-        return Judgement(Verdict.UNTESTABLE, f"{conflict}; no cure could run on stock")
-    failing = [pair for pair in cures if _ailing(pair)]
-    count = len(counted)
-    if failing:
-        names = ", ".join(dict.fromkeys(pair.scenario for pair in failing))
-        reason = f"{conflict}; stock fails {names}"
-        return Judgement(Verdict.BROKEN_APPLY, reason, count, stock_failed)
-    reason = f"stock passes all {len(cures)} runs of the cures by itself"
-    return Judgement(Verdict.NATIVE, reason, count, stock_failed)
+    """Return the verdict that a release takes from its scenarios; of none: untestable."""
+    return min(verdicts, key=SEVERITY.index, default=Verdict.UNTESTABLE)
 
 
 def _reason(
     verdict: Verdict,
     pairs: Sequence[Pair],
     scenarios: dict[str, Verdict],
-    runs: int,
-    stock_failed: int,
-    patched_failed: int,
+    conflict: str,
+    counts: tuple[int, int, int],
 ) -> str:
-    if verdict in (Verdict.HARMFUL, Verdict.INEFFECTIVE):
-        names = [name for name, found in scenarios.items() if found is verdict]
-        broken = next(
-            pair
-            for pair in pairs
-            if pair.scenario == names[0]
-            and pair.patched is not None
-            and not _passes(pair.patched)
-            and (harms(pair) or verdict is Verdict.INEFFECTIVE)
-        )
-        assert broken.patched is not None
-        what = broken.patched.failure or broken.patched.status
-        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-        return (
-            f"patched fails {patched_failed} of {runs} runs, stock {stock_failed}; "
-            f"{broken.scenario} [{broken.setting}]{more}: {what}: {broken.patched.message}"
-        )
-    if verdict is Verdict.NEEDED:
-        return f"stock fails {stock_failed} of {runs} runs, patched passes all"
-    return f"stock passes every cure, patched passes all {runs} runs"
+    runs, stock_failed, patched_failed = counts
+    named = [name for name, found in scenarios.items() if found is verdict]
+    inside = [pair for pair in pairs if pair.scenario in named]
+    match verdict:
+        case Verdict.UNTESTABLE:
+            return next(filter(None, map(_says, pairs)), conflict or "no scenario could run")
+        case Verdict.BROKEN_APPLY:
+            failing = dict.fromkeys(pair.scenario for pair in inside if _ailing(pair))
+            return f"{conflict or 'no text applies'}; stock fails {', '.join(failing)}"
+        case Verdict.NATIVE:
+            return f"stock passes all {len(inside)} runs of the cures by itself"
+        case Verdict.HARMFUL | Verdict.INEFFECTIVE:
+            broken = next(
+                pair
+                for pair in inside
+                if pair.patched is not None
+                and pair.patched.status != "pass"
+                and _countable(pair.patched)
+                and harms(pair) is (verdict is Verdict.HARMFUL)
+            )
+            assert broken.patched is not None
+            what = broken.patched.failure or broken.patched.status
+            more = f" (and {', '.join(named[1:])})" if len(named) > 1 else ""
+            return (
+                f"stock fails {stock_failed} of {runs} runs, patched {patched_failed}: "
+                f"{broken.scenario} [{broken.setting}]{more}: {what}: {broken.patched.message}"
+            )
+        case Verdict.NEEDED:
+            return f"stock fails {stock_failed} of {runs} runs, patched passes all"
+        case _:
+            return f"stock passes every cure, patched passes all {runs} runs"
 
 
-def _first_message(pairs: Sequence[Pair]) -> str:
-    outcomes = [outcome for pair in pairs for outcome in (pair.stock, pair.patched) if outcome]
-    return next((outcome.message for outcome in outcomes if outcome.message), "")
+def _says(pair: Pair) -> str:
+    return pair.stock.message or (pair.patched.message if pair.patched else "")
 
 
 def _countable(outcome: Outcome) -> bool:
     return outcome.status not in ("skip", "fault")
-
-
-def _passes(outcome: Outcome) -> bool:
-    return outcome.status == "pass"
 
 
 def _ailing(pair: Pair) -> bool:

@@ -15,6 +15,7 @@ _ESCAPES = {
     b"a": b"\a", b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"v": b"\v",
 }  # fmt: skip
 _QUOTED = re.compile(rb"\\([0-7]{3}|.)", re.DOTALL)
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _PREFIX = re.compile(r"\A[abciow]/")
 _NOTHING = "/dev/null"
 
@@ -208,7 +209,7 @@ def _git_names(reader: Reader, line: bytes) -> tuple[str, str] | None:
     # both names are the same
     rest = line.rstrip(b"\r\n").removeprefix(b"diff --git ")
     if rest.startswith(b'"'):
-        parts = re.findall(rb'"(?:[^"\\]|\\.)*"', rest)
+        parts = _STRING.findall(rest)
         if len(parts) != 2:
             raise reader.wrong("expected two names.")
         old, new = (_unquoted(part) for part in parts)
@@ -221,7 +222,8 @@ def _git_names(reader: Reader, line: bytes) -> tuple[str, str] | None:
 
 def _name(reader: Reader, raw: bytes) -> str:
     text = raw.rstrip(b"\r\n")
-    path = _unquoted(text) if text.startswith(b'"') else _decoded(text.split(b"\t", 1)[0])
+    quoted = _STRING.match(text)
+    path = _unquoted(quoted.group()) if quoted else _decoded(text.split(b"\t", 1)[0])
     if not path:
         raise reader.wrong("expected the name of a file.")
     return path if path == _NOTHING else _PREFIX.sub("", path)

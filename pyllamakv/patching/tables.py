@@ -19,10 +19,11 @@ class Table:
 
     data: dict[str, Any]
     where: str
+    path: str = ""
 
     def wrong(self, message: str) -> PatchFormatError:
         """Make the error for this table."""
-        return PatchFormatError(f"{self.where}: {message}", self.where)
+        return PatchFormatError(f"{self.where}: {message}", self.path or self.where)
 
     def string(self, key: str, default: str | None = None) -> str:
         """Return a string."""
@@ -47,7 +48,8 @@ class Table:
         value = self.data.get(key)
         if not isinstance(value, list) or not value or not all(isinstance(v, dict) for v in value):
             raise self.wrong(f"`{key}` must be a list of tables, at least one")
-        found = tuple(Table(v, f"{self.where}: {key} {n}") for n, v in enumerate(value, 1))
+        path = self.path or self.where
+        found = tuple(Table(v, f"{self.where}: {key} {n}", path) for n, v in enumerate(value, 1))
         for table in found:
             table.closed(keys)
         return found

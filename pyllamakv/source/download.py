@@ -39,16 +39,19 @@ def download(
     try:
         with disk_room(place):
             place.parent.mkdir(parents=True, exist_ok=True)
-            return _download(session, url, part, place, sha256, progress or telling.ignore)
+            return _download(
+                session, url, part, place=place, sha256=sha256, tell=progress or telling.ignore
+            )
     except OSError as error:
         msg = f"cannot write {part}: {error}"
         raise FetchError(msg) from error
 
 
 def _download(
-    session: Any, url: str, part: Path, place: Path, sha256: str | None, tell: Progress
+    session: Any, url: str, part: Path, *, place: Path, sha256: str | None, tell: Progress
 ) -> str:
     problem = ""
+    tell(f"download {place.name}", 0, None)
     for attempt in range(TRIES):
         if attempt:
             time.sleep(_PAUSE * attempt)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyllamakv.errors import SourceError
+from pyllamakv.errors import SourceError, UsageError
 from pyllamakv.source.store import disk_room, write_atomic
 
 if TYPE_CHECKING:
@@ -67,13 +67,15 @@ def export(
 ) -> Exported:
     """Make ``folder`` hold exactly a tree; files and folders named in ``keep`` may stay.
 
-    Raises DiskFull, and SourceError for a tree with a path or link that would lead outside.
+    Raises DiskFull, SourceError for a tree with a path or link that would lead outside, and
+    UsageError for a folder that holds anything but an earlier export.
     """
     tree = store.tree_of(what)
     folder = folder.absolute()
     name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
     with store.lock(f"tree-{name}"), disk_room(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        _refuse_foreign(folder, keep)
         entries = store.entries(tree)
         for entry in entries:
             _refuse_unsafe(entry.path)
@@ -117,6 +119,17 @@ def stamped(folder: Path) -> str | None:
 
 def _stamp(folder: Path, tree: str, *, complete: bool) -> None:
     write_atomic(folder / STAMP, json.dumps({"tree": tree, "complete": complete}) + "\n")
+
+
+def _refuse_foreign(folder: Path, keep: Sequence[str]) -> None:
+    """Refuse a folder with files that no export put there: they would all be removed."""
+    if (folder / STAMP).is_file():
+        return
+    tops = {name.split("/")[0] for name in keep}
+    foreign = sorted(path.name for path in folder.iterdir() if path.name not in tops)
+    if foreign:
+        msg = f"{folder} holds other files ({foreign[0]}); name an empty or a new folder"
+        raise UsageError(msg)
 
 
 def _refuse_unsafe(path: str) -> None:
@@ -166,10 +179,9 @@ def _same(file: Path, entry: Entry) -> bool:
         if entry.mode == _LINK:
             data = os.fsencode(file.readlink()) if stat.S_ISLNK(facts.st_mode) else None
         else:
-            plain = stat.S_ISREG(facts.st_mode) and _is_program(entry) == bool(
-                facts.st_mode & 0o100
-            )
-            data = file.read_bytes() if plain else None
+            runs = bool(facts.st_mode & 0o100)
+            alike = stat.S_ISREG(facts.st_mode) and runs == _is_program(entry)
+            data = file.read_bytes() if alike else None
     except OSError:
         return False
     return data is not None and blob_id(data) == entry.blob

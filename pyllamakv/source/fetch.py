@@ -71,11 +71,11 @@ def ensure(spec: str, *, progress: Progress | None = None) -> Release:
 def add(
     what: str, *, progress: Progress | None = None, pin: Path | None = None, keep: bool = False
 ) -> Release:
-    """Add a release that no lock has, and fetch it: a version, ``node-llama-cpp@VERSION``, an
-    archive file, ``git:URL@REF`` or ``path:DIR``.
+    """Add a release that no lock has, and fetch it.
 
-    It is written to the home's lock, or to ``pin``. An archive of a release that a lock has must
-    match that lock; a git reference is looked up anew.
+    ``what`` is a version, ``node-llama-cpp@VERSION``, an archive file, ``git:URL@REF`` or
+    ``path:DIR``. The release is written to the home's lock, or to ``pin``. An archive of a release
+    that a lock has must match that lock; a git reference is looked up anew.
     """
     what = what.strip()
     if what.startswith("path:"):

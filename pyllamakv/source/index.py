@@ -94,7 +94,7 @@ class Index:
                 with _warnings(problems):
                     offered = list(self._ask(kind, url))
             # The HTTP clients of unearth's versions share no base class for what they raise.
-            except Exception as error:  # noqa: BLE001
+            except Exception as error:
                 problems.append(f"{pipconfig.redacted(url)}: {type(error).__name__}: {error}")
                 continue
             answered = answered or bool(offered)

@@ -73,6 +73,7 @@ def save(path: Path, releases: Iterable[Release]) -> None:
             for line in _HEAD.splitlines():
                 document.add(tomlkit.comment(line))
             document.add("version", tomlkit.item(_VERSION))
+            document.add(tomlkit.nl())
         tables = document.get("release")
         if tables is None:
             tables = tomlkit.aot()

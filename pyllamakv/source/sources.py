@@ -80,20 +80,28 @@ def from_folder(spec: str) -> Release:
         msg = f"{folder} holds no llama.cpp: neither {_API[0]} nor {_API[1]} is there"
         raise UnknownRelease(msg, name=spec)
     store = open_store()
-    date = ""
-    if (folder / ".git").exists():
-        with gitting.repository(folder) as repo:
-            listed = repo.git.ls_files("-z", "--cached", "--others", "--exclude-standard")
-            if repo.head.is_valid():
-                when = repo.head.commit.committed_datetime
-                date = when.astimezone(tz=UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        paths = [path for path in listed.split("\0") if path]
-    else:
-        paths = list(_walk(folder))
+    paths, date = _tracked(folder) or (list(_walk(folder)), "")
     tree = _write_tree(store, folder, [p for p in paths if p not in (*KEEP, STAMP)])
     commit = store.commit_tree(tree, [], "llama.cpp as it stood in a folder")
     release = Release(f"path:{folder}", "path", commit, tree, "", date, url=str(folder))
     return _release(store, release)
+
+
+def _tracked(folder: Path) -> tuple[list[str], str] | None:
+    """Return what git would take of a work tree and when its commit was made; None for others."""
+    if not (folder / ".git").exists():
+        return None
+    try:
+        with gitting.repository(folder) as repo:
+            listed = repo.git.ls_files("-z", "--cached", "--others", "--exclude-standard")
+            date = ""
+            if repo.head.is_valid():
+                when = repo.head.commit.committed_datetime.astimezone(tz=UTC)
+                date = when.strftime("%Y-%m-%dT%H:%M:%SZ")
+    except GitError:
+        # An unpacked sdist has a link to a repository that is not there.
+        return None
+    return [path for path in listed.split("\0") if path], date
 
 
 def _release(store: Store, release: Release) -> Release:

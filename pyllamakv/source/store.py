@@ -194,7 +194,7 @@ class Store:
         return self._write("commit-tree", tree, *options, input=text, env=env)
 
     def publish(self, name: str, commit: str) -> None:
-        """Point a ref at a commit; parents that the store lacks are cut off, as in a shallow clone."""
+        """Point a ref at a commit; parents that the store lacks are cut off."""
         with self.lock():
             parents = self.parents(commit)
             if any(not self._resolve(f"{parent}^{{commit}}") for parent in parents):

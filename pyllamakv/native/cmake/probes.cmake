@@ -2,9 +2,119 @@
 #
 # The compiler is called directly and only asked whether the file is right: CMake's own try_compile
 # makes a project per question. An answer is kept under a hash of everything it depends on, so
-# configuring again costs nothing and another tree in the same folder is asked again.
+# configuring again costs nothing, and another tree in the same build folder is asked again.
 
-set(PLK_GROUPS log load context settings memory update cells counters defrag devices sampler rpc)
 set(PLK_INCLUDES
     "${PLK_LLAMA_SRC}/include" "${PLK_LLAMA_SRC}/ggml/include"
     "${PLK_LLAMA_SRC}/src" "${PLK_LLAMA_SRC}/ggml/src")
+
+# Group, then its candidates, best first. `none` is the stub that stands where nothing fits.
+set(PLK_GROUPS load context settings memory cells update defrag counters devices sampler rpc)
+set(PLK_load vocab model)
+set(PLK_context init new)
+set(PLK_settings getter member)
+set(PLK_memory memory self cache)
+set(PLK_cells unified)
+set(PLK_update unified self cache)
+set(PLK_defrag self cache)
+set(PLK_counters counters)
+set(PLK_devices registry)
+set(PLK_sampler chain chain_vocab)
+set(PLK_rpc cached plain)
+
+# Set `out` to the chosen sources, PLK_PROBES to the JSON that plk_probes() answers.
+function(plk_choose folder out)
+    plk_compiler_words(words)
+    plk_headers_hash("${folder}" headers)
+    set(sources "")
+    set(answers "")
+    foreach(group ${PLK_GROUPS})
+        set(winner "none")
+        set(candidates ${PLK_${group}})
+        if(group STREQUAL "rpc" AND NOT GGML_RPC)
+            set(candidates "")
+        endif()
+        foreach(candidate ${candidates})
+            plk_probe("${folder}/${group}/${candidate}.cpp" "${headers}" "${words}" good)
+            if(good)
+                set(winner "${candidate}")
+                break()
+            endif()
+        endforeach()
+        list(APPEND sources "${folder}/${group}/${winner}.cpp")
+        if(winner STREQUAL "none")
+            if(NOT EXISTS "${folder}/${group}/none.cpp")
+                message(FATAL_ERROR
+                    "no candidate of the shim's group '${group}' compiles against ${PLK_LLAMA_SRC}: "
+                    "this release needs a new ${folder}/${group}/<name>.cpp. The compiler's words: "
+                    "${CMAKE_BINARY_DIR}/probes/${group}-*.log")
+            endif()
+            list(APPEND answers "\"${group}\": null")
+        else()
+            list(APPEND answers "\"${group}\": \"${winner}\"")
+        endif()
+        message(STATUS "shim: ${group}: ${winner}")
+    endforeach()
+    list(JOIN answers ", " answers)
+    file(CONFIGURE OUTPUT "${CMAKE_BINARY_DIR}/plk-capabilities.json"
+        CONTENT "{\"groups\": {${answers}}}\n" @ONLY)
+    set(PLK_PROBES "{${answers}}" PARENT_SCOPE)
+    set(${out} ${sources} PARENT_SCOPE)
+endfunction()
+
+# Set `out` to the command that checks a file without making anything.
+function(plk_compiler_words out)
+    separate_arguments(flags NATIVE_COMMAND "${CMAKE_CXX_FLAGS}")
+    set(words "${CMAKE_CXX_COMPILER}" ${CMAKE_CXX_COMPILER_ARG1} ${flags} -std=c++17 -fsyntax-only -w
+        "-I${CMAKE_CURRENT_SOURCE_DIR}" "-I${CMAKE_CURRENT_SOURCE_DIR}/shim")
+    if(CMAKE_OSX_SYSROOT)
+        list(APPEND words -isysroot "${CMAKE_OSX_SYSROOT}")
+    endif()
+    foreach(folder ${PLK_INCLUDES})
+        list(APPEND words "-I${folder}")
+    endforeach()
+    set(${out} ${words} PARENT_SCOPE)
+endfunction()
+
+# Set `out` to a hash of all headers that a candidate may include. The tree's are watched: a patch
+# may add one, and then ninja configures again by itself.
+function(plk_headers_hash folder out)
+    set(patterns "${CMAKE_CURRENT_SOURCE_DIR}/plk.h" "${folder}/*.h" "${folder}/*/*.h")
+    foreach(include ${PLK_INCLUDES})
+        list(APPEND patterns "${include}/*.h")
+    endforeach()
+    file(GLOB files CONFIGURE_DEPENDS ${patterns})
+    set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${files})
+    set(all "")
+    foreach(file ${files})
+        file(SHA256 "${file}" one)
+        string(APPEND all "${one}")
+    endforeach()
+    string(SHA256 all "${all}")
+    set(${out} "${all}" PARENT_SCOPE)
+endfunction()
+
+function(plk_probe source headers words out)
+    cmake_path(GET source STEM candidate)
+    cmake_path(GET source PARENT_PATH parent)
+    cmake_path(GET parent FILENAME group)
+    if(NOT EXISTS "${source}")
+        set(${out} FALSE PARENT_SCOPE)
+        return()
+    endif()
+    file(SHA256 "${source}" text)
+    set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${source}")
+    string(SHA256 key "${text} ${headers} ${words} ${CMAKE_CXX_COMPILER_VERSION}")
+    set(answer "PLK_PROBE_${group}_${candidate}")
+    if(NOT "${${answer}}" MATCHES "^${key} ")
+        execute_process(COMMAND ${words} "${source}"
+            RESULT_VARIABLE code OUTPUT_VARIABLE text ERROR_VARIABLE text)
+        file(WRITE "${CMAKE_BINARY_DIR}/probes/${group}-${candidate}.log" "${text}")
+        set(${answer} "${key} ${code}" CACHE INTERNAL "Hash and answer of a compile probe")
+    endif()
+    if("${${answer}}" STREQUAL "${key} 0")
+        set(${out} TRUE PARENT_SCOPE)
+    else()
+        set(${out} FALSE PARENT_SCOPE)
+    endif()
+endfunction()

@@ -1,0 +1,58 @@
+# The doors of the project. Every target sets up what it needs and may be run first.
+#   make build    vendor, patch and build the default release, stock and patched
+#   make check    judge the patches on the default release: the main job
+#   make test     set up, build, and run the tests
+RELEASE ?= 0.3.9
+BACKEND ?= cpu
+PYTEST_ARGS ?=
+CHECK_ARGS ?=
+BENCH_ARGS ?=
+MATRIX_ARGS ?=
+
+own = py=$$(tools/bootstrap.sh own $(1))
+run = "$$py" -m pyllamakv.cli.main
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help build test check matrix bench lint clean distclean
+
+help: ## Show the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | while IFS='	' read -r name text; do \
+		printf '  make %-10s %s\n' "$$name" "$$text"; done
+	@echo "RELEASE=$(RELEASE) BACKEND=$(BACKEND); PYTEST_ARGS, CHECK_ARGS, MATRIX_ARGS and BENCH_ARGS are passed on"
+
+build: ## Vendor, patch and build the default release, stock and patched
+	@py=$$(tools/bootstrap.sh here test) && \
+	$(run) build $(RELEASE) --backend $(BACKEND) && \
+	tools/bootstrap.sh hint "$$py"
+
+test: ## Set up, build, and run the tests
+	@$(call own,test) && \
+	$(run) build $(RELEASE) --backend cpu && \
+	tools/bootstrap.sh peer "$$py" && \
+	"$$py" -m pytest $(PYTEST_ARGS)
+
+check: ## Judge the patches on the default release: stock against patched
+	@$(call own,test) && \
+	$(run) build $(RELEASE) --backend $(BACKEND) && \
+	$(run) check $(RELEASE) $(CHECK_ARGS)
+
+matrix: ## Judge every release, and compare with what is expected
+	@$(call own,test) && $(run) matrix $(MATRIX_ARGS)
+
+bench: ## Measure, and write BENCHMARKS.md
+	@$(call own,test) && $(run) bench $(BENCH_ARGS)
+
+lint: ## Check style and types
+	@$(call own,dev) && \
+	"$$py" -m ruff check . && \
+	"$$py" -m ruff format --check . && \
+	"$$py" -m mypy
+
+clean: ## Remove builds and caches, keep what was fetched
+	rm -rf vendor/objects vendor/built vendor/trees vendor/results vendor/locks
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+
+distclean: clean ## Remove .venv and everything fetched as well
+	rm -rf .venv vendor/store.git vendor/downloads vendor/.installed-*

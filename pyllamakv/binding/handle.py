@@ -1,0 +1,179 @@
+"""Own what the library gave out: in which order it is given back, and who may use it now.
+
+A handle is used by ``with handle as raw: native.decode(raw, ...)``. An exclusive handle (a
+context) is for one thread at a time and refuses a second one with `Busy`; a shared handle (a
+model) may be used by many, and cannot be closed meanwhile. Closing closes the children first, or
+nothing when one of them is at work. An object that is dropped without `close` is given back by a
+finaliser, in the same order.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from pyllamakv.errors import Busy, Closed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+Raw = TypeVar("Raw", bound=int)
+R = TypeVar("R")
+
+
+class _Node(Generic[Raw]):
+    """Hold what must outlive the handle, so that a finaliser can close it in order."""
+
+    __slots__ = ("children", "closed", "free", "gate", "lock", "parent", "raw", "users", "what")
+
+    def __init__(
+        self, raw: Raw, free: Callable[[Raw], None], what: str, parent: _Node[int] | None
+    ) -> None:
+        self.raw = raw
+        self.free = free
+        self.what = what
+        self.parent = parent
+        self.children: list[_Node[int]] = []
+        self.users = 0
+        self.closed = False
+        # Reentrant, since what a runtime does with a context nests.
+        self.lock = threading.RLock()
+        # Held while `raw` is used out of turn (cancel), and while it is freed.
+        self.gate = threading.Lock()
+
+    def take(self, taken: list[_Node[int]]) -> _Node[int] | None:
+        """Lock this node and all below it; return the first that is at work."""
+        if not self.lock.acquire(blocking=False):
+            return self  # type: ignore[return-value]
+        taken.append(self)  # type: ignore[arg-type]
+        if self.users:
+            return self  # type: ignore[return-value]
+        for child in self.children:
+            busy = child.take(taken)
+            if busy is not None:
+                return busy
+        return None
+
+    def close(self) -> _Node[int] | None:
+        """Free everything below, then this; or nothing, and return what is at work."""
+        taken: list[_Node[int]] = []
+        try:
+            busy = self.take(taken)
+            if busy is None:
+                # Children come after their parents in the list.
+                for node in reversed(taken):
+                    node.release()
+            return busy
+        finally:
+            for node in taken:
+                node.lock.release()
+
+    def release(self) -> None:
+        """Free this node once."""
+        with self.gate:
+            if self.closed:
+                return
+            self.closed = True
+        if self.parent is not None and self in self.parent.children:
+            self.parent.children.remove(self)  # type: ignore[arg-type]
+        self.free(self.raw)
+
+
+class Handle(Generic[Raw]):
+    """Own one native thing: a library, a model, a context or a sampler."""
+
+    _node: _Node[Raw]
+
+    def __init__(
+        self,
+        raw: Raw,
+        free: Callable[[Raw], None],
+        what: str,
+        parent: Handle[int] | None = None,
+        *,
+        exclusive: bool = False,
+    ) -> None:
+        """Take ``raw`` over; ``free`` gives it back, ``what`` names it in messages.
+
+        A child holds its parent, so that nothing is collected before what lives on it.
+        """
+        self._parent = parent
+        self._exclusive = exclusive
+        above = parent._node if parent is not None else None
+        node = self._node = _Node(raw, free, what, above)
+        if above is not None:
+            with above.lock:
+                if above.closed:
+                    free(raw)
+                    raise Closed(f"the {above.what} was closed; open it again")
+                above.children.append(node)  # type: ignore[arg-type]
+        self._finalizer = weakref.finalize(self, node.close)
+
+    @property
+    def closed(self) -> bool:
+        """Tell whether it was given back."""
+        return self._node.closed
+
+    @property
+    def raw(self) -> Raw:
+        """Return the native handle; raises Closed. For calls that no other thread can disturb."""
+        node = self._node
+        if node.closed:
+            raise Closed(f"the {node.what} was closed; make a new one")
+        return node.raw
+
+    def __enter__(self) -> Raw:
+        """Begin to use it; raises Busy when another thread does, Closed when it is gone."""
+        node = self._node
+        if self._exclusive:
+            if not node.lock.acquire(blocking=False):
+                raise Busy(
+                    f"the {node.what} is at work in another thread: use one {node.what} per "
+                    "thread, or wait for it"
+                )
+            node.users += 1
+        else:
+            # A shared lock is only held for moments: for counting, and for closing.
+            with node.lock:
+                node.users += 1
+        if node.closed:
+            self.__exit__(None, None, None)
+            raise Closed(f"the {node.what} was closed; make a new one")
+        return node.raw
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        node = self._node
+        if self._exclusive:
+            node.users -= 1
+            node.lock.release()
+        else:
+            with node.lock:
+                node.users -= 1
+
+    def interrupt(self, call: Callable[[Raw], R]) -> R:
+        """Call with the raw handle while another thread may be using it: `Native.cancel`.
+
+        It cannot be freed meanwhile. Raises Closed.
+        """
+        with self._node.gate:
+            return call(self.raw)
+
+    def close(self) -> None:
+        """Give it back after everything that lives on it. May be repeated.
+
+        Raises Busy, having closed nothing, when one of them is at work.
+        """
+        busy = self._node.close()
+        if busy is not None:
+            raise Busy(
+                f"cannot close the {self._node.what}: the {busy.what} is at work; cancel it or "
+                "wait for it"
+            )
+        self._finalizer.detach()

@@ -1,0 +1,163 @@
+"""Open a library: find it, check it against its manifest and this machine, own what it gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
+
+from pyllamakv.binding import loading
+from pyllamakv.binding.handle import Handle
+from pyllamakv.binding.local import Local
+from pyllamakv.building import manifest as manifests
+from pyllamakv.errors import LoadError, ManifestError, UsageError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+    from types import TracebackType
+
+    from pyllamakv.binding.protocol import About, Native
+    from pyllamakv.building.manifest import Manifest
+
+#: Backends that can end the process they live in; they always get one of their own.
+_APART: Final = frozenset({"cuda", "metal", "vulkan"})
+
+#: Library -> (modification time, size) when its sha256 was last found to be the manifest's.
+_checked: dict[Path, tuple[int, int]] = {}
+
+
+class Library:
+    """Hold one opened library; models are made on ``handle`` and close before it does."""
+
+    def __init__(
+        self,
+        native: Native,
+        path: Path,
+        manifest: Manifest | None = None,
+        *,
+        isolated: bool = False,
+    ) -> None:
+        self.native = native
+        self.path = path
+        self.manifest = manifest
+        self.isolated = isolated
+        self.about: About = native.about
+        self.handle: Handle[int] = Handle(0, lambda _raw: native.close(), "library")
+
+    @classmethod
+    def open(
+        cls,
+        where: str | os.PathLike[str],
+        *,
+        isolated: bool = False,
+        env: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> Self:
+        """Open a variant's folder or the file of a library.
+
+        ``isolated`` puts it into a worker process, where ``env`` adds environment variables and
+        ``timeout`` bounds each call in seconds; backends other than the CPU always get a worker.
+        A folder must hold a manifest that matches; a bare file without one is taken as it is.
+        Raises LoadError, which says what to do.
+        """
+        path, manifest = find(Path(where))
+        if manifest is not None and manifest.backend in _APART:
+            isolated = True
+        if not isolated and (env or timeout is not None):
+            raise UsageError("env and timeout need a worker: pass isolated=True")
+        native: Native
+        if isolated:
+            from pyllamakv.binding.remote import Remote
+
+            native = Remote(path, env=env, timeout=timeout)
+        else:
+            native = Local(path)
+        try:
+            if manifest is not None:
+                _compare(native.about, manifest, path)
+        except LoadError:
+            native.close()
+            raise
+        return cls(native, path, manifest, isolated=isolated)
+
+    @property
+    def closed(self) -> bool:
+        """Tell whether it was closed."""
+        return self.handle.closed
+
+    def close(self) -> None:
+        """Close contexts, models, then the library; raises Busy when one is at work."""
+        self.handle.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def open_library(
+    where: str | os.PathLike[str],
+    *,
+    isolated: bool = False,
+    env: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+) -> Library:
+    """Open a variant's folder or the file of a library; see `Library.open`."""
+    return Library.open(where, isolated=isolated, env=env, timeout=timeout)
+
+
+def find(where: Path) -> tuple[Path, Manifest | None]:
+    """Return the library of a folder or file, and its manifest after checking both and the machine.
+
+    Raises LoadError.
+    """
+    where = where.absolute()
+    folder = where if where.is_dir() else where.parent
+    if where.is_dir() or (folder / manifests.NAME).is_file():
+        try:
+            manifest = manifests.load(folder)
+            if where.is_dir() or manifest.library == where.name:
+                return _checked_library(manifest, folder), manifest
+        except ManifestError as error:
+            raise LoadError(str(error)) from error
+    if not where.is_file():
+        raise LoadError(
+            f"expected a variant's folder or a library at {where}, found neither; `pyllamakv build "
+            "RELEASE` builds one"
+        )
+    return where, None
+
+
+def _checked_library(manifest: Manifest, folder: Path) -> Path:
+    if manifest.abi != loading.ABI:
+        raise LoadError(
+            f"variant {manifest.variant} speaks interface {manifest.abi}, this package speaks "
+            f"{loading.ABI}: build it again with pyllamakv build {manifest.release}"
+        )
+    manifest.check_machine()
+    path = folder / manifest.library
+    try:
+        found = path.stat()
+    except OSError:
+        manifest.check_library(folder)
+        raise
+    # Hashing hundreds of megabytes once is enough, as long as the file stays the same.
+    stamp = (found.st_mtime_ns, found.st_size)
+    if _checked.get(path) != stamp:
+        manifest.check_library(folder)
+        _checked[path] = stamp
+    return path
+
+
+def _compare(about: About, manifest: Manifest, path: Path) -> None:
+    if about.variant != manifest.variant:
+        raise LoadError(
+            f"{path} says that it is variant {about.variant}, its manifest says "
+            f"{manifest.variant}: remove its folder and build again"
+        )

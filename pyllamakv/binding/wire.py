@@ -1,0 +1,234 @@
+"""Carry calls between a program and its worker: a JSON header and raw buffers, no pickle.
+
+A message is a prefix (magic, sequence number, length of the header, length of the body), the
+header as JSON, and the body: arrays and bytes one after the other, each begun at a multiple of 8
+so that it can be used in place. In the header a JSON object is always one of ours: ``{"$": kind,
+...}``; what a call takes and gives is numbers, text, None, lists, arrays, bytes, and the
+dataclasses and enumerations of `protocol`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import json
+import struct
+from enum import IntEnum, IntFlag
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from pyllamakv import errors
+from pyllamakv.binding import protocol
+from pyllamakv.errors import KvError, NativeError
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+_PREFIX: Final = struct.Struct("<IIQQ")
+_MAGIC: Final = 0x314B4C50
+#: A header longer than this is not one.
+_LIMIT: Final = 1 << 26
+#: Bodies up to this size travel in the same piece of memory as the header.
+_SMALL: Final = 1 << 14
+
+_PLAIN: Final = frozenset({int, float, str, bool, type(None)})
+_KINDS: Final[dict[str, Any]] = {
+    name: value
+    for name, value in vars(protocol).items()
+    if isinstance(value, type)
+    and value.__module__ == protocol.__name__
+    and (dataclasses.is_dataclass(value) or issubclass(value, IntEnum | IntFlag))
+}
+#: Dtypes that may cross, by the text that names them.
+_DTYPES: Final = {np.dtype(name).str: np.dtype(name) for name in ("i1", "u1", "i4", "u8", "f4")}
+#: Errors of Python itself that keep their class; any other becomes a NativeError.
+_BUILTIN: Final = frozenset({"TypeError", "ValueError", "OverflowError", "MemoryError"})
+
+
+class WireError(NativeError):
+    """Report bytes that are not a message: one side is damaged or of another version."""
+
+
+def pack(value: Any, body: list[Any]) -> Any:
+    """Return a value as JSON can write it; arrays and bytes are added to ``body``.
+
+    Raises TypeError for what cannot cross.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is list or kind is tuple:
+        return [pack(item, body) for item in value]
+    if kind is np.ndarray:
+        if value.dtype.str not in _DTYPES:
+            raise TypeError(f"an array of {value.dtype} cannot cross to a worker")
+        body.append(np.ascontiguousarray(value))
+        return {"$": "array", "of": value.dtype.str, "shape": list(value.shape)}
+    if isinstance(value, bytes | bytearray | memoryview):
+        body.append(value)
+        return {"$": "bytes", "n": len(value)}
+    if kind is dict:
+        return {"$": "dict", "items": [[k, pack(v, body)] for k, v in value.items()]}
+    if kind.__name__ in _KINDS:
+        if dataclasses.is_dataclass(value):
+            names = [item.name for item in dataclasses.fields(value)]
+            packed = [pack(getattr(value, name), body) for name in names]
+            return {"$": kind.__name__, "v": packed}
+        return {"$": kind.__name__, "v": [int(value)]}
+    if isinstance(value, int | np.integer):
+        return int(value)
+    if isinstance(value, float | np.floating):
+        return float(value)
+    if isinstance(value, BaseException):
+        return {"$": "error", **pack_error(value, body)}
+    raise TypeError(f"a {kind.__name__} cannot cross to a worker")
+
+
+class _Body:
+    """Hand out the buffers of a body in the order in which they were added."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._at = 0
+
+    def take(self, length: int) -> memoryview:
+        end = self._at + length
+        if length < 0 or end > len(self._data):
+            raise WireError("a message is shorter than its header says")
+        found = self._data[self._at : end]
+        self._at = end + (-end & 7)
+        return found
+
+
+def unpack(value: Any, body: _Body) -> Any:
+    """Return the value that `pack` was given; arrays are views of the body."""
+    if type(value) is list:
+        return [unpack(item, body) for item in value]
+    if type(value) is not dict:
+        return value
+    kind = value["$"]
+    if kind == "array":
+        dtype = _DTYPES[value["of"]]
+        shape = value["shape"]
+        count = 1
+        for length in shape:
+            count *= length
+        return np.frombuffer(body.take(count * dtype.itemsize), dtype).reshape(shape)
+    if kind == "bytes":
+        return bytes(body.take(value["n"]))
+    if kind == "dict":
+        return {k: unpack(v, body) for k, v in value["items"]}
+    if kind == "error":
+        return unpack_error(value, body)
+    return _KINDS[kind](*[unpack(item, body) for item in value["v"]])
+
+
+def pack_error(error: BaseException, body: list[Any]) -> dict[str, Any]:
+    """Return an exception as its class, message and fields; what cannot cross becomes its repr."""
+    fields = {}
+    for name, value in vars(error).items():
+        if not name.startswith("__"):
+            mark = len(body)
+            try:
+                fields[name] = [isinstance(value, tuple), pack(value, body)]
+            except TypeError:
+                del body[mark:]
+                fields[name] = [False, repr(value)]
+    return {
+        "class": type(error).__name__,
+        "message": error.args[0] if error.args and type(error.args[0]) is str else str(error),
+        "fields": fields,
+    }
+
+
+def unpack_error(packed: dict[str, Any], body: _Body) -> Exception:
+    """Return the exception that `pack_error` was given: of its class if that is ours."""
+    name, message = packed["class"], packed["message"]
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, KvError):
+        error = kind.__new__(kind)
+        error.args = (message,)
+        for field, (is_tuple, value) in packed["fields"].items():
+            found = unpack(value, body)
+            setattr(error, field, tuple(found) if is_tuple else found)
+        return error
+    if name in _BUILTIN:
+        made: Exception = getattr(builtins, name)(message)
+        return made
+    return NativeError(f"the worker failed: {name}: {message}")
+
+
+class Channel:
+    """Send and receive messages over a socket; one thread at a time in each direction."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._rest = b""
+        #: Whether a message has begun to arrive: it cannot be left alone until it is complete.
+        self.reading = False
+
+    def send(self, number: int, header: Any, body: list[Any]) -> None:
+        """Send one message."""
+        text = json.dumps(header, separators=(",", ":")).encode()
+        if not body:
+            self.sock.sendall(_PREFIX.pack(_MAGIC, number, len(text), 0) + text)
+            return
+        parts: list[Any] = []
+        length = 0
+        for item in body:
+            view = memoryview(item).cast("B") if len(item) else b""
+            pad = -len(view) & 7
+            parts += (view, bytes(pad)) if pad else (view,)
+            length += len(view) + pad
+        prefix = _PREFIX.pack(_MAGIC, number, len(text), length)
+        if length <= _SMALL:
+            self.sock.sendall(b"".join((prefix, text, *parts)))
+            return
+        self.sock.sendall(prefix + text)
+        for part in parts:
+            self.sock.sendall(part)
+
+    def receive(self, wait: Callable[[], None] | None = None) -> tuple[int, Any, _Body]:
+        """Return the number, the header and the body of the next message.
+
+        ``wait`` is called before each read, to bound it. Raises EOFError when the other side is
+        gone, WireError when what arrives is no message.
+        """
+        data = self._fill(self._rest, _PREFIX.size, wait)
+        magic, number, n_header, n_body = _PREFIX.unpack_from(data)
+        if magic != _MAGIC or n_header > _LIMIT:
+            raise WireError("the worker and this program do not speak the same language")
+        start = _PREFIX.size + n_header
+        data = self._fill(data, start, wait)
+        header = json.loads(data[_PREFIX.size : start])
+        end = start + n_body
+        if len(data) >= end:
+            body = memoryview(bytearray(data[start:end]))
+            self._rest = data[end:]
+        else:
+            body = memoryview(bytearray(n_body))
+            have = len(data) - start
+            body[:have] = data[start:]
+            while have < n_body:
+                if wait is not None:
+                    wait()
+                count = self.sock.recv_into(body[have:])
+                if not count:
+                    raise EOFError
+                have += count
+            self._rest = b""
+        self.reading = bool(self._rest)
+        return number, header, _Body(body)
+
+    def _fill(self, data: bytes, length: int, wait: Callable[[], None] | None) -> bytes:
+        while len(data) < length:
+            if wait is not None:
+                wait()
+            more = self.sock.recv(65536)
+            if not more:
+                raise EOFError
+            self.reading = True
+            data = data + more if data else more
+        return data

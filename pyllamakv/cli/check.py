@@ -1,0 +1,98 @@
+"""Judge a patch series on a release: `pyllamakv check`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from pyllamakv.harness.check import Answer
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def command(
+    release: Annotated[
+        str, typer.Argument(help="0.3.9, b4980, git:URL@REF or path:DIR.")
+    ] = "0.3.9",
+    patch: Annotated[
+        list[Path] | None,
+        typer.Option("--patch", help="Judge this patch file or folder, not the shipped series."),
+    ] = None,
+    series: Annotated[
+        str, typer.Option("--series", help="Judge these shipped patches only: a,b.")
+    ] = "",
+    isolate: Annotated[
+        str, typer.Option("--isolate", help="Judge one shipped patch by its own scenarios.")
+    ] = "",
+    scenario: Annotated[
+        list[str] | None, typer.Option("--scenario", help="Run only this scenario; repeatable.")
+    ] = None,
+    folder: Annotated[
+        list[Path] | None,
+        typer.Option("--scenarios", help="Find more scenarios in this folder; repeatable."),
+    ] = None,
+    backend: Annotated[str, typer.Option("--backend", help="cpu, cuda, metal, vulkan.")] = "cpu",
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Run everything again, remembered or not.")
+    ] = False,
+    portable: Annotated[
+        bool, typer.Option("--portable", help="Use builds that are not tuned for this machine.")
+    ] = False,
+    maps: Annotated[bool, typer.Option(help="Draw the cells before and after.")] = True,
+    junit: Annotated[
+        Path | None, typer.Option("--junit", help="Write a JUnit file there as well.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Run stock and patched through the scenarios and say what the patches are worth.
+
+    Exit status: 0 needed, redundant or native; 1 harmful, ineffective or broken; 125 untestable;
+    128 a fault of the harness.
+    """
+    from pyllamakv.harness import check, report, scenario as scenarios
+
+    question = check.Question(
+        release=release,
+        series=tuple(name for name in series.split(",") if name),
+        patches=tuple(patch or ()),
+        isolate=isolate,
+        scenarios=tuple(scenario or ()),
+        folders=tuple(folder or ()),
+        backend=backend,
+        fresh=fresh,
+        native=not portable,
+    )
+    answer = _answer(question)
+    if junit is not None:
+        junit.write_text(report.junit(answer), encoding="utf-8")
+    if as_json:
+        json.dump(answer.to_json(), sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        from rich.console import Console
+
+        known = scenarios.discover(question.folders)
+        report.show(answer, known, Console(), maps)
+    raise typer.Exit(answer.judgement.exit_code)
+
+
+def _answer(question: Any) -> Answer:
+    from pyllamakv.cli.progress import bars
+    from pyllamakv.errors import HarnessError, KvError
+    from pyllamakv.harness import check
+
+    try:
+        with bars() as progress:
+            return check.check(question, progress=progress, tell=progress.count)
+    except KvError:
+        raise
+    except Exception as error:
+        # Git bisect must not take a fault of ours for a bad release.
+        msg = f"the harness failed: {type(error).__name__}: {error}"
+        raise HarnessError(msg) from error

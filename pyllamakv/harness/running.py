@@ -1,0 +1,176 @@
+"""Run scenarios on both sides, two workers at a time, and remember what ran already.
+
+A result is a function of the library, the scenario's file, the setting and this package's own
+code; its key is a digest of these, so a warm run reads files and starts nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from threading import local
+from typing import TYPE_CHECKING, Any
+
+from pyllamakv.harness import synthetic
+from pyllamakv.harness.cellmap import Picture
+from pyllamakv.harness.lab import Bench, Opener, Run
+from pyllamakv.harness.verdict import Outcome
+from pyllamakv.home import home
+
+if TYPE_CHECKING:
+    from pyllamakv.harness.scenario import Scenario, Setting
+
+#: Parts of this package that decide a result beside the library and the scenario.
+_CODE = ("harness", "runtime", "binding")
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+#: Outcomes that may not come again and so are never remembered.
+_PASSING = ("hang",)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Name one run: a side's library, a scenario and a setting."""
+
+    side: str
+    library: Path
+    digest: str
+    scenario: Scenario
+    setting: Setting
+
+    @property
+    def key(self) -> str:
+        """Return the name under which the result is remembered."""
+        facts = [
+            self.digest,
+            self.scenario.id,
+            self.scenario.digest,
+            synthetic.identity(self.scenario.model),
+            asdict(self.setting),
+            self.scenario.environment,
+            code_digest(),
+        ]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+@cache
+def code_digest() -> str:
+    """Return the digest of the code that runs scenarios."""
+    whole = hashlib.sha256()
+    for part in _CODE:
+        for path in sorted((_PACKAGE / part).glob("*.py")):
+            whole.update(path.name.encode() + b"\0" + path.read_bytes())
+    return whole.hexdigest()
+
+
+def run_tasks(
+    tasks: Sequence[Task],
+    *,
+    fresh: bool = False,
+    workers: int | None = None,
+    opener: Opener | None = None,
+    executor: Executor | None = None,
+    tell: Callable[[Task, Run], None] | None = None,
+) -> dict[Task, Run]:
+    """Return the result of every task; ``fresh`` ignores what is remembered.
+
+    The two sides of a scenario run in the same call, shuffled by nothing: the longest first, on
+    ``workers`` threads that each keep their own worker processes.
+    """
+    done: dict[Task, Run] = {}
+    for task in tasks:
+        found = None if fresh else recall(task.key)
+        if found is not None:
+            done[task] = found
+            if tell:
+                tell(task, found)
+    left = [task for task in tasks if task not in done]
+    if not left:
+        return done
+    # Deep models take longest; started last they would leave one worker alone with them.
+    groups = _groups(left)
+    groups.sort(key=lambda group: -len(group) * synthetic.cost(group[0].scenario.model))
+    benches: list[Bench] = []
+    mine = local()
+
+    def work(group: list[Task]) -> list[tuple[Task, Run]]:
+        bench = getattr(mine, "bench", None)
+        if bench is None:
+            bench = mine.bench = Bench(opener)
+            benches.append(bench)
+        results = []
+        for task in group:
+            run = bench.run(task.library, task.scenario, task.setting)
+            remember(task.key, run)
+            if tell:
+                tell(task, run)
+            results.append((task, run))
+        return results
+
+    count = workers or max(1, min(os.cpu_count() or 2, 8))
+    pool = executor or ThreadPoolExecutor(count, thread_name_prefix="scenario")
+    try:
+        for part in pool.map(work, groups):
+            done |= dict(part)
+    finally:
+        if executor is None:
+            pool.shutdown()
+        for bench in benches:
+            bench.close()
+    return {task: done[task] for task in tasks}
+
+
+def recall(key: str) -> Run | None:
+    """Return a remembered result, or None when there is none that can be read."""
+    try:
+        raw = json.loads(_file(key).read_text(encoding="utf-8"))
+        return from_json(raw)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def remember(key: str, run: Run) -> None:
+    """Keep a result, unless it may end differently the next time."""
+    if run.outcome.status == "fault" or run.outcome.failure in _PASSING:
+        return
+    file = _file(key)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=".run-", dir=file.parent)
+    except OSError:
+        # A home that cannot be written costs the memory, not the verdict.
+        return
+    with os.fdopen(handle, "w", encoding="utf-8") as part:
+        json.dump(to_json(run), part)
+    Path(name).replace(file)
+
+
+def to_json(run: Run) -> dict[str, Any]:
+    """Return a result as plain JSON values."""
+    raw = asdict(run)
+    raw["pictures"] = [picture.to_json() for picture in run.pictures]
+    return raw
+
+
+def from_json(raw: dict[str, Any]) -> Run:
+    """Return the result that `to_json` described."""
+    pictures = tuple(Picture.from_json(each) for each in raw["pictures"])
+    return Run(**{**raw, "outcome": Outcome(**raw["outcome"]), "pictures": pictures})
+
+
+def _file(key: str) -> Path:
+    return home() / "results" / "runs" / key[:2] / f"{key}.json"
+
+
+def _groups(tasks: Sequence[Task]) -> list[list[Task]]:
+    groups: dict[tuple[str, str], list[Task]] = {}
+    for task in tasks:
+        groups.setdefault((str(task.library), task.scenario.id), []).append(task)
+    return list(groups.values())

@@ -1,0 +1,136 @@
+// The cache itself: cells, defragmentation, counters.
+#include "groups.h"
+
+#include <chrono>
+
+namespace {
+
+// How many occupied cells hold something else than before: what the library moved there.
+int32_t moved(const plk::Picture &before, const plk::Picture &after) {
+    int32_t count = 0;
+    for (size_t i = 0; i < after.pos.size() && before.pos.size() == after.pos.size(); ++i) {
+        const uint64_t *old = before.seqs.data() + i * before.words;
+        const uint64_t *now = after.seqs.data() + i * after.words;
+        count += after.pos[i] >= 0 && (after.pos[i] != before.pos[i] ||
+                                       !std::equal(now, now + after.words, old));
+    }
+    return count;
+}
+
+int check_cache(const plk_context *context, int32_t cache) {
+    if (plk::need(context) != PLK_OK) {
+        return PLK_EINVAL;
+    }
+    if (!(plk::cells::bits & PLK_CAP_CELLS)) {
+        return plk::refuse(PLK_EUNSUPPORTED, "this build cannot see cells");
+    }
+    const int32_t count = plk::cells::count(context->ctx);
+    if (cache < 0 || cache >= count) {
+        return plk::refuse(count ? PLK_EINVAL : PLK_EUNSUPPORTED,
+                           "there is no cache %d: this context has %d", cache, count);
+    }
+    return PLK_OK;
+}
+
+} // namespace
+
+extern "C" {
+
+int plk_defrag(plk_context *context, plk_defrag_report *out) {
+    return plk::guarded([&]() -> int {
+        if (plk::need(context) != PLK_OK) {
+            return PLK_EINVAL;
+        }
+        plk_context_info info{};
+        plk::cells::describe(context->ctx, info);
+        if (!(plk::defrag::bits & PLK_CAP_DEFRAG) || !info.defrag) {
+            return plk::refuse(PLK_EUNSUPPORTED,
+                               "this build cannot defragment the memory of this context");
+        }
+        plk::Picture before, after;
+        plk_counters first{}, last{};
+        const bool seen = plk::take_picture(*context, before);
+        const bool counted = plk::counters::read(context->ctx, first);
+        const auto start = std::chrono::steady_clock::now();
+        plk::defrag::run(context->ctx, context->guard);
+        const auto spent = std::chrono::steady_clock::now() - start;
+        plk_defrag_report report{};
+        report.size = sizeof(report);
+        report.passes = report.moves = report.cells = -1;
+        report.bytes = report.graphs = -1;
+        report.ns = std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count();
+        if (seen && plk::take_picture(*context, after)) {
+            report.cells = moved(before, after);
+        }
+        if (counted && plk::counters::read(context->ctx, last)) {
+            report.passes = static_cast<int32_t>(last.defrags - first.defrags);
+            report.moves = static_cast<int32_t>(last.moves - first.moves);
+            report.bytes = last.bytes_moved - first.bytes_moved;
+            report.graphs = last.graphs - first.graphs;
+        }
+        return plk::give(report, out, "plk_defrag_report");
+    });
+}
+
+int plk_update(plk_context *context) {
+    return plk::guarded([&]() -> int {
+        if (plk::need(context) != PLK_OK) {
+            return PLK_EINVAL;
+        }
+        if (!plk::update::present) {
+            return plk::refuse(PLK_EUNSUPPORTED, "this build updates its memory only in a decode");
+        }
+        plk::update::run(context->ctx, context->guard);
+        return PLK_OK;
+    });
+}
+
+int plk_cells_info_read(plk_context *context, int32_t cache, plk_cells_info *out) {
+    return plk::guarded([&]() -> int {
+        int code = check_cache(context, cache);
+        plk_cells_info info{};
+        if (code == PLK_OK) {
+            info.size = sizeof(info);
+            code = plk::cells::info(context->ctx, cache, info);
+        }
+        return code == PLK_OK ? plk::give(info, out, "plk_cells_info") : code;
+    });
+}
+
+int plk_cells_read(plk_context *context, int32_t cache, int32_t room, int32_t *pos, int32_t *shift,
+                   uint64_t *seqs, int32_t words) {
+    return plk::guarded([&]() -> int {
+        int code = check_cache(context, cache);
+        plk_cells_info info{};
+        if (code == PLK_OK) {
+            code = plk::cells::info(context->ctx, cache, info);
+        }
+        if (code != PLK_OK) {
+            return code;
+        }
+        const auto enough = static_cast<int32_t>((context->n_seq_max + 63) / 64);
+        if (pos == nullptr || shift == nullptr || seqs == nullptr || room < info.n_cells ||
+            words < enough) {
+            return plk::refuse(PLK_EINVAL, "expected room for %d cells and %d words each",
+                               info.n_cells, enough);
+        }
+        return plk::cells::read(context->ctx, cache, room, pos, shift, seqs, words);
+    });
+}
+
+int plk_counters_read(plk_context *context, plk_counters *out) {
+    return plk::guarded([&]() -> int {
+        if (plk::need(context) != PLK_OK) {
+            return PLK_EINVAL;
+        }
+        plk_counters counters{};
+        if (!plk::counters::read(context->ctx, counters)) {
+            return plk::refuse(PLK_EUNSUPPORTED,
+                               "this build counts nothing: it lacks the patch kv-counters");
+        }
+        counters.size = sizeof(counters);
+        return plk::give(counters, out, "plk_counters");
+    });
+}
+
+} // extern "C"

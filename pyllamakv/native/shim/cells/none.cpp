@@ -1,0 +1,18 @@
+// Cells that cannot be seen.
+#include "groups.h"
+
+const uint64_t plk::cells::bits = 0;
+
+void plk::cells::describe(llama_context *ctx, plk_context_info &info) {
+    info.memory = plk::memory::exists(ctx) ? PLK_MEMORY_OTHER : PLK_MEMORY_NONE;
+    info.defrag = 1; // plk_capabilities decides
+}
+int32_t plk::cells::count(llama_context *) { return 0; }
+int plk::cells::info(llama_context *, int32_t, plk_cells_info &) { return PLK_EUNSUPPORTED; }
+int plk::cells::read(llama_context *, int32_t, int32_t, int32_t *, int32_t *, uint64_t *, int32_t) {
+    return PLK_EUNSUPPORTED;
+}
+int plk::cells::pending(llama_context *) { return -1; }
+bool plk::cells::can_copy(llama_context *, int32_t, int32_t, int32_t, int32_t) { return true; }
+void plk::cells::settle(llama_context *) {}
+int plk::cells::check_state(llama_context *, const uint8_t *, size_t) { return 1; }

@@ -1,0 +1,15 @@
+// Reach a member that upstream keeps private, without changing upstream: an explicit instantiation
+// may name it. A renamed member is a compile error, so the probe moves on to the next candidate.
+#pragma once
+
+#define PLK_PRIVATE(tag, member)                                                                   \
+    struct tag {                                                                                   \
+        friend auto plk_member(tag);                                                               \
+    };                                                                                             \
+    template struct plk::Reach<tag, &member>
+
+namespace plk {
+template <typename Tag, auto Member> struct Reach {
+    friend auto plk_member(Tag) { return Member; }
+};
+} // namespace plk

@@ -1,0 +1,217 @@
+// Contexts: what llama.cpp would assert on is checked before it sees the parameters.
+#include "fields.h"
+#include "groups.h"
+
+#include <memory>
+
+namespace {
+
+constexpr uint32_t max_sequences = 256; // the most that any release allows (64 in some)
+constexpr int32_t max_threads = 512;     // GGML_MAX_N_THREADS, where that has a name
+
+// A key or value type must exist, and rows of one head must be whole blocks of it.
+int check_type(const plk_context_params &asked, int32_t type, int32_t row, int32_t heads,
+               const char *name) {
+    if (type < 0 || type >= GGML_TYPE_COUNT || ggml_blck_size(static_cast<ggml_type>(type)) <= 0) {
+        return plk::refuse(PLK_EINVAL, "%s: there is no ggml type %d", name, type);
+    }
+    const auto block = static_cast<int32_t>(ggml_blck_size(static_cast<ggml_type>(type)));
+    const int32_t head = heads > 0 ? row / heads : 0;
+    if (block > 1 && (row % block != 0 || head % block != 0)) {
+        return plk::refuse(PLK_EINVAL,
+                           "%s: blocks of %s hold %d values, but a head of this model has %d: use "
+                           "a type without blocks, such as f16",
+                           name, ggml_type_name(static_cast<ggml_type>(type)), block, head);
+    }
+    if (asked.flash_attn != 0 && type == GGML_TYPE_F32 && !plk::settings::flash_takes_f32) {
+        return plk::refuse(PLK_EINVAL, "%s: this release has no flash attention on f32: use f16",
+                           name);
+    }
+    return PLK_OK;
+}
+
+int check(const plk_model &model, const plk_context_params &asked) {
+    if (asked.n_seq_max < 1 || asked.n_seq_max > max_sequences) {
+        return plk::refuse(PLK_EINVAL, "n_seq_max is %u, expected 1 to %u", asked.n_seq_max,
+                           max_sequences);
+    }
+    if (asked.n_batch < 1 || asked.n_threads < 1 || asked.n_threads_batch < 1) {
+        return plk::refuse(PLK_EINVAL, "n_batch, n_threads and n_threads_batch must be positive");
+    }
+    if (asked.n_threads > max_threads || asked.n_threads_batch > max_threads) {
+        return plk::refuse(PLK_EINVAL, "at most %d threads", max_threads);
+    }
+    if (asked.n_ctx > (1u << 30) || asked.n_batch > (1u << 30) || asked.n_ubatch > (1u << 30)) {
+        return plk::refuse(PLK_EINVAL, "n_ctx, n_batch or n_ubatch is beyond 2^30");
+    }
+    if (model.info.n_layer == 0 || model.info.n_params == 0) {
+        return plk::refuse(PLK_ECONTEXT, "the model was loaded without weights (vocab_only)");
+    }
+    if (plk::load::has_encoder(model.model)) {
+        return plk::refuse(PLK_EUNSUPPORTED, "models with an encoder are not supported");
+    }
+    const plk_model_info &info = model.info;
+    int code = check_type(asked, asked.type_k, info.n_embd_k_gqa, info.n_head_kv, "type_k");
+    if (code == PLK_OK) {
+        code = check_type(asked, asked.type_v, info.n_embd_v_gqa, info.n_head_kv, "type_v");
+    }
+    return code;
+}
+
+bool poll(void *data) {
+    auto *context = static_cast<plk_context *>(data);
+    if (!context->armed.load(std::memory_order_relaxed)) {
+        return false;
+    }
+    const int64_t count = context->polls.fetch_add(1, std::memory_order_relaxed) + 1;
+    const int64_t limit = context->limit.load(std::memory_order_relaxed);
+    return context->cancel.load(std::memory_order_relaxed) || (limit >= 0 && count >= limit);
+}
+
+llama_context_params fill(const plk_context_params &asked, plk_context *handle) {
+    llama_context_params params = llama_context_default_params();
+    params.n_ctx = asked.n_ctx;
+    params.n_batch = asked.n_batch;
+    params.n_ubatch = asked.n_ubatch > 0 ? asked.n_ubatch : asked.n_batch;
+    params.n_seq_max = asked.n_seq_max;
+    params.n_threads = asked.n_threads;
+    params.n_threads_batch = asked.n_threads_batch;
+    params.type_k = static_cast<ggml_type>(asked.type_k);
+    params.type_v = static_cast<ggml_type>(asked.type_v);
+    params.offload_kqv = asked.offload_kqv != 0;
+    params.embeddings = asked.embeddings != 0;
+    params.abort_callback = poll;
+    params.abort_callback_data = handle;
+    // Where it is a bool, llama.cpp cannot decide: -1 asks for nothing that could fail.
+    PLK_SET(flash_attn, params, asked.flash_attn > 0);
+    PLK_SET(flash_attn_type, params, asked.flash_attn);
+    PLK_SET(kv_unified, params, asked.kv_unified != 0);
+    PLK_SET(swa_full, params, asked.swa_full != 0);
+    PLK_SET(no_perf, params, true);
+    PLK_SET(seed, params, 0u);
+    // To 0.3.5 zero meant "always", later "never"; asking for never is the same everywhere.
+    PLK_SET(defrag_thold, params, asked.defrag_thold < 0.0f ? -1.0f : asked.defrag_thold);
+    return params;
+}
+
+} // namespace
+
+extern "C" {
+
+int plk_context_new(plk_model *model, const plk_context_params *params, plk_context **out) {
+    return plk::guarded([&]() -> int {
+        if (model == nullptr || out == nullptr) {
+            return plk::refuse(PLK_EINVAL, "model or out is NULL");
+        }
+        *out = nullptr;
+        plk_context_params asked{};
+        asked.n_ctx = asked.n_batch = asked.n_ubatch = 512;
+        asked.n_seq_max = asked.n_threads = asked.n_threads_batch = 1;
+        asked.type_k = asked.type_v = GGML_TYPE_F16;
+        asked.kv_unified = asked.offload_kqv = asked.guard = 1;
+        asked.defrag_thold = -1.0f;
+        int code = plk::take(params, asked, "plk_context_params");
+        if (code == PLK_OK) {
+            code = check(*model, asked);
+        }
+        if (code != PLK_OK) {
+            return code;
+        }
+        auto handle = std::make_unique<plk_context>();
+        handle->asked = asked;
+        handle->guard = asked.guard != 0;
+        try {
+            handle->ctx = plk::context::open(model->model, fill(asked, handle.get()));
+        } catch (const std::exception &error) {
+            return plk::refuse(PLK_ECONTEXT, "%s", error.what());
+        }
+        if (handle->ctx == nullptr) {
+            return plk::refuse(PLK_ECONTEXT, "llama.cpp made no context; its log has the reason");
+        }
+        handle->n_batch = llama_n_batch(handle->ctx);
+        handle->n_ubatch = llama_n_ubatch(handle->ctx);
+        handle->n_seq_max = asked.n_seq_max;
+        handle->causal = plk::settings::read(handle->ctx).causal != 0;
+        handle->model = model;
+        model->users.fetch_add(1);
+        *out = handle.release();
+        return PLK_OK;
+    });
+}
+
+void plk_context_free(plk_context *context) {
+    plk::guarded([&] {
+        if (context != nullptr) {
+            llama_free(context->ctx);
+            plk::release(context->model);
+            delete context;
+        }
+        return PLK_OK;
+    });
+}
+
+int plk_context_read(const plk_context *context, plk_context_info *out) {
+    return plk::guarded([&]() -> int {
+        if (plk::need(context) != PLK_OK) {
+            return PLK_EINVAL;
+        }
+        plk_context_info info{};
+        info.size = sizeof(info);
+        info.n_ctx = llama_n_ctx(context->ctx);
+        info.n_batch = context->n_batch;
+        info.n_ubatch = context->n_ubatch;
+        info.n_seq_max = context->n_seq_max;
+        info.can_shift = plk::memory::can_shift(context->ctx) ? 1 : 0;
+        info.can_remove_partly = info.contiguous_slots = info.v_transposed = -1;
+        info.flash_attn = plk::settings::read(context->ctx).flash;
+        if (info.flash_attn < 0 && PLK_HAS(flash_attn, llama_context_params)) {
+            info.flash_attn = context->asked.flash_attn > 0 ? 1 : 0;
+        }
+        plk::cells::describe(context->ctx, info);
+        if (info.v_transposed < 0 && info.flash_attn >= 0) {
+            info.v_transposed = info.flash_attn ? 0 : 1;
+        }
+        return plk::give(info, out, "plk_context_info");
+    });
+}
+
+int plk_threads(plk_context *context, int32_t n_threads, int32_t n_threads_batch) {
+    return plk::guarded([&]() -> int {
+        if (plk::need(context) != PLK_OK) {
+            return PLK_EINVAL;
+        }
+        if (n_threads < 1 || n_threads_batch < 1 || n_threads > max_threads ||
+            n_threads_batch > max_threads) {
+            return plk::refuse(PLK_EINVAL, "threads must be 1 to %d", max_threads);
+        }
+        llama_set_n_threads(context->ctx, n_threads, n_threads_batch);
+        return PLK_OK;
+    });
+}
+
+void plk_synchronize(plk_context *context) {
+    plk::guarded([&] {
+        if (context != nullptr) {
+            llama_synchronize(context->ctx);
+        }
+        return PLK_OK;
+    });
+}
+
+void plk_cancel(plk_context *context) {
+    if (context != nullptr) {
+        context->cancel.store(true);
+    }
+}
+
+void plk_cancel_after(plk_context *context, int64_t polls) {
+    if (context != nullptr) {
+        context->limit.store(polls);
+    }
+}
+
+int64_t plk_cancel_polls(const plk_context *context) {
+    return context != nullptr ? context->polls.load() : -1;
+}
+
+} // extern "C"

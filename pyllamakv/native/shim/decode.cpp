@@ -1,0 +1,234 @@
+// Decoding: batches are checked, and what a failed decode left behind is undone where the release
+// does not do that itself.
+#include "groups.h"
+
+#include <map>
+
+namespace {
+
+int check(const plk_context &c, const plk_batch &batch) {
+    if (batch.n_tokens < 1 || static_cast<uint32_t>(batch.n_tokens) > c.n_batch) {
+        return plk::refuse(PLK_EINVAL, "the batch has %d tokens, expected 1 to n_batch = %u",
+                           batch.n_tokens, c.n_batch);
+    }
+    if (batch.token == nullptr || batch.pos == nullptr || batch.seq_id == nullptr) {
+        return plk::refuse(PLK_EINVAL, "the batch lacks tokens, positions or sequences");
+    }
+    if (!c.causal && static_cast<uint32_t>(batch.n_tokens) > c.n_ubatch) {
+        return plk::refuse(PLK_EINVAL,
+                           "attention is not causal: %d tokens need an n_ubatch of as many, not %u",
+                           batch.n_tokens, c.n_ubatch);
+    }
+    const int32_t n_vocab = c.model->info.n_vocab;
+    const int32_t *seq = batch.seq_id;
+    for (int32_t i = 0; i < batch.n_tokens; ++i) {
+        if (batch.token[i] < 0 || batch.token[i] >= n_vocab) {
+            return plk::refuse(PLK_EINVAL, "invalid token: place %d holds %d, outside [0, %d)", i,
+                               batch.token[i], n_vocab);
+        }
+        if (batch.pos[i] < 0) {
+            return plk::refuse(PLK_EINVAL, "place %d has the negative position %d", i, batch.pos[i]);
+        }
+        const int32_t count = batch.seq_count != nullptr ? batch.seq_count[i] : 1;
+        if (count < 1 || static_cast<uint32_t>(count) > c.n_seq_max) {
+            return plk::refuse(PLK_EINVAL, "place %d names %d sequences, expected 1 to %u", i, count,
+                               c.n_seq_max);
+        }
+        for (int32_t j = 0; j < count; ++j, ++seq) {
+            if (*seq < 0 || static_cast<uint32_t>(*seq) >= c.n_seq_max) {
+                return plk::refuse(PLK_EINVAL, "place %d names sequence %d, outside [0, %u)", i,
+                                   *seq, c.n_seq_max);
+            }
+        }
+    }
+    return PLK_OK;
+}
+
+// Remove what a failed batch left: its first `added` tokens, which the cache took in order.
+// A pair that stands in two cells was there before as well, and is left alone: whole tokens of the
+// caller are worth more than a ghost that can be seen.
+void undo(plk_context &c, const llama_batch &batch, int32_t added) {
+    std::map<std::pair<int32_t, int32_t>, int> copies;
+    plk::Picture picture;
+    if (plk::take_picture(c, picture)) {
+        for (int32_t i = 0; i < added; ++i) {
+            for (int32_t j = 0; j < batch.n_seq_id[i]; ++j) {
+                copies[{batch.seq_id[i][j], batch.pos[i]}] = 0;
+            }
+        }
+        for (size_t cell = 0; cell < picture.pos.size(); ++cell) {
+            for (auto &[pair, count] : copies) {
+                const uint64_t word = picture.seqs[cell * picture.words + pair.first / 64];
+                count += picture.pos[cell] == pair.second && (word >> (pair.first % 64) & 1);
+            }
+        }
+    }
+    for (int32_t i = 0; i < added; ++i) {
+        for (int32_t j = 0; j < batch.n_seq_id[i]; ++j) {
+            const int32_t seq = batch.seq_id[i][j];
+            const int32_t pos = batch.pos[i];
+            if (copies.empty() || copies[{seq, pos}] == 1) {
+                plk::memory::seq_rm(c.ctx, seq, pos, pos + 1);
+            }
+        }
+    }
+}
+
+struct Armed {
+    plk_context &c;
+    explicit Armed(plk_context &context) : c(context) {
+        c.polls.store(0);
+        c.cancel.store(false);
+        c.armed.store(true);
+    }
+    ~Armed() { c.armed.store(false); }
+};
+
+int decode(plk_context &c, const llama_batch &batch) {
+    c.outputs.clear();
+    c.places.clear();
+    if (c.guard && plk::update::present && plk::cells::pending(c.ctx) != 0) {
+        // Inside llama_decode an abort would lose a shift, and one release asserts after it.
+        plk::update::run(c.ctx, true);
+    }
+    const bool ours = c.guard && !(plk_capabilities() & PLK_CAP_ROLLBACK);
+    const int32_t before = ours ? plk::memory::used(c.ctx) : -1;
+    int code = PLK_EEXCEPTION;
+    {
+        const Armed armed(c);
+        code = plk::guarded([&] { return llama_decode(c.ctx, batch); });
+    }
+    if (code == 0) {
+        c.places.resize(batch.n_tokens);
+        c.owners.resize(batch.n_tokens);
+        for (int32_t i = 0; i < batch.n_tokens; ++i) {
+            c.places[i] = batch.logits[i] != 0;
+            c.owners[i] = batch.seq_id[i][0];
+            if (batch.logits[i] != 0) {
+                c.outputs.push_back(i);
+            }
+        }
+    } else if (c.guard) {
+        if (before >= 0) {
+            const int32_t added = plk::memory::used(c.ctx) - before;
+            undo(c, batch, std::max(0, std::min(added, batch.n_tokens)));
+        }
+        plk::cells::settle(c.ctx);
+    }
+    return code;
+}
+
+// Return the place in the batch that `index` means, or -1: negative counts from the last output.
+int32_t place(const plk_context &c, int32_t index) {
+    if (index < 0) {
+        const auto count = static_cast<int32_t>(c.outputs.size());
+        return count + index >= 0 ? c.outputs[count + index] : -1;
+    }
+    return static_cast<size_t>(index) < c.places.size() && c.places[index] ? index : -1;
+}
+
+} // namespace
+
+extern "C" {
+
+int plk_decode(plk_context *context, const plk_batch *batch) {
+    return plk::guarded([&]() -> int {
+        plk_batch mine{};
+        int code = plk::need(context);
+        if (code == PLK_OK) {
+            code = plk::take(batch, mine, "plk_batch");
+        }
+        if (code == PLK_OK) {
+            code = check(*context, mine);
+        }
+        if (code != PLK_OK) {
+            return code;
+        }
+        plk_context &c = *context;
+        const int32_t n = mine.n_tokens;
+        c.counts.resize(n);
+        c.rows.resize(n + 1);
+        c.flags.resize(n);
+        auto *seq = const_cast<int32_t *>(mine.seq_id);
+        for (int32_t i = 0; i < n; ++i) {
+            c.counts[i] = mine.seq_count != nullptr ? mine.seq_count[i] : 1;
+            c.rows[i] = seq;
+            seq += c.counts[i];
+            c.flags[i] = mine.logits != nullptr ? mine.logits[i] != 0 : i == n - 1;
+        }
+        c.rows[n] = nullptr;
+        llama_batch theirs{};
+        theirs.n_tokens = n;
+        theirs.token = const_cast<int32_t *>(mine.token);
+        theirs.pos = const_cast<int32_t *>(mine.pos);
+        theirs.n_seq_id = c.counts.data();
+        theirs.seq_id = c.rows.data();
+        theirs.logits = c.flags.data();
+        return decode(c, theirs);
+    });
+}
+
+int plk_decode_one(plk_context *context, int32_t token, int32_t pos, int32_t seq_id) {
+    return plk::guarded([&]() -> int {
+        if (plk::need(context) != PLK_OK) {
+            return PLK_EINVAL;
+        }
+        plk_context &c = *context;
+        if (token < 0 || token >= c.model->info.n_vocab || pos < 0 || seq_id < 0 ||
+            static_cast<uint32_t>(seq_id) >= c.n_seq_max) {
+            return plk::refuse(PLK_EINVAL, "invalid token %d, position %d or sequence %d", token,
+                               pos, seq_id);
+        }
+        int32_t count = 1;
+        int8_t flag = 1;
+        int32_t *rows[2] = {&seq_id, nullptr};
+        llama_batch theirs{};
+        theirs.n_tokens = 1;
+        theirs.token = &token;
+        theirs.pos = &pos;
+        theirs.n_seq_id = &count;
+        theirs.seq_id = rows;
+        theirs.logits = &flag;
+        return decode(c, theirs);
+    });
+}
+
+const float *plk_logits(plk_context *context, int32_t index) {
+    const float *row = nullptr;
+    plk::guarded([&]() -> int {
+        if (plk::need(context) != PLK_OK) {
+            return PLK_EINVAL;
+        }
+        const int32_t at = place(*context, index);
+        if (at < 0) {
+            return plk::refuse(PLK_EINVAL, "the last decode kept no logits at place %d", index);
+        }
+        row = llama_get_logits_ith(context->ctx, at);
+        return row ? PLK_OK : plk::refuse(PLK_EINVAL, "this context computes no logits");
+    });
+    return row;
+}
+
+const float *plk_embeddings(plk_context *context, int32_t index) {
+    const float *row = nullptr;
+    plk::guarded([&]() -> int {
+        if (plk::need(context) != PLK_OK) {
+            return PLK_EINVAL;
+        }
+        if (!context->asked.embeddings) {
+            return plk::refuse(PLK_EINVAL, "the context was made without embeddings");
+        }
+        const bool pooled = llama_pooling_type(context->ctx) != LLAMA_POOLING_TYPE_NONE;
+        const auto places = static_cast<int32_t>(context->places.size());
+        const int32_t at = !pooled ? place(*context, index) : index < 0 ? places + index : index;
+        if (at < 0 || at >= places) {
+            return plk::refuse(PLK_EINVAL, "the last decode kept no embedding at place %d", index);
+        }
+        row = pooled ? llama_get_embeddings_seq(context->ctx, context->owners[at])
+                     : llama_get_embeddings_ith(context->ctx, at);
+        return row ? PLK_OK : plk::refuse(PLK_EINVAL, "llama.cpp has no embedding there");
+    });
+    return row;
+}
+
+} // extern "C"

@@ -1,0 +1,9 @@
+// The public calls to 0.3.8.
+#include "groups.h"
+
+const uint64_t plk::defrag::bits = PLK_CAP_DEFRAG;
+
+void plk::defrag::run(llama_context *ctx, bool safe) {
+    llama_kv_cache_defrag(ctx);
+    plk::update::run(ctx, safe);
+}

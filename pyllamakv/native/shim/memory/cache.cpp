@@ -1,0 +1,47 @@
+// The memory of a context as `kv_cache` (to 0.3.8). A failed decode leaves its first tokens.
+#include "groups.h"
+
+const uint64_t plk::memory::bits = 0;
+
+void plk::memory::clear(llama_context *ctx, bool) { llama_kv_cache_clear(ctx); }
+
+bool plk::memory::seq_rm(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1) {
+    return llama_kv_cache_seq_rm(ctx, seq, p0, p1);
+}
+
+void plk::memory::seq_cp(llama_context *ctx, int32_t from, int32_t to, int32_t p0, int32_t p1) {
+    llama_kv_cache_seq_cp(ctx, from, to, p0, p1);
+}
+
+void plk::memory::seq_keep(llama_context *ctx, int32_t seq) { llama_kv_cache_seq_keep(ctx, seq); }
+
+void plk::memory::seq_add(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
+    llama_kv_cache_seq_add(ctx, seq, p0, p1, delta);
+}
+
+void plk::memory::seq_div(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t d) {
+    llama_kv_cache_seq_div(ctx, seq, p0, p1, d);
+}
+
+namespace {
+// Asking became possible in 0.3.5; before it, all but recurrent models shifted.
+template <typename Context> auto ask(Context *ctx, int) -> decltype(llama_kv_cache_can_shift(ctx)) {
+    return llama_kv_cache_can_shift(ctx);
+}
+template <typename Context> bool ask(Context *ctx, long) {
+    return !llama_model_is_recurrent(llama_get_model(ctx));
+}
+} // namespace
+
+bool plk::memory::can_shift(llama_context *ctx) { return ask(ctx, 0); }
+
+bool plk::memory::exists(llama_context *) { return true; }
+
+int32_t plk::memory::pos_min(llama_context *, int32_t) { return -2; }
+
+int32_t plk::memory::pos_max(llama_context *ctx, int32_t seq) {
+    const int32_t pos = llama_kv_cache_seq_pos_max(ctx, seq);
+    return pos > 0 ? pos : -2;
+}
+
+int32_t plk::memory::used(llama_context *ctx) { return llama_get_kv_cache_used_cells(ctx); }

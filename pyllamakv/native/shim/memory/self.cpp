@@ -1,0 +1,39 @@
+// The memory of a context as `kv_self` (March to May 2025).
+#include "groups.h"
+
+// Since this API a batch that finds no slot is undone by llama_decode itself.
+const uint64_t plk::memory::bits = PLK_CAP_ROLLBACK;
+
+void plk::memory::clear(llama_context *ctx, bool) { llama_kv_self_clear(ctx); }
+
+bool plk::memory::seq_rm(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1) {
+    return llama_kv_self_seq_rm(ctx, seq, p0, p1);
+}
+
+void plk::memory::seq_cp(llama_context *ctx, int32_t from, int32_t to, int32_t p0, int32_t p1) {
+    llama_kv_self_seq_cp(ctx, from, to, p0, p1);
+}
+
+void plk::memory::seq_keep(llama_context *ctx, int32_t seq) { llama_kv_self_seq_keep(ctx, seq); }
+
+void plk::memory::seq_add(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
+    llama_kv_self_seq_add(ctx, seq, p0, p1, delta);
+}
+
+void plk::memory::seq_div(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t d) {
+    llama_kv_self_seq_div(ctx, seq, p0, p1, d);
+}
+
+bool plk::memory::can_shift(llama_context *ctx) { return llama_kv_self_can_shift(ctx); }
+
+bool plk::memory::exists(llama_context *) { return true; }
+
+int32_t plk::memory::pos_min(llama_context *, int32_t) { return -2; }
+
+int32_t plk::memory::pos_max(llama_context *ctx, int32_t seq) {
+    // Zero is also what an empty sequence answers here.
+    const int32_t pos = llama_kv_self_seq_pos_max(ctx, seq);
+    return pos > 0 ? pos : -2;
+}
+
+int32_t plk::memory::used(llama_context *ctx) { return llama_kv_self_used_cells(ctx); }

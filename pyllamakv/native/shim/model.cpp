@@ -1,0 +1,119 @@
+// Models: loading, facts, vocabulary.
+#include "groups.h"
+
+#include <climits>
+#include <cstdio>
+
+void plk::release(plk_model *model) {
+    if (model != nullptr && model->users.fetch_sub(1) == 1) {
+        plk::load::close(model->model);
+        delete model;
+    }
+}
+
+extern "C" {
+
+int plk_model_load(const char *path, const plk_model_params *params, plk_model **out) {
+    return plk::guarded([&]() -> int {
+        if (path == nullptr || out == nullptr) {
+            return plk::refuse(PLK_EINVAL, "path or out is NULL");
+        }
+        *out = nullptr;
+        plk_model_params mine{};
+        mine.use_mmap = 1;
+        const int code = plk::take(params, mine, "plk_model_params");
+        if (code != PLK_OK) {
+            return code;
+        }
+        // llama.cpp says in its log alone that a file is absent; here it is cheap to say.
+        FILE *file = fopen(path, "rb");
+        if (file == nullptr) {
+            return plk::refuse(PLK_EMODEL, "cannot open %s: %s", path, strerror(errno));
+        }
+        fclose(file);
+        plk::start();
+        llama_model *model = nullptr;
+        try {
+            model = plk::load::open(path, mine);
+        } catch (const std::exception &error) {
+            return plk::refuse(PLK_EMODEL, "%s: %s", path, error.what());
+        }
+        if (model == nullptr) {
+            return plk::refuse(PLK_EMODEL, "llama.cpp cannot load %s; its log has the reason", path);
+        }
+        auto *handle = new plk_model;
+        handle->model = model;
+        handle->info.size = sizeof(plk_model_info);
+        plk::load::describe(model, handle->info);
+        *out = handle;
+        return PLK_OK;
+    });
+}
+
+void plk_model_free(plk_model *model) {
+    plk::guarded([&] {
+        plk::release(model);
+        return PLK_OK;
+    });
+}
+
+int plk_model_read(const plk_model *model, plk_model_info *out) {
+    if (model == nullptr) {
+        return plk::refuse(PLK_EINVAL, "the model is NULL");
+    }
+    return plk::give(model->info, out, "plk_model_info");
+}
+
+int32_t plk_model_meta(const plk_model *model, const char *key, char *text, int32_t room) {
+    return plk::guarded([&]() -> int {
+        if (model == nullptr || key == nullptr || room < 0 || (text == nullptr && room > 0)) {
+            return plk::refuse(PLK_EINVAL, "model or key is NULL, or room is negative");
+        }
+        char none[1];
+        return llama_model_meta_val_str(model->model, key, text ? text : none, text ? room : 1);
+    });
+}
+
+int32_t plk_tokenize(const plk_model *model, const char *text, int32_t length, int32_t *tokens,
+                     int32_t room, int32_t add_special, int32_t parse_special) {
+    return plk::guarded([&]() -> int {
+        if (model == nullptr || text == nullptr || length < 0 || room < 0 ||
+            (tokens == nullptr && room > 0)) {
+            return plk::refuse(PLK_EINVAL, "model or text is NULL, or a length is negative");
+        }
+        if (!model->info.has_vocab) {
+            return plk::refuse(PLK_EUNSUPPORTED, "the model has no vocabulary: pass token ids");
+        }
+        const int32_t count = plk::load::tokenize(model->model, text, length, tokens, room,
+                                                  add_special != 0, parse_special != 0);
+        // INT32_MIN means that the count does not fit; as a plain negative it would ask for room.
+        return count == INT_MIN ? plk::refuse(PLK_EINVAL, "the text has too many tokens") : count;
+    });
+}
+
+int32_t plk_token_piece(const plk_model *model, int32_t token, char *piece, int32_t room,
+                        int32_t special) {
+    return plk::guarded([&]() -> int {
+        if (model == nullptr || room < 0 || (piece == nullptr && room > 0)) {
+            return plk::refuse(PLK_EINVAL, "the model is NULL, or room is negative");
+        }
+        if (token < 0 || token >= model->info.n_vocab) {
+            return plk::refuse(PLK_EINVAL, "token %d is outside [0, %d)", token, model->info.n_vocab);
+        }
+        if (!model->info.has_vocab) {
+            return plk::refuse(PLK_EUNSUPPORTED, "the model has no vocabulary");
+        }
+        return plk::load::piece(model->model, token, piece, room, special != 0);
+    });
+}
+
+int32_t plk_token_is_eog(const plk_model *model, int32_t token) {
+    return plk::guarded([&]() -> int {
+        if (model == nullptr || token < 0 || token >= model->info.n_vocab) {
+            return plk::refuse(PLK_EINVAL, "the model is NULL or token %d is out of range", token);
+        }
+        return model->info.has_vocab && plk::load::is_eog(model->model, token) ? 1 : 0;
+    });
+}
+
+} // extern "C"

@@ -1,0 +1,8 @@
+// A server that may keep tensors in a folder (0.3.9 to 0.3.16).
+#include "rpc/add.h"
+
+int plk::rpc::serve(const char *endpoint, const char *device, uint64_t memory) {
+    return serve_backend(device, memory, [&](ggml_backend_t backend, size_t available, size_t total) {
+        ggml_backend_rpc_start_server(backend, endpoint, nullptr, available, total);
+    });
+}

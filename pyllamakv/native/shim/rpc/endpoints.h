@@ -1,0 +1,53 @@
+// Endpoints of RPC servers. llama.cpp asserts when nobody answers, so somebody is looked for first.
+#pragma once
+
+#include "groups.h"
+
+#include <netdb.h>
+#include <sys/socket.h>
+#include <sys/time.h>
+#include <unistd.h>
+
+namespace plk::rpc {
+
+inline bool answers(const std::string &endpoint) {
+    const size_t colon = endpoint.rfind(':');
+    if (colon == std::string::npos || colon == 0 || colon + 1 == endpoint.size()) {
+        plk::refuse(PLK_EINVAL, "'%s' is no endpoint: expected host:port", endpoint.c_str());
+        return false;
+    }
+    addrinfo hints{}, *found = nullptr;
+    hints.ai_family = AF_INET; // llama.cpp's own client speaks no other
+    hints.ai_socktype = SOCK_STREAM;
+    const std::string host = endpoint.substr(0, colon), port = endpoint.substr(colon + 1);
+    bool good = false;
+    if (getaddrinfo(host.c_str(), port.c_str(), &hints, &found) == 0) {
+        const int handle = socket(found->ai_family, found->ai_socktype, found->ai_protocol);
+        const timeval patience{5, 0};
+        setsockopt(handle, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience));
+        good = handle >= 0 && connect(handle, found->ai_addr, found->ai_addrlen) == 0;
+        if (handle >= 0) {
+            ::close(handle);
+        }
+        freeaddrinfo(found);
+    }
+    if (!good) {
+        plk::refuse(PLK_EMODEL, "no RPC server answers at %s", endpoint.c_str());
+    }
+    return good;
+}
+
+// Call `use` for each of the endpoints, after each has answered.
+template <typename Use> bool each(const std::string &all, Use use) {
+    for (size_t start = 0; start <= all.size();) {
+        const size_t end = std::min(all.find(',', start), all.size());
+        const std::string endpoint = all.substr(start, end - start);
+        start = end + 1;
+        if (!answers(endpoint) || !use(endpoint.c_str())) {
+            return false;
+        }
+    }
+    return true;
+}
+
+} // namespace plk::rpc

@@ -1,0 +1,35 @@
+// Serving a backend, for releases whose server is given one backend and its memory.
+#pragma once
+
+#include "rpc/endpoints.h"
+
+#include "ggml-backend.h"
+#include "ggml-rpc.h"
+
+namespace plk::rpc {
+
+// `start` blocks; it returns only when the server could not listen.
+template <typename Start> int serve_backend(const char *device, uint64_t memory, Start start) {
+    ggml_backend_t backend = nullptr;
+    size_t available = 0, total = 0;
+    for (size_t i = 0; i < ggml_backend_dev_count() && backend == nullptr; ++i) {
+        ggml_backend_dev_t candidate = ggml_backend_dev_get(i);
+        const bool cpu = ggml_backend_dev_type(candidate) == GGML_BACKEND_DEVICE_TYPE_CPU;
+        if (*device ? strcmp(device, ggml_backend_dev_name(candidate)) == 0 : cpu) {
+            ggml_backend_dev_memory(candidate, &available, &total);
+            backend = ggml_backend_dev_init(candidate, nullptr);
+        }
+    }
+    if (backend == nullptr) {
+        return plk::refuse(PLK_EINVAL, "there is no device '%s' to serve", device);
+    }
+    if (memory > 0 || total == 0) {
+        // The processor says nothing about its memory in some releases; a client needs a number.
+        available = total = memory > 0 ? memory : size_t(1) << 34;
+    }
+    start(backend, available, total);
+    ggml_backend_free(backend);
+    return plk::refuse(PLK_EEXCEPTION, "the server could not listen");
+}
+
+} // namespace plk::rpc

@@ -1,0 +1,8 @@
+// Penalties that treat line feeds and the end of a text apart (0.3.0 to 0.3.4).
+#include "sampler/chain.h"
+
+llama_sampler *plk::sampler::penalties(const llama_model *model, const plk_sampler_params &params) {
+    return llama_sampler_init_penalties(llama_n_vocab(model), llama_token_eos(model),
+                                        llama_token_nl(model), params.penalty_last_n,
+                                        params.penalty_repeat, 0.0f, 0.0f, true, false);
+}

@@ -1,0 +1,204 @@
+// Operations on sequences, with upstream's asserts checked first.
+#include "groups.h"
+
+namespace {
+
+constexpr int32_t far_away = 1 << 30; // positions stay below, so that no sum of two overflows
+
+int check(const plk_context *c, int32_t seq, bool all = false) {
+    if (plk::need(c) != PLK_OK) {
+        return PLK_EINVAL;
+    }
+    if (!plk::memory::exists(c->ctx)) {
+        return plk::refuse(PLK_EUNSUPPORTED, "this model keeps no memory of its tokens");
+    }
+    if ((seq < 0 && !all) || (seq >= 0 && static_cast<uint32_t>(seq) >= c->n_seq_max)) {
+        return plk::refuse(PLK_EINVAL, "sequence %d is outside [0, %u)", seq, c->n_seq_max);
+    }
+    return PLK_OK;
+}
+
+// 1 if the range holds nothing, 0 if it may, or a negative code.
+int check_range(int32_t p0, int32_t p1) {
+    if (p1 >= 0 && p0 > p1) {
+        return plk::refuse(PLK_EINVAL, "the range [%d, %d) runs backwards", p0, p1);
+    }
+    return p1 >= 0 && std::max(p0, 0) == p1 ? 1 : 0;
+}
+
+// A position as a whole sequence's cells tell it, for releases that cannot.
+int32_t seen(plk_context &c, int32_t seq, bool largest) {
+    plk::Picture picture;
+    if (!plk::take_picture(c, picture)) {
+        return plk::refuse(PLK_EUNSUPPORTED, "this build cannot tell the positions of a sequence");
+    }
+    int32_t found = -1;
+    for (size_t i = 0; i < picture.pos.size(); ++i) {
+        const int32_t pos = picture.pos[i];
+        if (pos >= 0 && (picture.seqs[i * picture.words + seq / 64] >> (seq % 64) & 1)) {
+            found = found < 0 ? pos : largest ? std::max(found, pos) : std::min(found, pos);
+        }
+    }
+    return found;
+}
+
+int check_shift(const plk_context *c) {
+    if (plk::memory::can_shift(c->ctx) || c->model->info.is_recurrent) {
+        return PLK_OK;
+    }
+    return plk::refuse(PLK_EREFUSED, "the memory of this model cannot shift positions");
+}
+
+} // namespace
+
+bool plk::take_picture(plk_context &context, Picture &out) {
+    if (!(plk::cells::bits & PLK_CAP_CELLS)) {
+        return false;
+    }
+    out.words = (context.n_seq_max + 63) / 64;
+    for (int32_t cache = 0; cache < plk::cells::count(context.ctx); ++cache) {
+        plk_cells_info info{};
+        if (plk::cells::info(context.ctx, cache, info) != PLK_OK) {
+            return false;
+        }
+        const size_t start = out.pos.size();
+        std::vector<int32_t> shift(info.n_cells);
+        out.pos.resize(start + info.n_cells, -1);
+        out.seqs.resize((start + info.n_cells) * out.words, 0);
+        if (plk::cells::read(context.ctx, cache, info.n_cells, out.pos.data() + start, shift.data(),
+                             out.seqs.data() + start * out.words,
+                             static_cast<int32_t>(out.words)) < 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
+extern "C" {
+
+int plk_clear(plk_context *context, int32_t data) {
+    return plk::guarded([&]() -> int {
+        const int code = check(context, 0);
+        if (code == PLK_OK) {
+            if (context->guard && plk::update::present && plk::cells::pending(context->ctx) != 0) {
+                plk::update::run(context->ctx, true); // some releases keep the shifts of old cells
+            }
+            plk::memory::clear(context->ctx, data != 0);
+        }
+        return code;
+    });
+}
+
+int plk_seq_rm(plk_context *context, int32_t seq, int32_t p0, int32_t p1) {
+    return plk::guarded([&]() -> int {
+        int code = check(context, seq, true);
+        if (code == PLK_OK) {
+            code = check_range(p0, p1);
+        }
+        if (code != PLK_OK) {
+            return code > 0 ? PLK_OK : code;
+        }
+        if (!plk::memory::seq_rm(context->ctx, seq, std::max(p0, -1), std::max(p1, -1))) {
+            return plk::refuse(PLK_EREFUSED, "the memory refuses to remove a part of sequence %d",
+                               seq);
+        }
+        return PLK_OK;
+    });
+}
+
+int plk_seq_cp(plk_context *context, int32_t from, int32_t to, int32_t p0, int32_t p1) {
+    return plk::guarded([&]() -> int {
+        int code = check(context, from);
+        if (code == PLK_OK) {
+            code = check(context, to);
+        }
+        if (code == PLK_OK) {
+            code = check_range(p0, p1);
+        }
+        if (code != PLK_OK) {
+            return code > 0 ? PLK_OK : code;
+        }
+        if (!plk::cells::can_copy(context->ctx, from, to, p0, p1)) {
+            return plk::refuse(PLK_EREFUSED,
+                               "sequences %d and %d lie in separate streams, between which only a "
+                               "whole sequence can be copied: use kv_unified",
+                               from, to);
+        }
+        plk::memory::seq_cp(context->ctx, from, to, std::max(p0, -1), std::max(p1, -1));
+        return PLK_OK;
+    });
+}
+
+int plk_seq_keep(plk_context *context, int32_t seq) {
+    return plk::guarded([&]() -> int {
+        const int code = check(context, seq);
+        if (code == PLK_OK) {
+            plk::memory::seq_keep(context->ctx, seq);
+        }
+        return code;
+    });
+}
+
+int plk_seq_add(plk_context *context, int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
+    return plk::guarded([&]() -> int {
+        int code = check(context, seq);
+        if (code == PLK_OK && (delta <= -far_away || delta >= far_away)) {
+            code = plk::refuse(PLK_EINVAL, "a shift by %d leaves the range of positions", delta);
+        }
+        if (code == PLK_OK) {
+            code = check_range(p0, p1);
+        }
+        if (code == PLK_OK) {
+            code = check_shift(context);
+        }
+        if (code != PLK_OK || delta == 0) {
+            return code > 0 ? PLK_OK : code;
+        }
+        plk::memory::seq_add(context->ctx, seq, std::max(p0, -1), std::max(p1, -1), delta);
+        return PLK_OK;
+    });
+}
+
+int plk_seq_div(plk_context *context, int32_t seq, int32_t p0, int32_t p1, int32_t divisor) {
+    return plk::guarded([&]() -> int {
+        int code = check(context, seq);
+        if (code == PLK_OK && divisor < 1) {
+            code = plk::refuse(PLK_EINVAL, "the divisor is %d, expected 1 or more", divisor);
+        }
+        if (code == PLK_OK) {
+            code = check_range(p0, p1);
+        }
+        if (code == PLK_OK) {
+            code = check_shift(context);
+        }
+        if (code != PLK_OK || divisor == 1) {
+            return code > 0 ? PLK_OK : code;
+        }
+        plk::memory::seq_div(context->ctx, seq, std::max(p0, -1), std::max(p1, -1), divisor);
+        return PLK_OK;
+    });
+}
+
+int32_t plk_seq_pos_min(plk_context *context, int32_t seq) {
+    return plk::guarded([&]() -> int {
+        const int code = check(context, seq);
+        if (code != PLK_OK) {
+            return code;
+        }
+        const int32_t pos = plk::memory::pos_min(context->ctx, seq);
+        return pos >= -1 ? pos : seen(*context, seq, false);
+    });
+}
+
+int32_t plk_seq_pos_max(plk_context *context, int32_t seq) {
+    return plk::guarded([&]() -> int {
+        const int code = check(context, seq);
+        if (code != PLK_OK) {
+            return code;
+        }
+        const int32_t pos = plk::memory::pos_max(context->ctx, seq);
+        return pos >= -1 ? pos : seen(*context, seq, true);
+    });
+}
+
+} // extern "C"

@@ -1,0 +1,94 @@
+// States of single sequences, as upstream writes them.
+#include "groups.h"
+
+namespace {
+
+int check(const plk_context *c, int32_t seq) {
+    if (plk::need(c) != PLK_OK) {
+        return PLK_EINVAL;
+    }
+    if (seq < 0 || static_cast<uint32_t>(seq) >= c->n_seq_max) {
+        return plk::refuse(PLK_EINVAL, "sequence %d is outside [0, %u)", seq, c->n_seq_max);
+    }
+    return PLK_OK;
+}
+
+// With a shift pending, positions are new and keys are old: such a state would never fit again.
+void flush(const plk_context &c) {
+    if (c.guard && plk::update::present && plk::cells::pending(c.ctx) != 0) {
+        plk::update::run(c.ctx, true);
+    }
+}
+
+// guarded() speaks int; sizes of states do not fit.
+template <typename Work> int64_t sized(Work work) {
+    int64_t size = 0;
+    const int code = plk::guarded([&] {
+        size = work();
+        return PLK_OK;
+    });
+    return code == PLK_OK ? size : code;
+}
+
+} // namespace
+
+extern "C" {
+
+int64_t plk_state_size(plk_context *context, int32_t seq) {
+    return sized([&]() -> int64_t {
+        const int code = check(context, seq);
+        if (code != PLK_OK) {
+            return code;
+        }
+        flush(*context);
+        return static_cast<int64_t>(llama_state_seq_get_size(context->ctx, seq));
+    });
+}
+
+int64_t plk_state_save(plk_context *context, int32_t seq, uint8_t *data, int64_t room) {
+    return sized([&]() -> int64_t {
+        const int code = check(context, seq);
+        if (code != PLK_OK || data == nullptr || room < 0) {
+            return code != PLK_OK ? code : plk::refuse(PLK_EINVAL, "data is NULL or room negative");
+        }
+        flush(*context);
+        const auto needed = static_cast<int64_t>(llama_state_seq_get_size(context->ctx, seq));
+        if (room < needed) {
+            return plk::refuse(PLK_EINVAL, "the state needs %lld bytes, there is room for %lld",
+                               static_cast<long long>(needed), static_cast<long long>(room));
+        }
+        const size_t size =
+            llama_state_seq_get_data(context->ctx, data, static_cast<size_t>(room), seq);
+        return size > 0 ? static_cast<int64_t>(size)
+                        : plk::refuse(PLK_ESTATE, "llama.cpp wrote no state; its log has the reason");
+    });
+}
+
+int64_t plk_state_load(plk_context *context, int32_t seq, const uint8_t *data, int64_t length) {
+    return sized([&]() -> int64_t {
+        const int code = check(context, seq);
+        if (code != PLK_OK || data == nullptr || length < 1) {
+            return code != PLK_OK ? code : plk::refuse(PLK_EINVAL, "the state has no bytes");
+        }
+        const int kind =
+            plk::cells::check_state(context->ctx, data, static_cast<size_t>(length));
+        if (kind == 0) {
+            return PLK_ESTATE;
+        }
+        flush(*context);
+        if (kind == 2) {
+            plk::memory::seq_rm(context->ctx, seq, -1, -1);
+            return length;
+        }
+        const size_t size =
+            llama_state_seq_set_data(context->ctx, data, static_cast<size_t>(length), seq);
+        if (size == 0 && context->guard) {
+            // A state that ends in the middle has left its cells; the sequence's own are gone.
+            plk::memory::seq_rm(context->ctx, seq, -1, -1);
+            plk::cells::settle(context->ctx);
+        }
+        return static_cast<int64_t>(size);
+    });
+}
+
+} // extern "C"

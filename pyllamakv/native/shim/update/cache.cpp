@@ -1,0 +1,6 @@
+// The public call to 0.3.8.
+#include "groups.h"
+
+const bool plk::update::present = true;
+
+void plk::update::run(llama_context *ctx, bool) { llama_kv_cache_update(ctx); }

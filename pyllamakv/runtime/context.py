@@ -1,0 +1,335 @@
+"""Decode tokens of several sequences in one context, and own its KV cache."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from operator import index as whole
+from typing import TYPE_CHECKING, Any
+
+from pyllamakv.binding.protocol import Capability, Status
+from pyllamakv.errors import (
+    Cancelled,
+    Closed,
+    DecodeError,
+    KvError,
+    NativeError,
+    StaleLogits,
+    UsageError,
+    WorkerDied,
+)
+from pyllamakv.runtime import decoding, generation
+from pyllamakv.runtime.batch import Batch, Feed, from_feeds
+from pyllamakv.runtime.kv import KV, require
+from pyllamakv.runtime.ledger import Ledger
+from pyllamakv.runtime.lifetime import Lifetime
+from pyllamakv.runtime.logits import Logits
+from pyllamakv.runtime.sequence import Sequence
+from pyllamakv.runtime.turn import Turn, busy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+    from pyllamakv.binding.protocol import (
+        ContextHandle,
+        ContextInfo,
+        ContextParams,
+        Counters,
+        SamplerParams,
+    )
+    from pyllamakv.runtime.batch import Arrays
+    from pyllamakv.runtime.model import Model
+    from pyllamakv.runtime.sampler import Picker
+
+Work = Feed | Batch | Iterable[Feed]
+
+
+class Context:
+    """Hold one context. `Model.context` makes it; one thread at a time may use it.
+
+    ``ledgers`` is the record of every sequence, by id; ``epoch`` counts decodes.
+    """
+
+    def __init__(self, model: Model, handle: ContextHandle, params: ContextParams) -> None:
+        self.model = model
+        self.native = native = model.native
+        self.handle = handle
+        self.params = params
+        self.guard = params.guard
+        # Cancelling takes no turn; this keeps the handle from going away under it.
+        self._gate = gate = threading.Lock()
+
+        def free() -> None:
+            with gate, suppress(WorkerDied, Closed):
+                native.context_free(handle)
+
+        self.life = Lifetime("context", free, model.life)
+        self.life.follow(self)
+        self.info: ContextInfo = native.context_info(handle)
+        self.n_vocab = model.info.n_vocab
+        self.epoch = 0
+        self.ledgers = tuple(Ledger() for _ in range(self.info.n_seq_max))
+        self.turn = Turn(self.life)
+        self.kv = KV(self)
+        #: Sequences that have streams of their own copy cells where others share them.
+        self.streams = (
+            not params.kv_unified
+            and self.info.n_seq_max > 1
+            and Capability.STREAMS in native.about.capabilities
+        )
+        self._lock = self.life.lock
+        self._decode_one = native.decode_one
+        self._taken: set[int] = set()
+        self._marks = 0
+        self._cancels = 0
+        self._last: Arrays | None = None
+        self._last_n = 0
+
+    # Sequences...
+
+    def sequence(self, number: int | None = None) -> Sequence:
+        """Hand out a sequence that nobody uses: the lowest free one, or this number.
+
+        Raises UsageError when it is in use or out of range, or all are in use.
+        """
+        with self.turn:
+            n = self.info.n_seq_max
+            free = [i for i in range(n) if i not in self._taken]
+            if number is not None and number not in free:
+                why = "in use" if number in self._taken else f"out of range: there are 0..{n - 1}"
+                msg = f"sequence {number} is {why}"
+                raise UsageError(msg)
+            if not free:
+                msg = (
+                    f"all {n} sequences are in use; close one, or make the context with a larger "
+                    "n_seq_max"
+                )
+                raise UsageError(msg)
+            chosen = free[0] if number is None else number
+            self._taken.add(chosen)
+        return Sequence(self, chosen)
+
+    def sequence_id(self, sequence: Sequence | int) -> int:
+        """Return the checked id of a sequence, or of a number that stands for one."""
+        if isinstance(sequence, Sequence):
+            sequence.check(self)
+            return sequence.id
+        if not 0 <= whole(sequence) < self.info.n_seq_max:
+            msg = f"sequence {sequence} is out of range: there are 0..{self.info.n_seq_max - 1}"
+            raise UsageError(msg)
+        return sequence
+
+    def forget(self, sequence: Sequence) -> None:
+        """Take back a closed sequence's id; `Sequence.close` calls this, the turn is held."""
+        self._taken.discard(sequence.id)
+
+    def clear(self) -> None:
+        """Empty the cache and every sequence."""
+        with self.turn:
+            self.native.clear(self.handle, True)
+            for ledger in self.ledgers:
+                ledger.clear()
+
+    # Decoding...
+
+    def decode(self, work: Work) -> None:
+        """Decode one batch: a feed, several feeds, or a `Batch`.
+
+        Raises NoKVSlot, Cancelled or DecodeError; then every sequence has the tokens it had, and
+        the same work may be decoded again. Raises UsageError for a batch that cannot be right.
+        """
+        if isinstance(work, Feed) and work.logits == "last" and len(work.tokens) == 1:
+            self.step(work.sequence, int(work.tokens[0]))
+            return
+        with self.turn:
+            code, batch = self._run(work)
+            if code:
+                raise decoding.failure(self, code, batch)
+
+    def try_decode(self, work: Work) -> Status:
+        """Decode like `decode`, and return the status where that would raise for 1 and 2."""
+        with self.turn:
+            code, batch = self._run(work)
+            if code not in (0, 1, 2):
+                raise decoding.failure(self, code, batch)
+            return Status(code)
+
+    def step(self, sequence: Sequence, token: int) -> None:
+        """Decode one token that follows in a sequence, with logits: `decode` at its cheapest."""
+        lock = self._lock
+        if not lock.acquire(blocking=False):
+            raise busy(self.life)
+        try:
+            if sequence.context is not self or not sequence.open or not self.life.open:
+                sequence.check(self)
+            token = whole(token)
+            if not 0 <= token < self.n_vocab and self.guard:
+                msg = f"token {token} is out of range: this model has tokens 0..{self.n_vocab - 1}"
+                raise UsageError(msg)
+            ledger, number = sequence.ledger, sequence.id
+            self.epoch = epoch = self.epoch + 1
+            self._last_n = 0
+            pos = ledger.next
+            try:
+                code = self._decode_one(self.handle, token, pos, number)
+            except NativeError as error:
+                self._threw(error, (number,))
+                raise
+            if code:
+                decoding.settle(self, (number,))
+                raise decoding.failure(self, code, None, number)
+            ledger.tokens.append(token)
+            ledger.positions.append(pos)
+            ledger.marks.append(self._marks)
+            ledger.next = pos + 1
+            ledger.logits_at, ledger.logits_epoch = 0, epoch
+            self._marks += 1
+            self._last, self._last_n = None, 1
+        finally:
+            lock.release()
+
+    def prefill(self, sequence: Sequence, tokens: Any, *, logits: bool = True) -> None:
+        """Decode any number of tokens in pieces of n_batch; logits of the very last one.
+
+        When a piece fails, those before it stay, and ``len(sequence)`` says how far it came.
+        """
+        rest = sequence.feed(tokens).tokens
+        cancels, size = self._cancels, self.info.n_batch
+        if not len(rest):
+            msg = "there is nothing to decode: no tokens"
+            raise UsageError(msg)
+        for start in range(0, len(rest), size):
+            if cancels != self._cancels:
+                msg = f"cancelled with {len(rest) - start} tokens left; the others stay"
+                raise Cancelled(msg, code=2)
+            final = start + size >= len(rest)
+            wanted = "last" if logits and final else "none"
+            self.decode(Feed(sequence, rest[start : start + size], wanted))
+
+    def generate(
+        self,
+        sequence: Sequence,
+        max_tokens: int | None = None,
+        sampler: Picker | SamplerParams | None = None,
+        *,
+        stop_at_end: bool = True,
+    ) -> Iterator[str]:
+        """Go on with a sequence that has tokens; yield text as it becomes complete.
+
+        Ends after ``max_tokens`` (None: without limit), or at an end-of-generation token, which is
+        not kept. What was yielded is in the sequence. ``sampler`` None is greedy.
+        """
+        return generation.generate(self, sequence, max_tokens, sampler, stop_at_end)
+
+    def cancel(self) -> None:
+        """End the decode that runs, and `prefill` and `generate`; callable from any thread."""
+        with self._gate:
+            self.life.check()
+            self._cancels += 1
+            self.native.cancel(self.handle)
+
+    @property
+    def cancels(self) -> int:
+        """Return how often `cancel` was called."""
+        return self._cancels
+
+    # What the last decode left...
+
+    def logits(self, index: int = -1) -> Logits:
+        """View the logits of a place in the last batch; negative: counted from the last with any.
+
+        Raises StaleLogits when there are none, UsageError when that place asked for none.
+        """
+        with self.turn:
+            self.check_logits(index)
+            values = self.native.logits(self.handle, index, self.n_vocab)
+            values.flags.writeable = False
+            return Logits(self, values, self.epoch)
+
+    def check_logits(self, index: int) -> None:
+        """Refuse a place without logits; the turn is held."""
+        n, last = self._last_n, self._last
+        if n == 0:
+            msg = "there are no logits: nothing was decoded yet, or the last decode failed"
+            raise StaleLogits(msg)
+        flags = None if last is None else last.logits
+        outputs = 1 if flags is None else int((flags != 0).sum())
+        has = index == n - 1 if flags is None else 0 <= index < n and bool(flags[index])
+        if not (has or -outputs <= index < 0):
+            msg = (
+                f"place {index} of the last batch has no logits: it had {n} tokens, and asked for "
+                f"logits of {outputs} of them"
+            )
+            raise UsageError(msg)
+
+    @property
+    def counters(self) -> Counters:
+        """Count slot searches, defragmentations and moves; Unsupported without `kv-counters`."""
+        with self.turn:
+            require(self, Capability.COUNTERS, "count what the cache does")
+            return self.native.counters(self.handle)
+
+    # Lifetime...
+
+    @property
+    def closed(self) -> bool:
+        """Tell whether this context, its model or its library was closed."""
+        return not self.life.open
+
+    def check(self) -> None:
+        """Raise Closed when this was closed."""
+        self.life.check()
+
+    def close(self) -> None:
+        """Free the context; a second call does nothing. Raises Busy while a decode runs."""
+        self.life.close()
+
+    def __enter__(self) -> Context:
+        self.check()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"n_ctx {self.info.n_ctx}"
+        return f"<Context {state}, {self.info.n_seq_max} sequences>"
+
+    def _run(self, work: Work) -> tuple[int, Arrays]:
+        batch = self._arrays(work)
+        if self.guard:
+            decoding.check_batch(self, batch)
+        self.epoch += 1
+        self._last_n = 0
+        ids = batch.seq.tolist()
+        try:
+            code = self.native.decode(self.handle, *batch)
+        except NativeError as error:
+            self._threw(error, ids)
+            raise
+        if code == 0:
+            self._marks = decoding.record(self.ledgers, batch, self._marks, self.epoch)
+            self._last, self._last_n = batch, len(batch.token)
+        else:
+            decoding.settle(self, ids)
+        return code, batch
+
+    def _arrays(self, work: Work) -> Arrays:
+        if isinstance(work, Batch):
+            return work.arrays()
+        feeds = [work] if isinstance(work, Feed) else list(work)
+        for feed in feeds:
+            if not isinstance(feed, Feed):
+                msg = f"expected feeds (sequence.feed(...)) or a Batch, not {type(feed).__name__}"
+                raise UsageError(msg)
+            feed.sequence.check(self)
+        return from_feeds(feeds)
+
+    def _threw(self, error: KvError, ids: Iterable[int]) -> None:
+        if type(error) is NativeError:
+            decoding.settle(self, ids)
+            raise DecodeError(str(error), code=error.code, log=error.log) from error

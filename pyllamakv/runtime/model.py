@@ -1,0 +1,229 @@
+"""Load a model: its facts, its tokens, and the contexts made of it."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pyllamakv.binding.protocol import ModelParams, SamplerParams
+from pyllamakv.errors import Closed, ModelError, Unsupported, UsageError, WorkerDied
+from pyllamakv.runtime import textstream
+from pyllamakv.runtime.context import Context
+from pyllamakv.runtime.lifetime import Lifetime
+from pyllamakv.runtime.memory import check_memory
+from pyllamakv.runtime.modelfile import check_file
+from pyllamakv.runtime.params import context_params
+from pyllamakv.runtime.sampler import Sampler
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable
+    from types import TracebackType
+
+    from pyllamakv.binding.protocol import ModelHandle, ModelInfo, Native
+    from pyllamakv.runtime.modelfile import ModelFile
+
+
+class Model:
+    """Hold one loaded model. `load` makes it."""
+
+    def __init__(
+        self,
+        native: Native,
+        handle: ModelHandle,
+        file: ModelFile,
+        parent: Lifetime,
+        *,
+        isolated: bool,
+    ) -> None:
+        self.native = native
+        self.handle = handle
+        self.file = file
+        self.isolated = isolated
+
+        def free() -> None:
+            with suppress(WorkerDied, Closed):
+                native.model_free(handle)
+
+        self.life = Lifetime("model", free, parent)
+        self.life.follow(self)
+        self.info: ModelInfo = native.model_info(handle)
+        self._pieces: dict[tuple[int, bool], bytes] = {}
+        self._ends: dict[int, bool] = {}
+
+    @property
+    def path(self) -> Path:
+        """Return the path of the file."""
+        return self.file.path
+
+    @property
+    def fingerprint(self) -> str:
+        """Return a digest of what the file says about itself: equal for equal models."""
+        facts = repr((sorted(self.file.meta.items()), self.info.n_params, self.info.n_bytes))
+        return hashlib.sha256(facts.encode()).hexdigest()[:16]
+
+    def meta(self, key: str) -> str | None:
+        """Return a value of the file's metadata as text, or None."""
+        self.life.check()
+        return self.native.model_meta(self.handle, key)
+
+    def tokenize(
+        self, text: str, add_special: bool = True, parse_special: bool = False
+    ) -> list[int]:
+        """Return the tokens of a text; ``add_special`` puts the model's first token in front."""
+        self._need_vocab()
+        if not isinstance(text, str):
+            msg = f"expected text, not {type(text).__name__}"
+            raise UsageError(msg)
+        return self.native.tokenize(
+            self.handle, textstream.encode(text), add_special, parse_special
+        )
+
+    def detokenize(self, tokens: Iterable[int], special: bool = False) -> str:
+        """Return tokens as text; bytes that are no text become U+FFFD."""
+        return textstream.decode(b"".join(self.piece(int(token), special) for token in tokens))
+
+    def piece(self, token: int, special: bool = False) -> bytes:
+        """Return the bytes of a token; ``special`` shows tokens that stand for no text."""
+        found = self._pieces.get((token, special))
+        if found is None:
+            self._need_vocab()
+            self._check_token(token)
+            found = self.native.token_piece(self.handle, token, special)
+            self._pieces[token, special] = found
+        return found
+
+    def is_end(self, token: int) -> bool:
+        """Tell whether a token ends a generation."""
+        found = self._ends.get(token)
+        if found is None:
+            self.life.check()
+            self._check_token(token)
+            found = self.native.token_is_eog(self.handle, token)
+            self._ends[token] = found
+        return found
+
+    def context(
+        self,
+        n_ctx: int = 512,
+        n_batch: int = 512,
+        n_ubatch: int = 512,
+        n_seq_max: int = 1,
+        n_threads: int = 1,
+        *,
+        n_threads_batch: int | None = None,
+        flash_attn: bool | None = False,
+        type_k: str | int = "f16",
+        type_v: str | int = "f16",
+        kv_unified: bool = True,
+        swa_full: bool = False,
+        offload_kqv: bool = True,
+        embeddings: bool = False,
+        defrag_thold: float = -1.0,
+        guard: Literal["on", "off"] = "on",
+    ) -> Context:
+        """Make a context.
+
+        ``n_ctx`` cells, at most ``n_batch`` tokens per decode, computed ``n_ubatch`` at a time,
+        ``n_seq_max`` sequences. ``flash_attn`` None leaves it to llama.cpp. ``guard`` "off"
+        leaves out all checks and the undoing of failed decodes, in a library opened with
+        ``isolated=True`` only. Raises UsageError or Unsupported naming the parameter at fault,
+        NotEnoughMemory before anything is allocated, ContextError when the library refuses.
+        """
+        self.life.check()
+        if guard not in ("on", "off"):
+            msg = f"guard must be 'on' or 'off', not {guard!r}"
+            raise UsageError(msg)
+        if guard == "off" and not self.isolated:
+            msg = "guard='off' may end the process: open the library with isolated=True"
+            raise UsageError(msg)
+        params = context_params(
+            self.info,
+            self.native.about.capabilities,
+            n_ctx=n_ctx,
+            n_batch=n_batch,
+            n_ubatch=n_ubatch,
+            n_seq_max=n_seq_max,
+            n_threads=n_threads,
+            n_threads_batch=n_threads_batch,
+            flash_attn=flash_attn,
+            type_k=type_k,
+            type_v=type_v,
+            kv_unified=kv_unified,
+            swa_full=swa_full,
+            offload_kqv=offload_kqv,
+            embeddings=embeddings,
+            defrag_thold=defrag_thold,
+            guard=guard == "on",
+        )
+        check_memory(self.info, params)
+        handle = self.native.context_new(self.handle, params)
+        try:
+            return Context(self, handle, params)
+        except BaseException:
+            self.native.context_free(handle)
+            raise
+
+    def sampler(self, **options: Any) -> Sampler:
+        """Make a sampler in C with the options of `SamplerParams`."""
+        return Sampler(self, SamplerParams(**options))
+
+    def close(self) -> None:
+        """Free the model, its contexts first; a second call does nothing."""
+        self.life.close()
+
+    @property
+    def closed(self) -> bool:
+        """Tell whether this model or its library was closed."""
+        return not self.life.open
+
+    def __enter__(self) -> Model:
+        self.life.check()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Model {self.file.path.name}{', closed' if self.closed else ''}>"
+
+    def _need_vocab(self) -> None:
+        self.life.check()
+        if not self.info.has_vocab:
+            msg = "this model has no vocabulary: give tokens instead of text"
+            raise Unsupported(msg, "vocabulary")
+
+    def _check_token(self, token: int) -> None:
+        if not 0 <= token < self.info.n_vocab:
+            msg = f"token {token} is out of range: this model has 0..{self.info.n_vocab - 1}"
+            raise UsageError(msg)
+
+
+def load(
+    native: Native,
+    path: str | os.PathLike[str],
+    parent: Lifetime,
+    params: ModelParams,
+    *,
+    isolated: bool,
+) -> Model:
+    """Load a GGUF file after checking that it is one, and whole.
+
+    Raises ModelError saying what is wrong with the file.
+    """
+    parent.check()
+    file = check_file(path)
+    try:
+        handle = native.model_load(str(Path(path).resolve()), params)
+    except ModelError as error:
+        msg = f"{error} (architecture {file.architecture!r})"
+        raise ModelError(msg, code=error.code, log=error.log) from error
+    try:
+        return Model(native, handle, file, parent, isolated=isolated)
+    except BaseException:
+        native.model_free(handle)
+        raise

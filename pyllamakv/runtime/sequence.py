@@ -1,0 +1,281 @@
+"""Own one sequence of a context: feed it, fork it, cut it, move it, save it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pyllamakv.errors import (
+    Closed,
+    PartialRemovalRefused,
+    SharedCells,
+    StaleLogits,
+    Unsupported,
+    UsageError,
+)
+from pyllamakv.runtime import state
+from pyllamakv.runtime.batch import Feed, as_int32
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from pyllamakv.runtime.batch import Wanted
+    from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.ledger import Ledger
+    from pyllamakv.runtime.logits import Logits
+
+
+class Sequence:
+    """Hold one sequence. `Context.sequence` and `fork` make it.
+
+    Positions are given as p0 <= p < p1; None is an open end.
+    """
+
+    def __init__(self, context: Context, number: int) -> None:
+        self.context = context
+        self.id = number
+        self.ledger: Ledger = context.ledgers[number]
+        self.open = True
+
+    @property
+    def tokens(self) -> list[int]:
+        """Return the tokens in the cache, in the order of their positions."""
+        return self.ledger.tokens.copy()
+
+    @property
+    def positions(self) -> list[int]:
+        """Return the position of each token."""
+        return self.ledger.positions.copy()
+
+    @property
+    def next_pos(self) -> int:
+        """Return the position that the next token gets."""
+        return self.ledger.next
+
+    @property
+    def text(self) -> str:
+        """Return the tokens as text."""
+        return self.context.model.detokenize(self.tokens)
+
+    @property
+    def pos_min(self) -> int:
+        """Return the lowest position that the cache has, -1 when it has none."""
+        with self.context.turn:
+            self.check(self.context)
+            return self.context.native.seq_pos_min(self.context.handle, self.id)
+
+    @property
+    def pos_max(self) -> int:
+        """Return the highest position that the cache has, -1 when it has none."""
+        with self.context.turn:
+            self.check(self.context)
+            return self.context.native.seq_pos_max(self.context.handle, self.id)
+
+    def feed(self, text_or_tokens: Any, logits: Wanted = "last") -> Feed:
+        """Say what follows: text (a sequence without tokens gets the model's first token), or
+        tokens. Nothing is decoded, and the feed may be used again after a failure.
+        """
+        self.check(self.context)
+        if logits not in ("last", "all", "none"):
+            msg = f"logits must be 'last', 'all' or 'none', not {logits!r}"
+            raise UsageError(msg)
+        tokens = text_or_tokens
+        if isinstance(tokens, str):
+            tokens = self.context.model.tokenize(tokens, add_special=not self.ledger.tokens)
+        elif isinstance(tokens, bytes):
+            msg = "expected text or tokens, not bytes; decode them first"
+            raise UsageError(msg)
+        elif isinstance(tokens, int):
+            tokens = [tokens]
+        return Feed(self, as_int32(tokens, "tokens"), logits)
+
+    def logits(self) -> Logits:
+        """View the logits after the last token, where the last decode left them."""
+        self.check(self.context)
+        if self.ledger.logits_epoch != self.context.epoch:
+            msg = "the last decode left no logits of this sequence's last token"
+            raise StaleLogits(msg)
+        return self.context.logits(self.ledger.logits_at)
+
+    def fork(self, length: int | None = None) -> Sequence:
+        """Make a sequence with the same first ``length`` tokens (None: all), sharing the cells."""
+        self.check(self.context)
+        context = self.context
+        _check_length(length)
+        cut = None if length is None or length >= len(self) else self.ledger.positions[length]
+        other = context.sequence()
+        try:
+            with context.turn:
+                if cut is None or not context.streams:
+                    end = -1 if cut is None else cut
+                    context.native.seq_cp(context.handle, self.id, other.id, -1, end)
+                else:
+                    # Between streams llama.cpp asserts that whole sequences are copied.
+                    context.native.seq_cp(context.handle, self.id, other.id, -1, -1)
+                    context.native.update(context.handle)
+                    if not context.native.seq_rm(context.handle, other.id, cut, -1):
+                        raise _refused(self.id, cut, None)
+                other.ledger.copy_from(self.ledger, None, cut, share=not context.streams)
+                if cut is None:
+                    other.ledger.logits_at = self.ledger.logits_at
+                    other.ledger.logits_epoch = self.ledger.logits_epoch
+        except BaseException:
+            other.close()
+            raise
+        return other
+
+    def trim(self, length: int) -> int:
+        """Keep the first ``length`` tokens; return how many were removed."""
+        self.check(self.context)
+        _check_length(length)
+        if length >= len(self):
+            return 0
+        return self.remove(self.ledger.positions[length] if length else None, None)
+
+    def remove(self, p0: int | None = None, p1: int | None = None) -> int:
+        """Remove the tokens at p0 <= p < p1; return how many. The others stay where they are.
+
+        Raises PartialRemovalRefused, with nothing changed, when the memory keeps no single tokens.
+        """
+        first, end = _check_range(p0, p1)
+        context = self.context
+        with context.turn:
+            self.check(context)
+            if first == end >= 0:
+                return 0
+            if not context.native.seq_rm(context.handle, self.id, first, end):
+                raise _refused(self.id, p0, p1)
+            return self.ledger.remove(p0, p1)
+
+    def shift(
+        self, p0: int | None, p1: int | None, delta: int, *, allow_shared: bool = False
+    ) -> None:
+        """Move the tokens at p0 <= p < p1 by ``delta`` positions; the cache turns their keys.
+
+        Raises SharedCells where another sequence uses the cells (it would move there as well),
+        Unsupported where this memory cannot shift, UsageError where positions would meet.
+        """
+        first, end = _check_range(p0, p1)
+        context = self.context
+        with context.turn:
+            self.check(context)
+            self._check_shift(p0, p1, allow_shared)
+            if context.guard:
+                self.ledger.check_move(p0, p1, delta)
+            context.native.seq_add(context.handle, self.id, first, end, delta)
+            for each in self._touched(p0, p1):
+                each.move(p0, p1, delta)
+
+    def divide(
+        self, p0: int | None, p1: int | None, divisor: int, *, allow_shared: bool = False
+    ) -> None:
+        """Divide the positions p0 <= p < p1, rounding down; raises as `shift` does."""
+        first, end = _check_range(p0, p1)
+        if divisor < 1:
+            msg = f"the divisor must be 1 or more, not {divisor}"
+            raise UsageError(msg)
+        context = self.context
+        with context.turn:
+            self.check(context)
+            self._check_shift(p0, p1, allow_shared)
+            context.native.seq_div(context.handle, self.id, first, end, divisor)
+            for each in self._touched(p0, p1):
+                each.divide(p0, p1, divisor)
+
+    def save(self) -> bytes:
+        """Return the tokens and the cache's content for them; `restore` takes it back."""
+        return state.save(self)
+
+    def restore(self, saved: bytes) -> None:
+        """Replace what this sequence holds by what `save` gave, of this model and cache types.
+
+        Raises StateError, with nothing changed, for a state that does not fit.
+        """
+        state.restore(self, saved)
+
+    def close(self) -> None:
+        """Remove the tokens and give the id back; further use raises Closed."""
+        if not self.open:
+            return
+        context = self.context
+        if context.closed:
+            self.open = False
+            return
+        with context.turn:
+            context.native.seq_rm(context.handle, self.id, -1, -1)
+            self.ledger.clear()
+            self.open = False
+            context.forget(self)
+
+    def check(self, context: Context) -> None:
+        """Raise Closed or UsageError unless this is an open sequence of an open ``context``."""
+        self.context.check()
+        if not self.open:
+            msg = f"sequence {self.id} was closed; context.sequence() makes another"
+            raise Closed(msg)
+        if context is not self.context:
+            msg = f"sequence {self.id} belongs to another context"
+            raise UsageError(msg)
+
+    def __len__(self) -> int:
+        return len(self.ledger.tokens)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __enter__(self) -> Sequence:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Sequence {self.id}, {len(self)} tokens{'' if self.open else ', closed'}>"
+
+    def _check_shift(self, p0: int | None, p1: int | None, allow_shared: bool) -> None:
+        if not self.context.info.can_shift:
+            msg = "this context's memory cannot shift positions"
+            raise Unsupported(msg, "shift")
+        if allow_shared or not self.context.guard:
+            return
+        others = self.ledger.shared_with(enumerate(self.context.ledgers), p0, p1)
+        if others:
+            names = ", ".join(map(str, others))
+            msg = (
+                f"sequence {self.id} shares these cells with sequence {names}, where positions "
+                "would change as well; restore a save of it into itself to get cells of its own, "
+                "or give allow_shared=True"
+            )
+            raise SharedCells(msg, others)
+
+    def _touched(self, p0: int | None, p1: int | None) -> list[Ledger]:
+        # llama.cpp moves a whole cell: every sequence that shares it moves along.
+        shared = self.ledger.shared_with(enumerate(self.context.ledgers), p0, p1)
+        return [self.ledger, *(self.context.ledgers[i] for i in shared)]
+
+
+def _check_range(p0: int | None, p1: int | None) -> tuple[int, int]:
+    """Return a range as llama.cpp takes it, -1 for an open end; UsageError for a wrong one."""
+    for name, value in (("p0", p0), ("p1", p1)):
+        if value is not None and value < 0:
+            msg = f"{name} must be 0 or more, or None for an open end; not {value}"
+            raise UsageError(msg)
+    if p0 is not None and p1 is not None and p0 > p1:
+        msg = f"p0 {p0} lies behind p1 {p1}; a range is p0 <= p < p1"
+        raise UsageError(msg)
+    return (-1 if p0 is None else p0, -1 if p1 is None else p1)
+
+
+def _check_length(length: int | None) -> None:
+    if length is not None and length < 0:
+        msg = f"the number of tokens to keep must be 0 or more, not {length}"
+        raise UsageError(msg)
+
+
+def _refused(number: int, p0: int | None, p1: int | None) -> PartialRemovalRefused:
+    msg = (
+        f"this memory cannot remove a part of sequence {number} (positions {p0}..{p1}); nothing "
+        "was changed: remove the whole sequence and decode again what shall stay"
+    )
+    return PartialRemovalRefused(msg)

@@ -1,0 +1,182 @@
+"""Save a sequence with its tokens, and restore it without losing what was there."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pyllamakv.binding.protocol import Capability
+from pyllamakv.errors import NativeError, StateError, WorkerDied
+from pyllamakv.runtime import staterows
+from pyllamakv.runtime.kv import require
+from pyllamakv.runtime.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.sequence import Sequence
+
+_MAGIC = b"PLKSEQ1\n"
+_HEAD = struct.Struct("<8sII")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Saved:
+    """Hold an unpacked save: what it fits, tokens and positions (n,) int32, the library's bytes."""
+
+    fits: dict[str, Any]
+    tokens: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    raw: bytes
+
+
+def save(sequence: Sequence) -> bytes:
+    """Return a sequence as bytes; `Sequence.save` describes it."""
+    context = sequence.context
+    with context.turn:
+        sequence.check(context)
+        require(context, Capability.STATES, "save the state of a sequence")
+        ledger = sequence.ledger
+        raw = context.native.state_save(context.handle, sequence.id) if len(ledger) else b""
+        tokens = np.array(ledger.tokens, dtype="<i4").tobytes()
+        positions = np.array(ledger.positions, dtype="<i4").tobytes()
+        about = {"fits": _fits(context), "tokens": len(ledger)}
+    head = json.dumps(about, sort_keys=True).encode()
+    body = b"".join((head, tokens, positions, raw))
+    return _HEAD.pack(_MAGIC, len(head), zlib.crc32(body)) + body
+
+
+def unpack(saved: bytes) -> Saved:
+    """Take a save apart, or raise StateError where it is damaged or something else."""
+    if len(saved) < _HEAD.size or not saved.startswith(_MAGIC):
+        msg = "this is not a saved sequence: expected what Sequence.save() gave"
+        raise StateError(msg)
+    _, size, checksum = _HEAD.unpack_from(saved)
+    body = memoryview(saved)[_HEAD.size :]
+    if zlib.crc32(body) != checksum:
+        msg = "this saved sequence is damaged: its checksum does not match; save it again"
+        raise StateError(msg)
+    try:
+        about = json.loads(bytes(body[:size]))
+        n, fits = int(about["tokens"]), dict(about["fits"])
+        tokens = np.frombuffer(body, "<i4", n, size).astype(np.int32)
+        positions = np.frombuffer(body, "<i4", n, size + 4 * n).astype(np.int32)
+    except (ValueError, KeyError, TypeError) as error:
+        msg = f"this saved sequence cannot be read: {error}"
+        raise StateError(msg) from error
+    return Saved(fits, tokens, positions, bytes(body[size + 8 * n :]))
+
+
+def restore(sequence: Sequence, saved: bytes) -> None:
+    """Put a save into a sequence; `Sequence.restore` describes it."""
+    context, content = sequence.context, unpack(saved)
+    with context.turn:
+        sequence.check(context)
+        require(context, Capability.STATES, "restore the state of a sequence")
+        here = _fits(context)
+        wrong = [key for key in here if content.fits.get(key) != here[key]]
+        if wrong:
+            shown = ", ".join(f"{key} {content.fits.get(key)} (here {here[key]})" for key in wrong)
+            msg = f"this save is of another model or cache: {shown}; nothing was changed"
+            raise StateError(msg)
+        if content.raw:
+            _load(sequence, content)
+        elif not context.native.seq_rm(context.handle, sequence.id, -1, -1):
+            msg = "the memory refuses to remove the sequence; nothing was changed"
+            raise StateError(msg)
+        first = context.new_marks(len(content.tokens))
+        sequence.ledger.clear()
+        sequence.ledger.extend(
+            content.tokens.tolist(),
+            content.positions.tolist(),
+            range(first, first + len(content.tokens)),
+        )
+
+
+def _load(sequence: Sequence, content: Saved) -> None:
+    context, native = sequence.context, sequence.context.native
+    needed = _cells(content)
+    snapshot = context.kv.peek()
+    room = _room(snapshot, sequence.id) if snapshot is not None and needed else None
+    if room is not None and room[0] < needed:
+        msg = (
+            f"the state has {needed} cells and {room[0]} are free (this sequence's own counted); "
+            "remove tokens first; nothing was changed"
+        )
+        raise StateError(msg)
+    backup = native.state_save(context.handle, sequence.id) if len(sequence) else b""
+    # A state goes into one hole in most releases: make one where none is large enough.
+    together = room is None or room[1] >= needed or not context.info.defrag
+    if together and _try(sequence, content.raw):
+        return
+    if context.info.defrag:
+        native.seq_rm(context.handle, sequence.id, -1, -1)
+        native.defrag(context.handle)
+        if _try(sequence, content.raw):
+            return
+    if backup and not _try(sequence, backup):
+        sequence.ledger.clear()
+        msg = (
+            "the library refused the state, and the cache is too fragmented to put back what the "
+            f"sequence held: sequence {sequence.id} is empty now"
+        )
+        raise StateError(msg)
+    if not backup:
+        native.seq_rm(context.handle, sequence.id, -1, -1)
+    msg = (
+        "the library refused the state: it may be of another release, or the cache has no hole "
+        "large enough; nothing was changed"
+    )
+    raise StateError(msg)
+
+
+def _try(sequence: Sequence, raw: bytes) -> bool:
+    context = sequence.context
+    try:
+        return context.native.state_load(context.handle, sequence.id, raw) == len(raw)
+    except WorkerDied:
+        raise
+    except NativeError:
+        return False
+
+
+def _cells(content: Saved) -> int:
+    """Return how many cells a state needs; 0 where its memory has none per token."""
+    try:
+        return staterows.parse(content.raw).cells
+    except StateError:
+        return 0
+
+
+def _room(snapshot: Snapshot, number: int) -> tuple[int, int]:
+    """Return free cells and largest hole, were the sequence's own cells free."""
+    free = largest = 0
+    for each in snapshot.streams:
+        if each.swa:
+            continue
+        own = each.has(number) & (each.sharers == 1)
+        pos = np.where(own, np.int32(-1), each.pos)
+        stats = type(each)(pos, each.shift, each.seqs, each.info).stats
+        free, largest = max(free, stats.free), max(largest, stats.largest_hole)
+    return free, largest
+
+
+def _fits(context: Context) -> dict[str, Any]:
+    info, params = context.model.info, context.params
+    return {
+        "n_vocab": info.n_vocab,
+        "n_embd": info.n_embd,
+        "n_layer": info.n_layer,
+        "n_head_kv": info.n_head_kv,
+        "n_params": info.n_params,
+        "model": context.model.fingerprint,
+        "type_k": params.type_k,
+        "type_v": params.type_v,
+        "v_transposed": context.info.v_transposed,
+    }

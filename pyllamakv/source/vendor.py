@@ -1,0 +1,118 @@
+"""Keep trees of releases in folders of the home, and tell whether they are still what they were."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyllamakv.errors import SourceError, UnknownRelease
+from pyllamakv.home import home
+from pyllamakv.source.store import write_atomic
+
+if TYPE_CHECKING:
+    from pyllamakv.source.export import Difference, Exported
+    from pyllamakv.source.releases import Release
+    from pyllamakv.source.store import Store
+
+_RECORD = ".json"
+
+
+@dataclass(frozen=True)
+class Vendored:
+    """Describe a tree that was put in place."""
+
+    #: What was asked for: ``0.3.9`` or ``0.3.9+full-defrag``.
+    spec: str
+    release: str
+    #: The names of the patches; None stands for the whole series, none for stock.
+    series: tuple[str, ...] | None
+    commit: str
+    tree: str
+    folder: str
+
+
+def trees() -> Path:
+    """Return the folder that vendored trees lie in."""
+    return home() / "trees"
+
+
+def place_of(release: Release, series: tuple[str, ...] | None) -> Path:
+    """Return the folder for a release with these patches."""
+    words = "patched" if series is None else ",".join(series)
+    return trees() / (f"{release.key}+{words}" if words else release.key)
+
+
+def sync(
+    store: Store,
+    release: Release,
+    commit: str,
+    *,
+    spec: str,
+    series: tuple[str, ...] | None = (),
+    folder: Path | None = None,
+) -> tuple[Vendored, Exported]:
+    """Put the tree of a commit into its folder, or into ``folder``, and record what it is."""
+    place = (folder or place_of(release, series)).absolute()
+    record = _record_of(place)
+    if folder is None:
+        record.unlink(missing_ok=True)
+    done = store.export(commit, place)
+    vendored = Vendored(spec, release.name, series, commit, done.tree, str(place))
+    if folder is None:
+        write_atomic(record, json.dumps(asdict(vendored), indent=2) + "\n")
+    return vendored, done
+
+
+def listed() -> list[Vendored]:
+    """Return what is recorded, ordered by name; damaged records count as absent."""
+    found = (_read(path) for path in sorted(trees().glob(f"*{_RECORD}")))
+    return [vendored for vendored in found if vendored is not None]
+
+
+def find(spec: str) -> Vendored:
+    """Return the record of a spec. Raises UnknownRelease, naming what there is."""
+    there = listed()
+    for vendored in there:
+        if spec in (vendored.spec, Path(vendored.folder).name):
+            return vendored
+    names = ", ".join(v.spec for v in there) or "none"
+    msg = f"{spec!r} is not vendored (there is: {names}); run `pyllamakv vendor sync {spec}`"
+    raise UnknownRelease(msg, name=spec, close=[v.spec for v in there])
+
+
+def verify(store: Store, vendored: Vendored) -> Difference:
+    """Compare a vendored folder with its tree."""
+    if not Path(vendored.folder).is_dir():
+        msg = f"{vendored.folder} is gone; run `pyllamakv vendor sync {vendored.spec}`"
+        raise SourceError(msg)
+    return store.compare(vendored.tree, Path(vendored.folder))
+
+
+def clean(vendored: Vendored) -> Path:
+    """Remove a vendored folder and its record; return the folder."""
+    folder = Path(vendored.folder)
+    if folder.parent != trees().absolute():
+        msg = f"{folder} does not lie in {trees()}; remove it by hand"
+        raise SourceError(msg)
+    _record_of(folder).unlink(missing_ok=True)
+    if folder.is_dir():
+        shutil.rmtree(folder)
+    return folder
+
+
+def _record_of(folder: Path) -> Path:
+    return folder.with_name(folder.name + _RECORD)
+
+
+def _read(path: Path) -> Vendored | None:
+    try:
+        facts = json.loads(path.read_text("utf-8"))
+        series = facts.pop("series")
+        vendored = Vendored(series=None if series is None else tuple(series), **facts)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    # A record tells only of the folder that it lies beside.
+    return vendored if _record_of(Path(vendored.folder)) == path else None

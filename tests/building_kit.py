@@ -1,0 +1,141 @@
+"""Stand-ins for cmake and ninja, a tiny llama.cpp, and a home, for the tests of building."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyllamakv.building import cmake
+from pyllamakv.building.manifest import Manifest
+
+if TYPE_CHECKING:
+    import pytest
+
+#: Takes the arguments of a configure run and leaves what a real one leaves for us.
+CMAKE = r"""
+fresh=
+while [ $# -gt 0 ]; do
+    case $1 in
+    -S) source=$2; shift ;;
+    -B) build=$2; shift ;;
+    --fresh) fresh=1 ;;
+    -DPLK_LLAMA_SRC=*) tree=${1#*=} ;;
+    -DPLK_VARIANT=*) variant=${1#*=} ;;
+    esac
+    shift
+done
+mkdir -p "$build"
+printf 'CMAKE_HOME_DIRECTORY:INTERNAL=%s\nCMAKE_CACHEFILE_DIR:INTERNAL=%s\n' \
+    "$source" "$build" >"$build/CMakeCache.txt"
+printf '%s' "$tree" >"$build/tree"
+printf '%s' "$variant" >"$build/variant"
+printf '%s' '{"groups": {"load": "plain", "defrag": null}}' >"$build/plk-capabilities.json"
+echo configured
+"""
+
+#: Makes a library of the tree's one source, and the drop-in beside it, and says so as ninja does.
+NINJA = r"""
+while [ $# -gt 0 ]; do
+    case $1 in
+    -C) cd "$2"; shift ;;
+    esac
+    shift
+done
+echo "[plk 1/2] Building CXX object src/llama.cpp.o"
+mkdir -p dropin
+{ cat variant; echo; cat "$(cat tree)/src/llama.cpp"; } >libplk.so
+cp libplk.so dropin/libllama.so.0.1
+ln -sf libllama.so.0.1 dropin/libllama.so
+echo "[plk 2/2] Linking CXX shared library libplk.so"
+"""
+
+
+def script(path: Path, body: str) -> Path:
+    """Write a shell script that can be run."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\nset -eu\n{body}", encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
+class Workshop:
+    """Hold a home, a tiny tree as release, and the stand-ins that build it."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.home = folder / "home"
+        self.programs = folder / "programs"
+        self.calls = folder / "calls"
+        self.tree = folder / "llama"
+        self.compiler_calls = folder / "compiler-calls"
+        monkeypatch.setenv("PYLLAMAKV_HOME", str(self.home))
+        monkeypatch.setenv("PYLLAMAKV_LAUNCHER", "none")
+        self.use("cmake", CMAKE)
+        self.use("ninja", NINJA)
+        for name in ("cc", "c++"):
+            script(
+                self.programs / name,
+                f"echo {name} >>{shlex.quote(str(self.compiler_calls))}\n"
+                "case $* in\n"
+                "--version) echo 'gcc (Stand-in) 1.2.3' ;;\n"
+                "-dumpmachine) echo x86_64-standin ;;\n"
+                "*) echo '#define __SSE3__ 1' ;;\n"
+                "esac\n",
+            )
+        monkeypatch.setenv("CC", str(self.programs / "cc"))
+        monkeypatch.setenv("CXX", str(self.programs / "c++"))
+        monkeypatch.setattr(cmake, "binary", lambda name: self.programs / name)
+        for path, text in (
+            ("include/llama.h", "// the interface\n"),
+            ("src/llama.cpp", "// stock\n"),
+            ("src/other.cpp", "// untouched\n"),
+            ("CMakeLists.txt", "project(llama)\n"),
+        ):
+            (self.tree / path).parent.mkdir(parents=True, exist_ok=True)
+            (self.tree / path).write_text(text, encoding="utf-8")
+
+    @property
+    def spec(self) -> str:
+        """Return the spec of the stock variant."""
+        return f"path:{self.tree}+stock"
+
+    def use(self, name: str, body: str) -> None:
+        """Replace a stand-in; each call of it is counted."""
+        counted = f"echo {name} >>{shlex.quote(str(self.calls))}\n"
+        script(self.programs / name, counted + body)
+
+    def count(self, name: str) -> int:
+        """Return how often a stand-in ran."""
+        text = self.calls.read_text(encoding="utf-8") if self.calls.exists() else ""
+        return text.split().count(name)
+
+    def built(self) -> list[str]:
+        """Return the names of all that lies in ``built/``, but for the index."""
+        folder = self.home / "built"
+        return sorted(p.name for p in folder.iterdir() if p.name != ".index")
+
+
+def manifest(**changed: object) -> Manifest:
+    """Return a manifest with plausible values, but for those that are named."""
+    values: dict[str, object] = {
+        "variant": "0.3.9-stock-cpu-0123456789abcdef",
+        "release": "0.3.9",
+        "commit": "c" * 40,
+        "tree": "a" * 40,
+        "patched_tree": "a" * 40,
+        "patches": (),
+        "series_digest": "",
+        "backend": "cpu",
+        "options": {"GGML_RPC": "ON"},
+        "compiler": "gcc 1.2.3 for x86_64",
+        "cpu_flags": ("avx2", "fma"),
+        "abi": 1,
+        "library": "libplk.so",
+        "library_sha256": "0" * 64,
+        "dropin": ("libllama.so",),
+        "capabilities": ("load",),
+        "probes": {"load": "plain", "defrag": None},
+        **changed,
+    }
+    return Manifest(**values)  # type: ignore[arg-type]

@@ -1,0 +1,448 @@
+/* A small stand-in for libplk: the whole of plk.h over arrays, with contiguous slots and scripted
+ * failures, so that binding and runtime are tested without llama.cpp.
+ *
+ * Vocabulary: 512 tokens; 0..255 are bytes, BOS 256, EOS 257. Scripts: decoding one of the tokens
+ * below does what its name says. Logits of a token t at position p peak at (t + p + 1) % 256.
+ */
+#include "plk.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#ifndef FAKE_ABI
+#define FAKE_ABI PLK_ABI
+#endif
+#ifndef FAKE_VARIANT
+#define FAKE_VARIANT "fake"
+#endif
+#ifndef FAKE_CAPABILITIES
+#define FAKE_CAPABILITIES (1 | 2 | 4 | 8 | 64 | 128)
+#endif
+
+enum { N_VOCAB = 512, BOS = 256, EOS = 257 };
+enum {
+    T_ABORT = 500,  /* abort() */
+    T_THROW = 501,  /* as if llama.cpp threw */
+    T_MINUS = 502,  /* llama_decode returns -3 */
+    T_HANG = 503,   /* polls until cancelled, then returns 2 */
+    T_EXIT = 504,   /* exit(7) */
+    T_SEGV = 505,   /* writes to NULL */
+    T_SLOW = 506,   /* sleeps 50 ms first */
+    T_LOG = 507,    /* logs a warning */
+    T_FLOOD = 508   /* logs more than the ring holds */
+};
+
+struct plk_model { int contexts; };
+typedef struct { int32_t pos, shift, token; uint64_t seqs; } cell;
+struct plk_context {
+    plk_model *model;
+    plk_context_params params;
+    cell *cells;
+    int n, outputs;
+    float *logits;
+    int *output_of; /* place in the batch -> row of logits, or -1 */
+    volatile int cancelled;
+    int64_t cancel_after, polls;
+    plk_counters counters;
+};
+struct plk_sampler { plk_sampler_params params; int64_t taken; };
+
+static _Thread_local char error_text[256];
+static struct { int32_t level; char text[120]; } ring[64];
+static int ring_first, ring_count, lowest = 2;
+static int64_t lost;
+static int alive; /* models and contexts: plk_model_meta("fake.alive") */
+
+static void say(int32_t level, const char *format, ...) {
+    if (level < lowest) return;
+    if (ring_count == 64) { ring_first = (ring_first + 1) % 64; ring_count--; lost++; }
+    int at = (ring_first + ring_count++) % 64;
+    va_list args;
+    va_start(args, format);
+    ring[at].level = level;
+    vsnprintf(ring[at].text, sizeof ring[at].text, format, args);
+    va_end(args);
+}
+static int fail(int code, const char *text) {
+    snprintf(error_text, sizeof error_text, "%s", text);
+    return code;
+}
+
+uint32_t plk_abi(void) { return FAKE_ABI; }
+const char *plk_variant(void) { return FAKE_VARIANT; }
+uint64_t plk_capabilities(void) { return FAKE_CAPABILITIES; }
+const char *plk_probes(void) { return "{\"load\": \"fake\", \"devices\": null}"; }
+int32_t plk_sizeof(const char *name) {
+#define SIZE(type) if (!strcmp(name, #type)) return (int32_t) sizeof(type);
+    SIZE(plk_model_params) SIZE(plk_model_info) SIZE(plk_context_params) SIZE(plk_context_info)
+    SIZE(plk_batch) SIZE(plk_cells_info) SIZE(plk_defrag_report) SIZE(plk_device)
+    SIZE(plk_sampler_params)
+#ifdef FAKE_SIZE
+    if (!strcmp(name, "plk_counters")) return FAKE_SIZE;
+#endif
+    SIZE(plk_counters)
+    return -1;
+}
+int plk_init(void) {
+    const char *fault = getenv("FAKE_PLK_INIT");
+    if (fault && !strcmp(fault, "abort")) abort();
+    if (fault && !strcmp(fault, "hang")) pause();
+    return fault && !strcmp(fault, "fail") ? fail(PLK_EEXCEPTION, "no backend") : PLK_OK;
+}
+const char *plk_last_error(void) { return error_text; }
+int32_t plk_log_read(int32_t *level, char *text, int32_t room) {
+    if (!ring_count) return -1;
+    *level = ring[ring_first].level;
+    int32_t length = (int32_t) strlen(ring[ring_first].text);
+    if (length > room) length = room;
+    memcpy(text, ring[ring_first].text, (size_t) length);
+    ring_first = (ring_first + 1) % 64;
+    ring_count--;
+    return length;
+}
+int64_t plk_log_lost(void) { return lost; }
+void plk_log_level(int32_t level) { lowest = level; }
+int32_t plk_device_count(void) { return 1; }
+int plk_device_read(int32_t index, plk_device *out) {
+    if (index) return fail(PLK_EINVAL, "no such device");
+    out->kind = 0;
+    out->memory_free = 1 << 20;
+    out->memory_total = 1 << 21;
+    strcpy(out->name, "FAKE");
+    strcpy(out->description, "a device of no use");
+    return PLK_OK;
+}
+int plk_rpc_serve(const char *endpoint, const char *device, uint64_t memory) {
+    (void) endpoint, (void) device, (void) memory;
+    return fail(PLK_EUNSUPPORTED, "no server in the fake");
+}
+
+int plk_model_load(const char *path, const plk_model_params *params, plk_model **out) {
+    if (params->size != sizeof *params) return fail(PLK_EINVAL, "size");
+    if (strstr(path, "missing")) {
+        say(4, "fake: cannot open %s", path);
+        return fail(PLK_EMODEL, "no such file");
+    }
+    say(2, "fake: loaded %s", path);
+    alive++;
+    *out = calloc(1, sizeof **out);
+    return PLK_OK;
+}
+void plk_model_free(plk_model *model) {
+    if (model->contexts) abort(); /* as llama.cpp does */
+    alive--;
+    free(model);
+}
+int plk_model_read(const plk_model *model, plk_model_info *out) {
+    (void) model;
+    uint32_t size = out->size;
+    *out = (plk_model_info) { size, N_VOCAB, 4096, 32, 2, 4, 2, 16, 16, 1, BOS, EOS, -1, 10, 1, 0,
+                              260096, 1040384 };
+    return PLK_OK;
+}
+int32_t plk_model_meta(const plk_model *model, const char *key, char *text, int32_t room) {
+    (void) model;
+    if (!strcmp(key, "fake.alive")) return snprintf(text, (size_t) room, "%d", alive);
+    if (!strcmp(key, "fake.env")) {
+        const char *value = getenv("LLAMA_SET_ROWS");
+        return value ? snprintf(text, (size_t) room, "%s", value) : -1;
+    }
+    if (!strcmp(key, "fake.long")) return snprintf(text, (size_t) room, "%05000d", 7);
+    return strcmp(key, "general.name") ? -1 : snprintf(text, (size_t) room, "fake");
+}
+int32_t plk_tokenize(const plk_model *model, const char *text, int32_t length, int32_t *tokens,
+                     int32_t room, int32_t add_special, int32_t parse_special) {
+    (void) model, (void) parse_special;
+    int32_t need = length + (add_special ? 1 : 0), n = 0;
+    if (need > room) return -need;
+    if (add_special) tokens[n++] = BOS;
+    for (int32_t i = 0; i < length; i++) tokens[n++] = (uint8_t) text[i];
+    return n;
+}
+int32_t plk_token_piece(const plk_model *model, int32_t token, char *piece, int32_t room,
+                        int32_t special) {
+    (void) model, (void) special;
+    if (token < 0 || token >= N_VOCAB) return fail(PLK_EINVAL, "no such token");
+    int32_t need = token < 256 ? 1 : token == 511 ? 300 : 0;
+    if (need > room) return -need;
+    memset(piece, token, (size_t) need);
+    return need;
+}
+int32_t plk_token_is_eog(const plk_model *model, int32_t token) {
+    (void) model;
+    return token == EOS;
+}
+
+int plk_context_new(plk_model *model, const plk_context_params *params, plk_context **out) {
+    if (params->n_ctx == 0 || params->n_batch == 0) return fail(PLK_ECONTEXT, "n_ctx is 0");
+    if (params->n_ctx > (1 << 20)) return fail(PLK_EMEMORY, "too many cells");
+    plk_context *c = calloc(1, sizeof *c);
+    c->model = model;
+    c->params = *params;
+    c->n = (int) params->n_ctx;
+    c->cells = calloc((size_t) c->n, sizeof(cell));
+    for (int i = 0; i < c->n; i++) c->cells[i].pos = -1;
+    c->logits = calloc((size_t) params->n_batch * N_VOCAB, sizeof(float));
+    c->output_of = calloc(params->n_batch, sizeof(int));
+    c->cancel_after = -1;
+    c->counters.size = sizeof c->counters;
+    model->contexts++;
+    alive++;
+    *out = c;
+    return PLK_OK;
+}
+void plk_context_free(plk_context *c) {
+    c->model->contexts--;
+    alive--;
+    free(c->cells);
+    free(c->logits);
+    free(c->output_of);
+    free(c);
+}
+int plk_context_read(const plk_context *c, plk_context_info *out) {
+    uint32_t size = out->size;
+    *out = (plk_context_info) { size, c->params.n_ctx, c->params.n_batch, c->params.n_ubatch,
+                                c->params.n_seq_max, PLK_MEMORY_ATTENTION, 1, 1, -1, 1, 1,
+                                c->params.flash_attn > 0, c->params.flash_attn <= 0 };
+    return PLK_OK;
+}
+int plk_threads(plk_context *c, int32_t n_threads, int32_t n_threads_batch) {
+    if (n_threads < 1) return fail(PLK_EINVAL, "n_threads");
+    c->params.n_threads = n_threads;
+    c->params.n_threads_batch = n_threads_batch;
+    return PLK_OK;
+}
+
+static int find_slot(plk_context *c, int n) {
+    c->counters.slot_searches++;
+    for (int i = 0, run = 0; i < c->n; i++) {
+        run = c->cells[i].pos < 0 ? run + 1 : 0;
+        if (run == n) return i - n + 1;
+    }
+    c->counters.slot_failures++;
+    return -1;
+}
+static int poll_cancel(plk_context *c) {
+    c->polls++;
+    return c->cancelled || (c->cancel_after >= 0 && c->polls > c->cancel_after);
+}
+static int script(plk_context *c, int32_t token) {
+    switch (token) {
+    case T_ABORT: fprintf(stderr, "fake: GGML_ASSERT(token != abort) failed\n"); abort();
+    case T_THROW: return fail(PLK_EEXCEPTION, "invalid token");
+    case T_MINUS: return -3;
+    case T_HANG: while (!poll_cancel(c)) usleep(1000); return PLK_ABORTED;
+    case T_EXIT: exit(7);
+    case T_SEGV: *(volatile int *) 8 = 1; return 0;
+    case T_SLOW: usleep(50000); return 0;
+    case T_LOG: say(3, "fake: warned"); return 0;
+    case T_FLOOD: for (int i = 0; i < 100; i++) say(2, "fake: line %d", i); return 0;
+    default: return poll_cancel(c) ? PLK_ABORTED : 0;
+    }
+}
+static void put_logits(plk_context *c, int place, int32_t token, int32_t pos) {
+    float *row = c->logits + (size_t) c->outputs * N_VOCAB;
+    for (int v = 0; v < N_VOCAB; v++) row[v] = (float) -((v - token - pos - 1) & 255);
+    c->output_of[place] = c->outputs++;
+}
+int plk_decode(plk_context *c, const plk_batch *b) {
+    if (b->n_tokens < 1) return -1;
+    if (b->n_tokens > (int32_t) c->params.n_batch) return fail(PLK_EINVAL, "n_tokens > n_batch");
+    for (int32_t i = 0; i < b->n_tokens; i++)
+        if (b->token[i] < 0 || b->token[i] >= N_VOCAB) return fail(PLK_EINVAL, "invalid token");
+    cell *before = malloc((size_t) c->n * sizeof(cell));
+    memcpy(before, c->cells, (size_t) c->n * sizeof(cell));
+    int status = 0;
+    const int32_t *ids = b->seq_id;
+    c->outputs = 0;
+    c->polls = 0;
+    for (int32_t at = 0; at < b->n_tokens && !status;) {
+        int n = b->n_tokens - at, u = (int) c->params.n_ubatch;
+        if (n > u) n = u;
+        int slot = find_slot(c, n);
+        if (slot < 0) {
+            say(4, "fake: failed to find KV cache slot for ubatch of size %d", n);
+            status = PLK_NO_SLOT;
+        }
+        for (int i = 0; i < n && !status; i++, at++) {
+            uint64_t mask = 0;
+            for (int k = 0, m = b->seq_count ? b->seq_count[at] : 1; k < m; k++)
+                mask |= 1ull << (*ids++ & 63);
+            c->cells[slot + i] = (cell) { b->pos[at], 0, b->token[at], mask };
+            status = script(c, b->token[at]);
+            c->output_of[at] = -1;
+            if (b->logits ? b->logits[at] : at == b->n_tokens - 1)
+                put_logits(c, at, b->token[at], b->pos[at]);
+        }
+    }
+    if (status && c->params.guard) memcpy(c->cells, before, (size_t) c->n * sizeof(cell));
+    c->cancelled = 0;
+    free(before);
+    return status;
+}
+int plk_decode_one(plk_context *c, int32_t token, int32_t pos, int32_t seq_id) {
+    plk_batch b = { sizeof b, 1, &token, &pos, NULL, &seq_id, NULL };
+    return plk_decode(c, &b);
+}
+const float *plk_logits(plk_context *c, int32_t index) {
+    int row = index < 0 ? c->outputs + index
+            : index < (int32_t) c->params.n_batch && c->outputs ? c->output_of[index] : -1;
+    return row < 0 || row >= c->outputs ? NULL : c->logits + (size_t) row * N_VOCAB;
+}
+const float *plk_embeddings(plk_context *c, int32_t index) { (void) c, (void) index; return NULL; }
+void plk_synchronize(plk_context *c) { (void) c; }
+void plk_cancel(plk_context *c) { c->cancelled = 1; }
+void plk_cancel_after(plk_context *c, int64_t polls) { c->cancel_after = polls; }
+int64_t plk_cancel_polls(const plk_context *c) { return c->polls; }
+
+/* Visit the cells of a sequence within a range. */
+#define EACH(c, seq, p0, p1)                                                                       \
+    for (cell *x = (c)->cells; x < (c)->cells + (c)->n; x++)                                       \
+        if (x->pos >= 0 && ((seq) < 0 || (x->seqs >> (seq) & 1)) && x->pos >= (p0) &&              \
+            ((p1) < 0 || x->pos < (p1)))
+int plk_clear(plk_context *c, int32_t data) {
+    (void) data;
+    for (int i = 0; i < c->n; i++) c->cells[i] = (cell) { -1, 0, 0, 0 };
+    return PLK_OK;
+}
+int plk_seq_rm(plk_context *c, int32_t seq, int32_t p0, int32_t p1) {
+    if (seq == 62 && p1 >= 0) return fail(PLK_EREFUSED, "a part of a state"); /* as if recurrent */
+    EACH(c, seq, p0, p1) {
+        x->seqs &= seq < 0 ? 0 : ~(1ull << seq);
+        if (!x->seqs) *x = (cell) { -1, 0, 0, 0 };
+    }
+    return PLK_OK;
+}
+int plk_seq_cp(plk_context *c, int32_t from, int32_t to, int32_t p0, int32_t p1) {
+    EACH(c, from, p0, p1) x->seqs |= 1ull << to;
+    return PLK_OK;
+}
+int plk_seq_keep(plk_context *c, int32_t seq) {
+    for (cell *x = c->cells; x < c->cells + c->n; x++)
+        if (x->pos >= 0 && !(x->seqs &= 1ull << seq)) *x = (cell) { -1, 0, 0, 0 };
+    return PLK_OK;
+}
+int plk_seq_add(plk_context *c, int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
+    EACH(c, seq, p0, p1) {
+        x->pos += delta;
+        x->shift += delta;
+        if (x->pos < 0) *x = (cell) { -1, 0, 0, 0 };
+    }
+    return PLK_OK;
+}
+int plk_seq_div(plk_context *c, int32_t seq, int32_t p0, int32_t p1, int32_t divisor) {
+    if (divisor < 1) return fail(PLK_EINVAL, "divisor");
+    EACH(c, seq, p0, p1) {
+        int32_t old = x->pos;
+        x->pos /= divisor;
+        x->shift += x->pos - old;
+    }
+    return PLK_OK;
+}
+int32_t plk_seq_pos_min(plk_context *c, int32_t seq) {
+    int32_t found = -1;
+    EACH(c, seq, -1, -1) if (found < 0 || x->pos < found) found = x->pos;
+    return found;
+}
+int32_t plk_seq_pos_max(plk_context *c, int32_t seq) {
+    int32_t found = -1;
+    EACH(c, seq, -1, -1) if (x->pos > found) found = x->pos;
+    return found;
+}
+
+int plk_defrag(plk_context *c, plk_defrag_report *out) {
+    if (!(plk_capabilities() & PLK_CAP_DEFRAG)) return fail(PLK_EUNSUPPORTED, "no defrag");
+    int moved = 0, to = 0;
+    for (int i = 0; i < c->n; i++) {
+        if (c->cells[i].pos < 0) continue;
+        if (i != to) {
+            c->cells[to] = c->cells[i];
+            c->cells[i] = (cell) { -1, 0, 0, 0 };
+            moved++;
+        }
+        to++;
+    }
+    c->counters.defrags++;
+    c->counters.cells_moved += moved;
+    *out = (plk_defrag_report) { out->size, moved > 0, moved > 0, moved, moved * 256, 0, 1000 };
+    return PLK_OK;
+}
+int plk_update(plk_context *c) {
+    for (int i = 0; i < c->n; i++) c->cells[i].shift = 0;
+    return PLK_OK;
+}
+int plk_cells_info_read(plk_context *c, int32_t cache, plk_cells_info *out) {
+    if (!(plk_capabilities() & PLK_CAP_CELLS)) return fail(PLK_EUNSUPPORTED, "no cells");
+    if (cache) return fail(PLK_EINVAL, "no such cache");
+    int used = 0, shift = 0;
+    for (int i = 0; i < c->n; i++) used += c->cells[i].pos >= 0, shift |= c->cells[i].shift != 0;
+    *out = (plk_cells_info) { out->size, 0, 0, c->n, used, 0, shift, 2, c->params.type_k,
+                              c->params.type_v, c->params.flash_attn <= 0, 1,
+                              (uint64_t) c->n * 64, (uint64_t) c->n * 64 };
+    return PLK_OK;
+}
+int plk_cells_read(plk_context *c, int32_t cache, int32_t room, int32_t *pos, int32_t *shift,
+                   uint64_t *seqs, int32_t words) {
+    if (cache || room < c->n) return fail(PLK_EINVAL, "room");
+    for (int i = 0; i < c->n; i++) {
+        pos[i] = c->cells[i].pos;
+        shift[i] = c->cells[i].shift;
+        for (int w = 0; w < words; w++) seqs[(size_t) i * words + w] = w ? 0 : c->cells[i].seqs;
+    }
+    return c->n;
+}
+int plk_counters_read(plk_context *c, plk_counters *out) {
+    if (!(plk_capabilities() & PLK_CAP_COUNTERS)) return fail(PLK_EUNSUPPORTED, "no counters");
+    *out = c->counters;
+    return PLK_OK;
+}
+
+/* A state is pairs of position and token. */
+int64_t plk_state_size(plk_context *c, int32_t seq) {
+    int64_t n = 0;
+    EACH(c, seq, -1, -1) n += 8;
+    return n;
+}
+int64_t plk_state_save(plk_context *c, int32_t seq, uint8_t *data, int64_t room) {
+    int64_t n = 0;
+    if (plk_state_size(c, seq) > room) return fail(PLK_ESTATE, "room");
+    EACH(c, seq, -1, -1) {
+        memcpy(data + n, &x->pos, 4);
+        memcpy(data + n + 4, &x->token, 4);
+        n += 8;
+    }
+    return n;
+}
+int64_t plk_state_load(plk_context *c, int32_t seq, const uint8_t *data, int64_t length) {
+    if (length % 8) return fail(PLK_ESTATE, "not a state");
+    plk_seq_rm(c, seq, -1, -1);
+    int slot = length ? find_slot(c, (int) (length / 8)) : 0;
+    if (slot < 0) return 0;
+    for (int64_t n = 0; n < length; n += 8) {
+        cell *x = &c->cells[slot + n / 8];
+        memcpy(&x->pos, data + n, 4);
+        memcpy(&x->token, data + n + 4, 4);
+        x->seqs = 1ull << seq;
+    }
+    return length;
+}
+
+int plk_sampler_new(const plk_model *model, const plk_sampler_params *params, plk_sampler **out) {
+    (void) model;
+    *out = calloc(1, sizeof **out);
+    (*out)->params = *params;
+    return PLK_OK;
+}
+void plk_sampler_free(plk_sampler *sampler) { free(sampler); }
+void plk_sampler_reset(plk_sampler *sampler) { sampler->taken = 0; }
+int32_t plk_sample(plk_sampler *sampler, plk_context *context, int32_t index) {
+    const float *row = plk_logits(context, index);
+    if (!row) return fail(PLK_EINVAL, "no logits there");
+    int32_t best = 0;
+    for (int32_t v = 1; v < N_VOCAB; v++) if (row[v] > row[best]) best = v;
+    sampler->taken++;
+    return best;
+}

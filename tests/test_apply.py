@@ -1,0 +1,127 @@
+"""The patched commit: the same on every machine, all or nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from patching_kit import Bench, numbered
+
+from pyllamakv.errors import PatchConflict
+from pyllamakv.patching import apply, series
+from pyllamakv.patching.definition import PatchText
+from pyllamakv.source import gitting
+from pyllamakv.source.store import open_store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OLD = {"src/a.cpp": numbered(60), "src/b.cpp": numbered(20), "run.sh": b"#!/bin/sh\n"}
+ONE = OLD | {"src/a.cpp": numbered(60, l10="x", l40="y"), "src/new.h": b"// new\n"}
+TWO = ONE | {"src/a.cpp": numbered(60, l10="x\nz", l40="y")}
+
+
+def make(folder: Path) -> Bench:
+    bench = Bench(open_store(folder / "store.git"), folder / "patches")
+    bench.add_release("0.3.1", OLD)
+    bench.add_patch("one", {"0.3.1": (OLD, ONE)})
+    bench.add_patch("two", {"0.3.1": (ONE, TWO)}, requires=("one",))
+    return bench
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    """Return a release with two patches."""
+    return make(tmp_path / "a")
+
+
+def run(bench: Bench, names: list[str | PatchText] | None = None) -> apply.Patched:
+    return apply.apply(
+        bench.releases["0.3.1"], names, series=series.load(bench.folder), store=bench.store
+    )
+
+
+def tree(bench: Bench, commit: str) -> dict[str, bytes | None]:
+    return dict(bench.store.read_many(commit, bench.store.ls(commit)))
+
+
+def test_commit_holds_the_patched_tree(bench: Bench) -> None:
+    """The commit has the release's tree with the changes, one commit per patch, on its commit."""
+    patched = run(bench)
+    assert patched.patches == ("one", "two")
+    assert tree(bench, patched.commit) == TWO
+    log = gitting.git(bench.store.path, "log", "--format=%s", patched.commit)
+    assert log.splitlines() == ["Do what two does", "Do what one does", "release 0.3.1"]
+    assert bench.store.tree_of(patched.commit) == patched.tree
+
+
+def test_same_id_everywhere(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another store, another user, another time zone: the same commit, tree and digest."""
+    first = run(bench)
+    for name, value in {
+        "GIT_AUTHOR_NAME": "someone", "GIT_COMMITTER_DATE": "2001-01-01T00:00:00Z",
+        "GIT_DIR": "/nowhere", "TZ": "Asia/Tokyo", "LC_ALL": "de_DE.UTF-8", "HOME": str(tmp_path),
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    (tmp_path / ".gitconfig").write_text("[core]\nautocrlf = true\n[user]\nname = x\n")
+    second = run(make(tmp_path / "b"))
+    assert (first.commit, first.tree, first.digest) == (second.commit, second.tree, second.digest)
+    assert run(bench).commit == first.commit
+
+
+def test_stock_is_upstream(bench: Bench) -> None:
+    """No patch at all is the release's own commit and tree."""
+    stock = run(bench, [])
+    release = bench.releases["0.3.1"]
+    assert (stock.commit, stock.tree, stock.patches) == (release.commit, release.tree, ())
+    assert stock.digest == apply.digest(())
+
+
+def test_nothing_changes_after_a_failure(bench: Bench) -> None:
+    """A conflict in the second patch leaves no commit and no ref."""
+    bench.add_patch("bad", {"0.3.1": (TWO | {"src/b.cpp": numbered(20, l9="no")}, TWO)})
+    before = gitting.git(bench.store.path, "for-each-ref")
+    with pytest.raises(PatchConflict) as caught:
+        run(bench, ["two", "bad"])
+    assert (caught.value.patch, caught.value.file) == ("bad (0.3.1)", "src/b.cpp")
+    assert gitting.git(bench.store.path, "for-each-ref") == before
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_dropping_each_hunk_changes_the_tree(bench: Bench, number: int) -> None:
+    """A text without one hunk makes another tree, and exactly that change is missing."""
+    text = PatchText.from_file(bench.file("one", "0.3.1"))
+    crippled = run(bench, [text.without("src/a.cpp", number)])
+    assert crippled.patches == ("one",)
+    left = numbered(60, l40="y") if number == 1 else numbered(60, l10="x")
+    assert tree(bench, crippled.commit)["src/a.cpp"] == left
+    assert crippled.digest != run(bench, [text]).digest
+
+
+def test_author_and_message_are_kept(bench: Bench) -> None:
+    """A foreign patch keeps its author, date and message; the committer is fixed."""
+    data = bench.file("one", "0.3.1").read_bytes()
+    mail = data[: data.index(b"diff --git")]
+    own = (
+        b"From 0123456789012345678901234567890123456789 Mon Sep 17 00:00:00 2001\n"
+        b"From: =?UTF-8?q?J=C3=B6rg?= <j@example.org>\nDate: Tue, 1 Apr 2025 10:00:00 +0200\n"
+        b"Subject: [PATCH 1/2] A long\n subject\n\nWhy.\n---\n notes\n\n"
+    )
+    file = bench.folder / "foreign.patch"
+    file.write_bytes(data.replace(mail, own))
+    commit = run(bench, [str(file)]).commit
+    form = "--format=%an|%ae|%aI|%cn|%s|%b"
+    shown = gitting.git(bench.store.path, "log", "-1", form, commit)
+    assert shown.strip() == (
+        f"Jörg|j@example.org|2025-04-01T10:00:00+02:00|{gitting.NAME}|A long subject|Why."
+    )
+
+
+def test_modes_survive(bench: Bench) -> None:
+    """Programs stay programs, and a patch can make one."""
+    file = bench.folder / "mode.patch"
+    file.write_bytes(b"diff --git a/run.sh b/run.sh\nold mode 100644\nnew mode 100755\n")
+    commit = run(bench, [str(file)]).commit
+    modes = {entry.path: entry.mode for entry in bench.store.entries(commit)}
+    assert modes["run.sh"] == "100755"
+    assert modes["src/a.cpp"] == "100644"

@@ -1,0 +1,156 @@
+"""Texts are chosen by markers, then by strict apply; requirements come along."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from patching_kit import Bench, diff, numbered
+
+from pyllamakv.errors import NoTextApplies, PatchConflict, UsageError
+from pyllamakv.patching import choose, series
+from pyllamakv.patching.definition import PatchText
+from pyllamakv.source.store import open_store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OLD = {"src/a.cpp": numbered(60), "src/b.cpp": numbered(20)}
+NEW = {
+    "src/a.cpp": b"// unified\n" + numbered(60, l30="changed upstream"),
+    "src/b.cpp": numbered(20),
+}
+
+
+def patched(files: dict[str, bytes], **changed: bytes) -> dict[str, bytes]:
+    return files | {f"src/{name}.cpp": data for name, data in changed.items()}
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    """Return two releases and three patches: `one`, `two` (requires `one`), `three`."""
+    bench = Bench(open_store(tmp_path / "store.git"), tmp_path / "patches")
+    bench.add_release("0.3.1", OLD)
+    bench.add_release("0.3.2", NEW)
+    first = (OLD, patched(OLD, a=numbered(60, l10="one")))
+    second = (NEW, patched(NEW, a=b"// unified\n" + numbered(60, l30="one, other")))
+    bench.add_patch("one", {"0.3.1": first, "0.3.2": second})
+    with_one = first[1]
+    bench.add_patch(
+        "two",
+        {"0.3.1": (with_one, patched(with_one, a=numbered(60, l10="one\ntwo")))},
+        requires=("one",),
+    )
+    bench.add_patch("three", {"0.3.1": (OLD, patched(OLD, b=numbered(20, l9="three")))})
+    return bench
+
+
+def plan(bench: Bench, release: str, names: list[str | PatchText] | None = None) -> choose.Plan:
+    return choose.plan_release(
+        bench.releases[release], names, series=series.load(bench.folder), store=bench.store
+    )
+
+
+def test_requirements_come_along(bench: Bench) -> None:
+    """Asking for one patch brings the ones it requires, before it."""
+    found = plan(bench, "0.3.1", ["two"])
+    assert [text.id for text in found.texts] == ["one", "two"]
+    entry = found.draft.entry("src/a.cpp")
+    assert entry is not None
+    assert entry.data == numbered(60, l10="one\ntwo")
+
+
+def test_every_patch_that_applies(bench: Bench) -> None:
+    """Without names the series is applied; what does not apply is left out with the reason."""
+    assert [text.name for text in plan(bench, "0.3.1").texts] == [
+        "one (0.3.1)", "two (0.3.1)", "three (0.3.1)",
+    ]  # fmt: skip
+    newer = plan(bench, "0.3.2")
+    assert [text.name for text in newer.texts] == ["one (0.3.2)", "three (0.3.1)"]
+    (skipped,) = newer.skipped
+    assert skipped.id == "two"
+    assert "does not apply" in skipped.reason
+
+
+def test_the_text_of_the_release_goes_first(bench: Bench) -> None:
+    """Where several texts would go in, the one written for the release is taken."""
+    both = plan(bench, "0.3.2", ["one"])
+    assert both.texts[0].base == "0.3.2"
+    definition = series.load(bench.folder).definition("one")
+    assert [text.base for text in choose.candidates(definition, "0.3.2")] == ["0.3.2", "0.3.1"]
+
+
+def test_markers_decide_before_the_hunks(bench: Bench) -> None:
+    """A text whose markers do not hold is not tried, and the reason names the marker."""
+    bench.add_patch(
+        "four", {"0.3.1": (OLD, patched(OLD, b=numbered(20, l3="4")))}, marker=("src/c.cpp", "x")
+    )
+    with pytest.raises(NoTextApplies, match=r"src/c\.cpp has `x`"):
+        plan(bench, "0.3.1", ["four"])
+
+
+def test_releases_are_respected(bench: Bench) -> None:
+    """A patch that is meant for older releases is refused by name and left out otherwise."""
+    bench.add_patch(
+        "five", {"0.3.1": (OLD, patched(OLD, b=numbered(20, l15="5")))}, releases="<0.3.2"
+    )
+    assert "five" in [text.id for text in plan(bench, "0.3.1").texts]
+    assert "five" not in [text.id for text in plan(bench, "0.3.2").texts]
+    with pytest.raises(NoTextApplies, match=r"meant for <0\.3\.2"):
+        plan(bench, "0.3.2", ["five"])
+
+
+def test_a_named_patch_must_apply(bench: Bench) -> None:
+    """A conflict in a named patch is raised with its whole state."""
+    with pytest.raises(PatchConflict) as caught:
+        plan(bench, "0.3.2", ["two"])
+    error = caught.value
+    assert (error.patch, error.file, error.hunk) == ("two (0.3.1)", "src/a.cpp", 1)
+    assert error.expected
+    assert error.found
+    assert error.exit_code == 3
+
+
+def test_nothing_applies(bench: Bench) -> None:
+    """A release on which no patch applies says so, with every conflict."""
+    bench.add_release("0.4", {"src/a.cpp": b"line 1\nnothing else\n"})
+    with pytest.raises(NoTextApplies) as caught:
+        plan(bench, "0.4")
+    assert {error.patch.split()[0] for error in caught.value.conflicts} == {"one", "three"}
+
+
+def test_unknown_patch(bench: Bench) -> None:
+    """A name that is not in the series gets the closest names."""
+    with pytest.raises(UsageError, match="three"):
+        plan(bench, "0.3.1", ["thre"])
+
+
+def test_foreign_files_and_texts(bench: Bench, tmp_path: Path) -> None:
+    """A patch file is a name like any other; a text at hand replaces the shipped one of its id."""
+    file = tmp_path / "My Fix.patch"
+    file.write_bytes(diff(OLD, patched(OLD, b=numbered(20, l2="mine"))))
+    found = plan(bench, "0.3.1", ["three", str(file)])
+    assert [text.id for text in found.texts] == ["three", "my-fix"]
+    crippled = PatchText.from_file(bench.file("two", "0.3.1"))
+    assert (crippled.id, crippled.base, crippled.requires) == ("two", "0.3.1", ("one",))
+    assert [text.id for text in plan(bench, "0.3.1", [crippled]).texts] == ["one", "two"]
+
+
+def test_requirement_of_one_text(bench: Bench) -> None:
+    """A requirement that only one text states counts where that text is meant."""
+    toml = bench.folder / "three" / "patch.toml"
+    toml.write_text(
+        toml.read_text("utf-8").replace('base = "0.3.1"', 'base = "0.3.1"\nrequires = ["one"]'),
+        "utf-8",
+    )
+    assert [text.id for text in plan(bench, "0.3.1", ["three"]).texts] == ["one", "three"]
+
+
+def test_a_failed_requirement_is_the_reason(bench: Bench) -> None:
+    """A patch whose requirement does not apply says that, not something about its own hunks."""
+    bench.add_release("0.3.3", {**OLD, "src/a.cpp": numbered(60, l8="other")})
+    found = plan(bench, "0.3.3")
+    assert [text.id for text in found.texts] == ["three"]
+    assert [skip.reason for skip in found.skipped if skip.id == "two"] == [
+        "requires one, which is not applied here"
+    ]

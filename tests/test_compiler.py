@@ -1,0 +1,125 @@
+"""The compiler is found, asked once, and missed with a cure."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+from building_kit import script
+
+from pyllamakv.building import compiler
+from pyllamakv.errors import ToolMissing
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BODY = """
+echo called >>"$(dirname "$0")/calls"
+case "$*" in
+--version) echo 'g++ (Stand-in 1.2.3-4) 1.2.3'; echo 'Copyright' ;;
+-dumpmachine) echo x86_64-standin ;;
+*native*) echo '#define __AVX2__ 1'; echo '#define __SSE3__ 1'; echo '#define __OTHER__ 1' ;;
+esac
+"""
+
+
+def programs(folder: Path, *names: str, body: str = BODY) -> dict[str, str]:
+    """Write stand-ins and return an environment in which nothing else is found."""
+    for name in names:
+        script(folder / name, body)
+    return {"PATH": str(folder)}
+
+
+def calls(folder: Path) -> int:
+    """Return how often the stand-ins were run."""
+    path = folder / "calls"
+    return len(path.read_text(encoding="utf-8").splitlines()) if path.exists() else 0
+
+
+def test_answers(tmp_path: Path) -> None:
+    """Version, target and the native CPU flags come from the compiler itself."""
+    found = compiler.find(environ=programs(tmp_path, "gcc", "g++"))
+    assert found.cxx == str(tmp_path / "g++")
+    assert found.identity == "gcc (Stand-in 1.2.3-4) 1.2.3 for x86_64-standin"
+    assert found.native_flags == ("avx2", "pni")
+
+
+def test_asked_once(tmp_path: Path) -> None:
+    """With a cache the compiler is not run again, until its file changes."""
+    env = programs(tmp_path / "bin", "gcc", "g++")
+    cache = tmp_path / "some" / "cache.json"
+    first = compiler.find(cache, env)
+    count = calls(tmp_path / "bin")
+    assert compiler.find(cache, env) == first
+    assert calls(tmp_path / "bin") == count
+    os.utime(tmp_path / "bin" / "g++", (1, 1))
+    assert compiler.find(cache, env) == first
+    assert calls(tmp_path / "bin") > count
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}'])
+def test_damaged_cache(tmp_path: Path, text: str) -> None:
+    """A cache that cannot be read costs a question, nothing else."""
+    cache = tmp_path / "cache.json"
+    cache.write_text(text, encoding="utf-8")
+    env = programs(tmp_path, "gcc", "g++")
+    assert compiler.find(cache, env).native_flags == ("avx2", "pni")
+
+
+def test_cache_with_a_damaged_entry(tmp_path: Path) -> None:
+    """An entry of another shape is asked for again."""
+    cache = tmp_path / "cache.json"
+    env = programs(tmp_path, "gcc", "g++")
+    found = compiler.find(cache, env)
+    cache.write_text(cache.read_text("utf-8").replace('"target"', '"aim"'), encoding="utf-8")
+    assert compiler.find(cache, env) == found
+
+
+def test_named_by_the_environment(tmp_path: Path) -> None:
+    """CC and CXX win; a launcher before the compiler is left out."""
+    env = programs(tmp_path, "gcc", "g++", "mycc", "myc++")
+    env |= {"CC": "ccache mycc", "CXX": str(tmp_path / "myc++")}
+    found = compiler.find(environ=env)
+    assert (found.c, found.cxx) == (str(tmp_path / "mycc"), str(tmp_path / "myc++"))
+
+
+def test_pairs_stay_together(tmp_path: Path) -> None:
+    """A lone gcc does not take clang++ for its companion."""
+    found = compiler.find(environ=programs(tmp_path, "gcc", "clang", "clang++"))
+    assert (found.c, found.cxx) == (str(tmp_path / "clang"), str(tmp_path / "clang++"))
+
+
+def test_missing(tmp_path: Path) -> None:
+    """Without a compiler the message says what to install."""
+    with pytest.raises(ToolMissing, match=r"C and C\+\+ compiler.*apt-get install g\+\+"):
+        compiler.find(environ={"PATH": str(tmp_path)})
+    with pytest.raises(ToolMissing, match=r"a C\+\+ compiler"):
+        compiler.find(environ=programs(tmp_path, "gcc"))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [("absent-compiler", "not on PATH"), ("gcc -m32", "without arguments")]
+)
+def test_wrong_name(tmp_path: Path, value: str, words: str) -> None:
+    """A CXX that names nothing, or more than a compiler, is refused."""
+    env = {**programs(tmp_path, "gcc", "g++"), "CXX": value}
+    with pytest.raises(ToolMissing, match=words):
+        compiler.find(environ=env)
+
+
+def test_broken(tmp_path: Path) -> None:
+    """A compiler that only fails is not taken for one."""
+    env = programs(tmp_path, "gcc", "g++", body="echo no licence >&2; exit 3\n")
+    with pytest.raises(ToolMissing, match="no licence"):
+        compiler.find(environ=env)
+
+
+def test_launcher(tmp_path: Path) -> None:
+    """ccache is preferred, and can be switched off."""
+    env = programs(tmp_path, "sccache")
+    assert compiler.launcher(env) == str(tmp_path / "sccache")
+    env = programs(tmp_path, "ccache")
+    assert compiler.launcher(env) == str(tmp_path / "ccache")
+    assert compiler.launcher({**env, "PYLLAMAKV_LAUNCHER": "none"}) is None
+    assert compiler.launcher({"PATH": str(tmp_path / "empty")}) is None

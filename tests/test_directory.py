@@ -1,0 +1,78 @@
+"""Foreign patches go through the same doors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from patching_kit import Bench, diff, numbered
+
+from pyllamakv.errors import PatchFormatError, UsageError
+from pyllamakv.patching import apply, directory, status
+from pyllamakv.source.store import open_store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OLD = {"src/a.cpp": numbered(60), "src/b.cpp": numbered(20)}
+ONE = diff(OLD, OLD | {"src/a.cpp": numbered(60, l10="x")})
+TWO = diff(OLD, OLD | {"src/b.cpp": numbered(20, l9="y")})
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    """Return a release without any series."""
+    bench = Bench(open_store(tmp_path / "store.git"), tmp_path / "patches")
+    bench.add_release("0.3.1", OLD)
+    return bench
+
+
+def test_one_file(bench: Bench, tmp_path: Path) -> None:
+    """A file is a series of one patch, named after it."""
+    file = tmp_path / "0001-Some Fix.patch"
+    file.write_bytes(ONE)
+    found = directory.load(file)
+    assert found.order == ("0001-some-fix",)
+    patched = apply.apply(bench.releases["0.3.1"], series=found, store=bench.store)
+    assert patched.patches == ("0001-some-fix",)
+    assert bench.store.read(patched.commit, "src/a.cpp") == numbered(60, l10="x")
+    (row,) = status.status([bench.releases["0.3.1"]], series=found, store=bench.store)
+    assert row.state == "applies"
+
+
+def test_folder_in_the_order_of_names(tmp_path: Path) -> None:
+    """Plain files are taken in the order of their names; other files are not patches."""
+    for name, data in {"b.patch": ONE, "a.diff": TWO, "README": b"words"}.items():
+        (tmp_path / name).write_bytes(data)
+    assert directory.load(tmp_path).order == ("a", "b")
+
+
+def test_quilt_series(tmp_path: Path) -> None:
+    """A quilt series file gives the order."""
+    (tmp_path / "b.patch").write_bytes(ONE)
+    (tmp_path / "a.patch").write_bytes(TWO)
+    (tmp_path / "series").write_text("# ours\nb.patch -p1\n\na.patch # why\n")
+    assert directory.load(tmp_path).order == ("b", "a")
+
+
+def test_our_own_shape(bench: Bench) -> None:
+    """A folder with series.toml is read like the shipped one."""
+    bench.add_patch("one", {"0.3.1": (OLD, OLD | {"src/b.cpp": numbered(20, l9="y")})})
+    (definition,) = directory.load(bench.folder)
+    assert definition.texts[0].markers
+
+
+def test_what_is_not_there_or_no_patch(tmp_path: Path) -> None:
+    """Missing paths, empty folders, doubles and mailboxes are refused with what was expected."""
+    with pytest.raises(UsageError, match="no patch file"):
+        directory.load(tmp_path / "none.patch")
+    with pytest.raises(UsageError, match="expected series"):
+        directory.load(tmp_path)
+    for name in ("a.patch", "A.diff"):
+        (tmp_path / name).write_bytes(ONE)
+    with pytest.raises(UsageError, match="Two files"):
+        directory.load(tmp_path)
+    mail = b"From 0000000000000000000000000000000000000000 Mon Sep 17 00:00:00 2001\n\n"
+    (tmp_path / "box.patch").write_bytes(mail + ONE + mail + TWO)
+    with pytest.raises(PatchFormatError, match="split"):
+        directory.load(tmp_path / "box.patch")

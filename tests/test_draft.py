@@ -1,0 +1,197 @@
+"""The strict applier: certain places only, all or nothing, every refusal explained."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from patching_kit import diff, fill, git, git_apply, numbered, repository
+
+from pyllamakv.errors import PatchConflict
+from pyllamakv.patching import hunks
+from pyllamakv.patching.draft import Draft, Entry, MemoryTree
+
+FEW = st.lists(st.sampled_from("abc"), min_size=0, max_size=14)
+MANY = st.lists(st.integers(0, 40).map(str), min_size=1, max_size=40)
+Files = dict[str, bytes]
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def content(lines: list[str], ended: bool = True) -> bytes:
+    text = "\n".join(lines)
+    return (text + "\n" if ended and lines else text).encode()
+
+
+def applied(files: Files, data: bytes) -> Files | PatchConflict:
+    """Apply with the strict applier; return the files, or why not."""
+    draft = Draft(MemoryTree(files))
+    try:
+        draft.apply(hunks.parse(data), "p")
+    except PatchConflict as error:
+        assert draft.changes == {}
+        return error
+    found = {path: Entry(data) for path, data in files.items()} | draft.changes
+    return {path: entry.data for path, entry in found.items() if entry is not None}
+
+
+def refused(files: Files, data: bytes) -> PatchConflict:
+    found = applied(files, data)
+    assert isinstance(found, PatchConflict)
+    return found
+
+
+@settings(max_examples=40, deadline=None)
+@given(FEW, FEW, st.booleans(), st.booleans())
+def test_on_its_base_it_does_what_git_does(
+    old: list[str], new: list[str], a: bool, b: bool
+) -> None:
+    """On the tree that it was written against, a patch gives the tree it was made from."""
+    before, after = {"f": content(old, a), "k": b""}, {"f": content(new, b), "k": b""}
+    data = diff(before, after)
+    if data:
+        assert applied(before, data) == after == git_apply(before, data)
+
+
+@settings(max_examples=60, deadline=None)
+@given(MANY, st.data())
+def test_it_never_accepts_what_git_refuses(lines: list[str], choice: st.DataObject) -> None:
+    """On any other tree it refuses, or git accepts too and gives the same."""
+    edit = st.tuples(st.integers(0, len(lines)), st.integers(0, 3), FEW)
+
+    def edited(edits: list[tuple[int, int, list[str]]]) -> bytes:
+        found = list(lines)
+        for at, gone, new in edits:
+            found[at : at + gone] = new
+        return content(found)
+
+    base = content(lines)
+    new = edited(choice.draw(st.lists(edit, min_size=1, max_size=3)))
+    other = edited(choice.draw(st.lists(edit, max_size=2)))
+    data = diff({"f": base}, {"f": new})
+    if data:
+        found = applied({"f": other}, data)
+        if not isinstance(found, PatchConflict):
+            assert found == git_apply({"f": other}, data)
+
+
+def test_offset_is_reported() -> None:
+    """Lines that moved are found, and the report says how far."""
+    data = diff({"f": numbered(40)}, {"f": numbered(40, l20="x")})
+    draft = Draft(MemoryTree({"f": b"new\n" * 7 + numbered(40)}))
+    (place,) = draft.apply(hunks.parse(data))
+    assert (place.state, place.offset, place.line, place.at) == ("offset", 7, 17, 24)
+
+
+def test_fuzz_is_refused() -> None:
+    """A patch that only goes in with fuzz is refused, though `patch` would take it."""
+    data = diff({"f": numbered(40)}, {"f": numbered(40, l20="x")})
+    error = refused({"f": numbered(40, l17="other")}, data)
+    assert (error.patch, error.file, error.hunk, error.line) == ("p", "f", 1, 17)
+    assert (error.expected, error.found) == ("line 17", "other")
+    assert "fuzz" in str(error)
+    assert "line 17" in str(error)
+
+
+def test_ambiguous_place_is_refused() -> None:
+    """Moved lines that stand twice are refused: git would take the nearer place."""
+    block = numbered(9)
+    data = diff({"f": block}, {"f": numbered(9, l5="x")})
+    moved = b"a\n" + block + b"b\n" + block
+    data = data.replace(b"@@ -2,7 +2,7 @@", b"@@ -12,7 +12,7 @@")
+    error = refused({"f": moved + b"c\n"}, data)
+    assert "several places" in str(error)
+
+
+def test_all_or_nothing_over_files() -> None:
+    """When the second file conflicts, the first is not changed either."""
+    old = {"a": numbered(9), "b": numbered(9)}
+    data = diff(old, {"a": numbered(9, l5="x"), "b": numbered(9, l5="y")})
+    error = refused({"a": numbered(9), "b": b"something else\n"}, data)
+    assert error.file == "b"
+
+
+def test_half_patched_tree_is_named() -> None:
+    """A tree that has one of two hunks already is called half patched, with the hunk."""
+    old, new = {"f": numbered(60)}, {"f": numbered(60, l10="x", l50="y")}
+    error = refused({"f": numbered(60, l10="x")}, diff(old, new))
+    assert "half patched" in str(error)
+    assert "f#1" in str(error)
+
+
+def test_patched_tree_is_named() -> None:
+    """A tree that has all of a patch is called so, and not changed again."""
+    old = {"f": numbered(60)}
+    new = {"f": numbered(60, l10="x", l50="y"), "new": b"text\n"}
+    data = diff(old, new)
+    error = refused(new, data)
+    assert "there already" in str(error)
+    assert "half patched" not in str(error)
+
+
+def test_new_file_in_the_way() -> None:
+    """A new file never overwrites one that is there."""
+    data = diff({}, {"n": b"ours\n"})
+    assert "there already" in str(refused({"n": b"theirs\n"}, data))
+    assert applied({}, data) == {"n": b"ours\n"}
+
+
+def test_deletion_wants_the_whole_file() -> None:
+    """A file is deleted only when it is exactly the one that was meant."""
+    data = diff({"g": numbered(3), "k": b""}, {"k": b""})
+    assert applied({"g": numbered(3), "k": b""}, data) == {"k": b""}
+    assert refused({"g": numbered(4)}, data).file == "g"
+    assert refused({"k": b""}, data).found == "no file g"
+
+
+def test_order_of_hunks_is_kept() -> None:
+    """Hunks whose places changed their order upstream are refused."""
+    data = diff({"f": numbered(60)}, {"f": numbered(60, l10="x", l50="y")})
+    lines = numbered(60).splitlines(keepends=True)
+    turned = b"".join(lines[30:] + lines[:30])
+    assert refused({"f": turned}, data).hunk == 2
+
+
+def test_modes() -> None:
+    """A change of mode is made, kept by content changes, and checked."""
+    data = b"diff --git a/f b/f\nold mode 100644\nnew mode 100755\n"
+    draft = Draft(MemoryTree({"f": Entry(b"x\n")}))
+    draft.apply(hunks.parse(data))
+    assert draft.entry("f") == Entry(b"x\n", "100755")
+    draft.apply(hunks.parse(diff({"f": b"x\n"}, {"f": b"y\n"})))
+    assert draft.entry("f") == Entry(b"y\n", "100755")
+    with pytest.raises(PatchConflict, match="mode"):
+        draft.apply(hunks.parse(data))
+
+
+def test_rename() -> None:
+    """A foreign patch may rename; the old file goes."""
+    data = (
+        b"diff --git a/old b/new\nsimilarity index 90%\nrename from old\nrename to new\n"
+        b"--- a/old\n+++ b/new\n@@ -1,2 +1,2 @@\n a\n-b\n+c\n"
+    )
+    assert applied({"old": b"a\nb\n"}, data) == {"new": b"a\nc\n"}
+
+
+def test_survey_changes_nothing_and_sees_everything() -> None:
+    """A survey gives a state for every hunk, also behind the first failure."""
+    data = diff({"f": numbered(90)}, {"f": numbered(90, l10="x", l40="y", l70="z")})
+    draft = Draft(MemoryTree({"f": b"+\n" + numbered(90, l39="other")}))
+    states = [(p.hunk, p.state) for p in draft.survey(hunks.parse(data))]
+    assert states == [(1, "offset"), (2, "conflict"), (3, "offset")]
+    assert draft.changes == {}
+
+
+def test_git_does_nothing_inside_another_repository(tmp_path: Path) -> None:
+    """Below another work tree plain git apply may exit 0 and do nothing; ours and gitting do it."""
+    outer = repository(tmp_path / "outer", {"k": b""})
+    inner = outer / "vendor" / "tree"
+    old, new = {"f": numbered(9)}, {"f": numbered(9, l5="x")}
+    fill(inner, old)
+    data = diff(old, new)
+    assert git(inner, "apply", "-", input=data).returncode == 0
+    assert (inner / "f").read_bytes() == new["f"]
+    assert applied(old, data) == new

@@ -1,0 +1,114 @@
+"""Lint finds each fault, once, with its file and line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from patching_kit import Bench, numbered
+
+from pyllamakv.errors import PatchLintError
+from pyllamakv.patching import lint
+from pyllamakv.source.store import open_store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OLD = {"src/a.cpp": numbered(60)}
+OTHER = {"src/a.cpp": b"+\n" + numbered(60)}
+LOGIC = {"src/logic.h": b"// logic\n"}
+ONE = OLD | {"src/a.cpp": numbered(60, l10="x")} | LOGIC
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    """Return a patch with two texts that share a file of logic."""
+    bench = Bench(open_store(tmp_path / "store.git"), tmp_path / "patches")
+    texts = {"0.3.1": (OLD, ONE), "0.3.2": (OTHER, OTHER | LOGIC)}
+    bench.add_patch("one", texts, logic=("src/logic.h",))
+    return bench
+
+
+def rules(bench: Bench, scenarios: set[str] | None = None) -> list[tuple[str, str]]:
+    found = lint.lint(bench.folder, scenarios=scenarios)
+    return [(finding.path, finding.rule) for finding in found]
+
+
+def test_a_clean_series_has_no_finding(bench: Bench) -> None:
+    """What export writes is clean."""
+    assert rules(bench, {"some-scenario"}) == []
+    lint.check(bench.folder)
+
+
+FILE = "one/0.3.1/one.patch"
+TOML = "one/patch.toml"
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new", "expected"),
+    [
+        (FILE, b"Because one", b"As one", (FILE, "header")),
+        (FILE, b"+x\n", b"+x \n", (FILE, "blanks")),
+        (FILE, b"+x\n", b"+x\r\n", (FILE, "line-ends")),
+        (FILE, b"+// logic", b"+// other", ("one/0.3.2/one.patch", "logic")),
+        (FILE, b"+// logic\n", b"+// logic\n-- \n2.39\n", (FILE, "trailer")),
+        (FILE, b"+++ b/src/logic.h", b"+++ b/docs/logic.h", (FILE, "path")),
+        (FILE, b"+// logic\n", b"+// logic\n\\ No newline at end of file\n", (FILE, "last-line")),
+        (TOML, b"Do what", b"Do \xc3\xa4hnlich", (TOML, "title")),
+        (TOML, b"Because", b"Because it is a very long line that goes on and on and on and on " * 2,
+         (TOML, "why")),
+        (TOML, b'"not submitted"', b'"who knows"', (TOML, "upstream")),
+        (TOML, b'"some-scenario"', b'"unknown"', (TOML, "scenario")),
+        (TOML, b'base = "0.3.2"', b'base = "0.3.1"', (TOML, "base")),
+        (TOML, b'base = "0.3.2"', b'base = "0.3.9"', (TOML, "format")),
+        (TOML, b'id = "one"', b'id = "two"', (TOML, "format")),
+        (TOML, b"schema = 1", b"schema = 2", (TOML, "format")),
+        (TOML, b"schema = 1", b"schema = 1\nwhim = 1", (TOML, "format")),
+        (TOML, b'releases = ""', b'releases = "3 or so"', (TOML, "format")),
+        (TOML, b'requires = []', b'requires = ["two"]', ("series.toml", "format")),
+        ("series.toml", b'"one"', b'"one", "one"', ("series.toml", "format")),
+        ("series.toml", b'"one"', b'"one", "two"', ("series.toml", "format")),
+    ],
+)  # fmt: skip
+def test_each_fault_is_found(
+    bench: Bench, path: str, old: bytes, new: bytes, expected: tuple[str, str]
+) -> None:
+    """One fault, one rule that names it."""
+    file = bench.folder / path
+    data = file.read_bytes()
+    assert old in data
+    file.write_bytes(data.replace(old, new, 1))
+    assert expected in rules(bench, {"some-scenario"})
+
+
+def test_series_and_files_agree_both_ways(bench: Bench) -> None:
+    """A folder outside the order and a file outside the texts are both found."""
+    (bench.folder / "stray").mkdir()
+    (bench.folder / "one" / "0.3.1" / "old.patch").write_text("x")
+    assert rules(bench) == [("one/0.3.1/old.patch", "series"), ("stray", "series")]
+
+
+def test_rename_is_found(bench: Bench) -> None:
+    """A rename hides what it changes: deletion and new file are wanted."""
+    file = bench.file("one", "0.3.1")
+    extra = (
+        b"diff --git a/src/c b/src/d\nsimilarity index 100%\nrename from src/c\nrename to src/d\n"
+    )
+    file.write_bytes(file.read_bytes() + extra)
+    assert (FILE, "rename") in rules(bench)
+
+
+def test_check_raises_with_everything(bench: Bench) -> None:
+    """The error lists every finding."""
+    (bench.folder / "stray").mkdir()
+    (bench.folder / "other").mkdir()
+    with pytest.raises(PatchLintError) as caught:
+        lint.check(bench.folder)
+    assert len(caught.value.findings) == 2
+
+
+def test_a_missing_series_is_a_finding(tmp_path: Path) -> None:
+    """A folder without series.toml is told, not crashed on."""
+    (finding,) = lint.lint(tmp_path)
+    assert finding.rule == "format"
+    assert "series.toml" in str(finding)

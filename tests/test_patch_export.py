@@ -1,0 +1,118 @@
+"""Patch files come out of their commits as they are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from patching_kit import Bench, fill, numbered
+
+from pyllamakv.errors import UsageError
+from pyllamakv.patching import apply, export, series
+from pyllamakv.source import releases
+from pyllamakv.source.store import open_store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OLD = {"src/a.cpp": numbered(60), "src/b.cpp": numbered(20), "src/gone.cpp": b"x\n"}
+ONE = OLD | {"src/a.cpp": numbered(60, l10="x", l40="y"), "src/new.h": b"// new\n"}
+TWO = {k: v for k, v in ONE.items() if k != "src/gone.cpp"} | {"src/b.cpp": numbered(20, l2="z")}
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Return a release with two patches, the second written on top of the first."""
+    bench = Bench(open_store(tmp_path / "store.git"), tmp_path / "patches")
+    bench.add_release("0.3.1", OLD)
+    bench.add_patch("one", {"0.3.1": (OLD, ONE)})
+    bench.add_patch("two", {"0.3.1": (ONE, TWO)}, requires=("one",))
+    monkeypatch.setattr(releases, "resolve", bench.releases.__getitem__)
+    return bench
+
+
+def check(bench: Bench) -> list[tuple[str, str]]:
+    found = export.check(series.load(bench.folder), store=bench.store)
+    return [(one.id, one.kind) for one in found]
+
+
+def test_round_trip(bench: Bench) -> None:
+    """What git exports from the commit of a text is the file, byte for byte."""
+    assert check(bench) == [("one", "same"), ("two", "same")]
+    patched = apply.apply(
+        bench.releases["0.3.1"], ["two"], series=series.load(bench.folder), store=bench.store
+    )
+    assert (
+        export.format_patch(bench.store, patched.commit) == bench.file("two", "0.3.1").read_bytes()
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kind"),
+    [
+        (b"Because one", b"As one", "header"),
+        (b"@@ -7,7 +7,7 @@", b"@@ -6,7 +6,7 @@", "positions"),
+        (b"@@ -7,7 +7,7 @@ line 6", b"@@ -7,7 +7,7 @@ line 5", "positions"),
+        (b"-line 10", b"-line 11", "failed"),
+    ],
+)
+def test_any_other_byte_is_told(bench: Bench, old: bytes, new: bytes, kind: str) -> None:
+    """A file that was edited by hand differs, and the report says in what."""
+    file = bench.file("one", "0.3.1")
+    data = file.read_bytes()
+    assert old in data
+    file.write_bytes(data.replace(old, new))
+    assert check(bench)[0] == ("one", kind)
+
+
+def test_writing_mends_the_file(bench: Bench) -> None:
+    """Writing gives the header and the positions that belong there; a second time, nothing."""
+    file = bench.file("one", "0.3.1")
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b"Because one", b"As one").replace(b"@@ -7,7", b"@@ -6,7"))
+    loaded = series.load(bench.folder)
+    assert export.write(loaded, export.chosen(loaded), store=bench.store) == (file,)
+    assert file.read_bytes() == data
+    loaded = series.load(bench.folder)
+    assert export.write(loaded, export.chosen(loaded), store=bench.store) == ()
+
+
+def test_from_a_folder(bench: Bench, tmp_path: Path) -> None:
+    """A change made by hand in a tree becomes the text, with what it requires left out."""
+    file = bench.file("two", "0.3.1")
+    data = file.read_bytes()
+    file.unlink()
+    folder = tmp_path / "tree"
+    fill(folder, TWO)
+    (folder / "common").mkdir()
+    (folder / "common" / "build-info.cpp").write_bytes(b"made by the build\n")
+    loaded = series.load(bench.folder, missing_ok=True)
+    pairs = export.chosen(loaded, ["two"], "0.3.1")
+    assert export.write(loaded, pairs, folder, store=bench.store) == (file,)
+    assert file.read_bytes() == data
+
+
+def test_a_folder_without_change_is_refused(bench: Bench, tmp_path: Path) -> None:
+    """An unchanged tree makes no patch."""
+    fill(tmp_path / "tree", ONE)
+    loaded = series.load(bench.folder)
+    with pytest.raises(UsageError, match="does not differ"):
+        export.write(loaded, export.chosen(loaded, ["two"]), tmp_path / "tree", store=bench.store)
+
+
+def test_nothing_is_written_when_one_fails(bench: Bench) -> None:
+    """Two texts are written, or none."""
+    one, two = bench.file("one", "0.3.1"), bench.file("two", "0.3.1")
+    one.write_bytes(one.read_bytes().replace(b"Because one", b"As one"))
+    two.write_bytes(two.read_bytes().replace(b"-line 2", b"-line 9"))
+    before = one.read_bytes()
+    loaded = series.load(bench.folder)
+    with pytest.raises(Exception, match="does not apply"):
+        export.write(loaded, export.chosen(loaded), store=bench.store)
+    assert one.read_bytes() == before
+
+
+def test_unknown_base_is_refused(bench: Bench) -> None:
+    """A base without a text is a usage error."""
+    with pytest.raises(UsageError, match=r"0\.9"):
+        export.chosen(series.load(bench.folder), [], "0.9")

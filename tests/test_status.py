@@ -1,0 +1,85 @@
+"""Status shows every patch on every release, hunk by hunk."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from patching_kit import Bench, numbered
+
+from pyllamakv.patching import series, status
+from pyllamakv.source.store import open_store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OLD = {"src/a.cpp": numbered(60), "src/b.cpp": numbered(20)}
+ONE = OLD | {"src/a.cpp": numbered(60, l10="x", l40="y")}
+TWO = ONE | {"src/a.cpp": numbered(60, l10="x\nz", l40="y")}
+THREE = OLD | {"src/b.cpp": numbered(20, l9="three")}
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    """Return three releases, and patches of which the first two fail on the second release."""
+    bench = Bench(open_store(tmp_path / "store.git"), tmp_path / "patches")
+    bench.add_release("0.3.1", OLD)
+    bench.add_release("0.3.2", OLD | {"src/a.cpp": b"+\n+\n" + numbered(60, l41="upstream")})
+    bench.add_release("0.3.3", OLD | {"src/a.cpp": b"+\n+\n" + numbered(60)})
+    bench.add_patch("one", {"0.3.1": (OLD, ONE)})
+    bench.add_patch("two", {"0.3.1": (ONE, TWO)}, requires=("one",))
+    bench.add_patch("three", {"0.3.1": (OLD, THREE)}, releases="<0.3.3")
+    return bench
+
+
+def table(bench: Bench) -> dict[str, list[status.PatchStatus]]:
+    found = status.status(
+        bench.releases.values(), series=series.load(bench.folder), store=bench.store
+    )
+    return {name: [s for s in found if s.release == name] for name in bench.releases}
+
+
+def test_every_patch_is_shown(bench: Bench) -> None:
+    """A failure hides nothing: the patch that needs it is blocked, the next one is tried."""
+    found = {name: [s.state for s in row] for name, row in table(bench).items()}
+    assert found == {
+        "0.3.1": ["applies", "applies", "applies"],
+        "0.3.2": ["fails", "blocked", "applies"],
+        "0.3.3": ["offset", "offset", "not-meant"],
+    }
+
+
+def test_hunks_tell_where_they_went(bench: Bench) -> None:
+    """Each hunk has its state and offset, the good ones of a failing patch too."""
+    one, two, _ = table(bench)["0.3.2"]
+    assert one.best is not None
+    assert [(p.state, p.offset) for p in one.best.placements] == [("offset", 2), ("conflict", None)]
+    assert one.best.failed[0].found == "upstream"
+    assert two.reason == "requires one, which is not applied here"
+    moved = table(bench)["0.3.3"][0]
+    assert moved.text == "0.3.1"
+    assert moved.best is not None
+    assert [p.offset for p in moved.best.placements] == [2, 2]
+
+
+def test_json_and_annotations(bench: Bench) -> None:
+    """Both machine forms name the failing hunk; annotations are one line each."""
+    row = table(bench)["0.3.2"]
+    data = json.loads(json.dumps([one.as_json() for one in row]))
+    assert [one["state"] for one in data] == ["fails", "blocked", "applies"]
+    assert data[0]["texts"][0]["hunks"][1]["found"] == "upstream"
+    lines = status.github(row)
+    assert len(lines) == 2
+    assert lines[0].startswith(
+        "::error file=patches/one/0.3.1/one.patch,title=src/a.cpp hunk 2::one on 0.3.2: "
+    )
+    assert "\n" not in "".join(lines)
+    assert "%0A" in lines[0]
+
+
+def test_nothing_is_written(bench: Bench) -> None:
+    """Looking leaves the store as it was."""
+    before = sorted(path.name for path in bench.store.path.rglob("*"))
+    table(bench)
+    assert sorted(path.name for path in bench.store.path.rglob("*")) == before

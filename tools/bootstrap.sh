@@ -1,0 +1,169 @@
+#!/bin/sh
+# Put pyllamakv and what it needs into a Python, once; print that Python's path.
+#
+#   tools/bootstrap.sh own  EXTRAS   into the active virtual environment, else into .venv
+#   tools/bootstrap.sh here EXTRAS   like own, but into the plain python3 where its pip may install
+#   tools/bootstrap.sh peer PYTHON   llama-cpp-python beside it, without a library of its own
+#   tools/bootstrap.sh hint PYTHON   print the command that runs the tests with it
+#
+# stdout holds the answer alone; everything else goes to stderr.
+set -eu
+cd "$(dirname "$0")/.."
+root=$(pwd -P)
+
+say() { printf '%s\n' "$*" >&2; }
+die() { say "error: $*"; exit 2; }
+
+# These would send packages elsewhere than into the environment that was chosen.
+unset PIP_TARGET PIP_PREFIX PIP_ROOT PIP_USER PIP_NO_BUILD_ISOLATION PIP_DRY_RUN PYTHONHOME || true
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+if [ -z "${HOME:-}" ] || [ ! -w "${HOME:-/nonexistent}" ]; then
+    export PIP_NO_CACHE_DIR=1
+fi
+
+new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
+
+# Names on PATH may be shims of versions that are not there, so each is run.
+pythons() {
+    for name in "${PYTHON:-}" python3 python python3.11 python3.12 python3.13 python3.14 \
+        /usr/bin/python3; do
+        if [ -n "$name" ] && command -v "$name" >/dev/null 2>&1 && new_enough "$name"; then
+            command -v "$name"
+        fi
+    done
+}
+
+no_python() {
+    die "expected Python 3.11 or newer as python3 (or named in PYTHON), found none." \
+        "Debian 12, Ubuntu 24.04 and newer: apt-get install python3 python3-venv"
+}
+
+may_install() {
+    "$1" -m pip --version >/dev/null 2>&1 && [ -z "${PIP_REQUIRE_VIRTUALENV:-}" ] && "$1" -c '
+import os, pathlib, sys, sysconfig
+managed = pathlib.Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED").exists()
+allowed = os.environ.get("PIP_BREAK_SYSTEM_PACKAGES", "0").lower() not in ("", "0", "false", "no")
+paths = (sysconfig.get_path("purelib"), sysconfig.get_path("scripts"))
+sys.exit((managed and not allowed) or not all(os.access(p, os.W_OK) for p in paths))
+' >/dev/null 2>&1
+}
+
+works() { [ -x "$1" ] && new_enough "$1" && "$1" -m pip --version >/dev/null 2>&1; }
+
+make_venv() {
+    works .venv/bin/python && return 0
+    found=
+    for python in $(pythons); do
+        found=1
+        rm -rf .venv
+        say "creating .venv with $python"
+        if "$python" -m venv .venv >/dev/null 2>&1 && works .venv/bin/python; then return 0; fi
+        rm -rf .venv
+        if "$python" -m virtualenv -q .venv >/dev/null 2>&1 && works .venv/bin/python; then
+            return 0
+        fi
+        # Debian without python3-venv lacks only the bundled pip: the system's own can help.
+        rm -rf .venv
+        if "$python" -m venv --without-pip .venv >/dev/null 2>&1 &&
+            "$python" -m pip --python .venv/bin/python install -q pip >&2 &&
+            works .venv/bin/python; then
+            return 0
+        fi
+    done
+    rm -rf .venv
+    [ -n "$found" ] || no_python
+    die "no virtual environment could be made in $root/.venv." \
+        "Debian or Ubuntu: apt-get install python3-venv; elsewhere: python3 -m pip install virtualenv"
+}
+
+# What was installed is noted beside the builds, under the interpreter and what it depends on.
+stamp_of() {
+    "$1" - "$2" <<'PYTHON'
+import hashlib, pathlib, sys
+text = pathlib.Path("pyproject.toml").read_bytes()
+facts = repr((sys.prefix, sys.version, sys.argv[1])).encode() + text
+print("vendor/.installed-" + hashlib.sha256(facts).hexdigest()[:16])
+PYTHON
+}
+
+imports() {
+    "$1" -c '
+import importlib.metadata, importlib.util, pathlib, sys
+importlib.metadata.version("pyllamakv")
+names = ("pyllamakv", "cffi", "numpy", "cmake", "ninja", "typer", "pytest")
+sys.exit(not all(map(importlib.util.find_spec, names)))
+' >/dev/null 2>&1
+}
+
+install() {
+    stamp=$(stamp_of "$1" "$2")
+    if [ -e "$stamp" ] && imports "$1"; then return 0; fi
+    say "installing pyllamakv[$2] with $1"
+    "$1" -m pip install -q -e ".[$2]" >&2 || return 1
+    mkdir -p vendor
+    : >"$stamp"
+    if command -v pyenv >/dev/null 2>&1; then pyenv rehash >/dev/null 2>&1 || true; fi
+}
+
+own() {
+    if [ -n "${VIRTUAL_ENV:-}" ] && works "$VIRTUAL_ENV/bin/python"; then
+        python=$VIRTUAL_ENV/bin/python
+    else
+        make_venv
+        python=$root/.venv/bin/python
+    fi
+    install "$python" "$1" || die "pip could not install pyllamakv[$1]; its words are above"
+    printf '%s\n' "$python"
+}
+
+here() {
+    if [ -z "${VIRTUAL_ENV:-}" ]; then
+        for python in $(pythons); do
+            # Only the first counts: it is the one whose pytest would run.
+            if may_install "$python" && install "$python" "$1"; then
+                printf '%s\n' "$python"
+                return 0
+            fi
+            say "pip may not install into $python: using .venv"
+            break
+        done
+    fi
+    own "$1"
+}
+
+peer() {
+    version=$("$1" -c '
+import pathlib, tomllib
+extras = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
+print(extras["peer"][0])')
+    if "$1" -c '
+import importlib.metadata, sys
+name, version = sys.argv[1].split("==")
+sys.exit(importlib.metadata.version(name) != version)' "$version" >/dev/null 2>&1; then
+        return 0
+    fi
+    say "installing $version without its library"
+    # pip must not keep this wheel: a later install would get a package without its library.
+    if ! CMAKE_ARGS="-DLLAMA_BUILD=OFF" "$1" -m pip install -q --no-cache-dir "$version" >&2; then
+        say "$version could not be installed: the tests that need it will be skipped"
+    fi
+}
+
+hint() {
+    case $1 in
+    "$root"/.venv/*) echo '. .venv/bin/activate && pytest' ;;
+    *)
+        beside=$("$1" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/pytest
+        found=$(command -v pytest || true)
+        case $found in
+        "$beside" | */shims/pytest) echo pytest ;;
+        *) echo "$1 -m pytest" ;;
+        esac
+        ;;
+    esac
+}
+
+case ${1:-} in
+own | here | peer | hint) "$1" "${2:?the second argument is missing}" ;;
+*) die "expected own, here, peer or hint" ;;
+esac
