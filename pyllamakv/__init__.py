@@ -52,10 +52,11 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.kv import KV, DefragReport
     from pyllamakv.runtime.logits import Logits
     from pyllamakv.runtime.model import Model
-    from pyllamakv.runtime.opening import OpenLibrary, open  # noqa: A004
+    from pyllamakv.runtime.moves import Moves
+    from pyllamakv.runtime.opening import OpenLibrary, open
     from pyllamakv.runtime.sampler import NumpySampler, Sampler
     from pyllamakv.runtime.sequence import Sequence
-    from pyllamakv.runtime.snapshot import CellMap, KVStats, Moves, Snapshot
+    from pyllamakv.runtime.snapshot import CellMap, KVStats, Snapshot
 
 __version__ = "0.1.0"
 
@@ -76,7 +77,8 @@ _MODULES = {
     "runtime.opening": "OpenLibrary open",
     "runtime.sampler": "NumpySampler Sampler",
     "runtime.sequence": "Sequence",
-    "runtime.snapshot": "CellMap KVStats Moves Snapshot",
+    "runtime.moves": "Moves",
+    "runtime.snapshot": "CellMap KVStats Snapshot",
 }
 _WHERE = {name: module for module, names in _MODULES.items() for name in names.split()}
 

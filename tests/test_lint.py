@@ -83,7 +83,9 @@ def test_each_fault_is_found(
 
 def test_series_and_files_agree_both_ways(bench: Bench) -> None:
     """A folder outside the order and a file outside the texts are both found."""
+    (bench.folder / "empty").mkdir()  # git would not even keep it
     (bench.folder / "stray").mkdir()
+    (bench.folder / "stray" / "patch.toml").write_text("")
     (bench.folder / "one" / "0.3.1" / "old.patch").write_text("x")
     assert rules(bench) == [("one/0.3.1/old.patch", "series"), ("stray", "series")]
 
@@ -100,8 +102,9 @@ def test_rename_is_found(bench: Bench) -> None:
 
 def test_check_raises_with_everything(bench: Bench) -> None:
     """The error lists every finding."""
-    (bench.folder / "stray").mkdir()
-    (bench.folder / "other").mkdir()
+    for name in ("stray", "other"):
+        (bench.folder / name).mkdir()
+        (bench.folder / name / "patch.toml").write_text("")
     with pytest.raises(PatchLintError) as caught:
         lint.check(bench.folder)
     assert len(caught.value.findings) == 2

@@ -13,7 +13,7 @@ from pyllamakv.errors import Closed, KvError
 from pyllamakv.native._plk import ffi
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
 #: How much of one record is kept, in bytes.
@@ -114,6 +114,10 @@ class Core:
             kind = _KINDS.get(raw.kind, "unknown")
             found.append(Device(name, description, kind, raw.memory_free, raw.memory_total))
         return found
+
+    def many(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
+        """Run operations, each (name, arguments), in order; the first error ends it."""
+        return [getattr(self, name)(*arguments) for name, arguments in calls]
 
     def rpc_serve(self, endpoint: str, device: str | None, memory: int) -> None:
         """Serve a device to other processes at host:port; returns only when that failed."""

@@ -24,7 +24,6 @@ from pyllamakv.errors import KvError, NativeError
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable
 
 _PREFIX: Final = struct.Struct("<IIQQ")
 _MAGIC: Final = 0x314B4C50
@@ -178,7 +177,8 @@ class Channel:
         parts: list[Any] = []
         length = 0
         for item in body:
-            view = memoryview(item).cast("B") if len(item) else b""
+            view: Any = memoryview(item)
+            view = view.cast("B") if view.nbytes else b""
             pad = -len(view) & 7
             parts += (view, bytes(pad)) if pad else (view,)
             length += len(view) + pad
@@ -190,18 +190,18 @@ class Channel:
         for part in parts:
             self.sock.sendall(part)
 
-    def receive(self, wait: Callable[[], None] | None = None) -> tuple[int, Any, _Body]:
+    def receive(self) -> tuple[int, Any, _Body]:
         """Return the number, the header and the body of the next message.
 
-        ``wait`` is called before each read, to bound it. Raises EOFError when the other side is
-        gone, WireError when what arrives is no message.
+        Raises EOFError when the other side is gone, TimeoutError when it is silent for longer than
+        the socket allows, WireError when what arrives is no message.
         """
-        data = self._fill(self._rest, _PREFIX.size, wait)
+        data = self._fill(self._rest, _PREFIX.size)
         magic, number, n_header, n_body = _PREFIX.unpack_from(data)
         if magic != _MAGIC or n_header > _LIMIT:
             raise WireError("the worker and this program do not speak the same language")
         start = _PREFIX.size + n_header
-        data = self._fill(data, start, wait)
+        data = self._fill(data, start)
         header = json.loads(data[_PREFIX.size : start])
         end = start + n_body
         if len(data) >= end:
@@ -212,8 +212,6 @@ class Channel:
             have = len(data) - start
             body[:have] = data[start:]
             while have < n_body:
-                if wait is not None:
-                    wait()
                 count = self.sock.recv_into(body[have:])
                 if not count:
                     raise EOFError
@@ -222,10 +220,8 @@ class Channel:
         self.reading = bool(self._rest)
         return number, header, _Body(body)
 
-    def _fill(self, data: bytes, length: int, wait: Callable[[], None] | None) -> bytes:
+    def _fill(self, data: bytes, length: int) -> bytes:
         while len(data) < length:
-            if wait is not None:
-                wait()
             more = self.sock.recv(65536)
             if not more:
                 raise EOFError

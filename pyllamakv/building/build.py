@@ -118,9 +118,9 @@ def _obtain(
     before = _cpu_seconds()
     with _held(wanted.tree) as held:
         open_store().export(source.tree, wanted.tree)
-        job = cmake.Job(folder, folder / "build.log", _environment(), progress, (held,))
+        job = cmake.Job(folder, folder / "build.log", environment(), progress, (held,))
         job.log.write_text(f"variant {name}\n", encoding="utf-8")
-        cmake.configure(job, _NATIVE, _definitions(wanted, name))
+        cmake.configure(job, _NATIVE, definitions(wanted, name))
         cmake.compile_targets(job, _TARGETS, jobs or default_jobs())
     spent = _cpu_seconds() - before
     log.info("built %s in %.1f CPU seconds", name, spent)
@@ -136,7 +136,7 @@ def _source(wanted: Request, progress: Progress | None) -> Source:
     return Source(patched.commit, patched.tree, patched.patches, patched.digest)
 
 
-def _definitions(wanted: Request, name: str) -> dict[str, str]:
+def definitions(wanted: Request, name: str) -> dict[str, str]:
     """Return the CMake variables of a build: options, tools, and what makes it reproducible."""
     names = {wanted.tree: "llama.cpp", _NATIVE: "plk", wanted.objects: "build"}
     words = [f"-ffile-prefix-map={path}={short}" for path, short in names.items()]
@@ -145,7 +145,7 @@ def _definitions(wanted: Request, name: str) -> dict[str, str]:
         meaning = hashlib.sha256(" ".join(wanted.cpu_flags).encode()).hexdigest()[:12]
         words.append(f"-DPLK_NATIVE_{meaning}")
     flags = shlex.join(words)
-    definitions = {
+    chosen = {
         **wanted.backend.options,
         **wanted.backend.places,
         "PLK_LLAMA_SRC": str(wanted.tree),
@@ -161,11 +161,12 @@ def _definitions(wanted: Request, name: str) -> dict[str, str]:
     }
     launcher = compiler.launcher()
     for language in ("C", "CXX", "CUDA"):
-        definitions[f"CMAKE_{language}_COMPILER_LAUNCHER"] = launcher or ""
-    return definitions
+        chosen[f"CMAKE_{language}_COMPILER_LAUNCHER"] = launcher or ""
+    return chosen
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """Return the environment of a build, with what lets a compiler cache share objects."""
     extra = {"CCACHE_NOHASHDIR": "1", "CCACHE_SLOPPINESS": "time_macros"}
     # Trees of two releases share objects only if their paths are hashed relative to one parent.
     extra["CCACHE_BASEDIR"] = os.environ.get("CCACHE_BASEDIR") or str(home())

@@ -35,7 +35,8 @@ _DROPPED = re.compile(
 )
 
 _ERRORS = (
-    re.compile(r"^.*?\b(?:fatal )?error\s*(?:[A-Z]*\d+)?: .*$", re.M),
+    # What a compiler says of its linker tells nothing: the linker's own words stand before it.
+    re.compile(r"^.*?\berror\s*(?:[A-Z]*\d+)?: (?!ld returned|linker command).*$", re.M),
     re.compile(r"^.*undefined (?:reference to|symbol).*$", re.M),
     re.compile(r"^CMake Error.*$(?:\n(?!\n\S)(?:[ \t]+.*)?$){0,6}", re.M),
     re.compile(r"^.*: (?:cannot find|No such file or directory).*$", re.M),

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 #: Names the architecture where no GPU can be asked, for example `90-real` or `86;90`.
 ARCHITECTURE = "PYLLAMAKV_CUDA_ARCH"
 
+#: Where the vendor's installer puts the toolkit.
+USUAL = Path("/usr/local/cuda")
+
 _CURE = (
     "install the CUDA toolkit of your system, or its wheels: `pip install nvidia-cuda-nvcc "
     "nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl nvidia-cublas`"
@@ -76,7 +79,7 @@ def compiler(environ: Mapping[str, str] | None = None) -> Path | None:
     ]
     on_path = shutil.which("nvcc", path=env.get("PATH", os.defpath))
     candidates += [Path(on_path)] if on_path else []
-    candidates.append(Path("/usr/local/cuda/bin/nvcc"))
+    candidates.append(USUAL / "bin/nvcc")
     for candidate in candidates:
         if candidate.is_file() and os.access(candidate, os.X_OK):
             return _behind_script(candidate)
@@ -136,11 +139,15 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def _wheel_root(name: str) -> Path | None:
-    spec = importlib.util.find_spec("nvidia")
-    for place in (spec.submodule_search_locations or []) if spec else []:
-        for found in sorted(Path(place).glob(f"*/{name}"), reverse=True):
+    for place in _wheel_folders():
+        for found in sorted(place.glob(f"*/{name}"), reverse=True):
             return found.parents[len(Path(name).parts) - 1]
     return None
+
+
+def _wheel_folders() -> list[Path]:
+    spec = importlib.util.find_spec("nvidia")
+    return [Path(place) for place in (spec.submodule_search_locations or [])] if spec else []
 
 
 def _behind_script(nvcc: Path) -> Path:

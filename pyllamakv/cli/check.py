@@ -55,7 +55,8 @@ def command(
     Exit status: 0 needed, redundant or native; 1 harmful, ineffective or broken; 125 untestable;
     128 a fault of the harness.
     """
-    from pyllamakv.harness import check, report, scenario as scenarios
+    from pyllamakv.harness import check, report
+    from pyllamakv.harness import scenario as scenarios
 
     question = check.Question(
         release=release,
@@ -83,13 +84,13 @@ def command(
 
 
 def _answer(question: Any) -> Answer:
-    from pyllamakv.cli.progress import bars
+    from pyllamakv.cli import showing
     from pyllamakv.errors import HarnessError, KvError
     from pyllamakv.harness import check
 
     try:
-        with bars() as progress:
-            return check.check(question, progress=progress, tell=progress.count)
+        with showing.progress() as progress:
+            return check.check(question, progress=progress)
     except KvError:
         raise
     except Exception as error:

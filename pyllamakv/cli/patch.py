@@ -37,13 +37,14 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show which patches apply to which releases (default: those fetched already)."""
-    from pyllamakv.cli import patch_views
+    from pyllamakv.cli import patch_views, showing
     from pyllamakv.patching import status as statuses
 
     if annotate not in (None, "github"):
         raise errors.UsageError(f"--annotate knows `github` only, not {annotate!r}.")
     chosen = _releases(names or [], every=every)
-    found = statuses.status(chosen, series=_series(patches))
+    with showing.progress() as progress:
+        found = statuses.status(chosen, series=_series(patches), progress=progress)
     if as_json:
         _json([status.as_json() for status in found])
     elif annotate:
@@ -64,12 +65,16 @@ def apply(
     as_json: Json = False,
 ) -> None:
     """Apply patches to a release and print the commit (default: all that apply)."""
+    from pyllamakv.cli import showing
     from pyllamakv.patching import apply as applying
     from pyllamakv.source.store import open_store
 
     store = open_store()
     target = _release(release)
-    patched = applying.apply(target, names or None, series=_series(patches), store=store)
+    with showing.progress() as progress:
+        patched = applying.apply(
+            target, names or None, series=_series(patches), store=store, progress=progress
+        )
     if to is not None:
         store.export(patched.commit, to)
     for skip in patched.skipped:
@@ -131,7 +136,7 @@ def lint(patches: Patches = None, as_json: Json = False) -> None:
         _json([finding.__dict__ for finding in found])
     else:
         _lines(map(str, found))
-        _note(f"{len(found)} faults" if found else "no fault")
+        _note(f"{len(found)} fault(s)")
     if found:
         raise typer.Exit(errors.PatchLintError.exit_code)
 
@@ -193,11 +198,10 @@ def _releases(names: Sequence[str], *, every: bool) -> list[Release]:
 def _scenarios() -> frozenset[str] | None:
     """Return the names of the scenarios, or None where the harness does not load."""
     try:
-        from pyllamakv.harness import scenarios
+        from pyllamakv.harness import scenario
     except ImportError:
         return None
-    names = getattr(scenarios, "names", None)
-    return frozenset(names()) if callable(names) else None
+    return frozenset(scenario.discover())
 
 
 def _result(facts: dict[str, Any], as_json: bool) -> None:

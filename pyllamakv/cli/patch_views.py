@@ -46,7 +46,7 @@ def _hunks(console: Console, one: PatchStatus) -> None:
 
 def _summary(one: PatchStatus) -> str:
     best = one.best
-    if best is None:
+    if best is None or one.state == "not-meant":
         return one.reason
     total = len(best.placements)
     if not one.good:

@@ -188,9 +188,9 @@ def _table(rows: Sequence[dict[str, Any]]) -> None:
         source = row["package"] or row["url"] or ""
         cells = [row["name"], row["era"], row["date"][:10], row["commit"][:12], source]
         table.add_row(*cells, "yes" if row["fetched"] else "no")
-    console = Console(file=sys.stdout)
     # A pipe has no width: nothing may be cut there.
-    console.print(table, width=None if console.is_terminal else 200)
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200)
+    console.print(table)
 
 
 def _json(data: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,15 +25,15 @@ from pyllamakv.patching import apply, series
 from pyllamakv.source import fetch, releases
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pyllamakv.building.variant import Variant
     from pyllamakv.harness.lab import Run
     from pyllamakv.harness.scenario import Scenario
     from pyllamakv.patching.apply import Patched
     from pyllamakv.patching.series import Series
+    from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
-
-#: Says what is being done, how much of it is done, and how much it is; None where unknown.
-Progress = Callable[[str, int, int | None], None]
 
 log = logging.getLogger(__name__)
 
@@ -103,12 +102,7 @@ class Patching:
     build_error: str = ""
 
 
-def check(
-    question: Question,
-    *,
-    progress: Progress | None = None,
-    tell: Callable[[Task, Run], None] | None = None,
-) -> Answer:
+def check(question: Question, *, progress: Progress | None = None) -> Answer:
     """Answer a question. Raises UsageError for a wrong one, HarnessError for a fault of ours.
 
     What cannot be fetched or built without any patch is an answer too: untestable.
@@ -145,7 +139,7 @@ def check(
         for side, built in sides.items()
         if side == "stock" or not _left_out(each.id, made, claimed)
     ]
-    results = running.run_tasks(tasks, fresh=question.fresh, tell=tell)
+    results = running.run_tasks(tasks, fresh=question.fresh, progress=progress)
     runs = {
         side: tuple(run for task, run in results.items() if task.side == side) for side in sides
     }

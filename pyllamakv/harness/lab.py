@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from pyllamakv.binding.protocol import Capability, ContextParams, Counters, ModelHandle, ModelParams, Native
+from pyllamakv.binding.protocol import (
+    Capability,
+    ContextParams,
+    Counters,
+    ModelHandle,
+    ModelParams,
+    Native,
+)
 from pyllamakv.errors import (
     ContextError,
     DecodeError,
@@ -33,7 +40,7 @@ from pyllamakv.harness.cellmap import Picture
 from pyllamakv.harness.player import Player
 from pyllamakv.harness.reference import Reference, Tolerance
 from pyllamakv.harness.verdict import Outcome
-from pyllamakv.runtime import types
+from pyllamakv.runtime import ggml_types as types
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 #: What a batch is asked to hold: per sequence, or per tuple of sequences that share the cells, how
 #: many tokens, or which.
-Feeds = Mapping[int | tuple[int, ...], int | Sequence[int]]
+#: Keys are sequences or tuples of them; a Mapping's key type is invariant, so it says Any.
+Feeds = Mapping[Any, int | Sequence[int]]
 
 #: Words for the statuses of a decode, as scripts and messages use them.
 WORDS = {Status.OK: "ok", Status.NO_SLOT: "no-slot", Status.ABORTED: "aborted"}

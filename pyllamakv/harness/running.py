@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -26,6 +26,7 @@ from pyllamakv.home import home
 
 if TYPE_CHECKING:
     from pyllamakv.harness.scenario import Scenario, Setting
+    from pyllamakv.source.progress import Progress
 
 #: Parts of this package that decide a result beside the library and the scenario.
 _CODE = ("harness", "runtime", "binding")
@@ -77,7 +78,7 @@ def run_tasks(
     workers: int | None = None,
     opener: Opener | None = None,
     executor: Executor | None = None,
-    tell: Callable[[Task, Run], None] | None = None,
+    progress: Progress | None = None,
 ) -> dict[Task, Run]:
     """Return the result of every task; ``fresh`` ignores what is remembered.
 
@@ -89,8 +90,6 @@ def run_tasks(
         found = None if fresh else recall(task.key)
         if found is not None:
             done[task] = found
-            if tell:
-                tell(task, found)
     left = [task for task in tasks if task not in done]
     if not left:
         return done
@@ -99,6 +98,7 @@ def run_tasks(
     groups.sort(key=lambda group: -len(group) * synthetic.cost(group[0].scenario.model))
     benches: list[Bench] = []
     mine = local()
+    ended: list[Task] = []
 
     def work(group: list[Task]) -> list[tuple[Task, Run]]:
         bench = getattr(mine, "bench", None)
@@ -109,9 +109,10 @@ def run_tasks(
         for task in group:
             run = bench.run(task.library, task.scenario, task.setting)
             remember(task.key, run)
-            if tell:
-                tell(task, run)
             results.append((task, run))
+            if progress:
+                ended.append(task)
+                progress(f"run {task.side} {task.scenario.id}", len(ended), len(left))
         return results
 
     count = workers or max(1, min(os.cpu_count() or 2, 8))

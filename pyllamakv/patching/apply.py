@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pyllamakv.patching.choose import Plan, Skipped, Step
     from pyllamakv.patching.definition import PatchText
     from pyllamakv.patching.series import Series
+    from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
 
 
@@ -49,6 +50,7 @@ def apply(
     *,
     series: Series | None = None,
     store: Store | None = None,
+    progress: Progress | None = None,
 ) -> Patched:
     """Apply patches to a release and commit the result in the store.
 
@@ -56,7 +58,7 @@ def apply(
     does not apply: PatchConflict, or NoTextApplies when several texts were tried.
     """
     store = store or open_store()
-    release = trees.present(store, release)
+    release = trees.present(store, release, progress)
     if names is not None and not names:
         return Patched(release.name, release.commit, store.tree_of(release), digest(()), ())
     plan = choose.plan_release(release, names, series=series, store=store)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.patching.draft import Placement, Tree
     from pyllamakv.patching.series import Series
+    from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
 
 
@@ -59,6 +60,7 @@ def plan_release(
     *,
     series: Series | None = None,
     store: Store | None = None,
+    progress: Progress | None = None,
 ) -> Plan:
     """Choose texts for a release; it is fetched when the store lacks it.
 
@@ -66,7 +68,7 @@ def plan_release(
     with the id of a shipped patch takes its place). None means every patch that applies.
     """
     store = store or open_store()
-    release = trees.present(store, release)
+    release = trees.present(store, release, progress)
     series = series_module.load() if series is None else series
     tree = trees.StoreTree(store, store.tree_of(release))
     return plan(series, tree, release.name, names)

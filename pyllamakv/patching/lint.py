@@ -23,7 +23,7 @@ PLACES = ("src/", "ggml/", "include/", "common/", "tests/", "tools/", "examples/
 STATES = ("not submitted", "submitted", "accepted", "rejected", "not applicable")
 
 _TITLE = 64
-_LINE = 76
+_LINE = 80
 _BAD_WHY = re.compile(r"(---\s*$|diff |From |Index: )")
 
 
@@ -63,13 +63,14 @@ def check(folder: Path | None = None, *, scenarios: Collection[str] | None = Non
     """Raise PatchLintError with every fault, or return."""
     findings = [str(finding) for finding in lint(folder, scenarios=scenarios)]
     if findings:
-        raise PatchLintError("\n".join([f"{len(findings)} faults:", *findings]), findings)
+        raise PatchLintError("\n".join([f"{len(findings)} fault(s):", *findings]), findings)
 
 
 def _files(found: Series, folder: Path) -> Iterator[Finding]:
     named = {text.path for definition in found for text in definition.texts}
     for path in sorted(folder.iterdir()):
-        if path.is_dir() and path.name not in found.order:
+        unlisted = path.is_dir() and path.name not in found.order
+        if unlisted and any(file.is_file() for file in path.rglob("*")):
             yield Finding(path.name, 0, "series", "the folder is not in the order of series.toml")
     for definition in found:
         for path in sorted((folder / definition.id).rglob("*")):

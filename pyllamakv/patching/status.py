@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pyllamakv.patching.definition import Definition, PatchText
     from pyllamakv.patching.draft import Placement, Tree
     from pyllamakv.patching.series import Series
+    from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
 
 State = Literal["applies", "offset", "fails", "blocked", "not-meant", "unknown"]
@@ -89,20 +90,23 @@ def status(
     *,
     series: Series | None = None,
     store: Store | None = None,
+    progress: Progress | None = None,
 ) -> tuple[PatchStatus, ...]:
     """Try every patch on every release, releases one after another; nothing is written."""
     store = store or open_store()
     series = series_module.load() if series is None else series
     found: list[PatchStatus] = []
     for release in releases:
-        found += of_release(release, series, store)
+        found += of_release(release, series, store, progress)
     return tuple(found)
 
 
-def of_release(release: Release, series: Series, store: Store) -> tuple[PatchStatus, ...]:
+def of_release(
+    release: Release, series: Series, store: Store, progress: Progress | None = None
+) -> tuple[PatchStatus, ...]:
     """Try every patch on one release; a release that cannot be fetched is `unknown` everywhere."""
     try:
-        release = trees.present(store, release)
+        release = trees.present(store, release, progress)
         tree = trees.StoreTree(store, store.tree_of(release))
     except SourceError as error:
         return tuple(PatchStatus(release.name, p.id, "unknown", reason=str(error)) for p in series)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pyllamakv.patching.draft import Draft
+    from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
     from pyllamakv.source.store import Store
 
@@ -48,13 +49,13 @@ class StoreTree:
                 self._read[path] = Entry(data, self.modes[path])
 
 
-def present(store: Store, release: Release) -> Release:
+def present(store: Store, release: Release, progress: Progress | None = None) -> Release:
     """Return the release once the store has it; it is fetched when it is absent."""
     if store.has(release):
         return release
     from pyllamakv.source import fetch
 
-    return fetch.fetch(release)
+    return fetch.fetch(release, progress=progress)
 
 
 def write(store: Store, tree: str, draft: Draft) -> str:

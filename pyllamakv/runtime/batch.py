@@ -1,4 +1,4 @@
-"""Say what to decode: tokens that follow in sequences (`Feed`), or exactly placed ones (`Batch`)."""
+"""Say what to decode: tokens that follow in sequences (`Feed`), or placed ones (`Batch`)."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ import numpy as np
 from pyllamakv.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from numpy.typing import NDArray
 
     from pyllamakv.runtime import sequence
+    from pyllamakv.runtime.context import Context
 
 Wanted = Literal["last", "all", "none"]
 
 
 class Arrays(NamedTuple):
-    """Hold one batch as `Native.decode` takes it; ``count`` None: one sequence per token."""
+    """Hold one batch as `Native.decode` takes it; ``counts`` None: one sequence per token."""
 
     token: NDArray[np.int32]
     pos: NDArray[np.int32]
-    count: NDArray[np.int32] | None
+    counts: NDArray[np.int32] | None
     seq: NDArray[np.int32]
     logits: NDArray[np.int8] | None
 
@@ -137,8 +138,23 @@ def as_int32(values: Any, what: str) -> NDArray[np.int32]:
     return wide.astype(np.int32)
 
 
-def from_feeds(feeds: Sequence[Feed]) -> Arrays:
-    """Lay the feeds out one after the other, each where its sequence ends."""
+def lay_out(context: Context, work: Feed | Batch | Iterable[Feed]) -> Arrays:
+    """Return a batch's arrays, or feeds one after the other, each where its sequence ends.
+
+    Raises UsageError for what is neither, and Closed for a closed sequence's feed.
+    """
+    if isinstance(work, Batch):
+        return work.arrays()
+    feeds = [work] if isinstance(work, Feed) else list(work)
+    for feed in feeds:
+        if not isinstance(feed, Feed):
+            msg = f"expected feeds (sequence.feed(...)) or a Batch, not {type(feed).__name__}"
+            raise UsageError(msg)
+        feed.sequence.check(context)
+    return _from_feeds(feeds)
+
+
+def _from_feeds(feeds: list[Feed]) -> Arrays:
     if len({id(feed.sequence) for feed in feeds}) != len(feeds):
         msg = "a sequence can be fed once per batch; join its tokens into one feed"
         raise UsageError(msg)
@@ -153,11 +169,10 @@ def from_feeds(feeds: Sequence[Feed]) -> Arrays:
             flags[at + length - 1] = 1
         at += length
     empty = np.empty(0, dtype=np.int32)
+    follow = (np.arange(a, a + n, dtype=np.int32) for a, n in zip(starts, lengths, strict=True))
     return Arrays(
         np.concatenate([empty, *(feed.tokens for feed in feeds)]),
-        np.concatenate(
-            [empty, *(np.arange(a, a + n, dtype=np.int32) for a, n in zip(starts, lengths, strict=True))]
-        ),
+        np.concatenate([empty, *follow]),
         None,
         np.repeat(np.array([feed.sequence.id for feed in feeds], dtype=np.int32), lengths),
         flags,
@@ -166,16 +181,16 @@ def from_feeds(feeds: Sequence[Feed]) -> Arrays:
 
 def _check_lengths(arrays: Arrays) -> None:
     n = len(arrays.token)
-    ids = n if arrays.count is None else int(arrays.count.sum())
+    ids = n if arrays.counts is None else int(arrays.counts.sum())
     for what, part, expected in (
         ("positions", arrays.pos, n),
-        ("counts", arrays.count, n),
+        ("counts", arrays.counts, n),
         ("sequences", arrays.seq, ids),
         ("logits", arrays.logits, n),
     ):
         if part is not None and len(part) != expected:
             msg = f"{what} has {len(part)} entries for {n} tokens; expected {expected}"
             raise UsageError(msg)
-    if arrays.count is not None and n and int(arrays.count.min()) < 1:
+    if arrays.counts is not None and n and int(arrays.counts.min()) < 1:
         msg = "a token needs at least one sequence: counts must be 1 or more"
         raise UsageError(msg)

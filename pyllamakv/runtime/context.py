@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
-from contextlib import suppress
+from functools import partial
 from operator import index as whole
 from typing import TYPE_CHECKING, Any
 
+from pyllamakv.binding.handle import Handle
 from pyllamakv.binding.protocol import Capability, Status
 from pyllamakv.errors import (
     Cancelled,
-    Closed,
     DecodeError,
     KvError,
     NativeError,
-    StaleLogits,
     UsageError,
-    WorkerDied,
 )
 from pyllamakv.runtime import decoding, generation
-from pyllamakv.runtime.batch import Batch, Feed, from_feeds
+from pyllamakv.runtime.batch import Batch, Feed, lay_out
+from pyllamakv.runtime.freeing import free_quietly
 from pyllamakv.runtime.kv import KV, require
 from pyllamakv.runtime.ledger import Ledger
-from pyllamakv.runtime.lifetime import Lifetime
 from pyllamakv.runtime.logits import Logits
+from pyllamakv.runtime.outputs import Outputs
 from pyllamakv.runtime.sequence import Sequence
-from pyllamakv.runtime.turn import Turn, busy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +36,7 @@ if TYPE_CHECKING:
         Counters,
         SamplerParams,
     )
-    from pyllamakv.runtime.batch import Arrays
+    from pyllamakv.runtime.batch import Arrays, Wanted
     from pyllamakv.runtime.model import Model
     from pyllamakv.runtime.sampler import Picker
 
@@ -58,20 +55,18 @@ class Context:
         self.handle = handle
         self.params = params
         self.guard = params.guard
-        # Cancelling takes no turn; this keeps the handle from going away under it.
-        self._gate = gate = threading.Lock()
-
-        def free() -> None:
-            with gate, suppress(WorkerDied, Closed):
-                native.context_free(handle)
-
-        self.life = Lifetime("context", free, model.life)
-        self.life.follow(self)
+        #: Who holds this is at work; a second thread gets Busy.
+        self.turn: Handle[Any] = Handle(
+            handle,
+            partial(free_quietly, native.context_free),
+            "context",
+            model.life,
+            exclusive=True,
+        )
         self.info: ContextInfo = native.context_info(handle)
         self.n_vocab = model.info.n_vocab
         self.epoch = 0
         self.ledgers = tuple(Ledger() for _ in range(self.info.n_seq_max))
-        self.turn = Turn(self.life)
         self.kv = KV(self)
         #: Sequences that have streams of their own copy cells where others share them.
         self.streams = (
@@ -79,13 +74,11 @@ class Context:
             and self.info.n_seq_max > 1
             and Capability.STREAMS in native.about.capabilities
         )
-        self._lock = self.life.lock
         self._decode_one = native.decode_one
         self._taken: set[int] = set()
         self._marks = 0
         self._cancels = 0
-        self._last: Arrays | None = None
-        self._last_n = 0
+        self.outputs = Outputs()
 
     # Sequences...
 
@@ -125,6 +118,11 @@ class Context:
         """Take back a closed sequence's id; `Sequence.close` calls this, the turn is held."""
         self._taken.discard(sequence.id)
 
+    def new_marks(self, n: int) -> int:
+        """Reserve marks for ``n`` cells and return the first; the turn is held."""
+        self._marks += n
+        return self._marks - n
+
     def clear(self) -> None:
         """Empty the cache and every sequence."""
         with self.turn:
@@ -158,11 +156,8 @@ class Context:
 
     def step(self, sequence: Sequence, token: int) -> None:
         """Decode one token that follows in a sequence, with logits: `decode` at its cheapest."""
-        lock = self._lock
-        if not lock.acquire(blocking=False):
-            raise busy(self.life)
-        try:
-            if sequence.context is not self or not sequence.open or not self.life.open:
+        with self.turn as handle:
+            if sequence.context is not self or not sequence.open:
                 sequence.check(self)
             token = whole(token)
             if not 0 <= token < self.n_vocab and self.guard:
@@ -170,10 +165,10 @@ class Context:
                 raise UsageError(msg)
             ledger, number = sequence.ledger, sequence.id
             self.epoch = epoch = self.epoch + 1
-            self._last_n = 0
+            self.outputs.n = 0
             pos = ledger.next
             try:
-                code = self._decode_one(self.handle, token, pos, number)
+                code = self._decode_one(handle, token, pos, number)
             except NativeError as error:
                 self._threw(error, (number,))
                 raise
@@ -186,9 +181,7 @@ class Context:
             ledger.next = pos + 1
             ledger.logits_at, ledger.logits_epoch = 0, epoch
             self._marks += 1
-            self._last, self._last_n = None, 1
-        finally:
-            lock.release()
+            self.outputs.n, self.outputs.flags = 1, None
 
     def prefill(self, sequence: Sequence, tokens: Any, *, logits: bool = True) -> None:
         """Decode any number of tokens in pieces of n_batch; logits of the very last one.
@@ -205,7 +198,7 @@ class Context:
                 msg = f"cancelled with {len(rest) - start} tokens left; the others stay"
                 raise Cancelled(msg, code=2)
             final = start + size >= len(rest)
-            wanted = "last" if logits and final else "none"
+            wanted: Wanted = "last" if logits and final else "none"
             self.decode(Feed(sequence, rest[start : start + size], wanted))
 
     def generate(
@@ -225,10 +218,8 @@ class Context:
 
     def cancel(self) -> None:
         """End the decode that runs, and `prefill` and `generate`; callable from any thread."""
-        with self._gate:
-            self.life.check()
-            self._cancels += 1
-            self.native.cancel(self.handle)
+        self.turn.interrupt(self.native.cancel)
+        self._cancels += 1
 
     @property
     def cancels(self) -> int:
@@ -243,26 +234,10 @@ class Context:
         Raises StaleLogits when there are none, UsageError when that place asked for none.
         """
         with self.turn:
-            self.check_logits(index)
+            self.outputs.check(index)
             values = self.native.logits(self.handle, index, self.n_vocab)
             values.flags.writeable = False
             return Logits(self, values, self.epoch)
-
-    def check_logits(self, index: int) -> None:
-        """Refuse a place without logits; the turn is held."""
-        n, last = self._last_n, self._last
-        if n == 0:
-            msg = "there are no logits: nothing was decoded yet, or the last decode failed"
-            raise StaleLogits(msg)
-        flags = None if last is None else last.logits
-        outputs = 1 if flags is None else int((flags != 0).sum())
-        has = index == n - 1 if flags is None else 0 <= index < n and bool(flags[index])
-        if not (has or -outputs <= index < 0):
-            msg = (
-                f"place {index} of the last batch has no logits: it had {n} tokens, and asked for "
-                f"logits of {outputs} of them"
-            )
-            raise UsageError(msg)
 
     @property
     def counters(self) -> Counters:
@@ -276,15 +251,15 @@ class Context:
     @property
     def closed(self) -> bool:
         """Tell whether this context, its model or its library was closed."""
-        return not self.life.open
+        return self.turn.closed
 
     def check(self) -> None:
         """Raise Closed when this was closed."""
-        self.life.check()
+        _ = self.turn.raw
 
     def close(self) -> None:
         """Free the context; a second call does nothing. Raises Busy while a decode runs."""
-        self.life.close()
+        self.turn.close()
 
     def __enter__(self) -> Context:
         self.check()
@@ -300,11 +275,11 @@ class Context:
         return f"<Context {state}, {self.info.n_seq_max} sequences>"
 
     def _run(self, work: Work) -> tuple[int, Arrays]:
-        batch = self._arrays(work)
+        batch = lay_out(self, work)
         if self.guard:
-            decoding.check_batch(self, batch)
+            decoding.check_batch(self, batch, positions=isinstance(work, Batch))
         self.epoch += 1
-        self._last_n = 0
+        self.outputs.n = 0
         ids = batch.seq.tolist()
         try:
             code = self.native.decode(self.handle, *batch)
@@ -313,21 +288,10 @@ class Context:
             raise
         if code == 0:
             self._marks = decoding.record(self.ledgers, batch, self._marks, self.epoch)
-            self._last, self._last_n = batch, len(batch.token)
+            self.outputs.take(batch)
         else:
             decoding.settle(self, ids)
         return code, batch
-
-    def _arrays(self, work: Work) -> Arrays:
-        if isinstance(work, Batch):
-            return work.arrays()
-        feeds = [work] if isinstance(work, Feed) else list(work)
-        for feed in feeds:
-            if not isinstance(feed, Feed):
-                msg = f"expected feeds (sequence.feed(...)) or a Batch, not {type(feed).__name__}"
-                raise UsageError(msg)
-            feed.sequence.check(self)
-        return from_feeds(feeds)
 
     def _threw(self, error: KvError, ids: Iterable[int]) -> None:
         if type(error) is NativeError:

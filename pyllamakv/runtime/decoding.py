@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import (
@@ -14,15 +15,19 @@ from pyllamakv.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from pyllamakv.runtime.batch import Arrays
     from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.ledger import Ledger
     from pyllamakv.runtime.snapshot import Snapshot
 
 
-def check_batch(context: Context, batch: Arrays) -> None:
-    """Refuse a batch that llama.cpp would assert on, misread or silently place wrong."""
+def check_batch(context: Context, batch: Arrays, *, positions: bool = True) -> None:
+    """Refuse a batch that llama.cpp would assert on, misread or silently place wrong.
+
+    ``positions`` False leaves out what holds already when feeds were laid out.
+    """
     n = len(batch.token)
     if n == 0:
         msg = "there is nothing to decode: the batch has no tokens"
@@ -46,7 +51,8 @@ def check_batch(context: Context, batch: Arrays) -> None:
             f"0..{context.info.n_seq_max - 1} (n_seq_max)"
         )
         raise UsageError(msg)
-    _check_positions(context, batch)
+    if positions:
+        _check_positions(context, batch)
 
 
 def _check_positions(context: Context, batch: Arrays) -> None:
@@ -71,38 +77,60 @@ def _check_positions(context: Context, batch: Arrays) -> None:
 def placed(batch: Arrays) -> Iterable[tuple[int, list[int]]]:
     """Return position and sequence ids of each token."""
     seq = batch.seq.tolist()
-    if batch.count is None:
+    if batch.counts is None:
         return ((pos, [i]) for pos, i in zip(batch.pos.tolist(), seq, strict=True))
-    ends = batch.count.cumsum().tolist()
+    ends = batch.counts.cumsum().tolist()
     starts = [0, *ends[:-1]]
-    return (
-        (pos, seq[a:b]) for pos, a, b in zip(batch.pos.tolist(), starts, ends, strict=True)
-    )
+    return ((pos, seq[a:b]) for pos, a, b in zip(batch.pos.tolist(), starts, ends, strict=True))
 
 
-def failure(context: Context, code: int, n_tokens: int) -> KvError:
-    """Make the error for a decode that returned ``code``; the context's turn is held."""
+def record(ledgers: Sequence[Ledger], batch: Arrays, mark: int, epoch: int) -> int:
+    """Write a decoded batch into the ledgers; return the next free mark."""
+    tokens = batch.token.tolist()
+    flags = [0] * (len(tokens) - 1) + [1] if batch.logits is None else batch.logits.tolist()
+    for place, (token, flag, (pos, ids)) in enumerate(
+        zip(tokens, flags, placed(batch), strict=True)
+    ):
+        for each in ids:
+            ledger = ledgers[each]
+            ledger.append(token, pos, mark + place)
+            ledger.logits_at, ledger.logits_epoch = (place, epoch) if flag else (-1, -1)
+    return mark + len(tokens)
+
+
+def failure(context: Context, code: int, batch: Arrays | None, number: int = 0) -> KvError:
+    """Make the error for a decode that returned ``code``; the context's turn is held.
+
+    ``batch`` None stands for one token of sequence ``number``.
+    """
+    n = 1 if batch is None else len(batch.token)
     if code == 2:
-        msg = f"the decode of {n_tokens} tokens was cancelled; every sequence kept its tokens"
+        msg = f"the decode of {n} tokens was cancelled; every sequence kept its tokens"
         return Cancelled(msg, code=code)
     if code != 1:
-        msg = f"llama_decode gave {code} for {n_tokens} tokens; every sequence kept its tokens"
+        msg = f"llama_decode gave {code} for {n} tokens; every sequence kept its tokens"
         return DecodeError(msg, code=code)
     snapshot = context.kv.peek()
     if snapshot is None:
-        msg = f"no cells were found for {n_tokens} tokens; this build cannot say why"
-        return NoKVSlot(msg, cause="other", n_tokens=n_tokens)
-    cause, text = _cause(snapshot, n_tokens, context)
-    return NoKVSlot(text, cause=cause, n_tokens=n_tokens, stats=snapshot.stats)
+        msg = f"no cells were found for {n} tokens; this build cannot say why"
+        return NoKVSlot(msg, cause="other", n_tokens=n)
+    counts = Counter([number] if batch is None else batch.seq.tolist())
+    cause, text = _cause(snapshot, n, counts, context)
+    return NoKVSlot(text, cause=cause, n_tokens=n, stats=snapshot.stats)
 
 
-def _cause(snapshot: Snapshot, n_tokens: int, context: Context) -> tuple[str, str]:
+def _cause(snapshot: Snapshot, n: int, counts: Counter[int], context: Context) -> tuple[str, str]:
     stats = snapshot.stats
     numbers = (
-        f"{n_tokens} tokens, {stats.free} of {stats.size} cells free in {stats.holes} holes, "
+        f"{n} tokens, {stats.free} of {stats.size} cells free in {stats.holes} holes, "
         f"the largest of {stats.largest_hole}"
     )
-    if stats.free < n_tokens:
+    full = stats.free < n
+    if context.streams:
+        # Each sequence has cells of its own; the stream of a sequence has its number.
+        free = {each.stream: each.stats.free for each in snapshot.streams if not each.swa}
+        full = any(free.get(each, k) < k for each, k in counts.items())
+    if full:
         return "full", (
             f"the KV cache is full: {numbers}; remove tokens, or make the context with a larger "
             "n_ctx. Every sequence kept its tokens"

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.ggml_types import NumberType
     from pyllamakv.runtime.sequence import Sequence
     from pyllamakv.runtime.snapshot import KVStats
-    from pyllamakv.runtime.types import NumberType
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,18 +8,17 @@ only after the library has said yes.
 from __future__ import annotations
 
 from bisect import bisect_left
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 
 class Ledger:
-    """Record one sequence: parallel lists in the order of positions; ``next`` is the position
-    that follows.
-    """
+    """Record one sequence: parallel lists in the order of positions, and the ``next`` position."""
 
     __slots__ = ("logits_at", "logits_epoch", "marks", "next", "positions", "tokens")
 
@@ -37,7 +36,18 @@ class Ledger:
 
     def clear(self) -> None:
         """Forget everything."""
-        self.__init__()  # type: ignore[misc]
+        del self.tokens[:], self.positions[:], self.marks[:]
+        self._settle()
+
+    def append(self, token: int, pos: int, mark: int) -> None:
+        """Add one decoded token."""
+        if pos < self.next:
+            self.extend((token,), (pos,), (mark,))
+            return
+        self.tokens.append(token)
+        self.positions.append(pos)
+        self.marks.append(mark)
+        self.next = pos + 1
 
     def extend(self, tokens: Iterable[int], positions: Iterable[int], marks: Iterable[int]) -> None:
         """Add decoded tokens; positions may come in any order."""
@@ -46,7 +56,7 @@ class Ledger:
         self.positions.extend(positions)
         self.marks.extend(marks)
         added = self.positions[max(first - 1, 0) :]
-        if any(a > b for a, b in zip(added, added[1:], strict=False)):
+        if any(a > b for a, b in pairwise(added)):
             self._sort()
         self._settle()
 
@@ -69,21 +79,22 @@ class Ledger:
         marks = other.marks[start:end] if share else [-1] * (end - start)
         self.extend(other.tokens[start:end], other.positions[start:end], marks)
 
-    def move(self, p0: int | None, p1: int | None, delta: int) -> None:
-        """Add ``delta`` to the positions p0 <= p < p1; what becomes negative is gone."""
+    def marks_in(self, p0: int | None, p1: int | None) -> set[int]:
+        """Return the marks of the entries at p0 <= p < p1."""
         start, end = self.span(p0, p1)
-        self.positions[start:end] = [p + delta for p in self.positions[start:end]]
-        self._sort()
-        gone = bisect_left(self.positions, 0)
-        del self.tokens[:gone], self.positions[:gone], self.marks[:gone]
-        self._settle()
+        return {mark for mark in self.marks[start:end] if mark >= 0}
 
-    def divide(self, p0: int | None, p1: int | None, divisor: int) -> None:
-        """Divide the positions p0 <= p < p1, rounding down."""
+    def move(self, p0: int | None, p1: int | None, change: Callable[[int], int]) -> None:
+        """Change the positions p0 <= p < p1; what becomes negative is gone."""
         start, end = self.span(p0, p1)
-        self.positions[start:end] = [p // divisor for p in self.positions[start:end]]
-        self._sort()
-        self._settle()
+        self.positions[start:end] = [change(p) for p in self.positions[start:end]]
+        self._moved()
+
+    def follow(self, marks: set[int], change: Callable[[int], int]) -> None:
+        """Change the positions of the entries with these marks: another sequence moved them."""
+        pairs = zip(self.positions, self.marks, strict=True)
+        self.positions = [change(p) if mark in marks else p for p, mark in pairs]
+        self._moved()
 
     def check_move(self, p0: int | None, p1: int | None, delta: int) -> None:
         """Refuse a shift whose positions would be negative or meet those that stay."""
@@ -107,15 +118,18 @@ class Ledger:
             )
             raise UsageError(msg)
 
-    def shared_with(self, others: Iterable[tuple[int, Ledger]], p0: int | None, p1: int | None) -> (
-        tuple[int, ...]
-    ):
+    def shared_with(
+        self, others: Iterable[tuple[int, Ledger]], p0: int | None, p1: int | None
+    ) -> tuple[int, ...]:
         """Return the ids of the other ledgers that share a cell at positions p0 <= p < p1."""
-        start, end = self.span(p0, p1)
-        mine = {mark for mark in self.marks[start:end] if mark >= 0}
-        if not mine:
-            return ()
+        mine = self.marks_in(p0, p1)
         return tuple(i for i, o in others if o is not self and not mine.isdisjoint(o.marks))
+
+    def _moved(self) -> None:
+        self._sort()
+        gone = bisect_left(self.positions, 0)
+        del self.tokens[:gone], self.positions[:gone], self.marks[:gone]
+        self._settle()
 
     def _sort(self) -> None:
         order = sorted(range(len(self.positions)), key=self.positions.__getitem__)

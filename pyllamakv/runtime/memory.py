@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import NotEnoughMemory
-from pyllamakv.runtime.types import number_type
+from pyllamakv.runtime.ggml_types import number_type
 
 if TYPE_CHECKING:
     from pyllamakv.binding.protocol import ContextParams, ModelInfo

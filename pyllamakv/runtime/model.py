@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from pyllamakv.binding.handle import Handle
 from pyllamakv.binding.protocol import ModelParams, SamplerParams
-from pyllamakv.errors import Closed, ModelError, Unsupported, UsageError, WorkerDied
+from pyllamakv.errors import ModelError, Unsupported, UsageError
 from pyllamakv.runtime import textstream
 from pyllamakv.runtime.context import Context
-from pyllamakv.runtime.lifetime import Lifetime
+from pyllamakv.runtime.freeing import free_quietly
 from pyllamakv.runtime.memory import check_memory
 from pyllamakv.runtime.modelfile import check_file
 from pyllamakv.runtime.params import context_params
@@ -34,7 +35,7 @@ class Model:
         native: Native,
         handle: ModelHandle,
         file: ModelFile,
-        parent: Lifetime,
+        parent: Handle[int],
         *,
         isolated: bool,
     ) -> None:
@@ -42,13 +43,9 @@ class Model:
         self.handle = handle
         self.file = file
         self.isolated = isolated
-
-        def free() -> None:
-            with suppress(WorkerDied, Closed):
-                native.model_free(handle)
-
-        self.life = Lifetime("model", free, parent)
-        self.life.follow(self)
+        self.life: Handle[Any] = Handle(
+            handle, partial(free_quietly, native.model_free), "model", parent
+        )
         self.info: ModelInfo = native.model_info(handle)
         self._pieces: dict[tuple[int, bool], bytes] = {}
         self._ends: dict[int, bool] = {}
@@ -66,7 +63,7 @@ class Model:
 
     def meta(self, key: str) -> str | None:
         """Return a value of the file's metadata as text, or None."""
-        self.life.check()
+        _ = self.life.raw
         return self.native.model_meta(self.handle, key)
 
     def tokenize(
@@ -99,7 +96,7 @@ class Model:
         """Tell whether a token ends a generation."""
         found = self._ends.get(token)
         if found is None:
-            self.life.check()
+            _ = self.life.raw
             self._check_token(token)
             found = self.native.token_is_eog(self.handle, token)
             self._ends[token] = found
@@ -132,7 +129,7 @@ class Model:
         ``isolated=True`` only. Raises UsageError or Unsupported naming the parameter at fault,
         NotEnoughMemory before anything is allocated, ContextError when the library refuses.
         """
-        self.life.check()
+        _ = self.life.raw
         if guard not in ("on", "off"):
             msg = f"guard must be 'on' or 'off', not {guard!r}"
             raise UsageError(msg)
@@ -159,12 +156,8 @@ class Model:
             guard=guard == "on",
         )
         check_memory(self.info, params)
-        handle = self.native.context_new(self.handle, params)
-        try:
-            return Context(self, handle, params)
-        except BaseException:
-            self.native.context_free(handle)
-            raise
+        with self.life as model:
+            return Context(self, self.native.context_new(model, params), params)
 
     def sampler(self, **options: Any) -> Sampler:
         """Make a sampler in C with the options of `SamplerParams`."""
@@ -177,10 +170,10 @@ class Model:
     @property
     def closed(self) -> bool:
         """Tell whether this model or its library was closed."""
-        return not self.life.open
+        return self.life.closed
 
     def __enter__(self) -> Model:
-        self.life.check()
+        _ = self.life.raw
         return self
 
     def __exit__(
@@ -192,7 +185,7 @@ class Model:
         return f"<Model {self.file.path.name}{', closed' if self.closed else ''}>"
 
     def _need_vocab(self) -> None:
-        self.life.check()
+        _ = self.life.raw
         if not self.info.has_vocab:
             msg = "this model has no vocabulary: give tokens instead of text"
             raise Unsupported(msg, "vocabulary")
@@ -206,7 +199,7 @@ class Model:
 def load(
     native: Native,
     path: str | os.PathLike[str],
-    parent: Lifetime,
+    parent: Handle[int],
     params: ModelParams,
     *,
     isolated: bool,
@@ -215,15 +208,11 @@ def load(
 
     Raises ModelError saying what is wrong with the file.
     """
-    parent.check()
+    _ = parent.raw
     file = check_file(path)
     try:
         handle = native.model_load(str(Path(path).resolve()), params)
     except ModelError as error:
         msg = f"{error} (architecture {file.architecture!r})"
         raise ModelError(msg, code=error.code, log=error.log) from error
-    try:
-        return Model(native, handle, file, parent, isolated=isolated)
-    except BaseException:
-        native.model_free(handle)
-        raise
+    return Model(native, handle, file, parent, isolated=isolated)

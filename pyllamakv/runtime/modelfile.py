@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import ModelError, UsageError
-from pyllamakv.runtime.types import number_type
+from pyllamakv.runtime.ggml_types import number_type
 
 if TYPE_CHECKING:
     import os
@@ -31,7 +31,7 @@ class ModelFile:
     meta: dict[str, Any]
 
 
-class _Short(Exception):  # noqa: N818
+class _Short(Exception):
     pass
 
 

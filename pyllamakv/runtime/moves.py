@@ -101,7 +101,7 @@ def find_moves(
 
 
 def _kinds(pos: NDArray[np.int32], seqs: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Number the distinct (position, sequences): equal numbers for equal cells."""
+    """Give each distinct (position, sequences) a number."""
     order = np.lexsort((*seqs.T, pos))
     changed = (np.diff(pos[order]) != 0) | (np.diff(seqs[order], axis=0) != 0).any(axis=1)
     numbers = np.empty(len(pos), dtype=np.int64)

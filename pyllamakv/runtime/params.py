@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import Capability, ContextParams
 from pyllamakv.errors import Unsupported, UsageError
-from pyllamakv.runtime.types import cache_type
+from pyllamakv.runtime.ggml_types import cache_type
 
 if TYPE_CHECKING:
     from pyllamakv.binding.protocol import ModelInfo

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from pyllamakv.binding.handle import Handle
 from pyllamakv.binding.protocol import Capability, SamplerParams
 from pyllamakv.errors import Unsupported, UsageError
-from pyllamakv.runtime.lifetime import Lifetime
+from pyllamakv.runtime.freeing import free_quietly
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -48,25 +50,27 @@ class Sampler:
         if Capability.SAMPLER not in model.native.about.capabilities:
             msg = "this build has no sampler in C; use NumpySampler"
             raise Unsupported(msg, "SAMPLER")
-        model.life.check()
         self.params = check_params(params)
         self._native = model.native
-        native, handle = model.native, model.native.sampler_new(model.handle, params)
-        self._handle = handle
-        self._life = Lifetime("sampler", lambda: native.sampler_free(handle), model.life)
-        self._life.follow(self)
+        with model.life as raw:
+            self._life: Handle[Any] = Handle(
+                self._native.sampler_new(raw, params),
+                partial(free_quietly, self._native.sampler_free),
+                "sampler",
+                model.life,
+                exclusive=True,
+            )
 
     def pick(self, context: Context, index: int = -1) -> int:
         """Return the token chosen from the logits at ``index`` of the last batch."""
-        with context.turn:
-            self._life.check()
-            context.check_logits(index)
-            return self._native.sample(self._handle, context.handle, index)
+        with context.turn as raw, self._life as handle:
+            context.outputs.check(index)
+            return self._native.sample(handle, raw, index)
 
     def reset(self) -> None:
         """Forget the tokens so far and start again from the seed."""
-        self._life.check()
-        self._native.sampler_reset(self._handle)
+        with self._life as handle:
+            self._native.sampler_reset(handle)
 
     def close(self) -> None:
         """Free the sampler; further use raises Closed."""

@@ -16,6 +16,7 @@ from pyllamakv.runtime import state
 from pyllamakv.runtime.batch import Feed, as_int32
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
     from pyllamakv.runtime.batch import Wanted
@@ -71,8 +72,9 @@ class Sequence:
             return self.context.native.seq_pos_max(self.context.handle, self.id)
 
     def feed(self, text_or_tokens: Any, logits: Wanted = "last") -> Feed:
-        """Say what follows: text (a sequence without tokens gets the model's first token), or
-        tokens. Nothing is decoded, and the feed may be used again after a failure.
+        """Say what follows, text or tokens; nothing is decoded, and a feed may be used again.
+
+        To text in an empty sequence the model's first token is added.
         """
         self.check(self.context)
         if logits not in ("last", "all", "none"):
@@ -162,8 +164,7 @@ class Sequence:
             if context.guard:
                 self.ledger.check_move(p0, p1, delta)
             context.native.seq_add(context.handle, self.id, first, end, delta)
-            for each in self._touched(p0, p1):
-                each.move(p0, p1, delta)
+            self._move(p0, p1, lambda p: p + delta)
 
     def divide(
         self, p0: int | None, p1: int | None, divisor: int, *, allow_shared: bool = False
@@ -178,8 +179,7 @@ class Sequence:
             self.check(context)
             self._check_shift(p0, p1, allow_shared)
             context.native.seq_div(context.handle, self.id, first, end, divisor)
-            for each in self._touched(p0, p1):
-                each.divide(p0, p1, divisor)
+            self._move(p0, p1, lambda p: p // divisor)
 
     def save(self) -> bytes:
         """Return the tokens and the cache's content for them; `restore` takes it back."""
@@ -249,10 +249,12 @@ class Sequence:
             )
             raise SharedCells(msg, others)
 
-    def _touched(self, p0: int | None, p1: int | None) -> list[Ledger]:
+    def _move(self, p0: int | None, p1: int | None, change: Callable[[int], int]) -> None:
         # llama.cpp moves a whole cell: every sequence that shares it moves along.
-        shared = self.ledger.shared_with(enumerate(self.context.ledgers), p0, p1)
-        return [self.ledger, *(self.context.ledgers[i] for i in shared)]
+        marks = self.ledger.marks_in(p0, p1)
+        for i in self.ledger.shared_with(enumerate(self.context.ledgers), p0, p1):
+            self.context.ledgers[i].follow(marks, change)
+        self.ledger.move(p0, p1, change)
 
 
 def _check_range(p0: int | None, p1: int | None) -> tuple[int, int]:

@@ -64,6 +64,9 @@ class PerSequence(Mapping[int, SequenceStats]):
     def __len__(self) -> int:
         return int(np.count_nonzero(self.counts))
 
+    def __repr__(self) -> str:
+        return "{" + ", ".join(f"{i}: {self.counts[i]} cells" for i in self) + "}"
+
     def _count(self, sequence: int) -> SequenceStats:
         found = [(each, np.flatnonzero(each.has(sequence))) for each in self._maps]
         found = [(each, cells) for each, cells in found if cells.size]
@@ -118,9 +121,11 @@ class KVStats:
 
 @dataclass(frozen=True, eq=False)
 class CellMap:
-    """Hold the cells of one stream: ``pos`` (n,) int32, ``shift`` (n,) int32 pending and already
-    contained in ``pos``, ``seqs`` (n, words) uint64 with a bit per sequence; ``info`` is the
-    library's own description (`binding.protocol.CellsInfo`) or None.
+    """Hold the cells of one stream.
+
+    ``pos`` (n,) int32, -1 where free; ``shift`` (n,) int32, pending and already contained in
+    ``pos``; ``seqs`` (n, words) uint64, a bit per sequence; ``info`` is the library's own
+    description (`binding.protocol.CellsInfo`) or None.
     """
 
     pos: NDArray[np.int32]
@@ -162,7 +167,8 @@ class CellMap:
         # One byte per bit, eight of them in a word: 128 rows add up without a carry between bytes.
         lanes = np.unpackbits(octets, bitorder="little").view(np.uint64).reshape(-1, 8 * words)
         sums = np.add.reduceat(lanes, np.arange(0, len(lanes), 128), axis=0)
-        return sums.view(np.uint8).reshape(-1, 64 * words).sum(axis=0, dtype=np.int64)
+        table = sums.view(np.uint8).reshape(-1, 64 * words)
+        return np.asarray(table.sum(axis=0, dtype=np.int64))
 
     @cached_property
     def sharers(self) -> NDArray[np.int64]:
@@ -175,7 +181,7 @@ class CellMap:
         word, bit = divmod(sequence, 64)
         if not 0 <= word < self.seqs.shape[1]:
             return np.zeros(len(self), dtype=np.bool_)
-        return (self.seqs[:, word] & np.uint64(1 << bit)) != 0
+        return np.asarray((self.seqs[:, word] & np.uint64(1 << bit)) != 0)
 
     def fits(self, n: int, contiguous: bool = True) -> bool:
         """Tell whether ``n`` more cells fit: in one hole, or anywhere."""

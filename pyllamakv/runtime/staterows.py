@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyllamakv.errors import StateError, UsageError
-from pyllamakv.runtime.types import NumberType, number_type
+from pyllamakv.runtime.ggml_types import NumberType, number_type
 
 Rows = NDArray[np.uint8]
 
@@ -82,10 +82,10 @@ class _Reader:
         return part
 
     def number(self, form: str) -> int:
-        return int(struct.unpack(form, self.take(struct.calcsize(form)))[0])
+        return int(struct.unpack(form, self.take(struct.calcsize(form)).tobytes())[0])
 
 
-class _WrongLayout(Exception):  # noqa: N818
+class _WrongLayout(Exception):
     pass
 
 
@@ -133,9 +133,7 @@ def _section(reader: _Reader, layout: Layout, cells: int) -> Section:
         read = _columns if transposed else _rows
         values = [read(reader, cells) for _ in range(n_layer)]
     none: tuple[None, Rows] = (None, np.empty((cells, 0), dtype=np.uint8))
-    layers = tuple(
-        LayerRows(*keys[i], *(values[i] if values else none)) for i in range(n_layer)
-    )
+    layers = tuple(LayerRows(*keys[i], *(values[i] if values else none)) for i in range(n_layer))
     return Section(pos, layers, bool(transposed))
 
 

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING
 
 from pyllamakv.errors import ArchiveError
+from pyllamakv.source.files import disk_room
 from pyllamakv.source.plain import PlainFile, import_files
 from pyllamakv.source.quarantine import quarantine
-from pyllamakv.source.store import disk_room
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

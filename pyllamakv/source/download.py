@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import FetchError, HashMismatch
 from pyllamakv.source import progress as telling
+from pyllamakv.source.files import disk_room
 from pyllamakv.source.pipconfig import redacted
-from pyllamakv.source.store import disk_room
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import SourceError, UsageError
-from pyllamakv.source.store import disk_room, write_atomic
+from pyllamakv.source.files import disk_room, write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -133,10 +134,16 @@ def _offered(index: Index, version: str, sha256: str | None) -> IndexFile:
     everything = index.sdists()
     files = [file for file in everything if file.version == version]
     if not files:
-        known = sorted({f.order for f in everything})
-        newest = f"; the newest there is {known[-1]}" if known else ""
+        newest = f"; the newest there is {everything[-1].version}" if everything else ""
         msg = f"{index.settings.sources} has no sdist of {PROJECT} {version}{newest}"
-        raise UnknownRelease(msg, name=version)
+        if index.unreachable:
+            msg += f"; not every source answered: {'; '.join(index.unreachable)}"
+            raise FetchError(msg)
+        if sha256:
+            msg += "; give the archive to `pyllamakv upstream add FILE`"
+            raise FetchError(msg)
+        close = difflib.get_close_matches(version, {file.version for file in everything})
+        raise UnknownRelease(msg, name=version, close=close)
     wrong = [file for file in files if sha256 and file.sha256 not in (None, sha256)]
     if len(wrong) == len(files):
         msg = (
@@ -159,10 +166,10 @@ def _import(store: Store, release: Release, file: Path, progress: Progress | Non
 def _fetch_git(release: Release) -> Release:
     url, _ = sources.split_git(release.name)
     try:
-        return sources.from_git(f"git:{url}@{release.commit}")
+        return sources.take_git(f"git:{url}@{release.commit}")
     except FetchError:
         # Not every server gives out a commit by its id; its reference may still point there.
-        return sources.from_git(release.name)
+        return sources.take_git(release.name)
 
 
 def _same(wanted: Release, found: Release) -> Release:

@@ -49,6 +49,8 @@ class Index:
     def __init__(self, settings: PipSettings | None = None) -> None:
         self.settings = settings or pipconfig.read()
         self._session: Any = None
+        #: What went wrong with the sources that did not answer the last question.
+        self.unreachable: list[str] = []
 
     def __enter__(self) -> Index:
         return self
@@ -84,23 +86,25 @@ class Index:
         Raises FetchError, with what each source said, when no source could be asked.
         """
         found: dict[tuple[str, str], IndexFile] = {}
-        problems: list[str] = []
-        answered = False
+        said: list[str] = []
+        self.unreachable = []
         chosen = self.settings
         sources = [("index", url) for url in chosen.index_urls]
         sources += [("find-links", url) for url in chosen.find_links]
         for kind, url in sources:
+            notes: list[str] = []
             try:
-                with _warnings(problems):
-                    offered = list(self._ask(kind, url))
+                with _warnings(notes):
+                    for file in self._ask(kind, url):
+                        found.setdefault((file.name, file.url), file)
             # The HTTP clients of unearth's versions share no base class for what they raise.
             except Exception as error:
-                problems.append(f"{pipconfig.redacted(url)}: {type(error).__name__}: {error}")
-                continue
-            answered = answered or bool(offered)
-            for file in offered:
-                found.setdefault((file.name, file.url), file)
-        if not answered and problems:
+                problem = f"{pipconfig.redacted(url)}: {type(error).__name__}: {error}"
+                self.unreachable.append(problem)
+            said += notes
+            self.unreachable += [note for note in notes if "Server Error" in note]
+        problems = list(dict.fromkeys([*self.unreachable, *said]))
+        if not found and problems:
             msg = (
                 f"no sdist of {PROJECT} was found on {chosen.sources}: {'; '.join(problems)}. "
                 "Check the network and pip's settings (`pip config list`)"

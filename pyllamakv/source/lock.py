@@ -10,14 +10,13 @@ import re
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, get_args
 
-import filelock
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
 from pyllamakv.errors import LockFileError
 from pyllamakv.home import data, home
+from pyllamakv.source.files import locked, write_atomic
 from pyllamakv.source.releases import Kind, Release, is_name
-from pyllamakv.source.store import LOCK_SECONDS, write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -67,7 +66,7 @@ def load(path: Path) -> list[Release]:
 def save(path: Path, releases: Iterable[Release]) -> None:
     """Add releases to a lock file, or replace those of the same name; keep its comments."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(_lock_of(path), timeout=LOCK_SECONDS):
+    with locked(home() / "locks" / f"{path.name}.lock"):
         document = _document(path)
         if "version" not in document:
             for line in _HEAD.splitlines():
@@ -81,12 +80,6 @@ def save(path: Path, releases: Iterable[Release]) -> None:
         for release in releases:
             _put(path, tables, release)
         write_atomic(path, tomlkit.dumps(document))
-
-
-def _lock_of(path: Path) -> Path:
-    folder = home() / "locks"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"{path.name}.lock"
 
 
 def _document(path: Path) -> tomlkit.TOMLDocument:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pyllamakv.errors import ArchiveError
 from pyllamakv.source import gitting
 from pyllamakv.source.export import KEEP
-from pyllamakv.source.store import disk_room
+from pyllamakv.source.files import disk_room
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

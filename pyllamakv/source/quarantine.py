@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.errors import ArchiveError, GitError, HashMismatch
 from pyllamakv.source import gitting
-from pyllamakv.source.store import disk_room
+from pyllamakv.source.files import disk_room
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

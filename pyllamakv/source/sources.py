@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from pyllamakv.errors import FetchError, GitError, UnknownRelease, UsageError
 from pyllamakv.source import era, gitting
 from pyllamakv.source.export import KEEP, STAMP
+from pyllamakv.source.files import disk_room
 from pyllamakv.source.releases import Release
-from pyllamakv.source.store import Store, disk_room, open_store
+from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,6 +46,13 @@ def from_git(spec: str) -> Release:
     """
     from pyllamakv.source import lock
 
+    release = take_git(spec)
+    lock.save(lock.added(), [release])
+    return release
+
+
+def take_git(spec: str) -> Release:
+    """Fetch like `from_git`, but pin nothing."""
     url, ref = split_git(spec)
     local = Path(url).expanduser()
     place = os.fspath(local.resolve()) if local.exists() else url
@@ -62,11 +70,9 @@ def from_git(spec: str) -> Release:
         msg = f"cannot fetch {ref} from {url}: {error.output.strip()}"
         raise FetchError(msg) from error
     try:
-        release = _release(store, Release(spec, "git", commit, "", "", "", url=place))
+        return _release(store, Release(spec, "git", commit, "", "", "", url=place))
     finally:
         store.drop(incoming)
-    lock.save(lock.added(), [release])
-    return release
 
 
 def from_folder(spec: str) -> Release:

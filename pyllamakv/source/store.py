@@ -8,18 +8,19 @@ leaves nothing that anyone would find.
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
+import shutil
 import tempfile
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import filelock
-
-from pyllamakv.errors import DiskFull, GitError, SourceError
+from pyllamakv.errors import SourceError
 from pyllamakv.home import home
 from pyllamakv.source import gitting
+from pyllamakv.source.files import disk_room as disk_room
+from pyllamakv.source.files import locked
+from pyllamakv.source.files import write_atomic as write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     from pyllamakv.source.export import Difference, Exported
     from pyllamakv.source.releases import Release
 
-#: Only a dead process holds the lock longer than this; waiting for ever would hide it.
-LOCK_SECONDS = 900
+#: A scratch folder older than this was left by a process that was killed.
+_STALE_SECONDS = 86400
 
 #: Content is stored and compared byte by byte, whatever a tree's own .gitattributes ask for.
 _ATTRIBUTES = "* -text -eol -filter -ident -working-tree-encoding -export-ignore -export-subst\n"
@@ -228,13 +229,16 @@ class Store:
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
         """Lend a folder on the store's file system; it is removed at the end."""
+        for old in self.path.glob("tmp-*"):
+            with contextlib.suppress(OSError):
+                if time.time() - old.stat().st_mtime > _STALE_SECONDS:
+                    shutil.rmtree(old)
         with disk_room(self.path), tempfile.TemporaryDirectory(dir=self.path, prefix="tmp-") as t:
             yield Path(t)
 
-    def lock(self, name: str = "store") -> filelock.FileLock:
+    def lock(self, name: str = "store") -> contextlib.AbstractContextManager[None]:
         """Return a file lock of this store; ``store`` guards its refs."""
-        self._locks.mkdir(parents=True, exist_ok=True)
-        return filelock.FileLock(self._locks / f"{name}.lock", timeout=LOCK_SECONDS)
+        return locked(self._locks / f"{name}.lock")
 
     def _write(
         self, *args: str, input: bytes | str | None = None, env: Mapping[str, str] | None = None
@@ -262,35 +266,3 @@ def open_store(path: Path | None = None) -> Store:
 def _whole(path: Path) -> bool:
     # The attributes are written last, so their presence says that nothing is missing.
     return (path / "HEAD").is_file() and (path / "info" / "attributes").is_file()
-
-
-def write_atomic(file: Path, text: str) -> None:
-    """Write a small text file so that a reader sees the old text or the new one."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with disk_room(file):
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as out:
-                out.write(text)
-            Path(name).chmod(0o644)
-            Path(name).replace(file)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-
-
-@contextlib.contextmanager
-def disk_room(place: Path) -> Iterator[None]:
-    """Turn "no room left" below ``place``, from Python or from git, into DiskFull."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            msg = f"no room left at {place}: {error.strerror}; make room or set PYLLAMAKV_HOME"
-            raise DiskFull(msg) from error
-        raise
-    except GitError as error:
-        if "No space left" in error.output or "quota exceeded" in error.output:
-            msg = f"no room left at {place}; make room or set PYLLAMAKV_HOME"
-            raise DiskFull(msg) from error
-        raise

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.errors import SourceError, UnknownRelease
 from pyllamakv.home import home
-from pyllamakv.source.store import write_atomic
+from pyllamakv.source.files import write_atomic
 
 if TYPE_CHECKING:
     from pyllamakv.source.export import Difference, Exported

@@ -76,8 +76,8 @@ int32_t plk_sizeof(const char *name) {
 static_assert(sizeof(void *) != 8 || offsetof(plk_model_params, rpc_servers) == 24, "layout");
 static_assert(sizeof(void *) != 8 || sizeof(plk_model_params) == 40, "layout");
 static_assert(offsetof(plk_model_info, n_params) == 64 && sizeof(plk_model_info) == 80, "layout");
-static_assert(offsetof(plk_context_params, defrag_thold) == 60, "layout");
-static_assert(sizeof(plk_context_params) == 68 && sizeof(plk_context_info) == 52, "layout");
+static_assert(offsetof(plk_context_params, defrag_thold) == 56, "layout");
+static_assert(sizeof(plk_context_params) == 64 && sizeof(plk_context_info) == 52, "layout");
 static_assert(sizeof(void *) != 8 || offsetof(plk_batch, logits) == 40, "layout");
 static_assert(offsetof(plk_cells_info, bytes_k) == 48 && sizeof(plk_cells_info) == 64, "layout");
 static_assert(offsetof(plk_defrag_report, bytes) == 16 && sizeof(plk_defrag_report) == 40, "layout");

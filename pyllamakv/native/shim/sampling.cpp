@@ -20,9 +20,9 @@ int plk_sampler_new(const plk_model *model, const plk_sampler_params *params, pl
         if (code != PLK_OK) {
             return code;
         }
-        if (mine.penalty_last_n < 0 || mine.penalty_repeat <= 0.0f) {
-            return plk::refuse(PLK_EINVAL, "penalty_last_n is negative or penalty_repeat not "
-                                           "positive");
+        if (mine.penalty_last_n > 0 && mine.penalty_repeat <= 0.0f) {
+            return plk::refuse(PLK_EINVAL, "penalty_repeat is %g, expected a positive number",
+                               static_cast<double>(mine.penalty_repeat));
         }
         plk::sampler::Sampler *sampler = plk::sampler::open(model->model, mine);
         if (sampler == nullptr) {

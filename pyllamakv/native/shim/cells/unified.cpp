@@ -7,17 +7,17 @@
 
 const uint64_t plk::cells::bits = PLK_CAP_CELLS;
 
-namespace plk::cells {
+namespace plk {
 using Cache = llama_kv_cache_unified;
 PLK_PRIVATE(HasShift, Cache::has_shift);
 PLK_PRIVATE(DoDefrag, Cache::do_defrag);
 PLK_PRIVATE(Transposed, Cache::v_trans);
 PLK_PRIVATE(Pending, Cache::pending);
-} // namespace plk::cells
+} // namespace plk
 
 namespace {
 
-using plk::cells::Cache;
+using plk::Cache;
 
 Cache *cache_of(llama_context *ctx) { return dynamic_cast<Cache *>(llama_get_kv_self(ctx)); }
 

@@ -1,0 +1,215 @@
+"""Implement `protocol.Native` over a worker process, which may crash or hang without harm."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from pyllamakv.binding.logs import TAIL, forward
+from pyllamakv.binding.process import CANCEL, GRACE, START, Process, describe
+from pyllamakv.binding.proxy import Proxy
+from pyllamakv.binding.wire import Channel, WireError, pack, unpack, unpack_error
+from pyllamakv.errors import Busy, Closed, DeviceLost, WorkerDied, WorkerTimeout
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from pyllamakv.binding.protocol import ContextHandle
+
+#: What a backend writes last when its device or server went away.
+_LOST: Final = ("CUDA error", "Remote RPC server crashed", "RPC server", "vk::DeviceLostError")
+
+
+class Remote(Proxy):
+    """Speak to a library in a worker.
+
+    One call is at work at a time; other threads wait their turn. A worker that dies, or is silent
+    for ``timeout`` seconds, is gone for good: every later call raises the same error.
+    """
+
+    def __init__(
+        self, path: Path, *, env: Mapping[str, str] | None = None, timeout: float | None = None
+    ) -> None:
+        """Start a worker for the library at ``path``.
+
+        Raises LoadError as `Local` does, WorkerDied when it ends while it loads.
+        """
+        self._lock = threading.RLock()
+        self._working = False
+        self._number = 0
+        self._later: deque[tuple[str, int]] = deque()
+        self._lines: deque[str] = deque(maxlen=TAIL)
+        self._gone: tuple[type[WorkerDied], str, int, int | None, tuple[str, ...]] | None = None
+        self._closed = False
+        self._timeout = timeout
+        self._process = Process(path, env)
+        self._finalizer = weakref.finalize(self, self._process.end)
+        self._channel = Channel(self._process.requests)
+        self._channel.sock.settimeout(max(START, timeout or 0.0))
+        try:
+            self.about = self._answer("load the library", 0)
+        except BaseException:
+            self._closed = True
+            self._finalizer()
+            raise
+        self._channel.sock.settimeout(timeout)
+
+    @property
+    def pid(self) -> int:
+        """Return the worker's process id."""
+        return self._process.pid
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds of silence after which a call raises WorkerTimeout; None waits for ever."""
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float | None) -> None:
+        self._timeout = seconds
+        if not self._closed:
+            self._channel.sock.settimeout(seconds)
+
+    def close(self) -> None:
+        """End the worker and reap it. May be repeated; a call that is at work is cut off."""
+        if self._closed:
+            return
+        self._closed = True
+        free = self._lock.acquire(blocking=False)
+        if not free and self._process.owned:
+            # The thread that waits for an answer gets its error, and lets go.
+            self._process.kill()
+            free = self._lock.acquire(timeout=GRACE)
+        try:
+            if self._gone is None and self._process.owned and not self._working:
+                self._channel.sock.settimeout(GRACE)
+                self._exchange("close", (), [])
+        except (WorkerDied, OSError):
+            pass  # then it is gone already
+        finally:
+            if free:
+                self._lock.release()
+            self._finalizer()
+
+    # calls
+    def _ask(self, operation: str, *arguments: Any) -> Any:
+        body: list[Any] = []
+        packed = [pack(item, body) for item in arguments]
+        with self._lock:
+            self._check()
+            while self._later:
+                late, handle = self._later.popleft()
+                self._exchange(late, [handle], [])
+            return self._exchange(operation, packed, body)
+
+    def _release(self, operation: str, handle: int) -> None:
+        """Free something: now, or before the next call when one is at work.
+
+        A finaliser may run in the middle of a call, in the thread that makes it.
+        """
+        self._later.append((operation, handle))
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._check()
+            while self._later:
+                late, freed = self._later.popleft()
+                self._exchange(late, [freed], [])
+        except (Busy, Closed, WorkerDied):
+            return  # what is gone needs no freeing, what is at work does it later
+        finally:
+            self._lock.release()
+
+    def _check(self) -> None:
+        if self._working:
+            raise Busy("this worker is at work for the same thread: a call from within a call")
+        if self._closed or not self._process.owned:
+            raise Closed("this worker was closed, or belongs to the process that forked this one")
+        if self._gone is not None:
+            self._raise()
+
+    def _exchange(self, operation: str, packed: Any, body: list[Any]) -> Any:
+        self._working = True
+        whole = False
+        try:
+            self._number += 1
+            self._channel.send(self._number, [operation, *packed], body)
+            whole = True
+            return self._answer(operation, self._number)
+        except TimeoutError:
+            self._silent(operation)
+        except OSError:
+            self._died(operation, self._process.wait())
+        except BaseException:
+            # An interrupt between messages leaves an answer that the next call passes over; one
+            # within a message leaves a stream that nobody can read.
+            if self._gone is None and (not whole or self._channel.reading):
+                self._died(operation, self._process.kill())
+            raise
+        finally:
+            self._working = False
+
+    def _answer(self, operation: str, number: int) -> Any:
+        try:
+            while True:
+                found, header, body = self._channel.receive()
+                result = unpack_error(header[1], body) if header[0] else unpack(header[1], body)
+                if len(header) > 2:
+                    self._lines.extend(text for _level, text in header[2])
+                    forward((level, text) for level, text in header[2])
+                if found == number:
+                    break
+        except TimeoutError:
+            self._silent(operation)
+        except (EOFError, OSError):
+            self._died(operation, self._process.wait())
+        except WireError as error:
+            self._process.kill()
+            self._died(f"{operation} ({error})", self._process.wait())
+        if header[0]:
+            raise result
+        return result
+
+    # ends
+    def _died(self, operation: str, status: int) -> NoReturn:
+        tail = self._process.tail()
+        said = f": {tail[-1]}" if tail else ""
+        lost = any(mark in line for mark in _LOST for line in tail)
+        self._gone = (
+            DeviceLost if lost else WorkerDied,
+            f"the worker {describe(status)} during {operation}{said}",
+            max(0, -status),
+            status,
+            (*self._lines, *tail),
+        )
+        self._raise()
+
+    def _silent(self, operation: str) -> NoReturn:
+        seconds = self._channel.sock.gettimeout()
+        status = self._process.kill()
+        self._gone = (
+            WorkerTimeout,
+            f"the worker did not answer {operation} within {seconds} s and was ended; give it "
+            "more time with timeout=",
+            max(0, -status),
+            status,
+            (*self._lines, *self._process.tail()),
+        )
+        self._raise()
+
+    def _raise(self) -> NoReturn:
+        assert self._gone is not None
+        kind, message, signal, exitcode, log = self._gone
+        raise kind(message, signal=signal, exitcode=exitcode, log=log)
+
+    def cancel(self, context: ContextHandle) -> None:
+        """End the decode that runs; callable from any thread, and never waits for a call."""
+        if self._closed or not self._process.owned:
+            raise Closed("this worker was closed")
+        try:
+            self._process.control.send(CANCEL.pack(context))
+        except OSError:
+            return  # a worker that is gone computes nothing

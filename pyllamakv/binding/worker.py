@@ -1,0 +1,132 @@
+"""Run a library in a process of its own: ``python -m pyllamakv.binding.worker FD FD LIBRARY``.
+
+The first descriptor is a socket that carries requests and replies (`wire`), the second one
+carries cancels, which must be heard while a request is at work. The worker ends when its parent
+closes them or is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from pyllamakv.binding.local import Local
+from pyllamakv.binding.process import CANCEL
+from pyllamakv.binding.protocol import ContextHandle, Native
+from pyllamakv.binding.wire import Channel, pack, pack_error, unpack
+from pyllamakv.errors import KvError, UsageError
+
+#: What a request may name.
+OPERATIONS: Final = frozenset(
+    {name for name in vars(Native) if not name.startswith("_")} | {"many", "rpc_serve"}
+)
+#: What must not happen while a cancel looks at a context.
+_FREES: Final = frozenset({"context_free", "model_free", "close"})
+#: How often a worker looks whether its parent lives, should a fork keep the sockets open.
+_LOOK_MS: Final = 5000
+
+
+class Worker:
+    """Serve one library to one parent."""
+
+    def __init__(self, requests: socket.socket, control: socket.socket) -> None:
+        self._channel = Channel(requests)
+        self._control = control
+        self._records: list[tuple[int, str]] = []
+        self._freeing = threading.Lock()
+        self._parent = os.getppid()
+
+    def run(self, library: Path) -> NoReturn:
+        """Load the library, tell what it is, and answer until the parent is gone."""
+        try:
+            native = Local(library, sink=self._records.extend)
+        except KvError as error:
+            self._reply(0, error=error)
+            leave(1)
+        threading.Thread(target=self._listen, args=(native,), daemon=True).start()
+        self._reply(0, native.about)
+        while True:
+            try:
+                number, header, body = self._channel.receive()
+            except (EOFError, ConnectionError):
+                leave(0)
+            operation = header[0]
+            try:
+                if operation not in OPERATIONS:
+                    raise UsageError(f"{operation} is no operation of a library")
+                arguments = [unpack(item, body) for item in header[1:]]
+                call = getattr(native, operation)
+                if operation in _FREES:
+                    with self._freeing:
+                        result = call(*arguments)
+                else:
+                    result = call(*arguments)
+                self._reply(number, result)
+            except (KvError, ValueError, TypeError, OverflowError, MemoryError) as error:
+                self._reply(number, error=error)
+            except ConnectionError:
+                leave(0)
+            except Exception as error:
+                traceback.print_exc()
+                self._reply(number, error=error)
+            if operation == "close":
+                leave(0)
+
+    def _reply(self, number: int, result: Any = None, error: BaseException | None = None) -> None:
+        body: list[Any] = []
+        header = [0, pack(result, body)] if error is None else [1, pack_error(error, body)]
+        if self._records:
+            header.append(self._records[:])
+            self._records.clear()
+        self._channel.send(number, header, body)
+
+    def _listen(self, native: Local) -> None:
+        """Pass cancels on; end the process when the parent is gone, whatever it computes."""
+        poller = select.poll()
+        poller.register(self._control, select.POLLIN)
+        while True:
+            if not poller.poll(_LOOK_MS):
+                if os.getppid() != self._parent:
+                    leave(1)
+                continue
+            try:
+                message = self._control.recv(CANCEL.size, socket.MSG_WAITALL)
+            except ConnectionError:
+                message = b""
+            if len(message) < CANCEL.size:
+                leave(0)
+            try:
+                with self._freeing:
+                    native.cancel(ContextHandle(CANCEL.unpack(message)[0]))
+            except KvError:
+                continue  # it was closed: nothing is left to cancel
+
+
+def leave(status: int) -> NoReturn:
+    """End the process without the library's destructors, which other threads may need."""
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """Serve the library and the descriptors that the command line names."""
+    # A terminal's Ctrl-C goes to all its processes; what to do about it is the parent's decision.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A crash is expected here, and told by the parent; a core file would only fill the disk.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    requests, control = (socket.socket(fileno=int(text)) for text in arguments[:2])
+    for sock in (requests, control):
+        sock.set_inheritable(False)
+    Worker(requests, control).run(Path(arguments[2]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,134 @@
+"""Run a decode script, or prompts on a model: `pyllamakv run`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pyllamakv.errors import UsageError
+
+if TYPE_CHECKING:
+    from pyllamakv.harness.script import Line
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def command(
+    script: Annotated[
+        Path | None, typer.Argument(help="A decode script, one JSON object per line.")
+    ] = None,
+    variant: Annotated[
+        str, typer.Option("--variant", help="Which build: 0.3.9, 0.3.9+patched, a folder.")
+    ] = "0.3.9+patched",
+    model: Annotated[
+        str, typer.Option("--model", help="A GGUF file, or the name of a generated model.")
+    ] = "",
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", help="Continue this text; repeatable.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1)] = 64,
+    n_ctx: Annotated[int, typer.Option("--n-ctx", min=0, help="Cells; 0: as many as needed.")] = 0,
+    threads: Annotated[int, typer.Option("--threads", min=1)] = 1,
+    flash_attn: Annotated[bool, typer.Option("--flash-attn")] = False,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0)] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Record a trace of the script there.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Play a decode script, or continue prompts side by side in one cache."""
+    if (script is None) == (not prompt):
+        raise UsageError("give a script, or --model with one --prompt or more")
+    if script is not None:
+        _play(script, variant, model or "tiny", trace, as_json)
+        return
+    if not model:
+        raise UsageError("--prompt needs --model, the path of a GGUF file")
+    if trace is not None:
+        raise UsageError("--trace records scripts; prompts have none")
+    options: dict[str, Any] = {"n_threads": threads, "flash_attn": flash_attn}
+    if temperature:
+        options |= {"temperature": temperature, "seed": seed}
+    _tell(variant, model, list(prompt or ()), max_tokens=max_tokens, n_ctx=n_ctx, json_=as_json,
+          **options)  # fmt: skip
+
+
+def _play(path: Path, variant: str, model: str, trace: Path | None, as_json: bool) -> None:
+    import pyllamakv
+    from pyllamakv.harness import script
+    from pyllamakv.harness.trace import Head, Recorder
+
+    lines = script.read(path)
+    with pyllamakv.open(variant, isolated=True) as library:
+        stage = script.Stage(library.native, model)
+        file = None if trace is None else trace.open("w", encoding="utf-8")
+        try:
+            recorder = None
+            if file is not None:
+                recorder = Recorder(file, Head(library.about.variant, model), stage)
+
+            def observe(line: Line, result: dict[str, Any]) -> None:
+                if recorder is not None:
+                    recorder.observe(line, result)
+                if as_json:
+                    sys.stdout.write(json.dumps({**line.to_json(), "result": result}) + "\n")
+                else:
+                    _show(line, result, stage)
+
+            script.play(lines, stage, observe)
+        finally:
+            stage.close()
+            if file is not None:
+                file.close()
+
+
+def _show(line: Line, result: dict[str, Any], stage: Any) -> None:
+    from rich.console import Console
+
+    from pyllamakv.harness import cellmap
+
+    words = " ".join(f"{key}={json.dumps(value)}" for key, value in line.arguments.items())
+    found = " ".join(
+        f"{key}={value}" for key, value in result.items() if key not in ("argmax", "picture")
+    )
+    sys.stdout.write(f"{line.number:>4} {line.op} {words}\n       {found}\n")
+    sys.stdout.flush()
+    snapshot = stage.player.snapshot() if line.op == "snapshot" else None
+    if snapshot is not None:
+        label = str(line.arguments.get("label", ""))
+        Console().print(cellmap.draw(cellmap.Picture.of(snapshot, label)))
+
+
+def _tell(
+    variant: str,
+    model: str,
+    prompts: list[str],
+    *,
+    max_tokens: int,
+    n_ctx: int,
+    json_: bool,
+    **options: Any,
+) -> None:
+    import pyllamakv
+    from pyllamakv.harness import synthetic
+    from pyllamakv.harness.telling import tell
+
+    with (
+        pyllamakv.open(variant) as library,
+        library.load_model(synthetic.model(model)) as loaded,
+    ):
+        told, stats = tell(loaded, prompts, max_tokens=max_tokens, n_ctx=n_ctx, **options)
+    if json_:
+        json.dump({"told": [asdict(each) for each in told], "cache": stats}, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+        return
+    for each in told:
+        sys.stdout.write(f"{each.prompt}{each.text}\n\n")
+    sys.stderr.write(f"cache: {stats['used']} of {stats['size']} cells used\n")

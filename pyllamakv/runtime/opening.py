@@ -1,0 +1,144 @@
+"""Open a built variant by its name, by its id or by its path."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyllamakv.binding.library import Library
+from pyllamakv.binding.protocol import ModelParams
+from pyllamakv.building import manifest as manifests
+from pyllamakv.errors import ManifestError, NotBuilt, UsageError
+from pyllamakv.home import home
+from pyllamakv.runtime import model as models
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pyllamakv.binding.protocol import Device
+    from pyllamakv.building.manifest import Manifest
+    from pyllamakv.runtime.model import Model
+
+
+class OpenLibrary(Library):
+    """Hold an opened library; closing it closes its contexts and models first."""
+
+    def load_model(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        n_gpu_layers: int = 0,
+        use_mmap: bool = True,
+        use_mlock: bool = False,
+        check_tensors: bool = True,
+        vocab_only: bool = False,
+        rpc_servers: str | None = None,
+        devices: str | None = None,
+    ) -> Model:
+        """Load a GGUF file, or raise ModelError saying what is wrong with it.
+
+        ``rpc_servers`` is ``host:port,host:port``; ``devices`` are names of `devices`, separated by
+        commas. ``check_tensors`` looks for numbers that are none.
+        """
+        params = ModelParams(
+            n_gpu_layers=n_gpu_layers,
+            use_mmap=use_mmap,
+            use_mlock=use_mlock,
+            check_tensors=check_tensors,
+            vocab_only=vocab_only,
+            rpc_servers=rpc_servers,
+            devices=devices,
+        )
+        return models.load(self.native, path, self.handle, params, isolated=self.isolated)
+
+    def devices(self) -> list[Device]:
+        """List the devices that the library can compute on."""
+        with self.handle:
+            return self.native.devices()
+
+    def __repr__(self) -> str:
+        return f"<OpenLibrary {self.about.variant}{', closed' if self.closed else ''}>"
+
+
+def open(
+    spec: str | os.PathLike[str],
+    *,
+    isolated: bool = False,
+    env: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+    backend: str = "cpu",
+) -> OpenLibrary:
+    """Open a built variant.
+
+    ``spec`` is ``0.3.9`` or ``0.3.9+stock``, ``0.3.9+patched``, ``0.3.9+PATCH,PATCH``, a variant's
+    id, or a path to its folder or to a library.
+    ``isolated`` loads it into a worker, where ``env`` adds variables and ``timeout`` bounds each
+    call in seconds. Raises NotBuilt with the command that builds it, or LoadError.
+    """
+    where = Path(spec)
+    if isinstance(spec, str) and not (os.sep in spec or where.exists()):
+        where = find_built(spec, backend=backend)
+    return OpenLibrary.open(where, isolated=isolated, env=env, timeout=timeout)
+
+
+def find_built(spec: str, *, backend: str = "cpu") -> Path:
+    """Return the folder of the built variant that a spec names: of several the newest.
+
+    ``patched`` is the one with the most patches; a list of patches is met by the variant with the
+    fewest others beside them. Raises NotBuilt.
+    """
+    release, names = _parse(spec)
+    known = _all_built()
+    if spec in known:
+        return home() / "built" / spec
+    fitting = {
+        key: each
+        for key, each in known.items()
+        if each.release == release and each.backend == backend and _has(each, names)
+    }
+    if not fitting:
+        msg = f"{spec} ({backend}) is not built; build it: pyllamakv build {spec}"
+        close = difflib.get_close_matches(release, {each.release for each in known.values()})
+        if close and release not in close:
+            msg += f" (built releases with a name like it: {', '.join(sorted(close))})"
+        raise NotBuilt(msg)
+    most = names == ("patched",)
+
+    def rank(key: str) -> tuple[int, str]:
+        found = fitting[key]
+        return (len(found.patches) if most else -len(found.patches), found.created)
+
+    return home() / "built" / max(fitting, key=rank)
+
+
+def _parse(spec: str) -> tuple[str, tuple[str, ...]]:
+    release, plus, names = spec.strip().rpartition("+")
+    if not plus:
+        release, names = spec.strip(), "stock"
+    if not release or not names:
+        msg = f"{spec!r} names no variant; expected for example 0.3.9, 0.3.9+patched"
+        raise UsageError(msg)
+    return release, tuple(names.split(","))
+
+
+def _has(manifest: Manifest, names: tuple[str, ...]) -> bool:
+    if names == ("stock",):
+        return manifest.stock
+    if names == ("patched",):
+        return not manifest.stock
+    return set(names) <= set(manifest.patches)
+
+
+def _all_built() -> dict[str, Manifest]:
+    found: dict[str, Manifest] = {}
+    for file in sorted((home() / "built").glob(f"*/{manifests.NAME}")):
+        # A folder with a dot in front is still being written.
+        if file.parent.name.startswith("."):
+            continue
+        try:
+            found[file.parent.name] = manifests.load(file)
+        except ManifestError:
+            continue
+    return found

@@ -1,0 +1,282 @@
+/* Drive one libplk without Python: load, decode, cells, defragment, states, refusals.
+ *
+ * usage: smoke MODEL [FLASH_ATTN TYPE_K TYPE_V]; prints "ok" or the first check that failed. */
+#include "plk.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define CELLS 256
+#define CHECK(what)                                                                                \
+    do {                                                                                           \
+        if (!(what)) {                                                                             \
+            fprintf(stderr, "line %d: %s; last error: %s\n", __LINE__, #what, plk_last_error());   \
+            show_logs();                                                                           \
+            exit(1);                                                                               \
+        }                                                                                          \
+    } while (0)
+
+static void show_logs(void) {
+    char text[4096];
+    int32_t level = 0, bytes = 0;
+    while ((bytes = plk_log_read(&level, text, sizeof text)) >= 0) {
+        fprintf(stderr, "log %d: %.*s\n", level, bytes, text);
+    }
+}
+
+static int decode(plk_context *c, int n, const int32_t *token, const int32_t *pos,
+                  const int32_t *seq) {
+    plk_batch batch = {sizeof batch, n, token, pos, NULL, seq, NULL};
+    return plk_decode(c, &batch);
+}
+
+static int used(plk_context *c, int32_t *largest_hole) {
+    int32_t pos[4096], shift[4096];
+    uint64_t seqs[4096];
+    int32_t cells = plk_cells_read(c, 0, 4096, pos, shift, seqs, 1);
+    int32_t run = 0, count = 0;
+    CHECK(cells > 0);
+    *largest_hole = 0;
+    for (int32_t i = 0; i < cells; i++) {
+        run = pos[i] < 0 ? run + 1 : 0;
+        count += pos[i] >= 0;
+        CHECK((pos[i] < 0) == (seqs[i] == 0));
+        *largest_hole = run > *largest_hole ? run : *largest_hole;
+    }
+    return count;
+}
+
+/* The size field of each struct, as the caller sets it. */
+static plk_context_params params(int flash, int type_k, int type_v) {
+    plk_context_params p = {0};
+    p.size = sizeof p;
+    p.n_ctx = CELLS;
+    p.n_batch = p.n_ubatch = 64;
+    p.n_seq_max = 8;
+    p.n_threads = p.n_threads_batch = 1;
+    p.flash_attn = flash;
+    p.type_k = type_k;
+    p.type_v = type_v;
+    p.kv_unified = 1;
+    p.offload_kqv = 1;
+    p.defrag_thold = -1.0f;
+    p.guard = 1;
+    return p;
+}
+
+static void check_identity(void) {
+    CHECK(plk_abi() == PLK_ABI);
+    CHECK(plk_init() == PLK_OK && plk_init() == PLK_OK);
+    CHECK(plk_sizeof("plk_batch") == (int32_t)sizeof(plk_batch));
+    CHECK(plk_sizeof("plk_counters") == (int32_t)sizeof(plk_counters));
+    CHECK(plk_sizeof("nothing") == -1);
+    plk_device device = {.size = sizeof device};
+    CHECK(plk_device_count() >= 1);
+    CHECK(plk_device_read(0, &device) == PLK_OK && device.name[0] != 0);
+    CHECK(plk_device_read(99, &device) == PLK_EINVAL);
+}
+
+static void check_refusals(plk_model *model, plk_context *c) {
+    plk_model *none = (plk_model *)1;
+    plk_model_params mp = {.size = sizeof mp};
+    CHECK(plk_model_load("/nowhere/model.gguf", &mp, &none) == PLK_EMODEL && none == NULL);
+    plk_context *made = NULL;
+    plk_context_params p = params(0, 999, 1);
+    CHECK(plk_context_new(model, &p, &made) == PLK_EINVAL);
+    p = params(0, 1, 8); /* a quantised V cache needs flash attention */
+    CHECK(plk_context_new(model, &p, &made) < 0 && made == NULL);
+
+    int32_t token[80] = {0}, pos[80] = {0}, seq[80] = {0};
+    token[0] = 1 << 20;
+    CHECK(decode(c, 1, token, pos, seq) == PLK_EINVAL);
+    CHECK(strstr(plk_last_error(), "invalid token") != NULL);
+    token[0] = 5;
+    seq[0] = 8;
+    CHECK(decode(c, 1, token, pos, seq) == PLK_EINVAL);
+    seq[0] = 0;
+    pos[0] = -1;
+    CHECK(decode(c, 1, token, pos, seq) == PLK_EINVAL);
+    CHECK(decode(c, 80, token, pos, seq) == PLK_EINVAL); /* more than n_batch */
+    CHECK(decode(c, 0, token, pos, seq) == PLK_EINVAL);
+    CHECK(plk_logits(c, 0) == NULL);
+    CHECK(plk_seq_rm(c, 0, 5, 3) == PLK_EINVAL);
+    CHECK(plk_seq_cp(c, 0, 8, -1, -1) == PLK_EINVAL);
+    CHECK(plk_seq_div(c, 0, -1, -1, 0) == PLK_EINVAL);
+    CHECK(plk_seq_pos_max(c, 0) == -1 && plk_seq_pos_min(c, 0) == -1);
+}
+
+/* Fill the cache with two interleaved sequences, then take one away: holes of one cell. */
+static void make_holes(plk_context *c) {
+    int32_t token[64], pos[64], seq[64];
+    CHECK(plk_clear(c, 0) == PLK_OK);
+    for (int base = 0; base < CELLS / 2; base += 32) {
+        for (int i = 0; i < 64; i++) {
+            token[i] = 3 + (base + i) % 200;
+            pos[i] = base + i / 2;
+            seq[i] = i % 2;
+        }
+        CHECK(decode(c, 64, token, pos, seq) == 0);
+    }
+    CHECK(plk_seq_rm(c, 1, -1, -1) == PLK_OK);
+}
+
+static void check_defrag(plk_context *c, const plk_context_info *info) {
+    int32_t token[16], pos[16], seq[16], hole = 0;
+    make_holes(c);
+    CHECK(used(c, &hole) == CELLS / 2 && hole == 1);
+    CHECK(plk_seq_pos_min(c, 0) == 0 && plk_seq_pos_max(c, 0) == CELLS / 2 - 1);
+    CHECK(plk_seq_pos_max(c, 1) == -1);
+    CHECK(plk_decode_one(c, 7, CELLS / 2, 0) == 0);
+    const float before = plk_logits(c, -1)[9];
+    CHECK(plk_seq_rm(c, 0, CELLS / 2, -1) == PLK_OK);
+    for (int i = 0; i < 16; i++) {
+        token[i] = 9 + i;
+        pos[i] = i;
+        seq[i] = 2;
+    }
+    const int code = decode(c, 16, token, pos, seq);
+    if (info->contiguous_slots == 1) {
+        CHECK(code == PLK_NO_SLOT || code == 0); /* a patched build helps itself */
+    }
+    if (code == PLK_NO_SLOT) {
+        CHECK(used(c, &hole) == CELLS / 2);
+        CHECK(plk_seq_pos_max(c, 2) == -1);
+    } else {
+        CHECK(code == 0 && plk_seq_rm(c, 2, -1, -1) == PLK_OK);
+    }
+    if (info->defrag) {
+        plk_defrag_report report = {.size = sizeof report};
+        CHECK(plk_defrag(c, &report) == PLK_OK);
+        CHECK(report.cells > 0 || code == 0);
+        CHECK(used(c, &hole) == CELLS / 2 && hole == CELLS / 2);
+        CHECK(decode(c, 16, token, pos, seq) == 0);
+        CHECK(plk_seq_rm(c, 2, -1, -1) == PLK_OK);
+    }
+    CHECK(plk_decode_one(c, 7, CELLS / 2, 0) == 0);
+    CHECK(fabsf(plk_logits(c, 0)[9] - before) < 0.05f);
+    CHECK(plk_logits(c, 1) == NULL && plk_logits(c, -2) == NULL);
+}
+
+static void check_states(plk_context *c) {
+    int32_t hole = 0;
+    CHECK(plk_clear(c, 0) == PLK_OK);
+    for (int i = 0; i < 20; i++) {
+        CHECK(plk_decode_one(c, 3 + i, i, 3) == 0);
+    }
+    const int64_t size = plk_state_size(c, 3);
+    CHECK(size > 0);
+    uint8_t *state = malloc(size);
+    CHECK(plk_state_save(c, 3, state, size - 1) == PLK_EINVAL);
+    CHECK(plk_state_save(c, 3, state, size) == size);
+    CHECK(plk_state_load(c, 4, state, size) == size);
+    CHECK(plk_seq_pos_max(c, 4) == 19 && used(c, &hole) == 40);
+    CHECK(plk_state_load(c, 5, state, size / 2) <= 0);
+    CHECK(plk_state_load(c, 5, state, 3) <= 0);
+    CHECK(plk_seq_pos_max(c, 5) == -1 && used(c, &hole) == 40);
+    CHECK(plk_decode_one(c, 50, 20, 3) == 0);
+    const float first = plk_logits(c, 0)[11];
+    CHECK(plk_decode_one(c, 50, 20, 4) == 0);
+    CHECK(fabsf(plk_logits(c, 0)[11] - first) < 0.05f);
+    free(state);
+    /* The state of a sequence without tokens empties the one that it is loaded into. */
+    const int64_t none = plk_state_size(c, 7);
+    state = malloc(none > 0 ? none : 1);
+    if (none > 0 && plk_state_save(c, 7, state, none) == none) {
+        CHECK(plk_state_load(c, 4, state, none) >= 0 && plk_seq_pos_max(c, 4) == -1);
+    }
+    free(state);
+}
+
+static void check_shift(plk_context *c, const plk_context_info *info) {
+    int32_t pos[4096], shift[4096];
+    uint64_t seqs[4096];
+    if (!info->can_shift) {
+        return;
+    }
+    CHECK(plk_clear(c, 0) == PLK_OK);
+    for (int i = 0; i < 10; i++) {
+        CHECK(plk_decode_one(c, 3 + i, i, 0) == 0);
+    }
+    CHECK(plk_seq_add(c, 0, 5, -1, 3) == PLK_OK);
+    CHECK(plk_seq_pos_max(c, 0) == 12 && plk_seq_pos_min(c, 0) == 0);
+    plk_cells_info cells = {.size = sizeof cells};
+    CHECK(plk_cells_info_read(c, 0, &cells) == PLK_OK && cells.has_shift == 1);
+    CHECK(plk_cells_read(c, 0, 4096, pos, shift, seqs, 1) == cells.n_cells);
+    int shifted = 0;
+    for (int i = 0; i < cells.n_cells; i++) {
+        CHECK(pos[i] < 0 || shift[i] == (pos[i] >= 8 ? 3 : 0));
+        shifted += shift[i] == 3;
+    }
+    CHECK(shifted == 5);
+    CHECK(plk_update(c) == PLK_OK || plk_decode_one(c, 3, 13, 0) == 0);
+    CHECK(plk_cells_info_read(c, 0, &cells) == PLK_OK && cells.has_shift == 0);
+    CHECK(plk_seq_div(c, 0, -1, -1, 2) == PLK_OK);
+    CHECK(plk_decode_one(c, 3, 30, 0) == 0);
+}
+
+static void check_cancel(plk_context *c) {
+    int32_t hole = 0;
+    CHECK(plk_clear(c, 0) == PLK_OK);
+    CHECK(plk_decode_one(c, 3, 0, 0) == 0);
+    const int64_t polls = plk_cancel_polls(c);
+    if (polls < 2) {
+        return;
+    }
+    CHECK(plk_decode_one(c, 3, 1, 0) == 0 && plk_cancel_polls(c) == polls);
+    plk_cancel_after(c, polls / 2);
+    CHECK(plk_decode_one(c, 3, 2, 0) == PLK_ABORTED);
+    CHECK(plk_cancel_polls(c) == polls / 2);
+    CHECK(plk_logits(c, 0) == NULL);
+    plk_cancel_after(c, -1);
+    CHECK(used(c, &hole) == 2);
+    CHECK(plk_decode_one(c, 3, 2, 0) == 0);
+}
+
+static void check_sampler(plk_model *model, plk_context *c) {
+    plk_sampler_params p = {.size = sizeof p, .temperature = 0.0f};
+    plk_sampler *greedy = NULL;
+    plk_model_info info = {.size = sizeof info};
+    CHECK(plk_model_read(model, &info) == PLK_OK);
+    CHECK(plk_clear(c, 0) == PLK_OK);
+    CHECK(plk_sampler_new(model, &p, &greedy) == PLK_OK);
+    CHECK(plk_decode_one(c, 3, 0, 0) == 0);
+    const float *row = plk_logits(c, 0);
+    int32_t best = 0;
+    for (int32_t i = 1; i < info.n_vocab; i++) {
+        best = row[i] > row[best] ? i : best;
+    }
+    CHECK(plk_sample(greedy, c, -1) == best && plk_sample(greedy, c, 0) == best);
+    CHECK(plk_sample(greedy, c, 1) == PLK_EINVAL);
+    plk_sampler_free(greedy);
+}
+
+int main(int argc, char **argv) {
+    CHECK(argc == 2 || argc == 5);
+    check_identity();
+    plk_model_params mp = {.size = sizeof mp, .use_mmap = 1};
+    plk_model *model = NULL;
+    CHECK(plk_model_load(argv[1], &mp, &model) == PLK_OK);
+    plk_context_params p = params(argc > 2 ? atoi(argv[2]) : 0, argc > 3 ? atoi(argv[3]) : 1,
+                                  argc > 4 ? atoi(argv[4]) : 1);
+    plk_context *c = NULL;
+    CHECK(plk_context_new(model, &p, &c) == PLK_OK);
+    plk_context_info info = {.size = sizeof info};
+    CHECK(plk_context_read(c, &info) == PLK_OK && info.n_seq_max == 8);
+    check_refusals(model, c);
+    if (plk_capabilities() & PLK_CAP_CELLS) {
+        check_defrag(c, &info);
+        check_states(c);
+        check_shift(c, &info);
+        check_cancel(c);
+    }
+    if (plk_capabilities() & PLK_CAP_SAMPLER) {
+        check_sampler(model, c);
+    }
+    plk_model_free(model); /* the context keeps it alive */
+    CHECK(plk_decode_one(c, 3, 1, 0) == 0 || plk_clear(c, 1) == PLK_OK);
+    plk_context_free(c);
+    puts("ok");
+    return 0;
+}

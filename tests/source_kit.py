@@ -1,0 +1,243 @@
+"""Tiny upstreams, archives and indexes for the tests of the source layer; all made by code."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import http.server
+import io
+import os
+import tarfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyllamakv.source import gitting, lock
+from pyllamakv.source.releases import Release
+from pyllamakv.source.store import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    import pytest
+
+    from pyllamakv.source.store import Store
+
+#: What makes a tree look like llama.cpp, of the first era.
+TREE = {
+    "include/llama.h": b"// the API\n",
+    "src/llama.cpp": b"static bool llama_kv_cache_find_slot() { do_defrag; }\n",
+    "scripts/run.sh": b"#!/bin/sh\n",
+    "docs/crlf.txt": b"one\r\ntwo\r\n",
+    ".gitattributes": b"* text=auto eol=lf\n",
+}
+MODULE = ".git/modules/vendor/llama.cpp"
+
+
+def isolate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give the test a home, a lock and pip settings of its own; return the home."""
+    home = folder / "home"
+    for name in [n for n in os.environ if n.startswith("PIP_") or n.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(home))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.setattr(lock, "shipped", lambda: folder / "shipped.lock.toml")
+    monkeypatch.setattr("pyllamakv.source.download._PAUSE", 0.0)
+    return home
+
+
+def fill(folder: Path, files: Mapping[str, bytes]) -> Path:
+    """Write files below a folder; scripts may be run."""
+    for path, data in files.items():
+        place = folder / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(data)
+        place.chmod(0o755 if path.endswith(".sh") else 0o644)
+    return folder
+
+
+def repository(folder: Path, files: Mapping[str, bytes] = TREE, *, commits: int = 2) -> str:
+    """Make a repository whose last commit has these files; return that commit."""
+    folder.mkdir(parents=True)
+    gitting.git(folder, "init", "-q", ".")
+    (folder / ".git" / "info").mkdir(exist_ok=True)
+    (folder / ".git" / "info" / "attributes").write_text("* -text\n")
+    for number in range(commits - 1):
+        gitting.git(folder, "commit", "-q", "--allow-empty", "-m", f"before {number}")
+    fill(folder, files)
+    gitting.git(folder, "add", "-A", "-f")
+    gitting.git(folder, "commit", "-q", "-m", "state")
+    return gitting.git(folder, "rev-parse", "HEAD")
+
+
+def clone(folder: Path, source: Path) -> dict[str, bytes]:
+    """Clone a repository as an sdist has it, shallow; return the clone's files."""
+    gitting.git(source, "clone", "-q", "--bare", "--depth=1", f"file://{source}", str(folder))
+    gitting.git(folder, "repack", "-q", "-a", "-d")
+    commit = gitting.git(folder, "rev-parse", "HEAD")
+    files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
+    found = {name: path.read_bytes() for name, path in files.items()}
+    return found | {"HEAD": f"{commit}\n".encode(), "hooks/post-checkout": b"#!/bin/sh\nexit 1\n"}
+
+
+def sdist_members(folder: Path, version: str, files: Mapping[str, bytes] = TREE) -> dict[str, Any]:
+    """Return the members of an sdist: a shallow clone, and the tree as unpacked."""
+    source = folder / f"upstream-{version}"
+    repository(source, files)
+    top = f"llama_cpp_python-{version}"
+    module = clone(folder / f"clone-{version}", source)
+    members: dict[str, Any] = {f"{top}/{MODULE}/{name}": data for name, data in module.items()}
+    members |= {f"{top}/vendor/llama.cpp/{name}": data for name, data in files.items()}
+    members[f"{top}/vendor/llama.cpp/.git"] = b"gitdir: ../../.git/modules/vendor/llama.cpp\n"
+    members[f"{top}/vendor/llama.cpp/common/build-info.cpp"] = b"int made_by_a_build;\n"
+    members[f"{top}/setup.py"] = b"raise SystemExit('nothing of an sdist may run')\n"
+    return members
+
+
+def pack(file: Path, members: Mapping[str, Any]) -> Path:
+    """Write a gzipped tar; a TarInfo stands for itself, bytes for a plain file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with gzip.open(file, "wb", compresslevel=1) as out, tarfile.open(fileobj=out, mode="w") as tar:
+        for name, data in members.items():
+            info = data if isinstance(data, tarfile.TarInfo) else tarfile.TarInfo(name)
+            if isinstance(data, bytes):
+                info.size = len(data)
+                info.mode = 0o755 if name.endswith(".sh") else 0o644
+                tar.addfile(info, io.BytesIO(data))
+            else:
+                tar.addfile(info)
+    return file
+
+
+def sdist(folder: Path, version: str, files: Mapping[str, bytes] = TREE) -> Path:
+    """Write an sdist of llama-cpp-python with a tiny llama.cpp inside."""
+    members = sdist_members(folder / "making", version, files)
+    return pack(folder / f"llama_cpp_python-{version}.tar.gz", members)
+
+
+def link(name: str, target: str, kind: bytes = tarfile.SYMTYPE) -> tarfile.TarInfo:
+    """Return a link as a member of an archive."""
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, target
+    return info
+
+
+def sha256(file: Path) -> str:
+    """Return the SHA-256 of a file."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def pinned(folder: Path, version: str, files: Mapping[str, bytes] = TREE) -> tuple[Release, Path]:
+    """Return a release as a lock has it, and its archive, without anything in the home."""
+    file = sdist(folder, version, files)
+    other = open_store(folder / "making" / f"store-{version}.git")
+    source = folder / "making" / f"upstream-{version}"
+    gitting.git(other.path, "fetch", "-q", str(source), "HEAD:refs/heads/x")
+    commit = gitting.git(other.path, "rev-parse", "refs/heads/x")
+    release = Release(
+        name=version,
+        kind="sdist",
+        commit=commit,
+        tree=other.tree_of(commit),
+        era="monolith",
+        date=other.date(commit),
+        archive=file.name,
+        sha256=sha256(file),
+        package=f"llama-cpp-python=={version}",
+    )
+    return release, file
+
+
+def imported(store: Store, name: str, files: Mapping[str, bytes], date: str) -> Release:
+    """Put a release straight into a store."""
+    commit, tree = store.commit(None, files, f"upstream {name}")
+    store.publish(f"refs/upstream/{name}", commit)
+    return Release(name, "sdist", commit, tree, "monolith", date)
+
+
+class Server:
+    """Serve files on loopback; `cut` and `fail` make the next answers bad."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.files = files
+        self.asked: list[tuple[str, str | None]] = []
+        #: Lengths after which the next answers break off.
+        self.cut: list[int] = []
+        #: Status of the next answers.
+        self.fail: list[int] = []
+        self.ranges = True
+        self.url = ""
+
+
+@contextlib.contextmanager
+def serving(files: dict[str, bytes]) -> Iterator[Server]:
+    """Run a server for the length of a test."""
+    server = Server(files)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:  # noqa: N802
+            wanted = self.headers.get("Range")
+            server.asked.append((self.path, wanted))
+            if server.fail:
+                self.send_error(server.fail.pop(0))
+                return
+            data = server.files.get(self.path)
+            if data is None:
+                self.send_error(404)
+                return
+            start = int(wanted[6:-1]) if wanted and server.ranges else 0
+            if start >= len(data) > 0:
+                self.send_error(416)
+                return
+            self.send_response(206 if start else 200)
+            if start:
+                self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+            self.send_header("Content-Length", str(len(data) - start))
+            kind = "text/html" if self.path.endswith("/") else "application/octet-stream"
+            self.send_header("Content-Type", kind)
+            self.end_headers()
+            body = data[start:]
+            if server.cut and kind != "text/html":
+                body = body[: server.cut.pop(0)]
+                self.close_connection = True
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    http_server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.url = f"http://127.0.0.1:{http_server.server_port}"
+    thread = threading.Thread(target=http_server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        http_server.shutdown()
+        http_server.server_close()
+
+
+def index_page(server: Server, *files: Path, stated: bool = True) -> str:
+    """Make the server a package index that offers these files; return the index's URL."""
+    anchors = []
+    for file in files:
+        server.files[f"/files/{file.name}"] = file.read_bytes()
+        mark = f"#sha256={sha256(file)}" if stated else ""
+        anchors.append(f'<a href="/files/{file.name}{mark}">{file.name}</a>')
+    page = "<html><body>" + "".join(anchors) + "</body></html>"
+    server.files["/simple/llama-cpp-python/"] = page.encode()
+    return server.url + "/simple"
+
+
+def refs(store: Store) -> dict[str, str]:
+    """Return all refs of a store."""
+    return store.refs("refs")
+
+
+def objects(store: Store) -> set[str]:
+    """Return the names of all object files of a store."""
+    folder = Path(store.path) / "objects"
+    return {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}

@@ -1,0 +1,80 @@
+"""Each backend has its options, and says what it lacks."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from building_kit import script
+
+from pyllamakv.building import backend
+from pyllamakv.errors import ToolMissing, Unsupported, UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_cpu_contains_rpc_and_no_other_device() -> None:
+    """A CPU build has RPC, and finds no GPU, BLAS or OpenMP by accident."""
+    options = backend.choose("cpu").options
+    assert options["GGML_RPC"] == "ON"
+    for name in ("CUDA", "METAL", "VULKAN", "BLAS", "OPENMP"):
+        assert options[f"GGML_{name}"] == "OFF"
+
+
+def test_rpc_is_the_cpu_build() -> None:
+    """Asking for RPC finds the CPU variant instead of building another."""
+    assert backend.choose("rpc") == backend.choose("cpu")
+
+
+def test_native_and_portable() -> None:
+    """A portable build names its instruction sets, whatever upstream's defaults are."""
+    assert backend.choose("cpu").options["GGML_NATIVE"] == "ON"
+    portable = backend.choose("cpu", native=False, machine="x86_64").options
+    assert portable["GGML_NATIVE"] == "OFF"
+    assert portable["GGML_AVX2"] == portable["GGML_FMA"] == "ON"
+    other = backend.choose("cpu", native=False, machine="aarch64").options
+    assert "GGML_AVX2" not in other
+
+
+def test_unknown() -> None:
+    """An unknown backend is refused with those that are known."""
+    with pytest.raises(UsageError, match="cpu, rpc, cuda, metal, vulkan"):
+        backend.choose("abacus")
+
+
+def test_metal_is_for_macos(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metal is refused elsewhere, and embeds its kernels there."""
+    monkeypatch.setattr(sys, "platform", "linux")
+    with pytest.raises(Unsupported, match="macOS"):
+        backend.choose("metal")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    options = backend.choose("metal").options
+    assert options["GGML_METAL"] == options["GGML_METAL_EMBED_LIBRARY"] == "ON"
+
+
+def test_vulkan_names_what_lacks(tmp_path: Path) -> None:
+    """The shader compiler's absence is named with its cure; a complete SDK is accepted."""
+    env = {"PATH": str(tmp_path / "bin"), "VULKAN_SDK": str(tmp_path / "sdk")}
+    with pytest.raises(ToolMissing, match=r"glslc.*apt-get install libvulkan-dev"):
+        backend.choose("vulkan", environ=env)
+    script(tmp_path / "sdk" / "bin" / "glslc", "exit 0\n")
+    (tmp_path / "sdk" / "include" / "vulkan").mkdir(parents=True)
+    (tmp_path / "sdk" / "include" / "vulkan" / "vulkan.h").touch()
+    assert backend.choose("vulkan", environ=env).options["GGML_VULKAN"] == "ON"
+
+
+def test_cuda_gets_its_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What decides the code enters the options, where the tools lie does not."""
+    root = tmp_path / "cuda"
+    script(root / "bin" / "nvcc", "echo 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+    (root / "include").mkdir()
+    (root / "include" / "cublas_v2.h").touch()
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
+    env = {"PATH": "", "CUDA_HOME": str(root), "PYLLAMAKV_CUDA_ARCH": "90-real"}
+    chosen = backend.choose("cuda", environ=env)
+    assert chosen.options["GGML_CUDA"] == "ON"
+    assert chosen.options["CMAKE_CUDA_ARCHITECTURES"] == "90-real"
+    assert str(tmp_path) not in "".join(chosen.options.values())
+    assert chosen.places["CMAKE_CUDA_COMPILER"] == str(root / "bin" / "nvcc")

@@ -1,0 +1,273 @@
+"""Building with stand-ins: what is published, what waits, and what a failure leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from building_kit import NINJA, Workshop
+
+from pyllamakv.building import build, results, variant
+from pyllamakv.errors import BuildError, CommandFailed, DiskFull
+from pyllamakv.patching.apply import Patched
+from pyllamakv.source import releases
+from pyllamakv.source.store import open_store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
+    """Return a workshop with stand-ins for every program."""
+    return Workshop(tmp_path, monkeypatch)
+
+
+def patched(shop: Workshop, text: bytes) -> tuple[releases.Release, Patched]:
+    """Return the workshop's release and a patched tree of it."""
+    release = releases.resolve(f"path:{shop.tree}")
+    commit, tree = open_store().commit(release.commit, {"src/llama.cpp": text}, "a patch")
+    return release, Patched(release.name, commit, tree, "digest", ("some-patch",))
+
+
+def test_build_publishes_a_whole_variant(shop: Workshop) -> None:
+    """Library, drop-in and manifest arrive together, and the manifest fits the library."""
+    found = build.build(shop.spec)
+    manifest = found.manifest
+    assert shop.built() == [found.id] == [manifest.variant]
+    assert manifest.check_library(found.folder) == found.library
+    assert found.library.read_text("utf-8") == f"{found.id}\n// stock\n"
+    assert manifest.dropin == ("libllama.so", "libllama.so.0.1")
+    assert (found.dropin / "libllama.so").resolve() == found.dropin / "libllama.so.0.1"
+    assert manifest.capabilities == ("load",)
+    assert manifest.probes == {"defrag": None, "load": "plain"}
+    assert manifest.stock
+    assert manifest.abi >= 1
+    assert manifest.cpu_flags == ("pni",)
+
+
+def test_second_build_runs_nothing(shop: Workshop) -> None:
+    """What is built is found: no compiler, no cmake, no ninja."""
+    first = build.build(shop.spec)
+    asked = shop.compiler_calls.read_text("utf-8")
+    assert build.build(shop.spec) == first == variant.find(shop.spec)
+    assert (shop.count("cmake"), shop.count("ninja")) == (1, 1)
+    assert shop.compiler_calls.read_text("utf-8") == asked
+
+
+def test_lost_index_costs_no_compiling(shop: Workshop) -> None:
+    """The index is a cache: without it the variant is found by its content."""
+    first = build.build(shop.spec)
+    shutil.rmtree(variant.built() / ".index")
+    assert build.build(shop.spec) == first
+    assert shop.count("ninja") == 1
+
+
+def test_patched_after_stock_rewrites_only_what_differs(shop: Workshop) -> None:
+    """Stock and patched share one build folder; untouched files keep their time."""
+    stock = build.build(shop.spec)
+    tree = shop.home / "objects" / f"{releases.resolve(f'path:{shop.tree}').key}-tree"
+    for path in tree.rglob("*.cpp"):
+        os.utime(path, (1, 1))
+    release, changed = patched(shop, b"// patched\n")
+    other = build.build_patched(release, changed)
+    assert other.id != stock.id
+    assert other.library.read_text("utf-8").endswith("// patched\n")
+    assert other.manifest.patches == ("some-patch",)
+    assert not other.manifest.stock
+    assert (tree / "src" / "other.cpp").stat().st_mtime == 1
+    assert (tree / "src" / "llama.cpp").stat().st_mtime != 1
+    folders = [p for p in (shop.home / "objects").iterdir() if (p / "CMakeCache.txt").exists()]
+    assert len(folders) == 1
+    assert stock.manifest.check_library(stock.folder)
+
+
+def test_edited_tree_is_put_right(shop: Workshop) -> None:
+    """Somebody's edit in the build's tree does not reach a variant."""
+    first = build.build(shop.spec)
+    shutil.rmtree(first.folder)
+    (source,) = (shop.home / "objects").glob("*-tree/src/llama.cpp")
+    source.write_text("// edited\n", encoding="utf-8")
+    assert build.build(shop.spec).library.read_text("utf-8").endswith("// stock\n")
+
+
+def test_compile_error_leaves_nothing_and_is_kept(shop: Workshop) -> None:
+    """A failed build names the first error and publishes nothing; the next one works."""
+    shop.use("ninja", "echo 'llama.cpp:1:1: error: broken'; echo 'x: error: later'; exit 1\n")
+    with pytest.raises(CommandFailed) as caught:
+        build.build(shop.spec)
+    assert caught.value.first_error == "llama.cpp:1:1: error: broken"
+    assert not variant.built().exists() or shop.built() == []
+    assert variant.find(shop.spec) is None
+    shop.use("ninja", NINJA)
+    assert build.build(shop.spec).library.is_file()
+
+
+def test_configure_error(shop: Workshop) -> None:
+    """A failing configure is told as such."""
+    shop.use("cmake", "echo 'CMake Error at x:1 (y):'; echo '  no such thing'; exit 1\n")
+    with pytest.raises(CommandFailed, match=r"configuring failed[^$]*no such thing"):
+        build.build(shop.spec)
+
+
+def test_build_without_result(shop: Workshop) -> None:
+    """A build that ends well without a library is a BuildError, not a variant."""
+    shop.use("ninja", "exit 0\n")
+    with pytest.raises(BuildError, match="libplk"):
+        build.build(shop.spec)
+    assert shop.built() == []
+
+
+def test_full_disk_while_compiling(shop: Workshop) -> None:
+    """A compiler that runs out of room gives DiskFull."""
+    shop.use("ninja", "echo 'as: a.o: No space left on device'; exit 1\n")
+    with pytest.raises(DiskFull):
+        build.build(shop.spec)
+
+
+def test_full_disk_while_publishing(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that runs out of room gives DiskFull and leaves nothing in built/."""
+
+    def full(*_args: object, **_options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "somewhere")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(results.shutil, "copy2", full)
+        with pytest.raises(DiskFull):
+            build.build(shop.spec)
+    assert shop.built() == []
+    assert build.build(shop.spec).library.is_file()
+
+
+def test_remains_of_a_killed_build_are_cleared(shop: Workshop) -> None:
+    """Half a folder, with or without its passing name, is replaced by a whole one."""
+    name = build.build(shop.spec).id
+    shutil.rmtree(variant.built() / ".index")
+    (variant.built() / name / "manifest.json").unlink()
+    (variant.built() / f".{name}.1.part").mkdir()
+    assert build.build(shop.spec).manifest.variant == name
+    assert shop.built() == [name]
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from pyllamakv.building import build, cmake
+cmake.binary = lambda name: Path(sys.argv[1]) / name
+print(build.build(sys.argv[2]).id, flush=True)
+"""
+
+
+def start(shop: Workshop) -> subprocess.Popen[str]:
+    """Start a build in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(shop.programs), shop.spec],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for(path: Path) -> None:
+    """Wait until a file is there."""
+    for _ in range(2400):
+        if path.exists():
+            return
+        time.sleep(0.05)
+    pytest.fail(f"{path} never came")
+
+
+def held_ninja(shop: Workshop) -> tuple[Path, Path]:
+    """Let ninja say when it starts, and wait for leave to go on."""
+    begun, go = shop.folder / "begun", shop.folder / "go"
+    shop.use(
+        "ninja",
+        f"touch {shlex.quote(str(begun))}\n"
+        f"while [ ! -e {shlex.quote(str(go))} ]; do sleep 0.05; done\n{NINJA}",
+    )
+    return begun, go
+
+
+def test_two_builds_at_once_wait(shop: Workshop) -> None:
+    """The second of two builds waits for the first and compiles nothing itself."""
+    begun, go = held_ninja(shop)
+    first = start(shop)
+    wait_for(begun)
+    second = start(shop)
+    told = threading.Event()
+    thread = threading.Thread(
+        target=lambda: build.build(shop.spec, progress=lambda *_facts: told.set()), daemon=True
+    )
+    thread.start()
+    assert told.wait(120), "a waiting build says so"
+    go.touch()
+    names = [process.communicate(timeout=300)[0] for process in (first, second)]
+    thread.join(300)
+    assert names[0] == names[1] != ""
+    assert shop.count("ninja") == 1
+
+
+def test_killed_build_leaves_nothing_half_done(shop: Workshop) -> None:
+    """After SIGKILL nothing is published, no lock stays, and the next build goes through."""
+    begun, go = held_ninja(shop)
+    process = start(shop)
+    wait_for(begun)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=300)
+    assert not variant.built().exists() or shop.built() == []
+    # The orphaned compiler still holds the tree: the next build must wait for its end.
+    go.touch()
+    assert build.build(shop.spec).library.is_file()
+
+
+def test_home_that_cannot_be_written(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without permission the message names PYLLAMAKV_HOME."""
+
+    def refuse(*_args: object, **_options: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/somewhere")
+
+    monkeypatch.setattr(results.shutil, "copy2", refuse)
+    with pytest.raises(BuildError, match="PYLLAMAKV_HOME"):
+        build.build(shop.spec)
+
+
+def test_definitions_are_reproducible(shop: Workshop) -> None:
+    """Paths are mapped away, positions are independent, and no launcher is found by accident."""
+    wanted = variant.request(shop.spec)
+    definitions = build.definitions(wanted, "name")
+    flags = shlex.split(definitions["CMAKE_CXX_FLAGS"])
+    assert f"-ffile-prefix-map={wanted.tree}=llama.cpp" in flags
+    assert definitions["CMAKE_POSITION_INDEPENDENT_CODE"] == "ON"
+    assert definitions["CMAKE_CXX_COMPILER_LAUNCHER"] == ""
+    assert definitions["PLK_VARIANT"] == "name"
+    portable = dataclasses.replace(wanted, native=False)
+    assert "PLK_NATIVE" in definitions["CMAKE_C_FLAGS"]
+    assert "PLK_NATIVE" not in build.definitions(portable, "name")["CMAKE_C_FLAGS"]
+
+
+def test_cache_of_objects_has_a_place(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ccache fails without a folder, so it gets one where HOME offers none."""
+    monkeypatch.delenv("CCACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "")
+    assert build.environment()["CCACHE_DIR"].startswith(str(shop.home))
+    monkeypatch.setenv("HOME", str(shop.folder))
+    assert "CCACHE_DIR" not in build.environment()
+
+
+def test_jobs_follow_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is always one compiler, and never more than memory holds."""
+    monkeypatch.setattr(build, "available_memory", lambda: 0)
+    assert build.default_jobs() == 1
+    monkeypatch.setattr(build, "available_memory", lambda: 1 << 60)
+    assert build.default_jobs() >= 1

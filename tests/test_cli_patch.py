@@ -1,0 +1,119 @@
+"""`pyllamakv patch`: results on stdout, exit codes as documented."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from patching_kit import Bench, fill, numbered
+
+from pyllamakv.cli import main
+from pyllamakv.source import lock
+from pyllamakv.source.store import open_store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OLD = {"src/a.cpp": numbered(60), "src/b.cpp": numbered(20)}
+ONE = OLD | {"src/a.cpp": numbered(60, l10="x", l40="y")}
+TWO = ONE | {"src/a.cpp": numbered(60, l10="x\nz", l40="y")}
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Return a home with two releases, and a series of two patches."""
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
+    bench = Bench(open_store(), tmp_path / "patches")
+    bench.add_release("0.3.1", OLD)
+    bench.add_release("0.3.2", OLD | {"src/a.cpp": numbered(60, l41="upstream")}, "2025-02-02")
+    bench.add_patch("one", {"0.3.1": (OLD, ONE)})
+    bench.add_patch("two", {"0.3.1": (ONE, TWO)}, requires=("one",))
+    monkeypatch.setattr(lock, "known", lambda: bench.releases)
+    return bench
+
+
+def call(
+    bench: Bench, capsys: pytest.CaptureFixture[str], *words: str, shipped: bool = False
+) -> tuple[int, str, str]:
+    patches = [] if shipped else ["--patches", str(bench.folder)]
+    with pytest.raises(SystemExit) as left:
+        main.main(["patch", words[0], *words[1:], *patches])
+    out, err = capsys.readouterr()
+    code = left.value.code
+    return (code if isinstance(code, int) else 0), out, err
+
+
+def test_status(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fetched releases are shown when none is named; a conflict waits for a person: exit 3."""
+    code, out, _ = call(bench, capsys, "status", "--json")
+    assert code == 3
+    states = {(row["release"], row["patch"]): row["state"] for row in json.loads(out)}
+    assert states == {
+        ("0.3.1", "one"): "applies",
+        ("0.3.1", "two"): "applies",
+        ("0.3.2", "one"): "fails",
+        ("0.3.2", "two"): "blocked",
+    }
+    code, out, _ = call(bench, capsys, "status", "0.3.1")
+    assert code == 0
+    assert "applies" in out
+    code, out, _ = call(bench, capsys, "status", "0.3.2", "--annotate", "github")
+    assert code == 3
+    assert out.count("::error file=") == 2
+    assert call(bench, capsys, "status", "--annotate", "other")[0] == 2
+
+
+def test_apply(bench: Bench, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The commit is printed, and the tree put where it is asked for."""
+    target = tmp_path / "tree"
+    code, out, _ = call(bench, capsys, "apply", "0.3.1", "--json", "--to", str(target))
+    facts = json.loads(out)
+    assert code == 0
+    assert facts["patches"] == ["one@0.3.1", "two@0.3.1"]
+    assert (target / "src" / "a.cpp").read_bytes() == TWO["src/a.cpp"]
+    assert facts["tree"] == bench.store.tree_of(facts["commit"])
+    code, out, err = call(bench, capsys, "apply", "0.3.2", "one")
+    assert (code, out) == (3, "")
+    assert "PatchConflict" in err
+    assert "src/a.cpp, hunk 2" in err
+    assert call(bench, capsys, "apply", "0.3.7")[0] == 2
+
+
+def test_export(bench: Bench, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The check is good, finds an edit, and writing mends it."""
+    assert call(bench, capsys, "export", "--check")[0] == 0
+    file = bench.file("one", "0.3.1")
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b"Because", b"As"))
+    code, out, _ = call(bench, capsys, "export", "--check", "--json")
+    assert code == 1
+    assert [row["kind"] for row in json.loads(out)] == ["header", "same"]
+    assert call(bench, capsys, "export", "one")[0] == 0
+    assert file.read_bytes() == data
+    fill(tmp_path / "tree", TWO | {"src/b.cpp": b"other\n"})
+    words = ("export", "two", "--base", "0.3.1", "--from", str(tmp_path / "tree"))
+    assert call(bench, capsys, *words)[0] == 0
+    assert b"+other" in bench.file("two", "0.3.1").read_bytes()
+    assert call(bench, capsys, "export", "--from", str(tmp_path / "tree"))[0] == 2
+
+
+def test_lint(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every fault is a line on stdout; exit 1."""
+    (bench.folder / "stray").mkdir()
+    (bench.folder / "stray" / "x.patch").write_text("")
+    code, out, err = call(bench, capsys, "lint")
+    assert code == 1
+    assert "stray: series:" in out
+    assert "scenario: there is no scenario 'some-scenario'" in out
+    assert "fault(s)" in err
+
+
+def test_show(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    """The series, a patch and a text can be shown."""
+    code, out, _ = call(bench, capsys, "show", "--json")
+    assert code == 0
+    assert [patch["id"] for patch in json.loads(out)] == ["one", "two"]
+    assert "Because two is needed." in call(bench, capsys, "show", "two")[1]
+    assert call(bench, capsys, "show")[0] == 0
+    assert call(bench, capsys, "show", "three")[0] == 2

@@ -1,0 +1,62 @@
+"""Status codes become exceptions in one place, and agree with the header."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyllamakv import errors
+from pyllamakv.binding import codes
+from pyllamakv.binding.codes import Code
+from pyllamakv.binding.protocol import Capability, Memory, Status
+from pyllamakv.native._plk import ffi
+
+
+@pytest.mark.parametrize("code", Code)
+def test_numbers_are_the_header_s(code: Code) -> None:
+    """Each code has the number of its name in plk.h."""
+    assert ffi.integer_const(f"PLK_{code.name}") == code
+
+
+def test_enumerations_are_the_header_s() -> None:
+    """Statuses, capabilities and kinds of memory have the numbers of plk.h."""
+    for status in Status:
+        assert ffi.integer_const(f"PLK_{status.name}") == status
+    for capability in Capability:
+        assert ffi.integer_const(f"PLK_CAP_{capability.name}") == capability
+    for memory in Memory:
+        assert ffi.integer_const(f"PLK_MEMORY_{memory.name}") == memory
+
+
+@pytest.mark.parametrize(
+    ("code", "doing", "kind"),
+    [
+        (Code.EMODEL, "model", errors.ModelError),
+        (Code.EEXCEPTION, "model", errors.ModelError),
+        (Code.ECONTEXT, "context", errors.ContextError),
+        (Code.EMEMORY, "context", errors.NotEnoughMemory),
+        (Code.EMEMORY, "state", errors.StateError),
+        (Code.ESTATE, "state", errors.StateError),
+        (Code.EREFUSED, "sequence", errors.PartialRemovalRefused),
+        (Code.EUNSUPPORTED, "cache", errors.Unsupported),
+        (Code.EEXCEPTION, "decode", errors.NativeError),
+        (-3, "decode", errors.NativeError),
+    ],
+)
+def test_code_and_object_choose_the_class(
+    code: int, doing: codes.Doing, kind: type[errors.KvError]
+) -> None:
+    """The same code means different things of a model, a context and a state."""
+    made = codes.error(code, "try", "the text", doing=doing, log=["a", "b"])
+    assert type(made) is kind
+    assert "try" in str(made)
+    assert "the text" in str(made)
+    if isinstance(made, errors.NativeError):
+        assert made.code == code
+        assert made.log == ("a", "b")
+
+
+def test_unsupported_names_the_capability() -> None:
+    """What is missing is a field, not only a text."""
+    made = codes.error(Code.EUNSUPPORTED, "defragment", capability=Capability.DEFRAG)
+    assert isinstance(made, errors.Unsupported)
+    assert made.capability == "defrag"

@@ -1,0 +1,106 @@
+"""Patch descriptions: markers, releases, identity."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from patching_kit import Bench, diff, numbered
+
+from pyllamakv.errors import PatchFormatError
+from pyllamakv.patching import definition
+from pyllamakv.patching.definition import Definition, Marker, PatchText
+from pyllamakv.patching.draft import MemoryTree
+from pyllamakv.source.store import open_store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OLD = {"src/a.cpp": numbered(60)}
+NEW = {"src/a.cpp": numbered(60, l10="x", l40="y")}
+
+
+@pytest.mark.parametrize(
+    ("marker", "holds"),
+    [
+        (Marker("a", has=("one", "two")), True),
+        (Marker("a", has=("one", "three")), False),
+        (Marker("a", lacks=("three",)), True),
+        (Marker("a", lacks=("three", "two")), False),
+        (Marker("a", exists=True), True),
+        (Marker("b", exists=False), True),
+        (Marker("a", exists=False), False),
+        (Marker("b", has=("one",)), False),
+        (Marker("b", lacks=("one",)), True),
+        (Marker("b", lacks=("one",), exists=True), False),
+    ],
+)
+def test_markers(marker: Marker, holds: bool) -> None:
+    """Every part of a marker must hold; a missing file has nothing and lacks everything."""
+    assert marker.holds(MemoryTree({"a": b"one two"})) is holds
+    assert str(marker).startswith(marker.file)
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "wanted"),
+    [
+        ("", "0.3.9", True),
+        ("<=0.3.9", "0.3.10", False),
+        ("<=0.3.9", "0.3.9", True),
+        (">=0.3.6,<0.3.10", "0.2.90", False),
+        ("<=0.3.8", "b4980", True),
+        ("==0.3.9", "0.3.9.dev1", False),
+        ("<1", "0.4.0rc1", True),
+        ("<=0.3.8", "git:https://example.org/x@main", True),
+    ],
+)
+def test_releases(spec: str, name: str, wanted: bool) -> None:
+    """Versions are compared as versions; other releases are left to the markers."""
+    assert Definition("p", "P", releases=spec).wants(name) is wanted
+
+
+def test_load(tmp_path: Path) -> None:
+    """All fields arrive, and the texts with them."""
+    bench = Bench(open_store(tmp_path / "store.git"), tmp_path / "patches")
+    bench.add_patch("one", {"0.3.1": (OLD, NEW)}, releases="<1", logic=("src/x.h",))
+    found = definition.load(bench.folder / "one")
+    assert (found.title, found.releases, found.logic) == ("Do what one does", "<1", ("src/x.h",))
+    assert found.text("0.3.1").markers == (Marker("src/a.cpp", has=("line 1",)),)
+    with pytest.raises(PatchFormatError, match=r"0\.3\.1"):
+        found.text("0.3.2")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (', has = "line 1"', "", "at least one of"),
+        ('has = "line 1"', "has = 1", "list of texts"),
+        ('has = "line 1"', 'had = "line 1"', "unknown key 'had'"),
+        ('title = "Do', 'title = "" # "Do', "must be a text"),
+        ('scenarios = ["some-scenario"]', "scenarios = []", "must not be empty"),
+        ("[[text]]", "[text]", "list of tables"),
+        ("schema = 1", "schema = ", "patch.toml"),
+    ],
+)
+def test_each_fault_is_named(tmp_path: Path, old: str, new: str, says: str) -> None:
+    """A wrong description names the file and what was expected."""
+    bench = Bench(open_store(tmp_path / "store.git"), tmp_path / "patches")
+    bench.add_patch("one", {"0.3.1": (OLD, NEW)})
+    toml = bench.folder / "one" / "patch.toml"
+    text = toml.read_text("utf-8")
+    assert old in text
+    toml.write_text(text.replace(old, new), "utf-8")
+    with pytest.raises(PatchFormatError, match=says) as caught:
+        definition.load(bench.folder / "one")
+    assert str(toml) in str(caught.value)
+
+
+def test_digest_counts_the_change_alone(tmp_path: Path) -> None:
+    """Other words in the header leave the digest; another hunk does not."""
+    file = tmp_path / "p.patch"
+    file.write_bytes(b"Words.\n\n" + diff(OLD, NEW))
+    text = PatchText.from_file(file)
+    file.write_bytes(b"Other words.\n\n" + diff(OLD, NEW))
+    assert PatchText.from_file(file).digest == text.digest
+    assert text.without("src/a.cpp", 1).digest != text.digest
+    assert text.name == "p"

@@ -1,0 +1,44 @@
+"""Headers of patch files are written from descriptions and read from anywhere."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyllamakv.patching import header
+from pyllamakv.patching.definition import Definition, PatchText
+from pyllamakv.patching.header import Mail
+from pyllamakv.patching.hunks import Patch
+from pyllamakv.source import gitting
+
+SHAPE = Definition(
+    "p", "Do it", "Why it is.\n\nMore.", "own work", "not submitted", scenarios=("a", "b")
+)
+TEXT = PatchText("p", Patch(b"", ()), "0.3.9", requires=("q",))
+
+
+def test_written_header_is_read_back() -> None:
+    """What is written has identity, title, reasons and one line per fact."""
+    mail = header.parse(header.write(SHAPE, TEXT))
+    assert (mail.name, mail.email, mail.subject) == (gitting.NAME, gitting.EMAIL, "Do it")
+    assert f"{mail.subject}\n\n{mail.body}\n" == header.message(SHAPE, TEXT)
+    facts = ["Patch: p", "Base: 0.3.9", "Requires: q", "Origin: own work", "Scenario: b"]
+    assert set(facts) <= set(mail.body.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("data", "mail"),
+    [
+        (b"", Mail()),
+        (b"Just words.\n", Mail(body="Just words.")),
+        (
+            b"From: A B <a@b>\nDate: x\nSubject: [PATCH v2 3/4] One\n two\nX-Mailer: y\n\n"
+            b"Body\n---\nstat",
+            Mail("A B", "a@b", "x", "One two", "Body"),
+        ),
+        (b"Subject: =?UTF-8?q?=C3=A4?=\r\n\r\nBody\r\n", Mail(subject="ä", body="Body")),
+        (b"From: =?nonsense?q?x?= <a@b>\n\n", Mail("=?nonsense?q?x?=", "a@b")),
+    ],
+)
+def test_foreign_headers(data: bytes, mail: Mail) -> None:
+    """Folded, encoded, carriage-returned and missing headers are all read."""
+    assert header.parse(data) == mail

@@ -1,0 +1,177 @@
+"""The store: one bare repository that is read and extended the same way everywhere."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+from source_kit import TREE, imported, repository
+
+from pyllamakv.errors import DiskFull, GitError, SourceError
+from pyllamakv.source import gitting
+from pyllamakv.source.files import disk_room, locked, write_atomic
+from pyllamakv.source.store import Store, open_store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """Return an empty store."""
+    return open_store(tmp_path / "home" / "store.git")
+
+
+def test_open_twice_gives_the_same_store(tmp_path: Path) -> None:
+    """Opening makes a store once; the second time finds what the first put there."""
+    path = tmp_path / "store.git"
+    commit, _ = open_store(path).commit(None, {"f": b"x"}, "m")
+    assert open_store(path).read(commit, "f") == b"x"
+
+
+def test_many_may_open_at_once(tmp_path: Path) -> None:
+    """Opening from several threads at the same time gives one whole store."""
+    with ThreadPoolExecutor(8) as pool:
+        stores = list(pool.map(lambda _: open_store(tmp_path / "store.git"), range(8)))
+    assert all(s.commit(None, {"f": b"x"}, "m") for s in stores)
+
+
+def test_home_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a path the store lies below home."""
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "h"))
+    assert open_store().path == tmp_path / "h" / "store.git"
+
+
+def test_read_and_list(store: Store) -> None:
+    """Files are read and listed by path, and an absent one is None."""
+    commit, tree = store.commit(None, {"src/a.c": b"a", "src/b/c.h": b"\xff\r\n", "x": b""}, "m")
+    assert store.ls(commit) == ["src/a.c", "src/b/c.h", "x"]
+    assert store.ls(tree, "src") == store.ls(tree, "src/") == ["src/a.c", "src/b/c.h"]
+    assert store.ls(tree, "sr") == []
+    assert store.read(tree, "src/b/c.h") == b"\xff\r\n"
+    found = store.read_many(commit, ["x", "src", "none", "src/a.c"])
+    assert found == {"x": b"", "src": None, "none": None, "src/a.c": b"a"}
+    assert store.read_text(commit, "none") == ""
+
+
+def test_paths_with_odd_characters(store: Store) -> None:
+    """Spaces, quotes and letters beyond ASCII survive in paths."""
+    files = {'a "b" c': b"1", "ä/ö.txt": b"2", "tab\there": b"3"}
+    commit, _ = store.commit(None, files, "m")
+    assert {path: store.read(commit, path) for path in store.ls(commit)} == files
+
+
+def test_absent_commit_is_named(store: Store) -> None:
+    """A revision that is not there gives SourceError with its name."""
+    with pytest.raises(SourceError, match="0.9.9 is not in the store"):
+        store.tree_of("0.9.9")
+    with pytest.raises(SourceError, match="lacks object"):
+        store.blobs(["0" * 40])
+
+
+def test_commit_is_the_same_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same changes give the same ids in two stores, whatever the environment says."""
+    first = open_store(tmp_path / "a.git").commit(None, {"f": b"x", "g/h": b"y"}, "words")
+    monkeypatch.setenv("GIT_AUTHOR_NAME", "someone")
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    second = open_store(tmp_path / "b.git").commit(None, {"g/h": b"y", "f": b"x"}, "words\n")
+    assert first == second
+
+
+def test_commit_changes_deletes_and_keeps_modes(store: Store, tmp_path: Path) -> None:
+    """A commit on a parent changes only what it names, and a script stays a script."""
+    commit = repository(tmp_path / "up")
+    gitting.git(store.path, "fetch", "-q", str(tmp_path / "up"), "HEAD")
+    changes = {"scripts/run.sh": b"new\n", "src/llama.cpp": None, "src/new.cpp": b"n\n"}
+    child, tree = store.commit(commit, changes, "change")
+    modes = {entry.path: entry.mode for entry in store.entries(tree)}
+    assert modes["scripts/run.sh"] == "100755"
+    assert modes["src/new.cpp"] == "100644"
+    assert set(modes) == set(TREE) - {"src/llama.cpp"} | {"src/new.cpp"}
+    assert store.parents(child) == [commit]
+    assert store.read(child, "docs/crlf.txt") == TREE["docs/crlf.txt"]
+
+
+def test_date_is_utc(store: Store) -> None:
+    """The date of a commit is ISO 8601 in UTC."""
+    commit, _ = store.commit(None, {"f": b"x"}, "m")
+    assert store.date(commit) == gitting.DATE
+
+
+def test_has_only_what_was_published(store: Store) -> None:
+    """A release counts as there only when its ref points at its commit."""
+    release = imported(store, "1.0", TREE, "2025-01-01T00:00:00Z")
+    assert store.has(release)
+    store.drop("refs/upstream/1.0")
+    assert not store.has(release)
+    assert store.tree_of(release) == release.tree
+
+
+def test_publish_cuts_off_absent_parents(store: Store, tmp_path: Path) -> None:
+    """A commit without its parents becomes a shallow one, so that git's tools work on it."""
+    commit = repository(tmp_path / "up")
+    packed = gitting.git_bytes(
+        tmp_path / "up", "pack-objects", "--stdout", "--revs", input=f"{commit}\n^{commit}~1\n"
+    )
+    gitting.git(store.path, "index-pack", "--stdin", "--fix-thin", input=packed)
+    store.publish("refs/upstream/x", commit)
+    assert gitting.git(store.path, "log", "--format=%H", "refs/upstream/x") == commit
+    store.publish("refs/upstream/y", commit)
+    assert (store.path / "shallow").read_text().split() == [commit]
+
+
+def test_attributes_of_a_tree_change_nothing(store: Store, tmp_path: Path) -> None:
+    """A tree's own .gitattributes have no power over what is exported."""
+    commit, _ = store.commit(None, TREE, "m")
+    store.export(commit, tmp_path / "out")
+    assert (tmp_path / "out" / "docs" / "crlf.txt").read_bytes() == TREE["docs/crlf.txt"]
+
+
+def test_scratch_is_removed(store: Store) -> None:
+    """A scratch folder goes away, also one that a killed process left a day ago."""
+    old, fresh = store.path / "tmp-old", store.path / "tmp-fresh"
+    old.mkdir()
+    fresh.mkdir()
+    before = time.time() - 2 * 86400
+    os.utime(old, (before, before))
+    with store.scratch() as folder:
+        assert folder.is_dir()
+    assert not folder.exists()
+    assert not old.exists()
+    assert fresh.exists()
+
+
+def test_a_lock_that_is_held_is_named(tmp_path: Path) -> None:
+    """Waiting for a lock ends with the lock's name."""
+    with (
+        locked(tmp_path / "a.lock"),
+        pytest.raises(SourceError, match=r"a\.lock"),
+        locked(tmp_path / "a.lock", seconds=0.05),
+    ):
+        pass
+
+
+def test_no_room_is_told_apart(tmp_path: Path) -> None:
+    """A full disk is DiskFull, from Python or from git; other errors stay what they are."""
+    with pytest.raises(DiskFull, match="no room left"), disk_room(tmp_path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(DiskFull), disk_room(tmp_path):
+        raise GitError(["git"], 128, "fatal: write error: No space left on device")
+    with pytest.raises(PermissionError), disk_room(tmp_path):
+        raise PermissionError(errno.EACCES, "no")
+    with pytest.raises(GitError), disk_room(tmp_path):
+        raise GitError(["git"], 1, "other")
+
+
+def test_atomic_write_keeps_the_old_text_on_failure(tmp_path: Path) -> None:
+    """A text that cannot be written leaves the old file and nothing beside it."""
+    file = tmp_path / "f"
+    write_atomic(file, "old\n")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomic(file, "\ud800")
+    assert file.read_text() == "old\n"
+    assert list(tmp_path.iterdir()) == [file]

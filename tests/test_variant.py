@@ -1,0 +1,175 @@
+"""Specs are parsed, ids follow content alone, and what is built is found without work."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import pytest
+from building_kit import Workshop, manifest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pyllamakv.building import variant
+from pyllamakv.building.backend import Backend
+from pyllamakv.building.compiler import Compiler
+from pyllamakv.errors import UsageError
+from pyllamakv.source.releases import Release
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RELEASE = Release("0.3.9", "sdist", "c" * 40, "a" * 40, "unified", "2025-05-08T00:00:00Z")
+COMPILER = Compiler("/bin/gcc", "/bin/g++", "gcc 1.2.3", "x86_64", ("avx2", "fma"))
+
+
+def request(**changed: object) -> variant.Request:
+    """Return a request, but for the named fields."""
+    values: dict[str, object] = {
+        "spec": variant.Spec("0.3.9", ()),
+        "release": RELEASE,
+        "backend": Backend("cpu", {"GGML_RPC": "ON"}),
+        "compiler": COMPILER,
+        "native": True,
+        **changed,
+    }
+    return variant.Request(**values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "release", "series"),
+    [
+        ("0.3.9", "0.3.9", ()),
+        ("0.3.9+stock", "0.3.9", ()),
+        ("0.3.9+patched", "0.3.9", None),
+        ("0.3.9+full-defrag", "0.3.9", ("full-defrag",)),
+        (" 0.3.9+full-defrag,kv-counters ", "0.3.9", ("full-defrag", "kv-counters")),
+        ("b4980+patched", "b4980", None),
+        ("git:https://host/x.git@v1+patched", "git:https://host/x.git@v1", None),
+        ("git:ssh+git://host/X@main", "git:ssh+git://host/X@main", ()),
+        ("path:/some/C++/llama", "path:/some/C++/llama", ()),
+        ("path:/some/C++/llama+stock", "path:/some/C++/llama", ()),
+    ],
+)
+def test_parse(text: str, release: str, series: tuple[str, ...] | None) -> None:
+    """A spec is a release, and after the last plus a series."""
+    assert variant.parse(text) == variant.Spec(release, series)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "+stock", "0.3.9+", "0.3.9+a,,b", "0.3.9+a,a", "0.3.9+stock,a", "0.3.9+a b", "0.3.9+A"],
+)
+def test_parse_refuses(text: str) -> None:
+    """What is no spec is refused before anything is looked up."""
+    with pytest.raises(UsageError):
+        variant.parse(text)
+
+
+names = st.from_regex(r"[a-z0-9][a-z0-9-]{0,12}", fullmatch=True).filter(
+    lambda name: name not in {"stock", "patched"}
+)
+
+
+@given(st.none() | st.lists(names, unique=True, max_size=4).map(tuple))
+def test_spec_round_trip(series: tuple[str, ...] | None) -> None:
+    """Printing and parsing a spec gives the same spec."""
+    spec = variant.Spec("0.3.9", series)
+    assert variant.parse(str(spec)) == spec
+
+
+def test_id_is_deterministic_and_tells_its_kind() -> None:
+    """The same inputs give the same id; stock and patched can be told apart by eye."""
+    assert request().variant_id("a" * 40) == request().variant_id("a" * 40)
+    assert request().variant_id("a" * 40).startswith("0.3.9-stock-cpu-")
+    assert request().variant_id("b" * 40).startswith("0.3.9-patched-cpu-")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"backend": Backend("cpu", {"GGML_RPC": "OFF"})},
+        {"compiler": dataclasses.replace(COMPILER, version="gcc 9")},
+        {"compiler": dataclasses.replace(COMPILER, native_flags=("avx2",))},
+        {"native": False},
+        {"release": dataclasses.replace(RELEASE, commit="d" * 40)},
+    ],
+)
+def test_id_follows_what_decides_the_code(changed: dict[str, object]) -> None:
+    """Options, compiler version, CPU flags and the release change the id."""
+    assert request(**changed).variant_id("a" * 40) != request().variant_id("a" * 40)
+    assert request(**changed).objects != request().objects
+
+
+def test_id_ignores_where_tools_lie() -> None:
+    """The same compiler at another path makes the same variant."""
+    moved = request(compiler=dataclasses.replace(COMPILER, c="/opt/gcc", cxx="/opt/g++"))
+    assert moved.variant_id("a" * 40) == request().variant_id("a" * 40)
+    placed = request(backend=Backend("cpu", {"GGML_RPC": "ON"}, {"CUDAToolkit_ROOT": "/x"}))
+    assert placed.variant_id("a" * 40) == request().variant_id("a" * 40)
+
+
+def test_spec_does_not_enter_the_id() -> None:
+    """Two ways of naming the same tree name one variant, from one build folder."""
+    named = request(spec=variant.Spec("0.3.9", ("full-defrag",)))
+    whole = request(spec=variant.Spec("0.3.9", None))
+    assert named.variant_id("b" * 40) == whole.variant_id("b" * 40)
+    assert named.objects == whole.objects == request().objects
+    assert named.key != whole.key
+
+
+def test_shim_enters_the_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change of the shim makes another variant, in the same build folder."""
+    before, objects = request().variant_id("a" * 40), request().objects
+    monkeypatch.setattr(variant, "shim_digest", lambda: "other")
+    assert request().variant_id("a" * 40) != before
+    assert request().objects == objects
+
+
+def test_files_digest(tmp_path: Path) -> None:
+    """Names and contents count; times and compiled Python do not."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x").write_text("1", encoding="utf-8")
+    first = variant.files_digest([tmp_path])
+    (tmp_path / "a" / "x.pyc").write_text("2", encoding="utf-8")
+    (tmp_path / "a" / "x").touch()
+    assert variant.files_digest([tmp_path]) == first
+    (tmp_path / "a" / "x").rename(tmp_path / "a" / "y")
+    assert variant.files_digest([tmp_path]) != first
+
+
+def test_absent_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was never built is not found."""
+    shop = Workshop(tmp_path, monkeypatch)
+    assert variant.find(shop.spec) is None
+
+
+def test_find_asks_no_program_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second look runs neither compiler nor cmake."""
+    shop = Workshop(tmp_path, monkeypatch)
+    variant.find(shop.spec)
+    count = shop.compiler_calls.read_text("utf-8").count("\n")
+    variant.find(shop.spec)
+    assert shop.compiler_calls.read_text("utf-8").count("\n") == count
+    assert shop.count("cmake") == 0
+
+
+def test_lookup_needs_a_whole_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry of the index whose folder lost its library or manifest counts for nothing."""
+    shop = Workshop(tmp_path, monkeypatch)
+    wanted = variant.request(shop.spec)
+    folder = variant.built() / "some-variant"
+    folder.mkdir(parents=True)
+    (folder / "libplk.so").touch()
+    manifest().save(folder)
+    variant.remember(wanted, variant.Variant(folder))
+    found = variant.lookup(wanted)
+    assert found is not None
+    assert found.id == "some-variant"
+    assert found.manifest == manifest()
+    assert found.library == folder / "libplk.so"
+    (folder / "libplk.so").unlink()
+    assert variant.lookup(wanted) is None
+    (folder / "libplk.so").touch()
+    (folder / "manifest.json").write_text("{", encoding="utf-8")
+    assert variant.lookup(wanted) is None
