@@ -82,17 +82,19 @@ def _explain(path: Path, text: str) -> str:
 def _check(lib: Any, path: Path) -> None:
     try:
         abi = lib.plk_abi()
-        sizes = {name: lib.plk_sizeof(name.encode()) for name in struct_names()}
-    except AttributeError as error:
+        if abi != ABI:
+            raise LoadError(
+                f"{path} speaks interface {abi}, this package speaks {ABI}: build the variant "
+                "again with this version of pyllamakv"
+            )
+        for name in dir(lib):
+            getattr(lib, name)  # found now, or missing in the middle of someone's work
+    except (AttributeError, ffi.error) as error:
         raise LoadError(
-            f"{path} is not a libplk ({error}): build one with pyllamakv build"
+            f"{path} is not a libplk of this package ({error}): build one with pyllamakv build"
         ) from error
-    if abi != ABI:
-        raise LoadError(
-            f"{path} speaks interface {abi}, this package speaks {ABI}: build the variant again "
-            "with this version of pyllamakv"
-        )
-    for name, size in sizes.items():
+    for name in struct_names():
+        size = lib.plk_sizeof(name.encode())
         if size != ffi.sizeof(name):
             raise LoadError(
                 f"{path} takes {name} for {size} bytes, this package for {ffi.sizeof(name)}: "

@@ -58,6 +58,14 @@ CACHES = (
     Setting(True, "q4_0", "q4_0"),
 )
 
+#: The movers that host memory would not choose: what devices get, tried where everyone can. A
+#: build without them (stock) ignores the variable.
+MOVERS = tuple(
+    replace(setting, environment=(("LLAMA_KV_DEFRAG_MOVER", mover),))
+    for mover in ("graph", "staged")
+    for setting in (CACHES[0], CACHES[4])
+)
+
 #: One layout of each kind, for scenarios whose claim has nothing to do with row sizes.
 PLAIN = (CACHES[0], CACHES[4])
 

@@ -84,20 +84,15 @@ def find_moves(
     same = (old_pos == new_pos) & (old_seqs == new_seqs).all(axis=1)
     old = np.flatnonzero((old_pos >= 0) & ~same)
     new = np.flatnonzero((new_pos >= 0) & ~same)
-    kinds = _kinds(
-        np.concatenate((old_pos[old], new_pos[new])), np.concatenate((old_seqs[old], new_seqs[new]))
-    )
+    pos, seqs = ((old_pos[old], new_pos[new]), (old_seqs[old], new_seqs[new]))
+    kinds = _kinds(np.concatenate(pos), np.concatenate(seqs))
     old_keys, new_keys = _numbered(kinds[: len(old)]), _numbered(kinds[len(old) :])
     _, left, right = np.intersect1d(old_keys, new_keys, assume_unique=True, return_indices=True)
     source, target = old[left], new[right]
     order = np.argsort(source, kind="stable")
-    return Moves(
-        np.zeros(len(order), dtype=np.int64),
-        source[order],
-        target[order],
-        len(old) - len(order),
-        len(new) - len(order),
-    )
+    lost, new_ones = len(old) - len(order), len(new) - len(order)
+    stream = np.zeros(len(order), dtype=np.int64)
+    return Moves(stream, source[order], target[order], lost, new_ones)
 
 
 def _kinds(pos: NDArray[np.int32], seqs: NDArray[np.uint64]) -> NDArray[np.int64]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 from pyllamakv.binding.library import Library
 from pyllamakv.binding.protocol import ModelParams
 from pyllamakv.building import manifest as manifests
-from pyllamakv.errors import ManifestError, NotBuilt, UsageError
+from pyllamakv.errors import BuildError, ManifestError, NotBuilt, UsageError
 from pyllamakv.home import home
 from pyllamakv.runtime import model as models
 
@@ -84,26 +83,34 @@ def open(
 
 
 def find_built(spec: str, *, backend: str = "cpu") -> Path:
-    """Return the folder of the built variant that a spec names: of several the newest.
+    """Return the folder of the built variant that a spec or an id names, or raise NotBuilt.
 
-    ``patched`` is the one with the most patches; a list of patches is met by the variant with the
-    fewest others beside them. Raises NotBuilt.
+    Where the tools that built it are missing, the manifests decide: ``patched`` is the newest
+    variant with the most patches, a list of patches the one with the fewest others beside them.
     """
-    release, names = _parse(spec)
     known = _all_built()
     if spec in known:
         return home() / "built" / spec
+    from pyllamakv.building import variant
+
+    try:
+        found = variant.find(spec, backend=backend)
+    except BuildError:
+        return _among(known, spec, backend)
+    if found is None:
+        raise _not_built(known, spec, backend)
+    return found.folder
+
+
+def _among(known: dict[str, Manifest], spec: str, backend: str) -> Path:
+    release, names = _parse(spec)
     fitting = {
         key: each
         for key, each in known.items()
         if each.release == release and each.backend == backend and _has(each, names)
     }
     if not fitting:
-        msg = f"{spec} ({backend}) is not built; build it: pyllamakv build {spec}"
-        close = difflib.get_close_matches(release, {each.release for each in known.values()})
-        if close and release not in close:
-            msg += f" (built releases with a name like it: {', '.join(sorted(close))})"
-        raise NotBuilt(msg)
+        raise _not_built(known, spec, backend)
     most = names == ("patched",)
 
     def rank(key: str) -> tuple[int, str]:
@@ -111,6 +118,13 @@ def find_built(spec: str, *, backend: str = "cpu") -> Path:
         return (len(found.patches) if most else -len(found.patches), found.created)
 
     return home() / "built" / max(fitting, key=rank)
+
+
+def _not_built(known: dict[str, Manifest], spec: str, backend: str) -> NotBuilt:
+    there = sorted(key for key, each in known.items() if each.backend == backend)
+    built = f"; built are {', '.join(there)}" if there else ""
+    option = "" if backend == "cpu" else f" --backend {backend}"
+    return NotBuilt(f"{spec} is not built; build it: pyllamakv build {spec}{option}{built}")
 
 
 def _parse(spec: str) -> tuple[str, tuple[str, ...]]:

@@ -106,17 +106,10 @@ class KVStats:
 
     def to_json(self) -> dict[str, Any]:
         """Return the numbers as plain JSON values."""
+        names = ("size", "used", "free", "holes", "largest_hole", "used_max", "fragmentation")
         counts = self.per_sequence.counts
-        return {
-            "size": self.size,
-            "used": self.used,
-            "free": self.free,
-            "holes": self.holes,
-            "largest_hole": self.largest_hole,
-            "used_max": self.used_max,
-            "fragmentation": round(self.fragmentation, 6),
-            "per_sequence": {str(i): int(counts[i]) for i in np.flatnonzero(counts)},
-        }
+        per_sequence = {str(i): int(counts[i]) for i in np.flatnonzero(counts)}
+        return {name: getattr(self, name) for name in names} | {"per_sequence": per_sequence}
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,12 +242,5 @@ def _statistics(maps: tuple[CellMap, ...]) -> KVStats:
     for each, gaps in zip(maps, holes, strict=True):
         ends_free = len(gaps) > 0 and int(gaps[-1].sum()) == len(each)
         used_max += int(gaps[-1, 0]) if ends_free else len(each)
-    return KVStats(
-        size=size,
-        used=used,
-        free=size - used,
-        holes=sum(map(len, holes)),
-        largest_hole=largest,
-        used_max=used_max,
-        per_sequence=PerSequence(maps),
-    )
+    n_holes = sum(map(len, holes))
+    return KVStats(size, used, size - used, n_holes, largest, used_max, PerSequence(maps))

@@ -1,0 +1,108 @@
+// Caches that are one array of cells with a set of sequences each (to July 2025). The candidate
+// says where the array is, by `look`; all else is the same.
+#pragma once
+
+#include "cells/state.h"
+
+namespace plk::cells {
+
+// What the candidate knows of a context. `cache` is NULL where the memory is no such array.
+struct Look {
+    plk::Cache *cache = nullptr;
+    bool has_shift = false;
+    bool do_defrag = false;
+    bool v_trans = false;
+    bool recurrent = false;
+};
+Look look(llama_context *ctx);
+
+namespace flat {
+
+inline uint64_t bytes_of(const std::vector<ggml_tensor *> &layers) {
+    uint64_t bytes = 0;
+    for (const ggml_tensor *tensor : layers) {
+        bytes += tensor != nullptr ? ggml_nbytes(tensor) : 0;
+    }
+    return bytes;
+}
+
+inline bool on_host(const std::vector<ggml_tensor *> &layers) {
+    return std::all_of(layers.begin(), layers.end(), [](const ggml_tensor *tensor) {
+        return tensor == nullptr || ggml_backend_buffer_is_host(tensor->buffer);
+    });
+}
+
+} // namespace flat
+
+const uint64_t bits = PLK_CAP_CELLS;
+
+Ledger *const ledger = nullptr;
+
+void describe(llama_context *ctx, plk_context_info &info) {
+    const Look at = look(ctx);
+    if (at.cache == nullptr) {
+        info.memory = at.recurrent ? PLK_MEMORY_RECURRENT : PLK_MEMORY_OTHER;
+        info.can_remove_partly = at.recurrent ? 0 : -1;
+        return;
+    }
+    info.memory = PLK_MEMORY_ATTENTION;
+    info.n_caches = 1;
+    info.can_remove_partly = 1;
+    info.contiguous_slots = 1;
+    info.defrag = 1;
+    info.v_transposed = at.v_trans ? 1 : 0;
+}
+
+int32_t count(llama_context *ctx) { return look(ctx).cache ? 1 : 0; }
+
+int info(llama_context *ctx, int32_t, plk_cells_info &out) {
+    const Look at = look(ctx);
+    out.n_cells = static_cast<int32_t>(at.cache->size);
+    out.used = static_cast<int32_t>(at.cache->used);
+    out.head = static_cast<int32_t>(at.cache->head);
+    out.has_shift = at.has_shift ? 1 : 0;
+    out.n_layer = static_cast<int32_t>(at.cache->k_l.size());
+    out.type_k = at.cache->k_l.empty() || !at.cache->k_l[0] ? -1 : at.cache->k_l[0]->type;
+    out.type_v = at.cache->v_l.empty() || !at.cache->v_l[0] ? -1 : at.cache->v_l[0]->type;
+    out.v_transposed = at.v_trans ? 1 : 0;
+    out.host = flat::on_host(at.cache->k_l) && flat::on_host(at.cache->v_l) ? 1 : 0;
+    out.bytes_k = flat::bytes_of(at.cache->k_l);
+    out.bytes_v = flat::bytes_of(at.cache->v_l);
+    return PLK_OK;
+}
+
+int read(llama_context *ctx, int32_t, int32_t, int32_t *pos, int32_t *shift, uint64_t *seqs,
+         int32_t words) {
+    const plk::Cache &cache = *look(ctx).cache;
+    std::fill(seqs, seqs + size_t(cache.size) * words, 0);
+    for (uint32_t i = 0; i < cache.size; ++i) {
+        const auto &cell = cache.cells[i];
+        const bool occupied = cell.pos >= 0 && !cell.seq_id.empty();
+        pos[i] = occupied ? cell.pos : -1;
+        shift[i] = occupied ? cell.delta : 0; // a freed cell keeps its delta; it means nothing
+        for (const llama_seq_id seq : cell.seq_id) {
+            if (occupied && seq >= 0 && seq < 64 * words) {
+                seqs[size_t(i) * words + seq / 64] |= uint64_t(1) << (seq % 64);
+            }
+        }
+    }
+    return static_cast<int>(cache.size);
+}
+
+int pending(llama_context *ctx) {
+    const Look at = look(ctx);
+    return at.has_shift || at.do_defrag ? 1 : 0;
+}
+
+bool can_copy(llama_context *, int32_t, int32_t, int32_t, int32_t) { return true; }
+
+int check_state(llama_context *ctx, const uint8_t *data, size_t length) {
+    const Look at = look(ctx);
+    if (at.cache == nullptr) {
+        return 1;
+    }
+    StateReader reader{data, length, at.cache->size, 1, false, 0};
+    return reader.result(reader.cache());
+}
+
+} // namespace plk::cells

@@ -1,0 +1,119 @@
+// Walk through the state of one sequence before llama.cpp reads it: a number of cells, a position
+// and sequences for each, then keys and values by layer. What upstream would assert on, or
+// believe, is found here.
+#pragma once
+
+#include "groups.h"
+
+namespace plk::cells {
+
+struct StateReader {
+    const uint8_t *data;
+    size_t length;
+    uint32_t n_cells;   // of the cache, per stream
+    uint32_t n_stream;  // how many parts the state must have
+    bool streams;       // whether it says how many parts it has
+    uint32_t ids;       // sequence ids written per cell: 0, later 1
+    size_t at = 0;
+    uint64_t found = 0; // cells
+
+    bool bad(const char *what) {
+        plk::refuse(PLK_ESTATE, "the state is damaged or not of this model and release: %s", what);
+        return false;
+    }
+
+    template <typename Number> bool take(Number &out) {
+        if (length - at < sizeof(out)) {
+            return bad("it ends too early");
+        }
+        memcpy(&out, data + at, sizeof(out));
+        at += sizeof(out);
+        return true;
+    }
+
+    bool skip(uint64_t bytes) {
+        if (length - at < bytes) {
+            return bad("it ends too early");
+        }
+        at += bytes;
+        return true;
+    }
+
+    bool cells(uint32_t count) {
+        for (uint32_t i = 0; i < count; ++i) {
+            int32_t pos = 0;
+            uint32_t n_seq = 0;
+            if (!take(pos) || !take(n_seq)) {
+                return false;
+            }
+            if (pos < 0 || n_seq != ids) {
+                return bad("a cell has no position or too many sequences");
+            }
+            if (!skip(n_seq * sizeof(int32_t))) {
+                return false;
+            }
+        }
+        return true;
+    }
+
+    bool rows(uint32_t count, uint32_t n_layer) {
+        for (uint32_t layer = 0; layer < n_layer; ++layer) {
+            int32_t type = 0;
+            uint64_t row = 0;
+            if (!take(type) || !take(row) || row > (uint64_t(1) << 32) || !skip(row * count)) {
+                return bad("its rows do not add up");
+            }
+        }
+        return true;
+    }
+
+    bool columns(uint32_t count, uint32_t n_layer) {
+        for (uint32_t layer = 0; layer < n_layer; ++layer) {
+            int32_t type = 0;
+            uint32_t element = 0, width = 0;
+            if (!take(type) || !take(element) || !take(width) || element > 64 ||
+                !skip(uint64_t(element) * width * count)) {
+                return bad("its columns do not add up");
+            }
+        }
+        return true;
+    }
+
+    bool part() {
+        uint32_t count = 0, v_trans = 0, n_layer = 0;
+        if (!take(count)) {
+            return false;
+        }
+        found += count;
+        if (count == 0 && streams) {
+            return true; // nothing more is written for an empty stream
+        }
+        if (count > n_cells) {
+            return bad("it has more cells than the cache");
+        }
+        return cells(count) && take(v_trans) && take(n_layer) && rows(count, n_layer) &&
+               (v_trans ? columns(count, n_layer) : rows(count, n_layer));
+    }
+
+    // Read what one cache wrote.
+    bool cache() {
+        uint32_t parts = 1;
+        if (streams && !take(parts)) {
+            return false;
+        }
+        if (parts != n_stream) {
+            return bad("it has another number of streams");
+        }
+        for (uint32_t i = 0; i < parts; ++i) {
+            if (!part()) {
+                return false;
+            }
+        }
+        return true;
+    }
+
+    // The answer of cells::check_state.
+    int result(bool good) const { return !good ? 0 : found == 0 ? 2 : 1; }
+};
+
+} // namespace plk::cells

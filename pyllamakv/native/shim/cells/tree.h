@@ -1,0 +1,189 @@
+// Memory as a tree of objects with caches among them (0.3.10 and later). The candidate defines
+// plk::Cache, the iSWA and hybrid classes' names, and how to look into one cache:
+//
+//   cells_of(cache), a std::vector of cells, one per stream, or a reference to the only one
+//   heads_of(cache)  likewise
+//   contiguous(cache)
+#pragma once
+
+#include "cells/state.h"
+
+#include "llama-context.h"
+#include "llama-memory-hybrid.h"
+#include "llama-memory-recurrent.h"
+#if __has_include("llama-memory-hybrid-iswa.h")
+#include "llama-memory-hybrid-iswa.h"
+#endif
+
+namespace plk {
+
+// One stream of one cache.
+struct Stream {
+    Cache *cache = nullptr;
+    uint32_t index = 0;
+    bool swa = false;
+};
+
+struct Tree {
+    int32_t kind = PLK_MEMORY_NONE;
+    std::vector<Stream> caches; // stream 0 of each
+};
+
+inline Tree tree_of(llama_context *ctx) {
+    Tree tree;
+    llama_memory_i *memory = llama_get_memory(ctx);
+    const auto both = [&](Iswa *pair) {
+        tree.caches = {{pair->get_base(), 0, false}, {pair->get_swa(), 0, true}};
+    };
+    if (memory == nullptr) {
+        return tree;
+    }
+    if (auto *cache = dynamic_cast<Cache *>(memory)) {
+        tree.kind = PLK_MEMORY_ATTENTION;
+        tree.caches = {{cache, 0, false}};
+    } else if (auto *pair = dynamic_cast<Iswa *>(memory)) {
+        tree.kind = PLK_MEMORY_SWA;
+        both(pair);
+    } else if (dynamic_cast<llama_memory_recurrent *>(memory)) {
+        tree.kind = PLK_MEMORY_RECURRENT;
+    } else if (auto *hybrid = dynamic_cast<llama_memory_hybrid *>(memory)) {
+        tree.kind = PLK_MEMORY_HYBRID;
+        tree.caches = {{hybrid->get_mem_attn(), 0, false}};
+#if __has_include("llama-memory-hybrid-iswa.h")
+    } else if (auto *hybrid = dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {
+        tree.kind = PLK_MEMORY_HYBRID;
+        both(hybrid->get_mem_attn());
+#endif
+    } else {
+        tree.kind = PLK_MEMORY_OTHER;
+    }
+    return tree;
+}
+
+// All streams, cache after cache; `number` is what plk_cells_read calls `cache`.
+inline std::vector<Stream> streams_of(llama_context *ctx) {
+    std::vector<Stream> all;
+    for (const Stream &first : tree_of(ctx).caches) {
+        for (uint32_t s = 0; s < n_stream(*first.cache); ++s) {
+            all.push_back({first.cache, s, first.swa});
+        }
+    }
+    return all;
+}
+
+} // namespace plk
+
+namespace plk::cells {
+
+const uint64_t bits = PLK_CAP_CELLS;
+
+Ledger *const ledger = nullptr;
+
+void describe(llama_context *ctx, plk_context_info &info) {
+    const Tree tree = tree_of(ctx);
+    info.memory = tree.kind;
+    info.n_caches = static_cast<int32_t>(streams_of(ctx).size());
+    info.can_remove_partly = tree.kind == PLK_MEMORY_ATTENTION ? 1
+        : tree.kind == PLK_MEMORY_RECURRENT                   ? 0
+                                                              : -1;
+    info.defrag = !tree.caches.empty() && tree.kind != PLK_MEMORY_HYBRID;
+    for (const Stream &stream : tree.caches) {
+        info.contiguous_slots = std::max(info.contiguous_slots, contiguous(*stream.cache) ? 1 : 0);
+        info.v_transposed = transposed(*stream.cache) ? 1 : 0;
+        // Where a cache has several streams, upstream's defragmentation asserts that it has one.
+        info.defrag = info.defrag && n_stream(*stream.cache) == 1;
+    }
+}
+
+int32_t count(llama_context *ctx) { return static_cast<int32_t>(streams_of(ctx).size()); }
+
+int info(llama_context *ctx, int32_t number, plk_cells_info &out) {
+    const Stream at = streams_of(ctx)[static_cast<size_t>(number)];
+    const auto &cells = cells_of(*at.cache, at.index);
+    out.stream = static_cast<int32_t>(at.index);
+    out.swa = at.swa ? 1 : 0;
+    out.n_cells = static_cast<int32_t>(cells.size());
+    out.used = static_cast<int32_t>(cells.get_used());
+    out.head = static_cast<int32_t>(head_of(*at.cache, at.index));
+    out.has_shift = cells.get_has_shift() ? 1 : 0;
+    out.v_transposed = transposed(*at.cache) ? 1 : 0;
+    out.type_k = out.type_v = -1;
+    out.host = 1;
+    for (const auto &layer : layers_of(*at.cache)) {
+        out.n_layer += 1;
+        for (const bool is_k : {true, false}) {
+            const ggml_tensor *tensor = is_k ? layer.k : layer.v;
+            if (tensor == nullptr) {
+                continue;
+            }
+            (is_k ? out.type_k : out.type_v) = tensor->type;
+            (is_k ? out.bytes_k : out.bytes_v) += ggml_nbytes(tensor) / n_stream(*at.cache);
+            out.host = out.host && ggml_backend_buffer_is_host(tensor->buffer);
+        }
+    }
+    return PLK_OK;
+}
+
+int read(llama_context *ctx, int32_t number, int32_t, int32_t *pos, int32_t *shift, uint64_t *seqs,
+         int32_t words) {
+    const Stream at = streams_of(ctx)[static_cast<size_t>(number)];
+    const auto &cells = cells_of(*at.cache, at.index);
+    const auto n_seq = std::min<int32_t>(64 * words, static_cast<int32_t>(LLAMA_MAX_SEQ));
+    std::fill(seqs, seqs + size_t(cells.size()) * words, 0);
+    for (uint32_t i = 0; i < cells.size(); ++i) {
+        const bool occupied = !cells.is_empty(i);
+        pos[i] = occupied ? cells.pos_get(i) : -1;
+        shift[i] = occupied ? cells.get_shift(i) : 0;
+        for (int32_t seq = 0; occupied && seq < n_seq; ++seq) {
+            if (cells.seq_has(i, seq)) {
+                seqs[size_t(i) * words + seq / 64] |= uint64_t(1) << (seq % 64);
+            }
+        }
+    }
+    return static_cast<int>(cells.size());
+}
+
+int pending(llama_context *ctx) {
+    for (const Stream &stream : streams_of(ctx)) {
+        if (cells_of(*stream.cache, stream.index).get_has_shift() || copies(*stream.cache)) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+bool can_copy(llama_context *ctx, int32_t from, int32_t to, int32_t p0, int32_t p1) {
+    for (const Stream &stream : tree_of(ctx).caches) {
+        if (from != to && n_stream(*stream.cache) > 1 && (p0 > 0 || p1 >= 0)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+int check_state(llama_context *ctx, const uint8_t *data, size_t length) {
+    const Tree tree = tree_of(ctx);
+    // Others put more after the cells, or before; llama.cpp is left to read those by itself.
+    if (tree.kind != PLK_MEMORY_ATTENTION && tree.kind != PLK_MEMORY_SWA) {
+        return 1;
+    }
+    const auto rope = static_cast<int>(llama_model_rope_type(llama_get_model(ctx)));
+    if (rope >= 0 && (rope & 8)) {
+        return 1; // positions of more than one dimension are written for each cell as well
+    }
+    StateReader reader{data, length, 0, 1, counts_streams, 1};
+    for (const Stream &stream : tree.caches) {
+        reader.n_cells = static_cast<uint32_t>(cells_of(*stream.cache, 0).size());
+        reader.n_stream = n_stream(*stream.cache);
+        const uint64_t before = reader.found;
+        if (!reader.cache()) {
+            return reader.result(false);
+        }
+        if (!counts_streams && reader.found == before && before > 0) {
+            return reader.result(reader.bad("a part of it is empty"));
+        }
+    }
+    return reader.result(true);
+}
+
+} // namespace plk::cells

@@ -1,0 +1,165 @@
+"""Downloads: resumed, restarted, checked; a failure leaves what was there before."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from source_kit import isolate, serving
+
+from pyllamakv.errors import DiskFull, FetchError, HashMismatch
+from pyllamakv.source.download import TRIES, download
+from pyllamakv.source.index import Index
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+DATA = bytes(range(256)) * 4096
+SHA = hashlib.sha256(DATA).hexdigest()
+
+
+@pytest.fixture
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return the HTTP client that downloads use."""
+    isolate(tmp_path, monkeypatch)
+    with Index() as index:
+        yield index.session
+
+
+def test_a_file_arrives(session: Any, tmp_path: Path) -> None:
+    """A whole transfer ends with the file in its place, and progress told to the end."""
+    told: list[tuple[str, int, int | None]] = []
+    with serving({"/f": DATA}) as server:
+        place = tmp_path / "d" / "f"
+        found = download(
+            session, server.url + "/f", place, sha256=SHA, progress=lambda *x: told.append(x)
+        )
+    assert found == SHA
+    assert place.read_bytes() == DATA
+    assert told[-1] == ("f", len(DATA), len(DATA))
+    assert [p.name for p in place.parent.iterdir()] == ["f"]
+
+
+def test_a_broken_transfer_is_resumed(session: Any, tmp_path: Path) -> None:
+    """A transfer that breaks off goes on where it stopped."""
+    with serving({"/f": DATA}) as server:
+        server.cut = [300_000, 200_000]
+        download(session, server.url + "/f", tmp_path / "f", sha256=SHA)
+        starts = [wanted for _, wanted in server.asked]
+    assert (tmp_path / "f").read_bytes() == DATA
+    assert starts[0] is None
+    assert len(starts) == 3
+    assert all(wanted and wanted.startswith("bytes=") for wanted in starts[1:])
+
+
+def test_a_server_without_ranges_is_asked_for_the_whole(session: Any, tmp_path: Path) -> None:
+    """A server that ignores ranges sends everything again, and the file is right."""
+    (tmp_path / "f.part").write_bytes(b"old rubbish")
+    with serving({"/f": DATA}) as server:
+        server.ranges = False
+        download(session, server.url + "/f", tmp_path / "f", sha256=SHA)
+    assert (tmp_path / "f").read_bytes() == DATA
+
+
+def test_a_wrong_beginning_is_thrown_away(session: Any, tmp_path: Path) -> None:
+    """A part that belongs to another file is dropped and the download begins anew."""
+    (tmp_path / "f.part").write_bytes(b"not the beginning")
+    with serving({"/f": DATA}) as server:
+        download(session, server.url + "/f", tmp_path / "f", sha256=SHA)
+    assert (tmp_path / "f").read_bytes() == DATA
+
+
+def test_a_part_longer_than_the_file(session: Any, tmp_path: Path) -> None:
+    """A part that is longer than what the server has is dropped."""
+    (tmp_path / "f.part").write_bytes(DATA + b"more")
+    with serving({"/f": DATA}) as server:
+        download(session, server.url + "/f", tmp_path / "f", sha256=SHA)
+    assert (tmp_path / "f").read_bytes() == DATA
+
+
+def test_a_wrong_hash_keeps_the_old_file(session: Any, tmp_path: Path) -> None:
+    """A file with another hash is thrown away, with both hashes named; the old one stays."""
+    (tmp_path / "f").write_bytes(b"old")
+    with serving({"/f": DATA}) as server, pytest.raises(HashMismatch) as caught:
+        download(session, server.url + "/f", tmp_path / "f", sha256="0" * 64)
+    assert (caught.value.expected, caught.value.found) == ("0" * 64, SHA)
+    assert (tmp_path / "f").read_bytes() == b"old"
+    assert not (tmp_path / "f.part").exists()
+
+
+def test_a_truncated_file_is_told(session: Any, tmp_path: Path) -> None:
+    """When every try breaks off, the error says how far it came, and what came is kept."""
+    with serving({"/f": DATA}) as server:
+        server.cut = [1000] * TRIES
+        with pytest.raises(FetchError, match="resumes it"):
+            download(session, server.url + "/f", tmp_path / "f", sha256=SHA)
+        kept = (tmp_path / "f.part").stat().st_size
+        assert kept == 1000 * TRIES
+        assert not (tmp_path / "f").exists()
+        download(session, server.url + "/f", tmp_path / "f", sha256=SHA)
+        assert server.asked[-1][1] == f"bytes={kept}-"
+    assert (tmp_path / "f").read_bytes() == DATA
+
+
+def test_a_passing_fault_of_the_server_is_sat_out(session: Any, tmp_path: Path) -> None:
+    """An answer of 503 is tried again; one of 404 is not."""
+    with serving({"/f": DATA}) as server:
+        server.fail = [503, 503]
+        download(session, server.url + "/f", tmp_path / "f", sha256=SHA)
+        before = len(server.asked)
+        with pytest.raises(FetchError, match="404"):
+            download(session, server.url + "/none", tmp_path / "g", sha256=SHA)
+        assert len(server.asked) == before + 1
+
+
+def test_no_network(session: Any, tmp_path: Path) -> None:
+    """A server that is not there gives FetchError; credentials in its address are not shown."""
+    with serving({}) as server:
+        port = server.url.rpartition(":")[2]
+    url = f"http://user:secret@127.0.0.1:{port}/f"
+    with pytest.raises(FetchError, match="cannot download f") as caught:
+        download(session, url, tmp_path / "f", sha256=SHA)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_file_url_works(session: Any, tmp_path: Path) -> None:
+    """A local index is as good as one on the network."""
+    (tmp_path / "source").write_bytes(DATA)
+    download(session, (tmp_path / "source").as_uri(), tmp_path / "f", sha256=SHA)
+    assert (tmp_path / "f").read_bytes() == DATA
+
+
+class _Full:
+    """Stand for a client whose data cannot be written, because the disk is full."""
+
+    status_code = 200
+    headers: dict[str, str] = {}  # noqa: RUF012
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def get_stream(self, _url: str, *, headers: Any) -> _Full:
+        return self
+
+    def __enter__(self) -> _Full:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def iter_bytes(self, _size: int) -> Iterator[bytes]:
+        yield b"some"
+        raise OSError(self.number, "the disk says no")
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """A full disk is DiskFull, not a matter of the network; the old file stays."""
+    (tmp_path / "f").write_bytes(b"old")
+    with pytest.raises(DiskFull, match="no room left"):
+        download(_Full(errno.ENOSPC), "http://x/f", tmp_path / "f", sha256=SHA)
+    with pytest.raises(FetchError, match="cannot write"):
+        download(_Full(errno.EROFS), "http://x/f", tmp_path / "f", sha256=SHA)
+    assert (tmp_path / "f").read_bytes() == b"old"

@@ -1,0 +1,245 @@
+"""Fetching: from the index into the store, checked, all or nothing."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from source_kit import TREE, Server, index_page, isolate, objects, pinned, refs, sdist, serving
+
+from pyllamakv.errors import (
+    ArchiveError,
+    DiskFull,
+    FetchError,
+    GitError,
+    HashMismatch,
+    UnknownRelease,
+    UsageError,
+)
+from pyllamakv.source import fetch, lock
+from pyllamakv.source.quarantine import Quarantine
+from pyllamakv.source.releases import resolve
+from pyllamakv.source.store import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give every test a home of its own."""
+    return isolate(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """Return a server that pip's settings name as the index."""
+    with serving({}) as found:
+        monkeypatch.setenv("PIP_INDEX_URL", found.url + "/simple")
+        yield found
+
+
+def test_a_release_is_fetched_once(tmp_path: Path, server: Server, home: Path) -> None:
+    """A release comes from the index into the store; the second time nothing is asked."""
+    release, file = pinned(tmp_path / "up", "1.0")
+    index_page(server, file)
+    told: list[str] = []
+    assert fetch.fetch(release, progress=lambda what, *_: told.append(what)) == release
+    store = open_store()
+    assert store.has(release)
+    assert {p: store.read(release, p) for p in store.ls(release)} == TREE
+    assert list((home / "downloads").iterdir()) == []
+    assert told
+    before = len(server.asked)
+    fetch.fetch(release)
+    assert len(server.asked) == before
+
+
+def test_the_archive_may_be_kept(tmp_path: Path, server: Server, home: Path) -> None:
+    """A kept archive serves a later fetch without the network."""
+    release, file = pinned(tmp_path / "up", "1.0")
+    index_page(server, file)
+    fetch.fetch(release, keep=True)
+    assert (home / "downloads" / file.name).read_bytes() == file.read_bytes()
+    open_store().drop("refs/upstream/1.0")
+    server.files.clear()
+    fetch.fetch(release, keep=True)
+    assert open_store().has(release)
+
+
+def test_many_may_fetch_at_once(tmp_path: Path, server: Server) -> None:
+    """Several that want the same release get it, and it is downloaded once."""
+    release, file = pinned(tmp_path / "up", "1.0")
+    index_page(server, file)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: fetch.fetch(release), range(4))) == [release] * 4
+    assert sum(path.endswith(".tar.gz") for path, _ in server.asked) == 1
+
+
+def test_another_file_on_the_index(tmp_path: Path, server: Server) -> None:
+    """A file with another hash is refused: before the download when the index states its hash,
+    after it otherwise; the store stays as it was."""
+    release, file = pinned(tmp_path / "up", "1.0")
+    open_store()
+    before = objects(open_store())
+    wrong = replace(release, sha256="0" * 64)
+    for stated in (True, False):
+        index_page(server, file, stated=stated)
+        with pytest.raises(HashMismatch) as caught:
+            fetch.fetch(wrong)
+        assert caught.value.expected == "0" * 64
+    assert objects(open_store()) == before
+    assert not refs(open_store())
+
+
+def test_another_commit_in_the_archive(tmp_path: Path, server: Server, home: Path) -> None:
+    """An archive that holds another commit than pinned is refused, whatever its hash."""
+    release, file = pinned(tmp_path / "up", "1.0")
+    index_page(server, file)
+    with pytest.raises(HashMismatch, match="commit"):
+        fetch.fetch(replace(release, commit="1" * 40))
+    with pytest.raises(HashMismatch, match="tree"):
+        fetch.fetch(replace(release, tree="1" * 40))
+    assert not refs(open_store())
+
+
+def test_a_truncated_archive(tmp_path: Path, server: Server) -> None:
+    """A truncated archive whose hash nobody knows is found when it is read."""
+    file = sdist(tmp_path / "up", "1.0")
+    file.write_bytes(file.read_bytes()[:-50])
+    index_page(server, file, stated=False)
+    with pytest.raises(ArchiveError, match="truncated"):
+        fetch.add("1.0")
+    assert not refs(open_store())
+    assert lock.known() == {}
+
+
+def test_a_full_disk_leaves_the_store_as_it_was(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When git finds no room, DiskFull is raised; later the fetch succeeds."""
+    release, file = pinned(tmp_path / "up", "1.0")
+    index_page(server, file)
+
+    def full(self: Quarantine, pack: Path) -> None:
+        raise GitError(["git", "index-pack"], 128, "fatal: sha1 file: No space left on device")
+
+    true_add = Quarantine.add_pack
+    monkeypatch.setattr(Quarantine, "add_pack", full)
+    with pytest.raises(DiskFull, match="PYLLAMAKV_HOME"):
+        fetch.fetch(release)
+    assert not refs(open_store())
+    monkeypatch.setattr(Quarantine, "add_pack", true_add)
+    fetch.fetch(release)
+    assert open_store().has(release)
+
+
+def test_a_version_that_is_gone(tmp_path: Path, server: Server) -> None:
+    """A pinned version that the index has no more is a failed fetch, with the newest named."""
+    release, _ = pinned(tmp_path / "up", "1.0")
+    index_page(server, sdist(tmp_path / "other", "2.0"))
+    with pytest.raises(FetchError, match=r"newest there is 2\.0"):
+        fetch.fetch(release)
+
+
+def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network a fetch says so, and what is in the store can still be used."""
+    with serving({}) as server:
+        monkeypatch.setenv("PIP_INDEX_URL", server.url + "/simple")
+        first, file = pinned(tmp_path / "up", "1.0")
+        index_page(server, file)
+        fetch.fetch(first)
+    second, _ = pinned(tmp_path / "up2", "2.0")
+    with pytest.raises(FetchError, match="network"):
+        fetch.fetch(second)
+    assert fetch.fetch(first) == first
+
+
+def test_a_new_version_is_added(tmp_path: Path, server: Server) -> None:
+    """A version that no lock has is added with everything found out about it, and stays known."""
+    expected, file = pinned(tmp_path / "up", "1.0")
+    index_page(server, file)
+    assert fetch.ensure("1.0") == expected
+    assert resolve("1.0") == expected
+    assert lock.load(lock.added()) == [expected]
+    before = len(server.asked)
+    assert fetch.add("1.0") == expected
+    assert len(server.asked) == before
+
+
+def test_a_new_version_may_be_pinned(tmp_path: Path, server: Server) -> None:
+    """A version can be written to the shipped lock instead of the home's."""
+    expected, file = pinned(tmp_path / "up", "1.0")
+    index_page(server, file)
+    fetch.add("1.0", pin=lock.shipped())
+    assert lock.load(lock.shipped()) == [expected]
+    assert lock.load(lock.added()) == []
+
+
+def test_an_unknown_version(tmp_path: Path, server: Server) -> None:
+    """A version that the index has not is told with what it has."""
+    index_page(server, sdist(tmp_path / "up", "1.0"))
+    with pytest.raises(UnknownRelease, match="newest there is 1.0"):
+        fetch.ensure("1.7")
+    with pytest.raises(UnknownRelease):
+        fetch.ensure("nonsense")
+
+
+def test_an_archive_at_hand(tmp_path: Path) -> None:
+    """An archive that lies here is added without any network and left where it is."""
+    expected, file = pinned(tmp_path / "up", "1.0")
+    assert fetch.add(str(file)) == expected
+    assert open_store().has(expected)
+    assert file.is_file()
+
+
+def test_an_archive_of_a_pinned_release_must_match(tmp_path: Path) -> None:
+    """An archive of a release that a lock has is checked against the lock."""
+    release, file = pinned(tmp_path / "up", "1.0")
+    lock.save(lock.shipped(), [release])
+    assert fetch.add(str(file)) == release
+    file.write_bytes(file.read_bytes() + b"x")
+    with pytest.raises(HashMismatch, match="the lock expects"):
+        fetch.add(str(file))
+
+
+def test_things_that_cannot_be_added(tmp_path: Path) -> None:
+    """A file with a strange name, and a word that means nothing, are refused with the choices."""
+    (tmp_path / "x.zip").write_bytes(b"")
+    with pytest.raises(UsageError, match="neither llama_cpp_python"):
+        fetch.add(str(tmp_path / "x.zip"))
+    with pytest.raises(UsageError, match="neither a file nor a version"):
+        fetch.add("what")
+
+
+def test_a_release_without_an_archive() -> None:
+    """A lock entry without an archive cannot be fetched, and that is said."""
+    release = lock.Release("9.9", "sdist", "1" * 40, "2" * 40, "rows", "2025")
+    with pytest.raises(FetchError, match="no archive"):
+        fetch.fetch(release)
+
+
+@pytest.mark.network
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_real_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reference release comes from the configured index and is what the lock says."""
+    monkeypatch.undo()
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("PYTEST_NONE", raising=False)
+    release = resolve("0.3.9")
+    try:
+        fetch.fetch(release)
+    except HashMismatch:
+        raise
+    except (FetchError, UnknownRelease) as error:
+        pytest.skip(f"the index cannot be reached: {error}")
+    store = open_store()
+    assert store.tree_of(release) == release.tree
+    store.export(release, tmp_path / "tree")
+    assert not store.compare(release, tmp_path / "tree")
+    assert os.path.getsize(tmp_path / "tree" / "include" / "llama.h") > 0

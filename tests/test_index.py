@@ -1,0 +1,103 @@
+"""The package index: every sdist it offers, from HTML pages, folders and find-links."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from source_kit import index_page, isolate, pack, serving, sha256
+
+from pyllamakv.errors import FetchError
+from pyllamakv.source.index import Index
+from pyllamakv.source.pipconfig import PipSettings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give every test pip settings of its own."""
+    return isolate(tmp_path, monkeypatch)
+
+
+def sdists(folder: Path, *versions: str) -> list[Path]:
+    return [pack(folder / f"llama_cpp_python-{v}.tar.gz", {"x": v.encode()}) for v in versions]
+
+
+def test_versions_sort_as_versions(tmp_path: Path) -> None:
+    """What an index offers is ordered by version, with the hash that it states."""
+    files = sdists(tmp_path / "f", "0.3.10", "0.3.9", "0.2.90")
+    with serving({}) as server:
+        url = index_page(server, *files)
+        with Index(PipSettings(index_urls=(url,))) as index:
+            found = index.sdists()
+    assert [file.version for file in found] == ["0.2.90", "0.3.9", "0.3.10"]
+    assert found[1].sha256 == sha256(files[1])
+    assert found[1].url.endswith(files[1].name)
+
+
+def test_wheels_and_other_projects_are_left_out(tmp_path: Path) -> None:
+    """Only sdists of the project count, whatever else lies there."""
+    folder = tmp_path / "links"
+    sdists(folder, "0.3.9")
+    names = ("llama_cpp_python-0.3.9-py3-none-any.whl", "other-1.0.tar.gz")
+    for name in (*names, "llama_cpp_python-0.3.9.zip"):
+        (folder / name).write_bytes(b"")
+    with Index(PipSettings(index_urls=(), find_links=(str(folder),))) as index:
+        assert [file.name for file in index.sdists()] == ["llama_cpp_python-0.3.9.tar.gz"]
+
+
+def test_a_local_index(tmp_path: Path) -> None:
+    """An index in a folder works through file://, hashes behind the links."""
+    (file,) = sdists(tmp_path / "files", "0.3.9")
+    page = tmp_path / "simple" / "llama-cpp-python" / "index.html"
+    page.parent.mkdir(parents=True)
+    page.write_text(f'<a href="../../files/{file.name}#sha256={sha256(file)}">{file.name}</a>')
+    with Index(PipSettings(index_urls=((tmp_path / "simple").as_uri(),))) as index:
+        (found,) = index.sdists()
+    assert found.sha256 == sha256(file)
+
+
+def test_one_dead_source_does_not_hide_the_others(tmp_path: Path) -> None:
+    """A source that does not answer is noted, and what others offer is returned."""
+    files = sdists(tmp_path / "f", "0.3.9")
+    with serving({}) as dead:
+        gone = dead.url + "/simple"
+    with serving({}) as server:
+        url = index_page(server, *files)
+        settings = PipSettings(
+            index_urls=(gone, url, server.url + "/empty"), find_links=(str(tmp_path / "none"),)
+        )
+        with Index(settings) as index:
+            assert [file.version for file in index.sdists()] == ["0.3.9"]
+            assert any(gone in problem for problem in index.unreachable)
+
+
+def test_no_network_names_the_sources() -> None:
+    """When nothing answers, the error names every source and where to look."""
+    with serving({}) as dead:
+        gone = dead.url + "/simple"
+    settings = PipSettings(index_urls=(gone,))
+    with Index(settings) as index, pytest.raises(FetchError, match="pip config list") as caught:
+        index.sdists()
+    assert gone in str(caught.value)
+
+
+def test_a_server_fault_is_no_empty_index() -> None:
+    """An index that answers 503 is unreachable, not empty."""
+    with serving({}) as server:
+        server.fail = [503, 503, 503]
+        with (
+            Index(PipSettings(index_urls=(server.url + "/simple",))) as index,
+            pytest.raises(FetchError, match="503"),
+        ):
+            index.sdists()
+
+
+def test_bad_certificates_are_named(tmp_path: Path) -> None:
+    """A certificate file that cannot be read is named."""
+    (tmp_path / "ca.pem").write_text("no certificate")
+    settings = PipSettings(index_urls=("https://127.0.0.1:1/simple",), cert=str(tmp_path / "ca.pem"))
+    with Index(settings) as index, pytest.raises(FetchError, match=r"ca\.pem"):
+        index.sdists()

@@ -1,0 +1,73 @@
+"""Names of releases: which one a spec means, and what is said when it means none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from source_kit import isolate, repository
+
+from pyllamakv.errors import UnknownRelease
+from pyllamakv.source import lock
+from pyllamakv.source.releases import Release, is_name, natural, resolve
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give every test a home, and a lock of two releases."""
+    place = isolate(tmp_path, monkeypatch)
+    lock.save(lock.shipped(), [release("0.3.9"), release("b4980")])
+    return place
+
+
+def release(name: str) -> Release:
+    return Release(name, "sdist", "1" * 40, "2" * 40, "split", "2025-01-01T00:00:00Z")
+
+
+@pytest.mark.parametrize("spec", ["0.3.9", " 0.3.9 ", "v0.3.9", "llama-cpp-python==0.3.9"])
+def test_spellings_of_a_version(spec: str) -> None:
+    """A version is found in the spellings that people use."""
+    assert resolve(spec).name == "0.3.9"
+
+
+def test_added_releases_are_found() -> None:
+    """What was added on this machine is found like what ships."""
+    lock.save(lock.added(), [release("0.4.0")])
+    assert resolve("0.4.0").name == "0.4.0"
+
+
+def test_an_unknown_release_names_close_ones() -> None:
+    """A name that no lock has brings the closest names and what to do."""
+    with pytest.raises(UnknownRelease, match=r"upstream add 0\.3\.8") as caught:
+        resolve("0.3.8")
+    assert "0.3.9" in caught.value.close
+    assert caught.value.name == "0.3.8"
+
+
+def test_a_folder_and_a_git_source_are_resolved(tmp_path: Path) -> None:
+    """path:DIR and git:URL@REF give releases with commits of their own."""
+    commit = repository(tmp_path / "up")
+    by_git = resolve(f"git:{tmp_path / 'up'}@HEAD")
+    by_path = resolve(f"path:{tmp_path / 'up'}")
+    assert by_git.commit == commit
+    assert by_git.tree == by_path.tree
+    assert by_git.key == f"git-{commit[:12]}"
+    assert by_path.key.startswith("path-")
+
+
+def test_order_is_by_date_then_number() -> None:
+    """Releases of one date sort by number, not by letter."""
+    names = ["0.3.10", "0.3.9", "0.3.2"]
+    ordered = sorted(map(release, names), key=lambda r: r.order)
+    assert [r.name for r in ordered] == ["0.3.2", "0.3.9", "0.3.10"]
+    assert natural("b10") > natural("b9")
+
+
+@pytest.mark.parametrize("name", ["", "-x", "../x", "a/b", "a..b", "x.lock", "a b", ".x"])
+def test_unsafe_names(name: str) -> None:
+    """Names that could be options, paths or broken refs are told apart."""
+    assert not is_name(name)
+    assert is_name("0.3.9-rc1")

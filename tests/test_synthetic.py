@@ -1,0 +1,85 @@
+"""Generated models are a pure function of their shape."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+
+from pyllamakv.errors import Untestable, UsageError
+from pyllamakv.harness import synthetic
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
+
+
+def test_the_same_shape_gives_the_same_bytes(tmp_path) -> None:
+    """No time, path or machine gets into a file."""
+    for name in ("tiny", "bytes"):
+        shape = synthetic.SHAPES[name]
+        synthetic.write(shape, tmp_path / "one.gguf")
+        synthetic.write(shape, tmp_path / "other.gguf")
+        assert (tmp_path / "one.gguf").read_bytes() == (tmp_path / "other.gguf").read_bytes()
+
+
+def test_a_model_is_written_once() -> None:
+    """The second call finds the first one's file, and no part of a file stays behind."""
+    path = synthetic.tiny()
+    stamp = path.stat().st_mtime_ns
+    assert synthetic.tiny() == path
+    assert path.stat().st_mtime_ns == stamp
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    assert path.stat().st_size < 60_000
+
+
+def test_an_interrupted_write_leaves_nothing(monkeypatch, tmp_path) -> None:
+    """A failure in the middle takes its part away."""
+    monkeypatch.setattr(synthetic, "write", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        synthetic.tiny()
+    assert not list((tmp_path / "models").iterdir())
+
+
+@pytest.mark.parametrize("name", list(synthetic.SHAPES))
+def test_rows_fit_quantised_blocks(name: str) -> None:
+    """K and V rows are whole blocks of 32, and every head has whole ones too."""
+    shape = synthetic.SHAPES[name]
+    assert shape.n_embd // shape.n_head % 32 == 0
+    assert shape.n_embd // shape.n_head * shape.n_head_kv % 32 == 0
+
+
+def test_a_model_says_what_its_shape_says() -> None:
+    """The metadata and tensors are those of the shape."""
+    shape = synthetic.SHAPES["grouped"]
+    reader = gguf.GGUFReader(synthetic.model("grouped"))
+    assert reader.fields["llama.block_count"].contents() == shape.n_layer
+    assert reader.fields["llama.attention.head_count_kv"].contents() == shape.n_head_kv
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    assert "blk.1.ffn_down.weight" in tensors
+    assert np.isfinite(tensors["output.weight"].data).all()
+
+
+def test_the_byte_vocabulary_has_every_byte() -> None:
+    """Any text can be tokenised."""
+    reader = gguf.GGUFReader(synthetic.model("bytes"))
+    words = reader.fields["tokenizer.ggml.tokens"].contents()
+    assert {f"<0x{byte:02X}>" for byte in range(256)} <= set(words)
+    assert len(words) == len(set(words)) == synthetic.SHAPES["bytes"].n_vocab
+
+
+def test_other_models(tmp_path, monkeypatch) -> None:
+    """A path is itself, `test` is the user's, anything else is refused with what there is."""
+    file = tmp_path / "own.gguf"
+    file.write_bytes(b"GGUF")
+    assert synthetic.model(str(file)) == file
+    monkeypatch.setenv("PYLLAMAKV_TEST_MODEL", str(file))
+    assert synthetic.model("test") == file
+    assert synthetic.identity("test") != synthetic.identity("tiny")
+    monkeypatch.delenv("PYLLAMAKV_TEST_MODEL")
+    with pytest.raises(Untestable, match="PYLLAMAKV_TEST_MODEL"):
+        synthetic.model("test")
+    assert synthetic.identity("test") == ""
+    with pytest.raises(UsageError, match="tiny"):
+        synthetic.model("giant")
