@@ -179,7 +179,7 @@ def serving(files: dict[str, bytes]) -> Iterator[Server]:
     server = Server(files)
 
     class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:  # noqa: N802
+        def do_GET(self) -> None:
             wanted = self.headers.get("Range")
             server.asked.append((self.path, wanted))
             if server.fail:

@@ -78,7 +78,7 @@ def test_config_and_hooks_are_never_taken(
 def test_loose_objects_are_taken(store: Store, tmp_path: Path, members: dict[str, Any]) -> None:
     """A clone whose objects are loose is as good as a packed one."""
     clone = tmp_path / "making" / "clone-1.0"
-    packs = [p for p in (clone / "objects" / "pack").glob("*.pack")]
+    packs = list((clone / "objects" / "pack").glob("*.pack"))
     loose = tmp_path / "loose.git"
     gitting.git(tmp_path, "init", "-q", "--bare", str(loose))
     gitting.git(loose, "unpack-objects", "-q", input=packs[0])

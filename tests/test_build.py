@@ -256,7 +256,7 @@ def test_definitions_are_reproducible(shop: Workshop) -> None:
 
 
 def test_cache_of_objects_has_a_place(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ccache fails without a folder, so it gets one where HOME offers none."""
+    """Ccache fails without a folder, so it gets one where HOME offers none."""
     monkeypatch.delenv("CCACHE_DIR", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "")

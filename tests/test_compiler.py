@@ -116,7 +116,7 @@ def test_broken(tmp_path: Path) -> None:
 
 
 def test_launcher(tmp_path: Path) -> None:
-    """ccache is preferred, and can be switched off."""
+    """Ccache is preferred, and can be switched off."""
     env = programs(tmp_path, "sccache")
     assert compiler.launcher(env) == str(tmp_path / "sccache")
     env = programs(tmp_path, "ccache")

@@ -135,5 +135,3 @@ def test_not_nvcc(tmp_path: Path) -> None:
     script(tmp_path / "cuda" / "bin" / "nvcc", "echo hello\n")
     with pytest.raises(ToolMissing, match="does not tell its version"):
         cuda.find(env)
-
-

@@ -150,7 +150,7 @@ class _Full:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def iter_bytes(self, _size: int) -> Iterator[bytes]:
+    def iter_bytes(self) -> Iterator[bytes]:
         yield b"some"
         raise OSError(self.number, "the disk says no")
 

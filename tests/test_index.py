@@ -98,6 +98,8 @@ def test_a_server_fault_is_no_empty_index() -> None:
 def test_bad_certificates_are_named(tmp_path: Path) -> None:
     """A certificate file that cannot be read is named."""
     (tmp_path / "ca.pem").write_text("no certificate")
-    settings = PipSettings(index_urls=("https://127.0.0.1:1/simple",), cert=str(tmp_path / "ca.pem"))
+    settings = PipSettings(
+        index_urls=("https://127.0.0.1:1/simple",), cert=str(tmp_path / "ca.pem")
+    )
     with Index(settings) as index, pytest.raises(FetchError, match=r"ca\.pem"):
         index.sdists()

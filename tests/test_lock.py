@@ -12,15 +12,34 @@ from source_kit import isolate
 from pyllamakv.errors import LockFileError
 from pyllamakv.home import data
 from pyllamakv.source import lock
+from pyllamakv.source.era import ERAS
 from pyllamakv.source.releases import Release
 
 ROOT = Path(__file__).resolve().parent.parent
 
 #: The releases that the project answers for, in upstream's order.
-REFERENCE = (
-    "0.2.90 0.3.2 0.3.5 0.3.6 0.3.7 0.3.8 b4980 0.3.9 b5415 0.3.10 0.3.12 0.3.14 0.3.15 0.3.16 "
-    "b6845 0.3.17 0.3.20 0.3.25 0.3.30 0.3.36"
-).split()
+REFERENCE = [
+    "0.2.90",
+    "0.3.2",
+    "0.3.5",
+    "0.3.6",
+    "0.3.7",
+    "0.3.8",
+    "b4980",
+    "0.3.9",
+    "b5415",
+    "0.3.10",
+    "0.3.12",
+    "0.3.14",
+    "0.3.15",
+    "0.3.16",
+    "b6845",
+    "0.3.17",
+    "0.3.20",
+    "0.3.25",
+    "0.3.30",
+    "0.3.36",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -120,9 +139,9 @@ def test_an_absent_file_holds_nothing(tmp_path: Path) -> None:
 def test_faults_are_named(tmp_path: Path, text: str, word: str) -> None:
     """A lock that cannot be understood is refused with what is wrong in it."""
     good = (
-        '[[release]]\nname = "x"\nkind = "sdist"\ncommit = "%s"\ntree = "%s"\nera = "split"\n'
-        'date = "2025"\narchive = "a.tar.gz"\nsha256 = "%s"\n'
-    ) % ("1" * 40, "2" * 40, "3" * 64)
+        '[[release]]\nname = "x"\nkind = "sdist"\ncommit = "{}"\ntree = "{}"\nera = "split"\n'
+        'date = "2025"\narchive = "a.tar.gz"\nsha256 = "{}"\n'
+    ).format("1" * 40, "2" * 40, "3" * 64)
     filled = text.format(
         good=good,
         badkind=good.replace("sdist", "wheel"),
@@ -151,7 +170,7 @@ def test_the_shipped_lock_pins_every_reference_release(monkeypatch: pytest.Monke
         assert one.sha256
         assert one.package
     eras = list(dict.fromkeys(r.era for r in found))
-    assert eras == "monolith split context unified memory streams rows".split()
+    assert eras == list(ERAS)
 
 
 def test_the_shipped_lock_names_no_host() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -17,7 +18,6 @@ import pytest
 from fakes.build import ABORT, EXIT, HANG, LOG, SEGV, SLOW, fake
 
 from pyllamakv.binding import process, worker
-from pyllamakv.binding.proxy import Proxy
 from pyllamakv.binding.protocol import (
     ContextHandle,
     ContextParams,
@@ -26,6 +26,7 @@ from pyllamakv.binding.protocol import (
     Native,
     SamplerParams,
 )
+from pyllamakv.binding.proxy import Proxy
 from pyllamakv.binding.remote import Remote
 from pyllamakv.errors import (
     Busy,
@@ -148,8 +149,9 @@ def test_a_worker_that_hangs(remote: Remote, context: ContextHandle) -> None:
 
 def test_a_worker_that_is_stopped_while_much_is_sent() -> None:
     """A worker that does not read is as silent as one that does not answer."""
-    remote = Remote(fake(), timeout=0.5)
+    remote = Remote(fake(), timeout=LONG)
     context = remote.context_new(remote.model_load("m", ModelParams()), ContextParams())
+    remote.timeout = 0.5
     os.kill(remote.pid, signal.SIGSTOP)
     with pytest.raises(WorkerTimeout):
         remote.state_load(context, 0, bytes(8 << 20))
@@ -164,7 +166,8 @@ def test_a_library_that_breaks_as_it_loads(
     monkeypatch: pytest.MonkeyPatch, fault: str, kind: type[NativeError]
 ) -> None:
     """Not even loading may harm the parent."""
-    monkeypatch.setattr("pyllamakv.binding.remote.START", 5.0)
+    if fault == "hang":
+        monkeypatch.setattr("pyllamakv.binding.remote.START", 3.0)
     before = fds()
     with pytest.raises(kind):
         Remote(fake(), env={"FAKE_PLK_INIT": fault})
@@ -279,6 +282,34 @@ def test_a_worker_s_environment() -> None:
     assert process._environment({"GGML_NO_BACKTRACE": "0"})["GGML_NO_BACKTRACE"] == "0"
 
 
+STREAMS = """
+import os, sys
+from pathlib import Path
+for fd in range(3):
+    os.close(fd)
+sys.path.insert(0, {root!r})
+from pyllamakv.binding.remote import Remote
+Remote(Path({library!r})).close()
+os._exit(42)
+"""
+
+
+def test_closed_standard_streams(tmp_path: Path) -> None:
+    """A program without stdin, stdout and stderr can have a worker too."""
+    root = str(Path(__file__).resolve().parent.parent)
+    code = STREAMS.format(root=root, library=str(fake()))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        check=False,
+        timeout=300,
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    assert done.returncode == 42
+
+
 def test_an_odd_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module of the user's with a standard name does not reach the worker."""
     (tmp_path / "json.py").write_text("raise SystemExit(9)", encoding="utf-8")
@@ -318,25 +349,28 @@ def test_closing_during_a_call(remote: Remote, context: ContextHandle) -> None:
         remote.cancel(context)
 
 
-def interrupted(call: Callable[[], object], delay: float) -> None:
-    """Call, and interrupt the call with an exception from a signal handler."""
-
-    def handler(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    old = signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, delay)
+@contextlib.contextmanager
+def handling(handler: Callable[[int, object], None], delay: float) -> Iterator[None]:
+    """Let a signal handler run in this thread after some seconds; not the timeout's signal."""
+    old = signal.signal(signal.SIGUSR1, handler)
+    main = threading.get_ident()
+    timer = threading.Timer(delay, lambda: signal.pthread_kill(main, signal.SIGUSR1))
+    timer.start()
     try:
-        with pytest.raises(KeyboardInterrupt):
-            call()
+        yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, old)
+        timer.join(LONG)
+        signal.signal(signal.SIGUSR1, old)
 
 
 def test_an_interrupt(remote: Remote, context: ContextHandle) -> None:
     """Ctrl-C ends the wait, not the worker; the late answer is not taken for the next one."""
-    interrupted(lambda: remote.decode_one(context, HANG, 0, 0), 0.2)
+
+    def handler(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    with handling(handler, 0.2), pytest.raises(KeyboardInterrupt):
+        remote.decode_one(context, HANG, 0, 0)
     remote.cancel(context)
     assert remote.seq_pos_max(context, 0) == -1
     assert remote.decode_one(context, 1, 0, 0) == 0
@@ -361,16 +395,10 @@ def test_calls_from_within_a_call(remote: Remote, context: ContextHandle) -> Non
             seen.append(error)
         remote.model_free(extra)
 
-    old = signal.signal(signal.SIGALRM, handler)
-    timer = threading.Timer(0.5, remote.cancel, (context,))
-    signal.setitimer(signal.ITIMER_REAL, 0.1)
-    timer.start()
-    try:
+        remote.cancel(context)
+
+    with handling(handler, 0.2):
         assert remote.decode_one(context, HANG, 0, 0) == 2
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, old)
-        timer.join(LONG)
     assert isinstance(seen[0], Busy)
     with pytest.raises(Closed):
         remote.model_info(extra)

@@ -67,7 +67,7 @@ def test_paths_with_odd_characters(store: Store) -> None:
 
 def test_absent_commit_is_named(store: Store) -> None:
     """A revision that is not there gives SourceError with its name."""
-    with pytest.raises(SourceError, match="0.9.9 is not in the store"):
+    with pytest.raises(SourceError, match=r"0\.9\.9 is not in the store"):
         store.tree_of("0.9.9")
     with pytest.raises(SourceError, match="lacks object"):
         store.blobs(["0" * 40])

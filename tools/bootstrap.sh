@@ -16,7 +16,7 @@ die() { say "error: $*"; exit 2; }
 
 # These would send packages elsewhere than into the environment that was chosen.
 unset PIP_TARGET PIP_PREFIX PIP_ROOT PIP_USER PIP_NO_BUILD_ISOLATION PIP_DRY_RUN PYTHONHOME || true
-export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_ROOT_USER_ACTION=ignore
 if [ -z "${HOME:-}" ] || [ ! -w "${HOME:-/nonexistent}" ]; then
     export PIP_NO_CACHE_DIR=1
 fi

@@ -50,7 +50,8 @@ class _Node(Generic[Raw]):
         taken.append(self)  # type: ignore[arg-type]
         if self.users:
             return self  # type: ignore[return-value]
-        for child in self.children:
+        # A copy: a finaliser in another thread may take a child out of the list meanwhile.
+        for child in tuple(self.children):
             busy = child.take(taken)
             if busy is not None:
                 return busy
@@ -76,9 +77,12 @@ class _Node(Generic[Raw]):
             if self.closed:
                 return
             self.closed = True
-        if self.parent is not None and self in self.parent.children:
-            self.parent.children.remove(self)  # type: ignore[arg-type]
-        self.free(self.raw)
+        try:
+            self.free(self.raw)
+        finally:
+            # Only now: until then the parent must not be freed.
+            if self.parent is not None and self in self.parent.children:
+                self.parent.children.remove(self)  # type: ignore[arg-type]
 
 
 class Handle(Generic[Raw]):

@@ -47,7 +47,7 @@ class Log:
         """Take records in: to the sink, to the tail for errors, and to `take`."""
         if records:
             self._kept.extend(records)
-            self._tail.extend(text for _level, text in records)
+            self._tail.extend(text for level, text in records if level > 1)
             self._sink(records)
 
     def take(self) -> list[Record]:
@@ -57,5 +57,5 @@ class Log:
         return records
 
     def tail(self) -> tuple[str, ...]:
-        """Return the last lines, oldest first."""
+        """Return the last lines above debug, oldest first."""
         return tuple(self._tail)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -35,8 +36,8 @@ class Process:
         """Start a worker for a library; raises LoadError when no process can be started."""
         if not sys.executable:
             raise LoadError("a worker needs sys.executable, which this program does not set")
-        self.requests, theirs = socket.socketpair()
-        self.control, their_control = socket.socketpair()
+        self.requests, theirs = _pair()
+        self.control, their_control = _pair()
         # A file and not a pipe: nobody has to read it while the worker runs.
         self._stderr = tempfile.TemporaryFile(prefix="pyllamakv-worker-")  # noqa: SIM115
         with theirs, their_control:
@@ -106,6 +107,23 @@ class Process:
             # Without its sockets a worker ends by itself.
             self.wait()
         self._stderr.close()
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    """Return two connected sockets that are none of the standard streams.
+
+    Where a program's own streams are closed, their numbers are free, and the worker's would take
+    their place.
+    """
+    one, two = socket.socketpair()
+    return _moved(one), _moved(two)
+
+
+def _moved(sock: socket.socket) -> socket.socket:
+    if sock.fileno() >= 3:
+        return sock
+    with sock:
+        return socket.socket(fileno=fcntl.fcntl(sock, fcntl.F_DUPFD_CLOEXEC, 3))
 
 
 def _environment(more: Mapping[str, str]) -> dict[str, str]:

@@ -158,7 +158,7 @@ class Remote(Proxy):
                 found, header, body = self._channel.receive()
                 result = unpack_error(header[1], body) if header[0] else unpack(header[1], body)
                 if len(header) > 2:
-                    self._lines.extend(text for _level, text in header[2])
+                    self._lines.extend(text for level, text in header[2] if level > 1)
                     forward((level, text) for level, text in header[2])
                 if found == number:
                     break

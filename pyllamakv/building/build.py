@@ -118,13 +118,21 @@ def _obtain(
     before = _cpu_seconds()
     with _held(wanted.tree) as held:
         open_store().export(source.tree, wanted.tree)
-        job = cmake.Job(folder, folder / "build.log", environment(), progress, (held,))
+        report = _naming(wanted.spec, progress)
+        job = cmake.Job(folder, folder / "build.log", environment(), report, (held,))
         job.log.write_text(f"variant {name}\n", encoding="utf-8")
         cmake.configure(job, _NATIVE, definitions(wanted, name))
         cmake.compile_targets(job, _TARGETS, jobs or default_jobs())
     spent = _cpu_seconds() - before
     log.info("built %s in %.1f CPU seconds", name, spent)
     return results.publish(wanted, source, name, spent)
+
+
+def _naming(spec: Spec, progress: Progress | None) -> Progress | None:
+    """Return a progress function that says which variant its steps belong to."""
+    if progress is None:
+        return None
+    return lambda what, done, total: progress(f"{spec}: {what}", done, total)
 
 
 def _source(wanted: Request, progress: Progress | None) -> Source:

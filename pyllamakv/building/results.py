@@ -72,7 +72,7 @@ def collect(folder: Path) -> Results:
         groups: Mapping[str, str | None] = raw["groups"]
         probes = {str(key): None if value is None else str(value) for key, value in groups.items()}
         abi = int(raw.get("abi", 0)) or _abi()
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BuildError(
             f"expected the probes' answers in {folder}/plk-capabilities.json: {error}"
         ) from error

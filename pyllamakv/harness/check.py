@@ -131,6 +131,9 @@ def check(question: Question, *, progress: Progress | None = None) -> Answer:
             raise
         return Answer(question, judge((), untestable=f"cannot be fetched here: {error}"))
     made = _patch(question, release, names, progress)
+    if not question.scenarios:
+        brought = {name for patch in made.patches for name in claimed.get(patch, ())}
+        chosen = [each for each in chosen if each.kind != "feature" or each.id in brought]
     sides = {"stock": stock} | ({"patched": made.variant} if made.variant else {})
     tasks = [
         Task(side, built.folder, built.manifest.library_sha256, each, setting)

@@ -173,6 +173,14 @@ class Lab:
             self.pictures.append(Picture.of(snapshot, label))
         return snapshot
 
+    def last_picture(self) -> None:
+        """Keep the cells as they lie when a run failed, if they can still be read."""
+        try:
+            if self.players:
+                self.picture(self.players[-1], "when it failed")
+        except KvError:
+            return
+
     def logs(self, lowest: int = 3) -> list[str]:
         """Drain the log and return its lines from a level on: 3 warnings, 4 errors."""
         return [text for level, text in self.native.logs() if level >= lowest]
@@ -232,6 +240,8 @@ class Bench:
             outcome = Outcome("pass")
         except Exception as error:
             outcome = classify(error)
+            if lab is not None and outcome.failed:
+                lab.last_picture()
         if lab is None or outcome.failure in SPOILED or outcome.status == "fault":
             self._drop(key)
         else:

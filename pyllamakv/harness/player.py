@@ -121,9 +121,7 @@ class Player:
             start = self.ledger.next(owners[0])
             tokens = _made_up(owners[0], start, what, self.n_vocab)
             last = len(tokens) - 1
-            lanes.append(
-                [(t, start + n, owners, int(n == last)) for n, t in enumerate(tokens)]
-            )
+            lanes.append([(t, start + n, owners, int(n == last)) for n, t in enumerate(tokens)])
         order = list(_woven(lanes)) if interleave else [item for lane in lanes for item in lane]
         return Feed(
             np.array([item[0] for item in order], dtype=np.int32),

@@ -132,6 +132,8 @@ class Reference:
             case "restore":
                 seq, name = step.arguments
                 try:
+                    # A restore must not meet a shift that is pending: here it never does.
+                    native.update(context)
                     return native.state_load(context, seq, self._saved[name]) > 0
                 except NativeError:
                     return False

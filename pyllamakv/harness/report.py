@@ -38,7 +38,7 @@ def show(answer: Answer, scenarios: dict[str, Scenario], console: Console, maps:
     if answer.pairs:
         table = Table(box=None, pad_edge=False)
         for head in ("scenario", "kind", "stock", "patched", "verdict"):
-            table.add_column(head, no_wrap=head != "stock")
+            table.add_column(head, no_wrap=True)
         for name, verdict in answer.judgement.scenarios.items():
             mine = [pair for pair in answer.pairs if pair.scenario == name]
             table.add_row(
@@ -65,7 +65,7 @@ def show(answer: Answer, scenarios: dict[str, Scenario], console: Console, maps:
 
 
 def summary(outcomes: list[Outcome | None]) -> str:
-    """Return how a scenario's settings ended on one side: ``6 of 6 fail (claim)``."""
+    """Return how a scenario's settings ended on one side: ``fails 6/6: claim``."""
     ran = [outcome for outcome in outcomes if outcome is not None]
     if not ran:
         return "not patched"
@@ -75,11 +75,11 @@ def summary(outcomes: list[Outcome | None]) -> str:
     failed = [outcome for outcome in counted if outcome.failed]
     if failed:
         kinds = ", ".join(sorted({outcome.failure for outcome in failed}))
-        return f"{len(failed)} of {len(counted)} fail ({kinds})"
+        return f"fails {len(failed)}/{len(counted)}: {kinds}"
     absent = [outcome for outcome in counted if outcome.status == "absent"]
     if absent:
-        return f"{len(absent)} of {len(counted)} absent"
-    return f"{len(counted)} pass"
+        return f"absent {len(absent)}/{len(counted)}"
+    return f"passes {len(counted)}"
 
 
 def junit(answer: Answer) -> str:
@@ -100,9 +100,9 @@ def junit(answer: Answer) -> str:
                     case, "failure", type=run.outcome.failure, message=run.outcome.message
                 )
             elif run.outcome.failed:
-                ET.SubElement(case, "system-out").text = (
-                    f"{run.outcome.failure}: {run.outcome.message}"
-                )
+                ET.SubElement(
+                    case, "system-out"
+                ).text = f"{run.outcome.failure}: {run.outcome.message}"
             elif run.outcome.status != "pass":
                 ET.SubElement(case, "skipped", message=run.outcome.message)
         suite.set("tests", str(len(runs)))

@@ -41,9 +41,7 @@ def compare(before: Rows, after: Rows, what: str) -> None:
             _compare_sections(one, other, seq, what)
 
 
-def _compare_sections(
-    old: staterows.Section, new: staterows.Section, seq: int, what: str
-) -> None:
+def _compare_sections(old: staterows.Section, new: staterows.Section, seq: int, what: str) -> None:
     order = np.argsort(new.pos, kind="stable")
     ordered = new.pos[order]
     places = np.searchsorted(ordered, old.pos)

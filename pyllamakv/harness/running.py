@@ -115,7 +115,7 @@ def run_tasks(
                 progress(f"run {task.side} {task.scenario.id}", len(ended), len(left))
         return results
 
-    count = workers or max(1, min(os.cpu_count() or 2, 8))
+    count = workers or default_workers()
     pool = executor or ThreadPoolExecutor(count, thread_name_prefix="scenario")
     try:
         for part in pool.map(work, groups):
@@ -126,6 +126,12 @@ def run_tasks(
         for bench in benches:
             bench.close()
     return {task: done[task] for task in tasks}
+
+
+def default_workers() -> int:
+    """Return how many runs to have at once: the processors that we may use, eight at most."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(usable or 1, 8))
 
 
 def recall(key: str) -> Run | None:

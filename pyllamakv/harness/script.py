@@ -159,8 +159,7 @@ def play_line(line: Line, stage: Stage) -> dict[str, Any]:
             result = {"status": status}
             if status == Status.OK:
                 result["argmax"] = {
-                    str(place): int(row.argmax())
-                    for place, row in player.steps[-1].logits.items()
+                    str(place): int(row.argmax()) for place, row in player.steps[-1].logits.items()
                 }
         case "remove":
             result = {"done": player.remove(words["seq"], *_span(words))}

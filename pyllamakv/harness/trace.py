@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from pyllamakv.errors import ScriptError
+from pyllamakv.errors import ScenarioFailed, ScriptError, UsageError
 from pyllamakv.harness import script
 from pyllamakv.harness.cellmap import Picture
 
@@ -108,16 +108,20 @@ def replay(lines: list[Line], stage: Stage, *, strict: bool = True) -> list[Diff
     tokens alone, which another variant must have in common.
     """
     found: list[Difference] = []
-    plain = [script.Line(line.number, line.op, _any(line), line.result) for line in lines]
-
-    def observe(line: Line, result: dict[str, Any]) -> None:
+    for line in lines:
+        plain = script.Line(line.number, line.op, _any(line), line.result)
+        try:
+            result = script.play_line(plain, stage)
+        except UsageError as error:
+            raise line.wrong(str(error)) from error
+        except ScenarioFailed as error:
+            found.append(Difference(line.number, line.op, "it", "met", str(error)))
+            continue
         for what, recorded in (line.result or {}).items():
             if what == "picture" or (not strict and what in _WORK):
                 continue
             if result.get(what) != recorded:
                 found.append(Difference(line.number, line.op, what, recorded, result.get(what)))
-
-    script.play(plain, stage, observe)
     return found
 
 

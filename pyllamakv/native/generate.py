@@ -6,7 +6,9 @@ of the declarations, which does not depend on cffi's version or on comments.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import re
 import tempfile
 from pathlib import Path
@@ -49,7 +51,8 @@ def generate(header: Path = HEADER) -> str:
     builder.cdef(cdef)
     with tempfile.TemporaryDirectory(prefix="plk-") as folder:
         target = Path(folder, "_plk.py")
-        builder.emit_python_code(str(target))
+        with contextlib.redirect_stdout(io.StringIO()):
+            builder.emit_python_code(str(target))
         body = target.read_text(encoding="utf-8")
     body = body.removeprefix("# auto-generated file\n")
     return (

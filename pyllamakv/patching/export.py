@@ -115,11 +115,16 @@ def write(
         if data != text.patch.data:
             made.append((text.path, data))
     for path, data in made:  # only when every one could be made
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.part")
-        part.write_bytes(data)
-        part.replace(path)
+        put(path, data)
     return tuple(path for path, _ in made)
+
+
+def put(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(data)
+    part.replace(path)
 
 
 def exported(
@@ -183,9 +188,19 @@ def _ground(series: Series, text: PatchText, store: Store) -> _Ground:
 
 def _formatted(ground: _Ground, definition: Definition, text: PatchText, draft: Draft) -> bytes:
     tree = trees.write(ground.store, ground.tree, draft)
-    ours = replace(text, patch=replace(text.patch, header=header.write(definition, text)), title="")
-    commit = apply.commit_text(ground.store, tree, ground.commit, ours)
-    return format_patch(ground.store, commit)
+    return of_tree(ground.store, ground.commit, tree, definition, text)
+
+
+def of_tree(
+    store: Store, parent: str, tree: str, definition: Definition, text: PatchText
+) -> bytes:
+    """Return the file of a text that makes ``tree`` of a commit.
+
+    The header comes from the definition; a foreign patch, which has none, keeps its own words.
+    """
+    head = header.write(definition, text) if definition.why else text.patch.header
+    ours = replace(text, patch=replace(text.patch, header=head))
+    return format_patch(store, apply.commit_text(store, tree, parent, ours))
 
 
 def _entry(file: Path) -> Entry:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from pyllamakv.source.progress import Progress
 
 TRIES = 4
-_CHUNK = 1 << 18
+#: A try that got this much further does not count as a failed one.
+_PROGRESS = 1 << 20
 _PAUSE = 0.5
 
 
@@ -52,23 +53,26 @@ def _download(
 ) -> str:
     problem = ""
     tell(f"download {place.name}", 0, None)
-    for attempt in range(TRIES):
-        if attempt:
-            time.sleep(_PAUSE * attempt)
-        resumed = part.is_file() and part.stat().st_size > 0
+    failed = 0
+    while failed < TRIES:
+        time.sleep(_PAUSE * failed)
+        have = part.stat().st_size if part.is_file() else 0
         try:
             _transfer(session, url, part, place.name, tell)
         except _Broken as error:
             problem = str(error)
+            grown = part.stat().st_size - have if part.is_file() else 0
+            failed = 0 if grown >= _PROGRESS else failed + 1
             continue
         found = file_hash(part)
         if sha256 is None or found == sha256:
             part.replace(place)
             return found
         part.unlink()
-        if resumed:
+        if have:
             # The beginning may have come from another file; only a fresh one can be blamed.
             problem = "the resumed file had another hash"
+            failed += 1
             continue
         msg = f"{place.name} has SHA-256 {found}, expected {sha256}; it was thrown away"
         raise HashMismatch(msg, sha256, found)
@@ -97,7 +101,7 @@ def _transfer(session: Any, url: str, part: Path, name: str, tell: Progress) -> 
                 out.seek(start)
                 done = start
                 tell(name, done, total)
-                for chunk in response.iter_bytes(_CHUNK):
+                for chunk in response.iter_bytes():
                     out.write(chunk)
                     done += len(chunk)
                     tell(name, done, total)

@@ -43,8 +43,10 @@ def chain(store: Store, releases: Iterable[Release] | None = None) -> list[Link]
         parents = [line[-1].commit] if line else []
         tree = store.tree_of(release)
         line.append(Link(release, store.commit_tree(tree, parents, message, release.date)))
-    wanted = {LINE + link.release.key: link.commit for link in line}
-    there = store.refs(LINE)
+    # Bisect wants a HEAD that exists; the store's own names this branch.
+    wanted: dict[str, str] = {"refs/heads/main": line[-1].commit} if line else {}
+    wanted |= {LINE + link.release.key: link.commit for link in line}
+    there = store.refs(LINE) | store.refs("refs/heads/main")
     for name, commit in wanted.items():
         if there.get(name) != commit:
             store.publish(name, commit)

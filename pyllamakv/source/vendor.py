@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pyllamakv.errors import SourceError, UnknownRelease
 from pyllamakv.home import home
 from pyllamakv.source.files import write_atomic
+from pyllamakv.source.releases import natural
 
 if TYPE_CHECKING:
     from pyllamakv.source.export import Difference, Exported
@@ -68,8 +69,9 @@ def sync(
 
 def listed() -> list[Vendored]:
     """Return what is recorded, ordered by name; damaged records count as absent."""
-    found = (_read(path) for path in sorted(trees().glob(f"*{_RECORD}")))
-    return [vendored for vendored in found if vendored is not None]
+    found = (_read(path) for path in trees().glob(f"*{_RECORD}"))
+    there = [vendored for vendored in found if vendored is not None]
+    return sorted(there, key=lambda vendored: natural(Path(vendored.folder).name))
 
 
 def find(spec: str) -> Vendored:

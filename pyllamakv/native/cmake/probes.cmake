@@ -9,13 +9,14 @@ set(PLK_INCLUDES
     "${PLK_LLAMA_SRC}/src" "${PLK_LLAMA_SRC}/ggml/src")
 
 # Group, then its candidates, best first. `none` is the stub that stands where nothing fits.
-set(PLK_GROUPS load context settings memory cells update defrag counters devices sampler rpc)
+set(PLK_GROUPS load context settings memory cells rollback update defrag counters devices sampler rpc)
 set(PLK_load vocab model)
 set(PLK_context init new)
 set(PLK_settings getter member)
 set(PLK_memory memory self cache)
-set(PLK_cells unified)
-set(PLK_update unified self cache)
+set(PLK_cells shared rows streams single_rows single unified context split view)
+set(PLK_rollback memory guard context split prefix)
+set(PLK_update unified self cache context)
 set(PLK_defrag self cache)
 set(PLK_counters counters)
 set(PLK_devices registry)

@@ -32,8 +32,8 @@ const char *plk_variant(void) { return plk::built::variant; }
 const char *plk_probes(void) { return plk::built::probes; }
 
 uint64_t plk_capabilities(void) {
-    return plk::context::bits | plk::memory::bits | plk::cells::bits | plk::defrag::bits |
-           plk::counters::bits | plk::sampler::bits | PLK_CAP_STATES;
+    return plk::context::bits | plk::cells::bits | plk::defrag::bits |
+           plk::rollback::bits | plk::counters::bits | plk::sampler::bits | PLK_CAP_STATES;
 }
 
 const char *plk_last_error(void) { return last_error.c_str(); }

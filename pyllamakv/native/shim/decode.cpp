@@ -2,8 +2,6 @@
 // does not do that itself.
 #include "groups.h"
 
-#include <map>
-
 namespace {
 
 int check(const plk_context &c, const plk_batch &batch) {
@@ -44,42 +42,12 @@ int check(const plk_context &c, const plk_batch &batch) {
     return PLK_OK;
 }
 
-// Remove what a failed batch left: its first `added` tokens, which the cache took in order.
-// A pair that stands in two cells was there before as well, and is left alone: whole tokens of the
-// caller are worth more than a ghost that can be seen.
-void undo(plk_context &c, const llama_batch &batch, int32_t added) {
-    std::map<std::pair<int32_t, int32_t>, int> copies;
-    plk::Picture picture;
-    if (plk::take_picture(c, picture)) {
-        for (int32_t i = 0; i < added; ++i) {
-            for (int32_t j = 0; j < batch.n_seq_id[i]; ++j) {
-                copies[{batch.seq_id[i][j], batch.pos[i]}] = 0;
-            }
-        }
-        for (size_t cell = 0; cell < picture.pos.size(); ++cell) {
-            for (auto &[pair, count] : copies) {
-                const uint64_t word = picture.seqs[cell * picture.words + pair.first / 64];
-                count += picture.pos[cell] == pair.second && (word >> (pair.first % 64) & 1);
-            }
-        }
-    }
-    for (int32_t i = 0; i < added; ++i) {
-        for (int32_t j = 0; j < batch.n_seq_id[i]; ++j) {
-            const int32_t seq = batch.seq_id[i][j];
-            const int32_t pos = batch.pos[i];
-            if (copies.empty() || copies[{seq, pos}] == 1) {
-                plk::memory::seq_rm(c.ctx, seq, pos, pos + 1);
-            }
-        }
-    }
-}
-
 struct Armed {
     plk_context &c;
     explicit Armed(plk_context &context) : c(context) {
         c.polls.store(0);
         c.cancel.store(false);
-        c.armed.store(true);
+        c.armed.store(!c.guard || plk::rollback::abortable);
     }
     ~Armed() { c.armed.store(false); }
 };
@@ -91,8 +59,8 @@ int decode(plk_context &c, const llama_batch &batch) {
         // Inside llama_decode an abort would lose a shift, and one release asserts after it.
         plk::update::run(c.ctx, true);
     }
-    const bool ours = c.guard && !(plk_capabilities() & PLK_CAP_ROLLBACK);
-    const int32_t before = ours ? plk::memory::used(c.ctx) : -1;
+    const std::unique_ptr<plk::rollback::Saved> saved =
+        c.guard ? plk::rollback::save(c) : nullptr;
     int code = PLK_EEXCEPTION;
     {
         const Armed armed(c);
@@ -109,12 +77,9 @@ int decode(plk_context &c, const llama_batch &batch) {
             }
         }
     } else if (c.guard) {
-        if (before >= 0) {
-            const int32_t added = plk::memory::used(c.ctx) - before;
-            undo(c, batch, std::max(0, std::min(added, batch.n_tokens)));
-        }
-        plk::cells::settle(c.ctx);
+        plk::rollback::undo(c, batch, code, saved.get());
     }
+    plk::cells::applied(c.ctx); // a decode begins with what is pending
     return code;
 }
 

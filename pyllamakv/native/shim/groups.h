@@ -5,6 +5,7 @@
 
 #include "core.h"
 
+#include <memory>
 #include <string>
 
 namespace plk {
@@ -14,6 +15,8 @@ llama_model *open(const char *path, const plk_model_params &params);
 void close(llama_model *model);
 void describe(const llama_model *model, plk_model_info &info);
 bool has_encoder(const llama_model *model);
+// Whether a token has positions of several dimensions, which no release can shift.
+bool many_positions(const llama_model *model);
 int32_t tokenize(const llama_model *model, const char *text, int32_t length, int32_t *tokens,
                  int32_t room, bool add_special, bool parse_special);
 int32_t piece(const llama_model *model, int32_t token, char *text, int32_t room, bool special);
@@ -37,7 +40,6 @@ extern const bool flash_takes_f32;
 } // namespace settings
 
 namespace memory {
-extern const uint64_t bits;
 void clear(llama_context *ctx, bool data);
 bool seq_rm(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1);
 void seq_cp(llama_context *ctx, int32_t from, int32_t to, int32_t p0, int32_t p1);
@@ -65,8 +67,21 @@ int read(llama_context *ctx, int32_t cache, int32_t room, int32_t *pos, int32_t 
 int pending(llama_context *ctx);
 // Whether the library would refuse (by an assert) to copy this range between these sequences.
 bool can_copy(llama_context *ctx, int32_t from, int32_t to, int32_t p0, int32_t p1);
-// Make the memory forget the cells of a decode that it has just undone.
-void settle(llama_context *ctx);
+// What must be told about shifts where they cannot be seen afterwards; NULL where they can.
+struct Ledger {
+    virtual void add(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t delta) = 0;
+    virtual void div(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t divisor) = 0;
+    virtual void applied(llama_context *ctx) = 0;
+
+  protected:
+    ~Ledger() = default;
+};
+extern Ledger *const ledger;
+inline void applied(llama_context *ctx) {
+    if (ledger != nullptr) {
+        ledger->applied(ctx);
+    }
+}
 // Whether these bytes may be given to llama_state_seq_set_data without meeting an assert.
 // 1: yes, 0: no (last error says why), 2: it is the state of an empty sequence.
 int check_state(llama_context *ctx, const uint8_t *data, size_t length);
@@ -77,6 +92,19 @@ namespace update {
 extern const bool present;
 void run(llama_context *ctx, bool safe);
 } // namespace update
+
+// Undo what a failed decode leaves behind, as far as llama_decode itself does not.
+namespace rollback {
+extern const uint64_t bits; // PLK_CAP_ROLLBACK where a batch without a slot leaves nothing
+// Whether an aborted decode can be undone: where upstream removes other tokens instead, a guarded
+// context rather ends its decode.
+extern const bool abortable;
+struct Saved {
+    virtual ~Saved() = default;
+};
+std::unique_ptr<Saved> save(plk_context &context);
+void undo(plk_context &context, const llama_batch &batch, int code, Saved *saved);
+} // namespace rollback
 
 namespace defrag {
 extern const uint64_t bits;

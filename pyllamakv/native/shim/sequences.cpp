@@ -43,7 +43,8 @@ int32_t seen(plk_context &c, int32_t seq, bool largest) {
 }
 
 int check_shift(const plk_context *c) {
-    if (plk::memory::can_shift(c->ctx) || c->model->info.is_recurrent) {
+    if (!plk::load::many_positions(c->model->model) &&
+        (plk::memory::can_shift(c->ctx) || c->model->info.is_recurrent)) {
         return PLK_OK;
     }
     return plk::refuse(PLK_EREFUSED, "the memory of this model cannot shift positions");
@@ -118,6 +119,10 @@ int plk_seq_cp(plk_context *context, int32_t from, int32_t to, int32_t p0, int32
         if (code != PLK_OK) {
             return code > 0 ? PLK_OK : code;
         }
+        if (!plk::cells::can_copy(context->ctx, from, to, p0, p1) &&
+            p0 <= plk_seq_pos_min(context, from) && (p1 < 0 || p1 > plk_seq_pos_max(context, from))) {
+            p0 = p1 = -1; // all of it, said in the one way that upstream takes between streams
+        }
         if (!plk::cells::can_copy(context->ctx, from, to, p0, p1)) {
             return plk::refuse(PLK_EREFUSED,
                                "sequences %d and %d lie in separate streams, between which only a "
@@ -154,6 +159,9 @@ int plk_seq_add(plk_context *context, int32_t seq, int32_t p0, int32_t p1, int32
         if (code != PLK_OK || delta == 0) {
             return code > 0 ? PLK_OK : code;
         }
+        if (plk::cells::ledger != nullptr) {
+            plk::cells::ledger->add(context->ctx, seq, p0, p1, delta);
+        }
         plk::memory::seq_add(context->ctx, seq, std::max(p0, -1), std::max(p1, -1), delta);
         return PLK_OK;
     });
@@ -173,6 +181,9 @@ int plk_seq_div(plk_context *context, int32_t seq, int32_t p0, int32_t p1, int32
         }
         if (code != PLK_OK || divisor == 1) {
             return code > 0 ? PLK_OK : code;
+        }
+        if (plk::cells::ledger != nullptr) {
+            plk::cells::ledger->div(context->ctx, seq, p0, p1, divisor);
         }
         plk::memory::seq_div(context->ctx, seq, std::max(p0, -1), std::max(p1, -1), divisor);
         return PLK_OK;

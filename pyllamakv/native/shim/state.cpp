@@ -85,7 +85,6 @@ int64_t plk_state_load(plk_context *context, int32_t seq, const uint8_t *data, i
         if (size == 0 && context->guard) {
             // A state that ends in the middle has left its cells; the sequence's own are gone.
             plk::memory::seq_rm(context->ctx, seq, -1, -1);
-            plk::cells::settle(context->ctx);
         }
         return static_cast<int64_t>(size);
     });

@@ -101,7 +101,8 @@ int check_state(llama_context *ctx, const uint8_t *data, size_t length) {
     if (at.cache == nullptr) {
         return 1;
     }
-    StateReader reader{data, length, at.cache->size, 1, false, 0};
+    const auto n_values = static_cast<uint32_t>(at.cache->v_l.size());
+    StateReader reader{data, length, at.cache->size, 1, false, 0, n_values};
     return reader.result(reader.cache());
 }
 

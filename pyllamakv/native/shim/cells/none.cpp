@@ -2,6 +2,7 @@
 #include "groups.h"
 
 const uint64_t plk::cells::bits = 0;
+plk::cells::Ledger *const plk::cells::ledger = nullptr;
 
 void plk::cells::describe(llama_context *ctx, plk_context_info &info) {
     info.memory = plk::memory::exists(ctx) ? PLK_MEMORY_OTHER : PLK_MEMORY_NONE;
@@ -14,5 +15,4 @@ int plk::cells::read(llama_context *, int32_t, int32_t, int32_t *, int32_t *, ui
 }
 int plk::cells::pending(llama_context *) { return -1; }
 bool plk::cells::can_copy(llama_context *, int32_t, int32_t, int32_t, int32_t) { return true; }
-void plk::cells::settle(llama_context *) {}
 int plk::cells::check_state(llama_context *, const uint8_t *, size_t) { return 1; }

@@ -14,6 +14,7 @@ struct StateReader {
     uint32_t n_stream;  // how many parts the state must have
     bool streams;       // whether it says how many parts it has
     uint32_t ids;       // sequence ids written per cell: 0, later 1
+    uint32_t n_values;  // layers that have values; those without write none
     size_t at = 0;
     uint64_t found = 0; // cells
 
@@ -92,7 +93,7 @@ struct StateReader {
             return bad("it has more cells than the cache");
         }
         return cells(count) && take(v_trans) && take(n_layer) && rows(count, n_layer) &&
-               (v_trans ? columns(count, n_layer) : rows(count, n_layer));
+               (v_trans ? columns(count, n_values) : rows(count, n_values));
     }
 
     // Read what one cache wrote.

@@ -1,9 +1,10 @@
 // Memory as a tree of objects with caches among them (0.3.10 and later). The candidate defines
 // plk::Cache, the iSWA and hybrid classes' names, and how to look into one cache:
 //
-//   cells_of(cache), a std::vector of cells, one per stream, or a reference to the only one
-//   heads_of(cache)  likewise
-//   contiguous(cache)
+//   n_stream, cells_of, head_of, layers_of, transposed
+//   copies      whether a copy between streams waits
+//   contiguous  whether a micro-batch needs one hole
+//   counts_streams  whether a state begins with the number of streams
 #pragma once
 
 #include "cells/state.h"
@@ -74,6 +75,12 @@ inline std::vector<Stream> streams_of(llama_context *ctx) {
 } // namespace plk
 
 namespace plk::cells {
+
+// Some caches write more per cell; where that can be, the class says so.
+template <typename Any> auto extended(const Any &cache, int) -> decltype(cache.has_cell_ext()) {
+    return cache.has_cell_ext();
+}
+template <typename Any> bool extended(const Any &, long) { return false; }
 
 const uint64_t bits = PLK_CAP_CELLS;
 
@@ -171,8 +178,21 @@ int check_state(llama_context *ctx, const uint8_t *data, size_t length) {
     if (rope >= 0 && (rope & 8)) {
         return 1; // positions of more than one dimension are written for each cell as well
     }
-    StateReader reader{data, length, 0, 1, counts_streams, 1};
+    StateReader reader{data, length, 0, 1, counts_streams, 1, 0};
+#ifdef LLAMA_STATE_SEQ_FLAGS_ON_DEVICE
+    reader.at = 2 * sizeof(uint32_t); // a magic number and the sequence it was saved from
+    if (length < reader.at) {
+        return reader.result(reader.bad("it ends too early"));
+    }
+#endif
     for (const Stream &stream : tree.caches) {
+        if (extended(*stream.cache, 0)) {
+            return 1;
+        }
+        reader.n_values = 0;
+        for (const auto &layer : layers_of(*stream.cache)) {
+            reader.n_values += layer.v != nullptr;
+        }
         reader.n_cells = static_cast<uint32_t>(cells_of(*stream.cache, 0).size());
         reader.n_stream = n_stream(*stream.cache);
         const uint64_t before = reader.found;

@@ -5,7 +5,6 @@
 #include "cells/state.h"
 
 #include <map>
-#include <memory>
 #include <mutex>
 
 const uint64_t plk::cells::bits = PLK_CAP_CELLS;
@@ -145,6 +144,7 @@ int plk::cells::check_state(llama_context *ctx, const uint8_t *data, size_t leng
     if (!is_array(ctx)) {
         return 1;
     }
-    StateReader reader{data, length, static_cast<uint32_t>(size_of(ctx)), 1, false, 0};
+    const auto n_values = static_cast<uint32_t>(llama_n_layer(llama_get_model(ctx)));
+    StateReader reader{data, length, static_cast<uint32_t>(size_of(ctx)), 1, false, 0, n_values};
     return reader.result(reader.cache());
 }

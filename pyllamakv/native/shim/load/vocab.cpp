@@ -29,6 +29,11 @@ void plk::load::describe(const llama_model *model, plk_model_info &info) {
 
 bool plk::load::has_encoder(const llama_model *model) { return llama_model_has_encoder(model); }
 
+bool plk::load::many_positions(const llama_model *model) {
+    const auto rope = static_cast<int>(llama_model_rope_type(model));
+    return rope >= 0 && (rope & 8); // GGML_ROPE_TYPE_MROPE, a bit that its relatives have as well
+}
+
 int32_t plk::load::tokenize(const llama_model *model, const char *text, int32_t length,
                             int32_t *tokens, int32_t room, bool add_special, bool parse_special) {
     return llama_tokenize(llama_model_get_vocab(model), text, length, tokens, room, add_special,

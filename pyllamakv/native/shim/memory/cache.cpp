@@ -1,8 +1,6 @@
 // The memory of a context as `kv_cache` (to 0.3.8). A failed decode leaves its first tokens.
 #include "groups.h"
 
-const uint64_t plk::memory::bits = 0;
-
 void plk::memory::clear(llama_context *ctx, bool) { llama_kv_cache_clear(ctx); }
 
 bool plk::memory::seq_rm(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1) {

@@ -1,8 +1,6 @@
 // The memory of a context as an object (0.3.10 and later).
 #include "groups.h"
 
-const uint64_t plk::memory::bits = PLK_CAP_ROLLBACK;
-
 void plk::memory::clear(llama_context *ctx, bool data) {
     llama_memory_clear(llama_get_memory(ctx), data);
 }

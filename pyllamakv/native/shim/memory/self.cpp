@@ -1,9 +1,6 @@
 // The memory of a context as `kv_self` (March to May 2025).
 #include "groups.h"
 
-// Since this API a batch that finds no slot is undone by llama_decode itself.
-const uint64_t plk::memory::bits = PLK_CAP_ROLLBACK;
-
 void plk::memory::clear(llama_context *ctx, bool) { llama_kv_self_clear(ctx); }
 
 bool plk::memory::seq_rm(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1) {

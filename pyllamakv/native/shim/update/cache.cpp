@@ -3,4 +3,7 @@
 
 const bool plk::update::present = true;
 
-void plk::update::run(llama_context *ctx, bool) { llama_kv_cache_update(ctx); }
+void plk::update::run(llama_context *ctx, bool) {
+    llama_kv_cache_update(ctx);
+    plk::cells::applied(ctx);
+}

@@ -1,0 +1,212 @@
+"""Compare two texts of one patch, written against different bases: what did the second one lose?
+
+A port may apply and build and yet lack the hunk that mattered. Lines move, and are spelled
+differently from one base to the next, so hunks are matched by what they add, wherever that stands,
+and calls and classes of lines are counted over the whole text.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from pyllamakv.patching import telling
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pyllamakv.patching.definition import PatchText
+    from pyllamakv.patching.hunks import FilePatch, Hunk, Patch
+
+#: "identical": the same hunks at the same places; "context": the same lines added and removed,
+#: other lines around them or other places; "content": other lines.
+Change = Literal["identical", "context", "content"]
+What = Literal["file", "hunk", "call", "class"]
+
+#: A hunk is lost when less than this part of what it adds stands anywhere in the other text.
+_KEPT = 0.4
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Name one thing that a text has more of than the other.
+
+    ``name`` is the file, the hunk's number, the function or the class of lines; ``function`` is
+    where the hunk stands; ``before`` and ``after`` count it; ``lines`` are what the hunk adds.
+    """
+
+    what: What
+    name: str
+    file: str = ""
+    function: str = ""
+    before: int = 1
+    after: int = 0
+    lines: tuple[str, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Tell whether nothing is left of it."""
+        return self.after == 0
+
+    def __str__(self) -> str:
+        place = f"{self.file}, hunk {self.name}" if self.what == "hunk" else self.name
+        if self.what == "hunk" and self.function:
+            place += f" ({self.function})"
+        words = {"call": f"calls of {place}()", "class": f"lines of the class {place}"}
+        name = words.get(self.what, f"{self.what} {place}".replace("hunk src", "src"))
+        return name if self.what in ("file", "hunk") else f"{name}: {self.before} -> {self.after}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data for ``--json``."""
+        return {**self.__dict__, "lines": list(self.lines), "whole": self.whole}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Say how the text for one base differs from that for another."""
+
+    id: str
+    one: str
+    other: str
+    change: Change
+    lost: tuple[Loss, ...] = ()
+    gained: tuple[Loss, ...] = ()
+
+    @property
+    def missing(self) -> tuple[Loss, ...]:
+        """Return what is lost as a whole: what a person must look at."""
+        return tuple(loss for loss in self.lost if loss.whole)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data for ``--json``."""
+        return {
+            "patch": self.id,
+            "from": self.one,
+            "to": self.other,
+            "change": self.change,
+            "lost": [loss.as_json() for loss in self.lost],
+            "gained": [loss.as_json() for loss in self.gained],
+        }
+
+
+def compare(one: PatchText, other: PatchText) -> Comparison:
+    """Compare the text for one base with that for another."""
+    change = change_of(one.patch, other.patch)
+    if change != "content":
+        return Comparison(one.id, one.base, other.base, change)
+    return Comparison(
+        one.id,
+        one.base,
+        other.base,
+        change,
+        lost=losses(one.patch, other.patch),
+        gained=losses(other.patch, one.patch),
+    )
+
+
+def change_of(one: Patch, other: Patch) -> Change:
+    """Return the class of the change between two texts."""
+    if _body(one) == _body(other):
+        return "identical"
+    return "context" if _changes(one) == _changes(other) else "content"
+
+
+def losses(one: Patch, other: Patch) -> tuple[Loss, ...]:
+    """Return what the first text has and the second has not, or has less of."""
+    found: list[Loss] = []
+    there = {file.path for file in other.files}
+    pool = _Pool(other)
+    for file in one.files:
+        gone = [(n, hunk) for n, hunk in enumerate(file.hunks, 1) if not pool.has(hunk)]
+        # a file that moved is no loss, one whose every hunk is missing is
+        if file.path not in there and len(gone) == len(file.hunks):
+            found.append(Loss("file", file.path, before=max(len(file.hunks), 1)))
+        found += [_hunk(file, number, hunk) for number, hunk in gone]
+    found += _counted("call", _calls(one), _calls(other))
+    found += _counted("class", _classes(one), _classes(other))
+    return tuple(found)
+
+
+class _Pool:
+    """Hold what a whole text adds and removes, to look hunks of another text up in."""
+
+    def __init__(self, patch: Patch) -> None:
+        self.added = Counter(_plain(patch, b"+"))
+        self.removed = Counter(_plain(patch, b"-"))
+        self.names = telling.names(_lines(patch, b"+"))
+
+    def has(self, hunk: Hunk) -> bool:
+        """Tell whether most of a hunk stands here."""
+        added = [telling.plain(line) for line in hunk.added if telling.tells(line)]
+        if not added:
+            removed = [telling.plain(line) for line in hunk.removed if telling.tells(line)]
+            # what the other base never had, the other text need not remove; any rest proves it
+            return not removed or any(line in self.removed for line in removed)
+        same = sum(line in self.added for line in added) / len(added)
+        if same >= _KEPT:
+            return True
+        fresh = set(telling.names(hunk.added)) - set(telling.names(hunk.old))
+        known = sum(name in self.names for name in fresh)
+        # a port may spell every line anew, yet it uses the same names
+        return len(fresh) > 2 and known / len(fresh) > 1 - _KEPT and same > 0
+
+
+def _hunk(file: FilePatch, number: int, hunk: Hunk) -> Loss:
+    lines = tuple(telling.plain(line) for line in hunk.added if telling.tells(line))
+    return Loss("hunk", str(number), file.path, heading(hunk), len(lines) or 1, 0, lines)
+
+
+def heading(hunk: Hunk) -> str:
+    """Return the function that git wrote behind a hunk's ranges, without its arguments."""
+    said = hunk.head.split(b"@@", 2)[2].decode("utf-8", "replace").strip()
+    return said.split("(", 1)[0].strip()
+
+
+def _counted(what: What, one: Counter[str], other: Counter[str]) -> Iterable[Loss]:
+    for name, count in sorted(one.items()):
+        if other[name] < count:
+            yield Loss(what, name, before=count, after=max(other[name], 0))
+
+
+def _calls(patch: Patch) -> Counter[str]:
+    """Count the calls that a text brings, those that it only moves left out."""
+    return telling.calls(_lines(patch, b"+")) - telling.calls(_lines(patch, b"-"))
+
+
+def _classes(patch: Patch) -> Counter[str]:
+    added, removed = (
+        Counter(telling.kind(line) for line in _lines(patch, mark)) for mark in (b"+", b"-")
+    )
+    found = added - removed
+    del found[""]
+    return found
+
+
+def _plain(patch: Patch, mark: bytes) -> list[str]:
+    return [telling.plain(line) for line in _lines(patch, mark) if telling.tells(line)]
+
+
+def _lines(patch: Patch, mark: bytes) -> list[bytes]:
+    hunks = (hunk for file in patch.files for hunk in file.hunks)
+    return [line for hunk in hunks for line in (hunk.added if mark == b"+" else hunk.removed)]
+
+
+def _body(patch: Patch) -> list[tuple[object, ...]]:
+    return [
+        (file.old, file.new, file.new_mode, hunk.old_start, hunk.new_start, hunk.lines)
+        for file in patch.files
+        for hunk in file.hunks or (None,)
+        if hunk is not None
+    ]
+
+
+def _changes(patch: Patch) -> list[tuple[object, ...]]:
+    return [
+        (
+            file.old,
+            file.new,
+            [line for hunk in file.hunks for line in hunk.lines if line[:1] in (b"+", b"-")],
+        )
+        for file in patch.files
+    ]

@@ -1,0 +1,79 @@
+"""Tell what lines of C and C++ do, as far as their text shows it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_CALL = re.compile(r"\b([A-Za-z_]\w*)\s*(?:<[^<>();]*>)?\s*\(")
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)+\'')
+_NOTE = re.compile(r"//.*|/\*.*?(?:\*/|$)")
+_WORDS = frozenset(
+    "alignas alignof auto bool break case catch char class const const_cast constexpr continue "
+    "decltype default defined delete do double dynamic_cast else enum explicit extern false float "
+    "for friend if include inline int int32_t int64_t long namespace new noexcept nullptr operator "
+    "override private protected public reinterpret_cast return short signed size_t sizeof static "
+    "static_assert static_cast std struct switch template this throw true try typedef typename "
+    "uint16_t uint32_t uint64_t uint8_t union unsigned using virtual void volatile while".split()
+)
+
+#: The classes of lines, in the order in which they are tried.
+_KINDS = (
+    ("preprocessor", re.compile(r"#")),
+    ("log", re.compile(r"\w*LOG\w*\s*\(|f?printf\s*\(|std::cerr")),
+    ("assert", re.compile(r"\w*(?:ASSERT|assert)\w*\s*\(")),
+    ("throw", re.compile(r"throw\b")),
+    ("return", re.compile(r".*\breturn\b")),
+    ("loop", re.compile(r"(?:\}\s*)?(?:for|while|do)\b")),
+    ("condition", re.compile(r"(?:\}\s*)?(?:else\s+)?(?:if|switch|case)\b|(?:\}\s*)?else\b")),
+    ("call", re.compile(r"[\w:.>\-\[\]()*&]+\(.*\)?;?$")),
+)
+
+
+def plain(line: bytes) -> str:
+    """Return a line without comments, its blanks made one."""
+    text = line.decode("utf-8", "replace")
+    if not text.lstrip().startswith("#"):
+        text = _NOTE.sub("", text)
+    text = " ".join(text.split())
+    return "" if text.startswith("* ") or text == "*" else text
+
+
+def tells(line: bytes) -> bool:
+    """Tell whether a line says something: no blank line, lone brace or mere comment."""
+    return _NAME.search(plain(line)) is not None
+
+
+def kind(line: bytes) -> str:
+    """Return the class of a line: what it does, as "loop" or "return"; empty for none."""
+    text = plain(line)
+    if not _NAME.search(text):
+        return ""
+    for name, pattern in _KINDS:
+        if pattern.match(text):
+            return name
+    return "statement"
+
+
+def calls(lines: Iterable[bytes]) -> Counter[str]:
+    """Count what is called (or defined) in lines, by name."""
+    found: Counter[str] = Counter()
+    for line in lines:
+        text = _QUOTED.sub('""', plain(line))
+        if not text.startswith("#"):
+            found.update(name for name in _CALL.findall(text) if name not in _WORDS)
+    return found
+
+
+def names(lines: Iterable[bytes]) -> Counter[str]:
+    """Count the names in lines, keywords and words of fewer than four letters left out."""
+    found: Counter[str] = Counter()
+    for line in lines:
+        text = _QUOTED.sub('""', plain(line))
+        found.update(n for n in _NAME.findall(text) if len(n) > 3 and n not in _WORDS)
+    return found

@@ -1,0 +1,109 @@
+"""Keep what a rebase needs to go on after a person has solved its conflict.
+
+One folder per patch, below ``rebase/`` beside the store: ``state.json`` and the work tree. The
+state is written before anything else and removed last, so whatever a killed process leaves can be
+found and cleaned.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pyllamakv.errors import PatchError
+from pyllamakv.patching import worktree
+from pyllamakv.source.files import write_atomic
+
+if TYPE_CHECKING:
+    from pyllamakv.source.store import Store
+
+_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Session:
+    """Hold one rebase: ``id`` onto ``onto``, and how it came about.
+
+    ``stock`` is the target release's commit, ``ground`` that with what the patch requires, ``pick``
+    the commit of the text on ``anchor``. ``patches`` and ``to`` are the caller's paths, ``then``
+    the ids that follow.
+    """
+
+    id: str
+    onto: str
+    era: str
+    stock: str
+    ground: str
+    anchor: str
+    base: str
+    pick: str
+    requires: tuple[str, ...] = ()
+    patches: str | None = None
+    to: str | None = None
+    then: tuple[str, ...] = ()
+    phase: Literal["starting", "waiting"] = "starting"
+
+    def folder(self, store: Store) -> Path:
+        """Return the work tree where the person works."""
+        return place(store, self.id) / "tree"
+
+    def write(self, store: Store, *, phase: Literal["starting", "waiting"]) -> Session:
+        """Write the state; return it in its new phase."""
+        now = replace(self, phase=phase)
+        text = json.dumps({"schema": _SCHEMA, **asdict(now)}, indent=2)
+        write_atomic(place(store, self.id) / "state.json", text + "\n")
+        return now
+
+
+def place(store: Store, id_: str) -> Path:
+    """Return the folder of a patch's rebase."""
+    return store.path.parent / "rebase" / id_
+
+
+def load(store: Store, id_: str) -> Session | None:
+    """Return the rebase of a patch that waits or was cut short, or None.
+
+    Raises PatchError when its state cannot be read.
+    """
+    file = place(store, id_) / "state.json"
+    try:
+        facts: dict[str, Any] = json.loads(file.read_text("utf-8"))
+        if facts.pop("schema") != _SCHEMA:
+            raise ValueError("another version wrote it")
+        facts |= {key: tuple(facts[key]) for key in ("requires", "then")}
+        return Session(**facts)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        msg = f"{file} cannot be read: {error}; `pyllamakv patch rebase {id_} --abort` clears it"
+        raise PatchError(msg) from error
+
+
+def ids(store: Store) -> tuple[str, ...]:
+    """Return the patches with a rebase that waits, or whose remains lie there."""
+    folder = store.path.parent / "rebase"
+    return tuple(sorted(path.name for path in folder.glob("*") if path.is_dir()))
+
+
+def clear(store: Store, id_: str) -> bool:
+    """Remove everything of a patch's rebase; tell whether there was anything."""
+    folder = place(store, id_)
+    there = folder.is_dir()
+    worktree.remove(store, folder / "tree")
+    if folder.is_dir():
+        for path in folder.iterdir():
+            if path.name != "state.json":
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        (folder / "state.json").unlink(missing_ok=True)
+        folder.rmdir()
+    if store.ref(ref(id_)):
+        store.drop(ref(id_))
+    return there
+
+
+def ref(id_: str) -> str:
+    """Return the ref that keeps the picked commit while a rebase waits."""
+    return f"refs/rebase/{id_}"

@@ -1,0 +1,118 @@
+"""Lend work trees of the store: a folder where a person sees a merge that git could not finish."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyllamakv.errors import GitError
+from pyllamakv.source import gitting
+from pyllamakv.source.store import disk_room
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pyllamakv.source.store import Store
+
+#: Upstream splits and renames files with much rewriting: less likeness than git's half is proof
+#: enough where a person looks at what does not merge.
+_LIKENESS = "-Xfind-renames=30%"
+
+_MARK = re.compile(rb"^(<{7}|\|{7}|>{7}) ", re.MULTILINE)
+#: What editors and merge tools leave behind.
+_LITTER = tuple(f":(exclude,glob)**/{name}" for name in ("*.orig", "*.rej", "*~", ".*.swp"))
+
+
+@dataclass(frozen=True)
+class Clash:
+    """Name one file that git could not merge.
+
+    ``kind`` is "content" (marked places), "gone" (the target has no such file), "kept" (the patch
+    deletes it, the target changed it) or "both" (both sides add it).
+    """
+
+    path: str
+    kind: str
+
+
+def make(store: Store, folder: Path, commit: str) -> None:
+    """Check a commit of the store out into a new folder."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with disk_room(folder), store.lock("worktrees"):
+        gitting.git(
+            store.path, "worktree", "add", "--quiet", "--force", "--detach", str(folder), commit
+        )
+
+
+def remove(store: Store, folder: Path) -> None:
+    """Remove a work tree, however much of it there is, and what the store knows of it."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    with store.lock("worktrees"):
+        for known in (store.path / "worktrees").glob("*/gitdir"):
+            place = Path(known.read_text("utf-8", "surrogateescape").strip()).parent
+            if place == folder or folder in place.parents:
+                shutil.rmtree(known.parent)
+        # an add that was killed early has not written where it belongs
+        for half in (store.path / "worktrees").glob("*"):
+            if half.name == folder.name and not (half / "gitdir").is_file():
+                shutil.rmtree(half)
+
+
+def pick(folder: Path, commit: str) -> tuple[Clash, ...]:
+    """Merge the change of a commit into a work tree; return what git could not merge.
+
+    Raises GitError when git fails for another reason than a conflict.
+    """
+    words = ("cherry-pick", "--no-commit", _LIKENESS, commit)
+    with disk_room(folder):
+        done = gitting.run(folder, *words)
+        if not done.returncode:
+            return ()
+        found = clashes(folder)
+        if not found:
+            said = (done.stderr or done.stdout).decode("utf-8", "replace")
+            raise GitError(["git", *words], done.returncode, said)
+    return found
+
+
+def clashes(folder: Path) -> tuple[Clash, ...]:
+    """Return the files that nobody has called merged yet."""
+    stages: dict[str, set[str]] = {}
+    for record in gitting.git(folder, "ls-files", "--unmerged", "-z").split("\0"):
+        if record:
+            facts, path = record.split("\t", 1)
+            stages.setdefault(path, set()).add(facts.rsplit(" ", 1)[1])
+    kinds = {
+        frozenset("123"): "content",
+        frozenset("13"): "gone",
+        frozenset("12"): "kept",
+        frozenset("23"): "both",
+    }
+    return tuple(Clash(path, kinds.get(frozenset(s), "content")) for path, s in stages.items())
+
+
+def marked(folder: Path, paths: Sequence[str]) -> tuple[str, ...]:
+    """Return the files among these that still hold the marks of a conflict."""
+    files = [(path, folder / path) for path in paths]
+    return tuple(p for p, file in files if file.is_file() and _MARK.search(file.read_bytes()))
+
+
+def take(folder: Path) -> str:
+    """Write everything that stands in a work tree to the store and return its tree.
+
+    What upstream's own ``.gitignore`` names, such as build folders, is left out, and so is what
+    editors leave behind.
+    """
+    with disk_room(folder):
+        gitting.git(folder, "add", "--all", "--", ".", *_LITTER)
+        return gitting.git(folder, "write-tree")
+
+
+def changed(folder: Path, commit: str) -> tuple[str, ...]:
+    """Return the files of a work tree that differ from a commit."""
+    out = gitting.git(folder, "diff", "--name-only", "--no-renames", "-z", commit)
+    return tuple(path for path in out.split("\0") if path)

@@ -1,0 +1,411 @@
+// Tests of llama-kv-defrag.h by itself: every result is compared with one that is found cell by cell.
+// Usage: kv_defrag GROUP; exit code 0 if the group holds, else a line that says what does not.
+
+#include "llama-kv-defrag.h"
+
+#include <cstdio>
+#include <functional>
+#include <map>
+#include <random>
+#include <set>
+#include <string>
+
+#include <sys/mman.h>
+
+using namespace llama_kv_defrag;
+using llama_kv_defrag::move; // not std::move
+
+#define CHECK(condition)                                                    \
+    do {                                                                    \
+        if (!(condition)) {                                                 \
+            std::printf("line %d: %s\n", __LINE__, #condition);             \
+            std::exit(1);                                                   \
+        }                                                                   \
+    } while (0)
+
+static std::mt19937 generator(20261120);
+
+static uint32_t below(uint32_t n) {
+    return generator() % n;
+}
+
+// caches as they occur: scattered, in runs, full, empty, compact
+static std::vector<uint8_t> some_cache(uint32_t size) {
+    std::vector<uint8_t> used(size);
+    const uint32_t kind = below(5);
+    const uint32_t density = below(101);
+    const uint32_t run = 1 + below(size + 1);
+
+    for (uint32_t i = 0; i < size; ++i) {
+        switch (kind) {
+            case 0: used[i] = below(100) < density; break;
+            case 1: used[i] = i > 0 && below(8) ? used[i - 1] : below(2); break;
+            case 2: used[i] = i % 2; break;
+            case 3: used[i] = (i/run) % 2 == 0; break;
+            case 4: used[i] = i < run; break;
+        }
+    }
+
+    return used;
+}
+
+static uint32_t count(const std::vector<uint8_t> & used) {
+    uint32_t n = 0;
+    for (uint8_t u : used) {
+        n += u != 0;
+    }
+    return n;
+}
+
+static void check_plan(const std::vector<uint8_t> & used) {
+    const uint32_t size = used.size();
+    const uint32_t n = count(used);
+    const plan p = make_plan(used.data(), size);
+
+    CHECK(p.n_used == n);
+
+    // the fewest cells that can move are the ones that lie beyond where the last one may
+    uint32_t n_beyond = 0;
+    for (uint32_t i = n; i < size; ++i) {
+        n_beyond += used[i] != 0;
+    }
+    CHECK(p.n_cells == n_beyond);
+
+    std::vector<uint8_t> now = used;
+    uint32_t n_cells = 0;
+
+    for (size_t i = 0; i < p.moves.size(); ++i) {
+        const move & m = p.moves[i];
+
+        CHECK(m.len > 0);
+        CHECK(m.src >= n && m.src + m.len <= size);
+        CHECK(m.dst + m.len <= n);
+
+        if (i > 0) {
+            const move & l = p.moves[i - 1];
+            CHECK(m.src >= l.src + l.len && m.dst >= l.dst + l.len);
+            CHECK(m.src != l.src + l.len || m.dst != l.dst + l.len); // else one move would have done
+        }
+
+        for (uint32_t k = 0; k < m.len; ++k) {
+            CHECK(now[m.src + k] && !now[m.dst + k]);
+            now[m.src + k] = 0;
+            now[m.dst + k] = 1;
+        }
+        n_cells += m.len;
+    }
+
+    CHECK(n_cells == p.n_cells);
+
+    for (uint32_t i = 0; i < size; ++i) {
+        CHECK(now[i] == (i < n));
+    }
+}
+
+static void test_plan_exhaustive() {
+    for (uint32_t size = 0; size <= 12; ++size) {
+        for (uint32_t bits = 0; bits < (1u << size); ++bits) {
+            std::vector<uint8_t> used(size);
+            for (uint32_t i = 0; i < size; ++i) {
+                used[i] = (bits >> i) & 1;
+            }
+            check_plan(used);
+        }
+    }
+}
+
+static void test_plan_random() {
+    for (int i = 0; i < 3000; ++i) {
+        check_plan(some_cache(1 + below(700)));
+    }
+
+    // any value but 0 means used
+    const uint8_t used[] = { 0, 255, 0, 7 };
+    const plan p = make_plan(used, 4);
+    CHECK(p.n_used == 2 && p.n_cells == 1 && p.moves.size() == 1);
+    CHECK(p.moves[0].src == 3 && p.moves[0].dst == 0);
+}
+
+static void test_plan_linear() {
+    // a quadratic plan of this takes hours, a linear one milliseconds
+    const uint32_t size = 1u << 22;
+    std::vector<uint8_t> used(size);
+    for (uint32_t i = 0; i < size; ++i) {
+        used[i] = i % 2;
+    }
+    const plan p = make_plan(used.data(), size);
+    CHECK(p.n_used == size/2 && p.n_cells == size/4 && p.moves.size() == size/4);
+}
+
+// the copy that needs no thought: one cell, one row, one byte at a time
+static void move_data_slowly(const layout & l, const std::vector<move> & moves) {
+    for (const move & m : moves) {
+        for (uint32_t k = 0; k < m.len; ++k) {
+            for (size_t r = 0; r < l.n_rows; ++r) {
+                for (size_t b = 0; b < l.cell; ++b) {
+                    l.data[r*l.stride + (m.dst + k)*l.cell + b] = l.data[r*l.stride + (m.src + k)*l.cell + b];
+                }
+            }
+        }
+    }
+}
+
+static void check_data(uint32_t size, size_t cell, size_t n_rows, size_t padding) {
+    const plan p = make_plan(some_cache(size).data(), size);
+    const size_t stride = size*cell + padding;
+
+    // exactly as large as it must be, for the address sanitizer: the last row has no padding
+    std::vector<uint8_t> fast(stride*(n_rows - 1) + size*cell);
+    for (uint8_t & b : fast) {
+        b = generator();
+    }
+    std::vector<uint8_t> slow  = fast;
+    std::vector<uint8_t> parts = fast;
+
+    move_data({ fast.data(), cell, n_rows, stride }, p.moves.data(), p.moves.size());
+    move_data_slowly({ slow.data(), cell, n_rows, stride }, p.moves);
+    CHECK(fast == slow);
+
+    // in batches, the last one first: any order must do
+    const size_t n_batch = 1 + below(5);
+    for (size_t end = p.moves.size(); end > 0;) {
+        const size_t begin = end > n_batch ? end - n_batch : 0;
+        move_data({ parts.data(), cell, n_rows, stride }, p.moves.data() + begin, end - begin);
+        end = begin;
+    }
+    CHECK(parts == slow);
+}
+
+static void test_data_rows() {
+    // f16 and f32 rows, q8_0 and q4_0 blocks, single values, odd sizes
+    for (size_t cell : { 1, 2, 3, 4, 8, 18, 34, 64, 68, 128, 544 }) {
+        for (int i = 0; i < 30; ++i) {
+            check_data(1 + below(150), cell, 1, 0);
+        }
+    }
+}
+
+static void test_data_transposed() {
+    for (size_t cell : { 1, 2, 4, 8 }) {
+        for (int i = 0; i < 40; ++i) {
+            check_data(1 + below(150), cell, 1 + below(20), below(3)*cell);
+        }
+    }
+}
+
+static void test_data_wide() {
+    // beyond 32 bits: an offset is a cell index times a row size, and must not wrap
+    const size_t cell = size_t(1) << 20;
+    const uint32_t size = 4100;
+
+    void * map = mmap(nullptr, cell*size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (map == MAP_FAILED) {
+        return; // a machine that does not lend so much address space
+    }
+
+    uint8_t * data = static_cast<uint8_t *>(map);
+    data[cell*4098] = 42;
+    const move m = { 4098, 1, 1 };
+    move_data({ data, cell, 1, 0 }, &m, 1);
+    CHECK(data[cell] == 42);
+
+    munmap(map, cell*size);
+}
+
+struct some_cell {
+    int pos = -1;
+    int delta = 0;
+    std::set<int> seq;
+
+    bool operator==(const some_cell & other) const {
+        return pos == other.pos && delta == other.delta && seq == other.seq;
+    }
+};
+
+static void test_cells() {
+    for (int round = 0; round < 400; ++round) {
+        const uint32_t size = 1 + below(200);
+        const std::vector<uint8_t> used = some_cache(size);
+        const plan p = make_plan(used.data(), size);
+
+        std::vector<some_cell> cells(size);
+        for (uint32_t i = 0; i < size; ++i) {
+            if (used[i]) {
+                cells[i].pos = i;
+                cells[i].delta = int(below(9)) - 4;
+                for (int s = 0; s < 4; ++s) {
+                    if (below(2)) {
+                        cells[i].seq.insert(s);
+                    }
+                }
+            } else {
+                cells[i].delta = below(2); // left behind by a former owner
+            }
+        }
+
+        std::vector<some_cell> want = cells;
+        for (const move & m : p.moves) {
+            for (uint32_t k = 0; k < m.len; ++k) {
+                want[m.dst + k] = want[m.src + k];
+                want[m.src + k] = some_cell();
+            }
+        }
+
+        move_cells(cells.data(), p.moves.data(), p.moves.size());
+
+        CHECK(cells == want);
+    }
+}
+
+struct some_range {
+    uint32_t c0;
+    uint32_t c1;
+};
+
+static void test_ranges() {
+    for (int round = 0; round < 4000; ++round) {
+        const uint32_t size = 1 + below(150);
+        const std::vector<uint8_t> used = some_cache(size);
+        const plan p = make_plan(used.data(), size);
+
+        // slots of micro-batches: disjoint runs of used cells, in no particular order
+        std::vector<some_range> ranges;
+        std::vector<uint32_t> pending; // the cells in them
+        for (uint32_t i = 0; i < size;) {
+            uint32_t n = 0;
+            while (i + n < size && used[i + n] && n < 20) {
+                ++n;
+            }
+            if (n > 0 && below(3) == 0) {
+                ranges.push_back({ i, i + n });
+                for (uint32_t k = 0; k < n; ++k) {
+                    pending.push_back(i + k);
+                }
+            }
+            i += n + 1;
+        }
+        if (ranges.size() > 1 && below(2)) {
+            std::swap(ranges.front(), ranges.back());
+        }
+
+        // all moves, some from the front, or one batch out of the middle
+        const size_t n = p.moves.size();
+        const size_t begin = below(2) ? 0 : below(uint32_t(n) + 1);
+        const size_t end = below(2) ? n : begin + below(uint32_t(n - begin) + 1);
+
+        std::set<uint32_t> want;
+        for (uint32_t c : pending) {
+            for (size_t i = begin; i < end; ++i) {
+                const move & m = p.moves[i];
+                if (c >= m.src && c < m.src + m.len) {
+                    c = m.dst + (c - m.src);
+                    break;
+                }
+            }
+            want.insert(c);
+        }
+        CHECK(want.size() == pending.size());
+
+        const auto got = remap(ranges, p.moves.data() + begin, end - begin);
+
+        std::set<uint32_t> cells;
+        for (const auto & range : got) {
+            CHECK(range.c0 < range.c1);
+            for (uint32_t c = range.c0; c < range.c1; ++c) {
+                CHECK(cells.insert(c).second);
+            }
+        }
+        CHECK(cells == want);
+    }
+
+    CHECK(remap(std::vector<some_range>(), nullptr, 0).empty());
+    CHECK(remap(std::vector<some_range>({ { 3, 5 } }), nullptr, 0).size() == 1);
+}
+
+static void test_graphs() {
+    CHECK(moves_per_graph(0, 0) == 1);
+    CHECK(moves_per_graph(65536, 0) == 1);
+    CHECK(moves_per_graph(65536, 128) == 170); // 64 layers
+    CHECK(moves_per_graph(1024, 128) == 2);
+    CHECK(moves_per_graph(100, 128) == 1);     // too small for even one: try it all the same
+
+    for (int i = 0; i < 2000; ++i) {
+        const size_t n_tensors = 1 + below(300);
+        const size_t max_nodes = 4*n_tensors + below(70000);
+        const size_t n = moves_per_graph(max_nodes, n_tensors);
+        CHECK(n >= 1);
+        CHECK(n_tensors + 3*n*n_tensors <= max_nodes);
+        CHECK(n_tensors + 3*(n + 1)*n_tensors > max_nodes);
+    }
+}
+
+static void test_mover() {
+    struct { const char * env; bool host; bool graphs; mover want; } const table[] = {
+        { nullptr,   true,  true,  MOVER_HOST   },
+        { nullptr,   true,  false, MOVER_HOST   },
+        { nullptr,   false, true,  MOVER_GRAPH  },
+        { nullptr,   false, false, MOVER_STAGED },
+        { "host",    true,  true,  MOVER_HOST   },
+        { "host",    false, true,  MOVER_GRAPH  },
+        { "host",    false, false, MOVER_STAGED },
+        { "graph",   true,  true,  MOVER_GRAPH  },
+        { "graph",   true,  false, MOVER_STAGED },
+        { "graph",   false, true,  MOVER_GRAPH  },
+        { "staged",  true,  true,  MOVER_STAGED },
+        { "staged",  false, true,  MOVER_STAGED },
+        { "unknown", true,  true,  MOVER_HOST   },
+        { "",        true,  true,  MOVER_HOST   },
+    };
+
+    for (const auto & row : table) {
+        if (row.env) {
+            setenv("LLAMA_KV_DEFRAG_MOVER", row.env, 1);
+        } else {
+            unsetenv("LLAMA_KV_DEFRAG_MOVER");
+        }
+        CHECK(pick_mover(row.host, row.graphs) == row.want);
+    }
+}
+
+static void test_stopwatch() {
+    int64_t sum = 0;
+    {
+        const stopwatch watch(sum);
+        CHECK(sum == 0);
+    }
+    const int64_t first = sum;
+    CHECK(first >= 0);
+    {
+        const stopwatch watch(sum);
+    }
+    CHECK(sum >= first);
+}
+
+int main(int argc, char ** argv) {
+    const std::map<std::string, std::function<void()>> groups = {
+        { "plan-exhaustive", test_plan_exhaustive },
+        { "plan-random",     test_plan_random     },
+        { "plan-linear",     test_plan_linear     },
+        { "data-rows",       test_data_rows       },
+        { "data-transposed", test_data_transposed },
+        { "data-wide",       test_data_wide       },
+        { "cells",           test_cells           },
+        { "ranges",          test_ranges          },
+        { "graphs",          test_graphs          },
+        { "mover",           test_mover           },
+        { "stopwatch",       test_stopwatch       },
+    };
+
+    const auto it = groups.find(argc == 2 ? argv[1] : "");
+
+    if (it == groups.end()) {
+        for (const auto & group : groups) {
+            std::printf("%s\n", group.first.c_str());
+        }
+        return argc == 2 ? 2 : 0;
+    }
+
+    it->second();
+
+    return 0;
+}

@@ -1,0 +1,104 @@
+"""Test that batches are laid out right, and taken from numpy without a copy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import runtime_kit as kit
+
+from pyllamakv.errors import Closed, UsageError
+from pyllamakv.runtime.batch import Batch, as_int32, lay_out
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_arrays_are_taken_without_a_copy() -> None:
+    """Check that int32 arrays go in as they are."""
+    tokens, pos = np.arange(4, dtype=np.int32), np.arange(4, dtype=np.int32)
+    flags = np.zeros(4, dtype=np.int8)
+    arrays = Batch.of(tokens, pos, 2, flags).arrays()
+    assert np.shares_memory(arrays.token, tokens)
+    assert np.shares_memory(arrays.logits, flags)
+    assert arrays.seq.tolist() == [2, 2, 2, 2]
+    assert arrays.counts is None
+
+
+def test_tokens_may_belong_to_several_sequences() -> None:
+    """Check counts and the flat list of ids."""
+    batch = Batch().add(5, 0, [0, 1]).add(6, 1, 1, logits=True)
+    arrays = batch.arrays()
+    assert arrays.counts.tolist() == [2, 1]
+    assert arrays.seq.tolist() == [0, 1, 1]
+    assert arrays.logits.tolist() == [0, 1]
+    assert len(batch) == 2
+    assert len(Batch.of([1], [0], [0, 1], counts=[2])) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (([1, 2], [0], 0), {}, "positions"),
+        (([1, 2], [0, 1], [0]), {}, "sequences"),
+        (([1, 2], [0, 1], 0), {"logits": [1]}, "logits"),
+        (([1, 2], [0, 1], [0, 0]), {"counts": [1]}, "counts"),
+        (([1, 2], [0, 1], [0]), {"counts": [1, 0]}, "at least one"),
+        (([1.5], [0], 0), {}, "whole numbers"),
+        ((["x"], [0], 0), {}, "whole numbers"),
+        (([[1]], [0], 0), {}, "flat"),
+        (([2**31], [0], 0), {}, "32 bits"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(arguments: tuple, options: dict, message: str) -> None:
+    """Check lengths, types and ranges."""
+    with pytest.raises(UsageError, match=message):
+        Batch.of(*arguments, **options)
+
+
+def test_a_token_without_sequence_is_refused() -> None:
+    """Check an empty list of ids, and adding to arrays."""
+    with pytest.raises(UsageError, match="at least one"):
+        Batch().add(1, 0, [])
+    with pytest.raises(UsageError, match="made of arrays"):
+        Batch.of([1], [0], 0).add(2, 1)
+
+
+def test_feeds_go_on_where_their_sequences_end(tmp_path: Path) -> None:
+    """Check positions, ids and flags of several feeds."""
+    ctx = kit.context(tmp_path)
+    a, b = ctx.sequence(), ctx.sequence()
+    ctx.decode(a.feed([9, 9, 9]))
+    feeds = [a.feed([5, 6]), b.feed([7, 8], logits="all"), ctx.sequence().feed([4], logits="none")]
+    arrays = lay_out(ctx, feeds)
+    assert arrays.token.tolist() == [5, 6, 7, 8, 4]
+    assert arrays.pos.tolist() == [3, 4, 0, 1, 0]
+    assert arrays.seq.tolist() == [0, 0, 1, 1, 2]
+    assert arrays.logits.tolist() == [0, 1, 1, 1, 0]
+
+
+def test_what_is_no_feed_is_refused(tmp_path: Path) -> None:
+    """Check foreign things, doubled, foreign and closed sequences."""
+    ctx, other = kit.context(tmp_path), kit.context(tmp_path)
+    a = ctx.sequence()
+    for wrong, message in (
+        ([[1, 2]], "expected feeds"),
+        ([a.feed([1]), a.feed([2])], "once per batch"),
+        (other.sequence().feed([1]), "another context"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            ctx.decode(wrong)
+    feed = a.feed([1, 2])
+    a.close()
+    with pytest.raises(Closed):
+        ctx.decode(feed)
+
+
+def test_iterables_of_tokens_become_arrays() -> None:
+    """Check ranges, generators and nothing."""
+    assert as_int32(range(3), "tokens").tolist() == [0, 1, 2]
+    assert as_int32((i for i in (4, 5)), "tokens").tolist() == [4, 5]
+    assert as_int32([], "tokens").dtype == np.int32
+    with pytest.raises(UsageError):
+        as_int32(object(), "tokens")

@@ -1,0 +1,108 @@
+"""The verbs `build` and `env`: what they build, print and refuse."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from building_kit import Workshop
+from typer.testing import CliRunner
+
+from pyllamakv.building import build as builds
+from pyllamakv.building import dropin
+from pyllamakv.cli import build, env
+from pyllamakv.errors import NotBuilt, UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
+    """Return a workshop with stand-ins for every program."""
+    return Workshop(tmp_path, monkeypatch)
+
+
+def invoke(app: Any, *words: str) -> str:
+    """Run a verb, let its errors through, and return what it wrote to stdout."""
+    done = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_build_prints_id_folder_and_capabilities(shop: Workshop) -> None:
+    """The text names what the next command needs, and what the shim lacks."""
+    said = invoke(build.app, f"path:{shop.tree}", "--stock")
+    (name,) = shop.built()
+    assert name in said
+    assert str(shop.home / "built" / name) in said
+    assert "none (stock)" in said
+    assert "load" in said
+    assert "absent        defrag" in said
+
+
+def test_build_json(shop: Workshop) -> None:
+    """JSON holds the manifest and nothing else stands on stdout."""
+    (row,) = json.loads(invoke(build.app, shop.spec, "--json"))
+    assert row["spec"] == shop.spec
+    assert row["manifest"]["variant"] == row["id"] == shop.built()[0]
+
+
+def test_build_makes_stock_and_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an option both are built, stock first: patched then costs only what differs."""
+    asked: list[str] = []
+
+    class Standing:
+        """Stand for a variant that nobody looks at."""
+
+    def built(spec: object, **_options: object) -> Standing:
+        asked.append(str(spec))
+        return Standing()
+
+    monkeypatch.setattr(builds, "build", built)
+    monkeypatch.setattr(build, "_text", lambda *_facts: "")
+    invoke(build.app, "0.3.9")
+    invoke(build.app, "0.3.9", "--all")
+    invoke(build.app, "0.3.9", "--series", "full-defrag,kv-counters")
+    assert asked == [
+        *("0.3.9+stock", "0.3.9+patched") * 2,
+        "0.3.9+full-defrag,kv-counters",
+    ]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("0.3.9", "--stock", "--all"),
+        ("0.3.9", "--stock", "--series", "a"),
+        ("0.3.9+stock", "--all"),
+        ("0.3.9", "--series", "a,,b"),
+        ("0.3.9", "--stock", "--backend", "abacus"),
+    ],
+)
+def test_build_refuses(shop: Workshop, words: tuple[str, ...]) -> None:
+    """Options that contradict each other are refused before anything is done."""
+    with pytest.raises(UsageError):
+        invoke(build.app, *words)
+    assert shop.count("cmake") == 0
+
+
+def test_env_of_what_is_not_built(shop: Workshop) -> None:
+    """The message holds the command that builds it."""
+    with pytest.raises(NotBuilt, match="pyllamakv build path:"):
+        invoke(env.app, shop.spec)
+
+
+def test_env(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line for the shell stands alone on stdout; JSON tells the package too."""
+    invoke(build.app, shop.spec)
+    described = dropin.DropIn("LLAMA_CPP_LIB_PATH", "/x/lib", "llama-cpp-python==0.3.9")
+    monkeypatch.setattr(dropin, "describe", lambda _variant: described)
+    assert invoke(env.app, shop.spec) == "export LLAMA_CPP_LIB_PATH='/x/lib'\n"
+    assert json.loads(invoke(env.app, shop.spec, "--json")) == {
+        "variable": "LLAMA_CPP_LIB_PATH",
+        "value": "/x/lib",
+        "package": "llama-cpp-python==0.3.9",
+        "variant": shop.built()[0],
+    }

@@ -1,0 +1,330 @@
+"""Test decoding: what is recorded, what is kept on failure, and who may decode."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import runtime_kit as kit
+
+from pyllamakv.binding.protocol import Capability, Status
+from pyllamakv.errors import (
+    Busy,
+    Cancelled,
+    Closed,
+    DecodeError,
+    NativeError,
+    NoKVSlot,
+    Unsupported,
+    UsageError,
+    WorkerDied,
+)
+from pyllamakv.runtime.batch import Batch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_tokens_are_recorded_after_success(tmp_path: Path) -> None:
+    """Check the ledgers after a batch of two sequences and a step."""
+    ctx = kit.context(tmp_path)
+    a, b = ctx.sequence(), ctx.sequence()
+    ctx.decode([a.feed([5, 6, 7]), b.feed([8])])
+    ctx.step(b, np.int32(9))
+    assert (a.tokens, b.tokens) == ([5, 6, 7], [8, 9])
+    assert (a.pos_min, a.pos_max, b.pos_max) == (0, 2, 1)
+    assert ctx.kv.stats.used == 5
+
+
+def test_text_begins_with_the_models_first_token_once(tmp_path: Path) -> None:
+    """Check that a second feed of text adds none."""
+    ctx = kit.context(tmp_path)
+    a = ctx.sequence()
+    ctx.decode(a.feed("ab"))
+    ctx.decode(a.feed("c"))
+    assert a.tokens == [1, 100, 101, 102]
+    assert a.text == "abc"
+
+
+@pytest.mark.parametrize("failure", [1, 2, -3])
+def test_a_failed_decode_keeps_every_token(tmp_path: Path, failure: int) -> None:
+    """Check ledgers and cells after each kind of failure, and that the same feeds work again."""
+    ctx = kit.context(tmp_path)
+    a, b = ctx.sequence(), ctx.sequence()
+    ctx.decode([a.feed([5, 6]), b.feed([7])])
+    before = ctx.kv.snapshot()
+    feeds = [a.feed([1, 2, 3]), b.feed([4])]
+    ctx.native.fail_next.append(failure)
+    kind = {1: NoKVSlot, 2: Cancelled, -3: DecodeError}[failure]
+    with pytest.raises(kind) as caught:
+        ctx.decode(feeds)
+    assert caught.value.code == failure
+    assert (a.tokens, b.tokens) == ([5, 6], [7])
+    assert not len(before.moves_to(ctx.kv.snapshot()))
+    ctx.decode(feeds)
+    assert (a.tokens, b.tokens) == ([5, 6, 1, 2, 3], [7, 4])
+
+
+def test_an_exception_of_the_library_becomes_a_decode_error(tmp_path: Path) -> None:
+    """Check both ways to decode, and that a dead worker stays what it is."""
+    ctx = kit.context(tmp_path)
+    a = ctx.sequence()
+    for work in (lambda: ctx.step(a, 5), lambda: ctx.decode(a.feed([5, 6]))):
+        ctx.native.fail_next.append(NativeError("llama.cpp threw: out of ideas", code=-1003))
+        with pytest.raises(DecodeError, match="out of ideas"):
+            work()
+        ctx.native.fail_next.append(WorkerDied("the worker ended"))
+        with pytest.raises(WorkerDied):
+            work()
+    assert a.tokens == []
+
+
+def test_a_status_is_returned_where_failures_are_counted(tmp_path: Path) -> None:
+    """Check `try_decode` for each status, and that errors still raise."""
+    ctx = kit.context(tmp_path)
+    a = ctx.sequence()
+    assert ctx.try_decode(a.feed([1])) is Status.OK
+    ctx.native.fail_next += [1, 2, -1]
+    assert ctx.try_decode(a.feed([1])) is Status.NO_SLOT
+    assert ctx.try_decode(a.feed([1])) is Status.ABORTED
+    with pytest.raises(DecodeError):
+        ctx.try_decode(a.feed([1]))
+    assert a.tokens == [1]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [([], "nothing to decode"), ([259], "token 259"), ([-1], "token -1"), ([1] * 33, "n_batch is 32")],
+)
+def test_batches_that_cannot_be_right_never_reach_c(
+    tmp_path: Path, tokens: list[int], message: str
+) -> None:
+    """Check empty, too large and out of the vocabulary."""
+    ctx = kit.context(tmp_path)
+    a = ctx.sequence()
+    with pytest.raises(UsageError, match=message):
+        ctx.decode([a.feed(tokens)])
+    with pytest.raises(UsageError, match="token 259"):
+        ctx.step(a, 259)
+    with pytest.raises(TypeError):
+        ctx.step(a, 1.5)
+    assert ctx.native.calls == []
+
+
+@pytest.mark.parametrize(
+    ("placed", "message"),
+    [
+        ([(5, 3, 0)], "goes on at position 2"),
+        ([(5, 2, 0), (5, 4, 0)], "goes on at position 3"),
+        ([(5, 1, 0)], "goes on at position 2"),
+        ([(5, -1, 1)], "goes on at position 0"),
+        ([(5, 0, 4)], "sequence 4 is out of range"),
+        ([(5, 0, -1)], "sequence -1 is out of range"),
+        ([(5, 2, [0, 1])], "sequence 1 goes on"),
+        ([(5, 0, [1, 1])], "twice"),
+    ],
+)
+def test_placed_tokens_must_follow(tmp_path: Path, placed: list, message: str) -> None:
+    """Check gaps, repeats and foreign sequences in a `Batch`."""
+    ctx = kit.context(tmp_path)
+    ctx.decode(ctx.sequence().feed([8, 9]))
+    batch = Batch()
+    for token, pos, sequences in placed:
+        batch.add(token, pos, sequences)
+    with pytest.raises(UsageError, match=message):
+        ctx.decode(batch)
+
+
+def test_a_batch_writes_the_ledger_of_each_sequence(tmp_path: Path) -> None:
+    """Check a token that two sequences share: one cell, in both ledgers."""
+    ctx = kit.context(tmp_path)
+    a, b = ctx.sequence(), ctx.sequence()
+    ctx.decode(Batch().add(5, 0, [0, 1]).add(6, 1, [0, 1]).add(7, 2, 1, logits=True))
+    assert (a.tokens, b.tokens) == ([5, 6], [5, 6, 7])
+    assert ctx.kv.stats.used == 3
+    assert ctx.kv.stats.shared == 2
+    assert b.logits().argmax() == ctx.logits(2).argmax()
+
+
+def test_long_prompts_are_split(tmp_path: Path) -> None:
+    """Check pieces of n_batch, and logits of the last token alone."""
+    ctx = kit.context(tmp_path, n_ctx=128)
+    a = ctx.sequence()
+    ctx.prefill(a, list(range(3, 80)))
+    assert ctx.native.calls == ["decode 32", "decode 32", "decode 13"]
+    assert a.tokens == list(range(3, 80))
+    assert ctx.logits(12).argmax() == a.logits().argmax()
+    with pytest.raises(UsageError, match="nothing to decode"):
+        ctx.prefill(a, [])
+
+
+def test_a_failing_piece_keeps_those_before(tmp_path: Path) -> None:
+    """Check that the ledger says how far a prompt came."""
+    ctx = kit.context(tmp_path)
+    a = ctx.sequence()
+    with pytest.raises(NoKVSlot) as caught:
+        ctx.prefill(a, [5] * 100)
+    assert caught.value.cause == "full"
+    assert len(a) == 64
+
+
+def test_a_second_thread_is_refused(tmp_path: Path) -> None:
+    """Check Busy for everything that a second thread may try, and that cancel works."""
+    ctx = kit.context(tmp_path)
+    a, native = ctx.sequence(), ctx.native
+    native.gate.clear()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            ctx.decode(a.feed([5, 6]))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        assert native.entered.wait(120)
+        for attempt in (
+            lambda: ctx.step(a, 5),
+            lambda: ctx.decode(a.feed([5, 6])),
+            ctx.kv.snapshot,
+            lambda: a.remove(),
+            ctx.clear,
+            ctx.close,
+            ctx.model.close,
+        ):
+            with pytest.raises(Busy):
+                attempt()
+        assert not ctx.closed
+        ctx.cancel()
+    finally:
+        native.gate.set()
+        thread.join(120)
+    assert [type(error) for error in errors] == [Cancelled]
+    ctx.decode(a.feed([5, 6]))
+    assert a.tokens == [5, 6]
+
+
+def test_prefill_ends_between_pieces_when_cancelled(tmp_path: Path) -> None:
+    """Check that a cancel between two pieces is not lost."""
+    ctx = kit.context(tmp_path, n_ctx=128)
+    a, decode = ctx.sequence(), ctx.native.decode
+
+    def cancelling(*args):
+        code = decode(*args)
+        ctx.cancel()
+        return code
+
+    ctx.native.decode = cancelling
+    with pytest.raises(Cancelled):
+        ctx.prefill(a, [5] * 100)
+    assert len(a) == 32
+
+
+def test_sequences_are_handed_out_and_taken_back(tmp_path: Path) -> None:
+    """Check the lowest free id, a wanted id, and both refusals."""
+    ctx = kit.context(tmp_path)
+    a, b = ctx.sequence(), ctx.sequence(2)
+    assert (a.id, b.id, ctx.sequence().id, ctx.sequence().id) == (0, 2, 1, 3)
+    with pytest.raises(UsageError, match="all 4 sequences"):
+        ctx.sequence()
+    with pytest.raises(UsageError, match="in use"):
+        ctx.sequence(2)
+    with pytest.raises(UsageError, match="out of range"):
+        ctx.sequence(4)
+    b.close()
+    assert ctx.sequence().id == 2
+
+
+def test_clear_empties_everything(tmp_path: Path) -> None:
+    """Check cells and ledgers."""
+    ctx = kit.context(tmp_path)
+    a = ctx.sequence()
+    ctx.decode(a.feed([5, 6]))
+    ctx.clear()
+    assert (a.tokens, ctx.kv.stats.used) == ([], 0)
+    ctx.decode(a.feed([5]))
+    assert a.pos_max == 0
+
+
+def test_counters_need_their_patch(tmp_path: Path) -> None:
+    """Check both builds."""
+    ctx = kit.context(tmp_path)
+    ctx.step(ctx.sequence(), 5)
+    assert ctx.counters.slot_searches == 1
+    poor = kit.context(tmp_path, {"capabilities": Capability.CELLS})
+    with pytest.raises(Unsupported, match="COUNTERS"):
+        _ = poor.counters
+
+
+def test_use_after_close_is_refused_in_any_order(tmp_path: Path) -> None:
+    """Check every method after closing the library, the model or the context."""
+    for closing in (lambda c: c.close(), lambda c: c.model.close(), None):
+        opened = kit.library()
+        model = opened.load_model(kit.write_gguf(tmp_path / "tiny.gguf"))
+        ctx = model.context(n_ctx=32, n_seq_max=2)
+        a = ctx.sequence()
+        ctx.decode(a.feed([5, 6]))
+        if closing is None:
+            opened.close()
+        else:
+            closing(ctx)
+        for attempt in (
+            lambda: ctx.step(a, 5),
+            lambda: ctx.decode(a.feed([5])),
+            lambda: ctx.decode(Batch().add(5, 2, 0)),
+            ctx.sequence,
+            ctx.clear,
+            ctx.logits,
+            ctx.cancel,
+            ctx.kv.snapshot,
+            ctx.kv.defrag,
+            a.fork,
+            a.save,
+            lambda: a.remove(),
+            lambda: a.trim(0),
+            lambda: a.shift(0, None, 1),
+            lambda: a.pos_max,
+            lambda: next(ctx.generate(a)),
+            ctx.__enter__,
+        ):
+            with pytest.raises(Closed):
+                attempt()
+        a.close()
+        ctx.close()
+        model.close()
+        opened.close()
+        assert opened.native.freed == ["context", "model", "library"]
+
+
+def test_the_collector_frees_in_order(tmp_path: Path) -> None:
+    """Check that dropped objects give their handles back, contexts first."""
+    import gc
+
+    opened = kit.library()
+    native = opened.native
+    model = opened.load_model(kit.write_gguf(tmp_path / "tiny.gguf"))
+    contexts = [model.context(n_ctx=16) for _ in range(2)]
+    del model, opened
+    assert native.freed == []
+    del contexts
+    gc.collect()
+    assert native.freed == ["context", "context", "model", "library"]
+
+
+def test_guard_off_checks_nothing_in_python(tmp_path: Path) -> None:
+    """Check that a wrong batch reaches the library, in a worker only."""
+    model = kit.library(isolated=True).load_model(kit.write_gguf(tmp_path / "tiny.gguf"))
+    ctx = model.context(n_ctx=32, n_batch=8, n_ubatch=8, n_seq_max=2, guard="off")
+    a = ctx.sequence()
+    with pytest.raises(DecodeError, match="invalid token"):
+        ctx.decode(a.feed([300]))
+    ctx.decode(Batch().add(5, 7, 0).add(6, 3, 0))
+    assert (a.tokens, a.positions) == ([6, 5], [3, 7])
+    ctx.decode(a.feed([1] * 8))
+    fork = a.fork()
+    fork.shift(None, None, 3)
+    assert a.positions == fork.positions == [6, 10, *range(11, 19)]

@@ -1,0 +1,99 @@
+"""The doctor names what is there, what lacks, and the cure; necessary and optional apart."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from building_kit import script
+from typer.testing import CliRunner
+
+from pyllamakv.building import cmake, doctor
+from pyllamakv.cli import doctor as verb
+from pyllamakv.errors import ToolMissing
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyllamakv.building.doctor import Finding
+
+
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Hide every program of this machine and return the folder that PATH names instead."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
+    for name in ("CC", "CXX", "CUDACXX", "CUDA_HOME", "CUDA_PATH", "PYLLAMAKV_LAUNCHER"):
+        monkeypatch.delenv(name, raising=False)
+    return folder
+
+
+def by_name(findings: list[Finding]) -> dict[str, Finding]:
+    """Return the findings under their names."""
+    return {finding.name: finding for finding in findings}
+
+
+def test_bare_machine(bare: Path) -> None:
+    """Without any program the necessary ones are missing, the others optional, all with a cure."""
+    found = by_name(doctor.examine())
+    assert found["compiler"].state == found["git"].state == "missing"
+    assert "g++" in found["compiler"].cure
+    for name in ("make", "npm", "ccache"):
+        assert found[name].state == "optional"
+        assert found[name].cure
+    assert found["python"].state == found["cmake"].state == found["ninja"].state == "ok"
+    assert not doctor.healthy(list(found.values()))
+
+
+def test_furnished_machine(bare: Path) -> None:
+    """With compiler and git nothing necessary is missing."""
+    version = "case $1 in --version) echo 'gcc (X) 1.2' ;; -dumpmachine) echo x86_64-x ;; esac\n"
+    for name in ("gcc", "g++", "git", "make", "npm", "ccache"):
+        script(bare / name, version)
+    found = by_name(doctor.examine())
+    for name in ("compiler", "git", "make", "npm", "ccache"):
+        assert found[name].state == "ok", name
+
+
+def test_every_shortage_has_a_cure(bare: Path) -> None:
+    """Nothing is reported as lacking without a word on what to do."""
+    assert all(f.cure for f in doctor.examine() if f.state != "ok" and f.name != "platform")
+
+
+def test_little_room(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk and a small memory are found."""
+
+    class Usage:
+        free = 1 << 20
+
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _place: Usage)
+    monkeypatch.setattr(doctor.build, "available_memory", lambda: 1 << 20)
+    found = by_name(doctor.examine())
+    assert found["disk"].state == "missing"
+    assert "PYLLAMAKV_HOME" in found["disk"].cure
+    assert found["memory"].state == "optional"
+
+
+def test_missing_wheel(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wheel that lacks is necessary."""
+
+    def absent(name: str) -> Path:
+        raise ToolMissing(f"no {name}: pip install cmake ninja", name)
+
+    monkeypatch.setattr(cmake, "binary", absent)
+    found = by_name(doctor.examine())
+    assert found["cmake"].state == "missing"
+    assert "pip install" in found["cmake"].cure
+
+
+def test_command(bare: Path) -> None:
+    """The verb prints a line per finding, JSON on request, and exits with 1 for a shortage."""
+    text = CliRunner().invoke(verb.app, [])
+    assert text.exit_code == 1
+    assert "MISSING compiler" in text.stdout
+    assert "cure: " in text.stdout
+    listed = CliRunner().invoke(verb.app, ["--json"])
+    assert {row["name"] for row in json.loads(listed.stdout)} >= {"compiler", "git", "disk"}

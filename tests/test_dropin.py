@@ -1,0 +1,105 @@
+"""llama-cpp-python is told where the libraries lie, by the variable that it reads."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from building_kit import manifest
+
+from pyllamakv.building import dropin
+from pyllamakv.building.variant import Variant
+from pyllamakv.errors import Unsupported
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def variant(folder: Path, release: str, *libraries: str) -> Variant:
+    """Return a variant of a release with these ordinary libraries."""
+    (folder / "lib").mkdir(parents=True)
+    for name in libraries:
+        (folder / "lib" / name).touch()
+    manifest(release=release).save(folder)
+    return Variant(folder)
+
+
+@pytest.mark.parametrize("release", ["0.3.1", "0.3.9", "0.3.16", "0.3.36"])
+def test_folder(tmp_path: Path, release: str) -> None:
+    """Most versions read the folder of the libraries."""
+    described = dropin.describe(variant(tmp_path, release, "libllama.so"))
+    assert described.variable == "LLAMA_CPP_LIB_PATH"
+    assert described.value == str(tmp_path / "lib")
+    assert described.package == f"llama-cpp-python=={release}"
+
+
+@pytest.mark.parametrize("release", ["0.2.90", "0.3.0"])
+def test_file(tmp_path: Path, release: str) -> None:
+    """The oldest read the library's own path."""
+    described = dropin.describe(variant(tmp_path, release, "libllama.so"))
+    assert described.variable == "LLAMA_CPP_LIB"
+    assert described.value == str(tmp_path / "lib" / "libllama.so")
+
+
+def test_release_without_package(tmp_path: Path) -> None:
+    """A release that no llama-cpp-python contains has no drop-in."""
+    with pytest.raises(Unsupported, match="b4980"):
+        dropin.describe(variant(tmp_path, "b4980", "libllama.so"))
+
+
+def test_variant_without_libraries(tmp_path: Path) -> None:
+    """A variant without libllama says so."""
+    with pytest.raises(Unsupported, match="libllama"):
+        dropin.describe(variant(tmp_path, "0.3.9"))
+
+
+def test_line_for_the_shell(tmp_path: Path) -> None:
+    """Any path survives the shell."""
+    folder = tmp_path / "it's a $HOME"
+    line = dropin.describe(variant(folder, "0.3.9", "libllama.so")).export()
+    name, _, value = shlex.split(line)[1].partition("=")
+    assert (name, value) == ("LLAMA_CPP_LIB_PATH", str(folder / "lib"))
+
+
+PROGRAM = """
+import ctypes, sys
+import llama_cpp
+path = llama_cpp.llama_cpp._lib._name
+assert path.startswith(sys.argv[1]), path
+llama_cpp.llama_backend_init()
+params = llama_cpp.llama_model_default_params()
+params.vocab_only = True
+model = llama_cpp.llama_load_model_from_file(sys.argv[2].encode(), params)
+assert model
+print(llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model)))
+"""
+
+
+@pytest.mark.native
+@pytest.mark.peer
+def test_llama_cpp_python_loads_the_variant(patched: Variant, tiny_model: Path) -> None:
+    """The package that users have runs on the patched libraries."""
+    version = pytest.importorskip("importlib.metadata").version
+    try:
+        installed = version("llama-cpp-python")
+    except Exception:
+        pytest.skip("llama-cpp-python is not installed")
+    described = dropin.describe(patched)
+    if described.package != f"llama-cpp-python=={installed}":
+        pytest.skip(f"llama-cpp-python {installed} is not the release of the variant")
+    env = {**os.environ, described.variable: described.value}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(patched.dropin), str(tiny_model)],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) > 0

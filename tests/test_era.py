@@ -1,0 +1,77 @@
+"""Eras: told from what the files contain, never from a version."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pyllamakv.home import data
+from pyllamakv.source import lock
+from pyllamakv.source.era import ERAS, UNKNOWN, detect
+from pyllamakv.source.store import Store, open_store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+#: For each era the files that tell it, cut down to the words that matter.
+TREES = {
+    "monolith": {"src/llama.cpp": "llama_kv_cache_find_slot do_defrag"},
+    "split": {
+        "src/llama-kv-cache.cpp": "llama_kv_cache_find_slot",
+        "src/llama-kv-cache.h": "do_defrag",
+    },
+    "context": {
+        "src/llama-kv-cache.cpp": "defrag_prepare llama_memory_i",
+        "src/llama-context.cpp": "kv_self->defrag_prepare(",
+    },
+    "unified": {
+        "src/llama-kv-cache.cpp": "defrag_prepare llama_memory_i",
+        "src/llama-context.cpp": "kv_self_update",
+    },
+    "memory": {
+        "src/llama-kv-cache-unified.cpp": "defrag_prepare llama_memory_i",
+        "include/llama.h": "llama_get_memory",
+    },
+    "streams": {
+        "src/llama-kv-cache-unified.h": "n_stream defrag_prepare llama_memory_i",
+        "include/llama.h": "llama_get_memory",
+    },
+    "rows": {
+        "src/llama-kv-cache.cpp": "n_stream llama_memory_i",
+        "include/llama.h": "llama_get_memory",
+    },
+    UNKNOWN: {"src/llama-kv-cache.cpp": "nothing that is known"},
+}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """Return an empty store."""
+    return open_store(tmp_path / "store.git")
+
+
+@pytest.mark.parametrize("era", TREES)
+def test_each_era_has_its_marks(store: Store, era: str) -> None:
+    """A tree with an era's marks gets its name."""
+    files: dict[str, bytes | None] = {k: v.encode() for k, v in TREES[era].items()}
+    _, tree = store.commit(None, files, era)
+    assert detect(store, tree) == era
+
+
+def test_the_oldest_layout(store: Store) -> None:
+    """The monolith is found at the top too, and a tree of something else is unknown."""
+    commit, _ = store.commit(None, {"llama.cpp": b"llama_kv_cache_find_slot"}, "m")
+    assert detect(store, commit) == "monolith"
+    commit, _ = store.commit(None, {"README": b"x"}, "m")
+    assert detect(store, commit) == UNKNOWN
+
+
+def test_fetched_releases_are_what_the_lock_says() -> None:
+    """Every reference release that is fetched here shows the era that the lock names."""
+    store = open_store()
+    there = [r for r in lock.load(data("vendor/upstream.lock.toml")) if store.has(r)]
+    if not there:
+        pytest.skip("no release is fetched here")
+    assert {r.name: detect(store, r) for r in there} == {r.name: r.era for r in there}
+    assert {r.era for r in there} <= set(ERAS)

@@ -1,0 +1,147 @@
+"""Test that generation goes on where a sequence is, and keeps what it yields."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import runtime_kit as kit
+from fakes.simulated import ALL
+
+from pyllamakv.binding.protocol import Capability, SamplerParams
+from pyllamakv.errors import Cancelled, NoKVSlot, UsageError
+from pyllamakv.runtime.sampler import NumpySampler
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Fixed:
+    """Pick tokens from a list."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = list(tokens)
+
+    def pick(self, context, index: int = -1) -> int:
+        """Return the next of the list, once the logits may be read."""
+        context.logits(index)
+        return self.tokens.pop(0)
+
+
+def test_what_is_yielded_is_in_the_sequence(tmp_path: Path) -> None:
+    """Check text, tokens and cells."""
+    ctx = kit.context(tmp_path)
+    a = ctx.sequence()
+    ctx.decode(a.feed("Hi"))
+    text = "".join(ctx.generate(a, max_tokens=10))
+    assert a.text == "Hi" + text
+    assert len(a) == 13
+    assert a.pos_max == 12
+
+
+def test_stopping_and_going_on_is_the_same_as_going_on(tmp_path: Path) -> None:
+    """Check that pieces of a generation join, also when the caller leaves in the middle."""
+    whole, parts = kit.context(tmp_path), kit.context(tmp_path)
+    a, b = whole.sequence(), parts.sequence()
+    whole.decode(a.feed("Hi"))
+    parts.decode(b.feed("Hi"))
+    expected = "".join(whole.generate(a, max_tokens=12))
+    text = "".join(parts.generate(b, max_tokens=4))
+    for piece in parts.generate(b, max_tokens=5):
+        text += piece
+        break
+    text += "".join(parts.generate(b, max_tokens=12 - len(text)))
+    assert text == expected
+    assert a.tokens == b.tokens
+
+
+def test_two_sequences_generate_in_turn(tmp_path: Path) -> None:
+    """Check that decodes of the other sequence between two tokens change nothing."""
+    ctx, alone = kit.context(tmp_path), kit.context(tmp_path)
+    sequences = [ctx.sequence(), ctx.sequence()]
+    ctx.decode([sequences[0].feed("abc"), sequences[1].feed("xy")])
+    turns = zip(*(ctx.generate(each, max_tokens=8) for each in sequences), strict=True)
+    texts = ["".join(pieces) for pieces in zip(*turns, strict=True)]
+    for text, prompt in zip(texts, ("abc", "xy"), strict=True):
+        single = alone.sequence()
+        alone.decode(single.feed(prompt))
+        assert "".join(alone.generate(single, max_tokens=8)) == text
+
+
+def test_the_end_token_ends_and_is_not_kept(tmp_path: Path) -> None:
+    """Check both settings."""
+    ctx = kit.context(tmp_path)
+    a = ctx.sequence()
+    ctx.decode(a.feed([5]))
+    assert "".join(ctx.generate(a, 9, Fixed([100, 101, 2, 102]))) == "ab"
+    assert a.tokens == [5, 100, 101]
+    tokens = Fixed([100, 2, 101])
+    assert "".join(ctx.generate(a, 3, tokens, stop_at_end=False)) == "ab"
+    assert a.tokens[-3:] == [100, 2, 101]
+
+
+def test_characters_are_yielded_whole(tmp_path: Path) -> None:
+    """Check a character of four bytes, and one that never ends."""
+    ctx = kit.context(tmp_path)
+    a = ctx.sequence()
+    ctx.decode(a.feed([5]))
+    smile = [byte + 3 for byte in "😀".encode()]
+    assert list(ctx.generate(a, 4, Fixed(smile))) == ["😀"]
+    assert list(ctx.generate(a, 2, Fixed(smile))) == ["\ufffd"]
+
+
+def test_without_a_sampler_in_c_numpy_does_it(tmp_path: Path) -> None:
+    """Check that both ways choose the same greedy tokens."""
+    texts = []
+    for capabilities in (ALL, ALL & ~Capability.SAMPLER):
+        ctx = kit.context(tmp_path, {"capabilities": capabilities})
+        a = ctx.sequence()
+        ctx.decode(a.feed("same"))
+        texts.append("".join(ctx.generate(a, 10)))
+        assert ctx.native.freed.count("sampler") == (1 if capabilities == ALL else 0)
+    assert texts[0] == texts[1]
+
+
+def test_one_seed_gives_one_text(tmp_path: Path) -> None:
+    """Check that sampling repeats itself for equal seeds only."""
+
+    def text(seed: int) -> list[int]:
+        ctx = kit.context(tmp_path)
+        a = ctx.sequence()
+        ctx.decode(a.feed("same"))
+        list(ctx.generate(a, 20, NumpySampler(SamplerParams(seed=seed, temperature=1.5))))
+        return a.tokens
+
+    assert text(1) == text(1)
+    assert text(1) != text(2)
+
+
+def test_failures_leave_what_was_yielded(tmp_path: Path) -> None:
+    """Check a full cache in the middle, and a cancel."""
+    ctx = kit.context(tmp_path, n_ctx=8)
+    a = ctx.sequence()
+    ctx.decode(a.feed([5, 5, 5]))
+    text = ""
+    with pytest.raises(NoKVSlot):
+        for piece in ctx.generate(a):
+            text += piece
+    assert len(a) == 8
+    assert len(text) == 4 or len(text) == 5
+    a.trim(3)
+    generating = ctx.generate(a)
+    next(generating)
+    ctx.cancel()
+    with pytest.raises(Cancelled):
+        next(generating)
+
+
+def test_what_cannot_go_on_is_refused_at_once(tmp_path: Path) -> None:
+    """Check an empty sequence and a negative number, before the first piece is asked for."""
+    ctx = kit.context(tmp_path)
+    a = ctx.sequence()
+    with pytest.raises(UsageError, match="no tokens"):
+        ctx.generate(a)
+    ctx.step(a, 5)
+    with pytest.raises(UsageError, match="max_tokens"):
+        ctx.generate(a, -1)
+    assert list(ctx.generate(a, 0)) == []

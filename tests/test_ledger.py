@@ -1,0 +1,128 @@
+"""Test the record of sequences against a model that is a list of cells."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from pyllamakv.errors import UsageError
+from pyllamakv.runtime.ledger import Ledger
+
+SEQUENCE = st.integers(0, 2)
+BOUND = st.one_of(st.none(), st.integers(0, 30))
+
+
+class Cells(RuleBasedStateMachine):
+    """Drive ledgers and plain cells (token, position, sequences) alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledgers = [Ledger() for _ in range(3)]
+        self.cells: list[list] = []
+        self.mark = 0
+
+    def mine(self, seq: int, p0: int | None = None, p1: int | None = None) -> list[list]:
+        """Return the cells of a sequence in a range."""
+        low, high = p0 or 0, 10**9 if p1 is None else p1
+        return [c for c in self.cells if seq in c[2] and low <= c[1] < high]
+
+    @rule(seq=SEQUENCE, tokens=st.lists(st.integers(0, 99), max_size=5))
+    def decode(self, seq: int, tokens: list[int]) -> None:
+        """Add tokens at the end."""
+        for token in tokens:
+            pos = max((c[1] for c in self.mine(seq)), default=-1) + 1
+            self.cells.append([token, pos, {seq}])
+            self.ledgers[seq].append(token, pos, self.mark)
+            self.mark += 1
+
+    @rule(seq=SEQUENCE, p0=BOUND, p1=BOUND)
+    def remove(self, seq: int, p0: int | None, p1: int | None) -> None:
+        """Remove a range."""
+        gone = self.mine(seq, p0, p1)
+        assert self.ledgers[seq].remove(p0, p1) == len(gone)
+        for cell in gone:
+            cell[2].discard(seq)
+
+    @rule(src=SEQUENCE, dst=SEQUENCE, p1=BOUND)
+    def fork(self, src: int, dst: int, p1: int | None) -> None:
+        """Share the cells of another sequence with an empty one."""
+        if len(self.ledgers[dst]) or src == dst:
+            return
+        for cell in self.mine(src, None, p1):
+            cell[2].add(dst)
+        self.ledgers[dst].copy_from(self.ledgers[src], None, p1, share=True)
+
+    @rule(seq=SEQUENCE, p0=BOUND, p1=BOUND, delta=st.integers(-10, 10))
+    def shift(self, seq: int, p0: int | None, p1: int | None, delta: int) -> None:
+        """Shift a range where neither a shared cell nor another position is met."""
+        moving = self.mine(seq, p0, p1)
+        others = {other for cell in moving for other in cell[2]} - {seq}
+        found = self.ledgers[seq].shared_with(enumerate(self.ledgers), p0, p1)
+        assert set(found) == others
+        try:
+            self.ledgers[seq].check_move(p0, p1, delta)
+        except UsageError:
+            return
+        for cell in moving:
+            cell[1] += delta
+        marks = self.ledgers[seq].marks_in(p0, p1)
+        for other in found:
+            self.ledgers[other].follow(marks, lambda p: p + delta)
+        self.ledgers[seq].move(p0, p1, lambda p: p + delta)
+
+    @invariant()
+    def agree(self) -> None:
+        """Compare tokens, positions and the next position of every sequence."""
+        for seq, ledger in enumerate(self.ledgers):
+            cells = sorted((c[1], c[0]) for c in self.mine(seq))
+            assert sorted(zip(ledger.positions, ledger.tokens, strict=True)) == cells
+            assert ledger.positions == sorted(ledger.positions)
+            assert ledger.next == max((c[0] for c in cells), default=-1) + 1
+            assert len(ledger.marks) == len(ledger)
+
+
+TestCells = Cells.TestCase
+
+
+@given(st.permutations(list(range(8))))
+def test_positions_may_come_in_any_order(order: list[int]) -> None:
+    """Check that entries are kept by position."""
+    ledger = Ledger()
+    ledger.extend([100 + p for p in order], order, range(8))
+    assert ledger.positions == list(range(8))
+    assert ledger.tokens == [100 + p for p in range(8)]
+    assert [order[mark] for mark in ledger.marks] == list(range(8))
+
+
+def test_a_shift_onto_positions_that_stay_is_refused() -> None:
+    """Check both neighbours and the start."""
+    ledger = Ledger()
+    ledger.extend([1, 2, 3, 4], [0, 1, 5, 9], [0, 1, 2, 3])
+    ledger.check_move(5, 6, -3)
+    for p0, p1, delta in ((5, 6, -4), (5, 6, 4), (0, 1, -1), (1, 6, 5)):
+        with pytest.raises(UsageError, match="remove those tokens first"):
+            ledger.check_move(p0, p1, delta)
+    ledger.check_move(20, 30, -100)
+
+
+def test_division_keeps_order_and_negative_positions_go() -> None:
+    """Check the changes that llama.cpp makes to positions."""
+    ledger = Ledger()
+    ledger.extend([1, 2, 3, 4], [0, 1, 2, 3], [0, 1, 2, 3])
+    ledger.move(2, None, lambda p: p // 2)
+    assert ledger.positions == [0, 1, 1, 1]
+    ledger.move(None, 1, lambda p: p - 1)
+    assert (ledger.tokens, ledger.next) == ([2, 3, 4], 2)
+    ledger.clear()
+    assert (ledger.tokens, ledger.next) == ([], 0)
+
+
+def test_copies_that_share_nothing_have_no_marks() -> None:
+    """Check that a copy between streams is not taken for a fork."""
+    first, second = Ledger(), Ledger()
+    first.extend([1], [0], [7])
+    second.copy_from(first, None, None, share=False)
+    assert second.tokens == [1]
+    assert first.shared_with(enumerate([first, second]), None, None) == ()

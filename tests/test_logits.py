@@ -1,0 +1,119 @@
+"""Test that logits are read in place, and never once they are stale."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import runtime_kit as kit
+
+from pyllamakv.errors import Closed, StaleLogits, UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+READS = [
+    lambda x: x[0],
+    lambda x: x[:5],
+    lambda x: x.argmax(),
+    lambda x: x.copy(),
+    lambda x: x.top(3),
+    lambda x: x + 1,
+    lambda x: np.exp(x),
+    lambda x: np.asarray(x),
+    lambda x: np.max(x),
+    lambda x: list(x),
+    lambda x: x == x,
+]
+
+
+@pytest.mark.parametrize("read", READS)
+def test_every_read_is_refused_after_a_later_decode(tmp_path: Path, read) -> None:
+    """Check each way of reading, before and after."""
+    ctx = kit.context(tmp_path)
+    a = ctx.sequence()
+    ctx.decode(a.feed([1, 2, 3]))
+    logits = ctx.logits()
+    kept, before = logits.copy(), read(logits)
+    assert not logits.stale
+    ctx.step(a, 4)
+    assert logits.stale
+    with pytest.raises(StaleLogits):
+        read(logits)
+    assert kept.shape == (ctx.n_vocab,)
+    assert np.array_equal(np.asarray(before), np.asarray(read(kept)) if read is not READS[4] else before)
+
+
+def test_a_failed_decode_makes_them_stale_too(tmp_path: Path) -> None:
+    """Check a decode that found no cells."""
+    ctx = kit.context(tmp_path, n_ctx=8, n_batch=8)
+    a = ctx.sequence()
+    ctx.decode(a.feed([1] * 8))
+    logits = ctx.logits()
+    assert ctx.try_decode(a.feed([1])) == 1
+    with pytest.raises(StaleLogits):
+        logits.argmax()
+    with pytest.raises(StaleLogits, match="last decode failed"):
+        ctx.logits()
+
+
+def test_the_end_of_the_context_is_said(tmp_path: Path) -> None:
+    """Check that closing makes them unreadable as well."""
+    ctx = kit.context(tmp_path)
+    ctx.step(ctx.sequence(), 5)
+    logits = ctx.logits()
+    ctx.close()
+    assert logits.stale
+    with pytest.raises(Closed):
+        logits.copy()
+
+
+def test_they_cannot_be_written(tmp_path: Path) -> None:
+    """Check that what indexing gives is the caller's own, and the view is read-only."""
+    ctx = kit.context(tmp_path)
+    ctx.step(ctx.sequence(), 5)
+    logits = ctx.logits()
+    part = logits[:3]
+    part[:] = 7
+    assert logits[0] == 0
+    with pytest.raises(TypeError):
+        logits[0] = 1
+    with pytest.raises(ValueError, match="only be copied"):
+        np.asarray(logits, copy=False) if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else (
+            logits.__array__(copy=False)
+        )
+
+
+def test_places_without_logits_are_refused(tmp_path: Path) -> None:
+    """Check places of a batch that asked for some, and negative places."""
+    ctx = kit.context(tmp_path)
+    a, b = ctx.sequence(), ctx.sequence()
+    with pytest.raises(StaleLogits, match="nothing was decoded"):
+        ctx.logits()
+    ctx.decode([a.feed([1, 2]), b.feed([3, 4], logits="all")])
+    assert ctx.logits(1).argmax() == a.logits().argmax()
+    assert ctx.logits(-1).argmax() == ctx.logits(3).argmax() == b.logits().argmax()
+    assert ctx.logits(-3).argmax() == ctx.logits(1).argmax()
+    for wrong in (0, 4, -4, 99):
+        with pytest.raises(UsageError, match="has no logits"):
+            ctx.logits(wrong)
+    ctx.step(a, 5)
+    assert len(ctx.logits(0)) == ctx.n_vocab
+    with pytest.raises(UsageError):
+        ctx.logits(1)
+    with pytest.raises(StaleLogits, match="this sequence"):
+        b.logits()
+    assert "stale" not in repr(a.logits())
+
+
+def test_the_best_come_first(tmp_path: Path) -> None:
+    """Check the order of `top`."""
+    ctx = kit.context(tmp_path)
+    ctx.step(ctx.sequence(), 5)
+    logits = ctx.logits()
+    best = logits.top(2)
+    assert best[0][0] == logits.argmax()
+    assert best[0][1] > best[1][1] > 0
+    assert logits.dtype == np.float32
+    assert logits.shape == (ctx.n_vocab,)

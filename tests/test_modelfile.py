@@ -1,0 +1,84 @@
+"""Test that a wrong model file is named as what it is, before any C sees it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from fakes.tiny_gguf import gguf_bytes
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pyllamakv.errors import ModelError
+from pyllamakv.runtime.modelfile import check_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def write(folder: Path, data: bytes) -> Path:
+    """Write a file."""
+    path = folder / "model.gguf"
+    path.write_bytes(data)
+    return path
+
+
+def test_a_whole_file_is_described(tmp_path: Path) -> None:
+    """Check architecture, counts and values."""
+    found = check_file(write(tmp_path, gguf_bytes()))
+    assert (found.architecture, found.version, found.n_tensors) == ("llama", 3, 1)
+    assert found.meta["general.name"] == "tiny"
+    assert "some.list" in found.meta
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "0 bytes"),
+        (b"GG", "truncated"),
+        (b"GGUF\3\0", "truncated"),
+        (b"not a model at all", "begins with b'not '"),
+        (b"ggml" + bytes(100), "begins with b'ggml'"),
+        (b"GGUF\0\0\0\3" + bytes(100), "big-endian"),
+        (gguf_bytes(version=1), "version 1"),
+        (gguf_bytes(architecture=None), "no general.architecture"),
+        (gguf_bytes(architecture=""), "no general.architecture"),
+        (gguf_bytes()[:-1], "tensors need"),
+        (b"GGUF\3\0\0\0" + b"\xff" * 16, "damaged"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path: Path, data: bytes, message: str) -> None:
+    """Check the message for each kind of damage."""
+    with pytest.raises(ModelError, match=message):
+        check_file(write(tmp_path, data))
+
+
+def test_missing_files_and_folders_are_said(tmp_path: Path) -> None:
+    """Check paths that lead to no file."""
+    with pytest.raises(ModelError, match="no model file"):
+        check_file(tmp_path / "absent.gguf")
+    with pytest.raises(ModelError, match="is a folder"):
+        check_file(tmp_path)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.data())
+def test_no_cut_is_taken_for_a_whole_file(tmp_path: Path, data: st.DataObject) -> None:
+    """Check every length below the whole."""
+    whole = gguf_bytes()
+    length = data.draw(st.integers(0, len(whole) - 1))
+    with pytest.raises(ModelError):
+        check_file(write(tmp_path, whole[:length]))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.data())
+def test_damage_never_raises_anything_else(tmp_path: Path, data: st.DataObject) -> None:
+    """Check single bytes that were overwritten."""
+    damaged = bytearray(gguf_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        check_file(write(tmp_path, bytes(damaged)))
+    except ModelError:
+        pass

@@ -1,0 +1,189 @@
+"""npm: the git bundle inside node-llama-cpp; npm itself is a small script here."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from source_kit import TREE, isolate, link, objects, pack, refs, repository, sha256
+
+from pyllamakv.errors import ArchiveError, FetchError, HashMismatch, ToolMissing
+from pyllamakv.source import fetch, gitting, lock, npm
+from pyllamakv.source.releases import resolve
+from pyllamakv.source.store import open_store
+
+BUNDLE = "package/llama/gitRelease.bundle"
+ABOUT = "package/llama/llama.cpp.info.json"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give every test a home of its own."""
+    return isolate(tmp_path, monkeypatch)
+
+
+def bundle(folder: Path, *revisions: str) -> bytes:
+    """Return a bundle of a tiny llama.cpp."""
+    if not folder.exists():
+        repository(folder)
+    gitting.git(folder, "bundle", "create", "-q", "made", *(revisions or ("HEAD",)))
+    return (folder / "made").read_bytes()
+
+
+def tarball(folder: Path, version: str = "3.7.0", tag: str = "b4980") -> Path:
+    """Write a tarball of node-llama-cpp."""
+    members = {
+        "package/package.json": b'{"scripts": {"preinstall": "exit 1"}}',
+        BUNDLE: bundle(folder / "up", "HEAD"),
+        ABOUT: json.dumps({"tag": tag, "llamaCppGithubRepo": "x"}).encode(),
+    }
+    return pack(folder / f"node-llama-cpp-{version}.tgz", members)
+
+
+def fake_npm(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Put an npm on the PATH that runs a few lines of Python."""
+    place = folder / "bin" / "npm"
+    place.parent.mkdir(exist_ok=True)
+    head = "import sys, pathlib, shutil\nargs = sys.argv[1:]\n"
+    folder_of = "next(a for a in args if a.startswith('--pack-destination=')).split('=', 1)[1]"
+    body = f"{head}to = pathlib.Path({folder_of})\n{script}"
+    place.write_text(f"#!{sys.executable}\n{body}")
+    place.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{place.parent}{os.pathsep}{os.environ['PATH']}")
+
+
+def test_a_bundle_is_imported(tmp_path: Path) -> None:
+    """The commit of the bundle comes whole, with upstream's tag."""
+    file = tarball(tmp_path)
+    store = open_store()
+    commit, tree, tag = npm.import_package(store, file)
+    assert tag == "b4980"
+    assert {path: store.read(tree, path) for path in store.ls(commit)} == TREE
+    assert not refs(store)
+
+
+def test_a_release_is_packed_and_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new version is added under upstream's tag, then fetched again from its lock entry."""
+    file = tarball(tmp_path)
+    script = (
+        "assert '--ignore-scripts' in args and args[:2] == ['pack', 'node-llama-cpp@3.7.0']\n"
+        f"shutil.copy({str(file)!r}, to)\n"
+    )
+    fake_npm(tmp_path, monkeypatch, script)
+    release = fetch.add("node-llama-cpp@3.7.0")
+    assert (release.name, release.kind, release.sha256) == ("b4980", "npm", sha256(file))
+    assert resolve("b4980") == release
+    open_store().drop("refs/upstream/b4980")
+    assert fetch.fetch(release) == release
+    assert open_store().has(release)
+    assert fetch.add("node-llama-cpp@3.7.0") == release
+
+
+def test_without_npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without npm the error names npm, its cure, and the way around it."""
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    with pytest.raises(ToolMissing, match="upstream add FILE") as caught:
+        npm.pack("3.7.0", tmp_path, sha256=None)
+    assert caught.value.tool == "npm"
+    assert "Node.js" in caught.value.cure
+    assert fetch.add(str(tarball(tmp_path))).name == "b4980"
+
+
+def test_npm_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What npm says is passed on, and nothing is left behind."""
+    fake_npm(tmp_path, monkeypatch, "sys.exit('npm ERR! network ENOTFOUND')\n")
+    with pytest.raises(FetchError, match="ENOTFOUND"):
+        npm.pack("3.7.0", tmp_path / "d", sha256=None)
+    fake_npm(tmp_path, monkeypatch, "pass\n")
+    with pytest.raises(FetchError, match="left no"):
+        npm.pack("3.7.0", tmp_path / "d", sha256=None)
+    with pytest.raises(FetchError, match="no version"):
+        npm.pack("--evil", tmp_path / "d", sha256=None)
+    assert list((tmp_path / "d").iterdir()) == []
+
+
+def test_another_tarball(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tarball with another hash than pinned is thrown away."""
+    fake_npm(tmp_path, monkeypatch, f"shutil.copy({str(tarball(tmp_path))!r}, to)\n")
+    with pytest.raises(HashMismatch):
+        npm.pack("3.7.0", tmp_path / "d", sha256="0" * 64)
+    assert list((tmp_path / "d").iterdir()) == []
+
+
+def test_a_pinned_commit_is_checked(tmp_path: Path) -> None:
+    """A bundle of another commit than pinned is refused."""
+    release = fetch.add(str(tarball(tmp_path)))
+    other = open_store(tmp_path / "other.git")
+    with pytest.raises(HashMismatch):
+        npm.import_package(other, tmp_path / release.archive, commit="1" * 40)  # type: ignore[operator]
+    assert not refs(other)
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (None, "holds no"),
+        (b"rubbish", "no git bundle"),
+        (b"# v2 git bundle\n\nPACK", "names no commit"),
+        (b"# v2 git bundle\n-" + b"1" * 40 + b" x\n", "needs history"),
+    ],
+)
+def test_bad_bundles(tmp_path: Path, content: bytes | None, word: str) -> None:
+    """A tarball without a bundle, and one whose bundle is none, are refused."""
+    members = {"package/x": b""} if content is None else {BUNDLE: content}
+    file = pack(tmp_path / "node-llama-cpp-1.0.0.tgz", members)
+    with pytest.raises(ArchiveError, match=word):
+        npm.import_package(open_store(), file)
+
+
+def test_a_damaged_bundle_leaves_nothing(tmp_path: Path) -> None:
+    """A bundle with a flipped bit, and one in place of which a link stands, are refused."""
+    data = bytearray(bundle(tmp_path / "up"))
+    data[-30] ^= 1
+    store = open_store()
+    before = objects(store)
+    bad = pack(tmp_path / "a.tgz", {BUNDLE: bytes(data)})
+    linked = pack(tmp_path / "b.tgz", {BUNDLE: link(BUNDLE, "/etc/passwd")})
+    for file in (bad, linked):
+        with pytest.raises(ArchiveError):
+            npm.import_package(store, file)
+    assert objects(store) == before
+
+
+def test_a_strange_tag_is_not_used(tmp_path: Path) -> None:
+    """A tag that is no safe name gives way to the package's version."""
+    assert fetch.add(str(tarball(tmp_path, tag="../../x"))).name == "node-llama-cpp-3.7.0"
+
+
+def test_a_lock_entry_names_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version asked of npm is the one in the lock entry's package."""
+    fake_npm(tmp_path, monkeypatch, "sys.exit(' '.join(args))\n")
+    release = fetch.add(str(tarball(tmp_path)))
+    lock.save(lock.added(), [replace(release, name="b1")])
+    with pytest.raises(FetchError, match=r"node-llama-cpp@3\.7\.0"):
+        fetch.fetch(resolve("b1"))
+
+
+@pytest.mark.network
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_real_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reference release comes from the registry that npm is configured for."""
+    monkeypatch.undo()
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
+    if shutil.which("npm") is None or subprocess.run(["npm", "--version"], check=False).returncode:
+        pytest.skip("npm is not installed")
+    release = resolve("b4980")
+    try:
+        fetch.fetch(release)
+    except HashMismatch:
+        raise
+    except FetchError as error:
+        pytest.skip(f"the registry cannot be reached: {error}")
+    assert open_store().tree_of(release) == release.tree

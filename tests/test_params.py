@@ -1,0 +1,83 @@
+"""Test that a context's options are refused with a reason, before C sees them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import runtime_kit as kit
+from fakes.simulated import ALL
+
+from pyllamakv.binding.protocol import Capability
+from pyllamakv.errors import KvError, NotEnoughMemory, Unsupported, UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n_ctx": 0}, "n_ctx"),
+        ({"n_ctx": -5}, "n_ctx"),
+        ({"n_ctx": 2**31}, "n_ctx"),
+        ({"n_ctx": 1.5}, "n_ctx"),
+        ({"n_batch": 0}, "n_batch"),
+        ({"n_ubatch": True}, "n_ubatch"),
+        ({"n_seq_max": 0}, "n_seq_max"),
+        ({"n_threads": 0}, "n_threads"),
+        ({"n_threads_batch": -1}, "n_threads_batch"),
+        ({"type_k": "f17"}, "f17"),
+        ({"type_k": "q6_k"}, "K cache cannot be"),
+        ({"type_v": "q8_0"}, "needs flash attention"),
+        ({"guard": "maybe"}, "guard must be"),
+        ({"guard": "off"}, "isolated=True"),
+    ],
+)
+def test_wrong_options_are_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    """Check each option's refusal."""
+    with pytest.raises(UsageError, match=message):
+        kit.model(tmp_path).context(**options)
+
+
+def test_rows_must_be_whole_blocks(tmp_path: Path) -> None:
+    """Check q8_0 for a model whose K rows are not made of blocks of 32."""
+    import dataclasses
+
+    model = kit.model(tmp_path)
+    model.info = dataclasses.replace(model.info, n_embd_k_gqa=48)
+    with pytest.raises(UsageError, match="48 values"):
+        model.context(type_k="q8_0", flash_attn=True)
+
+
+def test_what_the_build_lacks_is_unsupported(tmp_path: Path) -> None:
+    """Check automatic flash attention and streams of their own."""
+    model = kit.model(tmp_path)
+    with pytest.raises(Unsupported, match="flash attention"):
+        model.context(flash_attn=None)
+    with pytest.raises(Unsupported, match="kv_unified"):
+        model.context(kv_unified=False, n_seq_max=2)
+    more = ALL | Capability.FLASH_AUTO | Capability.KV_UNIFIED
+    able = kit.model(tmp_path, capabilities=more)
+    assert able.context(flash_attn=None, kv_unified=False, n_seq_max=2).params.flash_attn is None
+
+
+def test_too_large_contexts_allocate_nothing(tmp_path: Path) -> None:
+    """Check that the library is not even asked."""
+    model = kit.model(tmp_path)
+    with pytest.raises(NotEnoughMemory):
+        model.context(n_ctx=2**31 - 1, type_k="f32", type_v="f32")
+
+
+def test_a_refusal_of_the_library_leaves_the_model_usable(tmp_path: Path) -> None:
+    """Check that after a failure the next context works."""
+    model = kit.model(tmp_path)
+    with pytest.raises(KvError):
+        model.context(n_ctx=13)
+    assert model.context(n_ctx=16).info.n_ctx == 16
+
+
+def test_numbers_arrive_as_given(tmp_path: Path) -> None:
+    """Check defaults that depend on others."""
+    params = kit.model(tmp_path).context(n_ctx=64, n_batch=16, n_threads=3, type_k="q8_0").params
+    assert (params.n_ubatch, params.n_threads_batch, params.type_k) == (16, 3, 8)

@@ -1,0 +1,191 @@
+"""Decode scripts are read strictly, played exactly, recorded and replayed."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from fakes.simulated import SimulatedNative
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pyllamakv.errors import ScenarioFailed, ScriptError
+from pyllamakv.harness import script, trace
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "docs" / "examples"
+
+STORY = """
+# two sequences, one leaves
+{"op": "context", "n_ctx": 64, "n_ubatch": 16, "n_seq_max": 4}
+{"op": "decode", "feed": {"0": 16, "1": 16}, "interleave": true}
+{"op": "copy", "seq": 0, "into": 2, "to": 4}
+{"op": "save", "seq": 1, "as": "kept"}
+{"op": "remove", "seq": 1}
+{"op": "shift", "seq": 0, "from": 8, "by": 2}
+{"op": "snapshot", "label": "holes"}
+{"op": "defrag"}
+{"op": "decode", "feed": {"0": [5, 6], "2": "hi", "3+1": 4}}
+{"op": "expect", "used": 24}
+{"op": "decode", "feed": {"0": 60}, "expect": "no-slot"}
+{"op": "note", "text": "still there"}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
+
+
+def lines(text: str) -> list[script.Line]:
+    return list(script.parse(text.splitlines()))
+
+
+def play(text: str, native=None) -> list[tuple[str, dict]]:
+    stage = script.Stage(native or SimulatedNative())
+    told: list[tuple[str, dict]] = []
+    try:
+        script.play(lines(text), stage, lambda line, result: told.append((line.op, result)))
+    finally:
+        stage.close()
+    return told
+
+
+def test_a_script_does_what_it_says() -> None:
+    """Each operation reports what came of it."""
+    told = dict(play(STORY))
+    assert told["remove"]["used"] == 16
+    assert told["defrag"]["moves"] >= 1
+    assert told["expect"]["used"] == 24
+    assert told["decode"]["status"] == 1
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.jsonl")), ids=lambda path: path.stem)
+def test_the_examples_are_scripts(path: Path) -> None:
+    """Every example of the documentation can be read."""
+    assert script.read(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "line 1: not JSON"),
+        ("[1]", "expected an object"),
+        ('{"op": "defrg"}', "did you mean 'defrag'"),
+        ('{"op": "remove"}', "'seq' is missing"),
+        ('{"op": "remove", "seq": "0"}', "seq must be a number"),
+        ('{"op": "remove", "seq": 0, "until": 3}', "unknown argument 'until'"),
+        ('{"op": "shift", "seq": 0, "by": 1, "from": "a"}', "from must be a number or null"),
+        ('{"op": "decode", "feed": {}}', "feed must be like"),
+        ('{"op": "decode", "feed": {"0": 0}}', "cannot feed 0"),
+        ('{"op": "decode", "feed": {"0": true}}', "cannot feed True"),
+        ('{"op": "decode", "feed": {"0": 1}, "expect": "fine"}', "expect must be one of"),
+    ],
+)
+def test_a_wrong_line_is_named(text: str, says: str) -> None:
+    """The message has the line, and what was expected."""
+    with pytest.raises(ScriptError) as caught:
+        lines(text)
+    assert says in str(caught.value)
+    assert caught.value.line == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"op": "decode", "feed": {"a": 1}}', "names no sequence"),
+        ('{"op": "restore", "seq": 0, "as": "x"}', "nothing was saved"),
+        ('{"op": "defrag"}\n{"op": "context"}', "first operation"),
+        ('{"op": "context", "type_k": "f13"}', "f13"),
+    ],
+)
+def test_a_line_that_cannot_be_played_is_named(text: str, says: str) -> None:
+    """What only shows when it is played names its line as well."""
+    with pytest.raises(ScriptError, match=says):
+        play(text)
+
+
+def test_an_expectation_that_is_not_met_is_named() -> None:
+    """The error has the line and both numbers."""
+    with pytest.raises(ScenarioFailed, match=r"line 2 \(expect\): used is 3, expected 4"):
+        play('{"op": "decode", "feed": {"0": 3}}\n{"op": "expect", "used": 4}')
+
+
+def test_verify_finds_damage() -> None:
+    """A cell that the library lost is found."""
+
+    class Losing(SimulatedNative):
+        def seq_cp(self, context, src, dst, p0, p1):
+            return
+
+    text = '{"op": "decode", "feed": {"0": 3}}\n{"op": "copy", "seq": 0, "into": 1}'
+    with pytest.raises(ScenarioFailed, match="lost"):
+        play(text + '\n{"op": "verify"}', Losing())
+    play(text + '\n{"op": "verify"}')
+
+
+def record(tmp_path: Path, native=None) -> Path:
+    stage = script.Stage(native or SimulatedNative())
+    out = io.StringIO()
+    script.play(
+        lines(STORY), stage, trace.Recorder(out, trace.Head("simulated", "tiny"), stage).observe
+    )
+    path = tmp_path / "trace.jsonl"
+    path.write_text(out.getvalue(), encoding="utf-8")
+    return path
+
+
+def test_a_trace_replays_without_differences(tmp_path: Path) -> None:
+    """The same library gives the same results, expectations or not."""
+    head, recorded = trace.read(record(tmp_path))
+    assert head == trace.Head("simulated", "tiny")
+    assert trace.replay(recorded, script.Stage(SimulatedNative())) == []
+    assert [number for number, _ in trace.pictures(recorded)]
+
+
+def test_a_replay_names_what_differs(tmp_path: Path) -> None:
+    """Another library's result is told beside the recorded one."""
+    _, recorded = trace.read(record(tmp_path))
+
+    class Failing(SimulatedNative):
+        def seq_rm(self, context, seq, p0, p1):
+            return True
+
+    found = trace.replay(recorded, script.Stage(Failing()))
+    assert found
+    assert "used was 16, now 32" in str(found[0])
+
+
+def test_a_trace_of_another_kind_is_refused(tmp_path: Path) -> None:
+    """A script is no trace, and a trace of the future is not guessed at."""
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"op": "defrag"}\n')
+    with pytest.raises(ScriptError, match="no trace"):
+        trace.read(path)
+    path.write_text('{"trace": 99, "variant": "x", "model": "tiny"}\n')
+    with pytest.raises(ScriptError, match="schema 99"):
+        trace.read(path)
+    with pytest.raises(ScriptError, match="cannot be read"):
+        trace.read(tmp_path / "missing.jsonl")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=5,
+)
+
+
+@given(
+    st.sampled_from(list(script.OPERATIONS)),
+    st.dictionaries(st.sampled_from(["seq", "feed", "by", "from", "as", "used", "polls"]), JSON),
+)
+def test_any_object_is_read_or_refused_with_its_line(op: str, words: dict) -> None:
+    """Whatever stands in a line, the answer is a line or a ScriptError."""
+    try:
+        found = lines(json.dumps({**words, "op": op}))
+    except ScriptError as error:
+        assert error.line == 1
+    else:
+        assert found[0].op == op

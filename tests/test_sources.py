@@ -1,0 +1,171 @@
+"""Git URLs, bundles and folders as sources, taken as they stand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from source_kit import TREE, fill, imported, isolate, refs, repository
+
+from pyllamakv.errors import FetchError, UnknownRelease, UsageError
+from pyllamakv.source import fetch, gitting, lock, sources
+from pyllamakv.source.export import STAMP
+from pyllamakv.source.releases import resolve
+from pyllamakv.source.store import open_store
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give every test a home of its own."""
+    return isolate(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("spec", "url", "ref"),
+    [
+        ("git:https://h/x.git@main", "https://h/x.git", "main"),
+        ("git:https://h/x.git", "https://h/x.git", "HEAD"),
+        ("git:https://user@h/x.git", "https://user@h/x.git", "HEAD"),
+        ("git:https://user@h/x.git@v1/y", "https://user@h/x.git", "v1/y"),
+        ("git:git@h:o/x.git", "git@h:o/x.git", "HEAD"),
+        ("git:git@h:o/x.git@b4980", "git@h:o/x.git", "b4980"),
+        ("git:/a/b@refs/heads/m", "/a/b", "refs/heads/m"),
+    ],
+)
+def test_urls_and_references(spec: str, url: str, ref: str) -> None:
+    """A spec splits into URL and reference, also with a user name in the URL."""
+    assert sources.split_git(spec) == (url, ref)
+
+
+@pytest.mark.parametrize("spec", ["git:", "git:--upload-pack=x", "git:a\nb@c"])
+def test_urls_that_could_be_options(spec: str) -> None:
+    """A URL that git would read as an option is refused."""
+    with pytest.raises(UsageError):
+        sources.split_git(spec)
+
+
+def test_a_git_url(tmp_path: Path) -> None:
+    """A branch of a repository is fetched, cut at its commit, and pinned."""
+    commit = repository(tmp_path / "up", commits=3)
+    spec = f"git:file://{tmp_path / 'up'}@main"
+    release = fetch.ensure(spec)
+    assert (release.commit, release.era, release.kind) == (commit, "monolith", "git")
+    store = open_store()
+    assert store.has(release)
+    assert gitting.git(store.path, "rev-list", "--count", commit) == "1"
+    assert set(refs(store)) == {f"refs/upstream/git-{commit[:12]}"}
+    assert resolve(spec) == release
+
+
+def test_a_reference_stays_pinned_until_it_is_added_again(tmp_path: Path) -> None:
+    """A branch that moved gives the pinned commit, and the new one when it is added anew."""
+    up = tmp_path / "up"
+    first = repository(up)
+    spec = f"git:{up}@main"
+    assert resolve(spec).commit == first
+    gitting.git(up, "commit", "-q", "--allow-empty", "-m", "more")
+    assert resolve(spec).commit == first
+    second = fetch.add(spec)
+    assert second.commit == gitting.git(up, "rev-parse", "HEAD")
+    assert resolve(spec) == second
+
+
+def test_a_lost_store_is_filled_again(tmp_path: Path) -> None:
+    """A pinned git release that the store lost is fetched by its commit."""
+    up = tmp_path / "up"
+    commit = repository(up)
+    spec = f"git:file://{up}@main"
+    release = resolve(spec)
+    gitting.git(up, "commit", "-q", "--allow-empty", "-m", "more")
+    open_store().drop(f"refs/upstream/{release.key}")
+    assert fetch.fetch(release).commit == commit
+    assert open_store().has(release)
+    assert list(lock.known()) == [spec]
+
+
+def test_a_bundle(tmp_path: Path) -> None:
+    """A git bundle is a source like a repository."""
+    commit = repository(tmp_path / "up")
+    gitting.git(tmp_path / "up", "bundle", "create", "-q", "../x.bundle", "HEAD", "main")
+    assert resolve(f"git:{tmp_path / 'x.bundle'}@main").commit == commit
+
+
+def test_a_url_that_does_not_answer(tmp_path: Path) -> None:
+    """A URL or reference that cannot be had is a failed fetch, and nothing changes."""
+    repository(tmp_path / "up")
+    for spec in (f"git:{tmp_path / 'none'}@main", f"git:{tmp_path / 'up'}@nothing"):
+        with pytest.raises(FetchError, match="cannot fetch"):
+            resolve(spec)
+    assert not refs(open_store())
+    assert lock.known() == {}
+
+
+def test_a_repository_of_something_else(tmp_path: Path) -> None:
+    """A source without llama.h is refused, whatever its kind."""
+    repository(tmp_path / "other", {"README": b"x"})
+    for kind in ("git", "path"):
+        with pytest.raises(UnknownRelease, match="holds no llama"):
+            resolve(f"{kind}:{tmp_path / 'other'}")
+    with pytest.raises(UnknownRelease):
+        resolve(f"path:{tmp_path / 'none'}")
+
+
+def test_a_work_tree_with_changes(tmp_path: Path) -> None:
+    """Of a work tree everything is taken that git would not ignore, changed files too."""
+    up = tmp_path / "up"
+    repository(up, TREE | {".gitignore": b"*.o\nignored/\n"})
+    (up / "src/llama.cpp").write_bytes(b"changed")
+    fill(up, {"new.h": b"new", "x.o": b"object", "ignored/y": b"y"})
+    (up / "scripts/run.sh").unlink()
+    release = resolve(f"path:{up}")
+    store = open_store()
+    assert store.read(release, "src/llama.cpp") == b"changed"
+    assert set(store.ls(release)) == set(TREE) - {"scripts/run.sh"} | {"new.h", ".gitignore"}
+    assert gitting.git(up, "status", "--porcelain", "-uno").count("\n") == 1
+    assert release.date == gitting.DATE
+
+
+def test_a_plain_folder(tmp_path: Path) -> None:
+    """Of a plain folder everything is taken but builds and what git keeps."""
+    folder = fill(tmp_path / "plain", TREE)
+    fill(folder, {"build/x.o": b"", "build-debug/y": b"", "common/build-info.cpp": b""})
+    fill(folder, {STAMP: b"", "src/build/z.cpp": b"z", "a/.git": b"gitdir: x\n"})
+    (folder / "link.h").symlink_to("include/llama.h")
+    release = resolve(f"path:{folder}")
+    store = open_store()
+    assert set(store.ls(release)) == {*TREE, "src/build/z.cpp", "link.h"}
+    modes = {entry.path: entry.mode for entry in store.entries(release)}
+    assert modes["link.h"] == "120000"
+    assert modes["scripts/run.sh"] == "100755"
+
+
+def test_a_folder_follows_its_content(tmp_path: Path) -> None:
+    """The same content gives the same commit; a change, an addition and a removal another."""
+    folder = fill(tmp_path / "plain", TREE)
+    first = resolve(f"path:{folder}")
+    assert resolve(f"path:{folder}") == first
+    fill(folder, {"src/llama.cpp": b"other", "more": b"x"})
+    second = resolve(f"path:{folder}")
+    assert second.commit != first.commit
+    fill(folder, TREE)
+    (folder / "more").unlink()
+    assert resolve(f"path:{folder}") == first
+    twin = fill(tmp_path / "twin", TREE)
+    assert resolve(f"path:{twin}").commit == first.commit
+
+
+def test_an_unpacked_sdist_is_a_plain_folder(tmp_path: Path) -> None:
+    """A link to a repository that is not there does not make a folder a work tree."""
+    folder = fill(tmp_path / "plain", TREE | {".git": b"gitdir: ../../.git/modules/none\n"})
+    assert set(open_store().ls(resolve(f"path:{folder}"))) == set(TREE)
+
+
+def test_a_copy_of_a_release_has_its_date(tmp_path: Path) -> None:
+    """A folder with the very tree of a known release takes that release's date."""
+    release = imported(open_store(), "0.1", TREE, "2024-05-05T00:00:00Z")
+    up = tmp_path / "up"
+    folder = fill(up, {path: data for path, data in TREE.items() if path != "scripts/run.sh"})
+    fill(folder, {"scripts/run.sh": b"#!/bin/sh\n"})
+    (folder / "scripts/run.sh").chmod(0o644)
+    lock.save(lock.added(), [release])
+    assert resolve(f"path:{folder}").date == release.date

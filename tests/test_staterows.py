@@ -1,0 +1,129 @@
+"""Test that rows are read from the states of every layout, and from nothing else."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pyllamakv.errors import StateError
+from pyllamakv.runtime.staterows import parse
+
+F16, Q8_0 = 1, 8
+LAYOUTS = ["plain", "streams", "streams with places", "streams without V"]
+
+
+def section(layout: str, pos: list[int], k: np.ndarray, v: np.ndarray, *, trans: bool) -> bytes:
+    """Write what one stream keeps; ``k`` and ``v`` are (layers, cells, bytes of a row)."""
+    own = int(layout != "plain")
+    parts = [struct.pack("<I", len(pos))]
+    if not pos and layout != "plain":
+        return parts[0]
+    for each in pos:
+        parts.append(struct.pack("<iI", each, own))
+        parts.append(struct.pack("<ii", 3, 4) if layout == "streams with places" else b"")
+        parts.append(struct.pack("<i", 2) * own)
+    parts.append(struct.pack("<II", int(trans), len(k)))
+    for layer in k:
+        parts += [struct.pack("<iQ", F16, layer.shape[1]), layer.tobytes()]
+    for layer in v if layout != "streams without V" else ():
+        cells, width = layer.shape
+        if trans:
+            columns = layer.reshape(cells, width // 2, 2).transpose(1, 0, 2)
+            parts += [struct.pack("<iII", F16, 2, width // 2), columns.tobytes()]
+        else:
+            parts += [struct.pack("<iQ", F16, width), layer.tobytes()]
+    return b"".join(parts)
+
+
+def state(layout: str, streams: list[bytes]) -> bytes:
+    """Put the streams of one cache together."""
+    head = b"" if layout == "plain" else struct.pack("<I", len(streams))
+    return head + b"".join(streams)
+
+
+def rows(cells: int, width: int, seed: int = 0) -> np.ndarray:
+    """Make rows of two layers."""
+    return np.random.default_rng(seed).integers(0, 256, (2, cells, width), dtype=np.uint8)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("trans", [False, True])
+@pytest.mark.parametrize("cells", [1, 7])
+def test_rows_come_out_as_they_went_in(layout: str, trans: bool, cells: int) -> None:
+    """Check every layout, V by rows and by columns."""
+    k, v, pos = rows(cells, 64), rows(cells, 32, 1), list(range(3, 3 + cells))
+    found = parse(state(layout, [section(layout, pos, k, v, trans=trans)]))
+    assert found.layout == layout
+    assert found.cells == cells
+    (part,) = found.sections
+    assert part.pos.tolist() == pos
+    assert part.v_transposed == trans
+    for i, layer in enumerate(part.layers):
+        assert layer.type_k.name == "f16"
+        assert (layer.k == k[i]).all()
+        if layout == "streams without V":
+            assert layer.v.shape == (cells, 0)
+            assert layer.type_v is None
+        else:
+            assert (layer.v == v[i]).all()
+
+
+def test_streams_without_cells_are_passed_over() -> None:
+    """Check a state of four streams of which one has the sequence."""
+    k, v = rows(3, 64), rows(3, 64, 1)
+    empty = section("streams", [], k, v, trans=False)
+    full = section("streams", [0, 1, 2], k, v, trans=False)
+    found = parse(state("streams", [empty, empty, full, empty]))
+    assert len(found.sections) == 1
+    assert (found.sections[0].layers[1].v == v[1]).all()
+
+
+@pytest.mark.parametrize("layout", ["plain", "streams"])
+def test_a_sliding_window_is_a_second_section(layout: str) -> None:
+    """Check two caches one after the other."""
+    a, b = rows(5, 64), rows(2, 64, 1)
+    first = state(layout, [section(layout, [0, 1, 2, 3, 4], a, a, trans=True)])
+    second = state(layout, [section(layout, [3, 4], b, b, trans=True)])
+    found = parse(first + second)
+    assert [len(part.pos) for part in found.sections] == [5, 2]
+    assert (found.sections[1].layers[0].v == b[0]).all()
+
+
+@given(st.integers(0, 400), st.binary(max_size=3))
+def test_a_cut_or_longer_state_is_refused(length: int, more: bytes) -> None:
+    """Check that every byte has to be explained."""
+    whole = state("plain", [section("plain", [0, 1], rows(2, 64), rows(2, 64, 1), trans=False)])
+    data = whole[: length % len(whole)] + more
+    if data != whole:
+        with pytest.raises(StateError, match="not a sequence state"):
+            parse(data)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_read_or_refused(data: bytes) -> None:
+    """Check that nothing but StateError comes of garbage."""
+    try:
+        parse(data)
+    except StateError:
+        pass
+
+
+def test_quantised_rows_are_kept_as_bytes() -> None:
+    """Check a q8_0 row of 64 values: 68 bytes."""
+    k = rows(2, 68)
+    raw = section("plain", [0, 1], k, k, trans=False)
+    raw = raw.replace(struct.pack("<iQ", F16, 68), struct.pack("<iQ", Q8_0, 68))
+    found = parse(raw)
+    assert found.sections[0].layers[0].type_v.name == "q8_0"
+    assert (found.sections[0].layers[0].k == k[0]).all()
+
+
+def test_a_state_without_cells_has_no_sections() -> None:
+    """Check the state of an empty sequence."""
+    raw = section("plain", [], rows(0, 64), rows(0, 64), trans=False)
+    assert parse(raw).sections == ()
+    assert parse(struct.pack("<II", 1, 0)).sections == ()

@@ -1,0 +1,92 @@
+"""Vendored trees: put in place, recorded, compared, removed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from source_kit import TREE, imported, isolate
+
+from pyllamakv.errors import SourceError, UnknownRelease
+from pyllamakv.source import vendor
+from pyllamakv.source.store import Store, open_store
+
+if TYPE_CHECKING:
+    from pyllamakv.source.releases import Release
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """Return an empty store in a home of its own."""
+    isolate(tmp_path, monkeypatch)
+    return open_store()
+
+
+@pytest.fixture
+def release(store: Store) -> Release:
+    """Return a tiny release that the store has."""
+    return imported(store, "0.3.9", TREE, "2025-01-01T00:00:00Z")
+
+
+def test_sync_and_verify(store: Store, release: Release) -> None:
+    """A tree is put in place with a record, and found unchanged."""
+    vendored, done = vendor.sync(store, release, release.commit, spec="0.3.9")
+    assert done.written == len(TREE)
+    assert vendor.listed() == [vendored]
+    assert vendor.find("0.3.9") == vendored
+    assert Path(vendored.folder) == vendor.trees() / "0.3.9"
+    assert not vendor.verify(store, vendored)
+    (Path(vendored.folder) / "stray").write_text("x")
+    assert vendor.verify(store, vendored).lines() == ["stray stray"]
+
+
+def test_stock_and_patched_lie_apart(store: Store, release: Release) -> None:
+    """Each series has a folder of its own."""
+    child, _ = store.commit(release.commit, {"new": b"x"}, "patch")
+    vendor.sync(store, release, release.commit, spec="0.3.9")
+    vendor.sync(store, release, child, spec="0.3.9+patched", series=None)
+    vendor.sync(store, release, child, spec="0.3.9+a,b", series=("a", "b"))
+    names = [Path(v.folder).name for v in vendor.listed()]
+    assert names == ["0.3.9", "0.3.9+a,b", "0.3.9+patched"]
+    assert vendor.find("0.3.9+a,b").series == ("a", "b")
+    assert vendor.find("0.3.9+patched").series is None
+
+
+def test_another_folder_has_no_record(store: Store, release: Release, tmp_path: Path) -> None:
+    """A tree put elsewhere is the caller's: it is not listed."""
+    out = tmp_path / "mine"
+    vendor.sync(store, release, release.commit, spec="0.3.9", folder=out)
+    assert (out / "include/llama.h").is_file()
+    assert vendor.listed() == []
+
+
+def test_what_is_absent(store: Store, release: Release) -> None:
+    """An unknown spec names what there is; a folder that is gone says how to get it back."""
+    vendored, _ = vendor.sync(store, release, release.commit, spec="0.3.9")
+    with pytest.raises(UnknownRelease, match=r"there is: 0\.3\.9"):
+        vendor.find("0.4")
+    vendor.clean(vendored)
+    assert vendor.listed() == []
+    with pytest.raises(SourceError, match="vendor sync"):
+        vendor.verify(store, vendored)
+
+
+def test_clean_removes_only_what_lies_in_trees(
+    store: Store, release: Release, tmp_path: Path
+) -> None:
+    """A folder elsewhere is never removed."""
+    out = tmp_path / "mine"
+    vendored, _ = vendor.sync(store, release, release.commit, spec="0.3.9", folder=out)
+    with pytest.raises(SourceError, match="by hand"):
+        vendor.clean(vendored)
+    assert out.is_dir()
+
+
+def test_damaged_records_count_as_absent(store: Store, release: Release) -> None:
+    """A record that cannot be read, or that tells of another folder, is passed over."""
+    vendored, _ = vendor.sync(store, release, release.commit, spec="0.3.9")
+    record = vendor.trees() / "0.3.9.json"
+    (vendor.trees() / "other.json").write_text(record.read_text())
+    (vendor.trees() / "bad.json").write_text("{")
+    assert vendor.listed() == [vendored]

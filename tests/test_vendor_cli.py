@@ -1,0 +1,117 @@
+"""`pyllamakv vendor`: trees in place, each changed file named, and cleaned up again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from source_kit import TREE, imported, isolate
+from typer.main import get_command
+
+from pyllamakv.cli import vendor as cli
+from pyllamakv.errors import TreeDirty, UnknownRelease, UsageError
+from pyllamakv.source import lock, vendor
+from pyllamakv.source.store import open_store
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give every test a home with one release."""
+    place = isolate(tmp_path, monkeypatch)
+    lock.save(lock.shipped(), [imported(open_store(), "0.3.9", TREE, "2025-01-01T00:00:00Z")])
+    return place
+
+
+def run(*words: str) -> None:
+    get_command(cli.app).main(args=list(words), standalone_mode=False)
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    capsys.readouterr()
+    run(*words, "--json")
+    return json.loads(capsys.readouterr().out)
+
+
+def test_sync_verify_clean(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The default release is put in place, found good, and removed."""
+    (row,) = answer(capsys, "sync")
+    assert row["written"] == len(TREE)
+    assert row["folder"] == str(home / "trees" / "0.3.9")
+    assert answer(capsys, "sync", "0.3.9")[0]["written"] == 0
+    assert answer(capsys, "verify") == {"0.3.9": []}
+    assert answer(capsys, "clean", "0.3.9") == [str(home / "trees" / "0.3.9")]
+    assert not (home / "trees" / "0.3.9").exists()
+
+
+def test_each_file_is_named(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Changed, missing and stray files are named; the file that CMake writes is not."""
+    run("sync")
+    folder = home / "trees" / "0.3.9"
+    (folder / "common").mkdir()
+    (folder / "common" / "build-info.cpp").write_text("x")
+    run("verify")
+    (folder / "stray").write_text("x")
+    (folder / "include/llama.h").write_text("other")
+    (folder / "src/llama.cpp").unlink()
+    capsys.readouterr()
+    with pytest.raises(TreeDirty) as caught:
+        run("verify")
+    out = capsys.readouterr().out.splitlines()
+    lines = ["changed include/llama.h", "missing src/llama.cpp", "stray stray"]
+    assert out == ["0.3.9: 3 differ", *(f"  {line}" for line in lines)]
+    assert list(caught.value.files) == [f"0.3.9: {line}" for line in lines]
+    run("sync")
+    run("verify")
+
+
+def test_a_release_that_moved_is_stale(home: Path) -> None:
+    """When the lock now means another tree, the folder is called stale."""
+    run("sync")
+    store = open_store()
+    lock.save(lock.shipped(), [imported(store, "0.3.9", {**TREE, "new": b""}, "2025-01-01")])
+    with pytest.raises(TreeDirty, match="stale"):
+        run("verify", "0.3.9")
+    run("sync")
+    run("verify")
+
+
+def test_another_folder(tmp_path: Path, home: Path) -> None:
+    """A tree may go elsewhere, but never over files of someone else."""
+    run("sync", "0.3.9", "--to", str(tmp_path / "mine"))
+    assert (tmp_path / "mine" / "include" / "llama.h").is_file()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "letter").write_text("dear")
+    with pytest.raises(UsageError, match="letter"):
+        run("sync", "0.3.9", "--to", str(tmp_path / "other"))
+    with pytest.raises(UsageError):
+        run("sync", "0.3.9", "0.3.9+stock", "--to", str(tmp_path / "x"))
+    assert vendor.listed() == []
+
+
+def test_stock_is_upstream(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """0.3.9+stock is the same tree in the same folder as 0.3.9."""
+    plain, stock = answer(capsys, "sync", "0.3.9", "0.3.9+stock")
+    assert plain["folder"] == stock["folder"]
+    assert plain["tree"] == stock["tree"]
+
+
+def test_a_folder_as_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder of sources can be vendored under a name that is safe."""
+    for path, data in TREE.items():
+        (tmp_path / "src" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "src" / path).write_bytes(data)
+    (row,) = answer(capsys, "sync", f"path:{tmp_path / 'src'}")
+    assert Path(row["folder"]).name.startswith("path-")
+    run("verify")
+
+
+def test_usage() -> None:
+    """What is not there, or cannot be meant, is refused."""
+    for words in (["verify"], ["clean"], ["clean", "x", "--all"]):
+        with pytest.raises(UsageError):
+            run(*words)
+    for words in (["clean", "0.3.9"], ["sync", "7"]):
+        with pytest.raises(UnknownRelease):
+            run(*words)
