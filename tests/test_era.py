@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pyllamakv.home import data
+from pyllamakv.home import data, home
 from pyllamakv.source import lock
 from pyllamakv.source.era import ERAS, UNKNOWN, detect
 from pyllamakv.source.store import Store, open_store
@@ -69,6 +69,8 @@ def test_the_oldest_layout(store: Store) -> None:
 
 def test_fetched_releases_are_what_the_lock_says() -> None:
     """Every reference release that is fetched here shows the era that the lock names."""
+    if not (home() / "store.git").is_dir():
+        pytest.skip("no release is fetched here")
     store = open_store()
     there = [r for r in lock.load(data("vendor/upstream.lock.toml")) if store.has(r)]
     if not there:

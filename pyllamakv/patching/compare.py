@@ -1,4 +1,4 @@
-"""Compare two texts of one patch, written against different bases: what did the second one lose?
+"""Compare two texts of one patch, for two bases, and name what the second one lost.
 
 A port may apply and build and yet lack the hunk that mattered. Lines move, and are spelled
 differently from one base to the next, so hunks are matched by what they add, wherever that stands,
@@ -28,6 +28,19 @@ What = Literal["file", "hunk", "call", "class"]
 _KEPT = 0.4
 
 
+_VERBS = {
+    "preprocessor": "speak to the preprocessor",
+    "log": "log",
+    "assert": "assert",
+    "throw": "throw",
+    "return": "return",
+    "loop": "loop",
+    "condition": "decide",
+    "call": "call",
+    "statement": "do anything else",
+}
+
+
 @dataclass(frozen=True)
 class Loss:
     """Name one thing that a text has more of than the other.
@@ -50,12 +63,15 @@ class Loss:
         return self.after == 0
 
     def __str__(self) -> str:
-        place = f"{self.file}, hunk {self.name}" if self.what == "hunk" else self.name
-        if self.what == "hunk" and self.function:
-            place += f" ({self.function})"
-        words = {"call": f"calls of {place}()", "class": f"lines of the class {place}"}
-        name = words.get(self.what, f"{self.what} {place}".replace("hunk src", "src"))
-        return name if self.what in ("file", "hunk") else f"{name}: {self.before} -> {self.after}"
+        if self.what == "file":
+            return f"file {self.name}"
+        if self.what == "hunk":
+            where = f" ({self.function})" if self.function else ""
+            return f"{self.file}, hunk {self.name}{where}"
+        what = (
+            f"calls of {self.name}()" if self.what == "call" else f"lines that {_VERBS[self.name]}"
+        )
+        return f"{what}: {self.before} -> {self.after}"
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data for ``--json``."""
@@ -194,10 +210,13 @@ def _lines(patch: Patch, mark: bytes) -> list[bytes]:
 
 def _body(patch: Patch) -> list[tuple[object, ...]]:
     return [
-        (file.old, file.new, file.new_mode, hunk.old_start, hunk.new_start, hunk.lines)
+        (
+            file.old,
+            file.new,
+            file.new_mode,
+            [(hunk.old_start, hunk.new_start, hunk.lines) for hunk in file.hunks],
+        )
         for file in patch.files
-        for hunk in file.hunks or (None,)
-        if hunk is not None
     ]
 
 

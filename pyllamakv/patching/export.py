@@ -191,9 +191,7 @@ def _formatted(ground: _Ground, definition: Definition, text: PatchText, draft: 
     return of_tree(ground.store, ground.commit, tree, definition, text)
 
 
-def of_tree(
-    store: Store, parent: str, tree: str, definition: Definition, text: PatchText
-) -> bytes:
+def of_tree(store: Store, parent: str, tree: str, definition: Definition, text: PatchText) -> bytes:
     """Return the file of a text that makes ``tree`` of a commit.
 
     The header comes from the definition; a foreign patch, which has none, keeps its own words.

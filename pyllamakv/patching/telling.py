@@ -13,14 +13,16 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 _CALL = re.compile(r"\b([A-Za-z_]\w*)\s*(?:<[^<>();]*>)?\s*\(")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)+\'')
 _NOTE = re.compile(r"//.*|/\*.*?(?:\*/|$)")
-_WORDS = frozenset(
-    "alignas alignof auto bool break case catch char class const const_cast constexpr continue "
-    "decltype default defined delete do double dynamic_cast else enum explicit extern false float "
-    "for friend if include inline int int32_t int64_t long namespace new noexcept nullptr operator "
-    "override private protected public reinterpret_cast return short signed size_t sizeof static "
-    "static_assert static_cast std struct switch template this throw true try typedef typename "
-    "uint16_t uint32_t uint64_t uint8_t union unsigned using virtual void volatile while".split()
-)
+_KEYWORDS = """
+alignas alignof auto bool break case catch char class const const_cast constexpr continue
+decltype default defined delete do double dynamic_cast else enum explicit extern false
+float for friend if include inline int int32_t int64_t long namespace new noexcept nullptr
+operator override private protected public reinterpret_cast return short signed size_t
+sizeof static static_assert static_cast std struct switch template this throw true try
+typedef typename uint16_t uint32_t uint64_t uint8_t union unsigned using virtual void
+volatile while
+"""
+_WORDS = frozenset(_KEYWORDS.split())
 
 #: The classes of lines, in the order in which they are tried.
 _KINDS = (

@@ -58,7 +58,7 @@ def remove(store: Store, folder: Path) -> None:
                 shutil.rmtree(known.parent)
         # an add that was killed early has not written where it belongs
         for half in (store.path / "worktrees").glob("*"):
-            if half.name == folder.name and not (half / "gitdir").is_file():
+            if not (half / "gitdir").is_file():
                 shutil.rmtree(half)
 
 

@@ -18,8 +18,6 @@ from pyllamakv.source.releases import Release, is_name, resolve
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pyllamakv.source.progress import Progress
 
 _SDIST = re.compile(r"llama[-_]cpp[-_]python-(?P<version>[0-9][\w.+-]*)\.tar\.gz")
@@ -100,12 +98,6 @@ def add(
     elif lock.known().get(release.name) != release:
         lock.save(lock.added(), [release])
     return release
-
-
-def refetch_missing(releases: Sequence[Release]) -> list[Release]:
-    """Return those of ``releases`` that the store lacks."""
-    store = open_store()
-    return [release for release in releases if not store.has(release)]
 
 
 # --- from the index and npm -------------------------------------------------------------------

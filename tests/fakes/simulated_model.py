@@ -14,7 +14,7 @@ class SimulatedModels:
     """Answer the calls on models."""
 
     def model_load(self, path: str, params: object) -> int:
-        if "refused" in path:
+        if path.endswith("refused.gguf"):
             raise ModelError("unknown model architecture")
         return self._new("model")
 

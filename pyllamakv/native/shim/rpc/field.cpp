@@ -1,0 +1,11 @@
+// A server of one backend from the registry, clients by a field (0.3.2 to 0.3.6).
+#include "rpc/field.h"
+#include "rpc/serve.h"
+
+static_assert(sizeof(llama_model_params::rpc_servers) > 0, "the field");
+
+int plk::rpc::serve(const char *endpoint, const char *device, uint64_t memory) {
+    return serve_backend(device, memory, [&](ggml_backend_t backend, size_t available, size_t total) {
+        ggml_backend_rpc_start_server(backend, endpoint, available, total);
+    });
+}

@@ -1,0 +1,16 @@
+// The server's first name, from before there was a registry of devices (0.2.90).
+#include "rpc/field.h"
+
+#include "ggml-backend.h"
+#include "ggml-rpc.h"
+
+int plk::rpc::serve(const char *endpoint, const char *device, uint64_t memory) {
+    if (*device && strcmp(device, "CPU") != 0) {
+        return plk::refuse(PLK_EUNSUPPORTED, "this release can serve its CPU only");
+    }
+    ggml_backend_t backend = ggml_backend_cpu_init();
+    const size_t total = memory > 0 ? memory : size_t(1) << 34;
+    start_rpc_server(backend, endpoint, total, total);
+    ggml_backend_free(backend);
+    return plk::refuse(PLK_EEXCEPTION, "the server could not listen");
+}

@@ -1,0 +1,73 @@
+"""Find the release where a patch is committed, to be picked onto another one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pyllamakv.errors import NoTextApplies, PatchConflict
+from pyllamakv.patching import apply, choose, trees
+from pyllamakv.patching.draft import Draft
+from pyllamakv.source import lock
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pyllamakv.patching.definition import Definition, PatchText
+    from pyllamakv.patching.series import Series
+    from pyllamakv.source.releases import Release
+    from pyllamakv.source.store import Store
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """Hold the commit of a text on a release where it applies strictly."""
+
+    release: Release
+    text: PatchText
+    commit: str
+
+
+def nearest(definition: Definition, series: Series, onto: Release, *, store: Store) -> Anchor:
+    """Return the commit that a patch is picked from for a target.
+
+    Releases are tried by their distance from the target in the lock's order: those that the store
+    has, and the bases of the texts. Markers do not count here: what applies strictly is a place
+    to start from. Raises NoTextApplies.
+    """
+    bases = {text.base for text in definition.texts}
+    known = {r.commit: r for r in lock.known().values() if store.has(r) or r.name in bases}
+    known[onto.commit] = onto
+    line = sorted(known.values(), key=lambda release: release.order)
+    at = line.index(onto)
+    conflicts: list[PatchConflict] = []
+    for release in sorted(line, key=lambda r: abs(line.index(r) - at)):
+        for text in choose.candidates(definition, release.name):
+            try:
+                found = trees.present(store, release)
+                commit, tree = ground(series, text.requires, found, store=store)
+                draft = Draft(trees.StoreTree(store, tree))
+                draft.apply(text.patch, text.name)
+            except PatchConflict as error:
+                conflicts.append(error)
+                continue
+            except NoTextApplies:
+                continue
+            made = apply.commit_text(store, trees.write(store, tree, draft), commit, text)
+            return Anchor(found, text, made)
+    msg = (
+        f"No text of {definition.id} applies strictly to any release at hand, so there is nothing "
+        "to carry over; `pyllamakv upstream fetch` brings more releases"
+    )
+    raise NoTextApplies(msg, conflicts)
+
+
+def ground(
+    series: Series, requires: Sequence[str | PatchText], release: Release, *, store: Store
+) -> tuple[str, str]:
+    """Return commit and tree of a release with the patches that a text requires."""
+    if not requires:
+        return release.commit, store.tree_of(release)
+    plan = choose.plan_release(release, requires, series=series, store=store)
+    patched = apply.write(store, release, plan)
+    return patched.commit, patched.tree

@@ -1,0 +1,223 @@
+"""Say how far a release has drifted from a patch: hunk by hunk, and which release did it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pyllamakv.errors import NoTextApplies, PatchConflict
+from pyllamakv.patching import anchors, compare, places, status, successors, trees
+from pyllamakv.patching import series as series_module
+from pyllamakv.source import history, lock
+from pyllamakv.source.store import Store, open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pyllamakv.patching.definition import PatchText
+    from pyllamakv.patching.draft import Placement, Tree
+    from pyllamakv.patching.hunks import FilePatch, Hunk
+    from pyllamakv.patching.series import Series
+    from pyllamakv.source.history import Link
+    from pyllamakv.source.progress import Progress
+    from pyllamakv.source.releases import Release
+
+#: A place that needs at least this many lines of context ignored; None: there is none at all.
+Fuzz = int | None
+
+
+@dataclass(frozen=True)
+class HunkDrift:
+    """Say what became of one hunk's place.
+
+    ``fuzz`` is how many lines of context at each end a lax applier would have to ignore (0: none,
+    None: even that does not help), ``blanks`` that only blanks differ, ``moved`` the files that
+    the lines went to, ``changed`` the release that changed them, as far as the chain tells.
+    """
+
+    placement: Placement
+    function: str = ""
+    fuzz: Fuzz = 0
+    blanks: bool = False
+    moved: tuple[successors.Successor, ...] = ()
+    changed: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data for ``--json``."""
+        place = self.placement
+        return {
+            "file": place.file,
+            "hunk": place.hunk,
+            "line": place.line,
+            "function": self.function,
+            "state": place.state,
+            "offset": place.offset,
+            "fuzz": self.fuzz,
+            "blanks": self.blanks,
+            "moved_to": [{"file": m.path, "likeness": m.likeness} for m in self.moved],
+            "changed_in": self.changed or None,
+            "expected": place.expected or None,
+            "found": place.found or None,
+        }
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Hold the drift of one patch on one release: of the text that fits best."""
+
+    release: str
+    id: str
+    state: status.State
+    base: str
+    hunks: tuple[HunkDrift, ...]
+    reason: str = ""
+
+    @property
+    def bad(self) -> tuple[HunkDrift, ...]:
+        """Return the hunks without a place."""
+        return tuple(hunk for hunk in self.hunks if not hunk.placement.good)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data for ``--json``."""
+        return {
+            "release": self.release,
+            "patch": self.id,
+            "state": self.state,
+            "base": self.base or None,
+            "reason": self.reason or None,
+            "hunks": [hunk.as_json() for hunk in self.hunks],
+        }
+
+
+def drift(
+    release: Release,
+    ids: Sequence[str] = (),
+    *,
+    series: Series | None = None,
+    store: Store | None = None,
+    progress: Progress | None = None,
+) -> tuple[Drift, ...]:
+    """Measure the drift of patches (all of the series by default) on a release."""
+    store = store or open_store()
+    series = series_module.load() if series is None else series
+    for id_ in ids:
+        series.definition(id_)
+    found = []
+    for one in status.of_release(release, series, store, progress):
+        if not ids or one.id in ids:
+            found.append(_one(one, release, series, store))
+    return tuple(found)
+
+
+def _one(one: status.PatchStatus, release: Release, series: Series, store: Store) -> Drift:
+    best = one.best
+    if best is None:
+        return Drift(one.release, one.id, one.state, "", (), one.reason)
+    text = next(t for t in series.definition(one.id).texts if t.base == best.base)
+    tree = _ground(text, release, series, store)
+    line = history.chain(store)
+    measured = tuple(_hunk(place, text, tree, store, line, release) for place in best.placements)
+    return Drift(one.release, one.id, one.state, best.base, measured, one.reason)
+
+
+def _ground(text: PatchText, release: Release, series: Series, store: Store) -> trees.StoreTree:
+    # lines that a required patch brings are part of the ground, where that patch applies at all
+    try:
+        _, tree = anchors.ground(series, text.requires, release, store=store)
+    except (PatchConflict, NoTextApplies):
+        tree = store.tree_of(release)
+    return trees.StoreTree(store, tree)
+
+
+def _hunk(
+    place: Placement,
+    text: PatchText,
+    tree: trees.StoreTree,
+    store: Store,
+    line: Sequence[Link],
+    release: Release,
+) -> HunkDrift:
+    file = text.patch.file(place.file)
+    if not place.hunk or not file.hunks:
+        return HunkDrift(place)
+    hunk = file.hunks[place.hunk - 1]
+    function = compare.heading(hunk)
+    if place.good or file.old is None:
+        return HunkDrift(place, function)
+    entry = tree.entry(file.old)
+    needed: Fuzz = None
+    blanks = False
+    if entry is not None:
+        index = places.Index(places.lines_of(entry.data))
+        needed = fuzz(hunk, index)
+        blanks = needed != 0 and _blanks(hunk, index)
+    # lines that do not even stand there roughly may have gone elsewhere
+    gone = needed is None and place.state in ("conflict", "missing")
+    return HunkDrift(
+        place,
+        function,
+        needed,
+        blanks,
+        successors.find(tree, file.old, hunk.old) if gone else (),
+        changed(text, file, hunk, release, line, store),
+    )
+
+
+def fuzz(hunk: Hunk, index: places.Index) -> Fuzz:
+    """Return the fuzz that `patch` would need for a hunk, or None where it would give up."""
+    before, after = hunk.context
+    if not hunk.added and not hunk.removed:
+        return None
+    longest = max(before, after)
+    for count in range(longest + 1):
+        # the longer side gives way first, as in `patch`
+        head = max(0, count + before - longest)
+        tail = max(0, count + after - longest)
+        block = hunk.old[head : len(hunk.old) - tail]
+        if block and index.matches(block):
+            return count
+    return None
+
+
+def _blanks(hunk: Hunk, index: places.Index) -> bool:
+    bare = places.Index([b" ".join(line.split()) for line in index.lines])
+    return bool(bare.matches([b" ".join(line.split()) for line in hunk.old]))
+
+
+def changed(
+    text: PatchText,
+    file: FilePatch,
+    hunk: Hunk,
+    release: Release,
+    line: Sequence[Link],
+    store: Store,
+) -> str:
+    """Return the release between a text's base and the target that changed a hunk's lines.
+
+    Walks the chain from the base: the first release where the lines stand no more changed them. For
+    a target older than the base it is the release that brought them. Empty when the base is not in
+    the chain, or its stock tree has not got the lines (a required patch brings them).
+    """
+    known = lock.known()
+    links = [link for link in line if link.release.kind in ("sdist", "npm")]
+    names = [link.release.name for link in links]
+    if text.base not in names or text.base not in known:
+        return ""
+    start = names.index(text.base)
+    later = release.order > known[text.base].order
+    stretch = links[start:] if later else links[start::-1]
+    previous = ""
+    for link in stretch:
+        if (link.release.order > release.order) is later and link.release.order != release.order:
+            break
+        if not _stands(file, hunk, trees.StoreTree(store, store.tree_of(link.commit))):
+            return (link.release.name if later else previous) if previous else ""
+        previous = link.release.name
+    return release.name if later else previous
+
+
+def _stands(file: FilePatch, hunk: Hunk, tree: Tree) -> bool:
+    entry = tree.entry(file.old or "")
+    if entry is None:
+        return False
+    return bool(places.Index(places.lines_of(entry.data)).matches(hunk.old))

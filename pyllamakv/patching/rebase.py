@@ -1,0 +1,303 @@
+"""Carry a patch over to another release: commit it where it applies, pick it onto the target.
+
+`git am -3` needs blobs that exist nowhere; a commit on the nearest release where a text applies
+strictly gives git a true common ancestor from the store alone. The merge happens in a work tree of
+the store, below the home and outside any checkout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pyllamakv.errors import NoTextApplies, PatchConflict, PatchError, RebaseWaiting, UsageError
+from pyllamakv.patching import (
+    anchors,
+    choose,
+    compare,
+    directory,
+    export,
+    hunks,
+    placing,
+    trees,
+    waiting,
+    worktree,
+)
+from pyllamakv.patching import series as series_module
+from pyllamakv.patching.definition import PatchText
+from pyllamakv.patching.draft import Draft
+from pyllamakv.source import gitting, releases
+from pyllamakv.source.store import Store, open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pyllamakv.patching.definition import Definition
+    from pyllamakv.patching.series import Series
+    from pyllamakv.patching.waiting import Session
+    from pyllamakv.source.progress import Progress
+    from pyllamakv.source.releases import Release
+
+#: "applies": a text serves the release as it is; "empty": the target has the change already;
+#: "clean": git merged it; "resolved": a person did; "skipped": left out.
+State = Literal["applies", "empty", "clean", "resolved", "skipped"]
+
+
+@dataclass(frozen=True)
+class Rebased:
+    """Say what became of one patch: the file written, and what it lost against its old text.
+
+    ``base`` is the text that was carried over, ``anchor`` the release where it was committed.
+    """
+
+    id: str
+    onto: str
+    state: State
+    base: str = ""
+    anchor: str = ""
+    path: Path | None = None
+    comparison: compare.Comparison | None = None
+    notes: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data for ``--json``."""
+        return {
+            "patch": self.id,
+            "onto": self.onto,
+            "state": self.state,
+            "base": self.base or None,
+            "anchor": self.anchor or None,
+            "path": str(self.path) if self.path else None,
+            "change": self.comparison.change if self.comparison else None,
+            "lost": [loss.as_json() for loss in self.comparison.lost] if self.comparison else [],
+            "notes": list(self.notes),
+        }
+
+
+def rebase(
+    ids: Sequence[str],
+    onto: str,
+    *,
+    patches: Path | None = None,
+    to: Path | None = None,
+    force: bool = False,
+    store: Store | None = None,
+    progress: Progress | None = None,
+) -> Iterator[Rebased]:
+    """Carry patches over to a release, one after another; yield what became of each.
+
+    Texts go into the series (``patches``, else the shipped one) or as ``ID.patch`` into ``to``.
+    With ``force`` a text is written even where one applies already. Raises RebaseWaiting at the
+    first conflict: `resume`, `skip` and `abort` go on from there, with the ids that are left.
+    """
+    store = store or open_store()
+    for number, id_ in enumerate(ids):
+        yield _start(
+            id_, onto, tuple(ids[number + 1 :]), patches, to, store, force=force, progress=progress
+        )
+
+
+def resume(id_: str, *, store: Store | None = None) -> Iterator[Rebased]:
+    """Write the text of a rebase whose conflict is solved, and go on with the patches behind it.
+
+    Raises RebaseWaiting while a file is not merged; nothing is written then.
+    """
+    store = store or open_store()
+    with store.lock(f"rebase-{id_}"):
+        session = _waiting(store, id_)
+        _refuse_unmerged(store, session)
+        done = _finish(store, session, worktree.take(session.folder(store)), "resolved")
+        waiting.clear(store, id_)
+    yield done
+    yield from _behind(session, store)
+
+
+def skip(id_: str, *, store: Store | None = None) -> Iterator[Rebased]:
+    """Leave a waiting patch out, and go on with the patches behind it."""
+    store = store or open_store()
+    with store.lock(f"rebase-{id_}"):
+        session = _waiting(store, id_)
+        waiting.clear(store, id_)
+    yield Rebased(id_, session.onto, "skipped", session.base, session.anchor)
+    yield from _behind(session, store)
+
+
+def abort(id_: str, *, store: Store | None = None) -> None:
+    """Remove a rebase that waits, or what a killed process left of one; texts stay as they were."""
+    store = store or open_store()
+    with store.lock(f"rebase-{id_}"):
+        waiting.clear(store, id_)
+
+
+def _start(
+    id_: str,
+    onto: str,
+    then: tuple[str, ...],
+    patches: Path | None,
+    to: Path | None,
+    store: Store,
+    *,
+    force: bool,
+    progress: Progress | None,
+) -> Rebased:
+    series = _series(patches)
+    definition = series.definition(id_)
+    release = trees.present(store, releases.resolve(onto), progress)
+    if to is None:
+        placing.refuse(series, definition, release)
+    with store.lock(f"rebase-{id_}"):
+        there = waiting.load(store, id_)
+        if there is not None and there.phase == "waiting":
+            raise _waits(store, there, "A rebase of it waits already")
+        waiting.clear(store, id_)  # what a killed process left
+        found = None if force else _served(series, definition, release, store)
+        if found is not None:
+            note = f"the text for {found.base} applies as it is; --force writes one all the same"
+            return Rebased(id_, release.name, "applies", found.base, notes=(note,))
+        found_at = anchors.nearest(definition, series, release, store=store)
+        needs = _needs(found_at.text, to)
+        try:
+            commit, _ = anchors.ground(series, needs, release, store=store)
+        except (PatchConflict, NoTextApplies) as error:
+            names = ", ".join(found_at.text.requires)
+            msg = f"{id_} requires {names}; rebase that onto {release.name} first.\n{error}"
+            raise NoTextApplies(msg) from error
+        session = waiting.Session(
+            id=id_,
+            onto=release.name,
+            era=release.era,
+            stock=release.commit,
+            ground=commit,
+            anchor=found_at.release.name,
+            base=found_at.text.base,
+            pick=found_at.commit,
+            requires=found_at.text.requires,
+            patches=str(patches.resolve()) if patches else None,
+            to=str(to.resolve()) if to else None,
+            then=then,
+        ).write(store, phase="starting")
+        store.publish(waiting.ref(id_), found_at.commit)
+        if progress:
+            progress(f"merging {id_} into {release.name}", 0, None)
+        worktree.make(store, session.folder(store), commit)
+        if worktree.pick(session.folder(store), found_at.commit):
+            session = session.write(store, phase="waiting")
+            raise _waits(store, session, f"{id_} does not merge into {release.name} by itself")
+        tree = gitting.git(session.folder(store), "write-tree")
+        done = _finish(store, session, tree, "clean")
+        waiting.clear(store, id_)
+    return done
+
+
+def _finish(store: Store, session: Session, tree: str, state: State) -> Rebased:
+    """Export the merged tree, check that the text gives it back, and put it in its place."""
+    said = Rebased(session.id, session.onto, state, session.base, session.anchor)
+    before = store.tree_of(session.ground)
+    if tree == before:
+        note = f"{session.onto} has every change of it already: see `pyllamakv patch obsolete`"
+        return replace(said, state="empty", notes=(note,))
+    series = _series(Path(session.patches) if session.patches else None)
+    definition = series.definition(session.id)
+    old = _old(store, session)
+    text = replace(old, base=session.onto)
+    data = export.of_tree(store, session.ground, tree, definition, text)
+    text = replace(text, patch=hunks.parse(data, f"{session.id}.patch"))
+    draft = Draft(trees.StoreTree(store, before))
+    draft.apply(text.patch, text.name)
+    if trees.write(store, before, draft) != tree:
+        raise PatchError(f"The text of {text.name} does not give the merged tree back.")
+    if session.to:
+        path = Path(session.to) / f"{session.id}.patch"
+        export.put(path, data)
+        notes: tuple[str, ...] = ()
+    else:
+        stock = trees.StoreTree(store, store.tree_of(session.stock))
+        path, notes = placing.put(definition, text, session.era, data, stock, store)
+    return replace(said, path=path, comparison=compare.compare(old, text), notes=notes)
+
+
+def _old(store: Store, session: Session) -> PatchText:
+    data = export.format_patch(store, session.pick)
+    return PatchText(
+        session.id, hunks.parse(data, session.id), session.base, requires=session.requires
+    )
+
+
+def _behind(session: Session, store: Store) -> Iterator[Rebased]:
+    patches, to = (Path(p) if p else None for p in (session.patches, session.to))
+    yield from rebase(session.then, session.onto, patches=patches, to=to, store=store)
+
+
+def _served(
+    series: Series, definition: Definition, release: Release, store: Store
+) -> PatchText | None:
+    try:
+        plan = choose.plan_release(release, [definition.id], series=series, store=store)
+    except (PatchConflict, NoTextApplies):
+        return None
+    return plan.texts[-1]
+
+
+def _needs(text: PatchText, to: Path | None) -> list[str | PatchText]:
+    """Return what a text requires; what was just written to a folder goes before the series."""
+    files = {id_: to / f"{id_}.patch" for id_ in text.requires} if to else {}
+    return [
+        PatchText.from_file(files[id_], id_) if id_ in files and files[id_].is_file() else id_
+        for id_ in text.requires
+    ]
+
+
+def _series(patches: Path | None) -> Series:
+    return series_module.load() if patches is None else directory.load(patches)
+
+
+def _waiting(store: Store, id_: str) -> Session:
+    session = waiting.load(store, id_)
+    if session is None or session.phase != "waiting":
+        cut = session is not None or waiting.place(store, id_).is_dir()
+        if cut:
+            msg = f"The rebase of {id_} was cut short; clear it with --abort and start again."
+        else:
+            msg = f"No rebase of {id_} waits; start one with `pyllamakv patch rebase {id_} --onto`."
+        raise UsageError(msg)
+    if not session.folder(store).is_dir():
+        raise UsageError(f"{session.folder(store)} is gone; clear the rebase with --abort.")
+    return session
+
+
+def _refuse_unmerged(store: Store, session: Session) -> None:
+    folder = session.folder(store)
+    marked = worktree.marked(folder, worktree.changed(folder, session.ground))
+    left = [c for c in worktree.clashes(folder) if c.kind != "content" and _open(folder, c)]
+    if marked or left:
+        raise _waits(store, session, "Some files are not merged yet", marked)
+
+
+def _open(folder: Path, clash: worktree.Clash) -> bool:
+    # the person decides by deleting the file, or by telling git that it shall stay
+    return (folder / clash.path).exists() == (clash.kind == "gone")
+
+
+def _waits(
+    store: Store, session: Session, why: str, marked: Sequence[str] | None = None
+) -> RebaseWaiting:
+    folder = session.folder(store)
+    clashes = worktree.clashes(folder) if folder.is_dir() else ()
+    open_ = [c for c in clashes if marked is None or c.path in marked or c.kind != "content"]
+    rows = {clash.path: _ADVICE[clash.kind].format(onto=session.onto) for clash in open_}
+    rows |= {path: _ADVICE["content"] for path in marked or () if path not in rows}
+    lines = [f"{why}; in {folder}", *(f"  {path}: {advice}" for path, advice in rows.items())]
+    id_ = session.id
+    lines.append(
+        f"Then `pyllamakv patch rebase --continue {id_}`; --skip leaves {id_} out, --abort ends it."
+    )
+    return RebaseWaiting("\n".join(lines), folder, tuple(rows))
+
+
+_ADVICE = {
+    "content": "solve the marked places",
+    "gone": "{onto} has no such file; carry its change over to where the code went, then delete it",
+    "kept": "the patch deletes it, {onto} changed it; delete it, or `git add` it to keep it",
+    "both": "both sides add it; solve the marked places",
+}

@@ -1,0 +1,228 @@
+"""Test what can be done to one sequence, and what is refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import runtime_kit as kit
+from fakes.simulated import ALL
+
+from pyllamakv.binding.protocol import Capability
+from pyllamakv.errors import (
+    Closed,
+    PartialRemovalRefused,
+    SharedCells,
+    Unsupported,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyllamakv.runtime.sequence import Sequence
+
+
+def filled(folder: Path, n: int = 10, **native) -> Sequence:
+    """Return a sequence of tokens 10, 11, …"""
+    ctx = kit.context(folder, native)
+    a = ctx.sequence()
+    ctx.decode(a.feed(range(10, 10 + n)))
+    return a
+
+
+def test_a_fork_shares_cells_and_goes_its_own_way(tmp_path: Path) -> None:
+    """Check cells, ledgers and logits of both."""
+    a = filled(tmp_path)
+    ctx = a.context
+    b, c = a.fork(), a.fork(4)
+    assert (ctx.kv.stats.used, ctx.kv.stats.shared) == (10, 10)
+    assert (b.tokens, c.tokens) == (a.tokens, a.tokens[:4])
+    assert b.logits().argmax() == a.logits().argmax()
+    ctx.decode([a.feed([50]), b.feed([60]), c.feed([70])])
+    assert (a.tokens[-1], b.tokens[-1], c.tokens[4:]) == (50, 60, [70])
+    assert ctx.kv.stats.used == 13
+    a.close()
+    assert b.tokens == [*range(10, 20), 60]
+    assert ctx.kv.stats.used == 12
+
+
+def test_a_fork_needs_a_free_sequence(tmp_path: Path) -> None:
+    """Check that all in use is an error that leaves nothing behind."""
+    a = filled(tmp_path)
+    for _ in range(3):
+        a.fork(2)
+    with pytest.raises(UsageError, match="all 4 sequences"):
+        a.fork()
+    with pytest.raises(UsageError, match="0 or more"):
+        a.fork(-1)
+
+
+def test_streams_are_copied_whole_and_cut(tmp_path: Path) -> None:
+    """Check the order of calls where sequences have streams of their own."""
+    ctx = kit.model(
+        tmp_path, capabilities=ALL | Capability.STREAMS | Capability.KV_UNIFIED
+    ).context(n_ctx=64, n_seq_max=2, kv_unified=False)
+    assert ctx.streams
+    a = ctx.sequence()
+    ctx.decode(a.feed(range(10, 20)))
+    ranges, copy = [], ctx.native.seq_cp
+    ctx.native.seq_cp = lambda *args: (ranges.append(args[3:]), copy(*args))
+    b = a.fork(4)
+    assert ranges == [(-1, -1)]
+    assert b.tokens == a.tokens[:4]
+    b.shift(None, None, 5)
+    assert b.positions == [5, 6, 7, 8]
+
+
+def test_trimming_keeps_the_first_tokens(tmp_path: Path) -> None:
+    """Check the number removed, and the position that follows."""
+    a = filled(tmp_path)
+    assert a.trim(20) == 0
+    assert a.trim(7) == 3
+    assert (a.tokens, a.next_pos, a.pos_max) == (list(range(10, 17)), 7, 6)
+    assert a.trim(0) == 7
+    assert (a.tokens, a.pos_max) == ([], -1)
+    with pytest.raises(UsageError):
+        a.trim(-1)
+
+
+def test_removal_leaves_the_others_where_they_are(tmp_path: Path) -> None:
+    """Check ranges with open ends, and that a shift closes the gap."""
+    a = filled(tmp_path)
+    assert a.remove(4, 8) == 4
+    assert a.positions == [0, 1, 2, 3, 8, 9]
+    assert a.remove(5, 5) == 0
+    a.shift(8, None, -4)
+    assert a.positions == list(range(6))
+    assert (a.next_pos, a.pos_max) == (6, 5)
+    assert a.remove(None, 2) == 2
+    assert a.remove() == 4
+    assert not len(a)
+
+
+@pytest.mark.parametrize(("p0", "p1"), [(5, 3), (-1, 4), (0, -1)])
+def test_wrong_ranges_are_refused(tmp_path: Path, p0: int, p1: int) -> None:
+    """Check all operations that take a range."""
+    a = filled(tmp_path)
+    for attempt in (
+        lambda: a.remove(p0, p1),
+        lambda: a.shift(p0, p1, 1),
+        lambda: a.divide(p0, p1, 2),
+    ):
+        with pytest.raises(UsageError):
+            attempt()
+    assert a.positions == list(range(10))
+
+
+def test_a_memory_without_single_tokens_refuses_parts(tmp_path: Path) -> None:
+    """Check that nothing changed, and that the whole can go."""
+    a = filled(tmp_path, partial=False)
+    with pytest.raises(PartialRemovalRefused, match="nothing"):
+        a.remove(4, 8)
+    assert len(a) == 10
+    assert a.context.kv.stats.used == 10
+    assert a.remove() == 10
+
+
+def test_shared_cells_are_not_shifted_behind_a_back(tmp_path: Path) -> None:
+    """Check shift and divide of a fork, with and without permission."""
+    a = filled(tmp_path)
+    b = a.fork(6)
+    a.context.decode([b.feed([99])])
+    for attempt in (lambda: a.shift(0, None, 3), lambda: b.divide(2, 4, 2)):
+        with pytest.raises(SharedCells, match="shares these cells") as caught:
+            attempt()
+    assert caught.value.sequences == (a.id,)
+    assert a.pos_max == 9
+    a.shift(6, None, 5)
+    b.shift(6, None, 2)
+    assert (a.positions[6:], b.positions[6:]) == ([11, 12, 13, 14], [8])
+    a.shift(0, 6, 1, allow_shared=True)
+    assert a.positions[:6] == b.positions[:6] == [1, 2, 3, 4, 5, 6]
+    assert b.positions[6:] == [8]
+    assert (a.pos_min, b.pos_min, b.pos_max) == (1, 1, 8)
+    b.close()
+    a.shift(None, None, 1)
+    assert a.pos_min == 2
+
+
+def test_a_restored_copy_has_cells_of_its_own(tmp_path: Path) -> None:
+    """Check the way out that the message names."""
+    a = filled(tmp_path)
+    b = a.fork()
+    b.restore(b.save())
+    b.shift(None, None, 3)
+    assert (a.pos_min, b.pos_min) == (0, 3)
+
+
+def test_positions_must_not_meet(tmp_path: Path) -> None:
+    """Check a shift onto tokens that stay, and below zero."""
+    a = filled(tmp_path)
+    for p0, p1, delta in ((5, None, -1), (0, 3, 2), (None, None, -1)):
+        with pytest.raises(UsageError, match="remove those tokens"):
+            a.shift(p0, p1, delta)
+    assert a.pos_max == 9
+
+
+def test_division_rounds_down(tmp_path: Path) -> None:
+    """Check positions, and wrong divisors."""
+    a = filled(tmp_path, 6)
+    a.divide(2, None, 2)
+    assert a.positions == [0, 1, 1, 1, 2, 2]
+    assert a.pos_max == 2
+    with pytest.raises(UsageError, match="divisor"):
+        a.divide(None, None, 0)
+
+
+def test_a_memory_that_cannot_shift_says_so(tmp_path: Path) -> None:
+    """Check that llama.cpp, which would abort, is not asked."""
+    a = filled(tmp_path, can_shift=False)
+    with pytest.raises(Unsupported, match="cannot shift"):
+        a.shift(None, None, 1)
+
+
+def test_a_closed_sequence_is_gone(tmp_path: Path) -> None:
+    """Check that its cells are free, its id is reused, and every use is refused."""
+    a = filled(tmp_path)
+    ctx = a.context
+    with a:
+        pass
+    a.close()
+    assert ctx.kv.stats.used == 0
+    for attempt in (
+        lambda: a.feed([1]),
+        lambda: ctx.step(a, 1),
+        a.fork,
+        a.save,
+        a.logits,
+        lambda: a.trim(0),
+        lambda: a.remove(),
+        lambda: a.pos_max,
+        lambda: ctx.kv.rows(0, a),
+    ):
+        with pytest.raises(Closed, match="sequence 0 was closed"):
+            attempt()
+    again = ctx.sequence()
+    assert (again.id, len(again)) == (0, 0)
+
+
+@pytest.mark.parametrize("wrong", [b"bytes", [1.5], "x", ["a"], None])
+def test_only_text_and_tokens_are_fed(tmp_path: Path, wrong: object) -> None:
+    """Check other kinds, and a wrong wish for logits."""
+    a = filled(tmp_path)
+    if wrong == "x":
+        with pytest.raises(UsageError, match="'last', 'all' or 'none'"):
+            a.feed([1], logits="some")
+    else:
+        with pytest.raises(UsageError):
+            a.feed(wrong)
+
+
+def test_one_token_can_be_fed_by_itself(tmp_path: Path) -> None:
+    """Check a number, and the names that a sequence goes by."""
+    a = filled(tmp_path)
+    a.context.decode(a.feed(7))
+    assert a.tokens[-1] == 7
+    assert repr(a) == "<Sequence 0, 11 tokens>"
+    assert a

@@ -1,0 +1,174 @@
+"""Test that sequences are saved and restored whole, or not at all."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import TYPE_CHECKING
+
+import pytest
+import runtime_kit as kit
+from fakes.simulated import ALL
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pyllamakv.binding.protocol import Capability
+from pyllamakv.errors import StateError, Unsupported
+from pyllamakv.runtime import state
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.sequence import Sequence
+
+
+def filled(ctx: Context, n: int, first: int = 10) -> Sequence:
+    """Return a sequence with ``n`` tokens."""
+    a = ctx.sequence()
+    ctx.prefill(a, range(first, first + n))
+    return a
+
+
+def interleaved(ctx: Context, n: int) -> tuple[Sequence, Sequence]:
+    """Return two sequences of ``n`` tokens whose cells alternate."""
+    a, b = ctx.sequence(), ctx.sequence()
+    for i in range(n):
+        ctx.decode([a.feed([10 + i]), b.feed([50 + i])])
+    return a, b
+
+
+@pytest.mark.parametrize("flash_attn", [False, True])
+def test_a_restored_sequence_is_the_same(tmp_path: Path, flash_attn: bool) -> None:
+    """Check tokens, gaps in positions, rows, and what is generated from there."""
+    ctx = kit.context(tmp_path, flash_attn=flash_attn)
+    a = filled(ctx, 10)
+    a.remove(2, 4)
+    b = ctx.sequence()
+    b.restore(a.save())
+    assert (b.tokens, b.positions, b.pos_max) == (a.tokens, a.positions, 9)
+    assert (ctx.kv.rows(0, a).k == ctx.kv.rows(0, b).k).all()
+    assert ctx.kv.stats.shared == 0
+    assert "".join(ctx.generate(a, 5)) == "".join(ctx.generate(b, 5))
+
+
+def test_a_save_goes_into_another_context(tmp_path: Path) -> None:
+    """Check a second context, and an empty sequence."""
+    saved = filled(kit.context(tmp_path), 6).save()
+    ctx = kit.context(tmp_path, n_ctx=128)
+    a = filled(ctx, 3, 90)
+    a.restore(saved)
+    assert a.tokens == list(range(10, 16))
+    empty = ctx.sequence()
+    a.restore(empty.save())
+    assert (a.tokens, ctx.kv.stats.used) == ([], 0)
+
+
+def test_a_scattered_cache_is_defragmented_first(tmp_path: Path) -> None:
+    """Check a restore that needs a hole larger than any."""
+    ctx = kit.context(tmp_path, n_ctx=32)
+    saved = filled(ctx, 8).save()
+    ctx.sequence(3).context.clear()
+    a, b = interleaved(kit_ctx := kit.context(tmp_path, n_ctx=32), 16)
+    b.remove()
+    c = kit_ctx.sequence()
+    c.restore(saved)
+    assert c.tokens == list(range(10, 18))
+    assert a.tokens == list(range(10, 26))
+    assert kit_ctx.kv.stats.used == 24
+
+
+def test_a_state_that_cannot_fit_changes_nothing(tmp_path: Path) -> None:
+    """Check too many cells, with the sequence's own counted as free."""
+    saved = filled(kit.context(tmp_path), 20).save()
+    ctx = kit.context(tmp_path, n_ctx=32)
+    a, b = filled(ctx, 10), filled(ctx, 13)
+    with pytest.raises(StateError, match="20 cells and 19 are free"):
+        a.restore(saved)
+    assert (len(a), a.pos_max, len(b)) == (10, 9, 13)
+    b.trim(12)
+    a.restore(saved)
+    assert (len(a), a.pos_max) == (20, 19)
+
+
+def test_a_refused_state_puts_back_what_was_there(tmp_path: Path) -> None:
+    """Check a library that refuses after it has emptied the sequence."""
+    ctx = kit.context(tmp_path)
+    saved, a = filled(ctx, 5).save(), filled(ctx, 7, 80)
+    raw, load = state.unpack(saved).raw, ctx.native.state_load
+
+    def picky(handle, seq, data):
+        if data != raw:
+            return load(handle, seq, data)
+        ctx.native.seq_rm(handle, seq, -1, -1)
+        return 0
+
+    ctx.native.state_load = picky
+    with pytest.raises(StateError, match="nothing was changed"):
+        a.restore(saved)
+    assert a.tokens == list(range(80, 87))
+    assert a.pos_max == 6
+    assert (ctx.kv.rows(0, a).pos == range(7)).all()
+
+
+def test_a_sequence_that_cannot_be_put_back_is_said_to_be_empty(tmp_path: Path) -> None:
+    """Check the one case in which something is lost: it is said, and the ledger agrees."""
+    ctx = kit.context(tmp_path, {"capabilities": ALL & ~Capability.DEFRAG}, n_ctx=32)
+    donor = kit.context(tmp_path, n_ctx=64)
+    saved = filled(donor, 17).save()
+    a, b = interleaved(ctx, 16)
+    with pytest.raises(StateError, match="is empty now"):
+        a.restore(filled(donor, 16).save())
+    assert (a.tokens, a.pos_max, len(b), b.pos_max) == ([], -1, 16, 15)
+    with pytest.raises(StateError, match="17 cells and 16 are free"):
+        a.restore(saved)
+
+
+@pytest.mark.parametrize("wrong", [b"", b"short", b"PLKSEQ1\n" + bytes(20), bytes(100)])
+def test_other_bytes_are_refused(tmp_path: Path, wrong: bytes) -> None:
+    """Check things that are no save."""
+    a = filled(kit.context(tmp_path), 3)
+    with pytest.raises(StateError):
+        a.restore(wrong)
+    assert len(a) == 3
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+@given(data=st.data())
+def test_every_flipped_byte_is_noticed(tmp_path: Path, data: st.DataObject) -> None:
+    """Check damage anywhere in a save."""
+    ctx = kit.context(tmp_path)
+    a = filled(ctx, 3)
+    saved = bytearray(a.save())
+    at = data.draw(st.integers(0, len(saved) - 1))
+    saved[at] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(StateError):
+        a.restore(bytes(saved))
+    assert len(a) == 3
+
+
+def test_a_damaged_head_with_a_right_checksum_is_refused() -> None:
+    """Check saves that were made by hand."""
+    for body in (b"not json", b"{}", b'{"fits": {}, "tokens": 9}', b'{"fits": 1, "tokens": 0}'):
+        head = struct.pack("<8sII", b"PLKSEQ1\n", len(body), zlib.crc32(body))
+        with pytest.raises(StateError, match="cannot be read"):
+            state.unpack(head + body)
+
+
+def test_another_model_or_cache_is_refused_by_name(tmp_path: Path) -> None:
+    """Check that the message says what differs."""
+    saved = filled(kit.context(tmp_path), 3).save()
+    other = filled(kit.context(tmp_path, flash_attn=True, type_k="q8_0"), 3)
+    with pytest.raises(StateError, match="type_k 1 .here 8.") as caught:
+        other.restore(saved)
+    assert "v_transposed" in str(caught.value)
+
+
+def test_a_build_without_states_says_so(tmp_path: Path) -> None:
+    """Check both directions."""
+    saved = filled(kit.context(tmp_path), 3).save()
+    a = filled(kit.context(tmp_path, {"capabilities": ALL & ~Capability.STATES}), 3)
+    with pytest.raises(Unsupported):
+        a.save()
+    with pytest.raises(Unsupported):
+        a.restore(saved)
