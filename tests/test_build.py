@@ -18,6 +18,7 @@ import pytest
 from building_kit import NINJA, Workshop
 
 from pyllamakv.building import build, results, variant
+from pyllamakv.building import manifest as manifests
 from pyllamakv.errors import BuildError, CommandFailed, DiskFull
 from pyllamakv.patching.apply import Patched
 from pyllamakv.source import releases
@@ -71,6 +72,21 @@ def test_lost_index_costs_no_compiling(shop: Workshop) -> None:
     shutil.rmtree(variant.built() / ".index")
     assert build.build(shop.spec) == first
     assert shop.count("ninja") == 1
+
+
+def test_built_variants_are_found_without_a_compiler(
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image without a compiler runs what was built before; a spec still says which."""
+    stock = build.build(shop.spec, native=False)
+    release, changed = patched(shop, b"// patched\n")
+    other = build.build_patched(release, changed, native=False)
+    monkeypatch.setenv("CC", "gone")
+    monkeypatch.setattr(manifests, "machine_flags", lambda *_path: frozenset())
+    for series, expected in ((), stock), (None, other), (("some-patch",), other), (("x",), None):
+        assert variant.find(variant.Spec(release.name, series)) == expected
+    assert variant.find(shop.spec, backend="rpc") == stock
+    assert variant.find(shop.spec, native=True) is None
 
 
 def test_patched_after_stock_rewrites_only_what_differs(shop: Workshop) -> None:

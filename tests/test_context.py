@@ -96,7 +96,12 @@ def test_a_status_is_returned_where_failures_are_counted(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("tokens", "message"),
-    [([], "nothing to decode"), ([259], "token 259"), ([-1], "token -1"), ([1] * 33, "n_batch is 32")],
+    [
+        ([], "nothing to decode"),
+        ([259], "token 259"),
+        ([-1], "token -1"),
+        ([1] * 33, "n_batch is 32"),
+    ],
 )
 def test_batches_that_cannot_be_right_never_reach_c(
     tmp_path: Path, tokens: list[int], message: str

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pytest
+from fakes.rolling import Opener, Rolling
 from fakes.simulated import SimulatedNative
 
 from pyllamakv.binding.protocol import Capability
@@ -24,34 +24,6 @@ from pyllamakv.harness.scenario import CACHES, Scenario
 
 #: What stock does wrong on purpose, and a build that heals does right.
 CURES = ("fragmented", "restore-fragmented", "retry-between-ubatches")
-
-
-class Rolling(SimulatedNative):
-    """Simulate a library that rolls failed decodes back by itself, and restores after defrag."""
-
-    def decode(self, context, token, pos, seq_count, seq_id, logits):
-        cache = self._get(context).cache
-        if self.heals:
-            if len(token) > (cache.pos < 0).sum():
-                return 1
-            cache.compact()
-        before = (cache.pos.copy(), cache.seqs.copy(), cache.shift.copy())
-        status = super().decode(context, token, pos, seq_count, seq_id, logits)
-        if status:
-            new = (cache.seqs != before[1]).any(axis=1)
-            cache.drop(new, -1)
-        return status
-
-    def state_load(self, context, seq, state):
-        if self.heals:
-            self._get(context).cache.compact()
-        return super().state_load(context, seq, state)
-
-    def seq_add(self, context, seq, p0, p1, delta):
-        super().seq_add(context, seq, p0, p1, delta)
-        cache = self._get(context).cache
-        cache.seqs[(cache.pos < 0)] = 0
-        cache.free_unused()
 
 
 class Forgetful(Rolling):
@@ -90,29 +62,6 @@ class Hanging(Rolling):
 
     def defrag(self, context):
         raise WorkerTimeout("no answer")
-
-
-@dataclass
-class Held:
-    native: object
-    closed: bool = False
-
-    def close(self) -> None:
-        self.closed = True
-
-
-@dataclass
-class Opener:
-    """Hand out one simulated library per call and count them."""
-
-    make: object
-    opened: list[Held] = field(default_factory=list)
-    environments: list[dict[str, str]] = field(default_factory=list)
-
-    def __call__(self, path: Path, environment: dict[str, str]) -> Held:
-        self.environments.append(environment)
-        self.opened.append(Held(self.make()))
-        return self.opened[-1]
 
 
 @pytest.fixture(autouse=True)

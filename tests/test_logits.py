@@ -42,7 +42,9 @@ def test_every_read_is_refused_after_a_later_decode(tmp_path: Path, read) -> Non
     with pytest.raises(StaleLogits):
         read(logits)
     assert kept.shape == (ctx.n_vocab,)
-    assert np.array_equal(np.asarray(before), np.asarray(read(kept)) if read is not READS[4] else before)
+    assert np.array_equal(
+        np.asarray(before), np.asarray(read(kept)) if read is not READS[4] else before
+    )
 
 
 def test_a_failed_decode_makes_them_stale_too(tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Pretend a machine with 8 MiB available, no control groups, no limits."""
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "cgroup").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 6144 kB\nSwapFree: 2048 kB\n")
+    (tmp_path / "proc/meminfo").write_text(
+        "MemTotal: 9 kB\nMemAvailable: 6144 kB\nSwapFree: 2048 kB\n"
+    )
     (tmp_path / "proc/self/statm").write_text("16 1 1")
     monkeypatch.setattr(memory, "_PROC", tmp_path / "proc")
     monkeypatch.setattr(memory, "_CGROUP", tmp_path / "cgroup")
@@ -67,7 +69,11 @@ def test_a_limit_on_address_space_sets_a_bound(
     ("line", "folder", "names"),
     [
         ("0::/some/group", "some", ("memory.max", "memory.current")),
-        ("5:cpu,memory:/some/group", "memory/some", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+        (
+            "5:cpu,memory:/some/group",
+            "memory/some",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ),
     ],
 )
 def test_control_groups_set_a_bound(machine: Path, line: str, folder: str, names: tuple) -> None:

@@ -101,7 +101,10 @@ def test_counts_hold_for_more_cells_than_a_byte_counts() -> None:
 
 def test_streams_add_up_and_a_window_beside_them_does_not() -> None:
     """Check two streams of a full cache with a sliding-window cache."""
-    full = [cell_map([(0, {0}), None, None], stream=0), cell_map([(0, {1}), (1, {1}), None], stream=1)]
+    full = [
+        cell_map([(0, {0}), None, None], stream=0),
+        cell_map([(0, {1}), (1, {1}), None], stream=1),
+    ]
     snapshot = Snapshot((*full, cell_map([None] * 9, swa=True)))
     assert (snapshot.stats.size, snapshot.stats.used, snapshot.stats.holes) == (6, 3, 2)
     assert snapshot.stats.used_max == 3

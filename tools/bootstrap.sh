@@ -11,8 +11,12 @@ set -eu
 cd "$(dirname "$0")/.."
 root=$(pwd -P)
 
-say() { printf '%s\n' "$*" >&2; }
-die() { say "error: $*"; exit 2; }
+# Lists below have one path per line, and paths may have spaces.
+IFS=$(printf '\nx')
+IFS=${IFS%x}
+
+say() { echo "$@" >&2; }
+die() { say "error:" "$@"; exit 2; }
 
 # These would send packages elsewhere than into the environment that was chosen.
 unset PIP_TARGET PIP_PREFIX PIP_ROOT PIP_USER PIP_NO_BUILD_ISOLATION PIP_DRY_RUN PYTHONHOME || true

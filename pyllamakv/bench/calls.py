@@ -193,7 +193,8 @@ def _c_loop(folder: Path) -> ctypes.CDLL:
     source = folder / "loop.c"
     source.write_text(C_LOOP, encoding="utf-8")
     library = folder / "loop.so"
-    command = [compiler, "-O2", "-shared", "-fPIC", "-I", NATIVE, "-o", library, source, "-ldl"]
+    flags = ["-O2", "-shared", "-fPIC", "-I", str(NATIVE)]
+    command = [compiler, *flags, "-o", str(library), str(source), "-ldl"]
     subprocess.run(command, check=True)
     return ctypes.CDLL(str(library))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ Tick = Callable[[], None]
 #: The shape of the K and V rows of a model of a billion parameters; everything else is small.
 WIDE = synthetic.Shape("wide", n_layer=16, n_embd=512, n_head=8, n_head_kv=8, n_ff=32, n_vocab=64)
 
-SETTINGS = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "flash attention, f16": {"flash_attn": True},
     "no flash attention, f16": {"flash_attn": False},
     "flash attention, q8_0": {"flash_attn": True, "type_k": "q8_0", "type_v": "q8_0"},
@@ -38,7 +39,7 @@ def figures(tick: Tick, release: str = "0.3.9", cells: int = 4096, rounds: int =
 
 def _figure(
     name: str,
-    setting: dict[str, object],
+    setting: dict[str, Any],
     release: str,
     model: Path,
     cells: int,

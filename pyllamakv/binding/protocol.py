@@ -156,8 +156,10 @@ class CellsInfo:
 
 @dataclass(frozen=True, slots=True)
 class RawCells:
-    """Hold the cells of one stream: ``pos`` (n,) int32, -1 where free; ``shift`` (n,) int32, the
-    pending shift that ``pos`` already contains; ``seqs`` (n, words) uint64, a bit per sequence.
+    """Hold the cells of one stream.
+
+    ``pos`` (n,) int32, -1 where free; ``shift`` (n,) int32, the pending shift that ``pos`` already
+    contains; ``seqs`` (n, words) uint64, a bit per sequence.
     """
 
     info: CellsInfo
@@ -194,9 +196,7 @@ class Counters:
 
     def __sub__(self, other: Counters) -> Counters:
         """Return what was counted since ``other``."""
-        return Counters(
-            *(getattr(self, name) - getattr(other, name) for name in self.__slots__)
-        )
+        return Counters(*(getattr(self, name) - getattr(other, name) for name in self.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,7 @@ class SamplerParams:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """Say what a loaded library is: ABI number, variant id, capabilities, chosen shim candidates."""
+    """Say what a loaded library is: ABI number, variant, capabilities, shim candidates."""
 
     abi: int
     variant: str
@@ -254,22 +254,38 @@ class Native(Protocol):
     def model_load(self, path: str, params: ModelParams) -> ModelHandle:
         """Load a model or raise `ModelError`."""
 
-    def model_free(self, model: ModelHandle) -> None: ...
-    def model_info(self, model: ModelHandle) -> ModelInfo: ...
-    def model_meta(self, model: ModelHandle, key: str) -> str | None: ...
+    def model_free(self, model: ModelHandle) -> None:
+        """Free a model after what lives on it."""
+
+    def model_info(self, model: ModelHandle) -> ModelInfo:
+        """Describe a model."""
+
+    def model_meta(self, model: ModelHandle, key: str) -> str | None:
+        """Return a value of the model file's metadata, or None."""
+
     def tokenize(
         self, model: ModelHandle, text: bytes, add_special: bool, parse_special: bool
-    ) -> list[int]: ...
-    def token_piece(self, model: ModelHandle, token: int, special: bool) -> bytes: ...
-    def token_is_eog(self, model: ModelHandle, token: int) -> bool: ...
+    ) -> list[int]:
+        """Return the tokens of a text."""
+
+    def token_piece(self, model: ModelHandle, token: int, special: bool) -> bytes:
+        """Return the bytes of a token."""
+
+    def token_is_eog(self, model: ModelHandle, token: int) -> bool:
+        """Tell whether a token ends a generation."""
 
     # contexts
     def context_new(self, model: ModelHandle, params: ContextParams) -> ContextHandle:
         """Make a context or raise `ContextError`."""
 
-    def context_free(self, context: ContextHandle) -> None: ...
-    def context_info(self, context: ContextHandle) -> ContextInfo: ...
-    def threads(self, context: ContextHandle, n_threads: int, n_threads_batch: int) -> None: ...
+    def context_free(self, context: ContextHandle) -> None:
+        """Free a context."""
+
+    def context_info(self, context: ContextHandle) -> ContextInfo:
+        """Describe a context as it was made."""
+
+    def threads(self, context: ContextHandle, n_threads: int, n_threads_batch: int) -> None:
+        """Set how many threads compute from now on."""
 
     def decode(
         self,
@@ -305,16 +321,29 @@ class Native(Protocol):
         """Return how often the last decode polled the abort callback."""
 
     # sequences: p0 < 0 from the start, p1 < 0 to the end, seq < 0 every sequence
-    def clear(self, context: ContextHandle, data: bool) -> None: ...
+    def clear(self, context: ContextHandle, data: bool) -> None:
+        """Remove every sequence; ``data`` clears the K and V bytes as well."""
+
     def seq_rm(self, context: ContextHandle, seq: int, p0: int, p1: int) -> bool:
         """Remove positions; False when the memory refuses a partial removal."""
 
-    def seq_cp(self, context: ContextHandle, src: int, dst: int, p0: int, p1: int) -> None: ...
-    def seq_keep(self, context: ContextHandle, seq: int) -> None: ...
-    def seq_add(self, context: ContextHandle, seq: int, p0: int, p1: int, delta: int) -> None: ...
-    def seq_div(self, context: ContextHandle, seq: int, p0: int, p1: int, divisor: int) -> None: ...
-    def seq_pos_min(self, context: ContextHandle, seq: int) -> int: ...
-    def seq_pos_max(self, context: ContextHandle, seq: int) -> int: ...
+    def seq_cp(self, context: ContextHandle, src: int, dst: int, p0: int, p1: int) -> None:
+        """Let another sequence share the cells of positions."""
+
+    def seq_keep(self, context: ContextHandle, seq: int) -> None:
+        """Remove every other sequence."""
+
+    def seq_add(self, context: ContextHandle, seq: int, p0: int, p1: int, delta: int) -> None:
+        """Move positions by ``delta``."""
+
+    def seq_div(self, context: ContextHandle, seq: int, p0: int, p1: int, divisor: int) -> None:
+        """Divide positions."""
+
+    def seq_pos_min(self, context: ContextHandle, seq: int) -> int:
+        """Return the smallest position of a sequence, -1 when it is empty."""
+
+    def seq_pos_max(self, context: ContextHandle, seq: int) -> int:
+        """Return the largest position of a sequence, -1 when it is empty."""
 
     # the cache
     def defrag(self, context: ContextHandle) -> RawDefrag:
@@ -330,12 +359,21 @@ class Native(Protocol):
         """Read the counters or raise `Unsupported`."""
 
     # states
-    def state_save(self, context: ContextHandle, seq: int) -> bytes: ...
+    def state_save(self, context: ContextHandle, seq: int) -> bytes:
+        """Return the state of a sequence."""
+
     def state_load(self, context: ContextHandle, seq: int, state: bytes) -> int:
         """Restore a sequence; return the bytes read, 0 when the library refused."""
 
     # samplers
-    def sampler_new(self, model: ModelHandle, params: SamplerParams) -> SamplerHandle: ...
-    def sampler_free(self, sampler: SamplerHandle) -> None: ...
-    def sampler_reset(self, sampler: SamplerHandle) -> None: ...
-    def sample(self, sampler: SamplerHandle, context: ContextHandle, index: int) -> int: ...
+    def sampler_new(self, model: ModelHandle, params: SamplerParams) -> SamplerHandle:
+        """Make a sampler."""
+
+    def sampler_free(self, sampler: SamplerHandle) -> None:
+        """Free a sampler."""
+
+    def sampler_reset(self, sampler: SamplerHandle) -> None:
+        """Forget what a sampler has seen."""
+
+    def sample(self, sampler: SamplerHandle, context: ContextHandle, index: int) -> int:
+        """Choose a token from the logits of a place in the last batch, and accept it."""

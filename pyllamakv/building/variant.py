@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from pyllamakv.building import backend as backends
 from pyllamakv.building import compiler as compilers
 from pyllamakv.building import manifest as manifests
-from pyllamakv.errors import ManifestError, UsageError
+from pyllamakv.errors import ManifestError, ToolMissing, UsageError
 from pyllamakv.home import data, home
 
 if TYPE_CHECKING:
@@ -173,13 +173,42 @@ def request_of(release: Release, spec: Spec, *, backend: str, native: bool) -> R
 def find(spec: str | Spec, *, backend: str = "cpu", native: bool | None = None) -> Variant | None:
     """Return the built variant that a spec names on this machine, or None.
 
-    ``native`` None prefers the tuned build and takes a portable one instead.
+    ``native`` None prefers the tuned build and takes a portable one instead. Where there is no
+    compiler, as in an image that only runs what was built elsewhere, the newest variant that fits
+    by its manifest is taken.
     """
-    for tuned in (True, False) if native is None else (native,):
-        found = lookup(request(spec, backend=backend, native=tuned))
-        if found:
-            return found
+    parsed = parse(spec) if isinstance(spec, str) else spec
+    try:
+        for tuned in (True, False) if native is None else (native,):
+            found = lookup(request(parsed, backend=backend, native=tuned))
+            if found:
+                return found
+    except ToolMissing:
+        return _newest(parsed, backends.canonical(backend), native)
     return None
+
+
+def _newest(spec: Spec, backend: str, native: bool | None) -> Variant | None:
+    from pyllamakv.source import releases
+
+    commit = releases.resolve(spec.release).commit
+
+    def fits(manifest: Manifest) -> bool:
+        if spec.series is None:
+            same = not manifest.stock
+        else:
+            same = set(manifest.patches) == set(spec.series)
+        wanted = {None: ("ON", "OFF"), True: ("ON",), False: ("OFF",)}[native]
+        tuned = manifest.options.get("GGML_NATIVE") in wanted
+        runs = not manifest.missing_flags()
+        return same and tuned and runs and (manifest.commit, manifest.backend) == (commit, backend)
+
+    found = [variant for folder in built().glob("[!.]*") if (variant := at(folder.name))]
+    return max(
+        (variant for variant in found if fits(variant.manifest)),
+        key=lambda variant: variant.manifest.created,
+        default=None,
+    )
 
 
 def lookup(wanted: Request) -> Variant | None:

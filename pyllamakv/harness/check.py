@@ -11,11 +11,11 @@ from pyllamakv.building import variant as variants
 from pyllamakv.building.build import build, build_patched
 from pyllamakv.errors import (
     BuildError,
+    CommandFailed,
     HarnessError,
     NoTextApplies,
     PatchConflict,
     SourceError,
-    ToolMissing,
     UsageError,
 )
 from pyllamakv.harness import running, scenario
@@ -122,15 +122,15 @@ def check(question: Question, *, progress: Progress | None = None) -> Answer:
             native=question.native,
             progress=progress,
         )
-    except ToolMissing as error:
-        return Answer(question, judge((), untestable=f"no build here: {error}"))
-    except BuildError as error:
+        made = _patch(question, release, names, progress)
+    except CommandFailed as error:
         return Answer(question, judge((), untestable=f"stock does not build: {error}"))
+    except BuildError as error:
+        return Answer(question, judge((), untestable=f"no build here: {error}"))
     except SourceError as error:
         if error.exit_code != SourceError.exit_code:
             raise
         return Answer(question, judge((), untestable=f"cannot be fetched here: {error}"))
-    made = _patch(question, release, names, progress)
     if not question.scenarios:
         brought = {name for patch in made.patches for name in claimed.get(patch, ())}
         chosen = [each for each in chosen if each.kind != "feature" or each.id in brought]
@@ -236,10 +236,8 @@ def _patch(
             kept = None if names is None else tuple(names)
             spec = variants.Spec(question.release, kept)
             built = build(spec, backend=backend, native=native, progress=progress)
-    except ToolMissing:
-        raise
-    except BuildError as error:
-        first = getattr(error, "first_error", "") or str(error)
+    except CommandFailed as error:
+        first = error.first_error or str(error)
         return Patching(patches=patched.patches, skipped=skipped, build_error=first)
     return Patching(built, patched.patches, skipped, conflict)
 

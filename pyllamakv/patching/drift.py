@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -153,14 +154,23 @@ def _hunk(
         blanks = needed != 0 and _blanks(hunk, index)
     # lines that do not even stand there roughly may have gone elsewhere
     gone = needed is None and place.state in ("conflict", "missing")
+    # of a file that is gone every hunk went the same way, as far as anyone can tell
+    lost = [line for part in (file.hunks if entry is None else (hunk,)) for line in part.old]
     return HunkDrift(
         place,
         function,
         needed,
         blanks,
-        successors.find(tree, file.old, hunk.old) if gone else (),
-        changed(text, file, hunk, release, line, store),
+        _successors(tree, file.old, tuple(lost)) if gone else (),
+        changed(text, file, hunk, release, line, store) if place.state != "ambiguous" else "",
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _successors(
+    tree: trees.StoreTree, path: str, lines: tuple[bytes, ...]
+) -> tuple[successors.Successor, ...]:
+    return successors.find(tree, path, lines)
 
 
 def fuzz(hunk: Hunk, index: places.Index) -> Fuzz:

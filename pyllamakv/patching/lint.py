@@ -22,9 +22,9 @@ PLACES = ("src/", "ggml/", "include/", "common/", "tests/", "tools/", "examples/
 
 STATES = ("not submitted", "submitted", "accepted", "rejected", "not applicable")
 
-_TITLE = 64
-_LINE = 80
-_BAD_WHY = re.compile(r"(---\s*$|diff |From |Index: )")
+TITLE = 64
+LINE = 80
+BAD_WHY = re.compile(r"(---\s*$|diff |From |Index: )")
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,12 @@ def _files(found: Series, folder: Path) -> Iterator[Finding]:
 def _described(definition: Definition, scenarios: Collection[str] | None) -> Iterator[Finding]:
     path = f"{definition.id}/patch.toml"
     title = definition.title
-    if len(title) > _TITLE or not title.isascii() or title.endswith("."):
-        yield Finding(path, 0, "title", f"expected at most {_TITLE} ASCII characters, no full stop")
+    if len(title) > TITLE or not title.isascii() or title.endswith("."):
+        yield Finding(path, 0, "title", f"expected at most {TITLE} ASCII characters, no full stop")
     for line in definition.why.splitlines():
-        if len(line) > _LINE:
-            yield Finding(path, 0, "why", f"a line is longer than {_LINE}: {line[:40]}...")
-        if _BAD_WHY.match(line):
+        if len(line) > LINE:
+            yield Finding(path, 0, "why", f"a line is longer than {LINE}: {line[:40]}...")
+        if BAD_WHY.match(line):
             yield Finding(path, 0, "why", f"git would cut the message at {line!r}")
         if line != line.rstrip():
             yield Finding(path, 0, "why", f"trailing blanks after {line.rstrip()!r}")

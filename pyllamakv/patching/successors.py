@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,34 +34,43 @@ class Successor(NamedTuple):
 def find(tree: StoreTree, path: str, lines: Iterable[bytes]) -> tuple[Successor, ...]:
     """Return files that hold lines which stood in ``path`` once, the likeliest first.
 
-    Lines count double, names that occur in them once; candidates lie in the same top folder and
-    are of the same kind. At most three are returned; none where nothing is like it.
+    Files of the same kind in the same top folder are searched. A line or name counts the less the
+    more files have it. At most three are returned, none where nothing is like it, or nothing is
+    more like it than ``path`` itself.
     """
-    wanted = {telling.plain(line) for line in lines if telling.tells(line)}
-    names = set(telling.names(line.encode() for line in wanted))
-    if not wanted or not names:
-        return ()
+    old = [line for line in lines if telling.tells(line)]
+    wanted = {telling.plain(line) for line in old} | set(telling.names(old))
     top = path.split("/", 1)[0]
     near = _kinds(path)
     paths = [
         other
         for other in tree.modes
-        if other != path and other.split("/", 1)[0] == top and PurePosixPath(other).suffix in near
+        if other.split("/", 1)[0] == top and PurePosixPath(other).suffix in near
     ]
     tree.fetch(paths)
-    found = []
+    held: dict[str, set[str]] = {}
     for other in paths:
         entry = tree.entry(other)
-        text = entry.data if entry else b""
-        if not any(name.encode() in text for name in names):
-            continue
-        there = {telling.plain(line) for line in text.split(b"\n")}
-        known = set(telling.names(text.split(b"\n")))
-        same = len(wanted & there) / len(wanted)
-        likeness = (2 * same + len(names & known) / len(names)) / 3
-        if likeness >= _LEAST and same:
-            found.append(Successor(other, round(likeness, 3)))
-    return tuple(sorted(found, key=lambda s: (-s.likeness, s.path))[:3])
+        held[other] = wanted & _parts(entry.data) if entry else set()
+    seen = Counter(part for parts in held.values() for part in parts)
+    weights = {part: 1 / max(seen[part], 1) for part in wanted}
+    whole = sum(weights.values()) or 1.0
+    found = [
+        Successor(other, round(sum(weights[part] for part in parts) / whole, 3))
+        for other, parts in held.items()
+    ]
+    ranked = sorted(found, key=lambda s: (-s.likeness, s.path))
+    best = ranked[0].likeness if ranked else 0.0
+    kept = [s for s in ranked if s.likeness >= max(_LEAST, best / 2)]
+    if path in [s.path for s in kept[:1]]:
+        return ()
+    return tuple(s for s in kept if s.path != path)[:3]
+
+
+@functools.lru_cache(maxsize=1024)
+def _parts(data: bytes) -> frozenset[str]:
+    lines = data.split(b"\n")
+    return frozenset({*map(telling.plain, lines), *telling.names(lines)})
 
 
 def _kinds(path: str) -> set[str]:

@@ -110,6 +110,8 @@ def _load(sequence: Sequence, content: Saved) -> None:
             "remove tokens first; nothing was changed"
         )
         raise StateError(msg)
+    if room is not None and room[1] < needed and context.info.contiguous_slots:
+        _need_defrag(context, needed, room[1])
     backup = native.state_save(context.handle, sequence.id) if len(sequence) else b""
     # A state goes into one hole in most releases: make one where none is large enough.
     together = room is None or room[1] >= needed or not context.info.defrag
@@ -134,6 +136,15 @@ def _load(sequence: Sequence, content: Saved) -> None:
         "large enough; nothing was changed"
     )
     raise StateError(msg)
+
+
+def _need_defrag(context: Context, needed: int, hole: int) -> None:
+    if not context.info.defrag:
+        msg = (
+            f"the state needs {needed} cells together, the largest hole has {hole}, and this build "
+            "cannot defragment; remove tokens first; nothing was changed"
+        )
+        raise StateError(msg)
 
 
 def _try(sequence: Sequence, raw: bytes) -> bool:

@@ -1,0 +1,246 @@
+"""Take a patch that a user brings into the series: tried strictly on releases, then written.
+
+The files of a folder are one patch, applied in order. What is written is our shape: `patch.toml`,
+one text, and a place in the order. Who wrote it stands in `origin`.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import tomlkit
+
+from pyllamakv.errors import NoTextApplies, PatchConflict, UsageError
+from pyllamakv.patching import directory, export, header, hunks, lint, markers, trees
+from pyllamakv.patching import series as series_module
+from pyllamakv.patching.definition import Definition, PatchText
+from pyllamakv.patching.draft import Draft
+from pyllamakv.source.files import write_atomic
+from pyllamakv.source.releases import is_name
+from pyllamakv.source.store import Store, open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from pyllamakv.patching.definition import Marker
+    from pyllamakv.source.progress import Progress
+    from pyllamakv.source.releases import Release
+
+_ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Say how a patch fares on one release: every hunk exact, or how far moved, or the conflict."""
+
+    release: Release
+    offset: int = 0
+    conflict: PatchConflict | None = None
+
+    @property
+    def applies(self) -> bool:
+        """Tell whether every hunk has a certain place."""
+        return self.conflict is None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data for ``--json``."""
+        said = str(self.conflict) if self.conflict else None
+        return {
+            "release": self.release.name,
+            "applies": self.applies,
+            "offset": self.offset,
+            "conflict": said,
+        }
+
+
+@dataclass(frozen=True)
+class Imported:
+    """Say what was written for an imported patch, and on which releases it applies."""
+
+    id: str
+    base: str
+    path: Path
+    trials: tuple[Trial, ...]
+    findings: tuple[lint.Finding, ...] = ()
+
+    @property
+    def applies(self) -> tuple[str, ...]:
+        """Return the names of the releases that it applies to."""
+        return tuple(trial.release.name for trial in self.trials if trial.applies)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data for ``--json``."""
+        return {
+            "patch": self.id,
+            "base": self.base,
+            "path": str(self.path),
+            "applies": list(self.applies),
+            "trials": [trial.as_json() for trial in self.trials],
+            "findings": [finding.__dict__ for finding in self.findings],
+        }
+
+
+def read(path: Path) -> tuple[PatchText, ...]:
+    """Read what a user hands over: a file, a mailbox of several mails, or a folder of files."""
+    if not path.is_file():
+        return tuple(text for definition in directory.load(path) for text in definition.texts)
+    pieces = hunks.split(path.read_bytes())
+    if len(pieces) == 1:
+        return (PatchText.from_file(path),)
+    named = [(f"{path.stem}-{n}", piece) for n, piece in enumerate(pieces, 1)]
+    return tuple(PatchText(name, hunks.parse(piece, name)) for name, piece in named)
+
+
+def trials(
+    texts: Sequence[PatchText],
+    releases: Sequence[Release],
+    *,
+    store: Store,
+    progress: Progress | None = None,
+) -> tuple[Trial, ...]:
+    """Apply texts, one on top of the other, to each release; nothing is written."""
+    found = []
+    for number, release in enumerate(releases):
+        if progress:
+            progress("trying releases", number, len(releases))
+        there = trees.present(store, release, progress)
+        tree = trees.StoreTree(store, store.tree_of(there))
+        try:
+            moved = _applied(Draft(tree), texts)
+        except PatchConflict as error:
+            found.append(Trial(there, conflict=error))
+        else:
+            found.append(Trial(there, moved))
+    return tuple(found)
+
+
+def take(
+    path: Path,
+    id_: str,
+    releases: Sequence[Release],
+    *,
+    folder: Path,
+    scenarios: Sequence[str],
+    base: str | None = None,
+    title: str | None = None,
+    store: Store | None = None,
+    progress: Progress | None = None,
+) -> Imported:
+    """Copy a user's patch into a series folder (made where there is none) as the patch ``id_``.
+
+    ``base`` is the release that it is written against; without it the one that its header names,
+    else the one among ``releases`` where its hunks moved least, the newest of several. Raises
+    PatchConflict when it does not apply there, NoTextApplies when it applies nowhere, UsageError
+    for an id that is taken; nothing is written then.
+    """
+    store = store or open_store()
+    if not _ID.fullmatch(id_):
+        raise UsageError(f"{id_!r} is no id: expected a-z, 0-9 and single hyphens between them.")
+    if not scenarios:
+        raise UsageError("A patch needs at least one scenario that tells whether it does its job.")
+    if (folder / id_).exists():
+        raise UsageError(f"{folder / id_} is there already; choose another id.")
+    texts = read(path)
+    tried = trials(texts, releases, store=store, progress=progress)
+    chosen = _base(tried, base or texts[0].base, named=base is not None, path=path)
+    if not is_name(chosen.name):
+        raise UsageError(f"{chosen.name} names no archive; a base must be a release of the lock.")
+    stock = trees.StoreTree(store, store.tree_of(chosen))
+    draft = Draft(stock)
+    _applied(draft, texts)
+    shape = _described(texts, id_, path, scenarios, title)
+    text = PatchText(id_, hunks.Patch(b"", ()), chosen.name, title=shape.title)
+    tree = trees.write(store, stock.tree, draft)
+    data = export.of_tree(store, chosen.commit, tree, shape, text)
+    text = replace(text, patch=hunks.parse(data, f"{id_}.patch"))
+    found = markers.propose(text.patch, stock)
+    file = folder / id_ / chosen.name / f"{id_}.patch"
+    export.put(file, data)
+    write_atomic(folder / id_ / "patch.toml", _toml(shape, chosen, found))
+    _order(folder / "series.toml", id_)
+    faults = [f for f in lint.lint(folder) if f.path.startswith(f"{id_}/")]
+    return Imported(id_, chosen.name, file, tried, tuple(faults))
+
+
+def _applied(draft: Draft, texts: Sequence[PatchText]) -> int:
+    moved = 0
+    for text in texts:
+        placements = draft.apply(text.patch, text.name)
+        moved += sum(abs(place.offset or 0) for place in placements)
+    return moved
+
+
+def _base(tried: Sequence[Trial], base: str, *, named: bool, path: Path) -> Release:
+    for trial in tried:
+        if trial.release.name == base and trial.applies:
+            return trial.release
+        if trial.release.name == base and named and trial.conflict:
+            raise trial.conflict
+    if named:
+        raise UsageError(f"{base} is not among the releases that were tried.")
+    good = sorted((t for t in tried if t.applies), key=lambda t: t.release.order, reverse=True)
+    if not good:
+        conflicts = [trial.conflict for trial in tried if trial.conflict]
+        said = "".join(f"\n  {trial.release.name}: {trial.conflict}" for trial in tried)
+        raise NoTextApplies(f"{path} applies strictly to none of the releases.{said}", conflicts)
+    return min(good, key=lambda trial: trial.offset).release
+
+
+def _described(
+    texts: Sequence[PatchText], id_: str, path: Path, scenarios: Sequence[str], title: str | None
+) -> Definition:
+    mails = [header.parse(text.patch.header) for text in texts]
+    who = next((f", by {m.name} <{m.email}>" for m in mails if m.name and m.email), "")
+    subject = title or mails[0].subject or id_.replace("-", " ").capitalize()
+    body = "\n\n".join(part for mail in mails for part in (_trimmed(mail.body),) if part)
+    return Definition(
+        id=id_,
+        title=_short(subject),
+        why=body or f"Imported from {path.name}, which says nothing more.",
+        origin=f"imported from {path.name}{who}",
+        upstream="not submitted",
+        scenarios=tuple(scenarios),
+    )
+
+
+def _short(subject: str) -> str:
+    plain = " ".join(subject.encode("ascii", "replace").decode().split()).rstrip(".")
+    return textwrap.shorten(plain, lint.TITLE, placeholder=" ...").rstrip(" .") or "Imported patch"
+
+
+def _trimmed(body: str) -> str:
+    """Return a message so that git keeps it whole: short lines, none that looks like a patch's."""
+    lines: list[str] = []
+    for line in body.splitlines():
+        safe = f"| {line}" if lint.BAD_WHY.match(line) else line
+        lines += textwrap.wrap(safe, lint.LINE, break_on_hyphens=False) or [""]
+    return "\n".join(line.rstrip() for line in lines).strip()
+
+
+def _toml(shape: Definition, base: Release, found: Sequence[Marker]) -> str:
+    document = tomlkit.document()
+    document["schema"] = 1
+    document["id"] = shape.id
+    document["title"] = shape.title
+    document["why"] = tomlkit.string(f"\n{shape.why}\n", multiline=True)
+    document["origin"] = shape.origin
+    document["upstream"] = shape.upstream
+    document["scenarios"] = list(shape.scenarios)
+    return tomlkit.dumps(document) + markers.table(base.name, base.era, (), found)
+
+
+def _order(file: Path, id_: str) -> None:
+    """Add an id at the end of the order; the comments of the file stay."""
+    if not file.is_file():
+        write_atomic(file, f'schema = 1\norder = [\n  "{id_}",\n]\n')
+        return
+    series_module.load(file.parent)  # an order that cannot be read is not written to
+    document = tomlkit.parse(file.read_text("utf-8"))
+    order: Any = document["order"]
+    order.add_line(id_, indent="  ")
+    text = tomlkit.dumps(document)
+    write_atomic(file, re.sub(r",?\s*\]\s*\Z", ",\n]\n", text))

@@ -1,0 +1,208 @@
+"""The script that sets everything up: which Python it takes, what it says, what it repeats."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from building_kit import script
+
+ROOT = Path(__file__).resolve().parent.parent
+
+#: A Python whose pip and venv are stand-ins; everything else is the real one's work.
+PYTHON = """
+here=$0
+case "$*" in
+*EXTERNALLY-MANAGED*) [ -z "${MANAGED:-}" ]; exit ;;
+*'version("pyllamakv")'*) exit 0 ;;
+*'split("==")'*) exit 1 ;;
+'-m pip --version') [ -z "${NO_PIP:-}" ]; exit ;;
+'-m pip '*) echo "$*" >>"$CALLS"; [ -z "${PIP_FAILS:-}" ]; exit ;;
+'-m venv'*|'-m virtualenv'*)
+    echo "$*" >>"$CALLS"
+    [ -z "${NO_VENV:-}" ] || exit 1
+    mkdir -p .venv/bin && cp "$here" .venv/bin/python
+    exit ;;
+esac
+"""
+
+
+class Place:
+    """Hold a copy of the script in a folder of its own, and the stand-ins that it finds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.programs = folder / "programs"
+        self.calls = folder / "calls"
+        (folder / "tools").mkdir(parents=True)
+        (folder / "vendor").mkdir()
+        text = (ROOT / "tools" / "bootstrap.sh").read_text(encoding="utf-8")
+        # The system's own Python must not stand in for the one that the test takes away.
+        text = text.replace("/usr/bin/python3", "absent-python")
+        (folder / "tools" / "bootstrap.sh").write_text(text, encoding="utf-8")
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        self.programs.mkdir()
+        for name in ("sh", "dirname", "rm", "mkdir", "cat", "cp"):
+            found = shutil.which(name)
+            assert found is not None
+            (self.programs / name).symlink_to(found)
+
+    def python(self) -> str:
+        """Put the stand-in for Python on PATH and return its path."""
+        body = PYTHON + f'exec {shlex.quote(sys.executable)} "$@"\n'
+        return str(script(self.programs / "python3", body))
+
+    def run(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run the script with an environment that holds nothing else."""
+        full = {"PATH": str(self.programs), "CALLS": str(self.calls), **env}
+        if os.environ.get("PYTHONPATH"):
+            full["PYTHONPATH"] = os.environ["PYTHONPATH"]
+        return subprocess.run(
+            [str(self.programs / "sh"), "tools/bootstrap.sh", *words],
+            cwd=self.folder,
+            env=full,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+
+    def called(self) -> list[str]:
+        """Return the calls of pip and venv."""
+        return self.calls.read_text("utf-8").splitlines() if self.calls.exists() else []
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    """Return a folder with the script; the path has a space, as users' folders may."""
+    return Place(tmp_path / "a folder")
+
+
+def test_own_environment_is_made_once(place: Place) -> None:
+    """The first run makes .venv and installs; the second does neither."""
+    place.python()
+    for _ in range(2):
+        done = place.run("own", "test")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"{place.folder}/.venv/bin/python\n"
+    calls = place.called()
+    assert len(calls) == 2
+    assert calls[0].startswith("-m venv")
+    assert "install" in calls[1]
+    assert calls[1].endswith("-e .[test]")
+
+
+def test_new_dependencies_are_installed(place: Place) -> None:
+    """A change of pyproject.toml makes the next run install again."""
+    place.python()
+    place.run("own", "test")
+    with (place.folder / "pyproject.toml").open("a", encoding="utf-8") as file:
+        file.write("\n# changed\n")
+    place.run("own", "test")
+    assert sum("install" in call for call in place.called()) == 2
+
+
+def test_plain_python_where_pip_may_install(place: Place) -> None:
+    """`make build` installs into the Python whose pytest would run."""
+    python = place.python()
+    done = place.run("here", "test")
+    assert done.stdout == f"{python}\n", done.stderr
+    assert not (place.folder / ".venv").exists()
+
+
+@pytest.mark.parametrize("reason", ["MANAGED", "PIP_REQUIRE_VIRTUALENV"])
+def test_system_pip_that_refuses(place: Place, reason: str) -> None:
+    """Where the system's pip refuses, .venv is used, and the hint says how to go on."""
+    place.python()
+    done = place.run("here", "test", **{reason: "1"})
+    assert done.stdout == f"{place.folder}/.venv/bin/python\n", done.stderr
+    hint = place.run("hint", done.stdout.strip())
+    assert hint.stdout == ". .venv/bin/activate && pytest\n"
+
+
+def test_active_environment_wins(place: Place, tmp_path: Path) -> None:
+    """An active virtual environment is where its user wants things."""
+    python = place.python()
+    active = tmp_path / "active"
+    (active / "bin").mkdir(parents=True)
+    shutil.copy(python, active / "bin" / "python")
+    for door in ("own", "here"):
+        done = place.run(door, "test", VIRTUAL_ENV=str(active))
+        assert done.stdout == f"{active}/bin/python\n", done.stderr
+
+
+def test_no_python(place: Place) -> None:
+    """Without Python the message says what to install, once."""
+    done = place.run("own", "test")
+    assert done.returncode == 2
+    assert "apt-get install python3" in done.stderr
+    assert done.stdout == ""
+
+
+def test_old_python(place: Place) -> None:
+    """A Python that is too old counts for nothing."""
+    script(place.programs / "python3", "exit 1\n")
+    done = place.run("own", "test")
+    assert done.returncode == 2
+    assert "3.11" in done.stderr
+
+
+def test_no_venv(place: Place) -> None:
+    """Where no environment can be made, the missing package is named and nothing is left."""
+    place.python()
+    done = place.run("own", "test", NO_VENV="1")
+    assert done.returncode == 2
+    assert "apt-get install python3-venv" in done.stderr
+    assert not (place.folder / ".venv").exists()
+
+
+def test_failing_install(place: Place) -> None:
+    """A failing pip is told, and tried again the next time."""
+    place.python()
+    done = place.run("own", "test", PIP_FAILS="1")
+    assert done.returncode == 2
+    assert "pip could not install" in done.stderr
+    assert place.run("own", "test").returncode == 0
+
+
+@pytest.mark.parametrize("fails", ["", "1"])
+def test_peer_is_never_fatal(place: Place, fails: str) -> None:
+    """The peer is installed without its library; if that fails, tests are skipped, no more."""
+    done = place.run("peer", place.python(), PIP_FAILS=fails)
+    assert done.returncode == 0, done.stderr
+    assert "llama-cpp-python==" in place.called()[-1]
+    assert "--no-cache-dir" in place.called()[-1]
+    assert ("will be skipped" in done.stderr) == bool(fails)
+
+
+def test_wrong_word(place: Place) -> None:
+    """An unknown word is refused with those that are known."""
+    assert "own, here, peer or hint" in place.run("there", "x").stderr
+
+
+def test_makefile_knows_its_targets() -> None:
+    """Every target that the help lists exists, and the main ones are listed."""
+    make = shutil.which("make")
+    if make is None:
+        pytest.skip("make is not installed")
+    env = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
+    said = subprocess.run(
+        [make, "--no-print-directory", "help"],
+        cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=120, check=True,
+    ).stdout  # fmt: skip
+    targets = {line.split()[1] for line in said.splitlines() if line.startswith("  make ")}
+    assert targets >= {"build", "check", "test", "bench", "lint", "matrix", "clean", "help"}
+    for target in targets:
+        done = subprocess.run(
+            [make, "--no-print-directory", "-n", target],
+            cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr

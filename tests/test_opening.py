@@ -1,0 +1,123 @@
+"""Test that a spec, an id or a path leads to the right built variant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runtime_kit as kit
+from fakes.tiny_gguf import write_gguf
+
+from pyllamakv.building import variant
+from pyllamakv.building.manifest import Manifest
+from pyllamakv.errors import Closed, LoadError, NotBuilt, ToolMissing, UsageError
+from pyllamakv.runtime import opening
+
+
+@pytest.fixture
+def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder of built variants that hold nothing but manifests."""
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
+    folder = tmp_path / "built"
+    folder.mkdir()
+    (folder / ".half").mkdir()
+    (folder / "damaged").mkdir()
+    (folder / "damaged" / "manifest.json").write_text("{")
+    return folder
+
+
+def publish(folder: Path, name: str, **more: Any) -> Path:
+    """Write a manifest."""
+    patches = more.pop("patches", ())
+    facts: dict[str, Any] = {
+        "variant": name, "release": "0.3.9", "commit": "c", "tree": "t",
+        "patched_tree": "p" if patches else "t", "patches": patches, "series_digest": "",
+        "backend": "cpu", "options": {}, "compiler": "", "cpu_flags": (), "abi": 1,
+        "library": "libplk.so", "library_sha256": "", **more,
+    }  # fmt: skip
+    (folder / name).mkdir()
+    Manifest(**facts).save(folder / name)
+    return folder / name
+
+
+def no_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the compiler away."""
+
+    def missing(*args: object, **options: object) -> None:
+        raise ToolMissing("no compiler here")
+
+    monkeypatch.setattr(variant, "find", missing)
+
+
+def test_the_builder_is_asked_first(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check what it finds, what it does not, and an id, for which it is not asked."""
+    folder = publish(built, "0.3.9-stock-cpu-1")
+    asked = []
+
+    def find(spec: str, backend: str) -> variant.Variant | None:
+        asked.append((spec, backend))
+        return variant.Variant(folder) if spec == "0.3.9" else None
+
+    monkeypatch.setattr(variant, "find", find)
+    assert opening.find_built("0.3.9") == folder
+    assert opening.find_built("0.3.9-stock-cpu-1") == folder
+    assert asked == [("0.3.9", "cpu")]
+    with pytest.raises(
+        NotBuilt, match=r"pyllamakv build 0\.3\.9\+patched; built are 0\.3\.9-stock"
+    ):
+        opening.find_built("0.3.9+patched")
+    with pytest.raises(NotBuilt, match="--backend rpc$"):
+        opening.find_built("0.3.9+patched", backend="rpc")
+
+
+def test_without_tools_the_manifests_decide(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check stock, patched, lists of patches, and the newest of several."""
+    no_tools(monkeypatch)
+    names = {
+        "old": {"created": "2026-01-01"},
+        "new": {"created": "2026-02-01"},
+        "one": {"patches": ("full-defrag",)},
+        "two": {"patches": ("full-defrag", "kv-counters")},
+        "cuda": {"backend": "cuda", "created": "2027"},
+        "other": {"release": "0.3.8", "created": "2027"},
+    }
+    for name, facts in names.items():
+        publish(built, name, **facts)
+    for spec, name in (
+        ("0.3.9", "new"),
+        ("0.3.9+stock", "new"),
+        ("0.3.9+patched", "two"),
+        ("0.3.9+full-defrag", "one"),
+        ("0.3.9+kv-counters", "two"),
+        ("0.3.8", "other"),
+    ):
+        assert opening.find_built(spec) == built / name, spec
+    assert opening.find_built("0.3.9", backend="cuda") == built / "cuda"
+    for spec in ("0.3.9+absent", "0.3.7", "0.3.8+patched"):
+        with pytest.raises(NotBuilt):
+            opening.find_built(spec)
+    for spec in ("", "+patched", "0.3.9+"):
+        with pytest.raises(UsageError):
+            opening.find_built(spec)
+
+
+def test_paths_are_opened_as_they_are(tmp_path: Path) -> None:
+    """Check a path that is no library."""
+    with pytest.raises(LoadError):
+        opening.open(tmp_path / "absent")
+    with pytest.raises(LoadError):
+        opening.open(str(tmp_path))
+
+
+def test_an_opened_library_names_itself(tmp_path: Path) -> None:
+    """Check devices, the name, and closing."""
+    with kit.library() as opened:
+        assert [device.name for device in opened.devices()] == ["CPU"]
+        assert repr(opened) == "<OpenLibrary simulated>"
+        model = opened.load_model(write_gguf(tmp_path / "tiny.gguf"))
+    assert model.closed
+    assert "closed" in repr(opened)
+    for attempt in (opened.devices, lambda: opened.load_model(tmp_path / "tiny.gguf")):
+        with pytest.raises(Closed):
+            attempt()

@@ -1,0 +1,39 @@
+"""Test the package's front: its names, and that importing it costs nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import pyllamakv
+
+
+def test_every_public_name_is_there() -> None:
+    """Check the list against what can be had."""
+    for name in pyllamakv.__all__:
+        assert getattr(pyllamakv, name) is not None
+    assert set(pyllamakv.__all__) == set(dir(pyllamakv))
+    assert {"open", "NoKVSlot", "Snapshot", "Batch"} <= set(pyllamakv.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = pyllamakv.nothing
+
+
+def test_the_import_loads_nothing_heavy() -> None:
+    """Check that neither numpy nor cffi nor git comes with `import pyllamakv`."""
+    code = (
+        "import sys, pyllamakv; from pyllamakv import errors;"
+        "assert not {'numpy', '_cffi_backend', 'git', 'gguf'} & set(sys.modules), 'heavy'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def test_decoding_needs_numpy_and_cffi_alone() -> None:
+    """Check that opening a library by its path loads nothing of git, building or the harness."""
+    code = (
+        "import sys, pyllamakv; pyllamakv.open, pyllamakv.Context;"
+        "heavy = {'git', 'gguf', 'typer', 'rich', 'jinja2', 'unearth', 'pyllamakv.harness'};"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
