@@ -265,44 +265,41 @@ def test_counters_need_their_patch(tmp_path: Path) -> None:
         _ = poor.counters
 
 
-def test_use_after_close_is_refused_in_any_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", ["context", "model", "library"])
+def test_use_after_close_is_refused_in_any_order(tmp_path: Path, which: str) -> None:
     """Check every method after closing the library, the model or the context."""
-    for closing in (lambda c: c.close(), lambda c: c.model.close(), None):
-        opened = kit.library()
-        model = opened.load_model(kit.write_gguf(tmp_path / "tiny.gguf"))
-        ctx = model.context(n_ctx=32, n_seq_max=2)
-        a = ctx.sequence()
-        ctx.decode(a.feed([5, 6]))
-        if closing is None:
-            opened.close()
-        else:
-            closing(ctx)
-        for attempt in (
-            lambda: ctx.step(a, 5),
-            lambda: ctx.decode(a.feed([5])),
-            lambda: ctx.decode(Batch().add(5, 2, 0)),
-            ctx.sequence,
-            ctx.clear,
-            ctx.logits,
-            ctx.cancel,
-            ctx.kv.snapshot,
-            ctx.kv.defrag,
-            a.fork,
-            a.save,
-            lambda: a.remove(),
-            lambda: a.trim(0),
-            lambda: a.shift(0, None, 1),
-            lambda: a.pos_max,
-            lambda: next(ctx.generate(a)),
-            ctx.__enter__,
-        ):
-            with pytest.raises(Closed):
-                attempt()
-        a.close()
-        ctx.close()
-        model.close()
-        opened.close()
-        assert opened.native.freed == ["context", "model", "library"]
+    opened = kit.library()
+    model = opened.load_model(kit.write_gguf(tmp_path / "tiny.gguf"))
+    ctx = model.context(n_ctx=32, n_seq_max=2)
+    a = ctx.sequence()
+    ctx.decode(a.feed([5, 6]))
+    {"context": ctx, "model": model, "library": opened}[which].close()
+    for attempt in (
+        lambda: ctx.step(a, 5),
+        lambda: ctx.decode(a.feed([5])),
+        lambda: ctx.decode(Batch().add(5, 2, 0)),
+        ctx.sequence,
+        ctx.clear,
+        ctx.logits,
+        ctx.cancel,
+        ctx.kv.snapshot,
+        ctx.kv.defrag,
+        a.fork,
+        a.save,
+        lambda: a.remove(),
+        lambda: a.trim(0),
+        lambda: a.shift(0, None, 1),
+        lambda: a.pos_max,
+        lambda: next(ctx.generate(a)),
+        ctx.__enter__,
+    ):
+        with pytest.raises(Closed):
+            attempt()
+    a.close()
+    ctx.close()
+    model.close()
+    opened.close()
+    assert opened.native.freed == ["context", "model", "library"]
 
 
 def test_the_collector_frees_in_order(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_the_builder_is_asked_first(built: Path, monkeypatch: pytest.MonkeyPatch
         NotBuilt, match=r"pyllamakv build 0\.3\.9\+patched; built are 0\.3\.9-stock"
     ):
         opening.find_built("0.3.9+patched")
-    with pytest.raises(NotBuilt, match="--backend rpc$"):
+    with pytest.raises(NotBuilt, match=r"--backend rpc"):
         opening.find_built("0.3.9+patched", backend="rpc")
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def filled(folder: Path, n: int = 10, **native) -> Sequence:
-    """Return a sequence of tokens 10, 11, …"""
+    """Return a sequence of the tokens 10, 11 and so on."""
     ctx = kit.context(folder, native)
     a = ctx.sequence()
     ctx.decode(a.feed(range(10, 10 + n)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import calm  # noqa: F401
 import numpy as np
 import pytest
 from hypothesis import given

@@ -6,6 +6,7 @@ import struct
 import zlib
 from typing import TYPE_CHECKING
 
+import calm  # noqa: F401
 import pytest
 import runtime_kit as kit
 from fakes.simulated import ALL
@@ -172,7 +173,7 @@ def test_another_model_or_cache_is_refused_by_name(tmp_path: Path) -> None:
     """Check that the message says what differs."""
     saved = filled(kit.context(tmp_path), 3).save()
     other = filled(kit.context(tmp_path, flash_attn=True, type_k="q8_0"), 3)
-    with pytest.raises(StateError, match="type_k 1 .here 8.") as caught:
+    with pytest.raises(StateError, match=r"type_k 1 .here 8.") as caught:
         other.restore(saved)
     assert "v_transposed" in str(caught.value)
 

@@ -8,12 +8,14 @@ saw. Nothing is ever deleted on such a word.
 
 from __future__ import annotations
 
+import functools
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pyllamakv.patching import compare, status, telling, trees
 from pyllamakv.patching import series as series_module
-from pyllamakv.patching import status, telling, trees
-from pyllamakv.source import gitting
+from pyllamakv.source import lock
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -27,8 +29,9 @@ if TYPE_CHECKING:
     from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
 
-#: Where upstream's own code stands.
-_PLACES = ("src", "ggml", "include", "common", "llama.cpp", "llama.h")
+#: A name in more files than this is nobody's in particular.
+_FEW = 4
+_WORD = re.compile(rb"[A-Za-z_]\w{3,}")
 #: From this part of the names on, gone or there, the sign counts.
 _ENOUGH = 0.5
 
@@ -100,7 +103,7 @@ def obsolete(
             texts = series.definition(one.id).texts
             signs = (
                 text_sign(one, texts, tree),
-                symbols_sign(texts, release, series, store),
+                symbols_sign(texts, release, store),
                 behaviour((stock or {}).get(one.id, {})),
             )
             found.append(Obsolescence(release.name, one.id, signs))
@@ -123,7 +126,7 @@ def behaviour(stock: Mapping[str, str]) -> Sign:
 
 
 def text_sign(one: PatchStatus, texts: Iterable[PatchText], tree: Tree) -> Sign:
-    """Judge by the text: is everything that it would write there already?"""
+    """Judge by the text: does everything that it would write stand there already."""
     if one.good:
         return Sign("text", False, f"the text for {one.text} applies")
     best = 0.0
@@ -158,72 +161,69 @@ def _before(old: Sequence[bytes], lines: bytes) -> bool:
     return bool(old) and b"\n" + b"".join(old) in lines
 
 
-def symbols_sign(
-    texts: Sequence[PatchText], release: Release, series: Series, store: Store
-) -> Sign:
-    """Judge by names: those that the patch calls into are gone, or those that it brings are there.
+def symbols_sign(texts: Sequence[PatchText], release: Release, store: Store) -> Sign:
+    """Judge by names: those that the patch hooks into are gone, or those that it brings are there.
 
-    The text whose needs the release meets best speaks.
+    What a text hooks into and brings is read off its base release; the text whose needs the
+    release meets best speaks. Mute where no base is in the store.
     """
-    asked: set[str] = set()
-    sets = []
+    known = lock.known()
+    best: tuple[float, set[str], set[str], set[str]] | None = None
     for text in texts:
-        shipped = _shipped(text, series)
-        needs, brings = needed(text.patch) - shipped, brought(text.patch)
-        sets.append((text, needs, brings))
-        asked |= needs | brings
-    there = present(store, store.tree_of(release), asked)
-    ranked = [
-        (len(needs - there) / len(needs) if needs else 0.0, text, needs - there, brings & there)
-        for text, needs, brings in sets
-    ]
-    if not ranked:
-        return Sign("symbols", None, "the patch has no text")
-    part, text, gone, there_now = min(ranked, key=lambda row: row[0])
-    brings = brought(text.patch)
-    if brings and len(there_now) / len(brings) >= _ENOUGH:
-        return Sign("symbols", True, f"upstream has {_some(there_now)}")
+        base = known.get(text.base)
+        if base is None or not store.has(base):
+            continue
+        places = {path.split("/", 1)[0] for path in text.patch.paths} | {"include"}
+        needs, brings = hooks(text.patch, _tree(store, base), places)
+        there = set(holders(_tree(store, release), needs | brings, places))
+        part = len(needs - there) / len(needs) if needs else 0.0
+        if best is None or part < best[0]:
+            best = part, needs - there, brings, brings & there
+    if best is None:
+        return Sign("symbols", None, "no base of the patch is fetched")
+    part, gone, brings, there = best
+    if brings and len(there) / len(brings) >= _ENOUGH:
+        return Sign("symbols", True, f"upstream has {_some(there)}")
     if gone and part >= _ENOUGH:
         return Sign("symbols", True, f"gone from upstream: {_some(gone)}")
-    return Sign("symbols", False, f"upstream still has {1 - part:.0%} of the names it needs")
+    return Sign("symbols", False, f"upstream has {1 - part:.0%} of the names it hooks into")
 
 
-def needed(patch: Patch) -> set[str]:
-    """Return the functions that a patch hooks into: called or defined in lines that it removes.
+def hooks(patch: Patch, base: trees.StoreTree, places: set[str]) -> tuple[set[str], set[str]]:
+    """Return the names that a patch hooks into, and those that it brings.
 
-    Where it removes nothing that calls, those of the context.
+    It hooks into names of its old lines that few files of the base have: the others are everyone's.
+    It brings names of functions that no file of the base has.
     """
-    hunks = [hunk for file in patch.files if file.old is not None for hunk in file.hunks]
-    removed = telling.calls(line for hunk in hunks for line in hunk.removed)
-    return set(removed or telling.calls(line for hunk in hunks for line in hunk.old))
+    parts = [file for file in patch.files if file.old is not None]
+    old = [line for file in parts for hunk in file.hunks for line in hunk.removed]
+    heads = [compare.heading(hunk).encode() for file in parts for hunk in file.hunks]
+    added = [line for file in patch.files for hunk in file.hunks for line in hunk.added]
+    asked, made = set(telling.names([*old, *heads])), set(telling.calls(added))
+    files = holders(base, asked | made, places)
+    few = {name for name in asked if 1 <= len(files.get(name, ())) <= _FEW}
+    return few, {name for name in made if name not in files and "_" in name}
 
 
-def brought(patch: Patch) -> set[str]:
-    """Return the names of functions that appear in what a patch adds and nowhere in its context."""
-    hunks = [hunk for file in patch.files if file.new is not None for hunk in file.hunks]
-    old = telling.names(line for hunk in hunks for line in hunk.old)
-    added = telling.calls(line for hunk in hunks for line in hunk.added)
-    # a name that is called without being a word of the base may be the library's: two words or more
-    return {name for name in added if name not in old and "_" in name}
-
-
-def present(store: Store, tree: str, names: Iterable[str]) -> set[str]:
-    """Return those names that stand as whole words somewhere in a tree's code."""
-    wanted = sorted(names)
-    if not wanted:
-        return set()
-    words = ("grep", "--no-color", "-h", "-o", "-w", "-F", "-I", "-f", "-", tree, "--", *_PLACES)
-    out = gitting.git(store.path, *words, input="\n".join(wanted) + "\n", check=False)
-    return set(out.splitlines()) & set(wanted)
-
-
-def _shipped(text: PatchText, series: Series) -> set[str]:
-    """Return the names that required patches bring: their absence upstream says nothing."""
-    found: set[str] = set()
-    for id_ in text.requires:
-        for other in series.definition(id_).texts:
-            found |= brought(other.patch)
+def holders(tree: trees.StoreTree, names: set[str], places: set[str]) -> dict[str, list[str]]:
+    """Return, for names that occur as words in the code below some folders, the files they are in."""
+    paths = [path for path in tree.modes if path.split("/", 1)[0] in places]
+    tree.fetch(paths)
+    found: dict[str, list[str]] = {}
+    for path in paths:
+        entry = tree.entry(path)
+        for name in names & _words(entry.data if entry else b""):
+            found.setdefault(name, []).append(path)
     return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _words(data: bytes) -> frozenset[str]:
+    return frozenset(word.decode() for word in _WORD.findall(data))
+
+
+def _tree(store: Store, release: Release) -> trees.StoreTree:
+    return trees.StoreTree(store, store.tree_of(release))
 
 
 def _some(names: set[str]) -> str:

@@ -109,7 +109,9 @@ class KVStats:
         names = ("size", "used", "free", "holes", "largest_hole", "used_max", "fragmentation")
         counts = self.per_sequence.counts
         per_sequence = {str(i): int(counts[i]) for i in np.flatnonzero(counts)}
-        return {name: getattr(self, name) for name in names} | {"per_sequence": per_sequence}
+        facts = {name: getattr(self, name) for name in names}
+        facts["fragmentation"] = round(self.fragmentation, 6)
+        return {**facts, "per_sequence": per_sequence}
 
 
 @dataclass(frozen=True, eq=False)

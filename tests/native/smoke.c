@@ -234,6 +234,48 @@ static void check_cancel(plk_context *c) {
     CHECK(plk_decode_one(c, 3, 2, 0) == 0);
 }
 
+/* Decode n tokens of one sequence from a position on. */
+static int run(plk_context *c, int32_t first, int32_t n, int32_t seq) {
+    int32_t token[128], pos[128], seqs[128];
+    for (int32_t i = 0; i < n; i++) {
+        token[i] = 3 + (first + i) % 200;
+        pos[i] = first + i;
+        seqs[i] = seq;
+    }
+    return decode(c, n, token, pos, seqs);
+}
+
+/* A guarded context undoes what a failed decode left, also between two micro-batches. */
+static void check_rollback(plk_model *model, plk_context_params p) {
+    plk_context *c = NULL;
+    int32_t hole = 0;
+    p.n_batch = 128;
+    p.n_ubatch = 32;
+    CHECK(plk_context_new(model, &p, &c) == PLK_OK);
+    CHECK(run(c, 0, 100, 0) == 0 && run(c, 100, 90, 0) == 0);
+    CHECK(plk_decode_one(c, 7, 190, 0) == 0);
+    const float before = plk_logits(c, 0)[9];
+    CHECK(plk_seq_rm(c, 0, 190, -1) == PLK_OK);
+    CHECK(run(c, 0, 96, 1) == PLK_NO_SLOT);
+    CHECK(plk_seq_pos_max(c, 1) == -1 && plk_seq_pos_min(c, 0) == 0);
+    CHECK(plk_seq_pos_max(c, 0) == 189 && used(c, &hole) == 190);
+    CHECK(plk_decode_one(c, 7, 190, 0) == 0);
+    CHECK(fabsf(plk_logits(c, 0)[9] - before) < 0.05f);
+    CHECK(plk_seq_rm(c, 0, 100, -1) == PLK_OK && used(c, &hole) == 100);
+    CHECK(run(c, 0, 96, 1) == 0);
+    const int64_t polls = plk_cancel_polls(c);
+    CHECK(plk_seq_rm(c, 1, -1, -1) == PLK_OK);
+    if (polls > 8) {
+        plk_cancel_after(c, polls / 2); /* in the second micro-batch of three */
+        CHECK(run(c, 0, 96, 1) == PLK_ABORTED);
+        CHECK(plk_seq_pos_max(c, 1) == -1 && used(c, &hole) == 100);
+        CHECK(plk_seq_pos_min(c, 0) == 0 && plk_seq_pos_max(c, 0) == 99);
+        plk_cancel_after(c, -1);
+        CHECK(run(c, 0, 96, 1) == 0);
+    }
+    plk_context_free(c);
+}
+
 static void check_sampler(plk_model *model, plk_context *c) {
     plk_sampler_params p = {.size = sizeof p, .temperature = 0.0f};
     plk_sampler *greedy = NULL;
@@ -270,6 +312,7 @@ int main(int argc, char **argv) {
         check_states(c);
         check_shift(c, &info);
         check_cancel(c);
+        check_rollback(model, p);
     }
     if (plk_capabilities() & PLK_CAP_SAMPLER) {
         check_sampler(model, c);

@@ -9,11 +9,19 @@ namespace {
 constexpr uint32_t max_sequences = 256; // the most that any release allows (64 in some)
 constexpr int32_t max_threads = 512;     // GGML_MAX_N_THREADS, where that has a name
 
-// A key or value type must exist, and rows of one head must be whole blocks of it.
+// What the CPU can copy float rows to, one by one; upstream aborts on any other.
+constexpr int32_t cache_types[] = {0, 1, 2, 3, 6, 7, 8, 20, 30};
+
+// A key or value type must be one of these, and rows of one head must be whole blocks of it.
 int check_type(const plk_context_params &asked, int32_t type, int32_t row, int32_t heads,
                const char *name) {
-    if (type < 0 || type >= GGML_TYPE_COUNT || ggml_blck_size(static_cast<ggml_type>(type)) <= 0) {
-        return plk::refuse(PLK_EINVAL, "%s: there is no ggml type %d", name, type);
+    const int32_t *end = cache_types + sizeof(cache_types) / sizeof(*cache_types);
+    if (std::find(cache_types, end, type) == end) {
+        return plk::refuse(PLK_EINVAL,
+                           "%s: ggml type %d cannot be written row by row: expected f32 (0), f16 "
+                           "(1), bf16 (30), q4_0 (2), q4_1 (3), q5_0 (6), q5_1 (7), q8_0 (8) or "
+                           "iq4_nl (20)",
+                           name, type);
     }
     const auto block = static_cast<int32_t>(ggml_blck_size(static_cast<ggml_type>(type)));
     const int32_t head = heads > 0 ? row / heads : 0;
@@ -49,6 +57,11 @@ int check(const plk_model &model, const plk_context_params &asked) {
     }
     if (plk::load::has_encoder(model.model)) {
         return plk::refuse(PLK_EUNSUPPORTED, "models with an encoder are not supported");
+    }
+    if (plk::load::many_positions(model.model) && !plk::memory::expands_positions) {
+        return plk::refuse(PLK_EUNSUPPORTED,
+                           "tokens of this model have several positions each, which this release "
+                           "reads from the batch: use a later one");
     }
     const plk_model_info &info = model.info;
     int code = check_type(asked, asked.type_k, info.n_embd_k_gqa, info.n_head_kv, "type_k");
@@ -162,7 +175,7 @@ int plk_context_read(const plk_context *context, plk_context_info *out) {
         info.n_batch = context->n_batch;
         info.n_ubatch = context->n_ubatch;
         info.n_seq_max = context->n_seq_max;
-        info.can_shift = plk::memory::can_shift(context->ctx) ? 1 : 0;
+        info.can_shift = plk::can_shift(*context) ? 1 : 0;
         info.can_remove_partly = info.contiguous_slots = info.v_transposed = -1;
         info.flash_attn = plk::settings::read(context->ctx).flash;
         if (info.flash_attn < 0 && PLK_HAS(flash_attn, llama_context_params)) {

@@ -102,7 +102,10 @@ void start();
 // Let go of a model; the last user frees it.
 void release(plk_model *model);
 
-// One sequence's cells, all caches: what a defragmentation may move.
+// Whether a shift of this context's positions would end well.
+bool can_shift(const plk_context &context);
+
+// The cells of all caches, one after another.
 struct Picture {
     std::vector<int32_t> pos;
     std::vector<uint64_t> seqs;

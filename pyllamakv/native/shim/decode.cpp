@@ -120,6 +120,7 @@ int plk_decode(plk_context *context, const plk_batch *batch) {
             c.rows[i] = seq;
             seq += c.counts[i];
             c.flags[i] = mine.logits != nullptr ? mine.logits[i] != 0 : i == n - 1;
+            c.flags[i] = c.flags[i] || c.asked.embeddings; // later releases insist on all of them
         }
         c.rows[n] = nullptr;
         llama_batch theirs{};

@@ -47,6 +47,10 @@ void seq_keep(llama_context *ctx, int32_t seq);
 void seq_add(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t delta);
 void seq_div(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t divisor);
 bool can_shift(llama_context *ctx);
+// Whether a shift of quantised keys works, and whether one position per token is enough for models
+// whose tokens have several: each false where llama.cpp aborts or reads beyond the batch.
+extern const bool shifts_quantized;
+extern const bool expands_positions;
 bool exists(llama_context *ctx);
 // Positions as the library tells them; -1 for an empty sequence, -2 where it cannot tell.
 int32_t pos_min(llama_context *ctx, int32_t seq);

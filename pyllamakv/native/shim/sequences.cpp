@@ -43,14 +43,22 @@ int32_t seen(plk_context &c, int32_t seq, bool largest) {
 }
 
 int check_shift(const plk_context *c) {
-    if (!plk::load::many_positions(c->model->model) &&
-        (plk::memory::can_shift(c->ctx) || c->model->info.is_recurrent)) {
-        return PLK_OK;
-    }
-    return plk::refuse(PLK_EREFUSED, "the memory of this model cannot shift positions");
+    return plk::can_shift(*c) ? PLK_OK
+                              : plk::refuse(PLK_EREFUSED, "the memory of this context cannot shift "
+                                                          "positions");
 }
 
 } // namespace
+
+bool plk::can_shift(const plk_context &c) {
+    const auto type_k = static_cast<ggml_type>(c.asked.type_k);
+    if (c.model->info.is_recurrent) {
+        return true; // a state has no positions that could be rotated
+    }
+    return plk::memory::exists(c.ctx) && plk::memory::can_shift(c.ctx) &&
+           !plk::load::many_positions(c.model->model) && type_k != GGML_TYPE_BF16 &&
+           (plk::memory::shifts_quantized || !ggml_is_quantized(type_k));
+}
 
 bool plk::take_picture(plk_context &context, Picture &out) {
     if (!(plk::cells::bits & PLK_CAP_CELLS)) {

@@ -1,4 +1,5 @@
 // The memory of a context as `kv_cache` (to 0.3.8). A failed decode leaves its first tokens.
+#include "fields.h"
 #include "groups.h"
 
 void plk::memory::clear(llama_context *ctx, bool) { llama_kv_cache_clear(ctx); }
@@ -22,14 +23,23 @@ void plk::memory::seq_div(llama_context *ctx, int32_t seq, int32_t p0, int32_t p
 }
 
 namespace {
-// Asking became possible in 0.3.5; before it, all but recurrent models shifted.
+// Asking became possible in 0.3.5. Before it DeepSeek aborted, and in part quantised keys.
 template <typename Context> auto ask(Context *ctx, int) -> decltype(llama_kv_cache_can_shift(ctx)) {
     return llama_kv_cache_can_shift(ctx);
 }
 template <typename Context> bool ask(Context *ctx, long) {
-    return !llama_model_is_recurrent(llama_get_model(ctx));
+    const llama_model *model = llama_get_model(ctx);
+    return !llama_model_is_recurrent(model) && plk::fields::architecture(model) != "deepseek2";
 }
+
+template <typename Context, typename = void> struct Asks : std::false_type {};
+template <typename Context>
+struct Asks<Context, std::void_t<decltype(llama_kv_cache_can_shift(std::declval<Context *>()))>>
+    : std::true_type {};
 } // namespace
+
+const bool plk::memory::shifts_quantized = Asks<llama_context>::value;
+const bool plk::memory::expands_positions = false;
 
 bool plk::memory::can_shift(llama_context *ctx) { return ask(ctx, 0); }
 

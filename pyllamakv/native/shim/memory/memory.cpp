@@ -1,6 +1,9 @@
 // The memory of a context as an object (0.3.10 and later).
 #include "groups.h"
 
+const bool plk::memory::shifts_quantized = true;
+const bool plk::memory::expands_positions = true;
+
 void plk::memory::clear(llama_context *ctx, bool data) {
     llama_memory_clear(llama_get_memory(ctx), data);
 }

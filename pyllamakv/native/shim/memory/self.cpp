@@ -1,6 +1,9 @@
 // The memory of a context as `kv_self` (March to May 2025).
 #include "groups.h"
 
+const bool plk::memory::shifts_quantized = true;
+const bool plk::memory::expands_positions = false;
+
 void plk::memory::clear(llama_context *ctx, bool) { llama_kv_self_clear(ctx); }
 
 bool plk::memory::seq_rm(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1) {
