@@ -30,12 +30,12 @@ test: ## Set up, build, and run the tests
 	@$(call own,test) && \
 	$(run) build $(RELEASE) --backend cpu && \
 	tools/bootstrap.sh peer "$$py" && \
-	"$$py" -m pytest $(PYTEST_ARGS)
+	PYLLAMAKV_REQUIRE_NATIVE=1 "$$py" -m pytest $(PYTEST_ARGS)
 
 check: ## Judge the patches on the default release: stock against patched
 	@$(call own,test) && \
 	$(run) build $(RELEASE) --backend $(BACKEND) && \
-	$(run) check $(RELEASE) $(CHECK_ARGS)
+	$(run) check $(RELEASE) --backend $(BACKEND) $(CHECK_ARGS)
 
 matrix: ## Judge every release, and compare with what is expected
 	@$(call own,test) && $(run) matrix $(MATRIX_ARGS)

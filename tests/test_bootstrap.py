@@ -19,7 +19,7 @@ PYTHON = """
 here=$0
 case "$*" in
 *EXTERNALLY-MANAGED*) [ -z "${MANAGED:-}" ]; exit ;;
-*'version("pyllamakv")'*) exit 0 ;;
+*'distribution("pyllamakv")'*) [ -z "${MOVED:-}" ]; exit ;;
 *'split("==")'*) exit 1 ;;
 '-m pip --version') [ -z "${NO_PIP:-}" ]; exit ;;
 '-m pip '*) echo "$*" >>"$CALLS"; [ -z "${PIP_FAILS:-}" ]; exit ;;
@@ -105,6 +105,14 @@ def test_new_dependencies_are_installed(place: Place) -> None:
     with (place.folder / "pyproject.toml").open("a", encoding="utf-8") as file:
         file.write("\n# changed\n")
     place.run("own", "test")
+    assert sum("install" in call for call in place.called()) == 2
+
+
+def test_other_checkout_in_the_same_python(place: Place) -> None:
+    """When another checkout was installed since, this one is installed again."""
+    place.python()
+    place.run("own", "test")
+    place.run("own", "test", MOVED="1")
     assert sum("install" in call for call in place.called()) == 2
 
 

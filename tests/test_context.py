@@ -244,6 +244,29 @@ def test_sequences_are_handed_out_and_taken_back(tmp_path: Path) -> None:
     assert ctx.sequence().id == 2
 
 
+def test_a_sequence_that_a_batch_filled_is_not_handed_out_as_empty(tmp_path: Path) -> None:
+    """Check the lowest empty one, and that the filled one is to be had by its number."""
+    ctx = kit.context(tmp_path)
+    ctx.decode(Batch().add(5, 0, 0).add(6, 0, 1, logits=True))
+    assert ctx.sequence().id == 2
+    assert ctx.sequence(1).tokens == [6]
+    assert ctx.sequence().id == 3
+    with pytest.raises(UsageError, match="all 4"):
+        ctx.sequence()
+
+
+def test_threads_can_be_changed(tmp_path: Path) -> None:
+    """Check what reaches the library, and what does not."""
+    ctx = kit.context(tmp_path)
+    seen: list[tuple[int, int]] = []
+    ctx.native.threads = lambda handle, one, many: seen.append((one, many))
+    ctx.set_threads(2)
+    ctx.set_threads(2, 4)
+    assert seen == [(2, 2), (2, 4)]
+    with pytest.raises(UsageError):
+        ctx.set_threads(0)
+
+
 def test_clear_empties_everything(tmp_path: Path) -> None:
     """Check cells and ledgers."""
     ctx = kit.context(tmp_path)

@@ -41,6 +41,8 @@ def test_keys_and_values_are_counted_by_their_types() -> None:
     f16 = memory.context_bytes(INFO, ContextParams(n_ctx=4096))
     q8 = memory.context_bytes(INFO, ContextParams(n_ctx=4096, type_k=8, type_v=8))
     assert f16 - q8 == 4096 * INFO.n_layer * 2 * (64 - 34)
+    uneven = memory.context_bytes(INFO, ContextParams(n_ctx=4096), uneven=True)
+    assert f16 - uneven == 4096 * (INFO.n_layer - 1) * 2 * 64
     unknown = dataclasses.replace(INFO, n_embd_k_gqa=0, n_embd_v_gqa=0)
     assert memory.context_bytes(unknown, ContextParams(n_ctx=4096)) == f16
 

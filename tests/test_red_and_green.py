@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import shlex
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from pyllamakv.building import variant as variants
 from pyllamakv.building.build import build_patched
-from pyllamakv.errors import BuildError, CommandFailed, PatchError
+from pyllamakv.errors import CommandFailed, KvError
 from pyllamakv.harness import running, scenario
 from pyllamakv.harness.check import pair_up
 from pyllamakv.harness.lab import Bench, Run
@@ -18,6 +24,7 @@ from pyllamakv.harness.verdict import GOOD, Verdict, judge
 from pyllamakv.patching import apply, series
 from pyllamakv.patching.definition import PatchText
 from pyllamakv.source import releases
+from pyllamakv.source.store import open_store
 
 RELEASE = "0.3.9"
 DOCTORED = Path(__file__).resolve().parent / "data" / "doctored"
@@ -100,39 +107,86 @@ def building() -> Iterator:
         shutil.rmtree(variant.folder, ignore_errors=True)
 
 
-def verdict_of(text: PatchText, stock, building, chosen: list[Scenario]) -> str:
-    """Return what check would say about a text, each scenario in its first setting."""
-    try:
-        variant = building(text)
-    except PatchError:
-        return "broken-apply"
-    except CommandFailed as error:
-        assert error.first_error or str(error)
-        return "broken-build"
-    except BuildError as error:
-        pytest.fail(f"the build failed for another reason: {error}")
-    first = [(each, each.settings[0]) for each in chosen]
+def verdict_of(stock, variant, chosen: list[tuple[Scenario, Setting]]) -> Verdict:
+    """Return what check would say about a variant."""
     runs = {
-        "stock": run_side("stock", stock, first),
-        "patched": run_side("patched", variant, first),
+        "stock": run_side("stock", stock, chosen),
+        "patched": run_side("patched", variant, chosen),
     }
-    return str(judge(pair_up(chosen, runs)).verdict)
+    return judge(pair_up([each for each, _ in chosen], runs)).verdict
+
+
+def caught_by(path: Path) -> Scenario:
+    """Return the scenario that a doctored patch says must catch it."""
+    found = re.search(r"^Scenario: (\S+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert found, f"{path} names no scenario"
+    return ALL[found.group(1)]
+
+
+@pytest.mark.parametrize("path", sorted(DOCTORED.glob("*.patch")), ids=lambda path: path.stem)
+def test_a_doctored_patch_is_caught(stock, building, path: Path) -> None:
+    """A patch with one deliberate fault applies and builds, and its scenario says so."""
+    scenario = caught_by(path)
+    chosen = [(scenario, setting) for setting in scenario.settings]
+    found = verdict_of(stock, building(PatchText.from_file(path)), chosen)
+    assert found in {Verdict.HARMFUL, Verdict.INEFFECTIVE}
+
+
+def test_every_guard_has_a_doctored_patch() -> None:
+    """A guard that nothing can break guards nothing."""
+    if not DOCTORED.is_dir():
+        pytest.skip("no doctored patches here")
+    caught = {caught_by(path).id for path in DOCTORED.glob("*.patch")}
+    assert {each.id for each in JUDGED if each.kind == "guard"} <= caught
 
 
 def hunks() -> list[tuple[str, int]]:
     try:
         text = shipped()
-    except Exception:
+    except KvError:
         return []
     return [
-        (file.path, number)
-        for file in text.patch.files
-        for number in range(1, len(file.hunks) + 1)
+        (file.path, number) for file in text.patch.files for number in range(1, len(file.hunks) + 1)
     ]
 
 
+def breaks_the_build(text: PatchText, tmp_path: Path, objects: Path) -> bool:
+    """Compile what the patch changes, without making code: an error here is one in the build.
+
+    A header that does not fit would cost a whole build of everything behind it.
+    """
+    release = releases.resolve(RELEASE)
+    tree = tmp_path / "tree"
+    open_store().export(apply.apply(release, [text]).tree, tree)
+    for entry in json.loads((objects / "compile_commands.json").read_text(encoding="utf-8")):
+        source = Path(entry["file"])
+        if source.name not in ("llama-kv-cache.cpp", "llama-context.cpp"):
+            continue
+        root = str(source.parent.parent)
+        words = shlex.split(entry["command"].replace(root, str(tree)))
+        if Path(words[0]).name == "ccache":
+            del words[0]
+        words[words.index("-o") + 1] = os.devnull
+        words += ["-fsyntax-only"]
+        done = subprocess.run(words, cwd=entry["directory"], capture_output=True, check=False)
+        if done.returncode:
+            return True
+    return False
+
+
 @pytest.mark.parametrize(("file", "hunk"), hunks(), ids=lambda value: str(value).split("/")[-1])
-def test_a_series_without_one_hunk_is_red(stock, patched, building, file: str, hunk: int) -> None:
+def test_a_series_without_one_hunk_is_red(
+    stock, building, tmp_path: Path, file: str, hunk: int
+) -> None:
     """Whatever hunk a rebase loses, check says so: it does not build, or a scenario fails."""
-    found = verdict_of(shipped().without(file, hunk), stock, building, JUDGED)
-    assert found not in {str(verdict) for verdict in GOOD}
+    text = shipped().without(file, hunk)
+    objects = variants.request(f"{RELEASE}+stock").objects
+    if (objects / "compile_commands.json").is_file() and breaks_the_build(text, tmp_path, objects):
+        return
+    try:
+        variant = building(text)
+    except CommandFailed as error:
+        assert error.first_error
+        return
+    first = [(each, each.settings[0]) for each in JUDGED]
+    assert verdict_of(stock, variant, first) not in GOOD

@@ -15,6 +15,7 @@ from pyllamakv.errors import (
     SharedCells,
     Unsupported,
     UsageError,
+    WorkerDied,
 )
 
 if TYPE_CHECKING:
@@ -205,6 +206,18 @@ def test_a_closed_sequence_is_gone(tmp_path: Path) -> None:
             attempt()
     again = ctx.sequence()
     assert (again.id, len(again)) == (0, 0)
+
+
+def test_closing_after_the_worker_died_is_quiet(tmp_path: Path) -> None:
+    """Check that leaving a `with` block does not hide why it was left."""
+    a = filled(tmp_path)
+
+    def dead(*args: object) -> bool:
+        raise WorkerDied("ended by signal 6")
+
+    a.context.native.seq_rm = dead
+    a.close()
+    assert not a.open
 
 
 @pytest.mark.parametrize("wrong", [b"bytes", [1.5], "x", ["a"], None])

@@ -11,7 +11,9 @@ from rich.table import Table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pyllamakv.patching.compare import Comparison
     from pyllamakv.patching.definition import Definition
+    from pyllamakv.patching.drift import Drift, HunkDrift
     from pyllamakv.patching.status import PatchStatus
 
 _COLOURS = {"applies": "green", "offset": "green", "fails": "red", "blocked": "yellow",
@@ -110,3 +112,43 @@ def patch(definition: Definition) -> None:
         console.print(f"text for {text.base} ({text.era}): {escape(touched)}")
         for marker in text.markers:
             console.print(f"  where {escape(str(marker))}")
+
+
+def comparison(found: Comparison) -> None:
+    """Write what the second of two texts lost, and what it gained."""
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"{found.id}: {found.one} to {found.other}: [bold]{found.change}[/]")
+    for title, losses in (("lost", found.lost), ("gained", found.gained)):
+        for loss in losses:
+            colour = "red" if title == "lost" and loss.whole else "dim"
+            console.print(f"  [{colour}]{title}[/] {escape(str(loss))}")
+            if title == "lost" and loss.whole:
+                for line in loss.lines[:6]:
+                    console.print(f"      {escape(line)}")
+
+
+def drift(found: Sequence[Drift]) -> None:
+    """Write what became of each hunk."""
+    console = Console(soft_wrap=True, highlight=False)
+    for one in found:
+        against = f", text for {one.base}" if one.base else ""
+        state = f"[{_COLOURS[one.state]}]{one.state}[/]"
+        console.print(f"[bold]{one.id}[/] on {one.release}: {state}{against}")
+        for hunk in one.hunks:
+            console.print("  " + escape(_drifted(hunk)))
+
+
+def _drifted(hunk: HunkDrift) -> str:
+    place = hunk.placement
+    said = [f"{place.file}#{place.hunk} {hunk.function}".rstrip() + f": {place.state}"]
+    if place.offset:
+        said.append(f"{place.offset:+d} lines")
+    if not place.good:
+        said.append(f"would need fuzz {hunk.fuzz}" if hunk.fuzz is not None else "no fuzz helps")
+        if hunk.blanks:
+            said.append("only blanks differ")
+        if hunk.moved:
+            said.append(f"went to {hunk.moved[0].path} ({hunk.moved[0].likeness:.0%} alike)")
+        if hunk.changed:
+            said.append(f"changed in {hunk.changed}")
+    return ", ".join(said)

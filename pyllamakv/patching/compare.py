@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pyllamakv.patching import telling
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Sequence
 
     from pyllamakv.patching.definition import PatchText
     from pyllamakv.patching.hunks import FilePatch, Hunk, Patch
@@ -132,9 +132,13 @@ def losses(one: Patch, other: Patch) -> tuple[Loss, ...]:
     """Return what the first text has and the second has not, or has less of."""
     found: list[Loss] = []
     there = {file.path for file in other.files}
-    pool = _Pool(other)
+    same, pool = _paired(one, other)
     for file in one.files:
-        gone = [(n, hunk) for n, hunk in enumerate(file.hunks, 1) if not pool.has(hunk)]
+        gone = [
+            (n, hunk)
+            for n, hunk in enumerate(file.hunks, 1)
+            if not next(same) and not pool.has(hunk)
+        ]
         # a file that moved is no loss, one whose every hunk is missing is
         if file.path not in there and len(gone) == len(file.hunks):
             found.append(Loss("file", file.path, before=max(len(file.hunks), 1)))
@@ -144,13 +148,38 @@ def losses(one: Patch, other: Patch) -> tuple[Loss, ...]:
     return tuple(found)
 
 
-class _Pool:
-    """Hold what a whole text adds and removes, to look hunks of another text up in."""
+def _paired(one: Patch, other: Patch) -> tuple[Iterator[bool], _Pool]:
+    """Pair hunks that change the same lines; return who found a partner, and the other's rest.
 
-    def __init__(self, patch: Patch) -> None:
-        self.added = Counter(_plain(patch, b"+"))
-        self.removed = Counter(_plain(patch, b"-"))
-        self.names = telling.names(_lines(patch, b"+"))
+    What one hunk has found must not vouch for another: two hunks of a patch often look alike.
+    """
+    theirs = Counter(_said(hunk) for file in other.files for hunk in file.hunks)
+    found = []
+    for hunk in (hunk for file in one.files for hunk in file.hunks):
+        said = _said(hunk)
+        found.append(theirs[said] > 0)
+        theirs[said] -= 1
+    rest = []
+    for hunk in (hunk for file in other.files for hunk in file.hunks):
+        if theirs[_said(hunk)] > 0:
+            rest.append(hunk)
+            theirs[_said(hunk)] -= 1
+    return iter(found), _Pool(rest)
+
+
+def _said(hunk: Hunk) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return tuple(map(telling.plain, hunk.removed)), tuple(map(telling.plain, hunk.added))
+
+
+class _Pool:
+    """Hold what hunks add and remove, to look hunks of another text up in."""
+
+    def __init__(self, hunks: Sequence[Hunk]) -> None:
+        added = [line for hunk in hunks for line in hunk.added if telling.tells(line)]
+        removed = [line for hunk in hunks for line in hunk.removed if telling.tells(line)]
+        self.added = set(map(telling.plain, added))
+        self.removed = set(map(telling.plain, removed))
+        self.names = telling.names(added)
 
     def has(self, hunk: Hunk) -> bool:
         """Tell whether most of a hunk stands here."""
@@ -197,10 +226,6 @@ def _classes(patch: Patch) -> Counter[str]:
     found = added - removed
     del found[""]
     return found
-
-
-def _plain(patch: Patch, mark: bytes) -> list[str]:
-    return [telling.plain(line) for line in _lines(patch, mark) if telling.tells(line)]
 
 
 def _lines(patch: Patch, mark: bytes) -> list[bytes]:

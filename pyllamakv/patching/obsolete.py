@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 #: A name in more files than this is nobody's in particular.
 _FEW = 4
 _WORD = re.compile(rb"[A-Za-z_]\w{3,}")
-#: From this part of the names on, gone or there, the sign counts.
-_ENOUGH = 0.5
+#: From this part on names count: of those hooked into, gone; of those brought, there.
+_GONE, _THERE = 1 / 3, 1 / 2
 
 
 @dataclass(frozen=True)
@@ -165,13 +165,14 @@ def symbols_sign(texts: Sequence[PatchText], release: Release, store: Store) -> 
     """Judge by names: those that the patch hooks into are gone, or those that it brings are there.
 
     What a text hooks into and brings is read off its base release; the text whose needs the
-    release meets best speaks. Mute where no base is in the store.
+    release meets best speaks. Mute where the store has no base that is older than the release: what
+    is not there yet is not gone.
     """
     known = lock.known()
     best: tuple[float, set[str], set[str], set[str]] | None = None
     for text in texts:
         base = known.get(text.base)
-        if base is None or not store.has(base):
+        if base is None or not store.has(base) or base.order > release.order:
             continue
         places = {path.split("/", 1)[0] for path in text.patch.paths} | {"include"}
         needs, brings = hooks(text.patch, _tree(store, base), places)
@@ -180,11 +181,11 @@ def symbols_sign(texts: Sequence[PatchText], release: Release, store: Store) -> 
         if best is None or part < best[0]:
             best = part, needs - there, brings, brings & there
     if best is None:
-        return Sign("symbols", None, "no base of the patch is fetched")
+        return Sign("symbols", None, "no base of the patch, older than this, is fetched")
     part, gone, brings, there = best
-    if brings and len(there) / len(brings) >= _ENOUGH:
+    if brings and len(there) / len(brings) >= _THERE:
         return Sign("symbols", True, f"upstream has {_some(there)}")
-    if gone and part >= _ENOUGH:
+    if gone and part >= _GONE:
         return Sign("symbols", True, f"gone from upstream: {_some(gone)}")
     return Sign("symbols", False, f"upstream has {1 - part:.0%} of the names it hooks into")
 
@@ -206,7 +207,7 @@ def hooks(patch: Patch, base: trees.StoreTree, places: set[str]) -> tuple[set[st
 
 
 def holders(tree: trees.StoreTree, names: set[str], places: set[str]) -> dict[str, list[str]]:
-    """Return, for names that occur as words in the code below some folders, the files they are in."""
+    """Return, for names that occur as words in files below some folders, those files."""
     paths = [path for path in tree.modes if path.split("/", 1)[0] in places]
     tree.fetch(paths)
     found: dict[str, list[str]] = {}

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from pyllamakv.binding.handle import Handle
 from pyllamakv.binding.protocol import Capability, Status
 from pyllamakv.errors import (
-    Cancelled,
     DecodeError,
     KvError,
     NativeError,
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
         Counters,
         SamplerParams,
     )
-    from pyllamakv.runtime.batch import Arrays, Wanted
+    from pyllamakv.runtime.batch import Arrays
     from pyllamakv.runtime.model import Model
     from pyllamakv.runtime.sampler import Picker
 
@@ -67,7 +66,6 @@ class Context:
         self.n_vocab = model.info.n_vocab
         self.epoch = 0
         self.ledgers = tuple(Ledger() for _ in range(self.info.n_seq_max))
-        self.kv = KV(self)
         #: Sequences that have streams of their own copy cells where others share them.
         self.streams = (
             not params.kv_unified
@@ -80,21 +78,26 @@ class Context:
         self._cancels = 0
         self.outputs = Outputs()
 
+    @property
+    def kv(self) -> KV:
+        """Give access to the cells."""
+        return KV(self)
+
     # Sequences...
 
     def sequence(self, number: int | None = None) -> Sequence:
-        """Hand out a sequence that nobody uses: the lowest free one, or this number.
+        """Hand out a sequence that nobody uses: the lowest empty one, or this number.
 
         Raises UsageError when it is in use or out of range, or all are in use.
         """
         with self.turn:
             n = self.info.n_seq_max
-            free = [i for i in range(n) if i not in self._taken]
-            if number is not None and number not in free:
+            free = [i for i in range(n) if i not in self._taken and not len(self.ledgers[i])]
+            if number is not None and (number in self._taken or not 0 <= number < n):
                 why = "in use" if number in self._taken else f"out of range: there are 0..{n - 1}"
                 msg = f"sequence {number} is {why}"
                 raise UsageError(msg)
-            if not free:
+            if number is None and not free:
                 msg = (
                     f"all {n} sequences are in use; close one, or make the context with a larger "
                     "n_seq_max"
@@ -188,18 +191,7 @@ class Context:
 
         When a piece fails, those before it stay, and ``len(sequence)`` says how far it came.
         """
-        rest = sequence.feed(tokens).tokens
-        cancels, size = self._cancels, self.info.n_batch
-        if not len(rest):
-            msg = "there is nothing to decode: no tokens"
-            raise UsageError(msg)
-        for start in range(0, len(rest), size):
-            if cancels != self._cancels:
-                msg = f"cancelled with {len(rest) - start} tokens left; the others stay"
-                raise Cancelled(msg, code=2)
-            final = start + size >= len(rest)
-            wanted: Wanted = "last" if logits and final else "none"
-            self.decode(Feed(sequence, rest[start : start + size], wanted))
+        generation.prefill(self, sequence, tokens, logits=logits)
 
     def generate(
         self,
@@ -215,6 +207,14 @@ class Context:
         not kept. What was yielded is in the sequence. ``sampler`` None is greedy.
         """
         return generation.generate(self, sequence, max_tokens, sampler, stop_at_end)
+
+    def set_threads(self, n_threads: int, n_threads_batch: int | None = None) -> None:
+        """Compute with so many threads from now on; ``n_threads_batch`` for more than a token."""
+        if n_threads < 1 or (n_threads_batch is not None and n_threads_batch < 1):
+            msg = f"expected at least 1 thread, not {n_threads} and {n_threads_batch}"
+            raise UsageError(msg)
+        with self.turn as handle:
+            self.native.threads(handle, n_threads, n_threads_batch or n_threads)
 
     def cancel(self) -> None:
         """End the decode that runs, and `prefill` and `generate`; callable from any thread."""

@@ -1,20 +1,38 @@
-"""Let a model go on with a sequence, token by token."""
+"""Decode prompts of any length, and let a model go on with a sequence, token by token."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding.protocol import Capability, SamplerParams
 from pyllamakv.errors import Cancelled, UsageError
+from pyllamakv.runtime.batch import Feed
 from pyllamakv.runtime.sampler import NumpySampler, Sampler
 from pyllamakv.runtime.textstream import TextStream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pyllamakv.runtime.batch import Wanted
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.sampler import Picker
     from pyllamakv.runtime.sequence import Sequence
+
+
+def prefill(context: Context, sequence: Sequence, tokens: Any, *, logits: bool) -> None:
+    """Decode tokens in pieces of n_batch; `Context.prefill` describes it."""
+    rest = sequence.feed(tokens).tokens
+    cancels, size = context.cancels, context.info.n_batch
+    if not len(rest):
+        msg = "there is nothing to decode: no tokens"
+        raise UsageError(msg)
+    for start in range(0, len(rest), size):
+        if cancels != context.cancels:
+            msg = f"cancelled with {len(rest) - start} tokens left; the others stay"
+            raise Cancelled(msg, code=2)
+        final = start + size >= len(rest)
+        wanted: Wanted = "last" if logits and final else "none"
+        context.decode(Feed(sequence, rest[start : start + size], wanted))
 
 
 def generate(

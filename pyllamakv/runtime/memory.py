@@ -21,8 +21,12 @@ _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def context_bytes(info: ModelInfo, params: ContextParams) -> int:
-    """Return a lower bound for the bytes of a context: K, V, the mask and the logits."""
+def context_bytes(info: ModelInfo, params: ContextParams, *, uneven: bool = False) -> int:
+    """Return a lower bound for the bytes of a context: K, V, the mask and the logits.
+
+    ``uneven`` says that some layers keep less than every token (a sliding window, recurrent
+    layers among the others); of such models at least one layer in eight keeps all.
+    """
     n_ctx = params.n_ctx or info.n_ctx_train
     if info.is_recurrent:
         return 4 * info.n_vocab
@@ -31,9 +35,10 @@ def context_bytes(info: ModelInfo, params: ContextParams) -> int:
     width_k = info.n_embd_k_gqa or per_head * info.n_head_kv
     width_v = info.n_embd_v_gqa or per_head * info.n_head_kv
     rows = _row(params.type_k, width_k) + _row(params.type_v, width_v)
-    cache = n_ctx * info.n_layer * rows
+    cache = n_ctx * (-(-info.n_layer // 8) if uneven else info.n_layer) * rows
     n_ubatch = min(params.n_ubatch, params.n_batch, n_ctx)
-    return cache + 4 * n_ctx * n_ubatch + 4 * info.n_vocab
+    seen = n_ctx if params.kv_unified else n_ctx // params.n_seq_max
+    return cache + 4 * seen * n_ubatch + 4 * info.n_vocab
 
 
 def available_bytes() -> int | None:
@@ -42,9 +47,9 @@ def available_bytes() -> int | None:
     return max(0, min(known)) if known else None
 
 
-def check_memory(info: ModelInfo, params: ContextParams) -> None:
+def check_memory(info: ModelInfo, params: ContextParams, *, uneven: bool = False) -> None:
     """Raise NotEnoughMemory when a context of these parameters cannot fit."""
-    needed, available = context_bytes(info, params), available_bytes()
+    needed, available = context_bytes(info, params, uneven=uneven), available_bytes()
     if available is not None and needed > available:
         msg = (
             f"a context of n_ctx {params.n_ctx} needs at least {_readable(needed)} and "

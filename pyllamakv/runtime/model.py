@@ -38,8 +38,11 @@ class Model:
         parent: Handle[int],
         *,
         isolated: bool,
+        on_host: bool = True,
     ) -> None:
         self.native = native
+        #: The cache lies in this machine's memory, so that its room can be checked.
+        self.on_host = on_host
         self.handle = handle
         self.file = file
         self.isolated = isolated
@@ -155,7 +158,8 @@ class Model:
             defrag_thold=defrag_thold,
             guard=guard == "on",
         )
-        check_memory(self.info, params)
+        if self.on_host:
+            check_memory(self.info, params, uneven=self.file.uneven)
         with self.life as model:
             return Context(self, self.native.context_new(model, params), params)
 
@@ -215,4 +219,5 @@ def load(
     except ModelError as error:
         msg = f"{error} (architecture {file.architecture!r})"
         raise ModelError(msg, code=error.code, log=error.log) from error
-    return Model(native, handle, file, parent, isolated=isolated)
+    on_host = params.n_gpu_layers == 0 and not params.rpc_servers
+    return Model(native, handle, file, parent, isolated=isolated, on_host=on_host)

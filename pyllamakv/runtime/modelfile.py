@@ -30,6 +30,11 @@ class ModelFile:
     n_tensors: int
     meta: dict[str, Any]
 
+    @property
+    def uneven(self) -> bool:
+        """Tell whether some layers may keep less than every token."""
+        return any(key.endswith(".attention.sliding_window") or ".ssm." in key for key in self.meta)
+
 
 class _Short(Exception):
     pass

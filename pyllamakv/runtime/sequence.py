@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import (
@@ -11,6 +12,7 @@ from pyllamakv.errors import (
     StaleLogits,
     Unsupported,
     UsageError,
+    WorkerDied,
 )
 from pyllamakv.runtime import state
 from pyllamakv.runtime.batch import Feed, as_int32
@@ -201,7 +203,9 @@ class Sequence:
             self.open = False
             return
         with context.turn:
-            context.native.seq_rm(context.handle, self.id, -1, -1)
+            # With its worker gone there is nothing left to remove.
+            with suppress(WorkerDied):
+                context.native.seq_rm(context.handle, self.id, -1, -1)
             self.ledger.clear()
             self.open = False
             context.forget(self)

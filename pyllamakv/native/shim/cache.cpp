@@ -17,6 +17,9 @@ int32_t moved(const plk::Picture &before, const plk::Picture &after) {
     return count;
 }
 
+// A counter that a build keeps at -1 is not counted there.
+int64_t since(int64_t first, int64_t last) { return last < 0 ? -1 : last - first; }
+
 int check_cache(const plk_context *context, int32_t cache) {
     if (plk::need(context) != PLK_OK) {
         return PLK_EINVAL;
@@ -63,10 +66,10 @@ int plk_defrag(plk_context *context, plk_defrag_report *out) {
             report.cells = moved(before, after);
         }
         if (counted && plk::counters::read(context->ctx, last)) {
-            report.passes = static_cast<int32_t>(last.defrags - first.defrags);
-            report.moves = static_cast<int32_t>(last.moves - first.moves);
-            report.bytes = last.bytes_moved - first.bytes_moved;
-            report.graphs = last.graphs - first.graphs;
+            report.passes = static_cast<int32_t>(since(first.defrags, last.defrags));
+            report.moves = static_cast<int32_t>(since(first.moves, last.moves));
+            report.bytes = since(first.bytes_moved, last.bytes_moved);
+            report.graphs = since(first.graphs, last.graphs);
         }
         return plk::give(report, out, "plk_defrag_report");
     });
@@ -126,7 +129,8 @@ int plk_counters_read(plk_context *context, plk_counters *out) {
         plk_counters counters{};
         if (!plk::counters::read(context->ctx, counters)) {
             return plk::refuse(PLK_EUNSUPPORTED,
-                               "this build counts nothing: it lacks the patch kv-counters");
+                               "nothing is counted here: the build lacks the patch kv-counters, or "
+                               "this context the cache");
         }
         counters.size = sizeof(counters);
         return plk::give(counters, out, "plk_counters");

@@ -1,0 +1,219 @@
+"""Carry patches from release to release: rebase, diff, drift, import, obsolete."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pyllamakv import errors
+from pyllamakv.cli.patch_common import (
+    Json,
+    Patches,
+    lines,
+    note,
+    release_of,
+    releases_of,
+    scenarios,
+    series_of,
+    to_json,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pyllamakv.patching.rebase import Rebased
+
+
+def rebase(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[PATCH]...")] = None,
+    *,
+    onto: Annotated[str | None, typer.Option(help="The release to carry the patches to.")] = None,
+    to: Annotated[Path | None, typer.Option(help="Write PATCH.patch there instead.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Also where a text applies.")] = False,
+    go_on: Annotated[bool, typer.Option("--continue", help="The conflict is solved.")] = False,
+    skip: Annotated[bool, typer.Option("--skip", help="Leave the waiting patch out.")] = False,
+    abort: Annotated[
+        bool, typer.Option("--abort", help="End it; texts stay as they were.")
+    ] = False,
+    patches: Patches = None,
+    as_json: Json = False,
+) -> None:
+    """Carry patches over to a release by merging; a conflict waits for a person (exit 3)."""
+    from pyllamakv.cli import showing
+    from pyllamakv.patching import rebase as rebasing
+
+    if sum((onto is not None, go_on, skip, abort)) != 1:
+        raise errors.UsageError("Say one of --onto RELEASE, --continue, --skip, --abort.")
+    done: list[dict[str, Any]] = []
+    with showing.progress() as progress:
+        if onto is not None:
+            if not names:
+                raise errors.UsageError("Name the patches to carry over.")
+            found = rebasing.rebase(
+                names, onto, patches=patches, to=to, force=force, progress=progress
+            )
+        else:
+            if to or force or patches:
+                raise errors.UsageError("--to, --force and --patches belong to --onto.")
+            found = _go_on(_waiting(names or []), go_on=go_on, skip=skip)
+        try:
+            for one in found:
+                done.append(one.as_json())
+                if not as_json:
+                    _rebased(one)
+        except errors.RebaseWaiting as error:
+            if not as_json:
+                raise
+            waits = {"folder": error.folder, "files": error.files, "message": str(error)}
+            to_json({"done": done, "waiting": waits})
+            raise typer.Exit(error.exit_code) from error
+    if as_json:
+        to_json({"done": done, "waiting": None})
+
+
+def _go_on(id_: str, *, go_on: bool, skip: bool) -> Iterator[Rebased]:
+    from pyllamakv.patching import rebase as rebasing
+
+    if go_on:
+        yield from rebasing.resume(id_)
+    elif skip:
+        yield from rebasing.skip(id_)
+    else:
+        rebasing.abort(id_)
+
+
+def _waiting(names: list[str]) -> str:
+    from pyllamakv.patching import waiting
+    from pyllamakv.source.store import open_store
+
+    there = waiting.ids(open_store())
+    if len(names) > 1 or (not names and len(there) > 1):
+        raise errors.UsageError(f"Name one waiting patch: {', '.join(there)}.")
+    found = names[0] if names else there[0] if there else ""
+    if found not in there:
+        what = f"No rebase of {found} waits." if found else "No rebase waits."
+        raise errors.UsageError(what)
+    return found
+
+
+def _rebased(one: Rebased) -> None:
+    where = f": {one.path}" if one.path else ""
+    lines([f"{one.id} onto {one.onto}: {one.state}{where}"])
+    for text in one.notes:
+        note(text)
+    for loss in one.comparison.missing if one.comparison else ():
+        note(f"missing against the text for {one.base}: {loss}")
+
+
+def diff(
+    name: Annotated[str, typer.Argument(metavar="PATCH")],
+    one: Annotated[str, typer.Argument(metavar="BASE")],
+    other: Annotated[str, typer.Argument(metavar="BASE")],
+    patches: Patches = None,
+    as_json: Json = False,
+) -> None:
+    """Compare the texts of a patch for two bases, or in two files: what did the second lose."""
+    from pyllamakv.cli import patch_views
+    from pyllamakv.patching import compare
+    from pyllamakv.patching.definition import PatchText
+
+    def text(base: str) -> PatchText:
+        if base.endswith((".patch", ".diff")):
+            return PatchText.from_file(base, name)
+        return series_of(patches).definition(name).text(base)
+
+    found = compare.compare(text(one), text(other))
+    to_json(found.as_json()) if as_json else patch_views.comparison(found)
+    if found.missing:
+        raise typer.Exit(errors.PatchLintError.exit_code)
+
+
+def drift(
+    release: str,
+    names: Annotated[list[str] | None, typer.Argument(metavar="[PATCH]...")] = None,
+    *,
+    patches: Patches = None,
+    as_json: Json = False,
+) -> None:
+    """Show how far a release has drifted from the patches, hunk by hunk, and since when."""
+    from pyllamakv.cli import patch_views, showing
+    from pyllamakv.patching import drift as drifting
+
+    with showing.progress() as progress:
+        found = drifting.drift(
+            release_of(release), names or [], series=series_of(patches), progress=progress
+        )
+    to_json([one.as_json() for one in found]) if as_json else patch_views.drift(found)
+    if any(one.state in ("fails", "blocked") for one in found):
+        raise typer.Exit(errors.PatchConflict.exit_code)
+
+
+def obsolete(
+    release: str,
+    names: Annotated[list[str] | None, typer.Argument(metavar="[PATCH]...")] = None,
+    *,
+    patches: Patches = None,
+    as_json: Json = False,
+) -> None:
+    """Show the signs that upstream does a patch's work itself (`check` adds the behaviour)."""
+    from pyllamakv.cli import showing
+    from pyllamakv.patching import obsolete as judging
+
+    with showing.progress() as progress:
+        found = judging.obsolete(
+            release_of(release), names or [], series=series_of(patches), progress=progress
+        )
+    if as_json:
+        return to_json([one.as_json() for one in found])
+    words = {True: "yes", False: "no", None: "unknown"}
+    for one in found:
+        said = "obsolete" if one.obsolete else f"{one.votes} of 3 signs"
+        lines([f"{one.id} on {one.release}: {said}"])
+        lines(f"  {sign.name}: {words[sign.says]} ({sign.why})" for sign in one.signs)
+    return None
+
+
+def take(
+    path: Annotated[Path, typer.Argument(metavar="FILE|FOLDER")],
+    *,
+    id_: Annotated[str, typer.Option("--id", help="Its id in the series.")],
+    base: Annotated[str | None, typer.Option(help="The release it is written against.")] = None,
+    to: Annotated[Path | None, typer.Option(help="A series folder of your own.")] = None,
+    scenario: Annotated[
+        list[str] | None, typer.Option(help="A scenario that tells (default: all of them).")
+    ] = None,
+    title: Annotated[str | None, typer.Option(help="Its title (default: its subject).")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Try every release of the lock.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Take a patch of yours into a series, after a strict trial on the releases."""
+    from pyllamakv import home
+    from pyllamakv.cli import showing
+    from pyllamakv.patching import foreign
+
+    tried = {release.name: release for release in releases_of([], every=every, none=bool(base))}
+    if base:
+        tried.setdefault(base, release_of(base))
+    with showing.progress() as progress:
+        done = foreign.take(
+            path,
+            id_,
+            list(tried.values()),
+            folder=to or home.data("patches"),
+            scenarios=scenario or sorted(scenarios() or ()),
+            base=base,
+            title=title,
+            progress=progress,
+        )
+    if as_json:
+        return to_json(done.as_json())
+    lines([f"{done.id}: {done.path}"])
+    for trial in done.trials:
+        first = str(trial.conflict).splitlines()[0] if trial.conflict else ""
+        moved = f", moved by {trial.offset} lines in all" if trial.offset else ""
+        lines([f"  {trial.release.name}: {first or 'applies' + moved}"])
+    for finding in done.findings:
+        note(str(finding))
+    return None

@@ -1,0 +1,23 @@
+// The patch kv-counters.
+#include "groups.h"
+
+#include "llama-kv-counters.h"
+
+const uint64_t plk::counters::bits = PLK_CAP_COUNTERS;
+
+bool plk::counters::read(llama_context *ctx, plk_counters &out) {
+    llama_kv_counters now{};
+    if (!llama_kv_counters_get(ctx, &now)) {
+        return false;
+    }
+    out.slot_searches = now.slot_searches;
+    out.slot_failures = now.slot_failures;
+    out.decode_retries = now.decode_retries;
+    out.defrags = now.defrags;
+    out.moves = now.moves;
+    out.cells_moved = now.cells_moved;
+    out.bytes_moved = now.bytes_moved;
+    out.graphs = now.graphs;
+    out.ns = now.ns;
+    return true;
+}

@@ -1,0 +1,111 @@
+"""Drift is told hunk by hunk: how far, which fuzz, where to, since which release."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from patching_kit import Bench, diff, numbered
+
+from pyllamakv.patching import drift, hunks, places, series
+from pyllamakv.source import lock
+from pyllamakv.source.store import open_store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OLD = {"src/a.cpp": numbered(60), "src/b.cpp": numbered(20)}
+ONE = OLD | {"src/a.cpp": numbered(60, l10="x", l40="y")}
+CODE = [b"int first_function(int cell) {\n", b"    return find_cell_of(cell);\n", b"}\n"]
+KEPT = {"src/cache.cpp": numbered(9) + b"".join(CODE) + numbered(9)}
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Return a line of releases that drifts away from a text for the second."""
+    bench = Bench(open_store(tmp_path / "store.git"), tmp_path / "patches")
+    line = {
+        "0.3.1": numbered(60, l41="an older line"),
+        "0.3.2": numbered(60),
+        "0.3.3": b"+\n+\n" + numbered(60),
+        "0.3.4": b"+\n+\n" + numbered(60, l37="other context"),
+        "0.3.5": b"+\n+\n" + numbered(60, l37="other context", l40="other"),
+    }
+    for number, (name, data) in enumerate(line.items(), 1):
+        bench.add_release(name, OLD | {"src/a.cpp": data}, f"2025-01-0{number}")
+    bench.add_patch("one", {"0.3.2": (OLD, ONE)})
+    monkeypatch.setattr(lock, "known", lambda: bench.releases)
+    return bench
+
+
+def on(bench: Bench, name: str) -> drift.Drift:
+    (found,) = drift.drift(
+        bench.releases[name], series=series.load(bench.folder), store=bench.store
+    )
+    json.dumps(found.as_json())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("release", "state", "offsets", "fuzz", "changed"),
+    [
+        ("0.3.2", "applies", [0, 0], [0, 0], ["", ""]),
+        ("0.3.3", "offset", [2, 2], [0, 0], ["", ""]),
+        ("0.3.4", "fails", [2, None], [0, 3], ["", "0.3.4"]),
+        ("0.3.5", "fails", [2, None], [0, None], ["", "0.3.4"]),
+        ("0.3.1", "fails", [0, None], [0, 3], ["", "0.3.2"]),
+    ],
+)
+def test_drift(
+    bench: Bench, release: str, state: str, offsets: list[int], fuzz: list[int], changed: list[str]
+) -> None:
+    """Each hunk has its offset, the fuzz it would need and the release that changed its lines."""
+    found = on(bench, release)
+    assert found.state == state
+    assert [hunk.placement.offset for hunk in found.hunks] == offsets
+    assert [hunk.fuzz for hunk in found.hunks] == fuzz
+    assert [hunk.changed for hunk in found.hunks] == changed
+    assert found.bad == tuple(hunk for hunk in found.hunks if not hunk.placement.good)
+
+
+def test_file_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a file that is gone it is told which file has its code now."""
+    bench = Bench(open_store(tmp_path / "store.git"), tmp_path / "patches")
+    other = {"src/other.cpp": numbered(30)}
+    bench.add_release("0.3.1", KEPT | other)
+    moved = {"src/unified.cpp": b"// new\n" * 9 + b"".join(CODE)}
+    bench.add_release("0.3.2", moved | other, "2025-02-02")
+    new = {"src/cache.cpp": KEPT["src/cache.cpp"].replace(b"find_cell_of", b"look_for")}
+    bench.add_patch("one", {"0.3.1": (KEPT | other, new | other)}, marker=("src/cache.cpp", "int"))
+    monkeypatch.setattr(lock, "known", lambda: bench.releases)
+    (hunk,) = on(bench, "0.3.2").hunks
+    assert hunk.placement.state == "missing"
+    assert [there.path for there in hunk.moved] == ["src/unified.cpp"]
+    assert hunk.changed == "0.3.2"
+
+
+def test_blanks(bench: Bench) -> None:
+    """Lines that differ in nothing but blanks are called so."""
+    data = numbered(60, l39="line   39")
+    bench.add_release("0.3.6", OLD | {"src/a.cpp": data}, "2025-01-06")
+    assert on(bench, "0.3.6").hunks[1].blanks
+
+
+@given(st.integers(1, 12), st.integers(0, 3), st.integers(0, 3))
+def test_fuzz_is_least(at: int, head: int, tail: int) -> None:
+    """The fuzz is the most lines of context that differ at one end, and no less."""
+    old = {"f": b"".join(b"l%d\n" % n for n in range(30))}
+    lines = [b"l%d\n" % n for n in range(30)]
+    first = at + 3
+    new = {"f": b"".join([*lines[:first], b"x\n", *lines[first + 1 :]])}
+    (file,) = hunks.parse(diff(old, new)).files
+    (hunk,) = file.hunks
+    before, after = hunk.context
+    for n in range(min(head, before)):
+        lines[first - before + n] = b"other\n"
+    for n in range(min(tail, after)):
+        lines[first + after - n] = b"other\n"
+    assert drift.fuzz(hunk, places.Index(lines)) == max(min(head, before), min(tail, after))

@@ -1,0 +1,74 @@
+"""Three signs, two of which make a patch obsolete."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from patching_kit import Bench
+
+from pyllamakv.patching import obsolete, series
+from pyllamakv.source import lock
+from pyllamakv.source.store import open_store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HEAD = b"#include <x>\n\n"
+OLD = HEAD + b"int cache::defrag_prepare(int n) {\n    int plan_old = 0;\n    return plan_old;\n}\n"
+NEW = OLD.replace(b"int plan_old = 0", b"int plan_old = plan_all_moves(n)")
+RENAMED = OLD.replace(b"defrag_prepare", b"other").replace(b"plan_old", b"plan")
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Return a base, a release that has the change, one whose hooks are gone, and one like it."""
+    bench = Bench(open_store(tmp_path / "store.git"), tmp_path / "patches")
+    trees = {"0.3.0": RENAMED, "0.3.1": OLD, "0.3.2": NEW, "0.3.3": RENAMED, "0.3.4": OLD + b"//\n"}
+    for number, (name, data) in enumerate(trees.items(), 1):
+        bench.add_release(name, {"src/a.cpp": data}, f"2025-01-0{number}")
+    one = ({"src/a.cpp": OLD}, {"src/a.cpp": NEW})
+    bench.add_patch("one", {"0.3.1": one}, marker=("src/a.cpp", "#include"))
+    monkeypatch.setattr(lock, "known", lambda: bench.releases)
+    return bench
+
+
+def signs(
+    bench: Bench, name: str, **stock: str
+) -> tuple[obsolete.Obsolescence, dict[str, bool | None]]:
+    (found,) = obsolete.obsolete(
+        bench.releases[name],
+        ["one"],
+        series=series.load(bench.folder),
+        stock={"one": stock},
+        store=bench.store,
+    )
+    assert found.as_json()["obsolete"] is found.obsolete
+    return found, {sign.name: sign.says for sign in found.signs}
+
+
+@pytest.mark.parametrize(
+    ("release", "text", "symbols"),
+    [
+        ("0.3.1", False, False),
+        ("0.3.2", True, True),
+        ("0.3.3", False, True),
+        ("0.3.4", False, False),
+        ("0.3.0", False, None),
+    ],
+)
+def test_signs(bench: Bench, release: str, text: bool, symbols: bool | None) -> None:
+    """Text and names speak for themselves; without a run the behaviour is mute."""
+    found, said = signs(bench, release)
+    assert said == {"text": text, "symbols": symbols, "behaviour": None}
+    assert found.obsolete is (text and symbols is True)
+
+
+def test_behaviour(bench: Bench) -> None:
+    """What stock did decides with one of the others; one failure is enough against it."""
+    assert signs(bench, "0.3.3", a="pass", b="skip")[0].obsolete
+    assert not signs(bench, "0.3.3", a="pass", b="fail")[0].obsolete
+    assert signs(bench, "0.3.3", a="skip")[1]["behaviour"] is None
+    found, _ = signs(bench, "0.3.3")
+    assert found.with_behaviour({"a": "pass"}).obsolete
+    assert len(found.with_behaviour({"a": "pass"}).signs) == 3

@@ -1,0 +1,214 @@
+"""A patch is carried over by a merge in a work tree of the store; a conflict waits for a person."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from patching_kit import Bench, numbered
+
+from pyllamakv.errors import NoTextApplies, RebaseWaiting, UsageError
+from pyllamakv.patching import apply, export, lint, rebase, series, waiting, worktree
+from pyllamakv.source import lock, releases
+from pyllamakv.source.store import open_store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OLD = {"src/a.cpp": numbered(60), "src/b.cpp": numbered(20)}
+ONE = OLD | {"src/a.cpp": numbered(60, l10="x", l40="y")}
+TWO = ONE | {"src/b.cpp": numbered(20, l9="two")}
+#: Context of `one` differs, its lines do not: git merges what strict apply refuses.
+NEAR = OLD | {"src/a.cpp": numbered(60, l13="upstream", l30="up\nup")}
+#: The very line that `one` changes differs.
+FAR = NEAR | {"src/a.cpp": numbered(60, l13="upstream", l40="upstream too")}
+DONE = OLD | {"src/a.cpp": numbered(60, l10="x", l13="upstream", l40="y")}
+GONE = {"src/b.cpp": numbered(20), "src/c.cpp": b"other\n" * 9}
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Return releases of growing distance and two patches for the first, one on the other."""
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
+    bench = Bench(open_store(), tmp_path / "patches")
+    trees = {"0.3.1": OLD, "0.3.2": NEAR, "0.3.3": FAR, "0.3.4": DONE, "0.3.5": GONE}
+    for number, (name, files) in enumerate(trees.items(), 1):
+        bench.add_release(name, files, f"2025-01-0{number}")
+    bench.add_patch("one", {"0.3.1": (OLD, ONE)})
+    bench.add_patch("two", {"0.3.1": (ONE, TWO)}, requires=("one",), marker=("src/b.cpp", "line"))
+    monkeypatch.setattr(lock, "known", lambda: bench.releases)
+    monkeypatch.setattr(releases, "resolve", bench.releases.__getitem__)
+    return bench
+
+
+def carry(bench: Bench, *ids: str, onto: str, **words: object) -> list[rebase.Rebased]:
+    return list(rebase.rebase(ids, onto, patches=bench.folder, **words))  # type: ignore[arg-type]
+
+
+def stop(bench: Bench, *ids: str, onto: str = "0.3.3", **words: object) -> RebaseWaiting:
+    with pytest.raises(RebaseWaiting) as caught:
+        carry(bench, *ids, onto=onto, **words)
+    assert caught.value.folder is not None
+    return caught.value
+
+
+def left(bench: Bench) -> list[Path]:
+    folder = bench.store.path.parent / "rebase"
+    return [*folder.glob("*"), *(bench.store.path / "worktrees").glob("*")]
+
+
+def test_clean(bench: Bench) -> None:
+    """What git can merge becomes a text that applies, round-trips and is in patch.toml."""
+    (done,) = carry(bench, "one", onto="0.3.2")
+    assert (done.state, done.anchor, done.base) == ("clean", "0.3.1", "0.3.1")
+    assert done.comparison is not None
+    assert done.comparison.change == "context"
+    assert done.path == bench.file("one", "0.3.2")
+    loaded = series.load(bench.folder)
+    patched = apply.apply(bench.releases["0.3.2"], ["one"], series=loaded, store=bench.store)
+    expected = numbered(60, l10="x", l13="upstream", l30="up\nup", l40="y")
+    assert bench.store.read(patched.tree, "src/a.cpp") == expected
+    pairs = export.chosen(loaded, ["one"])
+    assert all(one.same for one in export.check(loaded, pairs, store=bench.store))
+    assert not [f for f in lint.lint(bench.folder) if "one" in f.path]
+    assert not left(bench)
+    # the second release now has a text of its own: nothing is left to do
+    (again,) = carry(bench, "one", onto="0.3.2")
+    assert (again.state, again.path) == ("applies", None)
+    assert carry(bench, "one", onto="0.3.2", force=True)[0].state == "clean"
+
+
+def test_conflict_continue(bench: Bench) -> None:
+    """A conflict leaves marks with the common ancestor; once solved, the text is written."""
+    error = stop(bench, "one")
+    assert error.files == ("src/a.cpp",)
+    assert error.exit_code == 3
+    assert "src/a.cpp" in str(error)
+    assert str(error.folder) in str(error)
+    file = error.folder / "src/a.cpp"  # type: ignore[operator]
+    marks = [line[:7] for line in file.read_bytes().splitlines() if line[:7] in MARKS]
+    assert marks == [b"<<<<<<<", b"|||||||", b">>>>>>>"]
+    with pytest.raises(RebaseWaiting):  # not solved yet
+        list(rebase.resume("one"))
+    with pytest.raises(RebaseWaiting):  # one at a time
+        carry(bench, "one", onto="0.3.2")
+    assert not bench.file("one", "0.3.3").exists()
+    file.write_bytes(numbered(60, l10="x", l13="upstream", l30="", l40="y"))
+    (file.parent / "a.cpp.orig").write_bytes(b"left by an editor\n")
+    (done,) = rebase.resume("one")
+    assert done.state == "resolved"
+    text = series.load(bench.folder).definition("one").text("0.3.3")
+    assert b"-upstream too" in text.patch.data
+    assert text.patch.paths == ("src/a.cpp",)
+    assert not left(bench)
+
+
+MARKS = (b"<<<<<<<", b"|||||||", b">>>>>>>")
+
+
+def test_what_a_person_lost_is_told(bench: Bench) -> None:
+    """A hunk that is dropped while solving a conflict is named."""
+    error = stop(bench, "one")
+    file = error.folder / "src/a.cpp"  # type: ignore[operator]
+    file.write_bytes(numbered(60, l10="x", l13="upstream", l40="upstream too"))
+    (done,) = rebase.resume("one")
+    assert done.comparison is not None
+    assert [str(loss) for loss in done.comparison.missing if loss.what == "hunk"] == [
+        "src/a.cpp, hunk 2 (line 36)"
+    ]
+
+
+@pytest.mark.parametrize("way", ["abort", "skip"])
+def test_leaving(bench: Bench, way: str) -> None:
+    """Abort and skip write nothing and leave nothing."""
+    stop(bench, "one")
+    before = {path: path.read_bytes() for path in bench.folder.rglob("*") if path.is_file()}
+    if way == "abort":
+        rebase.abort("one")
+    else:
+        assert [done.state for done in rebase.skip("one")] == ["skipped"]
+    assert {p: p.read_bytes() for p in bench.folder.rglob("*") if p.is_file()} == before
+    assert not left(bench)
+    assert not bench.store.refs("refs/rebase/")
+    with pytest.raises(UsageError, match="No rebase"):
+        list(rebase.resume("one"))
+
+
+def test_several(bench: Bench, tmp_path: Path) -> None:
+    """Patches follow each other; one that requires another finds what was just written."""
+    out = tmp_path / "out"
+    error = stop(bench, "one", "two", to=out)
+    file = error.folder / "src/a.cpp"  # type: ignore[operator]
+    file.write_bytes(numbered(60, l10="x", l13="upstream", l30="", l40="y"))
+    found = list(rebase.resume("one"))
+    assert [(done.id, done.state) for done in found] == [("one", "resolved"), ("two", "clean")]
+    assert sorted(path.name for path in out.iterdir()) == ["one.patch", "two.patch"]
+    assert b"Requires: one" in (out / "two.patch").read_bytes()
+    assert not bench.file("one", "0.3.3").exists()
+    with pytest.raises(NoTextApplies, match="rebase that onto"):
+        carry(bench, "two", onto="0.3.3")
+
+
+def test_empty(bench: Bench) -> None:
+    """A release that has the change already needs no text."""
+    (done,) = carry(bench, "one", onto="0.3.4")
+    assert (done.state, done.path) == ("empty", None)
+    assert not left(bench)
+
+
+def test_file_gone(bench: Bench) -> None:
+    """A file that the target has not got must be decided on, not slip in as a whole."""
+    error = stop(bench, "one", onto="0.3.5")
+    assert error.files == ("src/a.cpp",)
+    assert "has no such file" in str(error)
+    with pytest.raises(RebaseWaiting, match="has no such file"):
+        list(rebase.resume("one"))
+    assert error.folder is not None
+    (error.folder / "src/a.cpp").unlink()
+    (error.folder / "src/c.cpp").write_bytes(b"other\n" * 9 + b"x\ny\n")
+    (done,) = rebase.resume("one")
+    assert done.comparison is not None
+    assert series.load(bench.folder).definition("one").text("0.3.5").patch.paths == ("src/c.cpp",)
+
+
+@pytest.mark.parametrize("moment", ["make", "pick"])
+def test_killed(bench: Bench, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """A process that dies at any moment leaves what abort cleans and a new start replaces."""
+
+    class KilledError(BaseException):
+        pass
+
+    def die(*_: object) -> None:
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worktree, moment, die)
+        with pytest.raises(KilledError):
+            carry(bench, "one", onto="0.3.2")
+    assert waiting.ids(bench.store) == ("one",)
+    with pytest.raises(UsageError, match="cut short"):
+        list(rebase.resume("one"))
+    if moment == "make":
+        rebase.abort("one")
+        assert not left(bench)
+    assert carry(bench, "one", onto="0.3.2")[0].state == "clean"
+    assert not left(bench)
+
+
+def test_foreign_patch(bench: Bench, tmp_path: Path) -> None:
+    """A patch that is no series is carried to a folder, with its own words."""
+    file = tmp_path / "mine.patch"
+    file.write_bytes(bench.file("one", "0.3.1").read_bytes().replace(b"Patch: one", b"Patch: mine"))
+    with pytest.raises(UsageError, match="--to"):
+        list(rebase.rebase(["mine"], "0.3.2", patches=file))
+    (done,) = rebase.rebase(["mine"], "0.3.2", patches=file, to=tmp_path / "out")
+    assert done.path is not None
+    assert b"Because one is needed." in done.path.read_bytes()
+
+
+def test_nothing_to_start_from(bench: Bench) -> None:
+    """A patch that applies nowhere cannot be carried."""
+    data = bench.file("one", "0.3.1").read_bytes()
+    bench.file("one", "0.3.1").write_bytes(data.replace(b"-line 10", b"-line X"))
+    with pytest.raises(NoTextApplies, match="nothing"):
+        carry(bench, "one", onto="0.3.2")

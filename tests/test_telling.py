@@ -1,0 +1,52 @@
+"""Lines of C++ are told apart by what they do."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pyllamakv.patching import telling
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        (b"    return 1;\n", "return"),
+        (b"  if (x) return 1;\n", "return"),
+        (b"} else if (x) {\n", "condition"),
+        (b"for (auto & c : cells) {", "loop"),
+        (b'LLAMA_LOG_WARN("%s", x);', "log"),
+        (b"GGML_ASSERT(n > 0);", "assert"),
+        (b"#include <vector>", "preprocessor"),
+        (b"cache->update(lctx);", "call"),
+        (b"x = y + 1;", "statement"),
+        (b'throw std::runtime_error("x");', "throw"),
+        (b"  }\n", ""),
+        (b"// only words", ""),
+    ],
+)
+def test_kind(line: bytes, kind: str) -> None:
+    """Each class has its lines."""
+    assert telling.kind(line) == kind
+    assert telling.tells(line) is bool(kind)
+
+
+def test_calls_and_names() -> None:
+    """Keywords, strings and comments are no calls; templates and methods are."""
+    lines = [
+        b'if (a->find_slot(x) && min<int>(1, 2)) { log("f(x)"); } // g(x)\n',
+        b"#define h(x)\n",
+    ]
+    assert telling.calls(lines) == {"find_slot": 1, "min": 1, "log": 1}
+    assert set(telling.names([b"auto cell = cells[i].delta; // words\n"])) == {
+        "cell", "cells", "delta",
+    }  # fmt: skip
+
+
+@given(st.binary())
+def test_any_bytes(line: bytes) -> None:
+    """No line breaks it."""
+    telling.kind(line)
+    telling.calls([line])
+    assert telling.tells(line) == bool(telling.kind(line))

@@ -1,0 +1,82 @@
+"""Work trees of the store are made, merged into, read back and removed without a trace."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from patching_kit import numbered
+
+from pyllamakv.errors import GitError, PatchError
+from pyllamakv.patching import waiting, worktree
+from pyllamakv.source.store import Store, open_store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FILES = {"a.c": numbered(9), "b.c": numbered(9), ".gitignore": b"build/\n"}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """Return an empty store."""
+    return open_store(tmp_path / "store.git")
+
+
+def test_life(store: Store, tmp_path: Path) -> None:
+    """What is merged and edited comes back as a tree; ignored files and litter do not."""
+    base, _ = store.commit(None, FILES, "base")
+    change, _ = store.commit(base, {"a.c": numbered(9, l2="x")}, "change")
+    onto, _ = store.commit(base, {"a.c": numbered(9, l8="y")}, "onto")
+    folder = tmp_path / "deep" / "tree"
+    worktree.make(store, folder, onto)
+    assert worktree.pick(folder, change) == ()
+    (folder / "build").mkdir()
+    (folder / "build" / "a.o").write_bytes(b"x")
+    (folder / "b.c~").write_bytes(b"x")
+    tree = worktree.take(folder)
+    assert store.ls(tree) == [".gitignore", "a.c", "b.c"]
+    assert store.read(tree, "a.c") == numbered(9, l2="x", l8="y")
+    assert worktree.changed(folder, onto) == ("a.c",)
+    worktree.remove(store, folder)
+    assert not folder.exists()
+    assert not list((store.path / "worktrees").glob("*"))
+    worktree.remove(store, folder)  # nothing there is no error
+
+
+def test_clashes(store: Store, tmp_path: Path) -> None:
+    """Each kind of conflict has its name."""
+    base, _ = store.commit(None, FILES, "base")
+    change, _ = store.commit(
+        base, {"a.c": numbered(9, l2="x"), "b.c": None, "n.c": b"1\n", "d.c": None}, "change"
+    )
+    onto, _ = store.commit(base, {"a.c": None, "b.c": numbered(9, l2="y"), "n.c": b"2\n"}, "onto")
+    worktree.make(store, tmp_path / "t", onto)
+    found = {clash.path: clash.kind for clash in worktree.pick(tmp_path / "t", change)}
+    assert found == {"a.c": "gone", "b.c": "kept", "n.c": "both"}
+    assert worktree.marked(tmp_path / "t", ["a.c", "b.c", "n.c"]) == ("n.c",)
+
+
+def test_other_failures_are_errors(store: Store, tmp_path: Path) -> None:
+    """Only a conflict is a conflict."""
+    base, _ = store.commit(None, FILES, "base")
+    worktree.make(store, tmp_path / "t", base)
+    with pytest.raises(GitError):
+        worktree.pick(tmp_path / "t", "0" * 39 + "1")
+
+
+def test_state_of_a_rebase(store: Store) -> None:
+    """The state comes back as it was written; one that is damaged is told and can be cleared."""
+    session = waiting.Session(
+        "one", "0.3.2", "era", *"abc", "0.3.1", "d", requires=("x",), then=("y",)
+    )
+    assert waiting.load(store, "one") is None
+    written = session.write(store, phase="waiting")
+    assert waiting.load(store, "one") == written
+    assert waiting.ids(store) == ("one",)
+    (waiting.place(store, "one") / "state.json").write_text("{")
+    with pytest.raises(PatchError, match="--abort"):
+        waiting.load(store, "one")
+    assert waiting.clear(store, "one")
+    assert not waiting.clear(store, "one")
+    assert waiting.ids(store) == ()
