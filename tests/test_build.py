@@ -178,8 +178,9 @@ def test_remains_of_a_killed_build_are_cleared(shop: Workshop) -> None:
 PROGRAM = """
 import sys
 from pathlib import Path
-from pyllamakv.building import build, cmake
+from pyllamakv.building import build, cmake, variant
 cmake.binary = lambda name: Path(sys.argv[1]) / name
+variant.shim_digest = lambda: "shim"
 print(build.build(sys.argv[2]).id, flush=True)
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from patching_kit import diff
 
@@ -83,6 +83,7 @@ def test_classes_of_change() -> None:
     assert found.as_json()["change"] == "content"
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(RETRY.splitlines(keepends=True)), min_size=1))
 def test_nothing_is_lost_against_itself(lines: list[bytes]) -> None:
     """A text loses nothing against itself."""

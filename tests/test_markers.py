@@ -9,7 +9,9 @@ from patching_kit import diff
 from pyllamakv.patching import hunks, markers
 from pyllamakv.patching.draft import MemoryTree
 
-OLD = {"a.cpp": b'    first_of_all("x\\t");\n    common_to_everyone_alike();\n    only_here(1);;;;\n'}
+OLD = {
+    "a.cpp": b'    first_of_all("x\\t");\n    common_to_everyone_alike();\n    only_here(1);;;;\n'
+}
 NEW = {"a.cpp": OLD["a.cpp"] + b"    more();\n", "b.h": b"// new\n"}
 OTHER = MemoryTree({"a.cpp": b"    common_to_everyone_alike();\n"})
 

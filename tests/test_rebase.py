@@ -23,7 +23,9 @@ NEAR = OLD | {"src/a.cpp": numbered(60, l13="upstream", l30="up\nup")}
 #: The very line that `one` changes differs.
 FAR = NEAR | {"src/a.cpp": numbered(60, l13="upstream", l40="upstream too")}
 DONE = OLD | {"src/a.cpp": numbered(60, l10="x", l13="upstream", l40="y")}
-GONE = {"src/b.cpp": numbered(20), "src/c.cpp": b"other\n" * 9}
+CODE = b"".join(b"line %d\n" % n for n in (*range(7, 14), *range(37, 44)))
+#: `a.cpp` is gone, and too little of it stands in `c.cpp` for git to see where it went.
+GONE = {"src/b.cpp": numbered(20), "src/c.cpp": b"other\n" * 99 + CODE}
 
 
 @pytest.fixture
@@ -160,12 +162,12 @@ def test_file_gone(bench: Bench) -> None:
     """A file that the target has not got must be decided on, not slip in as a whole."""
     error = stop(bench, "one", onto="0.3.5")
     assert error.files == ("src/a.cpp",)
-    assert "has no such file" in str(error)
+    assert "carry its change over to src/c.cpp, then delete it" in str(error)
     with pytest.raises(RebaseWaiting, match="has no such file"):
         list(rebase.resume("one"))
     assert error.folder is not None
     (error.folder / "src/a.cpp").unlink()
-    (error.folder / "src/c.cpp").write_bytes(b"other\n" * 9 + b"x\ny\n")
+    (error.folder / "src/c.cpp").write_bytes(b"other\n" * 99 + b"x\ny\n" + CODE)
     (done,) = rebase.resume("one")
     assert done.comparison is not None
     assert series.load(bench.folder).definition("one").text("0.3.5").patch.paths == ("src/c.cpp",)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyllamakv.patching import telling
@@ -44,6 +44,7 @@ def test_calls_and_names() -> None:
     }  # fmt: skip
 
 
+@settings(deadline=None)
 @given(st.binary())
 def test_any_bytes(line: bytes) -> None:
     """No line breaks it."""

@@ -102,63 +102,6 @@ sys.exit(pathlib.Path(place) != pathlib.Path.cwd() or not all(map(importlib.util
 }
 
 install() {
-    "$1" -m pip --version >/dev/null 2>&1 && [ -z "${PIP_REQUIRE_VIRTUALENV:-}" ] && "$1" -c '
-import os, pathlib, sys, sysconfig
-managed = pathlib.Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED").exists()
-allowed = os.environ.get("PIP_BREAK_SYSTEM_PACKAGES", "0").lower() not in ("", "0", "false", "no")
-paths = (sysconfig.get_path("purelib"), sysconfig.get_path("scripts"))
-sys.exit((managed and not allowed) or not all(os.access(p, os.W_OK) for p in paths))
-' >/dev/null 2>&1
-}
-
-works() { [ -x "$1" ] && new_enough "$1" && "$1" -m pip --version >/dev/null 2>&1; }
-
-make_venv() {
-    works .venv/bin/python && return 0
-    found=
-    for python in $(pythons); do
-        found=1
-        rm -rf .venv
-        say "creating .venv with $python"
-        if "$python" -m venv .venv >/dev/null 2>&1 && works .venv/bin/python; then return 0; fi
-        rm -rf .venv
-        if "$python" -m virtualenv -q .venv >/dev/null 2>&1 && works .venv/bin/python; then
-            return 0
-        fi
-        # Debian without python3-venv lacks only the bundled pip: the system's own can help.
-        rm -rf .venv
-        if "$python" -m venv --without-pip .venv >/dev/null 2>&1 &&
-            "$python" -m pip --python .venv/bin/python install -q pip >&2 &&
-            works .venv/bin/python; then
-            return 0
-        fi
-    done
-    rm -rf .venv
-    [ -n "$found" ] || no_python
-    die "no virtual environment could be made in $root/.venv." \
-        "Debian or Ubuntu: apt-get install python3-venv; elsewhere: python3 -m pip install virtualenv"
-}
-
-# What was installed is noted beside the builds, under the interpreter and what it depends on.
-stamp_of() {
-    "$1" - "$2" <<'PYTHON'
-import hashlib, pathlib, sys
-text = pathlib.Path("pyproject.toml").read_bytes()
-facts = repr((sys.prefix, sys.version, sys.argv[1])).encode() + text
-print("vendor/.installed-" + hashlib.sha256(facts).hexdigest()[:16])
-PYTHON
-}
-
-imports() {
-    "$1" -c '
-import importlib.metadata, importlib.util, pathlib, sys
-importlib.metadata.version("pyllamakv")
-names = ("pyllamakv", "cffi", "numpy", "cmake", "ninja", "typer", "pytest")
-sys.exit(not all(map(importlib.util.find_spec, names)))
-' >/dev/null 2>&1
-}
-
-install() {
     stamp=$(stamp_of "$1" "$2")
     if [ -e "$stamp" ] && imports "$1"; then return 0; fi
     say "installing pyllamakv[$2] with $1"

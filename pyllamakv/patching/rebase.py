@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pyllamakv.errors import NoTextApplies, PatchConflict, PatchError, RebaseWaiting, UsageError
+from pyllamakv.errors import NoTextApplies, PatchConflict, PatchError, UsageError
 from pyllamakv.patching import (
+    advice,
     anchors,
     choose,
     compare,
@@ -149,7 +150,7 @@ def _start(
     with store.lock(f"rebase-{id_}"):
         there = waiting.load(store, id_)
         if there is not None and there.phase == "waiting":
-            raise _waits(store, there, "A rebase of it waits already")
+            raise advice.waits(store, there, "A rebase of it waits already")
         waiting.clear(store, id_)  # what a killed process left
         found = None if force else _served(series, definition, release, store)
         if found is not None:
@@ -183,7 +184,9 @@ def _start(
         worktree.make(store, session.folder(store), commit)
         if worktree.pick(session.folder(store), found_at.commit):
             session = session.write(store, phase="waiting")
-            raise _waits(store, session, f"{id_} does not merge into {release.name} by itself")
+            raise advice.waits(
+                store, session, f"{id_} does not merge into {release.name} by itself"
+            )
         tree = gitting.git(session.folder(store), "write-tree")
         done = _finish(store, session, tree, "clean")
         waiting.clear(store, id_)
@@ -271,33 +274,9 @@ def _refuse_unmerged(store: Store, session: Session) -> None:
     marked = worktree.marked(folder, worktree.changed(folder, session.ground))
     left = [c for c in worktree.clashes(folder) if c.kind != "content" and _open(folder, c)]
     if marked or left:
-        raise _waits(store, session, "Some files are not merged yet", marked)
+        raise advice.waits(store, session, "Some files are not merged yet", marked)
 
 
 def _open(folder: Path, clash: worktree.Clash) -> bool:
     # the person decides by deleting the file, or by telling git that it shall stay
     return (folder / clash.path).exists() == (clash.kind == "gone")
-
-
-def _waits(
-    store: Store, session: Session, why: str, marked: Sequence[str] | None = None
-) -> RebaseWaiting:
-    folder = session.folder(store)
-    clashes = worktree.clashes(folder) if folder.is_dir() else ()
-    open_ = [c for c in clashes if marked is None or c.path in marked or c.kind != "content"]
-    rows = {clash.path: _ADVICE[clash.kind].format(onto=session.onto) for clash in open_}
-    rows |= {path: _ADVICE["content"] for path in marked or () if path not in rows}
-    lines = [f"{why}; in {folder}", *(f"  {path}: {advice}" for path, advice in rows.items())]
-    id_ = session.id
-    lines.append(
-        f"Then `pyllamakv patch rebase --continue {id_}`; --skip leaves {id_} out, --abort ends it."
-    )
-    return RebaseWaiting("\n".join(lines), folder, tuple(rows))
-
-
-_ADVICE = {
-    "content": "solve the marked places",
-    "gone": "{onto} has no such file; carry its change over to where the code went, then delete it",
-    "kept": "the patch deletes it, {onto} changed it; delete it, or `git add` it to keep it",
-    "both": "both sides add it; solve the marked places",
-}

@@ -150,6 +150,9 @@ static void check_defrag(plk_context *c, const plk_context_info *info) {
         plk_defrag_report report = {.size = sizeof report};
         CHECK(plk_defrag(c, &report) == PLK_OK);
         CHECK(report.cells > 0 || code == 0);
+        while (report.cells > 0) { /* stock moves only so much at a time */
+            CHECK(plk_defrag(c, &report) == PLK_OK);
+        }
         CHECK(used(c, &hole) == CELLS / 2 && hole == CELLS / 2);
         CHECK(decode(c, 16, token, pos, seq) == 0);
         CHECK(plk_seq_rm(c, 2, -1, -1) == PLK_OK);

@@ -28,8 +28,8 @@ def run(lab: Lab) -> None:
 
 def _scattered(lab: Lab) -> Player:
     player = lab.player(256, n_ubatch=32)
-    player.fill({0: 40})
     player.fill({1: 108, 2: 108}, interleave=True)
+    player.fill({0: 40})
     player.remove(0)
     player.remove(1, 0, 80)
     return player

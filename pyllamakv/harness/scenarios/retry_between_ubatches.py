@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def run(lab: Lab) -> None:
     """Fill a cache whose free cells are one hole of 40 and 80 single cells."""
     player = lab.player(256, n_ubatch=32)
-    player.fill({0: 40})
     player.fill({1: 108, 2: 108}, interleave=True)
+    player.fill({0: 40})
     player.remove(0)
     player.remove(1, 0, 80)
     lab.picture(player, "before")

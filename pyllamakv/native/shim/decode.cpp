@@ -55,8 +55,9 @@ struct Armed {
 int decode(plk_context &c, const llama_batch &batch) {
     c.outputs.clear();
     c.places.clear();
-    if (c.guard && plk::update::present && plk::cells::pending(c.ctx) != 0) {
-        // Inside llama_decode an abort would lose a shift, and one release asserts after it.
+    const bool waits = plk::cells::pending(c.ctx) != 0 || c.asked.defrag_thold > 0.0f;
+    if (c.guard && plk::update::present && waits) {
+        // Inside llama_decode an abort would lose a shift or a move, and one release asserts after.
         plk::update::run(c.ctx, true);
     }
     const std::unique_ptr<plk::rollback::Saved> saved =

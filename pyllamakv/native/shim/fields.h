@@ -4,6 +4,7 @@
 
 #include "core.h"
 
+#include <cstdlib>
 #include <string>
 #include <type_traits>
 #include <utility>

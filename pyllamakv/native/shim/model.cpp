@@ -1,6 +1,7 @@
 // Models: loading, facts, vocabulary.
 #include "groups.h"
 
+#include <cerrno>
 #include <climits>
 #include <cstdio>
 

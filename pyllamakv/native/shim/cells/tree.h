@@ -93,7 +93,7 @@ void describe(llama_context *ctx, plk_context_info &info) {
     info.can_remove_partly = tree.kind == PLK_MEMORY_ATTENTION ? 1
         : tree.kind == PLK_MEMORY_RECURRENT                   ? 0
                                                               : -1;
-    info.defrag = !tree.caches.empty() && tree.kind != PLK_MEMORY_HYBRID;
+    info.defrag = !tree.caches.empty();
     for (const Stream &stream : tree.caches) {
         info.contiguous_slots = std::max(info.contiguous_slots, contiguous(*stream.cache) ? 1 : 0);
         info.v_transposed = transposed(*stream.cache) ? 1 : 0;

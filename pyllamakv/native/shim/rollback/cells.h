@@ -5,8 +5,6 @@
 
 #include "groups.h"
 
-#include <tuple>
-
 namespace plk::rollback {
 
 const uint64_t bits = 0;
@@ -15,44 +13,60 @@ const bool abortable = true;
 // Defined by the candidate; NULL where the memory is no array of cells.
 plk::Cache *cache_of(llama_context *ctx);
 
+// Positions and sequences as plk_cells_read gives them: a copy of the cells themselves, with a
+// std::set each, would cost more than many a decode. No shift is pending: a guarded decode begins
+// with applying it.
 struct Cells : Saved {
-    decltype(plk::Cache::cells) cells;
+    plk::Picture picture;
     uint32_t head = 0, used = 0, n = 0;
 };
 
 std::unique_ptr<Saved> save(plk_context &context) {
     const plk::Cache *cache = cache_of(context.ctx);
-    if (cache == nullptr) {
+    auto saved = std::make_unique<Cells>();
+    if (cache == nullptr || !plk::take_picture(context, saved->picture)) {
         return nullptr;
     }
-    auto saved = std::make_unique<Cells>();
-    saved->cells = cache->cells;
     saved->head = cache->head;
     saved->used = cache->used;
     saved->n = cache->n;
     return saved;
 }
 
-// Whether cells moved: then the data moved as well, and it was a patched decode that did it, which
-// undoes itself.
-inline bool moved(const decltype(plk::Cache::cells) &before,
-                  const decltype(plk::Cache::cells) &after) {
-    for (size_t i = 0; i < before.size(); ++i) {
-        const bool both = !before[i].is_empty() && !after[i].is_empty();
-        if (both && (before[i].pos != after[i].pos || before[i].seq_id != after[i].seq_id)) {
-            return true;
-        }
+// Whether `cell` was and is occupied, by something else: then the data moved as well. Only a
+// patched decode moves cells, and it undoes itself.
+inline bool moved(const plk::Picture &before, const plk::Picture &after, size_t cell) {
+    if (before.pos[cell] < 0 || after.pos[cell] < 0) {
+        return false;
     }
-    return false;
+    const uint64_t *old = before.seqs.data() + cell * before.words;
+    return before.pos[cell] != after.pos[cell] ||
+           !std::equal(old, old + before.words, after.seqs.data() + cell * after.words);
 }
 
 void undo(plk_context &context, const llama_batch &, int, Saved *saved) {
     plk::Cache *cache = cache_of(context.ctx);
-    auto *old = static_cast<Cells *>(saved);
-    if (cache == nullptr || old == nullptr || moved(old->cells, cache->cells)) {
+    const auto *old = static_cast<const Cells *>(saved);
+    plk::Picture now;
+    if (cache == nullptr || old == nullptr || !plk::take_picture(context, now)) {
         return;
     }
-    cache->cells = old->cells;
+    for (size_t i = 0; i < now.pos.size(); ++i) {
+        if (moved(old->picture, now, i)) {
+            return;
+        }
+    }
+    for (size_t i = 0; i < now.pos.size(); ++i) {
+        auto &cell = cache->cells[i];
+        cell.pos = old->picture.pos[i];
+        cell.seq_id.clear();
+        for (uint32_t seq = 0; seq < context.n_seq_max; ++seq) {
+            const uint64_t word = old->picture.seqs[i * old->picture.words + seq / 64];
+            if (word >> (seq % 64) & 1) {
+                cell.seq_id.insert(static_cast<llama_seq_id>(seq));
+            }
+        }
+    }
     cache->head = old->head;
     cache->used = old->used;
     cache->n = old->n;

@@ -1,0 +1,58 @@
+"""Tell a person what a rebase that stopped wants of them, file by file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.errors import RebaseWaiting
+from pyllamakv.patching import export, hunks, successors, trees, worktree
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pyllamakv.patching.waiting import Session
+    from pyllamakv.source.store import Store
+
+_ADVICE = {
+    "content": "solve the marked places",
+    "gone": "{onto} has no such file; carry its change over{where}, then delete it",
+    "kept": "the patch deletes it, {onto} changed it; delete it, or `git add` it to keep it",
+    "both": "both sides add it; solve the marked places",
+}
+
+
+def waits(
+    store: Store, session: Session, why: str, marked: Sequence[str] | None = None
+) -> RebaseWaiting:
+    """Make the error that names folder, files and what to do with each.
+
+    ``marked`` are the files that still hold marks, where that is known: others of theirs are done.
+    """
+    folder = session.folder(store)
+    clashes = worktree.clashes(folder) if folder.is_dir() else ()
+    rows = {
+        clash.path: _ADVICE[clash.kind].format(
+            onto=session.onto, where=_where(store, session, clash)
+        )
+        for clash in clashes
+        if marked is None or clash.path in marked or clash.kind != "content"
+    }
+    rows |= {path: _ADVICE["content"] for path in marked or () if path not in rows}
+    id_ = session.id
+    lines = [
+        f"{why}; in {folder}",
+        *(f"  {path}: {advice}" for path, advice in rows.items()),
+        f"Then `pyllamakv patch rebase --continue {id_}`; --skip leaves it out, --abort ends it.",
+    ]
+    return RebaseWaiting("\n".join(lines), folder, tuple(rows))
+
+
+def _where(store: Store, session: Session, clash: worktree.Clash) -> str:
+    """Name the file that most of the vanished file's code went to."""
+    if clash.kind != "gone":
+        return ""
+    patch = hunks.parse(export.format_patch(store, session.pick), session.id)
+    old = [line for hunk in patch.file(clash.path).hunks for line in hunk.old]
+    tree = trees.StoreTree(store, store.tree_of(session.ground))
+    found = successors.find(tree, clash.path, old)
+    return f" to {found[0].path}" if found else " to where its code went"

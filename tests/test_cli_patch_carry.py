@@ -1,0 +1,121 @@
+"""The commands that carry patches: results on stdout, exit codes as documented."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from patching_kit import Bench, diff, numbered
+
+from pyllamakv import home
+from pyllamakv.cli import main
+from pyllamakv.patching import series
+from pyllamakv.source import lock
+from pyllamakv.source.store import open_store
+
+OLD = {"src/a.cpp": numbered(60), "src/b.cpp": numbered(20)}
+ONE = OLD | {"src/a.cpp": numbered(60, l10="x", l40="y")}
+SOLVED = numbered(60, l10="x", l40="y")
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Return a home with two releases, and a shipped series of one patch."""
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
+    bench = Bench(open_store(), tmp_path / "patches")
+    bench.add_release("0.3.1", OLD)
+    bench.add_release("0.3.2", OLD | {"src/a.cpp": numbered(60, l40="upstream")}, "2025-02-02")
+    bench.add_patch("one", {"0.3.1": (OLD, ONE)})
+    monkeypatch.setattr(lock, "known", lambda: bench.releases)
+    monkeypatch.setattr(home, "data", lambda _name: bench.folder)
+    return bench
+
+
+def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as left:
+        main.main(["patch", *words])
+    out, err = capsys.readouterr()
+    code = left.value.code
+    return (code if isinstance(code, int) else 0), out, err
+
+
+def test_rebase(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    """A conflict exits with 3 and names the folder; --continue writes the text."""
+    code, out, err = call(capsys, "rebase", "one", "--onto", "0.3.2")
+    assert (code, out) == (3, "")
+    assert "src/a.cpp" in err
+    code, out, _ = call(capsys, "rebase", "--continue", "--json")
+    assert code == 3
+    waits = json.loads(out)["waiting"]
+    assert waits["files"] == ["src/a.cpp"]
+    (Path(waits["folder"]) / "src" / "a.cpp").write_bytes(SOLVED)
+    code, out, _ = call(capsys, "rebase", "--continue", "one", "--json")
+    assert code == 0
+    (done,) = json.loads(out)["done"]
+    assert (done["state"], done["change"]) == ("resolved", "content")
+    assert series.load(bench.folder).definition("one").text("0.3.2")
+    code, out, _ = call(capsys, "rebase", "one", "--onto", "0.3.2")
+    assert code == 0
+    assert out == "one onto 0.3.2: applies\n"
+
+
+def test_rebase_leave(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    """Abort and skip need no name while one patch waits; without one there is nothing to do."""
+    for way in ("--abort", "--skip"):
+        assert call(capsys, "rebase", "one", "--onto", "0.3.2")[0] == 3
+        assert call(capsys, "rebase", way)[0] == 0
+        assert call(capsys, "rebase", way)[0] == 2
+    assert not bench.file("one", "0.3.2").exists()
+    assert call(capsys, "rebase", "one")[0] == 2
+    assert call(capsys, "rebase", "--onto", "0.3.2")[0] == 2
+    assert call(capsys, "rebase", "../one", "--abort")[0] == 2
+
+
+def test_diff(bench: Bench, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A lost hunk is told and exits with 1; texts come from bases or files."""
+    short = tmp_path / "short.patch"
+    short.write_bytes(diff(OLD, OLD | {"src/a.cpp": numbered(60, l10="x")}))
+    code, out, _ = call(capsys, "diff", "one", "0.3.1", str(short), "--json")
+    assert code == 1
+    facts = json.loads(out)
+    assert facts["change"] == "content"
+    assert [loss["name"] for loss in facts["lost"] if loss["what"] == "hunk"] == ["2"]
+    code, out, _ = call(capsys, "diff", "one", "0.3.1", str(short))
+    assert "src/a.cpp, hunk 2" in out
+    assert call(capsys, "diff", "one", "0.3.1", "0.3.1")[0] == 0
+
+
+def test_drift(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    """The hunk that lost its place names the release; exit 3 as for status."""
+    code, out, _ = call(capsys, "drift", "0.3.2", "--json")
+    assert code == 3
+    (facts,) = json.loads(out)
+    assert facts["hunks"][1]["changed_in"] == "0.3.2"
+    code, out, _ = call(capsys, "drift", "0.3.2")
+    assert "changed in 0.3.2" in out
+    assert call(capsys, "drift", "0.3.1", "one")[0] == 0
+
+
+def test_obsolete(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    """Signs are told; they are hints and no failure."""
+    code, out, _ = call(capsys, "obsolete", "0.3.1", "--json")
+    assert code == 0
+    assert json.loads(out)[0]["obsolete"] is False
+    assert "behaviour: unknown" in call(capsys, "obsolete", "0.3.1")[1]
+
+
+def test_import(bench: Bench, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A user's patch is taken in, and every release says how it fares."""
+    file = tmp_path / "mine.patch"
+    file.write_bytes(diff(OLD, OLD | {"src/a.cpp": numbered(60, l41="mine")}))
+    code, out, _ = call(capsys, "import", str(file), "--id", "mine", "--scenario", "s")
+    assert code == 0
+    assert "0.3.1: applies" in out
+    assert "0.3.2: mine does not apply" in out
+    assert series.load(bench.folder).order == ("one", "mine")
+    words = ("import", str(file), "--id", "two", "--base", "0.3.2", "--scenario", "s")
+    assert call(capsys, *words)[0] == 3
+    words = ("import", str(file), "--id", "two", "--to", str(tmp_path / "own"), "--json")
+    code, out, _ = call(capsys, *words, "--scenario", "s")
+    assert json.loads(out)["applies"] == ["0.3.1"]
