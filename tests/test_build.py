@@ -210,7 +210,9 @@ def held_ninja(shop: Workshop) -> tuple[Path, Path]:
     shop.use(
         "ninja",
         f"touch {shlex.quote(str(begun))}\n"
-        f"while [ ! -e {shlex.quote(str(go))} ]; do sleep 0.05; done\n{NINJA}",
+        # Bounded, so that a failing test leaves no process for ever.
+        f"n=0; while [ ! -e {shlex.quote(str(go))} ] && [ $n -lt 6000 ]; do\n"
+        f"sleep 0.05; n=$((n + 1)); done\n{NINJA}",
     )
     return begun, go
 

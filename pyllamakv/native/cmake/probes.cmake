@@ -9,7 +9,8 @@ set(PLK_INCLUDES
     "${PLK_LLAMA_SRC}/src" "${PLK_LLAMA_SRC}/ggml/src")
 
 # Group, then its candidates, best first. `none` is the stub that stands where nothing fits.
-set(PLK_GROUPS load context settings memory cells rollback update defrag counters devices sampler rpc)
+set(PLK_GROUPS
+    load context settings memory cells rollback update defrag counters devices sampler rpc)
 set(PLK_load vocab model)
 set(PLK_context init new)
 set(PLK_settings getter member hidden)
@@ -46,8 +47,8 @@ function(plk_choose folder out)
         if(winner STREQUAL "none")
             if(NOT EXISTS "${folder}/${group}/none.cpp")
                 message(FATAL_ERROR
-                    "no candidate of the shim's group '${group}' compiles against ${PLK_LLAMA_SRC}: "
-                    "this release needs a new ${folder}/${group}/<name>.cpp. The compiler's words: "
+                    "no candidate of the shim's group '${group}' compiles against this tree, "
+                    "${PLK_LLAMA_SRC}: the release needs a new ${folder}/${group}/<name>.cpp. The compiler's words: "
                     "${CMAKE_BINARY_DIR}/probes/${group}-*.log")
             endif()
             list(APPEND answers "\"${group}\": null")
@@ -66,7 +67,8 @@ endfunction()
 # Set `out` to the command that checks a file without making anything.
 function(plk_compiler_words out)
     separate_arguments(flags NATIVE_COMMAND "${CMAKE_CXX_FLAGS}")
-    set(words "${CMAKE_CXX_COMPILER}" ${CMAKE_CXX_COMPILER_ARG1} ${flags} -std=c++17 -fsyntax-only -w
+    set(words "${CMAKE_CXX_COMPILER}" ${CMAKE_CXX_COMPILER_ARG1} ${flags}
+        -std=c++17 -fsyntax-only -w
         "-I${CMAKE_CURRENT_SOURCE_DIR}" "-I${CMAKE_CURRENT_SOURCE_DIR}/shim")
     if(CMAKE_OSX_SYSROOT)
         list(APPEND words -isysroot "${CMAKE_OSX_SYSROOT}")

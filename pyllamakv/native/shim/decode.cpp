@@ -25,12 +25,13 @@ int check(const plk_context &c, const plk_batch &batch) {
                                batch.token[i], n_vocab);
         }
         if (batch.pos[i] < 0) {
-            return plk::refuse(PLK_EINVAL, "place %d has the negative position %d", i, batch.pos[i]);
+            return plk::refuse(PLK_EINVAL, "place %d has the negative position %d", i,
+                               batch.pos[i]);
         }
         const int32_t count = batch.seq_count != nullptr ? batch.seq_count[i] : 1;
         if (count < 1 || static_cast<uint32_t>(count) > c.n_seq_max) {
-            return plk::refuse(PLK_EINVAL, "place %d names %d sequences, expected 1 to %u", i, count,
-                               c.n_seq_max);
+            return plk::refuse(PLK_EINVAL, "place %d names %d sequences, expected 1 to %u", i,
+                               count, c.n_seq_max);
         }
         for (int32_t j = 0; j < count; ++j, ++seq) {
             if (*seq < 0 || static_cast<uint32_t>(*seq) >= c.n_seq_max) {

@@ -40,7 +40,8 @@ int plk_model_load(const char *path, const plk_model_params *params, plk_model *
             return plk::refuse(PLK_EMODEL, "%s: %s", path, error.what());
         }
         if (model == nullptr) {
-            return plk::refuse(PLK_EMODEL, "llama.cpp cannot load %s; its log has the reason", path);
+            return plk::refuse(PLK_EMODEL, "llama.cpp cannot load %s; its log has the reason",
+                               path);
         }
         auto *handle = new plk_model;
         handle->model = model;
@@ -99,7 +100,8 @@ int32_t plk_token_piece(const plk_model *model, int32_t token, char *piece, int3
             return plk::refuse(PLK_EINVAL, "the model is NULL, or room is negative");
         }
         if (token < 0 || token >= model->info.n_vocab) {
-            return plk::refuse(PLK_EINVAL, "token %d is outside [0, %d)", token, model->info.n_vocab);
+            return plk::refuse(PLK_EINVAL, "token %d is outside [0, %d)", token,
+                               model->info.n_vocab);
         }
         if (!model->info.has_vocab) {
             return plk::refuse(PLK_EUNSUPPORTED, "the model has no vocabulary");

@@ -42,6 +42,33 @@ int32_t seen(plk_context &c, int32_t seq, bool largest) {
     return found;
 }
 
+// Copy a range, but for positions whose cells both sequences have already: several releases count
+// such a cell twice, and keep its position as the sequence's last after it has gone.
+void copy(plk_context &c, int32_t from, int32_t to, int32_t p0, int32_t p1) {
+    plk::Picture picture;
+    std::vector<int32_t> shared;
+    if (c.guard && from != to && plk::cells::count(c.ctx) == 1 && plk::take_picture(c, picture)) {
+        for (size_t i = 0; i < picture.pos.size(); ++i) {
+            const uint64_t *seqs = picture.seqs.data() + i * picture.words;
+            if (picture.pos[i] >= std::max(p0, 0) && (p1 < 0 || picture.pos[i] < p1) &&
+                (seqs[from / 64] >> (from % 64) & 1) && (seqs[to / 64] >> (to % 64) & 1)) {
+                shared.push_back(picture.pos[i]);
+            }
+        }
+        std::sort(shared.begin(), shared.end());
+    }
+    int32_t next = p0;
+    for (const int32_t pos : shared) {
+        if (std::max(next, 0) < pos) {
+            plk::memory::seq_cp(c.ctx, from, to, next, pos);
+        }
+        next = pos + 1;
+    }
+    if (p1 < 0 || next < p1) {
+        plk::memory::seq_cp(c.ctx, from, to, next, p1);
+    }
+}
+
 int check_shift(const plk_context *c) {
     return plk::can_shift(*c) ? PLK_OK
                               : plk::refuse(PLK_EREFUSED, "the memory of this context cannot shift "
@@ -128,7 +155,8 @@ int plk_seq_cp(plk_context *context, int32_t from, int32_t to, int32_t p0, int32
             return code > 0 ? PLK_OK : code;
         }
         if (!plk::cells::can_copy(context->ctx, from, to, p0, p1) &&
-            p0 <= plk_seq_pos_min(context, from) && (p1 < 0 || p1 > plk_seq_pos_max(context, from))) {
+            p0 <= plk_seq_pos_min(context, from) &&
+            (p1 < 0 || p1 > plk_seq_pos_max(context, from))) {
             p0 = p1 = -1; // all of it, said in the one way that upstream takes between streams
         }
         if (!plk::cells::can_copy(context->ctx, from, to, p0, p1)) {
@@ -137,7 +165,7 @@ int plk_seq_cp(plk_context *context, int32_t from, int32_t to, int32_t p0, int32
                                "whole sequence can be copied: use kv_unified",
                                from, to);
         }
-        plk::memory::seq_cp(context->ctx, from, to, std::max(p0, -1), std::max(p1, -1));
+        copy(*context, from, to, std::max(p0, -1), std::max(p1, -1));
         return PLK_OK;
     });
 }

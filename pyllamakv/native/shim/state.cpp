@@ -59,8 +59,10 @@ int64_t plk_state_save(plk_context *context, int32_t seq, uint8_t *data, int64_t
         }
         const size_t size =
             llama_state_seq_get_data(context->ctx, data, static_cast<size_t>(room), seq);
-        return size > 0 ? static_cast<int64_t>(size)
-                        : plk::refuse(PLK_ESTATE, "llama.cpp wrote no state; its log has the reason");
+        if (size == 0) {
+            return plk::refuse(PLK_ESTATE, "llama.cpp wrote no state; its log has the reason");
+        }
+        return static_cast<int64_t>(size);
     });
 }
 

@@ -1,5 +1,6 @@
 // A batch without a slot leaves nothing, an aborted one its finished micro-batches (0.3.10 and
-// later). New positions lie beyond those of their sequence, so what is there can be removed by name.
+// later). New positions lie beyond those of their sequence, so what is there can be removed by
+// name.
 #include "groups.h"
 
 const uint64_t plk::rollback::bits = PLK_CAP_ROLLBACK;

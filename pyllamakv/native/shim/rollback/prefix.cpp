@@ -45,7 +45,7 @@ void plk::rollback::undo(plk_context &context, const llama_batch &batch, int, Sa
         }
     }
     for (const auto &[pair, count] : copies) {
-        // What stands in two cells was there before: it is worth more than a ghost that can be seen.
+        // What stands in two cells was there before, and is worth more than a ghost.
         if (count < 2) {
             plk::memory::seq_rm(context.ctx, pair.first, pair.second, pair.second + 1);
         }

@@ -5,7 +5,8 @@
 static_assert(sizeof(llama_model_params::rpc_servers) > 0, "the field");
 
 int plk::rpc::serve(const char *endpoint, const char *device, uint64_t memory) {
-    return serve_backend(device, memory, [&](ggml_backend_t backend, size_t available, size_t total) {
+    const auto start = [&](ggml_backend_t backend, size_t available, size_t total) {
         ggml_backend_rpc_start_server(backend, endpoint, available, total);
-    });
+    };
+    return serve_backend(device, memory, start);
 }

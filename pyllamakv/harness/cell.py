@@ -1,0 +1,294 @@
+"""Judge one cell of the matrix: a release, a series and a backend, as a pure function of its spec.
+
+Spec and result are plain values that go through JSON unchanged, so that a cell can be judged by any
+executor: in this process, in another, on another machine. What keeps a cell from being judged is a
+result too: untestable, with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import filelock
+
+from pyllamakv.building import variant as variants
+from pyllamakv.building.build import build
+from pyllamakv.errors import HarnessError, KvError
+from pyllamakv.harness import check as checking
+from pyllamakv.harness import report, scenario
+from pyllamakv.harness.verdict import Verdict
+from pyllamakv.home import home
+from pyllamakv.patching import drift
+from pyllamakv.source import fetch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from pyllamakv.harness.check import Answer
+    from pyllamakv.source.progress import Progress
+    from pyllamakv.source.releases import Release
+
+
+@dataclass(frozen=True)
+class CellSpec:
+    """Name a cell: a release, shipped patches (none named: all that apply) and a backend.
+
+    ``isolate`` judges one shipped patch by its own scenarios; ``scenarios`` limits what is run.
+    """
+
+    release: str
+    series: tuple[str, ...] = ()
+    isolate: str = ""
+    backend: str = "cpu"
+    native: bool = True
+    scenarios: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Return the cell in a few words: ``0.3.9``, ``0.3.9 [kv-counters] cuda``."""
+        words = [self.release]
+        if self.isolate or self.series:
+            words.append(f"[{self.isolate or ','.join(self.series)}]")
+        if self.scenarios:
+            words.append(f"({','.join(self.scenarios)})")
+        if self.backend != "cpu":
+            words.append(self.backend)
+        return " ".join(words if self.native else [*words, "portable"])
+
+    def question(self, *, fresh: bool = False) -> checking.Question:
+        """Return what `check` is asked for this cell."""
+        return checking.Question(
+            release=self.release,
+            series=self.series,
+            isolate=self.isolate,
+            scenarios=self.scenarios,
+            backend=self.backend,
+            fresh=fresh,
+            native=self.native,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the spec as plain JSON values."""
+        raw = asdict(self)
+        return raw | {"series": list(self.series), "scenarios": list(self.scenarios)}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> CellSpec:
+        """Return the spec that `to_json` described."""
+        lists = {key: tuple(raw[key]) for key in ("series", "scenarios")}
+        return cls(**{**raw, **lists})
+
+
+@dataclass(frozen=True)
+class Row:
+    """Hold one scenario of a cell; ``word`` is its verdict as people read it."""
+
+    id: str
+    kind: str
+    verdict: str
+    word: str
+    stock: str
+    patched: str
+    claim: str = ""
+    issue: str = ""
+
+
+@dataclass(frozen=True)
+class Failing:
+    """Hold one run that patched did not pass."""
+
+    scenario: str
+    setting: str
+    failure: str
+    message: str
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """Hold what a cell came to. Drift and pictures are kept as the JSON that their owners write."""
+
+    spec: CellSpec
+    verdict: str
+    reason: str
+    era: str = ""
+    date: str = ""
+    commit: str = ""
+    runs: int = 0
+    stock_failed: int = 0
+    patched_failed: int = 0
+    patches: tuple[str, ...] = ()
+    skipped: dict[str, str] = field(default_factory=dict)
+    variants: dict[str, str] = field(default_factory=dict)
+    scenarios: tuple[Row, ...] = ()
+    failing: tuple[Failing, ...] = ()
+    drift: tuple[dict[str, Any], ...] = ()
+    pictures: tuple[dict[str, Any], ...] = ()
+    seconds: float = 0.0
+    machine: str = ""
+    #: A verdict on inputs that have changed since.
+    stale: bool = False
+
+    @property
+    def measured(self) -> str:
+        """Return the counts behind the verdict in a line."""
+        if not self.runs:
+            return self.reason.splitlines()[0] if self.reason else ""
+        if self.variants.get("patched"):
+            return (
+                f"stock fails {self.stock_failed} of {self.runs} runs, "
+                f"patched {self.patched_failed}"
+            )
+        return f"stock fails {self.stock_failed} of {self.runs} runs, not patched"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as plain JSON values."""
+        raw = asdict(self) | {"spec": self.spec.to_json()}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in raw.items()}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> CellResult:
+        """Return the result that `to_json` described; raises ValueError when it is none."""
+        try:
+            facts = dict(raw)
+            facts["spec"] = CellSpec.from_json(raw["spec"])
+            facts["scenarios"] = tuple(Row(**row) for row in raw["scenarios"])
+            facts["failing"] = tuple(Failing(**run) for run in raw["failing"])
+            for key in ("patches", "drift", "pictures"):
+                facts[key] = tuple(raw[key])
+            facts["verdict"] = str(Verdict(raw["verdict"]))
+            return cls(**facts)
+        except (KeyError, TypeError) as error:
+            msg = f"this is no result of a cell: {type(error).__name__}: {error}"
+            raise ValueError(msg) from error
+
+
+def run_cell(
+    spec: CellSpec, *, fresh: bool = False, progress: Progress | None = None
+) -> CellResult:
+    """Judge a cell, fetching and building what is missing; ``fresh`` runs everything again."""
+    started = time.monotonic()
+    release: Release | None = None
+    try:
+        with _one_builder(progress):
+            release = fetch.ensure(spec.release, progress=progress)
+            _build(spec, progress)
+            drifted = _drift(spec, release)
+        answer = checking.check(spec.question(fresh=fresh), progress=progress)
+        result = _result(spec, answer, drifted)
+    except HarnessError as error:
+        result = untestable(spec, f"a fault of the harness: {error}")
+    except KvError as error:
+        result = untestable(spec, str(error))
+    except Exception as error:
+        # One cell must not take the others down; what is said here is told as a regression.
+        result = untestable(spec, f"a fault of the harness: {type(error).__name__}: {error}")
+    known = {} if release is None else _facts(release)
+    seconds = round(time.monotonic() - started, 1)
+    return CellResult(**{**vars(result), **known, "seconds": seconds, "machine": os.uname().machine})
+
+
+def judge(raw: dict[str, Any], fresh: bool = False) -> dict[str, Any]:
+    """Judge a cell from JSON to JSON: what executors of other processes are given."""
+    return run_cell(CellSpec.from_json(raw), fresh=fresh).to_json()
+
+
+def untestable(spec: CellSpec, reason: str) -> CellResult:
+    """Return the result of a cell that cannot be judged here."""
+    return CellResult(spec, str(Verdict.UNTESTABLE), reason)
+
+
+def _facts(release: Release) -> dict[str, str]:
+    return {"era": release.era, "date": release.date, "commit": release.commit}
+
+
+def _result(spec: CellSpec, answer: Answer, drifted: tuple[dict[str, Any], ...]) -> CellResult:
+    found = answer.judgement
+    return CellResult(
+        spec=spec,
+        verdict=str(found.verdict),
+        reason=found.reason,
+        runs=found.runs,
+        stock_failed=found.stock_failed,
+        patched_failed=found.patched_failed,
+        patches=answer.patches,
+        skipped=dict(answer.skipped),
+        variants=dict(answer.variants),
+        scenarios=_rows(answer),
+        failing=tuple(
+            Failing(
+                pair.scenario,
+                pair.setting,
+                pair.patched.failure or pair.patched.status,
+                pair.patched.message,
+            )
+            for pair in answer.pairs
+            if pair.patched is not None and pair.patched.status in ("fail", "absent")
+        ),
+        drift=drifted,
+        pictures=tuple(
+            {"side": side, **picture.to_json()} for side, picture in report.pictures(answer)
+        ),
+    )
+
+
+def _rows(answer: Answer) -> tuple[Row, ...]:
+    known = scenario.discover(answer.question.folders)
+    rows = []
+    for name, verdict in answer.judgement.scenarios.items():
+        mine = [pair for pair in answer.pairs if pair.scenario == name]
+        row = Row(
+            name,
+            mine[0].kind,
+            str(verdict),
+            report.word(verdict, mine[0].kind),
+            report.summary([pair.stock for pair in mine]),
+            report.summary([pair.patched for pair in mine]),
+            known[name].claim if name in known else "",
+            known[name].issue if name in known else "",
+        )
+        rows.append(row)
+    return tuple(rows)
+
+
+def _build(spec: CellSpec, progress: Progress | None) -> None:
+    """Build both sides; what fails here is told by `check`, which meets it again."""
+    series = (spec.isolate,) if spec.isolate else (spec.series or None)
+    with contextlib.suppress(KvError):
+        for wanted in (variants.Spec(spec.release, ()), variants.Spec(spec.release, series)):
+            build(wanted, backend=spec.backend, native=spec.native, progress=progress)
+
+
+def _drift(spec: CellSpec, release: Release) -> tuple[dict[str, Any], ...]:
+    ids = (spec.isolate,) if spec.isolate else spec.series
+    try:
+        return tuple(one.as_json() for one in drift.drift(release, ids))
+    except KvError:
+        # Where the verdict can be had without it, a report without drift is better than none.
+        return ()
+
+
+@contextlib.contextmanager
+def _one_builder(progress: Progress | None) -> Iterator[None]:
+    """Let one cell of this machine fetch and build at a time: a build takes every processor."""
+    folder = home() / "locks"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(folder / "matrix.lock")
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            if progress:
+                progress("waiting for the build of another cell", 0, None)
+            lock.acquire()
+    except OSError:
+        # A home that cannot be written may hold all that is needed; `check` says if it does not.
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
