@@ -25,7 +25,18 @@ DEFAULT_RELEASE = "0.3.9"
 def pytest_configure(config: pytest.Config) -> None:
     """Stop with the line that sets everything up when the package is not installed."""
     missing = []
-    for name in ("cffi", "numpy", "gguf", "git", "unearth", "typer", "hypothesis"):
+    for name in (
+        "cffi",
+        "numpy",
+        "gguf",
+        "git",
+        "unearth",
+        "typer",
+        "filelock",
+        "cmake",
+        "ninja",
+        "hypothesis",
+    ):
         try:
             __import__(name)
         except ImportError:

@@ -33,7 +33,8 @@ Judge = Callable[[dict[str, Any], bool], dict[str, Any]]
 class Choice:
     """Hold what a matrix is asked for; nothing named means all of it.
 
-    ``each`` adds every shipped patch by itself, judged by its own scenarios.
+    ``isolate`` names shipped patches that are judged alone, by their own scenarios; ``each`` adds
+    all of them so.
     """
 
     releases: tuple[str, ...] = ()
@@ -41,6 +42,7 @@ class Choice:
     backends: tuple[str, ...] = ("cpu",)
     series: tuple[str, ...] = ()
     scenarios: tuple[str, ...] = ()
+    isolate: tuple[str, ...] = ()
     each: bool = False
     native: bool = True
 
@@ -52,11 +54,10 @@ def plan(choice: Choice | None = None) -> tuple[CellSpec, ...]:
     series cannot be read: none of these is a matter of one cell.
     """
     choice = choice or Choice()
-    order = shipped.load().order
-    unknown = next((name for name in choice.series if name not in order), None)
-    if unknown is not None:
-        shipped.load().definition(unknown)
-    alone = ("", *order) if choice.each else ("",)
+    series = shipped.load()
+    for name in (*choice.series, *choice.isolate):
+        series.definition(name)
+    alone = ("", *series.order) if choice.each else choice.isolate or ("",)
     return tuple(
         CellSpec(
             release,

@@ -41,12 +41,13 @@ def show(answer: Answer, scenarios: dict[str, Scenario], console: Console, maps:
             table.add_column(head, no_wrap=True)
         for name, verdict in answer.judgement.scenarios.items():
             mine = [pair for pair in answer.pairs if pair.scenario == name]
+            kind = scenarios[name].kind if name in scenarios else mine[0].kind
             table.add_row(
                 name,
-                scenarios[name].kind if name in scenarios else mine[0].kind,
+                kind,
                 summary([pair.stock for pair in mine]),
                 summary([pair.patched for pair in mine]),
-                f"[{_STYLES[verdict]}]{verdict}[/]",
+                f"[{_STYLES[verdict]}]{word(verdict, kind)}[/]",
             )
         console.print(table)
     for pair in answer.pairs:
@@ -62,6 +63,13 @@ def show(answer: Answer, scenarios: dict[str, Scenario], console: Console, maps:
         console.print(f"patches: {', '.join(answer.patches)}", style="dim", markup=False)
     style = _STYLES[answer.judgement.verdict]
     console.print(str(answer.judgement), style=style, markup=False, soft_wrap=True)
+
+
+def word(verdict: Verdict, kind: str) -> str:
+    """Return a scenario's verdict as people read it: only a cure can be redundant."""
+    if verdict is Verdict.REDUNDANT and kind != "cure":
+        return "holds" if kind == "guard" else "works"
+    return str(verdict)
 
 
 def summary(outcomes: list[Outcome | None]) -> str:

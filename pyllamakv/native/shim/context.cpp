@@ -133,13 +133,14 @@ int plk_context_new(plk_model *model, const plk_context_params *params, plk_cont
         auto handle = std::make_unique<plk_context>();
         handle->asked = asked;
         handle->guard = asked.guard != 0;
+        plk::forget_logged();
         try {
             handle->ctx = plk::context::open(model->model, fill(asked, handle.get()));
         } catch (const std::exception &error) {
             return plk::refuse(PLK_ECONTEXT, "%s", error.what());
         }
         if (handle->ctx == nullptr) {
-            return plk::refuse(PLK_ECONTEXT, "llama.cpp made no context; its log has the reason");
+            return plk::refuse(PLK_ECONTEXT, "llama.cpp made no context: %s", plk::logged());
         }
         handle->n_batch = llama_n_batch(handle->ctx);
         handle->n_ubatch = llama_n_ubatch(handle->ctx);

@@ -99,6 +99,10 @@ inline int need(const plk_context *context) {
 // Install our log and start llama.cpp, once per process.
 void start();
 
+// The first error that llama.cpp logged in this thread since `forget_logged`; empty if none.
+const char *logged();
+void forget_logged();
+
 // Let go of a model; the last user frees it.
 void release(plk_model *model);
 

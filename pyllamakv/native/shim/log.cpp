@@ -35,6 +35,9 @@ struct Line {
 };
 thread_local Line line;
 
+// Reasons that llama.cpp only logs; the first one is the cause, later ones say what failed of it.
+thread_local std::string first_error;
+
 // Before 0.3 the levels were numbered 2 (error) to 5 (debug), and there was no continuation.
 constexpr bool continues = static_cast<int>(GGML_LOG_LEVEL_DEBUG) == 1;
 
@@ -66,6 +69,9 @@ void finish() {
         line.text.pop_back();
     }
     if (!line.text.empty()) {
+        if (line.level == 4 && first_error.empty()) {
+            first_error = line.text;
+        }
         push(line.level, line.text);
     }
     line.text.clear();
@@ -88,6 +94,10 @@ void receive(ggml_log_level level, const char *text, void *) noexcept {
 }
 
 } // namespace
+
+const char *plk::logged() { return first_error.c_str(); }
+
+void plk::forget_logged() { first_error.clear(); }
 
 void plk::start() {
     static const bool once = [] {

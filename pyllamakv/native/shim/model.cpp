@@ -26,22 +26,27 @@ int plk_model_load(const char *path, const plk_model_params *params, plk_model *
         if (code != PLK_OK) {
             return code;
         }
-        // llama.cpp says in its log alone that a file is absent; here it is cheap to say.
+        // llama.cpp says in its log alone, or on stderr, that a file is absent or another kind.
         FILE *file = fopen(path, "rb");
         if (file == nullptr) {
             return plk::refuse(PLK_EMODEL, "cannot open %s: %s", path, strerror(errno));
         }
+        char magic[4] = {};
+        const size_t bytes = fread(magic, 1, sizeof(magic), file);
         fclose(file);
+        if (bytes != sizeof(magic) || memcmp(magic, "GGUF", sizeof(magic)) != 0) {
+            return plk::refuse(PLK_EMODEL, "%s is no GGUF file", path);
+        }
         plk::start();
         llama_model *model = nullptr;
+        plk::forget_logged();
         try {
             model = plk::load::open(path, mine);
         } catch (const std::exception &error) {
             return plk::refuse(PLK_EMODEL, "%s: %s", path, error.what());
         }
         if (model == nullptr) {
-            return plk::refuse(PLK_EMODEL, "llama.cpp cannot load %s; its log has the reason",
-                               path);
+            return plk::refuse(PLK_EMODEL, "llama.cpp cannot load %s: %s", path, plk::logged());
         }
         auto *handle = new plk_model;
         handle->model = model;

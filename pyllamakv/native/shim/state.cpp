@@ -57,10 +57,11 @@ int64_t plk_state_save(plk_context *context, int32_t seq, uint8_t *data, int64_t
             return plk::refuse(PLK_EINVAL, "the state needs %lld bytes, there is room for %lld",
                                static_cast<long long>(needed), static_cast<long long>(room));
         }
+        plk::forget_logged();
         const size_t size =
             llama_state_seq_get_data(context->ctx, data, static_cast<size_t>(room), seq);
         if (size == 0) {
-            return plk::refuse(PLK_ESTATE, "llama.cpp wrote no state; its log has the reason");
+            return plk::refuse(PLK_ESTATE, "llama.cpp wrote no state: %s", plk::logged());
         }
         return static_cast<int64_t>(size);
     });

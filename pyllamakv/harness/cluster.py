@@ -1,0 +1,68 @@
+"""Lend the machines of a dask scheduler as an executor that knows what a cell needs.
+
+Workers that own a device say so when they are started: ``dask worker ADDRESS --resources CUDA=1``.
+Each worker has its own home, into which it fetches and builds by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import Executor, Future
+from typing import TYPE_CHECKING, Any
+
+from pyllamakv.errors import HarnessError, ToolMissing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+#: How often a cell is given to another worker when its own is lost.
+_RETRIES = 2
+#: Seconds to wait for the scheduler.
+_PATIENCE = 30
+
+
+class Cluster(Executor):
+    """Submit cells to a dask client, each where the device of its backend is."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._executors: dict[str, Executor] = {}
+
+    def submit(  # type: ignore[override]
+        self, work: Callable[..., Any], raw: dict[str, Any], /, *args: Any
+    ) -> Future[Any]:
+        """Submit a cell's work; ``raw`` is the cell's spec as JSON."""
+        backend = str(raw["backend"])
+        if backend not in self._executors:
+            wants = {} if backend == "cpu" else {"resources": {backend.upper(): 1}}
+            # Not pure: --fresh must run again, and the memory is ours.
+            self._executors[backend] = self._client.get_executor(
+                pure=False, retries=_RETRIES, **wants
+            )
+        return self._executors[backend].submit(work, raw, *args)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Give the workers back."""
+        for executor in self._executors.values():
+            executor.shutdown(wait=wait and not cancel_futures)
+
+
+@contextlib.contextmanager
+def connect(address: str) -> Iterator[Cluster]:
+    """Connect to the scheduler at an address, ``tcp://host:8786``.
+
+    Raises ToolMissing without distributed, HarnessError when nothing answers there.
+    """
+    try:
+        from distributed import Client
+    except ImportError as error:
+        cure = "pip install 'pyllamakv[cluster]'"
+        msg = f"--scheduler needs the package distributed; run: {cure}"
+        raise ToolMissing(msg, tool="distributed", cure=cure) from error
+    try:
+        client = Client(address, timeout=_PATIENCE)
+    except (OSError, ValueError) as error:
+        msg = f"no scheduler answers at {address}: {error}; start one with `dask scheduler`"
+        raise HarnessError(msg) from error
+    with client, Cluster(client) as cluster:
+        yield cluster
