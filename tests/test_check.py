@@ -16,6 +16,7 @@ from pyllamakv.errors import (
     CommandFailed,
     FetchError,
     HarnessError,
+    LoadError,
     NoTextApplies,
     PatchConflict,
     ToolMissing,
@@ -158,6 +159,26 @@ def test_untestable(world: World, where: str, error: Exception) -> None:
     assert answer.judgement.verdict is Verdict.UNTESTABLE
     assert answer.judgement.exit_code == 125
     assert str(error) in answer.judgement.reason
+
+
+def test_a_library_that_does_not_load(world: World) -> None:
+    """A patched one is a broken build; a stock one says nothing about the patch."""
+
+    def refusing(side: str):
+        def make(path_side: str) -> Rolling:
+            if path_side == side:
+                msg = "undefined symbol: ggml_x"
+                raise LoadError(msg)
+            return Rolling()
+
+        return make
+
+    world.make = refusing("patched")
+    answer = ask()
+    assert answer.judgement.verdict is Verdict.BROKEN_BUILD
+    assert "undefined symbol" in answer.judgement.reason
+    world.make = refusing("stock")
+    assert ask(fresh=True).judgement.verdict is Verdict.UNTESTABLE
 
 
 def test_an_unknown_release_is_a_usage_error(world: World) -> None:

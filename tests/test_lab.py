@@ -19,7 +19,8 @@ from pyllamakv.errors import (
     WorkerTimeout,
 )
 from pyllamakv.harness import scenario
-from pyllamakv.harness.lab import Bench, Lab, classify
+from pyllamakv.harness.classes import classify
+from pyllamakv.harness.lab import Bench, Lab
 from pyllamakv.harness.scenario import CACHES, Scenario
 
 #: What stock does wrong on purpose, and a build that heals does right.

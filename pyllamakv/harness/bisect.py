@@ -94,18 +94,18 @@ def bisect(
         if not step.testable:
             continue
         low, high = (middle, high) if step.verdict == before else (low, middle)
-    facts = {name: known(name) for name in way if name not in steps}
-    facts |= steps
+    facts = [(place, steps.get(name) or known(name)) for place, name in enumerate(way)]
+    odd = tuple(
+        step
+        for place, step in facts
+        if step and step.testable and (step.verdict == before) != (place <= low)
+    )
     return Found(
         steps[way[low]],
         steps[way[high]],
         tuple(steps[name] for name in way if name in steps),
         tuple(way[low + 1 : high]),
-        tuple(
-            step
-            for place, name in enumerate(way)
-            if (step := facts[name]) and step.testable and (step.verdict == before) != (place <= low)
-        ),
+        odd,
     )
 
 

@@ -147,7 +147,9 @@ class CellResult:
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain JSON values."""
         raw = asdict(self) | {"spec": self.spec.to_json()}
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in raw.items()}
+        return {
+            key: list(value) if isinstance(value, tuple) else value for key, value in raw.items()
+        }
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> CellResult:
@@ -188,7 +190,9 @@ def run_cell(
         result = untestable(spec, f"a fault of the harness: {type(error).__name__}: {error}")
     known = {} if release is None else _facts(release)
     seconds = round(time.monotonic() - started, 1)
-    return CellResult(**{**vars(result), **known, "seconds": seconds, "machine": os.uname().machine})
+    return CellResult(
+        **{**vars(result), **known, "seconds": seconds, "machine": os.uname().machine}
+    )
 
 
 def judge(raw: dict[str, Any], fresh: bool = False) -> dict[str, Any]:

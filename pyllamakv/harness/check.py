@@ -142,7 +142,15 @@ def check(question: Question, *, progress: Progress | None = None) -> Answer:
         for side, built in sides.items()
         if side == "stock" or not _left_out(each.id, made, claimed)
     ]
-    results = running.run_tasks(tasks, fresh=question.fresh, progress=progress)
+    try:
+        results = running.run_tasks(tasks, fresh=question.fresh, progress=progress)
+    except running.CannotLoad as error:
+        where = f"stock cannot be loaded here: {error}"
+        if error.library == stock.folder:
+            return Answer(question, judge((), untestable=where))
+        tasks = [task for task in tasks if task.side == "stock"]
+        results = running.run_tasks(tasks, fresh=question.fresh, progress=progress)
+        made = replace(made, build_error=f"the patched library does not load: {error}")
     runs = {
         side: tuple(run for task, run in results.items() if task.side == side) for side in sides
     }
@@ -202,10 +210,10 @@ def _own(question: Question, shipped: Series) -> set[str] | None:
 def _narrowed(chosen: list[Scenario], own: set[str]) -> list[Scenario]:
     """Return the scenarios that prove some patches, as cures of theirs, and all guards.
 
-    A feature of the whole series is the very thing that one patch is there to bring.
+    A guard or a feature of the whole series is the very thing that one patch is there to bring.
     """
     return [
-        replace(each, kind="cure") if each.id in own and each.kind == "feature" else each
+        replace(each, kind="cure") if each.id in own else each
         for each in chosen
         if each.id in own or each.kind == "guard"
     ]

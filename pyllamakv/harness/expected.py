@@ -98,7 +98,9 @@ def load(path: Path | None = None) -> Table:
     """Return what is accepted by cell; without a path the shipped file and the home's on top."""
     if path is not None:
         return _read(path)
-    return {name: one for file in dict.fromkeys((shipped(), own())) for name, one in _read(file).items()}
+    return {
+        name: one for file in dict.fromkeys((shipped(), own())) for name, one in _read(file).items()
+    }
 
 
 def name_of(spec: CellSpec) -> str:

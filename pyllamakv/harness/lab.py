@@ -7,7 +7,6 @@ fresh worker. A worker that did nothing wrong is kept for the next run.
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,18 +24,15 @@ from pyllamakv.binding.protocol import (
 )
 from pyllamakv.errors import (
     ContextError,
-    DecodeError,
     HarnessError,
     KvError,
-    NativeError,
     ScenarioFailed,
     Unsupported,
     Untestable,
-    WorkerDied,
-    WorkerTimeout,
 )
 from pyllamakv.harness import synthetic
 from pyllamakv.harness.cellmap import Picture
+from pyllamakv.harness.classes import classify
 from pyllamakv.harness.player import Player
 from pyllamakv.harness.reference import Reference, Tolerance
 from pyllamakv.harness.verdict import Outcome
@@ -242,9 +238,9 @@ class Bench:
             outcome = classify(error)
             if lab is not None and outcome.failed:
                 lab.last_picture()
-        if lab is None or outcome.failure in SPOILED or outcome.status == "fault":
+        if outcome.failure in SPOILED or outcome.status == "fault":
             self._drop(key)
-        else:
+        elif lab is not None:
             lab.close()
         return Run(
             scenario.id,
@@ -275,29 +271,6 @@ def open_worker(path: Path, environment: dict[str, str]) -> Any:
     from pyllamakv.binding.library import open_library
 
     return open_library(path, isolated=True, env=environment, timeout=PATIENCE)
-
-
-def classify(error: Exception) -> Outcome:
-    """Return the outcome that an exception of a run stands for."""
-    text = str(error)
-    match error:
-        case ScenarioFailed():
-            return Outcome("fail", error.failure, text)
-        case Untestable():
-            return Outcome("skip", "", text)
-        case WorkerTimeout():
-            return Outcome("fail", "hang", text)
-        case WorkerDied():
-            return Outcome("fail", "crash", text)
-        case Unsupported():
-            return Outcome("absent", "", text)
-        case DecodeError() | NativeError():
-            return Outcome("fail", "claim", f"{type(error).__name__}: {text}")
-        case KvError():
-            return Outcome("fault", "", f"{type(error).__name__}: {text}")
-        case _:
-            where = traceback.format_exception(error)
-            return Outcome("fault", "", "".join(where).strip())
 
 
 def _close(library: Any) -> None:

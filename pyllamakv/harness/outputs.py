@@ -99,7 +99,7 @@ def junit(results: Iterable[CellResult], compared: Iterable[Comparison]) -> str:
     return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def annotations(compared: Iterable[Comparison]) -> list[str]:
+def workflow(compared: Iterable[Comparison]) -> list[str]:
     """Return what is not as accepted as workflow commands of GitHub, one line each."""
     lines = []
     for one in compared:
@@ -114,7 +114,12 @@ def github(specs: Iterable[CellSpec]) -> dict[str, Any]:
     """Return a plan as GitHub's ``strategy.matrix``; ``args`` are for `pyllamakv matrix run`."""
     return {
         "include": [
-            {"name": spec.name, "release": spec.release, "backend": spec.backend, "args": _args(spec)}
+            {
+                "name": spec.name,
+                "release": spec.release,
+                "backend": spec.backend,
+                "args": _args(spec),
+            }
             for spec in specs
         ]
     }
@@ -123,7 +128,9 @@ def github(specs: Iterable[CellSpec]) -> dict[str, Any]:
 def _args(spec: CellSpec) -> str:
     words = [spec.release, "--backend", spec.backend]
     if spec.isolate or spec.series:
-        words += ["--isolate", spec.isolate] if spec.isolate else ["--series", ",".join(spec.series)]
+        words += (
+            ["--isolate", spec.isolate] if spec.isolate else ["--series", ",".join(spec.series)]
+        )
     for name in spec.scenarios:
         words += ["--scenario", name]
     return " ".join(words if spec.native else [*words, "--portable"])

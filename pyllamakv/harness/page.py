@@ -63,7 +63,9 @@ def render(results: Sequence[CellResult], compared: Sequence[Comparison]) -> str
     verdicts = [result.verdict for result in results]
     return template.render(
         parts=parts,
-        counts=[(str(word), verdicts.count(word), tone(word)) for word in WORDS if word in verdicts],
+        counts=[
+            (str(word), verdicts.count(word), tone(word)) for word in WORDS if word in verdicts
+        ],
         words=[(str(word), meaning, tone(word)) for word, meaning in WORDS.items()],
         regressions=[one for one in compared if one.regression],
         created=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -102,7 +104,7 @@ def _drift(result: CellResult) -> Iterable[dict[str, Any]]:
 
 
 #: States of a hunk that has a certain place.
-_PLACED = ("applies", "clean", "offset", "new")
+_PLACED = ("exact", "offset")
 
 
 def _words(hunk: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ and what the library makes of it. Scenarios, scripts and replays all drive one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,6 @@ import numpy as np
 
 from pyllamakv.binding.protocol import (
     Capability,
-    ContextHandle,
     ContextParams,
     Counters,
     ModelHandle,
@@ -25,6 +24,7 @@ from pyllamakv.binding.protocol import (
 )
 from pyllamakv.errors import NativeError, ScenarioFailed, Unsupported
 from pyllamakv.harness import rows
+from pyllamakv.harness.feeding import Feed, Feeds, compose
 from pyllamakv.harness.ledger import Content, Ledger, differences
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
 
@@ -32,11 +32,6 @@ if TYPE_CHECKING:
     from collections import Counter
 
     from numpy.typing import NDArray
-
-#: What a batch is asked to hold: per sequence, or per tuple of sequences that share the cells, how
-#: many tokens, or which.
-#: Keys are sequences or tuples of them; a Mapping's key type is invariant, so it says Any.
-Feeds = Mapping[Any, int | Sequence[int]]
 
 #: Words for the statuses of a decode, as scripts and messages use them.
 WORDS = {Status.OK: "ok", Status.NO_SLOT: "no-slot", Status.ABORTED: "aborted"}
@@ -51,48 +46,10 @@ class Step:
     logits: dict[int, NDArray[np.float32]] = field(default_factory=dict, compare=False)
 
 
-@dataclass(frozen=True)
-class Feed:
-    """Hold the arrays of one batch and what each row of logits belongs to."""
-
-    token: NDArray[np.int32]
-    pos: NDArray[np.int32]
-    owners: tuple[tuple[int, ...], ...]
-    logits: NDArray[np.int8]
-
-    def run(self, native: Native, context: ContextHandle) -> int:
-        """Decode the batch and return llama.cpp's own status."""
-        counts = np.array([len(seqs) for seqs in self.owners], dtype=np.int32)
-        flat = np.array([seq for seqs in self.owners for seq in seqs], dtype=np.int32)
-        single = bool((counts == 1).all())
-        return native.decode(
-            context, self.token, self.pos, None if single else counts, flat, self.logits
-        )
-
-    def read(
-        self, native: Native, context: ContextHandle, n_vocab: int
-    ) -> dict[int, NDArray[np.float32]]:
-        """Return a copy of the logits that the batch asked for, by place."""
-        return {
-            int(place): np.array(native.logits(context, int(place), n_vocab), dtype=np.float32)
-            for place in np.flatnonzero(self.logits)
-        }
-
-
 class Player:
-    """Drive one context; ``n_vocab`` bounds the tokens that it makes up.
+    """Drive one context; ``n_vocab`` bounds the tokens that it makes up."""
 
-    ``observer`` is called after every operation with its name, arguments and result.
-    """
-
-    def __init__(
-        self,
-        native: Native,
-        model: ModelHandle,
-        params: ContextParams,
-        *,
-        observer: Callable[[str, dict[str, Any], dict[str, Any]], None] | None = None,
-    ) -> None:
+    def __init__(self, native: Native, model: ModelHandle, params: ContextParams) -> None:
         self.native = native
         self.model = model
         self.params = params
@@ -102,7 +59,6 @@ class Player:
         self.ledger = Ledger()
         self.steps: list[Step] = []
         self.saved: dict[str, tuple[bytes, list[tuple[int, int]]]] = {}
-        self._observer = observer
         self._closed = False
 
     def close(self) -> None:
@@ -115,20 +71,7 @@ class Player:
 
     def feed(self, feeds: Feeds, *, interleave: bool = False) -> Feed:
         """Return a batch that continues each sequence; the last token of each asks for logits."""
-        lanes: list[list[tuple[int, int, tuple[int, ...], int]]] = []
-        for key, what in feeds.items():
-            owners = (key,) if isinstance(key, int) else tuple(key)
-            start = self.ledger.next(owners[0])
-            tokens = _made_up(owners[0], start, what, self.n_vocab)
-            last = len(tokens) - 1
-            lanes.append([(t, start + n, owners, int(n == last)) for n, t in enumerate(tokens)])
-        order = list(_woven(lanes)) if interleave else [item for lane in lanes for item in lane]
-        return Feed(
-            np.array([item[0] for item in order], dtype=np.int32),
-            np.array([item[1] for item in order], dtype=np.int32),
-            tuple(item[2] for item in order),
-            np.array([item[3] for item in order], dtype=np.int8),
-        )
+        return compose(self.ledger, feeds, self.n_vocab, interleave=interleave)
 
     def decode(
         self,
@@ -147,7 +90,6 @@ class Player:
             logits = feed.read(self.native, self.context, self.n_vocab)
             self.ledger.add(feed.token.tolist(), feed.pos.tolist(), feed.owners)
             self.steps.append(Step("decode", (feed,), logits))
-        self._tell("decode", {"feed": feed}, {"status": status})
         if expect is not None and status != expect:
             free = self.n_cells - self.ledger.used
             msg = (
@@ -157,9 +99,9 @@ class Player:
             raise ScenarioFailed(msg, failure="claim", evidence={"status": status, "free": free})
         return status
 
-    def fill(self, feeds: Feeds, *, interleave: bool = False) -> None:
-        """Decode as many tokens as asked for, in batches of at most ``n_batch``."""
-        left = {key: what if isinstance(what, int) else len(what) for key, what in feeds.items()}
+    def fill(self, counts: Mapping[Any, int], *, interleave: bool = False) -> None:
+        """Decode as many made-up tokens as asked for, in batches of at most ``n_batch``."""
+        left = dict(counts)
         while any(left.values()):
             share = max(1, self.params.n_batch // sum(1 for count in left.values() if count))
             part = {key: min(share, count) for key, count in left.items() if count}
@@ -223,9 +165,7 @@ class Player:
         if done:
             self.ledger.replace(seq, cells)
             self._step("restore", seq, name)
-        else:
-            self._tell("restore", {"arguments": (seq, name)}, {"done": False})
-        if must and not done:
+        elif must:
             free = self.n_cells - self.ledger.used
             msg = f"a state of {len(cells)} tokens was refused with {free} free cells"
             raise ScenarioFailed(msg, failure="claim")
@@ -235,19 +175,15 @@ class Player:
 
     def defrag(self) -> RawDefrag:
         """Defragment now; raises Unsupported where the build cannot."""
-        report = self.native.defrag(self.context)
-        self._tell("defrag", {}, {"moves": report.moves, "cells": report.cells})
-        return report
+        return self.native.defrag(self.context)
 
     def update(self) -> None:
         """Apply what is pending."""
         self.native.update(self.context)
-        self._tell("update", {}, {})
 
     def cancel_after(self, polls: int) -> None:
         """Abort later decodes at this poll of the abort callback; negative: never."""
         self.native.cancel_after(self.context, polls)
-        self._tell("cancel", {"polls": polls}, {})
 
     @property
     def n_cells(self) -> int:
@@ -318,11 +254,6 @@ class Player:
 
     def _step(self, op: str, *arguments: Any) -> None:
         self.steps.append(Step(op, arguments))
-        self._tell(op, {"arguments": arguments}, {})
-
-    def _tell(self, op: str, what: dict[str, Any], result: dict[str, Any]) -> None:
-        if self._observer is not None:
-            self._observer(op, what, result)
 
 
 def word(status: int) -> str:
@@ -331,25 +262,3 @@ def word(status: int) -> str:
         return WORDS[Status(status)]
     except ValueError:
         return f"status {status}"
-
-
-def make_up(seq: int, pos: int, n_vocab: int) -> int:
-    """Return the token that stands at a position of a sequence when none is given."""
-    mixed = (seq * 0x9E3779B1 + pos * 0x85EBCA77 + 0xC2B2AE3D) & 0xFFFFFFFF
-    mixed ^= mixed >> 15
-    mixed = (mixed * 0x2C1B3C6D) & 0xFFFFFFFF
-    mixed ^= mixed >> 12
-    return mixed % n_vocab
-
-
-def _made_up(seq: int, start: int, what: int | Sequence[int], n_vocab: int) -> list[int]:
-    if isinstance(what, int):
-        return [make_up(seq, start + n, n_vocab) for n in range(what)]
-    return [int(token) for token in what]
-
-
-def _woven(lanes: Sequence[Sequence[Any]]) -> Iterator[Any]:
-    for n in range(max(map(len, lanes), default=0)):
-        for lane in lanes:
-            if n < len(lane):
-                yield lane[n]

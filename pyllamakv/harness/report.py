@@ -57,6 +57,11 @@ def show(answer: Answer, scenarios: dict[str, Scenario], console: Console, maps:
             console.print(f"  {pair.patched.message[:_LONGEST]}", markup=False)
     if maps:
         _show_maps(answer, console)
+    for run in answer.runs.get("patched", ()):
+        if "story" in run.notes:
+            console.print(f"the story that patched told ({run.setting}):", style="dim")
+            console.print(f"  {' '.join(run.notes['story'].split())}", markup=False)
+            break
     for name, reason in answer.skipped.items():
         console.print(f"left out: {name}: {reason}", style="dim", markup=False)
     if answer.patches:

@@ -18,7 +18,8 @@ from pathlib import Path
 from threading import local
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.harness import synthetic
+from pyllamakv.errors import LoadError
+from pyllamakv.harness import lab, synthetic
 from pyllamakv.harness.cellmap import Picture
 from pyllamakv.harness.lab import Bench, Opener, Run
 from pyllamakv.harness.verdict import Outcome
@@ -32,9 +33,20 @@ if TYPE_CHECKING:
 _CODE = ("harness", "runtime", "binding")
 _PACKAGE = Path(__file__).resolve().parents[1]
 #: Modules that only tell what came out: a word changed in a report runs nothing again.
-_TELLING = {f"{name}.py" for name in (
-    "bisect", "cell", "cluster", "expected", "matrix", "outputs", "page", "remembered", "report"
-)}
+_TELLING = {
+    f"{name}.py"
+    for name in (
+        "bisect",
+        "cell",
+        "cluster",
+        "expected",
+        "matrix",
+        "outputs",
+        "page",
+        "remembered",
+        "report",
+    )
+}
 
 #: Outcomes that may not come again and so are never remembered.
 _PASSING = ("hang",)
@@ -77,6 +89,14 @@ def code_digest() -> str:
     return whole.hexdigest()
 
 
+class CannotLoad(LoadError):
+    """Report which of the sides' libraries cannot be loaded here."""
+
+    def __init__(self, library: Path, error: LoadError) -> None:
+        super().__init__(str(error), code=error.code, log=error.log)
+        self.library = library
+
+
 def run_tasks(
     tasks: Sequence[Task],
     *,
@@ -99,6 +119,8 @@ def run_tasks(
     left = [task for task in tasks if task not in done]
     if not left:
         return done
+    for library in dict.fromkeys(task.library for task in left):
+        try_to_load(library, opener)
     # Deep models take longest; started last they would leave one worker alone with them.
     groups = _groups(left)
     groups.sort(key=lambda group: -len(group) * synthetic.cost(group[0].scenario.model))
@@ -132,6 +154,17 @@ def run_tasks(
         for bench in benches:
             bench.close()
     return {task: done[task] for task in tasks}
+
+
+def try_to_load(library: Path, opener: Opener | None = None) -> None:
+    """Open a library once in a worker and close it; raises CannotLoad.
+
+    A library that cannot be loaded here has nothing to say about any scenario.
+    """
+    try:
+        (opener or lab.open_worker)(library, {}).close()
+    except LoadError as error:
+        raise CannotLoad(library, error) from error
 
 
 def default_workers() -> int:

@@ -11,8 +11,8 @@ from pyllamakv.harness.ledger import differences
 from pyllamakv.harness.player import Player, word
 
 if TYPE_CHECKING:
+    from pyllamakv.harness.feeding import Feeds
     from pyllamakv.harness.lab import Lab
-    from pyllamakv.harness.player import Feeds
 
 
 def polls_of(player: Player, feeds: Feeds) -> int:

@@ -1,0 +1,85 @@
+"""Find the release where a verdict changed: `pyllamakv bisect`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from pyllamakv.harness.bisect import Step
+    from pyllamakv.harness.cell import CellResult
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def command(
+    good: Annotated[str, typer.Argument(help="A release on one side of the change.")],
+    bad: Annotated[str, typer.Argument(help="A release on the other side.")],
+    *,
+    scenario: Annotated[
+        str, typer.Option("--scenario", help="The verdict of this scenario alone.")
+    ] = "",
+    isolate: Annotated[
+        str, typer.Option("--isolate", help="The verdict of this patch alone.")
+    ] = "",
+    backend: Annotated[str, typer.Option("--backend", help="cpu, cuda, metal, vulkan.")] = "cpu",
+    portable: Annotated[
+        bool, typer.Option("--portable", help="Use builds that are not tuned for this machine.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Find the first release, from GOOD on the way to BAD, that has another verdict than GOOD.
+
+    Both ends are judged first, and releases that cannot be judged are passed over. The way may go
+    back in time. Exit status: 0 found, 2 nothing to find, 125 an end cannot be judged.
+    """
+    from pyllamakv.building import backend as backends
+    from pyllamakv.cli import showing
+    from pyllamakv.harness import bisect, matrix, remembered
+    from pyllamakv.harness.cell import CellSpec
+    from pyllamakv.source import lock
+
+    def spec(release: str) -> CellSpec:
+        names = (scenario,) if scenario else ()
+        return CellSpec(
+            release,
+            isolate=isolate,
+            backend=backends.canonical(backend),
+            native=not portable,
+            scenarios=names,
+        )
+
+    def known(release: str) -> Step | None:
+        kept = remembered.recall(remembered.key(spec(release)))
+        if kept is None and scenario:
+            # A whole matrix has judged this scenario too.
+            kept = remembered.recall(remembered.key(replace(spec(release), scenarios=())))
+            rows = [row for row in kept.scenarios if row.id == scenario] if kept else []
+            return bisect.Step(release, rows[0].verdict, rows[0].stock) if rows else None
+        return _step(kept) if kept else None
+
+    chain = [name for name, each in lock.known().items() if each.kind in ("sdist", "npm")]
+    with showing.progress() as progress:
+
+        def judge(release: str) -> Step:
+            return _step(matrix.run([spec(release)], progress=progress)[0])
+
+        found = bisect.bisect(good, bad, chain, judge, known)
+    if as_json:
+        json.dump(found.to_json(), sys.stdout, indent=2)
+        sys.stdout.write("\n")
+        return
+    for step in found.steps:
+        sys.stdout.write(f"{step.release}: {step.verdict}\n")
+    sys.stdout.write(f"{found}\n")
+
+
+def _step(result: CellResult) -> Step:
+    from pyllamakv.harness.bisect import Step
+
+    return Step(result.spec.release, result.verdict, result.reason)

@@ -1,0 +1,289 @@
+"""Judge every release and compare with what is expected: `pyllamakv matrix`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pyllamakv.cli import matrix_views as views
+from pyllamakv.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from concurrent.futures import Executor
+
+    from pyllamakv.harness.cell import CellSpec
+    from pyllamakv.harness.matrix import Choice
+
+app = typer.Typer(add_completion=False)
+
+Names = Annotated[list[str] | None, typer.Argument(metavar="[RELEASE]…", help="Default: all.")]
+Eras = Annotated[list[str] | None, typer.Option("--era", help="Only releases of this era.")]
+Backends = Annotated[list[str] | None, typer.Option("--backend", help="cpu (default), cuda, ….")]
+SeriesNames = Annotated[str, typer.Option("--series", help="Only these shipped patches: a,b.")]
+Isolated = Annotated[
+    list[str] | None, typer.Option("--isolate", help="Judge this patch alone; repeatable.")
+]
+Each = Annotated[bool, typer.Option("--each", help="Judge every patch alone as well.")]
+Scenarios = Annotated[list[str] | None, typer.Option("--scenario", help="Only this scenario.")]
+Portable = Annotated[bool, typer.Option("--portable", help="Use builds for any machine.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Judge again what was judged before.")]
+Scheduler = Annotated[
+    str, typer.Option("--scheduler", help="Judge on the workers of this dask scheduler.")
+]
+Expected = Annotated[
+    Path | None, typer.Option("--expected", help="What is accepted; default: beside the patches.")
+]
+Html = Annotated[Path | None, typer.Option("--html", help="Write one HTML page there.")]
+Junit = Annotated[Path | None, typer.Option("--junit", help="Write a JUnit file there.")]
+Github = Annotated[bool, typer.Option("--github", help="Print GitHub annotations as well.")]
+
+
+@app.callback(invoke_without_command=True)
+def whole(context: typer.Context, *, as_json: Json = False) -> None:
+    """Judge every release, stock against patched, and compare with what is accepted.
+
+    Without a command: run all, then show. What was judged before costs nothing. Exit status:
+    0 as accepted or better, 1 something is worse.
+    """
+    if context.invoked_subcommand is None:
+        run(as_json=as_json)
+
+
+@app.command()
+def plan(
+    names: Names = None,
+    *,
+    era: Eras = None,
+    backend: Backends = None,
+    series: SeriesNames = "",
+    isolate: Isolated = None,
+    each: Each = False,
+    scenario: Scenarios = None,
+    portable: Portable = False,
+    format_: Annotated[str, typer.Option("--format", help="text, json or github.")] = "text",
+    as_json: Json = False,
+) -> None:
+    """List the cells that a run would judge, and which were judged before."""
+    from pyllamakv.harness import matrix, outputs
+
+    if format_ not in ("text", "json", "github"):
+        msg = f"expected --format text, json or github, found {format_!r}"
+        raise UsageError(msg)
+    specs = matrix.plan(_choice(names, era, backend, series, isolate, each, scenario, portable))
+    if format_ == "github":
+        views.compact(outputs.github(specs))
+        return
+    views.plan(specs, as_json or format_ == "json")
+
+
+@app.command()
+def run(
+    names: Names = None,
+    *,
+    era: Eras = None,
+    backend: Backends = None,
+    series: SeriesNames = "",
+    isolate: Isolated = None,
+    each: Each = False,
+    scenario: Scenarios = None,
+    portable: Portable = False,
+    fresh: Fresh = False,
+    scheduler: Scheduler = "",
+    expected: Expected = None,
+    html: Html = None,
+    junit: Junit = None,
+    github: Github = False,
+    as_json: Json = False,
+) -> None:
+    """Judge releases; exit 1 when something is worse than accepted."""
+    from pyllamakv.harness import matrix
+
+    specs = matrix.plan(_choice(names, era, backend, series, isolate, each, scenario, portable))
+    _judge(specs, fresh, scheduler, views.Wanted(expected, html, junit, github, as_json))
+
+
+@app.command()
+def show(
+    names: Names = None,
+    *,
+    era: Eras = None,
+    backend: Backends = None,
+    series: SeriesNames = "",
+    isolate: Isolated = None,
+    each: Each = False,
+    expected: Expected = None,
+    as_json: Json = False,
+) -> None:
+    """Show what was judged last, without running anything."""
+    from pyllamakv.harness import matrix, remembered
+
+    specs = matrix.plan(_choice(names, era, backend, series, isolate, each))
+    results = remembered.latest_of(specs)
+    views.finish(results, views.Wanted(expected, as_json=as_json))
+    views.missing(specs, results)
+
+
+@app.command()
+def report(
+    names: Names = None,
+    *,
+    era: Eras = None,
+    backend: Backends = None,
+    series: SeriesNames = "",
+    isolate: Isolated = None,
+    each: Each = False,
+    merge: Annotated[
+        list[Path] | None,
+        typer.Option("--merge", help="Take results from this JSON file of a run; repeatable."),
+    ] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the table of the README.")
+    ] = False,
+    expected: Expected = None,
+    html: Html = None,
+    junit: Junit = None,
+    github: Github = False,
+    as_json: Json = False,
+) -> None:
+    """Write reports on what was judged last, here or, with --merge, elsewhere.
+
+    Without an option the HTML page is written to the home and its path printed.
+    """
+    from pyllamakv.harness import matrix, outputs, remembered
+
+    if merge:
+        results = outputs.merge(merge)
+    else:
+        specs = matrix.plan(_choice(names, era, backend, series, isolate, each))
+        results = remembered.latest_of(specs)
+        views.missing(specs, results)
+    if not results:
+        msg = "nothing was judged yet; run `pyllamakv matrix run`"
+        raise UsageError(msg)
+    if markdown:
+        sys.stdout.write(outputs.markdown(results))
+    asked = views.Wanted(expected, html, junit, github, as_json, quiet=True)
+    if not (html or junit or github or as_json or markdown):
+        asked = views.Wanted(expected, views.default_page(), quiet=True)
+    views.finish(results, asked)
+
+
+@app.command()
+def watch(
+    *,
+    backend: Backends = None,
+    unpinned: Annotated[
+        bool, typer.Option("--unpinned", help="Judge older versions that no lock has as well.")
+    ] = False,
+    look: Annotated[bool, typer.Option("--look", help="Only look, judge nothing.")] = False,
+    scheduler: Scheduler = "",
+    expected: Expected = None,
+    html: Html = None,
+    junit: Junit = None,
+    github: Github = False,
+    as_json: Json = False,
+) -> None:
+    """Look for new versions on the package index, and judge them.
+
+    A new version is added to the home's lock; nobody accepted it yet, so it has to be good.
+    """
+    from pyllamakv.cli import showing
+    from pyllamakv.harness import matrix
+    from pyllamakv.source import fetch
+    from pyllamakv.source import watch as watching
+
+    news = watching.look()
+    names = (*news.unpinned, *news.new) if unpinned else news.new
+    views.news(news, names, as_json and (look or not names))
+    if look or not names:
+        return
+    with showing.progress() as progress:
+        for name in names:
+            fetch.add(name, progress=progress)
+    specs = matrix.plan(_choice(list(names), None, backend))
+    _judge(specs, False, scheduler, views.Wanted(expected, html, junit, github, as_json))
+
+
+@app.command()
+def accept(
+    names: Names = None,
+    *,
+    era: Eras = None,
+    backend: Backends = None,
+    series: SeriesNames = "",
+    isolate: Isolated = None,
+    each: Each = False,
+    stale: Annotated[
+        bool, typer.Option("--stale", help="Accept verdicts whose inputs have changed since.")
+    ] = False,
+    expected: Expected = None,
+    as_json: Json = False,
+) -> None:
+    """Accept what was judged last: write it to the file that runs are compared with."""
+    from pyllamakv.harness import expected as accepting
+    from pyllamakv.harness import matrix, remembered
+
+    specs = matrix.plan(_choice(names, era, backend, series, isolate, each))
+    found = remembered.latest_of(specs)
+    results = [result for result in found if stale or not result.stale]
+    if not results:
+        msg = "nothing was judged on these inputs yet; run `pyllamakv matrix run`"
+        raise UsageError(msg)
+    path = expected or accepting.own()
+    changed = accepting.accept(results, path)
+    views.accepted(changed, path, as_json)
+    views.missing(specs, results)
+
+
+def _choice(
+    names: Sequence[str] | None = None,
+    era: Sequence[str] | None = None,
+    backend: Sequence[str] | None = None,
+    series: str = "",
+    isolate: Sequence[str] | None = None,
+    each: bool = False,
+    scenario: Sequence[str] | None = None,
+    portable: bool = False,
+) -> Choice:
+    from pyllamakv.harness.matrix import Choice
+
+    if series and (isolate or each):
+        msg = "choose one of --series, --isolate and --each"
+        raise UsageError(msg)
+    return Choice(
+        releases=tuple(names or ()),
+        eras=tuple(era or ()),
+        backends=tuple(backend or ("cpu",)),
+        series=tuple(name for name in series.split(",") if name),
+        scenarios=tuple(scenario or ()),
+        isolate=tuple(isolate or ()),
+        each=each,
+        native=not portable,
+    )
+
+
+def _judge(specs: Sequence[CellSpec], fresh: bool, scheduler: str, wanted: views.Wanted) -> None:
+    from pyllamakv.cli import showing
+    from pyllamakv.harness import matrix
+
+    with showing.progress() as progress, _executor(scheduler) as executor:
+        results = matrix.run(specs, executor=executor, fresh=fresh, progress=progress)
+    if views.finish(results, wanted):
+        raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _executor(scheduler: str) -> Iterator[Executor | None]:
+    if not scheduler:
+        yield None
+        return
+    from pyllamakv.harness import cluster
+
+    with cluster.connect(scheduler) as found:
+        yield found

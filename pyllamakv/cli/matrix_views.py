@@ -1,0 +1,150 @@
+"""Show plans, results and comparisons of the matrix."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pyllamakv.home import home
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from pyllamakv.harness.cell import CellResult, CellSpec
+    from pyllamakv.harness.expected import Comparison
+    from pyllamakv.source.watch import News
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Hold what is to be written about results, and what they are compared with."""
+
+    expected: Path | None = None
+    html: Path | None = None
+    junit: Path | None = None
+    github: bool = False
+    as_json: bool = False
+    quiet: bool = False
+
+
+def finish(results: Sequence[CellResult], wanted: Wanted) -> bool:
+    """Write everything that is wanted; tell whether something is worse than accepted."""
+    from pyllamakv.harness import expected, outputs, page
+    from pyllamakv.source.files import write_atomic
+
+    compared = expected.compare(results, expected.load(wanted.expected))
+    if wanted.html:
+        write_atomic(wanted.html, page.render(results, compared))
+        _say(f"the page is {wanted.html}")
+    if wanted.junit:
+        write_atomic(wanted.junit, outputs.junit(results, compared))
+    if wanted.as_json:
+        _json(outputs.document(results, compared))
+    elif not wanted.quiet:
+        _table(results, compared)
+    if wanted.github:
+        # Workflow commands are read from both streams; JSON must stay JSON.
+        out = sys.stderr if wanted.as_json else sys.stdout
+        out.writelines(f"{line}\n" for line in outputs.workflow(compared))
+    return any(one.regression for one in compared)
+
+
+def default_page() -> Path:
+    """Return where the page lies when nobody said where."""
+    return home() / "results" / "matrix.html"
+
+
+def plan(specs: Sequence[CellSpec], as_json: bool) -> None:
+    """Show the cells of a plan, and what is known of them."""
+    from pyllamakv.harness import remembered
+
+    rows: list[dict[str, Any]] = []
+    for spec in specs:
+        kept = remembered.latest(spec)
+        state = "to judge" if kept is None else "to judge again" if kept.stale else "judged"
+        verdict = kept.verdict if kept else None
+        rows.append({"name": spec.name, "state": state, "verdict": verdict, "spec": spec.to_json()})
+    if as_json:
+        _json({"schema": 1, "cells": rows})
+        return
+    width = max(len(spec.name) for spec in specs)
+    for row in rows:
+        known = f" ({row['verdict']})" if row["verdict"] else ""
+        sys.stdout.write(f"{row['name']:<{width}}  {row['state']}{known}\n")
+
+
+def compact(data: Any) -> None:
+    """Print JSON on one line, as GitHub's outputs need it."""
+    sys.stdout.write(json.dumps(data, separators=(",", ":")) + "\n")
+
+
+def missing(specs: Sequence[CellSpec], results: Iterable[CellResult]) -> None:
+    """Name the cells without a result."""
+    judged = {result.spec for result in results}
+    names = [spec.name for spec in specs if spec not in judged]
+    if names:
+        _say(f"not judged yet: {', '.join(names)}; run `pyllamakv matrix run`")
+
+
+def news(found: News, names: Sequence[str], as_json: bool) -> None:
+    """Tell what the index has beyond the locks."""
+    if as_json:
+        _json({"new": list(found.new), "unpinned": list(found.unpinned), "lost": list(found.lost)})
+        return
+    _say(f"to judge: {', '.join(names)}" if names else "there is no new version on the index")
+    if found.lost:
+        _say(f"gone from the index, or another file there: {', '.join(found.lost)}")
+
+
+def accepted(changed: Sequence[str], path: Path, as_json: bool) -> None:
+    """Tell what is accepted now that was not before."""
+    if as_json:
+        _json({"file": str(path), "changed": list(changed)})
+        return
+    sys.stdout.writelines(f"{line}\n" for line in changed or ("nothing changed",))
+    _say(f"written to {path}" if changed else f"{path} says so already")
+
+
+def _table(results: Sequence[CellResult], compared: Sequence[Comparison]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from pyllamakv.harness import page
+
+    styles = {"good": "green", "idle": "cyan", "bad": "red", "dim": "yellow"}
+    # A pipe has no width: nothing may be cut there.
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200)
+    table = Table(box=None, pad_edge=False)
+    for head in ("release", "era", "verdict", "measured", "accepted"):
+        table.add_column(head, no_wrap=head not in ("measured", "accepted"))
+    for result, one in zip(results, compared, strict=True):
+        verdict = Text(result.verdict, style=styles[page.tone(result.verdict)])
+        if result.stale:
+            verdict.append(" (old)", style="dim")
+        said: str = "yes" if one.outcome == "same" else one.outcome
+        if one.outcome != "same" and one.expected:
+            said += f", was {one.expected}"
+        style = "bold red" if one.regression else ""
+        name = Text(result.spec.name)
+        table.add_row(name, result.era, verdict, Text(result.measured), Text(said, style=style))
+    if results:
+        console.print(table)
+    for one in compared:
+        if one.outcome in ("worse", "better"):
+            style = "red" if one.regression else "green"
+            console.print(str(one), style=style, markup=False, soft_wrap=True)
+    worse = sum(one.regression for one in compared)
+    if results:
+        console.print(f"{worse} of {len(results)} worse than accepted" if worse else "as accepted")
+
+
+def _json(data: Any) -> None:
+    sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")

@@ -1,0 +1,138 @@
+"""The verbs run, view and replay, over a simulated library."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fakes.rolling import Rolling
+
+import pyllamakv
+from pyllamakv.cli import main
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "docs" / "examples" / "fragmented.jsonl"
+
+
+class Opened:
+    """Stand in for an opened library."""
+
+    def __init__(self, native: Rolling) -> None:
+        self.native = native
+        self.about = native.about
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.native.close()
+
+
+@pytest.fixture
+def opened(monkeypatch, tmp_path) -> list[tuple[str, dict]]:
+    """Let ``stock`` be a library that fails, and every other one that heals."""
+    asked: list[tuple[str, dict]] = []
+
+    def open_(spec, **options):
+        asked.append((str(spec), options))
+        return Opened(Rolling(heals=not str(spec).endswith("stock")))
+
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
+    monkeypatch.setattr(pyllamakv, "open", open_, raising=False)
+    return asked
+
+
+def cli(capsys, *words: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as leaving:
+        main.main([str(word) for word in words])
+    out, err = capsys.readouterr()
+    return int(leaving.value.code or 0), out, err
+
+
+def test_run_plays_a_script_and_draws(opened, capsys) -> None:
+    """Each line with its result, and the cells at each snapshot; always in a worker."""
+    code, out, _ = cli(capsys, "run", EXAMPLE)
+    assert code == 0
+    assert "used=128 holes=128 largest_hole=1" in out
+    assert "after: 144 of 256 cells used" in out
+    assert opened == [("0.3.9+patched", {"isolated": True})]
+
+
+def test_run_tells_what_stock_does(opened, capsys) -> None:
+    """An expectation that is not met is exit 1, with its line."""
+    code, _, err = cli(capsys, "run", EXAMPLE, "--variant", "stock")
+    assert code == 1
+    assert "line 7 (decode)" in err
+
+
+def test_run_prints_json_lines(opened, capsys) -> None:
+    """One object per line, each with its result."""
+    code, out, _ = cli(capsys, "run", EXAMPLE, "--json")
+    told = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [each["op"] for each in told][:2] == ["context", "decode"]
+    assert all("result" in each for each in told)
+
+
+def test_trace_view_replay(opened, capsys, tmp_path: Path) -> None:
+    """What was recorded is drawn, and replays the same; on another build differences are named."""
+    trace = tmp_path / "trace.jsonl"
+    assert cli(capsys, "run", EXAMPLE, "--trace", trace)[0] == 0
+
+    code, out, _ = cli(capsys, "view", trace)
+    assert code == 0
+    assert "after: 144 of 256 cells used" in out
+    code, out, _ = cli(capsys, "view", trace, "--json", "--line", 4)
+    assert json.loads(out)[0]["holes"] == 128
+    assert cli(capsys, "view", trace, "--line", 999)[0] == 2
+    code, out, _ = cli(capsys, "view", trace, "--svg", tmp_path / "pictures")
+    assert code == 0
+    assert all(Path(name).read_text().startswith("<svg") for name in out.split())
+
+    code, out, _ = cli(capsys, "replay", trace)
+    assert code == 0
+    assert "0 differences" in out
+    code, out, _ = cli(capsys, "replay", trace, "--variant", "other-stock", "--json")
+    assert code == 1
+    assert json.loads(out)["differences"][0]["line"] == 7
+    # A trace is a script.
+    assert cli(capsys, "run", trace)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("x.jsonl", "--prompt", "hi"),
+        ("--prompt", "hi"),
+        ("--model", "m.gguf", "--prompt", "hi", "--trace", "t"),
+    ],
+)
+def test_run_refuses_what_makes_no_sense(opened, capsys, words) -> None:
+    """A usage error, before anything is opened."""
+    assert cli(capsys, "run", *words)[0] == 2
+    assert not opened
+
+
+@pytest.mark.native
+def test_run_continues_prompts_side_by_side(patched, capsys) -> None:
+    """Two prompts in one cache say what each says alone."""
+    from pyllamakv.harness import synthetic
+
+    options = ["--variant", patched.folder, "--model", synthetic.model("bytes"), "--json"]
+    options += ["--max-tokens", 12]
+    one, other = ["--prompt", "the cat"], ["--prompt", "a dog ran"]
+    code, out, _ = cli(capsys, "run", *options, *one, *other)
+    assert code == 0
+    both = json.loads(out)
+    assert both["cache"]["used"] > 20
+    for prompt, told in zip((one, other), both["told"], strict=True):
+        alone = json.loads(cli(capsys, "run", *options, *prompt)[1])["told"][0]
+        assert alone["text"] == told["text"]
+
+
+@pytest.mark.native
+def test_the_example_fails_on_stock_and_passes_on_patched(stock, patched, capsys) -> None:
+    """The documentation's example shows what it says."""
+    assert cli(capsys, "run", EXAMPLE, "--variant", stock.folder)[0] == 1
+    assert cli(capsys, "run", EXAMPLE, "--variant", patched.folder)[0] == 0

@@ -1,0 +1,94 @@
+"""Results are found again by content, and only by content."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fakes.judging import failing, result
+
+from pyllamakv.errors import ToolMissing
+from pyllamakv.harness import remembered
+from pyllamakv.harness.cell import CellSpec
+
+SPEC = CellSpec("0.3.9")
+
+
+@pytest.fixture(autouse=True)
+def place(monkeypatch, tmp_path: Path) -> Path:
+    """Give every test a home of its own, and patches that it may change."""
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
+    patches = tmp_path / "patches"
+    patches.mkdir()
+    (patches / "a.patch").write_text("a")
+    monkeypatch.setattr(remembered, "data", lambda name: tmp_path / name)
+    return patches
+
+
+def test_the_key_depends_on_what_decides(place: Path) -> None:
+    """Another spec, patch or kind of machine is another key; what is accepted is not."""
+    first = remembered.key(SPEC)
+    assert first and first == remembered.key(SPEC)
+    (place / "expected.toml").write_text("schema = 1")
+    assert remembered.key(SPEC) == first
+    assert remembered.key(SPEC, "elsewhere") != first
+    assert remembered.key(replace(SPEC, scenarios=("fragmented",))) != first
+    assert remembered.key(CellSpec("0.3.8")) != first
+    (place / "a.patch").write_text("b")
+    assert remembered.key(SPEC) != first
+
+
+def test_no_key_without_tools(monkeypatch) -> None:
+    """Where nothing can be built nothing is remembered either."""
+
+    def missing(*_):
+        raise ToolMissing("no compiler")
+
+    monkeypatch.setattr(remembered.compiler, "find", missing)
+    assert remembered.key(SPEC) is None
+    assert remembered.key(CellSpec("nonsense")) is None
+    assert remembered.recall(None) is None
+
+
+def test_latest_is_marked_when_inputs_changed(place: Path) -> None:
+    """An old result is shown as what it is."""
+    assert remembered.latest(SPEC) is None
+    remembered.remember(remembered.key(SPEC), result())
+    assert remembered.latest(SPEC) == result()
+    (place / "a.patch").write_text("c")
+    assert remembered.latest(SPEC) == result(stale=True)
+    assert remembered.latest_of([SPEC, CellSpec("0.3.8")]) == (result(stale=True),)
+
+
+@pytest.mark.parametrize(
+    "passing",
+    [
+        result(verdict="untestable"),
+        result(verdict="broken-build"),
+        result(verdict="harmful", failing=(replace(failing(), failure="hang"),)),
+    ],
+)
+def test_what_may_not_come_again_is_judged_again(passing) -> None:
+    """A machine's trouble of the moment is shown, but never taken for the result."""
+    name = remembered.key(SPEC)
+    remembered.remember(name, passing)
+    assert remembered.recall(name) is None
+    assert remembered.latest(SPEC) == passing
+
+
+def test_damage_is_no_result(place: Path) -> None:
+    """A half-written or foreign file is as good as none."""
+    name = remembered.key(SPEC)
+    remembered.remember(name, result())
+    for file in (place.parent / "home" / "results").rglob("*.json"):
+        file.write_text("{")
+    assert remembered.recall(name) is None
+    assert remembered.latest(SPEC) is None
+
+
+def test_a_home_that_cannot_be_written_costs_no_verdict(monkeypatch, tmp_path: Path) -> None:
+    """Keeping is best effort."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "file"))
+    remembered.remember("0" * 64, result())
