@@ -27,6 +27,7 @@ def trace(monkeypatch, tmp_path: Path) -> Path:
     monkeypatch.setenv(judging.TRACE, str(folder))
     # Keys read every source; tests of the key itself are with `remembered`.
     monkeypatch.setattr(remembered, "key", lambda spec, where="here": f"{spec.release}-{where}")
+    monkeypatch.setattr(matrix.shipped, "load", judging.Series)
     return folder
 
 
@@ -53,11 +54,16 @@ def test_plan_is_narrowed() -> None:
     assert [c.release for c in plan(Choice(("0.3.10", "0.3.9")))] == ["0.3.9", "0.3.10"]
     eras = {lock.known()[c.release].era for c in plan(Choice(eras=("split",)))}
     assert eras == {"split"}
-    assert [c.backend for c in plan(Choice(("0.3.9",), backends=("cpu", "cuda")))] == ["cpu", "cuda"]
+    assert [c.backend for c in plan(Choice(("0.3.9",), backends=("cpu", "cuda")))] == [
+        "cpu",
+        "cuda",
+    ]
     alone = plan(Choice(("0.3.9",), each=True))
     assert alone[0].isolate == ""
     assert "full-defrag" in [c.isolate for c in alone]
-    assert [c.isolate for c in plan(Choice(("0.3.9",), isolate=("full-defrag",)))] == ["full-defrag"]
+    assert [c.isolate for c in plan(Choice(("0.3.9",), isolate=("full-defrag",)))] == [
+        "full-defrag"
+    ]
     assert plan(Choice(("0.3.9",), series=("full-defrag",)))[0].series == ("full-defrag",)
 
 

@@ -10,7 +10,7 @@ import contextlib
 from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.errors import HarnessError, ToolMissing
+from pyllamakv.errors import ToolMissing, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,7 +51,7 @@ class Cluster(Executor):
 def connect(address: str) -> Iterator[Cluster]:
     """Connect to the scheduler at an address, ``tcp://host:8786``.
 
-    Raises ToolMissing without distributed, HarnessError when nothing answers there.
+    Raises ToolMissing without distributed, UsageError when nothing answers there.
     """
     try:
         from distributed import Client
@@ -63,6 +63,6 @@ def connect(address: str) -> Iterator[Cluster]:
         client = Client(address, timeout=_PATIENCE)
     except (OSError, ValueError) as error:
         msg = f"no scheduler answers at {address}: {error}; start one with `dask scheduler`"
-        raise HarnessError(msg) from error
+        raise UsageError(msg) from error
     with client, Cluster(client) as cluster:
         yield cluster

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor, Future, wait
+from concurrent.futures import Executor, Future, as_completed
 from dataclasses import dataclass, field
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.building import backend as backends
@@ -145,17 +144,15 @@ def run(
             found[spec] = kept
     left = [spec for spec in dict.fromkeys(specs) if spec not in found]
     pace = Pace(len(left) + len(found), len(found))
-    guard = Lock()
 
     def take(spec: CellSpec, result: CellResult) -> None:
         # The inputs may have changed while the cell was judged: then the result has no key.
         same = remembered.key(spec, place) == keys[spec]
         remembered.remember(keys[spec] if same else None, result)
-        with guard:
-            found[spec] = result
-            pace.done += 1
-            if progress:
-                progress(f"{spec.name}: {result.verdict} ({pace})", 0, None)
+        found[spec] = result
+        pace.done += 1
+        if progress:
+            progress(f"{spec.name}: {result.verdict} ({pace})", 0, None)
 
     if executor is None:
         for spec in left:
@@ -180,18 +177,12 @@ def _elsewhere(
     judge: Judge,
     take: Callable[[CellSpec, CellResult], None],
 ) -> None:
-    futures: list[Future[dict[str, Any]]] = []
-
-    def ended(spec: CellSpec, future: Future[dict[str, Any]]) -> None:
-        if not future.cancelled():
-            take(spec, _of(spec, future))
-
+    futures: dict[Future[dict[str, Any]], CellSpec] = {}
     try:
         for spec in specs:
-            future = executor.submit(judge, spec.to_json(), fresh)
-            futures.append(future)
-            future.add_done_callback(lambda done, spec=spec: ended(spec, done))  # type: ignore[misc]
-        wait(futures)
+            futures[executor.submit(judge, spec.to_json(), fresh)] = spec
+        for future in as_completed(futures):
+            take(futures[future], _of(futures[future], future))
     except BaseException:
         for future in futures:
             future.cancel()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 
 #: Columns of a cell map: wide enough to see, narrow enough for a phone.
-_COLUMNS = 64
+_COLUMNS = 32
 
 #: Meanings of the verdicts, in the order in which people read them.
 WORDS = {
@@ -41,7 +41,7 @@ class Part:
     result: CellResult
     compared: Comparison
     anchor: str
-    maps: tuple[str, ...]
+    maps: tuple[tuple[str, str], ...]
     drift: tuple[dict[str, Any], ...]
 
     @property
@@ -86,11 +86,15 @@ def _part(number: int, result: CellResult, compared: Comparison) -> Part:
     return Part(result, compared, f"cell-{number}", tuple(_maps(result)), tuple(_drift(result)))
 
 
-def _maps(result: CellResult) -> Iterable[str]:
+def _maps(result: CellResult) -> Iterable[tuple[str, str]]:
+    """Yield caption and map of each picture; the caption is text, so that it can wrap."""
     for raw in result.pictures:
         picture = cellmap.Picture.from_json(raw)
         label = f"{raw['side']}, {picture.label}" if picture.label else str(raw["side"])
-        yield cellmap.svg(cellmap.Picture(label, picture.owner), _COLUMNS)
+        named = cellmap.Picture(label, picture.owner)
+        step, _ = named.scaled(_COLUMNS * _COLUMNS)
+        more = f", {step} cells to a place" if step > 1 else ""
+        yield named.caption() + more, cellmap.svg(named, _COLUMNS)
 
 
 def _drift(result: CellResult) -> Iterable[dict[str, Any]]:

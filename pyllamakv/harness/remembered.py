@@ -106,19 +106,17 @@ def latest_of(specs: Iterable[CellSpec]) -> tuple[CellResult, ...]:
 
 
 def _passes(result: CellResult) -> bool:
-    hung = any("hang" in (run.failure,) for run in result.failing)
+    hung = any(run.failure == "hang" for run in result.failing)
     return hung or result.verdict in _PASSING
 
 
 def _texts() -> str:
-    """Return the digest of the patches and of the code that applies them."""
-    folder = data("patches")
-    whole = hashlib.sha256(variant.files_digest([_PACKAGE / "patching"]).encode())
-    for path in sorted(folder.rglob("*")):
-        # What is accepted is compared with results and decides none.
-        if path.is_file() and path.name != "expected.toml":
-            whole.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
-    return whole.hexdigest()
+    """Return the digest of the patches and of the code that applies them.
+
+    What is accepted lies beside the patches; it is compared with results and decides none.
+    """
+    roots = (data("patches"), _PACKAGE / "patching")
+    return variant.files_digest(roots, without=(".pyc", "expected.toml"))
 
 
 def _code() -> str:

@@ -20,6 +20,26 @@ int32_t moved(const plk::Picture &before, const plk::Picture &after) {
 // A counter that a build keeps at -1 is not counted there.
 int64_t since(int64_t first, int64_t last) { return last < 0 ? -1 : last - first; }
 
+// Where the cache itself is out of sight: it is as it was asked for, alike in all layers.
+void complete(const plk_context &c, plk_cells_info &info) {
+    if (info.type_k >= 0) {
+        return;
+    }
+    info.type_k = c.asked.type_k;
+    info.type_v = c.asked.type_v;
+    info.v_transposed = c.asked.flash_attn > 0 ? 0 : 1;
+    const auto bytes = [&](int32_t type, int32_t width) {
+        const auto kind = static_cast<ggml_type>(type);
+        const size_t row = ggml_type_size(kind) * static_cast<size_t>(width) /
+                           static_cast<size_t>(ggml_blck_size(kind));
+        return static_cast<uint64_t>(row) * static_cast<uint64_t>(info.n_cells) *
+               static_cast<uint64_t>(info.n_layer);
+    };
+    info.bytes_k = bytes(info.type_k, c.model->info.n_embd_k_gqa);
+    info.bytes_v = bytes(info.type_v, c.model->info.n_embd_v_gqa);
+    info.host = c.model->offloaded && c.asked.offload_kqv ? -1 : 1;
+}
+
 int check_cache(const plk_context *context, int32_t cache) {
     if (plk::need(context) != PLK_OK) {
         return PLK_EINVAL;
@@ -95,6 +115,7 @@ int plk_cells_info_read(plk_context *context, int32_t cache, plk_cells_info *out
         if (code == PLK_OK) {
             info.size = sizeof(info);
             code = plk::cells::info(context->ctx, cache, info);
+            complete(*context, info);
         }
         return code == PLK_OK ? plk::give(info, out, "plk_cells_info") : code;
     });

@@ -17,6 +17,7 @@
 struct plk_model {
     llama_model *model = nullptr;
     plk_model_info info{};
+    bool offloaded = false; // layers may lie on other devices than the processor
     // The model and each of its contexts: llama.cpp aborts when a model goes before its contexts.
     std::atomic<int> users{1};
 };

@@ -50,6 +50,7 @@ int plk_model_load(const char *path, const plk_model_params *params, plk_model *
         }
         auto *handle = new plk_model;
         handle->model = model;
+        handle->offloaded = mine.n_gpu_layers != 0;
         handle->info.size = sizeof(plk_model_info);
         plk::load::describe(model, handle->info);
         *out = handle;

@@ -26,10 +26,9 @@ inline void fill(Params &out, const plk_model_params &asked) {
     const bool remote = asked.rpc_servers != nullptr && *asked.rpc_servers != '\0';
     const bool named = asked.devices != nullptr && *asked.devices != '\0';
     bool good = true;
-    if (remote && PLK_HAS(rpc_servers, llama_model_params)) {
-        PLK_SET(rpc_servers, params, asked.rpc_servers);
-    } else if (remote) {
+    if (remote) {
         good = plk::rpc::add(asked.rpc_servers, out.devices);
+        PLK_SET(rpc_servers, params, asked.rpc_servers); // where servers are no devices yet
     }
     if (good && named) {
         good = plk::devices::select(asked.devices, out.devices);

@@ -1,0 +1,229 @@
+"""The verbs `matrix` and `bisect`: what they print, write and return."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fakes import judging
+from fakes.judging import result
+
+from pyllamakv.cli import main
+from pyllamakv.errors import FetchError
+from pyllamakv.harness import cell, expected, matrix, outputs, remembered
+from pyllamakv.harness.cell import CellSpec
+from pyllamakv.source import fetch, lock, watch
+from pyllamakv.source.watch import News
+
+SOME = ("0.3.5", "0.3.6", "0.3.9", "0.3.36")
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path: Path, capsys) -> Run:
+    """Run the command line over a small lock, with a judge that needs no build."""
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
+    known = {name: each for name, each in lock.known().items() if name in SOME}
+    monkeypatch.setattr(lock, "known", lambda: known)
+    monkeypatch.setattr(matrix.releases, "resolve", lambda name: known[name])
+    monkeypatch.setattr(matrix.shipped, "load", judging.Series)
+    monkeypatch.setattr(remembered, "key", lambda spec, where="here": spec.name)
+    monkeypatch.setattr(expected, "shipped", lambda: tmp_path / "expected.toml")
+    monkeypatch.setattr(expected, "own", lambda: tmp_path / "expected.toml")
+
+    def judge(spec, **_):
+        return cell.CellResult.from_json(judging.judge(spec.to_json()))
+
+    monkeypatch.setattr(cell, "run_cell", judge)
+
+    def call(*words: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as leaving:
+            main.main(list(words))
+        out, err = capsys.readouterr()
+        return int(leaving.value.code or 0), out, err
+
+    return call
+
+
+def test_bare_matrix_runs_everything_then_shows(run: Run) -> None:
+    """`make matrix` judges all; what nobody accepted has to be good."""
+    code, out, err = run("matrix")
+    assert code == 1
+    assert [line.split()[0] for line in out.splitlines()[1:5]] == list(SOME)
+    assert "0.3.6: worse: expected a good verdict, found ineffective" in out
+    assert "1 of 4 worse than accepted" in out
+    assert "0.3.5: needed (1 of 4" in err
+
+
+def test_json_is_the_schema_s(run: Run) -> None:
+    """Stdout is one document, and nothing else."""
+    jsonschema = pytest.importorskip("jsonschema")
+    code, out, _ = run("matrix", "--json")
+    assert code == 1
+    jsonschema.validate(json.loads(out), outputs.schema())
+    assert len(json.loads(out)["cells"]) == 4
+
+
+def test_accept_then_all_is_well(run: Run, tmp_path: Path) -> None:
+    """What is accepted does not fail; better than accepted is told, and passes."""
+    run("matrix", "run")
+    code, out, err = run("matrix", "accept")
+    assert code == 0
+    assert out.splitlines()[1] == "0.3.6: ineffective"
+    assert "expected.toml" in err
+    assert run("matrix", "accept")[1] == "nothing changed\n"
+    code, out, _ = run("matrix", "run")
+    assert code == 0
+    assert out.splitlines()[-1] == "as accepted"
+    file = tmp_path / "expected.toml"
+    file.write_text(file.read_text().replace('"needed"', '"harmful"'))
+    code, out, _ = run("matrix", "show")
+    assert code == 0
+    assert "0.3.9: better: expected harmful, found needed" in out
+    code, out, _ = run("matrix", "accept", "--json", "0.3.9")
+    assert json.loads(out)["changed"] == ["0.3.9: needed (was harmful)"]
+
+
+def test_plan(run: Run) -> None:
+    """A plan tells what is known; GitHub's is one line."""
+    run("matrix", "run", "0.3.9")
+    code, out, _ = run("matrix", "plan")
+    assert code == 0
+    assert [line.split(maxsplit=1) for line in out.splitlines()] == [
+        ["0.3.5", "to judge"],
+        ["0.3.6", "to judge"],
+        ["0.3.9", "judged (needed)"],
+        ["0.3.36", "to judge"],
+    ]
+    code, out, _ = run("matrix", "plan", "--format", "github", "--backend", "cuda", "0.3.9")
+    assert out.count("\n") == 1
+    assert json.loads(out)["include"][0]["args"] == "0.3.9 --backend cuda"
+    cells = json.loads(run("matrix", "plan", "--json", "--each", "0.3.9")[1])["cells"]
+    assert CellSpec.from_json(cells[0]["spec"]) == CellSpec("0.3.9")
+    assert len(cells) > 1
+    assert run("matrix", "plan", "--format", "poem")[0] == 2
+    assert run("matrix", "plan", "--series", "full-defrag", "--each")[0] == 2
+
+
+def test_show_and_report_run_nothing(run: Run, tmp_path: Path) -> None:
+    """What was not judged is named on stderr."""
+    code, out, err = run("matrix", "show")
+    assert (code, out) == (0, "")
+    assert "not judged yet: 0.3.5" in err
+    assert run("matrix", "report")[0] == 2
+    run("matrix", "run", "0.3.9")
+    code, out, err = run("matrix", "report", "--markdown")
+    assert code == 0
+    assert out.splitlines()[0] == "| release | era | verdict | measured |"
+    assert len(out.splitlines()) == 3
+    page, suite = tmp_path / "page.html", tmp_path / "suite.xml"
+    code, out, _ = run("matrix", "report", "--html", str(page), "--junit", str(suite))
+    assert (code, out) == (0, "")
+    assert "<svg" in page.read_text() and "<testsuites" in suite.read_text()
+    code, out, err = run("matrix", "report")
+    assert "matrix.html" in err
+    assert (tmp_path / "home" / "results" / "matrix.html").is_file()
+
+
+def test_artefacts_are_merged(run: Run, tmp_path: Path) -> None:
+    """A job of each machine writes JSON, and one report reads them all."""
+    file = tmp_path / "job.json"
+    file.write_text(run("matrix", "run", "0.3.6", "--json")[1])
+    code, out, _ = run("matrix", "report", "--merge", str(file), "--github")
+    assert code == 0
+    assert out.startswith("::error title=pyllamakv 0.3.6::")
+
+
+def test_github_beside_json_leaves_json_alone(run: Run) -> None:
+    """Annotations go to stderr there."""
+    code, out, err = run("matrix", "run", "0.3.6", "--json", "--github")
+    assert code == 1
+    json.loads(out)
+    assert "::error" in err
+
+
+def test_watch(run: Run, monkeypatch) -> None:
+    """New versions are added, judged, and have to be good."""
+    known = lock.known()
+    added = []
+
+    def add(name, **_):
+        added.append(name)
+        known[name] = known["0.3.36"].__class__(
+            **{**vars(known["0.3.36"]), "name": name, "commit": name.ljust(40, "0")}
+        )
+
+    monkeypatch.setattr(fetch, "add", add)
+    monkeypatch.setattr(watch, "look", lambda: News((), (), ("0.2.1",)))
+    code, out, err = run("matrix", "watch")
+    assert (code, out) == (0, "")
+    assert "no new version" in err and "0.2.1" in err
+    monkeypatch.setattr(watch, "look", lambda: News(("0.3.37", "0.3.38"), ("0.2.3",), ()))
+    assert json.loads(run("matrix", "watch", "--look", "--json")[1])["new"] == ["0.3.37", "0.3.38"]
+    assert not added
+    monkeypatch.setitem(judging.VERDICTS, "0.3.38", "broken-apply")
+    code, out, err = run("matrix", "watch")
+    assert code == 1
+    assert added == ["0.3.37", "0.3.38"]
+    assert "0.3.38: worse: expected a good verdict, found broken-apply" in out
+    assert "0.3.5" not in out
+    run("matrix", "watch", "--unpinned")
+    assert added[2:] == ["0.2.3", "0.3.37", "0.3.38"]
+
+
+def test_watch_without_network(run: Run, monkeypatch) -> None:
+    """A silent index is exit status 4, not "nothing new"."""
+
+    def silent():
+        raise FetchError("no index answers")
+
+    monkeypatch.setattr(watch, "look", silent)
+    assert run("matrix", "watch")[0] == 4
+
+
+def test_bisect(run: Run) -> None:
+    """The change is named, with the steps that led to it."""
+    code, out, _ = run("bisect", "0.3.9", "0.3.36")
+    assert code == 0
+    assert "0.3.36 is the first release that is native; 0.3.9 is needed." in out
+    code, out, _ = run("bisect", "0.3.9", "0.3.5")
+    assert code == 2
+    code, out, _ = run("bisect", "0.3.9", "0.3.36", "--json", "--scenario", "fragmented")
+    assert json.loads(out)["first"]["release"] == "0.3.36"
+
+
+def test_the_memory_of_a_whole_matrix_serves_bisect(run: Run) -> None:
+    """A verdict that does not fit one change is told although the search did not ask for it."""
+    code, out, _ = run("matrix", "run")
+    code, out, _ = run("bisect", "0.3.5", "0.3.36")
+    assert code == 0
+    assert "0.3.6 is the first release that is ineffective" in out
+    assert "more than one change: 0.3.9 is needed" in out
+
+
+def test_no_scheduler(run: Run) -> None:
+    """A scheduler that does not answer is told with what to do."""
+    pytest.importorskip("distributed")
+    from pyllamakv.harness import cluster
+
+    old, cluster._PATIENCE = cluster._PATIENCE, 1
+    try:
+        code, _out, err = run("matrix", "run", "--scheduler", "tcp://127.0.0.1:9")
+    finally:
+        cluster._PATIENCE = old
+    assert code == 2
+    assert "no scheduler answers at tcp://127.0.0.1:9" in err
+
+
+def test_stale_results_are_not_accepted_by_themselves(run: Run, monkeypatch) -> None:
+    """A verdict on other inputs is shown as old, and accepted only on request."""
+    run("matrix", "run", "0.3.9")
+    monkeypatch.setattr(remembered, "key", lambda spec, where="here": f"new {spec.name}")
+    assert "(old)" in run("matrix", "show", "0.3.9")[1]
+    assert "to judge again (needed)" in run("matrix", "plan", "0.3.9")[1]
+    assert run("matrix", "accept", "0.3.9")[0] == 2
+    assert run("matrix", "accept", "0.3.9", "--stale")[0] == 0
+    assert result().verdict == "needed"

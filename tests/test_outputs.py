@@ -1,0 +1,98 @@
+"""Every output holds the same facts, each in a shape that its readers can take."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+from fakes.judging import failing, result
+
+from pyllamakv.errors import UsageError
+from pyllamakv.harness import outputs
+from pyllamakv.harness.cell import CellSpec
+from pyllamakv.harness.expected import Accepted, compare
+
+RESULTS = (
+    result(),
+    result("0.3.6", "ineffective", failing=(failing(),), reason="many | moves\nfail"),
+    result("b4980", "untestable", runs=0, scenarios=(), variants={}, reason="npm | is missing"),
+)
+TABLE = {"b4980+patched cpu": Accepted("untestable")}
+COMPARED = compare(RESULTS, TABLE)
+
+
+def test_the_document_is_as_its_schema_says() -> None:
+    """The schema knows every key, and refuses others."""
+    jsonschema = pytest.importorskip("jsonschema")
+    document = json.loads(json.dumps(outputs.document(RESULTS, COMPARED)))
+    checker = jsonschema.Draft202012Validator(outputs.schema())
+    checker.check_schema(outputs.schema())
+    checker.validate(document)
+    assert document["regressions"] == 1
+    assert document["verdicts"] == {"ineffective": 1, "needed": 1, "untestable": 1}
+    assert [cell["outcome"] for cell in document["cells"]] == ["new", "worse", "same"]
+    document["cells"][0]["verdict"] = "splendid"
+    assert not checker.is_valid(document)
+
+
+def test_documents_merge(tmp_path: Path) -> None:
+    """Artefacts of several machines make one matrix; the last of a cell counts."""
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    one.write_text(json.dumps(outputs.document(RESULTS, COMPARED)))
+    newer = (result(verdict="native"),)
+    two.write_text(json.dumps(outputs.document(newer, compare(newer, {}))))
+    merged = {r.spec.release: r for r in outputs.merge([one, two])}
+    assert merged["0.3.9"].verdict == "native"
+    assert merged["0.3.6"] == RESULTS[1]
+    one.write_text('{"cells": [{"x": 1}]}')
+    with pytest.raises(UsageError, match=r"one\.json"):
+        outputs.merge([one])
+
+
+def test_markdown_keeps_its_columns() -> None:
+    """Bars and line ends of messages do not break the table."""
+    lines = outputs.markdown(RESULTS).splitlines()
+    assert lines[0] == "| release | era | verdict | measured |"
+    assert lines[2] == ("| 0.3.9 | unified | needed | stock fails 55 of 77 runs, patched 0 |")
+    assert lines[4] == "| b4980 | unified | untestable | npm \\| is missing |"
+    assert len(lines) == 5
+
+
+def test_junit_fails_on_regressions_alone() -> None:
+    """What is accepted passes or is skipped; control characters do not break the file."""
+    cells = [replace(RESULTS[0], scenarios=(replace(RESULTS[0].scenarios[0], stock="\x1b"),))]
+    root = ET.fromstring(outputs.junit([*RESULTS, *cells], [*COMPARED, COMPARED[0]]))
+    suites = {suite.get("name"): suite for suite in list(root)[:3]}
+    assert [suites[n].get("failures") for n in ("0.3.9", "0.3.6", "b4980")] == ["0", "1", "0"]
+    assert suites["0.3.6"].find(".//failure").get("type") == "ineffective"
+    assert suites["b4980"].find(".//skipped").get("message") == "npm | is missing"
+    assert suites["0.3.9"].get("tests") == "3"
+
+
+def test_workflow_commands_are_one_line_each() -> None:
+    """GitHub reads errors for regressions and notices for the rest that is not as accepted."""
+    lines = outputs.workflow(COMPARED)
+    assert [line.split(" ")[0] for line in lines] == ["::notice", "::error"]
+    assert lines[1].startswith("::error title=pyllamakv 0.3.6::0.3.6: worse")
+    assert "%0A" in lines[1] and "\n" not in lines[1]
+
+
+def test_the_plan_for_github() -> None:
+    """Each job gets the arguments that judge its cell."""
+    specs = [
+        CellSpec("0.3.9"),
+        CellSpec("b4980", isolate="full-defrag", backend="cuda", native=False),
+        CellSpec("0.3.8", ("a", "b"), scenarios=("x",)),
+    ]
+    jobs = outputs.github(specs)["include"]
+    assert jobs[0] == {
+        "name": "0.3.9",
+        "release": "0.3.9",
+        "backend": "cpu",
+        "args": "0.3.9 --backend cpu",
+    }
+    assert jobs[1]["args"] == "b4980 --backend cuda --isolate full-defrag --portable"
+    assert jobs[2]["args"] == "0.3.8 --backend cpu --series a,b --scenario x"
