@@ -128,7 +128,7 @@ class PatchLintError(PatchError):
 
 
 class PatchConflict(PatchError):
-    """Name the hunk that does not apply strictly: patch, file, line, what was expected and found."""
+    """Name the hunk that does not apply: patch, file, line, what was expected and found."""
 
     exit_code = 3
 

@@ -75,8 +75,14 @@ def run(example: Example) -> str:
     said = ""
     for command in commands:
         done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True,
-            stdin=subprocess.DEVNULL, timeout=800, check=False,
+            command,
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=800,
+            check=False,
         )
         if done.returncode:
             message = f"{command[-1]!r} exited with {done.returncode}:\n{done.stdout}{done.stderr}"

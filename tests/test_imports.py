@@ -96,4 +96,6 @@ def test_snapshot_needs_numpy_alone() -> None:
     """The snapshot can be used where nothing else of the package is, the protocol's types aside."""
     for name in ("snapshot", "moves"):
         for found in imported(ROOT / "runtime" / f"{name}.py"):
-            assert found.startswith(("pyllamakv.binding.protocol", "pyllamakv.runtime.moves")), found
+            assert found.startswith(("pyllamakv.binding.protocol", "pyllamakv.runtime.moves")), (
+                found
+            )

@@ -198,3 +198,17 @@ def test_a_good_verdict_means_that_patched_failed_nothing(pairs: list[Pair]) -> 
     assert not (found.verdict in GOOD and failed)
     assert not (found.verdict is Verdict.NEEDED and found.stock_failed == 0)
     assert found.exit_code in (0, 1, 125)
+
+
+def test_what_exists_on_neither_side_says_nothing() -> None:
+    """A scenario that asks for a defragmentation that no side has is left out of the verdict."""
+    none = Outcome("absent", "", "no defragmentation here")
+    good = Outcome("pass")
+    both = Pair("many-moves", "cure", "plain", none, none)
+    stock_alone = Pair("many-moves", "cure", "plain", none, None)
+    fine = Pair("fragmented", "cure", "plain", good, good)
+    assert judge([both, fine]).verdict is Verdict.REDUNDANT
+    assert judge([both, fine]).runs == 1
+    assert judge([stock_alone, Pair("fragmented", "cure", "plain", good)]).verdict is Verdict.NATIVE
+    cured = Pair("many-moves", "cure", "plain", none, good)
+    assert judge([cured, fine]).verdict is Verdict.NEEDED

@@ -116,6 +116,8 @@ def judge(
     (the pairs of its scenarios have no patched side), ``build_error`` is the first error of the
     patched build; each is empty otherwise.
     """
+    names = list(dict.fromkeys(pair.scenario for pair in pairs))
+    pairs = [pair for pair in pairs if not _silent(pair)]
     counted = [pair for pair in pairs if _countable(pair.stock)]
     stock_failed = sum(_ailing(pair) for pair in counted)
     if untestable:
@@ -123,8 +125,7 @@ def judge(
     if build_error:
         return Judgement(Verdict.BROKEN_BUILD, build_error, len(counted), stock_failed)
     scenarios = {
-        name: judge_scenario([pair for pair in pairs if pair.scenario == name])
-        for name in dict.fromkeys(pair.scenario for pair in pairs)
+        name: judge_scenario([pair for pair in pairs if pair.scenario == name]) for name in names
     }
     verdict = worst(scenarios.values())
     patched_failed = sum(pair.patched is not None and pair.patched.failed for pair in pairs)
@@ -216,6 +217,17 @@ def _says(pair: Pair) -> str:
 
 def _countable(outcome: Outcome) -> bool:
     return outcome.status not in ("skip", "fault")
+
+
+def _silent(pair: Pair) -> bool:
+    """Tell whether a capability that the scenario needs exists on neither side.
+
+    Where upstream has no defragmentation and no patch brings it back, a scenario that asks for one
+    says nothing about either.
+    """
+    if pair.kind == "feature" or pair.stock.status != "absent":
+        return False
+    return pair.patched is None or pair.patched.status == "absent"
 
 
 def _ailing(pair: Pair) -> bool:
