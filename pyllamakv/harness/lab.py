@@ -223,7 +223,9 @@ class Bench:
 
     def run(self, path: Path, scenario: Scenario, setting: Setting) -> Run:
         """Run a scenario in a setting on the library at ``path``."""
-        environment = tuple(sorted({*scenario.environment, *setting.environment}))
+        environment = tuple(
+            sorted({**dict(scenario.environment), **dict(setting.environment)}.items())
+        )
         key = (str(path), environment)
         started = time.monotonic()
         lab: Lab | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pyllamakv.harness import rows
-from pyllamakv.harness.scenario import Scenario
+from pyllamakv.harness.scenario import CACHES, SCATTERED, Scenario
 
 if TYPE_CHECKING:
     from pyllamakv.harness.lab import Lab
@@ -36,4 +36,5 @@ SCENARIO = Scenario(
     claim="A saved sequence can be restored whenever enough cells are free.",
     issue="ggml-org/llama.cpp#17527",
     run=run,
+    settings=(*CACHES, SCATTERED),
 )
