@@ -152,7 +152,16 @@ def test_an_environment_gets_a_worker_of_its_own() -> None:
     with Bench(opener) as bench:
         for setting in (CACHES[0], scenario.MOVERS[0], CACHES[0]):
             bench.run(Path("lib"), scenario.find("fragmented"), setting)
-    assert opener.environments == [{}, dict(scenario.MOVERS[0].environment)]
+    always = dict(scenario.CONTIGUOUS)
+    assert opener.environments == [always, always | dict(scenario.MOVERS[0].environment)]
+
+
+def test_a_setting_overrides_the_environment_of_its_scenario() -> None:
+    """A release that can scatter a batch is asked to, where the setting says so."""
+    opener = Opener(lambda: Rolling(heals=True))
+    with Bench(opener) as bench:
+        bench.run(Path("lib"), scenario.find("fragmented"), scenario.SCATTERED)
+    assert opener.environments == [{"LLAMA_SET_ROWS": "1"}]
 
 
 def test_contexts_are_given_back() -> None:
