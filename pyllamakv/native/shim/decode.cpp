@@ -66,7 +66,11 @@ int decode(plk_context &c, const llama_batch &batch) {
     int code = PLK_EEXCEPTION;
     {
         const Armed armed(c);
+        plk::forget_logged();
         code = plk::guarded([&] { return llama_decode(c.ctx, batch); });
+    }
+    if (code == -3 && strstr(plk::logged(), "failed to prepare ubatch") != nullptr) {
+        code = PLK_NO_SLOT; // b4980 says a failed computation and a missing slot by one number
     }
     if (code == 0) {
         c.places.resize(batch.n_tokens);

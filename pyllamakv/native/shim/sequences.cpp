@@ -1,6 +1,8 @@
 // Operations on sequences, with upstream's asserts checked first.
 #include "groups.h"
 
+#include <set>
+
 namespace {
 
 constexpr int32_t far_away = 1 << 30; // positions stay below, so that no sum of two overflows
@@ -26,6 +28,8 @@ int check_range(int32_t p0, int32_t p1) {
     return p1 >= 0 && std::max(p0, 0) == p1 ? 1 : 0;
 }
 
+bool has(const uint64_t *seqs, int32_t seq) { return seqs[seq / 64] >> (seq % 64) & 1; }
+
 // A position as a whole sequence's cells tell it, for releases that cannot.
 int32_t seen(plk_context &c, int32_t seq, bool largest) {
     plk::Picture picture;
@@ -35,7 +39,7 @@ int32_t seen(plk_context &c, int32_t seq, bool largest) {
     int32_t found = -1;
     for (size_t i = 0; i < picture.pos.size(); ++i) {
         const int32_t pos = picture.pos[i];
-        if (pos >= 0 && (picture.seqs[i * picture.words + seq / 64] >> (seq % 64) & 1)) {
+        if (pos >= 0 && has(picture.seqs.data() + i * picture.words, seq)) {
             found = found < 0 ? pos : largest ? std::max(found, pos) : std::min(found, pos);
         }
     }
@@ -45,20 +49,24 @@ int32_t seen(plk_context &c, int32_t seq, bool largest) {
 // Copy a range, but for positions whose cells both sequences have already: several releases count
 // such a cell twice, and keep its position as the sequence's last after it has gone.
 void copy(plk_context &c, int32_t from, int32_t to, int32_t p0, int32_t p1) {
+    std::set<int32_t> shared, alone;
     plk::Picture picture;
-    std::vector<int32_t> shared;
-    if (c.guard && from != to && plk::cells::count(c.ctx) == 1 && plk::take_picture(c, picture)) {
+    // Between streams a copy replaces everything.
+    if (c.guard && from != to && plk::cells::can_copy(c.ctx, from, to, 1, 2) &&
+        plk::take_picture(c, picture)) {
         for (size_t i = 0; i < picture.pos.size(); ++i) {
             const uint64_t *seqs = picture.seqs.data() + i * picture.words;
-            if (picture.pos[i] >= std::max(p0, 0) && (p1 < 0 || picture.pos[i] < p1) &&
-                (seqs[from / 64] >> (from % 64) & 1) && (seqs[to / 64] >> (to % 64) & 1)) {
-                shared.push_back(picture.pos[i]);
+            const int32_t pos = picture.pos[i];
+            if (pos >= std::max(p0, 0) && (p1 < 0 || pos < p1) && has(seqs, from)) {
+                (has(seqs, to) ? shared : alone).insert(pos);
             }
         }
-        std::sort(shared.begin(), shared.end());
     }
     int32_t next = p0;
     for (const int32_t pos : shared) {
+        if (alone.count(pos) > 0) {
+            continue; // the other cache, or a second cell, has yet to be shared
+        }
         if (std::max(next, 0) < pos) {
             plk::memory::seq_cp(c.ctx, from, to, next, pos);
         }
