@@ -48,7 +48,8 @@ function(plk_choose folder out)
             if(NOT EXISTS "${folder}/${group}/none.cpp")
                 message(FATAL_ERROR
                     "no candidate of the shim's group '${group}' compiles against this tree, "
-                    "${PLK_LLAMA_SRC}: the release needs a new ${folder}/${group}/<name>.cpp. The compiler's words: "
+                    "${PLK_LLAMA_SRC}: the release needs a new ${folder}/${group}/<name>.cpp. "
+                    "The compiler's words: "
                     "${CMAKE_BINARY_DIR}/probes/${group}-*.log")
             endif()
             list(APPEND answers "\"${group}\": null")

@@ -92,7 +92,8 @@ bool plk::can_shift(const plk_context &c) {
     }
     return plk::memory::exists(c.ctx) && plk::memory::can_shift(c.ctx) &&
            !plk::load::many_positions(c.model->model) && type_k != GGML_TYPE_BF16 &&
-           (plk::memory::shifts_quantized || !ggml_is_quantized(type_k));
+           (!ggml_is_quantized(type_k) ||
+            (plk::memory::shifts_quantized && plk::cells::shifts_quantized(c.ctx)));
 }
 
 bool plk::take_picture(plk_context &context, Picture &out) {

@@ -82,6 +82,17 @@ template <typename Any> auto extended(const Any &cache, int) -> decltype(cache.h
 }
 template <typename Any> bool extended(const Any &, long) { return false; }
 
+// Since keys may be rotated before they are quantised, a shift rotates back whether they were or
+// not, and needs the matrix: without one it reads through a null pointer (0.3.20 to 0.3.36).
+template <typename Any>
+auto rotates(const Any &cache, int) -> decltype(cache.build_input_k_rot(nullptr), bool()) {
+    ggml_context *scratch = ggml_init({4 * ggml_tensor_overhead(), nullptr, true});
+    const bool found = scratch != nullptr && cache.build_input_k_rot(scratch) != nullptr;
+    ggml_free(scratch);
+    return found;
+}
+template <typename Any> bool rotates(const Any &, long) { return true; }
+
 const uint64_t bits = PLK_CAP_CELLS;
 
 Ledger *const ledger = nullptr;
@@ -166,6 +177,12 @@ bool can_copy(llama_context *ctx, int32_t from, int32_t to, int32_t p0, int32_t 
         }
     }
     return true;
+}
+
+bool shifts_quantized(llama_context *ctx) {
+    const Tree tree = tree_of(ctx);
+    return std::all_of(tree.caches.begin(), tree.caches.end(),
+                       [](const Stream &stream) { return rotates(*stream.cache, 0); });
 }
 
 int check_state(llama_context *ctx, const uint8_t *data, size_t length) {

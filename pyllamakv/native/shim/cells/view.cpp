@@ -140,6 +140,8 @@ int plk::cells::pending(llama_context *ctx) { return pending_shifts().any(ctx) ?
 
 bool plk::cells::can_copy(llama_context *, int32_t, int32_t, int32_t, int32_t) { return true; }
 
+bool plk::cells::shifts_quantized(llama_context *) { return true; }
+
 int plk::cells::check_state(llama_context *ctx, const uint8_t *data, size_t length) {
     if (!is_array(ctx)) {
         return 1;
