@@ -12,6 +12,7 @@ from fakes.simulated import SimulatedNative
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import (
     HarnessError,
+    PartialRemovalRefused,
     ScenarioFailed,
     Unsupported,
     Untestable,
@@ -179,6 +180,7 @@ def test_contexts_are_given_back() -> None:
         (ScenarioFailed("x", failure="lost"), "fail", "lost"),
         (Untestable("x"), "skip", ""),
         (Unsupported("x"), "absent", ""),
+        (PartialRemovalRefused("x"), "absent", ""),
         (WorkerTimeout("x"), "fail", "hang"),
         (WorkerDied("x"), "fail", "crash"),
         (HarnessError("x"), "fault", ""),

@@ -8,6 +8,7 @@ from pyllamakv.errors import (
     DecodeError,
     KvError,
     NativeError,
+    PartialRemovalRefused,
     ScenarioFailed,
     Unsupported,
     Untestable,
@@ -29,7 +30,8 @@ def classify(error: Exception) -> Outcome:
             return Outcome("fail", "hang", text)
         case WorkerDied():
             return Outcome("fail", "crash", text)
-        case Unsupported():
+        case Unsupported() | PartialRemovalRefused():
+            # What a memory cannot do at all: to 0.3.6 for example shift quantised keys.
             return Outcome("absent", "", text)
         case DecodeError() | NativeError():
             return Outcome("fail", "claim", f"{type(error).__name__}: {text}")
