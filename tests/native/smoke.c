@@ -50,7 +50,7 @@ static void make_holes(plk_context *c) {
     CHECK(plk_clear(c, 0) == PLK_OK);
     for (int base = 0; base < CELLS / 2; base += 32) {
         for (int i = 0; i < 64; i++) {
-            token[i] = 3 + (base + i) % 200;
+            token[i] = 3 + (base + i) % 60;
             pos[i] = base + i / 2;
             seq[i] = i % 2;
         }

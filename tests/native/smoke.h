@@ -71,7 +71,7 @@ static plk_context_params params(int flash, int type_k, int type_v) {
 static int run(plk_context *c, int32_t first, int32_t n, int32_t seq) {
     int32_t token[128], pos[128], seqs[128];
     for (int32_t i = 0; i < n; i++) {
-        token[i] = 3 + (first + i) % 200;
+        token[i] = 3 + (first + i) % 60;
         pos[i] = first + i;
         seqs[i] = seq;
     }
