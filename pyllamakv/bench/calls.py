@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pyllamakv
 from pyllamakv.bench.figure import Figure
-from pyllamakv.bench.measure import clock, interleave, interval
+from pyllamakv.bench.measure import Interval, Pairs, clock, interleave, interval
 from pyllamakv.errors import Untestable
 from pyllamakv.harness import synthetic
 
@@ -64,27 +64,40 @@ def _python(*words: str) -> Callable[[], float]:
 
 def imports(tick: Tick) -> Figure:
     """Compare importing this package with importing numpy and cffi."""
-    bare = _python("-c", "pass")
-    both = _python("-c", "import numpy, cffi")
-    ours = _python("-c", "import pyllamakv; pyllamakv.open; pyllamakv.Snapshot")
-    start = interval([bare() for _ in range(10)])
-    pairs = interleave(ours, both, progress=tick)
-    ratio = interval(
-        [
-            (a - start.median) / (b - start.median)
-            for a, b in zip(pairs.first, pairs.second, strict=True)
-        ]
-    )
+    ratio, pairs = _imports("import pyllamakv", tick)
     return Figure(
         GROUP,
-        "`import pyllamakv` with `open` and `Snapshot`",
+        "`import pyllamakv`",
         f"{ratio.format()} x numpy and cffi",
         "<= 1.15 x",
         ratio.median <= 1.15,
-        f"numpy and cffi: {interval(pairs.second).median * 1e3 - start.median * 1e3:.0f} ms",
+        "what it needs is imported when it is first used",
         "whole processes in turn, the start of Python taken off",
-        {"ours": pairs.first, "numpy and cffi": pairs.second, "python": start.median},
+        {"ours": pairs.first, "numpy and cffi": pairs.second},
     )
+
+
+def first_use(tick: Tick) -> Figure:
+    """Compare importing all that `open` and a snapshot need with importing numpy and cffi."""
+    ratio, pairs = _imports("import pyllamakv; pyllamakv.open; pyllamakv.Snapshot", tick)
+    return Figure(
+        GROUP,
+        "the same with `open` and `Snapshot`, which bring numpy and cffi along",
+        f"{ratio.format()} x numpy and cffi",
+        "",
+        None,
+        "1 x",
+        "as above",
+        {"ours": pairs.first, "numpy and cffi": pairs.second},
+    )
+
+
+def _imports(code: str, tick: Tick) -> tuple[Interval, Pairs]:
+    bare = _python("-c", "pass")
+    start = interval([bare() for _ in range(10)]).median
+    pairs = interleave(_python("-c", code), _python("-c", "import numpy, cffi"), progress=tick)
+    both = zip(pairs.first, pairs.second, strict=True)
+    return interval([(a - start) / (b - start) for a, b in both]), pairs
 
 
 def repeated_build(tick: Tick, release: str = "0.3.9") -> Figure:

@@ -86,16 +86,17 @@ def _figure(
 
 
 def _scatter(context: pyllamakv.Context, used: int) -> None:
+    """Lay two sequences cell by cell in turn, and take one away."""
     context.clear()
-    keep, drop = context.sequence(), context.sequence()
-    batch = 256
-    for start in range(0, used // 2, batch // 2):
-        feeds = []
-        for token in range(start, min(start + batch // 2, used // 2)):
-            feeds += [keep.feed([token % 32]), drop.feed([token % 32])]
-        context.decode(feeds)
-    drop.remove()
-    drop.close()
+    keep, drop = 0, 1
+    for start in range(0, used // 2, 128):
+        batch = pyllamakv.Batch()
+        for pos in range(start, min(start + 128, used // 2)):
+            batch.add(pos % 32, pos, keep).add(pos % 32, pos, drop)
+        context.decode(batch)
+    leaving = context.sequence(drop)
+    leaving.remove()
+    leaving.close()
 
 
 def _complete(context: pyllamakv.Context) -> tuple[float, int]:

@@ -50,6 +50,7 @@ def bench(
             if name == "calls":
                 for each in (
                     calls.imports,
+                    calls.first_use,
                     calls.repeated_build,
                     calls.snapshot,
                     calls.decode_call,
