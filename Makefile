@@ -14,7 +14,7 @@ run = "$$py" -m pyllamakv.cli.main
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build test check matrix bench lint clean distclean
+.PHONY: help build test check matrix eras bench lint clean distclean
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | while IFS='	' read -r name text; do \
@@ -39,6 +39,9 @@ check: ## Judge the patches on the default release: stock against patched
 
 matrix: ## Judge every release, and compare with what is expected
 	@$(call own,test) && $(run) matrix $(MATRIX_ARGS)
+
+eras: ## Judge one release per era: what CI does
+	@$(call own,test) && $(run) matrix run --sample $(MATRIX_ARGS)
 
 bench: ## Measure, and write BENCHMARKS.md
 	@$(call own,test) && $(run) bench $(BENCH_ARGS)

@@ -13,7 +13,7 @@ from pyllamakv.errors import UnknownRelease, UsageError
 from pyllamakv.harness import matrix, remembered
 from pyllamakv.harness.cell import CellSpec
 from pyllamakv.harness.matrix import Choice, Pace, plan
-from pyllamakv.source import lock
+from pyllamakv.source import lock, releases
 
 SOME = ("0.3.5", "0.3.6", "b4980", "0.3.9", "0.3.36")
 
@@ -162,3 +162,14 @@ def test_pace() -> None:
     assert pace.left(220.0) == 240.0
     pace.done = 6
     assert str(pace) == "10 of 10"
+
+
+def test_sample_is_one_release_per_era() -> None:
+    """Plan the default release for its era, and the newest of every other."""
+    names = [spec.release for spec in plan(Choice(sample=True))]
+    known = lock.known()
+    eras = [known[name].era for name in names]
+    assert sorted(eras) == sorted({release.era for release in known.values()})
+    assert releases.DEFAULT in names
+    newest = max(known.values(), key=lambda release: release.order)
+    assert newest.name in names

@@ -18,6 +18,7 @@ from pyllamakv.bench.figure import Figure
 from pyllamakv.bench.measure import Interval, Pairs, clock, interleave, interval
 from pyllamakv.errors import Untestable
 from pyllamakv.harness import synthetic
+from pyllamakv.source.releases import DEFAULT
 
 GROUP = "What Python costs"
 NATIVE = Path(pyllamakv.__file__).parent / "native"
@@ -101,7 +102,7 @@ def _imports(code: str, tick: Tick) -> tuple[Interval, Pairs]:
     return interval([(a - start) / (b - start) for a, b in both]), pairs
 
 
-def repeated_build(tick: Tick, release: str = "0.3.9") -> Figure:
+def repeated_build(tick: Tick, release: str = DEFAULT) -> Figure:
     """Compare a build that has nothing to do with starting Python."""
     pairs = interleave(
         _python("-m", "pyllamakv", "build", release), _python("-c", "pass"), pairs=10, progress=tick

@@ -14,6 +14,7 @@ from pyllamakv.bench.figure import Figure
 from pyllamakv.bench.measure import interval
 from pyllamakv.harness import synthetic
 from pyllamakv.home import home
+from pyllamakv.source.releases import DEFAULT
 
 GROUP = "A complete defragmentation"
 Tick = Callable[[], None]
@@ -28,7 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def figures(tick: Tick, release: str = "0.3.9", cells: int = 4096, rounds: int = 5) -> list[Figure]:
+def figures(tick: Tick, release: str = DEFAULT, cells: int = 4096, rounds: int = 5) -> list[Figure]:
     """Measure each setting on stock and patched, interleaved in one process."""
     model = synthetic.generate(WIDE, home() / "models")
     return [

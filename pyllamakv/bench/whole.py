@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pyllamakv.bench.figure import Figure
 from pyllamakv.bench.measure import clock
+from pyllamakv.source.releases import DEFAULT
 
 GROUP = "Whole commands"
 Tick = Callable[[], None]
@@ -36,7 +37,7 @@ def _command(home: Path, *words: str) -> tuple[float, float]:
     return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def figures(tick: Tick, release: str = "0.3.9") -> list[Figure]:
+def figures(tick: Tick, release: str = DEFAULT) -> list[Figure]:
     """Build and check a release from an empty home, then check it again."""
     with tempfile.TemporaryDirectory(prefix="pyllamakv-bench-") as folder:
         home = Path(folder)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pyllamakv.errors import UsageError
+from pyllamakv.source.releases import DEFAULT
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Spec, Variant
@@ -20,7 +21,7 @@ app = typer.Typer(add_completion=False)
 def command(
     release: Annotated[
         str, typer.Argument(help="0.3.9, b4980, git:URL@REF, path:DIR; or a variant, 0.3.9+stock.")
-    ] = "0.3.9",
+    ] = DEFAULT,
     *,
     series: Annotated[
         str | None, typer.Option("--series", help="Build with these patches only: a,b.")

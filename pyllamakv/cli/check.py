@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pyllamakv.source.releases import DEFAULT
+
 if TYPE_CHECKING:
     from pyllamakv.harness.check import Answer
 
@@ -19,7 +21,7 @@ app = typer.Typer(add_completion=False)
 def command(
     release: Annotated[
         str, typer.Argument(help="0.3.9, b4980, git:URL@REF or path:DIR.")
-    ] = "0.3.9",
+    ] = DEFAULT,
     patch: Annotated[
         list[Path] | None,
         typer.Option("--patch", help="Judge this patch file or folder, not the shipped series."),

@@ -29,6 +29,7 @@ Isolated = Annotated[
     list[str] | None, typer.Option("--isolate", help="Judge this patch alone; repeatable.")
 ]
 Each = Annotated[bool, typer.Option("--each", help="Judge every patch alone as well.")]
+Sample = Annotated[bool, typer.Option("--sample", help="One release per era is enough.")]
 Scenarios = Annotated[list[str] | None, typer.Option("--scenario", help="Only this scenario.")]
 Portable = Annotated[bool, typer.Option("--portable", help="Use builds for any machine.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -65,6 +66,7 @@ def plan(
     isolate: Isolated = None,
     each: Each = False,
     scenario: Scenarios = None,
+    sample: Sample = False,
     portable: Portable = False,
     format_: Annotated[str, typer.Option("--format", help="text, json or github.")] = "text",
     as_json: Json = False,
@@ -75,7 +77,9 @@ def plan(
     if format_ not in ("text", "json", "github"):
         msg = f"expected --format text, json or github, found {format_!r}"
         raise UsageError(msg)
-    specs = matrix.plan(_choice(names, era, backend, series, isolate, each, scenario, portable))
+    specs = matrix.plan(
+        _choice(names, era, backend, series, isolate, each, scenario, portable, sample)
+    )
     if format_ == "github":
         views.compact(outputs.github(specs))
         return
@@ -92,6 +96,7 @@ def run(
     isolate: Isolated = None,
     each: Each = False,
     scenario: Scenarios = None,
+    sample: Sample = False,
     portable: Portable = False,
     fresh: Fresh = False,
     scheduler: Scheduler = "",
@@ -104,7 +109,9 @@ def run(
     """Judge releases; exit 1 when something is worse than accepted."""
     from pyllamakv.harness import matrix
 
-    specs = matrix.plan(_choice(names, era, backend, series, isolate, each, scenario, portable))
+    specs = matrix.plan(
+        _choice(names, era, backend, series, isolate, each, scenario, portable, sample)
+    )
     _judge(specs, fresh, scheduler, views.Wanted(expected, html, junit, github, as_json))
 
 
@@ -250,6 +257,7 @@ def _choice(
     each: bool = False,
     scenario: Sequence[str] | None = None,
     portable: bool = False,
+    sample: bool = False,
 ) -> Choice:
     from pyllamakv.harness.matrix import Choice
 
@@ -265,6 +273,7 @@ def _choice(
         isolate=tuple(isolate or ()),
         each=each,
         native=not portable,
+        sample=sample,
     )
 
 

@@ -39,10 +39,10 @@ def sync(
 ) -> None:
     """Put trees in place (default: 0.3.9), fetched and patched as the spec says."""
     from pyllamakv.cli import showing
-    from pyllamakv.source import fetch, vendor
+    from pyllamakv.source import fetch, releases, vendor
     from pyllamakv.source.store import open_store
 
-    wanted = specs or ["0.3.9"]
+    wanted = specs or [releases.DEFAULT]
     if to is not None and len(wanted) != 1:
         raise errors.UsageError("--to takes one SPEC.")
     store = open_store()

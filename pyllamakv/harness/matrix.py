@@ -8,7 +8,7 @@ once; each of its machines fetches and builds for itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, as_completed
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ class Choice:
     """Hold what a matrix is asked for; nothing named means all of it.
 
     ``isolate`` names shipped patches that are judged alone, by their own scenarios; ``each`` adds
-    all of them so.
+    all of them so. ``sample`` takes one release per era: the default one, else the newest.
     """
 
     releases: tuple[str, ...] = ()
@@ -44,6 +44,7 @@ class Choice:
     isolate: tuple[str, ...] = ()
     each: bool = False
     native: bool = True
+    sample: bool = False
 
 
 def plan(choice: Choice | None = None) -> tuple[CellSpec, ...]:
@@ -90,10 +91,20 @@ def _names(choice: Choice) -> list[str]:
         if release.commit not in commits or choice.releases:
             names.append(name)
         commits.add(release.commit)
+    if choice.sample:
+        names = _one_per_era(names, {name: found[name].era for name in names})
     if not names:
         msg = "no release is left to judge; `pyllamakv upstream list` shows what there is"
         raise UsageError(msg)
     return names
+
+
+def _one_per_era(names: Iterable[str], eras: Mapping[str, str]) -> list[str]:
+    chosen: dict[str, str] = {}
+    for name in names:
+        if chosen.get(eras[name]) != releases.DEFAULT:
+            chosen[eras[name]] = name
+    return list(chosen.values())
 
 
 @dataclass

@@ -11,6 +11,9 @@ from pyllamakv.errors import UnknownRelease
 
 Kind = Literal["sdist", "npm", "git", "path"]
 
+#: The release that is meant where none is named: the last whose decode fails by default.
+DEFAULT = "0.3.9"
+
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
