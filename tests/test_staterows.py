@@ -127,3 +127,13 @@ def test_a_state_without_cells_has_no_sections() -> None:
     raw = section("plain", [], rows(0, 64), rows(0, 64), trans=False)
     assert parse(raw).sections == ()
     assert parse(struct.pack("<II", 1, 0)).sections == ()
+
+
+def test_a_state_may_begin_with_a_header() -> None:
+    """Check that a magic number and a sequence in front change nothing."""
+    k, v = rows(4, 64), rows(4, 32, 1)
+    plain = state("streams", [section("streams", [0, 1, 2, 3], k, v, trans=True)])
+    found = parse(struct.pack("<Ii", 0xAF143CD8, 5) + plain)
+    np.testing.assert_array_equal(found.sections[0].pos, [0, 1, 2, 3])
+    np.testing.assert_array_equal(found.sections[0].layers[1].k, k[1])
+    np.testing.assert_array_equal(found.sections[0].layers[1].v, v[1])

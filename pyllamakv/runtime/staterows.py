@@ -18,6 +18,11 @@ from pyllamakv.runtime.ggml_types import NumberType, number_type
 
 Rows = NDArray[np.uint8]
 
+#: What newer states begin with, before the sequence they were saved from: llama-context.cpp,
+#: ``io_magic``. No older state begins so: this many cells or streams do not exist.
+MAGIC = struct.pack("<I", 0xAF143CD8)
+_HEADER = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -94,9 +99,10 @@ def parse(data: bytes | memoryview) -> SequenceState:
 
     Raises StateError when no known layout explains every byte.
     """
+    cells = memoryview(data)[_HEADER:] if bytes(data[:4]) == MAGIC else data
     for layout in LAYOUTS:
         try:
-            return SequenceState(layout.name, tuple(_sections(_Reader(data), layout)))
+            return SequenceState(layout.name, tuple(_sections(_Reader(cells), layout)))
         except _WrongLayout:
             continue
     msg = (
