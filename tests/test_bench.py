@@ -43,7 +43,7 @@ def test_interleave_runs_both_equally_often_and_swaps_the_order() -> None:
 
 
 def test_document_keeps_what_was_not_measured_again(tmp_path: Path) -> None:
-    """A second run replaces its own figures and leaves the others."""
+    """A second run replaces its own groups and leaves the others."""
     path = tmp_path / "BENCHMARKS.md"
     one = Figure("Cost", "a", "1 s", "2 s", met=True)
     document.write(path, [one, Figure("Size", "b", "5 MB")])

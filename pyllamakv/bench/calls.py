@@ -56,6 +56,12 @@ int forget(void) { GET(plk_seq_rm); return f_plk_seq_rm(context, 0, -1, -1); }
 """
 
 
+def figures(tick: Tick) -> list[Figure]:
+    """Measure all of them."""
+    each = (imports, first_use, repeated_build, snapshot, decode_call)
+    return [figure(tick) for figure in each]
+
+
 def _python(*words: str) -> Callable[[], float]:
     # Byte code is kept between runs, as it is for anybody's second run.
     keep = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}

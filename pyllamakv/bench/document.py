@@ -25,11 +25,10 @@ def read(path: Path) -> list[Figure]:
 
 
 def merge(old: list[Figure], new: list[Figure]) -> list[Figure]:
-    """Replace figures of the same group and name, and keep the order of their first appearance."""
-    fresh = {(figure.group, figure.name): figure for figure in new}
-    merged = [fresh.pop((figure.group, figure.name), figure) for figure in old]
-    merged.extend(fresh.values())
-    order = list(dict.fromkeys(figure.group for figure in merged))
+    """Replace groups that were measured again, and keep the order of their first appearance."""
+    order = list(dict.fromkeys(figure.group for figure in (*old, *new)))
+    fresh = {figure.group for figure in new}
+    merged = [*(figure for figure in old if figure.group not in fresh), *new]
     return sorted(merged, key=lambda figure: order.index(figure.group))
 
 

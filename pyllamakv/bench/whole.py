@@ -2,54 +2,31 @@
 
 from __future__ import annotations
 
-import os
-import resource
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from pyllamakv.bench.commands import command
 from pyllamakv.bench.figure import Figure
-from pyllamakv.bench.measure import clock
 from pyllamakv.source.releases import DEFAULT
 
 GROUP = "Whole commands"
 Tick = Callable[[], None]
 
 
-def _command(home: Path, *words: str) -> tuple[float, float]:
-    """Run a verb and return its seconds of wall time and of CPU, children included."""
-    # A compiler cache would make the second measurement of a machine another one.
-    environment = dict(os.environ, PYLLAMAKV_HOME=str(home), CCACHE_DISABLE="1")
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    wall = clock(
-        lambda: subprocess.run(
-            [sys.executable, "-m", "pyllamakv", *words],
-            env=environment,
-            check=True,
-            stdout=subprocess.DEVNULL,
-            stdin=subprocess.DEVNULL,
-        )
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
 def figures(tick: Tick, release: str = DEFAULT) -> list[Figure]:
     """Build and check a release from an empty home, then check it again."""
     with tempfile.TemporaryDirectory(prefix="pyllamakv-bench-") as folder:
         home = Path(folder)
-        fetch, _ = _command(home, "upstream", "fetch", release)
+        fetch, _ = command(home, "upstream", "fetch", release)
         tick()
-        stock, stock_cpu = _command(home, "build", release, "--stock")
+        stock, stock_cpu = command(home, "build", release, "--stock")
         tick()
-        patched, patched_cpu = _command(home, "build", release)
+        patched, patched_cpu = command(home, "build", release)
         tick()
-        cold, _ = _command(home, "check", release)
+        cold, _ = command(home, "check", release)
         tick()
-        warm, _ = _command(home, "check", release)
+        warm, _ = command(home, "check", release)
         tick()
     whole = fetch + stock + patched + cold
     share = patched_cpu / stock_cpu

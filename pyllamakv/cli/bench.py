@@ -13,23 +13,26 @@ from pyllamakv.errors import UsageError
 
 app = typer.Typer(add_completion=False)
 
-#: Group -> whether it runs when no group is named; `whole` takes minutes.
-GROUPS = {"calls": True, "moving": True, "whole": False}
+#: Group -> whether it runs when no group is named; `whole` takes minutes, `every` an hour.
+GROUPS = {"calls": True, "moving": True, "whole": False, "every": False}
 
 
 @app.command()
 def bench(
-    groups: list[str] = typer.Argument(None, help="calls, moving, whole; the first two if none."),
+    groups: list[str] = typer.Argument(
+        None, help="calls, moving, whole, every; the first two if none."
+    ),
     write: Path = typer.Option(None, help="Write the figures into this document and its JSON."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
-    """Measure ratios side by side; `whole` builds a release twice from an empty home."""
+    """Measure ratios side by side; `whole` builds a release twice, `every` judges all of them."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from pyllamakv.bench import calls, document, moving, whole
+    from pyllamakv.bench import calls, document, every, moving, whole
     from pyllamakv.bench.figure import Figure
 
+    measures = {"calls": calls, "moving": moving, "whole": whole, "every": every}
     chosen = groups or [name for name, default in GROUPS.items() if default]
     for name in chosen:
         if name not in GROUPS:
@@ -47,19 +50,7 @@ def bench(
 
         for name in chosen:
             progress.update(task, description=name)
-            if name == "calls":
-                for each in (
-                    calls.imports,
-                    calls.first_use,
-                    calls.repeated_build,
-                    calls.snapshot,
-                    calls.decode_call,
-                ):
-                    found.append(each(tick).dated(command))
-            elif name == "moving":
-                found += [figure.dated(command) for figure in moving.figures(tick)]
-            else:
-                found += [figure.dated(command) for figure in whole.figures(tick)]
+            found += [figure.dated(command) for figure in measures[name].figures(tick)]
     if write is not None:
         document.write(write, found)
     if as_json:

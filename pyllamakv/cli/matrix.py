@@ -37,6 +37,10 @@ Fresh = Annotated[bool, typer.Option("--fresh", help="Judge again what was judge
 Scheduler = Annotated[
     str, typer.Option("--scheduler", help="Judge on the workers of this dask scheduler.")
 ]
+Merge = Annotated[
+    list[Path] | None,
+    typer.Option("--merge", help="Take results from this JSON file of a run; repeatable."),
+]
 Expected = Annotated[
     Path | None, typer.Option("--expected", help="What is accepted; default: beside the patches.")
 ]
@@ -145,10 +149,7 @@ def report(
     series: SeriesNames = "",
     isolate: Isolated = None,
     each: Each = False,
-    merge: Annotated[
-        list[Path] | None,
-        typer.Option("--merge", help="Take results from this JSON file of a run; repeatable."),
-    ] = None,
+    merge: Merge = None,
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the table of the README.")
     ] = False,
@@ -226,6 +227,7 @@ def accept(
     series: SeriesNames = "",
     isolate: Isolated = None,
     each: Each = False,
+    merge: Merge = None,
     stale: Annotated[
         bool, typer.Option("--stale", help="Accept verdicts whose inputs have changed since.")
     ] = False,
@@ -234,10 +236,10 @@ def accept(
 ) -> None:
     """Accept what was judged last: write it to the file that runs are compared with."""
     from pyllamakv.harness import expected as accepting
-    from pyllamakv.harness import matrix, remembered
+    from pyllamakv.harness import matrix, outputs, remembered
 
     specs = matrix.plan(_choice(names, era, backend, series, isolate, each))
-    found = remembered.latest_of(specs)
+    found = outputs.merge(merge) if merge else remembered.latest_of(specs)
     results = [result for result in found if stale or not result.stale]
     if not results:
         msg = "nothing was judged on these inputs yet; run `pyllamakv matrix run`"
