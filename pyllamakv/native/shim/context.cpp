@@ -156,7 +156,9 @@ int plk_context_new(plk_model *model, const plk_context_params *params, plk_cont
 void plk_context_free(plk_context *context) {
     plk::guarded([&] {
         if (context != nullptr) {
-            plk::cells::applied(context->ctx);
+            if (plk::cells::watch != nullptr) {
+                plk::cells::watch->closed(context->ctx);
+            }
             llama_free(context->ctx);
             plk::release(context->model);
             delete context;

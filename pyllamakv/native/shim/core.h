@@ -104,6 +104,12 @@ void start();
 const char *logged();
 void forget_logged();
 
+// While one lives, what llama.cpp logs in this thread is dropped.
+struct Muted {
+    Muted();
+    ~Muted();
+};
+
 // Let go of a model; the last user frees it.
 void release(plk_model *model);
 

@@ -85,7 +85,9 @@ int decode(plk_context &c, const llama_batch &batch) {
     } else if (c.guard) {
         plk::rollback::undo(c, batch, code, saved.get());
     }
-    plk::cells::applied(c.ctx); // a decode begins with what is pending
+    if (plk::cells::watch != nullptr && code >= 0) {
+        plk::cells::watch->applied(c.ctx); // a decode begins with what is pending
+    }
     return code;
 }
 

@@ -71,21 +71,16 @@ int read(llama_context *ctx, int32_t cache, int32_t room, int32_t *pos, int32_t 
 int pending(llama_context *ctx);
 // Whether the library would refuse (by an assert) to copy this range between these sequences.
 bool can_copy(llama_context *ctx, int32_t from, int32_t to, int32_t p0, int32_t p1);
-// What must be told about shifts where they cannot be seen afterwards; NULL where they can.
-struct Ledger {
-    virtual void add(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t delta) = 0;
-    virtual void div(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t divisor) = 0;
+// What must be told about shifts where it cannot be seen whether one is pending; NULL where it can.
+struct Watch {
+    virtual void shifting(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1) = 0;
     virtual void applied(llama_context *ctx) = 0;
+    virtual void closed(llama_context *ctx) = 0;
 
   protected:
-    ~Ledger() = default;
+    ~Watch() = default;
 };
-extern Ledger *const ledger;
-inline void applied(llama_context *ctx) {
-    if (ledger != nullptr) {
-        ledger->applied(ctx);
-    }
-}
+extern Watch *const watch;
 // Whether the graph that shifts quantised keys can be built for this cache.
 bool shifts_quantized(llama_context *ctx);
 // Whether these bytes may be given to llama_state_seq_set_data without meeting an assert.

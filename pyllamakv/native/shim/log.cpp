@@ -38,6 +38,8 @@ thread_local Line line;
 // Reasons that llama.cpp only logs; the first one is the cause, later ones say what failed of it.
 thread_local std::string first_error;
 
+thread_local bool muted = false;
+
 // Before 0.3 the levels were numbered 2 (error) to 5 (debug), and there was no continuation.
 constexpr bool continues = static_cast<int>(GGML_LOG_LEVEL_DEBUG) == 1;
 
@@ -78,6 +80,9 @@ void finish() {
 }
 
 void receive(ggml_log_level level, const char *text, void *) noexcept {
+    if (muted) {
+        return;
+    }
     try {
         const bool more = continues ? static_cast<int>(level) == 5 : !line.text.empty();
         if (!more) {
@@ -98,6 +103,10 @@ void receive(ggml_log_level level, const char *text, void *) noexcept {
 const char *plk::logged() { return first_error.c_str(); }
 
 void plk::forget_logged() { first_error.clear(); }
+
+plk::Muted::Muted() { muted = true; }
+
+plk::Muted::~Muted() { muted = false; }
 
 void plk::start() {
     static const bool once = [] {

@@ -204,8 +204,8 @@ int plk_seq_add(plk_context *context, int32_t seq, int32_t p0, int32_t p1, int32
         if (code != PLK_OK || delta == 0) {
             return code > 0 ? PLK_OK : code;
         }
-        if (plk::cells::ledger != nullptr) {
-            plk::cells::ledger->add(context->ctx, seq, p0, p1, delta);
+        if (plk::cells::watch != nullptr) {
+            plk::cells::watch->shifting(context->ctx, seq, p0, p1);
         }
         plk::memory::seq_add(context->ctx, seq, std::max(p0, -1), std::max(p1, -1), delta);
         return PLK_OK;
@@ -227,8 +227,8 @@ int plk_seq_div(plk_context *context, int32_t seq, int32_t p0, int32_t p1, int32
         if (code != PLK_OK || divisor == 1) {
             return code > 0 ? PLK_OK : code;
         }
-        if (plk::cells::ledger != nullptr) {
-            plk::cells::ledger->div(context->ctx, seq, p0, p1, divisor);
+        if (plk::cells::watch != nullptr) {
+            plk::cells::watch->shifting(context->ctx, seq, p0, p1);
         }
         plk::memory::seq_div(context->ctx, seq, std::max(p0, -1), std::max(p1, -1), divisor);
         return PLK_OK;

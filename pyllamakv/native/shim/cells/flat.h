@@ -36,7 +36,7 @@ inline bool on_host(const std::vector<ggml_tensor *> &layers) {
 
 const uint64_t bits = PLK_CAP_CELLS;
 
-Ledger *const ledger = nullptr;
+Watch *const watch = nullptr;
 
 void describe(llama_context *ctx, plk_context_info &info) {
     const Look at = look(ctx);

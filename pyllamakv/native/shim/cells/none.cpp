@@ -2,7 +2,7 @@
 #include "groups.h"
 
 const uint64_t plk::cells::bits = 0;
-plk::cells::Ledger *const plk::cells::ledger = nullptr;
+plk::cells::Watch *const plk::cells::watch = nullptr;
 
 void plk::cells::describe(llama_context *ctx, plk_context_info &info) {
     info.memory = plk::memory::exists(ctx) ? PLK_MEMORY_OTHER : PLK_MEMORY_NONE;

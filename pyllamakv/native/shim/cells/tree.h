@@ -95,7 +95,7 @@ template <typename Any> bool rotates(const Any &, long) { return true; }
 
 const uint64_t bits = PLK_CAP_CELLS;
 
-Ledger *const ledger = nullptr;
+Watch *const watch = nullptr;
 
 void describe(llama_context *ctx, plk_context_info &info) {
     const Tree tree = tree_of(ctx);

@@ -1,11 +1,11 @@
 // Cells through the public view alone, where everything else is inside llama.cpp (to 0.3.5).
 //
-// The view adds a pending shift to positions that contain it already. Every shift goes through
-// plk_seq_add and plk_seq_div, so a ledger of what is pending gives the true positions.
+// The view adds a pending shift to positions that contain it already. So while one may be pending,
+// the true positions come from the states of the sequences; else the view is exact.
 #include "cells/state.h"
 
-#include <map>
 #include <mutex>
+#include <set>
 
 const uint64_t plk::cells::bits = PLK_CAP_CELLS;
 
@@ -17,67 +17,121 @@ struct View {
         llama_kv_cache_view_update(ctx, &view);
     }
     ~View() { llama_kv_cache_view_free(&view); }
-    bool occupied(int32_t cell) const {
-        return view.cells_sequences[size_t(cell) * view.n_seq_max] >= 0;
-    }
-    bool has(int32_t cell, int32_t seq) const {
-        const llama_seq_id *ids = view.cells_sequences + size_t(cell) * view.n_seq_max;
-        return std::find(ids, ids + view.n_seq_max, seq) != ids + view.n_seq_max;
-    }
+    View(const View &) = delete;
+    View &operator=(const View &) = delete;
 };
 
-// What is pending, per context and cell; absent where nothing is.
-class Pending : public plk::cells::Ledger {
+bool is_array(llama_context *ctx) { return !llama_model_is_recurrent(llama_get_model(ctx)); }
+
+// Read the positions of a sequence's cells, in the order of the cells. A state begins with their
+// number; then each has its position and, in the state of a sequence, no list of owners. Keys and
+// values would follow. There is no room for them, so llama.cpp stops there, and complains.
+std::vector<int32_t> positions(llama_context *ctx, llama_seq_id seq, size_t count) {
+    std::vector<uint32_t> words(1 + 2 * count, UINT32_MAX);
+    {
+        const plk::Muted muted;
+        llama_state_seq_get_data(ctx, reinterpret_cast<uint8_t *>(words.data()),
+                                 words.size() * sizeof(uint32_t), seq);
+    }
+    std::vector<int32_t> found;
+    for (size_t i = 0; words[0] == count && i < count && words[2 + 2 * i] == 0; ++i) {
+        found.push_back(static_cast<int32_t>(words[1 + 2 * i]));
+    }
+    return found;
+}
+
+// The contexts in which a shift may be pending.
+class Shifts : public plk::cells::Watch {
   public:
-    void add(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t delta) override {
-        change(ctx, seq, p0, p1, [&](int32_t) { return delta; });
-    }
-    void div(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t divisor) override {
-        change(ctx, seq, p0, p1, [&](int32_t pos) { return pos / divisor - pos; });
-    }
+    void shifting(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1) override;
     void applied(llama_context *ctx) override {
-        const std::lock_guard<std::mutex> lock(mutex);
-        shifts.erase(ctx);
+        // The oldest releases keep a shift for ever where there is nothing to rotate.
+        if (llama_rope_type(llama_get_model(ctx)) != LLAMA_ROPE_TYPE_NONE) {
+            closed(ctx);
+        }
     }
-    std::vector<int32_t> of(llama_context *ctx, int32_t n_cells) {
+    void closed(llama_context *ctx) override {
         const std::lock_guard<std::mutex> lock(mutex);
-        const auto found = shifts.find(ctx);
-        return found != shifts.end() ? found->second : std::vector<int32_t>(n_cells, 0);
+        contexts.erase(ctx);
     }
     bool any(llama_context *ctx) {
         const std::lock_guard<std::mutex> lock(mutex);
-        return shifts.count(ctx) > 0;
+        return contexts.count(ctx) > 0;
     }
 
   private:
-    template <typename Shift>
-    void change(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, Shift shift) {
-        const View now(ctx, static_cast<int32_t>(llama_n_seq_max(ctx)));
-        std::vector<int32_t> old = of(ctx, now.view.n_cells);
-        bool changed = false;
-        for (int32_t i = 0; i < now.view.n_cells; ++i) {
-            const int32_t pos = now.view.cells[i].pos - old[i];
-            if (now.has(i, seq) && pos >= p0 && (p1 < 0 || pos < p1)) {
-                old[i] += shift(pos);
-                changed = true;
-            }
-        }
-        if (changed) {
-            const std::lock_guard<std::mutex> lock(mutex);
-            shifts[ctx] = std::move(old);
-        }
-    }
-
     std::mutex mutex;
-    std::map<llama_context *, std::vector<int32_t>> shifts;
+    std::set<llama_context *> contexts;
 };
 
-Pending &pending_shifts() {
-    static Pending *one = new Pending;
+Shifts &shifts() {
+    static Shifts *one = new Shifts;
     return *one;
 }
 
-bool is_array(llama_context *ctx) { return !llama_model_is_recurrent(llama_get_model(ctx)); }
+struct Cells {
+    std::vector<int32_t> pos;   // -1 for a free cell
+    std::vector<int32_t> shift; // what of it is pending
+    std::vector<std::vector<int32_t>> of; // the cells of each sequence, in order
+    int32_t bad = -1; // a sequence whose positions are unknown
+
+    explicit Cells(llama_context *ctx) {
+        const auto n_seq = static_cast<int32_t>(llama_n_seq_max(ctx));
+        const View now(ctx, n_seq);
+        const auto n_cells = static_cast<size_t>(now.view.n_cells);
+        pos.resize(n_cells, -1);
+        shift.resize(n_cells, 0);
+        of.resize(n_seq);
+        for (size_t i = 0; i < n_cells; ++i) {
+            for (int32_t j = 0; j < n_seq; ++j) {
+                const llama_seq_id seq = now.view.cells_sequences[i * n_seq + j];
+                if (seq >= 0 && seq < n_seq) {
+                    pos[i] = now.view.cells[i].pos;
+                    of[seq].push_back(static_cast<int32_t>(i));
+                }
+            }
+        }
+        if (shifts().any(ctx)) {
+            correct(ctx);
+        }
+    }
+
+  private:
+    void correct(llama_context *ctx) {
+        const std::vector<int32_t> seen = pos;
+        for (size_t seq = 0; seq < of.size(); ++seq) {
+            const std::vector<int32_t> &cells = of[seq];
+            if (cells.empty()) {
+                continue;
+            }
+            const auto number = static_cast<llama_seq_id>(seq);
+            const std::vector<int32_t> found = positions(ctx, number, cells.size());
+            if (found.size() != cells.size()) {
+                bad = number;
+                return;
+            }
+            for (size_t i = 0; i < cells.size(); ++i) {
+                pos[cells[i]] = found[i];
+                shift[cells[i]] = seen[cells[i]] - found[i];
+            }
+        }
+    }
+};
+
+void Shifts::shifting(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1) {
+    if (!is_array(ctx)) {
+        return; // nothing is pending in a state
+    }
+    const Cells now(ctx);
+    const std::vector<int32_t> &cells = now.of.at(seq);
+    const bool any = std::any_of(cells.begin(), cells.end(), [&](int32_t i) {
+        return now.pos[i] >= p0 && (p1 < 0 || now.pos[i] < p1);
+    });
+    if (any || now.bad >= 0) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        contexts.insert(ctx);
+    }
+}
 
 int32_t size_of(llama_context *ctx) {
     const View now(ctx, 1);
@@ -86,7 +140,7 @@ int32_t size_of(llama_context *ctx) {
 
 } // namespace
 
-plk::cells::Ledger *const plk::cells::ledger = &pending_shifts();
+plk::cells::Watch *const plk::cells::watch = &shifts();
 
 void plk::cells::describe(llama_context *ctx, plk_context_info &info) {
     if (!is_array(ctx)) {
@@ -107,7 +161,7 @@ int plk::cells::info(llama_context *ctx, int32_t, plk_cells_info &out) {
     out.n_cells = size_of(ctx);
     out.used = llama_get_kv_cache_used_cells(ctx);
     out.head = -1;
-    out.has_shift = pending_shifts().any(ctx) ? 1 : 0;
+    out.has_shift = shifts().any(ctx) ? 1 : 0;
     out.n_layer = llama_n_layer(llama_get_model(ctx));
     out.type_k = out.type_v = -1;
     out.v_transposed = -1;
@@ -115,28 +169,28 @@ int plk::cells::info(llama_context *ctx, int32_t, plk_cells_info &out) {
     return PLK_OK;
 }
 
-int plk::cells::read(llama_context *ctx, int32_t, int32_t room, int32_t *pos, int32_t *shift,
+int plk::cells::read(llama_context *ctx, int32_t, int32_t, int32_t *pos, int32_t *shift,
                      uint64_t *seqs, int32_t words) {
-    const View now(ctx, static_cast<int32_t>(llama_n_seq_max(ctx)));
-    const int32_t n_cells = std::min(now.view.n_cells, room);
-    const std::vector<int32_t> old = pending_shifts().of(ctx, now.view.n_cells);
-    std::fill(seqs, seqs + size_t(n_cells) * words, 0);
-    for (int32_t i = 0; i < n_cells; ++i) {
-        const bool occupied = now.occupied(i);
-        pos[i] = occupied ? now.view.cells[i].pos - old[i] : -1;
-        shift[i] = occupied ? old[i] : 0;
-        for (int32_t j = 0; j < now.view.n_seq_max; ++j) {
-            const llama_seq_id seq = now.view.cells_sequences[size_t(i) * now.view.n_seq_max + j];
-            if (seq >= 0 && seq < 64 * words) {
-                seqs[size_t(i) * words + seq / 64] |= uint64_t(1) << (seq % 64);
-            }
+    const Cells now(ctx);
+    if (now.bad >= 0) {
+        return plk::refuse(PLK_ESTATE,
+                           "the positions of sequence %d cannot be told while a shift is pending: "
+                           "its state is not written as expected",
+                           now.bad);
+    }
+    std::copy(now.pos.begin(), now.pos.end(), pos);
+    std::copy(now.shift.begin(), now.shift.end(), shift);
+    std::fill(seqs, seqs + now.pos.size() * words, 0);
+    for (size_t seq = 0; seq < now.of.size() && seq < size_t(64) * words; ++seq) {
+        for (const int32_t cell : now.of[seq]) {
+            seqs[size_t(cell) * words + seq / 64] |= uint64_t(1) << (seq % 64);
         }
     }
-    return n_cells;
+    return static_cast<int>(now.pos.size());
 }
 
 // A threshold may have asked for a defragmentation, which the view does not show.
-int plk::cells::pending(llama_context *ctx) { return pending_shifts().any(ctx) ? 1 : -1; }
+int plk::cells::pending(llama_context *ctx) { return shifts().any(ctx) ? 1 : -1; }
 
 bool plk::cells::can_copy(llama_context *, int32_t, int32_t, int32_t, int32_t) { return true; }
 

@@ -5,5 +5,7 @@ const bool plk::update::present = true;
 
 void plk::update::run(llama_context *ctx, bool) {
     llama_kv_cache_update(ctx);
-    plk::cells::applied(ctx);
+    if (plk::cells::watch != nullptr) {
+        plk::cells::watch->applied(ctx);
+    }
 }
