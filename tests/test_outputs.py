@@ -55,10 +55,21 @@ def test_documents_merge(tmp_path: Path) -> None:
 def test_markdown_keeps_its_columns() -> None:
     """Bars and line ends of messages do not break the table."""
     lines = outputs.markdown(RESULTS).splitlines()
-    assert lines[0] == "| release | era | verdict | measured |"
-    assert lines[2] == ("| 0.3.9 | unified | needed | stock fails 55 of 77 runs, patched 0 |")
-    assert lines[4] == "| b4980 | unified | untestable | npm \\| is missing |"
+    assert lines[0] == "| release | era | verdict | measured | cured |"
+    start = "| 0.3.9 | unified | needed | stock fails 55 of 77 runs, patched 0 |"
+    assert lines[2].startswith(start)
+    assert lines[4] == "| b4980 | unified | untestable | npm \\| is missing |  |"
     assert len(lines) == 5
+
+
+def test_markdown_counts_what_does_not_fit() -> None:
+    """A few cures are named, many are counted."""
+    one = replace(RESULTS[0].scenarios[0], verdict="needed")
+    rows = [replace(one, id=name) for name in ("a", "b", "c")]
+    few = outputs.markdown([replace(RESULTS[0], scenarios=tuple(rows[:2]))])
+    many = outputs.markdown([replace(RESULTS[0], scenarios=tuple(rows))])
+    assert few.endswith("| a, b |\n")
+    assert many.endswith("| 3 scenarios |\n")
 
 
 def test_junit_fails_on_regressions_alone() -> None:

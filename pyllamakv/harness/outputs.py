@@ -10,6 +10,7 @@ from xml.etree import ElementTree as ET
 
 from pyllamakv.errors import UsageError
 from pyllamakv.harness.cell import CellResult
+from pyllamakv.harness.verdict import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from pyllamakv.harness.expected import Comparison
 
 SCHEMA = Path(__file__).with_name("matrix.schema.json")
+
+#: So many names still fit into a column.
+FEW = 2
 
 _LEVELS = {"worse": "error", "better": "notice", "changed": "notice", "new": "notice"}
 
@@ -64,11 +68,17 @@ def merge(files: Iterable[Path]) -> tuple[CellResult, ...]:
 
 def markdown(results: Iterable[CellResult]) -> str:
     """Return the table of verdicts for a readme."""
-    rows = ["| release | era | verdict | measured |", "|---|---|---|---|"]
+    rows = ["| release | era | verdict | measured | cured |", "|---|---|---|---|---|"]
     for result in results:
-        cells = (result.spec.name, result.era, result.verdict, result.measured)
+        cells = (result.spec.name, result.era, result.verdict, result.measured, _cured(result))
         rows.append(f"| {' | '.join(_cell(text) for text in cells)} |")
     return "\n".join(rows) + "\n"
+
+
+def _cured(result: CellResult) -> str:
+    """Name what patched does and stock does not; many are counted."""
+    names = [row.id for row in result.scenarios if row.verdict == Verdict.NEEDED]
+    return ", ".join(names) if len(names) <= FEW else f"{len(names)} scenarios"
 
 
 def junit(results: Iterable[CellResult], compared: Iterable[Comparison]) -> str:
