@@ -166,7 +166,8 @@ class Player:
             self.ledger.replace(seq, cells)
             self._step("restore", seq, name)
         elif must:
-            free = self.n_cells - self.ledger.used
+            others = sum(cell.seqs != {seq} for cell in self.ledger.cells)
+            free = self.n_cells - others
             msg = f"a state of {len(cells)} tokens was refused with {free} free cells"
             raise ScenarioFailed(msg, failure="claim")
         return done

@@ -1,4 +1,8 @@
-"""A saved sequence comes back into a cache that has room for it in single holes only."""
+"""A saved sequence comes back into a cache that has room for it in single holes only.
+
+Part of it is still there: some cells that it alone has, which count as free, and some that another
+sequence shares, which do not.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +16,22 @@ if TYPE_CHECKING:
 
 
 def run(lab: Lab) -> None:
-    """Restore as many tokens as there are free cells."""
+    """Restore as many tokens as there are free cells, in the place of what was left of them."""
     player = lab.player(256)
     player.fill({2: 64})
+    player.copy(2, 3, 0, 24)
     player.save(2, "kept")
     saved = player.rows()
-    player.remove(2)
-    player.fill({0: 128, 1: 128}, interleave=True)
-    player.remove(1, 0, 64)
+    player.remove(2, 32)
+    player.fill({0: 112, 1: 112}, interleave=True)
+    player.remove(1, 0, 56)
     lab.picture(player, "before")
     with player.unchanged("the restore"):
         player.restore(2, "kept")
     lab.picture(player, "after")
-    rows.compare({2: saved[2]}, player.rows(), "the restore")
+    rows.compare(saved, player.rows(), "the restore")
     player.check_cells()
-    player.remove(1, 64, 72)
+    player.remove(1, 56, 64)
     lab.verify(player)
 
 
