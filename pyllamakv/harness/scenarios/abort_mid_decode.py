@@ -28,7 +28,7 @@ SCENARIO = Scenario(
     id="abort-mid-decode",
     kind="guard",
     claim="An aborted decode takes nothing from other sequences and leaves no ghosts.",
-    issue="ggml-org/llama.cpp#10176",
+    issue="ggml-org/llama.cpp#9525",
     run=run,
     settings=PLAIN,
 )

@@ -32,6 +32,6 @@ SCENARIO = Scenario(
     id="reserve-abort",
     kind="cure",
     claim="A defragmentation of a nearly full cache returns.",
-    issue="ggml-org/llama.cpp#14059",
+    issue="ggml-org/llama.cpp#13359",
     run=run,
 )

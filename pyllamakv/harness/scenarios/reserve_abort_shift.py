@@ -30,7 +30,7 @@ SCENARIO = Scenario(
     id="reserve-abort-shift",
     kind="cure",
     claim="A shift that frees cells near the end of the cache is applied and returns.",
-    issue="ggml-org/llama.cpp#14059",
+    issue="ggml-org/llama.cpp#13359",
     run=run,
     settings=PLAIN,
 )

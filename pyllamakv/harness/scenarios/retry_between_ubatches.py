@@ -31,7 +31,7 @@ SCENARIO = Scenario(
     id="retry-between-ubatches",
     kind="cure",
     claim="A decode defragments between its micro-batches when a later one finds no cells.",
-    issue="ollama/ollama#7949",
+    issue="ggml-org/llama.cpp#10873",
     run=run,
     settings=CACHES + MOVERS,
 )
