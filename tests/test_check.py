@@ -226,6 +226,15 @@ def test_isolate_takes_the_patches_own_scenarios_and_the_guards(world: World) ->
     assert ("apply", ["full-defrag"]) in world.calls
 
 
+def test_a_scenario_of_ones_own_is_asked_of_one_patch(world: World, tmp_path: Path) -> None:
+    """No shipped patch names it; asked for by name it is judged all the same."""
+    text = scenario.find("fragmented").source.read_text(encoding="utf-8")
+    (tmp_path / "mine.py").write_text(text.replace('id="fragmented"', 'id="mine"'))
+    folders = (tmp_path,)
+    answer = ask(isolate="full-defrag", scenarios=("mine", "counters"), folders=folders)
+    assert answer.judgement.scenarios == {"mine": Verdict.NEEDED}
+
+
 def test_a_foreign_patch(world: World, tmp_path: Path) -> None:
     """A file goes through the same doors; a missing one is named."""
     file = tmp_path / "theirs.patch"

@@ -204,7 +204,10 @@ def _own(question: Question, shipped: Series) -> set[str] | None:
     asked = (question.isolate,) if question.isolate else question.series
     if not asked:
         return None
-    return {name for patch in asked for name in shipped.definition(patch).scenarios}
+    own = {name for patch in asked for name in shipped.definition(patch).scenarios}
+    # What no patch names is the caller's own, and asked for by name it is meant for these patches.
+    claimed = {name for patch in shipped for name in patch.scenarios}
+    return own | (set(question.scenarios) - claimed)
 
 
 def _narrowed(chosen: list[Scenario], own: set[str]) -> list[Scenario]:
