@@ -9,9 +9,11 @@ import pytest
 
 from pyllamakv.errors import UsageError
 from pyllamakv.harness import scenario, synthetic
-from pyllamakv.harness.scenario import CACHES, MOVERS, Scenario, Setting
+from pyllamakv.harness.lab import Bench
+from pyllamakv.harness.scenario import CACHES, MOVERS, PLAIN, Scenario, Setting
 
 ALL = scenario.discover()
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "harness.md"
 
 OWN = '''
 from pyllamakv.harness.scenario import Scenario
@@ -39,6 +41,46 @@ def test_each_scenario_says_what_it_is_for(name: str) -> None:
     names = [setting.name for setting in each.settings]
     assert len(set(names)) == len(names) >= 1
     assert len(each.digest) == 64
+
+
+def page() -> str:
+    """Return docs/harness.md, or skip where only the package is."""
+    if not PAGE.is_file():
+        pytest.skip("no documents here")
+    return PAGE.read_text(encoding="utf-8")
+
+
+def test_the_page_lists_every_scenario() -> None:
+    """With its kind and the public issue that it stands for, and no other."""
+    rows = re.findall(r"^\| ([a-z0-9-]+) \| (cure|guard|feature) \| (\S+ #\d+) \|", page(), re.M)
+    known = [(each.id, each.kind, each.issue.split("/")[1]) for each in ALL.values()]
+    assert sorted((name, kind, issue.replace(" ", "")) for name, kind, issue in rows) == sorted(
+        known
+    )
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Scenario:
+    """Return the scenario that the page writes, from a folder outside the package."""
+    text = re.search(r"Save this as `(\w+\.py)`.*?^```python\n(.*?)^```", page(), re.S | re.M)
+    assert text
+    (tmp_path / text[1]).write_text(text[2], encoding="utf-8")
+    return scenario.find(text[1].removesuffix(".py").replace("_", "-"), [tmp_path])
+
+
+def test_the_page_writes_a_scenario(example: Scenario) -> None:
+    """The example is a scenario as it stands, under an id that is still free."""
+    assert example.kind == "cure"
+    assert example.id not in ALL
+
+
+@pytest.mark.native
+def test_the_scenario_of_the_page_is_a_cure(example: Scenario, stock, patched) -> None:
+    """It is red on stock and green on patched, as the page says."""
+    with Bench() as bench:
+        for setting in PLAIN:
+            assert bench.run(stock.folder, example, setting).outcome.failure == "claim"
+            assert bench.run(patched.folder, example, setting).outcome.status == "pass"
 
 
 def test_the_scenarios_that_the_series_needs_are_there() -> None:
