@@ -25,7 +25,20 @@ from pyllamakv.harness.lab import Bench, Lab
 from pyllamakv.harness.scenario import CACHES, Scenario
 
 #: What stock does wrong on purpose, and a build that heals does right.
-CURES = ("fragmented", "restore-fragmented", "retry-between-ubatches")
+CURES = (
+    "fragmented",
+    "restore-fragmented",
+    "retry-between-ubatches",
+    "parallel-clients",
+    "truncated-prompts",
+)
+GUARDS = (
+    "fork-then-defrag",
+    "fail-between-ubatches",
+    "shift-then-defrag",
+    "defrag-without-shift",
+    "used-count",
+)
 
 
 class Forgetful(Rolling):
@@ -84,7 +97,7 @@ def test_cures_turn_from_red_to_green(name: str) -> None:
     assert healed.outcome.status == "pass", healed.outcome.message
 
 
-@pytest.mark.parametrize("name", ["fork-then-defrag", "fail-between-ubatches", "shift-then-defrag"])
+@pytest.mark.parametrize("name", GUARDS)
 def test_guards_hold_on_a_library_that_is_right(name: str) -> None:
     """A guard has nothing against a library without faults."""
     found = run(lambda: Rolling(heals=True), name)

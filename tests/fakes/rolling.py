@@ -25,6 +25,8 @@ class Rolling(SimulatedNative):
 
     def state_load(self, context, seq, state):
         if self.heals:
+            # What the sequence has is given up for what comes.
+            self.seq_rm(context, seq, -1, -1)
             self._get(context).cache.compact()
         return super().state_load(context, seq, state)
 
