@@ -21,7 +21,7 @@ from pyllamakv.errors import (
 from pyllamakv.harness import running, scenario
 from pyllamakv.harness.running import Task
 from pyllamakv.harness.verdict import Judgement, Pair, harms, judge
-from pyllamakv.patching import apply, series
+from pyllamakv.patching import apply, drift, series
 from pyllamakv.source import fetch, releases
 
 if TYPE_CHECKING:
@@ -200,11 +200,23 @@ def _names(question: Question) -> list[str] | None:
 
 
 def _own(question: Question, shipped: Series) -> set[str] | None:
-    """Return the scenarios that prove the patches asked for; None when all are to be judged."""
+    """Return the scenarios that prove the patches asked for; None when all are to be judged.
+
+    Of foreign patches only folders of our shape name any.
+    """
+    if question.patches:
+        named = [_named(path) for path in question.patches]
+        return set().union(*named) if all(named) else None
     asked = (question.isolate,) if question.isolate else question.series
     if not asked:
         return None
     return {name for patch in asked for name in shipped.definition(patch).scenarios}
+
+
+def _named(path: Path) -> set[str]:
+    if not (path / "series.toml").is_file():
+        return set()
+    return {name for patch in series.load(path) for name in patch.scenarios}
 
 
 def _narrowed(chosen: list[Scenario], own: set[str]) -> list[Scenario]:
@@ -228,12 +240,14 @@ def _patch(
 ) -> Patching:
     try:
         patched: Patched = apply.apply(release, names)
-    except PatchConflict as error:
-        return Patching(conflict=str(error))
-    except NoTextApplies as error:
-        return Patching(conflict=str(error))
+    except (PatchConflict, NoTextApplies) as error:
+        first = str(error).split("\n", 1)[0]
+        return Patching(conflict=drift.why(release, names) or first)
     skipped = {each.id: each.reason for each in patched.skipped}
-    conflict = "; ".join(each.reason for each in patched.skipped if each.conflicts)
+    torn = {each.id: each.reason for each in patched.skipped if each.conflicts}
+    conflict = "; ".join(torn.values())
+    if torn:
+        conflict = drift.why(release, list(torn)) or conflict
     try:
         backend, native = question.backend, question.native
         if question.patches:
