@@ -1,17 +1,15 @@
-"""Check asks both sides, remembers, and answers in every shape."""
+"""Check asks both sides, remembers, and judges what it is asked about."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from xml.etree import ElementTree as ET
 
 import pytest
-from fakes.rolling import Opener, Rolling
+from check_kit import SOME, World, ask, make
+from fakes.rolling import Rolling
 
-from pyllamakv.cli import main
 from pyllamakv.errors import (
     CommandFailed,
     FetchError,
@@ -23,77 +21,16 @@ from pyllamakv.errors import (
     UnknownRelease,
     UsageError,
 )
-from pyllamakv.harness import check as checking
-from pyllamakv.harness import lab, report, scenario
-from pyllamakv.harness.check import Question, check
+from pyllamakv.harness import scenario
 from pyllamakv.harness.verdict import Verdict
-
-SOME = ("fragmented", "fork-then-defrag")
-
-
-@dataclass
-class World:
-    """Hold what the checked world does; fields that are errors are raised."""
-
-    build_stock: object = None
-    build_patched: object = None
-    applied: object = None
-    fetched: object = None
-    make: object = None
-    skipped: tuple = ()
-    opener: Opener = field(init=False)
-    calls: list = field(default_factory=list)
-
-    def variant(self, side: str, trouble: object) -> object:
-        self.calls.append(side)
-        if isinstance(trouble, Exception):
-            raise trouble
-        folder = Path("/nowhere") / side
-        manifest = SimpleNamespace(library_sha256=side)
-        return SimpleNamespace(folder=folder, id=f"id-{side}", manifest=manifest)
+from pyllamakv.home import data
+from pyllamakv.patching import series
 
 
 @pytest.fixture
-def world(monkeypatch, tmp_path) -> World:
-    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
-    monkeypatch.delenv("PYLLAMAKV_TEST_MODEL", raising=False)
-    world = World()
-
-    def build(spec, **_):
-        stock = str(spec).endswith("+stock")
-        return world.variant(
-            *(("stock", world.build_stock) if stock else ("patched", world.build_patched))
-        )
-
-    def apply(release, names, **_):
-        world.calls.append(("apply", names))
-        if isinstance(world.applied, Exception):
-            raise world.applied
-        return SimpleNamespace(patches=("full-defrag",), skipped=world.skipped)
-
-    def fetch(release, **_):
-        if isinstance(world.fetched, Exception):
-            raise world.fetched
-        return release
-
-    def make(path: Path):
-        return (world.make or (lambda side: Rolling(heals=side == "patched")))(path.name)
-
-    make.by_path = True
-    world.opener = Opener(make)
-    monkeypatch.setattr(checking, "build", build)
-    monkeypatch.setattr(
-        checking, "build_patched", lambda *_, **__: world.variant("patched", world.build_patched)
-    )
-    monkeypatch.setattr(checking.apply, "apply", apply)
-    monkeypatch.setattr(checking.fetch, "fetch", fetch)
-    monkeypatch.setattr(checking.releases, "resolve", lambda name: SimpleNamespace(name=name))
-    monkeypatch.setattr(lab, "open_worker", world.opener)
-    return world
-
-
-def ask(**words) -> checking.Answer:
-    return check(Question("0.3.9", scenarios=words.pop("scenarios", SOME), **words))
+def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
+    """Return a world of stock that fails and patched that heals."""
+    return make(monkeypatch, tmp_path)
 
 
 def test_needed(world: World) -> None:
@@ -249,6 +186,32 @@ def test_a_foreign_patch(world: World, tmp_path: Path) -> None:
         ask(isolate="full-defrga")
 
 
+def test_a_foreign_series_names_its_scenarios(world: World, tmp_path: Path) -> None:
+    """A folder of our shape is judged by what its patches name; guards may not be harmed."""
+    mine = tmp_path / "mine"
+    shutil.copytree(data("patches") / "quant-copy-fix", mine / "quant-copy-fix")
+    (mine / "series.toml").write_text('schema = 1\norder = ["quant-copy-fix"]\n')
+    own = {name for patch in series.load(mine) for name in patch.scenarios} & {"many-moves"}
+    answer = ask(patches=(mine,), scenarios=("retry-between-ubatches", "many-moves", SOME[1]))
+    assert set(answer.judgement.scenarios) == {*own, SOME[1]}
+    both = ask(patches=(mine, _file(tmp_path)), scenarios=("retry-between-ubatches", "many-moves"))
+    assert set(both.judgement.scenarios) == {"retry-between-ubatches", "many-moves"}
+
+
+def _file(folder: Path) -> Path:
+    file = folder / "theirs.patch"
+    file.write_text("")
+    return file
+
+
+def test_why_a_patch_does_not_apply(world: World) -> None:
+    """The reason is what drift knows of it; without that the words of the conflict, in a line."""
+    world.applied = PatchConflict("one does not apply\n  expected: x")
+    assert ask().judgement.reason.endswith("; one does not apply")
+    world.why = "hunk 2, changed in 0.3.10"
+    assert ask(fresh=True).judgement.reason.endswith("; hunk 2, changed in 0.3.10")
+
+
 def test_a_part_of_the_series_left_out(world: World) -> None:
     """Scenarios that only a patch proves that did not apply have no patched side."""
     world.skipped = (SimpleNamespace(id="full-defrag", reason="hunk 4 fails", conflicts=(1,)),)
@@ -256,62 +219,3 @@ def test_a_part_of_the_series_left_out(world: World) -> None:
     assert answer.judgement.verdict is Verdict.BROKEN_APPLY
     assert "hunk 4" in answer.judgement.reason
     assert answer.skipped == {"full-defrag": "hunk 4 fails"}
-
-
-def run_cli(capsys, *words: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as leaving:
-        main.main(["check", *words])
-    out, err = capsys.readouterr()
-    return int(leaving.value.code or 0), out, err
-
-
-def names(*chosen: str) -> list[str]:
-    return [word for name in chosen for word in ("--scenario", name)]
-
-
-def test_the_command_prints_table_maps_and_verdict(world: World, capsys) -> None:
-    """People read the table; the verdict is the last line, unbroken."""
-    code, out, _ = run_cli(capsys, "0.3.9", *names(*SOME))
-    assert code == 0
-    assert "fork-then-defrag" in out
-    assert "128 of 256 cells used, 128 holes" in out
-    last = out.strip().splitlines()[-1]
-    assert last.startswith("needed: stock fails ")
-    assert last.endswith("patched passes all")
-
-
-def test_the_command_prints_json_and_junit(world: World, capsys, tmp_path: Path) -> None:
-    """JSON on stdout is the whole answer; JUnit counts only what is wrong with patched."""
-    file = tmp_path / "junit.xml"
-    code, out, _ = run_cli(capsys, "0.3.9", "--json", "--junit", str(file), *names(*SOME))
-    found = json.loads(out)
-    assert (code, found["verdict"], found["exit_code"]) == (0, "needed", 0)
-    assert set(found["results"]) == {"stock", "patched"}
-    root = ET.parse(file).getroot()
-    assert [suite.get("failures") for suite in root] == ["0", "0", "0"]
-    assert len(root[0]) == len(found["results"]["stock"])
-
-
-def test_the_command_tells_bisect(world: World, capsys) -> None:
-    """1 for bad, 125 for skip, 128 for a fault of the harness, 2 for a wrong question."""
-    world.make = lambda side: Rolling()
-    assert run_cli(capsys, "0.3.9", *names(*SOME))[0] == 1
-    world.build_stock = CommandFailed("x", ["ninja"], 1, "log")
-    assert run_cli(capsys, "0.3.9", *names(*SOME))[0] == 125
-    world.build_stock = ZeroDivisionError("oops")
-    code, _, err = run_cli(capsys, "0.3.9", *names(*SOME))
-    assert code == 128
-    assert "oops" in err
-    assert run_cli(capsys, "0.3.9", "--scenario", "fragmentd")[0] == 2
-
-
-def test_summaries() -> None:
-    """A side's settings in a few words."""
-    from pyllamakv.harness.verdict import Outcome
-
-    good, skip, lost = Outcome("pass"), Outcome("skip"), Outcome("fail", "lost")
-    assert report.summary([good, skip]) == "passes 1"
-    assert report.summary([good, lost]) == "fails 1/2: lost"
-    assert report.summary([skip]) == "skipped"
-    assert report.summary([None]) == "not patched"
-    assert report.summary([Outcome("absent")]) == "absent 1/1"

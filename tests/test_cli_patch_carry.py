@@ -10,6 +10,7 @@ from patching_kit import Bench, diff, numbered
 
 from pyllamakv import home
 from pyllamakv.cli import main
+from pyllamakv.harness import remembered
 from pyllamakv.patching import series
 from pyllamakv.source import lock
 from pyllamakv.source.store import open_store
@@ -103,6 +104,15 @@ def test_obsolete(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert json.loads(out)[0]["obsolete"] is False
     assert "behaviour: unknown" in call(capsys, "obsolete", "0.3.1")[1]
+
+
+def test_obsolete_by_behaviour(bench: Bench, capsys, monkeypatch) -> None:
+    """What the last matrix saw of stock is the third sign; other patches' scenarios are none."""
+    seen = {"some-scenario": "pass", "other": "fail"}
+    monkeypatch.setattr(remembered, "stock", lambda _release: seen)
+    assert "behaviour: yes (stock passes some-scenario)" in call(capsys, "obsolete", "0.3.1")[1]
+    seen["some-scenario"] = "fail"
+    assert "behaviour: no (stock fails some-scenario)" in call(capsys, "obsolete", "0.3.1")[1]
 
 
 def test_import(bench: Bench, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

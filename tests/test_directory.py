@@ -63,7 +63,7 @@ def test_our_own_shape(bench: Bench) -> None:
 
 
 def test_what_is_not_there_or_no_patch(tmp_path: Path) -> None:
-    """Missing paths, empty folders, doubles and mailboxes are refused with what was expected."""
+    """Missing paths, empty folders and doubles are refused with what was expected."""
     with pytest.raises(UsageError, match="no patch file"):
         directory.load(tmp_path / "none.patch")
     with pytest.raises(UsageError, match="expected series"):
@@ -72,7 +72,15 @@ def test_what_is_not_there_or_no_patch(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(ONE)
     with pytest.raises(UsageError, match="Two files"):
         directory.load(tmp_path)
+
+
+def test_a_mailbox_is_a_series(tmp_path: Path) -> None:
+    """Its mails are patches in their order, called after the file unless they say a name."""
     mail = b"From 0000000000000000000000000000000000000000 Mon Sep 17 00:00:00 2001\n\n"
-    (tmp_path / "box.patch").write_bytes(mail + ONE + mail + TWO)
-    with pytest.raises(PatchFormatError, match="split"):
-        directory.load(tmp_path / "box.patch")
+    box = tmp_path / "box.patch"
+    box.write_bytes(mail + ONE + mail + b"Patch: mine\n\n" + TWO)
+    assert directory.load(box).order == ("box-1", "mine")
+    assert directory.load(tmp_path).order == ("box-1", "mine")
+    box.write_bytes(mail + ONE + mail + b"nothing\n")
+    with pytest.raises(PatchFormatError, match="box-2 holds no change"):
+        directory.load(box)

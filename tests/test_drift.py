@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from patching_kit import Bench, numbered
+from patching_kit import Bench, diff, numbered
 
-from pyllamakv.patching import drift, hunks, places, series
+from pyllamakv.patching import directory, drift, hunks, places, series
 from pyllamakv.source import lock
 from pyllamakv.source.store import open_store
 
@@ -85,6 +85,41 @@ def test_file_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hunk.placement.state == "missing"
     assert [there.path for there in hunk.moved] == ["src/unified.cpp"]
     assert hunk.changed == "0.3.2"
+
+
+def test_a_text_without_a_base(bench: Bench, tmp_path: Path) -> None:
+    """A stranger's patch counts as written for the nearest release that has its lines."""
+    file = tmp_path / "theirs.diff"
+    file.write_bytes(diff(OLD, ONE))
+    theirs = directory.load(file)
+    words = {"series": theirs, "store": bench.store}
+    (found,) = drift.drift(bench.releases["0.3.5"], **words)
+    assert (found.base, [hunk.changed for hunk in found.hunks]) == ("", ["", "0.3.4"])
+    (found,) = drift.drift(bench.releases["0.3.1"], **words)
+    assert [hunk.changed for hunk in found.hunks] == ["", "0.3.2"]
+
+
+def test_the_nearest_of_texts_that_are_not_meant(bench: Bench) -> None:
+    """Where markers refuse every text, the one for the nearest base shows what has changed."""
+    new = bench.files["0.3.4"]
+    there = new | {"src/a.cpp": new["src/a.cpp"].replace(b"line 10\n", b"x\n")}
+    texts = {"0.3.2": (OLD, ONE), "0.3.4": (new, there)}
+    bench.add_patch("two", texts, marker=("src/a.cpp", "nowhere"))
+    both = series.load(bench.folder)
+    _, two = drift.drift(bench.releases["0.3.5"], series=both, store=bench.store)
+    assert (two.id, two.state, two.base) == ("two", "not-meant", "0.3.4")
+
+
+def test_why(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line names the patch, the first hunk without a place, and who changed its lines."""
+    loaded = series.load(bench.folder)
+    monkeypatch.setattr(series, "load", lambda: loaded)
+    monkeypatch.setattr(drift, "open_store", lambda: bench.store)
+    assert drift.why(bench.releases["0.3.3"]) == ""
+    assert drift.why(bench.releases["0.3.5"], ["one"]) == (
+        "one does not apply: src/a.cpp, hunk 2 in 36 (line 37): the lines it expects are not "
+        "there; fuzz is not used; changed in 0.3.4; expected `line 37`, found `other context`"
+    )
 
 
 def test_blanks(bench: Bench) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes.judging import failing, result
+from fakes.judging import failing, result, row
 
 from pyllamakv.errors import ToolMissing
 from pyllamakv.harness import remembered
@@ -49,6 +49,21 @@ def test_no_key_without_tools(monkeypatch) -> None:
     assert remembered.key(SPEC) is None
     assert remembered.key(CellSpec("nonsense")) is None
     assert remembered.recall(None) is None
+
+
+def test_what_stock_did(place: Path) -> None:
+    """Each scenario ended well or badly on stock; a cure that nobody can run says nothing."""
+    assert remembered.stock("0.3.9") == {}
+    rows = (
+        row("a", stock="passes 6"),
+        row("b", stock="fails 1/6: data"),
+        row("c", stock="absent 2/2"),
+        row("d", kind="feature", stock="absent 2/2"),
+        row("e", stock="skipped"),
+    )
+    remembered.remember(None, result(scenarios=rows))
+    ended = {"a": "pass", "b": "fail", "c": "skip", "d": "fail", "e": "skip"}
+    assert remembered.stock("0.3.9") == ended
 
 
 def test_latest_is_marked_when_inputs_changed(place: Path) -> None:

@@ -59,6 +59,12 @@ def test_ineffective_when_patched_still_fails_a_cure() -> None:
     assert "a claim" in found.reason
 
 
+def test_the_reason_names_a_cure_first() -> None:
+    """What the patch is there for tells more than a guard, whatever its name."""
+    pairs = [pair(fail(), fail(), "guard", "abort"), pair(fail(), fail(), "cure", "fragmented")]
+    assert judge(pairs).reason.endswith(": fragmented [plain f16] (and abort): claim: a claim")
+
+
 @pytest.mark.parametrize("kind", HARM)
 @pytest.mark.parametrize("stock", [PASS, fail("claim")], ids=["passes", "fails"])
 def test_harmful_when_patched_shows_a_class_that_stock_does_not(kind: str, stock: Outcome) -> None:
@@ -140,6 +146,8 @@ def test_native_when_nothing_applies_and_stock_passes() -> None:
     pairs = [pair(PASS, None), pair(fail(), None, "guard", "other")]
     found = judge(pairs, conflict="src/a.cpp hunk 3")
     assert (found.verdict, found.exit_code) == (Verdict.NATIVE, 0)
+    assert "all 1 runs" in found.reason
+    assert "hunk 3" in found.reason
 
 
 def test_nothing_applies_and_no_cure_runs() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -42,6 +45,38 @@ def test_life(store: Store, tmp_path: Path) -> None:
     assert not folder.exists()
     assert not list((store.path / "worktrees").glob("*"))
     worktree.remove(store, folder)  # nothing there is no error
+
+
+HOLDER = """
+import fcntl, sys
+with open(sys.argv[1], "a") as held:
+    fcntl.flock(held, fcntl.LOCK_EX)
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_removal_waits_for_an_orphaned_git(store: Store, tmp_path: Path) -> None:
+    """The git of a killed process still writes; it keeps the lock that it inherited until then."""
+    base, _ = store.commit(None, FILES, "base")
+    folder = tmp_path / "tree"
+    worktree.make(store, folder, base)
+    lock = tmp_path / "tree.busy"
+    remover = threading.Thread(target=worktree.remove, args=(store, folder))
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(lock)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as orphan:
+        assert orphan.stdin is not None and orphan.stdout is not None
+        assert orphan.stdout.readline() == b"held\n"
+        remover.start()
+        remover.join(0.3)
+        assert remover.is_alive()
+        assert (folder / "a.c").is_file()
+        orphan.stdin.close()
+    remover.join(120)
+    assert not folder.exists()
 
 
 def test_clashes(store: Store, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def apply(
         "commit": patched.commit,
         "tree": patched.tree,
         "digest": patched.digest,
-        "patches": [f"{text.id}@{text.base}" for text in patched.texts],
+        "patches": [(f"{text.id}@{text.base}" if text.base else text.id) for text in patched.texts],
         "skipped": {skip.id: skip.reason for skip in patched.skipped},
     }
     result(facts, as_json)

@@ -21,8 +21,9 @@ from pyllamakv.cli.patch_common import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from pyllamakv.patching.foreign import Trial
     from pyllamakv.patching.rebase import Rebased
 
 
@@ -145,7 +146,7 @@ def drift(
         found = drifting.drift(
             release_of(release), names or [], series=series_of(patches), progress=progress
         )
-    to_json([one.as_json() for one in found]) if as_json else patch_views.drift(found)
+    to_json([one.as_json() for one in found]) if as_json else patch_views.drift(found, names or [])
     if any(one.state in ("fails", "blocked") for one in found):
         raise typer.Exit(errors.PatchConflict.exit_code)
 
@@ -157,20 +158,31 @@ def obsolete(
     patches: Patches = None,
     as_json: Json = False,
 ) -> None:
-    """Show the signs that upstream does a patch's work itself (`check` adds the behaviour)."""
+    """Show the signs that upstream does a patch's work itself: text, symbols, behaviour.
+
+    The behaviour is that of stock when `pyllamakv matrix run` judged the release last.
+    """
     from pyllamakv.cli import showing
+    from pyllamakv.harness import remembered
     from pyllamakv.patching import obsolete as judging
 
+    series = series_of(patches)
+    seen = remembered.stock(release)
+    stock = {
+        patch.id: {name: how for name, how in seen.items() if name in patch.scenarios}
+        for patch in series
+    }
     with showing.progress() as progress:
         found = judging.obsolete(
-            release_of(release), names or [], series=series_of(patches), progress=progress
+            release_of(release), names or [], series=series, stock=stock, progress=progress
         )
     if as_json:
         return to_json([one.as_json() for one in found])
     words = {True: "yes", False: "no", None: "unknown"}
     for one in found:
         said = "obsolete" if one.obsolete else f"{one.votes} of 3 signs"
-        lines([f"{one.id} on {one.release}: {said}"])
+        meant = "" if one.meant else ", and not meant for this release"
+        lines([f"{one.id} on {one.release}: {said}{meant}"])
         lines(f"  {sign.name}: {words[sign.says]} ({sign.why})" for sign in one.signs)
     return None
 
@@ -182,7 +194,7 @@ def take(
     base: Annotated[str | None, typer.Option(help="The release it is written against.")] = None,
     to: Annotated[Path | None, typer.Option(help="A series folder of your own.")] = None,
     scenario: Annotated[
-        list[str] | None, typer.Option(help="A scenario that tells (default: all of them).")
+        list[str] | None, typer.Option(help="A scenario that tells (default: cures and guards).")
     ] = None,
     title: Annotated[str | None, typer.Option(help="Its title (default: its subject).")] = None,
     every: Annotated[bool, typer.Option("--all", help="Try every release of the lock.")] = False,
@@ -202,7 +214,7 @@ def take(
             id_,
             list(tried.values()),
             folder=to or home.data("patches"),
-            scenarios=scenario or sorted(scenarios() or ()),
+            scenarios=scenario or sorted(scenarios(features=False) or ()),
             base=base,
             title=title,
             progress=progress,
@@ -210,10 +222,22 @@ def take(
     if as_json:
         return to_json(done.as_json())
     lines([f"{done.id}: {done.path}"])
-    for trial in done.trials:
-        first = str(trial.conflict).splitlines()[0] if trial.conflict else ""
-        moved = f", moved by {trial.offset} lines in all" if trial.offset else ""
-        lines([f"  {trial.release.name}: {first or 'applies' + moved}"])
+    lines(_trials(done.trials))
     for finding in done.findings:
         note(str(finding))
     return None
+
+
+def _trials(trials: Sequence[Trial]) -> Iterator[str]:
+    """Yield where a patch applies, and where not: releases with one reason in one line."""
+    for trial in trials:
+        if trial.applies:
+            moved = f", moved by {trial.offset} lines in all" if trial.offset else ""
+            yield f"  {trial.release.name}: applies{moved}"
+    reasons: dict[str, list[str]] = {}
+    for trial in trials:
+        if trial.conflict:
+            reason = str(trial.conflict).splitlines()[0]
+            reasons.setdefault(reason, []).append(trial.release.name)
+    for reason, names in reasons.items():
+        yield f"  {', '.join(names)}: {reason}"

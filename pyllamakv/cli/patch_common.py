@@ -53,13 +53,17 @@ def releases_of(names: Sequence[str], *, every: bool, none: bool = False) -> lis
     return found
 
 
-def scenarios() -> frozenset[str] | None:
-    """Return the names of the scenarios, or None where the harness does not load."""
+def scenarios(*, features: bool = True) -> frozenset[str] | None:
+    """Return the names of the scenarios, or None where the harness does not load.
+
+    Features are what certain patches bring; of others nobody expects them.
+    """
     try:
         from pyllamakv.harness import scenario
     except ImportError:
         return None
-    return frozenset(scenario.discover())
+    found = scenario.discover()
+    return frozenset(name for name, one in found.items() if features or one.kind != "feature")
 
 
 def result(facts: dict[str, Any], as_json: bool) -> None:

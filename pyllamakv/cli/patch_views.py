@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from pyllamakv.patching.compare import Comparison
     from pyllamakv.patching.definition import Definition
@@ -127,15 +127,40 @@ def comparison(found: Comparison) -> None:
                     console.print(f"      {escape(line)}")
 
 
-def drift(found: Sequence[Drift]) -> None:
-    """Write what became of each hunk."""
+def drift(found: Sequence[Drift], named: Sequence[str] = ()) -> None:
+    """Write what became of each hunk; of patches not meant for a release only when named."""
     console = Console(soft_wrap=True, highlight=False)
     for one in found:
         against = f", text for {one.base}" if one.base else ""
         state = f"[{_COLOURS[one.state]}]{one.state}[/]"
         console.print(f"[bold]{one.id}[/] on {one.release}: {state}{against}")
-        for hunk in one.hunks:
-            console.print("  " + escape(_drifted(hunk)))
+        if one.state == "not-meant" and one.id not in named:
+            console.print(f"  {escape(one.reason.split('; ')[0])}")
+            continue
+        told = [hunk for hunk in one.hunks if hunk.placement.state != "exact"]
+        for line in _told(told):
+            console.print(f"  {escape(line)}")
+        exact = len(one.hunks) - len(told)
+        if exact:
+            console.print(f"  {_count(exact, 'other hunk' if told else 'hunk')} exact")
+
+
+def _told(hunks: Sequence[HunkDrift]) -> Iterator[str]:
+    """Yield a line per hunk, and one for all those of a file that is gone."""
+    gone: set[str] = set()
+    for hunk in hunks:
+        file = hunk.placement.file
+        if hunk.placement.state != "missing":
+            yield _drifted(hunk)
+        elif file not in gone:
+            gone.add(file)
+            count = sum(other.placement.file == file for other in hunks)
+            said = [f"{file}, {_count(count, 'hunk')}: the file is not there", *_went(hunk)]
+            yield ", ".join(said)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _drifted(hunk: HunkDrift) -> str:
@@ -147,8 +172,13 @@ def _drifted(hunk: HunkDrift) -> str:
         said.append(f"would need fuzz {hunk.fuzz}" if hunk.fuzz is not None else "no fuzz helps")
         if hunk.blanks:
             said.append("only blanks differ")
-        if hunk.moved:
-            said.append(f"went to {hunk.moved[0].path} ({hunk.moved[0].likeness:.0%} alike)")
-        if hunk.changed:
-            said.append(f"changed in {hunk.changed}")
+        said += _went(hunk)
     return ", ".join(said)
+
+
+def _went(hunk: HunkDrift) -> Iterator[str]:
+    if hunk.moved:
+        there = hunk.moved[0]
+        yield f"perhaps gone to {there.path} ({there.likeness:.0%} alike)"
+    if hunk.changed:
+        yield f"changed in {hunk.changed}"

@@ -96,6 +96,13 @@ class Row:
     claim: str = ""
     issue: str = ""
 
+    @property
+    def on_stock(self) -> str:
+        """Return how stock ended in a word: "pass", "fail", or "skip" where that says nothing."""
+        ended = self.stock.split(" ", 1)[0]
+        lacks = ended == "absent" and self.kind == "feature"
+        return "pass" if ended == "passes" else "fail" if ended == "fails" or lacks else "skip"
+
 
 @dataclass(frozen=True)
 class Failing:

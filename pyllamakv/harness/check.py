@@ -21,7 +21,7 @@ from pyllamakv.errors import (
 from pyllamakv.harness import running, scenario
 from pyllamakv.harness.running import Task
 from pyllamakv.harness.verdict import Judgement, Pair, harms, judge
-from pyllamakv.patching import apply, series
+from pyllamakv.patching import apply, drift, series
 from pyllamakv.source import fetch, releases
 
 if TYPE_CHECKING:
@@ -200,7 +200,13 @@ def _names(question: Question) -> list[str] | None:
 
 
 def _own(question: Question, shipped: Series) -> set[str] | None:
-    """Return the scenarios that prove the patches asked for; None when all are to be judged."""
+    """Return the scenarios that prove the patches asked for; None when all are to be judged.
+
+    Of foreign patches only folders of our shape name any.
+    """
+    if question.patches:
+        named = [_named(path) for path in question.patches]
+        return set().union(*named) if all(named) else None
     asked = (question.isolate,) if question.isolate else question.series
     if not asked:
         return None
@@ -208,6 +214,12 @@ def _own(question: Question, shipped: Series) -> set[str] | None:
     # What no patch names is the caller's own, and asked for by name it is meant for these patches.
     claimed = {name for patch in shipped for name in patch.scenarios}
     return own | (set(question.scenarios) - claimed)
+
+
+def _named(path: Path) -> set[str]:
+    if not (path / "series.toml").is_file():
+        return set()
+    return {name for patch in series.load(path) for name in patch.scenarios}
 
 
 def _narrowed(chosen: list[Scenario], own: set[str]) -> list[Scenario]:
@@ -231,12 +243,14 @@ def _patch(
 ) -> Patching:
     try:
         patched: Patched = apply.apply(release, names)
-    except PatchConflict as error:
-        return Patching(conflict=str(error))
-    except NoTextApplies as error:
-        return Patching(conflict=str(error))
+    except (PatchConflict, NoTextApplies) as error:
+        first = str(error).split("\n", 1)[0]
+        return Patching(conflict=drift.why(release, names) or first)
     skipped = {each.id: each.reason for each in patched.skipped}
-    conflict = "; ".join(each.reason for each in patched.skipped if each.conflicts)
+    torn = {each.id: each.reason for each in patched.skipped if each.conflicts}
+    conflict = "; ".join(torn.values())
+    if torn:
+        conflict = drift.why(release, list(torn)) or conflict
     try:
         backend, native = question.backend, question.native
         if question.patches:

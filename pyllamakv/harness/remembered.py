@@ -105,6 +105,12 @@ def latest_of(specs: Iterable[CellSpec]) -> tuple[CellResult, ...]:
     return tuple(found for spec in specs if (found := latest(spec)) is not None)
 
 
+def stock(release: str) -> dict[str, str]:
+    """Return how each scenario ended on a stock release, as far as it was judged."""
+    found = latest(CellSpec(release))
+    return {row.id: row.on_stock for row in found.scenarios} if found else {}
+
+
 def _passes(result: CellResult) -> bool:
     hung = any(run.failure == "hang" for run in result.failing)
     return hung or result.verdict in _PASSING

@@ -35,10 +35,11 @@ def show(answer: Answer, scenarios: dict[str, Scenario], console: Console, maps:
     """Print the table of scenarios, what patched fails, cell maps and the verdict."""
     from rich.table import Table
 
-    if answer.pairs:
+    if answer.judgement.scenarios:
         table = Table(box=None, pad_edge=False)
         for head in ("scenario", "kind", "stock", "patched", "verdict"):
-            table.add_column(head, no_wrap=True)
+            # a narrow terminal may fold the counts, never a name or a verdict
+            table.add_column(head, no_wrap=head not in ("stock", "patched"))
         for name, verdict in answer.judgement.scenarios.items():
             mine = [pair for pair in answer.pairs if pair.scenario == name]
             kind = scenarios[name].kind if name in scenarios else mine[0].kind
@@ -50,11 +51,11 @@ def show(answer: Answer, scenarios: dict[str, Scenario], console: Console, maps:
                 f"[{_STYLES[verdict]}]{word(verdict, kind)}[/]",
             )
         console.print(table)
-    for pair in answer.pairs:
-        if pair.patched is not None and pair.patched.status not in ("pass", "skip"):
-            what = pair.patched.failure or pair.patched.status
-            console.print(f"\npatched: {pair.scenario} \\[{pair.setting}]: {what}", style="red")
-            console.print(f"  {pair.patched.message[:_LONGEST]}", markup=False)
+    for (name, what), runs in _failing(answer).items():
+        console.print(f"\npatched: {name}: {what}", style="red", markup=False)
+        console.print(f"  {runs[0][1][:_LONGEST]}", markup=False)
+        settings = ", ".join(setting for setting, _ in runs)
+        console.print(f"  in {len(runs)}: {settings}", style="dim", markup=False, highlight=False)
     if maps:
         _show_maps(answer, console)
     for run in answer.runs.get("patched", ()):
@@ -68,6 +69,17 @@ def show(answer: Answer, scenarios: dict[str, Scenario], console: Console, maps:
         console.print(f"patches: {', '.join(answer.patches)}", style="dim", markup=False)
     style = _STYLES[answer.judgement.verdict]
     console.print(str(answer.judgement), style=style, markup=False, soft_wrap=True)
+
+
+def _failing(answer: Answer) -> dict[tuple[str, str], list[tuple[str, str]]]:
+    """Return what patched fails: by scenario and class, for settings mostly fail alike."""
+    found: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for pair in answer.pairs:
+        one = pair.patched
+        if one is not None and one.status not in ("pass", "skip"):
+            key = pair.scenario, one.failure or one.status
+            found.setdefault(key, []).append((pair.setting, one.message))
+    return found
 
 
 def word(verdict: Verdict, kind: str) -> str:

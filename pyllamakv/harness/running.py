@@ -38,6 +38,7 @@ _TELLING = {
     for name in (
         "bisect",
         "cell",
+        "check",
         "cluster",
         "expected",
         "matrix",
@@ -45,6 +46,7 @@ _TELLING = {
         "page",
         "remembered",
         "report",
+        "verdict",
     )
 }
 

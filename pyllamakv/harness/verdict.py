@@ -179,16 +179,19 @@ def _reason(
     counts: tuple[int, int, int],
 ) -> str:
     runs, stock_failed, patched_failed = counts
-    named = [name for name, found in scenarios.items() if found is verdict]
-    inside = [pair for pair in pairs if pair.scenario in named]
+    inside = [pair for pair in pairs if scenarios[pair.scenario] is verdict]
+    # What the patch is there for tells more than what it had to leave alone.
+    inside.sort(key=lambda pair: pair.kind != "cure")
+    named = list(dict.fromkeys(pair.scenario for pair in inside))
     match verdict:
         case Verdict.UNTESTABLE:
             return next(filter(None, map(_says, pairs)), conflict or "no scenario could run")
         case Verdict.BROKEN_APPLY:
             failing = dict.fromkeys(pair.scenario for pair in inside if _ailing(pair))
-            return f"{conflict or 'no text applies'}; stock fails {', '.join(failing)}"
+            return f"stock fails {', '.join(failing)}; {conflict or 'no text applies'}"
         case Verdict.NATIVE:
-            return f"stock passes all {len(inside)} runs of the cures by itself"
+            cures = sum(pair.kind == "cure" for pair in inside)
+            return f"stock passes all {cures} runs of the cures by itself; {conflict or 'no text'}"
         case Verdict.HARMFUL | Verdict.INEFFECTIVE:
             broken = next(
                 pair

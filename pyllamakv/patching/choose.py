@@ -89,7 +89,7 @@ def plan(
     if names is None:
         return _every(series, tree, release)
     definitions = _known(series, names)
-    wanted = [patch.id for patch in _named(series, names)]
+    wanted = [patch.id for patch in named(series, names)]
     while True:
         more = _attempt(definitions, tree, release, wanted)
         if isinstance(more, Plan):
@@ -180,7 +180,7 @@ def _attempt(
     return Plan(tuple(steps), draft)
 
 
-def _named(series: Series, names: Sequence[str | PatchText]) -> list[Definition]:
+def named(series: Series, names: Sequence[str | PatchText]) -> list[Definition]:
     """Return the definitions that names mean: ids, files, folders or texts."""
     from pyllamakv.patching import directory
 
@@ -195,8 +195,22 @@ def _named(series: Series, names: Sequence[str | PatchText]) -> list[Definition]
     return found
 
 
+def only(series: Series, names: Sequence[str | PatchText] | None) -> Series:
+    """Return the patches that names mean, with all that they may require, in order."""
+    if names is None:
+        return series
+    known = _known(series, names)
+    wanted = {definition.id for definition in named(series, names)}
+    while True:
+        texts = [text for id_ in wanted for text in known[id_].texts]
+        more = {need for text in texts for need in text.requires if need in known} - wanted
+        if not more:
+            return series_module.Series(tuple(d for d in known.values() if d.id in wanted))
+        wanted |= more
+
+
 def _known(series: Series, names: Sequence[str | PatchText]) -> dict[str, Definition]:
     # a text at hand takes the place of the shipped patch of its id; others come after the series
     known = {definition.id: definition for definition in series}
-    known.update({definition.id: definition for definition in _named(series, names)})
+    known.update({definition.id: definition for definition in named(series, names)})
     return known

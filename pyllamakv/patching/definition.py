@@ -71,12 +71,21 @@ class PatchText:
     def from_file(cls, path: Path | str, id: str | None = None) -> PatchText:
         """Read any git patch; id, base and requirements come from its header where it has them."""
         path = Path(path)
-        patch = hunks.read(path)
+        return cls.of(hunks.read(path), path, id=id)
+
+    @classmethod
+    def of(
+        cls, patch: Patch, path: Path, *, id: str | None = None, stem: str | None = None
+    ) -> PatchText:
+        """Return the text that a patch of a file is.
+
+        ``id`` goes before the one that its header says, ``stem`` stands where it says none.
+        """
         said: dict[bytes, list[str]] = {}
         for key, value in _TRAILER.findall(patch.header):
             said.setdefault(key, []).append(value.decode("utf-8", "replace"))
         subject = _SUBJECT.search(patch.header)
-        name = id or said.get(b"Patch", [path.stem])[0]
+        name = id or said.get(b"Patch", [stem or path.stem])[0]
         return cls(
             id=_NOT_ID.sub("-", name.lower()).strip("-") or "patch",
             patch=patch,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import UsageError
+from pyllamakv.patching import hunks
 from pyllamakv.patching import series as series_module
 from pyllamakv.patching.definition import Definition, PatchText
 from pyllamakv.patching.series import Series
@@ -19,14 +20,14 @@ _ENDINGS = (".patch", ".diff")
 
 
 def load(path: Path) -> Series:
-    """Read a patch file or a folder.
+    """Read a patch file, a mailbox of several patches, or a folder.
 
     A folder holds `series.toml` (our own shape), a quilt `series` file (one name per line, ``#``
     begins a comment, options after the name are ignored) or plain patch files, which are taken in
-    the order of their names. Mailboxes of several patches must be split first.
+    the order of their names.
     """
     if path.is_file():
-        return Series((definition_of(PatchText.from_file(path)),), path.parent)
+        return Series(_distinct(_texts(path)), path.parent)
     if not path.is_dir():
         raise UsageError(f"There is no patch file or folder {path}.")
     if (path / "series.toml").is_file():
@@ -37,7 +38,16 @@ def load(path: Path) -> Series:
         files = sorted(file for file in path.iterdir() if file.suffix in _ENDINGS)
     if not files:
         raise UsageError(f"{path} holds no patch: expected series.toml, series or *.patch files.")
-    return Series(_distinct([PatchText.from_file(file) for file in files]), path)
+    return Series(_distinct([text for file in files for text in _texts(file)]), path)
+
+
+def _texts(file: Path) -> list[PatchText]:
+    """Read the patches of a file: one, or the mails of a mailbox."""
+    pieces = hunks.split(file.read_bytes()) if file.is_file() else ()
+    if len(pieces) < 2:
+        return [PatchText.from_file(file)]  # which says what is wrong with a file
+    named = [(f"{file.stem}-{number}", piece) for number, piece in enumerate(pieces, 1)]
+    return [PatchText.of(hunks.parse(piece, name), file, stem=name) for name, piece in named]
 
 
 def definition_of(text: PatchText) -> Definition:

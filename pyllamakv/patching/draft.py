@@ -22,6 +22,15 @@ FILE = "100644"
 
 State = Literal["exact", "offset", "conflict", "ambiguous", "already", "missing", "exists", "mode"]
 GOOD: frozenset[str] = frozenset({"exact", "offset"})
+#: Why a hunk has no place, in words.
+SAYS = {
+    "conflict": "the lines it expects are not there; fuzz is not used",
+    "ambiguous": "the lines it expects stand at several places; give it more context",
+    "already": "what it would make is there already",
+    "missing": "the file is not there",
+    "exists": "the file is there already",
+    "mode": "the file has another mode",
+}
 
 
 @dataclass(frozen=True)
@@ -119,15 +128,7 @@ def conflict(bad: Placement, placements: tuple[Placement, ...], name: str) -> Pa
     """Make the error for a hunk that has no certain place."""
     where = f"{bad.file}, hunk {bad.hunk} (line {bad.line})" if bad.hunk else bad.file
     present = [p for p in placements if p.state == "already"]
-    says = {
-        "conflict": "the lines it expects are not there; fuzz is not used",
-        "ambiguous": "the lines it expects stand at several places; give it more context",
-        "already": "what it would make is there already",
-        "missing": "the file is not there",
-        "exists": "the file is there already",
-        "mode": "the file has another mode",
-    }[bad.state]
-    message = f"{name} does not apply to {where}: {says}."
+    message = f"{name} does not apply to {where}: {SAYS[bad.state]}."
     if bad.expected or bad.found:
         message += f"\n  expected: {bad.expected}\n  found:    {bad.found}"
     if present and len(present) == len(placements):

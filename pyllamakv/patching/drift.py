@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import NoTextApplies, PatchConflict
-from pyllamakv.patching import anchors, compare, places, status, successors, trees
+from pyllamakv.patching import anchors, choose, compare, draft, places, status, successors, trees
 from pyllamakv.patching import series as series_module
 from pyllamakv.source import history, lock
 from pyllamakv.source.store import Store, open_store
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from pyllamakv.source.history import Link
     from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
+
+#: One hunk says less than a whole file: where less of it than this is alike it went nowhere.
+_LIKE = 0.25
 
 #: A place that needs at least this many lines of context ignored; None: there is none at all.
 Fuzz = int | None
@@ -42,6 +45,20 @@ class HunkDrift:
     blanks: bool = False
     moved: tuple[successors.Successor, ...] = ()
     changed: str = ""
+
+    def __str__(self) -> str:
+        place = self.placement
+        where = f"{place.file}, hunk {place.hunk}" if place.hunk else place.file
+        if self.function:
+            where += f" in {self.function.rsplit(' ', 1)[-1]}"
+        said = [f"{where} (line {place.line}): {draft.SAYS[place.state]}"]
+        if self.changed:
+            said.append(f"changed in {self.changed}")
+        if self.moved:
+            said.append(f"perhaps gone to {self.moved[0].path}")
+        if place.expected:
+            said.append(f"expected `{place.expected.strip()}`, found `{place.found.strip()}`")
+        return "; ".join(said)
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data for ``--json``."""
@@ -110,8 +127,33 @@ def drift(
     return tuple(found)
 
 
+def why(release: Release, names: Sequence[str | PatchText] | None = None) -> str:
+    """Say in a line which hunks of patches have no place on a release, and since which release.
+
+    ``names`` as in `choose.plan_release`; of each patch the first such hunk. Empty where all apply.
+    """
+    series = choose.only(series_module.load(), names)
+    said = []
+    for one in drift(release, series=series):
+        if one.state == "fails" and one.bad:
+            more = f" (and {len(one.bad) - 1} more hunks)" if len(one.bad) > 1 else ""
+            said.append(f"{one.id} does not apply: {one.bad[0]}{more}")
+    return "; ".join(said)
+
+
+def _best(one: status.PatchStatus, release: Release) -> status.Attempt | None:
+    """Return the attempt to measure: of texts that are not meant the one for the nearest base."""
+    if one.state != "not-meant":
+        return one.best
+    line = sorted({**lock.known(), release.name: release}.values(), key=lambda r: r.order)
+    names = [each.name for each in line]
+    here = names.index(release.name)
+    far = {name: abs(place - here) for place, name in enumerate(names)}
+    return min(one.attempts, key=lambda a: far.get(a.base, len(far)), default=None)
+
+
 def _one(one: status.PatchStatus, release: Release, series: Series, store: Store) -> Drift:
-    best = one.best
+    best = _best(one, release)
     if best is None:
         return Drift(one.release, one.id, one.state, "", (), one.reason)
     text = next(t for t in series.definition(one.id).texts if t.base == best.base)
@@ -156,12 +198,13 @@ def _hunk(
     gone = needed is None and place.state in ("conflict", "missing")
     # of a file that is gone every hunk went the same way, as far as anyone can tell
     lost = [line for part in (file.hunks if entry is None else (hunk,)) for line in part.old]
+    went = _successors(tree, file.old, tuple(lost)) if gone else ()
     return HunkDrift(
         place,
         function,
         needed,
         blanks,
-        _successors(tree, file.old, tuple(lost)) if gone else (),
+        tuple(there for there in went if entry is None or there.likeness >= _LIKE),
         changed(text, file, hunk, release, line, store) if place.state != "ambiguous" else "",
     )
 
@@ -205,16 +248,18 @@ def changed(
     """Return the release between a text's base and the target that changed a hunk's lines.
 
     Walks the chain from the base: the first release where the lines stand no more changed them. For
-    a target older than the base it is the release that brought them. Empty when the base is not in
-    the chain, or its stock tree has not got the lines (a required patch brings them).
+    a target older than the base it is the release that brought them. A text that names no base
+    counts as written for the release nearest to the target that has the lines, an older one first.
+    Empty when the base is not in the chain, or its stock tree has not got the lines (a required
+    patch brings them).
     """
-    known = lock.known()
     links = [link for link in line if link.release.kind in ("sdist", "npm")]
     names = [link.release.name for link in links]
-    if text.base not in names or text.base not in known:
+    base = text.base or _home(file, hunk, release, links, store)
+    if base not in names:
         return ""
-    start = names.index(text.base)
-    later = release.order > known[text.base].order
+    start = names.index(base)
+    later = release.order > links[start].release.order
     stretch = links[start:] if later else links[start::-1]
     previous = ""
     for link in stretch:
@@ -224,6 +269,17 @@ def changed(
             return (link.release.name if later else previous) if previous else ""
         previous = link.release.name
     return release.name if later else previous
+
+
+def _home(
+    file: FilePatch, hunk: Hunk, release: Release, links: Sequence[Link], store: Store
+) -> str:
+    """Return the release where a hunk's lines stand: the newest before the target, or after it."""
+    older = [link for link in links if link.release.order < release.order]
+    for link in (*older[::-1], *links[len(older) :]):
+        if _stands(file, hunk, trees.StoreTree(store, store.tree_of(link.commit))):
+            return link.release.name
+    return ""
 
 
 def _stands(file: FilePatch, hunk: Hunk, tree: Tree) -> bool:

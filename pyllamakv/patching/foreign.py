@@ -86,13 +86,7 @@ class Imported:
 
 def read(path: Path) -> tuple[PatchText, ...]:
     """Read what a user hands over: a file, a mailbox of several mails, or a folder of files."""
-    if not path.is_file():
-        return tuple(text for definition in directory.load(path) for text in definition.texts)
-    pieces = hunks.split(path.read_bytes())
-    if len(pieces) == 1:
-        return (PatchText.from_file(path),)
-    named = [(f"{path.stem}-{n}", piece) for n, piece in enumerate(pieces, 1)]
-    return tuple(PatchText(name, hunks.parse(piece, name)) for name, piece in named)
+    return tuple(text for definition in directory.load(path) for text in definition.texts)
 
 
 def trials(
@@ -222,15 +216,19 @@ def _trimmed(body: str) -> str:
 
 
 def _toml(shape: Definition, base: Release, found: Sequence[Marker]) -> str:
-    document = tomlkit.document()
+    document: Any = tomlkit.document()
     document["schema"] = 1
     document["id"] = shape.id
     document["title"] = shape.title
-    document["why"] = tomlkit.string(f"\n{shape.why}\n", multiline=True)
+    document["why"] = tomlkit.string(f"{shape.why}\n", multiline=True)
     document["origin"] = shape.origin
     document["upstream"] = shape.upstream
-    document["scenarios"] = list(shape.scenarios)
-    return tomlkit.dumps(document) + markers.table(base.name, base.era, (), found)
+    document["scenarios"] = tomlkit.array()
+    document["scenarios"].extend(shape.scenarios)
+    document["scenarios"].multiline(True)
+    # TOML drops a line break right behind the quotes, and so would tomlkit
+    text = tomlkit.dumps(document).replace('why = """', 'why = """\n', 1)
+    return text + markers.table(base.name, base.era, (), found)
 
 
 def _order(file: Path, id_: str) -> None:

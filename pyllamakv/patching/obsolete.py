@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.patching import compare, status, telling, trees
@@ -52,6 +52,8 @@ class Obsolescence:
     release: str
     id: str
     signs: tuple[Sign, ...]
+    #: Whether the patch names this release, and has a text that looks like its tree.
+    meant: bool = True
 
     @property
     def votes(self) -> int:
@@ -66,7 +68,7 @@ class Obsolescence:
     def with_behaviour(self, stock: Mapping[str, str]) -> Obsolescence:
         """Return the same with what the harness saw of the stock release (see `behaviour`)."""
         others = tuple(sign for sign in self.signs if sign.name != "behaviour")
-        return Obsolescence(self.release, self.id, (*others, behaviour(stock)))
+        return replace(self, signs=(*others, behaviour(stock)))
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data for ``--json``."""
@@ -74,6 +76,7 @@ class Obsolescence:
             "release": self.release,
             "patch": self.id,
             "obsolete": self.obsolete,
+            "meant": self.meant,
             "signs": [{"sign": s.name, "says": s.says, "why": s.why} for s in self.signs],
         }
 
@@ -106,7 +109,7 @@ def obsolete(
                 symbols_sign(texts, release, store),
                 behaviour((stock or {}).get(one.id, {})),
             )
-            found.append(Obsolescence(release.name, one.id, signs))
+            found.append(Obsolescence(release.name, one.id, signs, one.state != "not-meant"))
     return tuple(found)
 
 
@@ -119,7 +122,7 @@ def behaviour(stock: Mapping[str, str]) -> Sign:
     judged = {name: how for name, how in stock.items() if how in ("pass", "fail")}
     failed = sorted(name for name, how in judged.items() if how == "fail")
     if not judged:
-        return Sign("behaviour", None, "no cure was run on stock")
+        return Sign("behaviour", None, "nothing was run on stock; `pyllamakv matrix run` does")
     if failed:
         return Sign("behaviour", False, f"stock fails {', '.join(failed)}")
     return Sign("behaviour", True, f"stock passes {', '.join(sorted(judged))}")

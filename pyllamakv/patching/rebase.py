@@ -150,7 +150,7 @@ def _start(
     with store.lock(f"rebase-{id_}"):
         there = waiting.load(store, id_)
         if there is not None and there.phase == "waiting":
-            raise advice.waits(store, there, "A rebase of it waits already")
+            raise advice.waits(store, there, f"A rebase of {id_} onto {there.onto} waits already")
         waiting.clear(store, id_)  # what a killed process left
         found = None if force else _served(series, definition, release, store)
         if found is not None:

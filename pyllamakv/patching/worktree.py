@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -13,7 +16,8 @@ from pyllamakv.source import gitting
 from pyllamakv.source.store import disk_room
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import subprocess
+    from collections.abc import Iterator, Sequence
 
     from pyllamakv.source.store import Store
 
@@ -40,17 +44,20 @@ class Clash:
 
 def make(store: Store, folder: Path, commit: str) -> None:
     """Check a commit of the store out into a new folder."""
+    words = ("worktree", "add", "--quiet", "--force", "--detach", str(folder), commit)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with disk_room(folder), store.lock("worktrees"):
-        gitting.git(
-            store.path, "worktree", "add", "--quiet", "--force", "--detach", str(folder), commit
-        )
+    with disk_room(folder), store.lock("worktrees"), _busy(folder) as held:
+        done = gitting.run(store.path, *words, hold=(held,))
+        if done.returncode:
+            raise _failed(words, done)
 
 
 def remove(store: Store, folder: Path) -> None:
     """Remove a work tree, however much of it there is, and what the store knows of it."""
-    if folder.exists():
-        shutil.rmtree(folder)
+    if folder.parent.is_dir():
+        with _busy(folder):
+            if folder.exists():
+                shutil.rmtree(folder)
     with store.lock("worktrees"):
         for known in (store.path / "worktrees").glob("*/gitdir"):
             place = Path(known.read_text("utf-8", "surrogateescape").strip()).parent
@@ -68,14 +75,13 @@ def pick(folder: Path, commit: str) -> tuple[Clash, ...]:
     Raises GitError when git fails for another reason than a conflict.
     """
     words = ("cherry-pick", "--no-commit", _LIKENESS, commit)
-    with disk_room(folder):
-        done = gitting.run(folder, *words)
+    with disk_room(folder), _busy(folder) as held:
+        done = gitting.run(folder, *words, hold=(held,))
         if not done.returncode:
             return ()
         found = clashes(folder)
         if not found:
-            said = (done.stderr or done.stdout).decode("utf-8", "replace")
-            raise GitError(["git", *words], done.returncode, said)
+            raise _failed(words, done)
     return found
 
 
@@ -116,3 +122,24 @@ def changed(folder: Path, commit: str) -> tuple[str, ...]:
     """Return the files of a work tree that differ from a commit."""
     out = gitting.git(folder, "diff", "--name-only", "--no-renames", "-z", commit)
     return tuple(path for path in out.split("\0") if path)
+
+
+@contextlib.contextmanager
+def _busy(folder: Path) -> Iterator[int]:
+    """Lock a work tree through a descriptor that git inherits.
+
+    A killed process leaves its git behind, which would go on to write into what is being removed.
+    """
+    handle = os.open(
+        folder.with_name(f"{folder.name}.busy"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666
+    )
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _failed(words: Sequence[str], done: subprocess.CompletedProcess[bytes]) -> GitError:
+    said = (done.stderr or done.stdout).decode("utf-8", "replace")
+    return GitError(["git", *words], done.returncode, said)

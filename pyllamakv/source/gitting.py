@@ -13,12 +13,12 @@ import subprocess
 import threading
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import GitError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from git import Repo
 
@@ -110,11 +110,13 @@ def run(
     input: bytes | str | Path | None = None,
     env: Mapping[str, str] | None = None,
     network: bool = False,
+    hold: Sequence[int] = (),
 ) -> subprocess.CompletedProcess[bytes]:
     """Run ``git args`` in ``folder``, whatever it returns, and give back status and both outputs.
 
     ``input`` is what git reads: bytes, text, or the path of a file. ``env`` is laid over the clean
-    environment (for example another ``GIT_INDEX_FILE``).
+    environment (for example another ``GIT_INDEX_FILE``). ``hold`` are descriptors that it inherits,
+    to keep their locks for as long as it runs.
     Raises GitError only when git cannot be started.
     """
     full = environment(network=network)
@@ -124,14 +126,20 @@ def run(
     command = ["git", *args]
     try:
         with ExitStack() as stack:
+            feed: dict[str, Any] = {}
             if isinstance(input, Path):
-                handle = stack.enter_context(input.open("rb"))
-                return subprocess.run(
-                    command, cwd=place, env=full, check=False, capture_output=True, stdin=handle
-                )
-            data = input.encode("utf-8", "surrogateescape") if isinstance(input, str) else input
+                feed["stdin"] = stack.enter_context(input.open("rb"))
+            else:
+                data = input.encode("utf-8", "surrogateescape") if isinstance(input, str) else input
+                feed["input"] = data or b""
             return subprocess.run(
-                command, cwd=place, env=full, check=False, capture_output=True, input=data or b""
+                command,
+                cwd=place,
+                env=full,
+                check=False,
+                capture_output=True,
+                pass_fds=tuple(hold),
+                **feed,
             )
     except FileNotFoundError as error:
         if not place.is_dir():

@@ -1,0 +1,86 @@
+"""A world in which check finds what a test put there: sources, builds, workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from fakes.rolling import Opener, Rolling
+
+from pyllamakv.harness import check as checking
+from pyllamakv.harness import lab
+from pyllamakv.harness.check import Question, check
+
+#: Scenarios that the world's libraries can run: a cure and a guard.
+SOME = ("fragmented", "fork-then-defrag")
+
+
+@dataclass
+class World:
+    """Hold what the checked world does; fields that are errors are raised."""
+
+    build_stock: object = None
+    build_patched: object = None
+    applied: object = None
+    fetched: object = None
+    make: object = None
+    skipped: tuple = ()
+    why: str = ""
+    opener: Opener = field(init=False)
+    calls: list = field(default_factory=list)
+
+    def variant(self, side: str, trouble: object) -> object:
+        """Build a side, or fail as told."""
+        self.calls.append(side)
+        if isinstance(trouble, Exception):
+            raise trouble
+        folder = Path("/nowhere") / side
+        manifest = SimpleNamespace(library_sha256=side)
+        return SimpleNamespace(folder=folder, id=f"id-{side}", manifest=manifest)
+
+
+def make(monkeypatch: pytest.MonkeyPatch, home: Path) -> World:
+    """Put a new world in the place of what check builds, applies, fetches and opens."""
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(home))
+    monkeypatch.delenv("PYLLAMAKV_TEST_MODEL", raising=False)
+    world = World()
+
+    def build(spec, **_):
+        stock = str(spec).endswith("+stock")
+        return world.variant(
+            *(("stock", world.build_stock) if stock else ("patched", world.build_patched))
+        )
+
+    def apply(release, names, **_):
+        world.calls.append(("apply", names))
+        if isinstance(world.applied, Exception):
+            raise world.applied
+        return SimpleNamespace(patches=("full-defrag",), skipped=world.skipped)
+
+    def fetch(release, **_):
+        if isinstance(world.fetched, Exception):
+            raise world.fetched
+        return release
+
+    def by_side(path: Path):
+        return (world.make or (lambda side: Rolling(heals=side == "patched")))(path.name)
+
+    by_side.by_path = True
+    world.opener = Opener(by_side)
+    monkeypatch.setattr(checking, "build", build)
+    monkeypatch.setattr(
+        checking, "build_patched", lambda *_, **__: world.variant("patched", world.build_patched)
+    )
+    monkeypatch.setattr(checking.apply, "apply", apply)
+    monkeypatch.setattr(checking.drift, "why", lambda *_: world.why)
+    monkeypatch.setattr(checking.fetch, "fetch", fetch)
+    monkeypatch.setattr(checking.releases, "resolve", lambda name: SimpleNamespace(name=name))
+    monkeypatch.setattr(lab, "open_worker", world.opener)
+    return world
+
+
+def ask(**words) -> checking.Answer:
+    """Ask for the default release and some scenarios."""
+    return check(Question("0.3.9", scenarios=words.pop("scenarios", SOME), **words))

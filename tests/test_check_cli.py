@@ -1,0 +1,80 @@
+"""The command `check` answers people, machines and git bisect."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+from check_kit import SOME, World, make
+from fakes.rolling import Rolling
+
+from pyllamakv.cli import main
+from pyllamakv.errors import CommandFailed
+from pyllamakv.harness import report
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
+    """Return a world of stock that fails and patched that heals."""
+    return make(monkeypatch, tmp_path)
+
+
+def run_cli(capsys, *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as leaving:
+        main.main(["check", *words])
+    out, err = capsys.readouterr()
+    return int(leaving.value.code or 0), out, err
+
+
+def names(*chosen: str) -> list[str]:
+    return [word for name in chosen for word in ("--scenario", name)]
+
+
+def test_the_command_prints_table_maps_and_verdict(world: World, capsys) -> None:
+    """People read the table; the verdict is the last line, unbroken."""
+    code, out, _ = run_cli(capsys, "0.3.9", *names(*SOME))
+    assert code == 0
+    assert "fork-then-defrag" in out
+    assert "128 of 256 cells used, 128 holes" in out
+    last = out.strip().splitlines()[-1]
+    assert last.startswith("needed: stock fails ")
+    assert last.endswith("patched passes all")
+
+
+def test_the_command_prints_json_and_junit(world: World, capsys, tmp_path: Path) -> None:
+    """JSON on stdout is the whole answer; JUnit counts only what is wrong with patched."""
+    file = tmp_path / "junit.xml"
+    code, out, _ = run_cli(capsys, "0.3.9", "--json", "--junit", str(file), *names(*SOME))
+    found = json.loads(out)
+    assert (code, found["verdict"], found["exit_code"]) == (0, "needed", 0)
+    assert set(found["results"]) == {"stock", "patched"}
+    root = ET.parse(file).getroot()
+    assert [suite.get("failures") for suite in root] == ["0", "0", "0"]
+    assert len(root[0]) == len(found["results"]["stock"])
+
+
+def test_the_command_tells_bisect(world: World, capsys) -> None:
+    """1 for bad, 125 for skip, 128 for a fault of the harness, 2 for a wrong question."""
+    world.make = lambda side: Rolling()
+    assert run_cli(capsys, "0.3.9", *names(*SOME))[0] == 1
+    world.build_stock = CommandFailed("x", ["ninja"], 1, "log")
+    assert run_cli(capsys, "0.3.9", *names(*SOME))[0] == 125
+    world.build_stock = ZeroDivisionError("oops")
+    code, _, err = run_cli(capsys, "0.3.9", *names(*SOME))
+    assert code == 128
+    assert "oops" in err
+    assert run_cli(capsys, "0.3.9", "--scenario", "fragmentd")[0] == 2
+
+
+def test_summaries() -> None:
+    """A side's settings in a few words."""
+    from pyllamakv.harness.verdict import Outcome
+
+    good, skip, lost = Outcome("pass"), Outcome("skip"), Outcome("fail", "lost")
+    assert report.summary([good, skip]) == "passes 1"
+    assert report.summary([good, lost]) == "fails 1/2: lost"
+    assert report.summary([skip]) == "skipped"
+    assert report.summary([None]) == "not patched"
+    assert report.summary([Outcome("absent")]) == "absent 1/1"
