@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyllamakv.errors import StateError
-from pyllamakv.runtime.staterows import parse
+from pyllamakv.runtime.staterows import MAGIC, parse
 
 F16, Q8_0 = 1, 8
 LAYOUTS = ["plain", "streams", "streams with places", "streams without V"]
@@ -80,7 +80,7 @@ def test_streams_without_cells_are_passed_over() -> None:
     empty = section("streams", [], k, v, trans=False)
     full = section("streams", [0, 1, 2], k, v, trans=False)
     found = parse(state("streams", [empty, empty, full, empty]))
-    assert len(found.sections) == 1
+    assert [part.stream for part in found.sections] == [2]
     assert (found.sections[0].layers[1].v == v[1]).all()
 
 
@@ -91,8 +91,33 @@ def test_a_sliding_window_is_a_second_section(layout: str) -> None:
     first = state(layout, [section(layout, [0, 1, 2, 3, 4], a, a, trans=True)])
     second = state(layout, [section(layout, [3, 4], b, b, trans=True)])
     found = parse(first + second)
-    assert [len(part.pos) for part in found.sections] == [5, 2]
+    assert [(part.cache, len(part.pos)) for part in found.sections] == [(0, 5), (1, 2)]
     assert (found.sections[1].layers[0].v == b[0]).all()
+
+
+@pytest.mark.parametrize("layout", ["plain", "streams"])
+def test_what_later_releases_write_in_front_is_passed_over(layout: str) -> None:
+    """Check the magic number and the sequence before the caches."""
+    k, v = rows(3, 64), rows(3, 64, 1)
+    raw = state(layout, [section(layout, [0, 1, 2], k, v, trans=True)])
+    found = parse(struct.pack("<Ii", MAGIC, 5) + raw)
+    assert found.layout == layout
+    assert (found.sections[0].layers[1].k == k[1]).all()
+
+
+@pytest.mark.parametrize("layout", ["plain", "streams"])
+def test_recurrent_states_stand_behind_the_cache(layout: str) -> None:
+    """Check a hybrid model of four layers, of which two are recurrent."""
+    k, states = rows(3, 64), rows(1, 128, 2)
+    behind = struct.pack("<IiIII", 1, 2, 0, 0, 4)
+    for layer in (*states, *states[::-1]):
+        behind += struct.pack("<iQ", 0, 128) + layer.tobytes()
+    found = parse(state(layout, [section(layout, [0, 1, 2], k, k, trans=True)]) + behind)
+    cache, recurrent = found.sections
+    assert (cache.cache, cache.recurrent, found.cells) == (0, False, 3)
+    assert (recurrent.cache, recurrent.recurrent, recurrent.pos.tolist()) == (1, True, [2])
+    assert (recurrent.layers[0].k == states[0]).all()
+    assert (recurrent.layers[0].v == states[1]).all()
 
 
 @given(st.integers(0, 400), st.binary(max_size=3))
@@ -127,13 +152,3 @@ def test_a_state_without_cells_has_no_sections() -> None:
     raw = section("plain", [], rows(0, 64), rows(0, 64), trans=False)
     assert parse(raw).sections == ()
     assert parse(struct.pack("<II", 1, 0)).sections == ()
-
-
-def test_a_state_may_begin_with_a_header() -> None:
-    """Check that a magic number and a sequence in front change nothing."""
-    k, v = rows(4, 64), rows(4, 32, 1)
-    plain = state("streams", [section("streams", [0, 1, 2, 3], k, v, trans=True)])
-    found = parse(struct.pack("<Ii", 0xAF143CD8, 5) + plain)
-    np.testing.assert_array_equal(found.sections[0].pos, [0, 1, 2, 3])
-    np.testing.assert_array_equal(found.sections[0].layers[1].k, k[1])
-    np.testing.assert_array_equal(found.sections[0].layers[1].v, v[1])

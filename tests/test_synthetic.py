@@ -17,8 +17,7 @@ def _home(tmp_path, monkeypatch) -> None:
 
 def test_the_same_shape_gives_the_same_bytes(tmp_path) -> None:
     """No time, path or machine gets into a file."""
-    for name in ("tiny", "bytes"):
-        shape = synthetic.SHAPES[name]
+    for shape in synthetic.SHAPES.values():
         synthetic.write(shape, tmp_path / "one.gguf")
         synthetic.write(shape, tmp_path / "other.gguf")
         assert (tmp_path / "one.gguf").read_bytes() == (tmp_path / "other.gguf").read_bytes()
@@ -59,6 +58,20 @@ def test_a_model_says_what_its_shape_says() -> None:
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     assert "blk.1.ffn_down.weight" in tensors
     assert np.isfinite(tensors["output.weight"].data).all()
+
+
+def test_each_kind_of_memory_has_its_model() -> None:
+    """Windows, states and latent attention are what the metadata says."""
+    fields = gguf.GGUFReader(synthetic.model("sliding")).fields
+    assert fields["gemma2.attention.sliding_window"].contents() == 32
+    # With any other number of layers older releases abort.
+    assert fields["gemma2.block_count"].contents() in (26, 42, 46)
+    fields = gguf.GGUFReader(synthetic.model("hybrid")).fields
+    assert fields["jamba.attention.head_count_kv"].contents() == [0, 1, 0, 1]
+    tensors = {each.name for each in gguf.GGUFReader(synthetic.model("recurrent")).tensors}
+    assert "blk.1.ssm_a" in tensors
+    tensors = {each.name for each in gguf.GGUFReader(synthetic.model("latent")).tensors}
+    assert {"blk.0.attn_k_b.weight", "blk.0.attn_v_b.weight"} <= tensors
 
 
 def test_the_byte_vocabulary_has_every_byte() -> None:

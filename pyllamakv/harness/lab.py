@@ -26,6 +26,7 @@ from pyllamakv.errors import (
     ContextError,
     HarnessError,
     KvError,
+    ModelError,
     ScenarioFailed,
     Unsupported,
     Untestable,
@@ -257,7 +258,13 @@ class Bench:
     def _model(self, native: Native, name: str) -> ModelHandle:
         key = (id(native), name)
         if key not in self._models:
-            self._models[key] = native.model_load(str(synthetic.model(name)), ModelParams())
+            path = synthetic.model(name)
+            try:
+                self._models[key] = native.model_load(str(path), ModelParams())
+            except ModelError as error:
+                # An architecture that came later: nothing that a patch could be judged by.
+                msg = f"the model {name} cannot be loaded here: {error}"
+                raise Untestable(msg) from error
         return self._models[key]
 
     def _drop(self, key: tuple[str, tuple[tuple[str, str], ...]]) -> None:

@@ -1,7 +1,8 @@
 """Keep in plain Python what must be in a cache, wherever its cells lie.
 
 The ledger knows cells by content, never by place: a cell has one position and one or several
-sequences, as in a unified cache of llama.cpp.
+sequences, as in a unified cache of llama.cpp. Where each sequence has a stream of its own, a copy
+has cells of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
 #: A cell's content: its position and the sequences that own it.
 Content = tuple[int, tuple[int, ...]]
@@ -31,6 +32,7 @@ class Ledger:
     """Follow every operation on a cache; ``cells`` has no order."""
 
     cells: list[Cell] = field(default_factory=list)
+    streams: bool = False
 
     def add(self, tokens: Iterable[int], pos: Iterable[int], seqs: Iterable[Iterable[int]]) -> None:
         """Enter the tokens of a batch that was decoded."""
@@ -46,7 +48,11 @@ class Ledger:
         self._drop()
 
     def copy(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
-        """Let ``dst`` own what ``src`` owns in [p0, p1)."""
+        """Let ``dst`` own what ``src`` owns in [p0, p1); between streams, give it the same anew."""
+        if self.streams:
+            if src != dst:
+                self.replace(dst, self.of(src))
+            return
         for cell in self._range(p0, p1):
             if src in cell.seqs:
                 cell.seqs.add(dst)
@@ -109,6 +115,27 @@ class Ledger:
 
     def _drop(self) -> None:
         self.cells = [cell for cell in self.cells if cell.seqs]
+
+
+def windows(ledger: Ledger, found: Mapping[int, Sequence[int]], window: int) -> str:
+    """Say what a sliding-window cache lacks or has too much of; empty when it is right.
+
+    ``found`` has the positions of each sequence. Promised are the last ``window - 1`` positions
+    that a sequence has: those that its next token sees. Older ones may be there or not, for their
+    cells are taken by whoever needs them; but in what is left there is no gap.
+    """
+    for seq in sorted({*ledger.sequences, *found}):
+        whole = [pos for pos, _ in ledger.of(seq)]
+        here = sorted(found.get(seq, ()))
+        there = set(here)
+        ghosts = [pos for pos in here if pos not in set(whole)]
+        if ghosts or len(here) != len(there):
+            return f"{len(here) - len(there) + len(ghosts)} ghost cells of sequence {seq} ({here})"
+        lost = [p for p in whole if p > whole[-1] + 1 - window and p not in there]
+        lost = lost or [p for p in whole if here and p > here[0] and p not in there]
+        if lost:
+            return f"{len(lost)} cells of sequence {seq} lost from its window (position {lost[0]})"
+    return ""
 
 
 def differences(expected: Counter[Content], found: Counter[Content]) -> tuple[int, int, str]:

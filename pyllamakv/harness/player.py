@@ -25,7 +25,7 @@ from pyllamakv.binding.protocol import (
 from pyllamakv.errors import NativeError, ScenarioFailed, Unsupported
 from pyllamakv.harness import rows
 from pyllamakv.harness.feeding import Feed, Feeds, compose
-from pyllamakv.harness.ledger import Content, Ledger, differences
+from pyllamakv.harness.ledger import Content, Ledger, differences, windows
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Player:
         self.n_vocab = native.model_info(model).n_vocab
         self.context = native.context_new(model, params)
         self.info = native.context_info(self.context)
-        self.ledger = Ledger()
+        self.ledger = Ledger(streams=self._has_streams())
         self.steps: list[Step] = []
         self.saved: dict[str, tuple[bytes, list[tuple[int, int]]]] = {}
         self._closed = False
@@ -194,10 +194,9 @@ class Player:
 
     def snapshot(self) -> Snapshot | None:
         """Return the cells as they lie, or None where the build cannot read them."""
-        if not self.native.about.capabilities & Capability.CELLS:
+        if not self.native.about.capabilities & Capability.CELLS or not self.info.n_caches:
             return None
-        count = max(1, self.info.n_caches)
-        raw = [self.native.cells(self.context, cache) for cache in range(count)]
+        raw = [self.native.cells(self.context, cache) for cache in range(self.info.n_caches)]
         return Snapshot(
             tuple(CellMap(each.pos, each.shift, each.seqs, each.info) for each in raw),
             self.info.contiguous_slots,
@@ -229,21 +228,40 @@ class Player:
         if lost or ghosts:
             evidence = {"lost": lost, "ghosts": ghosts, "used": found.total()}
             raise ScenarioFailed(text, failure="lost", evidence=evidence)
-        counted = snapshot.streams[0].info.used
-        if counted >= 0 and counted != self.ledger.used:
-            msg = f"the library counts {counted} used cells, {self.ledger.used} are in use"
-            raise ScenarioFailed(msg, failure="lost", evidence={"used": counted})
+        for cells in snapshot.streams:
+            counted, used = cells.info.used, cells.stats.used
+            if counted >= 0 and counted != used:
+                msg = f"the library counts {counted} used cells, {used} are in use"
+                raise ScenarioFailed(msg, failure="lost", evidence={"used": counted})
+
+    def check_windows(self, window: int) -> None:
+        """Raise ScenarioFailed ("lost") unless a sliding-window cache has what the next tokens see.
+
+        Releases without such a cache keep everything in the one they have.
+        """
+        snapshot = self.snapshot()
+        found = None if snapshot is None else rows.sliding(snapshot)
+        text = "" if found is None else windows(self.ledger, found, window)
+        if text:
+            raise ScenarioFailed(text, failure="lost")
 
     @contextmanager
-    def unchanged(self, what: str = "a defragmentation") -> Iterator[None]:
+    def unchanged(self, what: str = "a defragmentation", *, window: int = 0) -> Iterator[None]:
         """Raise ScenarioFailed unless K and V of all that was there survive what is done inside.
 
         Rows that are not there any more are "lost", rows with other bytes are "data". Only without
-        a pending shift: applying one rewrites K, as it should.
+        a pending shift: applying one rewrites K, as it should. A sliding-window cache has to keep
+        what the next tokens see through their ``window``.
         """
         before = self.rows()
         yield
-        rows.compare(before, self.rows(), what)
+        rows.compare(before, self.rows(), what, window=window)
+
+    def _has_streams(self) -> bool:
+        if not self.native.about.capabilities & Capability.CELLS:
+            return False
+        numbers = range(self.info.n_caches)
+        return any(self.native.cells(self.context, number).info.stream for number in numbers)
 
     def _check_positions(self) -> None:
         for seq in self.ledger.sequences:

@@ -1,7 +1,8 @@
 """Rebuild what a player did on a roomy context, where nothing has to move, and compare logits.
 
 The reference runs on the same library, in the same worker, and repeats only what succeeded: no
-defragmentation, no decode that failed. Its cache is so large that every slot is found at once.
+defragmentation, no decode that failed. Its cache is so large that every slot is found at once, and
+that of sliding windows keeps every token.
 Logits are never compared across libraries: their kernels differ from release to release.
 """
 
@@ -94,7 +95,9 @@ class Reference:
         if cells > LIMIT:
             msg = f"the reference would need {cells} cells; make the scenario smaller"
             raise HarnessError(msg)
-        return player.native.context_new(player.model, replace(player.params, n_ctx=cells))
+        # A window's cache of full size never gives a cell to another token.
+        params = replace(player.params, n_ctx=cells, swa_full=True)
+        return player.native.context_new(player.model, params)
 
     def _grow(self) -> None:
         self.close()

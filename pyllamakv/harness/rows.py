@@ -30,33 +30,46 @@ def read(native: Native, context: ContextHandle, sequences: Iterable[int]) -> Ro
     return {seq: staterows.parse(native.state_save(context, seq)) for seq in sequences}
 
 
-def compare(before: Rows, after: Rows, what: str) -> None:
-    """Raise ScenarioFailed unless everything in ``before`` is in ``after`` with the same bytes."""
+def compare(before: Rows, after: Rows, what: str, *, window: int = 0) -> None:
+    """Raise ScenarioFailed unless everything in ``before`` is in ``after`` with the same bytes.
+
+    With a ``window``, the second cache has to keep only what the next token sees. The states of
+    recurrent layers are compared where no token came after them.
+    """
     for seq, old in before.items():
         new = after.get(seq)
-        if new is None or len(new.sections) != len(old.sections):
-            msg = f"{what} lost sequence {seq}: {old.cells} tokens"
-            raise ScenarioFailed(msg, failure="lost")
-        for one, other in zip(old.sections, new.sections, strict=True):
-            _compare_sections(one, other, seq, what)
+        sections = {(each.cache, each.stream): each for each in new.sections} if new else {}
+        for section in old.sections:
+            other = sections.get((section.cache, section.stream))
+            if other is None:
+                msg = f"{what} lost sequence {seq}: {old.cells} tokens"
+                raise ScenarioFailed(msg, failure="lost")
+            if section.recurrent and section.pos.max() != other.pos.max():
+                continue
+            first = int(other.pos.max()) + 2 - window if window and section.cache == 1 else 0
+            _compare_sections(section, other, seq, what, first)
 
 
-def _compare_sections(old: staterows.Section, new: staterows.Section, seq: int, what: str) -> None:
+def _compare_sections(
+    old: staterows.Section, new: staterows.Section, seq: int, what: str, first: int
+) -> None:
     order = np.argsort(new.pos, kind="stable")
     ordered = new.pos[order]
-    places = np.searchsorted(ordered, old.pos)
+    kept = np.flatnonzero(old.pos >= first)
+    pos = old.pos[kept]
+    places = np.searchsorted(ordered, pos)
     there = places < len(ordered)
-    there[there] = ordered[places[there]] == old.pos[there]
+    there[there] = ordered[places[there]] == pos[there]
     if not there.all():
-        gone = np.sort(old.pos[~there])
+        gone = np.sort(pos[~there])
         msg = f"{what} lost {len(gone)} tokens of sequence {seq}, first position {gone[0]}"
         raise ScenarioFailed(msg, failure="lost", evidence={"sequence": seq})
     rows = order[places]
     for layer, (one, other) in enumerate(zip(old.layers, new.layers, strict=True)):
         for which, before, after in (("K", one.k, other.k), ("V", one.v, other.v)):
-            wrong = (before != after[rows]).any(axis=1)
+            wrong = (before[kept] != after[rows]).any(axis=1)
             if wrong.any():
-                first = int(old.pos[wrong].min())
+                first = int(pos[wrong].min())
                 msg = (
                     f"{what} changed {int(wrong.sum())} of {len(wrong)} {which} rows of layer "
                     f"{layer}, first at position {first} of sequence {seq}"
@@ -73,6 +86,18 @@ def contents(snapshot: Snapshot) -> Counter[Content]:
         used = np.flatnonzero(cells.pos >= 0)
         for pos, words in zip(cells.pos[used].tolist(), cells.seqs[used].tolist(), strict=True):
             found[pos, owners(words)] += 1
+    return found
+
+
+def sliding(snapshot: Snapshot) -> dict[int, list[int]] | None:
+    """Return the positions of each sequence in the sliding-window cache; None where none is."""
+    streams = [cells for cells in snapshot.streams if cells.swa]
+    if not streams:
+        return None
+    found: dict[int, list[int]] = {}
+    for cells in streams:
+        for seq in np.flatnonzero(cells.counts).tolist():
+            found.setdefault(seq, []).extend(cells.pos[cells.has(seq)].tolist())
     return found
 
 

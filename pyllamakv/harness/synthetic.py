@@ -13,19 +13,15 @@ import os
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import gguf
-import numpy as np
 
 from pyllamakv.errors import Untestable, UsageError
+from pyllamakv.harness import architectures
 from pyllamakv.home import home
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 #: Raised with every change to what `write` puts into a file.
-GENERATOR = 1
+GENERATOR = 2
 
 #: The name of a real model that the user has, and the variable that says where it lies.
 TEST = "test"
@@ -41,6 +37,7 @@ class Shape:
 
     ``n_embd / n_head * n_head_kv`` (a K or V row) is a multiple of 32, a block of q8_0 and q4_0.
     ``vocab`` is "none" (token ids only) or "bytes" (SentencePiece with one token per byte).
+    ``window`` is how many positions a sliding layer sees.
     """
 
     name: str
@@ -53,6 +50,8 @@ class Shape:
     n_ctx: int = 8192
     vocab: str = "none"
     seed: int = 20261120
+    architecture: str = "llama"
+    window: int = 0
 
     @property
     def digest(self) -> str:
@@ -69,6 +68,11 @@ SHAPES = {
         Shape("deep", n_layer=64),
         Shape("grouped", n_layer=2, n_embd=128, n_head=4, n_head_kv=2),
         Shape("bytes", n_vocab=320, vocab="bytes"),
+        # To b5415 a gemma2 of any other number of layers than the published ones aborts.
+        Shape("sliding", n_layer=26, architecture="gemma2", window=32),
+        Shape("recurrent", n_layer=2, architecture="mamba"),
+        Shape("hybrid", n_layer=4, architecture="jamba"),
+        Shape("latent", n_layer=2, n_embd=64, n_head=2, n_head_kv=1, architecture="deepseek2"),
     )
 }
 
@@ -134,25 +138,27 @@ def generate(shape: Shape, folder: Path) -> Path:
 
 
 def write(shape: Shape, path: Path) -> None:
-    """Write the model of a shape to ``path``: f32 weights, llama's architecture."""
-    writer = gguf.GGUFWriter(path, "llama")
+    """Write the model of a shape to ``path``: f32 weights."""
+    writer = gguf.GGUFWriter(path, shape.architecture)
     writer.add_name(f"pyllamakv {shape.name}")
-    writer.add_context_length(shape.n_ctx)
-    writer.add_embedding_length(shape.n_embd)
-    writer.add_block_count(shape.n_layer)
-    writer.add_feed_forward_length(shape.n_ff)
-    writer.add_head_count(shape.n_head)
-    writer.add_head_count_kv(shape.n_head_kv)
-    writer.add_rope_dimension_count(shape.n_embd // shape.n_head)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(shape.n_vocab)
+    for key, value in architectures.keys(shape).items():
+        _add(writer, f"{shape.architecture}.{key}", value)
     _add_vocab(writer, shape)
-    for name, tensor in _tensors(shape).items():
+    for name, tensor in architectures.tensors(shape).items():
         writer.add_tensor(name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: float | list[int]) -> None:
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    else:
+        writer.add_uint32(key, value)
 
 
 def _add_vocab(writer: gguf.GGUFWriter, shape: Shape) -> None:
@@ -173,36 +179,3 @@ def _add_vocab(writer: gguf.GGUFWriter, shape: Shape) -> None:
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-
-
-def _tensors(shape: Shape) -> dict[str, NDArray[np.float32]]:
-    draw = np.random.default_rng(shape.seed)
-    head = shape.n_embd // shape.n_head
-    width, kv, ff = shape.n_embd, head * shape.n_head_kv, shape.n_ff
-    # The residual stream of a deep model must not drown what a single layer's cache says.
-    gain = 1.0 / np.sqrt(shape.n_layer)
-
-    def matrix(rows: int, columns: int, scale: float) -> NDArray[np.float32]:
-        values = draw.standard_normal((rows, columns)) * (scale / np.sqrt(columns))
-        return np.asarray(values, dtype=np.float32)
-
-    ones = np.ones(width, dtype=np.float32)
-    tensors = {"token_embd.weight": matrix(shape.n_vocab, width, np.sqrt(width))}
-    for layer in range(shape.n_layer):
-        at = f"blk.{layer}."
-        tensors |= {
-            at + "attn_norm.weight": ones,
-            # Attention neither flat (damage would average out) nor on one cell alone (damage
-            # elsewhere would not show).
-            at + "attn_q.weight": matrix(width, width, 1.3),
-            at + "attn_k.weight": matrix(kv, width, 1.3),
-            at + "attn_v.weight": matrix(kv, width, 2.0),
-            at + "attn_output.weight": matrix(width, width, 3.0 * gain),
-            at + "ffn_norm.weight": ones,
-            at + "ffn_gate.weight": matrix(ff, width, 1.0),
-            at + "ffn_up.weight": matrix(ff, width, 1.0),
-            at + "ffn_down.weight": matrix(width, ff, 1.0 * gain),
-        }
-    tensors["output_norm.weight"] = ones
-    tensors["output.weight"] = matrix(shape.n_vocab, width, 4.0)
-    return tensors

@@ -120,16 +120,18 @@ class KV:
     def rows(self, layer: int, sequence: Sequence | int, *, cache: int = 0) -> KVRows:
         """Read K and V of one layer, as stored, ordered by position.
 
-        ``cache`` 1 is the second of a model with a sliding window, whose layers count separately.
+        ``cache`` 1 is the second of a model with a sliding window, whose layers count separately;
+        of a hybrid model, it has the states of the recurrent layers: one row, of after ``pos``.
         """
         state = self.state(sequence)
         if not state.sections:
             msg = f"sequence {sequence!r} has no cells, so it has no rows"
             raise UsageError(msg)
-        if not 0 <= cache < len(state.sections):
-            msg = f"this state has {len(state.sections)} caches; cache {cache} is not one of them"
+        section = next((each for each in state.sections if each.cache == cache), None)
+        if section is None:
+            there = ", ".join(str(each.cache) for each in state.sections)
+            msg = f"cache {cache} has nothing of sequence {sequence!r}: expected one of {there}"
             raise UsageError(msg)
-        section = state.sections[cache]
         if not 0 <= layer < len(section.layers):
             msg = f"layer {layer} is out of range: this cache keeps 0..{len(section.layers) - 1}"
             raise UsageError(msg)

@@ -101,8 +101,10 @@ def restore(sequence: Sequence, saved: bytes) -> None:
 
 def _load(sequence: Sequence, content: Saved) -> None:
     context, native = sequence.context, sequence.context.native
-    needed = _cells(content)
     snapshot = context.kv.peek()
+    # A recurrent memory has no cells per token, and always room for a state of each sequence.
+    counts = snapshot is not None and snapshot.streams
+    needed = _cells(content) if counts else 0
     room = _room(snapshot, sequence.id) if snapshot is not None and needed else None
     if room is not None and room[0] < needed:
         msg = (

@@ -3,12 +3,15 @@
 The layouts that llama.cpp has had differ in what precedes the cells and in what follows each
 position; they are candidates here, and the one that explains every byte is taken. Nothing asks
 for a version. V may be stored by columns (transposed, without flash attention) or by rows.
+
+A state is one cache after the other: the full one, then a sliding-window one, then the states of
+recurrent layers. Later releases write a magic number and the sequence in front of it all.
 """
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +21,8 @@ from pyllamakv.runtime.ggml_types import NumberType, number_type
 
 Rows = NDArray[np.uint8]
 
-#: What newer states begin with, before the sequence they were saved from: llama-context.cpp,
-#: ``io_magic``. No older state begins so: this many cells or streams do not exist.
-MAGIC = struct.pack("<I", 0xAF143CD8)
-_HEADER = 8
+#: What later releases begin a sequence state with, before the sequence's number.
+MAGIC = 0xAF143CD8
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,19 @@ class LayerRows:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Hold what one stream of one cache keeps of a sequence: ``pos`` (cells,), and its layers."""
+    """Hold what one stream of one cache keeps of a sequence: ``pos`` (cells,), and its layers.
+
+    ``cache`` counts the caches of the memory: 1 is the sliding-window one of a pair. A recurrent
+    section behind them has one row per layer, the state after ``pos``: ``k`` are the columns of the
+    convolution, ``v`` is the state.
+    """
 
     pos: NDArray[np.int32]
     layers: tuple[LayerRows, ...]
     v_transposed: bool
+    cache: int = 0
+    stream: int = 0
+    recurrent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +80,8 @@ class SequenceState:
     @property
     def cells(self) -> int:
         """Return the cells of the fullest cache."""
-        return max((len(section.pos) for section in self.sections), default=0)
+        counts = (len(section.pos) for section in self.sections if not section.recurrent)
+        return max(counts, default=0)
 
 
 class _Reader:
@@ -99,10 +109,9 @@ def parse(data: bytes | memoryview) -> SequenceState:
 
     Raises StateError when no known layout explains every byte.
     """
-    cells = memoryview(data)[_HEADER:] if bytes(data[:4]) == MAGIC else data
     for layout in LAYOUTS:
         try:
-            return SequenceState(layout.name, tuple(_sections(_Reader(cells), layout)))
+            return SequenceState(layout.name, tuple(_sections(_Reader(data), layout)))
         except _WrongLayout:
             continue
     msg = (
@@ -114,18 +123,43 @@ def parse(data: bytes | memoryview) -> SequenceState:
 
 
 def _sections(reader: _Reader, layout: Layout) -> list[Section]:
-    found = []
     if not len(reader.data):
         raise _WrongLayout
+    _skip_magic(reader)
+    found: list[Section] = []
+    cache = 0
     while reader.at < len(reader.data):
-        streams = reader.number("<I") if layout.streams else 1
-        if not 1 <= streams <= 4096:
-            raise _WrongLayout
-        for _ in range(streams):
-            cells = reader.number("<I")
-            if cells or not layout.streams:
-                found.append(_section(reader, layout, cells))
+        start = reader.at
+        try:
+            found += _cache(reader, layout, cache)
+        except _WrongLayout:
+            if not cache:
+                raise
+            # What follows the last cache may be the states of recurrent layers.
+            reader.at = start
+            found += _recurrent(reader, cache)
+        cache += 1
     return [section for section in found if len(section.pos)]
+
+
+def _skip_magic(reader: _Reader) -> None:
+    if len(reader.data) >= 8 and reader.number("<I") == MAGIC:
+        reader.take(4)
+    else:
+        reader.at = 0
+
+
+def _cache(reader: _Reader, layout: Layout, cache: int) -> list[Section]:
+    streams = reader.number("<I") if layout.streams else 1
+    if not 1 <= streams <= 4096:
+        raise _WrongLayout
+    found = []
+    for stream in range(streams):
+        cells = reader.number("<I")
+        if cells or not layout.streams:
+            section = _section(reader, layout, cells)
+            found.append(replace(section, cache=cache, stream=stream))
+    return found
 
 
 def _section(reader: _Reader, layout: Layout, cells: int) -> Section:
@@ -141,6 +175,22 @@ def _section(reader: _Reader, layout: Layout, cells: int) -> Section:
     none: tuple[None, Rows] = (None, np.empty((cells, 0), dtype=np.uint8))
     layers = tuple(LayerRows(*keys[i], *(values[i] if values else none)) for i in range(n_layer))
     return Section(pos, layers, bool(transposed))
+
+
+def _recurrent(reader: _Reader, cache: int) -> list[Section]:
+    """Read to the end: the number of all layers is written, but only the rows of recurrent ones."""
+    cells = reader.number("<I")
+    pos = _positions(reader, LAYOUTS[0], cells)
+    if reader.number("<I") != 0 or not 1 <= reader.number("<I") <= 4096:
+        raise _WrongLayout
+    found = []
+    while reader.at < len(reader.data):
+        found.append(_rows(reader, cells))
+    half = len(found) // 2
+    if not half or len(found) % 2:
+        raise _WrongLayout
+    layers = tuple(LayerRows(*found[i], *found[half + i]) for i in range(half))
+    return [Section(pos, layers, False, cache, recurrent=True)]
 
 
 def _positions(reader: _Reader, layout: Layout, cells: int) -> NDArray[np.int32]:
