@@ -7,7 +7,7 @@ import stat
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from pyllamakv.errors import PatchError, PatchFormatError, UsageError
+from pyllamakv.errors import PatchError, PatchFormatError, UnknownRelease, UsageError
 from pyllamakv.patching import apply, choose, header, hunks, trees
 from pyllamakv.patching.draft import Draft, Entry
 from pyllamakv.source import export as folders
@@ -172,13 +172,25 @@ def format_patch(store: Store, commit: str) -> bytes:
 
 def base_of(series: Series, text: PatchText, *, store: Store) -> tuple[Release, str, str]:
     """Return the base release of a text, and commit and tree with what it requires applied."""
-    release = releases.resolve(text.base)
-    release = trees.present(store, release)
+    release = trees.present(store, _release(text.base))
     if not text.requires:
         return release, release.commit, store.tree_of(release)
     plan = choose.plan_release(release, text.requires, series=series, store=store)
     patched = apply.write(store, release, plan)
     return release, patched.commit, patched.tree
+
+
+def _release(name: str) -> Release:
+    """Return a base release; one that the lock has not is taken from the package index.
+
+    The blob ids in the text's file say whether it is the same.
+    """
+    try:
+        return releases.resolve(name)
+    except UnknownRelease:
+        from pyllamakv.source import fetch
+
+        return fetch.ensure(name)
 
 
 def _ground(series: Series, text: PatchText, store: Store) -> _Ground:

@@ -63,6 +63,17 @@ inline std::string architecture(const llama_model *model) {
     return length < 0 ? std::string() : std::string(text);
 }
 
+// Whether a model keeps a state instead of cells. The oldest releases cannot be asked, and know one
+// such architecture.
+template <typename Model>
+auto ask_recurrent(const Model *model, int) -> decltype(llama_model_is_recurrent(model)) {
+    return llama_model_is_recurrent(model);
+}
+template <typename Model> bool ask_recurrent(const Model *model, long) {
+    return architecture(model) == "mamba";
+}
+inline bool recurrent(const llama_model *model) { return ask_recurrent(model, 0); }
+
 // Fill what every release tells in the same way.
 inline void describe(const llama_model *model, plk_model_info &info) {
     const std::string prefix = architecture(model) + ".";
@@ -77,7 +88,7 @@ inline void describe(const llama_model *model, plk_model_info &info) {
     info.n_embd_v_gqa = static_cast<int32_t>((value >= 0 ? value : even) * info.n_head_kv);
     info.n_params = llama_model_n_params(model);
     info.n_bytes = llama_model_size(model);
-    info.is_recurrent = llama_model_is_recurrent(model) ? 1 : 0;
+    info.is_recurrent = recurrent(model) ? 1 : 0;
 }
 
 } // namespace plk::fields

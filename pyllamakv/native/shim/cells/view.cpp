@@ -3,6 +3,7 @@
 // The view adds a pending shift to positions that contain it already. So while one may be pending,
 // the true positions come from the states of the sequences; else the view is exact.
 #include "cells/state.h"
+#include "fields.h"
 
 #include <mutex>
 #include <set>
@@ -21,7 +22,7 @@ struct View {
     View &operator=(const View &) = delete;
 };
 
-bool is_array(llama_context *ctx) { return !llama_model_is_recurrent(llama_get_model(ctx)); }
+bool is_array(llama_context *ctx) { return !plk::fields::recurrent(llama_get_model(ctx)); }
 
 // Read the positions of a sequence's cells, in the order of the cells. A state begins with their
 // number; then each has its position and, in the state of a sequence, no list of owners. Keys and

@@ -29,7 +29,7 @@ template <typename Context> auto ask(Context *ctx, int) -> decltype(llama_kv_cac
 }
 template <typename Context> bool ask(Context *ctx, long) {
     const llama_model *model = llama_get_model(ctx);
-    return !llama_model_is_recurrent(model) && plk::fields::architecture(model) != "deepseek2";
+    return !plk::fields::recurrent(model) && plk::fields::architecture(model) != "deepseek2";
 }
 
 // The CPU learnt to copy quantised rows back to floats in the month of this function (0.3.7).
