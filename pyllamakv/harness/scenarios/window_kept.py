@@ -20,7 +20,7 @@ def run(lab: Lab) -> None:
     player = lab.player(512, n_ubatch=32, n_seq_max=7)
     player.fill(dict.fromkeys(range(6), 48), interleave=True)
     player.check_windows(WINDOW)
-    if "fail" in __import__("os").environ.get("WK","fail"):
+    if "fail" in __import__("os").environ.get("WK", "fail"):
         with player.unchanged("a decode that fails", window=WINDOW):
             player.decode({0: 240}, expect=Status.NO_SLOT)
         player.check_windows(WINDOW)
