@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 import pytest
 from patching_kit import Bench, fill, numbered
 
-from pyllamakv.errors import UsageError
+from pyllamakv.errors import UnknownRelease, UsageError
 from pyllamakv.patching import apply, export, series
-from pyllamakv.source import releases
+from pyllamakv.source import fetch, releases
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from pyllamakv.source.releases import Release
 
 OLD = {"src/a.cpp": numbered(60), "src/b.cpp": numbered(20), "src/gone.cpp": b"x\n"}
 ONE = OLD | {"src/a.cpp": numbered(60, l10="x", l40="y"), "src/new.h": b"// new\n"}
@@ -45,6 +47,17 @@ def test_round_trip(bench: Bench) -> None:
     assert (
         export.format_patch(bench.store, patched.commit) == bench.file("two", "0.3.1").read_bytes()
     )
+
+
+def test_a_base_without_a_lock_is_fetched(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A base that no lock has comes from the package index, and the blob ids vouch for it."""
+
+    def unknown(spec: str) -> Release:
+        raise UnknownRelease("not in the lock", name=spec, close=[])
+
+    monkeypatch.setattr(releases, "resolve", unknown)
+    monkeypatch.setattr(fetch, "ensure", bench.releases.__getitem__)
+    assert check(bench) == [("one", "same"), ("two", "same")]
 
 
 @pytest.mark.parametrize(

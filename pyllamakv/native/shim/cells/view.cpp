@@ -70,23 +70,26 @@ Shifts &shifts() {
     return *one;
 }
 
+// Cells and their owners below `n_seq`. A view lists a cell's owners in order, so as many columns
+// are enough; llama_n_seq_max, which counts cells here, would make it a square.
 struct Cells {
     std::vector<int32_t> pos;   // -1 for a free cell
     std::vector<int32_t> shift; // what of it is pending
     std::vector<std::vector<int32_t>> of; // the cells of each sequence, in order
     int32_t bad = -1; // a sequence whose positions are unknown
 
-    explicit Cells(llama_context *ctx) {
-        const auto n_seq = static_cast<int32_t>(llama_n_seq_max(ctx));
+    Cells(llama_context *ctx, int32_t n_seq) : of(n_seq) {
         const View now(ctx, n_seq);
         const auto n_cells = static_cast<size_t>(now.view.n_cells);
         pos.resize(n_cells, -1);
         shift.resize(n_cells, 0);
-        of.resize(n_seq);
         for (size_t i = 0; i < n_cells; ++i) {
             for (int32_t j = 0; j < n_seq; ++j) {
                 const llama_seq_id seq = now.view.cells_sequences[i * n_seq + j];
-                if (seq >= 0 && seq < n_seq) {
+                if (seq < 0) {
+                    break;
+                }
+                if (seq < n_seq) {
                     pos[i] = now.view.cells[i].pos;
                     of[seq].push_back(static_cast<int32_t>(i));
                 }
@@ -123,8 +126,8 @@ void Shifts::shifting(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1) {
     if (!is_array(ctx)) {
         return; // nothing is pending in a state
     }
-    const Cells now(ctx);
-    const std::vector<int32_t> &cells = now.of.at(seq);
+    const Cells now(ctx, seq + 1);
+    const std::vector<int32_t> &cells = now.of[seq];
     const bool any = std::any_of(cells.begin(), cells.end(), [&](int32_t i) {
         return now.pos[i] >= p0 && (p1 < 0 || now.pos[i] < p1);
     });
@@ -172,7 +175,7 @@ int plk::cells::info(llama_context *ctx, int32_t, plk_cells_info &out) {
 
 int plk::cells::read(llama_context *ctx, int32_t, int32_t, int32_t *pos, int32_t *shift,
                      uint64_t *seqs, int32_t words) {
-    const Cells now(ctx);
+    const Cells now(ctx, 64 * words);
     if (now.bad >= 0) {
         return plk::refuse(PLK_ESTATE,
                            "the positions of sequence %d cannot be told while a shift is pending: "
@@ -182,7 +185,7 @@ int plk::cells::read(llama_context *ctx, int32_t, int32_t, int32_t *pos, int32_t
     std::copy(now.pos.begin(), now.pos.end(), pos);
     std::copy(now.shift.begin(), now.shift.end(), shift);
     std::fill(seqs, seqs + now.pos.size() * words, 0);
-    for (size_t seq = 0; seq < now.of.size() && seq < size_t(64) * words; ++seq) {
+    for (size_t seq = 0; seq < now.of.size(); ++seq) {
         for (const int32_t cell : now.of[seq]) {
             seqs[size_t(cell) * words + seq / 64] |= uint64_t(1) << (seq % 64);
         }
