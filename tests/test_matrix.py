@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -131,6 +132,32 @@ def test_a_killed_run_goes_on_where_it_was(trace: Path) -> None:
     assert judged(trace) == ["0.3.5"]
     matrix.run(specs(), judge=judging.judge)
     assert judged(trace) == sorted(SOME)
+
+
+def test_two_runs_at_once_share_the_cells(trace: Path) -> None:
+    """A cell that the other run has at work is left to it, and its result is taken over."""
+    first, *others = cells = specs("0.3.5", "0.3.8", "0.3.9")
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slowly(raw, fresh):
+        begun.set()
+        assert go_on.wait(120)
+        return judging.judge(raw, fresh)
+
+    results = []
+    one = threading.Thread(target=lambda: results.extend(matrix.run([first], judge=slowly)))
+    one.start()
+    assert begun.wait(120)
+
+    def let_go(raw, fresh):
+        if raw == others[-1].to_json():
+            go_on.set()
+        return judging.judge(raw, fresh)
+
+    found = matrix.run(cells, judge=let_go)
+    one.join(120)
+    assert found[0] == results[0]
+    assert judged(trace) == sorted(spec.name for spec in cells)
 
 
 def test_a_lost_worker_costs_no_more_than_it_had() -> None:

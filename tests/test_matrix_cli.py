@@ -58,6 +58,25 @@ def test_bare_matrix_runs_everything_then_shows(run: Run) -> None:
     assert "0.3.5: needed (1 of 4" in err
 
 
+def test_an_interrupt_says_how_to_go_on(run: Run, monkeypatch) -> None:
+    """Ctrl-C ends it with the shell's status and no traceback; the next run judges the rest."""
+    judge = cell.run_cell
+
+    def stopped(spec, **_):
+        if spec.release == "0.3.9":
+            raise KeyboardInterrupt
+        return judge(spec)
+
+    monkeypatch.setattr(cell, "run_cell", stopped)
+    code, out, err = run("matrix", "run")
+    assert (code, out) == (130, "")
+    assert err.endswith("goes on from there\ninterrupted\n")
+    monkeypatch.setattr(cell, "run_cell", judge)
+    _, _, err = run("matrix", "run")
+    assert "0.3.5" not in err
+    assert "0.3.9: needed (3 of 4" in err
+
+
 def test_json_is_the_schema_s(run: Run) -> None:
     """Stdout is one document, and nothing else."""
     jsonschema = pytest.importorskip("jsonschema")

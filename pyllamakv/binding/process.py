@@ -56,6 +56,9 @@ class Process:
                     stdout=self._stderr,
                     stderr=self._stderr,
                     pass_fds=fds,
+                    # A terminal's Ctrl-C must not end a worker that cannot ignore it yet: that
+                    # would look like a crash.
+                    process_group=0,
                     env=_environment(env or {}),
                 )
             except OSError as error:

@@ -118,7 +118,7 @@ def leave(status: int) -> NoReturn:
 
 def main(arguments: list[str]) -> NoReturn:
     """Serve the library and the descriptors that the command line names."""
-    # A terminal's Ctrl-C goes to all its processes; what to do about it is the parent's decision.
+    # What to do about a Ctrl-C is the parent's decision.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A crash is expected here, and told by the parent; a core file would only fill the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

@@ -16,6 +16,9 @@ from typing import Any, NoReturn
 
 from pyllamakv import errors
 
+#: What a shell reports of a program that a Ctrl-C ended.
+_INTERRUPTED = 130
+
 #: Verb -> the line that help shows for it; importing a module for its help would cost seconds.
 VERBS = {
     "upstream": "List, fetch, verify and add upstream releases.",
@@ -50,11 +53,14 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except errors.KvError as error:
         _fail(error)
     except KeyboardInterrupt:
-        sys.exit(130)
+        status = _INTERRUPTED
     except BrokenPipeError:
         # The reader left (a pager, head): not a fault, and nothing more can be said to it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    if status == _INTERRUPTED:
+        # Typer's versions differ in what they make of a Ctrl-C; none of them says it.
+        sys.stderr.write("interrupted\n")
     sys.exit(status if isinstance(status, int) else 0)
 
 
@@ -78,7 +84,7 @@ def _run(verb: str, words: list[str]) -> Any:
     except typer.Exit as leaving:
         return leaving.exit_code
     except typer.Abort:
-        return 130
+        return _INTERRUPTED
     except Exception as error:
         # Typer carries a click of its own: its usage errors are known by what they can do.
         if hasattr(error, "show") and hasattr(error, "exit_code"):

@@ -283,8 +283,12 @@ def _judge(specs: Sequence[CellSpec], fresh: bool, scheduler: str, wanted: views
     from pyllamakv.cli import showing
     from pyllamakv.harness import matrix
 
-    with showing.progress() as progress, _executor(scheduler) as executor:
-        results = matrix.run(specs, executor=executor, fresh=fresh, progress=progress)
+    try:
+        with showing.progress() as progress, _executor(scheduler) as executor:
+            results = matrix.run(specs, executor=executor, fresh=fresh, progress=progress)
+    except KeyboardInterrupt:
+        sys.stderr.write("what was judged is kept; the same command goes on from there\n")
+        raise
     if views.finish(results, wanted):
         raise typer.Exit(1)
 

@@ -222,6 +222,11 @@ class Bench:
         self._open.clear()
         self._models.clear()
 
+    def cut(self) -> None:
+        """End the workers under a run that is at work in another thread: it fails at once."""
+        for library in list(self._open.values()):
+            library.native.close()
+
     def run(self, path: Path, scenario: Scenario, setting: Setting) -> Run:
         """Run a scenario in a setting on the library at ``path``."""
         environment = tuple(

@@ -8,7 +8,7 @@ once; each of its machines fetches and builds for itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, as_completed
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -143,7 +143,8 @@ def run(
 ) -> tuple[CellResult, ...]:
     """Judge cells and return their results in the same order.
 
-    Every result is kept as soon as it is there: after a kill the next run goes on behind it.
+    Every result is kept as soon as it is there: after a kill the next run goes on behind it. Two
+    runs at once share the cells: what the other has at work comes last, and is taken over.
     ``where`` names the kind of machine for the memory; by default "here" without an executor.
     """
     place = where or ("here" if executor is None else "elsewhere")
@@ -166,11 +167,25 @@ def run(
             progress(f"{spec.name}: {result.verdict} ({pace})", 0, None)
 
     if executor is None:
-        for spec in left:
-            take(spec, _here(spec, fresh, judge, progress and _told(progress, pace)))
+        for spec, wait in _in_turn(left, found):
+            with remembered.claim(keys[spec], wait=wait) as mine:
+                if not mine:
+                    continue
+                kept = None if fresh else remembered.recall(keys[spec])
+                take(spec, kept or _here(spec, fresh, judge, progress and _told(progress, pace)))
     elif left:
         _elsewhere(left, executor, fresh, judge or cells.judge, take)
     return tuple(found[spec] for spec in specs)
+
+
+def _in_turn(
+    specs: Sequence[CellSpec], found: Mapping[CellSpec, CellResult]
+) -> Iterator[tuple[CellSpec, bool]]:
+    """Yield each cell, and once more, to wait for it, where that led to no result."""
+    for wait in (False, True):
+        for spec in specs:
+            if spec not in found:
+                yield spec, wait
 
 
 def _here(

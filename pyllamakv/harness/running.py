@@ -11,11 +11,11 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor, as_completed, wait
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from threading import local
+from threading import Event, local
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import LoadError
@@ -111,7 +111,8 @@ def run_tasks(
     """Return the result of every task; ``fresh`` ignores what is remembered.
 
     The two sides of a scenario run in the same call, shuffled by nothing: the longest first, on
-    ``workers`` threads that each keep their own worker processes.
+    ``workers`` threads that each keep their own worker processes. An interrupt ends runs at once,
+    and what was at work is not remembered.
     """
     done: dict[Task, Run] = {}
     for task in tasks:
@@ -129,6 +130,7 @@ def run_tasks(
     benches: list[Bench] = []
     mine = local()
     ended: list[Task] = []
+    stop = Event()
 
     def work(group: list[Task]) -> list[tuple[Task, Run]]:
         bench = getattr(mine, "bench", None)
@@ -138,6 +140,8 @@ def run_tasks(
         results = []
         for task in group:
             run = bench.run(task.library, task.scenario, task.setting)
+            if stop.is_set():
+                break  # what was cut off tells nothing
             remember(task.key, run)
             results.append((task, run))
             if progress:
@@ -147,9 +151,17 @@ def run_tasks(
 
     count = workers or default_workers()
     pool = executor or ThreadPoolExecutor(count, thread_name_prefix="scenario")
+    futures = [pool.submit(work, group) for group in groups]
     try:
-        for part in pool.map(work, groups):
-            done |= dict(part)
+        for future in as_completed(futures):
+            done |= dict(future.result())
+    except BaseException:
+        stop.set()
+        while left_over := [each for each in futures if not each.cancel() and not each.done()]:
+            for bench in benches:
+                bench.cut()
+            wait(left_over, timeout=0.2)
+        raise
     finally:
         if executor is None:
             pool.shutdown()

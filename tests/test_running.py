@@ -1,0 +1,76 @@
+"""Runs are shared out, remembered, and cut off by an interrupt without a trace."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from fakes.rolling import Opener, Rolling
+
+from pyllamakv.errors import WorkerDied
+from pyllamakv.harness import running, scenario
+from pyllamakv.harness.running import Task
+
+PATIENCE = 120
+
+
+class Stuck(Rolling):
+    """Compute without an end, until somebody ends the worker."""
+
+    def __init__(self, *words, **more) -> None:
+        super().__init__(*words, **more)
+        self.ended = threading.Event()
+        self.at_work = threading.Event()
+
+    def decode(self, *_):
+        self.at_work.set()
+        assert self.ended.wait(PATIENCE)
+        raise WorkerDied("ended by SIGKILL", signal=9)
+
+    def close(self) -> None:
+        self.ended.set()
+
+
+@pytest.fixture(autouse=True)
+def _home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
+
+
+def task(side: str, name: str) -> Task:
+    found = scenario.find(name)
+    return Task(side, Path("/nowhere") / side, side, found, found.settings[0])
+
+
+def test_an_interrupt_ends_a_run_at_once() -> None:
+    """The run that was at work tells nothing; what had ended is remembered."""
+    stuck = Stuck()
+
+    def make(path: Path) -> Rolling:
+        return stuck if path.name == "stuck" else Rolling(heals=True)
+
+    make.by_path = True
+
+    def interrupt(*_: object) -> None:
+        assert stuck.at_work.wait(PATIENCE)
+        raise KeyboardInterrupt
+
+    quick, slow = task("patched", "fragmented"), task("stuck", "fragmented")
+    with pytest.raises(KeyboardInterrupt):
+        running.run_tasks([slow, quick], workers=2, opener=Opener(make), progress=interrupt)
+    assert running.recall(quick.key).outcome.status == "pass"
+    assert running.recall(slow.key) is None
+
+
+def test_what_is_remembered_is_not_run_again() -> None:
+    """Until it is asked for afresh."""
+    opener = Opener(lambda: Rolling(heals=True))
+    words = {"workers": 1, "opener": opener}
+    tasks = [task("patched", "fragmented"), task("patched", "fork-then-defrag")]
+    first = running.run_tasks(tasks, **words)
+    count = len(opener.opened)
+    again = running.run_tasks(tasks, **words)
+    assert [run.outcome for run in again.values()] == [run.outcome for run in first.values()]
+    assert len(opener.opened) == count
+    running.run_tasks(tasks, fresh=True, **words)
+    assert len(opener.opened) > count
