@@ -3,6 +3,7 @@
 
 const bool plk::memory::shifts_quantized = true;
 const bool plk::memory::expands_positions = false;
+const bool plk::memory::decodes_states = true;
 
 void plk::memory::clear(llama_context *ctx, bool) { llama_kv_self_clear(ctx); }
 
