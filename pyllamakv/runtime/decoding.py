@@ -139,9 +139,7 @@ def _cause(snapshot: Snapshot, n: int, counts: Counter[int], context: Context) -
         )
     if context.info.contiguous_slots is not False and stats.holes > 1:
         cure = "kv.defrag() and decode again" if context.info.defrag else "remove more tokens"
-        return "fragmented", (
-            f"the KV cache is fragmented: {numbers}; {cure}; {_kept(context)}"
-        )
+        return "fragmented", (f"the KV cache is fragmented: {numbers}; {cure}; {_kept(context)}")
     return "other", f"no cells were found although there are enough: {numbers}"
 
 

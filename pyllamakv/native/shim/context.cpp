@@ -86,6 +86,11 @@ int check(const plk_model &model, const plk_context_params &asked) {
                            "this release never ends a decode of a recurrent model: use 0.3.10, or "
                            "0.3.14 or later");
     }
+    if (info.is_recurrent && asked.n_seq_max > 1 && !plk::memory::separates_states) {
+        return plk::refuse(PLK_EUNSUPPORTED,
+                           "this release mixes up the states of several sequences of a recurrent "
+                           "model: use n_seq_max 1");
+    }
     int code = check_type(asked, asked.type_k, info.n_embd_k_gqa, info.n_head_kv, "type_k");
     if (code == PLK_OK) {
         code = check_type(asked, asked.type_v, info.n_embd_v_gqa, info.n_head_kv, "type_v");

@@ -137,6 +137,7 @@ int plk_clear(plk_context *context, int32_t data) {
                 plk::update::run(context->ctx, true); // some releases keep the shifts of old cells
             }
             plk::memory::clear(context->ctx, data != 0);
+            context->used_states = false;
         }
         return code;
     });
@@ -161,6 +162,8 @@ int plk_seq_rm(plk_context *context, int32_t seq, int32_t p0, int32_t p1) {
                                    seq);
             }
         }
+        const bool leaves = context->model->info.is_recurrent && !plk::memory::clears_states;
+        context->used_states |= leaves && (seq < 0 || plk_seq_pos_max(context, seq) >= 0);
         if (!plk::memory::seq_rm(context->ctx, seq, std::max(p0, -1), std::max(p1, -1))) {
             return plk::refuse(PLK_EREFUSED, "the memory refuses to remove a part of sequence %d",
                                seq);

@@ -18,6 +18,8 @@ constexpr int architectures = 0;
 #endif
 } // namespace
 const bool plk::memory::decodes_states = architectures != 73;
+const bool plk::memory::clears_states = true;
+const bool plk::memory::separates_states = true;
 
 void plk::memory::clear(llama_context *ctx, bool data) {
     llama_memory_clear(llama_get_memory(ctx), data);
