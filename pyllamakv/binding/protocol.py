@@ -133,6 +133,7 @@ class ContextInfo:
     defrag: bool
     flash_attn: bool | None
     v_transposed: bool | None
+    n_swa: int = 0
 
 
 @dataclass(frozen=True, slots=True)

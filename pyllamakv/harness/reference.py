@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pyllamakv.binding.protocol import ContextHandle, Status
+from pyllamakv.binding.protocol import ContextHandle, Memory, Status
 from pyllamakv.errors import HarnessError, NativeError, ScenarioFailed, Unsupported
 from pyllamakv.runtime import ggml_types as types
 
@@ -72,13 +72,19 @@ class Reference:
             self._grow()
 
     def check_next(self) -> None:
-        """Decode one more token of every sequence on both sides, compare, and take it back."""
+        """Decode one more token of every sequence on both sides, compare, and take it back.
+
+        Where the memory keeps states, the token stays: none can go back, and one release forgets
+        the sequence when it is asked to.
+        """
         player = self.player
+        stays = player.info.memory in (Memory.RECURRENT, Memory.HYBRID)
         for seq in player.ledger.sequences:
             start = player.ledger.next(seq)
             player.decode({seq: 1})
             self.catch_up()
-            player.remove(seq, start, start + 1)
+            if not stays:
+                player.remove(seq, start, start + 1)
         self.catch_up()
 
     def _advance(self) -> bool:

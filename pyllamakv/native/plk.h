@@ -124,6 +124,7 @@ typedef struct {
     int32_t defrag;            /* 1: plk_defrag works on this context's memory */
     int32_t flash_attn;        /* as decided; -1 unknown */
     int32_t v_transposed;      /* V cache stored by columns; -1 unknown */
+    int32_t n_swa;             /* positions that a sliding-window cache keeps; 0: there is none */
 } plk_context_info;
 
 typedef struct {

@@ -74,6 +74,7 @@ class Context:
         )
         self._decode_one = native.decode_one
         self._taken: set[int] = set()
+        self.emptied: tuple[int, ...] = ()  # by a failed decode, where a memory cannot go back
         self._marks = 0
         self._cancels = 0
         self.outputs = Outputs()
@@ -176,7 +177,7 @@ class Context:
                 self._threw(error, (number,))
                 raise
             if code:
-                decoding.settle(self, (number,))
+                self.emptied = decoding.settle(self, (number,))
                 raise decoding.failure(self, code, None, number)
             ledger.tokens.append(token)
             ledger.positions.append(pos)
@@ -290,10 +291,10 @@ class Context:
             self._marks = decoding.record(self.ledgers, batch, self._marks, self.epoch)
             self.outputs.take(batch)
         else:
-            decoding.settle(self, ids)
+            self.emptied = decoding.settle(self, ids)
         return code, batch
 
     def _threw(self, error: KvError, ids: Iterable[int]) -> None:
         if type(error) is NativeError:
-            decoding.settle(self, ids)
+            self.emptied = decoding.settle(self, ids)
             raise DecodeError(str(error), code=error.code, log=error.log) from error

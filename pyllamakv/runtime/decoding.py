@@ -13,6 +13,7 @@ from pyllamakv.errors import (
     UsageError,
     WorkerDied,
 )
+from pyllamakv.runtime import windows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -104,15 +105,16 @@ def failure(context: Context, code: int, batch: Arrays | None, number: int = 0) 
     ``batch`` None stands for one token of sequence ``number``.
     """
     n = 1 if batch is None else len(batch.token)
+    kept = _kept(context)
     if code == 2:
-        msg = f"the decode of {n} tokens was cancelled; every sequence kept its tokens"
+        msg = f"the decode of {n} tokens was cancelled; {kept}"
         return Cancelled(msg, code=code)
     if code != 1:
-        msg = f"llama_decode gave {code} for {n} tokens; every sequence kept its tokens"
+        msg = f"llama_decode gave {code} for {n} tokens; {kept}"
         return DecodeError(msg, code=code)
     snapshot = context.kv.peek()
-    if snapshot is None:
-        msg = f"no cells were found for {n} tokens; this build cannot say why"
+    if snapshot is None or not snapshot.streams:
+        msg = f"no cells were found for {n} tokens; this build cannot say why; {kept}"
         return NoKVSlot(msg, cause="other", n_tokens=n)
     counts = Counter([number] if batch is None else batch.seq.tolist())
     cause, text = _cause(snapshot, n, counts, context)
@@ -133,28 +135,41 @@ def _cause(snapshot: Snapshot, n: int, counts: Counter[int], context: Context) -
     if full:
         return "full", (
             f"the KV cache is full: {numbers}; remove tokens, or make the context with a larger "
-            "n_ctx. Every sequence kept its tokens"
+            f"n_ctx; {_kept(context)}"
         )
     if context.info.contiguous_slots is not False and stats.holes > 1:
         cure = "kv.defrag() and decode again" if context.info.defrag else "remove more tokens"
-        return "fragmented", (
-            f"the KV cache is fragmented: {numbers}; {cure}. Every sequence kept its tokens"
-        )
+        return "fragmented", (f"the KV cache is fragmented: {numbers}; {cure}; {_kept(context)}")
     return "other", f"no cells were found although there are enough: {numbers}"
 
 
-def settle(context: Context, sequences: Iterable[int]) -> None:
+def settle(context: Context, sequences: Iterable[int]) -> tuple[int, ...]:
     """Remove what a failed decode left behind its back, so that cache and ledger agree.
 
     The shim undoes failed decodes; this is the second net, and only for positions that no ledger
-    has.
+    has. Returns the sequences that had to be emptied: a state cannot go back, nor a window whose
+    cells were given away.
     """
-    if not context.guard:
-        return
-    for each in set(sequences):
+    emptied: list[int] = []
+    for each in sorted(set(sequences)) if context.guard else ():
         ledger = context.ledgers[each]
         try:
+            kept = True
             if context.native.seq_pos_max(context.handle, each) >= ledger.next:
-                context.native.seq_rm(context.handle, each, ledger.next, -1)
+                kept = context.native.seq_rm(context.handle, each, ledger.next, -1)
+            if not kept or windows.lacking(context, each, ledger.positions) is not None:
+                context.native.seq_rm(context.handle, each, -1, -1)
+                ledger.clear()
+                emptied.append(each)
         except WorkerDied:
-            return
+            break
+    return tuple(emptied)
+
+
+def _kept(context: Context) -> str:
+    if not context.emptied:
+        return "every sequence kept its tokens"
+    return (
+        f"this memory cannot go back, so sequences {', '.join(map(str, context.emptied))} were "
+        "emptied; the others kept their tokens"
+    )

@@ -66,6 +66,11 @@ class Ledger:
         end = len(self.positions) if p1 is None else bisect_left(self.positions, p1)
         return start, max(start, end)
 
+    def without(self, p0: int | None, p1: int | None) -> list[int]:
+        """Return the positions that are not at p0 <= p < p1."""
+        start, end = self.span(p0, p1)
+        return self.positions[:start] + self.positions[end:]
+
     def remove(self, p0: int | None, p1: int | None) -> int:
         """Drop the entries at p0 <= p < p1 and return how many they were."""
         start, end = self.span(p0, p1)

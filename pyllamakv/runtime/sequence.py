@@ -14,7 +14,7 @@ from pyllamakv.errors import (
     UsageError,
     WorkerDied,
 )
-from pyllamakv.runtime import state
+from pyllamakv.runtime import state, windows
 from pyllamakv.runtime.batch import Feed, as_int32
 
 if TYPE_CHECKING:
@@ -109,6 +109,8 @@ class Sequence:
         other = context.sequence()
         try:
             with context.turn:
+                if context.info.n_swa:
+                    windows.check(context, self.id, self.ledger.positions[:length], "a fork")
                 if cut is None or not context.streams:
                     end = -1 if cut is None else cut
                     context.native.seq_cp(context.handle, self.id, other.id, -1, end)
@@ -146,6 +148,8 @@ class Sequence:
             self.check(context)
             if first == end >= 0:
                 return 0
+            if context.info.n_swa:
+                windows.check(context, self.id, self.ledger.without(p0, p1), "removing them")
             if not context.native.seq_rm(context.handle, self.id, first, end):
                 raise _refused(self.id, p0, p1)
             return self.ledger.remove(p0, p1)

@@ -38,6 +38,17 @@ int check_type(const plk_context_params &asked, int32_t type, int32_t row, int32
     return PLK_OK;
 }
 
+// Until windows had a cache of their own, a gemma2 of another number of layers than the published
+// ones aborted.
+template <typename Model>
+auto builds(Model *model, int32_t, int) -> decltype(llama_model_n_swa(model) == 0) {
+    return true;
+}
+template <typename Model> bool builds(Model *model, int32_t n_layer, long) {
+    return plk::fields::architecture(model) != "gemma2" || n_layer == 26 || n_layer == 42 ||
+           n_layer == 46;
+}
+
 int check(const plk_model &model, const plk_context_params &asked) {
     if (asked.n_seq_max < 1 || asked.n_seq_max > max_sequences) {
         return plk::refuse(PLK_EINVAL, "n_seq_max is %u, expected 1 to %u", asked.n_seq_max,
@@ -64,11 +75,44 @@ int check(const plk_model &model, const plk_context_params &asked) {
                            "reads from the batch: use a later one");
     }
     const plk_model_info &info = model.info;
+    if (!builds(static_cast<const llama_model *>(model.model), info.n_layer, 0)) {
+        return plk::refuse(PLK_EUNSUPPORTED,
+                           "this release knows gemma2 with 26, 42 and 46 layers, not with %d: use "
+                           "0.3.10 or later",
+                           info.n_layer);
+    }
+    if (info.is_recurrent && !plk::memory::decodes_states) {
+        return plk::refuse(PLK_EUNSUPPORTED,
+                           "this release never ends a decode of a recurrent model: use 0.3.10, or "
+                           "0.3.14 or later");
+    }
+    if (info.is_recurrent && asked.n_seq_max > 1 && !plk::memory::separates_states) {
+        return plk::refuse(PLK_EUNSUPPORTED,
+                           "this release mixes up the states of several sequences of a recurrent "
+                           "model: use n_seq_max 1");
+    }
     int code = check_type(asked, asked.type_k, info.n_embd_k_gqa, info.n_head_kv, "type_k");
     if (code == PLK_OK) {
         code = check_type(asked, asked.type_v, info.n_embd_v_gqa, info.n_head_kv, "type_v");
     }
     return code;
+}
+
+// Keys that serve as values as well have to be turned where there is no flash attention, and
+// quantised ones cannot: upstream reads through them as if they were floats.
+bool shares_quantised(const plk_context &handle) {
+    if (!(plk::cells::bits & PLK_CAP_CELLS) || handle.asked.flash_attn != 0 ||
+        !ggml_is_quantized(static_cast<ggml_type>(handle.asked.type_k))) {
+        return false;
+    }
+    for (int32_t cache = 0; cache < plk::cells::count(handle.ctx); ++cache) {
+        plk_cells_info info{};
+        if (plk::cells::info(handle.ctx, cache, info) == PLK_OK && info.bytes_k > 0 &&
+            info.bytes_v == 0 && info.type_k >= 0) {
+            return true;
+        }
+    }
+    return false;
 }
 
 bool poll(void *data) {
@@ -141,6 +185,13 @@ int plk_context_new(plk_model *model, const plk_context_params *params, plk_cont
         }
         if (handle->ctx == nullptr) {
             return plk::refuse(PLK_ECONTEXT, "llama.cpp made no context: %s", plk::logged());
+        }
+        if (shares_quantised(*handle)) {
+            llama_free(handle->ctx);
+            return plk::refuse(PLK_EUNSUPPORTED,
+                               "this release keeps no values of this model beside its keys, and "
+                               "cannot read quantised ones without flash attention: use type_k "
+                               "f16, or flash attention");
         }
         handle->n_batch = llama_n_batch(handle->ctx);
         handle->n_ubatch = llama_n_ubatch(handle->ctx);

@@ -31,6 +31,7 @@ struct plk_context {
     uint32_t n_ubatch = 0;
     uint32_t n_seq_max = 0;
     bool causal = true;
+    bool used_states = false; // a recurrent state lies where a removed sequence left it
 
     // The abort callback runs in llama.cpp's threads, plk_cancel in any.
     std::atomic<bool> cancel{false};

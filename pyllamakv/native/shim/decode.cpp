@@ -43,6 +43,10 @@ int check(const plk_context &c, const plk_batch &batch) {
     return PLK_OK;
 }
 
+bool starts(const llama_batch &batch) {
+    return std::find(batch.pos, batch.pos + batch.n_tokens, 0) != batch.pos + batch.n_tokens;
+}
+
 struct Armed {
     plk_context &c;
     explicit Armed(plk_context &context) : c(context) {
@@ -56,6 +60,11 @@ struct Armed {
 int decode(plk_context &c, const llama_batch &batch) {
     c.outputs.clear();
     c.places.clear();
+    if (c.guard && c.used_states && starts(batch)) {
+        return plk::refuse(PLK_EUNSUPPORTED,
+                           "this release begins a recurrent state with what a removed sequence "
+                           "left: clear the context before another begins");
+    }
     const bool waits = plk::cells::pending(c.ctx) != 0 || c.asked.defrag_thold > 0.0f;
     if (c.guard && plk::update::present && waits) {
         // Inside llama_decode an abort would lose a shift or a move, and one release asserts after.

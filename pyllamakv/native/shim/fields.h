@@ -34,6 +34,7 @@ PLK_FIELD(no_perf)
 PLK_FIELD(rpc_servers)
 PLK_FIELD(seed)
 PLK_FIELD(swa_full)
+PLK_FIELD(tensor_buft_overrides)
 PLK_FIELD(use_mlock)
 PLK_FIELD(use_mmap)
 

@@ -51,6 +51,11 @@ bool can_shift(llama_context *ctx);
 // whose tokens have several: each false where llama.cpp aborts or reads beyond the batch.
 extern const bool shifts_quantized;
 extern const bool expands_positions;
+// Whether recurrent models can be decoded at all.
+extern const bool decodes_states;
+// Whether a recurrent state begins empty where another one lay; whether several can begin at all.
+extern const bool clears_states;
+extern const bool separates_states;
 bool exists(llama_context *ctx);
 // Positions as the library tells them; -1 for an empty sequence, -2 where it cannot tell.
 int32_t pos_min(llama_context *ctx, int32_t seq);

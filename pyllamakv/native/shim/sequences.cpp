@@ -46,6 +46,14 @@ int32_t seen(plk_context &c, int32_t seq, bool largest) {
     return found;
 }
 
+// Whether the memory keeps one state per sequence, whatever it keeps beside it.
+bool keeps_states(const plk_context &c) {
+    plk_context_info info{};
+    plk::cells::describe(c.ctx, info);
+    return c.model->info.is_recurrent || info.memory == PLK_MEMORY_RECURRENT ||
+           info.memory == PLK_MEMORY_HYBRID;
+}
+
 // Copy a range, but for positions whose cells both sequences have already: several releases count
 // such a cell twice, and keep its position as the sequence's last after it has gone.
 void copy(plk_context &c, int32_t from, int32_t to, int32_t p0, int32_t p1) {
@@ -129,6 +137,7 @@ int plk_clear(plk_context *context, int32_t data) {
                 plk::update::run(context->ctx, true); // some releases keep the shifts of old cells
             }
             plk::memory::clear(context->ctx, data != 0);
+            context->used_states = false;
         }
         return code;
     });
@@ -143,6 +152,18 @@ int plk_seq_rm(plk_context *context, int32_t seq, int32_t p0, int32_t p1) {
         if (code != PLK_OK) {
             return code > 0 ? PLK_OK : code;
         }
+        // Releases differ in what they take for a part; one forgets the whole for its last token.
+        if (context->guard && seq >= 0 && keeps_states(*context)) {
+            const int32_t last = plk_seq_pos_max(context, seq);
+            if (p0 <= last && (p0 > 0 || (p1 >= 0 && p1 <= last))) {
+                return plk::refuse(PLK_EREFUSED,
+                                   "the memory keeps one state per sequence: it cannot remove a "
+                                   "part of sequence %d",
+                                   seq);
+            }
+        }
+        const bool leaves = context->model->info.is_recurrent && !plk::memory::clears_states;
+        context->used_states |= leaves && (seq < 0 || plk_seq_pos_max(context, seq) >= 0);
         if (!plk::memory::seq_rm(context->ctx, seq, std::max(p0, -1), std::max(p1, -1))) {
             return plk::refuse(PLK_EREFUSED, "the memory refuses to remove a part of sequence %d",
                                seq);
@@ -163,6 +184,15 @@ int plk_seq_cp(plk_context *context, int32_t from, int32_t to, int32_t p0, int32
         if (code != PLK_OK) {
             return code > 0 ? PLK_OK : code;
         }
+        if (keeps_states(*context)) {
+            if (p0 > 0 || (p1 >= 0 && p1 <= plk_seq_pos_max(context, from))) {
+                return plk::refuse(PLK_EREFUSED,
+                                   "the memory keeps one state per sequence: only the whole of "
+                                   "sequence %d can be copied",
+                                   from);
+            }
+            p0 = p1 = -1;
+        }
         if (!plk::cells::can_copy(context->ctx, from, to, p0, p1) &&
             p0 <= plk_seq_pos_min(context, from) &&
             (p1 < 0 || p1 > plk_seq_pos_max(context, from))) {
@@ -182,8 +212,15 @@ int plk_seq_cp(plk_context *context, int32_t from, int32_t to, int32_t p0, int32
 int plk_seq_keep(plk_context *context, int32_t seq) {
     return plk::guarded([&]() -> int {
         const int code = check(context, seq);
-        if (code == PLK_OK) {
-            plk::memory::seq_keep(context->ctx, seq);
+        if (code != PLK_OK) {
+            return code;
+        }
+        plk::memory::seq_keep(context->ctx, seq);
+        // Upstream looks into the stream of this sequence alone.
+        for (uint32_t other = 0; context->guard && other < context->n_seq_max; ++other) {
+            if (static_cast<int32_t>(other) != seq) {
+                plk::memory::seq_rm(context->ctx, static_cast<int32_t>(other), -1, -1);
+            }
         }
         return code;
     });

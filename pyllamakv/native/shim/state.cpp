@@ -79,6 +79,8 @@ int64_t plk_state_load(plk_context *context, int32_t seq, const uint8_t *data, i
             return PLK_ESTATE;
         }
         flush(*context);
+        context->used_states |= context->model->info.is_recurrent &&
+                                !plk::memory::clears_states && plk_seq_pos_max(context, seq) >= 0;
         if (kind == 2) {
             plk::memory::seq_rm(context->ctx, seq, -1, -1);
             return length;

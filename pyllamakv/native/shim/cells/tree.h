@@ -101,12 +101,14 @@ void describe(llama_context *ctx, plk_context_info &info) {
     const Tree tree = tree_of(ctx);
     info.memory = tree.kind;
     info.n_caches = static_cast<int32_t>(streams_of(ctx).size());
-    info.can_remove_partly = tree.kind == PLK_MEMORY_ATTENTION ? 1
-        : tree.kind == PLK_MEMORY_RECURRENT                   ? 0
-                                                              : -1;
+    // Of a sliding window only as far as its cells are still there.
+    info.can_remove_partly = tree.kind == PLK_MEMORY_ATTENTION                             ? 1
+        : tree.kind == PLK_MEMORY_RECURRENT || tree.kind == PLK_MEMORY_HYBRID ? 0
+                                                                              : -1;
     info.defrag = !tree.caches.empty();
     for (const Stream &stream : tree.caches) {
         info.contiguous_slots = std::max(info.contiguous_slots, contiguous(*stream.cache) ? 1 : 0);
+        info.n_swa = stream.swa ? llama_model_n_swa(llama_get_model(ctx)) : info.n_swa;
         info.v_transposed = transposed(*stream.cache) ? 1 : 0;
         // Where a cache has several streams, upstream's defragmentation asserts that it has one.
         info.defrag = info.defrag && n_stream(*stream.cache) == 1;

@@ -1,8 +1,25 @@
 // The memory of a context as an object (0.3.10 and later).
 #include "groups.h"
 
+#if __has_include("llama-arch.h")
+#include "llama-arch.h"
+#endif
+
 const bool plk::memory::shifts_quantized = true;
 const bool plk::memory::expands_positions = true;
+
+namespace {
+// For a few days of July 2025 (0.3.12) a recurrent model's batch was divided for ever, until no
+// memory was left. Nothing in a header tells but the number of architectures.
+#if __has_include("llama-arch.h")
+constexpr int architectures = LLM_ARCH_UNKNOWN;
+#else
+constexpr int architectures = 0;
+#endif
+} // namespace
+const bool plk::memory::decodes_states = architectures != 73;
+const bool plk::memory::clears_states = true;
+const bool plk::memory::separates_states = true;
 
 void plk::memory::clear(llama_context *ctx, bool data) {
     llama_memory_clear(llama_get_memory(ctx), data);

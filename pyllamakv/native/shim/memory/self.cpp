@@ -1,8 +1,14 @@
 // The memory of a context as `kv_self` (March to May 2025).
+#include "fields.h"
 #include "groups.h"
 
 const bool plk::memory::shifts_quantized = true;
 const bool plk::memory::expands_positions = false;
+const bool plk::memory::decodes_states = true;
+// Copying states came before clearing them, and made them look as if they were in use; b4980 did so
+// to the states of others.
+const bool plk::memory::clears_states = false;
+const bool plk::memory::separates_states = PLK_HAS(tensor_buft_overrides, llama_model_params);
 
 void plk::memory::clear(llama_context *ctx, bool) { llama_kv_self_clear(ctx); }
 

@@ -1,0 +1,31 @@
+"""A recurrent model keeps one state per sequence and no cells: all of it is exact, or refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.harness.routine import attempt, prove, routine, twins
+from pyllamakv.harness.scenario import PLAIN, Scenario
+
+if TYPE_CHECKING:
+    from pyllamakv.harness.lab import Lab
+
+
+def run(lab: Lab) -> None:
+    """Do everything to a recurrent memory; then a batch of two micro-batches."""
+    player = lab.player(256, n_ubatch=128, n_seq_max=4)
+    twins(lab, player)
+    routine(lab, player)
+    lab.note(split=attempt(lambda: player.decode({0: 160})))
+    prove(lab, player)
+
+
+SCENARIO = Scenario(
+    id="memory-recurrent",
+    kind="guard",
+    claim="States of a recurrent model are right after all that can be done to them.",
+    issue="ggml-org/llama.cpp#19794",
+    run=run,
+    model="recurrent",
+    settings=PLAIN[:1],
+)

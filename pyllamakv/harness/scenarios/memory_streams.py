@@ -1,0 +1,31 @@
+"""Every sequence has a stream of cells of its own; a copy between streams is a real one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.binding.protocol import Capability
+from pyllamakv.harness.routine import routine
+from pyllamakv.harness.scenario import CACHES, Scenario
+
+if TYPE_CHECKING:
+    from pyllamakv.harness.lab import Lab
+
+
+def run(lab: Lab) -> None:
+    """Do everything to a cache of four streams."""
+    lab.needs(Capability.KV_UNIFIED)
+    routine(lab, lab.player(1024, n_seq_max=4, kv_unified=False))
+
+
+SCENARIO = Scenario(
+    id="memory-streams",
+    kind="guard",
+    claim="The streams of a cache are right after all that can be done to them.",
+    issue="ggml-org/llama.cpp#14363",
+    run=run,
+    model="grouped",
+    settings=(CACHES[0], CACHES[3], CACHES[4]),
+    # Contiguous slots have no streams.
+    environment=(("LLAMA_SET_ROWS", "1"),),
+)

@@ -1,0 +1,145 @@
+"""Every kind of memory is exact or refuses, on the real library of the default release."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import numpy as np
+import pytest
+
+from pyllamakv.binding.protocol import Memory
+from pyllamakv.errors import PartialRemovalRefused, Unsupported
+from pyllamakv.harness import scenario, synthetic
+from pyllamakv.harness.lab import Bench
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from pyllamakv.building.variant import Variant
+
+pytestmark = pytest.mark.native
+
+KINDS = ["memory-sliding", "memory-recurrent", "memory-latent", "sliding-window", "sliding-prompt"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_patched_holds_what_each_kind_of_memory_promises(patched: Variant, name: str) -> None:
+    """The scenarios that the matrix runs on every release hold on this one."""
+    one = scenario.find(name)
+    with Bench() as bench:
+        ends = {each.name: bench.run(patched.folder, one, each).outcome for each in one.settings}
+    assert {outcome.status for outcome in ends.values()} == {"pass"}, ends
+
+
+def test_an_unknown_architecture_is_skipped(stock: Variant) -> None:
+    """The hybrid model came later: that says nothing about a patch."""
+    one = scenario.find("memory-hybrid")
+    with Bench() as bench:
+        outcome = bench.run(stock.folder, one, one.settings[0]).outcome
+    assert outcome.status == "skip"
+    assert "hybrid" in outcome.message
+
+
+@pytest.fixture
+def recurrent(library: Any) -> Iterator[Any]:
+    """Give a context of a recurrent model."""
+    with (
+        library.load_model(synthetic.model("recurrent")) as model,
+        model.context(n_ctx=64, n_batch=64, n_seq_max=4) as ctx,
+    ):
+        yield ctx
+
+
+def test_a_recurrent_memory_says_what_it_is(recurrent: Any) -> None:
+    """It has states, no cells, and statistics of nothing."""
+    info = recurrent.info
+    assert (info.memory, info.n_caches, info.can_remove_partly) == (Memory.RECURRENT, 0, False)
+    assert not info.defrag
+    sequence = recurrent.sequence()
+    recurrent.decode(sequence.feed(range(20)))
+    assert recurrent.kv.snapshot().streams == ()
+    assert recurrent.kv.stats.size == 0
+    with pytest.raises(Unsupported):
+        recurrent.kv.defrag()
+
+
+def test_a_state_is_whole_or_nothing(recurrent: Any) -> None:
+    """Parts are refused with nothing changed; whole sequences are forked, saved and removed."""
+    one = recurrent.sequence()
+    recurrent.decode(one.feed(range(20)))
+    for cut in (lambda: one.trim(10), lambda: one.remove(4, 8), lambda: one.fork(10)):
+        with pytest.raises(PartialRemovalRefused):
+            cut()
+    assert one.tokens == list(range(20))
+    fork = one.fork()
+    saved = one.save()
+    recurrent.decode([one.feed([5]), fork.feed([5])])
+    assert np.allclose(one.logits().copy(), fork.logits().copy(), atol=1e-5)
+    fork.restore(saved)
+    assert fork.tokens == list(range(20))
+    recurrent.decode(fork.feed([5]))
+    once = fork.logits().copy()
+    one.remove()
+    # This release would begin with what was left there; it says so.
+    with pytest.raises(Unsupported, match="clear the context"):
+        recurrent.decode(one.feed([*range(20), 5]))
+    recurrent.clear()
+    recurrent.decode(one.feed([*range(20), 5]))
+    assert np.allclose(one.logits().copy(), once, atol=1e-4)
+
+
+def test_an_aborted_decode_of_a_state_says_what_it_cost(recurrent: Any) -> None:
+    """A state that is half way cannot go back: its sequence is empty, the other is as it was."""
+    one, other = recurrent.sequence(), recurrent.sequence()
+    recurrent.decode([one.feed(range(8)), other.feed(range(8))])
+    recurrent.native.cancel_after(recurrent.handle, 1)
+    status = recurrent.try_decode(one.feed(range(8, 40)))
+    recurrent.native.cancel_after(recurrent.handle, -1)
+    assert len(other) == 8
+    assert len(one) == (0 if one.id in recurrent.emptied else 40 if status == 0 else 8)
+    recurrent.decode([one.feed([1]), other.feed([1])])
+
+
+def test_rows_of_latent_attention(library: Any) -> None:
+    """Keys are as wide as latent and rotated part together, and forks have the same ones."""
+    with (
+        library.load_model(synthetic.model("latent")) as model,
+        model.context(n_ctx=64, n_batch=64, n_seq_max=2) as ctx,
+    ):
+        assert ctx.info.memory == Memory.ATTENTION
+        one = ctx.sequence()
+        ctx.decode(one.feed(range(12)))
+        rows = ctx.kv.rows(1, one)
+        assert rows.pos.tolist() == list(range(12))
+        assert rows.k.shape == (12, 2 * 64)
+        fork = one.fork()
+        assert (ctx.kv.rows(1, fork).k == rows.k).all()
+
+
+def test_a_window_without_a_cache_of_its_own(library: Any) -> None:
+    """In this release windows are a mask: everything stays, and any cut is exact."""
+    with (
+        library.load_model(synthetic.model("sliding")) as model,
+        model.context(n_ctx=128, n_batch=128, n_seq_max=2) as ctx,
+    ):
+        assert (ctx.info.memory, ctx.info.n_caches, ctx.info.n_swa) == (Memory.ATTENTION, 1, 0)
+        one = ctx.sequence()
+        ctx.decode(one.feed([n % 60 for n in range(100)]))
+        one.trim(40)
+        ctx.decode(one.feed([7]))
+        again = ctx.sequence()
+        ctx.decode(again.feed([*(n % 60 for n in range(40)), 7]))
+        # The same row of the same logits: nothing of what was cut is left.
+        assert np.allclose(one.ledger.tokens, again.ledger.tokens)
+        assert ctx.kv.stats.used == 82
+
+
+def test_a_model_that_aborts_is_refused_before(library: Any, tmp_path: Path) -> None:
+    """A gemma2 of three layers ended the process in this release."""
+    shape = synthetic.Shape("odd", n_layer=3, architecture="gemma2", window=32)
+    path = synthetic.generate(shape, tmp_path)
+    assert gguf.GGUFReader(path).fields["gemma2.block_count"].contents() == 3
+    with library.load_model(path) as model, pytest.raises(Unsupported, match="26, 42 and 46"):
+        model.context(n_ctx=64)

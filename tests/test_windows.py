@@ -1,0 +1,98 @@
+"""Test that a sequence never goes back to where its window has lost a part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import runtime_kit
+
+from pyllamakv.errors import PartialRemovalRefused
+from pyllamakv.runtime import decoding, windows
+from pyllamakv.runtime.kv import KV
+from pyllamakv.runtime.snapshot import CellMap, Snapshot
+
+WINDOW = 8
+
+
+def sliding(positions: dict[int, list[int]]) -> Snapshot:
+    """Return the snapshot of a small cache that has these positions of each sequence."""
+    cells = [(pos, seq) for seq, own in positions.items() for pos in own]
+    pos = np.array([each for each, _ in cells], dtype=np.int32)
+    seqs = np.array([[1 << seq] for _, seq in cells], dtype=np.uint64).reshape(len(cells), 1)
+    info = SimpleNamespace(swa=True, stream=0)
+    return Snapshot((CellMap(pos, np.zeros_like(pos), seqs, info),))
+
+
+@pytest.fixture
+def ctx(tmp_path, monkeypatch) -> Any:
+    """Return a context whose sliding-window cache has positions 12 and later of sequence 0."""
+    context = runtime_kit.context(tmp_path)
+    context.info = replace(context.info, n_swa=WINDOW)
+    there = sliding({0: list(range(12, 30))})
+    monkeypatch.setattr(KV, "peek", lambda _: there)
+    sequence = context.sequence()
+    sequence.ledger.extend(range(30), range(30), range(30))
+    return context
+
+
+def test_what_the_next_token_sees_must_be_there(ctx) -> None:
+    """A window of 8 shows seven positions before the next one."""
+    assert windows.lacking(ctx, 0, list(range(30))) is None
+    assert windows.lacking(ctx, 0, list(range(19))) is None
+    assert windows.lacking(ctx, 0, list(range(18))) == 11
+    assert windows.lacking(ctx, 0, []) is None
+    # A gap that the sequence itself has is none of the window's.
+    assert windows.lacking(ctx, 0, [*range(9), *range(12, 18)]) is None
+
+
+def test_without_a_window_nothing_is_asked(ctx, monkeypatch) -> None:
+    """Most memories have none, and a cut costs them nothing."""
+    ctx.info = replace(ctx.info, n_swa=0)
+    monkeypatch.setattr(KV, "peek", lambda _: pytest.fail("the cells were read"))
+    assert windows.lacking(ctx, 0, list(range(3))) is None
+
+
+def test_a_cut_behind_the_window_is_refused(ctx) -> None:
+    """Nothing changes, and the message says which position is gone."""
+    sequence = SimpleNamespace(ledger=ctx.ledgers[0])
+    positions = sequence.ledger.without(16, None)
+    with pytest.raises(PartialRemovalRefused, match="given position 9 away"):
+        windows.check(ctx, 0, positions, "removing them")
+    assert len(sequence.ledger) == 30
+    windows.check(ctx, 0, sequence.ledger.without(24, None), "removing them")
+    windows.check(ctx, 0, sequence.ledger.without(None, None), "removing them")
+
+
+def test_a_failed_decode_empties_what_cannot_go_back(ctx, monkeypatch) -> None:
+    """The error names the sequences; the others keep what they have."""
+    other = ctx.sequence()
+    other.ledger.extend(range(4), range(4), range(40, 44))
+    lost = sliding({0: list(range(26, 30)), 1: list(range(4))})
+    monkeypatch.setattr(KV, "peek", lambda _: lost)
+    ctx.emptied = decoding.settle(ctx, [0, 1])
+    assert ctx.emptied == (0,)
+    assert len(ctx.ledgers[0]) == 0
+    assert len(other) == 4
+    error = decoding.failure(ctx, 2, None, 0)
+    assert "sequences 0 were emptied" in str(error)
+
+
+def test_a_state_that_cannot_go_back_is_emptied(tmp_path, monkeypatch) -> None:
+    """A memory of states refuses to forget the last tokens of an aborted decode."""
+    context = runtime_kit.context(tmp_path)
+    context.sequence().ledger.extend(range(4), range(4), range(4))
+    removed: list[tuple[int, int]] = []
+
+    def seq_rm(_handle: object, _seq: int, p0: int, p1: int) -> bool:
+        removed.append((p0, p1))
+        return p0 < 0
+
+    monkeypatch.setattr(context.native, "seq_rm", seq_rm)
+    monkeypatch.setattr(context.native, "seq_pos_max", lambda *_: 9)
+    assert decoding.settle(context, [0]) == (0,)
+    assert removed == [(4, -1), (-1, -1)]
+    assert len(context.ledgers[0]) == 0
