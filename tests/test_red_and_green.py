@@ -33,7 +33,9 @@ ALL = scenario.discover()
 JUDGED = [each for each in ALL.values() if each.kind != "feature"]
 #: Cures of what upstream cured before the default release, and the last release that is ill.
 CURED_SINCE = {"quantised-defrag": "0.3.8", "mixed-types": "0.3.8"}
-CURES = [each.id for each in JUDGED if each.kind == "cure"]
+#: Cures of what came later.
+TO_COME = ("window-kept",)
+CURES = [each.id for each in JUDGED if each.kind == "cure" and each.id not in TO_COME]
 
 pytestmark = [pytest.mark.native, pytest.mark.slow]
 
@@ -98,7 +100,7 @@ def test_what_upstream_cured_was_red_before(name: str) -> None:
 def test_a_guard_holds_on_patched(pairs, name: str) -> None:
     """In every setting that can run here."""
     for pair in pairs:
-        if pair.scenario == name and pair.patched.status != "skip":
+        if pair.scenario == name and pair.patched.status not in ("skip", "absent"):
             assert pair.patched.status == "pass", f"[{pair.setting}]: {pair.patched.message}"
 
 
@@ -165,7 +167,9 @@ def test_every_guard_has_a_doctored_patch() -> None:
     if not DOCTORED.is_dir():
         pytest.skip("no doctored patches here")
     caught = {caught_by(path).id for path in DOCTORED.glob("*.patch")}
-    assert {each.id for each in JUDGED if each.kind == "guard"} <= caught
+    # Those of no patch are shown to fail by test_routine.
+    own = series.load().definition("full-defrag").scenarios
+    assert {each.id for each in JUDGED if each.kind == "guard" and each.id in own} <= caught
 
 
 def hunks() -> list[tuple[str, int]]:

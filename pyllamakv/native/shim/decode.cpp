@@ -60,10 +60,10 @@ struct Armed {
 int decode(plk_context &c, const llama_batch &batch) {
     c.outputs.clear();
     c.places.clear();
-    if (c.guard && c.used_states && starts(batch)) {
+    if ((c.guard || !plk::memory::restarts_states) && c.used_states && starts(batch)) {
         return plk::refuse(PLK_EUNSUPPORTED,
                            "this release begins a recurrent state with what a removed sequence "
-                           "left: clear the context before another begins");
+                           "left, or dies of it: clear the context before another begins");
     }
     const bool waits = plk::cells::pending(c.ctx) != 0 || c.asked.defrag_thold > 0.0f;
     if (c.guard && plk::update::present && waits) {

@@ -24,6 +24,7 @@
     };
 
 namespace plk::fields {
+PLK_FIELD(all_pos_0)
 PLK_FIELD(defrag_thold)
 PLK_FIELD(devices)
 PLK_FIELD(flash_attn)

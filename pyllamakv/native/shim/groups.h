@@ -55,6 +55,8 @@ extern const bool expands_positions;
 extern const bool decodes_states;
 // Whether a recurrent state begins empty where another one lay; whether several can begin at all.
 extern const bool clears_states;
+// Whether a removed sequence of a recurrent model may begin again without ending the process.
+extern const bool restarts_states;
 extern const bool separates_states;
 bool exists(llama_context *ctx);
 // Positions as the library tells them; -1 for an empty sequence, -2 where it cannot tell.

@@ -42,7 +42,9 @@ struct Later<Model, std::void_t<decltype(llama_model_get_vocab(std::declval<Mode
 const bool plk::memory::shifts_quantized = Later<llama_model>::value;
 const bool plk::memory::expands_positions = false;
 const bool plk::memory::decodes_states = true;
-const bool plk::memory::clears_states = true;
+// The oldest releases, those whose batches have this field, look for the state that was removed.
+const bool plk::memory::restarts_states = !PLK_HAS(all_pos_0, llama_batch);
+const bool plk::memory::clears_states = restarts_states;
 const bool plk::memory::separates_states = true;
 
 bool plk::memory::can_shift(llama_context *ctx) { return ask(ctx, 0); }

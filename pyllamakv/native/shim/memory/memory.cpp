@@ -19,6 +19,7 @@ constexpr int architectures = 0;
 } // namespace
 const bool plk::memory::decodes_states = architectures != 73;
 const bool plk::memory::clears_states = true;
+const bool plk::memory::restarts_states = true;
 const bool plk::memory::separates_states = true;
 
 void plk::memory::clear(llama_context *ctx, bool data) {
