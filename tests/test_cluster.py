@@ -22,6 +22,9 @@ class Client:
     def __init__(self) -> None:
         self.wants: list[dict] = []
 
+    def scheduler_info(self, n_workers: int) -> dict:
+        return {"workers": {"a": {"resources": {"CUDA": 2.0}}}}
+
     def get_executor(self, **wants) -> Executor:
         self.wants.append(wants)
 
@@ -46,6 +49,14 @@ def test_each_backend_asks_for_its_device(monkeypatch, tmp_path: Path) -> None:
         {"pure": False, "retries": 2},
         {"pure": False, "retries": 2, "resources": {"CUDA": 1}},
     ]
+
+
+def test_who_is_missing_is_named() -> None:
+    """A cell waits for ever where no worker has its device: the command that starts one is told."""
+    executor = cluster.Cluster(Client(), "tcp://there:8786")
+    assert executor.lacking({"cpu", "cuda"}) == []
+    cure = "dask worker tcp://there:8786 --resources METAL=1"
+    assert executor.lacking({"cpu", "metal"}) == [cure]
 
 
 def test_without_distributed_the_cure_is_named(monkeypatch) -> None:
@@ -79,6 +90,8 @@ def test_two_worker_processes(monkeypatch, tmp_path: Path) -> None:
         ) as local,
         cluster.connect(local.scheduler_address) as executor,
     ):
+        lacks = executor.lacking({"cpu", "cuda"})
+        assert [line.split()[-1] for line in lacks] == ["CUDA=1"]
         found = matrix.run(specs, executor=executor, judge=judging.judge)
         again = matrix.run(specs[:2], executor=executor, judge=judging.judge)
     assert [r.verdict for r in found] == [

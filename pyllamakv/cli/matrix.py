@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pyllamakv.cli import judging
 from pyllamakv.cli import matrix_views as views
 from pyllamakv.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from concurrent.futures import Executor
+    from collections.abc import Sequence
 
-    from pyllamakv.harness.cell import CellSpec
     from pyllamakv.harness.matrix import Choice
 
 app = typer.Typer(add_completion=False)
@@ -116,7 +114,7 @@ def run(
     specs = matrix.plan(
         _choice(names, era, backend, series, isolate, each, scenario, portable, sample)
     )
-    _judge(specs, fresh, scheduler, views.Wanted(expected, html, junit, github, as_json))
+    judging.judge(specs, fresh, scheduler, views.Wanted(expected, html, junit, github, as_json))
 
 
 @app.command()
@@ -215,7 +213,7 @@ def watch(
         for name in names:
             fetch.add(name, progress=progress)
     specs = matrix.plan(_choice(list(names), None, backend))
-    _judge(specs, False, scheduler, views.Wanted(expected, html, junit, github, as_json))
+    judging.judge(specs, False, scheduler, views.Wanted(expected, html, junit, github, as_json))
 
 
 @app.command()
@@ -277,28 +275,3 @@ def _choice(
         native=not portable,
         sample=sample,
     )
-
-
-def _judge(specs: Sequence[CellSpec], fresh: bool, scheduler: str, wanted: views.Wanted) -> None:
-    from pyllamakv.cli import showing
-    from pyllamakv.harness import matrix
-
-    try:
-        with showing.progress() as progress, _executor(scheduler) as executor:
-            results = matrix.run(specs, executor=executor, fresh=fresh, progress=progress)
-    except KeyboardInterrupt:
-        sys.stderr.write("what was judged is kept; the same command goes on from there\n")
-        raise
-    if views.finish(results, wanted):
-        raise typer.Exit(1)
-
-
-@contextlib.contextmanager
-def _executor(scheduler: str) -> Iterator[Executor | None]:
-    if not scheduler:
-        yield None
-        return
-    from pyllamakv.harness import cluster
-
-    with cluster.connect(scheduler) as found:
-        yield found

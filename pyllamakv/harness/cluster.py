@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pyllamakv.errors import ToolMissing, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 #: How often a cell is given to another worker when its own is lost.
 _RETRIES = 2
@@ -24,8 +24,9 @@ _PATIENCE = 30
 class Cluster(Executor):
     """Submit cells to a dask client, each where the device of its backend is."""
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, address: str = "ADDRESS") -> None:
         self._client = client
+        self._address = address
         self._executors: dict[str, Executor] = {}
 
     def submit(  # type: ignore[override]
@@ -34,17 +35,33 @@ class Cluster(Executor):
         """Submit a cell's work; ``raw`` is the cell's spec as JSON."""
         backend = str(raw["backend"])
         if backend not in self._executors:
-            wants = {} if backend == "cpu" else {"resources": {backend.upper(): 1}}
+            needs = _resources(backend)
+            wants = {"resources": needs} if needs else {}
             # Not pure: --fresh must run again, and the memory is ours.
             self._executors[backend] = self._client.get_executor(
                 pure=False, retries=_RETRIES, **wants
             )
         return self._executors[backend].submit(work, raw, *args)
 
+    def lacking(self, backends: Iterable[str]) -> list[str]:
+        """Return, for each backend that no worker serves now, the command that starts one."""
+        workers = self._client.scheduler_info(n_workers=-1)["workers"].values()
+        commands = []
+        for backend in sorted(backends):
+            needs = _resources(backend)
+            if not any(needs.keys() <= worker["resources"].keys() for worker in workers):
+                more = "".join(f" --resources {name}={count}" for name, count in needs.items())
+                commands.append(f"dask worker {self._address}{more}")
+        return commands
+
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Give the workers back."""
         for executor in self._executors.values():
             executor.shutdown(wait=wait and not cancel_futures)
+
+
+def _resources(backend: str) -> dict[str, int]:
+    return {} if backend == "cpu" else {backend.upper(): 1}
 
 
 @contextlib.contextmanager
@@ -64,5 +81,5 @@ def connect(address: str) -> Iterator[Cluster]:
     except (OSError, ValueError) as error:
         msg = f"no scheduler answers at {address}: {error}; start one with `dask scheduler`"
         raise UsageError(msg) from error
-    with client, Cluster(client) as cluster:
+    with client, Cluster(client, address) as cluster:
         yield cluster
