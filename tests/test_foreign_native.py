@@ -65,7 +65,8 @@ def test_a_corrupted_v_under_flash_attention_is_harmful(check: Check, tmp_path: 
     assert answer["patches"] == ["defrag", "cleanup"]
     assert answer["scenarios"]["fragmented"] == "harmful"
     assert "fragmented" in answer["reason"]
-    wrong = failing(answer)
+    # A story told from a damaged cache has other words, which is its claim.
+    wrong = [run for run in failing(answer) if run["scenario"] != "story"]
     assert {run["outcome"]["failure"] for run in wrong} == {"data"}
     assert {run["setting"].split()[0] for run in wrong} == {"flash"}
     assert any("V rows of layer 0" in run["outcome"]["message"] for run in wrong)

@@ -83,8 +83,8 @@ int check(const plk_model &model, const plk_context_params &asked) {
     }
     if (info.is_recurrent && !plk::memory::decodes_states) {
         return plk::refuse(PLK_EUNSUPPORTED,
-                           "this release never ends a decode of a recurrent model: use 0.3.10, or "
-                           "0.3.14 or later");
+                           "this release cannot decode a recurrent model: it would never end, or "
+                           "end the process; use 0.3.5, 0.3.10, or 0.3.14 or later");
     }
     if (info.is_recurrent && asked.n_seq_max > 1 && !plk::memory::separates_states) {
         return plk::refuse(PLK_EUNSUPPORTED,

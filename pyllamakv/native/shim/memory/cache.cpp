@@ -2,6 +2,10 @@
 #include "fields.h"
 #include "groups.h"
 
+#if __has_include("ggml-cpu.h")
+#include "ggml-cpu.h"
+#endif
+
 void plk::memory::clear(llama_context *ctx, bool) { llama_kv_cache_clear(ctx); }
 
 bool plk::memory::seq_rm(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1) {
@@ -37,11 +41,18 @@ template <typename Model, typename = void> struct Later : std::false_type {};
 template <typename Model>
 struct Later<Model, std::void_t<decltype(llama_model_get_vocab(std::declval<Model *>()))>>
     : std::true_type {};
+
+// While this was public (0.3.2), the CPU kept weights of a state's convolution where it could not
+// compute with them, and asserted.
+template <typename Type, typename = void> struct Misplaces : std::false_type {};
+template <typename T>
+struct Misplaces<T, std::void_t<decltype(ggml_backend_cpu_buft_is_aarch64(std::declval<T>()))>>
+    : std::true_type {};
 } // namespace
 
 const bool plk::memory::shifts_quantized = Later<llama_model>::value;
 const bool plk::memory::expands_positions = false;
-const bool plk::memory::decodes_states = true;
+const bool plk::memory::decodes_states = !Misplaces<ggml_backend_buffer_type_t>::value;
 // The oldest releases, those whose batches have this field, look for the state that was removed.
 const bool plk::memory::restarts_states = !PLK_HAS(all_pos_0, llama_batch);
 const bool plk::memory::clears_states = restarts_states;
