@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -191,6 +192,20 @@ def test_watch(run: Run, monkeypatch) -> None:
     assert "0.3.5" not in out
     run("matrix", "watch", "--unpinned")
     assert added[2:] == ["0.2.3", "0.3.37", "0.3.38"]
+
+
+def test_a_watch_that_was_ended_goes_on(run: Run, monkeypatch) -> None:
+    """What was added but not judged is judged the next time, and once."""
+    known = lock.known()
+    added = replace(known["0.3.36"], name="0.3.37", commit="7" * 40)
+    known["0.3.37"] = added
+    lock.save(lock.added(), [added])
+    monkeypatch.setattr(watch, "look", lambda: News((), (), ()))
+    assert json.loads(run("matrix", "watch", "--look", "--json")[1])["judge"] == ["0.3.37"]
+    code, out, _ = run("matrix", "watch")
+    assert code == 0
+    assert out.splitlines()[1].split()[0] == "0.3.37"
+    assert run("matrix", "watch")[:2] == (0, "")
 
 
 def test_watch_without_network(run: Run, monkeypatch) -> None:

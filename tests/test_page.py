@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 from fakes.judging import failing, result, row
 
 from pyllamakv.harness import page
+from pyllamakv.harness.cell import Failing
 from pyllamakv.harness.expected import Accepted, compare
 from pyllamakv.harness.verdict import Verdict
 
@@ -70,12 +72,23 @@ def test_everything_is_there(html: str) -> None:
     for word in ("0.3.9", "ineffective", "untestable", "native", "holds", "fork-then-defrag"):
         assert word in html
     assert "moved by +12 lines" in html
-    assert "changed in 0.3.10, now in src/llama-memory.cpp (60%)" in html
+    assert "changed in 0.3.10, perhaps gone to src/llama-memory.cpp (60% alike)" in html
     assert "1 of 2 hunks have a place" in html
     assert html.count("<svg") == 2 * 3
     assert "stock, when it failed: 128 of 256 cells used" in html
     assert "1 worse than accepted" in html
     assert "inputs changed since" in html
+
+
+def test_runs_that_fail_alike_are_told_once() -> None:
+    """With all their settings; a capability that is only absent is no alarm."""
+    wrong = [replace(failing(), setting=name) for name in ("plain f16", "flash f16")]
+    lacks = Failing("story", "plain f16", "absent", "no such model")
+    results = (result("0.3.9", "harmful", failing=(*wrong, lacks)),)
+    html = page.render(results, compare(results, {}))
+    assert html.count("layer 0 differs") == 1
+    assert "in plain f16, flash f16</span>" in html
+    assert '<span class="tag dim">absent</span> no such model' in html
 
 
 def test_messages_are_text(html: str) -> None:

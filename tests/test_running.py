@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fakes.rolling import Opener, Rolling
 
-from pyllamakv.errors import WorkerDied
+from pyllamakv.errors import WorkerDied, WorkerTimeout
 from pyllamakv.harness import running, scenario
 from pyllamakv.harness.running import Task
 
@@ -60,6 +60,28 @@ def test_an_interrupt_ends_a_run_at_once() -> None:
         running.run_tasks([slow, quick], workers=2, opener=Opener(make), progress=interrupt)
     assert running.recall(quick.key).outcome.status == "pass"
     assert running.recall(slow.key) is None
+
+
+class Silent(Rolling):
+    """Answer nothing in time."""
+
+    def decode(self, *_):
+        raise WorkerTimeout("no answer within 120 s")
+
+
+@pytest.mark.parametrize(("silent", "ended"), [(1, "pass"), (2, "fail")])
+def test_a_hang_is_believed_when_it_comes_twice(silent: int, ended: str) -> None:
+    """A worker that was silent once may have stood on a machine that slept."""
+    made = iter(range(9))
+    opener = Opener(
+        lambda: (
+            Silent() if 0 < next(made) <= silent else Rolling(heals=True)
+        )  # 0 only tries to load
+    )
+    one = task("patched", "fragmented")
+    run = running.run_tasks([one], workers=1, opener=opener)[one]
+    assert run.outcome.status == ended
+    assert (running.recall(one.key) is None) is (ended == "fail")
 
 
 def test_what_is_remembered_is_not_run_again() -> None:

@@ -197,7 +197,8 @@ def watch(
 ) -> None:
     """Look for new versions on the package index, and judge them.
 
-    A new version is added to the home's lock; nobody accepted it yet, so it has to be good.
+    A new version is added to the home's lock; nobody accepted it yet, so it has to be good. What
+    was added before and never judged comes along.
     """
     from pyllamakv.cli import showing
     from pyllamakv.harness import matrix
@@ -205,12 +206,13 @@ def watch(
     from pyllamakv.source import watch as watching
 
     news = watching.look()
-    names = (*news.unpinned, *news.new) if unpinned else news.new
+    fresh = (*news.unpinned, *news.new) if unpinned else news.new
+    names = (*_unjudged(backend), *fresh)
     views.news(news, names, as_json and (look or not names))
     if look or not names:
         return
     with showing.progress() as progress:
-        for name in names:
+        for name in fresh:
             fetch.add(name, progress=progress)
     specs = matrix.plan(_choice(list(names), None, backend))
     judging.judge(specs, False, scheduler, views.Wanted(expected, html, junit, github, as_json))
@@ -246,6 +248,16 @@ def accept(
     changed = accepting.accept(results, path)
     views.accepted(changed, path, as_json)
     views.missing(specs, results)
+
+
+def _unjudged(backend: Sequence[str] | None) -> list[str]:
+    """Return the added releases without any result: a watch was ended before it judged them."""
+    from pyllamakv.harness import matrix, remembered
+    from pyllamakv.source import lock
+
+    names = [release.name for release in lock.load(lock.added()) if release.kind == "sdist"]
+    specs = matrix.plan(_choice(names, None, backend)) if names else ()
+    return list(dict.fromkeys(s.release for s in specs if remembered.latest(s) is None))
 
 
 def _choice(

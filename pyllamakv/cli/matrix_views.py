@@ -92,7 +92,8 @@ def missing(specs: Sequence[CellSpec], results: Iterable[CellResult]) -> None:
 def news(found: News, names: Sequence[str], as_json: bool) -> None:
     """Tell what the index has beyond the locks."""
     if as_json:
-        _json({"new": list(found.new), "unpinned": list(found.unpinned), "lost": list(found.lost)})
+        facts = {"new": found.new, "unpinned": found.unpinned, "lost": found.lost, "judge": names}
+        _json({key: list(value) for key, value in facts.items()})
         return
     _say(f"to judge: {', '.join(names)}" if names else "there is no new version on the index")
     if found.lost:

@@ -13,22 +13,20 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import filelock
-
 from pyllamakv.building import variant as variants
 from pyllamakv.building.build import build
 from pyllamakv.errors import HarnessError, KvError
 from pyllamakv.harness import check as checking
-from pyllamakv.harness import report, scenario
+from pyllamakv.harness import locks, report, scenario
 from pyllamakv.harness.verdict import Verdict
-from pyllamakv.home import home
 from pyllamakv.patching import drift
 from pyllamakv.source import fetch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from pyllamakv.harness.check import Answer
+    from pyllamakv.harness.verdict import Outcome
     from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
 
@@ -182,7 +180,7 @@ def run_cell(
     started = time.monotonic()
     release: Release | None = None
     try:
-        with _one_builder(progress):
+        with locks.one_builder(progress):
             release = fetch.ensure(spec.release, progress=progress)
             _build(spec, progress)
             drifted = _drift(spec, release)
@@ -237,13 +235,18 @@ def _result(spec: CellSpec, answer: Answer, drifted: tuple[dict[str, Any], ...])
                 pair.patched.message,
             )
             for pair in answer.pairs
-            if pair.patched is not None and pair.patched.status in ("fail", "absent")
+            if pair.patched is not None and _told(pair.patched, pair.stock)
         ),
         drift=drifted,
         pictures=tuple(
             {"side": side, **picture.to_json()} for side, picture in report.pictures(answer)
         ),
     )
+
+
+def _told(patched: Outcome, stock: Outcome) -> bool:
+    """Tell whether a run that patched did not pass is to be told; both may lack a capability."""
+    return patched.failed or (patched.status == "absent" and stock.status != "absent")
 
 
 def _rows(answer: Answer) -> tuple[Row, ...]:
@@ -280,26 +283,3 @@ def _drift(spec: CellSpec, release: Release) -> tuple[dict[str, Any], ...]:
     except KvError:
         # Where the verdict can be had without it, a report without drift is better than none.
         return ()
-
-
-@contextlib.contextmanager
-def _one_builder(progress: Progress | None) -> Iterator[None]:
-    """Let one cell of this machine fetch and build at a time: a build takes every processor."""
-    folder = home() / "locks"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(folder / "matrix.lock")
-        try:
-            lock.acquire(timeout=0)
-        except filelock.Timeout:
-            if progress:
-                progress("waiting for the build of another cell", 0, None)
-            lock.acquire()
-    except OSError:
-        # A home that cannot be written may hold all that is needed; `check` says if it does not.
-        yield
-        return
-    try:
-        yield
-    finally:
-        lock.release()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pyllamakv.building import backend as backends
 from pyllamakv.errors import UsageError
 from pyllamakv.harness import cell as cells
-from pyllamakv.harness import remembered
+from pyllamakv.harness import locks, remembered
 from pyllamakv.harness.cell import CellResult, CellSpec
 from pyllamakv.patching import series as shipped
 from pyllamakv.source import lock, releases
@@ -168,7 +168,7 @@ def run(
 
     if executor is None:
         for spec, wait in _in_turn(left, found):
-            with remembered.claim(keys[spec], wait=wait) as mine:
+            with locks.claim(keys[spec], wait=wait) as mine:
                 if not mine:
                     continue
                 kept = None if fresh else remembered.recall(keys[spec])

@@ -13,7 +13,7 @@ from pyllamakv.harness.verdict import GOOD, Verdict
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pyllamakv.harness.cell import CellResult
+    from pyllamakv.harness.cell import CellResult, Failing
     from pyllamakv.harness.expected import Comparison
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
@@ -41,6 +41,7 @@ class Part:
     result: CellResult
     compared: Comparison
     anchor: str
+    failing: tuple[tuple[Failing, list[str]], ...]
     maps: tuple[tuple[str, str], ...]
     drift: tuple[dict[str, Any], ...]
 
@@ -83,7 +84,17 @@ def tone(verdict: str) -> str:
 
 
 def _part(number: int, result: CellResult, compared: Comparison) -> Part:
-    return Part(result, compared, f"cell-{number}", tuple(_maps(result)), tuple(_drift(result)))
+    anchor = f"cell-{number}"
+    maps, drift = tuple(_maps(result)), tuple(_drift(result))
+    return Part(result, compared, anchor, tuple(_failing(result)), maps, drift)
+
+
+def _failing(result: CellResult) -> Iterable[tuple[Failing, list[str]]]:
+    """Yield what patched fails, by scenario and class: the first run, and all the settings."""
+    found: dict[tuple[str, str], list[Failing]] = {}
+    for run in result.failing:
+        found.setdefault((run.scenario, run.failure), []).append(run)
+    return ((runs[0], [run.setting for run in runs]) for runs in found.values())
 
 
 def _maps(result: CellResult) -> Iterable[tuple[str, str]]:
@@ -122,5 +133,5 @@ def _words(hunk: dict[str, Any]) -> str:
     if hunk["changed_in"]:
         said.append(f"changed in {hunk['changed_in']}")
     for moved in hunk["moved_to"]:
-        said.append(f"now in {moved['file']} ({moved['likeness']:.0%})")
+        said.append(f"perhaps gone to {moved['file']} ({moved['likeness']:.0%} alike)")
     return ", ".join(said)

@@ -7,14 +7,11 @@ was, and one that ran through runs again for nothing.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import filelock
 
 from pyllamakv.building import backend as backends
 from pyllamakv.building import compiler, variant
@@ -27,7 +24,7 @@ from pyllamakv.source import releases
 from pyllamakv.source.files import write_atomic
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
 _SCHEMA = 1
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -87,33 +84,6 @@ def remember(name: str | None, result: CellResult) -> None:
     except (OSError, KvError):
         # A home that cannot be written costs the memory, not the verdict.
         return
-
-
-@contextlib.contextmanager
-def claim(name: str | None, *, wait: bool) -> Iterator[bool]:
-    """Lend the cell of a key to one process of this home at a time.
-
-    False, where another process has it and ``wait`` is not set. A killed process has nothing.
-    """
-    if name is None:
-        yield True
-        return
-    folder = home() / "locks"
-    lock = filelock.FileLock(folder / f"cell-{name[:16]}.lock")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=-1 if wait else 0)
-    except filelock.Timeout:
-        yield False
-        return
-    except OSError:
-        # A home that cannot be written remembers nothing either.
-        yield True
-        return
-    try:
-        yield True
-    finally:
-        lock.release()
 
 
 def latest(spec: CellSpec) -> CellResult | None:

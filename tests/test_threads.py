@@ -1,0 +1,115 @@
+"""Calls of several threads, and cancels, in this process and in a worker alike."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from fakes.build import HANG, SLOW, fake
+
+from pyllamakv.binding.local import Local
+from pyllamakv.binding.protocol import (
+    ContextHandle,
+    ContextParams,
+    ModelHandle,
+    ModelParams,
+    Native,
+)
+from pyllamakv.binding.remote import Remote
+
+
+@pytest.fixture(params=[Local, Remote], ids=["local", "remote"])
+def native(request: pytest.FixtureRequest) -> Iterator[Native]:
+    """Open the fake library in this process, then in a worker."""
+    opened = request.param(fake())
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def model(native: Native) -> ModelHandle:
+    """Load the fake model."""
+    return native.model_load("fake.gguf", ModelParams())
+
+
+@pytest.fixture
+def context(native: Native, model: ModelHandle) -> ContextHandle:
+    """Make a context of 64 cells."""
+    params = ContextParams(n_ctx=64, n_batch=32, n_ubatch=16, n_seq_max=8)
+    return native.context_new(model, params)
+
+
+def feed(native: Native, context: ContextHandle, seq: int, n: int, start: int = 0) -> int:
+    """Decode n tokens of one sequence."""
+    pos = np.arange(start, start + n, dtype=np.int32)
+    return native.decode(context, pos, pos, None, np.full(n, seq, np.int32), None)
+
+
+def test_cancel_after(native: Native, context: ContextHandle) -> None:
+    """An abort at a chosen poll ends a decode with 2."""
+    native.cancel_after(context, 3)
+    assert feed(native, context, 0, 8) == 2
+    assert native.cancel_polls(context) == 4
+    native.cancel_after(context, -1)
+    assert feed(native, context, 0, 8) == 0
+
+
+def test_cancel_from_another_thread(native: Native, context: ContextHandle) -> None:
+    """A decode that never ends by itself ends when another thread says so."""
+    done = threading.Event()
+
+    def cancel() -> None:
+        while not done.is_set():
+            native.cancel(context)
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    try:
+        assert native.decode_one(context, HANG, 0, 0) == 2
+    finally:
+        done.set()
+        thread.join(120)
+
+
+def test_the_gil_is_released(native: Native, context: ContextHandle) -> None:
+    """Other threads run while C works: the cancel of a hanging decode could not come otherwise."""
+    started, counted = threading.Event(), itertools.count()
+
+    def count() -> None:
+        started.wait(120)
+        for _ in range(1000):
+            next(counted)
+        native.cancel(context)
+        # The decode may not have begun when the first cancel came.
+        while not ended.wait(0.01):
+            native.cancel(context)
+
+    ended = threading.Event()
+    thread = threading.Thread(target=count)
+    thread.start()
+    started.set()
+    assert native.decode_one(context, HANG, 0, 0) == 2
+    ended.set()
+    thread.join(120)
+    assert next(counted) == 1000
+
+
+def test_two_contexts_in_two_threads(native: Native, model: ModelHandle) -> None:
+    """Different contexts may be at work at the same time."""
+    contexts = [native.context_new(model, ContextParams()) for _ in range(4)]
+    codes: list[int] = []
+
+    def work(context: ContextHandle) -> None:
+        codes.extend(native.decode_one(context, SLOW, pos, 0) for pos in range(3))
+
+    threads = [threading.Thread(target=work, args=(context,)) for context in contexts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert codes == [0] * 12
