@@ -187,6 +187,11 @@ bool shifts_quantized(llama_context *ctx) {
                        [](const Stream &stream) { return rotates(*stream.cache, 0); });
 }
 
+// Before there were streams (0.3.14) all layers of a hybrid model were taken for recurrent ones.
+bool keeps_states(llama_context *ctx) {
+    return counts_streams || tree_of(ctx).kind != PLK_MEMORY_HYBRID;
+}
+
 int check_state(llama_context *ctx, const uint8_t *data, size_t length) {
     const Tree tree = tree_of(ctx);
     // Others put more after the cells, or before; llama.cpp is left to read those by itself.
