@@ -151,6 +151,25 @@ def test_several(bench: Bench, tmp_path: Path) -> None:
         carry(bench, "two", onto="0.3.3")
 
 
+def test_a_requirement_that_has_ended(bench: Bench) -> None:
+    """A required patch that is not meant for the target is left behind, and that is told."""
+    file = bench.folder / "one" / "patch.toml"
+    file.write_text(file.read_text().replace('releases = ""', 'releases = "<0.3.4"'))
+    with pytest.raises(NoTextApplies, match="rebase that onto"):
+        carry(bench, "two", onto="0.3.4")  # the patch itself requires it
+    file = bench.folder / "two" / "patch.toml"
+    text = file.read_text().replace('requires = ["one"]', "requires = []")
+    file.write_text(text + 'requires = ["one"]\n')
+    (done,) = carry(bench, "two", onto="0.3.4")
+    assert done.state == "clean"
+    assert "it requires one no more, which is not meant for 0.3.4" in done.notes
+    loaded = series.load(bench.folder)
+    text = loaded.definition("two").text("0.3.4")
+    assert (text.requires, text.patch.paths) == ((), ("src/b.cpp",))
+    patched = apply.apply(bench.releases["0.3.4"], ["two"], series=loaded, store=bench.store)
+    assert patched.patches == ("two",)
+
+
 def test_empty(bench: Bench) -> None:
     """A release that has the change already needs no text."""
     (done,) = carry(bench, "one", onto="0.3.4")

@@ -162,6 +162,9 @@ def _attempt(
         if id_ not in wanted:
             continue
         meant = [t for t in candidates(definition, release) if not t.misses(tree)]
+        if meant and meant[0].base == release:
+            # what is written for this very release says what it requires here
+            meant = meant[:1]
         if definition.wants(release):
             more = [need for text in meant for need in text.requires if need not in wanted]
             unknown = [need for need in more if need not in definitions]

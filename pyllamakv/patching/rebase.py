@@ -20,6 +20,7 @@ from pyllamakv.patching import (
     directory,
     export,
     hunks,
+    needs,
     placing,
     trees,
     waiting,
@@ -157,11 +158,11 @@ def _start(
             note = f"the text for {found.base} applies as it is; --force writes one all the same"
             return Rebased(id_, release.name, "applies", found.base, notes=(note,))
         found_at = anchors.nearest(definition, series, release, store=store)
-        needs = _needs(found_at.text, to)
+        kept = needs.still(series, found_at.text, release, store, to)
         try:
-            commit, _ = anchors.ground(series, needs, release, store=store)
+            commit, _ = anchors.ground(series, needs.patches(kept, to), release, store=store)
         except (PatchConflict, NoTextApplies) as error:
-            names = ", ".join(found_at.text.requires)
+            names = ", ".join(kept)
             msg = f"{id_} requires {names}; rebase that onto {release.name} first.\n{error}"
             raise NoTextApplies(msg) from error
         session = waiting.Session(
@@ -173,7 +174,7 @@ def _start(
             anchor=found_at.release.name,
             base=found_at.text.base,
             pick=found_at.commit,
-            requires=found_at.text.requires,
+            requires=kept,
             patches=str(patches.resolve()) if patches else None,
             to=str(to.resolve()) if to else None,
             then=then,
@@ -210,13 +211,14 @@ def _finish(store: Store, session: Session, tree: str, state: State) -> Rebased:
     draft.apply(text.patch, text.name)
     if trees.write(store, before, draft) != tree:
         raise PatchError(f"The text of {text.name} does not give the merged tree back.")
+    notes = needs.dropped(definition, session)
     if session.to:
         path = Path(session.to) / f"{session.id}.patch"
         export.put(path, data)
-        notes: tuple[str, ...] = ()
     else:
         stock = trees.StoreTree(store, store.tree_of(session.stock))
-        path, notes = placing.put(definition, text, session.era, data, stock, store)
+        path, more = placing.put(definition, text, session.era, data, stock, store)
+        notes += more
     return replace(said, path=path, comparison=compare.compare(old, text), notes=notes)
 
 
@@ -240,15 +242,6 @@ def _served(
     except (PatchConflict, NoTextApplies):
         return None
     return plan.texts[-1]
-
-
-def _needs(text: PatchText, to: Path | None) -> list[str | PatchText]:
-    """Return what a text requires; what was just written to a folder goes before the series."""
-    files = {id_: to / f"{id_}.patch" for id_ in text.requires} if to else {}
-    return [
-        PatchText.from_file(files[id_], id_) if id_ in files and files[id_].is_file() else id_
-        for id_ in text.requires
-    ]
 
 
 def _series(patches: Path | None) -> Series:
