@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 import readme
 
+from pyllamakv.harness import expected
+from pyllamakv.source import lock
+
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
 
@@ -41,3 +44,14 @@ def test_links_of_the_documents_lead_somewhere() -> None:
         path = readme.ROOT / document
         for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8")):
             assert (path.parent / target).exists(), f"{document}: {target}"
+
+
+def test_the_table_shows_what_is_accepted() -> None:
+    """Every pinned release has a row, with the verdict that later runs are compared with."""
+    text = (readme.ROOT / "README.md").read_text(encoding="utf-8")
+    shown = dict(re.findall(r"^\| (\S+) \| \w+ \| ([a-z-]+) \|", text, re.MULTILINE))
+    shown.pop("release")  # the head of the table
+    table = expected.load(expected.shipped())
+    accepted = {name.split("+")[0]: one.verdict for name, one in table.items()}
+    pinned = [release.name for release in lock.load(lock.shipped())]
+    assert shown == {name: accepted[name] for name in pinned}
