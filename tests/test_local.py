@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator
 
 import pytest
 from fakes.build import FLOOD, LOG, THROW, fake
@@ -31,26 +30,7 @@ from pyllamakv.errors import (
     Unsupported,
 )
 
-
-@pytest.fixture(params=[Local, Remote], ids=["local", "remote"])
-def native(request: pytest.FixtureRequest) -> Iterator[Native]:
-    """Open the fake library in this process, then in a worker."""
-    opened = request.param(fake())
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
-def model(native: Native) -> ModelHandle:
-    """Load the fake model."""
-    return native.model_load("fake.gguf", ModelParams())
-
-
-@pytest.fixture
-def context(native: Native, model: ModelHandle) -> ContextHandle:
-    """Make a context of 64 cells."""
-    params = ContextParams(n_ctx=64, n_batch=32, n_ubatch=16, n_seq_max=8)
-    return native.context_new(model, params)
+pytest_plugins = ("fakes.opened",)
 
 
 def test_about(native: Native) -> None:

@@ -6,12 +6,12 @@ import contextlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from fakes.build import HANG, SLOW, fake
+from fakes.build import HANG, SLOW
+from fakes.opened import LONG, reaped, until
 
 from pyllamakv.binding import worker
 from pyllamakv.binding.protocol import (
@@ -33,44 +33,13 @@ from pyllamakv.errors import (
     WorkerDied,
 )
 
-LONG = 120.0
+pytest_plugins = ("fakes.opened",)
 
 
 @pytest.fixture
-def remote() -> Iterator[Remote]:
-    """Open the fake library in a worker."""
-    opened = Remote(fake())
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
-def model(remote: Remote) -> ModelHandle:
-    """Load the fake model."""
-    return remote.model_load("m", ModelParams())
-
-
-@pytest.fixture
-def context(remote: Remote, model: ModelHandle) -> ContextHandle:
-    """Make a context."""
-    return remote.context_new(model, ContextParams(n_ctx=64))
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Wait until something is true."""
-    end = time.monotonic() + LONG
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def reaped(pid: int) -> bool:
-    """Tell whether a child of ours is gone and no zombie."""
-    try:
-        os.waitpid(pid, os.WNOHANG)
-    except ChildProcessError:
-        return True
-    return False
+def native(remote: Remote) -> Remote:
+    """Open what these tests are about: the worker alone."""
+    return remote
 
 
 def test_lost_devices(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from fakes.build import ABORT, EXIT, HANG, LOG, SEGV, fake
+from fakes.opened import LONG, reaped, until
 
 from pyllamakv.binding import process
 from pyllamakv.binding.protocol import (
@@ -31,35 +31,13 @@ from pyllamakv.errors import (
     WorkerTimeout,
 )
 
-LONG = 120.0
+pytest_plugins = ("fakes.opened",)
 
 
 @pytest.fixture
-def remote() -> Iterator[Remote]:
-    """Open the fake library in a worker."""
-    opened = Remote(fake())
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
-def model(remote: Remote) -> ModelHandle:
-    """Load the fake model."""
-    return remote.model_load("m", ModelParams())
-
-
-@pytest.fixture
-def context(remote: Remote, model: ModelHandle) -> ContextHandle:
-    """Make a context."""
-    return remote.context_new(model, ContextParams(n_ctx=64))
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Wait until something is true."""
-    end = time.monotonic() + LONG
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+def native(remote: Remote) -> Remote:
+    """Open what these tests are about: the worker alone."""
+    return remote
 
 
 def gone(pid: int) -> bool:
@@ -69,15 +47,6 @@ def gone(pid: int) -> bool:
     except OSError:
         return True
     return text.rpartition(")")[2].split()[0] in {"Z", "X"}
-
-
-def reaped(pid: int) -> bool:
-    """Tell whether a child of ours is gone and no zombie."""
-    try:
-        os.waitpid(pid, os.WNOHANG)
-    except ChildProcessError:
-        return True
-    return False
 
 
 @pytest.mark.parametrize(
