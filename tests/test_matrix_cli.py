@@ -107,6 +107,15 @@ def test_accept_then_all_is_well(run: Run, tmp_path: Path) -> None:
     assert json.loads(out)["changed"] == ["0.3.9: needed (was harmful)"]
 
 
+def test_accept_takes_what_other_machines_judged(run: Run, tmp_path: Path) -> None:
+    """Documents of runs elsewhere are accepted as results of here are."""
+    judged = tmp_path / "judged.json"
+    judged.write_text(run("matrix", "run", "0.3.9", "--json")[1])
+    code, out, _ = run("matrix", "accept", "--json", "--merge", str(judged))
+    assert (code, json.loads(out)["changed"]) == (0, ["0.3.9: needed"])
+    assert run("matrix", "accept", "--merge", str(tmp_path / "none.json"))[0] == 2
+
+
 def test_plan(run: Run) -> None:
     """A plan tells what is known; GitHub's is one line."""
     run("matrix", "run", "0.3.9")
@@ -124,6 +133,8 @@ def test_plan(run: Run) -> None:
     cells = json.loads(run("matrix", "plan", "--json", "--each", "0.3.9")[1])["cells"]
     assert CellSpec.from_json(cells[0]["spec"]) == CellSpec("0.3.9")
     assert len(cells) > 1
+    sampled = json.loads(run("matrix", "plan", "--json", "--sample")[1])["cells"]
+    assert [each["spec"]["release"] for each in sampled] == ["0.3.5", "0.3.6", "0.3.9", "0.3.36"]
     assert run("matrix", "plan", "--format", "poem")[0] == 2
     assert run("matrix", "plan", "--series", "full-defrag", "--each")[0] == 2
 

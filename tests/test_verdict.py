@@ -133,6 +133,16 @@ def test_skipped_settings_do_not_count() -> None:
     assert found.runs == 1
 
 
+@pytest.mark.parametrize(
+    ("stock", "verdict"), [(PASS, Verdict.HARMFUL), (fail(), Verdict.INEFFECTIVE)]
+)
+def test_what_only_patched_cannot_run_is_its_failure(stock: Outcome, verdict: Verdict) -> None:
+    """A patch that keeps a model from loading is not saved by the scenarios of other models."""
+    found = judge([pair(stock, SKIP), pair(fail(), PASS, scenario="other")])
+    assert found.verdict is verdict
+    assert "cannot run what stock can: no such cache here" in found.reason
+
+
 def test_broken_apply_when_nothing_applies_and_stock_fails() -> None:
     """A port is due."""
     found = judge([pair(fail(), None)], conflict="src/a.cpp hunk 3")

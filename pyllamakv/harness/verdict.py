@@ -70,13 +70,23 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Pair:
-    """Hold one scenario in one setting on both sides; ``patched`` is None where nothing applied."""
+    """Hold one scenario in one setting on both sides; ``patched`` is None where nothing applied.
+
+    What stock can run and patched cannot, a model or a context that it does not make, is the
+    patch's doing: a failure of patched.
+    """
 
     scenario: str
     kind: Kind
     setting: str
     stock: Outcome
     patched: Outcome | None = None
+
+    def __post_init__(self) -> None:
+        """Take a run that only patched could not do for one that it failed."""
+        if self.patched and self.patched.status == "skip" and _countable(self.stock):
+            message = f"cannot run what stock can: {self.patched.message}"
+            object.__setattr__(self, "patched", Outcome("fail", "claim", message))
 
 
 @dataclass(frozen=True)

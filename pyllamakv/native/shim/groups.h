@@ -91,7 +91,7 @@ extern Watch *const watch;
 // Whether the graph that shifts quantised keys can be built for this cache.
 bool shifts_quantized(llama_context *ctx);
 // Whether the state of a sequence can be written or read without following a null pointer.
-bool keeps_states(llama_context *ctx);
+bool saves_sequences(llama_context *ctx);
 // Whether these bytes may be given to llama_state_seq_set_data without meeting an assert.
 // 1: yes, 0: no (last error says why), 2: it is the state of an empty sequence.
 int check_state(llama_context *ctx, const uint8_t *data, size_t length);

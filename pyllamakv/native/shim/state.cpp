@@ -10,7 +10,7 @@ int check(const plk_context *c, int32_t seq) {
     if (seq < 0 || static_cast<uint32_t>(seq) >= c->n_seq_max) {
         return plk::refuse(PLK_EINVAL, "sequence %d is outside [0, %u)", seq, c->n_seq_max);
     }
-    if (!plk::cells::keeps_states(c->ctx)) {
+    if (!plk::cells::saves_sequences(c->ctx)) {
         return plk::refuse(PLK_EUNSUPPORTED,
                            "this release cannot save or restore a sequence of a hybrid model: "
                            "use a later one");

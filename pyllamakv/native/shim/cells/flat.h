@@ -98,7 +98,7 @@ bool can_copy(llama_context *, int32_t, int32_t, int32_t, int32_t) { return true
 
 bool shifts_quantized(llama_context *) { return true; }
 
-bool keeps_states(llama_context *) { return true; }
+bool saves_sequences(llama_context *) { return true; }
 
 int check_state(llama_context *ctx, const uint8_t *data, size_t length) {
     const Look at = look(ctx);

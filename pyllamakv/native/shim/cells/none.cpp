@@ -16,6 +16,5 @@ int plk::cells::read(llama_context *, int32_t, int32_t, int32_t *, int32_t *, ui
 int plk::cells::pending(llama_context *) { return -1; }
 bool plk::cells::can_copy(llama_context *, int32_t, int32_t, int32_t, int32_t) { return true; }
 bool plk::cells::shifts_quantized(llama_context *) { return true; }
-bool plk::cells::keeps_states(llama_context *) { return true; }
-
+bool plk::cells::saves_sequences(llama_context *) { return true; }
 int plk::cells::check_state(llama_context *, const uint8_t *, size_t) { return 1; }

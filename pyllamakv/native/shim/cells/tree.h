@@ -188,7 +188,7 @@ bool shifts_quantized(llama_context *ctx) {
 }
 
 // Before there were streams (0.3.14) all layers of a hybrid model were taken for recurrent ones.
-bool keeps_states(llama_context *ctx) {
+bool saves_sequences(llama_context *ctx) {
     return counts_streams || tree_of(ctx).kind != PLK_MEMORY_HYBRID;
 }
 

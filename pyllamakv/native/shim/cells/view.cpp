@@ -200,7 +200,7 @@ bool plk::cells::can_copy(llama_context *, int32_t, int32_t, int32_t, int32_t) {
 
 bool plk::cells::shifts_quantized(llama_context *) { return true; }
 
-bool plk::cells::keeps_states(llama_context *) { return true; }
+bool plk::cells::saves_sequences(llama_context *) { return true; }
 
 int plk::cells::check_state(llama_context *ctx, const uint8_t *data, size_t length) {
     if (!is_array(ctx)) {
