@@ -66,16 +66,19 @@ int plk_defrag(plk_context *context, plk_defrag_report *out) {
         }
         plk_context_info info{};
         plk::cells::describe(context->ctx, info);
-        if (!(plk::defrag::bits & PLK_CAP_DEFRAG) || !info.defrag) {
+        if (const char *reason = plk::defrag::refusal(context->ctx, info)) {
             return plk::refuse(PLK_EUNSUPPORTED,
-                               "this build cannot defragment the memory of this context");
+                               "the memory of this context cannot be defragmented: %s", reason);
         }
         plk::Picture before, after;
         plk_counters first{}, last{};
         const bool seen = plk::take_picture(*context, before);
         const bool counted = plk::counters::read(context->ctx, first);
         const auto start = std::chrono::steady_clock::now();
-        plk::defrag::run(context->ctx, context->guard);
+        const int code = plk::defrag::run(context->ctx, context->guard);
+        if (code != PLK_OK) {
+            return code;
+        }
         const auto spent = std::chrono::steady_clock::now() - start;
         plk_defrag_report report{};
         report.size = sizeof(report);

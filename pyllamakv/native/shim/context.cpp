@@ -236,7 +236,7 @@ int plk_context_read(const plk_context *context, plk_context_info *out) {
             info.flash_attn = context->asked.flash_attn > 0 ? 1 : 0;
         }
         plk::cells::describe(context->ctx, info);
-        info.defrag = info.defrag && (plk::defrag::bits & PLK_CAP_DEFRAG) ? 1 : 0;
+        info.defrag = plk::defrag::refusal(context->ctx, info) == nullptr ? 1 : 0;
         if (info.v_transposed < 0 && info.flash_attn >= 0) {
             info.v_transposed = info.flash_attn ? 0 : 1;
         }

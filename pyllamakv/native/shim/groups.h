@@ -118,7 +118,9 @@ void undo(plk_context &context, const llama_batch &batch, int code, Saved *saved
 
 namespace defrag {
 extern const uint64_t bits;
-void run(llama_context *ctx, bool safe);
+// Why the memory of this context, which `info` describes, stays as it is; NULL where it need not.
+const char *refusal(llama_context *ctx, const plk_context_info &info);
+int run(llama_context *ctx, bool safe);
 } // namespace defrag
 
 namespace counters {

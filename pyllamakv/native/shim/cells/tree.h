@@ -110,7 +110,7 @@ void describe(llama_context *ctx, plk_context_info &info) {
         info.contiguous_slots = std::max(info.contiguous_slots, contiguous(*stream.cache) ? 1 : 0);
         info.n_swa = stream.swa ? llama_model_n_swa(llama_get_model(ctx)) : info.n_swa;
         info.v_transposed = transposed(*stream.cache) ? 1 : 0;
-        // Where a cache has several streams, upstream's defragmentation asserts that it has one.
+        // Upstream's own defragmentation asserts that there is one stream; a patch need not.
         info.defrag = info.defrag && n_stream(*stream.cache) == 1;
     }
 }

@@ -3,4 +3,8 @@
 
 const uint64_t plk::defrag::bits = 0;
 
-void plk::defrag::run(llama_context *, bool) {}
+const char *plk::defrag::refusal(llama_context *, const plk_context_info &) {
+    return "this build moves no cells";
+}
+
+int plk::defrag::run(llama_context *, bool) { return PLK_OK; }

@@ -1,0 +1,14 @@
+// What upstream's own defragmentation serves: caches whose cells are in one stream.
+#pragma once
+
+#include "groups.h"
+
+namespace plk::defrag {
+
+inline const char *one_stream(const plk_context_info &info) {
+    return info.defrag ? nullptr
+        : info.n_caches ? "each sequence has a stream of cells of its own"
+                        : "it has no cells per token";
+}
+
+} // namespace plk::defrag
