@@ -5,7 +5,7 @@ A message says what was expected and what to do; the fields carry the state that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -322,7 +322,21 @@ class SharedCells(KvError):
 
 
 class StateError(NativeError):
-    """Report a sequence state that cannot be saved or restored; nothing was changed."""
+    """Report a sequence state that cannot be saved or restored; nothing was changed.
+
+    Where something was, ``saved`` holds the sequences that are gone, by id, for `Sequence.restore`.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: int = 0,
+        log: Sequence[str] = (),
+        saved: Mapping[int, bytes] | None = None,
+    ) -> None:
+        super().__init__(message, code=code, log=log)
+        self.saved = dict(saved or {})
 
 
 # --- harness ----------------------------------------------------------------------------------

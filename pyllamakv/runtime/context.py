@@ -9,18 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding.handle import Handle
 from pyllamakv.binding.protocol import Capability, Status
-from pyllamakv.errors import (
-    DecodeError,
-    KvError,
-    NativeError,
-    UsageError,
-)
+from pyllamakv.errors import DecodeError, KvError, NativeError, UsageError
 from pyllamakv.runtime import decoding, generation
 from pyllamakv.runtime.batch import Batch, Feed, lay_out
+from pyllamakv.runtime.compaction import Keeper
 from pyllamakv.runtime.freeing import free_quietly
-from pyllamakv.runtime.kv import KV, require
+from pyllamakv.runtime.kv import KV
 from pyllamakv.runtime.ledger import Ledger
 from pyllamakv.runtime.logits import Logits
+from pyllamakv.runtime.needs import require
 from pyllamakv.runtime.outputs import Outputs
 from pyllamakv.runtime.sequence import Sequence
 
@@ -67,17 +64,17 @@ class Context:
         self.epoch = 0
         self.ledgers = tuple(Ledger() for _ in range(self.info.n_seq_max))
         #: Sequences that have streams of their own copy cells where others share them.
-        self.streams = (
-            not params.kv_unified
-            and self.info.n_seq_max > 1
-            and Capability.STREAMS in native.about.capabilities
-        )
+        streams = Capability.STREAMS in native.about.capabilities
+        self.streams = streams and not params.kv_unified and self.info.n_seq_max > 1
         self._decode_one = native.decode_one
         self._taken: set[int] = set()
         self.emptied: tuple[int, ...] = ()  # by a failed decode, where a memory cannot go back
         self._marks = 0
-        self._cancels = 0
+        #: How often `cancel` was called.
+        self.cancels = 0
         self.outputs = Outputs()
+        #: Defragments by itself, as the policy says.
+        self.keeper = Keeper(self, "never")
 
     @property
     def kv(self) -> KV:
@@ -168,11 +165,15 @@ class Context:
                 msg = f"token {token} is out of range: this model has tokens 0..{self.n_vocab - 1}"
                 raise UsageError(msg)
             ledger, number = sequence.ledger, sequence.id
+            if self.keeper.dirty:
+                self.keeper.before_decode()
             self.epoch = epoch = self.epoch + 1
             self.outputs.n = 0
             pos = ledger.next
             try:
                 code = self._decode_one(handle, token, pos, number)
+                if code == 1 and self.keeper.heal(None, number):
+                    code = self._decode_one(handle, token, pos, number)
             except NativeError as error:
                 self._threw(error, (number,))
                 raise
@@ -220,12 +221,7 @@ class Context:
     def cancel(self) -> None:
         """End the decode that runs, and `prefill` and `generate`; callable from any thread."""
         self.turn.interrupt(self.native.cancel)
-        self._cancels += 1
-
-    @property
-    def cancels(self) -> int:
-        """Return how often `cancel` was called."""
-        return self._cancels
+        self.cancels += 1
 
     # What the last decode left...
 
@@ -279,11 +275,15 @@ class Context:
         batch = lay_out(self, work)
         if self.guard:
             decoding.check_batch(self, batch, positions=isinstance(work, Batch))
+        if self.keeper.dirty:
+            self.keeper.before_decode()
         self.epoch += 1
         self.outputs.n = 0
         ids = batch.seq.tolist()
         try:
             code = self.native.decode(self.handle, *batch)
+            if code == 1 and self.keeper.heal(batch):
+                code = self.native.decode(self.handle, *batch)
         except NativeError as error:
             self._threw(error, ids)
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,8 @@ import numpy as np
 
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import Unsupported, UsageError
-from pyllamakv.runtime import staterows
+from pyllamakv.runtime import repack, staterows
+from pyllamakv.runtime.needs import require
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
 
 if TYPE_CHECKING:
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
 class DefragReport:
     """Report one defragmentation: runs moved, cells and bytes moved, batches of moves, graphs.
 
-    None where the build cannot tell; ``seconds`` are wall time.
+    None where the build cannot tell; ``seconds`` are wall time. ``restored`` says that sequences
+    were saved and restored, and ``bytes`` are those of their states.
     """
 
     moves: int | None
@@ -34,6 +37,7 @@ class DefragReport:
     passes: int | None
     graphs: int | None
     seconds: float
+    restored: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,26 +78,34 @@ class KV:
         except Unsupported:
             return None
 
-    def defrag(self) -> DefragReport:
+    def defrag(self, *, fallback: bool = True) -> DefragReport:
         """Move the used cells together, so that the free ones are one hole.
 
-        Raises Unsupported where this build or this memory cannot; then nothing was done.
+        Where the library moves no cells, sequences are saved, removed and restored instead, unless
+        ``fallback`` is False. Raises Unsupported with the reason where neither is possible; then
+        nothing was done.
         """
+        with self._context.turn:
+            return self.arrange(fallback=fallback)
+
+    def arrange(self, *, fallback: bool) -> DefragReport:
+        """Defragment like `defrag`, while the turn is held."""
         context = self._context
-        with context.turn:
-            if not context.info.defrag:
-                msg = (
-                    "this build cannot defragment this memory; a patched variant can where the "
-                    "memory is one key/value cache (pyllamakv patch list)"
-                )
-                raise Unsupported(msg, "DEFRAG")
-            before = self.peek()
-            raw = context.native.defrag(context.handle)
-            cells, moves = _known(raw.cells), _known(raw.moves)
-            if before is not None and (cells is None or moves is None):
-                found = before.moves_to(self._read())
-                cells = found.cells if cells is None else cells
-                moves = found.runs if moves is None else moves
+        before = self.peek()
+        if not context.info.defrag and fallback and before is not None:
+            return self._repack(before)
+        if Capability.DEFRAG not in context.native.about.capabilities:
+            msg = (
+                "this build cannot defragment this memory; a patched variant can where the "
+                "memory is made of key/value caches (pyllamakv patch list)"
+            )
+            raise Unsupported(msg, "DEFRAG")
+        raw = context.native.defrag(context.handle)
+        cells, moves = _known(raw.cells), _known(raw.moves)
+        if before is not None and (cells is None or moves is None):
+            found = before.moves_to(self._read())
+            cells = found.cells if cells is None else cells
+            moves = found.runs if moves is None else moves
         return DefragReport(
             moves=moves,
             cells=cells,
@@ -102,6 +114,13 @@ class KV:
             graphs=_known(raw.graphs),
             seconds=raw.ns / 1e9,
         )
+
+    def _repack(self, before: Snapshot) -> DefragReport:
+        begin = time.perf_counter()
+        done = repack.repack(self._context, before)
+        seconds = time.perf_counter() - begin
+        found = before.moves_to(self._read())
+        return DefragReport(found.runs, found.cells, done.bytes, done.rounds, 0, seconds, True)
 
     def update(self) -> None:
         """Apply what is pending: shifts, and copies between streams."""
@@ -147,13 +166,6 @@ class KV:
             raw = context.native.cells(context.handle, cache)
             streams.append(CellMap(raw.pos, raw.shift, raw.seqs, raw.info))
         return Snapshot(tuple(streams), context.info.contiguous_slots)
-
-
-def require(context: Context, capability: Capability, deed: str) -> None:
-    """Raise Unsupported unless the build has the capability."""
-    if capability not in context.native.about.capabilities:
-        msg = f"this build cannot {deed} (capability {capability.name} is absent)"
-        raise Unsupported(msg, capability.name or "")
 
 
 def _known(n: int) -> int | None:

@@ -11,6 +11,7 @@ from pyllamakv.binding.handle import Handle
 from pyllamakv.binding.protocol import ModelParams, SamplerParams
 from pyllamakv.errors import ModelError, Unsupported, UsageError
 from pyllamakv.runtime import textstream
+from pyllamakv.runtime.compaction import Keeper, checked
 from pyllamakv.runtime.context import Context
 from pyllamakv.runtime.freeing import free_quietly
 from pyllamakv.runtime.memory import check_memory
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pyllamakv.binding.protocol import ModelHandle, ModelInfo, Native
+    from pyllamakv.runtime.compaction import Costs, PolicyName
     from pyllamakv.runtime.modelfile import ModelFile
 
 
@@ -122,12 +124,15 @@ class Model:
         offload_kqv: bool = True,
         embeddings: bool = False,
         defrag_thold: float = -1.0,
+        defrag_policy: PolicyName = "never",
+        defrag_costs: Costs | None = None,
         guard: Literal["on", "off"] = "on",
     ) -> Context:
         """Make a context.
 
         ``n_ctx`` cells, at most ``n_batch`` tokens per decode, computed ``n_ubatch`` at a time,
-        ``n_seq_max`` sequences. ``flash_attn`` None leaves it to llama.cpp. ``guard`` "off"
+        ``n_seq_max`` sequences. ``flash_attn`` None leaves it to llama.cpp. ``defrag_policy`` says
+        when the cache is defragmented unasked: see `compaction`. ``guard`` "off"
         leaves out all checks and the undoing of failed decodes, in a library opened with
         ``isolated=True`` only. Raises UsageError or Unsupported naming the parameter at fault,
         NotEnoughMemory before anything is allocated, ContextError when the library refuses.
@@ -139,6 +144,7 @@ class Model:
         if guard == "off" and not self.isolated:
             msg = "guard='off' may end the process: open the library with isolated=True"
             raise UsageError(msg)
+        policy = checked(defrag_policy)
         params = context_params(
             self.info,
             self.native.about.capabilities,
@@ -161,7 +167,9 @@ class Model:
         if self.on_host:
             check_memory(self.info, params, uneven=self.file.uneven)
         with self.life as model:
-            return Context(self, self.native.context_new(model, params), params)
+            context = Context(self, self.native.context_new(model, params), params)
+        context.keeper = Keeper(context, policy, defrag_costs)
+        return context
 
     def sampler(self, **options: Any) -> Sampler:
         """Make a sampler in C with the options of `SamplerParams`."""

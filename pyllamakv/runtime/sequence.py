@@ -120,6 +120,7 @@ class Sequence:
                     context.native.update(context.handle)
                     if not context.native.seq_rm(context.handle, other.id, cut, -1):
                         raise _refused(self.id, cut, None)
+                    context.keeper.freed()
                 other.ledger.copy_from(self.ledger, None, cut, share=not context.streams)
                 if cut is None:
                     other.ledger.logits_at = self.ledger.logits_at
@@ -152,6 +153,7 @@ class Sequence:
                 windows.check(context, self.id, self.ledger.without(p0, p1), "removing them")
             if not context.native.seq_rm(context.handle, self.id, first, end):
                 raise _refused(self.id, p0, p1)
+            context.keeper.freed()
             return self.ledger.remove(p0, p1)
 
     def shift(
@@ -210,6 +212,7 @@ class Sequence:
             # With its worker gone there is nothing left to remove.
             with suppress(WorkerDied):
                 context.native.seq_rm(context.handle, self.id, -1, -1)
+            context.keeper.freed()
             self.ledger.clear()
             self.open = False
             context.forget(self)

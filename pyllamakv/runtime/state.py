@@ -13,13 +13,14 @@ import numpy as np
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import NativeError, StateError, WorkerDied
 from pyllamakv.runtime import staterows
-from pyllamakv.runtime.kv import require
+from pyllamakv.runtime.needs import require
 from pyllamakv.runtime.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.ledger import Ledger
     from pyllamakv.runtime.sequence import Sequence
 
 _MAGIC = b"PLKSEQ1\n"
@@ -44,9 +45,14 @@ def save(sequence: Sequence) -> bytes:
         require(context, Capability.STATES, "save the state of a sequence")
         ledger = sequence.ledger
         raw = context.native.state_save(context.handle, sequence.id) if len(ledger) else b""
-        tokens = np.array(ledger.tokens, dtype="<i4").tobytes()
-        positions = np.array(ledger.positions, dtype="<i4").tobytes()
-        about = {"fits": _fits(context), "tokens": len(ledger)}
+        return pack(context, ledger, raw)
+
+
+def pack(context: Context, ledger: Ledger, raw: bytes) -> bytes:
+    """Put together what `unpack` takes apart: a sequence's tokens and the library's bytes."""
+    tokens = np.array(ledger.tokens, dtype="<i4").tobytes()
+    positions = np.array(ledger.positions, dtype="<i4").tobytes()
+    about = {"fits": _fits(context), "tokens": len(ledger)}
     head = json.dumps(about, sort_keys=True).encode()
     body = b"".join((head, tokens, positions, raw))
     return _HEAD.pack(_MAGIC, len(head), zlib.crc32(body)) + body
@@ -90,6 +96,7 @@ def restore(sequence: Sequence, saved: bytes) -> None:
         elif not context.native.seq_rm(context.handle, sequence.id, -1, -1):
             msg = "the memory refuses to remove the sequence; nothing was changed"
             raise StateError(msg)
+        context.keeper.freed()
         first = context.new_marks(len(content.tokens))
         sequence.ledger.clear()
         sequence.ledger.extend(
@@ -116,7 +123,8 @@ def _load(sequence: Sequence, content: Saved) -> None:
         _need_defrag(context, needed, room[1])
     backup = native.state_save(context.handle, sequence.id) if len(sequence) else b""
     # A state goes into one hole in most releases: make one where none is large enough.
-    together = room is None or room[1] >= needed or not context.info.defrag
+    scattered = context.info.contiguous_slots is False or not context.info.defrag
+    together = room is None or room[1] >= needed or scattered
     if together and _try(sequence, content.raw):
         return
     if context.info.defrag:

@@ -15,6 +15,15 @@
 #if __has_include("llama-memory-hybrid-iswa.h")
 #include "llama-memory-hybrid-iswa.h"
 #endif
+#if __has_include("llama-kv-cache-dsa.h")
+#include "llama-kv-cache-dsa.h"
+#endif
+#if __has_include("llama-kv-cache-dsa-iswa.h")
+#include "llama-kv-cache-dsa-iswa.h"
+#endif
+#if __has_include("llama-kv-cache-msa.h")
+#include "llama-kv-cache-msa.h"
+#endif
 
 namespace plk {
 
@@ -56,7 +65,23 @@ inline Tree tree_of(llama_context *ctx) {
         both(hybrid->get_mem_attn());
 #endif
     } else {
+        // Caches with an indexer beside them, whose cells are the same ones.
         tree.kind = PLK_MEMORY_OTHER;
+#if __has_include("llama-kv-cache-dsa.h")
+        if (auto *indexed = dynamic_cast<llama_kv_cache_dsa *>(memory)) {
+            tree.caches = {{indexed->get_mla(), 0, false}};
+        }
+#endif
+#if __has_include("llama-kv-cache-dsa-iswa.h")
+        if (auto *indexed = dynamic_cast<llama_kv_cache_dsa_iswa *>(memory)) {
+            tree.caches = {{indexed->get_dsa()->get_mla(), 0, false}, {indexed->get_swa(), 0, true}};
+        }
+#endif
+#if __has_include("llama-kv-cache-msa.h")
+        if (auto *indexed = dynamic_cast<llama_kv_cache_msa *>(memory)) {
+            tree.caches = {{indexed->get_base(), 0, false}};
+        }
+#endif
     }
     return tree;
 }

@@ -1,0 +1,145 @@
+"""Compact a cache by saving, removing and restoring sequences, where the library moves no cells.
+
+llama.cpp's public calls alone: what works on stock. Sequences that share cells would each get
+cells of their own, so they are refused; so is whatever a state would leave out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pyllamakv.binding.protocol import Capability
+from pyllamakv.errors import NativeError, StateError, Unsupported, WorkerDied
+from pyllamakv.runtime import state, staterows
+
+if TYPE_CHECKING:
+    from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.snapshot import Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Repacked:
+    """Count what one repacking did: bytes of states written back, and how many rounds it took."""
+
+    bytes: int
+    rounds: int
+
+
+def repack(context: Context, before: Snapshot) -> Repacked:
+    """Put all used cells together; the context's turn is held, ``before`` are its cells now.
+
+    Raises Unsupported with nothing changed, StateError when the library refuses what it gave
+    itself: then ``saved`` of the error holds the sequences that are gone.
+    """
+    _check(context, before)
+    everything = sorted(before.stats.per_sequence)
+    windows = any(each.swa for each in before.streams)
+    # What lies highest alone may do, for less to copy. Where that leaves holes, all has to go; so
+    # it does with windows, whose states must be looked at before anything is removed.
+    choices = [everything] if windows else [_high(before), everything]
+    held: dict[int, bytes] = {}
+    now, written, rounds = before, 0, 0
+    for numbers in choices:
+        if not held and compact(now):
+            break
+        # What the last round could not write back is still held, and here anew only what is there.
+        new = {n: context.native.state_save(context.handle, n) for n in numbers if n not in held}
+        if not held:
+            for n, raw in new.items():
+                _check_whole(now, n, raw)
+        held |= new
+        rounds += 1
+        if _exchange(context, held, alone=numbers is everything):
+            written += sum(map(len, held.values()))
+            held = {}
+        now = _read(context)
+    if held:
+        raise _failure(context, held)
+    return Repacked(written, rounds)
+
+
+def compact(snapshot: Snapshot) -> bool:
+    """Tell whether no used cell lies above a free one, in any stream."""
+    return all(each.stats.used_max == each.stats.used for each in snapshot.streams)
+
+
+def _check(context: Context, before: Snapshot) -> None:
+    if Capability.STATES not in context.native.about.capabilities or not before.streams:
+        raise _refusal("it can neither be moved nor saved in this build")
+    if not context.guard:
+        raise _refusal("guard='off' leaves out everything that the library does not do itself")
+    if before.stats.shared:
+        raise _refusal(
+            f"{before.stats.shared} cells are shared between sequences, and would be doubled by "
+            "saving and restoring them; a variant with the patch compaction moves them"
+        )
+
+
+def _check_whole(before: Snapshot, number: int, raw: bytes) -> None:
+    """Refuse a state that leaves out cells, such as those a sliding window has passed."""
+    try:
+        sections = staterows.parse(raw).sections
+    except StateError:
+        # Other memory writes more than cells; the cells that can be seen are compared afterwards.
+        return
+    kept = sum(len(section.pos) for section in sections)
+    there = sum(int(each.has(number).sum()) for each in before.streams)
+    if kept != there:
+        raise _refusal(
+            f"the state of sequence {number} keeps {kept} of its {there} cells: its window no "
+            "longer sees the others, but a shorter sequence would"
+        )
+
+
+def _high(snapshot: Snapshot) -> list[int]:
+    """Return the sequences that have a cell where, with all cells together, none would be."""
+    high = set()
+    for each in snapshot.streams:
+        used = each.stats.used
+        high |= {n for n in snapshot.stats.per_sequence if each.has(n)[used:].any()}
+    return sorted(high)
+
+
+def _exchange(context: Context, states: dict[int, bytes], *, alone: bool) -> bool:
+    """Remove sequences and write them back, ``alone`` in the cache; False when one is refused."""
+    native, handle = context.native, context.handle
+    if alone:
+        # Only an empty cache is filled from its first cell on in every release.
+        native.clear(handle, False)
+    else:
+        for number in states:
+            native.seq_rm(handle, number, -1, -1)
+    return all(_load(context, number, raw) for number, raw in states.items())
+
+
+def _load(context: Context, number: int, raw: bytes) -> bool:
+    try:
+        return context.native.state_load(context.handle, number, raw) == len(raw)
+    except WorkerDied:
+        raise
+    except NativeError:
+        return False
+
+
+def _failure(context: Context, states: dict[int, bytes]) -> StateError:
+    saved = {n: state.pack(context, context.ledgers[n], raw) for n, raw in states.items()}
+    for number in states:
+        context.native.seq_rm(context.handle, number, -1, -1)
+        context.ledgers[number].clear()
+    msg = (
+        "the library refused a state that it had written itself; sequences "
+        f"{', '.join(map(str, states))} are empty now, and `saved` of this error holds each of "
+        "them for Sequence.restore()"
+    )
+    return StateError(msg, saved=saved)
+
+
+def _read(context: Context) -> Snapshot:
+    found = context.kv.peek()
+    assert found is not None
+    return found
+
+
+def _refusal(why: str) -> Unsupported:
+    return Unsupported(f"the memory of this context cannot be defragmented: {why}", "DEFRAG")

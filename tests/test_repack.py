@@ -1,0 +1,164 @@
+"""Compact a cache by saving and restoring sequences, where the library moves no cells."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import runtime_kit as kit
+from fakes.simulated import ALL
+
+from pyllamakv.binding.protocol import Capability
+from pyllamakv.errors import NativeError, StateError, Unsupported
+from pyllamakv.runtime import repack
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.sequence import Sequence
+
+STOCK = {"capabilities": ALL & ~Capability.DEFRAG, "contiguous": False}
+
+
+def sparse(ctx: Context) -> tuple[Sequence, Sequence]:
+    """Leave one sequence at the start of the cache and one at its end, with a gap between them."""
+    low, gone, high = ctx.sequence(), ctx.sequence(), ctx.sequence()
+    ctx.prefill(low, [10, 11, 12, 13])
+    ctx.prefill(gone, [5] * 30)
+    ctx.prefill(high, [20, 21, 22, 23, 24])
+    gone.close()
+    return low, high
+
+
+def test_cells_come_together_and_keep_their_bytes(tmp_path: Path) -> None:
+    """Check cells, rows, tokens and the report, and that only what lay high was written."""
+    ctx = kit.context(tmp_path, STOCK)
+    low, high = sparse(ctx)
+    rows = {each: ctx.kv.rows(1, each) for each in (low, high)}
+    there = ctx.kv.snapshot().streams[0].has(low.id)
+    report = ctx.kv.defrag()
+    after = ctx.kv.snapshot()
+    assert (after.stats.used, after.stats.used_max, after.stats.holes) == (9, 9, 1)
+    assert (after.streams[0].has(low.id) == there).all()
+    for each, old in rows.items():
+        now = ctx.kv.rows(1, each)
+        assert (now.pos == old.pos).all()
+        assert (now.k == old.k).all()
+        assert (now.v == old.v).all()
+    assert high.tokens == [20, 21, 22, 23, 24]
+    assert report.restored
+    assert (report.cells, report.passes, report.graphs) == (5, 1, 0)
+    assert report.bytes == len(ctx.native.state_save(ctx.handle, high.id))
+    ctx.decode([low.feed([7]), high.feed([8])])
+
+
+def test_a_compact_cache_costs_nothing(tmp_path: Path) -> None:
+    """Check that nothing is saved where nothing can be gained."""
+    ctx = kit.context(tmp_path, STOCK)
+    ctx.prefill(ctx.sequence(), [1, 2, 3])
+    ctx.native.state_save = None
+    report = ctx.kv.defrag()
+    assert (report.cells, report.moves, report.bytes, report.passes) == (0, 0, 0, 0)
+
+
+def test_shared_cells_are_refused(tmp_path: Path) -> None:
+    """Check the reason, that nothing changed, and that it works once the fork is gone."""
+    ctx = kit.context(tmp_path, STOCK)
+    _, high = sparse(ctx)
+    fork = high.fork()
+    before = ctx.kv.snapshot()
+    with pytest.raises(Unsupported, match="5 cells are shared") as caught:
+        ctx.kv.defrag()
+    assert caught.value.capability == "DEFRAG"
+    assert (ctx.kv.snapshot().streams[0].pos == before.streams[0].pos).all()
+    fork.close()
+    assert ctx.kv.defrag().cells == 5
+
+
+def test_it_can_be_declined(tmp_path: Path) -> None:
+    """Check builds that could, when told not to, and builds that cannot."""
+    ctx = kit.context(tmp_path, STOCK)
+    sparse(ctx)
+    with pytest.raises(Unsupported, match="patched variant"):
+        ctx.kv.defrag(fallback=False)
+    poor = kit.context(tmp_path, {**STOCK, "capabilities": Capability.CELLS})
+    sparse(poor)
+    with pytest.raises(Unsupported, match="neither be moved nor saved"):
+        poor.kv.defrag()
+
+
+def test_a_context_without_guard_is_left_alone(tmp_path: Path) -> None:
+    """Check that nothing of ours is done where nothing of ours is wanted."""
+    made = kit.library(isolated=True, **STOCK).load_model(kit.write_gguf(tmp_path / "tiny.gguf"))
+    ctx = made.context(n_ctx=64, n_batch=32, n_ubatch=8, n_seq_max=4, guard="off")
+    sparse(ctx)
+    with pytest.raises(Unsupported, match="guard"):
+        ctx.kv.defrag()
+
+
+def test_a_state_that_leaves_cells_out_is_refused(tmp_path: Path) -> None:
+    """Check memory whose states are shorter than what it keeps, before anything is removed."""
+    ctx = kit.context(tmp_path, STOCK)
+    low, high = sparse(ctx)
+    save = ctx.native.state_save
+    ctx.native.state_save = lambda handle, _: save(handle, low.id)
+    with pytest.raises(Unsupported, match="keeps 4 of its 5 cells"):
+        ctx.kv.defrag()
+    assert int(ctx.kv.snapshot().streams[0].has(high.id).sum()) == 5
+
+
+def refuse(ctx: Context, times: int) -> list[int]:
+    """Let the library refuse the next states; return what it was asked."""
+    load, asked = ctx.native.state_load, []
+
+    def refusing(handle: int, seq: int, data: bytes) -> int:
+        asked.append(seq)
+        if len(asked) <= times:
+            if len(asked) % 2:
+                raise NativeError("refused", code=-1008)
+            return 0
+        return load(handle, seq, data)
+
+    ctx.native.state_load = refusing
+    return asked
+
+
+def test_what_is_refused_once_is_put_back_with_all_the_others(tmp_path: Path) -> None:
+    """Check that a refusal for want of a hole is answered by an empty cache."""
+    ctx = kit.context(tmp_path, STOCK)
+    low, high = sparse(ctx)
+    asked = refuse(ctx, 1)
+    report = ctx.kv.defrag()
+    assert asked[0] == high.id
+    assert sorted(asked[1:]) == [low.id, high.id]
+    assert report.passes == 2
+    assert ctx.kv.snapshot().stats.used_max == 9
+    assert np.array_equal(ctx.kv.rows(0, high).pos, np.arange(5))
+
+
+def test_what_is_refused_for_good_is_handed_over(tmp_path: Path) -> None:
+    """Check the error, the ledgers, and that what it holds can be restored."""
+    ctx = kit.context(tmp_path, STOCK)
+    low, high = sparse(ctx)
+    load = ctx.native.state_load
+    refuse(ctx, 100)
+    with pytest.raises(StateError, match="refused a state") as caught:
+        ctx.kv.defrag()
+    assert set(caught.value.saved) == {low.id, high.id}
+    assert (len(low), len(high), ctx.kv.stats.used) == (0, 0, 0)
+    ctx.native.state_load = load
+    high.restore(caught.value.saved[high.id])
+    assert high.tokens == [20, 21, 22, 23, 24]
+    ctx.step(high, 25)
+
+
+def test_a_cache_is_compact_when_no_free_cell_lies_below_a_used_one(tmp_path: Path) -> None:
+    """Check an empty, a compact and a sparse cache."""
+    ctx = kit.context(tmp_path, STOCK)
+    assert repack.compact(ctx.kv.snapshot())
+    sparse(ctx)
+    assert not repack.compact(ctx.kv.snapshot())
+    ctx.kv.defrag()
+    assert repack.compact(ctx.kv.snapshot())
