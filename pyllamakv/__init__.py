@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         WorkerTimeout,
     )
     from pyllamakv.runtime.batch import Batch
+    from pyllamakv.runtime.compaction import Costs, measure_costs
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.kv import KV, DefragReport
     from pyllamakv.runtime.logits import Logits
@@ -70,6 +71,7 @@ _MODULES = {
         "StateError Unsupported UsageError WorkerDied WorkerTimeout"
     ),
     "runtime.batch": "Batch",
+    "runtime.compaction": "Costs measure_costs",
     "runtime.context": "Context",
     "runtime.kv": "KV DefragReport",
     "runtime.logits": "Logits",
@@ -94,6 +96,7 @@ __all__ = [
     "ContextError",
     "ContextInfo",
     "ContextParams",
+    "Costs",
     "Counters",
     "DecodeError",
     "DefragReport",
@@ -128,6 +131,7 @@ __all__ = [
     "WorkerTimeout",
     "__version__",
     "errors",
+    "measure_costs",
     "open",
 ]
 

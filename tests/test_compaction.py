@@ -168,6 +168,6 @@ def test_other_words_are_refused(tmp_path: Path) -> None:
 def test_costs_can_be_measured(tmp_path: Path) -> None:
     """Check that both constants come out as numbers."""
     made = kit.model(tmp_path, **SCATTERED)
-    costs = compaction.measure(made, cells=1024, rounds=2)
+    costs = compaction.measure_costs(made, cells=1024, rounds=2)
     assert costs.attend >= 0
     assert costs.move > 0

@@ -24,6 +24,9 @@ SSM_CONV, SSM_STATE, SSM_RANK = 4, 16, 8
 #: Ranks and widths of multi-head latent attention: what is kept per token is LATENT + ROTATED wide.
 LATENT, ROTATED, PLAIN, RANK = 32, 32, 32, 32
 
+#: Width of the key by which an indexer picks cells, and how many it picks.
+INDEXED, PICKED = 128, 64
+
 
 class Draw:
     """Draw weights, always the same for a seed."""
@@ -218,6 +221,25 @@ def _deepseek2(shape: Shape, draw: Draw, _: int) -> Tensors:
     } | _forward(shape, draw)
 
 
+def _deepseek32_keys(shape: Shape) -> dict[str, Any]:
+    return _deepseek2_keys(shape) | {
+        "expert_gating_func": 2,
+        "attention.indexer.head_count": 2,
+        "attention.indexer.key_length": INDEXED,
+        "attention.indexer.top_k": PICKED,
+    }
+
+
+def _deepseek32(shape: Shape, draw: Draw, layer: int) -> Tensors:
+    return _deepseek2(shape, draw, layer) | {
+        "indexer.k_norm.weight": _ones(INDEXED),
+        "indexer.k_norm.bias": _ones(INDEXED, 0.0),
+        "indexer.proj.weight": draw.matrix(2, shape.n_embd),
+        "indexer.attn_k.weight": draw.matrix(INDEXED, shape.n_embd),
+        "indexer.attn_q_b.weight": draw.matrix(2 * INDEXED, RANK),
+    }
+
+
 _Keys = Callable[["Shape"], dict[str, Any]]
 _Block = Callable[["Shape", Draw, int], Tensors]
 
@@ -227,4 +249,5 @@ _ARCHITECTURES: dict[str, tuple[_Keys, _Block]] = {
     "mamba": (_mamba_keys, _mamba),
     "jamba": (_jamba_keys, _jamba),
     "deepseek2": (_deepseek2_keys, _deepseek2),
+    "deepseek32": (_deepseek32_keys, _deepseek32),
 }

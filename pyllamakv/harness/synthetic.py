@@ -73,6 +73,7 @@ SHAPES = {
         Shape("recurrent", n_layer=2, architecture="mamba"),
         Shape("hybrid", n_layer=4, architecture="jamba"),
         Shape("latent", n_layer=2, n_embd=64, n_head=2, n_head_kv=1, architecture="deepseek2"),
+        Shape("indexed", n_layer=2, n_embd=64, n_head=2, n_head_kv=1, architecture="deepseek32"),
     )
 }
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pyllamakv.harness.scenario import CACHES, MOVERS, Scenario
+from pyllamakv.harness.scenarios._compacting import defrag
 
 if TYPE_CHECKING:
     from pyllamakv.harness.lab import Lab
-    from pyllamakv.runtime.snapshot import Snapshot
-
-#: Attention runs over a multiple of so many cells.
-STEP = 256
 
 
 def run(lab: Lab) -> None:
@@ -22,30 +19,14 @@ def run(lab: Lab) -> None:
     player.fill({3: 200})
     player.remove(0)
     player.remove(2)
-    before = lab.picture(player, "before")
-    with player.unchanged():
-        player.defrag()
-    after = lab.picture(player, "after")
-    if before is not None and after is not None:
-        live = player.ledger.used
-        lab.note(attended_before=attended(before), attended_after=attended(after), live=live)
-        lab.expect(
-            attended(after) == -(-live // STEP) * STEP,
-            f"attention runs over {attended(after)} cells for {live} live ones",
-        )
+    defrag(lab, player)
     player.decode({1: 8, 3: 8})
     player.fill({4: 300})
     lab.verify(player)
     # The place that was emptied is used again, and a second compaction finds what that left.
     player.remove(3)
-    with player.unchanged():
-        player.defrag()
+    defrag(lab, player)
     lab.verify(player)
-
-
-def attended(snapshot: Snapshot) -> int:
-    """Return how many cells attention runs over, in the stream where it runs furthest."""
-    return max(-(-each.stats.used_max // STEP) * STEP for each in snapshot.streams if not each.swa)
 
 
 SCENARIO = Scenario(

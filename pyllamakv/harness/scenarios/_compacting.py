@@ -1,0 +1,50 @@
+"""What the scenarios of compaction have in common: how far attention runs, and how far it must."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pyllamakv.harness.lab import Lab
+    from pyllamakv.harness.player import Player
+    from pyllamakv.runtime.snapshot import Snapshot
+
+#: Attention runs over a multiple of so many cells.
+STEP = 256
+
+
+def attended(snapshot: Snapshot) -> list[int]:
+    """Return over how many cells attention runs in each stream of each cache."""
+    return [-(-each.stats.used_max // STEP) * STEP for each in snapshot.streams]
+
+
+def needed(snapshot: Snapshot) -> list[int]:
+    """Return over how many it has to run."""
+    return [-(-each.stats.used // STEP) * STEP for each in snapshot.streams]
+
+
+def defrag(lab: Lab, player: Player, *, window: int = 0, rows: bool = True) -> None:
+    """Defragment, and prove that nothing but the place of the cells has changed.
+
+    ``rows`` False leaves out the bytes, for memory whose states keep more than rows.
+    """
+    before = lab.picture(player, "before")
+    if rows:
+        with player.unchanged(window=window):
+            player.defrag()
+    else:
+        player.defrag()
+    after = lab.picture(player, "after")
+    player.check_cells()
+    if before is None or after is None:
+        return
+    moves = before.moves_to(after)
+    lab.note(attended_before=attended(before), attended_after=attended(after), cells=moves.cells)
+    lab.expect(
+        attended(after) == needed(after),
+        f"attention runs over {attended(after)} cells, {needed(after)} would do",
+    )
+    lab.expect(
+        not moves.vanished and not moves.appeared,
+        f"{moves.vanished} cells vanished and {moves.appeared} appeared",
+    )

@@ -1,0 +1,38 @@
+"""Half of a hybrid model's layers keep a state, the others cells: only cells can be moved."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.harness.scenario import CACHES, MOVERS, Scenario
+from pyllamakv.harness.scenarios._compacting import defrag
+
+if TYPE_CHECKING:
+    from pyllamakv.harness.lab import Lab
+
+
+def run(lab: Lab) -> None:
+    """Leave every other sequence, at the end of the cache, compact it, and go on."""
+    player = lab.player(1024, n_ubatch=64)
+    player.fill({0: 500})
+    player.fill(dict.fromkeys((1, 2, 3, 4), 60), interleave=True)
+    for seq in (0, 1, 3):
+        player.remove(seq)
+    defrag(lab, player, rows=False)
+    player.decode({2: 20, 4: 8})
+    lab.verify(player)
+    player.remove(2)
+    player.fill({5: 80})
+    defrag(lab, player, rows=False)
+    lab.verify(player)
+
+
+SCENARIO = Scenario(
+    id="compact-hybrid",
+    kind="cure",
+    claim="The attention half of a hybrid model is compacted, its states stay as they are.",
+    issue="ggml-org/llama.cpp#21831",
+    run=run,
+    model="hybrid",
+    settings=(CACHES[0], CACHES[3], *MOVERS[:1]),
+)
