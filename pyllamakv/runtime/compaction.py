@@ -7,7 +7,7 @@ moves as was lost already, and a cache that is soon emptied or filled anyway is 
 starts the sum again, and a sparse cache that costs nearly nothing never reaches it.
 
 Two constants stand behind it, both in seconds per byte of K and V: what a decode of one token pays
-for attending to a cell in vain, and what moving a cell costs. `measure_costs` finds them on a machine.
+for attending to a cell in vain, and what moving a cell costs. `measure_costs` finds them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Costs:
     move: float
 
 
-#: Measured by `measure_costs` on one core of an AMD EPYC, with 16 layers of 8 heads of 64 values, f16,
+#: By `measure_costs` on one core of an AMD EPYC, with 16 layers of 8 heads of 64 values, f16,
 #: and 8192 cells; their ratio matters, and changes little between machines.
 FLASH = Costs(attend=0.25e-9, move=0.35e-9)
 PLAIN = Costs(attend=1.5e-9, move=0.8e-9)
