@@ -24,8 +24,8 @@ SSM_CONV, SSM_STATE, SSM_RANK = 4, 16, 8
 #: Ranks and widths of multi-head latent attention: what is kept per token is LATENT + ROTATED wide.
 LATENT, ROTATED, PLAIN, RANK = 32, 32, 32, 32
 
-#: Width of the key by which an indexer picks cells, and how many it picks.
-INDEXED, PICKED = 128, 64
+#: Heads of an indexer (with few of them many cells score 0 alike), width of its key, cells picked.
+INDEXERS, INDEXED, PICKED = 16, 128, 64
 
 
 class Draw:
@@ -224,7 +224,7 @@ def _deepseek2(shape: Shape, draw: Draw, _: int) -> Tensors:
 def _deepseek32_keys(shape: Shape) -> dict[str, Any]:
     return _deepseek2_keys(shape) | {
         "expert_gating_func": 2,
-        "attention.indexer.head_count": 2,
+        "attention.indexer.head_count": INDEXERS,
         "attention.indexer.key_length": INDEXED,
         "attention.indexer.top_k": PICKED,
     }
@@ -234,9 +234,9 @@ def _deepseek32(shape: Shape, draw: Draw, layer: int) -> Tensors:
     return _deepseek2(shape, draw, layer) | {
         "indexer.k_norm.weight": _ones(INDEXED),
         "indexer.k_norm.bias": _ones(INDEXED, 0.0),
-        "indexer.proj.weight": draw.matrix(2, shape.n_embd),
+        "indexer.proj.weight": draw.matrix(INDEXERS, shape.n_embd),
         "indexer.attn_k.weight": draw.matrix(INDEXED, shape.n_embd),
-        "indexer.attn_q_b.weight": draw.matrix(2 * INDEXED, RANK),
+        "indexer.attn_q_b.weight": draw.matrix(INDEXERS * INDEXED, RANK),
     }
 
 

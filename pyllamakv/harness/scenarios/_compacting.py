@@ -39,7 +39,9 @@ def defrag(lab: Lab, player: Player, *, window: int = 0, rows: bool = True) -> N
     if before is None or after is None:
         return
     moves = before.moves_to(after)
-    lab.note(attended_before=attended(before), attended_after=attended(after), cells=moves.cells)
+    lab.notes.setdefault("compactions", []).append(
+        {"before": attended(before), "after": attended(after), "cells": moves.cells}
+    )
     lab.expect(
         attended(after) == needed(after),
         f"attention runs over {attended(after)} cells, {needed(after)} would do",

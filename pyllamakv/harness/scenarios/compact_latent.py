@@ -21,8 +21,8 @@ def run(lab: Lab) -> None:
     defrag(lab, player)
     player.decode({2: 20, 4: 8})
     lab.verify(player)
-    player.remove(2)
     player.fill({5: 80})
+    player.remove(2)
     defrag(lab, player)
     lab.verify(player)
 
