@@ -14,13 +14,13 @@ from pyllamakv.errors import UsageError
 app = typer.Typer(add_completion=False)
 
 #: Group -> whether it runs when no group is named; `whole` takes minutes, `every` an hour.
-GROUPS = {"calls": True, "moving": True, "whole": False, "every": False}
+GROUPS = {"calls": True, "moving": True, "sparse": False, "whole": False, "every": False}
 
 
 @app.command()
 def bench(
     groups: list[str] = typer.Argument(
-        None, help="calls, moving, whole, every; the first two if none."
+        None, help="calls, moving, sparse, whole, every; the first two if none."
     ),
     write: Path = typer.Option(None, help="Write the figures into this document and its JSON."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
@@ -29,10 +29,16 @@ def bench(
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from pyllamakv.bench import calls, document, every, moving, whole
+    from pyllamakv.bench import calls, document, every, moving, sparse, whole
     from pyllamakv.bench.figure import Figure
 
-    measures = {"calls": calls, "moving": moving, "whole": whole, "every": every}
+    measures = {
+        "calls": calls,
+        "moving": moving,
+        "sparse": sparse,
+        "whole": whole,
+        "every": every,
+    }
     chosen = groups or [name for name, default in GROUPS.items() if default]
     for name in chosen:
         if name not in GROUPS:

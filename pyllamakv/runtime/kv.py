@@ -92,7 +92,7 @@ class KV:
         """Defragment like `defrag`, while the turn is held."""
         context = self._context
         before = self.peek()
-        if not context.info.defrag and fallback and before is not None:
+        if not context.info.defrag and fallback and before is not None and before.streams:
             return self._repack(before)
         if Capability.DEFRAG not in context.native.about.capabilities:
             msg = (
@@ -120,7 +120,8 @@ class KV:
         done = repack.repack(self._context, before)
         seconds = time.perf_counter() - begin
         found = before.moves_to(self._read())
-        return DefragReport(found.runs, found.cells, done.bytes, done.rounds, 0, seconds, True)
+        restored = done.rounds > 0
+        return DefragReport(found.runs, found.cells, done.bytes, done.rounds, 0, seconds, restored)
 
     def update(self) -> None:
         """Apply what is pending: shifts, and copies between streams."""

@@ -1,0 +1,175 @@
+"""Measure what a sparse cache costs, and what compacting it takes: by moving, and by restoring."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyllamakv
+from pyllamakv.bench.figure import Figure
+from pyllamakv.bench.measure import Interval, Pairs, interleave
+from pyllamakv.bench.moving import WIDE
+from pyllamakv.harness import synthetic
+from pyllamakv.home import home
+
+GROUP = "A sparse cache"
+Tick = Callable[[], None]
+
+#: The last release that can be pinned: nothing moves cells there, and slots are scattered.
+RELEASE = "0.3.36"
+
+SIZES = (8192, 32768)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "flash attention": {"flash_attn": True},
+    "no flash attention": {"flash_attn": False},
+}
+
+LIVE = 200
+FILLER = 1024
+STEPS = 4
+
+
+def figures(
+    tick: Tick,
+    stock: str | Path = f"{RELEASE}+stock",
+    patched: str | Path = f"{RELEASE}+patched",
+    pairs: int = 30,
+    sizes: tuple[int, ...] = SIZES,
+) -> list[Figure]:
+    """Measure each size with and without flash attention, one thread."""
+    model = synthetic.generate(WIDE, home() / "models")
+    return [
+        _figure(cells, name, setting, stock, patched, model, pairs, tick)
+        for cells in sizes
+        for name, setting in SETTINGS.items()
+    ]
+
+
+def _figure(
+    cells: int,
+    name: str,
+    setting: dict[str, Any],
+    stock: str | Path,
+    patched: str | Path,
+    model: Path,
+    pairs: int,
+    tick: Tick,
+) -> Figure:
+    options = {
+        "n_ctx": cells,
+        "n_batch": 512,
+        "n_ubatch": 512,
+        "n_seq_max": cells // FILLER + 1,
+        "n_threads": 1,
+        **setting,
+    }
+    with (
+        pyllamakv.open(stock) as library,
+        library.load_model(model) as loaded,
+        loaded.context(**options) as context,
+    ):
+        restored = _repeat(context, tick)
+    with (
+        pyllamakv.open(patched) as library,
+        library.load_model(model) as loaded,
+        loaded.context(**options) as context,
+        loaded.context(**options) as fresh,
+    ):
+        moved = _repeat(context, tick)
+        _scatter(fresh)
+        other = _alone(fresh)
+        live = _scatter(context)
+        sparse = _compare(context, live, fresh, other, pairs, tick)
+        context.kv.defrag(fallback=False)
+        compact = _compare(context, live, fresh, other, pairs, tick)
+    lost, left = sparse.ratio, compact.ratio
+    peer = statistics.median(a / b for a, b in zip(restored, moved, strict=True))
+    return Figure(
+        GROUP,
+        f"{cells} cells, {LIVE} live at the end, {name}",
+        f"decodes {_times(lost)} as long as in a fresh cache; compacted {_times(left)}",
+        "compacted: the interval includes 1.0",
+        left.low <= 1.0,
+        f"saving and restoring takes {peer:.1f} times as long as the {_ms(moved)} of moving",
+        f"{pairs} interleaved pairs of {STEPS} tokens, 1 thread, 16 layers of 8 heads of 64, f16",
+        {
+            "sparse": sparse.first,
+            "fresh beside sparse": sparse.second,
+            "compacted": compact.first,
+            "fresh beside compacted": compact.second,
+            "moved": moved,
+            "restored": restored,
+        },
+    )
+
+
+def _scatter(context: pyllamakv.Context) -> pyllamakv.Sequence:
+    """Fill the cache by restoring one state again and again, and leave what comes last."""
+    context.clear()
+    n = (context.info.n_ctx - 512) // FILLER
+    fillers = [context.sequence() for _ in range(n)]
+    live = context.sequence()
+    context.prefill(live, [i % 32 for i in range(LIVE)])
+    kept = live.save()
+    live.remove()
+    context.prefill(fillers[0], [i % 31 for i in range(FILLER)])
+    saved = fillers[0].save()
+    for filler in fillers[1:]:
+        filler.restore(saved)
+    live.restore(kept)
+    for filler in fillers:
+        filler.close()
+    return live
+
+
+def _alone(context: pyllamakv.Context) -> pyllamakv.Sequence:
+    """Return a live sequence in a cache that has nothing else."""
+    context.clear()
+    live = context.sequence()
+    context.prefill(live, [i % 32 for i in range(LIVE)])
+    return live
+
+
+def _repeat(context: pyllamakv.Context, tick: Tick, rounds: int = 5) -> list[float]:
+    """Return the seconds of compacting the scattered cache, each time anew."""
+    found = []
+    for _ in range(rounds + 1):
+        live = _scatter(context)
+        found.append(context.kv.defrag().seconds)
+        live.close()
+        tick()
+    # The first touches memory for the first time.
+    return found[1:]
+
+
+def _compare(
+    context: pyllamakv.Context,
+    live: pyllamakv.Sequence,
+    fresh: pyllamakv.Context,
+    other: pyllamakv.Sequence,
+    pairs: int,
+    tick: Tick,
+) -> Pairs:
+    return interleave(
+        lambda: _seconds(context, live), lambda: _seconds(fresh, other), pairs=pairs, progress=tick
+    )
+
+
+def _seconds(context: pyllamakv.Context, sequence: pyllamakv.Sequence) -> float:
+    begin = time.perf_counter()
+    for _ in range(STEPS):
+        context.step(sequence, 7)
+    seconds = time.perf_counter() - begin
+    sequence.trim(LIVE)
+    return seconds
+
+
+def _times(ratio: Interval) -> str:
+    return f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}] times"
+
+
+def _ms(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds) * 1e3:.2f} ms"
