@@ -1,0 +1,139 @@
+// Move cells of llama_kv_cells about and compare with a plain model of them, step by step.
+#undef NDEBUG
+#include "llama-kv-cells.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <random>
+#include <set>
+
+namespace {
+
+constexpr uint32_t n_cells = 48;
+constexpr int n_seq = 5;
+
+struct Cell {
+    llama_pos pos = -1;
+    llama_pos shift = 0;
+    int mark = 0; // stands for what else is known about a token
+    std::set<int> seqs;
+};
+
+// Releases differ in what they keep beside position and sequences.
+template <typename Cells>
+auto set_mark(Cells &cells, uint32_t i, int mark, int) -> decltype(cells.ext_get(i), void()) {
+    auto ext = cells.is_empty(i) ? typename std::decay<decltype(cells.ext_get(i))>::type{}
+                                 : cells.ext_get(i);
+    ext.x = mark;
+    cells.ext_set(i, ext);
+}
+template <typename Cells> void set_mark(Cells &, uint32_t, int, long) {}
+
+template <typename Cells>
+auto mark_is(const Cells &cells, uint32_t i, int mark, int) -> decltype(cells.ext_get(i), bool()) {
+    return cells.ext_get(i).x == mark;
+}
+template <typename Cells> bool mark_is(const Cells &, uint32_t, int, long) { return true; }
+
+#define EXPECT(condition)                                                                          \
+    do {                                                                                           \
+        if (!(condition)) {                                                                        \
+            std::printf("line %d, step %d: %s\n", __LINE__, step, #condition);                     \
+            std::exit(1);                                                                          \
+        }                                                                                          \
+    } while (0)
+
+void compare(const llama_kv_cells &cells, const std::vector<Cell> &model, int step) {
+    uint32_t used = 0, end = 0;
+    std::map<int, std::set<llama_pos>> positions;
+    for (uint32_t i = 0; i < n_cells; ++i) {
+        EXPECT(cells.is_empty(i) == (model[i].pos < 0));
+        if (cells.is_empty(i)) {
+            continue;
+        }
+        used += 1;
+        end = i + 1;
+        EXPECT(cells.pos_get(i) == model[i].pos);
+        EXPECT(cells.get_shift(i) == model[i].shift);
+        EXPECT(mark_is(cells, i, model[i].mark, 0));
+        EXPECT(cells.seq_count(i) == static_cast<int>(model[i].seqs.size()));
+        for (int s = 0; s < n_seq; ++s) {
+            EXPECT(cells.seq_has(i, s) == (model[i].seqs.count(s) > 0));
+            if (model[i].seqs.count(s)) {
+                positions[s].insert(model[i].pos);
+            }
+        }
+    }
+    EXPECT(cells.get_used() == used);
+    EXPECT(cells.used_max_p1() == end);
+    for (int s = 0; s < n_seq; ++s) {
+        const auto &all = positions[s];
+        EXPECT(cells.seq_pos_min(s) == (all.empty() ? -1 : *all.begin()));
+        EXPECT(cells.seq_pos_max(s) == (all.empty() ? -1 : *all.rbegin()));
+    }
+}
+
+} // namespace
+
+int main() {
+    std::mt19937 random(20261120);
+    const auto draw = [&](uint32_t n) { return static_cast<uint32_t>(random() % n); };
+    llama_kv_cells cells;
+    cells.resize(n_cells);
+    std::vector<Cell> model(n_cells);
+    int moved = 0;
+    for (int step = 0; step < 20000; ++step) {
+        const uint32_t i = draw(n_cells), j = draw(n_cells);
+        const int s = static_cast<int>(draw(n_seq));
+        if (model[i].pos < 0) {
+            model[i].pos = static_cast<llama_pos>(draw(40));
+            model[i].mark = step;
+            cells.pos_set(i, model[i].pos);
+            set_mark(cells, i, step, 0);
+        }
+        switch (draw(6)) {
+        case 0:
+            if (model[i].seqs.insert(s).second) {
+                cells.seq_add(i, s);
+            }
+            break;
+        case 1:
+            if (model[i].seqs.count(s)) {
+                model[i].seqs.erase(s);
+                if (cells.seq_rm(i, s)) {
+                    model[i] = Cell();
+                }
+            }
+            break;
+        case 2: {
+            const auto delta = static_cast<llama_pos>(draw(9)) - 4;
+            model[i].pos += delta;
+            model[i].shift += delta;
+            if (cells.pos_add(i, delta)) {
+                model[i] = Cell();
+            }
+            break;
+        }
+        case 3:
+            cells.rm(i);
+            model[i] = Cell();
+            break;
+        default:
+            if (model[j].pos < 0 && i != j) {
+                cells.mv(i, j);
+                model[j] = model[i];
+                model[i] = Cell();
+                moved += 1;
+            }
+        }
+        // A cell without a sequence is free, as far as the cache is concerned.
+        if (model[i].pos >= 0 && model[i].seqs.empty()) {
+            cells.rm(i);
+            model[i] = Cell();
+        }
+        compare(cells, model, step);
+    }
+    std::printf("%d moved\n", moved);
+    return moved > 1000 ? 0 : 1;
+}
