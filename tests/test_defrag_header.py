@@ -20,7 +20,7 @@ GROUPS = (
     "data-transposed",
     "data-wide",
     "graphs",
-    "mover",
+    "options",
     "plan-exhaustive",
     "plan-linear",
     "plan-random",
@@ -48,7 +48,7 @@ def compiler() -> str:
 def compiled(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """Compile the tests against the header of the patch into `folder`/kv_defrag."""
     (folder / "llama-kv-defrag.h").write_bytes(header_text())
-    command = [compiler(), *flags, "-g", "-I", str(folder), str(SOURCE)]
+    command = [compiler(), *flags, "-g", "-pthread", "-I", str(folder), str(SOURCE)]
     command += ["-o", str(folder / "kv_defrag")]
     return subprocess.run(
         command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300, check=False
@@ -114,12 +114,13 @@ def test_tests_can_fail(tmp_path: Path) -> None:
     text = header_text().decode()
     faults = {
         "plan-exhaustive": ("while (!used[src])", "while (false)"),
+        "plan-random": ("std::min(gap, m.len - k)", "gap"),
         "data-rows": ("moves[i].len*l.cell", "l.cell"),
-        "data-transposed": ("r*l.stride", "0*l.stride"),
+        "data-transposed": ("row0 + l.stride", "row0"),
         "cells": ("src = cell_t();", ""),
         "ranges": ("add(c, range.c1);", ""),
         "graphs": ("/(3*n_tensors)", "/(2*n_tensors)"),
-        "mover": ("all_host && !want_graph", "!want_graph"),
+        "options": ("static thread_local", "static"),
     }
     for group, (right, wrong) in faults.items():
         assert text.count(right) >= 1, right
@@ -127,7 +128,7 @@ def test_tests_can_fail(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "llama-kv-defrag.h").write_text(text.replace(right, wrong, 1), encoding="utf-8")
         program = folder / "kv_defrag"
-        command = [compiler(), "-std=c++17", "-O0", "-w", "-I", str(folder), str(SOURCE)]
+        command = [compiler(), "-std=c++17", "-O0", "-w", "-pthread", "-I", str(folder), str(SOURCE)]
         built = subprocess.run(
             [*command, "-o", str(program)], capture_output=True, text=True, timeout=300, check=False
         )

@@ -43,6 +43,7 @@ class Capability(IntFlag):
     FLASH_AUTO = 256
     SWA_FULL = 512
     ROLLBACK = 1024
+    DEFRAG_OPTIONS = 2048
 
 
 class Memory(IntEnum):
@@ -115,6 +116,9 @@ class ContextParams:
     embeddings: bool = False
     defrag_thold: float = -1.0
     guard: bool = True
+    defrag_plan: int = 0
+    defrag_mover: int = 0
+    defrag_threads: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +183,17 @@ class RawDefrag:
     bytes: int
     graphs: int
     ns: int
+    plan_ns: int = -1
+    scratch_bytes: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Count what a context did since it was made (the patch ``kv-counters``); ``ns`` of moves."""
+    """Count what a context did since it was made (the patch ``kv-counters``).
+
+    ``ns`` of defragmentations, ``plan_ns`` of them to find out what moves where; ``scratch_bytes``
+    is no sum, but the most that one defragmentation needed beside the cache.
+    """
 
     slot_searches: int = 0
     slot_failures: int = 0
@@ -194,10 +204,13 @@ class Counters:
     bytes_moved: int = 0
     graphs: int = 0
     ns: int = 0
+    plan_ns: int = 0
+    scratch_bytes: int = 0
 
     def __sub__(self, other: Counters) -> Counters:
-        """Return what was counted since ``other``."""
-        return Counters(*(getattr(self, name) - getattr(other, name) for name in self.__slots__))
+        """Return what was counted since ``other``; ``scratch_bytes`` stays the most of all time."""
+        since = {name: getattr(self, name) - getattr(other, name) for name in self.__slots__}
+        return Counters(**{**since, "scratch_bytes": self.scratch_bytes})
 
 
 @dataclass(frozen=True, slots=True)

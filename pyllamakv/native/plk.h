@@ -46,6 +46,7 @@ extern "C" {
 #define PLK_CAP_FLASH_AUTO 256    /* flash_attn = -1 (decided by llama.cpp) is understood */
 #define PLK_CAP_SWA_FULL 512      /* plk_context_params.swa_full has an effect */
 #define PLK_CAP_ROLLBACK 1024     /* llama_decode itself undoes a batch that found no slot */
+#define PLK_CAP_DEFRAG_OPTIONS 2048 /* defrag_plan, _mover and _threads have an effect */
 
 /* Kinds of memory, plk_context_info.memory. */
 #define PLK_MEMORY_NONE 0
@@ -108,6 +109,9 @@ typedef struct {
     int32_t embeddings;
     float defrag_thold;    /* negative: never by itself */
     int32_t guard;         /* 1: undo failed decodes where the release does not; 0: stock */
+    int32_t defrag_plan;   /* 0: the fewest cells move, 1: cells keep their order */
+    int32_t defrag_mover;  /* 0: what fits, 1: host, 2: gather, 3: graph, 4: staged */
+    int32_t defrag_threads; /* at most so many move cells on the host; 0: n_threads */
 } plk_context_params;
 
 typedef struct {
@@ -162,6 +166,8 @@ typedef struct {
     int64_t bytes;         /* -1 unknown */
     int64_t graphs;        /* -1 unknown */
     int64_t ns;            /* wall time of the call */
+    int64_t plan_ns;       /* ... of finding out what moves where; -1 unknown */
+    int64_t scratch_bytes; /* the most that one yet needed beside the cache; -1 unknown */
 } plk_defrag_report;
 
 typedef struct {
@@ -176,6 +182,8 @@ typedef struct {
     int64_t bytes_moved;
     int64_t graphs;
     int64_t ns;
+    int64_t plan_ns;       /* of it */
+    int64_t scratch_bytes; /* not a sum: the most that a defragmentation needed beside the cache */
 } plk_counters;
 
 typedef struct {

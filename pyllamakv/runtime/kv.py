@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 class DefragReport:
     """Report one defragmentation: runs moved, cells and bytes moved, batches of moves, graphs.
 
-    None where the build cannot tell; ``seconds`` are wall time. ``restored`` says that sequences
-    were saved and restored, and ``bytes`` are those of their states.
+    None where the build cannot tell; ``seconds`` are wall time, ``plan_seconds`` the part of them
+    that found out what moves where. ``scratch`` are the most bytes that any defragmentation of this
+    context needed beside the cache. ``restored`` says that sequences were saved and restored, and
+    ``bytes`` are those of their states.
     """
 
     moves: int | None
@@ -38,6 +40,8 @@ class DefragReport:
     graphs: int | None
     seconds: float
     restored: bool = False
+    plan_seconds: float | None = None
+    scratch: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,6 +117,8 @@ class KV:
             passes=_known(raw.passes),
             graphs=_known(raw.graphs),
             seconds=raw.ns / 1e9,
+            plan_seconds=None if raw.plan_ns < 0 else raw.plan_ns / 1e9,
+            scratch=_known(raw.scratch_bytes),
         )
 
     def _repack(self, before: Snapshot) -> DefragReport:

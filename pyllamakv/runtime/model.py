@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pyllamakv.binding.protocol import ModelHandle, ModelInfo, Native
     from pyllamakv.runtime.compaction import Costs, PolicyName
     from pyllamakv.runtime.modelfile import ModelFile
+    from pyllamakv.runtime.params import Mover, Plan
 
 
 class Model:
@@ -126,13 +127,19 @@ class Model:
         defrag_thold: float = -1.0,
         defrag_policy: PolicyName = "never",
         defrag_costs: Costs | None = None,
+        defrag_plan: Plan = "fewest",
+        defrag_mover: Mover = "auto",
+        defrag_threads: int | None = None,
         guard: Literal["on", "off"] = "on",
     ) -> Context:
         """Make a context.
 
         ``n_ctx`` cells, at most ``n_batch`` tokens per decode, computed ``n_ubatch`` at a time,
         ``n_seq_max`` sequences. ``flash_attn`` None leaves it to llama.cpp. ``defrag_policy`` says
-        when the cache is defragmented unasked: see `compaction`. ``guard`` "off"
+        when the cache is defragmented unasked: see `compaction`. ``defrag_plan`` "ordered" keeps
+        the order of cells, so that logits are bit-identical to those of a fresh cache; "fewest"
+        moves less. ``defrag_mover`` forces a way to move, for tests and benchmarks, and
+        ``defrag_threads`` (None: n_threads) limits the threads that move. ``guard`` "off"
         leaves out all checks and the undoing of failed decodes, in a library opened with
         ``isolated=True`` only. Raises UsageError or Unsupported naming the parameter at fault,
         NotEnoughMemory before anything is allocated, ContextError when the library refuses.
@@ -162,6 +169,9 @@ class Model:
             offload_kqv=offload_kqv,
             embeddings=embeddings,
             defrag_thold=defrag_thold,
+            defrag_plan=defrag_plan,
+            defrag_mover=defrag_mover,
+            defrag_threads=defrag_threads,
             guard=guard == "on",
         )
         if self.on_host:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from pyllamakv.binding.protocol import Capability, ContextParams
 from pyllamakv.errors import Unsupported, UsageError
@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from pyllamakv.binding.protocol import ModelInfo
 
 _LARGEST = 2**31 - 1
+
+#: Numbers in plk.h are places here.
+Plan = Literal["fewest", "ordered"]
+Mover = Literal["auto", "host", "gather", "graph", "staged"]
 
 
 def context_params(
@@ -32,6 +36,9 @@ def context_params(
     offload_kqv: bool,
     embeddings: bool,
     defrag_thold: float,
+    defrag_plan: Plan,
+    defrag_mover: Mover,
+    defrag_threads: int | None,
     guard: bool,
 ) -> ContextParams:
     """Return the parameters, or raise UsageError or Unsupported naming the one at fault."""
@@ -61,6 +68,16 @@ def context_params(
     if not kv_unified and n_seq_max > 1 and Capability.KV_UNIFIED not in capabilities:
         msg = "all sequences share the cells in this build; give kv_unified=True"
         raise Unsupported(msg, "KV_UNIFIED")
+    plan = _place("defrag_plan", defrag_plan, get_args(Plan))
+    mover = _place("defrag_mover", defrag_mover, get_args(Mover))
+    if defrag_threads is not None:
+        _check_count("defrag_threads", defrag_threads)
+    if Capability.DEFRAG_OPTIONS not in capabilities and (plan or mover or defrag_threads):
+        msg = (
+            "this build moves cells in its own way only: defrag_plan, defrag_mover and "
+            "defrag_threads need a patched variant (full-defrag or compaction)"
+        )
+        raise Unsupported(msg, "DEFRAG_OPTIONS")
     return ContextParams(
         n_ctx=n_ctx,
         n_batch=n_batch,
@@ -77,7 +94,17 @@ def context_params(
         embeddings=embeddings,
         defrag_thold=float(defrag_thold),
         guard=guard,
+        defrag_plan=plan,
+        defrag_mover=mover,
+        defrag_threads=defrag_threads or 0,
     )
+
+
+def _place(name: str, value: str, known: tuple[str, ...]) -> int:
+    if value not in known:
+        msg = f"{name} must be one of {', '.join(known)}, not {value!r}"
+        raise UsageError(msg)
+    return known.index(value)
 
 
 def _check_count(name: str, value: int) -> None:

@@ -60,7 +60,7 @@ static uint32_t count(const std::vector<uint8_t> & used) {
 static void check_plan(const std::vector<uint8_t> & used) {
     const uint32_t size = used.size();
     const uint32_t n = count(used);
-    const plan p = make_plan(used.data(), size);
+    const plan p = plan_fewest(used.data(), size);
 
     CHECK(p.n_used == n);
 
@@ -102,6 +102,58 @@ static void check_plan(const std::vector<uint8_t> & used) {
     }
 }
 
+static void check_ordered(const std::vector<uint8_t> & used) {
+    const uint32_t size = used.size();
+    const plan p = plan_ordered(used.data(), size);
+
+    CHECK(p.n_used == count(used));
+
+    // where each cell ends up: at its rank
+    std::vector<uint32_t> place;
+    for (uint32_t i = 0; i < size; ++i) {
+        if (used[i]) {
+            place.push_back(i);
+        }
+    }
+
+    std::vector<uint32_t> now(size);
+    for (uint32_t i = 0; i < size; ++i) {
+        now[i] = i;
+    }
+    uint32_t n_cells = 0;
+    uint32_t end = 0;
+    for (const move & m : p.moves) {
+        CHECK(m.len > 0 && m.dst < m.src && m.src >= end);
+        for (uint32_t k = 0; k < m.len; ++k) {
+            now[m.dst + k] = now[m.src + k];
+        }
+        n_cells += m.len;
+        end = m.src + m.len;
+    }
+    CHECK(n_cells == p.n_cells);
+
+    for (uint32_t i = 0; i < p.n_used; ++i) {
+        CHECK(now[i] == place[i]);
+    }
+
+    // cut into moves that do not overlap themselves, it is still the same
+    for (uint32_t i = 0; i < size; ++i) {
+        now[i] = i;
+    }
+    n_cells = 0;
+    for (const move & m : without_overlaps(p.moves)) {
+        CHECK(m.len > 0 && m.dst + m.len <= m.src);
+        n_cells += m.len;
+        for (uint32_t k = m.len; k-- > 0;) { // backwards, for no direction may matter
+            now[m.dst + k] = now[m.src + k];
+        }
+    }
+    CHECK(n_cells == p.n_cells);
+    for (uint32_t i = 0; i < p.n_used; ++i) {
+        CHECK(now[i] == place[i]);
+    }
+}
+
 static void test_plan_exhaustive() {
     for (uint32_t size = 0; size <= 12; ++size) {
         for (uint32_t bits = 0; bits < (1u << size); ++bits) {
@@ -110,18 +162,25 @@ static void test_plan_exhaustive() {
                 used[i] = (bits >> i) & 1;
             }
             check_plan(used);
+            check_ordered(used);
         }
     }
 }
 
 static void test_plan_random() {
     for (int i = 0; i < 3000; ++i) {
-        check_plan(some_cache(1 + below(700)));
+        const auto used = some_cache(1 + below(700));
+
+        check_plan(used);
+        check_ordered(used);
     }
 
     // any value but 0 means used
     const uint8_t used[] = { 0, 255, 0, 7 };
-    const plan p = make_plan(used, 4);
+    stats sum;
+    const plan p = make_plan(used, 4, ORDER_FEWEST, sum);
+    CHECK(sum.t_plan_ns > 0);
+    CHECK(make_plan(used, 4, ORDER_KEPT, sum).n_cells == 2);
     CHECK(p.n_used == 2 && p.n_cells == 1 && p.moves.size() == 1);
     CHECK(p.moves[0].src == 3 && p.moves[0].dst == 0);
 }
@@ -133,8 +192,9 @@ static void test_plan_linear() {
     for (uint32_t i = 0; i < size; ++i) {
         used[i] = i % 2;
     }
-    const plan p = make_plan(used.data(), size);
+    const plan p = plan_fewest(used.data(), size);
     CHECK(p.n_used == size/2 && p.n_cells == size/4 && p.moves.size() == size/4);
+    CHECK(plan_ordered(used.data(), size).moves.size() == size/2);
 }
 
 // the copy that needs no thought: one cell, one row, one byte at a time
@@ -151,7 +211,9 @@ static void move_data_slowly(const layout & l, const std::vector<move> & moves) 
 }
 
 static void check_data(uint32_t size, size_t cell, size_t n_rows, size_t padding) {
-    const plan p = make_plan(some_cache(size).data(), size);
+    const bool kept = below(2);
+    const auto used = some_cache(size);
+    const plan p = kept ? plan_ordered(used.data(), size) : plan_fewest(used.data(), size);
     const size_t stride = size*cell + padding;
 
     // exactly as large as it must be, for the address sanitizer: the last row has no padding
@@ -161,17 +223,26 @@ static void check_data(uint32_t size, size_t cell, size_t n_rows, size_t padding
     }
     std::vector<uint8_t> slow  = fast;
     std::vector<uint8_t> parts = fast;
+    std::vector<uint8_t> large = fast;
+    std::vector<uint8_t> other = fast;
 
-    move_data({ fast.data(), cell, n_rows, stride }, p.moves.data(), p.moves.size());
+    move_data({ { fast.data(), cell, n_rows, stride } }, p.moves.data(), p.moves.size(), 1);
     move_data_slowly({ slow.data(), cell, n_rows, stride }, p.moves);
     CHECK(fast == slow);
 
-    // in batches, the last one first: any order must do
+    // as it is done where there is much to do: several tensors and threads, written around the caches
+    const size_t n_scratch = move_data({ { large.data(), cell, n_rows, stride }, { other.data(), cell, n_rows, stride } },
+            p.moves.data(), p.moves.size(), 3, 0);
+    CHECK(large == slow && other == slow);
+    CHECK(n_scratch <= 8*p.n_cells);
+
+    // in batches; where no cell is source and destination any order must do, so the last one first
     const size_t n_batch = 1 + below(5);
-    for (size_t end = p.moves.size(); end > 0;) {
-        const size_t begin = end > n_batch ? end - n_batch : 0;
-        move_data({ parts.data(), cell, n_rows, stride }, p.moves.data() + begin, end - begin);
-        end = begin;
+    const size_t n = p.moves.size();
+    for (size_t i = 0; i < n; i += n_batch) {
+        const size_t end   = kept ? std::min(i + n_batch, n) : n - i;
+        const size_t begin = kept ? i : end > n_batch ? end - n_batch : 0;
+        move_data({ { parts.data(), cell, n_rows, stride } }, p.moves.data() + begin, end - begin, 1);
     }
     CHECK(parts == slow);
 }
@@ -206,7 +277,7 @@ static void test_data_wide() {
     uint8_t * data = static_cast<uint8_t *>(map);
     data[cell*4098] = 42;
     const move m = { 4098, 1, 1 };
-    move_data({ data, cell, 1, 0 }, &m, 1);
+    move_data({ { data, cell, 1, 0 } }, &m, 1, 1);
     CHECK(data[cell] == 42);
 
     munmap(map, cell*size);
@@ -226,7 +297,7 @@ static void test_cells() {
     for (int round = 0; round < 400; ++round) {
         const uint32_t size = 1 + below(200);
         const std::vector<uint8_t> used = some_cache(size);
-        const plan p = make_plan(used.data(), size);
+        const plan p = below(2) ? plan_fewest(used.data(), size) : plan_ordered(used.data(), size);
 
         std::vector<some_cell> cells(size);
         for (uint32_t i = 0; i < size; ++i) {
@@ -266,7 +337,8 @@ static void test_ranges() {
     for (int round = 0; round < 4000; ++round) {
         const uint32_t size = 1 + below(150);
         const std::vector<uint8_t> used = some_cache(size);
-        const plan p = make_plan(used.data(), size);
+        const bool kept = below(2);
+        const plan p = kept ? plan_ordered(used.data(), size) : plan_fewest(used.data(), size);
 
         // slots of micro-batches: disjoint runs of used cells, in no particular order
         std::vector<some_range> ranges;
@@ -288,9 +360,9 @@ static void test_ranges() {
             std::swap(ranges.front(), ranges.back());
         }
 
-        // all moves, some from the front, or one batch out of the middle
+        // all moves, some from the front, or, where the order does not matter, one batch out of the middle
         const size_t n = p.moves.size();
-        const size_t begin = below(2) ? 0 : below(uint32_t(n) + 1);
+        const size_t begin = kept || below(2) ? 0 : below(uint32_t(n) + 1);
         const size_t end = below(2) ? n : begin + below(uint32_t(n - begin) + 1);
 
         std::set<uint32_t> want;
@@ -339,32 +411,48 @@ static void test_graphs() {
     }
 }
 
-static void test_mover() {
-    struct { const char * env; bool host; bool graphs; mover want; } const table[] = {
-        { nullptr,   true,  true,  MOVER_HOST   },
-        { nullptr,   true,  false, MOVER_HOST   },
-        { nullptr,   false, true,  MOVER_GRAPH  },
-        { nullptr,   false, false, MOVER_STAGED },
-        { "host",    true,  true,  MOVER_HOST   },
-        { "host",    false, true,  MOVER_GRAPH  },
-        { "host",    false, false, MOVER_STAGED },
-        { "graph",   true,  true,  MOVER_GRAPH  },
-        { "graph",   true,  false, MOVER_STAGED },
-        { "graph",   false, true,  MOVER_GRAPH  },
-        { "staged",  true,  true,  MOVER_STAGED },
-        { "staged",  false, true,  MOVER_STAGED },
-        { "unknown", true,  true,  MOVER_HOST   },
-        { "",        true,  true,  MOVER_HOST   },
+static void test_options() {
+    struct { const char * order; const char * mover; const char * threads; enum order want; enum mover by; uint32_t n; } const table[] = {
+        { nullptr,   nullptr,   nullptr, ORDER_FEWEST, MOVER_AUTO, 0 },
+        { "fewest",  "host",    "3",     ORDER_FEWEST, MOVER_HOST, 3 },
+        { "ordered", "gather",  "1",     ORDER_KEPT, MOVER_GATHER, 1 },
+        { "ordered", "graph",   "0",     ORDER_KEPT, MOVER_GRAPH, 0 },
+        { nullptr,   "staged",  "-1",    ORDER_FEWEST, MOVER_STAGED, 0 },
+        { "unknown", "unknown", "many",  ORDER_FEWEST, MOVER_AUTO, 0 },
+        { "",        "",        "",      ORDER_FEWEST, MOVER_AUTO, 0 },
+    };
+
+    const auto put = [](const char * name, const char * value) {
+        if (value) {
+            setenv(name, value, 1);
+        } else {
+            unsetenv(name);
+        }
     };
 
     for (const auto & row : table) {
-        if (row.env) {
-            setenv("LLAMA_KV_DEFRAG_MOVER", row.env, 1);
-        } else {
-            unsetenv("LLAMA_KV_DEFRAG_MOVER");
-        }
-        CHECK(pick_mover(row.host, row.graphs) == row.want);
+        put("LLAMA_KV_DEFRAG_PLAN",    row.order);
+        put("LLAMA_KV_DEFRAG_MOVER",   row.mover);
+        put("LLAMA_KV_DEFRAG_THREADS", row.threads);
+
+        const options got = effective();
+
+        CHECK(got.order == row.want && got.mover == row.by && got.n_threads == row.n);
     }
+
+    put("LLAMA_KV_DEFRAG_PLAN",    nullptr);
+    put("LLAMA_KV_DEFRAG_MOVER",   "staged");
+    put("LLAMA_KV_DEFRAG_THREADS", nullptr);
+
+    // what this thread wants holds for this thread, and where the environment says nothing else
+    current().order     = ORDER_KEPT;
+    current().mover     = MOVER_HOST;
+    current().n_threads = 7;
+
+    const options got = effective();
+    CHECK(got.order == ORDER_KEPT && got.mover == MOVER_STAGED && got.n_threads == 7);
+
+    std::thread([]() { CHECK(effective().order == ORDER_FEWEST && effective().n_threads == 0); }).join();
 }
 
 static void test_stopwatch() {
@@ -392,7 +480,7 @@ int main(int argc, char ** argv) {
         { "cells",           test_cells           },
         { "ranges",          test_ranges          },
         { "graphs",          test_graphs          },
-        { "mover",           test_mover           },
+        { "options",         test_options         },
         { "stopwatch",       test_stopwatch       },
     };
 

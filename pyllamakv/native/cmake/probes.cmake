@@ -10,7 +10,7 @@ set(PLK_INCLUDES
 
 # Group, then its candidates, best first. `none` is the stub that stands where nothing fits.
 set(PLK_GROUPS
-    load context settings memory cells rollback update defrag counters devices sampler rpc)
+    load context settings memory cells rollback update defrag moving counters devices sampler rpc)
 set(PLK_load vocab model)
 set(PLK_context init new)
 set(PLK_settings getter member hidden)
@@ -19,6 +19,7 @@ set(PLK_cells shared rows streams single_rows single unified context split view)
 set(PLK_rollback memory guard patched context split prefix)
 set(PLK_update unified self cache context)
 set(PLK_defrag streams self cache compact)
+set(PLK_moving patched)
 set(PLK_counters counters)
 set(PLK_devices registry)
 set(PLK_sampler chain chain_n_vocab chain_vocab functions)

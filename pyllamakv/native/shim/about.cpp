@@ -33,7 +33,7 @@ const char *plk_probes(void) { return plk::built::probes; }
 
 uint64_t plk_capabilities(void) {
     return plk::context::bits | plk::cells::bits | plk::defrag::bits |
-           plk::rollback::bits | plk::counters::bits | plk::sampler::bits | PLK_CAP_STATES;
+           plk::rollback::bits | plk::counters::bits | plk::moving::bits | plk::sampler::bits | PLK_CAP_STATES;
 }
 
 const char *plk_last_error(void) { return last_error.c_str(); }
@@ -78,11 +78,11 @@ static_assert(sizeof(void *) != 8 || offsetof(plk_model_params, rpc_servers) == 
 static_assert(sizeof(void *) != 8 || sizeof(plk_model_params) == 40, "layout");
 static_assert(offsetof(plk_model_info, n_params) == 64 && sizeof(plk_model_info) == 80, "layout");
 static_assert(offsetof(plk_context_params, defrag_thold) == 56, "layout");
-static_assert(sizeof(plk_context_params) == 64 && sizeof(plk_context_info) == 56, "layout");
+static_assert(sizeof(plk_context_params) == 76 && sizeof(plk_context_info) == 56, "layout");
 static_assert(sizeof(void *) != 8 || offsetof(plk_batch, logits) == 40, "layout");
 static_assert(offsetof(plk_cells_info, bytes_k) == 48 && sizeof(plk_cells_info) == 64, "layout");
 static_assert(offsetof(plk_defrag_report, bytes) == 16, "layout");
-static_assert(sizeof(plk_defrag_report) == 40, "layout");
-static_assert(offsetof(plk_counters, ns) == 72 && sizeof(plk_counters) == 80, "layout");
+static_assert(sizeof(plk_defrag_report) == 56, "layout");
+static_assert(offsetof(plk_counters, ns) == 72 && sizeof(plk_counters) == 96, "layout");
 static_assert(offsetof(plk_device, name) == 24 && sizeof(plk_device) == 216, "layout");
 static_assert(sizeof(plk_sampler_params) == 32, "layout");

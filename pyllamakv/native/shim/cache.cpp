@@ -74,6 +74,7 @@ int plk_defrag(plk_context *context, plk_defrag_report *out) {
         plk_counters first{}, last{};
         const bool seen = plk::take_picture(*context, before);
         const bool counted = plk::counters::read(context->ctx, first);
+        plk::moving::choose(context->asked);
         const auto start = std::chrono::steady_clock::now();
         const int code = plk::defrag::run(context->ctx, context->guard);
         if (code != PLK_OK) {
@@ -83,7 +84,7 @@ int plk_defrag(plk_context *context, plk_defrag_report *out) {
         plk_defrag_report report{};
         report.size = sizeof(report);
         report.passes = report.moves = report.cells = -1;
-        report.bytes = report.graphs = -1;
+        report.bytes = report.graphs = report.plan_ns = report.scratch_bytes = -1;
         report.ns = std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count();
         if (seen && plk::take_picture(*context, after)) {
             report.cells = moved(before, after);
@@ -93,6 +94,8 @@ int plk_defrag(plk_context *context, plk_defrag_report *out) {
             report.moves = static_cast<int32_t>(since(first.moves, last.moves));
             report.bytes = since(first.bytes_moved, last.bytes_moved);
             report.graphs = since(first.graphs, last.graphs);
+            report.plan_ns = since(first.plan_ns, last.plan_ns);
+            report.scratch_bytes = last.scratch_bytes;
         }
         return plk::give(report, out, "plk_defrag_report");
     });
@@ -106,6 +109,7 @@ int plk_update(plk_context *context) {
         if (!plk::update::present) {
             return plk::refuse(PLK_EUNSUPPORTED, "this build updates its memory only in a decode");
         }
+        plk::moving::choose(context->asked);
         plk::update::run(context->ctx, context->guard);
         return PLK_OK;
     });

@@ -60,6 +60,18 @@ int check(const plk_model &model, const plk_context_params &asked) {
     if (asked.n_threads > max_threads || asked.n_threads_batch > max_threads) {
         return plk::refuse(PLK_EINVAL, "at most %d threads", max_threads);
     }
+    if (asked.defrag_plan < 0 || asked.defrag_plan > 1 || asked.defrag_mover < 0 ||
+        asked.defrag_mover > 4 || asked.defrag_threads < 0 || asked.defrag_threads > max_threads) {
+        return plk::refuse(PLK_EINVAL,
+                           "defrag_plan is %d (0 or 1), defrag_mover %d (0 to 4), defrag_threads "
+                           "%d (0 to %d)",
+                           asked.defrag_plan, asked.defrag_mover, asked.defrag_threads,
+                           max_threads);
+    }
+    if (!plk::moving::bits &&
+        (asked.defrag_plan || asked.defrag_mover || asked.defrag_threads)) {
+        return plk::refuse(PLK_EUNSUPPORTED, "this build moves cells in its own way only");
+    }
     if (asked.n_ctx > (1u << 30) || asked.n_batch > (1u << 30) || asked.n_ubatch > (1u << 30)) {
         return plk::refuse(PLK_EINVAL, "n_ctx, n_batch or n_ubatch is beyond 2^30");
     }

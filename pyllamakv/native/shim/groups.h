@@ -123,6 +123,12 @@ const char *refusal(llama_context *ctx, const plk_context_info &info);
 int run(llama_context *ctx, bool safe);
 } // namespace defrag
 
+// How cells are moved in this thread from now on, by all that moves any.
+namespace moving {
+extern const uint64_t bits;
+void choose(const plk_context_params &asked);
+} // namespace moving
+
 namespace counters {
 extern const uint64_t bits;
 bool read(llama_context *ctx, plk_counters &out);

@@ -19,5 +19,7 @@ bool plk::counters::read(llama_context *ctx, plk_counters &out) {
     out.bytes_moved = now.bytes_moved;
     out.graphs = now.graphs;
     out.ns = now.ns;
+    out.plan_ns = now.plan_ns;
+    out.scratch_bytes = now.scratch_bytes;
     return true;
 }
