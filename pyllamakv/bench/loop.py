@@ -33,8 +33,17 @@ SHARE = 0.97
 
 WORKLOADS = (
     Workload("greedy, 8 sequences", "greedy", 8, 48, ("llama_decode",)),
+    Workload("greedy, 8 sequences, 16 steps a call", "greedy", 8, 48, ("llama_decode",), burst=16),
     Workload("logits only, 8 sequences", "logits", 8, 48, ("llama_decode",)),
     Workload("greedy, 1 sequence", "greedy", 1, 256, ("generate", "llama_decode")),
+    Workload(
+        "greedy, 1 sequence, 16 steps a call",
+        "greedy",
+        1,
+        256,
+        ("generate", "llama_decode"),
+        burst=16,
+    ),
     Workload("logits only, 1 sequence", "logits", 1, 256, ("eval", "llama_decode")),
     Workload(f"a prompt of 512 in pieces of {PIECE}", "prompt", 1, 512, ("eval",)),
 )

@@ -69,6 +69,12 @@ def _loop(
             tokens = sampler.pick_all(context)
         return list(map(float, tokens))
 
+    def bursts() -> list[float]:
+        tokens = first
+        for _ in range(work.steps // work.burst):
+            tokens = context.advance(sequences, tokens, work.burst, sampler)[-1]
+        return list(map(float, tokens))
+
     def greedy_one() -> list[float]:
         token = first[0]
         for _ in range(work.steps):
@@ -97,6 +103,8 @@ def _loop(
     alone = len(sequences) == 1
     if work.kind == "prompt":
         return prompt
+    if work.burst:
+        return bursts
     if work.kind == "greedy":
         return greedy_one if alone else greedy
     return logits_one if alone else logits

@@ -28,6 +28,8 @@ class Workload:
     sequences: int
     steps: int
     peers: tuple[str, ...]
+    #: How many steps our side makes in a call (`Context.advance`); 0: one, with its own lines.
+    burst: int = 0
 
     @property
     def n_batch(self) -> int:
