@@ -128,16 +128,7 @@ def test_tests_can_fail(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "llama-kv-defrag.h").write_text(text.replace(right, wrong, 1), encoding="utf-8")
         program = folder / "kv_defrag"
-        command = [
-            compiler(),
-            "-std=c++17",
-            "-O0",
-            "-w",
-            "-pthread",
-            "-I",
-            str(folder),
-            str(SOURCE),
-        ]
+        command = [compiler(), "-std=c++17", "-O0", "-w", "-pthread", "-I", str(folder), str(SOURCE)]
         built = subprocess.run(
             [*command, "-o", str(program)], capture_output=True, text=True, timeout=300, check=False
         )

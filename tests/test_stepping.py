@@ -248,3 +248,23 @@ def test_without_a_sampler_in_c_numpy_chooses(tmp_path: Path) -> None:
     ctx.step_all(sequences, [7, 8, 9])
     ctx.step_all(sequences, sampler.pick_all(ctx))
     assert [len(each) for each in sequences] == [3, 4, 5]
+
+
+def test_a_policy_heals_in_the_middle(tmp_path: Path) -> None:
+    """Check that scattered cells are moved together, and the steps go on."""
+    for many in (False, True):
+        ctx = kit.context(tmp_path, n_ctx=16, defrag_policy="on_failure")
+        a, b = ctx.sequence(), ctx.sequence()
+        for _ in range(8):
+            ctx.step_all([a, b], [5, 6])
+        b.remove()
+        c, d = ctx.sequence(), ctx.sequence()
+        if many:
+            assert len(ctx.advance([c, d], [7, 8], 3, ctx.model.sampler())) == 3
+        else:
+            ctx.step_all([c, d], [7, 8])
+        assert (len(c), len(d)) == ((3, 3) if many else (1, 1))
+        assert a.tokens == [5] * 8
+        with pytest.raises(NoKVSlot):
+            ctx.advance([c, d], [7, 8], 9, ctx.model.sampler())
+        assert ctx.kv.stats.used == 16

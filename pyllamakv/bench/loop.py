@@ -72,8 +72,8 @@ def figures(tick: Tick, spec: str = "0.3.9+patched", pairs: int = PAIRS) -> list
             measured = _pairs(plain(variant, model, work), mine, work, pairs, tick)
             found.append(beside_c(work, model, measured))
             for api in work.peers:
-                other = peer(variant, model, work, api)
                 try:
+                    other = peer(variant, model, work, api)
                     measured = _pairs(other, mine, work, pairs, tick)
                 except Untestable as error:
                     found.append(not_measured(work, api, str(error)))

@@ -166,8 +166,7 @@ class Context:
     def step_all(self, sequences: Iterable[Sequence], tokens: Any) -> None:
         """Decode one token that follows in each of these sequences, in one batch, all with logits.
 
-        Place i of the batch is that of sequence i, the order in which `logits_all` and a sampler's
-        ``pick_all`` answer. Raises as `decode` does.
+        Place i is sequence i's, also for `logits_all` and ``pick_all``. Raises as `decode` does.
         """
         stepping.each(self, sequences, tokens)
 
@@ -179,9 +178,6 @@ class Context:
         Returns the tokens chosen after each step; decode the last of them next. Ends early after
         a step that chose an end of generation. When a step fails, those before it stay.
         """
-        if steps < 1:
-            msg = f"expected at least 1 step, not {steps}"
-            raise UsageError(msg)
         return stepping.advance(self, sequences, tokens, steps, sampler)
 
     def prefill(self, sequence: Sequence, tokens: Any, *, logits: bool = True) -> None:

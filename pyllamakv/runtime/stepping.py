@@ -122,11 +122,15 @@ def advance(
     context: Context, sequences: Iterable[Sequence], tokens: Any, steps: int, sampler: Sampler
 ) -> list[list[int]]:
     """Decode and choose many times in one call of C; `Context.advance` describes it."""
+    if steps < 1:
+        msg = f"expected at least 1 step, not {steps}"
+        raise UsageError(msg)
     with context.turn as handle, sampler.life as raw:
         together = group(context, sequences)
         given, ids = _given(context, together, tokens), together.ids
         sampler.check(len(ids))
         chosen: list[list[int]] = []
+        healed = False
         while True:
             places = _begin(context, together)
             left = steps - len(chosen)
@@ -143,10 +147,10 @@ def advance(
             context.epoch += 1
             context.outputs.n = 0
             # Having moved cells helps once; the next failure must have decoded something first.
-            if code != 1 or (chosen and not rows) or not context.keeper.heal(ids):
+            if code != 1 or (healed and not rows) or not context.keeper.heal(ids):
                 context.emptied = decoding.settle(context, ids)
                 raise decoding.failure(context, code, ids)
-            given = rows[-1] if rows else given
+            healed, given = True, rows[-1] if rows else given
 
 
 def _given(context: Context, together: Group, tokens: Any) -> list[int]:
