@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.compaction import Costs, measure_costs
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.kv import KV, DefragReport
-    from pyllamakv.runtime.logits import Logits
+    from pyllamakv.runtime.logits import Logits, LogitsRows
     from pyllamakv.runtime.model import Model
     from pyllamakv.runtime.moves import Moves
     from pyllamakv.runtime.opening import OpenLibrary, open
@@ -74,7 +74,7 @@ _MODULES = {
     "runtime.compaction": "Costs measure_costs",
     "runtime.context": "Context",
     "runtime.kv": "KV DefragReport",
-    "runtime.logits": "Logits",
+    "runtime.logits": "Logits LogitsRows",
     "runtime.model": "Model",
     "runtime.opening": "OpenLibrary open",
     "runtime.sampler": "NumpySampler Sampler",
@@ -105,6 +105,7 @@ __all__ = [
     "KvError",
     "LoadError",
     "Logits",
+    "LogitsRows",
     "Memory",
     "Model",
     "ModelError",

@@ -78,6 +78,29 @@ def test_feeds_go_on_where_their_sequences_end(tmp_path: Path) -> None:
     assert arrays.logits.tolist() == [0, 1, 1, 1, 0]
 
 
+def test_a_piece_of_a_prompt_is_used_where_it_lies(tmp_path: Path) -> None:
+    """Check that one feed of int32 tokens reaches C without a copy."""
+    ctx = kit.context(tmp_path)
+    tokens = np.arange(8, dtype=np.int32)
+    arrays = lay_out(ctx, ctx.sequence().feed(tokens[2:6]))
+    assert np.shares_memory(arrays.token, tokens)
+    assert arrays.pos.tolist() == [0, 1, 2, 3]
+    assert arrays.seq.tolist() == [0] * 4
+    assert arrays.logits.tolist() == [0, 0, 0, 1]
+
+
+def test_arrays_may_be_changed_and_decoded_again(tmp_path: Path) -> None:
+    """Check a batch that is advanced in place."""
+    ctx = kit.context(tmp_path)
+    tokens, pos = np.array([5, 6], dtype=np.int32), np.zeros(2, dtype=np.int32)
+    batch = Batch.of(tokens, pos, np.arange(2), np.ones(2, dtype=np.int8))
+    for _ in range(3):
+        ctx.decode(batch)
+        tokens += 1
+        pos += 1
+    assert [ledger.tokens for ledger in ctx.ledgers[:2]] == [[5, 6, 7], [6, 7, 8]]
+
+
 def test_what_is_no_feed_is_refused(tmp_path: Path) -> None:
     """Check foreign things, doubled, foreign and closed sequences."""
     ctx, other = kit.context(tmp_path), kit.context(tmp_path)

@@ -49,6 +49,33 @@ def test_decoding(native: Native, context: ContextHandle) -> None:
         native.logits(context, 0, 513)
 
 
+def test_one_token_of_each(native: Native, model: ModelHandle, context: ContextHandle) -> None:
+    """Several sequences go on together, with a row of logits and a token for each."""
+    for pos in range(2):
+        assert native.decode_each(context, [1, 2, 3], [pos] * 3, (0, 1, 4)) == 0
+        rows = native.logits_all(context, 512)
+        assert (rows.dtype, rows.shape, rows.flags.writeable) == (np.float32, (3, 512), False)
+        assert rows.argmax(axis=1).tolist() == [2 + pos, 3 + pos, 4 + pos]
+    sampler = native.sampler_new(model, SamplerParams())
+    assert native.sample_all(sampler, context, 3) == [3, 4, 5]
+    assert native.sample_all(sampler, context, 9) == [3, 4, 5]
+    code, rows = native.run(sampler, context, [3, 4], [2, 2], (0, 4), 2, True)
+    assert (code, rows) == (0, [[6, 7], [10, 11]])
+    assert native.seq_pos_max(context, 4) == 3
+    # The fake takes 257 for the end; 503 would hang.
+    assert native.run(sampler, context, [MINUS, 4], [4, 4], (0, 4), 2, True) == (-3, [])
+    for wrong in (
+        lambda: native.sample_all(sampler, context, 0),
+        lambda: native.logits_all(context, 511),
+    ):
+        with pytest.raises(NativeError):
+            wrong()
+    with pytest.raises(ValueError, match=r"."):
+        native.decode_each(context, [1], [0, 0], (0, 1))
+    with pytest.raises(TypeError):
+        native.decode_each(context, [1.5], [0], (0,))
+
+
 def test_batches_with_several_sequences_per_token(native: Native, context: ContextHandle) -> None:
     """The flat list of sequences belongs to the tokens by their counts."""
     code = native.decode(context, ints(1, 2), ints(0, 1), ints(2, 1), ints(0, 3, 3), None)

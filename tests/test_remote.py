@@ -199,7 +199,7 @@ def test_large_states(remote: Remote, model: ModelHandle) -> None:
 
 def test_the_proxy_spells_the_whole_protocol() -> None:
     """Each operation of the protocol can be sent, and only those can be asked for."""
-    names = {name for name in vars(Native) if not name.startswith("_")}
+    names = {name for name in dir(Native) if not name.startswith("_")}
     spelt = {name for kind in (Proxy, Remote) for name in vars(kind)}
     assert names <= spelt
     assert names <= worker.OPERATIONS

@@ -361,3 +361,32 @@ def test_trained_text_is_the_same_everywhere(
                 texts.add("".join(ctx.generate(a, max_tokens=40)))
     assert len(texts) == 1
     assert len(texts.pop().split()) > 20
+
+
+def test_several_sequences_step_as_each_alone(speaking: kv.Model) -> None:
+    """Step by step, many steps at once and one by one: the same tokens, rows and ledgers."""
+    starts, results = [70, 80, 90], []
+    for way in ("alone", "together", "at once"):
+        with speaking.context(n_ctx=256, n_seq_max=3) as ctx, speaking.sampler() as sampler:
+            lanes = [ctx.sequence() for _ in starts]
+            rows = []
+            if way == "at once":
+                rows = ctx.advance(lanes, starts, 6, sampler)
+                while len(rows) < 6:  # it ends where one sequence does
+                    rows += ctx.advance(lanes, rows[-1], 6 - len(rows), sampler)
+            tokens = starts
+            while len(rows) < 6:
+                if way == "together":
+                    ctx.step_all(lanes, tokens)
+                    tokens = sampler.pick_all(ctx)
+                    assert tokens == ctx.logits_all().argmax().tolist()
+                else:
+                    chosen = []
+                    for lane, token in zip(lanes, tokens, strict=True):
+                        ctx.step(lane, token)
+                        chosen.append(sampler.pick(ctx))
+                    tokens = chosen
+                rows.append(tokens)
+            assert ctx.kv.stats.used == 18
+            results.append((rows, [(lane.tokens, lane.positions) for lane in lanes]))
+    assert results[0] == results[1] == results[2]

@@ -2,19 +2,19 @@
 
 cffi releases the GIL around every call. Nothing here locks: one thread at a time per context is
 what `handle.Handle` sees to. A handle that was given back is refused, whatever the order. C's
-names appear in `loading`, `core`, `models` and here, and nowhere else.
+names appear in `loading`, `core`, `models`, `decodes` and here, and nowhere else.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 import numpy as np
 
 from pyllamakv.binding import structs
 from pyllamakv.binding.codes import OWN, Code
-from pyllamakv.binding.core import NULL, struct
-from pyllamakv.binding.models import Models
+from pyllamakv.binding.core import struct
+from pyllamakv.binding.decodes import Decodes, Scratch
 from pyllamakv.binding.protocol import (
     Capability,
     CellsInfo,
@@ -25,46 +25,14 @@ from pyllamakv.binding.protocol import (
     ModelHandle,
     RawCells,
     RawDefrag,
-    SamplerHandle,
 )
 from pyllamakv.native._plk import ffi
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 _INT32: Final = np.dtype(np.int32)
-_INT8: Final = np.dtype(np.int8)
 
 
-def _flat(values: Any, dtype: Any) -> Any:
-    """Return an array that C can read in place; copied only where it cannot."""
-    if values.dtype is not dtype or not values.flags.c_contiguous:
-        return np.ascontiguousarray(values, dtype)
-    return values
-
-
-class _Scratch:
-    """Keep what calls on one context use again and again: one thread at a time."""
-
-    __slots__ = ("batch", "cells", "model", "n_vocab", "words")
-
-    def __init__(self, model: int, n_vocab: int, n_seq_max: int) -> None:
-        self.model = model
-        self.n_vocab = n_vocab
-        self.words = max(1, (n_seq_max + 63) // 64)
-        self.batch = struct("plk_batch")
-        self.cells = struct("plk_cells_info")
-
-
-class Local(Models):
+class Local(Decodes):
     """Speak to a library that is loaded into this process."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._contexts: dict[int, Any] = {}
-        self._scratch: dict[int, _Scratch] = {}
-        # Bound once: decode_one is called for every token.
-        self._one: Any = self._lib.plk_decode_one
 
     def close(self) -> None:
         """Free what is left: contexts and samplers before their models. May be repeated."""
@@ -78,9 +46,6 @@ class Local(Models):
             self.context_free(ContextHandle(context))
         super().model_free(model)
 
-    def _context(self, handle: int) -> Any:
-        return self._contexts.get(handle) or self._gone("context")
-
     # contexts
     def context_new(self, model: ModelHandle, params: ContextParams) -> ContextHandle:
         """Make a context or raise ContextError."""
@@ -92,7 +57,7 @@ class Local(Models):
         self._drain()
         handle = ContextHandle(next(self._ids))
         n_vocab = self.model_info(model).n_vocab
-        self._scratch[handle] = _Scratch(model, n_vocab, params.n_seq_max)
+        self._scratch[handle] = Scratch(model, n_vocab, params.n_seq_max)
         self._contexts[handle] = out[0]
         return handle
 
@@ -114,84 +79,6 @@ class Local(Models):
         """Set how many threads compute from now on."""
         code = self._lib.plk_threads(self._context(context), n_threads, n_threads_batch)
         self._done(code, "set the threads")
-
-    def decode(
-        self,
-        context: ContextHandle,
-        token: NDArray[np.int32],
-        pos: NDArray[np.int32],
-        seq_count: NDArray[np.int32] | None,
-        seq_id: NDArray[np.int32],
-        logits: NDArray[np.int8] | None,
-    ) -> int:
-        """Run one batch; return llama_decode's own code."""
-        raw = self._context(context)
-        batch = self._scratch[context].batch
-        token, pos, seq_id = _flat(token, _INT32), _flat(pos, _INT32), _flat(seq_id, _INT32)
-        n_tokens = len(token)
-        ids = n_tokens
-        if seq_count is not None:
-            seq_count = _flat(seq_count, _INT32)
-            ids = int(seq_count.sum()) if len(seq_count) == n_tokens else -1
-        if logits is not None:
-            logits = _flat(logits, _INT8)
-        # C reads as many as it is told: what is too short must not reach it.
-        wanted = n_tokens if logits is None else len(logits)
-        if not len(pos) == wanted == n_tokens or len(seq_id) != ids:
-            raise self._error(
-                Code.EINVAL, f"decode {n_tokens} tokens: the arrays differ in length", "decode"
-            )
-        keep = (
-            ffi.from_buffer("int32_t[]", token),
-            ffi.from_buffer("int32_t[]", pos),
-            ffi.from_buffer("int32_t[]", seq_id),
-            NULL if seq_count is None else ffi.from_buffer("int32_t[]", seq_count),
-            NULL if logits is None else ffi.from_buffer("int8_t[]", logits),
-        )
-        batch.n_tokens = n_tokens
-        batch.token, batch.pos, batch.seq_id, batch.seq_count, batch.logits = keep
-        code: int = self._lib.plk_decode(raw, batch)
-        if code < OWN:
-            raise self._error(code, f"decode {n_tokens} tokens", "decode")
-        return code
-
-    def decode_one(self, context: ContextHandle, token: int, pos: int, seq_id: int) -> int:
-        """Run one token of one sequence with logits."""
-        try:
-            code: int = self._one(self._contexts[context], token, pos, seq_id)
-        except KeyError:
-            self._gone("context")
-        if code < OWN:
-            raise self._error(code, f"decode token {token} at {pos} of sequence {seq_id}", "decode")
-        return code
-
-    def logits(self, context: ContextHandle, index: int, n_vocab: int) -> NDArray[np.float32]:
-        """Return a read-only view (n_vocab,) of logits; it lives until the next decode."""
-        raw = self._context(context)
-        if not 0 < n_vocab <= self._scratch[context].n_vocab:
-            raise self._error(
-                Code.EINVAL, f"read {n_vocab} logits of a smaller vocabulary", "decode"
-            )
-        found = self._lib.plk_logits(raw, index)
-        if found == NULL:
-            raise self._error(
-                Code.EINVAL, f"read the logits of place {index}: there are none", "decode"
-            )
-        view = np.frombuffer(ffi.buffer(found, 4 * n_vocab), np.float32)
-        view.flags.writeable = False
-        return view
-
-    def cancel(self, context: ContextHandle) -> None:
-        """End the decode that runs; callable from any thread."""
-        self._lib.plk_cancel(self._context(context))
-
-    def cancel_after(self, context: ContextHandle, polls: int) -> None:
-        """Abort later decodes at this poll of the abort callback; negative: never."""
-        self._lib.plk_cancel_after(self._context(context), polls)
-
-    def cancel_polls(self, context: ContextHandle) -> int:
-        """Return how often the last decode polled the abort callback."""
-        return int(self._lib.plk_cancel_polls(self._context(context)))
 
     # sequences
     def clear(self, context: ContextHandle, data: bool) -> None:
@@ -304,9 +191,3 @@ class Local(Models):
             return 0
         self._done(length, f"restore sequence {seq}", "state", capability=Capability.STATES)
         return length
-
-    def sample(self, sampler: SamplerHandle, context: ContextHandle, index: int) -> int:
-        """Choose a token from the logits of a place, and remember it."""
-        token: int = self._lib.plk_sample(self._sampler(sampler), self._context(context), index)
-        self._done(token, f"sample at place {index}", "sampler", capability=Capability.SAMPLER)
-        return token

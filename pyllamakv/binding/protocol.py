@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
 from typing import TYPE_CHECKING, NewType, Protocol
 
+from pyllamakv.binding.decoder import Decoder
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -247,7 +249,7 @@ class About:
     probes: dict[str, str | None] = field(default_factory=dict)
 
 
-class Native(Protocol):
+class Native(Decoder, Protocol):
     """Speak to one loaded library. One thread at a time per context, but for `cancel`."""
 
     about: About
@@ -301,39 +303,6 @@ class Native(Protocol):
     def threads(self, context: ContextHandle, n_threads: int, n_threads_batch: int) -> None:
         """Set how many threads compute from now on."""
 
-    def decode(
-        self,
-        context: ContextHandle,
-        token: NDArray[np.int32],
-        pos: NDArray[np.int32],
-        seq_count: NDArray[np.int32] | None,
-        seq_id: NDArray[np.int32],
-        logits: NDArray[np.int8] | None,
-    ) -> int:
-        """Run one batch; return llama_decode's own code: 0, 1, 2 or a negative one.
-
-        Raises `NativeError` when llama.cpp threw or an argument was refused.
-        """
-
-    def decode_one(self, context: ContextHandle, token: int, pos: int, seq_id: int) -> int:
-        """Run one token of one sequence with logits: `decode` without arrays."""
-
-    def logits(self, context: ContextHandle, index: int, n_vocab: int) -> NDArray[np.float32]:
-        """Return the logits (n_vocab,) of a place in the last batch: a view where it can be one.
-
-        A negative index counts from the end of the outputs, as in llama.cpp. The caller guards
-        against staleness.
-        """
-
-    def cancel(self, context: ContextHandle) -> None:
-        """End the decode that runs; callable from any thread."""
-
-    def cancel_after(self, context: ContextHandle, polls: int) -> None:
-        """Abort later decodes at this poll of the abort callback; negative: never."""
-
-    def cancel_polls(self, context: ContextHandle) -> int:
-        """Return how often the last decode polled the abort callback."""
-
     # sequences: p0 < 0 from the start, p1 < 0 to the end, seq < 0 every sequence
     def clear(self, context: ContextHandle, data: bool) -> None:
         """Remove every sequence; ``data`` clears the K and V bytes as well."""
@@ -378,16 +347,3 @@ class Native(Protocol):
 
     def state_load(self, context: ContextHandle, seq: int, state: bytes) -> int:
         """Restore a sequence; return the bytes read, 0 when the library refused."""
-
-    # samplers
-    def sampler_new(self, model: ModelHandle, params: SamplerParams) -> SamplerHandle:
-        """Make a sampler."""
-
-    def sampler_free(self, sampler: SamplerHandle) -> None:
-        """Free a sampler."""
-
-    def sampler_reset(self, sampler: SamplerHandle) -> None:
-        """Forget what a sampler has seen."""
-
-    def sample(self, sampler: SamplerHandle, context: ContextHandle, index: int) -> int:
-        """Choose a token from the logits of a place in the last batch, and accept it."""

@@ -128,9 +128,26 @@ class Proxy:
         found: int = self._ask("decode_one", context, token, pos, seq_id)
         return found
 
+    def decode_each(
+        self,
+        context: ContextHandle,
+        token: Sequence[int],
+        pos: Sequence[int],
+        seq_id: tuple[int, ...],
+    ) -> int:
+        """Run one token of each of several sequences, all with logits."""
+        found: int = self._ask("decode_each", context, token, pos, seq_id)
+        return found
+
     def logits(self, context: ContextHandle, index: int, n_vocab: int) -> NDArray[np.float32]:
         """Return a read-only copy (n_vocab,) of logits."""
         found: NDArray[np.float32] = self._ask("logits", context, index, n_vocab)
+        found.flags.writeable = False
+        return found
+
+    def logits_all(self, context: ContextHandle, n_vocab: int) -> NDArray[np.float32]:
+        """Return a read-only copy (n, n_vocab) of the logits of every place that has any."""
+        found: NDArray[np.float32] = self._ask("logits_all", context, n_vocab)
         found.flags.writeable = False
         return found
 
@@ -224,3 +241,22 @@ class Proxy:
         """Choose a token from the logits of a place, and remember it."""
         found: int = self._ask("sample", sampler, context, index)
         return found
+
+    def sample_all(self, sampler: SamplerHandle, context: ContextHandle, room: int) -> list[int]:
+        """Choose a token for every place with logits, in order."""
+        found: list[int] = self._ask("sample_all", sampler, context, room)
+        return found
+
+    def run(
+        self,
+        sampler: SamplerHandle,
+        context: ContextHandle,
+        token: Sequence[int],
+        pos: Sequence[int],
+        seq_id: tuple[int, ...],
+        steps: int,
+        stop: bool,
+    ) -> tuple[int, list[list[int]]]:
+        """Decode a token of each sequence and choose the next ones, ``steps`` times."""
+        code, rows = self._ask("run", sampler, context, token, pos, seq_id, steps, stop)
+        return code, rows

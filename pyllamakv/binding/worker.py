@@ -26,7 +26,7 @@ from pyllamakv.errors import KvError, UsageError
 
 #: What a request may name.
 OPERATIONS: Final = frozenset(
-    {name for name in vars(Native) if not name.startswith("_")} | {"many", "rpc_serve"}
+    {name for name in dir(Native) if not name.startswith("_")} | {"many", "rpc_serve"}
 )
 #: What must not happen while a cancel looks at a context.
 _FREES: Final = frozenset({"context_free", "model_free", "close"})

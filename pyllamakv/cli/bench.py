@@ -14,13 +14,20 @@ from pyllamakv.errors import UsageError
 app = typer.Typer(add_completion=False)
 
 #: Group -> whether it runs when no group is named; `whole` takes minutes, `every` an hour.
-GROUPS = {"calls": True, "moving": True, "sparse": False, "whole": False, "every": False}
+GROUPS = {
+    "calls": True,
+    "loop": True,
+    "moving": True,
+    "sparse": False,
+    "whole": False,
+    "every": False,
+}
 
 
 @app.command()
 def bench(
     groups: list[str] = typer.Argument(
-        None, help="calls, moving, sparse, whole, every; the first two if none."
+        None, help="calls, loop, moving, sparse, whole, every; the first three if none."
     ),
     write: Path = typer.Option(None, help="Write the figures into this document and its JSON."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
@@ -29,11 +36,12 @@ def bench(
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from pyllamakv.bench import calls, document, every, moving, sparse, whole
+    from pyllamakv.bench import calls, document, every, loop, moving, sparse, whole
     from pyllamakv.bench.figure import Figure
 
     measures = {
         "calls": calls,
+        "loop": loop,
         "moving": moving,
         "sparse": sparse,
         "whole": whole,

@@ -240,6 +240,8 @@ int plk_threads(plk_context *context, int32_t n_threads, int32_t n_threads_batch
 int plk_decode(plk_context *context, const plk_batch *batch);
 int plk_decode_one(plk_context *context, int32_t token, int32_t pos, int32_t seq_id);
 const float *plk_logits(plk_context *context, int32_t index); /* by place in the batch; NULL none */
+/* All rows of the last batch, one after the other, and how many; NULL where they lie apart. */
+const float *plk_logits_all(plk_context *context, int32_t *rows);
 const float *plk_embeddings(plk_context *context, int32_t index);
 void plk_synchronize(plk_context *context);
 void plk_cancel(plk_context *context);                     /* from any thread */
@@ -274,6 +276,13 @@ int plk_sampler_new(const plk_model *model, const plk_sampler_params *params, pl
 void plk_sampler_free(plk_sampler *sampler);
 void plk_sampler_reset(plk_sampler *sampler);
 int32_t plk_sample(plk_sampler *sampler, plk_context *context, int32_t index); /* token */
+int32_t plk_sample_all(plk_sampler *sampler, plk_context *context, int32_t *tokens,
+                       int32_t room); /* of every place with logits; count */
+/* Decode a token of each of n sequences and choose the next ones, `steps` times or, with `stop`,
+ * until one of those ends a text. `tokens` has room for steps + 1 rows of n; the first is given.
+ * `done` is how many steps were decoded, also where the status is not 0. */
+int plk_run(plk_sampler *sampler, plk_context *context, int32_t n, const int32_t *seq_id,
+            const int32_t *pos, int32_t *tokens, int32_t steps, int32_t stop, int32_t *done);
 /* cdef end */
 
 #ifdef __cplusplus

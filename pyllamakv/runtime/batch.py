@@ -168,6 +168,11 @@ def _from_feeds(feeds: list[Feed]) -> Arrays:
         elif feed.logits == "last" and length:
             flags[at + length - 1] = 1
         at += length
+    if len(feeds) == 1:
+        # A prompt, or a piece of one: its tokens are used where they lie.
+        only, start, n = feeds[0], starts[0], lengths[0]
+        pos = np.arange(start, start + n, dtype=np.int32)
+        return Arrays(only.tokens, pos, None, np.full(n, only.sequence.id, np.int32), flags)
     empty = np.empty(0, dtype=np.int32)
     follow = (np.arange(a, a + n, dtype=np.int32) for a, n in zip(starts, lengths, strict=True))
     return Arrays(

@@ -21,7 +21,6 @@ from pyllamakv.errors import Unsupported, UsageError
 from pyllamakv.runtime import decoding
 
 if TYPE_CHECKING:
-    from pyllamakv.runtime.batch import Arrays
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.model import Model
     from pyllamakv.runtime.sequence import Sequence
@@ -95,11 +94,14 @@ class Keeper:
         if self._wasted >= self._price:
             self._defrag()
 
-    def heal(self, batch: Arrays | None, number: int = 0) -> bool:
-        """Defragment after a decode that found no cells; True when it may be tried again."""
+    def heal(self, ids: list[int] | tuple[int, ...], n_tokens: int | None = None) -> bool:
+        """Defragment after a decode that found no cells; True when it may be tried again.
+
+        The arguments are those of `decoding.failure`.
+        """
         if self.policy == "never":
             return False
-        error = decoding.failure(self._context, 1, batch, number)
+        error = decoding.failure(self._context, 1, ids, n_tokens)
         return getattr(error, "cause", "") == "fragmented" and self._defrag()
 
     def _look(self) -> None:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from pyllamakv.binding.handle import Handle
 from pyllamakv.binding.protocol import Capability, Status
 from pyllamakv.errors import DecodeError, KvError, NativeError, UsageError
-from pyllamakv.runtime import decoding, generation
+from pyllamakv.runtime import decoding, generation, stepping
 from pyllamakv.runtime.batch import Batch, Feed, lay_out
 from pyllamakv.runtime.compaction import Keeper
 from pyllamakv.runtime.freeing import free_quietly
 from pyllamakv.runtime.kv import KV
 from pyllamakv.runtime.ledger import Ledger
-from pyllamakv.runtime.logits import Logits
+from pyllamakv.runtime.logits import Logits, LogitsRows
 from pyllamakv.runtime.needs import require
 from pyllamakv.runtime.outputs import Outputs
 from pyllamakv.runtime.sequence import Sequence
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     )
     from pyllamakv.runtime.batch import Arrays
     from pyllamakv.runtime.model import Model
-    from pyllamakv.runtime.sampler import Picker
+    from pyllamakv.runtime.sampler import Picker, Sampler
 
 Work = Feed | Batch | Iterable[Feed]
 
@@ -66,7 +66,7 @@ class Context:
         #: Sequences that have streams of their own copy cells where others share them.
         streams = Capability.STREAMS in native.about.capabilities
         self.streams = streams and not params.kv_unified and self.info.n_seq_max > 1
-        self._decode_one = native.decode_one
+        self.decode_one = native.decode_one  # bound once: for every token
         self._taken: set[int] = set()
         self.emptied: tuple[int, ...] = ()  # by a failed decode, where a memory cannot go back
         self._marks = 0
@@ -75,6 +75,7 @@ class Context:
         self.outputs = Outputs()
         #: Defragments by itself, as the policy says.
         self.keeper = Keeper(self, "never")
+        self.group: stepping.Group | None = None  # that stepped last
 
     @property
     def kv(self) -> KV:
@@ -118,6 +119,7 @@ class Context:
     def forget(self, sequence: Sequence) -> None:
         """Take back a closed sequence's id; `Sequence.close` calls this, the turn is held."""
         self._taken.discard(sequence.id)
+        self.group = None
 
     def new_marks(self, n: int) -> int:
         """Reserve marks for ``n`` cells and return the first; the turn is held."""
@@ -143,50 +145,40 @@ class Context:
             self.step(work.sequence, int(work.tokens[0]))
             return
         with self.turn:
-            code, batch = self._run(work)
+            batch = lay_out(self, work)
+            code = self._run(batch, positions=isinstance(work, Batch))
             if code:
-                raise decoding.failure(self, code, batch)
+                raise decoding.failure(self, code, batch.seq.tolist(), len(batch.token))
 
     def try_decode(self, work: Work) -> Status:
         """Decode like `decode`, and return the status where that would raise for 1 and 2."""
         with self.turn:
-            code, batch = self._run(work)
+            batch = lay_out(self, work)
+            code = self._run(batch, positions=isinstance(work, Batch))
             if code not in (0, 1, 2):
-                raise decoding.failure(self, code, batch)
+                raise decoding.failure(self, code, batch.seq.tolist(), len(batch.token))
             return Status(code)
 
     def step(self, sequence: Sequence, token: int) -> None:
         """Decode one token that follows in a sequence, with logits: `decode` at its cheapest."""
-        with self.turn as handle:
-            if sequence.context is not self or not sequence.open:
-                sequence.check(self)
-            token = whole(token)
-            if not 0 <= token < self.n_vocab and self.guard:
-                msg = f"token {token} is out of range: this model has tokens 0..{self.n_vocab - 1}"
-                raise UsageError(msg)
-            ledger, number = sequence.ledger, sequence.id
-            if self.keeper.dirty:
-                self.keeper.before_decode()
-            self.epoch = epoch = self.epoch + 1
-            self.outputs.n = 0
-            pos = ledger.next
-            try:
-                code = self._decode_one(handle, token, pos, number)
-                if code == 1 and self.keeper.heal(None, number):
-                    code = self._decode_one(handle, token, pos, number)
-            except NativeError as error:
-                self._threw(error, (number,))
-                raise
-            if code:
-                self.emptied = decoding.settle(self, (number,))
-                raise decoding.failure(self, code, None, number)
-            ledger.tokens.append(token)
-            ledger.positions.append(pos)
-            ledger.marks.append(self._marks)
-            ledger.next = pos + 1
-            ledger.logits_at, ledger.logits_epoch = 0, epoch
-            self._marks += 1
-            self.outputs.n, self.outputs.flags = 1, None
+        stepping.one(self, sequence, token)
+
+    def step_all(self, sequences: Iterable[Sequence], tokens: Any) -> None:
+        """Decode one token that follows in each of these sequences, in one batch, all with logits.
+
+        Place i is sequence i's, also for `logits_all` and ``pick_all``. Raises as `decode` does.
+        """
+        stepping.each(self, sequences, tokens)
+
+    def advance(
+        self, sequences: Iterable[Sequence], tokens: Any, steps: int, sampler: Sampler
+    ) -> list[list[int]]:
+        """Repeat `step_all` and the sampler's ``pick_all`` ``steps`` times, in one call of C.
+
+        Returns the tokens chosen after each step; decode the last of them next. Ends early after
+        a step that chose an end of generation. When a step fails, those before it stay.
+        """
+        return stepping.advance(self, sequences, tokens, steps, sampler)
 
     def prefill(self, sequence: Sequence, tokens: Any, *, logits: bool = True) -> None:
         """Decode any number of tokens in pieces of n_batch; logits of the very last one.
@@ -230,11 +222,21 @@ class Context:
 
         Raises StaleLogits when there are none, UsageError when that place asked for none.
         """
-        with self.turn:
-            self.outputs.check(index)
-            values = self.native.logits(self.handle, index, self.n_vocab)
-            values.flags.writeable = False
-            return Logits(self, values, self.epoch)
+        with self.turn as handle:
+            outputs = self.outputs
+            if not outputs.every or not -outputs.n <= index < outputs.n:
+                outputs.check(index)
+            return Logits(self, self.native.logits(handle, index, self.n_vocab), self.epoch)
+
+    def logits_all(self) -> LogitsRows:
+        """View the logits (n, n_vocab) of every place of the last batch that has any, in order.
+
+        Raises StaleLogits when there are none.
+        """
+        with self.turn as handle:
+            if not self.outputs.n:
+                self.outputs.count()
+            return LogitsRows(self, self.native.logits_all(handle, self.n_vocab), self.epoch)
 
     @property
     def counters(self) -> Counters:
@@ -271,30 +273,29 @@ class Context:
         state = "closed" if self.closed else f"n_ctx {self.info.n_ctx}"
         return f"<Context {state}, {self.info.n_seq_max} sequences>"
 
-    def _run(self, work: Work) -> tuple[int, Arrays]:
-        batch = lay_out(self, work)
+    def _run(self, batch: Arrays, *, positions: bool) -> int:
         if self.guard:
-            decoding.check_batch(self, batch, positions=isinstance(work, Batch))
+            decoding.check_batch(self, batch, positions=positions)
         if self.keeper.dirty:
             self.keeper.before_decode()
         self.epoch += 1
         self.outputs.n = 0
-        ids = batch.seq.tolist()
         try:
             code = self.native.decode(self.handle, *batch)
-            if code == 1 and self.keeper.heal(batch):
+            if code == 1 and self.keeper.heal(batch.seq.tolist(), len(batch.token)):
                 code = self.native.decode(self.handle, *batch)
         except NativeError as error:
-            self._threw(error, ids)
+            self.threw(error, batch.seq.tolist())
             raise
         if code == 0:
             self._marks = decoding.record(self.ledgers, batch, self._marks, self.epoch)
             self.outputs.take(batch)
         else:
-            self.emptied = decoding.settle(self, ids)
-        return code, batch
+            self.emptied = decoding.settle(self, batch.seq.tolist())
+        return code
 
-    def _threw(self, error: KvError, ids: Iterable[int]) -> None:
+    def threw(self, error: KvError, ids: Iterable[int]) -> None:
+        """Settle what a decode left that threw, and raise DecodeError; the turn is held."""
         if type(error) is NativeError:
             self.emptied = decoding.settle(self, ids)
             raise DecodeError(str(error), code=error.code, log=error.log) from error

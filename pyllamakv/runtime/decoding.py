@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from pyllamakv.errors import (
     Cancelled,
     DecodeError,
@@ -17,6 +19,8 @@ from pyllamakv.runtime import windows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
 
     from pyllamakv.runtime.batch import Arrays
     from pyllamakv.runtime.context import Context
@@ -39,14 +43,12 @@ def check_batch(context: Context, batch: Arrays, *, positions: bool = True) -> N
             "(context.prefill does), or make the context with a larger n_batch"
         )
         raise UsageError(msg)
-    low, high = int(batch.token.min()), int(batch.token.max())
-    if low < 0 or high >= context.n_vocab:
-        bad = low if low < 0 else high
+    bad = outside(batch.token, context.n_vocab)
+    if bad is not None:
         msg = f"token {bad} is out of range: this model has tokens 0..{context.n_vocab - 1}"
         raise UsageError(msg)
-    low, high = int(batch.seq.min()), int(batch.seq.max())
-    if low < 0 or high >= context.info.n_seq_max:
-        bad = low if low < 0 else high
+    bad = outside(batch.seq, context.info.n_seq_max)
+    if bad is not None:
         msg = (
             f"sequence {bad} is out of range: this context has sequences "
             f"0..{context.info.n_seq_max - 1} (n_seq_max)"
@@ -54,6 +56,15 @@ def check_batch(context: Context, batch: Arrays, *, positions: bool = True) -> N
         raise UsageError(msg)
     if positions:
         _check_positions(context, batch)
+
+
+def outside(values: NDArray[np.int32], end: int) -> int | None:
+    """Return a value that is not in 0 <= value < end, None when all are."""
+    # A negative number is a large one without its sign: one pass finds both.
+    if np.maximum.reduce(values.view(np.uint32)) < end:
+        return None
+    low = int(values.min())
+    return low if low < 0 else int(values.max())
 
 
 def _check_positions(context: Context, batch: Arrays) -> None:
@@ -87,24 +98,39 @@ def placed(batch: Arrays) -> Iterable[tuple[int, list[int]]]:
 
 def record(ledgers: Sequence[Ledger], batch: Arrays, mark: int, epoch: int) -> int:
     """Write a decoded batch into the ledgers; return the next free mark."""
-    tokens = batch.token.tolist()
+    tokens, seq = batch.token.tolist(), batch.seq.tolist()
+    end = mark + len(tokens)
     flags = [0] * (len(tokens) - 1) + [1] if batch.logits is None else batch.logits.tolist()
-    for place, (token, flag, (pos, ids)) in enumerate(
-        zip(tokens, flags, placed(batch), strict=True)
-    ):
-        for each in ids:
+    if batch.counts is not None:
+        for place, (token, flag, (pos, ids)) in enumerate(
+            zip(tokens, flags, placed(batch), strict=True)
+        ):
+            for each in ids:
+                ledger = ledgers[each]
+                ledger.append(token, pos, mark + place)
+                ledger.logits_at, ledger.logits_epoch = (place, epoch) if flag else (-1, -1)
+    elif len(seq) > 1 and seq.count(seq[0]) == len(seq):
+        # A piece of one prompt: whole lists, where a long one would take its time one by one.
+        ledger = ledgers[seq[0]]
+        ledger.extend(tokens, batch.pos.tolist(), range(mark, end))
+        ledger.logits_at, ledger.logits_epoch = (len(seq) - 1, epoch) if flags[-1] else (-1, -1)
+    else:
+        places = zip(seq, tokens, batch.pos.tolist(), flags, strict=True)
+        for place, (each, token, pos, flag) in enumerate(places):
             ledger = ledgers[each]
             ledger.append(token, pos, mark + place)
             ledger.logits_at, ledger.logits_epoch = (place, epoch) if flag else (-1, -1)
-    return mark + len(tokens)
+    return end
 
 
-def failure(context: Context, code: int, batch: Arrays | None, number: int = 0) -> KvError:
+def failure(
+    context: Context, code: int, ids: Sequence[int], n_tokens: int | None = None
+) -> KvError:
     """Make the error for a decode that returned ``code``; the context's turn is held.
 
-    ``batch`` None stands for one token of sequence ``number``.
+    ``ids`` has the sequences of each token; ``n_tokens`` None: there is a token for each.
     """
-    n = 1 if batch is None else len(batch.token)
+    n = len(ids) if n_tokens is None else n_tokens
     kept = _kept(context)
     if code == 2:
         msg = f"the decode of {n} tokens was cancelled; {kept}"
@@ -116,8 +142,7 @@ def failure(context: Context, code: int, batch: Arrays | None, number: int = 0) 
     if snapshot is None or not snapshot.streams:
         msg = f"no cells were found for {n} tokens; this build cannot say why; {kept}"
         return NoKVSlot(msg, cause="other", n_tokens=n)
-    counts = Counter([number] if batch is None else batch.seq.tolist())
-    cause, text = _cause(snapshot, n, counts, context)
+    cause, text = _cause(snapshot, n, Counter(ids), context)
     return NoKVSlot(text, cause=cause, n_tokens=n, stats=snapshot.stats)
 
 

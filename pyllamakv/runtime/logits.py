@@ -17,13 +17,8 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
 
 
-class Logits(NDArrayOperatorsMixin):
-    """View the logits (n_vocab,) float32 of one place in the last batch, without a copy.
-
-    Indexing, numpy functions and operators read them; what they return is the caller's own.
-    Every read raises StaleLogits after a later decode, and Closed after the context's end.
-    `copy` gives an array that lasts.
-    """
+class _View(NDArrayOperatorsMixin):
+    """View what a decode left, for as long as it is there."""
 
     __slots__ = ("_context", "_epoch", "_values")
 
@@ -39,7 +34,7 @@ class Logits(NDArrayOperatorsMixin):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return (n_vocab,)."""
+        """Return (n_vocab,), or (n, n_vocab) for all rows."""
         return self._values.shape
 
     @property
@@ -50,16 +45,6 @@ class Logits(NDArrayOperatorsMixin):
     def copy(self) -> NDArray[np.float32]:
         """Return an array of its own, to keep."""
         return self._read().copy()
-
-    def argmax(self) -> int:
-        """Return the most likely token; of equals the lowest."""
-        return int(self._read().argmax())
-
-    def top(self, n: int = 5) -> list[tuple[int, float]]:
-        """Return the ``n`` most likely tokens with their logits, best first."""
-        values = self._read()
-        best = np.argsort(-values, kind="stable")[:n]
-        return [(int(token), float(values[token])) for token in best]
 
     def __len__(self) -> int:
         return len(self._values)
@@ -78,15 +63,51 @@ class Logits(NDArrayOperatorsMixin):
         return np.array(self._read(), dtype=dtype)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        plain = [each._read() if isinstance(each, Logits) else each for each in inputs]
+        plain = [each._read() if isinstance(each, _View) else each for each in inputs]
         return getattr(ufunc, method)(*plain, **kwargs)
 
     def __repr__(self) -> str:
-        return f"<Logits of {len(self)} tokens{', stale' if self.stale else ''}>"
+        return f"<{type(self).__name__} {self.shape}{', stale' if self.stale else ''}>"
 
     def _read(self) -> NDArray[np.float32]:
-        self._context.check()
-        if self._epoch != self._context.epoch:
+        context = self._context
+        if context.closed:
+            context.check()
+        if self._epoch != context.epoch:
             msg = "a later decode has overwritten these logits; read or copy() them before it"
             raise StaleLogits(msg)
         return self._values
+
+
+class Logits(_View):
+    """View the logits (n_vocab,) float32 of one place in the last batch, without a copy.
+
+    Indexing, numpy functions and operators read them; what they return is the caller's own.
+    Every read raises StaleLogits after a later decode, and Closed after the context's end.
+    `copy` gives an array that lasts.
+    """
+
+    __slots__ = ()
+
+    def argmax(self) -> int:
+        """Return the most likely token; of equals the lowest."""
+        return int(self._read().argmax())
+
+    def top(self, n: int = 5) -> list[tuple[int, float]]:
+        """Return the ``n`` most likely tokens with their logits, best first."""
+        values = self._read()
+        best = np.argsort(-values, kind="stable")[:n]
+        return [(int(token), float(values[token])) for token in best]
+
+
+class LogitsRows(_View):
+    """View the logits (n, n_vocab) float32 of all places of the last batch that have any.
+
+    They are read as `Logits` are, and become stale as they do.
+    """
+
+    __slots__ = ()
+
+    def argmax(self) -> NDArray[np.int32]:
+        """Return the most likely token of each row (n,); of equals the lowest."""
+        return np.asarray(self._read().argmax(axis=1), dtype=np.int32)

@@ -43,6 +43,21 @@ def check_params(params: SamplerParams) -> SamplerParams:
     return params
 
 
+def punishes(params: SamplerParams) -> bool:
+    """Tell whether tokens chosen before count."""
+    return params.penalty_last_n > 0 and params.penalty_repeat != 1.0
+
+
+def check_places(params: SamplerParams, n: int) -> None:
+    """Refuse to choose for several places with a memory for one sequence's tokens."""
+    if n > 1 and punishes(params):
+        msg = (
+            f"a sampler with a repetition penalty remembers the tokens of one sequence, and the "
+            f"last batch has {n} places: make one for each, and pick(context, place)"
+        )
+        raise UsageError(msg)
+
+
 class Sampler:
     """Sample in C; ends with its model."""
 
@@ -51,9 +66,11 @@ class Sampler:
             msg = "this build has no sampler in C; use NumpySampler"
             raise Unsupported(msg, "SAMPLER")
         self.params = check_params(params)
+        self._punishes = punishes(params)
         self._native = model.native
         with model.life as raw:
-            self._life: Handle[Any] = Handle(
+            #: Who holds this is choosing.
+            self.life: Handle[Any] = Handle(
                 self._native.sampler_new(raw, params),
                 partial(free_quietly, self._native.sampler_free),
                 "sampler",
@@ -63,18 +80,33 @@ class Sampler:
 
     def pick(self, context: Context, index: int = -1) -> int:
         """Return the token chosen from the logits at ``index`` of the last batch."""
-        with context.turn as raw, self._life as handle:
+        with context.turn as raw, self.life as handle:
             context.outputs.check(index)
             return self._native.sample(handle, raw, index)
 
+    def pick_all(self, context: Context) -> list[int]:
+        """Return a token for each place of the last batch with logits, in order.
+
+        Raises UsageError where a repetition penalty would mix up several sequences.
+        """
+        with context.turn as raw, self.life as handle:
+            n = context.outputs.count()
+            self.check(n)
+            return self._native.sample_all(handle, raw, n)
+
+    def check(self, n: int) -> None:
+        """Refuse to choose for ``n`` sequences where the tokens of one are remembered."""
+        if n > 1 and self._punishes:
+            check_places(self.params, n)
+
     def reset(self) -> None:
         """Forget the tokens so far and start again from the seed."""
-        with self._life as handle:
+        with self.life as handle:
             self._native.sampler_reset(handle)
 
     def close(self) -> None:
         """Free the sampler; further use raises Closed."""
-        self._life.close()
+        self.life.close()
 
     def __enter__(self) -> Sampler:
         return self
@@ -100,17 +132,28 @@ class NumpySampler:
     def pick(self, context: Context, index: int = -1) -> int:
         """Return the token chosen from the logits at ``index`` of the last batch."""
         logits = context.logits(index)
-        plain = self.params.penalty_last_n == 0 or self.params.penalty_repeat == 1.0
-        if self.params.temperature <= 0 and plain:
+        if self.params.temperature <= 0 and not punishes(self.params):
             return logits.argmax()
-        token = self.choose(logits.copy())
+        return self._take(logits.copy())
+
+    def pick_all(self, context: Context) -> list[int]:
+        """Return a token for each place of the last batch with logits, as `Sampler` does."""
+        rows = context.logits_all()
+        check_places(self.params, len(rows))
+        if self.params.temperature <= 0 and not punishes(self.params):
+            found: list[int] = rows.argmax().tolist()
+            return found
+        return [self._take(row) for row in rows.copy()]
+
+    def _take(self, logits: NDArray[np.float32]) -> int:
+        token = self.choose(logits)
         self._last = [*self._last, token][-max(self.params.penalty_last_n, 1) :]
         return token
 
     def choose(self, logits: NDArray[np.float32]) -> int:
         """Return the token chosen from an array of logits, which is changed."""
         params = self.params
-        if params.penalty_last_n and params.penalty_repeat != 1.0 and self._last:
+        if punishes(params) and self._last:
             seen = np.unique(self._last)
             part = logits[seen]
             by = params.penalty_repeat

@@ -292,6 +292,14 @@ const float *plk_logits(plk_context *c, int32_t index) {
             : index < (int32_t) c->params.n_batch && c->outputs ? c->output_of[index] : -1;
     return row < 0 || row >= c->outputs ? NULL : c->logits + (size_t) row * N_VOCAB;
 }
+const float *plk_logits_all(plk_context *c, int32_t *rows) {
+    *rows = c->outputs;
+#ifdef FAKE_APART
+    return NULL;
+#else
+    return c->outputs ? c->logits : NULL;
+#endif
+}
 const float *plk_embeddings(plk_context *c, int32_t index) { (void) c, (void) index; return NULL; }
 void plk_synchronize(plk_context *c) { (void) c; }
 void plk_cancel(plk_context *c) { c->cancelled = 1; }
@@ -445,4 +453,32 @@ int32_t plk_sample(plk_sampler *sampler, plk_context *context, int32_t index) {
     for (int32_t v = 1; v < N_VOCAB; v++) if (row[v] > row[best]) best = v;
     sampler->taken++;
     return best;
+}
+int32_t plk_sample_all(plk_sampler *sampler, plk_context *context, int32_t *tokens, int32_t room) {
+    if (room < context->outputs) return fail(PLK_EINVAL, "room");
+    if (!context->outputs) return fail(PLK_EINVAL, "no logits at all");
+    for (int i = 0; i < context->outputs; i++)
+        tokens[i] = plk_sample(sampler, context, i - context->outputs);
+    return context->outputs;
+}
+int plk_run(plk_sampler *sampler, plk_context *context, int32_t n, const int32_t *seq_id,
+            const int32_t *pos, int32_t *tokens, int32_t steps, int32_t stop, int32_t *done) {
+    int32_t at[64];
+    int8_t all[64];
+    if (n > 64) return fail(PLK_EINVAL, "too many for the fake");
+    memcpy(at, pos, (size_t) n * sizeof *at);
+    memset(all, 1, sizeof all);
+    for (*done = 0; *done < steps;) {
+        plk_batch b = { sizeof b, n, tokens, at, NULL, seq_id, all };
+        int code = plk_decode(context, &b);
+        if (code) return code;
+        ++*done;
+        tokens += n;
+        plk_sample_all(sampler, context, tokens, n);
+        for (int i = 0; i < n; i++) {
+            at[i]++;
+            if (stop && tokens[i] == EOS) return 0;
+        }
+    }
+    return 0;
 }

@@ -152,9 +152,17 @@ class SimulatedNative(SimulatedModels):
         one = [np.array([n], dtype=np.int32) for n in (token, pos, seq_id)]
         return self.decode(context, one[0], one[1], None, one[2], np.ones(1, dtype=np.int8))
 
+    def decode_each(self, context: int, token, pos, seq_id) -> int:
+        arrays = [np.array(part, dtype=np.int32) for part in (token, pos, seq_id)]
+        flags = np.ones(len(token), dtype=np.int8)
+        return self.decode(context, arrays[0], arrays[1], None, arrays[2], flags)
+
     def logits(self, context: int, index: int, n_vocab: int) -> np.ndarray:
         c = self._get(context)
         return c.logits[index if index < 0 else c.places.index(index)]
+
+    def logits_all(self, context: int, n_vocab: int) -> np.ndarray:
+        return np.stack(self._get(context).logits)
 
     def cancel(self, context: int) -> None:
         self._get(context).cancelled = True
@@ -254,6 +262,22 @@ class SimulatedNative(SimulatedModels):
     def sample(self, sampler: int, context: int, index: int) -> int:
         self._get(sampler)
         return int(self.logits(context, index, N_VOCAB).argmax())
+
+    def sample_all(self, sampler: int, context: int, room: int) -> list[int]:
+        self._get(sampler)
+        return self.logits_all(context, N_VOCAB).argmax(axis=1).tolist()
+
+    def run(self, sampler, context, token, pos, seq_id, steps, stop):
+        rows: list[list[int]] = []
+        for step in range(steps):
+            code = self.decode_each(context, token, [p + step for p in pos], seq_id)
+            if code:
+                return code, rows
+            token = self.sample_all(sampler, context, len(seq_id))
+            rows.append(token)
+            if stop and 2 in token:
+                break
+        return 0, rows
 
     # underneath
 

@@ -236,6 +236,24 @@ static void check_sampler(plk_model *model, plk_context *c) {
     }
     CHECK(plk_sample(greedy, c, -1) == best && plk_sample(greedy, c, 0) == best);
     CHECK(plk_sample(greedy, c, 1) == PLK_EINVAL);
+    /* Three sequences in one batch: every row lies where it is looked for. */
+    const int32_t token[3] = {3, 4, 5}, pos[3] = {1, 0, 0}, seq[3] = {0, 1, 2};
+    const int8_t logits[3] = {1, 0, 1};
+    plk_batch batch = {.size = sizeof batch, .n_tokens = 3, .token = token, .pos = pos,
+                       .seq_id = seq, .logits = logits};
+    CHECK(plk_decode(c, &batch) == 0);
+    int32_t rows = 0, chosen[2] = {-1, -1};
+    const float *all = plk_logits_all(c, &rows);
+    CHECK(rows == 2 && all == plk_logits(c, 0) && all + info.n_vocab == plk_logits(c, 2));
+    CHECK(plk_sample_all(greedy, c, chosen, 1) == PLK_EINVAL);
+    CHECK(plk_sample_all(greedy, c, chosen, 2) == 2);
+    CHECK(chosen[0] == plk_sample(greedy, c, 0) && chosen[1] == plk_sample(greedy, c, 2));
+    /* Two steps of two sequences are two batches, each with what the one before it chose. */
+    int32_t run[6] = {5, 6}, next[2] = {2, 1}, ids[2] = {0, 2}, done = -1;
+    CHECK(plk_run(greedy, c, 2, ids, next, run, 2, 0, &done) == 0 && done == 2);
+    CHECK(plk_seq_pos_max(c, 0) == 3 && plk_seq_pos_max(c, 2) == 2);
+    CHECK(plk_sample(greedy, c, 0) == run[4] && plk_sample(greedy, c, 1) == run[5]);
+    CHECK(plk_run(greedy, c, 2, ids, next, run, 0, 0, &done) == PLK_EINVAL);
     plk_sampler_free(greedy);
 }
 

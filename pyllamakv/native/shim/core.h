@@ -35,6 +35,7 @@ struct plk_context {
 
     // The abort callback runs in llama.cpp's threads, plk_cancel in any.
     std::atomic<bool> cancel{false};
+    bool going = false; // a cancel between two decodes of plk_run counts for the second
     std::atomic<bool> armed{false}; // a poll outside a decode must not abort a shift or a move
     std::atomic<int64_t> limit{-1};
     std::atomic<int64_t> polls{0};

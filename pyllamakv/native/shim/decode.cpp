@@ -51,7 +51,9 @@ struct Armed {
     plk_context &c;
     explicit Armed(plk_context &context) : c(context) {
         c.polls.store(0);
-        c.cancel.store(false);
+        if (!c.going) {
+            c.cancel.store(false);
+        }
         c.armed.store(!c.guard || plk::rollback::abortable);
     }
     ~Armed() { c.armed.store(false); }
@@ -191,6 +193,33 @@ const float *plk_logits(plk_context *context, int32_t index) {
         return row ? PLK_OK : plk::refuse(PLK_EINVAL, "this context computes no logits");
     });
     return row;
+}
+
+const float *plk_logits_all(plk_context *context, int32_t *rows) {
+    const float *first = nullptr;
+    plk::guarded([&]() -> int {
+        if (plk::need(context) != PLK_OK || rows == nullptr) {
+            return plk::refuse(PLK_EINVAL, "the context or rows is NULL");
+        }
+        *rows = 0;
+        const std::vector<int32_t> &outputs = context->outputs;
+        const auto width = static_cast<size_t>(context->model->info.n_vocab);
+        bool together = true;
+        // Releases order rows differently when sequences are split over micro-batches: look.
+        for (size_t i = 0; i < outputs.size(); ++i) {
+            const float *row = llama_get_logits_ith(context->ctx, outputs[i]);
+            if (row == nullptr) {
+                first = nullptr;
+                return plk::refuse(PLK_EINVAL, "this context computes no logits");
+            }
+            first = i == 0 ? row : first;
+            together = together && row == first + i * width;
+        }
+        *rows = static_cast<int32_t>(outputs.size());
+        first = together ? first : nullptr;
+        return outputs.empty() ? plk::refuse(PLK_EINVAL, "the last decode kept no logits") : PLK_OK;
+    });
+    return first;
 }
 
 const float *plk_embeddings(plk_context *context, int32_t index) {

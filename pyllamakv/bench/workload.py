@@ -1,0 +1,70 @@
+"""Say what the decode loops do, and what a round of one gave."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from pyllamakv.errors import HarnessError
+
+Kind = Literal["greedy", "logits", "prompt"]
+
+#: The pieces that a prompt is decoded in.
+PIECE = 128
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Describe a loop: ``steps`` tokens in each of ``sequences``, or a prompt of ``steps`` tokens.
+
+    ``greedy`` goes on with the most likely token, ``logits`` reads the first logit of each place.
+    ``peers`` are the ways of llama-cpp-python that it is compared with.
+    """
+
+    name: str
+    kind: Kind
+    sequences: int
+    steps: int
+    peers: tuple[str, ...]
+    #: How many steps our side makes in a call (`Context.advance`); 0: one, with its own lines.
+    burst: int = 0
+
+    @property
+    def n_batch(self) -> int:
+        """Return the tokens of one batch."""
+        return PIECE if self.kind == "prompt" else self.sequences
+
+    @property
+    def n_ctx(self) -> int:
+        """Return the cells that all of it needs."""
+        return self.sequences * self.steps
+
+    @property
+    def tokens(self) -> list[int]:
+        """Return the first token of each sequence, or the prompt."""
+        n = self.steps if self.kind == "prompt" else self.sequences
+        return [3 + 7 * i % 250 for i in range(n)]
+
+
+@dataclass(frozen=True)
+class Round:
+    """Hold the seconds of one round, and its result: the last tokens, or the last logit read."""
+
+    seconds: float
+    result: list[float]
+
+
+Runner = Callable[[], Round]
+
+
+def check_same(name: str, mine: Round, other: Round) -> None:
+    """Refuse to compare two loops that did not compute the same."""
+    pairs = zip(mine.result, other.result, strict=False)
+    same = len(mine.result) == len(other.result) and all(
+        math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-4) for a, b in pairs
+    )
+    if not same:
+        msg = f"{name}: the loops did different work: {mine.result} and {other.result}"
+        raise HarnessError(msg)
