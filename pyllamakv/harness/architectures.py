@@ -84,16 +84,16 @@ def _ones(n: int, value: float = 1.0) -> Tensor:
 
 
 def _attention(shape: Shape, draw: Draw) -> Tensors:
-    width, head = shape.n_embd, shape.n_embd // shape.n_head
-    kv = head * max(shape.n_head_kv, 1)
+    width, head = shape.n_embd, _head(shape)
+    inner, kv = head * shape.n_head, head * max(shape.n_head_kv, 1)
     return {
         "attn_norm.weight": _ones(width),
         # Attention neither flat (damage would average out) nor on one cell alone (damage
         # elsewhere would not show).
-        "attn_q.weight": draw.matrix(width, width, scale=1.3),
+        "attn_q.weight": draw.matrix(inner, width, scale=1.3),
         "attn_k.weight": draw.matrix(kv, width, scale=1.3),
         "attn_v.weight": draw.matrix(kv, width, scale=2.0),
-        "attn_output.weight": draw.matrix(width, width, scale=3.0 * _gain(shape)),
+        "attn_output.weight": draw.matrix(width, inner, scale=3.0 * _gain(shape)),
     }
 
 
@@ -107,8 +107,15 @@ def _forward(shape: Shape, draw: Draw) -> Tensors:
     }
 
 
+def _head(shape: Shape) -> int:
+    return shape.head or shape.n_embd // shape.n_head
+
+
 def _llama_keys(shape: Shape) -> dict[str, Any]:
-    return {"rope.dimension_count": shape.n_embd // shape.n_head}
+    keys = {"rope.dimension_count": _head(shape)}
+    if shape.head:
+        keys |= {"attention.key_length": shape.head, "attention.value_length": shape.head}
+    return keys
 
 
 def _llama(shape: Shape, draw: Draw, _: int) -> Tensors:

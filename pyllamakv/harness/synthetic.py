@@ -35,7 +35,8 @@ BYTE_OFFSET = 3
 class Shape:
     """Describe a model to generate; widths are counted in elements.
 
-    ``n_embd / n_head * n_head_kv`` (a K or V row) is a multiple of 32, a block of q8_0 and q4_0.
+    A head is ``n_embd / n_head`` wide, of a llama ``head`` where that is not 0. ``n_head_kv`` heads
+    (a K or V row) are a multiple of 32, a block of q8_0 and q4_0.
     ``vocab`` is "none" (token ids only) or "bytes" (SentencePiece with one token per byte).
     ``window`` is how many positions a sliding layer sees.
     """
@@ -52,11 +53,15 @@ class Shape:
     seed: int = 20261120
     architecture: str = "llama"
     window: int = 0
+    head: int = 0
 
     @property
     def digest(self) -> str:
         """Return what tells this shape, as this module writes it, from every other."""
-        text = json.dumps([GENERATOR, asdict(self)], sort_keys=True)
+        facts = asdict(self)
+        if not self.head:
+            del facts["head"]  # which files had names before there was such a width
+        text = json.dumps([GENERATOR, facts], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
