@@ -15,6 +15,9 @@ run; brackets are the 95 % confidence interval of a median over interleaved pair
 drift with the machine: read the ratios. A figure that missed its target says so.
 """
 
+#: The columns of a table of figures that have no columns of their own.
+HEADINGS = ("what", "measured", "target", "", "limit", "how")
+
 
 def read(path: Path) -> list[Figure]:
     """Return the figures kept beside a document, none when there are none yet."""
@@ -35,20 +38,36 @@ def merge(old: list[Figure], new: list[Figure]) -> list[Figure]:
 def render(figures: list[Figure]) -> str:
     """Return the document's text."""
     parts = [HEAD]
-    group = measured = ""
-    for figure in figures:
-        if figure.group != group:
-            group = figure.group
-            measured = figure.measured
-            parts.append(f"\n## {group}\n\nMeasured {measured}.\n")
-            parts.append("| what | measured | target | | limit | how |\n|---|---|---|---|---|---|")
-        met = {None: "", True: "met", False: "**missed**"}[figure.met]
-        how = figure.how
-        if figure.measured != measured:
-            how += f" (measured {figure.measured})"
-        cells = (figure.name, figure.value, figure.target, met, figure.limit, how)
-        parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    for group in dict.fromkeys(figure.group for figure in figures):
+        members = [figure for figure in figures if figure.group == group]
+        parts.append(f"\n## {group}\n\nMeasured {members[0].measured}.")
+        plain = [figure for figure in members if not figure.row]
+        if plain:
+            lines = [_line(figure, members[0].measured) for figure in plain]
+            parts.append(_table(list(HEADINGS), lines))
+        for title in dict.fromkeys(figure.table for figure in members if figure.row):
+            rows = [figure.row for figure in members if figure.row and figure.table == title]
+            columns = list(dict.fromkeys(name for row in rows for name in row))
+            parts.append(f"\n{title}" if title else "")
+            parts.append(_table(columns, [[row.get(name, "") for name in columns] for row in rows]))
     return "\n".join(parts) + "\n"
+
+
+def _line(figure: Figure, measured: str) -> list[str]:
+    met = {None: "", True: "met", False: "**missed**"}[figure.met]
+    how = figure.how
+    if figure.measured != measured:
+        how += f" (measured {figure.measured})"
+    return [figure.name, figure.value, figure.target, met, figure.limit, how]
+
+
+def _table(columns: list[str], rows: list[list[str]]) -> str:
+    lines = ["", _row(columns), "|" + "---|" * len(columns), *map(_row, rows)]
+    return "\n".join(lines)
+
+
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def write(path: Path, figures: list[Figure]) -> None:

@@ -17,6 +17,9 @@ class Figure:
 
     ``value`` is text with its unit and bounds, ``target`` what was promised or empty, ``met``
     whether it holds, ``limit`` the physical limit beside it, ``data`` the raw numbers.
+
+    A figure with a ``row`` is a row of a table of its own: ``table`` is what stands above it, the
+    same for all its rows, and ``row`` has a text per column.
     """
 
     group: str
@@ -28,6 +31,8 @@ class Figure:
     how: str = ""
     data: dict[str, Any] = field(default_factory=dict)
     measured: str = ""
+    table: str = ""
+    row: dict[str, str] = field(default_factory=dict)
 
     def dated(self, command: str) -> Figure:
         """Return the figure with day, machine and command filled in."""

@@ -13,11 +13,12 @@ from pyllamakv.errors import UsageError
 
 app = typer.Typer(add_completion=False)
 
-#: Group -> whether it runs when no group is named; `whole` takes minutes, `every` an hour.
+#: Group -> whether it runs when no group is named; `grid` and `every` take most of an hour.
 GROUPS = {
     "calls": True,
     "loop": True,
     "moving": True,
+    "grid": False,
     "sparse": False,
     "whole": False,
     "every": False,
@@ -27,22 +28,27 @@ GROUPS = {
 @app.command()
 def bench(
     groups: list[str] = typer.Argument(
-        None, help="calls, loop, moving, sparse, whole, every; the first three if none."
+        None, help="calls, loop, moving, grid, sparse, whole, every; the first three if none."
     ),
     write: Path = typer.Option(None, help="Write the figures into this document and its JSON."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
-    """Measure ratios side by side; `whole` builds a release twice, `every` judges all of them."""
+    """Measure ratios side by side.
+
+    `moving` defragments caches of some kinds, `grid` of all kinds; `whole` builds a release twice,
+    `every` judges all of them.
+    """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from pyllamakv.bench import calls, document, every, loop, moving, sparse, whole
+    from pyllamakv.bench import calls, document, every, grid, loop, moving, sparse, whole
     from pyllamakv.bench.figure import Figure
 
     measures = {
         "calls": calls,
         "loop": loop,
         "moving": moving,
+        "grid": grid,
         "sparse": sparse,
         "whole": whole,
         "every": every,

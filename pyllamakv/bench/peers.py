@@ -1,0 +1,104 @@
+"""Compare a complete defragmentation with what there is without the patch."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import pyllamakv
+from pyllamakv.bench import workloads
+from pyllamakv.bench.carving import ALL, Carver
+from pyllamakv.bench.figure import Figure
+from pyllamakv.bench.measure import Pairs, clock, interleave
+from pyllamakv.bench.rounds import check, complete
+from pyllamakv.bench.stands import context, model
+from pyllamakv.bench.workloads import Cache
+from pyllamakv.errors import Untestable
+from pyllamakv.runtime.memory import available_bytes
+
+Tick = Callable[[], None]
+
+
+def passes(group: str, cache: Cache, tick: Tick, release: str, pairs: int = 10) -> Figure:
+    """Compare with stock, asked again and again until nothing more moves."""
+    mask = workloads.live("alternate", cache.cells)
+    name = f"alternate cells, stock's own passes over ours: {_what(cache)}"
+    reason = cache.skipped(available_bytes())
+    if reason:
+        return Figure(group, name, reason)
+    with (
+        pyllamakv.open(f"{release}+stock") as stock,
+        pyllamakv.open(f"{release}+patched") as patched,
+        stock.load_model(model(cache.shape)) as stock_model,
+        patched.load_model(model(cache.shape)) as patched_model,
+        context(stock_model, cache) as stock_context,
+        context(patched_model, cache) as patched_context,
+    ):
+        stock_carver, patched_carver = Carver(stock_context), Carver(patched_context)
+
+        def theirs() -> float:
+            stock_carver.carve(mask)
+            seconds = 0.0
+            while stock_context.kv.stats.used_max > mask.sum():
+                report = stock_context.kv.defrag()
+                if not report.cells:
+                    break
+                seconds += report.seconds
+            check(stock_context, mask)
+            return seconds
+
+        def ours() -> float:
+            patched_carver.carve(mask)
+            return complete(patched_context, mask)
+
+        return _figure(group, name, interleave(theirs, ours, pairs=pairs, progress=tick))
+
+
+def saved(group: str, cache: Cache, tick: Tick, spec: str, pairs: int = 10) -> Figure:
+    """Compare with saving the sequence, removing it and restoring it, which any library can."""
+    mask = workloads.live("alternate", cache.cells)
+    name = f"alternate cells, saved and restored over ours: {_what(cache)}"
+    reason = cache.skipped(available_bytes())
+    if reason:
+        return Figure(group, name, reason)
+    with (
+        pyllamakv.open(spec) as library,
+        library.load_model(model(cache.shape)) as loaded,
+        context(loaded, cache) as made,
+    ):
+        carver = Carver(made)
+
+        def theirs() -> float:
+            carver.carve(mask)
+            seconds = clock(lambda: _restore(made))
+            check(made, mask)
+            return seconds
+
+        def ours() -> float:
+            carver.carve(mask)
+            return complete(made, mask)
+
+        return _figure(group, name, interleave(theirs, ours, pairs=pairs, progress=tick))
+
+
+def _restore(made: pyllamakv.Context) -> None:
+    native, handle = made.native, made.handle
+    state = native.state_save(handle, ALL)
+    native.seq_rm(handle, ALL, -1, -1)
+    if native.state_load(handle, ALL, state) != len(state):
+        msg = "the library refused to restore the sequence that it saved"
+        raise Untestable(msg)
+
+
+def _what(cache: Cache) -> str:
+    return f"{cache.shape}, {cache.cells} cells, {cache.setting.name}"
+
+
+def _figure(group: str, name: str, found: Pairs) -> Figure:
+    return Figure(
+        group,
+        name,
+        f"{found.ratio.format(1)} x {statistics.median(found.second) * 1e3:.1f} ms",
+        how=f"{len(found.first)} interleaved pairs",
+        data={"theirs": found.first, "ours": found.second},
+    )
