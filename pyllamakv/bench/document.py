@@ -73,6 +73,8 @@ def _row(cells: list[str]) -> str:
 def write(path: Path, figures: list[Figure]) -> None:
     """Write the document and the JSON beside it."""
     merged = merge(read(path), figures)
-    kept = {"figures": [asdict(figure) for figure in merged]}
-    path.with_suffix(".json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    # A line per figure: some have hundreds of numbers.
+    lines = ",\n".join(json.dumps(asdict(figure)) for figure in merged)
+    text = f'{{"figures": [\n{lines}\n]}}\n'
+    path.with_suffix(".json").write_text(text, encoding="utf-8")
     path.write_text(render(merged), encoding="utf-8")

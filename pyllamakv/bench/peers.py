@@ -54,7 +54,7 @@ def passes(group: str, cache: Cache, tick: Tick, release: str, pairs: int = 10) 
         return _figure(group, name, interleave(theirs, ours, pairs=pairs, progress=tick))
 
 
-def saved(group: str, cache: Cache, tick: Tick, spec: str, pairs: int = 10) -> Figure:
+def saved(group: str, cache: Cache, tick: Tick, spec: str, pairs: int = 5) -> Figure:
     """Compare with saving the sequence, removing it and restoring it, which any library can."""
     mask = workloads.live("alternate", cache.cells)
     name = f"alternate cells, saved and restored over ours: {_what(cache)}"

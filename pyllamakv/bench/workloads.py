@@ -28,7 +28,7 @@ PATTERNS = ("alternate", "random 10 %", "random 50 %", "random 90 %", "runs of 1
 CELLS = (4096, 16384, 65536, 131072)
 
 #: Bytes beside the cache and its like: the library, a piece of state, the compute buffers.
-BESIDE = 1 << 30
+BESIDE = 2 << 30
 
 
 @dataclass(frozen=True)
