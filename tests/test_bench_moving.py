@@ -19,7 +19,6 @@ from pyllamakv.bench import (
     limits,
     moving,
     peers,
-    planning,
     rounds,
     stands,
     summary,
@@ -208,11 +207,6 @@ def test_no_compiler_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setattr("shutil.which", lambda _: None)
     with pytest.raises(Untestable, match="install gcc or clang"):
         compiled.load("limits.c", tmp_path)
-
-
-def test_header_of_the_plan_is_found() -> None:
-    """The patches of the series bring the header that the plan is in."""
-    assert b"make_plan" in planning.header()
 
 
 @pytest.mark.native

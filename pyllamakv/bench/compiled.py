@@ -1,4 +1,4 @@
-"""Compile what a benchmark compares with: small C and C++ files beside this one."""
+"""Compile what a benchmark compares with: small C files beside this one."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from pathlib import Path
 from pyllamakv.errors import Untestable
 
 NATIVE = Path(__file__).parent / "native"
-_COMPILERS = {".c": ("cc", "gcc", "clang"), ".cpp": ("c++", "g++", "clang++")}
+_COMPILERS = ("cc", "gcc", "clang")
 
 
-def load(name: str, folder: Path, *, include: Path = NATIVE) -> ctypes.CDLL:
+def load(name: str, folder: Path) -> ctypes.CDLL:
     """Compile ``bench/native/NAME`` into ``folder`` and load it.
 
     Raises Untestable where there is no compiler, or the file does not compile.
     """
     source = NATIVE / name
-    found = [path for each in _COMPILERS[source.suffix] if (path := shutil.which(each))]
+    found = [path for each in _COMPILERS if (path := shutil.which(each))]
     if not found:
         msg = f"no compiler for {name}: install gcc or clang"
         raise Untestable(msg)
     library = folder / f"{source.stem}.so"
-    command = [found[0], "-O3", "-shared", "-fPIC", "-I", str(include), str(source)]
+    command = [found[0], "-O3", "-shared", "-fPIC", str(source)]
     command += ["-o", str(library)]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL

@@ -49,7 +49,7 @@ def passes(group: str, cache: Cache, tick: Tick, release: str, pairs: int = 10) 
 
         def ours() -> float:
             patched_carver.carve(mask)
-            return complete(patched_context, mask)
+            return complete(patched_context, mask).seconds
 
         return _figure(group, name, interleave(theirs, ours, pairs=pairs, progress=tick))
 
@@ -76,7 +76,7 @@ def saved(group: str, cache: Cache, tick: Tick, spec: str, pairs: int = 5) -> Fi
 
         def ours() -> float:
             carver.carve(mask)
-            return complete(made, mask)
+            return complete(made, mask).seconds
 
         return _figure(group, name, interleave(theirs, ours, pairs=pairs, progress=tick))
 

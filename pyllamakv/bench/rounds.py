@@ -17,6 +17,7 @@ from pyllamakv.bench.measure import MINIMUM_PAIRS, Interval, interval
 from pyllamakv.bench.workloads import Cache, Live
 from pyllamakv.errors import Untestable
 from pyllamakv.runtime.context import Context
+from pyllamakv.runtime.kv import DefragReport
 
 #: The mover of the patch that does what the published algorithm does: graphs of copies of rows.
 VARIABLE, PUBLISHED = "LLAMA_KV_DEFRAG_MOVER", "graph"
@@ -32,8 +33,8 @@ class Measured:
     """Hold what was measured of one workload; seconds per round, in the order of the rounds.
 
     The published algorithm is slow: ``published`` may have fewer rounds than the others, the first
-    ones. ``skipped`` says why there is nothing. ``plan`` is counted within ours, or timed alone
-    where the build does not count it; ``scratch`` are bytes beyond the cache, 0 where unknown.
+    ones. ``skipped`` says why there is nothing. ``plan`` is a part of ours, and ``scratch`` are the
+    most bytes beyond the cache that ours needed; empty and 0 where the build does not count them.
     """
 
     cache: Cache
@@ -80,24 +81,20 @@ def ratio(first: list[float], second: list[float]) -> Interval:
 
 
 class Stand:
-    """Hold what a cache is measured with: its context, memory like it, and a plan by itself."""
+    """Hold what a cache is measured with: its context, and a block of memory like it."""
 
     def __init__(
         self,
         cache: Cache,
         context: Context,
         block: Limits,
-        plan: Callable[[Live], float],
         *,
         budget: float,
         tick: Tick,
     ) -> None:
-        self.cache, self.context, self.block, self.plan = cache, context, block, plan
+        self.cache, self.context, self.block = cache, context, block
         self.budget, self.tick = budget, tick
         self.carver = Carver(context)
-        if not context.info.defrag:
-            msg = f"{context.native.about.variant} cannot defragment this cache"
-            raise Untestable(msg)
 
     def measure(self, pattern: str) -> Measured:
         """Measure a pattern: thirty rounds where they fit into twice the budget, at least five.
@@ -125,13 +122,13 @@ class Stand:
             for step in reversed(now) if number % 2 else now:
                 step()
             self.tick()
-        found.scratch = int(getattr(self.context.counters, "scratch_bytes", 0))
         return found
 
     def _moves(self, found: Measured, mask: Live) -> limits.Table:
         self.carver.carve(mask)
         before = self.context.kv.snapshot()
-        complete(self.context, mask)  # not timed: the first one pays for what is needed once
+        # Not timed: the first one pays for what is needed once. No other mover has been there yet.
+        found.scratch = complete(self.context, mask).scratch or 0
         moves = before.moves_to(self.context.kv.snapshot())
         runs = limits.table(moves)
         found.moves, found.bytes = len(runs), moves.cells * self.cache.cell
@@ -139,16 +136,15 @@ class Stand:
 
     def _ours(self, found: Measured, mask: Live) -> None:
         self.carver.carve(mask)
-        before = _planned(self.context)
-        found.ours.append(complete(self.context, mask))
-        after = _planned(self.context)
-        alone = before is None or after is None
-        found.plan.append(self.plan(mask) if alone else after - before)
+        report = complete(self.context, mask)
+        found.ours.append(report.seconds)
+        if report.plan_seconds is not None:
+            found.plan.append(report.plan_seconds)
 
     def _published(self, found: Measured, mask: Live) -> None:
         self.carver.carve(mask)
         with mover(PUBLISHED):
-            found.published.append(complete(self.context, mask))
+            found.published.append(complete(self.context, mask).seconds)
 
     def _memory(self, found: Measured, runs: limits.Table) -> None:
         found.strided.append(self.block.strided(runs))
@@ -169,11 +165,11 @@ def mover(name: str) -> Iterator[None]:
             os.environ[VARIABLE] = kept
 
 
-def complete(context: Context, mask: Live) -> float:
-    """Defragment and return the seconds; raises Untestable when cells do not lie together."""
-    seconds = context.kv.defrag().seconds
+def complete(context: Context, mask: Live) -> DefragReport:
+    """Defragment; raises Untestable when the live cells do not lie together afterwards."""
+    report = context.kv.defrag(fallback=False)
     check(context, mask)
-    return seconds
+    return report
 
 
 def check(context: Context, mask: Live) -> None:
@@ -182,7 +178,3 @@ def check(context: Context, mask: Live) -> None:
     if (stats.used, stats.used_max) != (used, used):
         msg = f"of {used} live cells, {stats.used} lie below {stats.used_max} after all moves"
         raise Untestable(msg)
-
-
-def _planned(context: Context) -> Any:
-    return getattr(context.counters, "plan_seconds", None)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pyllamakv
 from pyllamakv.bench import compiled, workloads
 from pyllamakv.bench.limits import Limits
-from pyllamakv.bench.planning import Planner
 from pyllamakv.bench.rounds import Measured, Stand
 from pyllamakv.bench.workloads import Cache
 from pyllamakv.harness import synthetic
@@ -48,7 +47,7 @@ def measure(
     """
     found: list[Measured] = []
     with tempfile.TemporaryDirectory(prefix="pyllamakv-bench-") as folder, ExitStack() as opened:
-        limits, planner = compiled.load("limits.c", Path(folder)), Planner()
+        limits = compiled.load("limits.c", Path(folder))
         library = opened.enter_context(pyllamakv.open(spec))
         models: dict[str, pyllamakv.Model] = {}
         for cache, patterns in plan:
@@ -59,6 +58,6 @@ def measure(
             if cache.shape not in models:
                 models[cache.shape] = opened.enter_context(library.load_model(model(cache.shape)))
             with context(models[cache.shape], cache) as made, Limits(limits, cache) as block:
-                stand = Stand(cache, made, block, planner, budget=budget, tick=tick)
+                stand = Stand(cache, made, block, budget=budget, tick=tick)
                 found += [stand.measure(pattern) for pattern in patterns]
     return found

@@ -123,6 +123,7 @@ def _share(group: str, found: list[Measured]) -> list[Figure]:
     def share(each: Measured) -> float:
         return statistics.median(each.plan) / statistics.median(each.ours)
 
+    found = [each for each in found if each.plan]
     if not found:
         return []
     worst = max(found, key=share)
