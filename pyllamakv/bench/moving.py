@@ -52,7 +52,8 @@ def later(tick: Tick, release: str = LATER) -> list[Figure]:
     try:
         found = stands.measure(LATER_PLAN, tick, spec=spec, budget=BUDGET / 2)
     except KvError as error:
-        return [Figure(group, spec, f"skipped: {str(error).splitlines()[0]}")]
+        reason, _, _ = str(error).partition(";")
+        return [Figure(group, spec, f"skipped: {reason}")]
     return [
         *summary.targets(group, found),
         *(peers.saved(group, cache, tick, spec) for cache, _ in LATER_PLAN),
