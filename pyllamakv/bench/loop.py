@@ -2,7 +2,8 @@
 
 All sides decode the same tokens with one thread, and must come to the same tokens or logits. Plain
 C and llama-cpp-python run on the ordinary libraries of the variant, whose objects are those of our
-own library. Upstream's batched-bench is left out: the builds have upstream's tools off, and it
+own library. The clock is the CPU time of the one thread, which other programs disturb least.
+Upstream's batched-bench is left out: the builds have upstream's tools off, and it
 times what the loop in C does, decoding several sequences at once, without choosing tokens.
 """
 
@@ -115,7 +116,7 @@ def beside_c(work: Workload, model: Path, pairs: Pairs) -> Figure:
         f">= {SHARE}" if asked else "",
         speed.low >= SHARE if asked else None,
         f"{per_step(work, pairs.first).median:.0f} us in plain C, its sampling included",
-        f"{len(pairs.first)} interleaved pairs of {_round(work)}, {model.stem}, 1 thread",
+        f"{len(pairs.first)} pairs of {_round(work)} in turn, {model.stem}, CPU time of 1 thread",
         {"c": pairs.first, "python": pairs.second},
     )
 

@@ -70,9 +70,11 @@ def _loop(
         return list(map(float, tokens))
 
     def bursts() -> list[float]:
-        tokens = first
-        for _ in range(work.steps // work.burst):
-            tokens = context.advance(sequences, tokens, work.burst, sampler)[-1]
+        tokens, left = first, work.steps
+        while left:
+            # Fewer where a text ends, which the other loops do not look for.
+            rows = context.advance(sequences, tokens, min(work.burst, left), sampler)
+            tokens, left = rows[-1], left - len(rows)
         return list(map(float, tokens))
 
     def greedy_one() -> list[float]:

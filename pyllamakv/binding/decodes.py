@@ -48,10 +48,12 @@ class Scratch:
     """Keep what calls on one context use again and again: one thread at a time."""
 
     __slots__ = (
-        "batch", "cells", "each", "model", "n_vocab", "place", "rows", "tokens", "view", "words"
+        "batch", "cells", "each", "model", "n_vocab", "place",
+        "raw", "rows", "tokens", "view", "words",
     )  # fmt: skip
 
-    def __init__(self, model: int, n_vocab: int, n_seq_max: int) -> None:
+    def __init__(self, raw: Any, model: int, n_vocab: int, n_seq_max: int) -> None:
+        self.raw = raw
         self.model = model
         self.n_vocab = n_vocab
         self.words = max(1, (n_seq_max + 63) // 64)
@@ -144,44 +146,43 @@ class Decodes(Models):
         seq_id: tuple[int, ...],
     ) -> int:
         """Run one token of each of several sequences, all with logits."""
-        raw, scratch = self._context(context), self._scratch[context]
+        scratch = self._scratch.get(context) or self._gone("context")
         each, n = scratch.each, len(seq_id)
         if each.seq is not seq_id:
             each = scratch.each = _Each(seq_id)
         # cffi refuses more or fewer than there is room for.
         each.token[0:n] = token
         each.pos[0:n] = pos
-        code: int = self._lib.plk_decode(raw, each.batch)
+        code: int = self._lib.plk_decode(scratch.raw, each.batch)
         if code < OWN:
             raise self._error(code, f"decode a token of each of {n} sequences", "decode")
         return code
 
     def logits(self, context: ContextHandle, index: int, n_vocab: int) -> NDArray[np.float32]:
         """Return a read-only view (n_vocab,) of logits; it lives until the next decode."""
-        raw = self._context(context)
-        if not 0 < n_vocab <= self._scratch[context].n_vocab:
+        scratch = self._scratch.get(context) or self._gone("context")
+        if not 0 < n_vocab <= scratch.n_vocab:
             raise self._error(
                 Code.EINVAL, f"read {n_vocab} logits of a smaller vocabulary", "decode"
             )
-        found = self._lib.plk_logits(raw, index)
+        found = self._lib.plk_logits(scratch.raw, index)
         if found == NULL:
             raise self._error(
                 Code.EINVAL, f"read the logits of place {index}: there are none", "decode"
             )
-        row: NDArray[np.float32] = self._scratch[context].look(found, 1)[0]
+        row: NDArray[np.float32] = scratch.look(found, 1)[0]
         return row if len(row) == n_vocab else row[:n_vocab]
 
     def logits_all(self, context: ContextHandle, n_vocab: int) -> NDArray[np.float32]:
         """Return the logits (n, n_vocab) of every place with any: a view where that is possible."""
-        raw = self._context(context)
-        scratch = self._scratch[context]
+        scratch = self._scratch.get(context) or self._gone("context")
         if n_vocab != scratch.n_vocab:
             raise self._error(
                 Code.EINVAL,
                 f"read rows of {n_vocab} logits of a vocabulary of {scratch.n_vocab}",
                 "decode",
             )
-        found = self._lib.plk_logits_all(raw, scratch.rows)
+        found = self._lib.plk_logits_all(scratch.raw, scratch.rows)
         n = scratch.rows[0]
         if found != NULL:
             return scratch.look(found, n)

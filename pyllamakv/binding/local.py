@@ -57,7 +57,7 @@ class Local(Decodes):
         self._drain()
         handle = ContextHandle(next(self._ids))
         n_vocab = self.model_info(model).n_vocab
-        self._scratch[handle] = Scratch(model, n_vocab, params.n_seq_max)
+        self._scratch[handle] = Scratch(out[0], model, n_vocab, params.n_seq_max)
         self._contexts[handle] = out[0]
         return handle
 

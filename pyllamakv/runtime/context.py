@@ -73,8 +73,7 @@ class Context:
         #: How often `cancel` was called.
         self.cancels = 0
         self.outputs = Outputs()
-        #: Defragments by itself, as the policy says.
-        self.keeper = Keeper(self, "never")
+        self.keeper = Keeper(self, "never")  # defragments by itself, as the policy says
         self.group: stepping.Group | None = None  # that stepped last
 
     @property

@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 class _View(NDArrayOperatorsMixin):
     """View what a decode left, for as long as it is there."""
 
-    __slots__ = ("_context", "_epoch", "_values")
+    __slots__ = ("_context", "_epoch", "_turn", "_values")
 
     def __init__(self, context: Context, values: NDArray[np.float32], epoch: int) -> None:
         self._context = context
         self._values = values
         self._epoch = epoch
+        self._turn = context.turn
 
     @property
     def stale(self) -> bool:
@@ -71,7 +72,7 @@ class _View(NDArrayOperatorsMixin):
 
     def _read(self) -> NDArray[np.float32]:
         context = self._context
-        if context.closed:
+        if self._turn.closed:
             context.check()
         if self._epoch != context.epoch:
             msg = "a later decode has overwritten these logits; read or copy() them before it"
