@@ -128,9 +128,13 @@ def test_tests_can_fail(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "llama-kv-defrag.h").write_text(text.replace(right, wrong, 1), encoding="utf-8")
         program = folder / "kv_defrag"
-        command = [compiler(), "-std=c++17", "-O0", "-w", "-pthread", "-I", str(folder), str(SOURCE)]
+        command = [compiler(), "-std=c++17", "-O0", "-w", "-pthread"]
         built = subprocess.run(
-            [*command, "-o", str(program)], capture_output=True, text=True, timeout=300, check=False
+            [*command, "-I", str(folder), str(SOURCE), "-o", str(program)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
         )
         assert built.returncode == 0, built.stderr
         assert run(program, group).returncode != 0, f"{group} does not notice {wrong!r}"
