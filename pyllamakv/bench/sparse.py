@@ -60,30 +60,23 @@ def _figure(
     pairs: int,
     tick: Tick,
 ) -> Figure:
-    options = {
-        "n_ctx": cells,
-        "n_batch": 512,
-        "n_ubatch": 512,
-        "n_seq_max": cells // FILLER + 1,
-        "n_threads": 1,
-        **setting,
-    }
+    how = options(cells, setting)
     with (
         pyllamakv.open(stock) as library,
         library.load_model(model) as loaded,
-        loaded.context(**options) as context,
+        loaded.context(**how) as context,
     ):
         restored = _repeat(context, tick)
     with (
         pyllamakv.open(patched) as library,
         library.load_model(model) as loaded,
-        loaded.context(**options) as context,
-        loaded.context(**options) as fresh,
+        loaded.context(**how) as context,
+        loaded.context(**how) as fresh,
     ):
         moved = _repeat(context, tick)
-        _scatter(fresh)
+        scatter(fresh)
         other = _alone(fresh)
-        live = _scatter(context)
+        live = scatter(context)
         sparse = _compare(context, live, fresh, other, pairs, tick)
         context.kv.defrag(fallback=False)
         compact = _compare(context, live, fresh, other, pairs, tick)
@@ -108,7 +101,13 @@ def _figure(
     )
 
 
-def _scatter(context: pyllamakv.Context) -> pyllamakv.Sequence:
+def options(cells: int, setting: dict[str, Any]) -> dict[str, Any]:
+    """Return what a context of so many cells is made with."""
+    sizes = {"n_ctx": cells, "n_batch": 512, "n_ubatch": 512, "n_threads": 1}
+    return {**sizes, "n_seq_max": cells // FILLER + 1, **setting}
+
+
+def scatter(context: pyllamakv.Context) -> pyllamakv.Sequence:
     """Fill the cache by restoring one state again and again, and leave what comes last."""
     context.clear()
     n = (context.info.n_ctx - 512) // FILLER
@@ -139,7 +138,7 @@ def _repeat(context: pyllamakv.Context, tick: Tick, rounds: int = 5) -> list[flo
     """Return the seconds of compacting the scattered cache, each time anew."""
     found = []
     for _ in range(rounds + 1):
-        live = _scatter(context)
+        live = scatter(context)
         found.append(context.kv.defrag().seconds)
         live.close()
         tick()

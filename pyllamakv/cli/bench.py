@@ -20,6 +20,7 @@ GROUPS = {
     "moving": True,
     "grid": False,
     "sparse": False,
+    "policies": False,
     "whole": False,
     "every": False,
 }
@@ -28,7 +29,8 @@ GROUPS = {
 @app.command()
 def bench(
     groups: list[str] = typer.Argument(
-        None, help="calls, loop, moving, grid, sparse, whole, every; the first three if none."
+        None,
+        help="calls, loop, moving, grid, sparse, policies, whole, every; the first three if none.",
     ),
     write: Path = typer.Option(None, help="Write the figures into this document and its JSON."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
@@ -41,7 +43,7 @@ def bench(
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from pyllamakv.bench import calls, document, every, grid, loop, moving, sparse, whole
+    from pyllamakv.bench import calls, document, every, grid, loop, moving, policies, sparse, whole
     from pyllamakv.bench.figure import Figure
 
     measures = {
@@ -50,6 +52,7 @@ def bench(
         "moving": moving,
         "grid": grid,
         "sparse": sparse,
+        "policies": policies,
         "whole": whole,
         "every": every,
     }
