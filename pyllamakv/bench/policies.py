@@ -72,9 +72,10 @@ def figures(
     spec: str | Path = f"{sparse.RELEASE}+patched",
     pairs: int = MINIMUM_PAIRS,
     cells: int = CELLS,
+    shape: synthetic.Shape = sparse.WIDE,
 ) -> list[Figure]:
     """Measure each workload with and without flash attention, one thread."""
-    model = synthetic.generate(sparse.WIDE, home() / "models")
+    model = synthetic.generate(shape, home() / "models")
     found = []
     with pyllamakv.open(spec) as library, library.load_model(model) as loaded:
         for name, setting in sparse.SETTINGS.items():

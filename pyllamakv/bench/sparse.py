@@ -40,9 +40,10 @@ def figures(
     patched: str | Path = f"{RELEASE}+patched",
     pairs: int = 30,
     sizes: tuple[int, ...] = SIZES,
+    shape: synthetic.Shape = WIDE,
 ) -> list[Figure]:
     """Measure each size with and without flash attention, one thread."""
-    model = synthetic.generate(WIDE, home() / "models")
+    model = synthetic.generate(shape, home() / "models")
     return [
         _figure(cells, name, setting, stock, patched, model, pairs, tick)
         for cells in sizes

@@ -1,0 +1,45 @@
+"""The benchmarks of sparse caches run, and say what they measured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pyllamakv.bench import policies, sparse
+from pyllamakv.harness import synthetic
+
+if TYPE_CHECKING:
+    from pyllamakv.building.variant import Variant
+
+pytestmark = pytest.mark.native
+
+SMALL = synthetic.SHAPES["tiny"]
+
+
+def test_a_sparse_cache_is_measured(stock: Variant, patched: Variant) -> None:
+    """A line per setting has every sample, and the cache was compacted in between."""
+    ticks: list[None] = []
+    found = sparse.figures(
+        lambda: ticks.append(None),
+        stock.folder,
+        patched.folder,
+        pairs=2,
+        sizes=(2048,),
+        shape=SMALL,
+    )
+    assert [each.met is not None for each in found] == [True] * len(sparse.SETTINGS)
+    for each in found:
+        assert len(each.data["sparse"]) == len(each.data["compacted"]) == 2
+        assert all(seconds > 0 for seconds in each.data["moved"])
+    assert ticks
+
+
+def test_policies_are_compared(patched: Variant) -> None:
+    """Each workload ran under both policies, and only a sparse one made the threshold move."""
+    found = policies.figures(lambda: None, patched.folder, pairs=2, cells=4096, shape=SMALL)
+    assert len(found) == len(policies.WORKLOADS) * len(sparse.SETTINGS)
+    compact = [each for each in found if "compact cache" in each.name]
+    assert compact
+    assert all("0.0 defragmentations" in each.value for each in compact)
+    assert all(len(each.data["never"]) == 2 for each in found)
