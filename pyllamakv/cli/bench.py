@@ -21,6 +21,7 @@ GROUPS = {
     "grid": False,
     "sparse": False,
     "policies": False,
+    "devices": False,
     "whole": False,
     "every": False,
 }
@@ -30,7 +31,7 @@ GROUPS = {
 def bench(
     groups: list[str] = typer.Argument(
         None,
-        help="calls, loop, moving, grid, sparse, policies, whole, every; the first three if none.",
+        help=f"{', '.join(GROUPS)}; without any: {', '.join(k for k, v in GROUPS.items() if v)}.",
     ),
     write: Path = typer.Option(None, help="Write the figures into this document and its JSON."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
@@ -43,7 +44,18 @@ def bench(
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from pyllamakv.bench import calls, document, every, grid, loop, moving, policies, sparse, whole
+    from pyllamakv.bench import (
+        calls,
+        devices,
+        document,
+        every,
+        grid,
+        loop,
+        moving,
+        policies,
+        sparse,
+        whole,
+    )
     from pyllamakv.bench.figure import Figure
 
     measures = {
@@ -53,6 +65,7 @@ def bench(
         "grid": grid,
         "sparse": sparse,
         "policies": policies,
+        "devices": devices,
         "whole": whole,
         "every": every,
     }
