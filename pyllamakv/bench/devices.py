@@ -15,7 +15,7 @@ from pyllamakv.bench.carving import Carver
 from pyllamakv.bench.figure import Figure
 from pyllamakv.bench.measure import interval
 from pyllamakv.bench.rounds import complete
-from pyllamakv.bench.stands import model
+from pyllamakv.bench.stands import context, model
 from pyllamakv.bench.workloads import SETTINGS, Cache
 from pyllamakv.errors import KvError, Untestable
 from pyllamakv.runtime.params import Mover
@@ -121,7 +121,7 @@ def _measure(
         ExitStack() as opened,
     ):
         for mover in MOVERS:
-            made = opened.enter_context(_context(loaded, cache, mover))
+            made = opened.enter_context(context(loaded, cache, mover))
             if made.kv.snapshot().streams[0].info.host:
                 msg = f"the cache lies in host memory, not on the {device} device"
                 raise Untestable(msg)
@@ -148,19 +148,6 @@ def _measure(
         f"scratch: {scratch / 1e6:.1f} MB",
         f"medians of {rounds} rounds",
         dict(seconds),
-    )
-
-
-def _context(loaded: pyllamakv.Model, cache: Cache, mover: Mover) -> pyllamakv.Context:
-    return loaded.context(
-        n_ctx=cache.cells,
-        n_batch=32,
-        n_ubatch=32,
-        n_seq_max=2,
-        flash_attn=cache.setting.flash_attn,
-        type_k=cache.setting.kind,
-        type_v=cache.setting.kind,
-        defrag_mover=mover,
     )
 
 

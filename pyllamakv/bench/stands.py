@@ -15,6 +15,7 @@ from pyllamakv.bench.workloads import Cache
 from pyllamakv.harness import synthetic
 from pyllamakv.home import home
 from pyllamakv.runtime.memory import available_bytes
+from pyllamakv.runtime.params import Mover
 
 Tick = Callable[[], None]
 
@@ -24,7 +25,7 @@ def model(shape: str) -> Path:
     return synthetic.generate(workloads.SHAPES[shape], home() / "models")
 
 
-def context(loaded: pyllamakv.Model, cache: Cache) -> pyllamakv.Context:
+def context(loaded: pyllamakv.Model, cache: Cache, mover: Mover = "auto") -> pyllamakv.Context:
     """Make the context of a cache: one thread, and batches that keep the other buffers small."""
     return loaded.context(
         n_ctx=cache.cells,
@@ -35,6 +36,7 @@ def context(loaded: pyllamakv.Model, cache: Cache) -> pyllamakv.Context:
         flash_attn=cache.setting.flash_attn,
         type_k=cache.setting.kind,
         type_v=cache.setting.kind,
+        defrag_mover=mover,
     )
 
 

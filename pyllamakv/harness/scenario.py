@@ -62,8 +62,17 @@ CACHES = (
 #: build without them (stock) ignores the variable.
 MOVERS = tuple(
     replace(setting, environment=(("LLAMA_KV_DEFRAG_MOVER", mover),))
-    for mover in ("graph", "staged")
+    for mover in ("gather", "graph", "staged")
     for setting in (CACHES[0], CACHES[4])
+)
+
+#: The plan that keeps the order of cells, whose moves overlap, in place and by graphs.
+ORDERED = tuple(
+    replace(
+        CACHES[3],
+        environment=(("LLAMA_KV_DEFRAG_MOVER", mover), ("LLAMA_KV_DEFRAG_PLAN", "ordered")),
+    )
+    for mover in ("host", "gather", "graph")
 )
 
 #: Releases from 0.3.12 to 0.3.16 place a batch in scattered cells where this is 1 (the default from

@@ -23,6 +23,25 @@ def needed(snapshot: Snapshot) -> list[int]:
     return [-(-each.stats.used // STEP) * STEP for each in snapshot.streams]
 
 
+def stay_behind(lab: Lab, *, rows: bool = True) -> None:
+    """Leave every other sequence, at the end of the cache, compact it, and go on; then again.
+
+    ``rows`` as for `defrag`.
+    """
+    player = lab.player(1024, n_ubatch=64)
+    player.fill({0: 500})
+    player.fill(dict.fromkeys((1, 2, 3, 4), 60), interleave=True)
+    for seq in (0, 1, 3):
+        player.remove(seq)
+    defrag(lab, player, rows=rows)
+    player.decode({2: 20, 4: 8})
+    lab.verify(player)
+    player.fill({5: 80})
+    player.remove(2)
+    defrag(lab, player, rows=rows)
+    lab.verify(player)
+
+
 def defrag(lab: Lab, player: Player, *, window: int = 0, rows: bool = True) -> None:
     """Defragment, and prove that nothing but the place of the cells has changed.
 

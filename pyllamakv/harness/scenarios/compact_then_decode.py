@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.harness.scenario import CACHES, MOVERS, SCATTERED, Scenario
+from pyllamakv.harness.scenario import CACHES, MOVERS, ORDERED, SCATTERED, Scenario
 from pyllamakv.harness.scenarios._compacting import defrag
 
 if TYPE_CHECKING:
@@ -35,5 +35,5 @@ SCENARIO = Scenario(
     claim="What is alone in the cache is attended to at the cost of its own cells.",
     issue="ggml-org/llama.cpp#20993",
     run=run,
-    settings=(*CACHES, *MOVERS, SCATTERED),
+    settings=(*CACHES, *MOVERS, *ORDERED, SCATTERED),
 )

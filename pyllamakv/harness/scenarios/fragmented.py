@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.harness.scenario import CACHES, MOVERS, SCATTERED, Scenario
+from pyllamakv.harness.scenario import CACHES, MOVERS, ORDERED, SCATTERED, Scenario
 
 if TYPE_CHECKING:
     from pyllamakv.harness.lab import Lab
@@ -33,5 +33,5 @@ SCENARIO = Scenario(
     claim="A decode finds its cells whenever enough are free, however they are scattered.",
     issue="ollama/ollama#7545",
     run=run,
-    settings=(*CACHES, *MOVERS, SCATTERED),
+    settings=(*CACHES, *MOVERS, *ORDERED, SCATTERED),
 )

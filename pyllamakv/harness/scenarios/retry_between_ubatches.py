@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.harness.scenario import CACHES, MOVERS, Scenario
+from pyllamakv.harness.scenario import CACHES, MOVERS, ORDERED, Scenario
 
 if TYPE_CHECKING:
     from pyllamakv.harness.lab import Lab
@@ -33,5 +33,5 @@ SCENARIO = Scenario(
     claim="A decode defragments between its micro-batches when a later one finds no cells.",
     issue="ggml-org/llama.cpp#10873",
     run=run,
-    settings=CACHES + MOVERS,
+    settings=CACHES + MOVERS + ORDERED,
 )
