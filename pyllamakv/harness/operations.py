@@ -66,9 +66,10 @@ class Operations:
 
     def _turns(self) -> None:
         some = self._chance.sample(self._all, self._chance.randint(1, 3))
+        together = self._chance.random() < 0.5
         for _ in range(self._chance.randint(1, 8)):
-            for seq in some:
-                self._feed(self.subject.feed({seq: self._tokens(1)}))
+            for seqs in [some] if together else [[seq] for seq in some]:
+                self._feed(self.subject.feed({seq: self._tokens(1) for seq in seqs}))
 
     def _prefill(self) -> None:
         seq, size = self._chance.choice(self._all), self.subject.info.n_batch
@@ -272,16 +273,14 @@ class Operations:
         """Shift or divide positions from ``p0`` on, where every sequence keeps its order."""
         for each in self.ledger.sequences:
             mine = sorted((c for c in self.ledger.cells if each in c.seqs), key=lambda c: c.pos)
-            new = [
-                (c.pos + by if op == "shift" else c.pos // by)
-                if seq in c.seqs and c.pos >= p0
-                else c.pos
-                for c in mine
-            ]
+            moved = [(c.pos + by if op == "shift" else c.pos // by) for c in mine]
+            stays = [c.pos < p0 or seq not in c.seqs for c in mine]
+            new = [c.pos if s else pos for c, s, pos in zip(mine, stays, moved, strict=True)]
             if new[0] < 0 or any(one >= two for one, two in pairwise(new)):
                 return
-        self._say(op, seq=seq, by=by, **{"from": p0})
-        getattr(self.subject, op)(seq, p0, -1, by)
+        if self.subject.info.can_shift:
+            self._say(op, seq=seq, by=by, **{"from": p0})
+            getattr(self.subject, op)(seq, p0, -1, by)
 
     def _say_feed(self, feed: Feed) -> None:
         feeds: dict[str, list[int]] = {}

@@ -151,16 +151,20 @@ class Subject(Player):
                 raise ScenarioFailed(msg, failure="lost")
 
     def _run(self, feed: Feed) -> int:
+        """Decode by what the runtime has for batches of this kind."""
         self.cause = ""
-        owners = feed.owners
+        flat = [seq for seqs in feed.owners for seq in seqs]
+        counts = np.array([len(seqs) for seqs in feed.owners], dtype=np.int32)
+        shared = len(flat) > len(counts)
         try:
-            if len(owners) == 1 and len(owners[0]) == 1:
-                self.runtime.step(self.sequences[owners[0][0]], int(feed.token[0]))
+            if len(flat) == 1:
+                self.runtime.step(self.sequences[flat[0]], int(feed.token[0]))
+            elif feed.logits.all() and not shared:
+                self.runtime.step_all([self.sequences[seq] for seq in flat], feed.token)
             else:
-                flat = [seq for seqs in owners for seq in seqs]
-                counts = np.array([len(seqs) for seqs in owners], dtype=np.int32)
-                shared = counts if len(flat) > len(owners) else None
-                batch = Batch.of(feed.token, feed.pos, flat, feed.logits, counts=shared)
+                batch = Batch.of(
+                    feed.token, feed.pos, flat, feed.logits, counts=counts if shared else None
+                )
                 self.runtime.decode(batch)
         except NoKVSlot as error:
             self.cause = error.cause
