@@ -188,6 +188,7 @@ class Player:
     def update(self) -> None:
         """Apply what is pending."""
         self.native.update(self.context)
+        self._step("update")
 
     def cancel_after(self, polls: int) -> None:
         """Abort later decodes at this poll of the abort callback; negative: never."""

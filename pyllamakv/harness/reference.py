@@ -140,7 +140,8 @@ class Reference:
             case "clear":
                 native.clear(context, True)
             case "update":
-                native.update(context)
+                with suppress(Unsupported):
+                    native.update(context)
             case "save":
                 seq, name = step.arguments
                 self._saved[name] = native.state_save(context, seq)

@@ -74,7 +74,7 @@ def failure(
             failed.__cause__ = error
             return failed
         finally:
-            work.close()
+            work.proof.close()
     return None
 
 

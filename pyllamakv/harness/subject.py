@@ -107,7 +107,7 @@ class Subject(Player):
         self._step("clear")
 
     def update(self) -> None:
-        """Apply pending shifts, here and in the reference."""
+        """Apply pending shifts."""
         self.runtime.kv.update()
         self._step("update")
 
