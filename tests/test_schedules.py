@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pyllamakv as kv
+from pyllamakv.building import variant
 from pyllamakv.errors import ScenarioFailed
 from pyllamakv.harness import schedules, script, synthetic
 from pyllamakv.harness.operations import WEIGHTS, Operations
@@ -204,6 +205,21 @@ def test_the_library_alone_passes(unguarded: kv.Model, mover: Any, plan: Any, ki
         unguarded, guard="off", defrag_mover=mover, defrag_plan=plan, **KINDS[kind]
     )
     prove_many(opener, 1000 + COMBINATIONS.index((mover, plan, "never", kind)))
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_later_release_passes(plan: Any, policy: Any) -> None:
+    """So it is where slots are scattered and `compaction` moves cells, if that is built here."""
+    found = variant.find("0.3.36+patched")
+    if found is None:
+        pytest.skip("0.3.36+patched is not built here")
+    options = {"defrag_plan": plan, "defrag_policy": policy}
+    with kv.open(found.folder) as library:
+        model = library.load_model(synthetic.model("grouped"))
+        for number, (mover, kind) in enumerate(itertools.product(MOVERS, KINDS.values())):
+            prove_many(native_opener(model, defrag_mover=mover, **options, **kind), 2000 + number)
 
 
 @pytest.mark.native
