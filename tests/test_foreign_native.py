@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import foreign_kit
 import pytest
 
+import pyllamakv as kv
 from pyllamakv.cli import main
+from pyllamakv.harness import schedules, synthetic
 from pyllamakv.home import home
 
 RELEASE = foreign_kit.RELEASE
@@ -71,6 +74,12 @@ def test_a_corrupted_v_under_flash_attention_is_harmful(check: Check, tmp_path: 
     assert {run["setting"].split()[0] for run in wrong} == {"flash"}
     assert any("V rows of layer 0" in run["outcome"]["message"] for run in wrong)
     assert not any("K rows" in run["outcome"]["message"] for run in wrong)
+    with kv.open(home() / "built" / answer["variants"]["patched"]) as library:
+        model = library.load_model(synthetic.model("grouped"))
+        for flash, found in ((True, {"data"}), (False, set())):
+            opener = partial(model.context, 256, 96, 32, 5, flash_attn=flash)
+            failed = [schedules.failure(opener, schedules.draw(seed, 25)) for seed in range(4)]
+            assert {each.failure for each in failed if each is not None} == found
 
 
 def test_what_does_not_apply_names_the_hunk(check: Check, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from pyllamakv.binding.protocol import (
     Capability,
+    ContextHandle,
     ContextParams,
     Counters,
     ModelHandle,
@@ -47,14 +48,20 @@ class Step:
 
 
 class Player:
-    """Drive one context; ``n_vocab`` bounds the tokens that it makes up."""
+    """Drive ``context``, or a new one; ``n_vocab`` bounds the tokens that it makes up."""
 
-    def __init__(self, native: Native, model: ModelHandle, params: ContextParams) -> None:
+    def __init__(
+        self,
+        native: Native,
+        model: ModelHandle,
+        params: ContextParams,
+        context: ContextHandle | None = None,
+    ) -> None:
         self.native = native
         self.model = model
         self.params = params
         self.n_vocab = native.model_info(model).n_vocab
-        self.context = native.context_new(model, params)
+        self.context = native.context_new(model, params) if context is None else context
         self.info = native.context_info(self.context)
         self.ledger = Ledger(streams=self._has_streams())
         self.steps: list[Step] = []
@@ -85,7 +92,7 @@ class Player:
         Raises ScenarioFailed ("claim") when the status is not the expected one; None expects any.
         """
         feed = feeds if isinstance(feeds, Feed) else self.feed(feeds, interleave=interleave)
-        status = feed.run(self.native, self.context)
+        status = self._run(feed)
         if status == Status.OK:
             logits = feed.read(self.native, self.context, self.n_vocab)
             self.ledger.add(feed.token.tolist(), feed.pos.tolist(), feed.owners)
@@ -181,6 +188,7 @@ class Player:
     def update(self) -> None:
         """Apply what is pending."""
         self.native.update(self.context)
+        self._step("update")
 
     def cancel_after(self, polls: int) -> None:
         """Abort later decodes at this poll of the abort callback; negative: never."""
@@ -256,6 +264,9 @@ class Player:
         before = self.rows()
         yield
         rows.compare(before, self.rows(), what, window=window)
+
+    def _run(self, feed: Feed) -> int:
+        return feed.run(self.native, self.context)
 
     def _has_streams(self) -> bool:
         if not self.native.about.capabilities & Capability.CELLS:

@@ -139,6 +139,9 @@ class Reference:
                 native.seq_div(context, *step.arguments)
             case "clear":
                 native.clear(context, True)
+            case "update":
+                with suppress(Unsupported):
+                    native.update(context)
             case "save":
                 seq, name = step.arguments
                 self._saved[name] = native.state_save(context, seq)

@@ -1,0 +1,101 @@
+"""Prove what a subject holds: K and V by their bytes, logits by two references.
+
+One decoded everything anew (`reference.Reference`). The other had the state of one sequence
+restored into it: what its next token leads to is the same to the last bit where attention adds up
+the same cells in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from pyllamakv.errors import ScenarioFailed
+from pyllamakv.harness import rows
+from pyllamakv.harness.reference import Reference, distance
+
+if TYPE_CHECKING:
+    from pyllamakv.harness.feeding import Feed
+    from pyllamakv.harness.subject import Subject
+    from pyllamakv.runtime.context import Context
+
+
+class Proof:
+    """Prove what is in ``subject``; states are restored into ``other``, a context like its own.
+
+    ``exact`` counts the logits that had to be, and were, the same to the last bit.
+    """
+
+    def __init__(self, subject: Subject, other: Context) -> None:
+        self.subject = subject
+        self.other = other
+        self.reference = Reference(subject)
+        self.exact = 0
+
+    def close(self) -> None:
+        """Give the reference's context back."""
+        self.reference.close()
+
+    @property
+    def pending(self) -> bool:
+        """Tell whether a shift waits: positions are new, and keys old."""
+        snapshot = self.subject.snapshot()
+        return snapshot is not None and any(each.shift.any() for each in snapshot.streams)
+
+    @contextmanager
+    def unchanged(self, what: str, *but: int) -> Iterator[None]:
+        """Raise ScenarioFailed unless K and V of the others survive; a pending shift turns K."""
+        if self.pending:
+            yield
+            return
+        before = self.rows(*(seq for seq in self.subject.ledger.sequences if seq not in but))
+        yield
+        rows.compare(before, self.rows(*before), what)
+
+    def rows(self, *sequences: int) -> rows.Rows:
+        """Read K and V of some sequences."""
+        return rows.read(self.subject.native, self.subject.context, sequences)
+
+    def check_logits(self) -> None:
+        """Compare the logits of all decodes, and of the next token of each sequence.
+
+        Raises ScenarioFailed ("data"). With no free cell there is no next token.
+        """
+        subject = self.subject
+        if self.pending:
+            subject.update()
+        self.reference.catch_up()
+        for seq in subject.ledger.sequences if subject.free else ():
+            start, order = subject.ledger.next(seq), self._order(seq)
+            state = subject.sequences[seq].save()
+            feed = subject.feed({seq: 1})
+            subject.decode(feed)
+            self.reference.catch_up()
+            # Flash attention passes over the cells of others.
+            same = bool(subject.info.flash_attn) and self._order(seq) == [*order, start]
+            self._check_restored(seq, state, feed, exact=same)
+            subject.remove(seq, start)
+
+    def _check_restored(self, seq: int, state: bytes, feed: Feed, *, exact: bool) -> None:
+        """Compare the logits of a token with those behind a restored state."""
+        self.other.clear()
+        with self.other.sequence() as twin:
+            twin.restore(state)
+            self.other.step(twin, int(feed.token[0]))
+            found = distance(self.subject.steps[-1].logits[0], self.other.logits().copy())
+        bound = 0.0 if exact else self.reference.bound
+        if found > bound:
+            pos = int(feed.pos[0])
+            msg = (
+                f"logits at position {pos} of sequence {seq} differ by {found:.3g} from those "
+                f"behind its restored state, allowed {bound:g}"
+            )
+            raise ScenarioFailed(msg, failure="data", evidence={"sequence": seq, "position": pos})
+        self.exact += exact
+
+    def _order(self, seq: int) -> list[int]:
+        """Return the positions of a sequence in the order of its cells; none where unknown."""
+        snapshot = self.subject.snapshot()
+        cells = snapshot.streams[0] if snapshot is not None else None
+        return [] if cells is None else cells.pos[cells.has(seq)].tolist()
