@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from pyllamakv.errors import ScenarioFailed
 from pyllamakv.harness import rows
 from pyllamakv.harness.reference import Reference, distance
+from pyllamakv.runtime import ggml_types as types
 
 if TYPE_CHECKING:
     from pyllamakv.harness.feeding import Feed
@@ -31,6 +32,7 @@ class Proof:
         self.subject = subject
         self.other = other
         self.reference = Reference(subject)
+        self.bound = self.reference.bound
         self.exact = 0
 
     def close(self) -> None:
@@ -65,6 +67,8 @@ class Proof:
         subject = self.subject
         if self.pending:
             subject.update()
+        if self._rounds_anew():
+            self.reference.bound = float("inf")
         self.reference.catch_up()
         for seq in subject.ledger.sequences if subject.free else ():
             start, order = subject.ledger.next(seq), self._order(seq)
@@ -84,7 +88,7 @@ class Proof:
             twin.restore(state)
             self.other.step(twin, int(feed.token[0]))
             found = distance(self.subject.steps[-1].logits[0], self.other.logits().copy())
-        bound = 0.0 if exact else self.reference.bound
+        bound = 0.0 if exact else self.bound
         if found > bound:
             pos = int(feed.pos[0])
             msg = (
@@ -93,6 +97,15 @@ class Proof:
             )
             raise ScenarioFailed(msg, failure="data", evidence={"sequence": seq, "position": pos})
         self.exact += exact
+
+    def _rounds_anew(self) -> bool:
+        """Tell whether quantised keys were shifted, which rounds them again at each shift.
+
+        Logits then drift from the reference by up to 0.22 (measured; f32 keys: 4e-6, whoever moves
+        cells), which is too near to what damage shows. Bytes and restored states still tell.
+        """
+        moved = any(step.op in ("shift", "divide") for step in self.subject.steps)
+        return moved and types.number_type(self.subject.params.type_k).quantized
 
     def _order(self, seq: int) -> list[int]:
         """Return the positions of a sequence in the order of its cells; none where unknown."""
