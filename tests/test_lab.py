@@ -72,6 +72,13 @@ class Crashing(Rolling):
         raise WorkerDied("ended by SIGABRT", signal=6)
 
 
+class Dying(Rolling):
+    """End the worker in a restore."""
+
+    def state_load(self, context, seq, data):
+        raise WorkerDied("ended by SIGABRT", signal=6)
+
+
 class Hanging(Rolling):
     """Never come back from a defragmentation."""
 
@@ -112,6 +119,7 @@ def test_guards_hold_on_a_library_that_is_right(name: str) -> None:
         (Swapping, "fork-then-defrag", "data"),
         (Ghostly, "fail-between-ubatches", "lost"),
         (Crashing, "fork-then-defrag", "crash"),
+        (Dying, "restore-fragmented", "crash"),
         (Hanging, "fork-then-defrag", "hang"),
     ],
     ids=lambda value: getattr(value, "__name__", value),

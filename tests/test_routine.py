@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pyllamakv.binding.protocol import ModelParams
-from pyllamakv.errors import NativeError, ScenarioFailed
+from pyllamakv.errors import NativeError, ScenarioFailed, WorkerDied
 from pyllamakv.harness import synthetic
 from pyllamakv.harness.lab import Lab
 from pyllamakv.harness.ledger import Ledger, windows
@@ -79,6 +79,17 @@ def test_each_lie_is_found(library: Any, name: str, answer: Callable[..., Any]) 
     """Cells, rows or logits give it away."""
     with pytest.raises((ScenarioFailed, NativeError)):
         run(Liar(library.native, name, answer))
+
+
+@pytest.mark.native
+def test_a_worker_that_dies_of_wrong_input_has_not_refused_it(library: Any) -> None:
+    """What ends a worker comes out as that, not as a refusal of whatever is tried next."""
+
+    def dies(*_: Any) -> Any:
+        raise WorkerDied("ended by SIGABRT", signal=6)
+
+    with pytest.raises(WorkerDied):
+        run(Liar(library.native, "state_load", dies))
 
 
 def test_what_a_window_must_have() -> None:

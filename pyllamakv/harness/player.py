@@ -23,7 +23,7 @@ from pyllamakv.binding.protocol import (
     RawDefrag,
     Status,
 )
-from pyllamakv.errors import NativeError, ScenarioFailed, Unsupported
+from pyllamakv.errors import NativeError, ScenarioFailed, Unsupported, WorkerDied
 from pyllamakv.harness import rows
 from pyllamakv.harness.feeding import Feed, Feeds, compose
 from pyllamakv.harness.ledger import Content, Ledger, differences, windows
@@ -167,6 +167,8 @@ class Player:
         state, cells = self.saved[name]
         try:
             done = self.native.state_load(self.context, seq, state) > 0
+        except WorkerDied:
+            raise
         except NativeError:
             done = False
         if done:

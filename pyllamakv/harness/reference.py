@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pyllamakv.binding.protocol import ContextHandle, Memory, Status
-from pyllamakv.errors import HarnessError, NativeError, ScenarioFailed, Unsupported
+from pyllamakv.errors import HarnessError, NativeError, ScenarioFailed, Unsupported, WorkerDied
 from pyllamakv.runtime import ggml_types as types
 
 if TYPE_CHECKING:
@@ -152,6 +152,8 @@ class Reference:
                     native.update(context)
                 try:
                     return native.state_load(context, seq, self._saved[name]) > 0
+                except WorkerDied:
+                    raise
                 except NativeError:
                     return False
             case _:

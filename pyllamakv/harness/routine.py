@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyllamakv.errors import NativeError, PartialRemovalRefused, Unsupported, Untestable
+from pyllamakv.errors import (
+    NativeError,
+    PartialRemovalRefused,
+    Unsupported,
+    Untestable,
+    WorkerDied,
+)
 from pyllamakv.harness.reference import distance
 
 if TYPE_CHECKING:
@@ -107,6 +113,8 @@ def refuse(player: Player) -> None:
     for number, call in enumerate(calls):
         try:
             answer = call()
+        except WorkerDied:
+            raise
         except (NativeError, Unsupported, PartialRemovalRefused):
             continue
         # A state that llama.cpp itself reads is refused by reading nothing.
