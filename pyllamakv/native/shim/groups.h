@@ -57,6 +57,8 @@ extern const bool decodes_states;
 extern const bool clears_states;
 // Whether a removed sequence of a recurrent model may begin again without ending the process.
 extern const bool restarts_states;
+// Whether a saved recurrent state can be read back without ending the process.
+extern const bool restores_states;
 extern const bool separates_states;
 bool exists(llama_context *ctx);
 // Positions as the library tells them; -1 for an empty sequence, -2 where it cannot tell.

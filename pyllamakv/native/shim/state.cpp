@@ -78,6 +78,11 @@ int64_t plk_state_load(plk_context *context, int32_t seq, const uint8_t *data, i
         if (code != PLK_OK || data == nullptr || length < 1) {
             return code != PLK_OK ? code : plk::refuse(PLK_EINVAL, "the state has no bytes");
         }
+        if (context->model->info.is_recurrent && !plk::memory::restores_states) {
+            return plk::refuse(PLK_EUNSUPPORTED,
+                               "this release cannot restore a sequence of a recurrent model: use "
+                               "0.2.90 or later");
+        }
         const int kind =
             plk::cells::check_state(context->ctx, data, static_cast<size_t>(length));
         if (kind == 0) {

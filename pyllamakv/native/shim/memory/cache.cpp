@@ -48,6 +48,13 @@ template <typename Type, typename = void> struct Misplaces : std::false_type {};
 template <typename T>
 struct Misplaces<T, std::void_t<decltype(ggml_backend_cpu_buft_is_aarch64(std::declval<T>()))>>
     : std::true_type {};
+
+// Since a state has a cell of its own (0.2.90), models can be asked whether they keep one. Before,
+// a restore asserts that its cell belongs to the sequence, which only a decode writes there.
+template <typename Model, typename = void> struct Owns : std::false_type {};
+template <typename Model>
+struct Owns<Model, std::void_t<decltype(llama_model_is_recurrent(std::declval<Model *>()))>>
+    : std::true_type {};
 } // namespace
 
 const bool plk::memory::shifts_quantized = Later<llama_model>::value;
@@ -56,6 +63,7 @@ const bool plk::memory::decodes_states = !Misplaces<ggml_backend_buffer_type_t>:
 // The oldest releases, those whose batches have this field, look for the state that was removed.
 const bool plk::memory::restarts_states = !PLK_HAS(all_pos_0, llama_batch);
 const bool plk::memory::clears_states = restarts_states;
+const bool plk::memory::restores_states = Owns<llama_model>::value;
 const bool plk::memory::separates_states = true;
 
 bool plk::memory::can_shift(llama_context *ctx) { return ask(ctx, 0); }

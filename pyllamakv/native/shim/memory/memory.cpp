@@ -20,6 +20,7 @@ constexpr int architectures = 0;
 const bool plk::memory::decodes_states = architectures != 73;
 const bool plk::memory::clears_states = true;
 const bool plk::memory::restarts_states = true;
+const bool plk::memory::restores_states = true;
 const bool plk::memory::separates_states = true;
 
 void plk::memory::clear(llama_context *ctx, bool data) {
