@@ -23,7 +23,7 @@ CELLS = 8192
 
 def long_chat(context: pyllamakv.Context) -> float:
     """Go on with the one sequence that stayed at the end of the cache."""
-    return _steps(context, sparse.scatter(context), 48)
+    return _steps(context, sparse.scatter(context), 24)
 
 
 def short_answer(context: pyllamakv.Context) -> float:
@@ -36,22 +36,22 @@ def compact(context: pyllamakv.Context) -> float:
     context.clear()
     live = context.sequence()
     context.prefill(live, [i % 32 for i in range(sparse.LIVE)])
-    return _steps(context, live, 48)
+    return _steps(context, live, 24)
 
 
 def coming_and_going(context: pyllamakv.Context) -> float:
-    """Serve four conversations of which the oldest leaves when the next one comes."""
+    """Serve three conversations of which the oldest leaves when the next one comes."""
     context.clear()
     open_: list[pyllamakv.Sequence] = []
     seconds = 0.0
-    for number in range(8):
-        if len(open_) == 4:
+    for number in range(5):
+        if len(open_) == 3:
             open_.pop(0).close()
         newcomer = context.sequence()
         begin = time.perf_counter()
-        context.prefill(newcomer, [(number + i) % 32 for i in range(400)])
+        context.prefill(newcomer, [(number + i) % 32 for i in range(sparse.LIVE)])
         open_.append(newcomer)
-        for _ in range(4):
+        for _ in range(3):
             context.step_all(open_, [7] * len(open_))
         seconds += time.perf_counter() - begin
     for each in open_:
@@ -60,9 +60,9 @@ def coming_and_going(context: pyllamakv.Context) -> float:
 
 
 WORKLOADS: dict[str, Workload] = {
-    "48 tokens at the end of a sparse cache": long_chat,
+    "24 tokens at the end of a sparse cache": long_chat,
     "3 tokens there": short_answer,
-    "48 tokens in a compact cache": compact,
+    "24 tokens in a compact cache": compact,
     "conversations that come and go": coming_and_going,
 }
 
