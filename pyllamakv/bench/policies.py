@@ -16,31 +16,32 @@ from pyllamakv.home import home
 
 GROUP = "Policies"
 Tick = Callable[[], None]
-Workload = Callable[[pyllamakv.Context], float]
+Workload = Callable[[pyllamakv.Context, sparse.States], float]
 
 CELLS = 8192
 
 
-def long_chat(context: pyllamakv.Context) -> float:
+def long_chat(context: pyllamakv.Context, saved: sparse.States) -> float:
     """Go on with the one sequence that stayed at the end of the cache."""
-    return _steps(context, sparse.scatter(context), 24)
+    return _steps(context, sparse.scatter(context, saved), 24)
 
 
-def short_answer(context: pyllamakv.Context) -> float:
+def short_answer(context: pyllamakv.Context, saved: sparse.States) -> float:
     """Decode a few tokens there, not enough to repay a move, and be done with it."""
-    return _steps(context, sparse.scatter(context), 3)
+    return _steps(context, sparse.scatter(context, saved), 3)
 
 
-def compact(context: pyllamakv.Context) -> float:
+def compact(context: pyllamakv.Context, saved: sparse.States) -> float:
     """Decode where there is nothing to gain."""
     context.clear()
     live = context.sequence()
-    context.prefill(live, [i % 32 for i in range(sparse.LIVE)])
+    live.restore(saved[0])
     return _steps(context, live, 24)
 
 
-def coming_and_going(context: pyllamakv.Context) -> float:
+def coming_and_going(context: pyllamakv.Context, saved: sparse.States) -> float:
     """Serve three conversations of which the oldest leaves when the next one comes."""
+    del saved
     context.clear()
     open_: list[pyllamakv.Sequence] = []
     seconds = 0.0
@@ -98,9 +99,13 @@ def _figure(
     pairs: int,
     tick: Tick,
 ) -> Figure:
+    saved = sparse.states(never)
     before = threshold.counters.defrags
     times = interleave(
-        lambda: workload(threshold), lambda: workload(never), pairs=pairs, progress=tick
+        lambda: workload(threshold, saved),
+        lambda: workload(never, saved),
+        pairs=pairs,
+        progress=tick,
     )
     moved = (threshold.counters.defrags - before) / (pairs + 1)
     ratio: Interval = times.ratio

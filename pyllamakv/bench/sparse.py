@@ -16,6 +16,7 @@ from pyllamakv.home import home
 
 GROUP = "A sparse cache"
 Tick = Callable[[], None]
+States = tuple[bytes, bytes]
 
 #: The last release that can be pinned: nothing moves cells there, and slots are scattered.
 RELEASE = "0.3.36"
@@ -108,22 +109,28 @@ def options(cells: int, setting: dict[str, Any]) -> dict[str, Any]:
     return {**sizes, "n_seq_max": cells // FILLER + 1, **setting}
 
 
-def scatter(context: pyllamakv.Context) -> pyllamakv.Sequence:
-    """Fill the cache by restoring one state again and again, and leave what comes last."""
+def states(context: pyllamakv.Context) -> States:
+    """Return what `scatter` restores: the sequence that stays, and one of those that leave."""
     context.clear()
-    n = (context.info.n_ctx - 512) // FILLER
-    fillers = [context.sequence() for _ in range(n)]
+    found = []
+    for length in (LIVE, FILLER):
+        with context.sequence() as sequence:
+            context.prefill(sequence, [i % 32 for i in range(length)])
+            found.append(sequence.save())
+    return found[0], found[1]
+
+
+def scatter(context: pyllamakv.Context, saved: States | None = None) -> pyllamakv.Sequence:
+    """Fill the cache by restoring one state again and again, and leave what comes last."""
+    kept, filler = saved or states(context)
+    context.clear()
+    fillers = [context.sequence() for _ in range((context.info.n_ctx - 512) // FILLER)]
+    for each in fillers:
+        each.restore(filler)
     live = context.sequence()
-    context.prefill(live, [i % 32 for i in range(LIVE)])
-    kept = live.save()
-    live.remove()
-    context.prefill(fillers[0], [i % 31 for i in range(FILLER)])
-    saved = fillers[0].save()
-    for filler in fillers[1:]:
-        filler.restore(saved)
     live.restore(kept)
-    for filler in fillers:
-        filler.close()
+    for each in fillers:
+        each.close()
     return live
 
 
