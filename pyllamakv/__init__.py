@@ -26,19 +26,25 @@ if TYPE_CHECKING:
         Status,
     )
     from pyllamakv.errors import (
+        BudgetTooSmall,
         Busy,
         Cancelled,
         Closed,
         ContextError,
         DecodeError,
+        KVCacheFull,
         KvError,
         LoadError,
         ModelError,
         NativeError,
         NoKVSlot,
+        NoSlotAvailable,
         NotBuilt,
         NotEnoughMemory,
+        NotSupported,
+        PagingError,
         PartialRemovalRefused,
+        ReprocessNeeded,
         SharedCells,
         StaleLogits,
         StateError,
@@ -68,7 +74,8 @@ _MODULES = {
     "errors": (
         "Busy Cancelled Closed ContextError DecodeError KvError LoadError ModelError NativeError "
         "NoKVSlot NotBuilt NotEnoughMemory PartialRemovalRefused SharedCells StaleLogits "
-        "StateError Unsupported UsageError WorkerDied WorkerTimeout"
+        "StateError Unsupported UsageError WorkerDied WorkerTimeout BudgetTooSmall KVCacheFull "
+        "NoSlotAvailable NotSupported PagingError ReprocessNeeded"
     ),
     "runtime.batch": "Batch",
     "runtime.compaction": "Costs measure_costs",
@@ -87,6 +94,7 @@ _WHERE = {name: module for module, names in _MODULES.items() for name in names.s
 __all__ = [
     "KV",
     "Batch",
+    "BudgetTooSmall",
     "Busy",
     "Cancelled",
     "Capability",
@@ -101,6 +109,7 @@ __all__ = [
     "DecodeError",
     "DefragReport",
     "Device",
+    "KVCacheFull",
     "KVStats",
     "KvError",
     "LoadError",
@@ -113,11 +122,15 @@ __all__ = [
     "Moves",
     "NativeError",
     "NoKVSlot",
+    "NoSlotAvailable",
     "NotBuilt",
     "NotEnoughMemory",
+    "NotSupported",
     "NumpySampler",
     "OpenLibrary",
+    "PagingError",
     "PartialRemovalRefused",
+    "ReprocessNeeded",
     "Sampler",
     "SamplerParams",
     "Sequence",

@@ -11,9 +11,10 @@ ROOT = Path(__file__).resolve().parent.parent / "pyllamakv"
 
 #: Layer -> the layers that it may import. `errors` and `home` are open to all.
 ALLOWED = {
-    "cli": {"harness", "bench", "runtime", "binding", "building", "patching", "source"},
-    "bench": {"harness", "runtime", "binding", "building", "patching", "source"},
-    "harness": {"runtime", "binding", "building", "patching", "source"},
+    "cli": {"harness", "bench", "cache", "runtime", "binding", "building", "patching", "source"},
+    "bench": {"harness", "cache", "runtime", "binding", "building", "patching", "source"},
+    "harness": {"cache", "runtime", "binding", "building", "patching", "source"},
+    "cache": {"runtime", "binding"},
     "runtime": {"binding"},
     "binding": {"native"},
     "native": set(),

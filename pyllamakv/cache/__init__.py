@@ -1,0 +1,1 @@
+"""Own a cache for others: who gets which cells, what is kept, and what goes first."""

@@ -1,0 +1,122 @@
+"""The whole exception tree: imports nothing else, so that every layer can raise it.
+
+A message says what was expected and what to do; the fields carry the state that explains it.
+"""
+
+from pyllamakv.errors.base import KvError, Unsupported, UsageError
+from pyllamakv.errors.binding import (
+    Busy,
+    Closed,
+    ContextError,
+    DeviceLost,
+    LoadError,
+    ModelError,
+    NativeError,
+    NotEnoughMemory,
+    StaleLogits,
+    WorkerDied,
+    WorkerTimeout,
+)
+from pyllamakv.errors.building import (
+    BuildError,
+    CommandFailed,
+    ManifestError,
+    NotBuilt,
+    ToolMissing,
+)
+from pyllamakv.errors.cache import (
+    BudgetTooSmall,
+    KVCacheFull,
+    NoSlotAvailable,
+    NotSupported,
+    PagingError,
+    ReprocessNeeded,
+)
+from pyllamakv.errors.harness import (
+    HarnessError,
+    ScenarioFailed,
+    ScriptError,
+    TraceMismatch,
+    Untestable,
+)
+from pyllamakv.errors.patching import (
+    NoTextApplies,
+    PatchConflict,
+    PatchError,
+    PatchFormatError,
+    PatchLintError,
+    RebaseWaiting,
+)
+from pyllamakv.errors.runtime import (
+    Cancelled,
+    DecodeError,
+    NoKVSlot,
+    PartialRemovalRefused,
+    SharedCells,
+    StateError,
+)
+from pyllamakv.errors.source import (
+    ArchiveError,
+    DiskFull,
+    FetchError,
+    GitError,
+    HashMismatch,
+    LockFileError,
+    SourceError,
+    TreeDirty,
+    UnknownRelease,
+)
+
+__all__ = [
+    "ArchiveError",
+    "BudgetTooSmall",
+    "BuildError",
+    "Busy",
+    "Cancelled",
+    "Closed",
+    "CommandFailed",
+    "ContextError",
+    "DecodeError",
+    "DeviceLost",
+    "DiskFull",
+    "FetchError",
+    "GitError",
+    "HarnessError",
+    "HashMismatch",
+    "KVCacheFull",
+    "KvError",
+    "LoadError",
+    "LockFileError",
+    "ManifestError",
+    "ModelError",
+    "NativeError",
+    "NoKVSlot",
+    "NoSlotAvailable",
+    "NoTextApplies",
+    "NotBuilt",
+    "NotEnoughMemory",
+    "NotSupported",
+    "PagingError",
+    "PartialRemovalRefused",
+    "PatchConflict",
+    "PatchError",
+    "PatchFormatError",
+    "PatchLintError",
+    "RebaseWaiting",
+    "ReprocessNeeded",
+    "ScenarioFailed",
+    "ScriptError",
+    "SharedCells",
+    "SourceError",
+    "StaleLogits",
+    "StateError",
+    "ToolMissing",
+    "TraceMismatch",
+    "TreeDirty",
+    "UnknownRelease",
+    "Unsupported",
+    "Untestable",
+    "UsageError",
+    "WorkerDied",
+    "WorkerTimeout",
+]
