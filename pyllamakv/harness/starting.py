@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import UsageError
-from pyllamakv.harness import batches, looks
+from pyllamakv.harness import batches, looks, trace
 from pyllamakv.runtime import ggml_types as types
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ def rows(context: Context, model: str) -> list[dict[str, Any]]:
 
     Raises UsageError where the cache holds what no ledger knows.
     """
-    found = [{**words(context.params, model), "result": {"n_ctx": context.info.n_ctx, "at": 0}}]
+    result: dict[str, Any] = {"n_ctx": context.info.n_ctx, "at": 0}
+    found = [{**words(context.params, model), "result": result}]
     cells: dict[int, tuple[int, int, list[int]]] = {}
     for number, ledger in enumerate(context.ledgers):
         for token, pos, mark in zip(ledger.tokens, ledger.positions, ledger.marks, strict=True):
@@ -49,6 +50,8 @@ def rows(context: Context, model: str) -> list[dict[str, Any]]:
             f"{len(cells)}: clear it, or record it from its beginning"
         )
         raise UsageError(msg)
+    if look is not None and not cells:
+        result |= trace.seen("context", None, look, label="context")
     # Marks grow with every token that is decoded.
     order = [cells[mark] for mark in sorted(cells)]
     size = context.info.n_batch

@@ -1,0 +1,36 @@
+"""The benchmark of recording: its figures and its rounds; never a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import pyllamakv
+from pyllamakv.bench import recording
+from pyllamakv.bench.measure import Pairs
+
+
+def test_a_figure_is_a_factor_with_its_bound() -> None:
+    """Recorded over not recorded, of one loop on one model."""
+    good = recording._figure("`step`", Path("m.gguf"), Pairs([1.02] * 30, [1.0] * 30))
+    assert good.value == "1.020 [1.020, 1.020] x"
+    assert good.met
+    assert not recording._figure("`step`", Path("m.gguf"), Pairs([1.1] * 30, [1.0] * 30)).met
+
+
+@pytest.mark.native
+def test_every_loop_is_measured(patched, tmp_path: Path, monkeypatch) -> None:
+    """Each decodes its tokens on both contexts, one of them recorded."""
+    from pyllamakv.harness import synthetic
+
+    monkeypatch.setattr(recording, "TOKENS", 16)
+    ticks: list[None] = []
+    with pyllamakv.open(patched.folder) as lib, lib.load_model(synthetic.model("bytes")) as model:
+        for sequences, size in recording.LOOPS.values():
+            pairs = recording.measure(
+                model, tmp_path, sequences, size, 2, lambda: ticks.append(None)
+            )
+            assert len(pairs.first) == len(pairs.second) == 2
+            assert (tmp_path / "run.jsonl").stat().st_size > 1000
+    assert len(ticks) == 2 * len(recording.LOOPS)

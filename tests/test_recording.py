@@ -1,0 +1,353 @@
+"""Recording misses nothing, disturbs nothing, and leaves a file that can be read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import runtime_kit
+from fakes.simulated import ALL, SimulatedNative
+
+import pyllamakv as kv
+from pyllamakv.binding.protocol import Capability
+from pyllamakv.errors import DiskFull, NativeError, NoKVSlot, UsageError
+from pyllamakv.harness import trace, tracefile, watch
+from pyllamakv.harness.replaying import replay
+from pyllamakv.harness.stage import Stage
+from pyllamakv.harness.tap import Tap
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def rows(path: Path) -> list[dict]:
+    """Return what stands in a trace, its head first."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def operations(path: Path) -> list[str]:
+    return [row["op"] for row in rows(path) if "op" in row]
+
+
+def everything(context) -> None:
+    """Do to a context whatever can be done to one."""
+    with context.model.sampler() as sampler:
+        a, b = context.sequence(), context.sequence()
+        context.decode([a.feed([5, 6, 7]), b.feed([8, 9])])
+        context.decode(a.feed([4]))
+        context.prefill(a, list(range(5, 15)))
+        context.step(b, 10)
+        context.step_all([a, b], [11, 12])
+        context.advance([a, b], [13, 14], 3, sampler)
+        list(context.generate(a, max_tokens=2, stop_at_end=False))
+        batch = kv.Batch.of([5], [b.next_pos], b.id)
+        context.decode(batch)
+        fork = a.fork(4)
+        fork.remove(1, 2)
+        saved = b.save()
+        b.trim(2)
+        b.restore(saved)
+        b.shift(2, None, 3)
+        b.divide(0, 1, 2)
+        context.kv.update()
+        context.kv.defrag()
+        context.set_threads(2)
+        fork.close()
+        context.clear()
+
+
+ALL_OPERATIONS = {
+    "context", "batch", "step", "advance", "copy", "remove", "save", "restore", "shift", "divide",
+    "update", "defrag", "threads", "clear",
+}  # fmt: skip
+
+
+def test_every_operation_is_a_row(tmp_path: Path) -> None:
+    """Whatever goes to the library through a context is there, and the trace replays exactly."""
+    path = tmp_path / "run.jsonl"
+    with runtime_kit.context(tmp_path) as context:
+        native = context.native
+        with kv.record(context, path) as recording:
+            assert isinstance(context.native, Tap)
+            everything(context)
+            context.native.seq_keep(context.handle, 0)
+            context.native.cancel_after(context.handle, 3)
+            recording.note("so far")
+        assert context.native is native
+        assert context.decode_one == native.decode_one
+        count = recording.rows
+    assert set(operations(path)) == {*ALL_OPERATIONS, "keep", "cancel", "note"}
+    head, lines = trace.read(path)
+    assert (len(lines), head.complete, head.variant) == (count, True, "simulated")
+    assert all(line.result["at"] >= 0 for line in lines)
+    stage = Stage(SimulatedNative(), file=tmp_path / "tiny.gguf")
+    assert replay(head, lines, stage) == (count, [])
+
+
+def test_rows_say_what_happened_to_the_cells(tmp_path: Path) -> None:
+    """Before, after and moves stand in rows that change cells; a picture where they changed."""
+    path = tmp_path / "run.jsonl"
+    with runtime_kit.context(tmp_path) as context, kv.record(context, path):
+        a, b = context.sequence(), context.sequence()
+        for token in range(8):
+            context.step_all([a, b], [token, token])
+        b.remove()
+        context.kv.defrag()
+    removed, defragged = rows(path)[-3]["result"], rows(path)[-2]["result"]
+    assert removed["before"] == {"used": 16, "holes": 1, "largest_hole": 48}
+    assert (removed["used"], removed["holes"], removed["done"]) == (8, 8, True)
+    assert removed["picture"]["runs"][:4] == [[0, 1], [-1, 1], [0, 1], [-1, 1]]
+    assert (defragged["used"], defragged["holes"], defragged["cells"]) == (8, 1, 4)
+    assert sum(length for _, _, length in defragged["moved"]) == 4
+    assert [row["result"]["used"] for row in rows(path)[2:10]] == list(range(2, 18, 2))
+
+
+def test_a_decode_that_moves_cells_is_seen(tmp_path: Path) -> None:
+    """A library that defragments inside a decode is caught by the number of free cells."""
+    path = tmp_path / "run.jsonl"
+    with runtime_kit.context(tmp_path, {"heals": True}) as context, kv.record(context, path):
+        a, b = context.sequence(), context.sequence()
+        for token in range(32):
+            context.step_all([a, b], [token, token])
+        b.remove()
+        context.decode(b.feed(list(range(20))))
+    last = rows(path)[-2]
+    assert last["op"] == "batch"
+    assert last["result"]["moved"]
+    assert last["result"]["before"]["holes"] == 32
+
+
+def test_failures_are_rows_too(tmp_path: Path) -> None:
+    """A decode without a slot, one that was aborted after so many polls, one that threw."""
+    path = tmp_path / "run.jsonl"
+    with runtime_kit.context(tmp_path) as context, kv.record(context, path):
+        a, b = context.sequence(), context.sequence()
+        for token in range(32):
+            context.step_all([a, b], [token, token])
+        b.remove()
+        with pytest.raises(NoKVSlot):
+            context.decode(b.feed([1, 2, 3]))
+        context.native.fail_next.append(2)
+        assert context.try_decode(a.feed([1])) == 2
+        context.native.fail_next.append(NativeError("threw", code=-3))
+        with pytest.raises(kv.DecodeError):
+            context.decode(b.feed([1, 2]))
+    results = [row["result"] for row in rows(path) if row.get("op") in ("batch", "step")][-3:]
+    assert [each.get("status") for each in results] == [1, 2, None]
+    assert "polls" in results[1]
+    assert results[2]["error"] == "NativeError"
+
+
+def test_likely_tokens_are_noted_now_and_then(tmp_path: Path) -> None:
+    """Of the first decode, soon after cells changed, and every few: enough to find wrong data."""
+    path = tmp_path / "run.jsonl"
+    with runtime_kit.context(tmp_path, n_ctx=256) as context, kv.record(context, path):
+        a = context.sequence()
+        for token in range(5, 105):
+            context.step(a, token)
+        # A batch that asks for no logits has none.
+        context.prefill(a, [5] * 20, logits=False)
+    steps = [row for row in rows(path) if row.get("op") == "step"]
+    noted = [place for place, row in enumerate(steps) if "best" in row["result"]]
+    assert noted == [0, watch.SAMPLE, 2 * watch.SAMPLE, 3 * watch.SAMPLE]
+    token, logit, margin = steps[0]["result"]["best"]["0"]
+    assert 0 <= token < 259
+    assert logit == 5.0
+    assert margin > 0
+
+
+def test_arrays_may_be_changed_in_place(tmp_path: Path) -> None:
+    """A row has what was decoded, not what stands in the arrays later."""
+    path = tmp_path / "run.jsonl"
+    tokens, positions = np.array([5, 6], np.int32), np.array([0, 1], np.int32)
+    with runtime_kit.context(tmp_path) as context, kv.record(context, path):
+        batch = kv.Batch.of(tokens, positions, 0)
+        context.decode(batch)
+        tokens += 2
+        positions += 2
+        context.decode(batch)
+    assert [row["tokens"] for row in rows(path)[2:4]] == [[5, 6], [7, 8]]
+
+
+def test_a_context_with_tokens_begins_with_them(tmp_path: Path) -> None:
+    """They are decoded again, and shared cells are shared; the head says so."""
+    path = tmp_path / "run.jsonl"
+    with runtime_kit.context(tmp_path) as context:
+        a = context.sequence()
+        context.prefill(a, list(range(5, 45)))
+        fork = a.fork(10)
+        a.remove(20, 30)
+        with kv.record(context, path):
+            context.step(fork, 5)
+        with kv.record(context, path):
+            context.clear()
+        context.native.seq_cp(context.handle, 0, 1, 0, 5)
+        context.native.decode_one(context.handle, 5, 0, 3)
+        with pytest.raises(UsageError, match="clear it"), kv.record(context, path):
+            pass
+    head, lines = trace.read(path)
+    assert head.start == "rebuilt"
+    assert [line.op for line in lines] == ["context", "batch", "clear"]
+    assert len(lines[1].arguments["tokens"]) == 31
+    assert lines[1].arguments["seq"][:11] == [*[[0, 1]] * 10, 0]
+    stage = Stage(SimulatedNative(), file=tmp_path / "tiny.gguf")
+    assert replay(head, lines, stage)[1] == []
+
+
+def test_states_from_before_are_in_the_trace(tmp_path: Path) -> None:
+    """A save is named by its restore; a state from elsewhere is carried along."""
+    path = tmp_path / "run.jsonl"
+    with runtime_kit.context(tmp_path) as context:
+        a, b = context.sequence(), context.sequence()
+        context.prefill(a, list(range(5, 15)))
+        before = a.save()
+        context.clear()
+        with kv.record(context, path):
+            a.restore(before)
+            now = a.save()
+            b.restore(now)
+    states = [row for row in rows(path) if row.get("op") in ("save", "restore")]
+    assert [("state" in row) for row in states] == [True, False, False]
+    assert states[1]["as"] == states[2]["as"]
+
+
+@pytest.mark.parametrize("capability", [Capability.CELLS])
+def test_builds_that_show_no_cells_are_recorded(tmp_path: Path, capability) -> None:
+    """Then rows have no counts and no pictures, and everything else."""
+    path = tmp_path / "run.jsonl"
+    native = {"capabilities": ALL & ~capability}
+    with runtime_kit.context(tmp_path, native) as context, kv.record(context, path):
+        a = context.sequence()
+        context.prefill(a, list(range(5, 45)))
+        context.step(a, 5)
+        a.trim(3)
+    assert operations(path) == ["context", "batch", "batch", "step", "remove"]
+    assert not any("used" in row["result"] for row in rows(path) if "op" in row)
+
+
+def test_pictures_can_be_left_out(tmp_path: Path) -> None:
+    """The counts stay."""
+    path = tmp_path / "run.jsonl"
+    with runtime_kit.context(tmp_path) as context, kv.record(context, path, pictures=False):
+        a = context.sequence()
+        context.prefill(a, [5, 6, 7])
+        a.trim(1)
+    assert '"picture"' not in "".join(path.read_text().splitlines()[2:])
+    assert rows(path)[-2]["result"]["used"] == 1
+
+
+def test_one_recording_at_a_time(tmp_path: Path) -> None:
+    """A second one on the same context is refused; another context does not show up."""
+    with runtime_kit.context(tmp_path) as context, kv.record(context, tmp_path / "a"):
+        with pytest.raises(UsageError, match="already"), kv.record(context, tmp_path / "b"):
+            pass
+        other = context.model.context(n_ctx=64)
+        context.native.decode_one(other.handle, 5, 0, 0)
+        context.native.seq_rm(other.handle, 0, -1, -1)
+        context.native.state_load(other.handle, 0, context.native.state_save(other.handle, 0))
+    assert operations(tmp_path / "a") == ["context"]
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_run(tmp_path, monkeypatch, caplog) -> None:
+    """The run goes on; the error comes at the end of the block; what fitted can be read."""
+    path = tmp_path / "run.jsonl"
+    real, full = os.write, []
+
+    def write(handle: int, data: memoryview) -> int:
+        if full:
+            raise OSError(28, "No space left on device")
+        return real(handle, data)
+
+    monkeypatch.setattr(tracefile.os, "write", write)
+    with runtime_kit.context(tmp_path) as context:
+        a = context.sequence()
+        with pytest.raises(DiskFull, match="make room"), kv.record(context, path) as recording:
+            context.step(a, 5)
+            recording.flush()
+            full.append(True)
+            for token in range(5, 40):
+                context.step(a, token)
+            recording.flush()
+            assert isinstance(recording.error, DiskFull)
+            context.step(a, 6)
+            assert len(a) == 37
+        context.step(a, 7)
+        assert not isinstance(context.native, Tap)
+        monkeypatch.undo()
+        head, lines = trace.read(path)
+        assert (head.complete, len(lines)) == (False, 2)
+        # An error of the run is not covered by that of the recording.
+        full.append(True)
+        monkeypatch.setattr(tracefile.os, "write", lambda *_: real(*_))
+        with pytest.raises(ZeroDivisionError), kv.record(context, path):
+            raise ZeroDivisionError
+
+
+def test_closing_the_context_ends_it_well(tmp_path: Path) -> None:
+    """What was recorded by then is there."""
+    path = tmp_path / "run.jsonl"
+    context = runtime_kit.context(tmp_path)
+    with kv.record(context, path):
+        context.step(context.sequence(), 5)
+        context.close()
+    assert trace.read(path)[0].complete
+
+
+CRASH = """
+import os, sys
+sys.path.insert(0, {tests!r})
+import runtime_kit, pathlib, pyllamakv as kv
+from pyllamakv.harness import watch
+watch.CHUNK = 64
+context = runtime_kit.context(pathlib.Path({folder!r}), n_ctx=2048)
+with kv.record(context, {path!r}):
+    a = context.sequence()
+    for token in range(1000):
+        context.step(a, token % 200)
+    os._exit(9)
+"""
+
+
+def test_a_crash_loses_the_last_chunk_at_most(tmp_path: Path) -> None:
+    """What a process leaves that dies in the middle is a shorter trace."""
+    path = tmp_path / "run.jsonl"
+    code = CRASH.format(tests=str(ROOT / "tests"), folder=str(tmp_path), path=str(path))
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, check=False, timeout=240)
+    assert done.returncode == 9
+    head, lines = trace.read(path)
+    assert not head.complete
+    assert 1 + 1000 - 64 - watch.SAMPLE <= len(lines) <= 1001
+    # Cut anywhere, it is still a trace, as long as a row is whole.
+    data = path.read_bytes()
+    (tmp_path / "cut").write_bytes(data[: len(data) * 2 // 3])
+    assert 1 < len(trace.read(tmp_path / "cut")[1]) < len(lines)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("flash", [False, True])
+def test_random_schedules_replay_exactly(variant, tmp_path: Path, flash: bool) -> None:
+    """Hundreds of operations, failures and aborts among them: the same cells, moves and logits."""
+    from pyllamakv.harness import schedules, synthetic
+    from pyllamakv.harness.operations import Operations
+
+    path, stock = tmp_path / "run.jsonl", variant.manifest.stock
+    options = {"flash_attn": flash} | ({"type_k": "q8_0", "type_v": "q8_0"} if flash else {})
+    for seed in (1, 2):
+        with kv.open(variant.folder) as lib, lib.load_model(synthetic.model("grouped")) as model:
+            one, other = (model.context(256, 96, 32, 5, **options) for _ in range(2))
+            with kv.record(one, path):
+                work = Operations(one, other, heals=not stock)
+                for operation in schedules.draw(seed, 30):
+                    work.do(operation.name, operation.number)
+                work.proof.close()
+        head, lines = trace.read(path)
+        assert head.variant == variant.id
+        with kv.open(variant.folder, isolated=True) as lib:
+            stage = Stage(lib.native, file=trace.model_file(head))
+            assert replay(head, lines, stage) == (len(lines), [])
+            stage.close()

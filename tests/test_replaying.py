@@ -1,0 +1,208 @@
+"""A replay finds the first row that comes out otherwise, and says what was before and after."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import test_trace
+from fakes.simulated import SimulatedNative
+
+import pyllamakv
+from pyllamakv.cli import main
+from pyllamakv.errors import NotBuilt, UsageError, WorkerDied
+from pyllamakv.harness import builds, trace
+from pyllamakv.harness.replaying import replay
+from pyllamakv.harness.stage import Stage
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "docs" / "examples" / "stock-fails.jsonl"
+
+
+@pytest.fixture(autouse=True)
+def _home(request, tmp_path, monkeypatch) -> None:
+    if request.node.get_closest_marker("native"):
+        return  # builds lie in the real one
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def story(tmp_path: Path):
+    """Return head and rows of a trace."""
+    return trace.read(test_trace.record(tmp_path / "trace.jsonl"))
+
+
+def found(story, native, **options):
+    """Replay on a library and return the rows played and the divergences."""
+    return replay(*story, Stage(native), **options)
+
+
+def test_the_same_library_does_the_same(story) -> None:
+    """Every row, strictly."""
+    assert found(story, SimulatedNative()) == (len(story[1]), [])
+    assert found(story, SimulatedNative(), strict=False, every=True) == (len(story[1]), [])
+
+
+class Keeping(SimulatedNative):
+    """Remove nothing."""
+
+    def seq_rm(self, context, seq, p0, p1):
+        return True
+
+
+def test_the_first_divergence_ends_a_replay(story) -> None:
+    """With counts around it, unless all are asked for."""
+    rows, first = found(story, Keeping())
+    assert rows == 5
+    assert str(first[0]).startswith("row 6 (remove): used was 16, now 32; cells before: 32 used")
+    rows, every = found(story, Keeping(), every=True)
+    assert rows == len(story[1])
+    assert len(every) > 3
+
+
+def test_another_build_may_lay_cells_elsewhere(story) -> None:
+    """Holes, moves and pictures are compared on the recorded build alone."""
+
+    class Lazy(SimulatedNative):
+        def defrag(self, context):
+            self._get(context).cache.compact()
+            return super().defrag(context)
+
+    assert found(story, Lazy(), strict=False, every=True)[1] == []
+    assert found(story, Lazy())[1][0].op == "defrag"
+
+
+def test_other_logits_show(story) -> None:
+    """On another build unless the choice was close, on the recorded one also the logit itself."""
+
+    class Louder(SimulatedNative):
+        def _row(self, cache, seq, pos):
+            return super()._row(cache, seq, pos) * 1.5
+
+    class Other(SimulatedNative):
+        def _row(self, cache, seq, pos):
+            return super()._row(cache, seq, pos)[::-1].copy()
+
+    assert found(story, Louder(), strict=False)[1] == []
+    assert found(story, Louder())[1][0].what.startswith("logit[")
+    assert found(story, Other(), strict=False)[1][0].what.startswith("best[")
+
+
+def test_a_crash_is_where_a_replay_ends(story) -> None:
+    """The row that killed the worker, and nothing after it."""
+
+    class Dying(SimulatedNative):
+        def defrag(self, context):
+            raise WorkerDied("the worker was killed by signal 6")
+
+    rows, divergences = found(story, Dying(), every=True)
+    assert rows < len(story[1])
+    assert "signal 6" in str(divergences[-1])
+    assert divergences[-1].op == "defrag"
+
+
+def test_variants_are_named_in_words(story) -> None:
+    """Of the recorded release, or in full; patches hold together."""
+    head = trace.Head("0.3.9-stock-cpu-0123456789abcdef", spec="0.3.9+stock")
+    assert builds.specs(head, []) == ["recorded"]
+    assert builds.specs(head, ["stock,patched"]) == ["0.3.9+stock", "0.3.9+patched"]
+    assert builds.specs(head, ["0.3.9+full-defrag,kv-counters,stock", "b4980+patched"]) == [
+        "0.3.9+full-defrag,kv-counters", "0.3.9+stock", "b4980+patched",
+    ]  # fmt: skip
+    bare = trace.Head("0.3.9-stock-cpu-0123456789abcdef")
+    assert builds.specs(bare, ["patched"]) == ["0.3.9+patched"]
+    with pytest.raises(UsageError, match=r"0\.3\.9\+patched"):
+        builds.specs(trace.Head(), ["patched"])
+    with pytest.raises(UsageError, match="name one"):
+        builds.opened("recorded", trace.Head())
+    with pytest.raises(UsageError, match="name one"):
+        builds.folder("recorded", trace.Head())
+
+
+def test_a_build_that_is_gone_is_replaced_by_its_spec(monkeypatch, tmp_path: Path) -> None:
+    """The id first, then release and patches; in the environment of the recording."""
+    asked = []
+
+    def open_(spec, **options):
+        asked.append((spec, options))
+        if len(asked) == 1:
+            raise NotBuilt("gone")
+        return "opened"
+
+    monkeypatch.setattr(pyllamakv, "open", open_, raising=False)
+    head = trace.Head("id", spec="0.3.9+stock", environment={"LLAMA_X": "1"})
+    assert builds.opened("recorded", head) == "opened"
+    options = {"isolated": True, "env": {"LLAMA_X": "1"}}
+    assert asked == [("id", options), ("0.3.9+stock", options)]
+    asked.clear()
+    with pytest.raises(NotBuilt):
+        builds.opened("recorded", trace.Head("id"))
+
+
+def cli(capsys, *words: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as leaving:
+        main.main([str(word) for word in words])
+    out, err = capsys.readouterr()
+    return int(leaving.value.code or 0), out, err
+
+
+class Opened:
+    """Stand in for an opened library under a name."""
+
+    def __init__(self, spec: str, native: SimulatedNative) -> None:
+        self.native = native
+        self.about = type("About", (), {"variant": spec})()
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.native.close()
+
+
+def test_replay_shows_variants_side_by_side(capsys, monkeypatch, tmp_path: Path) -> None:
+    """Exit 1 only where the build that recorded it comes out otherwise."""
+    path = test_trace.record(tmp_path / "trace.jsonl")
+    wrong: set[str] = set()
+
+    def open_(spec, **options):
+        return Opened(spec, Keeping() if spec in wrong else SimulatedNative())
+
+    monkeypatch.setattr(pyllamakv, "open", open_, raising=False)
+    code, out, _ = cli(capsys, "replay", path, "--variants", "simulated,0.3.9+patched")
+    assert code == 0
+    assert out.splitlines()[0].split()[:3] == ["variant", "rows", "diverges"]
+    assert "simulated *" in out
+    wrong.add("0.3.9+patched")
+    code, out, _ = cli(capsys, "replay", path, "--variants", "simulated,0.3.9+patched")
+    assert code == 0
+    assert "row 6 (remove): used" in out
+    wrong.add("simulated")
+    code, out, _ = cli(capsys, "replay", path, "--json")
+    told = json.loads(out)["replays"]
+    assert code == 1
+    assert told[0]["recorded"]
+    assert told[0]["divergences"][0]["row"] > 1
+    # A trace that was cut short is told, and played as far as it goes.
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    wrong.clear()
+    code, _, err = cli(capsys, "replay", path)
+    assert code == 0
+    assert "cut short" in err
+    path.write_bytes(b"\x00\x01")
+    assert cli(capsys, "replay", path)[0] == 2
+
+
+@pytest.mark.native
+def test_the_example_diverges_where_stock_fails(stock, patched, capsys) -> None:
+    """Recorded on stock: patched places the batch that stock did not."""
+    code, out, _ = cli(
+        capsys, "replay", EXAMPLE, "--variants", f"{stock.folder},{patched.folder}", "--json"
+    )
+    told = json.loads(out)["replays"]
+    assert code == 0
+    assert told[0]["divergences"] == []
+    (divergence,) = told[1]["divergences"]
+    assert (divergence["what"], divergence["recorded"], divergence["found"]) == ("status", 1, 0)
+    assert divergence["before"]["largest_hole"] < 16 <= divergence["after"]["largest_hole"] + 16
