@@ -13,30 +13,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pyllamakv.binding.protocol import Memory
-from pyllamakv.cache.tree import Tree, pack
-from pyllamakv.errors import (
-    NativeError,
-    PagingError,
-    PartialRemovalRefused,
-    Unsupported,
-    UsageError,
-)
+from pyllamakv.cache import branch_pages
+from pyllamakv.cache.tree import Tree
+from pyllamakv.errors import Unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-    from pyllamakv.cache.paging import Page, Pager
+    from pyllamakv.cache.paging import Pager
     from pyllamakv.cache.tree import Node
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.sequence import Sequence
-
-
-class DamagedPage(PagingError):
-    """Report a page that can never be read back; ``page`` is the one."""
-
-    def __init__(self, error: PagingError, page: Page) -> None:
-        super().__init__(str(error), error.path)
-        self.page = page
 
 
 class Branches:
@@ -65,8 +52,21 @@ class Branches:
         """Return how many more sequences may be made now."""
         return max(0, min(self.limit - self.taken, len(self.context.vacant)))
 
+    @property
+    def alone(self) -> bool:
+        """Tell whether the context has no other sequences than these."""
+        return self.context.info.n_seq_max - len(self.context.vacant) == self.taken
+
+    def foreign(self) -> int:
+        """Return how many tokens others' sequences have, at most."""
+        ours = {each.id for each in self.sequences()}
+        return sum(len(own) for i, own in enumerate(self.context.ledgers) if i not in ours)
+
     def new(self) -> Sequence:
         """Make an empty sequence, one of the vacant ones."""
+        if not self.cuttable and len(self.context.vacant) == self.context.info.n_seq_max:
+            # Some releases begin no recurrent sequence where another was, unless all is cleared.
+            self.context.clear()
         sequence = self.context.sequence()
         self.taken += 1
         return sequence
@@ -83,19 +83,17 @@ class Branches:
         self.taken -= 1
 
     def provider(self, node: Node, beside: Node | None = None) -> Sequence:
-        """Return a sequence that holds a node, not one at or below ``beside``."""
-        waiting = [node]
+        """Return a sequence that holds a node, not one at or below ``beside``; an entry if any."""
+        waiting, leased = [node], None
         while waiting:
             each = waiting.pop()
             if each.entry is not None:
                 return each.entry  # type: ignore[no-any-return]
-            if each.leases:
-                return each.leases[0].sequence  # type: ignore[no-any-return]
-            waiting += [
-                child for child in each.children.values() if child.held and child is not beside
-            ]
-        msg = f"{node} is not held"
-        raise AssertionError(msg)
+            if each.leases and leased is None:
+                leased = each.leases[0].sequence
+            waiting += [low for low in each.children.values() if low.held and low is not beside]
+        assert leased is not None, f"{node} is not held"
+        return leased  # type: ignore[no-any-return]
 
     def attach(self, node: Node, sequence: Sequence) -> None:
         """Let a sequence be the entry of a node whose tokens it holds."""
@@ -123,9 +121,10 @@ class Branches:
         self.tree.hold(node)
         # What is in the cache is on no page. A state at the end of a node says nothing of above.
         for each in node.path if self.partial else [node]:
-            self._forget_page(each)
+            self.forget_page(each)
 
-    def _forget_page(self, node: Node) -> None:
+    def forget_page(self, node: Node) -> None:
+        """Take the page from a node, and drop it when no other needs it."""
         unused = self.tree.set_page(node, None)
         if unused is not None:
             unused.drop()
@@ -143,16 +142,21 @@ class Branches:
                 self.close(self.detach(above))
 
     def _share(self, node: Node, sequence: Sequence) -> None:
-        """Give up cells of tokens that others decoded at the same time, and share theirs."""
-        held = [each for each in node.path if each.held]
-        if not held:
+        """Give up cells of tokens that other entries hold, and share theirs.
+
+        Prompts that are decoded at the same time do not see each other's tokens; leases may still
+        have such cells, so that only entries are shared with.
+        """
+        for each in reversed([above for above in node.path if above.held]):
+            other = next((below.entry for below in each.walk() if below.entry is not None), None)
+            if other is None:
+                continue
+            mine, theirs = sequence.ledger.marks[: each.end], other.ledger.marks[: each.end]
+            if mine != theirs:
+                first = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
+                sequence.remove(first, each.end)
+                sequence.share(other, first, each.end)
             return
-        end, other = held[-1].end, self.provider(held[-1])
-        mine, theirs = sequence.ledger.marks[:end], other.ledger.marks[:end]
-        if mine != theirs:
-            first = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
-            sequence.remove(first, end)
-            sequence.share(other, first, end)
 
     def tidy(self, node: Node) -> None:
         """Remove what keeps nothing and join what need not be apart, from a node up."""
@@ -175,7 +179,9 @@ class Branches:
 
     def evict(self, node: Node, keep: int = 0) -> Sequence | None:
         """Page a removable node out, or drop it; return its sequence of ``keep`` tokens, if any."""
-        return self.page_out(node, keep) if self.pager is not None else self.drop(node, keep)
+        if self.pager is not None:
+            return branch_pages.page_out(self, node, keep)
+        return self.drop(node, keep)
 
     def drop(self, node: Node, keep: int = 0) -> Sequence | None:
         """Part with what a node keeps; return its sequence with ``keep`` tokens, if any."""
@@ -191,7 +197,7 @@ class Branches:
                 self.attach(heir, sequence)
             else:
                 self.close(sequence)
-        self._forget_page(node)
+        self.forget_page(node)
         self.tidy(node)
         return kept
 
@@ -202,128 +208,6 @@ class Branches:
             return None
         needed = parent.pins or (self.sharing and len(parent.children) > 1)
         return parent if needed and parent.held == 1 else None
-
-    def discard(self, page: Page) -> None:
-        """Part with all that cannot be had without a page; nothing of it is held."""
-        top = next(node for node in self.tree.walk() if node.page is page)
-        above = top.parent
-        for each in list(top.walk())[::-1] if self.sharing else [top]:
-            each.pins.clear()
-            self._forget_page(each)
-            self.tree.prune(each)
-        if above is not None:
-            self.tidy(above)
-
-    # Paging...
-
-    def page_out(self, node: Node, keep: int = 0) -> Sequence | None:
-        """Save what only this node's sequence holds, then close it, or cut it to ``keep`` tokens.
-
-        Raises PagingError with nothing changed.
-        """
-        assert self.pager is not None
-        sequence: Sequence = node.entry
-        chain = [node]
-        while self.sharing and (above := chain[-1].parent) is not None and above.held == 1:
-            if above.parent is None:
-                break
-            chain.append(above)
-        start = chain[-1].start if self.sharing else 0
-        page = self.pager.write(self._save(sequence, chain[-1], start), start, node.end)
-        try:
-            if keep:
-                sequence.trim(keep)
-        except PartialRemovalRefused:
-            page.drop()
-            raise
-        self.detach(node)
-        for each in chain:
-            self.tree.set_page(each, page)
-        self.tidy(node)
-        if keep:
-            return sequence
-        self.close(sequence)
-        return None
-
-    def _save(self, sequence: Sequence, top: Node, start: int) -> bytes:
-        assert top.parent is not None
-        beside = self.provider(top.parent, top) if start else None
-        try:
-            if beside is None:
-                return sequence.save()
-            sequence.remove(0, start)
-            try:
-                return sequence.save()
-            finally:
-                sequence.share(beside, 0, start)
-        except (NativeError, Unsupported) as error:
-            msg = f"a branch of {top.end} tokens could not be saved: {error}"
-            raise PagingError(msg) from error
-
-    def missing(self, node: Node) -> list[Page]:
-        """Return the pages that a node needs, from the root down, to be in the cache."""
-        if not self.sharing:
-            return [node.page]
-        path = [each for each in node.path if not each.held]
-        pages: list[Page] = []
-        low = node.end
-        # Pages may overlap: from the end up, only what the ones below leave out.
-        while low > path[0].start:
-            at = next(each for each in path if each.start < low <= each.end)
-            pages.insert(0, at.page)
-            low = at.page.start
-        return pages
-
-    def page_in(self, node: Node) -> None:
-        """Bring a node and all above it into the cache; needs a vacant sequence, two for two pages.
-
-        Raises PagingError with nothing changed, DamagedPage where it will never be possible.
-        """
-        pages = self.missing(node)
-        covered = 0
-        if self.sharing:
-            first = next(each for each in node.path if not each.held)
-            covered = first.start
-        made: list[Sequence] = []
-        try:
-            sequence = self._restore(pages[-1], made)
-            sequence.trim(node.end - pages[-1].start)
-            low = max(covered, pages[-1].start)
-            if low > pages[-1].start:
-                sequence.remove(None, low)
-            for page in reversed(pages[:-1]):
-                other = self._restore(page, made)
-                begin = max(covered, page.start)
-                sequence.share(other, begin, low)
-                low = begin
-                self.close(made.pop())
-            if covered:
-                sequence.share(self.provider(first.parent or node), 0, covered)
-            if pack(sequence.ledger.tokens) != node.key:
-                msg = f"a page of {node.end} tokens holds others; decode them again"
-                raise DamagedPage(PagingError(msg), pages[-1])
-            made.clear()
-        except (NativeError, UsageError) as error:
-            msg = f"a branch of {node.end} tokens could not be paged in: {error}"
-            raise PagingError(msg) from error
-        finally:
-            for each in made:
-                self.close(each)
-        self.attach(node, sequence)
-        self.tidy(node)
-
-    def _restore(self, page: Page, made: list[Sequence]) -> Sequence:
-        try:
-            saved = page.read()
-        except PagingError as error:
-            raise DamagedPage(error, page) from error
-        sequence = self.new()
-        made.append(sequence)
-        sequence.restore(saved)
-        if sequence.positions != list(range(page.start, page.end)):
-            msg = f"a page of positions {page.start}..{page.end} holds others; decode them again"
-            raise DamagedPage(PagingError(msg), page)
-        return sequence
 
     # Numbers...
 

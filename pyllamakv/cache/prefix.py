@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from pyllamakv.cache import prefix_begin, prefix_check, prefix_room
+from pyllamakv.cache import branch_pages, prefix_begin, prefix_check, prefix_room
 from pyllamakv.cache.branches import Branches
 from pyllamakv.cache.paging import pager
 from pyllamakv.cache.prefix_lease import PrefixLease
@@ -61,6 +61,8 @@ class PrefixCache:
         self.context = context
         self.branches = Branches(context, entries or most, pager(paging))
         self.budget = budget
+        #: How many tokens a sequence may have, None where there is no limit.
+        self.size_limit = prefix_room.capacity(context)
         self.pins: dict[str, Node] = {}
         self.leases: list[PrefixLease] = []
         self.closed = False
@@ -83,11 +85,12 @@ class PrefixCache:
         ranges = [(int(first), int(end)) for first, end in groups]
         self.check_budget(prompt)
         self.sync()
+        known = self.branches.tree.match(key)[1]
         try:
             sequence, length = prefix_begin.begin(self, key, ranges)
         finally:
             self.forget_pins()
-        lease = PrefixLease(self, sequence, key, length)
+        lease = PrefixLease(self, sequence, key, length, known)
         try:
             prefix_room.make_cells(self, prompt - length, lease)
         except BaseException:
@@ -183,7 +186,7 @@ class PrefixCache:
             if not prefix_room.make_page_room(self, node):
                 msg = f"no room for a branch of {node.end} tokens: release leases or unpin others"
                 raise PagingError(msg)
-            self.branches.page_in(node)
+            branch_pages.page_in(self.branches, node)
             self.counts["paged_in"] += 1
 
     def _branch(self, tokens: Iterable[int]) -> Node:
@@ -249,7 +252,7 @@ class PrefixCache:
                 f"token {bad} is out of range: this model has tokens 0..{self.context.n_vocab - 1}"
             )
             raise UsageError(msg)
-        longest = prefix_room.capacity(self.context)
+        longest = self.size_limit
         if longest is not None and len(numbers) > longest:
             msg = f"the prompt has {len(numbers)} tokens and a sequence at most {longest}"
             raise UsageError(msg)

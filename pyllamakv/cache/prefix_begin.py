@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from pyllamakv.cache import prefix_room
-from pyllamakv.cache.branches import DamagedPage
+from pyllamakv.cache import branch_pages, prefix_room
+from pyllamakv.cache.branch_pages import DamagedPage
 from pyllamakv.cache.tree import WIDTH
 from pyllamakv.errors import NoSlotAvailable, PagingError, PartialRemovalRefused
 
@@ -100,11 +100,11 @@ def _page_in(cache: PrefixCache, node: Node | None) -> bool:
     try:
         if not prefix_room.make_page_room(cache, node):
             return False
-        cache.branches.page_in(node)
+        branch_pages.page_in(cache.branches, node)
     except DamagedPage as error:
         LOG.warning("%s; the branch is given up", error)
         cache.counts["damaged"] += 1
-        cache.branches.discard(error.page)
+        branch_pages.discard(cache.branches, error.page)
         return False
     except PagingError as error:
         LOG.warning("%s", error)

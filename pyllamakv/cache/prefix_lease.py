@@ -16,19 +16,26 @@ if TYPE_CHECKING:
 #: Room is asked for so many tokens at a time where it costs nobody anything.
 AHEAD = 64
 
+#: States of memories that cannot go back are kept so many tokens apart.
+STATE_EVERY = 2048
+
 
 class PrefixLease:
     """Hold the sequence; `PrefixCache.acquire` makes it. Leaving it as a context releases it."""
 
-    def __init__(self, cache: PrefixCache, sequence: Sequence, key: bytes, cached: int) -> None:
+    def __init__(
+        self, cache: PrefixCache, sequence: Sequence, key: bytes, cached: int, known: int
+    ) -> None:
         self.cache = cache
         self.sequence = sequence
         self.cached = cached
         self.rest = unpack(key[cached * WIDTH :])
         #: How long the sequence may become before room has to be made again.
         self.granted = len(key) // WIDTH
-        self._ledger = sequence.ledger
-        self._seen = (-1, -1)
+        #: How much of the prompt the tree has, where a state may be missing.
+        self._known = known
+        self.ledger = sequence.ledger
+        self._seen: tuple[int, ...] = ()
         self._whole = True
         branches = cache.branches
         self.node = branches.tree.insert(key[: cached * WIDTH])
@@ -45,38 +52,63 @@ class PrefixLease:
     @property
     def promised(self) -> int:
         """Return how many tokens may still be decoded without asking for room."""
-        return max(0, self.granted - len(self._ledger))
+        return max(0, self.granted - len(self.ledger))
+
+    def prefill(self, *, logits: bool = True) -> None:
+        """Decode the rest of the prompt in pieces of n_batch; what was decoded stays if one fails.
+
+        Where a memory cannot go back, states are kept on the way: where other prompts part from
+        this one, before its last token, and every `STATE_EVERY` tokens.
+        """
+        prompt = self.cached + len(self.rest)
+        for stop in [*self._stops(prompt), prompt]:
+            here = len(self.ledger)
+            if here < stop:
+                tokens = self.rest[here - self.cached : stop - self.cached]
+                self.cache.context.prefill(self.sequence, tokens, logits=logits and stop == prompt)
+            if stop < prompt:
+                self.cache.sync()
+                prefix_room.keep_state(self.cache, self)
+
+    def _stops(self, prompt: int) -> list[int]:
+        if self.cache.branches.partial:
+            return []
+        places = {self._known, prompt - 1, *range(STATE_EVERY, prompt - 1, STATE_EVERY)}
+        return sorted(each for each in places if self.cached < each < prompt)
 
     def make_room(self, n: int) -> None:
         """Make room for ``n`` more tokens; others are paged out or dropped for it.
 
         Raises KVCacheFull when it cannot, with nothing changed.
         """
-        if len(self._ledger.tokens) + n > self.granted:
+        if len(self.ledger.tokens) + n > self.granted:
             self._grow(n)
 
     def _grow(self, n: int) -> None:
         cache = self.cache
         cache.sync()
-        here = len(self._ledger)
+        here = len(self.ledger)
         ahead = n + AHEAD
-        longest = prefix_room.capacity(cache.context)
+        longest = cache.size_limit
         near = longest is not None and here + ahead > longest
-        wanted = n if near or prefix_room.shortage(cache, ahead, self) > 0 else ahead
+        roomy = not near and (
+            prefix_room.plenty(cache, ahead, self) or prefix_room.shortage(cache, ahead, self) <= 0
+        )
+        wanted = ahead if roomy else n
         prefix_room.make_cells(cache, wanted, self)
         self.granted = max(self.granted, here + wanted)
         cache.enforce(n)
 
     def follow(self) -> None:
         """Move to the node where the tokens of the sequence end now."""
-        ledger, branches = self._ledger, self.cache.branches
+        ledger, branches = self.ledger, self.cache.branches
         count = len(ledger) if self.sequence.open else 0
-        seen = (count, ledger.marks[-1] if count else -1)
+        seen = (count, ledger.next, ledger.marks[-1] if count else -1, ledger.moved)
         if seen == self._seen:
             return
         self._seen = seen
-        # Tokens that were shifted are no beginning of any prompt.
-        self._whole = self.sequence.open and (not count or ledger.positions[-1] == count - 1)
+        # Tokens that were shifted, or have a gap, are no beginning of any prompt.
+        self._whole = self.sequence.open and ledger.next == count and not ledger.moved
         before = self.node
         self.node = branches.tree.insert(pack(ledger.tokens) if self._whole and count else b"")
         if self.node is not before:

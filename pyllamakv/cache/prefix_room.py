@@ -6,10 +6,13 @@ what a lease stands on. With pages they are paged out, without they are dropped.
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from pyllamakv.errors import KVCacheFull, Unsupported
+from pyllamakv.binding.protocol import Capability
+from pyllamakv.cache import branch_pages
+from pyllamakv.errors import KVCacheFull, PagingError, Unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.sequence import Sequence
     from pyllamakv.runtime.snapshot import KVStats
+
+LOG = logging.getLogger("pyllamakv.cache")
 
 
 def cells(context: Context) -> KVStats | None:
@@ -80,11 +85,28 @@ def make_ids(cache: PrefixCache, n: int, kept: Iterable[Node]) -> bool:
     return True
 
 
+def keep_state(cache: PrefixCache, lease: PrefixLease) -> None:
+    """Keep the state that a lease has now, if there is a sequence or a page for it."""
+    branches, node = cache.branches, lease.node
+    if node.parent is None or node.entry is not None or node.page is not None:
+        return
+    if branches.vacant or (branches.pager is None and make_ids(cache, 1, node.path)):
+        branches.attach(node, branches.fork(lease.sequence, len(lease.sequence)))
+    elif branches.pager is not None:
+        try:
+            page = branches.pager.write(lease.sequence.save(), 0, node.end)
+        except PagingError as error:
+            LOG.warning("%s", error)  # a state less, no harm
+            return
+        branches.tree.set_page(node, page)
+        cache.counts["paged_out"] += 1
+
+
 def make_page_room(cache: PrefixCache, node: Node) -> bool:
     """Make room for the pages that a node needs; False when there is none."""
     above = node.path[:-1]
     pages: list[Page] = []
-    while pages != (pages := cache.branches.missing(node)):
+    while pages != (pages := branch_pages.missing(cache.branches, node)):
         wanted = sum(page.end - page.start for page in pages)
         short = shortage(cache, wanted, None)
         if short > 0 and short > cache.branches.reclaimable(above):
@@ -97,17 +119,36 @@ def make_page_room(cache: PrefixCache, node: Node) -> bool:
     return True
 
 
+def plenty(cache: PrefixCache, n: int, lease: PrefixLease | None) -> bool:
+    """Tell without a look at the cells whether ``n`` more tokens find room for sure."""
+    context, branches = cache.context, cache.branches
+    if context.streams or cache.size_limit is None:
+        return True
+    if not branches.sharing or _needs_holes(context):
+        return False
+    # Leases may have cells of their own for what others have decoded as well.
+    most = branches.tree.held_tokens + n
+    for each in cache.leases:
+        most += len(each.ledger.tokens) + (each.promised if each is not lease else 0)
+    if most > cache.size_limit:
+        return False
+    return branches.alone or most + branches.foreign() <= cache.size_limit
+
+
 def shortage(cache: PrefixCache, n: int, lease: PrefixLease | None) -> int:
     """Return how many cells are missing for ``n`` more tokens and what other leases may decode."""
-    stats = cells(cache.context)
-    if stats is None or cache.context.streams:
-        return 0
-    promised = sum(each.promised for each in cache.leases if each is not lease)
-    return n + promised - stats.free
+    stats = None if cache.context.streams else cells(cache.context)
+    return 0 if stats is None else _short(cache, n, lease, stats)
+
+
+def _short(cache: PrefixCache, n: int, lease: PrefixLease | None, stats: KVStats) -> int:
+    return n + sum(each.promised for each in cache.leases if each is not lease) - stats.free
 
 
 def check_cells(cache: PrefixCache, n: int, node: Node, length: int) -> None:
     """Raise KVCacheFull unless ``n`` tokens can be placed after ``length`` tokens up to a node."""
+    if plenty(cache, n, None):
+        return
     short = shortage(cache, n, None)
     if short <= 0:
         return
@@ -118,10 +159,10 @@ def check_cells(cache: PrefixCache, n: int, node: Node, length: int) -> None:
 
 def make_cells(cache: PrefixCache, n: int, lease: PrefixLease) -> None:
     """Make room for ``n`` more tokens of a lease, or raise KVCacheFull."""
-    if cache.context.streams:
-        longest = capacity(cache.context)
-        if longest is not None and len(lease.sequence) + n > longest:
-            raise full(cache, n)
+    longest = cache.size_limit
+    if longest is not None and len(lease.ledger) + n > longest:
+        raise full(cache, n)
+    if plenty(cache, n, lease):
         return
     short = shortage(cache, n, lease)
     if short > 0 and short > cache.branches.reclaimable(()):
@@ -131,24 +172,24 @@ def make_cells(cache: PrefixCache, n: int, lease: PrefixLease) -> None:
 
 
 def _free(cache: PrefixCache, n: int, lease: PrefixLease | None, kept: Iterable[Node]) -> bool:
-    kept = list(kept)
-    while shortage(cache, n, lease) > 0:
+    kept, context = list(kept), cache.context
+    stats = None if context.streams else cells(context)
+    while stats is not None and _short(cache, n, lease, stats) > 0:
         node = victim(cache, kept, frees_id=False)
         if node is None:
             return False
         evict(cache, node)
-    _gather(cache.context, n)
+        stats = cells(context)
+    if stats is not None and _needs_holes(context) and stats.largest_hole < min(n, stats.free):
+        with suppress(Unsupported):
+            context.kv.defrag()
     return True
 
 
-def _gather(context: Context, n: int) -> None:
-    """Defragment where a micro-batch finds no hole that is large enough."""
-    if context.info.contiguous_slots is False or not context.info.defrag:
-        return
-    stats = cells(context)
-    if stats is not None and stats.largest_hole < min(n, stats.free):
-        with suppress(Unsupported):
-            context.kv.defrag()
+def _needs_holes(context: Context) -> bool:
+    """Tell whether micro-batches need one hole, and decodes do not make it by themselves."""
+    heals = Capability.DEFRAG_OPTIONS in context.native.about.capabilities
+    return context.info.contiguous_slots is not False and context.info.defrag and not heals
 
 
 def full(cache: PrefixCache, n: int) -> KVCacheFull:
