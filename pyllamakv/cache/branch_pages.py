@@ -16,6 +16,7 @@ from pyllamakv.errors import (
     PartialRemovalRefused,
     Unsupported,
     UsageError,
+    WorkerDied,
 )
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ def _save(branches: Branches, sequence: Sequence, top: Node, start: int) -> byte
             return sequence.save()
         finally:
             sequence.share(beside, 0, start)
+    except WorkerDied:
+        raise
     except (NativeError, Unsupported) as error:
         msg = f"a branch of {top.end} tokens could not be saved: {error}"
         raise PagingError(msg) from error
@@ -135,6 +138,8 @@ def page_in(branches: Branches, node: Node) -> None:
             msg = f"a page of {node.end} tokens holds others; decode them again"
             raise DamagedPage(PagingError(msg), pages[-1])
         made.clear()
+    except WorkerDied:
+        raise
     except (NativeError, UsageError) as error:
         msg = f"a branch of {node.end} tokens could not be paged in: {error}"
         raise PagingError(msg) from error

@@ -18,8 +18,6 @@ from pyllamakv.cache.tree import WIDTH
 from pyllamakv.errors import (
     BudgetTooSmall,
     Closed,
-    NoSlotAvailable,
-    NotSupported,
     PagingError,
     UsageError,
 )
@@ -135,24 +133,12 @@ class PrefixCache:
             msg = f"only {length} of {len(key) // WIDTH} tokens are in the cache; decode them first"
             raise UsageError(msg)
         if not branches.partial and (length < node.end or node.entry is None):
-            self._fork_state(node, length)
+            prefix_room.pin_state(self, node, length)
         self.unpin(name, missing_ok=True)
         node = branches.tree.insert(key)
         node.pins.add(name)
         self.pins[name] = node
         self.settle()
-
-    def _fork_state(self, node: Node, length: int) -> None:
-        """Keep a state where a lease is now."""
-        if length == node.end and node.page is not None:
-            return
-        if length < node.end or not node.leases:
-            msg = f"this memory has no state of {length} tokens any more: pin it while it is leased"
-            raise NotSupported(msg, "a state cannot go back")
-        if not prefix_room.make_ids(self, 1, node.path):
-            msg = f"all {self.branches.limit} sequences of this cache are leased or pinned"
-            raise NoSlotAvailable(msg, slots=self.branches.limit)
-        self.branches.attach(node, self.branches.fork(node.leases[0].sequence, length))
 
     def unpin(self, name: str, *, missing_ok: bool = False) -> None:
         """Let a pinned beginning go when others are used more; UsageError when there is none."""
@@ -178,6 +164,7 @@ class PrefixCache:
                 msg = f"{node} cannot be paged out: it is leased, or others go on from it"
                 raise UsageError(msg)
             prefix_room.evict(self, node)
+            self.enforce(0)
 
     def page_in(self, tokens: Iterable[int]) -> None:
         """Bring the branch of these tokens in again; PagingError with nothing changed."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pyllamakv.cache import branch_pages, prefix_room
 from pyllamakv.cache.branch_pages import DamagedPage
 from pyllamakv.cache.tree import WIDTH
-from pyllamakv.errors import NoSlotAvailable, PagingError, PartialRemovalRefused
+from pyllamakv.errors import PagingError, PartialRemovalRefused
 
 if TYPE_CHECKING:
     from pyllamakv.cache.branches import Branches
@@ -130,11 +130,7 @@ def _sequence(cache: PrefixCache, key: bytes, length: int) -> Sequence:
         if victim is None and donor is not None:
             victim = _tail(branches, donor, length)
         if victim is None:
-            msg = (
-                f"all {branches.limit} sequences of this cache are leased or pinned; release a "
-                "lease, or make the context with a larger n_seq_max"
-            )
-            raise NoSlotAvailable(msg, slots=branches.limit)
+            raise prefix_room.all_taken(cache)
         if victim.entry is donor and donor is not None:
             taken = prefix_room.evict(cache, victim, length)
             assert taken is not None

@@ -120,7 +120,7 @@ class PrefixLease:
     def release(self) -> None:
         """Give the sequence back; what it holds stays for later prompts. Twice does nothing."""
         cache = self.cache
-        if cache.closed or self.released:
+        if cache.closed or cache.context.closed or self.released:
             return
         self.follow()
         branches, node = cache.branches, self.node

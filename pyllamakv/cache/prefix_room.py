@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.cache import branch_pages
-from pyllamakv.errors import KVCacheFull, PagingError, Unsupported
+from pyllamakv.errors import (
+    KVCacheFull,
+    NoSlotAvailable,
+    NotSupported,
+    PagingError,
+    Unsupported,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -100,6 +106,29 @@ def keep_state(cache: PrefixCache, lease: PrefixLease) -> None:
             return
         branches.tree.set_page(node, page)
         cache.counts["paged_out"] += 1
+
+
+def pin_state(cache: PrefixCache, node: Node, length: int) -> None:
+    """Keep the state that a lease has at a node; NotSupported where it is gone already."""
+    branches = cache.branches
+    if length == node.end and node.page is not None:
+        return
+    if length < node.end or not node.leases:
+        msg = f"this memory has no state of {length} tokens any more: pin it while it is leased"
+        raise NotSupported(msg, "a state cannot go back")
+    if not make_ids(cache, 1, node.path):
+        raise all_taken(cache)
+    branches.attach(node, branches.fork(node.leases[0].sequence, length))
+
+
+def all_taken(cache: PrefixCache) -> NoSlotAvailable:
+    """Make the error for a sequence that nobody gives up."""
+    limit = cache.branches.limit
+    msg = (
+        f"all {limit} sequences of this cache are leased or pinned; release a lease, or make the "
+        "context with a larger n_seq_max"
+    )
+    return NoSlotAvailable(msg, slots=limit)
 
 
 def make_page_room(cache: PrefixCache, node: Node) -> bool:

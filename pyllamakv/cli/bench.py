@@ -21,6 +21,7 @@ GROUPS = {
     "grid": False,
     "sparse": False,
     "policies": False,
+    "prefixes": False,
     "devices": False,
     "whole": False,
     "every": False,
@@ -53,6 +54,7 @@ def bench(
         loop,
         moving,
         policies,
+        prefixes,
         sparse,
         whole,
     )
@@ -65,6 +67,7 @@ def bench(
         "grid": grid,
         "sparse": sparse,
         "policies": policies,
+        "prefixes": prefixes,
         "devices": devices,
         "whole": whole,
         "every": every,
