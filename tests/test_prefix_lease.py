@@ -34,6 +34,24 @@ def test_room_is_granted_ahead_where_it_costs_nobody_anything(tmp_path: Path) ->
     cache.check()
 
 
+def test_room_that_was_granted_ahead_is_given_up(tmp_path: Path) -> None:
+    """Take what another lease never asked for, and nothing that it did."""
+    cache = PrefixCache(kit.context(tmp_path, n_ctx=128))
+    one = cache.acquire([1, 2, 3])
+    one.prefill()
+    one.make_room(1)
+    assert one.granted == 3 + 1 + AHEAD
+    with cache.acquire([4] * 124) as two:
+        assert one.granted == 4
+        two.prefill()
+        cache.context.step(one.sequence, 5)
+        with pytest.raises(KVCacheFull):
+            one.make_room(1)
+    one.make_room(60)
+    one.release()
+    cache.check()
+
+
 def test_what_is_promised_to_a_lease_is_not_given_away(tmp_path: Path) -> None:
     """Grant room to two leases, and refuse what only one of them could have."""
     cache = PrefixCache(kit.context(tmp_path, n_ctx=64))

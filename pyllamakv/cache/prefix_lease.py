@@ -30,8 +30,9 @@ class PrefixLease:
         self.sequence = sequence
         self.cached = cached
         self.rest = unpack(key[cached * WIDTH :])
-        #: How long the sequence may become before room has to be made again.
-        self.granted = len(key) // WIDTH
+        #: How long the sequence may become before room has to be made again, and how long it was
+        #: asked for to become; what is between them was granted ahead and may be taken back.
+        self.granted = self.asked = self._prompt = len(key) // WIDTH
         #: How much of the prompt the tree has, where a state may be missing.
         self._known = known
         self.ledger = sequence.ledger
@@ -60,7 +61,7 @@ class PrefixLease:
         Where a memory cannot go back, states are kept on the way: where other prompts part from
         this one, before its last token, and every `STATE_EVERY` tokens.
         """
-        prompt = self.cached + len(self.rest)
+        prompt = self._prompt
         for stop in [*self._stops(prompt), prompt]:
             here = len(self.ledger)
             if here < stop:
@@ -81,8 +82,13 @@ class PrefixLease:
 
         Raises KVCacheFull when it cannot, with nothing changed.
         """
-        if len(self.ledger.tokens) + n > self.granted:
+        self.asked = asked = len(self.ledger.tokens) + n
+        if asked > self.granted:
             self._grow(n)
+
+    def yield_room(self) -> None:
+        """Give up what was granted ahead, because others need it."""
+        self.granted = min(self.granted, max(self._prompt, self.asked))
 
     def _grow(self, n: int) -> None:
         cache = self.cache

@@ -143,7 +143,7 @@ def make_page_room(cache: PrefixCache, node: Node) -> bool:
         if not make_ids(cache, 1 + (len(pages) > 1), above):
             return False
         # What goes for it may be what the pages began after: then there are more of them.
-        if not _free(cache, wanted, None, above):
+        if not _free(cache, wanted, None, above, shortage(cache, wanted, None)):
             return False
     return True
 
@@ -165,13 +165,18 @@ def plenty(cache: PrefixCache, n: int, lease: PrefixLease | None) -> bool:
 
 
 def shortage(cache: PrefixCache, n: int, lease: PrefixLease | None) -> int:
-    """Return how many cells are missing for ``n`` more tokens and what other leases may decode."""
+    """Return how many cells are missing for ``n`` more tokens and what other leases may decode.
+
+    Where some are, leases give up what they were granted ahead.
+    """
     stats = None if cache.context.streams else cells(cache.context)
-    return 0 if stats is None else _short(cache, n, lease, stats)
-
-
-def _short(cache: PrefixCache, n: int, lease: PrefixLease | None, stats: KVStats) -> int:
-    return n + sum(each.promised for each in cache.leases if each is not lease) - stats.free
+    if stats is None:
+        return 0
+    others = [each for each in cache.leases if each is not lease]
+    if n + sum(each.promised for each in others) > stats.free:
+        for each in others:
+            each.yield_room()
+    return n + sum(each.promised for each in others) - stats.free
 
 
 def check_cells(cache: PrefixCache, n: int, node: Node, length: int) -> None:
@@ -196,22 +201,30 @@ def make_cells(cache: PrefixCache, n: int, lease: PrefixLease) -> None:
     short = shortage(cache, n, lease)
     if short > 0 and short > cache.branches.reclaimable(()):
         raise full(cache, n)
-    if not _free(cache, n, lease, ()):
+    if not _free(cache, n, lease, (), short):
         raise full(cache, n)
 
 
-def _free(cache: PrefixCache, n: int, lease: PrefixLease | None, kept: Iterable[Node]) -> bool:
-    kept, context = list(kept), cache.context
-    stats = None if context.streams else cells(context)
-    while stats is not None and _short(cache, n, lease, stats) > 0:
+def _free(
+    cache: PrefixCache, n: int, lease: PrefixLease | None, kept: Iterable[Node], short: int
+) -> bool:
+    """Evict until nothing is short; False when there is nobody left to evict."""
+    kept, context, branches = list(kept), cache.context, cache.branches
+    while short > 0:
         node = victim(cache, kept, frees_id=False)
         if node is None:
             return False
+        held = branches.tree.held_tokens
         evict(cache, node)
+        # A look at the cells costs more than counting what went; one at the end makes sure.
+        short -= held - branches.tree.held_tokens
+        if short <= 0 or not branches.sharing:
+            short = shortage(cache, n, lease)
+    if _needs_holes(context):
         stats = cells(context)
-    if stats is not None and _needs_holes(context) and stats.largest_hole < min(n, stats.free):
-        with suppress(Unsupported):
-            context.kv.defrag()
+        if stats is not None and stats.largest_hole < min(n, stats.free):
+            with suppress(Unsupported):
+                context.kv.defrag()
     return True
 
 
