@@ -8,7 +8,6 @@ only after the library has said yes.
 from __future__ import annotations
 
 from bisect import bisect_left
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import UsageError
@@ -20,13 +19,15 @@ if TYPE_CHECKING:
 class Ledger:
     """Record one sequence: parallel lists in the order of positions, and the ``next`` position."""
 
-    __slots__ = ("logits_at", "logits_epoch", "marks", "next", "positions", "tokens")
+    __slots__ = ("logits_at", "logits_epoch", "marks", "moved", "next", "positions", "tokens")
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.positions: list[int] = []
         self.marks: list[int] = []
         self.next = 0
+        #: Whether positions were changed: a fresh decode of the tokens would give other rows.
+        self.moved = False
         #: Where in the batch of which decode the logits of the last token lie.
         self.logits_at = -1
         self.logits_epoch = -1
@@ -56,7 +57,7 @@ class Ledger:
         self.positions.extend(positions)
         self.marks.extend(marks)
         added = self.positions[max(first - 1, 0) :]
-        if any(a > b for a, b in pairwise(added)):
+        if added != sorted(added):
             self._sort()
         self._settle()
 
@@ -82,6 +83,7 @@ class Ledger:
         """Take over entries of another sequence; ``share`` False gives them cells of their own."""
         start, end = other.span(p0, p1)
         marks = other.marks[start:end] if share else [-1] * (end - start)
+        self.moved = self.moved or other.moved
         self.extend(other.tokens[start:end], other.positions[start:end], marks)
 
     def marks_in(self, p0: int | None, p1: int | None) -> set[int]:
@@ -131,6 +133,7 @@ class Ledger:
         return tuple(i for i, o in others if o is not self and not mine.isdisjoint(o.marks))
 
     def _moved(self) -> None:
+        self.moved = True
         self._sort()
         gone = bisect_left(self.positions, 0)
         del self.tokens[:gone], self.positions[:gone], self.marks[:gone]
@@ -145,4 +148,5 @@ class Ledger:
 
     def _settle(self) -> None:
         self.next = self.positions[-1] + 1 if self.positions else 0
+        self.moved = self.moved and bool(self.positions)
         self.logits_epoch = -1

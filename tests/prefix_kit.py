@@ -1,0 +1,119 @@
+"""Drive a prefix cache with random traffic, and look at it after each operation."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from pyllamakv.cache.prefix import PrefixCache
+from pyllamakv.errors import KvError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pyllamakv.cache.prefix_lease import PrefixLease
+    from pyllamakv.runtime.context import Context
+
+
+def leaves(cache: PrefixCache) -> set[bytes]:
+    """Return the tokens of every branch, leased ones as far as they are decoded."""
+    cache.sync()
+    return {node.key for node in cache.branches.tree.walk() if not node.children}
+
+
+def feed(lease: PrefixLease, tokens: list[int] | None = None) -> PrefixLease:
+    """Decode the rest of a lease's prompt, and more tokens after it."""
+    lease.prefill()
+    if tokens:
+        lease.sequence.context.prefill(lease.sequence, tokens)
+    return lease
+
+
+def serve(cache: PrefixCache, prompt: list[int], answer: list[int] | None = None) -> int:
+    """Serve one prompt with a given answer, and return how much of it was cached."""
+    with cache.acquire(prompt) as lease:
+        if answer:
+            lease.make_room(len(answer))
+        feed(lease, answer)
+    cache.check()
+    return lease.cached
+
+
+class Traffic:
+    """Acquire, decode, release, pin, page and evict at random; ``errors`` counts refusals.
+
+    A refusal must leave every branch that was there. ``look`` is called after each prompt whose
+    last token was decoded.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        seed: int,
+        *,
+        tokens: range = range(3, 10),
+        look: Callable[[PrefixLease], None] | None = None,
+        **options: Any,
+    ) -> None:
+        self.random = random.Random(seed)
+        self.tokens = tokens
+        self.look = look
+        self.cache = PrefixCache(context, **options)
+        self.leases: list[tuple[PrefixLease, list[int]]] = []
+        self.past = [[3, 4, 5]]
+        self.errors: Counter[str] = Counter()
+
+    def run(self, steps: int) -> None:
+        """Do so many operations, then release what is left."""
+        for _ in range(steps):
+            before = leaves(self.cache)
+            try:
+                self.step()
+            except KvError as error:
+                self.errors[type(error).__name__] += 1
+                after = leaves(self.cache)
+                assert all(any(now.startswith(old) for now in after) for old in before), error
+            self.cache.check()
+        while self.leases:
+            self.leases.pop()[0].release()
+        self.cache.check()
+
+    def step(self) -> None:
+        """Do one operation."""
+        draw, cache = self.random, self.cache
+        kind = draw.random()
+        if kind < 0.35:
+            base = draw.choice(self.past)
+            prompt = [*base[: draw.randint(0, len(base))], *self.some(draw.randint(0, 20))]
+            self.leases.append((cache.acquire(prompt), prompt))
+        elif kind < 0.7 and self.leases:
+            self.go_on(*draw.choice(self.leases))
+        elif kind < 0.9 and self.leases:
+            lease, _ = self.leases.pop(draw.randrange(len(self.leases)))
+            self.past.append(lease.sequence.tokens or [3])
+            lease.release()
+        elif kind < 0.94:
+            tokens = draw.choice(self.past)
+            cache.pin(draw.choice("ab"), tokens[: draw.randint(1, len(tokens))])
+        elif kind < 0.97 and cache.pins:
+            cache.unpin(draw.choice(list(cache.pins)))
+        elif kind < 0.98:
+            cache.evict()
+
+    def go_on(self, lease: PrefixLease, prompt: list[int]) -> None:
+        """Decode a part of a prompt, or of an answer."""
+        done = len(lease.sequence)
+        if done < len(prompt):
+            tokens = prompt[done : done + self.random.randint(1, len(prompt) - done)]
+        else:
+            tokens = self.some(self.random.randint(1, 10))
+            lease.make_room(len(tokens))
+        lease.sequence.context.prefill(lease.sequence, tokens)
+        assert lease.sequence.tokens[: len(prompt)] == prompt[: len(lease.sequence)]
+        if self.look is not None and len(lease.sequence) >= len(prompt):
+            self.look(lease)
+
+    def some(self, n: int) -> list[int]:
+        """Return random tokens."""
+        return [self.random.choice(self.tokens) for _ in range(n)]

@@ -1,0 +1,82 @@
+"""Test what a lease of a prefix cache promises to who drives it, whichever manager it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import runtime_kit as kit
+from prefix_kit import serve
+
+from pyllamakv.cache.prefix import PrefixCache
+from pyllamakv.cache.prefix_lease import AHEAD
+from pyllamakv.errors import KVCacheFull
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_room_is_granted_ahead_where_it_costs_nobody_anything(tmp_path: Path) -> None:
+    """Ask token by token: the cells are looked at once in a while, and nobody goes for the rest."""
+    cache = PrefixCache(kit.context(tmp_path, n_ctx=256))
+    serve(cache, [9] * 100)
+    with cache.acquire([1, 2, 3]) as lease:
+        lease.prefill()
+        lease.make_room(1)
+        assert lease.granted == 3 + 1 + AHEAD
+        assert cache.stats().resident == 1
+        cache.context.prefill(lease.sequence, [4] * 60)
+        for _ in range(100):
+            lease.make_room(1)
+            cache.context.step(lease.sequence, 5)
+        assert cache.stats().resident == 0  # it had to go in the end
+        assert lease.promised >= 0
+    cache.check()
+
+
+def test_room_that_was_granted_ahead_is_given_up(tmp_path: Path) -> None:
+    """Take what another lease never asked for, and nothing that it did."""
+    cache = PrefixCache(kit.context(tmp_path, n_ctx=128))
+    one = cache.acquire([1, 2, 3])
+    one.prefill()
+    one.make_room(1)
+    assert one.granted == 3 + 1 + AHEAD
+    with cache.acquire([4] * 124) as two:
+        assert one.granted == 4
+        two.prefill()
+        cache.context.step(one.sequence, 5)
+        with pytest.raises(KVCacheFull):
+            one.make_room(1)
+    one.make_room(60)
+    one.release()
+    cache.check()
+
+
+def test_what_is_promised_to_a_lease_is_not_given_away(tmp_path: Path) -> None:
+    """Grant room to two leases, and refuse what only one of them could have."""
+    cache = PrefixCache(kit.context(tmp_path, n_ctx=64))
+    one, two = cache.acquire([1] * 20), cache.acquire([2] * 20)
+    one.make_room(40)  # 20 of the prompt, and as many more; counted from what is decoded
+    with pytest.raises(KVCacheFull):
+        two.make_room(30)
+    one.prefill()
+    two.prefill()
+    cache.context.prefill(one.sequence, [3] * 20)
+    assert cache.context.kv.stats.used == 60
+    one.release()
+    two.make_room(30)
+    two.release()
+    cache.check()
+
+
+def test_a_lease_tells_its_state(tmp_path: Path) -> None:
+    """Release once, and see it."""
+    cache = PrefixCache(kit.context(tmp_path))
+    lease = cache.acquire([1, 2, 3])
+    assert (lease.rest, lease.cached, lease.released) == ([1, 2, 3], 0, False)
+    assert "0 cached, 3 to decode" in repr(lease)
+    lease.release()
+    assert lease.released
+    assert "released" in repr(lease)
+    lease.release()
+    assert (cache.stats().nodes, cache.context.kv.stats.used) == (0, 0)
