@@ -1,0 +1,264 @@
+"""Tell the numbers of a cache to people and to monitoring: text, JSON, Prometheus exposition.
+
+Pure: what goes in are the cells' statistics, a context's counters, and what cache managers tell of
+themselves. Prometheus' text format 0.0.4 is what comes out, with HELP and TYPE for every metric.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from pyllamakv.errors import UsageError
+
+if TYPE_CHECKING:
+    from pyllamakv.binding.protocol import Counters
+    from pyllamakv.runtime.snapshot import KVStats
+
+#: What every metric's name begins with.
+PREFIX = "pyllamakv"
+#: The content type under which an HTTP server hands the exposition out.
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+#: Labels that metrics of ours have themselves.
+_OURS = ("sequence", "manager")
+
+
+class ManagerStats(Protocol):
+    """Stand for what a cache manager tells of itself: a flat object of numbers."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the numbers as plain JSON values."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Hold one metric: name, kind, help, and (labels, value) of each sample."""
+
+    name: str
+    kind: Literal["gauge", "counter"]
+    help: str
+    samples: tuple[tuple[Mapping[str, str], float], ...]
+
+
+def metrics(
+    stats: KVStats | None = None,
+    counters: Counters | None = None,
+    managers: Mapping[str, ManagerStats] | None = None,
+) -> tuple[Metric, ...]:
+    """Return the metrics of a cache; what is None is left out.
+
+    ``managers`` are by a name that becomes the label ``manager``. What a manager counts up since
+    its start is named in its stats' ``COUNTERS``; its other numbers may go up and down.
+    """
+    found = [] if stats is None else _of_cells(stats)
+    if counters is not None:
+        found += _of_counters(counters)
+    return (*found, *_of_managers(managers or {}))
+
+
+def prometheus(
+    stats: KVStats | None = None,
+    counters: Counters | None = None,
+    managers: Mapping[str, ManagerStats] | None = None,
+    *,
+    labels: Mapping[str, str] | None = None,
+) -> str:
+    """Return the metrics as Prometheus reads them; every sample gets ``labels`` as well.
+
+    Raises UsageError for a label that Prometheus, or a metric of ours, would not have.
+    """
+    return expose(metrics(stats, counters, managers), labels)
+
+
+def expose(found: Iterable[Metric], labels: Mapping[str, str] | None = None) -> str:
+    """Return any metrics as Prometheus reads them; raises UsageError as `prometheus` does."""
+    for label in labels or {}:
+        if not _LABEL.fullmatch(label) or label.startswith("__") or label in _OURS:
+            msg = (
+                f"{label!r} cannot be a label: expected letters, digits and _, not beginning with "
+                f"a digit or __, and none of {', '.join(_OURS)}"
+            )
+            raise UsageError(msg)
+    lines = []
+    for metric in found:
+        lines.append(f"# HELP {metric.name} {_escape(metric.help)}")
+        lines.append(f"# TYPE {metric.name} {metric.kind}")
+        for own, value in metric.samples:
+            said = ",".join(
+                f'{key}="{_escape(str(each), quote=True)}"'
+                for key, each in {**(labels or {}), **own}.items()
+            )
+            lines.append(f"{metric.name}{f'{{{said}}}' if said else ''} {_number(value)}")
+    return "".join(line + "\n" for line in lines)
+
+
+def to_json(
+    stats: KVStats | None = None,
+    counters: Counters | None = None,
+    managers: Mapping[str, ManagerStats] | None = None,
+) -> dict[str, Any]:
+    """Return the same numbers as plain JSON values, under ``kv``, ``counters``, ``managers``."""
+    found: dict[str, Any] = {}
+    if stats is not None:
+        found["kv"] = stats.to_json() | {"shared": stats.shared}
+    if counters is not None:
+        found["counters"] = {name: getattr(counters, name) for name in counters.__slots__}
+    if managers:
+        found["managers"] = {name: each.to_json() for name, each in managers.items()}
+    return found
+
+
+def text(
+    stats: KVStats | None = None,
+    counters: Counters | None = None,
+    managers: Mapping[str, ManagerStats] | None = None,
+) -> str:
+    """Return the same numbers for people: a line for each, aligned."""
+    rows: list[tuple[str, str]] = []
+    if stats is not None:
+        rows += _about_cells(stats)
+    if counters is not None:
+        rows += _about_counters(counters)
+    for name, each in (managers or {}).items():
+        rows += [
+            (f"{name} {key.replace('_', ' ')}", _number(value))
+            for key, value in _numbers(each)
+        ]  # fmt: skip
+    width = max((len(name) for name, _ in rows), default=0)
+    return "".join(f"{name:<{width}}  {said}\n" for name, said in rows)
+
+
+#: Name after `PREFIX`, help and value of each gauge of the cells.
+_CELLS: tuple[tuple[str, str, Callable[[KVStats], float]], ...] = (
+    ("kv_cells", "Cells of the KV cache; a cell holds one token.", lambda s: s.size),
+    ("kv_cells_used", "Cells that hold a token of at least one sequence.", lambda s: s.used),
+    ("kv_cells_free", "Cells that hold nothing.", lambda s: s.free),
+    ("kv_cells_shared", "Cells that more than one sequence uses.", lambda s: s.shared),
+    ("kv_cells_attended", "Cells up to the highest used one: attention runs so far.",
+     lambda s: s.used_max),
+    ("kv_holes", "Runs of free cells.", lambda s: s.holes),
+    ("kv_largest_hole_cells", "Cells of the longest run of free cells.", lambda s: s.largest_hole),
+    ("kv_usage_ratio", "Used cells as a part of all, 0 to 1.",
+     lambda s: s.used / s.size if s.size else 0.0),
+    ("kv_fragmentation_ratio", "Free cells outside the largest hole as a part of all free ones.",
+     lambda s: s.fragmentation),
+)  # fmt: skip
+
+#: Field of `Counters`, name after `PREFIX`, unit (how many of the field's are one), and help.
+_COUNTS = (
+    ("slot_searches", "kv_slot_searches_total", 1, "Searches for the cells of a micro-batch."),
+    ("slot_failures", "kv_slot_failures_total", 1, "Searches that found no cells."),
+    ("decode_retries", "kv_decode_retries_total", 1,
+     "Decodes that defragmented after a failed search and searched again."),
+    ("defrags", "kv_defragmentations_total", 1, "Defragmentations that were done."),
+    ("moves", "kv_defragmentation_moves_total", 1, "Runs of cells that they moved."),
+    ("cells_moved", "kv_defragmentation_cells_total", 1, "Cells that they moved."),
+    ("bytes_moved", "kv_defragmentation_bytes_total", 1, "Bytes of K and V that they moved."),
+    ("graphs", "kv_defragmentation_graphs_total", 1, "Graphs that they launched."),
+    ("ns", "kv_defragmentation_seconds_total", 1e9, "Time that they took."),
+    ("plan_ns", "kv_defragmentation_plan_seconds_total", 1e9,
+     "Part of that time in which they found out what moves where."),
+)  # fmt: skip
+
+
+def _of_cells(stats: KVStats) -> list[Metric]:
+    found = [
+        Metric(f"{PREFIX}_{name}", "gauge", said, (({}, value(stats)),))
+        for name, said, value in _CELLS
+    ]
+    counts = stats.per_sequence.counts
+    sequences = tuple(({"sequence": str(each)}, int(counts[each])) for each in stats.per_sequence)
+    if sequences:
+        name = f"{PREFIX}_kv_sequence_cells"
+        found.append(Metric(name, "gauge", "Cells that a sequence uses, shared or not.", sequences))
+    return found
+
+
+def _of_counters(counters: Counters) -> list[Metric]:
+    found = [
+        Metric(f"{PREFIX}_{name}", "counter", said, (({}, _scaled(counters, field, unit)),))
+        for field, name, unit, said in _COUNTS
+    ]
+    name = f"{PREFIX}_kv_defragmentation_scratch_bytes"
+    said = "Most bytes beside the cache that any defragmentation needed."
+    return [*found, Metric(name, "gauge", said, (({}, counters.scratch_bytes),))]
+
+
+def _of_managers(managers: Mapping[str, ManagerStats]) -> list[Metric]:
+    """Put what several managers tell under one name together: Prometheus wants it so."""
+    samples: dict[tuple[str, bool], list[tuple[Mapping[str, str], float]]] = {}
+    for manager, stats in managers.items():
+        counted = getattr(stats, "COUNTERS", ())
+        for key, value in _numbers(stats):
+            place = samples.setdefault((key, key in counted), [])
+            place.append(({"manager": manager}, value))
+    found = []
+    for (key, counts), each in samples.items():
+        name = f"{PREFIX}_cache_{key}" + ("_total" if counts else "")
+        said = f"{key.replace('_', ' ').capitalize()} of a cache manager."
+        found.append(Metric(name, "counter" if counts else "gauge", said, tuple(each)))
+    return found
+
+
+def _numbers(stats: ManagerStats) -> list[tuple[str, float]]:
+    """Return the fields of a manager's stats that are numbers, one that is absent left out."""
+    return [
+        (key, value) for key, value in stats.to_json().items() if isinstance(value, int | float)
+    ]
+
+
+def _about_cells(stats: KVStats) -> list[tuple[str, str]]:
+    percent = f" ({stats.used / stats.size:.0%})" if stats.size else ""
+    rows = [
+        ("cells", str(stats.size)),
+        ("used", f"{stats.used}{percent}"),
+        ("free", str(stats.free)),
+        ("holes", f"{stats.holes}, the largest of {stats.largest_hole} cells"),
+        ("fragmentation", f"{stats.fragmentation:.1%} of the free cells outside it"),
+        ("attended", f"{stats.used_max} cells, up to the highest used one"),
+        ("shared", str(stats.shared)),
+    ]
+    for number in stats.per_sequence:
+        each = stats.per_sequence[number]
+        rows.append(
+            (
+                f"sequence {number}",
+                f"{each.cells} cells in {each.spans} spans, positions {each.pos_min} to "
+                f"{each.pos_max}",
+            )
+        )
+    return rows
+
+
+def _about_counters(counters: Counters) -> list[tuple[str, str]]:
+    return [
+        ("slot searches", f"{counters.slot_searches}, {counters.slot_failures} without success"),
+        ("decode retries", str(counters.decode_retries)),
+        (
+            "defragmentations",
+            f"{counters.defrags}: {counters.cells_moved} cells, {counters.bytes_moved} bytes in "
+            f"{counters.moves} moves, {counters.ns / 1e6:.3f} ms",
+        ),
+    ]
+
+
+def _scaled(counters: Counters, field: str, unit: float) -> float:
+    value: int = getattr(counters, field)
+    return value if unit == 1 else value / unit
+
+
+def _number(value: float) -> str:
+    """Return a number as Prometheus reads it, whole ones without a point."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
+    return str(int(value)) if isinstance(value, int) else repr(value)
+
+
+def _escape(said: str, *, quote: bool = False) -> str:
+    said = said.replace("\\", "\\\\").replace("\n", "\\n")
+    return said.replace('"', '\\"') if quote else said
