@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.snapshot import Snapshot
 
 #: Operations in which cells of a sequence may come to lie elsewhere.
-MOVING = ("decode", "defrag", "update", "step", "prefill")
+MOVING = ("decode", "step", "batch", "advance", "defrag", "update")
 
 #: Operations that neither do anything to the cells nor tell of them.
-_SILENT = ("context", "note", "expect", "cancel", "snapshot", "verify")
+_SILENT = ("context", "note", "expect", "cancel", "threads", "snapshot", "verify")
+
+#: Arguments that say nothing at a glance.
+_LONG = ("interleave", "expect", "pos", "logits", "state")
 
 
 @dataclass(frozen=True)
@@ -124,12 +127,15 @@ def after(line: Line, result: Mapping[str, Any], last: Picture | None) -> Frame 
     picture = last if raw is None else Picture.from_json(raw)
     if picture is None:
         return None
-    frame = Frame(line.number, line.op, detail(line.arguments), picture, _failed(line, result))
-    return moving(frame, last, int(result.get("cells") or 0))
+    frame = Frame(line.number, line.op, detail(line.arguments), picture, _failed(result))
+    if "moved" in result:
+        moves = tuple((int(a), int(b), int(n)) for a, b, n in result["moved"])
+        return replace(frame, moves=moves, moved=sum(length for *_, length in moves))
+    return _inferred(frame, last, int(result.get("cells") or 0))
 
 
-def moving(frame: Frame, last: Picture | None, counted: int = 0) -> Frame:
-    """Add to a frame what moved since the picture before it; ``counted`` where that was told."""
+def _inferred(frame: Frame, last: Picture | None, counted: int) -> Frame:
+    """Add to a frame what seems to have moved since the picture before; ``counted`` were told."""
     if last is None or frame.op not in MOVING or len(last.owner) != len(frame.picture.owner):
         return replace(frame, moved=counted)
     moves = tuple(infer(last.owner, frame.picture.owner))
@@ -180,25 +186,26 @@ def detail(arguments: Mapping[str, Any]) -> str:
     for key, value in arguments.items():
         if key == "feed" and isinstance(value, dict):
             words += [f"{seq}: {_fed(what)}" for seq, what in value.items()]
+        elif key in ("tokens", "steps") and isinstance(value, list):
+            words.append(f"{len(value)} {key if len(value) != 1 else key[:-1]}")
         elif key in ("label", "text", "as"):
             words.append(str(value))
-        elif key not in ("interleave", "expect"):
+        elif key not in _LONG and not (isinstance(value, list) and len(value) > 8):
             words.append(f"{key} {json.dumps(value)}")
     return ", ".join(words)
 
 
 def _fed(what: Any) -> str:
-    if isinstance(what, int):
-        return f"{what} tokens" if what != 1 else "1 token"
-    if isinstance(what, list):
-        return f"{len(what)} tokens" if len(what) != 1 else "1 token"
-    return json.dumps(what)
+    if isinstance(what, str):
+        return json.dumps(what)
+    n = what if isinstance(what, int) else len(what)
+    return f"{n} tokens" if n != 1 else "1 token"
 
 
-def _failed(line: Line, result: Mapping[str, Any]) -> str:
+def _failed(result: Mapping[str, Any]) -> str:
     status = result.get("status", 0)
     if isinstance(status, int) and status:
         return word(status)
-    if result.get("done") is False:
-        return "refused"
-    return ""
+    if result.get("error"):
+        return str(result["error"])
+    return "refused" if result.get("done") is False else ""
