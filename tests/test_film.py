@@ -1,4 +1,4 @@
-"""A film has what a trace has: who owned which cell after each operation, what failed, what moved."""
+"""A film has what a trace has: the owner of each cell after each operation, failures and moves."""
 
 from __future__ import annotations
 
