@@ -38,6 +38,9 @@ def test_a_trace_becomes_a_film() -> None:
         line(9, "restore", {"done": False}, seq=0),
     ]
     found = film.of_trace(lines, "it")
+    assert [frame.number for frame in found.frames] == [3, 4, 5, 6, 7, 8, 9]
+    assert [frame.number for frame in found.changes()] == [3, 4, 7]
+    found.frames = found.deeds()
     assert [frame.number for frame in found.frames] == [3, 4, 5, 7, 8, 9]
     assert [frame.failed for frame in found.frames] == ["", "", "no-slot", "", "", "refused"]
     assert found.frames[2].picture is found.frames[1].picture

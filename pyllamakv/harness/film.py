@@ -68,6 +68,20 @@ class Film:
         """Return how many cells the cache has."""
         return max((len(frame.picture.owner) for frame in self.frames), default=0)
 
+    def deeds(self) -> list[Frame]:
+        """Return the frames of operations that do something to the cells."""
+        return [frame for frame in self.frames if frame.op not in _SILENT]
+
+    def changes(self) -> list[Frame]:
+        """Return the frames whose cells differ from those before, and all that have a label."""
+        found: list[Frame] = []
+        last: tuple[int, ...] | None = None
+        for frame in self.frames:
+            if frame.picture.owner != last or frame.op == "snapshot":
+                found.append(frame)
+            last = frame.picture.owner
+        return found
+
     def to_json(self) -> dict[str, Any]:
         """Return the film as plain JSON values; a picture that did not change is left out."""
         frames = []
@@ -107,8 +121,8 @@ class Film:
 
 
 def of_trace(lines: Iterable[Line], title: str = "") -> Film:
-    """Return the film of a recorded trace, without what leaves the cells alone."""
-    return Film(title, [frame for frame in frames(lines) if frame.op not in _SILENT])
+    """Return the film of a recorded trace."""
+    return Film(title, list(frames(lines)))
 
 
 def frames(lines: Iterable[Line]) -> Iterator[Frame]:

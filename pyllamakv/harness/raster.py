@@ -36,6 +36,11 @@ def png(drawing: Drawing, *, scheme: Scheme = "light", scale: int = 2) -> bytes:
     return file.getvalue()
 
 
+def check() -> None:
+    """Raise Unsupported where Pillow is not installed: before a long run, not after it."""
+    _pillow()
+
+
 def _pillow() -> tuple[Any, Any]:
     try:
         from PIL import Image, ImageDraw

@@ -92,7 +92,8 @@ class Screen:
 
     def _print(self, frame: Frame) -> None:
         changed = self._last is None or self._last.owner != frame.picture.owner
-        self.console.print(*self._told[-1], markup=False, highlight=False)
+        said, mood = self._told[-1]
+        self.console.print(said, style=mood, markup=False, highlight=False)
         if changed or frame.op == "snapshot":
             self.console.print(cellmap.draw(frame.picture, self._width))
 

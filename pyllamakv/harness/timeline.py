@@ -97,6 +97,7 @@ def paint(film: Film, title: str = "") -> Drawing:
     if not film.cells:
         msg = "a timeline needs cells: record the run with `pyllamakv run SCRIPT --trace FILE`"
         raise UsageError(msg)
+    film = Film(film.title, film.deeds() or film.frames)
     plot = _plot(film)
     owners = sorted({owner for frame in film.frames for owner in frame.picture.owner})
     below = plot.bottom + 14
