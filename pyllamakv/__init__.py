@@ -48,11 +48,13 @@ if TYPE_CHECKING:
         SharedCells,
         StaleLogits,
         StateError,
+        TraceMismatch,
         Unsupported,
         UsageError,
         WorkerDied,
         WorkerTimeout,
     )
+    from pyllamakv.harness.recording import Recording, record
     from pyllamakv.runtime.batch import Batch
     from pyllamakv.runtime.compaction import Costs, measure_costs
     from pyllamakv.runtime.context import Context
@@ -75,8 +77,9 @@ _MODULES = {
         "Busy Cancelled Closed ContextError DecodeError KvError LoadError ModelError NativeError "
         "NoKVSlot NotBuilt NotEnoughMemory PartialRemovalRefused SharedCells StaleLogits "
         "StateError Unsupported UsageError WorkerDied WorkerTimeout BudgetTooSmall KVCacheFull "
-        "NoSlotAvailable NotSupported PagingError ReprocessNeeded"
+        "NoSlotAvailable NotSupported PagingError ReprocessNeeded TraceMismatch"
     ),
+    "harness.recording": "Recording record",
     "runtime.batch": "Batch",
     "runtime.compaction": "Costs measure_costs",
     "runtime.context": "Context",
@@ -130,6 +133,7 @@ __all__ = [
     "OpenLibrary",
     "PagingError",
     "PartialRemovalRefused",
+    "Recording",
     "ReprocessNeeded",
     "Sampler",
     "SamplerParams",
@@ -139,6 +143,7 @@ __all__ = [
     "StaleLogits",
     "StateError",
     "Status",
+    "TraceMismatch",
     "Unsupported",
     "UsageError",
     "WorkerDied",
@@ -147,6 +152,7 @@ __all__ = [
     "errors",
     "measure_costs",
     "open",
+    "record",
 ]
 
 
