@@ -9,11 +9,15 @@ is a fork of the prompt: it shares the prompt's cells, and all endings are decod
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import pyllamakv as kv
 from pyllamakv.harness import synthetic
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 PROMPT = "One day, a little girl named Lily found a needle in her room. She knew it was"
 ENDINGS = (
@@ -23,10 +27,11 @@ ENDINGS = (
 )
 
 
-def log_probabilities(logits: np.ndarray) -> np.ndarray:
+def log_probabilities(logits: Any) -> NDArray[np.float32]:
     """Return the logarithm of the probability of each token, row by row."""
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    rows = np.atleast_2d(np.array(logits))
+    rows -= rows.max(axis=1, keepdims=True)
+    return np.asarray(rows - np.log(np.exp(rows).sum(axis=1, keepdims=True)))
 
 
 def main(path: str) -> None:
@@ -38,20 +43,21 @@ def main(path: str) -> None:
     ):
         trunk = context.sequence()
         context.prefill(trunk, model.tokenize(PROMPT))
-        after_prompt = log_probabilities(np.array(context.logits()))
+        (after_prompt,) = log_probabilities(context.logits())
 
         endings = [model.tokenize(ending, add_special=False) for ending in ENDINGS]
         forks = [trunk.fork() for _ in endings]
         context.decode(
             [fork.feed(ending, logits="all") for fork, ending in zip(forks, endings, strict=True)]
         )
-        rows = iter(log_probabilities(np.array(context.logits_all())))
+        rows = iter(log_probabilities(context.logits_all()))
 
         scores = []
-        for ending in endings:
+        for tokens in endings:
             # Each row foretells the token behind it; the prompt's foretells the first.
-            foretold = [after_prompt, *(next(rows) for _ in ending)][:-1]
-            scores.append(float(np.mean([row[token] for row, token in zip(foretold, ending)])))  # noqa: B905
+            foretold = [after_prompt, *(next(rows) for _ in tokens)][:-1]
+            found = [row[token] for row, token in zip(foretold, tokens, strict=True)]
+            scores.append(float(np.mean(found)))
         for score, ending in sorted(zip(scores, ENDINGS, strict=True), reverse=True):
             print(f"{score:8.3f} {ending!r}")
 

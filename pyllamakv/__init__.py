@@ -48,11 +48,14 @@ if TYPE_CHECKING:
         SharedCells,
         StaleLogits,
         StateError,
+        TraceMismatch,
         Unsupported,
         UsageError,
         WorkerDied,
         WorkerTimeout,
     )
+    from pyllamakv.harness.recording import Recording, record
+    from pyllamakv.harness.watching import watch
     from pyllamakv.runtime import metrics
     from pyllamakv.runtime.batch import Batch
     from pyllamakv.runtime.compaction import Costs, measure_costs
@@ -76,8 +79,10 @@ _MODULES = {
         "Busy Cancelled Closed ContextError DecodeError KvError LoadError ModelError NativeError "
         "NoKVSlot NotBuilt NotEnoughMemory PartialRemovalRefused SharedCells StaleLogits "
         "StateError Unsupported UsageError WorkerDied WorkerTimeout BudgetTooSmall KVCacheFull "
-        "NoSlotAvailable NotSupported PagingError ReprocessNeeded"
+        "NoSlotAvailable NotSupported PagingError ReprocessNeeded TraceMismatch"
     ),
+    "harness.recording": "Recording record",
+    "harness.watching": "watch",
     "runtime.batch": "Batch",
     "runtime.compaction": "Costs measure_costs",
     "runtime.context": "Context",
@@ -133,6 +138,7 @@ __all__ = [
     "OpenLibrary",
     "PagingError",
     "PartialRemovalRefused",
+    "Recording",
     "ReprocessNeeded",
     "Sampler",
     "SamplerParams",
@@ -142,6 +148,7 @@ __all__ = [
     "StaleLogits",
     "StateError",
     "Status",
+    "TraceMismatch",
     "Unsupported",
     "UsageError",
     "WorkerDied",
@@ -151,6 +158,8 @@ __all__ = [
     "measure_costs",
     "metrics",
     "open",
+    "record",
+    "watch",
 ]
 
 

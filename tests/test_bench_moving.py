@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pyllamakv.bench import (
+    choices,
     compiled,
     document,
     grid,
@@ -250,3 +251,16 @@ def test_decodes_and_peers_are_measured(
     assert len(indecode.undisturbed(GROUP, lambda: None, "0.3.9", 2, 4).data["stock"]) == 2
     assert len(peers.passes(GROUP, cache, lambda: None, "0.3.9", 2).data["theirs"]) == 2
     assert len(peers.saved(GROUP, cache, lambda: None, "0.3.9+patched", 2).data["ours"]) == 2
+
+
+@pytest.mark.native
+def test_choices_are_weighed(patched: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ordered plan moves more cells than the other, and says how many."""
+    small = Shape("kv-small", n_layer=2, n_head=2, n_head_kv=2, head=32, n_ctx=1024)
+    monkeypatch.setitem(workloads.SHAPES, "1B", small)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    cache = Cache("1B", FLASH, 256)
+    found = list(choices.figures(GROUP, cache, lambda: None, "0.3.9+patched"))
+    assert len(found) == len(choices.PATTERNS) + 1
+    assert found[0].limit == "cells moved: 127 and 64"
+    assert found[-1].limit == "cells moved: 64 and 64"

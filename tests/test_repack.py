@@ -154,6 +154,29 @@ def test_what_is_refused_for_good_is_handed_over(tmp_path: Path) -> None:
     ctx.step(high, 25)
 
 
+def test_what_is_held_is_handed_over_when_the_others_cannot_be_saved(tmp_path: Path) -> None:
+    """Check that a save that fails in the second round loses nothing of the first."""
+    ctx = kit.context(tmp_path, STOCK)
+    low, high = sparse(ctx)
+    refuse(ctx, times=1)
+    save = ctx.native.state_save
+
+    def saving(handle: int, seq: int) -> bytes:
+        if seq == low.id:
+            msg = "no"
+            raise NativeError(msg)
+        return save(handle, seq)
+
+    ctx.native.state_save = saving
+    with pytest.raises(StateError) as caught:
+        ctx.kv.defrag()
+    assert set(caught.value.saved) == {high.id}
+    assert isinstance(caught.value.__cause__, NativeError)
+    assert low.tokens == [10, 11, 12, 13]
+    high.restore(caught.value.saved[high.id])
+    assert high.tokens == [20, 21, 22, 23, 24]
+
+
 def test_a_cache_is_compact_when_no_free_cell_lies_below_a_used_one(tmp_path: Path) -> None:
     """Check an empty, a compact and a sparse cache."""
     ctx = kit.context(tmp_path, STOCK)

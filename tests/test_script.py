@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
@@ -12,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyllamakv.errors import ScenarioFailed, ScriptError
-from pyllamakv.harness import script, trace
+from pyllamakv.harness import playing, script
+from pyllamakv.harness.stage import Stage
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "docs" / "examples"
 
@@ -43,10 +43,10 @@ def lines(text: str) -> list[script.Line]:
 
 
 def play(text: str, native=None) -> list[tuple[str, dict]]:
-    stage = script.Stage(native or SimulatedNative())
+    stage = Stage(native or SimulatedNative())
     told: list[tuple[str, dict]] = []
     try:
-        script.play(lines(text), stage, lambda line, result: told.append((line.op, result)))
+        playing.play(lines(text), stage, lambda line, result: told.append((line.op, result)))
     finally:
         stage.close()
     return told
@@ -123,51 +123,6 @@ def test_verify_finds_damage() -> None:
     with pytest.raises(ScenarioFailed, match="lost"):
         play(text + '\n{"op": "verify"}', Losing())
     play(text + '\n{"op": "verify"}')
-
-
-def record(tmp_path: Path, native=None) -> Path:
-    stage = script.Stage(native or SimulatedNative())
-    out = io.StringIO()
-    script.play(
-        lines(STORY), stage, trace.Recorder(out, trace.Head("simulated", "tiny"), stage).observe
-    )
-    path = tmp_path / "trace.jsonl"
-    path.write_text(out.getvalue(), encoding="utf-8")
-    return path
-
-
-def test_a_trace_replays_without_differences(tmp_path: Path) -> None:
-    """The same library gives the same results, expectations or not."""
-    head, recorded = trace.read(record(tmp_path))
-    assert head == trace.Head("simulated", "tiny")
-    assert trace.replay(recorded, script.Stage(SimulatedNative())) == []
-    assert [number for number, _ in trace.pictures(recorded)]
-
-
-def test_a_replay_names_what_differs(tmp_path: Path) -> None:
-    """Another library's result is told beside the recorded one."""
-    _, recorded = trace.read(record(tmp_path))
-
-    class Failing(SimulatedNative):
-        def seq_rm(self, context, seq, p0, p1):
-            return True
-
-    found = trace.replay(recorded, script.Stage(Failing()))
-    assert found
-    assert "used was 16, now 32" in str(found[0])
-
-
-def test_a_trace_of_another_kind_is_refused(tmp_path: Path) -> None:
-    """A script is no trace, and a trace of the future is not guessed at."""
-    path = tmp_path / "x.jsonl"
-    path.write_text('{"op": "defrag"}\n')
-    with pytest.raises(ScriptError, match="no trace"):
-        trace.read(path)
-    path.write_text('{"trace": 99, "variant": "x", "model": "tiny"}\n')
-    with pytest.raises(ScriptError, match="schema 99"):
-        trace.read(path)
-    with pytest.raises(ScriptError, match="cannot be read"):
-        trace.read(tmp_path / "missing.jsonl")
 
 
 JSON = st.recursive(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyllamakv.errors import UsageError
-from pyllamakv.harness import drawing, timeline
+from pyllamakv.harness import drawing, plot, timeline
 from pyllamakv.harness.cellmap import NOBODY, SEVERAL, Picture
 from pyllamakv.harness.drawing import Area, Band, Mark, Words
 from pyllamakv.harness.film import Film, Frame
@@ -117,9 +117,9 @@ def test_no_cells_no_timeline() -> None:
 @given(st.integers(1, 100_000))
 def test_ticks_are_few_and_round(cells: int) -> None:
     """Whatever the size, some numbers stand at the axis, in order, the last near the top."""
-    ticks = timeline._ticks(cells)
-    assert 2 <= len(ticks) <= 6 and ticks[0] == 0 and ticks[-1] > cells / 2
-    assert all(one < other for one, other in pairwise(ticks))
+    found = plot.ticks(cells)
+    assert 2 <= len(found) <= 6 and found[0] == 0 and found[-1] > cells / 2
+    assert all(one < other for one, other in pairwise(found))
 
 
 @given(st.lists(st.lists(st.integers(-2, 12), min_size=6, max_size=6), min_size=1, max_size=40))

@@ -122,7 +122,7 @@ def _measure(
     ):
         stands = {}
         for mover in MOVERS:
-            made = opened.enter_context(context(loaded, cache, mover))
+            made = opened.enter_context(context(loaded, cache, defrag_mover=mover))
             if made.kv.snapshot().streams[0].info.host:
                 msg = f"the cache lies in host memory, not on the {device} device"
                 raise Untestable(msg)

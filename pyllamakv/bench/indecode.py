@@ -15,7 +15,7 @@ from pyllamakv.bench.carving import NEXT, Carver
 from pyllamakv.bench.figure import Figure
 from pyllamakv.bench.measure import MINIMUM_PAIRS, Pairs, clock, interleave, interval
 from pyllamakv.bench.rounds import complete
-from pyllamakv.bench.stands import context, model
+from pyllamakv.bench.stands import opened
 from pyllamakv.bench.workloads import Cache
 from pyllamakv.errors import Untestable
 from pyllamakv.harness import synthetic
@@ -30,11 +30,7 @@ def healing(group: str, cache: Cache, tick: Tick, spec: str, pairs: int = MINIMU
     """
     mask = workloads.live("alternate", cache.cells)
     moving: list[float] = []
-    with (
-        pyllamakv.open(spec) as library,
-        library.load_model(model(cache.shape)) as loaded,
-        context(loaded, cache) as made,
-    ):
+    with opened(spec, cache) as made:
         carver = Carver(made)
 
         def decode() -> None:

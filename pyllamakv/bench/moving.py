@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pyllamakv.bench import indecode, peers, stands, summary
+from pyllamakv.bench import choices, indecode, peers, stands, summary
 from pyllamakv.bench.figure import Figure
 from pyllamakv.bench.workloads import PATTERNS, SETTINGS, Cache
 from pyllamakv.errors import KvError
@@ -41,6 +41,7 @@ def figures(tick: Tick, release: str = DEFAULT) -> list[Figure]:
         *(peers.passes(GROUP, cache, tick, release) for cache in beside),
         *(indecode.healing(GROUP, cache, tick, spec) for cache in beside),
         indecode.undisturbed(GROUP, tick, release),
+        *(figure for cache in beside for figure in choices.figures(GROUP, cache, tick, spec)),
         *summary.table(GROUP, found),
         *later(tick),
     ]

@@ -11,7 +11,7 @@ from pyllamakv.bench.carving import ALL, Carver
 from pyllamakv.bench.figure import Figure
 from pyllamakv.bench.measure import Pairs, clock, interleave
 from pyllamakv.bench.rounds import check, complete
-from pyllamakv.bench.stands import context, model
+from pyllamakv.bench.stands import opened
 from pyllamakv.bench.workloads import Cache
 from pyllamakv.errors import Untestable
 from pyllamakv.runtime.memory import available_bytes
@@ -27,12 +27,8 @@ def passes(group: str, cache: Cache, tick: Tick, release: str, pairs: int = 10) 
     if reason:
         return Figure(group, name, reason)
     with (
-        pyllamakv.open(f"{release}+stock") as stock,
-        pyllamakv.open(f"{release}+patched") as patched,
-        stock.load_model(model(cache.shape)) as stock_model,
-        patched.load_model(model(cache.shape)) as patched_model,
-        context(stock_model, cache) as stock_context,
-        context(patched_model, cache) as patched_context,
+        opened(f"{release}+stock", cache) as stock_context,
+        opened(f"{release}+patched", cache) as patched_context,
     ):
         stock_carver, patched_carver = Carver(stock_context), Carver(patched_context)
 
@@ -61,11 +57,7 @@ def saved(group: str, cache: Cache, tick: Tick, spec: str, pairs: int = 5) -> Fi
     reason = cache.skipped(available_bytes())
     if reason:
         return Figure(group, name, reason)
-    with (
-        pyllamakv.open(spec) as library,
-        library.load_model(model(cache.shape)) as loaded,
-        context(loaded, cache) as made,
-    ):
+    with opened(spec, cache) as made:
         carver = Carver(made)
 
         def theirs() -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pyllamakv
 from pyllamakv.bench import compiled, workloads
@@ -15,7 +16,6 @@ from pyllamakv.bench.workloads import Cache
 from pyllamakv.harness import synthetic
 from pyllamakv.home import home
 from pyllamakv.runtime.memory import available_bytes
-from pyllamakv.runtime.params import Mover
 
 Tick = Callable[[], None]
 
@@ -25,8 +25,11 @@ def model(shape: str) -> Path:
     return synthetic.generate(workloads.SHAPES[shape], home() / "models")
 
 
-def context(loaded: pyllamakv.Model, cache: Cache, mover: Mover = "auto") -> pyllamakv.Context:
-    """Make the context of a cache: one thread, and batches that keep the other buffers small."""
+def context(loaded: pyllamakv.Model, cache: Cache, **options: Any) -> pyllamakv.Context:
+    """Make the context of a cache: one thread, and batches that keep the other buffers small.
+
+    ``options`` are more of `Model.context`.
+    """
     return loaded.context(
         n_ctx=cache.cells,
         n_batch=32,
@@ -36,8 +39,19 @@ def context(loaded: pyllamakv.Model, cache: Cache, mover: Mover = "auto") -> pyl
         flash_attn=cache.setting.flash_attn,
         type_k=cache.setting.kind,
         type_v=cache.setting.kind,
-        defrag_mover=mover,
+        **options,
     )
+
+
+@contextmanager
+def opened(spec: str, cache: Cache, **options: Any) -> Iterator[pyllamakv.Context]:
+    """Give the context of a cache in a library of its own."""
+    with (
+        pyllamakv.open(spec) as library,
+        library.load_model(model(cache.shape)) as loaded,
+        context(loaded, cache, **options) as made,
+    ):
+        yield made
 
 
 def measure(
@@ -48,9 +62,9 @@ def measure(
     ``budget`` are seconds for the published algorithm in one pattern of one cache.
     """
     found: list[Measured] = []
-    with tempfile.TemporaryDirectory(prefix="pyllamakv-bench-") as folder, ExitStack() as opened:
+    with tempfile.TemporaryDirectory(prefix="pyllamakv-bench-") as folder, ExitStack() as stack:
         limits = compiled.load("limits.c", Path(folder))
-        library = opened.enter_context(pyllamakv.open(spec))
+        library = stack.enter_context(pyllamakv.open(spec))
         models: dict[str, pyllamakv.Model] = {}
         for cache, patterns in plan:
             reason = cache.skipped(available_bytes())
@@ -58,7 +72,7 @@ def measure(
                 found += [Measured(cache, pattern, reason) for pattern in patterns]
                 continue
             if cache.shape not in models:
-                models[cache.shape] = opened.enter_context(library.load_model(model(cache.shape)))
+                models[cache.shape] = stack.enter_context(library.load_model(model(cache.shape)))
             with context(models[cache.shape], cache) as made, Limits(limits, cache) as block:
                 stand = Stand(cache, made, block, budget=budget, tick=tick)
                 found += [stand.measure(pattern) for pattern in patterns]

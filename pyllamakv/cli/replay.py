@@ -1,58 +1,83 @@
-"""Run a recorded trace again and compare: `pyllamakv replay`."""
+"""Run a recorded trace again, on one build or several, and compare: `pyllamakv replay`."""
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from pyllamakv.harness.replaying import Replay
 
 app = typer.Typer(add_completion=False)
 
 
 @app.command()
 def command(
-    trace: Annotated[Path, typer.Argument(help="A trace that `run --trace` recorded.")],
-    variant: Annotated[
-        str, typer.Option("--variant", help="Replay on this build, not on the recorded one.")
-    ] = "",
-    model: Annotated[str, typer.Option("--model", help="Replay on this model.")] = "",
+    trace: Annotated[Path, typer.Argument(help="A trace, of `run --trace` or `kv.record`.")],
+    variants: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--variants",
+            "--variant",
+            help="Replay on these builds: stock,patched of the recorded release, `recorded`, or "
+            "specs as in 0.3.36+patched; repeatable.",
+        ),
+    ] = None,
+    model: Annotated[str, typer.Option("--model", help="Where the recorded model lies now.")] = "",
+    every: Annotated[
+        bool, typer.Option("--all", help="Go on after the first divergence, and tell them all.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Play a trace again; exit 1 when something came out otherwise.
+    """Play a trace again; exit 1 when the build that recorded it comes out otherwise.
 
-    On the recorded build everything must be equal; on another one statuses, used cells and the
-    likeliest tokens.
+    On the recorded build everything must be equal; on others how decodes ended, the used cells and
+    the likeliest tokens are compared.
     """
-    import pyllamakv
-    from pyllamakv.harness import script
+    from pyllamakv.cli import showing
+    from pyllamakv.harness import builds, replaying
     from pyllamakv.harness import trace as traces
 
     head, lines = traces.read(trace)
-    with pyllamakv.open(variant or head.variant, isolated=True) as library:
-        stage = script.Stage(library.native, model or head.model)
-        try:
-            same = library.about.variant == head.variant
-            found = traces.replay(lines, stage, strict=same)
-        finally:
-            stage.close()
+    if not head.complete:
+        sys.stderr.write(f"{trace} was cut short: what is there has {len(lines)} rows\n")
+    found: list[Replay] = []
+    with showing.progress() as progress:
+        for spec in builds.specs(head, list(variants or ())):
+
+            def tick(done: int, spec: str = spec) -> None:
+                if done % 64 == 0:
+                    progress(f"replaying on {spec}", done, len(lines))
+
+            one = replaying.on(spec, head, lines, model=model, every=every, progress=tick)
+            found.append(one)
     if as_json:
-        json.dump(
-            {
-                "variant": library.about.variant,
-                "recorded": head.variant,
-                "lines": len(lines),
-                "differences": [asdict(each) for each in found],
-            },
-            sys.stdout,
-            indent=2,
-        )
+        recorded = {"trace": str(trace), "recorded": head.variant, "rows": len(lines)}
+        json.dump({**recorded, "replays": [each.to_json() for each in found]}, sys.stdout, indent=2)
         sys.stdout.write("\n")
     else:
-        for each in found:
-            sys.stdout.write(f"{each}\n")
-        sys.stdout.write(f"{len(lines)} lines replayed, {len(found)} differences\n")
-    raise typer.Exit(1 if found else 0)
+        _show(found)
+    raise typer.Exit(1 if any(each.failed for each in found) else 0)
+
+
+def _show(found: list[Replay]) -> None:
+    columns = ("variant", "rows", "diverges at", "recorded", "now", "cells before", "cells after")
+    table: list[tuple[str, ...]] = [columns]
+    for each in found:
+        name = f"{each.variant} *" if each.recorded else each.variant
+        if each.error:
+            table.append((name, str(each.rows), f"cannot play it: {each.error}", *[""] * 4))
+        elif not each.divergences:
+            table.append((name, str(each.rows), "nowhere", *[""] * 4))
+        for one in each.divergences:
+            table.append((name, str(each.rows), *one.cells()))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        sys.stdout.write("  ".join(padded).rstrip() + "\n")
+    if any(each.recorded for each in found):
+        sys.stdout.write("* the build that recorded it\n")

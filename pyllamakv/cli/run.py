@@ -21,7 +21,7 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def command(
     script: Annotated[
-        Path | None, typer.Argument(help="A decode script, one JSON object per line.")
+        Path | None, typer.Argument(help="A decode script, one JSON object per line, or a trace.")
     ] = None,
     variant: Annotated[
         str, typer.Option("--variant", help="Which build: 0.3.9, 0.3.9+patched, a folder.")
@@ -39,7 +39,7 @@ def command(
     temperature: Annotated[float, typer.Option("--temperature", min=0.0)] = 0.0,
     seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="Record a trace of the script there.")
+        Path | None, typer.Option("--trace", help="Record what is done there, as a trace.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -47,13 +47,11 @@ def command(
     if (script is None) == (not prompt):
         raise UsageError("give a script, or --model with one --prompt or more")
     if script is not None:
-        _play(script, variant, model or "tiny", trace, as_json)
+        _play(script, variant, model, trace, as_json)
         return
     if not model:
         raise UsageError("--prompt needs --model, the path of a GGUF file")
-    if trace is not None:
-        raise UsageError("--trace records scripts; prompts have none")
-    options: dict[str, Any] = {"n_threads": threads, "flash_attn": flash_attn}
+    options: dict[str, Any] = {"n_threads": threads, "flash_attn": flash_attn, "trace": trace}
     if temperature:
         options |= {"temperature": temperature, "seed": seed}
     _tell(variant, model, list(prompt or ()), max_tokens=max_tokens, n_ctx=n_ctx, json_=as_json,
@@ -62,31 +60,40 @@ def command(
 
 def _play(path: Path, variant: str, model: str, trace: Path | None, as_json: bool) -> None:
     import pyllamakv
-    from pyllamakv.harness import script
-    from pyllamakv.harness.trace import Head, Recorder
+    from pyllamakv.harness import playing, script, synthetic
+    from pyllamakv.harness import trace as traces
+    from pyllamakv.harness.stage import Stage, model_name
 
-    lines = script.read(path)
-    with pyllamakv.open(variant, isolated=True) as library:
-        stage = script.Stage(library.native, model)
-        file = None if trace is None else trace.open("w", encoding="utf-8")
+    options: dict[str, Any] = {"isolated": True}
+    file = None
+    if traces.is_trace(path):
+        head, lines = traces.read(path)
+        file = traces.model_file(head, model)
+        options |= {"env": head.environment} if head.environment else {}
+    else:
+        lines = script.read(path)
+    with pyllamakv.open(variant, **options) as library:
+        stage = Stage(library.native, model or "tiny", file)
+        recorder = None
+        if trace is not None:
+            used = file or synthetic.model(model_name(lines, model or "tiny"))
+            about = traces.here(library.about.variant, used, options.get("env", {}))
+            recorder = traces.Recorder(trace, about, stage)
+
+        def observe(line: Line, result: dict[str, Any]) -> None:
+            if recorder is not None:
+                recorder.observe(line, result)
+            if as_json:
+                sys.stdout.write(json.dumps({**line.to_json(), "result": result}) + "\n")
+            else:
+                _show(line, result, stage)
+
         try:
-            recorder = None
-            if file is not None:
-                recorder = Recorder(file, Head(library.about.variant, model), stage)
-
-            def observe(line: Line, result: dict[str, Any]) -> None:
-                if recorder is not None:
-                    recorder.observe(line, result)
-                if as_json:
-                    sys.stdout.write(json.dumps({**line.to_json(), "result": result}) + "\n")
-                else:
-                    _show(line, result, stage)
-
-            script.play(lines, stage, observe)
+            playing.play(lines, stage, observe)
         finally:
+            if recorder is not None:
+                recorder.close()
             stage.close()
-            if file is not None:
-                file.close()
 
 
 def _show(line: Line, result: dict[str, Any], stage: Any) -> None:
@@ -96,7 +103,7 @@ def _show(line: Line, result: dict[str, Any], stage: Any) -> None:
 
     words = " ".join(f"{key}={json.dumps(value)}" for key, value in line.arguments.items())
     found = " ".join(
-        f"{key}={value}" for key, value in result.items() if key not in ("argmax", "picture")
+        f"{key}={value}" for key, value in result.items() if key not in ("best", "picture")
     )
     sys.stdout.write(f"{line.number:>4} {line.op} {words}\n       {found}\n")
     sys.stdout.flush()

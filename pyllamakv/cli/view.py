@@ -91,8 +91,9 @@ def _follow(
         title = onstage.title(run, head.spec or head.variant)
         film = films.of_trace(lines, title)
         with screen(title) as shown:
-            for frame in film.frames if shown else ():
-                shown.show(frame)
+            if shown:
+                for frame in film.frames:
+                    shown.show(frame)
         return film, None
 
     with onstage.opened(run, variant or "0.3.9+patched", model) as (stage, lines, name):

@@ -14,7 +14,6 @@ from pyllamakv.harness.player import word
 
 if TYPE_CHECKING:
     from pyllamakv.harness.script import Line
-    from pyllamakv.runtime.snapshot import Snapshot
 
 #: Operations in which cells of a sequence may come to lie elsewhere.
 MOVING = ("decode", "step", "batch", "advance", "defrag", "update")
@@ -154,15 +153,6 @@ def _inferred(frame: Frame, last: Picture | None, counted: int) -> Frame:
         return replace(frame, moved=counted)
     moves = tuple(infer(last.owner, frame.picture.owner))
     return replace(frame, moves=moves, moved=counted or sum(length for *_, length in moves))
-
-
-def moves_between(before: Snapshot, after: Snapshot) -> tuple[tuple[int, int, int], ...]:
-    """Return (source, target, cells) of the runs that moved, cells counted through all streams."""
-    starts = np.cumsum([0, *(len(each) for each in before.streams)])
-    found = before.moves_to(after)
-    first = starts[found.stream]
-    return tuple(_runs(zip((found.source + first).tolist(), (found.target + first).tolist(),
-                           strict=True)))  # fmt: skip
 
 
 def infer(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:

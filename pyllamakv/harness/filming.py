@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.harness import film
+from pyllamakv.harness import film, looks
 from pyllamakv.harness.cellmap import Picture
 from pyllamakv.harness.film import Film, Frame
 from pyllamakv.harness.player import Player, word
@@ -12,7 +12,7 @@ from pyllamakv.harness.player import Player, word
 if TYPE_CHECKING:
     from pyllamakv.binding.protocol import RawDefrag
     from pyllamakv.harness.feeding import Feed
-    from pyllamakv.runtime.snapshot import Snapshot
+    from pyllamakv.harness.looks import Look
 
 #: A film keeps no more frames: it is there to be looked at.
 LONGEST = 400
@@ -22,7 +22,7 @@ class FilmedPlayer(Player):
     """Keep the film of what is played; a build that shows no cells leaves it empty."""
 
     film: Film
-    _before: Snapshot | None
+    _before: Look | None
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -51,14 +51,14 @@ class FilmedPlayer(Player):
     def _take(self, op: str, detail: str, failed: str = "") -> None:
         if len(self.film) >= LONGEST:
             return
-        now = self.snapshot()
+        now = looks.look(self.native, self.context, self.info)
         if now is None:
             return
         moves: tuple[tuple[int, int, int], ...] = ()
         if self._before is not None and op in film.MOVING:
-            moves = film.moves_between(self._before, now)
+            moves = tuple((a, b, n) for a, b, n in now.moved(self._before))
         number = len(self.film) + 1
         moved = sum(length for *_, length in moves)
-        picture = Picture.of(now)
+        picture = Picture.of(now.snapshot)
         self.film.frames.append(Frame(number, op, detail, picture, failed, moves, moved))
         self._before = now

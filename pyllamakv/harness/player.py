@@ -178,7 +178,7 @@ class Player:
             others = sum(cell.seqs != {seq} for cell in self.ledger.cells)
             free = self.n_cells - others
             msg = f"a state of {len(cells)} tokens was refused with {free} free cells"
-            raise ScenarioFailed(msg, failure="claim")
+            raise ScenarioFailed(msg, failure="claim", evidence={"done": False})
         return done
 
     # --- the cache --------------------------------------------------------------------------

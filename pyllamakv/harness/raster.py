@@ -150,7 +150,7 @@ def _dashes(points: tuple[tuple[float, float], ...]) -> list[tuple[tuple[float, 
     """Cut a straight line into strokes of 2 with gaps of 3."""
     (x1, y1), (x2, y2) = points[0], points[-1]
     length = max(abs(x2 - x1), abs(y2 - y1), 1.0)
-    found = []
+    found: list[tuple[tuple[float, float], ...]] = []
     at = 0.0
     while at < length:
         first, last = at / length, min(at + 2, length) / length

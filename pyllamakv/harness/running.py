@@ -45,15 +45,19 @@ _TELLING = {
         "expected",
         "locks",
         "matrix",
+        "onstage",
         "outputs",
         "page",
         "palette",
+        "plot",
         "raster",
         "remembered",
         "report",
+        "screen",
+        "tally",
         "timeline",
         "verdict",
-        "viewing",
+        "watching",
     )
 }
 

@@ -158,7 +158,7 @@ def on_the_way(
     owner = list(before.owner)
     for source, _, length in moves:
         owner[source : source + length] = [NOBODY] * length
-    arrived = []
+    arrived: list[int] = []
     for source, target, length in moves:
         owner[target : target + length] = before.owner[source : source + length]
         arrived += range(target, target + length)

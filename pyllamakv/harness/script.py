@@ -1,34 +1,35 @@
-"""Read decode scripts, and play them: one JSON object per line (docs/scripts.md).
+"""Read decode scripts: one JSON object per line (docs/scripts.md, docs/traces.md).
 
-A script, and a trace with its results taken away, are the same thing.
+A script, and a trace with its results taken away, are the same thing; `playing` plays both.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.binding.protocol import ContextParams, ModelParams, Native, Status
-from pyllamakv.errors import ScenarioFailed, ScriptError, UsageError
-from pyllamakv.harness import synthetic
-from pyllamakv.harness.player import WORDS, Player
-from pyllamakv.harness.reference import Reference
-from pyllamakv.runtime import ggml_types as types
+from pyllamakv.errors import ScriptError
+from pyllamakv.harness import batches
+from pyllamakv.harness.player import WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from pathlib import Path
 
 #: Each operation with its arguments: a name that ends in "?" may be left out.
 OPERATIONS: Mapping[str, tuple[str, ...]] = {
     "context": (
         "model?", "n_ctx?", "n_batch?", "n_ubatch?", "n_seq_max?", "n_threads?", "flash_attn?",
-        "type_k?", "type_v?", "kv_unified?", "swa_full?", "defrag_thold?",
+        "type_k?", "type_v?", "kv_unified?", "swa_full?", "defrag_thold?", "n_threads_batch?",
+        "offload_kqv?", "embeddings?", "guard?", "defrag_plan?", "defrag_mover?", "defrag_threads?",
     ),
     "decode": ("feed", "interleave?", "expect?"),
+    "step": ("seq", "token", "pos?", "expect?"),
+    "batch": ("tokens", "seq", "pos?", "logits?", "expect?"),
+    "advance": ("steps", "seq", "pos?", "expect?"),
     "remove": ("seq", "from?", "to?"),
     "copy": ("seq", "into", "from?", "to?"),
     "keep": ("seq",),
@@ -36,17 +37,29 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = {
     "divide": ("seq", "by", "from?", "to?"),
     "clear": (),
     "save": ("seq", "as"),
-    "restore": ("seq", "as", "expect?"),
+    "restore": ("seq", "as", "state?", "expect?"),
     "defrag": (),
     "update": (),
     "cancel": ("polls",),
+    "threads": ("n", "batch"),
     "expect": ("used?", "free?", "holes?", "largest_hole?"),
     "verify": (),
     "snapshot": ("label?",),
     "note": ("text",),
 }  # fmt: skip
 
-_STATUS = {text: status for status, text in WORDS.items()}
+#: The operations that decode.
+DECODES = ("decode", "step", "batch", "advance")
+
+STATUS = {text: status for status, text in WORDS.items()}
+
+#: What lines that are no operations begin with: the first and the last of a trace.
+_FRAME = ("trace", "end")
+
+_NUMBERS = (
+    "seq", "into", "by", "polls", "used", "free", "holes", "largest_hole", "pos", "token", "n",
+    "batch",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,24 +81,6 @@ class Line:
         return {"op": self.op, **self.arguments, **extra}
 
 
-@dataclass
-class Stage:
-    """Hold what a script works on: a library, the model, and the context once it is there."""
-
-    native: Native
-    model: str = "tiny"
-    player: Player | None = None
-    reference: Reference | None = None
-    loaded: dict[str, Any] = field(default_factory=dict)
-
-    def close(self) -> None:
-        """Give the contexts back."""
-        if self.reference is not None:
-            self.reference.close()
-        if self.player is not None:
-            self.player.close()
-
-
 def read(path: Path) -> list[Line]:
     """Return the lines of a script file. Raises ScriptError with the line that is wrong."""
     try:
@@ -93,7 +88,7 @@ def read(path: Path) -> list[Line]:
     except (OSError, UnicodeDecodeError) as error:
         msg = f"{path} cannot be read as a script: {error}"
         raise ScriptError(msg) from error
-    return list(parse(text.splitlines()))
+    return list(parse(text.split("\n")))
 
 
 def parse(lines: Iterable[str]) -> Iterator[Line]:
@@ -103,157 +98,15 @@ def parse(lines: Iterable[str]) -> Iterator[Line]:
             continue
         try:
             raw = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             msg = f"line {number}: not JSON ({error}); expected one object per line"
             raise ScriptError(msg, number) from error
         if not isinstance(raw, dict) or not isinstance(raw.get("op"), str):
-            if isinstance(raw, dict) and "trace" in raw:
+            if isinstance(raw, dict) and any(word in raw for word in _FRAME):
                 continue
             msg = f'line {number}: expected an object with "op", for example {{"op": "defrag"}}'
             raise ScriptError(msg, number)
         yield _line(number, raw)
-
-
-def play(
-    lines: Iterable[Line],
-    stage: Stage,
-    observe: Callable[[Line, dict[str, Any]], None] | None = None,
-) -> None:
-    """Play a script; ``observe`` is called after each line with its result.
-
-    Raises ScriptError for a line that cannot be played, ScenarioFailed for an expectation that is
-    not met.
-    """
-    for line in lines:
-        try:
-            result = play_line(line, stage)
-        except UsageError as error:
-            raise line.wrong(str(error)) from error
-        except ScenarioFailed as error:
-            msg = f"line {line.number} ({line.op}): {error}"
-            raise ScenarioFailed(msg, failure=error.failure, evidence=error.evidence) from error
-        if observe:
-            observe(line, result)
-
-
-def play_line(line: Line, stage: Stage) -> dict[str, Any]:
-    """Play one line and return what came of it."""
-    words = line.arguments
-    if line.op == "context":
-        _open(line, stage)
-        assert stage.player is not None
-        return {"n_ctx": stage.player.info.n_ctx}
-    if stage.player is None:
-        _open(Line(line.number, "context", {}), stage)
-    player = stage.player
-    assert player is not None
-    result: dict[str, Any] = {}
-    match line.op:
-        case "decode":
-            expect = words.get("expect", "ok")
-            status = player.decode(
-                _feeds(line, stage),
-                interleave=bool(words.get("interleave", False)),
-                expect=None if expect == "any" else _STATUS[expect],
-            )
-            result = {"status": status}
-            if status == Status.OK:
-                result["argmax"] = {
-                    str(place): int(row.argmax()) for place, row in player.steps[-1].logits.items()
-                }
-        case "remove":
-            result = {"done": player.remove(words["seq"], *_span(words))}
-        case "copy":
-            player.copy(words["seq"], words["into"], *_span(words))
-        case "keep":
-            player.keep(words["seq"])
-        case "shift":
-            player.shift(words["seq"], *_span(words), words["by"])
-        case "divide":
-            player.divide(words["seq"], *_span(words), words["by"])
-        case "clear":
-            player.clear()
-        case "save":
-            player.save(words["seq"], words["as"])
-        case "restore":
-            if words["as"] not in player.saved:
-                raise line.wrong(f"nothing was saved as {words['as']!r}")
-            must = words.get("expect", "ok") == "ok"
-            result = {"done": player.restore(words["seq"], words["as"], must=must)}
-        case "defrag":
-            report = player.defrag()
-            result = {"moves": report.moves, "cells": report.cells}
-        case "update":
-            player.update()
-        case "cancel":
-            player.cancel_after(words["polls"])
-        case "expect":
-            _expect(player, words)
-        case "verify":
-            player.check_cells()
-            assert stage.reference is not None
-            stage.reference.catch_up()
-            if player.ledger.used < player.n_cells:
-                stage.reference.check_next()
-        case _:
-            pass
-    snapshot = player.snapshot()
-    if snapshot is not None:
-        stats = snapshot.stats
-        result |= {"used": stats.used, "holes": stats.holes, "largest_hole": stats.largest_hole}
-    return result
-
-
-def _open(line: Line, stage: Stage) -> None:
-    if stage.player is not None:
-        raise line.wrong("the context is there already; it must be the first operation")
-    words = dict(line.arguments)
-    name = words.pop("model", stage.model)
-    for key, default in (("type_k", "f16"), ("type_v", "f16")):
-        words[key] = types.cache_type(words.get(key, default), key[-1].upper()).number
-    words.setdefault("n_ctx", 256)
-    words.setdefault("n_batch", words["n_ctx"])
-    words.setdefault("n_ubatch", min(words["n_batch"], 512))
-    words.setdefault("n_seq_max", 8)
-    if name not in stage.loaded:
-        path = synthetic.model(name)
-        stage.loaded[name] = stage.native.model_load(str(path), ModelParams())
-    params = ContextParams(guard=False, **words)
-    stage.player = Player(stage.native, stage.loaded[name], params)
-    stage.reference = Reference(stage.player)
-
-
-def _feeds(line: Line, stage: Stage) -> dict[Any, Any]:
-    player = stage.player
-    assert player is not None
-    feeds: dict[Any, Any] = {}
-    for key, what in line.arguments["feed"].items():
-        try:
-            seqs = tuple(int(part) for part in key.split("+"))
-        except ValueError:
-            raise line.wrong(f'{key!r} names no sequence: expected "0", or "0+1"') from None
-        tokens = what
-        if isinstance(what, str):
-            first = player.ledger.next(seqs[0]) == 0
-            tokens = stage.native.tokenize(player.model, what.encode(), first, False)
-        feeds[seqs if len(seqs) > 1 else seqs[0]] = tokens
-    return feeds
-
-
-def _span(words: Mapping[str, Any]) -> tuple[int, int]:
-    low, high = words.get("from"), words.get("to")
-    return -1 if low is None else int(low), -1 if high is None else int(high)
-
-
-def _expect(player: Player, words: Mapping[str, Any]) -> None:
-    snapshot = player.snapshot()
-    if snapshot is None:
-        return
-    for name, expected in words.items():
-        found = getattr(snapshot.stats, name)
-        if found != expected:
-            msg = f"{name} is {found}, expected {expected}"
-            raise ScenarioFailed(msg, failure="claim")
 
 
 def _line(number: int, raw: dict[str, Any]) -> Line:
@@ -261,6 +114,8 @@ def _line(number: int, raw: dict[str, Any]) -> Line:
     op = words.pop("op")
     result = words.pop("result", None)
     line = Line(number, op, words, result)
+    if result is not None and not isinstance(result, dict):
+        raise line.wrong(f"result must be an object, found {result!r}")
     if op not in OPERATIONS:
         close = difflib.get_close_matches(op, OPERATIONS, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(OPERATIONS)}"
@@ -279,11 +134,14 @@ def _line(number: int, raw: dict[str, Any]) -> Line:
 
 def _check(line: Line) -> None:
     words = line.arguments
-    for name in ("seq", "into", "by", "polls", "used", "free", "holes", "largest_hole"):
-        if name in words and type(words[name]) is not int:
-            raise line.wrong(f"{name} must be a number, found {words[name]!r}")
+    for name in _NUMBERS:
+        # A batch has a sequence of each token, or its own position.
+        if line.op in ("batch", "advance") and name in ("seq", "pos"):
+            continue
+        if name in words and not batches.whole(words[name]):
+            raise line.wrong(f"{name} must be a number of 32 bits, found {words[name]!r}")
     for name in ("from", "to"):
-        if words.get(name) is not None and type(words[name]) is not int:
+        if words.get(name) is not None and not batches.whole(words[name]):
             raise line.wrong(f"{name} must be a number or null, found {words[name]!r}")
     if line.op == "decode":
         feed = words["feed"]
@@ -291,8 +149,25 @@ def _check(line: Line) -> None:
             raise line.wrong('feed must be like {"0": 16}, {"0": [1, 2]} or {"0": "text"}')
         for what in feed.values():
             number = type(what) is int and what > 0
-            tokens = isinstance(what, list) and what and all(type(each) is int for each in what)
+            tokens = isinstance(what, list) and what and all(map(batches.whole, what))
             if not (number or tokens or (isinstance(what, str) and what)):
                 raise line.wrong(f"cannot feed {what!r}: expected a count, tokens or a text")
-        if words.get("expect", "ok") not in (*_STATUS, "any"):
-            raise line.wrong(f"expect must be one of {', '.join(_STATUS)}, any")
+    if line.op in ("batch", "advance"):
+        wrong = _advance(words) if line.op == "advance" else batches.check(words)
+        if wrong:
+            raise line.wrong(wrong)
+    if words.get("expect", "ok") not in (*STATUS, "any") and line.op in DECODES:
+        raise line.wrong(f"expect must be one of {', '.join(STATUS)}, any")
+
+
+def _advance(words: dict[str, Any]) -> str:
+    steps, seq = words["steps"], words["seq"]
+    if not (isinstance(steps, list) and steps and all(isinstance(row, list) for row in steps)):
+        return f"steps must be a list of tokens of each step, found {steps!r}"
+    if not (isinstance(seq, list) and all(map(batches.whole, seq))):
+        return f"seq must be a list of sequences, found {seq!r}"
+    for row in steps:
+        wrong = batches.check({**words, "tokens": row, "logits": "all"})
+        if wrong:
+            return wrong
+    return ""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding.protocol import Capability, SamplerParams
 from pyllamakv.errors import UsageError
+from pyllamakv.harness.recording import record
 from pyllamakv.runtime.sampler import NumpySampler, Sampler
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.model import Model
 
@@ -33,11 +37,13 @@ def tell(
     n_ctx: int = 0,
     temperature: float = 0.0,
     seed: int = 0,
+    trace: Path | None = None,
     **options: Any,
 ) -> tuple[list[Told], dict[str, Any]]:
     """Return each prompt's continuation, and the statistics of the cache in the end.
 
-    ``n_ctx`` 0 makes the cache as large as it may have to be. ``options`` go to the context.
+    ``n_ctx`` 0 makes the cache as large as it may have to be; the run is recorded in ``trace``.
+    ``options`` go to the context.
     """
     if not prompts:
         msg = "there is nothing to continue: pass at least one --prompt"
@@ -51,7 +57,8 @@ def tell(
     size = n_ctx or -(-total // 256) * 256
     with model.context(n_ctx=size, n_batch=size, n_seq_max=len(prompts), **options) as context:
         params = SamplerParams(temperature=temperature, seed=seed)
-        said, ended = _continue(model, context, params, tokens, max_tokens)
+        with nullcontext() if trace is None else record(context, trace):
+            said, ended = _continue(model, context, params, tokens, max_tokens)
         stats = context.kv.stats.to_json()
     return [
         Told(prompt, model.detokenize(out), len(out), done)

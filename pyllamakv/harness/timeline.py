@@ -8,88 +8,20 @@ that lies together, which is what a batch can get where slots are contiguous.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import count, groupby
 
 from pyllamakv.errors import UsageError
 from pyllamakv.harness import palette
-from pyllamakv.harness.cellmap import NOBODY, SEVERAL, Picture, most_frequent
+from pyllamakv.harness.cellmap import NOBODY, SEVERAL
 from pyllamakv.harness.drawing import Area, Band, Box, Drawing, Line, Mark, Tip, Words
-from pyllamakv.harness.film import Film, Frame
+from pyllamakv.harness.film import Film
+from pyllamakv.harness.plot import LEFT, RIGHT, TOP, Plot, lay_out, round_step, runs_of, ticks
 
-#: Room around the cells: on the left for their numbers, on the right, above for the marks.
-_LEFT, _RIGHT, _TOP = 52.0, 20.0, 74.0
-#: Width of the plot, and of a column in it.
-_NARROW, _WIDE, _COLUMN = 440.0, 860.0, 72.0
-#: Height of the cells, most rows that they get, and the height of the numbers below.
-_HEIGHT, _ROWS, _STRIP = 256, 320, 48.0
-#: Most columns; in a longer film several operations share one.
-_COLUMNS = 400
+#: Height of the numbers below the cells.
+_STRIP = 48.0
 #: As many operations still have their names below them.
 _NAMED = 32
 #: Letters of one size are about so wide, in sizes.
 _LETTER = 0.55
-
-
-@dataclass(frozen=True)
-class _Column:
-    """Hold what one column shows: the last of its frames, and what happened in any of them."""
-
-    frames: tuple[Frame, ...]
-
-    @property
-    def picture(self) -> Picture:
-        return self.frames[-1].picture
-
-    @property
-    def failed(self) -> bool:
-        return any(frame.failed for frame in self.frames)
-
-    @property
-    def moved(self) -> int:
-        return sum(frame.moved for frame in self.frames)
-
-
-@dataclass(frozen=True)
-class _Plot:
-    """Say where the cells of each column are painted."""
-
-    columns: tuple[_Column, ...]
-    cells: int
-    width: float
-    step: int
-    cell: float
-
-    @property
-    def gap(self) -> float:
-        """Return the room between columns, in which bands show where cells went."""
-        share = self.width / len(self.columns)
-        return min(0.38 * share, 48.0) if share >= 24 else 1.0 if share >= 10 else 0.0
-
-    @property
-    def pitch(self) -> float:
-        return (self.width + self.gap) / len(self.columns)
-
-    @property
-    def height(self) -> float:
-        return self.cells * self.cell
-
-    @property
-    def bottom(self) -> float:
-        return _TOP + self.height
-
-    def left(self, number: int) -> float:
-        return _LEFT + number * self.pitch
-
-    def right(self, number: int) -> float:
-        return self.left(number) + self.pitch - self.gap
-
-    def middle(self, number: int) -> float:
-        return (self.left(number) + self.right(number)) / 2
-
-    def y(self, cell: float) -> float:
-        """Return the height of a cell's lower edge; cell 0 lies at the bottom."""
-        return self.bottom - cell * self.cell
 
 
 def paint(film: Film, title: str = "") -> Drawing:
@@ -98,15 +30,15 @@ def paint(film: Film, title: str = "") -> Drawing:
         msg = "a timeline needs cells: record the run with `pyllamakv run SCRIPT --trace FILE`"
         raise UsageError(msg)
     film = Film(film.title, film.deeds() or film.frames)
-    plot = _plot(film)
+    plot = lay_out(film)
     owners = sorted({owner for frame in film.frames for owner in frame.picture.owner})
     below = plot.bottom + 14
     named = len(film) <= _NAMED and len(plot.columns) == len(film)
     names = 11 * _LETTER * max(len(frame.op) for frame in film.frames)
     turned = names > plot.pitch - 4
     axis = below + _STRIP + (14 + names if named and turned else 18 if named else 32)
-    legend = _legend(plot, owners, _LEFT + plot.width, axis + 26)
-    made = Drawing(_LEFT + plot.width + _RIGHT, legend[1] + 14, title or film.title or "cells")
+    legend = _legend(plot, owners, LEFT + plot.width, axis + 26)
+    made = Drawing(LEFT + plot.width + RIGHT, legend[1] + 14, title or film.title or "cells")
     made.add(
         Words(title or film.title or "The cells of a cache", 16, 27, "ink", 15, bold=True),
         Words(_subtitle(film, plot), 16, 45),
@@ -123,18 +55,7 @@ def paint(film: Film, title: str = "") -> Drawing:
     return made
 
 
-def _plot(film: Film) -> _Plot:
-    share = -(-len(film) // _COLUMNS)
-    columns = tuple(
-        _Column(tuple(film.frames[at : at + share])) for at in range(0, len(film), share)
-    )
-    width = min(_WIDE, max(_NARROW, len(columns) * _COLUMN))
-    step = max(1, -(-film.cells // _ROWS))
-    rows = -(-film.cells // step)
-    return _Plot(columns, film.cells, width, step, max(1, _HEIGHT // rows) / step)
-
-
-def _subtitle(film: Film, plot: _Plot) -> str:
+def _subtitle(film: Film, plot: Plot) -> str:
     parts = [f"{film.cells} cells", f"{len(film)} operations"]
     if len(plot.columns) < len(film):
         parts.append(f"{len(plot.columns[0].frames)} of them to a column")
@@ -149,7 +70,7 @@ def _subtitle(film: Film, plot: _Plot) -> str:
     return " · ".join(parts)
 
 
-def _boxes(plot: _Plot) -> Iterator[tuple[int, Box]]:
+def _boxes(plot: Plot) -> Iterator[tuple[int, Box]]:
     """Yield owner and rectangle of each run of cells; equal ones side by side are one."""
     open_: dict[tuple[int, int, int], int] = {}
 
@@ -159,7 +80,7 @@ def _boxes(plot: _Plot) -> Iterator[tuple[int, Box]]:
         return owner, (left, plot.y(start + length), right - left, length * plot.cell)
 
     for number, column in enumerate(plot.columns):
-        runs = set(_runs(column.picture, plot.step))
+        runs = set(runs_of(column.picture, plot.step))
         ended = [run for run in open_ if plot.gap or run not in runs]
         for run in ended:
             yield close(run, open_.pop(run), number - 1)
@@ -169,25 +90,7 @@ def _boxes(plot: _Plot) -> Iterator[tuple[int, Box]]:
         yield close(run, first, len(plot.columns) - 1)
 
 
-def _runs(picture: Picture, step: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (owner, first cell, cells) of each run of rows with one owner."""
-    owners = picture.owner
-    rows = [
-        (
-            owners[at]
-            if step == 1
-            else most_frequent(owners[at : at + step])
-        )
-        for at in range(0, len(owners), step)
-    ]  # fmt: skip
-    at = 0
-    for owner, run in groupby(rows):
-        length = min(len(list(run)) * step, len(owners) - at)
-        yield owner, at, length
-        at += length
-
-
-def _cells(plot: _Plot) -> Iterator[Area]:
+def _cells(plot: Plot) -> Iterator[Area]:
     boxes: dict[int, list[Box]] = {}
     for owner, box in _boxes(plot):
         boxes.setdefault(owner, []).append(box)
@@ -196,7 +99,7 @@ def _cells(plot: _Plot) -> Iterator[Area]:
         yield Area(palette.role(owner), tuple(boxes[owner]))
 
 
-def _bands(plot: _Plot) -> Iterator[Band]:
+def _bands(plot: Plot) -> Iterator[Band]:
     """Yield, where there is room, bands from the cells that moved to where they went."""
     if plot.gap < 6:
         return
@@ -220,14 +123,14 @@ def _bands(plot: _Plot) -> Iterator[Band]:
             yield Band(palette.role(owner), tuple(each), 0.45)
 
 
-def _streams(plot: _Plot) -> Iterator[Line]:
+def _streams(plot: Plot) -> Iterator[Line]:
     for start in plot.columns[-1].picture.starts:
         y = plot.y(start)
-        yield Line("paper", ((_LEFT, y), (_LEFT + plot.width, y)), 2)
+        yield Line("paper", ((LEFT, y), (LEFT + plot.width, y)), 2)
 
 
-def _marks(plot: _Plot) -> Iterator[Line | Mark | Words]:
-    y = _TOP - 12
+def _marks(plot: Plot) -> Iterator[Line | Mark | Words]:
+    y = TOP - 12
     for number, column in enumerate(plot.columns):
         x = plot.middle(number)
         both = column.failed and column.moved > 0
@@ -236,32 +139,19 @@ def _marks(plot: _Plot) -> Iterator[Line | Mark | Words]:
             yield Mark("move", "diamond", at, y, 4.5 if plot.pitch >= 10 else 3)
         if column.failed:
             at = x - 8 if both else x
-            yield Line("bad", ((x, _TOP - 4), (x, plot.bottom)), 1, dash=True)
+            yield Line("bad", ((x, TOP - 4), (x, plot.bottom)), 1, dash=True)
             yield Mark("bad", "cross", at, y, 4 if plot.pitch >= 10 else 2.5)
 
 
-def _grid(plot: _Plot) -> Iterator[Line | Words]:
-    for cell in _ticks(plot.cells):
+def _grid(plot: Plot) -> Iterator[Line | Words]:
+    for cell in ticks(plot.cells):
         y = plot.y(cell)
-        yield Line("line", ((_LEFT - 5, y), (_LEFT, y)))
-        yield Words(str(cell), _LEFT - 9, y + 4, anchor="end")
-    yield Words("cells", 14, _TOP + plot.height / 2, anchor="middle", turned=True)
+        yield Line("line", ((LEFT - 5, y), (LEFT, y)))
+        yield Words(str(cell), LEFT - 9, y + 4, anchor="end")
+    yield Words("cells", 14, TOP + plot.height / 2, anchor="middle", turned=True)
 
 
-def _ticks(cells: int, most: int = 5) -> list[int]:
-    """Return round numbers from 0 to ``cells``: powers of two, as caches are sized."""
-    if cells < most:
-        return list(range(cells + 1))
-    step = 1
-    while cells / step >= most:
-        step *= 2
-    ticks = list(range(0, cells + 1, step))
-    if cells - ticks[-1] >= step / 2:
-        ticks.append(cells)
-    return ticks
-
-
-def _strip(plot: _Plot, top: float) -> Iterator[Area | Line | Words]:
+def _strip(plot: Plot, top: float) -> Iterator[Area | Line | Words]:
     """Yield how much is free, and of it the largest hole, column by column."""
     free, together = [], []
     bottom = top + _STRIP
@@ -274,13 +164,13 @@ def _strip(plot: _Plot, top: float) -> Iterator[Area | Line | Words]:
         together.append((left, bottom - hole, width, hole))
     yield Area("free", tuple(free))
     yield Area("soft", tuple(together))
-    yield Line("line", ((_LEFT, bottom), (_LEFT + plot.width, bottom)))
+    yield Line("line", ((LEFT, bottom), (LEFT + plot.width, bottom)))
     yield Words("free", 14, top + _STRIP / 2, anchor="middle", turned=True)
-    yield Words(str(plot.cells), _LEFT - 9, top + 8, anchor="end")
-    yield Words("0", _LEFT - 9, bottom + 4, anchor="end")
+    yield Words(str(plot.cells), LEFT - 9, top + 8, anchor="end")
+    yield Words("0", LEFT - 9, bottom + 4, anchor="end")
 
 
-def _axis(plot: _Plot, top: float, *, named: bool, turned: bool) -> Iterator[Words | Line]:
+def _axis(plot: Plot, top: float, *, named: bool, turned: bool) -> Iterator[Words | Line]:
     if named:
         for number, column in enumerate(plot.columns):
             op, x = column.frames[0].op, plot.middle(number)
@@ -292,7 +182,7 @@ def _axis(plot: _Plot, top: float, *, named: bool, turned: bool) -> Iterator[Wor
                 yield Words(op, x, top + 18, role, anchor="middle", bold=bad)
         return
     lines = plot.columns[-1].frames[-1].number
-    every = _every(plot.width / lines)
+    every = round_step(plot.width / lines)
     done = 0
     for number, column in enumerate(plot.columns):
         reached = column.frames[-1].number // every * every
@@ -300,17 +190,11 @@ def _axis(plot: _Plot, top: float, *, named: bool, turned: bool) -> Iterator[Wor
             done = reached
             yield Line("line", ((plot.middle(number), top), (plot.middle(number), top + 4)))
             yield Words(str(reached), plot.middle(number), top + 16, anchor="middle")
-    yield Words("line of the trace", _LEFT + plot.width, top + 30, anchor="end")
-
-
-def _every(width: float) -> int:
-    """Return the round number of lines, each ``width`` wide, after which a label has room."""
-    steps = (times * 10**power for power in count() for times in (1, 2, 5))
-    return next(step for step in steps if step * width >= 44)
+    yield Words("line of the trace", LEFT + plot.width, top + 30, anchor="end")
 
 
 def _legend(
-    plot: _Plot, owners: list[int], right: float, y: float
+    plot: Plot, owners: list[int], right: float, y: float
 ) -> tuple[list[Area | Mark | Words], float]:
     """Return the legend's items from ``y`` down, and where it ends."""
     kinds: dict[str, list[int]] = {}
@@ -329,14 +213,15 @@ def _legend(
     if any(column.moved for column in plot.columns):
         entries.append(("diamond", "cells moved"))
     items: list[Area | Mark | Words] = []
-    x = _LEFT
+    x = LEFT
     for role, text in entries:
         width = 18 + 11 * _LETTER * len(text) + 14
-        if x + width - 14 > right + _RIGHT and x > _LEFT:
-            x, y = _LEFT, y + 20
-        if role in ("cross", "diamond"):
-            kind = "cross" if role == "cross" else "diamond"
-            items.append(Mark("bad" if role == "cross" else "move", kind, x + 6, y - 4, 4))
+        if x + width - 14 > right + RIGHT and x > LEFT:
+            x, y = LEFT, y + 20
+        if role == "cross":
+            items.append(Mark("bad", "cross", x + 6, y - 4, 4))
+        elif role == "diamond":
+            items.append(Mark("move", "diamond", x + 6, y - 4, 4))
         else:
             items.append(Area(role, ((x, y - 10, 12, 12),)))
         items.append(Words(text, x + 18, y))
@@ -344,11 +229,11 @@ def _legend(
     return items, y
 
 
-def _tips(plot: _Plot, bottom: float) -> Iterator[Tip]:
+def _tips(plot: Plot, bottom: float) -> Iterator[Tip]:
     for number, column in enumerate(plot.columns):
         said = [f"line {frame.number}: {frame.caption()}" for frame in column.frames[:5]]
         if len(column.frames) > 5:
             said.append(f"and {len(column.frames) - 5} more")
         left = plot.left(number)
-        box = (left, _TOP, plot.pitch, bottom - _TOP)
+        box = (left, TOP, plot.pitch, bottom - TOP)
         yield Tip(box, "\n".join([*said, column.picture.numbers()]))

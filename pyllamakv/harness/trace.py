@@ -1,96 +1,132 @@
-"""Record what a script did, line by line, and play it again to compare.
+"""Read traces, and record scripts: a head, a row per operation, an end (docs/traces.md).
 
-A trace begins with a head that names the variant and the model; every line after it is an
-operation with its result and, where something moved, the cells.
+A trace without its last rows, as a crash leaves it, is a shorter trace. A trace that has been
+damaged anywhere else, or is none, is refused with the line that is wrong.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
-from pyllamakv.errors import ScenarioFailed, ScriptError, UsageError
-from pyllamakv.harness import script
+from pyllamakv.building import manifest as manifests
+from pyllamakv.errors import ManifestError, ScriptError, TraceMismatch
+from pyllamakv.harness import identity, script
 from pyllamakv.harness.cellmap import Picture
+from pyllamakv.harness.script import Line
+from pyllamakv.harness.tracefile import TraceFile
+from pyllamakv.home import home
 
 if TYPE_CHECKING:
-    from pyllamakv.harness.script import Line, Stage
+    from pyllamakv.harness.looks import Look
+    from pyllamakv.harness.stage import Stage
 
 #: The version of the file's shape.
-SCHEMA = 1
+SCHEMA = 2
 
-#: Results that another variant may rightly have otherwise: how much it moved, and where to.
-_WORK = ("moves", "cells", "holes", "largest_hole")
+#: What a claim may ask of decodes: that each finds its cells when enough are free, or that each
+#: ends as it was recorded.
+EXPECTS = ("ok", "recorded")
+
+#: Operations that put cells elsewhere; others change what is in them.
+_MOVING = (*script.DECODES, "defrag", "restore", "update")
+
+#: Variables of the environment that change what a library does.
+_VARIABLES = "LLAMA_"
+
+_TEXTS = ("variant", "spec", "model", "identity", "start", "expect", "kind", "claim", "issue")
 
 
 @dataclass(frozen=True)
 class Head:
-    """Hold the first line of a trace: where it was recorded."""
+    """Hold the first line of a trace: where it was recorded, and what it claims as a scenario.
 
-    variant: str
-    model: str
-    schema: int = SCHEMA
+    ``spec`` names the variant where its id is not built, ``identity`` is the model's digest.
+    ``start`` is "rebuilt" where the context had tokens already: they are decoded again, and may
+    lie elsewhere. ``complete`` tells whether the trace has its end.
+    """
+
+    variant: str = ""
+    model: str = "tiny"
+    spec: str = ""
+    identity: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    start: str = "empty"
+    expect: str = "ok"
+    kind: str = "cure"
+    claim: str = ""
+    issue: str = ""
+    complete: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the line as it stands in a file; what is as always is left out."""
+        usual = vars(Head())
+        words = {name: value for name, value in vars(self).items() if value != usual[name]}
+        words.pop("complete", None)
+        return {"trace": SCHEMA, "variant": self.variant, "model": self.model, **words}
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Name one result that came out otherwise."""
-
-    line: int
-    op: str
-    what: str
-    recorded: Any
-    found: Any
-
-    def __str__(self) -> str:
-        return (
-            f"line {self.line} ({self.op}): {self.what} was {self.recorded!r}, now {self.found!r}"
-        )
+def here(variant: str, model: Path, environment: dict[str, str] | None = None) -> Head:
+    """Return the head of a trace of this variant and this model file."""
+    if environment is None:
+        environment = {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)}
+    name, digest = identity.name(model), identity.identity(model)
+    return Head(variant, name, spec_of(variant), digest, environment)
 
 
-class Recorder:
-    """Write a trace while a script is played: its `observe` goes into `script.play`."""
+def spec_of(variant: str) -> str:
+    """Return release and patches of a built variant, empty where it is not built here."""
+    try:
+        made = manifests.load(home() / "built" / variant)
+    except ManifestError:
+        return ""
+    return f"{made.release}+{'stock' if made.stock else ','.join(made.patches)}"
 
-    def __init__(self, file: TextIO, head: Head, stage: Stage) -> None:
-        self._file = file
-        self._stage = stage
-        self._last: tuple[int, ...] = ()
-        self._write({"trace": head.schema, "variant": head.variant, "model": head.model})
 
-    def observe(self, line: Line, result: dict[str, Any]) -> None:
-        """Write one line with its result."""
-        snapshot = self._stage.player.snapshot() if self._stage.player else None
-        written = dict(result)
-        if snapshot is not None:
-            picture = Picture.of(snapshot, str(line.arguments.get("label", line.op)))
-            if picture.owner != self._last or line.op == "snapshot":
-                self._last = picture.owner
-                written["picture"] = picture.to_json()
-        self._write({**line.to_json(), "result": written})
-
-    def _write(self, raw: dict[str, Any]) -> None:
-        self._file.write(json.dumps(raw) + "\n")
-        self._file.flush()
+def is_trace(path: Path) -> bool:
+    """Tell whether the first line of a file is the head of a trace of any version."""
+    try:
+        with path.open("rb") as file:
+            return b'"trace"' in file.readline(1 << 16)
+    except OSError:
+        return False
 
 
 def read(path: Path) -> tuple[Head, list[Line]]:
-    """Return head and lines of a trace. Raises ScriptError when it is none."""
-    lines = script.read(path)
-    with path.open(encoding="utf-8") as file:
-        first = file.readline()
+    """Return head and rows of a trace.
+
+    Raises ScriptError when it is none or damaged, TraceMismatch when it is of another version.
+    """
     try:
-        raw = json.loads(first)
-        head = Head(str(raw["variant"]), str(raw["model"]), int(raw["trace"]))
-    except (ValueError, KeyError, TypeError) as error:
-        msg = f'{path} is no trace: its first line must be like {{"trace": {SCHEMA}, …}}'
-        raise ScriptError(msg, 1) from error
-    if head.schema != SCHEMA:
-        msg = f"{path} is a trace of schema {head.schema}, this package reads {SCHEMA}"
+        data = path.read_bytes()
+    except OSError as error:
+        msg = f"{path} cannot be read: {error.strerror}"
+        raise ScriptError(msg) from error
+    whole, _, torn = data.rpartition(b"\n")
+    if not whole and torn:
+        whole, torn = torn, b""
+    try:
+        text = whole.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        msg = f"{path} is no trace: line {line} is not text; it is another file, or damaged"
+        raise ScriptError(msg, line) from error
+    first, *rest = text.split("\n")
+    head = _head(path, first)
+    rows = list(script.parse(["", *rest]))
+    ended = _end(rest[-1]) if rest and not torn else None
+    if ended is not None and ended != len(rows):
+        msg = f"{path} is damaged: its end counts {ended} rows, and {len(rows)} are there"
+        raise ScriptError(msg, len(rest) + 1)
+    if not rows:
+        msg = f"{path} was cut short: it has a head and no rows, so there is nothing to play"
         raise ScriptError(msg, 1)
-    return head, lines
+    return Head(**{**vars(head), "complete": ended is not None}), rows
 
 
 def pictures(lines: list[Line]) -> Iterator[tuple[int, Picture]]:
@@ -98,33 +134,114 @@ def pictures(lines: list[Line]) -> Iterator[tuple[int, Picture]]:
     for line in lines:
         raw = (line.result or {}).get("picture")
         if raw is not None:
-            yield line.number, Picture.from_json(raw)
+            try:
+                picture = Picture.from_json(raw)
+            except (KeyError, TypeError, ValueError) as error:
+                raise line.wrong(f"its picture cannot be read: {error!r}") from error
+            yield line.number, picture
 
 
-def replay(lines: list[Line], stage: Stage, *, strict: bool = True) -> list[Difference]:
-    """Play the lines of a trace and return what came out otherwise.
+def model_file(head: Head, given: str = "") -> Path:
+    """Return the file of a trace's model, or of the one that is given instead.
 
-    ``strict`` compares everything that was recorded; otherwise statuses, used cells and likely
-    tokens alone, which another variant must have in common.
+    Raises TraceMismatch when it is another model, UsageError when there is none.
     """
-    found: list[Difference] = []
-    for line in lines:
-        plain = script.Line(line.number, line.op, _any(line), line.result)
+    path = identity.find(given or head.model, head.identity)
+    found = identity.identity(path)
+    if head.identity and found != head.identity:
+        msg = (
+            f"this trace was recorded on another model ({head.model}, digest {head.identity}) than "
+            f"{path} (digest {found}); name the right one with --model"
+        )
+        raise TraceMismatch(msg, 1, expected=head.identity, found=found)
+    return path
+
+
+class Recorder:
+    """Write a trace while a script is played: its `observe` goes into `playing.play`."""
+
+    def __init__(self, path: Path, head: Head, stage: Stage) -> None:
+        self._file = TraceFile(path)
+        self._stage = stage
+        self._before: Look | None = None
+        self._rows = 0
+        self._start = self._last = time.perf_counter_ns()
+        self._file.write([json.dumps(head.to_json())])
+
+    def observe(self, line: Line, result: dict[str, Any]) -> None:
+        """Write one line with its result, and the cells where they changed."""
+        now, look = time.perf_counter_ns(), self._stage.look
+        written = dict(result)
+        if look is not None:
+            before, self._before = self._before, look
+            label = str(line.arguments.get("label", line.op))
+            written |= seen(line.op, before, look, label=label)
+        written |= {"at": (self._last - self._start) // 1000, "us": (now - self._last) // 1000}
+        row = Line(line.number, line.op, line.arguments, written)
+        self._file.write([json.dumps(row.to_json())])
+        self._rows += 1
+        self._last = time.perf_counter_ns()
+
+    def close(self, *, ended: bool = True) -> None:
+        """Write the end, unless the script broke off, and close the file."""
         try:
-            result = script.play_line(plain, stage)
-        except UsageError as error:
-            raise line.wrong(str(error)) from error
-        except ScenarioFailed as error:
-            found.append(Difference(line.number, line.op, "it", "met", str(error)))
-            continue
-        for what, recorded in (line.result or {}).items():
-            if what == "picture" or (not strict and what in _WORK):
-                continue
-            if result.get(what) != recorded:
-                found.append(Difference(line.number, line.op, what, recorded, result.get(what)))
-    return found
+            if ended and not self._file.closed:
+                self._file.write([end(self._rows)])
+        finally:
+            self._file.close()
 
 
-def _any(line: Line) -> dict[str, Any]:
-    """Return a line's arguments without its expectation: a replay compares, and goes on."""
-    return {**line.arguments, **({"expect": "any"} if line.op in ("decode", "restore") else {})}
+def seen(op: str, before: Look | None, look: Look, *, label: str) -> dict[str, Any]:
+    """Return what a row says of the cells: before, after, what moved, and a picture."""
+    words: dict[str, Any] = dict(look.counts)
+    if before is not None and before.counts != look.counts:
+        words["before"] = before.counts
+    changed = before is None or (before.owner != look.owner).any()
+    if changed or op == "snapshot":
+        words["picture"] = {"label": label, "runs": look.runs()}
+    moved = look.moved(before) if before is not None and op in _MOVING else []
+    if moved:
+        words["moved"] = moved
+    return words
+
+
+def end(rows: int) -> str:
+    """Return the last line of a trace."""
+    return json.dumps({"end": rows})
+
+
+def _end(text: str) -> int | None:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    ended = found.get("end") if isinstance(found, dict) else None
+    return ended if type(ended) is int else None
+
+
+def _head(path: Path, text: str) -> Head:
+    try:
+        raw = json.loads(text)
+        schema = raw["trace"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        msg = f'{path} is no trace: its first line must be like {{"trace": {SCHEMA}, …}}'
+        raise ScriptError(msg, 1) from error
+    if schema != SCHEMA:
+        msg = (
+            f"{path} is a trace of schema {schema}, this package reads {SCHEMA}: record it again, "
+            "or use the package that recorded it"
+        )
+        raise TraceMismatch(msg, 1, expected=str(SCHEMA), found=str(schema))
+    words = {name: raw[name] for name in _TEXTS if name in raw}
+    environment = raw.get("environment", {})
+    texts = isinstance(environment, dict) and all(
+        isinstance(each, str) for each in (*words.values(), *environment.values())
+    )
+    if not texts:
+        msg = f"{path}: the head's {', '.join(_TEXTS)} and environment must be texts"
+        raise ScriptError(msg, 1)
+    for name, known in (("expect", EXPECTS), ("kind", ("cure", "guard", "feature"))):
+        if words.get(name, known[0]) not in known:
+            msg = f"{path}: {name} must be one of {', '.join(known)}, found {words[name]!r}"
+            raise ScriptError(msg, 1)
+    return Head(**words, environment=environment)

@@ -1,31 +1,70 @@
 """Tell the numbers of a cache to people and to monitoring: text, JSON, Prometheus exposition.
 
 Pure: what goes in are the cells' statistics, a context's counters, and what cache managers tell of
-themselves. Prometheus' text format 0.0.4 is what comes out, with HELP and TYPE for every metric.
+themselves.
 """
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from pyllamakv.errors import UsageError
+from pyllamakv.runtime.exposition import CONTENT_TYPE, Metric, expose, spell
 
 if TYPE_CHECKING:
     from pyllamakv.binding.protocol import Counters
-    from pyllamakv.runtime.snapshot import KVStats
+    from pyllamakv.runtime.snapshot import SequenceStats
+
+__all__ = [
+    "CONTENT_TYPE", "PREFIX", "CellStats", "ManagerStats", "Metric", "aligned", "expose", "metrics",
+    "prometheus", "rows", "text", "to_json",
+]  # fmt: skip
 
 #: What every metric's name begins with.
 PREFIX = "pyllamakv"
-#: The content type under which an HTTP server hands the exposition out.
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
-#: Labels that metrics of ours have themselves.
-_OURS = ("sequence", "manager")
+
+class CellStats(Protocol):
+    """Stand for the numbers of the cells: a `KVStats`, or what a trace kept of one."""
+
+    @property
+    def size(self) -> int:
+        """Return the number of cells."""
+
+    @property
+    def used(self) -> int:
+        """Return the used cells."""
+
+    @property
+    def free(self) -> int:
+        """Return the free cells."""
+
+    @property
+    def shared(self) -> int:
+        """Return the cells that more than one sequence uses."""
+
+    @property
+    def holes(self) -> int:
+        """Return the runs of free cells."""
+
+    @property
+    def largest_hole(self) -> int:
+        """Return the cells of the longest run of free cells."""
+
+    @property
+    def used_max(self) -> int:
+        """Return the highest used cell plus one."""
+
+    @property
+    def fragmentation(self) -> float:
+        """Return the part of the free cells outside the largest hole."""
+
+    @property
+    def per_sequence(self) -> Mapping[int, SequenceStats]:
+        """Return the numbers of each sequence."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the numbers as plain JSON values."""
 
 
 class ManagerStats(Protocol):
@@ -35,18 +74,8 @@ class ManagerStats(Protocol):
         """Return the numbers as plain JSON values."""
 
 
-@dataclass(frozen=True)
-class Metric:
-    """Hold one metric: name, kind, help, and (labels, value) of each sample."""
-
-    name: str
-    kind: Literal["gauge", "counter"]
-    help: str
-    samples: tuple[tuple[Mapping[str, str], float], ...]
-
-
 def metrics(
-    stats: KVStats | None = None,
+    stats: CellStats | None = None,
     counters: Counters | None = None,
     managers: Mapping[str, ManagerStats] | None = None,
 ) -> tuple[Metric, ...]:
@@ -62,7 +91,7 @@ def metrics(
 
 
 def prometheus(
-    stats: KVStats | None = None,
+    stats: CellStats | None = None,
     counters: Counters | None = None,
     managers: Mapping[str, ManagerStats] | None = None,
     *,
@@ -75,30 +104,8 @@ def prometheus(
     return expose(metrics(stats, counters, managers), labels)
 
 
-def expose(found: Iterable[Metric], labels: Mapping[str, str] | None = None) -> str:
-    """Return any metrics as Prometheus reads them; raises UsageError as `prometheus` does."""
-    for label in labels or {}:
-        if not _LABEL.fullmatch(label) or label.startswith("__") or label in _OURS:
-            msg = (
-                f"{label!r} cannot be a label: expected letters, digits and _, not beginning with "
-                f"a digit or __, and none of {', '.join(_OURS)}"
-            )
-            raise UsageError(msg)
-    lines = []
-    for metric in found:
-        lines.append(f"# HELP {metric.name} {_escape(metric.help)}")
-        lines.append(f"# TYPE {metric.name} {metric.kind}")
-        for own, value in metric.samples:
-            said = ",".join(
-                f'{key}="{_escape(str(each), quote=True)}"'
-                for key, each in {**(labels or {}), **own}.items()
-            )
-            lines.append(f"{metric.name}{f'{{{said}}}' if said else ''} {_number(value)}")
-    return "".join(line + "\n" for line in lines)
-
-
 def to_json(
-    stats: KVStats | None = None,
+    stats: CellStats | None = None,
     counters: Counters | None = None,
     managers: Mapping[str, ManagerStats] | None = None,
 ) -> dict[str, Any]:
@@ -114,11 +121,20 @@ def to_json(
 
 
 def text(
-    stats: KVStats | None = None,
+    stats: CellStats | None = None,
     counters: Counters | None = None,
     managers: Mapping[str, ManagerStats] | None = None,
 ) -> str:
     """Return the same numbers for people: a line for each, aligned."""
+    return aligned(rows(stats, counters, managers))
+
+
+def rows(
+    stats: CellStats | None = None,
+    counters: Counters | None = None,
+    managers: Mapping[str, ManagerStats] | None = None,
+) -> list[tuple[str, str]]:
+    """Return names and values of the lines of `text`."""
     rows: list[tuple[str, str]] = []
     if stats is not None:
         rows += _about_cells(stats)
@@ -126,15 +142,21 @@ def text(
         rows += _about_counters(counters)
     for name, each in (managers or {}).items():
         rows += [
-            (f"{name} {key.replace('_', ' ')}", _number(value))
+            (f"{name} {key.replace('_', ' ')}", spell(value))
             for key, value in _numbers(each)
         ]  # fmt: skip
+    return rows
+
+
+def aligned(rows: Iterable[tuple[str, str]]) -> str:
+    """Return names and values as lines, the values below each other."""
+    rows = list(rows)
     width = max((len(name) for name, _ in rows), default=0)
     return "".join(f"{name:<{width}}  {said}\n" for name, said in rows)
 
 
 #: Name after `PREFIX`, help and value of each gauge of the cells.
-_CELLS: tuple[tuple[str, str, Callable[[KVStats], float]], ...] = (
+_CELLS: tuple[tuple[str, str, Callable[[CellStats], float]], ...] = (
     ("kv_cells", "Cells of the KV cache; a cell holds one token.", lambda s: s.size),
     ("kv_cells_used", "Cells that hold a token of at least one sequence.", lambda s: s.used),
     ("kv_cells_free", "Cells that hold nothing.", lambda s: s.free),
@@ -166,13 +188,14 @@ _COUNTS = (
 )  # fmt: skip
 
 
-def _of_cells(stats: KVStats) -> list[Metric]:
+def _of_cells(stats: CellStats) -> list[Metric]:
     found = [
         Metric(f"{PREFIX}_{name}", "gauge", said, (({}, value(stats)),))
         for name, said, value in _CELLS
     ]
-    counts = stats.per_sequence.counts
-    sequences = tuple(({"sequence": str(each)}, int(counts[each])) for each in stats.per_sequence)
+    sequences = tuple(
+        ({"sequence": str(number)}, each.cells) for number, each in stats.per_sequence.items()
+    )
     if sequences:
         name = f"{PREFIX}_kv_sequence_cells"
         found.append(Metric(name, "gauge", "Cells that a sequence uses, shared or not.", sequences))
@@ -212,26 +235,23 @@ def _numbers(stats: ManagerStats) -> list[tuple[str, float]]:
     ]
 
 
-def _about_cells(stats: KVStats) -> list[tuple[str, str]]:
+def _about_cells(stats: CellStats) -> list[tuple[str, str]]:
     percent = f" ({stats.used / stats.size:.0%})" if stats.size else ""
     rows = [
         ("cells", str(stats.size)),
         ("used", f"{stats.used}{percent}"),
         ("free", str(stats.free)),
-        ("holes", f"{stats.holes}, the largest of {stats.largest_hole} cells"),
+        ("holes", f"{stats.holes}, the largest of {_cells(stats.largest_hole)}"),
         ("fragmentation", f"{stats.fragmentation:.1%} of the free cells outside it"),
-        ("attended", f"{stats.used_max} cells, up to the highest used one"),
+        ("attended", f"{_cells(stats.used_max)}, up to the highest used one"),
         ("shared", str(stats.shared)),
     ]
-    for number in stats.per_sequence:
-        each = stats.per_sequence[number]
-        rows.append(
-            (
-                f"sequence {number}",
-                f"{each.cells} cells in {each.spans} spans, positions {each.pos_min} to "
-                f"{each.pos_max}",
-            )
-        )
+    for number, each in stats.per_sequence.items():
+        spans = f"{each.spans} spans" if each.spans != 1 else "1 span"
+        said = f"{_cells(each.cells)} in {spans}"
+        if each.pos_max >= 0:
+            said += f", positions {each.pos_min} to {each.pos_max}"
+        rows.append((f"sequence {number}", said))
     return rows
 
 
@@ -247,18 +267,10 @@ def _about_counters(counters: Counters) -> list[tuple[str, str]]:
     ]
 
 
+def _cells(n: int) -> str:
+    return f"{n} cells" if n != 1 else "1 cell"
+
+
 def _scaled(counters: Counters, field: str, unit: float) -> float:
     value: int = getattr(counters, field)
     return value if unit == 1 else value / unit
-
-
-def _number(value: float) -> str:
-    """Return a number as Prometheus reads it, whole ones without a point."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
-    return str(int(value)) if isinstance(value, int) else repr(value)
-
-
-def _escape(said: str, *, quote: bool = False) -> str:
-    said = said.replace("\\", "\\\\").replace("\n", "\\n")
-    return said.replace('"', '\\"') if quote else said

@@ -44,7 +44,16 @@ def repack(context: Context, before: Snapshot) -> Repacked:
         if not held and compact(now):
             break
         # What the last round could not write back is still held, and here anew only what is there.
-        new = {n: context.native.state_save(context.handle, n) for n in numbers if n not in held}
+        try:
+            new = {
+                n: context.native.state_save(context.handle, n) for n in numbers if n not in held
+            }
+        except WorkerDied:
+            raise
+        except NativeError as error:
+            if not held:
+                raise
+            raise _failure(context, held) from error
         if not held:
             for n, raw in new.items():
                 _check_whole(now, n, raw)
