@@ -27,14 +27,17 @@ class Column:
 
     @property
     def picture(self) -> Picture:
+        """Return the cells as the last of the frames left them."""
         return self.frames[-1].picture
 
     @property
     def failed(self) -> bool:
+        """Tell whether any of the operations failed."""
         return any(frame.failed for frame in self.frames)
 
     @property
     def moved(self) -> int:
+        """Count the cells that moved."""
         return sum(frame.moved for frame in self.frames)
 
 
@@ -56,23 +59,29 @@ class Plot:
 
     @property
     def pitch(self) -> float:
+        """Return how far it is from one column to the next."""
         return (self.width + self.gap) / len(self.columns)
 
     @property
     def height(self) -> float:
+        """Return the height of all cells."""
         return self.cells * self.cell
 
     @property
     def bottom(self) -> float:
+        """Return where cell 0 begins."""
         return TOP + self.height
 
     def left(self, number: int) -> float:
+        """Return a column's left edge."""
         return LEFT + number * self.pitch
 
     def right(self, number: int) -> float:
+        """Return a column's right edge."""
         return self.left(number) + self.pitch - self.gap
 
     def middle(self, number: int) -> float:
+        """Return a column's middle."""
         return (self.left(number) + self.right(number)) / 2
 
     def y(self, cell: float) -> float:
@@ -81,6 +90,7 @@ class Plot:
 
 
 def lay_out(film: Film) -> Plot:
+    """Return where a film's columns and cells stand."""
     share = -(-len(film) // _COLUMNS)
     columns = tuple(
         Column(tuple(film.frames[at : at + share])) for at in range(0, len(film), share)

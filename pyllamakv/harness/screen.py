@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 _STEPS, _TICK = 12, 0.06
 #: Operations that stay readable below the cells.
 _LINES = 4
-#: How a cell looks that has just arrived, and one that was just filled.
-_ARRIVED = f"bold {palette.DARK.paper} on {palette.DARK.ink}"
+#: How a cell looks that has just arrived: against the terminal's paper, dark or light.
+_ARRIVED = "bold reverse"
 #: Columns beside the cells, and lines above and below them.
 _BESIDE, _AROUND = 8, 9
 
@@ -144,9 +144,10 @@ def legend(picture: Picture) -> Text:
     from rich.text import Text
 
     text = Text(no_wrap=True, overflow="ellipsis")
-    for owner in sorted(set(picture.owner), key=lambda each: (each < 0, each)):
+    owners = sorted(set(picture.owner), key=lambda each: (each < 0, each))
+    for owner in owners:
         text.append(cellmap.letter(owner), style=cellmap.ink(owner))
-        name = palette.name(owner) if owner < 0 else str(owner)
+        name = palette.name(owner) if owner < 0 or len(owners) <= 6 else str(owner)
         text.append(f" {name}   ", style="dim")
     return text
 
