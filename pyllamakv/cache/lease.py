@@ -35,7 +35,7 @@ class Lease(Protocol):
         """Make room for ``n`` more tokens in the sequence and in the cache: evict, shift.
 
         Raises KVCacheFull when it cannot; ReprocessNeeded when the sequence has to be decoded
-        again, with the tokens to decode: it is empty then.
+        again, with the tokens to decode next: it holds what comes before them.
         """
 
     def release(self) -> None:
