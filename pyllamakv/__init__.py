@@ -25,6 +25,8 @@ if TYPE_CHECKING:
         SamplerParams,
         Status,
     )
+    from pyllamakv.cache.prefix import PrefixCache
+    from pyllamakv.cache.prefix_stats import PrefixStats
     from pyllamakv.errors import (
         BudgetTooSmall,
         Busy,
@@ -75,6 +77,8 @@ _MODULES = {
     "binding.protocol": (
         "Capability ContextInfo ContextParams Counters Device Memory ModelInfo SamplerParams Status"
     ),
+    "cache.prefix": "PrefixCache",
+    "cache.prefix_stats": "PrefixStats",
     "errors": (
         "Busy Cancelled Closed ContextError DecodeError KvError LoadError ModelError NativeError "
         "NoKVSlot NotBuilt NotEnoughMemory PartialRemovalRefused SharedCells StaleLogits "
@@ -138,6 +142,8 @@ __all__ = [
     "OpenLibrary",
     "PagingError",
     "PartialRemovalRefused",
+    "PrefixCache",
+    "PrefixStats",
     "Recording",
     "ReprocessNeeded",
     "Sampler",

@@ -89,8 +89,7 @@ class Context:
         Raises UsageError when it is in use or out of range, or all are in use.
         """
         with self.turn:
-            n = self.info.n_seq_max
-            free = [i for i in range(n) if i not in self._taken and not len(self.ledgers[i])]
+            n, free = self.info.n_seq_max, self.vacant
             if number is not None and (number in self._taken or not 0 <= number < n):
                 why = "in use" if number in self._taken else f"out of range: there are 0..{n - 1}"
                 msg = f"sequence {number} is {why}"
@@ -104,6 +103,11 @@ class Context:
             chosen = free[0] if number is None else number
             self._taken.add(chosen)
         return Sequence(self, chosen)
+
+    @property
+    def vacant(self) -> list[int]:
+        """Return the ids of the sequences that nobody uses and that hold nothing."""
+        return [i for i, own in enumerate(self.ledgers) if i not in self._taken and not len(own)]
 
     def sequence_id(self, sequence: Sequence | int) -> int:
         """Return the checked id of a sequence, or of a number that stands for one."""

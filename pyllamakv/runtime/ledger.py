@@ -8,7 +8,6 @@ only after the library has said yes.
 from __future__ import annotations
 
 from bisect import bisect_left
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import UsageError
@@ -56,7 +55,7 @@ class Ledger:
         self.positions.extend(positions)
         self.marks.extend(marks)
         added = self.positions[max(first - 1, 0) :]
-        if any(a > b for a, b in pairwise(added)):
+        if added != sorted(added):
             self._sort()
         self._settle()
 

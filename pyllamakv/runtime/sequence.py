@@ -14,7 +14,7 @@ from pyllamakv.errors import (
     UsageError,
     WorkerDied,
 )
-from pyllamakv.runtime import state, windows
+from pyllamakv.runtime import sharing, state, windows
 from pyllamakv.runtime.batch import Feed, as_int32
 
 if TYPE_CHECKING:
@@ -129,6 +129,13 @@ class Sequence:
             other.close()
             raise
         return other
+
+    def share(self, other: Sequence, p0: int | None = None, p1: int | None = None) -> int:
+        """Share the cells of another sequence at p0 <= p < p1; return how many.
+
+        Raises UsageError where this one has tokens there, Unsupported where no part can be shared.
+        """
+        return sharing.share(self, other, p0, p1)
 
     def trim(self, length: int) -> int:
         """Keep the first ``length`` tokens; return how many were removed."""

@@ -1,0 +1,142 @@
+"""Find the longest known beginning of a prompt, and get a sequence that has it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from pyllamakv.cache import prefix_room
+from pyllamakv.cache.branches import DamagedPage
+from pyllamakv.cache.tree import WIDTH
+from pyllamakv.errors import NoSlotAvailable, PagingError, PartialRemovalRefused
+
+if TYPE_CHECKING:
+    from pyllamakv.cache.branches import Branches
+    from pyllamakv.cache.prefix import PrefixCache
+    from pyllamakv.cache.tree import Node
+    from pyllamakv.runtime.sequence import Sequence
+
+LOG = logging.getLogger("pyllamakv.cache")
+Groups = list[tuple[int, int]]
+
+
+def uncut(length: int, groups: Groups) -> int:
+    """Return the longest length, at most this one, that ends inside no group."""
+    for first, end in sorted(groups, reverse=True):
+        if first < length < end:
+            length = first
+    return length
+
+
+def begin(cache: PrefixCache, key: bytes, groups: Groups) -> tuple[Sequence, int]:
+    """Return a sequence with the longest beginning of a prompt, short of its last token.
+
+    Raises KVCacheFull where the rest can find no room, NoSlotAvailable; nothing is lost then.
+    """
+    exact = not cache.branches.cuttable
+    while True:
+        node, length = _find(cache, key, groups, exact=exact)
+        prefix_room.check_cells(cache, len(key) // WIDTH - length, node, length)
+        try:
+            return _sequence(cache, key, length), length
+        except PartialRemovalRefused:
+            # A window has passed that place; the end of a branch is where one can go on from.
+            if exact:
+                raise
+            exact = True
+
+
+def _find(cache: PrefixCache, key: bytes, groups: Groups, *, exact: bool) -> tuple[Node, int]:
+    """Return the node where the usable beginning ends, in the cache, and the beginning's length.
+
+    ``exact``: it can only be the end of a node that keeps something itself.
+    """
+    pages = True
+    while True:
+        node, length = _candidate(cache, key, groups, exact=exact, pages=pages)
+        there = node.entry is not None or node.leases if exact else node.held
+        if not length or there:
+            return node, length
+        pages = _page_in(cache, node if exact or cache.branches.sharing else _paged(node))
+
+
+def _candidate(
+    cache: PrefixCache, key: bytes, groups: Groups, *, exact: bool, pages: bool
+) -> tuple[Node, int]:
+    tree = cache.branches.tree
+    node, length = tree.match(key)
+    length = min(length, len(key) // WIDTH - 1)  # one token is left to decode
+    path = node.path
+    if exact:
+        for each in reversed(path):
+            kept = each.entry is not None or each.leases or (pages and each.page is not None)
+            if kept and each.end <= length and uncut(each.end, groups) == each.end:
+                return each, each.end
+        return tree.root, 0
+    if not pages:
+        length = min(length, max((each.end for each in path if each.held), default=0))
+    length = uncut(length, groups)
+    return next((each for each in path if each.end >= length > each.start), tree.root), length
+
+
+def _tail(branches: Branches, donor: Sequence, length: int) -> Node | None:
+    """Return the node of a sequence that may be cut although something pinned depends on it."""
+    node = next((each for each in branches.tree.walk() if each.entry is donor), None)
+    if node is None or not branches.removable(node, frees_id=False):
+        return None
+    heir = branches.heir(node)
+    return node if heir is None or heir.end <= length else None
+
+
+def _paged(node: Node) -> Node | None:
+    """Return a node whose page holds all of a node's tokens, where pages are whole sequences."""
+    return next((each for each in node.walk() if each.page is not None), None)
+
+
+def _page_in(cache: PrefixCache, node: Node | None) -> bool:
+    """Bring a node in where there is room; False when not, and without what is damaged."""
+    if node is None:
+        return False
+    try:
+        if not prefix_room.make_page_room(cache, node):
+            return False
+        cache.branches.page_in(node)
+    except DamagedPage as error:
+        LOG.warning("%s; the branch is given up", error)
+        cache.counts["damaged"] += 1
+        cache.branches.discard(error.page)
+        return False
+    except PagingError as error:
+        LOG.warning("%s", error)
+        return False
+    cache.counts["paged_in"] += 1
+    return True
+
+
+def _sequence(cache: PrefixCache, key: bytes, length: int) -> Sequence:
+    """Return a sequence of the first tokens of a key: new, a fork, or one taken over."""
+    branches = cache.branches
+    while True:
+        # What was evicted may have joined nodes: look again each time.
+        node, _ = branches.tree.match(key[: length * WIDTH])
+        alone = node.entry is not None and not node.pins and not node.children
+        if length and alone and node.end == length and (branches.partial or not branches.vacant):
+            return branches.detach(node)
+        donor = branches.provider(node) if length else None
+        if branches.vacant:
+            return branches.new() if donor is None else branches.fork(donor, length)
+        kept = [each for each in node.path if each.end <= length]
+        victim = prefix_room.victim(cache, kept, frees_id=True)
+        if victim is None and donor is not None:
+            victim = _tail(branches, donor, length)
+        if victim is None:
+            msg = (
+                f"all {branches.limit} sequences of this cache are leased or pinned; release a "
+                "lease, or make the context with a larger n_seq_max"
+            )
+            raise NoSlotAvailable(msg, slots=branches.limit)
+        if victim.entry is donor and donor is not None:
+            taken = prefix_room.evict(cache, victim, length)
+            assert taken is not None
+            return taken
+        prefix_room.evict(cache, victim)
