@@ -3,8 +3,8 @@
     python examples/record_and_replay.py [MODEL.gguf [FOLDER]]
 
 What is recorded is any Python that uses a context. The trace says row by row what was done and what
-came of it; replayed, it shows the first row that comes out otherwise. A timeline of each side is
-drawn into the folder as well.
+came of it; replayed, it shows the first row that comes out otherwise. Timelines of both replays are
+drawn into the folder.
 """
 
 from __future__ import annotations
@@ -14,32 +14,19 @@ import tempfile
 from pathlib import Path
 
 import pyllamakv as kv
-from pyllamakv.harness import drawing, film, replaying, synthetic, timeline, trace
+from pyllamakv.harness import drawing, onstage, replaying, synthetic, timeline, trace
 
 
-def serve(context: kv.Context) -> int:
-    """Answer three clients in turn until a new one finds no cells; return how often that was."""
-    failures = 0
-    clients = [context.sequence() for _ in range(4)]
-    for turn in range(40):
-        context.decode(
-            [client.feed([3 + (turn + n) % 20] * 2) for n, client in enumerate(clients[:3])]
-        )
+def serve(context: kv.Context) -> None:
+    """Answer three clients in turn; one leaves, and a fourth finds no cells."""
+    *clients, late = (context.sequence() for _ in range(4))
+    for turn in range(16):
+        context.decode([client.feed([3 + turn] * 5) for client in clients])
     clients[1].remove()
     try:
-        context.decode(clients[3].feed(list(range(3, 51))))
+        context.decode(late.feed(list(range(3, 51))))
     except kv.NoKVSlot as error:
         print(f"recorded: no slot for {error.n_tokens} tokens with {error.stats.free} cells free")
-        failures += 1
-    return failures
-
-
-def draw(path: Path, title: str) -> Path:
-    """Draw the timeline of a trace beside it."""
-    _, lines = trace.read(path)
-    picture = path.with_suffix(".svg")
-    picture.write_text(drawing.svg(timeline.paint(film.of_trace(lines, title))), encoding="utf-8")
-    return picture
 
 
 def main(path: str, folder: Path) -> None:
@@ -52,12 +39,15 @@ def main(path: str, folder: Path) -> None:
         kv.record(context, recorded) as recording,
     ):
         serve(context)
-    print(f"{recording.rows} rows in {recorded.name}, timeline in {draw(recorded, 'stock').name}")
+    print(f"{recording.rows} rows in {recorded.name}")
 
     head, lines = trace.read(recorded)
-    for spec in ("0.3.9+stock", "0.3.9+patched"):
-        replay = replaying.on(spec, head, lines, model=path)
-        print(f"{spec}: {replay.rows} rows played")
+    for side in ("stock", "patched"):
+        replay = replaying.on(f"0.3.9+{side}", head, lines, model=path)
+        picture = folder / f"{side}.svg"
+        film = onstage.film_of(recorded, f"0.3.9+{side}", path)
+        picture.write_text(drawing.svg(timeline.paint(film, side)), encoding="utf-8")
+        print(f"{side}: {replay.rows} rows played, {picture.name} drawn")
         for divergence in replay.divergences:
             print(f"  {divergence}")
 

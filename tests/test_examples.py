@@ -101,8 +101,10 @@ def test_record_and_replay(stock, patched, tmp_path) -> None:
     said = run("record_and_replay", synthetic.model("bytes"), tmp_path)
     wanted, free = numbers(r"no slot for (\d+) tokens with (\d+) cells free", said)
     assert wanted <= free
-    on_stock, on_patched = said.split("0.3.9+patched")
+    on_stock, on_patched = said.split("patched:")
     assert "status was" not in on_stock
     assert on_patched.count("status was no-slot, now ok") == on_patched.count("row ") == 1
     assert (tmp_path / "stock.jsonl").is_file()
     assert "no-slot" in (tmp_path / "stock.svg").read_text(encoding="utf-8")
+    drawn = (tmp_path / "patched.svg").read_text(encoding="utf-8")
+    assert "no-slot" not in drawn and "cells moved" in drawn

@@ -77,6 +77,8 @@ def _follow(
     """Show a run on the terminal unless ``silent``, and return its film and how it broke off."""
     from contextlib import nullcontext
 
+    from rich.console import Console
+
     from pyllamakv.harness import film as films
     from pyllamakv.harness import onstage
     from pyllamakv.harness import trace as traces
@@ -90,6 +92,10 @@ def _follow(
         head, lines = traces.read(run)
         title = onstage.title(run, head.spec or head.variant)
         film = films.of_trace(lines, title)
+        unseen = onstage.unseen(lines)
+        if unseen:
+            said = f"{unseen} decodes kept no cells: --variant {head.spec or 'SPEC'} shows them"
+            Console(stderr=True).print(said, style="dim", soft_wrap=True)
         with screen(title) as shown:
             if shown:
                 for frame in film.frames:

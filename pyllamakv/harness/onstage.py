@@ -10,6 +10,7 @@ import pyllamakv
 from pyllamakv.harness import film, playing, script
 from pyllamakv.harness import trace as traces
 from pyllamakv.harness.cellmap import Picture
+from pyllamakv.harness.film import Film
 from pyllamakv.harness.stage import Stage
 
 if TYPE_CHECKING:
@@ -46,6 +47,23 @@ def opened(path: Path, variant: str, model: str = "") -> Iterator[tuple[Stage, l
             yield stage, lines, library.about.variant
         finally:
             stage.close()
+
+
+def film_of(path: Path, variant: str, model: str = "") -> Film:
+    """Return the film of a script or a trace on a build, whatever its operations come to."""
+    with opened(path, variant, model) as (stage, lines, name):
+        stage.lenient = True
+        made = Film(title(path, name))
+        play(lines, stage, made.frames.append)
+    return made
+
+
+def unseen(lines: list[Line]) -> int:
+    """Count the decodes of a trace that kept no cells: a recording looks where they may move."""
+    return sum(
+        line.op in script.DECODES and "picture" not in (line.result or {"picture": ()})
+        for line in lines
+    )
 
 
 def play(lines: list[Line], stage: Stage, show: Callable[[Frame], None]) -> None:
