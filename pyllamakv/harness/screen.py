@@ -51,7 +51,7 @@ class Screen:
         from rich.console import Console
 
         self.title = title
-        self.console = console or Console(soft_wrap=True)
+        self.console = console or Console()
         self._live_wanted = self.console.is_terminal if live is None else live
         self._speed, self._width, self._sleep = speed, width, sleep
         self._live: Live | None = None
@@ -93,9 +93,9 @@ class Screen:
     def _print(self, frame: Frame) -> None:
         changed = self._last is None or self._last.owner != frame.picture.owner
         said, mood = self._told[-1]
-        self.console.print(said, style=mood, markup=False, highlight=False)
+        self.console.print(said, style=mood, markup=False, highlight=False, soft_wrap=True)
         if changed or frame.op == "snapshot":
-            self.console.print(cellmap.draw(frame.picture, self._width))
+            self.console.print(cellmap.draw(frame.picture, self._width), soft_wrap=True)
 
     def _animate(self, frame: Frame) -> None:
         budget = 1 / self._speed if self._speed else 0.0
