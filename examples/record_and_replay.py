@@ -46,7 +46,10 @@ def main(path: str, folder: Path) -> None:
         replay = replaying.on(f"0.3.9+{side}", head, lines, model=path)
         picture = folder / f"{side}.svg"
         film = onstage.film_of(recorded, f"0.3.9+{side}", path)
-        picture.write_text(drawing.svg(timeline.paint(film, side)), encoding="utf-8")
+        picture.write_text(
+            drawing.svg(timeline.paint(film, f"One client of three leaves: {side}")),
+            encoding="utf-8",
+        )
         print(f"{side}: {replay.rows} rows played, {picture.name} drawn")
         for divergence in replay.divergences:
             print(f"  {divergence}")

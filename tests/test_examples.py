@@ -108,3 +108,6 @@ def test_record_and_replay(stock, patched, tmp_path) -> None:
     assert "no-slot" in (tmp_path / "stock.svg").read_text(encoding="utf-8")
     drawn = (tmp_path / "patched.svg").read_text(encoding="utf-8")
     assert "no-slot" not in drawn and "cells moved" in drawn
+    for side in ("stock", "patched"):  # the pictures of docs/pictures.md
+        kept = EXAMPLES.parent / "docs" / "pictures" / f"{side}.svg"
+        assert (tmp_path / f"{side}.svg").read_text(encoding="utf-8") == kept.read_text("utf-8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import ClassVar
 
 import numpy as np
@@ -134,6 +134,30 @@ def test_managers_share_a_metric_and_keep_their_names() -> None:
         "pyllamakv_cache_entries",
         "pyllamakv_cache_ratio",
     }
+
+
+LEVELS = {
+    *("slots", "in_use", "size", "tokens", "waiting", "active", "checkpoints", "checkpoint_bytes"),
+    *("resident", "paged", "leased", "pinned", "nodes", "cells", "budget"),
+    *("resident_bytes", "paged_bytes", "bytes"),
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("slot_stats", "SlotStats"),
+        ("prefix_stats", "PrefixStats"),
+        ("batching", "BatcherStats"),
+        ("context_cache", "CacheStats"),
+    ],
+)
+def test_all_that_managers_tell_is_known(module: str, name: str) -> None:
+    """Each number is a counter or a level, so that a new one is not taken for the wrong kind."""
+    found = getattr(pytest.importorskip(f"pyllamakv.cache.{module}"), name)
+    told = {each.name for each in fields(found)}
+    assert not metrics.COUNTED & LEVELS
+    assert told <= metrics.COUNTED | LEVELS
 
 
 @given(st.dictionaries(st.from_regex(r"[a-z][a-z0-9_]*", fullmatch=True), st.text(), max_size=3))

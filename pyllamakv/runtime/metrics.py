@@ -81,8 +81,8 @@ def metrics(
 ) -> tuple[Metric, ...]:
     """Return the metrics of a cache; what is None is left out.
 
-    ``managers`` are by a name that becomes the label ``manager``. What a manager counts up since
-    its start is named in its stats' ``COUNTERS``; its other numbers may go up and down.
+    ``managers`` are by a name that becomes the label ``manager``. What they count up since their
+    start is known by its name, or by ``COUNTERS`` of their stats; other numbers go up and down.
     """
     found = [] if stats is None else _of_cells(stats)
     if counters is not None:
@@ -188,6 +188,18 @@ _COUNTS = (
 )  # fmt: skip
 
 
+#: What cache managers count up; their other numbers are levels.
+COUNTED = frozenset(
+    {
+        *("prompts", "hits", "misses", "prompt_tokens", "cached_tokens", "reused", "asked"),
+        *("forks", "evictions", "evicted", "shifts", "reprocessed", "refused"),
+        *("paged_out", "paged_in", "damaged"),
+        *("decodes", "decoded_tokens", "chosen_tokens", "finished", "cancelled", "failed"),
+        *("forwards", "full", "defrags", "copies", "removals", "restores"),
+    }
+)
+
+
 def _of_cells(stats: CellStats) -> list[Metric]:
     found = [
         Metric(f"{PREFIX}_{name}", "gauge", said, (({}, value(stats)),))
@@ -216,7 +228,7 @@ def _of_managers(managers: Mapping[str, ManagerStats]) -> list[Metric]:
     """Put what several managers tell under one name together: Prometheus wants it so."""
     samples: dict[tuple[str, bool], list[tuple[Mapping[str, str], float]]] = {}
     for manager, stats in managers.items():
-        counted = getattr(stats, "COUNTERS", ())
+        counted = getattr(stats, "COUNTERS", COUNTED)
         for key, value in _numbers(stats):
             place = samples.setdefault((key, key in counted), [])
             place.append(({"manager": manager}, value))
