@@ -111,6 +111,10 @@ class Lab:
         except (ContextError, Unsupported) as error:
             msg = f"no context with {self.setting.name} here: {error}"
             raise Untestable(msg) from error
+        return self.adopt(player)
+
+    def adopt(self, player: Player) -> Player:
+        """Take care of a player: its reference, the picture when it fails, its end."""
         self.players.append(player)
         self._references[id(player)] = Reference(player, self.tolerance)
         return player

@@ -42,8 +42,8 @@ class Tap(Watch):
         """Decode one token."""
         if context != self.mine:
             return self._one(context, token, pos, seq_id)
-        if self.free <= 0 < self.since:
-            self.glance()
+        if self.spent >= self.free:
+            self.prepare(1)
         began = clock()
         try:
             code = self._one(context, token, pos, seq_id)
@@ -53,9 +53,8 @@ class Tap(Watch):
         ended = clock()
         self.add(("step", (token, pos, seq_id), began, ended, code, None, None))
         self.calm -= 1
-        self.free -= 1
-        self.since += 1
-        if code or self.calm <= 0 or self.free < 0 or ended > self.due:
+        self.spent += 1
+        if code or self.calm <= 0 or self.spent > self.free or ended > self.due:
             self.pause(code, 1)
         return code
 
@@ -65,10 +64,16 @@ class Tap(Watch):
         """Decode a token of each of several sequences."""
         if context != self.mine:
             return self.inner.decode_each(context, token, pos, seq_id)
-        what = tuple(token), tuple(pos), seq_id
-        with self.decoding("each", what, len(seq_id)) as note:
-            note.code = self.inner.decode_each(context, token, pos, seq_id)
-        return note.code
+        what, n = (tuple(token), tuple(pos), seq_id), len(seq_id)
+        self.prepare(n)
+        began = clock()
+        try:
+            code = self.inner.decode_each(context, token, pos, seq_id)
+        except Exception as error:
+            self.failed("each", what, began, error)
+            raise
+        self.done("each", what, began, code, n)
+        return code
 
     def decode(
         self,
@@ -85,9 +90,15 @@ class Tap(Watch):
         # Copies: who decodes may change arrays in place before they are written down.
         arrays = (token, pos, seq_count, seq_id, logits)
         what = tuple(None if each is None else each.copy() for each in arrays)
-        with self.decoding("batch", what, len(token)) as note:
-            note.code = self.inner.decode(context, token, pos, seq_count, seq_id, logits)
-        return note.code
+        self.prepare(len(token))
+        began = clock()
+        try:
+            code = self.inner.decode(context, token, pos, seq_count, seq_id, logits)
+        except Exception as error:
+            self.failed("batch", what, began, error)
+            raise
+        self.done("batch", what, began, code, len(token))
+        return code
 
     def run(
         self,
@@ -102,13 +113,16 @@ class Tap(Watch):
         """Decode and choose many times."""
         if context != self.mine:
             return self.inner.run(sampler, context, token, pos, seq_id, steps, stop)
-        first = tuple(token)
-        what: Any = (first, tuple(pos), seq_id, [])
-        with self.decoding("advance", what, steps * len(seq_id)) as note:
-            note.code, rows = self.inner.run(sampler, context, token, pos, seq_id, steps, stop)
-            note.what = (*what[:3], rows)
-            note.n = len(rows) * len(seq_id)
-        return note.code, rows
+        what, n = (tuple(token), tuple(pos), seq_id), len(seq_id)
+        self.prepare(steps * n)
+        began = clock()
+        try:
+            code, rows = self.inner.run(sampler, context, token, pos, seq_id, steps, stop)
+        except Exception as error:
+            self.failed("advance", (*what, []), began, error)
+            raise
+        self.done("advance", (*what, rows), began, code, len(rows) * n)
+        return code, rows
 
     # what changes the cache...
 
