@@ -30,6 +30,7 @@ VERBS = {
     "bisect": "Find the release where a verdict changed.",
     "run": "Run a decode script, or prompts on a model.",
     "replay": "Run a recorded trace again and compare.",
+    "shrink": "Make a failing trace minimal.",
     "view": "Draw the cells of a run.",
     "bench": "Measure and write BENCHMARKS.md.",
     "env": "Print the environment under which llama-cpp-python loads a variant.",
