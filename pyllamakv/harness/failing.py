@@ -103,7 +103,7 @@ def shrink(
         except KeyboardInterrupt:
             minimal = False
     found = (first, *script.parse(shrinker.best))
-    return Shrunk(wanted[0], outcome.message, len(rest), found, shrinker.runs, minimal)
+    return Shrunk(wanted[0], said(outcome), len(rest), found, shrinker.runs, minimal)
 
 
 def record(head: Head, lines: tuple[Line, ...], path: Path, *, spec: str, model: Path) -> None:
@@ -127,8 +127,13 @@ def record(head: Head, lines: tuple[Line, ...], path: Path, *, spec: str, model:
 
 def kind(outcome: Outcome) -> tuple[str, str]:
     """Return what makes two failures the same: their class, and what claim was broken."""
-    claim = re.sub(r"^row \d+ \(\w+\): ", "", outcome.message) if outcome.failure == "claim" else ""
+    claim = said(outcome) if outcome.failure == "claim" else ""
     return outcome.failure, re.sub(r"\d+", "#", claim)
+
+
+def said(outcome: Outcome) -> str:
+    """Return the message of a failure without the row, which is another one in each run."""
+    return re.sub(r"^row \d+ \(\w+\): ", "", outcome.message)
 
 
 def _split(lines: list[Line]) -> tuple[Line, list[Line]]:

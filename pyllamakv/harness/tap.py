@@ -32,6 +32,7 @@ class Tap(Watch):
         for name in ("logits", "logits_all", "sample", "sample_all", "seq_pos_min", "seq_pos_max"):
             setattr(self, name, getattr(native, name))
         self._known: dict[bytes, str] = {}
+        self._states = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -178,7 +179,7 @@ class Tap(Watch):
         """Return the state of a sequence."""
         if context != self.mine:
             return self.inner.state_save(context, seq)
-        name = f"state {len(self._known)}"
+        name = self._name()
         state: bytes = self.change(
             "save", (seq, name), context, self.inner.state_save, seq, still=True
         )
@@ -193,11 +194,15 @@ class Tap(Watch):
         name, foreign = self._known.get(key), None
         if name is None:
             # From before the recording, or from another context: it goes into the trace whole.
-            name, foreign = f"state {len(self._known)}", state
+            name, foreign = self._name(), state
             self._known[key] = name
         what = (seq, name, foreign)
         done: int = self.change("restore", what, context, self.inner.state_load, seq, state)
         return done
+
+    def _name(self) -> str:
+        self._states += 1
+        return f"state {self._states}"
 
 
 def _digest(state: bytes) -> bytes:

@@ -110,7 +110,7 @@ class Watch:
         """Complete the row of a decode with what is not asked for every time."""
         kind, what, began, ended, status, more, seen = self.notes.rows.pop()
         more = dict(more or {})
-        if code == 0 and self.calm <= 0:
+        if code == 0 and self.calm <= 0 and _asked(kind, what):
             more["best"] = self._best()
             self.calm = SAMPLE
         elif code == 2 and self.polls < 0:
@@ -122,12 +122,8 @@ class Watch:
         self.add((kind, what, began, ended, status, more, seen))
         self._write_some(ended)
 
-    def _best(self) -> list[Any] | None:
-        try:
-            rows = self.inner.logits_all(self.mine, self._n_vocab)
-        except KvError:
-            return None  # a batch that asked for none
-        return looks.best(rows[-1])
+    def _best(self) -> list[Any]:
+        return looks.best(self.inner.logits_all(self.mine, self._n_vocab)[-1])
 
     def glance(self) -> None:
         """Look at the cells, and count what a decode has before it has to defragment."""
@@ -140,3 +136,9 @@ class Watch:
         if len(self.notes.rows) >= CHUNK or now > self.due or self.notes.heavy:
             self.due = clock() + PATIENCE
             self.notes.flush()
+
+
+def _asked(kind: str, what: Any) -> bool:
+    """Tell whether a batch asked for logits at all."""
+    flags = what[4] if kind == "batch" else None
+    return flags is None or bool(flags.any())
