@@ -17,6 +17,7 @@ app = typer.Typer(add_completion=False)
 GROUPS = {
     "calls": True,
     "loop": True,
+    "recording": True,
     "moving": True,
     "grid": False,
     "sparse": False,
@@ -53,6 +54,7 @@ def bench(
         loop,
         moving,
         policies,
+        recording,
         sparse,
         whole,
     )
@@ -61,6 +63,7 @@ def bench(
     measures = {
         "calls": calls,
         "loop": loop,
+        "recording": recording,
         "moving": moving,
         "grid": grid,
         "sparse": sparse,

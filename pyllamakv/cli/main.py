@@ -32,6 +32,7 @@ VERBS = {
     "replay": "Run a recorded trace again and compare.",
     "view": "Show the cells of a run: live, as a timeline, as pictures.",
     "stats": "Print the numbers of a cache after a run: text, JSON, Prometheus.",
+    "shrink": "Make a failing trace minimal.",
     "bench": "Measure and write BENCHMARKS.md.",
     "env": "Print the environment under which llama-cpp-python loads a variant.",
     "doctor": "Look for what is missing on this machine, and name the cure.",

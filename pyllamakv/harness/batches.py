@@ -33,7 +33,8 @@ def spell(
     """
     n, first = len(tokens), pos[0]
     words: dict[str, Any] = {"tokens": tokens}
-    words["seq"] = seq[0] if all(each == seq[0] for each in seq) else list(seq)
+    alone = isinstance(seq[0], int) and all(each == seq[0] for each in seq)
+    words["seq"] = seq[0] if alone else list(seq)
     words["pos"] = first if pos == list(range(first, first + n)) else pos
     places = [n - 1] if logits is None else [i for i, flag in enumerate(logits) if flag]
     if places != [n - 1]:

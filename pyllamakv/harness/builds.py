@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyllamakv
 from pyllamakv.errors import NotBuilt, UsageError
+from pyllamakv.runtime import opening
 
 if TYPE_CHECKING:
     from pyllamakv.harness.trace import Head
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
 _PATCH = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)+")
 #: Words for variants of the recorded release, and for the recorded one itself.
 RECORDED = "recorded"
+
+_NAMELESS = "this trace does not say which build recorded it: name one with --variant"
 
 
 def specs(head: Head, texts: list[str]) -> list[str]:
@@ -42,14 +47,29 @@ def opened(spec: str, head: Head) -> pyllamakv.OpenLibrary:
     if spec != RECORDED:
         return pyllamakv.open(spec, **options)
     if not head.variant and not head.spec:
-        msg = "this trace does not say which build recorded it: name one with --variants"
-        raise UsageError(msg)
+        raise UsageError(_NAMELESS)
     try:
         return pyllamakv.open(head.variant, **options)
     except NotBuilt:
         if not head.spec:
             raise
         return pyllamakv.open(head.spec, **options)
+
+
+def folder(spec: str, head: Head) -> Path:
+    """Return where the library of a variant lies, or raise NotBuilt."""
+    names = [head.variant, head.spec] if spec == RECORDED else [spec]
+    names = [name for name in names if name]
+    if not names:
+        raise UsageError(_NAMELESS)
+    for name in names[:-1]:
+        with suppress(NotBuilt):
+            return _found(name)
+    return _found(names[-1])
+
+
+def _found(spec: str) -> Path:
+    return Path(spec) if Path(spec).exists() else opening.find_built(spec)
 
 
 def _release(head: Head, word: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.harness import film, looks
@@ -62,3 +63,9 @@ class FilmedPlayer(Player):
         picture = Picture.of(now.snapshot)
         self.film.frames.append(Frame(number, op, detail, picture, failed, moves, moved))
         self._before = now
+
+
+def films(players: Iterable[Player]) -> tuple[Film, ...]:
+    """Return what was filmed of players, of those that were."""
+    filmed = (each.film for each in players if isinstance(each, FilmedPlayer))
+    return tuple(film for film in filmed if len(film))

@@ -7,7 +7,7 @@ was trained further has the same: so blocks of the weights, evenly spread, are i
 from __future__ import annotations
 
 import hashlib
-import os
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,16 +26,21 @@ BLOCKS, BLOCK = 64, 4096
 
 def identity(path: Path) -> str:
     """Return the digest of a model file; at most some megabytes of it are read."""
-    found = hashlib.sha256()
     try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            found.update(size.to_bytes(8, "little"))
-            for start, length in _places(size):
-                found.update(_read(file, start, length))
+        facts = path.stat()
+        return _digest(path, facts.st_size, facts.st_mtime_ns)
     except OSError as error:
         msg = f"the model file {path} cannot be read: {error.strerror}"
         raise UsageError(msg) from error
+
+
+@lru_cache(maxsize=64)
+def _digest(path: Path, size: int, _changed: int) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        found.update(size.to_bytes(8, "little"))
+        for start, length in _places(size):
+            found.update(_read(file, start, length))
     return found.hexdigest()[:32]
 
 

@@ -34,7 +34,7 @@ from pyllamakv.errors import (
 from pyllamakv.harness import synthetic
 from pyllamakv.harness.cellmap import Picture
 from pyllamakv.harness.classes import classify
-from pyllamakv.harness.filming import FilmedPlayer
+from pyllamakv.harness.filming import FilmedPlayer, films
 from pyllamakv.harness.player import Player
 from pyllamakv.harness.reference import Reference, Tolerance
 from pyllamakv.harness.verdict import Outcome
@@ -83,7 +83,7 @@ class Lab:
         tolerance: Tolerance | None = None,
         film: bool = False,
     ) -> None:
-        self._player = FilmedPlayer if film else Player
+        self.player_type: type[Player] = FilmedPlayer if film else Player
         self.native = native
         self.model = model
         self.setting = setting
@@ -112,10 +112,14 @@ class Lab:
             **options,
         )
         try:
-            player = self._player(self.native, self.model, params)
+            player = self.player_type(self.native, self.model, params)
         except (ContextError, Unsupported) as error:
             msg = f"no context with {self.setting.name} here: {error}"
             raise Untestable(msg) from error
+        return self.adopt(player)
+
+    def adopt(self, player: Player) -> Player:
+        """Take care of a player: its reference, the picture when it fails, its end."""
         self.players.append(player)
         self._references[id(player)] = Reference(player, self.tolerance)
         return player
@@ -193,12 +197,6 @@ class Lab:
         worst = max((ref.worst for ref in self._references.values()), default=0.0)
         return worst if np.isfinite(worst) else -1.0
 
-    @property
-    def films(self) -> tuple[Film, ...]:
-        """Return what was filmed of each player."""
-        filmed = (each for each in self.players if isinstance(each, FilmedPlayer))
-        return tuple(each.film for each in filmed if len(each.film))
-
     def close(self) -> None:
         """Give the contexts back."""
         for reference in self._references.values():
@@ -272,7 +270,7 @@ class Bench:
             lab.difference if lab else 0.0,
             lab.notes if lab else {},
             tuple(lab.pictures) if lab else (),
-            lab.films if lab else (),
+            films(lab.players) if lab else (),
         )
 
     def _model(self, native: Native, name: str) -> ModelHandle:

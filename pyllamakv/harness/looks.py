@@ -43,10 +43,15 @@ class Look:
         return {name: int(getattr(stats, name)) for name in COUNTS}
 
     @cached_property
-    def room(self) -> tuple[int, int]:
-        """Return free cells and the largest hole of the cache or stream that has fewest."""
-        each = [stream.stats for stream in self.snapshot.streams]
-        return min(one.free for one in each), min(one.largest_hole for one in each)
+    def free(self) -> int:
+        """Return the free cells of the cache or stream that has fewest."""
+        streams = self.snapshot.streams
+        return min(len(each.pos) - int(np.count_nonzero(each.used)) for each in streams)
+
+    @cached_property
+    def hole(self) -> int:
+        """Return the largest hole of the cache or stream whose largest is smallest."""
+        return min(int(each.holes[:, 1].max(initial=0)) for each in self.snapshot.streams)
 
     @cached_property
     def owner(self) -> NDArray[np.int64]:

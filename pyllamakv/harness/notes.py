@@ -95,13 +95,8 @@ class Notes:
     def _row(self, note: Note) -> str:
         kind, what, began, ended, found, more, seen = note
         at, us = (began - self._began) // 1000, (ended - began) // 1000
-        if kind == "step" and more is None and seen is None and self._used is not None:
-            token, pos, seq = what
-            self._used += 1
-            return (
-                f'{{"op": "step", "seq": {seq}, "token": {token}, "pos": {pos}, "result": '
-                f'{{"status": 0, "used": {self._used}, "at": {at}, "us": {us}}}}}'
-            )
+        if seen is None and found == 0 and kind in ("step", "each") and self._used is not None:
+            return self._plain_row(kind, what, more, at, us)
         op, words, n = _WORDS[kind](what)
         more = dict(more or {})
         if op == "advance":
@@ -130,6 +125,25 @@ class Notes:
             result["used"] = self._used
         result |= {"at": at, "us": us}
         return json.dumps({"op": op, **words, "result": result})
+
+    def _plain_row(self, kind: str, what: Any, more: Any, at: int, us: int) -> str:
+        """Write a decode of a token of each sequence: most rows, so without a detour."""
+        token, pos, seq = what
+        best = ""
+        if kind == "step":
+            n = 1
+            row = f'{{"op": "step", "seq": {seq}, "token": {token}, "pos": {pos}, "result": '
+        else:
+            n = len(token)
+            row = (
+                f'{{"op": "batch", "tokens": {[*map(int, token)]}, "seq": {[*seq]}, '
+                f'"pos": {[*map(int, pos)]}, "logits": "all", "result": '
+            )
+        if more and more.get("best"):
+            best = f'"best": {json.dumps({str(n - 1): more["best"]})}, '
+        assert self._used is not None
+        self._used += n
+        return f'{row}{{"status": 0, {best}"used": {self._used}, "at": {at}, "us": {us}}}}}'
 
     def _cells(self, before: Look | None, after: Look | None, alone: bool, label: str) -> Any:
         if after is None:

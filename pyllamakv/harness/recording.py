@@ -39,6 +39,10 @@ class Recording:
         """Return why nothing is written any more; None while all is well."""
         return self._notes.error
 
+    def flush(self) -> None:
+        """Write the rows that wait; no other thread may use the context meanwhile."""
+        self._notes.flush()
+
     def note(self, text: str) -> None:
         """Put a remark between the rows."""
         now = time.perf_counter_ns()

@@ -115,7 +115,8 @@ class Scenario:
 def discover(folders: Iterable[Path] = ()) -> dict[str, Scenario]:
     """Return every scenario by id: the package's, then those of folders and of the environment.
 
-    Raises UsageError for a folder or file that cannot be read as scenarios, or a repeated id.
+    Traces and scripts (``*.jsonl``) are scenarios too. Raises UsageError or ScriptError for a
+    folder or file that cannot be read as scenarios, UsageError for a repeated id.
     """
     outside = [Path(name) for name in os.environ.get(VARIABLE, "").split(os.pathsep) if name]
     found: dict[str, Scenario] = {}
@@ -123,10 +124,10 @@ def discover(folders: Iterable[Path] = ()) -> dict[str, Scenario]:
         if not folder.is_dir():
             msg = f"expected a folder of scenarios at {folder}"
             raise UsageError(msg)
-        for path in sorted(folder.glob("*.py")):
+        for path in sorted(path for kind in ("*.py", "*.jsonl") for path in folder.glob(kind)):
             if path.name.startswith("_"):
                 continue
-            scenario = _read(path)
+            scenario = read(path)
             if scenario.id in found:
                 msg = f"{path}: another scenario is called {scenario.id!r}; choose another id"
                 raise UsageError(msg)
@@ -140,9 +141,12 @@ def find(scenario_id: str, folders: Iterable[Path] = ()) -> Scenario:
 
 
 def select(scenarios: dict[str, Scenario], names: Sequence[str] = ()) -> list[Scenario]:
-    """Return the named scenarios, all when none is named."""
+    """Return the named scenarios, all when none is named; a file that is one may be named too."""
     chosen = []
     for name in names:
+        if name not in scenarios and Path(name).suffix in (".jsonl", ".py"):
+            chosen.append(read(Path(name)))
+            continue
         if name not in scenarios:
             close = difflib.get_close_matches(name, scenarios, n=2)
             hint = f"did you mean {' or '.join(close)}?" if close else ", ".join(scenarios)
@@ -152,7 +156,15 @@ def select(scenarios: dict[str, Scenario], names: Sequence[str] = ()) -> list[Sc
     return chosen or list(scenarios.values())
 
 
-def _read(path: Path) -> Scenario:
+def read(path: Path) -> Scenario:
+    """Return the scenario that a file is; raises UsageError or ScriptError where it is none."""
+    if not path.is_file():
+        msg = f"there is no scenario file {path}"
+        raise UsageError(msg)
+    if path.suffix == ".jsonl":
+        from pyllamakv.harness import traced
+
+        return replace(traced.scenario(path), source=path)
     inside = path.parent == _PACKAGE
     name = f"pyllamakv.harness.scenarios.{path.stem}" if inside else f"_scenario_{path.stem}"
     module = sys.modules.get(name) if inside else None

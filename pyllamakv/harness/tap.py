@@ -32,6 +32,7 @@ class Tap(Watch):
         for name in ("logits", "logits_all", "sample", "sample_all", "seq_pos_min", "seq_pos_max"):
             setattr(self, name, getattr(native, name))
         self._known: dict[bytes, str] = {}
+        self._states = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -42,8 +43,8 @@ class Tap(Watch):
         """Decode one token."""
         if context != self.mine:
             return self._one(context, token, pos, seq_id)
-        if self.free <= 0 < self.since:
-            self.glance()
+        if self.spent >= self.free:
+            self.prepare(1)
         began = clock()
         try:
             code = self._one(context, token, pos, seq_id)
@@ -53,9 +54,8 @@ class Tap(Watch):
         ended = clock()
         self.add(("step", (token, pos, seq_id), began, ended, code, None, None))
         self.calm -= 1
-        self.free -= 1
-        self.since += 1
-        if code or self.calm <= 0 or self.free < 0 or ended > self.due:
+        self.spent += 1
+        if code or self.calm <= 0 or self.spent > self.free or ended > self.due:
             self.pause(code, 1)
         return code
 
@@ -65,10 +65,16 @@ class Tap(Watch):
         """Decode a token of each of several sequences."""
         if context != self.mine:
             return self.inner.decode_each(context, token, pos, seq_id)
-        what = tuple(token), tuple(pos), seq_id
-        with self.decoding("each", what, len(seq_id)) as note:
-            note.code = self.inner.decode_each(context, token, pos, seq_id)
-        return note.code
+        what, n = (tuple(token), tuple(pos), seq_id), len(seq_id)
+        self.prepare(n)
+        began = clock()
+        try:
+            code = self.inner.decode_each(context, token, pos, seq_id)
+        except Exception as error:
+            self.failed("each", what, began, error)
+            raise
+        self.done("each", what, began, code, n)
+        return code
 
     def decode(
         self,
@@ -85,9 +91,15 @@ class Tap(Watch):
         # Copies: who decodes may change arrays in place before they are written down.
         arrays = (token, pos, seq_count, seq_id, logits)
         what = tuple(None if each is None else each.copy() for each in arrays)
-        with self.decoding("batch", what, len(token)) as note:
-            note.code = self.inner.decode(context, token, pos, seq_count, seq_id, logits)
-        return note.code
+        self.prepare(len(token))
+        began = clock()
+        try:
+            code = self.inner.decode(context, token, pos, seq_count, seq_id, logits)
+        except Exception as error:
+            self.failed("batch", what, began, error)
+            raise
+        self.done("batch", what, began, code, len(token))
+        return code
 
     def run(
         self,
@@ -102,13 +114,16 @@ class Tap(Watch):
         """Decode and choose many times."""
         if context != self.mine:
             return self.inner.run(sampler, context, token, pos, seq_id, steps, stop)
-        first = tuple(token)
-        what: Any = (first, tuple(pos), seq_id, [])
-        with self.decoding("advance", what, steps * len(seq_id)) as note:
-            note.code, rows = self.inner.run(sampler, context, token, pos, seq_id, steps, stop)
-            note.what = (*what[:3], rows)
-            note.n = len(rows) * len(seq_id)
-        return note.code, rows
+        what, n = (tuple(token), tuple(pos), seq_id), len(seq_id)
+        self.prepare(steps * n)
+        began = clock()
+        try:
+            code, rows = self.inner.run(sampler, context, token, pos, seq_id, steps, stop)
+        except Exception as error:
+            self.failed("advance", (*what, []), began, error)
+            raise
+        self.done("advance", (*what, rows), began, code, len(rows) * n)
+        return code, rows
 
     # what changes the cache...
 
@@ -164,7 +179,7 @@ class Tap(Watch):
         """Return the state of a sequence."""
         if context != self.mine:
             return self.inner.state_save(context, seq)
-        name = f"state {len(self._known)}"
+        name = self._name()
         state: bytes = self.change(
             "save", (seq, name), context, self.inner.state_save, seq, still=True
         )
@@ -179,11 +194,15 @@ class Tap(Watch):
         name, foreign = self._known.get(key), None
         if name is None:
             # From before the recording, or from another context: it goes into the trace whole.
-            name, foreign = f"state {len(self._known)}", state
+            name, foreign = self._name(), state
             self._known[key] = name
         what = (seq, name, foreign)
         done: int = self.change("restore", what, context, self.inner.state_load, seq, state)
         return done
+
+    def _name(self) -> str:
+        self._states += 1
+        return f"state {self._states}"
 
 
 def _digest(state: bytes) -> bytes:

@@ -8,9 +8,7 @@ finds its cells, which the number of free ones tells.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import KvError
@@ -24,19 +22,12 @@ if TYPE_CHECKING:
 
 #: Rows that are written at once, and the nanoseconds after which fewer are.
 CHUNK, PATIENCE = 512, 2_000_000_000
-#: Every so many tokens the likeliest next one is noted.
-SAMPLE = 32
+#: After so many decodes the likeliest next token is noted; sooner after the cells were changed.
+SAMPLE, SOON = 32, 4
+#: Where cells cannot be seen, none is known to be missing.
+ROOM = 1 << 62
 
 clock = time.perf_counter_ns
-
-
-@dataclass
-class Decoding:
-    """Hold a decode while it runs: what it is, of how many tokens, and its code."""
-
-    what: Any
-    n: int
-    code: int = 0
 
 
 class Watch:
@@ -52,44 +43,40 @@ class Watch:
         self.add = notes.rows.append
         self.polls = -1
         self.look: Look | None = None
-        self.since = 0  # decodes since that look
-        self.free = self.hole = 0
-        self.calm = 0  # tokens until the next pause
+        self.free = 0  # as the look saw them
+        self.spent = 0  # tokens since that look
+        self.calm = 0  # decodes until the next pause
         self.due = clock() + PATIENCE
         self.glance()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    @contextmanager
-    def decoding(self, kind: str, what: Any, n: int) -> Iterator[Decoding]:
-        """Note a decode of ``n`` tokens that runs inside; it says what came of it."""
-        if self.since and self._unsafe(n):
+    def prepare(self, n: int) -> None:
+        """Look at the cells before a decode of ``n`` tokens that may have to move some."""
+        if self.spent and not self._safe(n):
             self.glance()
-        note, began = Decoding(what, n), clock()
-        try:
-            yield note
-        except Exception as error:
-            self.failed(kind, note.what, began, error)
-            raise
-        ended = clock()
-        self.add((kind, note.what, began, ended, note.code, None, None))
-        self.calm -= note.n
-        self.since += 1
-        safe = not self._unsafe(note.n)
-        self.free -= note.n
-        self.hole -= note.n
-        if note.code or self.calm <= 0 or not safe or ended > self.due:
-            self.pause(note.code, note.n)
 
-    def _unsafe(self, n: int) -> bool:
-        """Tell whether a batch may have to defragment before it finds its cells."""
-        return n > (self.free if n == 1 else self.hole)
+    def done(self, kind: str, what: Any, began: int, code: int, n: int) -> None:
+        """Note a decode of ``n`` tokens."""
+        ended = clock()
+        self.add((kind, what, began, ended, code, None, None))
+        safe = self._safe(n)
+        self.calm -= 1
+        self.spent += n
+        if code or self.calm <= 0 or not safe or ended > self.due:
+            self.pause(code, n)
+
+    def _safe(self, n: int) -> bool:
+        """Tell whether a batch finds its cells without moving any."""
+        return self.spent + n <= self._room(n)
+
+    def _room(self, n: int) -> int:
+        return self.look.hole if n > 1 and self.look is not None else self.free
 
     def failed(self, kind: str, what: Any, began: int, error: Exception) -> None:
         """Note a call that raised."""
         self.add((kind, what, began, clock(), None, {"error": type(error).__name__}, None))
-        self.since += 1
         with suppress(KvError):  # a worker that is gone shows no cells
             self.pause(-1, 0)
 
@@ -100,7 +87,7 @@ class Watch:
         """Note a call that changes the cache; ``still``: no cell is moved or freed."""
         if context != self.mine:
             return call(context, *words)
-        if self.since and not still:
+        if self.spent and not still:
             self.glance()
         began = clock()
         try:
@@ -114,42 +101,44 @@ class Watch:
             before = self.look
             self.glance()
             seen = before, self.look, True
+            self.calm = min(self.calm, SOON)
         self.add((kind, what, began, ended, found, None, seen))
-        if ended > self.due or self.notes.heavy:
-            self._write()
+        self._write_some(ended)
         return found
 
     def pause(self, code: int, n: int) -> None:
         """Complete the row of a decode with what is not asked for every time."""
         kind, what, began, ended, status, more, seen = self.notes.rows.pop()
         more = dict(more or {})
-        if code == 0 and self.calm <= 0:
+        if code == 0 and self.calm <= 0 and _asked(kind, what):
             more["best"] = self._best()
             self.calm = SAMPLE
         elif code == 2 and self.polls < 0:
             more["polls"] = self.inner.cancel_polls(self.mine)
-        if code or self.free < 0 or (n > 1 and self.hole < 0):
-            before, alone = self.look, self.since == 1
+        if code or self.spent > self._room(n):
+            before, alone = self.look, self.spent == n
             self.glance()
             seen = before, self.look, alone
         self.add((kind, what, began, ended, status, more, seen))
-        if len(self.notes.rows) >= CHUNK or ended > self.due or self.notes.heavy:
-            self._write()
+        self._write_some(ended)
 
-    def _best(self) -> list[Any] | None:
-        try:
-            rows = self.inner.logits_all(self.mine, self._n_vocab)
-        except KvError:
-            return None  # a batch that asked for none
-        return looks.best(rows[-1])
+    def _best(self) -> list[Any]:
+        return looks.best(self.inner.logits_all(self.mine, self._n_vocab)[-1])
 
     def glance(self) -> None:
         """Look at the cells, and count what a decode has before it has to defragment."""
         self.look = looks.look(self.inner, self.mine, self._info)
-        self.since = 0
+        self.spent = 0
         self.notes.count(self.look)
-        self.free, self.hole = (1 << 62, 1 << 62) if self.look is None else self.look.room
+        self.free = ROOM if self.look is None else self.look.free
 
-    def _write(self) -> None:
-        self.due = clock() + PATIENCE
-        self.notes.flush()
+    def _write_some(self, now: int) -> None:
+        if len(self.notes.rows) >= CHUNK or now > self.due or self.notes.heavy:
+            self.due = clock() + PATIENCE
+            self.notes.flush()
+
+
+def _asked(kind: str, what: Any) -> bool:
+    """Tell whether a batch asked for logits at all."""
+    flags = what[4] if kind == "batch" else None
+    return flags is None or bool(flags.any())

@@ -1,0 +1,67 @@
+"""Make a failing trace minimal: `pyllamakv shrink`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def command(
+    trace: Annotated[Path, typer.Argument(help="A trace or script that fails.")],
+    variant: Annotated[
+        str, typer.Option("--variant", help="The build that it fails on; the recorded one.")
+    ] = "",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write there; NAME.min.jsonl.")
+    ] = None,
+    model: Annotated[str, typer.Option("--model", help="Where the recorded model lies now.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Find the fewest operations, of the fewest tokens, that fail in the same way; record them.
+
+    It fails as a scenario does: a claim not met, wrong data, lost tokens, a crash or a hang. Ctrl-C
+    ends the search and writes what was found by then.
+    """
+    from pyllamakv.cli import showing
+    from pyllamakv.harness import builds, failing, traced
+    from pyllamakv.harness import trace as traces
+
+    head, lines = traced.load(trace)
+    file = traces.model_file(head, model)
+    spec = builds.specs(head, [variant])[0]
+    folder = builds.folder(spec, head)
+    target = output or trace.with_name(f"{trace.name.removesuffix('.jsonl')}.min.jsonl")
+    with showing.progress() as progress:
+
+        def told(left: int, runs: int) -> None:
+            done = len(lines) - left
+            progress(f"{left} of {len(lines)} operations left, {runs} runs", done, len(lines))
+
+        found = failing.shrink(head, lines, folder, model=file, told=told)
+    failing.record(head, found.lines, target, spec=spec, model=file)
+    facts = {
+        "trace": str(target),
+        "failure": found.failure,
+        "message": found.message,
+        "operations": len(found.lines) - 1,
+        "before": found.before,
+        "runs": found.runs,
+        "minimal": found.minimal,
+    }
+    if as_json:
+        json.dump(facts, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+        return
+    minimal = "" if found.minimal else ", not minimal: the search was interrupted"
+    sys.stdout.write(
+        f"{found.failure}: {found.message}\n"
+        f"{found.before} operations became {len(found.lines) - 1} in {found.runs} runs{minimal}\n"
+        f"{target}\n"
+    )
