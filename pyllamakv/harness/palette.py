@@ -25,6 +25,7 @@ class Theme:
     soft: str
     line: str
     free: str
+    hole: str
     shared: str
     bad: str
     move: str
@@ -35,7 +36,7 @@ class Theme:
         """Return every colour by its role; sequences are ``s0`` to ``s7``."""
         named = {
             name: getattr(self, name)
-            for name in ("paper", "ink", "soft", "line", "free", "shared", "bad", "move")
+            for name in ("paper", "ink", "soft", "line", "free", "hole", "shared", "bad", "move")
         }
         return named | {f"s{number}": each for number, each in enumerate(self.sequences)}
 
@@ -46,6 +47,7 @@ LIGHT = Theme(
     soft="#5b6672",
     line="#d8dee6",
     free="#e9edf1",
+    hole="#a7b2bd",
     shared="#49545f",
     bad="#b3251d",
     move="#1d232b",
@@ -59,6 +61,7 @@ DARK = Theme(
     soft="#9aa6b2",
     line="#313a44",
     free="#262d35",
+    hole="#626e7a",
     shared="#dfe5eb",
     bad="#ff8f85",
     move="#e4e9ef",

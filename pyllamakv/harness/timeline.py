@@ -163,7 +163,7 @@ def _strip(plot: Plot, top: float) -> Iterator[Area | Line | Words]:
         free.append((left, bottom - unused, width, unused))
         together.append((left, bottom - hole, width, hole))
     yield Area("free", tuple(free))
-    yield Area("soft", tuple(together))
+    yield Area("hole", tuple(together))
     yield Line("line", ((LEFT, bottom), (LEFT + plot.width, bottom)))
     yield Words("free", 14, top + _STRIP / 2, anchor="middle", turned=True)
     yield Words(str(plot.cells), LEFT - 9, top + 8, anchor="end")
@@ -207,7 +207,7 @@ def _legend(
     if SEVERAL in owners:
         entries.append(("shared", "shared"))
     entries.append(("free", "free"))
-    entries.append(("soft", "largest hole"))
+    entries.append(("hole", "largest hole"))
     if any(column.failed for column in plot.columns):
         entries.append(("cross", "failed"))
     if any(column.moved for column in plot.columns):
