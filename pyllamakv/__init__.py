@@ -57,6 +57,8 @@ if TYPE_CHECKING:
         WorkerTimeout,
     )
     from pyllamakv.harness.recording import Recording, record
+    from pyllamakv.harness.watching import watch
+    from pyllamakv.runtime import metrics
     from pyllamakv.runtime.batch import Batch
     from pyllamakv.runtime.compaction import Costs, measure_costs
     from pyllamakv.runtime.context import Context
@@ -84,6 +86,7 @@ _MODULES = {
         "NoSlotAvailable NotSupported PagingError ReprocessNeeded TraceMismatch"
     ),
     "harness.recording": "Recording record",
+    "harness.watching": "watch",
     "runtime.batch": "Batch",
     "runtime.compaction": "Costs measure_costs",
     "runtime.context": "Context",
@@ -96,6 +99,8 @@ _MODULES = {
     "runtime.moves": "Moves",
     "runtime.snapshot": "CellMap KVStats Snapshot",
 }
+#: Names that are modules themselves.
+_WHOLE = {"errors": "errors", "metrics": "runtime.metrics"}
 _WHERE = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [
@@ -157,15 +162,17 @@ __all__ = [
     "__version__",
     "errors",
     "measure_costs",
+    "metrics",
     "open",
     "record",
+    "watch",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Import the module behind a public name when the name is first used."""
-    if name == "errors":
-        return importlib.import_module("pyllamakv.errors")
+    if name in _WHOLE:
+        return importlib.import_module(f"pyllamakv.{_WHOLE[name]}")
     if name not in _WHERE:
         msg = f"module 'pyllamakv' has no attribute {name!r}"
         raise AttributeError(msg)

@@ -22,6 +22,7 @@ DOCUMENTS = (
     "docs/api.md",
     "docs/harness.md",
     "docs/patches.md",
+    "docs/pictures.md",
     "docs/prefix-cache.md",
     "docs/scripts.md",
     "docs/traces.md",

@@ -44,11 +44,11 @@ def test_a_large_cache_shares_places() -> None:
 
 
 def test_svg_is_well_formed_and_complete() -> None:
-    """Every run has a rectangle that says whose it is, and labels are escaped."""
+    """Every owner's cells say whose they are, and labels are escaped."""
     text = svg(Picture("a < b & c", (0, 0, NOBODY, SEVERAL)), columns=2)
     root = ET.fromstring(text)
     names = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
-    assert names[1:] == ["sequence 0", "free", "shared"]
+    assert names[1:] == ["shared", "free", "sequence 0"]
     assert "a < b & c" in (names[0] or "")
 
 

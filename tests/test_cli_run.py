@@ -11,7 +11,7 @@ from fakes.rolling import Rolling
 import pyllamakv
 from pyllamakv.cli import main
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "docs" / "examples" / "fragmented.jsonl"
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "fragmented.jsonl"
 
 
 class Opened:

@@ -15,7 +15,7 @@ from pyllamakv.errors import UsageError, WorkerDied
 from pyllamakv.harness import builds, failing, synthetic, trace, traced
 from pyllamakv.harness.lab import Bench
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "docs" / "examples" / "stock-fails.jsonl"
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "stock-fails.jsonl"
 
 LONG = "\n".join(
     [

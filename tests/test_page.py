@@ -17,7 +17,16 @@ from pyllamakv.harness.verdict import Verdict
 RESULTS = (
     result(),
     result("0.3.6", "ineffective", failing=(failing(),), reason="<b>bold</b> & co"),
-    result("b4980", "untestable", runs=0, scenarios=(), drift=(), pictures=(), reason="no npm"),
+    result(
+        "b4980",
+        "untestable",
+        runs=0,
+        scenarios=(),
+        drift=(),
+        pictures=(),
+        films=(),
+        reason="no npm",
+    ),
     result("0.3.36", "native", stale=True, scenarios=(row("x", "native"),)),
 )
 _VOID = {"meta", "rect", "br", "link"}
@@ -74,7 +83,9 @@ def test_everything_is_there(html: str) -> None:
     assert "moved by +12 lines" in html
     assert "changed in 0.3.10, perhaps gone to src/llama-memory.cpp (60% alike)" in html
     assert "1 of 2 hunks have a place" in html
-    assert html.count("<svg") == 2 * 3
+    assert html.count("<svg") == (2 + 1) * 3
+    assert "stock: nothing moved, and operation 2 ended with no-slot" in html
+    assert "line 2: decode &lt;1&gt;; no-slot" in html
     assert "stock, when it failed: 128 of 256 cells used" in html
     assert "1 worse than accepted" in html
     assert "inputs changed since" in html

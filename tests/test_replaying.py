@@ -16,7 +16,7 @@ from pyllamakv.harness import builds, trace
 from pyllamakv.harness.replaying import replay
 from pyllamakv.harness.stage import Stage
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "docs" / "examples" / "stock-fails.jsonl"
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "stock-fails.jsonl"
 
 
 @pytest.fixture(autouse=True)

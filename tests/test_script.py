@@ -14,7 +14,7 @@ from pyllamakv.errors import ScenarioFailed, ScriptError
 from pyllamakv.harness import playing, script
 from pyllamakv.harness.stage import Stage
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "docs" / "examples"
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 STORY = """
 # two sequences, one leaves

@@ -1,61 +1,186 @@
-"""Draw the cells of a recorded run: `pyllamakv view`."""
+"""Show the cells of a run: `pyllamakv view`."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pyllamakv.errors import ScriptError, UsageError
+from pyllamakv.errors import ScenarioFailed, ScriptError, UsageError
+
+if TYPE_CHECKING:
+    from pyllamakv.harness.film import Film
 
 app = typer.Typer(add_completion=False)
 
 
 @app.command()
 def command(
-    trace: Annotated[Path, typer.Argument(help="A trace that `run --trace` recorded.")],
+    run: Annotated[
+        Path, typer.Argument(help="A trace that was recorded, or a script to play.", metavar="RUN")
+    ],
+    variant: Annotated[
+        str, typer.Option("--variant", help="Play it on this build now, also a trace.")
+    ] = "",
+    model: Annotated[str, typer.Option("--model", help="Play it on this model.")] = "",
+    speed: Annotated[
+        float, typer.Option("--speed", min=0.0, help="Operations in a second; 0: no pauses.")
+    ] = 4.0,
     width: Annotated[int, typer.Option("--width", min=8, help="Cells in a line.")] = 64,
-    svg: Annotated[
-        Path | None, typer.Option("--svg", help="Write the pictures into this folder as SVG.")
+    line: Annotated[int, typer.Option("--line", min=0, help="Only this line of the run.")] = 0,
+    plain: Annotated[bool, typer.Option("--plain", help="Print the cells, no moving.")] = False,
+    timeline: Annotated[
+        Path | None, typer.Option("--timeline", help="Write a timeline there: .svg or .png.")
     ] = None,
-    line: Annotated[int, typer.Option("--line", min=0, help="Only this line of the trace.")] = 0,
+    svg: Annotated[
+        Path | None, typer.Option("--svg", help="Write each picture into this folder as SVG.")
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option("--png", help="Write each picture into this folder as PNG.")
+    ] = None,
+    dark: Annotated[
+        bool, typer.Option("--dark", help="PNG on dark paper; SVG follows whoever looks.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Draw the cells after every operation of a trace that changed them."""
+    """Show how the cells of a cache change: a recorded trace, or a script while it runs.
+
+    On a terminal the cells move; elsewhere they are printed after every operation that changed
+    them. Exit 1 when the script does not end as it expects.
+    """
+    files = [each for each in (timeline, svg, png) if each is not None]
+    _check(timeline, svg, png)
+    silent = bool(files) or as_json or bool(line)
+    film, broken = _follow(run, variant, model, speed, width, silent=silent, plain=plain)
+    if line:
+        film.frames = [frame for frame in film.frames if frame.number == line]
+    if not film.frames:
+        where = f"line {line} of {run}" if line else str(run)
+        msg = f"{where} has no cells to show: record them with `pyllamakv run --trace`"
+        raise broken or ScriptError(msg)
+    if as_json:
+        _print_json(film)
+    for path in _write(film, timeline, svg, png, width, dark=dark):
+        sys.stdout.write(f"{path}\n")
+    if line and not files and not as_json:
+        _print(film, width)
+    if broken:
+        raise broken
+
+
+def _follow(
+    run: Path, variant: str, model: str, speed: float, width: int, *, silent: bool, plain: bool
+) -> tuple[Film, ScenarioFailed | None]:
+    """Show a run on the terminal unless ``silent``, and return its film and how it broke off."""
+    from contextlib import nullcontext
+
     from rich.console import Console
 
-    from pyllamakv.harness import cellmap
+    from pyllamakv.harness import film as films
+    from pyllamakv.harness import onstage
     from pyllamakv.harness import trace as traces
+    from pyllamakv.harness.screen import Screen
 
-    _, lines = traces.read(trace)
-    shown = [(number, each) for number, each in traces.pictures(lines) if line in (0, number)]
-    if not shown:
-        where = f"line {line} of {trace}" if line else str(trace)
-        raise ScriptError(f"{where} has no cells to draw: record it with `pyllamakv run --trace`")
-    if as_json:
-        json.dump(
-            [
-                {"line": number, "used": each.used, "holes": each.holes[0], **each.to_json()}
-                for number, each in shown
-            ],
-            sys.stdout,
-            indent=1,
-        )
-        sys.stdout.write("\n")
-        return
-    if svg is not None:
-        if svg.exists() and not svg.is_dir():
-            raise UsageError(f"{svg} is a file; --svg takes a folder")
-        svg.mkdir(parents=True, exist_ok=True)
-        for number, each in shown:
-            path = svg / f"{number:04d}.svg"
-            path.write_text(cellmap.svg(each, width), encoding="utf-8")
-            sys.stdout.write(f"{path}\n")
-        return
-    console = Console(soft_wrap=True)
-    for number, each in shown:
-        console.print(f"line {number}", style="dim")
-        console.print(cellmap.draw(each, width))
+    def screen(title: str) -> Screen | nullcontext[None]:
+        live = False if plain else None
+        return nullcontext() if silent else Screen(title, speed=speed, width=width, live=live)
+
+    if traces.is_trace(run) and not variant:
+        head, lines = traces.read(run)
+        title = onstage.title(run, head.spec or head.variant)
+        film = films.of_trace(lines, title)
+        unseen = onstage.unseen(lines)
+        if unseen:
+            said = f"{unseen} decodes kept no cells: --variant {head.spec or 'SPEC'} shows them"
+            Console(stderr=True).print(said, style="dim", soft_wrap=True)
+        with screen(title) as shown:
+            if shown:
+                for frame in film.frames:
+                    shown.show(frame)
+        return film, None
+
+    with onstage.opened(run, variant or "0.3.9+patched", model) as (stage, lines, name):
+        film = films.Film(onstage.title(run, name))
+        with screen(film.title) as shown:
+
+            def show(frame: films.Frame) -> None:
+                film.frames.append(frame)
+                if shown:
+                    shown.show(frame)
+
+            try:
+                onstage.play(lines, stage, show)
+            except ScenarioFailed as error:
+                return film, error
+    return film, None
+
+
+def _check(timeline: Path | None, svg: Path | None, png: Path | None) -> None:
+    """Refuse what cannot be written before anything is played."""
+    if timeline is not None and timeline.suffix not in (".svg", ".png"):
+        raise UsageError(f"--timeline takes a file that ends in .svg or .png, not {timeline.name}")
+    for folder in (svg, png):
+        if folder is not None and folder.exists() and not folder.is_dir():
+            raise UsageError(f"{folder} is a file; --svg and --png take a folder")
+    if png is not None or (timeline is not None and timeline.suffix == ".png"):
+        from pyllamakv.harness import raster
+
+        raster.check()
+
+
+def _write(
+    film: Film, timeline: Path | None, svg: Path | None, png: Path | None, width: int, *, dark: bool
+) -> list[Path]:
+    from pyllamakv.harness import cellmap, drawing, raster
+    from pyllamakv.harness import timeline as timelines
+
+    written = []
+    if timeline is not None:
+        made = timelines.paint(film)
+        timeline.parent.mkdir(parents=True, exist_ok=True)
+        if timeline.suffix == ".svg":
+            timeline.write_text(drawing.svg(made) + "\n", encoding="utf-8")
+        else:
+            timeline.write_bytes(raster.png(made, scheme="dark" if dark else "light"))
+        written.append(timeline)
+    for folder, suffix in ((svg, ".svg"), (png, ".png")):
+        if folder is None:
+            continue
+        folder.mkdir(parents=True, exist_ok=True)
+        for frame in film.changes():
+            made = cellmap.paint(frame.picture, width)
+            path = folder / f"{frame.number:04d}{suffix}"
+            if suffix == ".svg":
+                path.write_text(drawing.svg(made), encoding="utf-8")
+            else:
+                path.write_bytes(raster.png(made, scheme="dark" if dark else "light"))
+            written.append(path)
+    return written
+
+
+def _print(film: Film, width: int) -> None:
+    from pyllamakv.harness.screen import Screen
+
+    with Screen(film.title, width=width, live=False) as screen:
+        for frame in film.frames:
+            screen.show(frame)
+
+
+def _print_json(film: Film) -> None:
+    raw = [
+        {
+            "line": frame.number,
+            "op": frame.op,
+            "failed": frame.failed,
+            "moved": frame.moved,
+            "used": frame.picture.used,
+            "holes": frame.picture.holes[0],
+            **frame.picture.to_json(),
+        }
+        for frame in film.changes()
+    ]
+    json.dump(raw, sys.stdout, indent=1)
+    sys.stdout.write("\n")

@@ -132,6 +132,7 @@ class CellResult:
     failing: tuple[Failing, ...] = ()
     drift: tuple[dict[str, Any], ...] = ()
     pictures: tuple[dict[str, Any], ...] = ()
+    films: tuple[dict[str, Any], ...] = ()
     seconds: float = 0.0
     machine: str = ""
     #: A verdict on inputs that have changed since.
@@ -166,6 +167,7 @@ class CellResult:
             facts["failing"] = tuple(Failing(**run) for run in raw["failing"])
             for key in ("patches", "drift", "pictures"):
                 facts[key] = tuple(raw[key])
+            facts["films"] = tuple(raw.get("films", ()))
             facts["verdict"] = str(Verdict(raw["verdict"]))
             return cls(**facts)
         except (KeyError, TypeError) as error:
@@ -240,6 +242,10 @@ def _result(spec: CellSpec, answer: Answer, drifted: tuple[dict[str, Any], ...])
         drift=drifted,
         pictures=tuple(
             {"side": side, **picture.to_json()} for side, picture in report.pictures(answer)
+        ),
+        films=tuple(
+            {"scenario": name, "side": side, **film.to_json()}
+            for name, side, film in report.films(answer)
         ),
     )
 

@@ -34,6 +34,7 @@ from pyllamakv.errors import (
 from pyllamakv.harness import synthetic
 from pyllamakv.harness.cellmap import Picture
 from pyllamakv.harness.classes import classify
+from pyllamakv.harness.filming import FilmedPlayer, films
 from pyllamakv.harness.player import Player
 from pyllamakv.harness.reference import Reference, Tolerance
 from pyllamakv.harness.verdict import Outcome
@@ -42,6 +43,7 @@ from pyllamakv.runtime import ggml_types as types
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from pyllamakv.harness.film import Film
     from pyllamakv.harness.scenario import Scenario, Setting
     from pyllamakv.runtime.snapshot import Snapshot
 
@@ -66,6 +68,7 @@ class Run:
     difference: float = 0.0
     notes: dict[str, Any] = field(default_factory=dict)
     pictures: tuple[Picture, ...] = ()
+    films: tuple[Film, ...] = ()
 
 
 class Lab:
@@ -78,7 +81,9 @@ class Lab:
         setting: Setting,
         *,
         tolerance: Tolerance | None = None,
+        film: bool = False,
     ) -> None:
+        self.player_type: type[Player] = FilmedPlayer if film else Player
         self.native = native
         self.model = model
         self.setting = setting
@@ -107,7 +112,7 @@ class Lab:
             **options,
         )
         try:
-            player = Player(self.native, self.model, params)
+            player = self.player_type(self.native, self.model, params)
         except (ContextError, Unsupported) as error:
             msg = f"no context with {self.setting.name} here: {error}"
             raise Untestable(msg) from error
@@ -243,7 +248,10 @@ class Bench:
             library = self._open.get(key)
             if library is None:
                 library = self._open[key] = self._opener(path, dict(environment))
-            lab = Lab(library.native, self._model(library.native, scenario.model), setting)
+            # One film of a scenario is enough to look at.
+            film = scenario.film and setting == scenario.settings[0]
+            model = self._model(library.native, scenario.model)
+            lab = Lab(library.native, model, setting, film=film)
             scenario.run(lab)
             outcome = Outcome("pass")
         except Exception as error:
@@ -262,6 +270,7 @@ class Bench:
             lab.difference if lab else 0.0,
             lab.notes if lab else {},
             tuple(lab.pictures) if lab else (),
+            films(lab.players) if lab else (),
         )
 
     def _model(self, native: Native, name: str) -> ModelHandle:

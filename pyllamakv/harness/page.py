@@ -7,7 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.harness import cellmap
+from pyllamakv.harness import cellmap, drawing, timeline
+from pyllamakv.harness.film import Film
 from pyllamakv.harness.verdict import GOOD, Verdict
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Part:
     anchor: str
     failing: tuple[tuple[Failing, list[str]], ...]
     maps: tuple[tuple[str, str], ...]
+    films: tuple[tuple[str, str], ...]
     drift: tuple[dict[str, Any], ...]
 
     @property
@@ -71,6 +73,7 @@ def render(results: Sequence[CellResult], compared: Sequence[Comparison]) -> str
         regressions=[one for one in compared if one.regression],
         created=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         tone=tone,
+        colours=drawing.style(),
     )
 
 
@@ -85,8 +88,8 @@ def tone(verdict: str) -> str:
 
 def _part(number: int, result: CellResult, compared: Comparison) -> Part:
     anchor = f"cell-{number}"
-    maps, drift = tuple(_maps(result)), tuple(_drift(result))
-    return Part(result, compared, anchor, tuple(_failing(result)), maps, drift)
+    maps, films, drift = tuple(_maps(result)), tuple(_films(result)), tuple(_drift(result))
+    return Part(result, compared, anchor, tuple(_failing(result)), maps, films, drift)
 
 
 def _failing(result: CellResult) -> Iterable[tuple[Failing, list[str]]]:
@@ -105,7 +108,22 @@ def _maps(result: CellResult) -> Iterable[tuple[str, str]]:
         named = cellmap.Picture(label, picture.owner)
         step, _ = named.scaled(_COLUMNS * _COLUMNS)
         more = f", {step} cells to a place" if step > 1 else ""
-        yield named.caption() + more, cellmap.svg(named, _COLUMNS)
+        made = cellmap.paint(named, _COLUMNS, caption=False)
+        yield named.caption() + more, drawing.svg(made, inside=True)
+
+
+def _films(result: CellResult) -> Iterable[tuple[str, str]]:
+    """Yield caption and timeline of each film."""
+    for raw in result.films:
+        film = Film.from_json(raw)
+        if film.cells:
+            made = timeline.paint(film, f"{raw['scenario']}, {raw['side']}")
+            failed = next((frame for frame in film.frames if frame.failed), None)
+            moved = sum(frame.moved for frame in film.frames)
+            told = f"{raw['side']}: {f'{moved} cells moved' if moved else 'nothing moved'}"
+            if failed:
+                told += f", and operation {failed.number} ended with {failed.failed}"
+            yield told, drawing.svg(made, inside=True)
 
 
 def _drift(result: CellResult) -> Iterable[dict[str, Any]]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from pyllamakv.harness.check import Answer
+    from pyllamakv.harness.film import Film
     from pyllamakv.harness.lab import Run
     from pyllamakv.harness.scenario import Scenario
 
@@ -152,6 +153,20 @@ def pictures(answer: Answer) -> Iterator[tuple[str, cellmap.Picture]]:
                 for picture in run.pictures:
                     yield side, picture
                 break
+
+
+def films(answer: Answer) -> Iterator[tuple[str, str, Film]]:
+    """Yield scenario, side and film of every scenario that was filmed, stock before patched."""
+    filmed = {
+        (run.scenario, side): run.films[0]
+        for side, runs in answer.runs.items()
+        for run in reversed(runs)
+        if run.films
+    }
+    for name in dict.fromkeys(name for name, _ in filmed):
+        for side in ("stock", "patched"):
+            if (name, side) in filmed:
+                yield name, side, filmed[name, side]
 
 
 def _show_maps(answer: Answer, console: Console) -> None:

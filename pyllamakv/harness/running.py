@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from pyllamakv.errors import LoadError
 from pyllamakv.harness import lab, synthetic
 from pyllamakv.harness.cellmap import Picture
+from pyllamakv.harness.film import Film
 from pyllamakv.harness.lab import Bench, Opener, Run
 from pyllamakv.harness.verdict import Outcome
 from pyllamakv.home import home
@@ -40,14 +41,23 @@ _TELLING = {
         "cell",
         "check",
         "cluster",
+        "drawing",
         "expected",
         "locks",
         "matrix",
+        "onstage",
         "outputs",
         "page",
+        "palette",
+        "plot",
+        "raster",
         "remembered",
         "report",
+        "screen",
+        "tally",
+        "timeline",
         "verdict",
+        "watching",
     )
 }
 
@@ -220,13 +230,16 @@ def to_json(run: Run) -> dict[str, Any]:
     """Return a result as plain JSON values."""
     raw = asdict(run)
     raw["pictures"] = [picture.to_json() for picture in run.pictures]
+    raw["films"] = [film.to_json() for film in run.films]
     return raw
 
 
 def from_json(raw: dict[str, Any]) -> Run:
     """Return the result that `to_json` described."""
     pictures = tuple(Picture.from_json(each) for each in raw["pictures"])
-    return Run(**{**raw, "outcome": Outcome(**raw["outcome"]), "pictures": pictures})
+    films = tuple(Film.from_json(each) for each in raw["films"])
+    outcome = Outcome(**raw["outcome"])
+    return Run(**{**raw, "outcome": outcome, "pictures": pictures, "films": films})
 
 
 def _file(key: str) -> Path:

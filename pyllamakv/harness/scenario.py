@@ -90,7 +90,8 @@ class Scenario:
 
     A *cure* fails on stock and passes on patched; a *guard* must hold on patched; a *feature*
     shows a capability that stock lacks. ``issue`` is the public issue it stands for.
-    ``model`` is a name of `synthetic.SHAPES`. ``source`` is filled in by `discover`.
+    ``model`` is a name of `synthetic.SHAPES`. ``film`` keeps the cells after every operation of its
+    first run, for a timeline in the report. ``source`` is filled in by `discover`.
     """
 
     id: str
@@ -101,6 +102,7 @@ class Scenario:
     model: str = "tiny"
     settings: tuple[Setting, ...] = CACHES
     environment: tuple[tuple[str, str], ...] = CONTIGUOUS
+    film: bool = False
     source: Path | None = None
 
     @property

@@ -26,7 +26,8 @@ class Stage:
     """Hold what a script works on: a library, the model, and the context once it is there.
 
     ``file`` is the model's file where the script does not choose it; ``guard`` overrides what a
-    trace says of it. ``lenient`` lets decodes and restores end as they will.
+    trace says of it. ``lenient`` lets decodes and restores end as they will. ``player_type`` is
+    what plays.
     """
 
     native: Native
@@ -34,6 +35,7 @@ class Stage:
     file: Path | None = None
     guard: bool | None = None
     lenient: bool = False
+    player_type: type[Player] = Player
     player: Player | None = None
     reference: Reference | None = None
     #: A state came from outside, so that no reference can follow.
@@ -77,7 +79,7 @@ def open_context(line: Line, stage: Stage) -> None:
         if key not in stage.loaded:
             path = stage.file or synthetic.model(name)
             stage.loaded[key] = stage.native.model_load(str(path), ModelParams())
-        stage.player = Player(stage.native, stage.loaded[key], params)
+        stage.player = stage.player_type(stage.native, stage.loaded[key], params)
     except (TypeError, OverflowError) as error:
         raise line.wrong(f"no context can be made of these words: {error}") from error
     stage.reference = Reference(stage.player)

@@ -68,6 +68,7 @@ def of(head: Head, lines: list[Line], name: str, model: str, why: str = "") -> S
         model=model,
         settings=(Setting(bool(words.get("flash_attn", False)), *types),),
         environment=tuple(sorted(head.environment.items())),
+        film=True,
     )
 
 
@@ -86,7 +87,8 @@ def prove(head: Head, lines: list[Line], lab: Lab, *, why: str = "") -> None:
     """Play a trace in a lab; raises ScenarioFailed where it does not keep its claim."""
     if why:
         raise Untestable(why)
-    stage = Stage(lab.native, file=Path(head.model or "tiny"), guard=False)
+    file = Path(head.model or "tiny")
+    stage = Stage(lab.native, file=file, guard=False, player_type=lab.player_type)
     stage.loaded[str(stage.file)] = lab.model
     try:
         _open(lines, stage, lab)

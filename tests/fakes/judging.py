@@ -91,6 +91,17 @@ def result(release: str = "0.3.9", verdict: str = "needed", **more: Any) -> Cell
             {"side": "stock", "label": "when it failed", "runs": [[0, 1], [-1, 1]] * 128},
             {"side": "patched", "label": "after", "runs": [[0, 144], [-1, 112]]},
         ),
+        "films": (
+            {
+                "scenario": "fragmented",
+                "side": "stock",
+                "title": "",
+                "frames": [
+                    {"number": 1, "op": "decode", "picture": {"label": "", "runs": [[0, 8]]}},
+                    {"number": 2, "op": "decode", "detail": "<1>", "failed": "no-slot"},
+                ],
+            },
+        ),
         "seconds": 12.5,
         "machine": "x86_64",
         **more,

@@ -1,0 +1,70 @@
+"""Fork a prompt and compare what could follow: the prompt is decoded once, and kept once.
+
+    python examples/fork_and_compare.py [MODEL.gguf]
+
+Scores endings by the likelihood that the model gives them, as multiple-choice tests do. Each ending
+is a fork of the prompt: it shares the prompt's cells, and all endings are decoded in one batch.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import pyllamakv as kv
+from pyllamakv.harness import synthetic
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+PROMPT = "One day, a little girl named Lily found a needle in her room. She knew it was"
+ENDINGS = (
+    " difficult to play with it because it was sharp.",
+    " a very big dog.",
+    " blue and because.",
+)
+
+
+def log_probabilities(logits: Any) -> NDArray[np.float32]:
+    """Return the logarithm of the probability of each token, row by row."""
+    rows = np.atleast_2d(np.array(logits))
+    rows -= rows.max(axis=1, keepdims=True)
+    return np.asarray(rows - np.log(np.exp(rows).sum(axis=1, keepdims=True)))
+
+
+def main(path: str) -> None:
+    """Score the endings, and say how many cells that took."""
+    with (
+        kv.open("0.3.9+patched") as library,
+        library.load_model(path) as model,
+        model.context(n_ctx=1024, n_batch=512, n_seq_max=1 + len(ENDINGS)) as context,
+    ):
+        trunk = context.sequence()
+        context.prefill(trunk, model.tokenize(PROMPT))
+        (after_prompt,) = log_probabilities(context.logits())
+
+        endings = [model.tokenize(ending, add_special=False) for ending in ENDINGS]
+        forks = [trunk.fork() for _ in endings]
+        context.decode(
+            [fork.feed(ending, logits="all") for fork, ending in zip(forks, endings, strict=True)]
+        )
+        rows = iter(log_probabilities(context.logits_all()))
+
+        scores = []
+        for tokens in endings:
+            # Each row foretells the token behind it; the prompt's foretells the first.
+            foretold = [after_prompt, *(next(rows) for _ in tokens)][:-1]
+            found = [row[token] for row, token in zip(foretold, tokens, strict=True)]
+            scores.append(float(np.mean(found)))
+        for score, ending in sorted(zip(scores, ENDINGS, strict=True), reverse=True):
+            print(f"{score:8.3f} {ending!r}")
+
+        stats = context.kv.stats
+        apart = len(trunk) + sum(len(fork) for fork in forks)
+        print(f"{stats.used} cells, {stats.shared} of them shared; without forks {apart}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else str(synthetic.model("bytes")))

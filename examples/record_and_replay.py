@@ -1,0 +1,60 @@
+"""Record a run on stock llama.cpp, where it fails, and replay it on patched, where it does not.
+
+    python examples/record_and_replay.py [MODEL.gguf [FOLDER]]
+
+What is recorded is any Python that uses a context. The trace says row by row what was done and what
+came of it; replayed, it shows the first row that comes out otherwise. Timelines of both replays are
+drawn into the folder.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import pyllamakv as kv
+from pyllamakv.harness import drawing, onstage, replaying, synthetic, timeline, trace
+
+
+def serve(context: kv.Context) -> None:
+    """Answer three clients in turn; one leaves, and a fourth finds no cells."""
+    *clients, late = (context.sequence() for _ in range(4))
+    for turn in range(16):
+        context.decode([client.feed([3 + turn] * 5) for client in clients])
+    clients[1].remove()
+    try:
+        context.decode(late.feed(list(range(3, 51))))
+    except kv.NoKVSlot as error:
+        print(f"recorded: no slot for {error.n_tokens} tokens with {error.stats.free} cells free")
+
+
+def main(path: str, folder: Path) -> None:
+    """Record on stock, replay on both."""
+    recorded = folder / "stock.jsonl"
+    with (
+        kv.open("0.3.9+stock") as library,
+        library.load_model(path) as model,
+        model.context(n_ctx=256, n_batch=256, n_ubatch=64, n_seq_max=4) as context,
+        kv.record(context, recorded) as recording,
+    ):
+        serve(context)
+    print(f"{recording.rows} rows in {recorded.name}")
+
+    head, lines = trace.read(recorded)
+    for side in ("stock", "patched"):
+        replay = replaying.on(f"0.3.9+{side}", head, lines, model=path)
+        picture = folder / f"{side}.svg"
+        film = onstage.film_of(recorded, f"0.3.9+{side}", path)
+        picture.write_text(
+            drawing.svg(timeline.paint(film, f"One client of three leaves: {side}")),
+            encoding="utf-8",
+        )
+        print(f"{side}: {replay.rows} rows played, {picture.name} drawn")
+        for divergence in replay.divergences:
+            print(f"  {divergence}")
+
+
+if __name__ == "__main__":
+    where = Path(sys.argv[2]) if len(sys.argv) > 2 else Path(tempfile.mkdtemp())
+    main(sys.argv[1] if len(sys.argv) > 1 else str(synthetic.model("bytes")), where)

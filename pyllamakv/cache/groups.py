@@ -1,0 +1,59 @@
+"""Keep groups of tokens whole: ranges (first, end) of a prompt that nothing may split.
+
+What belongs together (the tokens of one picture, say) must be decoded in one batch, be reused as a
+whole, and be discarded as a whole. All functions are pure; groups are sorted and do not overlap.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from operator import index as whole
+from typing import TYPE_CHECKING
+
+from pyllamakv.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+Group = tuple[int, int]
+
+
+def checked(groups: Iterable[tuple[int, int]], length: int, largest: int) -> tuple[Group, ...]:
+    """Return groups in order; UsageError for any that is empty, outside, too large or overlaps."""
+    found = sorted((whole(first), whole(end)) for first, end in groups)
+    for first, end in found:
+        if not 0 <= first < end <= length:
+            msg = f"group ({first}, {end}) is no range of a prompt of {length} tokens"
+            raise UsageError(msg)
+        if end - first > largest:
+            msg = f"group ({first}, {end}) has {end - first} tokens; at most {largest} fit together"
+            raise UsageError(msg)
+    for (_, end), (first, _) in pairwise(found):
+        if first < end:
+            msg = f"groups overlap at token {first}: a token belongs to one group"
+            raise UsageError(msg)
+    return tuple(found)
+
+
+def around(groups: Sequence[Group], at: int) -> Group | None:
+    """Return the group that a cut before token ``at`` would split."""
+    return next((group for group in groups if group[0] < at < group[1]), None)
+
+
+def floor(groups: Sequence[Group], at: int) -> int:
+    """Return the last place up to ``at`` where a cut splits no group."""
+    group = around(groups, at)
+    return at if group is None else group[0]
+
+
+def ceil(groups: Sequence[Group], at: int) -> int:
+    """Return the first place from ``at`` on where a cut splits no group."""
+    group = around(groups, at)
+    return at if group is None else group[1]
+
+
+def without(groups: Sequence[Group], first: int, end: int) -> tuple[Group, ...]:
+    """Return where the groups lie once tokens first..end are gone; none of them may be split."""
+    kept = [group for group in groups if group[1] <= first]
+    moved = [(a - (end - first), b - (end - first)) for a, b in groups if a >= end]
+    return (*kept, *moved)

@@ -1,0 +1,61 @@
+"""Find stop strings in text that comes in pieces, also where pieces cut them. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def checked(stop: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the stop strings of an argument; UsageError for an empty one, or no text."""
+    found = (stop,) if isinstance(stop, str) else tuple(stop)
+    for each in found:
+        if not isinstance(each, str) or not each:
+            msg = f"a stop string is text of at least one character, not {each!r}"
+            raise UsageError(msg)
+    return found
+
+
+class Stops:
+    """Let text through up to the first stop string; what may become one is held back."""
+
+    __slots__ = ("_held", "_longest", "_stop", "found")
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        self._stop = stop
+        self._longest = max(map(len, stop))
+        self._held = ""
+        #: The stop string that ended the text.
+        self.found: str | None = None
+
+    def feed(self, text: str) -> str:
+        """Return what of the text may go out; `found` says whether it ends there."""
+        data = self._held + text
+        # The one that is complete first: wherever pieces are cut, the text is the same.
+        first = min(
+            ((at + len(each), at, each) for each in self._stop if (at := data.find(each)) >= 0),
+            default=None,
+        )
+        if first is not None:
+            self.found, self._held = first[2], ""
+            return data[: first[1]]
+        held = self._half(data)
+        self._held = data[len(data) - held :]
+        return data[: len(data) - held]
+
+    def flush(self) -> str:
+        """Return what was held back, once nothing follows."""
+        held, self._held = self._held, ""
+        return held
+
+    def _half(self, data: str) -> int:
+        """Return the length of the longest end of ``data`` that begins a stop string."""
+        longest = min(len(data), self._longest - 1)
+        ends = (
+            n for n in range(longest, 0, -1) if any(s.startswith(data[-n:]) for s in self._stop)
+        )
+        return next(ends, 0)

@@ -1,0 +1,113 @@
+"""Print the numbers of a cache after a run: `pyllamakv stats`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pyllamakv.errors import ScenarioFailed, ScriptError, UsageError
+
+if TYPE_CHECKING:
+    from pyllamakv.binding.protocol import Counters
+    from pyllamakv.harness.film import Film
+    from pyllamakv.runtime.metrics import CellStats
+
+app = typer.Typer(add_completion=False)
+
+
+class Format(StrEnum):
+    """Say for whom the numbers are."""
+
+    TEXT = "text"
+    JSON = "json"
+    PROMETHEUS = "prometheus"
+
+
+@app.command()
+def command(
+    run: Annotated[
+        Path, typer.Argument(help="A trace that was recorded, or a script to play.", metavar="RUN")
+    ],
+    format: Annotated[Format, typer.Option("--format", help="For whom.")] = Format.TEXT,
+    variant: Annotated[
+        str, typer.Option("--variant", help="Play it on this build now, also a trace.")
+    ] = "",
+    model: Annotated[str, typer.Option("--model", help="Play it on this model.")] = "",
+    label: Annotated[
+        list[str] | None, typer.Option("--label", help="KEY=VALUE for every metric; repeatable.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+) -> None:
+    """Print what the cells are like after a run, and what was done in it.
+
+    Of a trace what it recorded; a script is played first, and tells the library's counters as well.
+    Exit 1 when the script does not end as it expects, after its numbers up to there.
+    """
+    from pyllamakv.harness import film as films
+    from pyllamakv.harness import onstage
+    from pyllamakv.harness import trace as traces
+    from pyllamakv.harness.tally import PictureStats
+
+    form = Format.JSON if as_json else format
+    labels = dict(_label(each) for each in label or ())
+    stats: CellStats | None = None
+    counters = broken = None
+    if traces.is_trace(run) and not variant:
+        head, lines = traces.read(run)
+        film = films.of_trace(lines, head.spec or head.variant)
+        if film.frames:
+            stats = PictureStats(film.frames[-1].picture)
+    else:
+        with onstage.opened(run, variant or "0.3.9+patched", model) as (stage, lines, name):
+            film = films.Film(name)
+            try:
+                onstage.play(lines, stage, film.frames.append)
+            except ScenarioFailed as error:
+                broken = error
+            if stage.player is not None:
+                snapshot = stage.player.snapshot()
+                stats = None if snapshot is None else snapshot.stats
+                counters = stage.player.counters()
+    if stats is None:
+        msg = f"{run} has no cells to count: record it with `pyllamakv run --trace`"
+        raise broken or ScriptError(msg)
+    sys.stdout.write(_formatted(form, film, stats, counters, labels))
+    if broken:
+        raise broken
+
+
+def _formatted(
+    form: Format,
+    film: Film,
+    stats: CellStats,
+    counters: Counters | None,
+    labels: dict[str, str],
+) -> str:
+    from pyllamakv.harness import tally
+    from pyllamakv.runtime import metrics
+
+    if form is Format.PROMETHEUS:
+        found = (*metrics.metrics(stats, counters), *tally.of_film(film))
+        return metrics.expose(found, {"variant": film.title, **labels})
+    if form is Format.JSON:
+        raw = {
+            "variant": film.title,
+            **metrics.to_json(stats, counters),
+            "run": tally.to_json(film),
+        }
+        return json.dumps(raw | ({"labels": labels} if labels else {}), indent=2) + "\n"
+    return metrics.aligned(
+        [("variant", film.title), *metrics.rows(stats, counters), *tally.rows(film)]
+    )
+
+
+def _label(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"--label takes KEY=VALUE, not {text!r}")
+    return key, value

@@ -1,0 +1,90 @@
+"""Follow a script while it is played, or a trace that was recorded, frame by frame."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pyllamakv
+from pyllamakv.harness import film, playing, script
+from pyllamakv.harness import trace as traces
+from pyllamakv.harness.cellmap import Picture
+from pyllamakv.harness.film import Film
+from pyllamakv.harness.stage import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from pyllamakv.harness.film import Frame
+    from pyllamakv.harness.looks import Look
+    from pyllamakv.harness.script import Line
+
+
+def title(path: Path, variant: str) -> str:
+    """Return what a picture of a run is called."""
+    return f"{path.stem}, {variant}" if variant else path.stem
+
+
+@contextmanager
+def opened(path: Path, variant: str, model: str = "") -> Iterator[tuple[Stage, list[Line], str]]:
+    """Open a build in a worker for a script or a trace; lend stage, lines, and the variant's name.
+
+    A trace is played on the model, and in the environment, that it was recorded in.
+    """
+    options: dict[str, Any] = {"isolated": True}
+    file = None
+    if traces.is_trace(path):
+        head, lines = traces.read(path)
+        file = traces.model_file(head, model)
+        options |= {"env": head.environment} if head.environment else {}
+    else:
+        lines = script.read(path)
+    with pyllamakv.open(variant, **options) as library:
+        stage = Stage(library.native, model or "tiny", file)
+        try:
+            yield stage, lines, library.about.variant
+        finally:
+            stage.close()
+
+
+def film_of(path: Path, variant: str, model: str = "") -> Film:
+    """Return the film of a script or a trace on a build, whatever its operations come to."""
+    with opened(path, variant, model) as (stage, lines, name):
+        stage.lenient = True
+        made = Film(title(path, name))
+        play(lines, stage, made.frames.append)
+    return made
+
+
+def unseen(lines: list[Line]) -> int:
+    """Count the decodes of a trace that kept no cells: a recording looks where they may move."""
+    return sum(
+        line.op in script.DECODES and "picture" not in (line.result or {"picture": ()})
+        for line in lines
+    )
+
+
+def play(lines: list[Line], stage: Stage, show: Callable[[Frame], None]) -> None:
+    """Play lines and show a frame of each, also of one that ends the run.
+
+    Raises what `playing.play` raises, after that frame.
+    """
+    last: Look | None = None
+
+    def observe(line: Line, result: dict[str, Any]) -> None:
+        nonlocal last
+        look = stage.look
+        if look is None:
+            return
+        words = dict(result)
+        if last is not None and line.op in film.MOVING:
+            words["moved"] = look.moved(last)
+        last = look
+        picture = Picture.of(look.snapshot, str(line.arguments.get("label", "")))
+        frame = film.after(line, words, picture)
+        if frame is not None:
+            show(frame)
+
+    playing.play(lines, stage, observe)

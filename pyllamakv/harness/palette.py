@@ -1,0 +1,86 @@
+"""Choose colours: sequences that most eyes tell apart, on light paper and on dark.
+
+Eight hues around Okabe and Ito's, moved until any two of them, and free and shared cells, stay
+apart for protan, deutan and tritan eyes as well; a test measures that. What matters is never said
+by colour alone: terminal pictures have letters, marks have shapes, areas have words to hover.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+#: Owner of a free cell, and of one that several sequences share.
+NOBODY, SEVERAL = -1, -2
+
+Scheme = Literal["light", "dark"]
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Hold the colours of one scheme by what they are for, as ``#rrggbb``."""
+
+    paper: str
+    ink: str
+    soft: str
+    line: str
+    free: str
+    hole: str
+    shared: str
+    bad: str
+    move: str
+    sequences: tuple[str, ...]
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """Return every colour by its role; sequences are ``s0`` to ``s7``."""
+        named = {
+            name: getattr(self, name)
+            for name in ("paper", "ink", "soft", "line", "free", "hole", "shared", "bad", "move")
+        }
+        return named | {f"s{number}": each for number, each in enumerate(self.sequences)}
+
+
+LIGHT = Theme(
+    paper="#ffffff",
+    ink="#1d232b",
+    soft="#5b6672",
+    line="#d8dee6",
+    free="#e9edf1",
+    hole="#a7b2bd",
+    shared="#49545f",
+    bad="#b3251d",
+    move="#1d232b",
+    sequences=(
+        "#2b71ae", "#e8a020", "#0d9672", "#cc6d9f", "#7cc0ec", "#b8450c", "#4f4eb9", "#8f8a2a",
+    ),
+)  # fmt: skip
+DARK = Theme(
+    paper="#14181d",
+    ink="#e4e9ef",
+    soft="#9aa6b2",
+    line="#313a44",
+    free="#262d35",
+    hole="#626e7a",
+    shared="#dfe5eb",
+    bad="#ff8f85",
+    move="#e4e9ef",
+    sequences=(
+        "#5fa9ec", "#efb542", "#3e9f7b", "#e085b5", "#93d0f7", "#cc5e23", "#8e76e8", "#ada141",
+    ),
+)  # fmt: skip
+THEMES: dict[str, Theme] = {"light": LIGHT, "dark": DARK}
+
+
+def role(owner: int) -> str:
+    """Return the role of the colour for a cell's owner; after eight sequences they repeat."""
+    if owner == NOBODY:
+        return "free"
+    return "shared" if owner == SEVERAL else f"s{owner % len(LIGHT.sequences)}"
+
+
+def name(owner: int) -> str:
+    """Return an owner in words."""
+    if owner == NOBODY:
+        return "free"
+    return "shared" if owner == SEVERAL else f"sequence {owner}"

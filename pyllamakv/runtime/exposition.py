@@ -1,0 +1,62 @@
+"""Write metrics as Prometheus reads them: its text format 0.0.4."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from pyllamakv.errors import UsageError
+
+#: The content type under which an HTTP server hands the exposition out.
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Hold one metric: name, kind, help, and (labels, value) of each sample."""
+
+    name: str
+    kind: Literal["gauge", "counter"]
+    help: str
+    samples: tuple[tuple[Mapping[str, str], float], ...]
+
+
+def expose(found: Iterable[Metric], labels: Mapping[str, str] | None = None) -> str:
+    """Return any metrics as Prometheus reads them; raises UsageError as `prometheus` does."""
+    found = tuple(found)
+    ours = {"sequence", "manager", *(key for one in found for own, _ in one.samples for key in own)}
+    for label in labels or {}:
+        if not _LABEL.fullmatch(label) or label.startswith("__") or label in ours:
+            msg = (
+                f"{label!r} cannot be a label: expected letters, digits and _, not beginning with "
+                f"a digit or __, and none of {', '.join(sorted(ours))}"
+            )
+            raise UsageError(msg)
+    lines = []
+    for metric in found:
+        lines.append(f"# HELP {metric.name} {_escape(metric.help)}")
+        lines.append(f"# TYPE {metric.name} {metric.kind}")
+        for own, value in metric.samples:
+            said = ",".join(
+                f'{key}="{_escape(str(each), quote=True)}"'
+                for key, each in {**(labels or {}), **own}.items()
+            )
+            lines.append(f"{metric.name}{f'{{{said}}}' if said else ''} {spell(value)}")
+    return "".join(line + "\n" for line in lines)
+
+
+def spell(value: float) -> str:
+    """Return a number as Prometheus reads it, whole ones without a point."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
+    return str(int(value)) if isinstance(value, int) else repr(value)
+
+
+def _escape(said: str, *, quote: bool = False) -> str:
+    said = said.replace("\\", "\\\\").replace("\n", "\\n")
+    return said.replace('"', '\\"') if quote else said

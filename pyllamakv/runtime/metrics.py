@@ -1,0 +1,288 @@
+"""Tell the numbers of a cache to people and to monitoring: text, JSON, Prometheus exposition.
+
+Pure: what goes in are the cells' statistics, a context's counters, and what cache managers tell of
+themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pyllamakv.runtime.exposition import CONTENT_TYPE, Metric, expose, spell
+
+if TYPE_CHECKING:
+    from pyllamakv.binding.protocol import Counters
+    from pyllamakv.runtime.snapshot import SequenceStats
+
+__all__ = [
+    "CONTENT_TYPE", "PREFIX", "CellStats", "ManagerStats", "Metric", "aligned", "expose", "metrics",
+    "prometheus", "rows", "text", "to_json",
+]  # fmt: skip
+
+#: What every metric's name begins with.
+PREFIX = "pyllamakv"
+
+
+class CellStats(Protocol):
+    """Stand for the numbers of the cells: a `KVStats`, or what a trace kept of one."""
+
+    @property
+    def size(self) -> int:
+        """Return the number of cells."""
+
+    @property
+    def used(self) -> int:
+        """Return the used cells."""
+
+    @property
+    def free(self) -> int:
+        """Return the free cells."""
+
+    @property
+    def shared(self) -> int:
+        """Return the cells that more than one sequence uses."""
+
+    @property
+    def holes(self) -> int:
+        """Return the runs of free cells."""
+
+    @property
+    def largest_hole(self) -> int:
+        """Return the cells of the longest run of free cells."""
+
+    @property
+    def used_max(self) -> int:
+        """Return the highest used cell plus one."""
+
+    @property
+    def fragmentation(self) -> float:
+        """Return the part of the free cells outside the largest hole."""
+
+    @property
+    def per_sequence(self) -> Mapping[int, SequenceStats]:
+        """Return the numbers of each sequence."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the numbers as plain JSON values."""
+
+
+class ManagerStats(Protocol):
+    """Stand for what a cache manager tells of itself: a flat object of numbers."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the numbers as plain JSON values."""
+
+
+def metrics(
+    stats: CellStats | None = None,
+    counters: Counters | None = None,
+    managers: Mapping[str, ManagerStats] | None = None,
+) -> tuple[Metric, ...]:
+    """Return the metrics of a cache; what is None is left out.
+
+    ``managers`` are by a name that becomes the label ``manager``. What they count up since their
+    start is known by its name, or by ``COUNTERS`` of their stats; other numbers go up and down.
+    """
+    found = [] if stats is None else _of_cells(stats)
+    if counters is not None:
+        found += _of_counters(counters)
+    return (*found, *_of_managers(managers or {}))
+
+
+def prometheus(
+    stats: CellStats | None = None,
+    counters: Counters | None = None,
+    managers: Mapping[str, ManagerStats] | None = None,
+    *,
+    labels: Mapping[str, str] | None = None,
+) -> str:
+    """Return the metrics as Prometheus reads them; every sample gets ``labels`` as well.
+
+    Raises UsageError for a label that Prometheus, or a metric of ours, would not have.
+    """
+    return expose(metrics(stats, counters, managers), labels)
+
+
+def to_json(
+    stats: CellStats | None = None,
+    counters: Counters | None = None,
+    managers: Mapping[str, ManagerStats] | None = None,
+) -> dict[str, Any]:
+    """Return the same numbers as plain JSON values, under ``kv``, ``counters``, ``managers``."""
+    found: dict[str, Any] = {}
+    if stats is not None:
+        found["kv"] = stats.to_json() | {"shared": stats.shared}
+    if counters is not None:
+        found["counters"] = {name: getattr(counters, name) for name in counters.__slots__}
+    if managers:
+        found["managers"] = {name: each.to_json() for name, each in managers.items()}
+    return found
+
+
+def text(
+    stats: CellStats | None = None,
+    counters: Counters | None = None,
+    managers: Mapping[str, ManagerStats] | None = None,
+) -> str:
+    """Return the same numbers for people: a line for each, aligned."""
+    return aligned(rows(stats, counters, managers))
+
+
+def rows(
+    stats: CellStats | None = None,
+    counters: Counters | None = None,
+    managers: Mapping[str, ManagerStats] | None = None,
+) -> list[tuple[str, str]]:
+    """Return names and values of the lines of `text`."""
+    rows: list[tuple[str, str]] = []
+    if stats is not None:
+        rows += _about_cells(stats)
+    if counters is not None:
+        rows += _about_counters(counters)
+    for name, each in (managers or {}).items():
+        rows += [
+            (f"{name} {key.replace('_', ' ')}", spell(value))
+            for key, value in _numbers(each)
+        ]  # fmt: skip
+    return rows
+
+
+def aligned(rows: Iterable[tuple[str, str]]) -> str:
+    """Return names and values as lines, the values below each other."""
+    rows = list(rows)
+    width = max((len(name) for name, _ in rows), default=0)
+    return "".join(f"{name:<{width}}  {said}\n" for name, said in rows)
+
+
+#: Name after `PREFIX`, help and value of each gauge of the cells.
+_CELLS: tuple[tuple[str, str, Callable[[CellStats], float]], ...] = (
+    ("kv_cells", "Cells of the KV cache; a cell holds one token.", lambda s: s.size),
+    ("kv_cells_used", "Cells that hold a token of at least one sequence.", lambda s: s.used),
+    ("kv_cells_free", "Cells that hold nothing.", lambda s: s.free),
+    ("kv_cells_shared", "Cells that more than one sequence uses.", lambda s: s.shared),
+    ("kv_cells_attended", "Cells up to the highest used one: attention runs so far.",
+     lambda s: s.used_max),
+    ("kv_holes", "Runs of free cells.", lambda s: s.holes),
+    ("kv_largest_hole_cells", "Cells of the longest run of free cells.", lambda s: s.largest_hole),
+    ("kv_usage_ratio", "Used cells as a part of all, 0 to 1.",
+     lambda s: s.used / s.size if s.size else 0.0),
+    ("kv_fragmentation_ratio", "Free cells outside the largest hole as a part of all free ones.",
+     lambda s: s.fragmentation),
+)  # fmt: skip
+
+#: Field of `Counters`, name after `PREFIX`, unit (how many of the field's are one), and help.
+_COUNTS = (
+    ("slot_searches", "kv_slot_searches_total", 1, "Searches for the cells of a micro-batch."),
+    ("slot_failures", "kv_slot_failures_total", 1, "Searches that found no cells."),
+    ("decode_retries", "kv_decode_retries_total", 1,
+     "Decodes that defragmented after a failed search and searched again."),
+    ("defrags", "kv_defragmentations_total", 1, "Defragmentations that were done."),
+    ("moves", "kv_defragmentation_moves_total", 1, "Runs of cells that they moved."),
+    ("cells_moved", "kv_defragmentation_cells_total", 1, "Cells that they moved."),
+    ("bytes_moved", "kv_defragmentation_bytes_total", 1, "Bytes of K and V that they moved."),
+    ("graphs", "kv_defragmentation_graphs_total", 1, "Graphs that they launched."),
+    ("ns", "kv_defragmentation_seconds_total", 1e9, "Time that they took."),
+    ("plan_ns", "kv_defragmentation_plan_seconds_total", 1e9,
+     "Part of that time in which they found out what moves where."),
+)  # fmt: skip
+
+
+#: What cache managers count up; their other numbers are levels.
+COUNTED = frozenset(
+    {
+        *("prompts", "hits", "misses", "prompt_tokens", "cached_tokens", "reused", "asked"),
+        *("forks", "evictions", "evicted", "shifts", "reprocessed", "refused"),
+        *("paged_out", "paged_in", "damaged"),
+        *("decodes", "decoded_tokens", "chosen_tokens", "finished", "cancelled", "failed"),
+        *("forwards", "full", "defrags", "copies", "removals", "restores"),
+    }
+)
+
+
+def _of_cells(stats: CellStats) -> list[Metric]:
+    found = [
+        Metric(f"{PREFIX}_{name}", "gauge", said, (({}, value(stats)),))
+        for name, said, value in _CELLS
+    ]
+    sequences = tuple(
+        ({"sequence": str(number)}, each.cells) for number, each in stats.per_sequence.items()
+    )
+    if sequences:
+        name = f"{PREFIX}_kv_sequence_cells"
+        found.append(Metric(name, "gauge", "Cells that a sequence uses, shared or not.", sequences))
+    return found
+
+
+def _of_counters(counters: Counters) -> list[Metric]:
+    found = [
+        Metric(f"{PREFIX}_{name}", "counter", said, (({}, _scaled(counters, field, unit)),))
+        for field, name, unit, said in _COUNTS
+    ]
+    name = f"{PREFIX}_kv_defragmentation_scratch_bytes"
+    said = "Most bytes beside the cache that any defragmentation needed."
+    return [*found, Metric(name, "gauge", said, (({}, counters.scratch_bytes),))]
+
+
+def _of_managers(managers: Mapping[str, ManagerStats]) -> list[Metric]:
+    """Put what several managers tell under one name together: Prometheus wants it so."""
+    samples: dict[tuple[str, bool], list[tuple[Mapping[str, str], float]]] = {}
+    for manager, stats in managers.items():
+        counted = getattr(stats, "COUNTERS", COUNTED)
+        for key, value in _numbers(stats):
+            place = samples.setdefault((key, key in counted), [])
+            place.append(({"manager": manager}, value))
+    found = []
+    for (key, counts), each in samples.items():
+        name = f"{PREFIX}_cache_{key}" + ("_total" if counts else "")
+        said = f"{key.replace('_', ' ').capitalize()} of a cache manager."
+        found.append(Metric(name, "counter" if counts else "gauge", said, tuple(each)))
+    return found
+
+
+def _numbers(stats: ManagerStats) -> list[tuple[str, float]]:
+    """Return the fields of a manager's stats that are numbers, one that is absent left out."""
+    return [
+        (key, value) for key, value in stats.to_json().items() if isinstance(value, int | float)
+    ]
+
+
+def _about_cells(stats: CellStats) -> list[tuple[str, str]]:
+    percent = f" ({stats.used / stats.size:.0%})" if stats.size else ""
+    rows = [
+        ("cells", str(stats.size)),
+        ("used", f"{stats.used}{percent}"),
+        ("free", str(stats.free)),
+        ("holes", f"{stats.holes}, the largest of {_cells(stats.largest_hole)}"),
+        ("fragmentation", f"{stats.fragmentation:.1%} of the free cells outside it"),
+        ("attended", f"{_cells(stats.used_max)}, up to the highest used one"),
+        ("shared", str(stats.shared)),
+    ]
+    for number, each in stats.per_sequence.items():
+        spans = f"{each.spans} spans" if each.spans != 1 else "1 span"
+        said = f"{_cells(each.cells)} in {spans}"
+        if each.pos_max >= 0:
+            said += f", positions {each.pos_min} to {each.pos_max}"
+        rows.append((f"sequence {number}", said))
+    return rows
+
+
+def _about_counters(counters: Counters) -> list[tuple[str, str]]:
+    return [
+        ("slot searches", f"{counters.slot_searches}, {counters.slot_failures} without success"),
+        ("decode retries", str(counters.decode_retries)),
+        (
+            "defragmentations",
+            f"{counters.defrags}: {counters.cells_moved} cells, {counters.bytes_moved} bytes in "
+            f"{counters.moves} moves, {counters.ns / 1e6:.3f} ms",
+        ),
+    ]
+
+
+def _cells(n: int) -> str:
+    return f"{n} cells" if n != 1 else "1 cell"
+
+
+def _scaled(counters: Counters, field: str, unit: float) -> float:
+    value: int = getattr(counters, field)
+    return value if unit == 1 else value / unit

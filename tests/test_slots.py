@@ -1,0 +1,446 @@
+"""Slots and their leases, over a simulated library whose logits show every lost or moved token."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import runtime_kit as kit
+
+from pyllamakv.cache.slots import SlotCache
+from pyllamakv.errors import (
+    Cancelled,
+    Closed,
+    KVCacheFull,
+    NoKVSlot,
+    NoSlotAvailable,
+    ReprocessNeeded,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyllamakv.cache.slot import SlotLease
+    from pyllamakv.runtime.context import Context
+
+
+@pytest.fixture
+def ctx(tmp_path: Path) -> Context:
+    """Return a context of 64 cells and 4 sequences."""
+    return kit.context(tmp_path)
+
+
+def fill(cache: SlotCache, tokens: Any) -> int:
+    """Decode a prompt in a slot, give it back, and return the id of its sequence."""
+    with cache.acquire(tokens) as lease:
+        lease.decode()
+        return lease.sequence.id
+
+
+def fresh(tmp_path: Path, tokens: list[int]) -> np.ndarray:
+    """Return the logits after these tokens in a context of their own."""
+    alone = kit.context(tmp_path)
+    sequence = alone.sequence()
+    alone.prefill(sequence, tokens)
+    return alone.logits().copy()
+
+
+@pytest.mark.parametrize("policy", ["longest", "best"])
+@pytest.mark.parametrize(
+    ("kept", "prompt", "cached"),
+    [
+        ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6], 5),
+        ([1, 2, 3], [1, 2, 3], 2),
+        ([1, 2, 3], [4, 5, 6], 0),
+        ([1, 2, 3, 4, 5], [1, 2, 3], 2),
+        ([], [1, 2], 0),
+    ],
+    ids=["extended", "repeated", "new", "shorter", "empty"],
+)
+def test_load(ctx: Context, policy: Any, kept: list, prompt: list, cached: int) -> None:
+    """What is known of a prompt is kept, and at least one token is left to evaluate."""
+    cache = SlotCache(ctx, 1, policy)
+    if kept:
+        fill(cache, kept)
+    lease = cache.acquire(prompt)
+    assert (lease.cached, lease.rest) == (cached, prompt[cached:])
+    assert lease.sequence.tokens == prompt[:cached]
+    lease.decode()
+    assert lease.sequence.tokens == prompt
+    cache.check()
+
+
+@pytest.mark.parametrize("policy", ["longest", "best"])
+def test_all_in_use_is_an_error(ctx: Context, policy: Any) -> None:
+    """The original's "best" died of a nil pointer here; nothing changes, and release helps."""
+    cache = SlotCache(ctx, 2, policy)
+    leases = [cache.acquire([1, 2]), cache.acquire([1, 3])]
+    with pytest.raises(NoSlotAvailable) as caught:
+        cache.acquire([1, 2, 3])
+    assert caught.value.slots == 2
+    assert cache.stats().refused == 1
+    leases[0].release()
+    leases[0].release()
+    assert cache.acquire([1, 2, 3]).cached == 0
+    assert cache.stats().in_use == 2
+
+
+def test_bad_prompts_are_refused(ctx: Context) -> None:
+    """An empty prompt panicked in the original; too long, and what are no tokens."""
+    cache = SlotCache(ctx)
+    for wrong in ([], range(17), ["a"], [1.5], [[1]]):
+        with pytest.raises(UsageError):
+            cache.acquire(wrong)
+    with pytest.raises(UsageError, match="at most 15 fit"):
+        cache.acquire(range(16), groups=[(0, 16)])
+    assert cache.stats().prompts == 0
+    assert cache.acquire(cache.truncate(range(20))).rest == list(range(4, 20))
+
+
+def test_bad_options_are_refused(ctx: Context) -> None:
+    """Slots that there are not, sizes that do not fit, an unknown policy."""
+    for options in ({"n_slots": 0}, {"n_slots": 5}, {"size": 65}, {"size": 1}, {"policy": "x"}):
+        with pytest.raises(UsageError):
+            SlotCache(ctx, **options)
+    taken = ctx.sequence()
+    with pytest.raises(UsageError, match="in use"):
+        SlotCache(ctx)
+    taken.close()
+    assert SlotCache(ctx).size == 16
+
+
+def test_best_forks_also_from_a_slot_in_use(tmp_path: Path, ctx: Context) -> None:
+    """The shared beginning lies in the cache once, and both go on as if alone."""
+    cache = SlotCache(ctx)
+    first = cache.acquire([1, 2, 3, 4, 5])
+    first.decode()
+    second = cache.acquire([1, 2, 3, 9, 9])
+    assert (second.cached, second.sequence.tokens) == (3, [1, 2, 3])
+    second.decode()
+    assert ctx.kv.stats.used == 7
+    assert np.array_equal(ctx.logits().copy(), fresh(tmp_path, [1, 2, 3, 9, 9]))
+    first.decode([6])
+    assert np.array_equal(ctx.logits().copy(), fresh(tmp_path, [1, 2, 3, 4, 5, 6]))
+    assert cache.stats().forks == 1
+    cache.check()
+
+
+def test_histories_survive_while_a_slot_is_empty(ctx: Context) -> None:
+    """Two conversations in turn: the original's "longest" throws the first away for the second."""
+    cache = SlotCache(ctx, policy="longest")
+    one, other = [1, 5, 6, 7, 8], [1, 9, 9, 9, 9]
+    assert fill(cache, one) != fill(cache, other)
+    assert cache.acquire([*one, 2]).cached == 5
+    assert cache.acquire([*other, 2]).cached == 5
+    assert cache.stats().evictions == 0
+
+
+def test_the_history_that_was_used_longest_ago_goes(ctx: Context) -> None:
+    """A slot's age counts from its release."""
+    cache = SlotCache(ctx, 2)
+    fill(cache, [1, 1])
+    fill(cache, [2, 2])
+    fill(cache, [1, 1, 1])
+    fill(cache, [3, 3])
+    assert [slot.tokens for slot in cache._slots] == [[1, 1, 1], [3, 3]]
+    assert cache.stats().evictions == 1
+
+
+def test_tokens_are_recorded_after_their_decode(ctx: Context) -> None:
+    """A decode that fails leaves the slot as it was; the original's first versions did not."""
+    cache = SlotCache(ctx, 1)
+    lease = cache.acquire(range(40, 60))
+    ctx.native.fail_next = [1]
+    with pytest.raises(NoKVSlot):
+        lease.decode()
+    assert lease.sequence.tokens == []
+    ctx.native.fail_next = [0, 2]
+    with pytest.raises(Cancelled):
+        ctx.decode([lease.sequence.feed(range(40, 44))])
+        ctx.decode([lease.sequence.feed(range(44, 48))])
+    lease.release()
+    ctx.native.fail_next = []
+    # What the failing library claims to have decoded is in the ledger, no more.
+    assert cache.acquire(range(40, 60)).cached == 4
+
+
+def test_a_cancelled_prompt_goes_on_where_it_was(ctx: Context) -> None:
+    """What was decoded stays usable: for the same lease, and for the next one."""
+    cache = SlotCache(ctx, 1)
+    prompt = list(range(3, 53))
+    lease = cache.acquire(prompt)
+    ctx.decode(lease.sequence.feed(lease.rest[:32], "none"))
+    # The second piece has three micro-batches.
+    ctx.native.cancel_after(ctx.handle, 1)
+    with pytest.raises(Cancelled):
+        lease.decode()
+    ctx.native.cancel_after(ctx.handle, -1)
+    assert lease.sequence.tokens == prompt[:32]
+    lease.decode()
+    assert lease.sequence.tokens == prompt
+    with pytest.raises(UsageError, match="nothing to decode"):
+        lease.decode()
+    cache.check()
+
+
+def test_shift_keeps_the_head_and_the_newest(ctx: Context) -> None:
+    """Ten tokens in ten places, two kept: four go, six are left; the next one has position 6."""
+    cache = SlotCache(ctx, 4, keep=2, size=10)
+    lease = cache.acquire(range(20, 30))
+    lease.decode()
+    lease.make_room(1)
+    assert lease.sequence.tokens == [20, 21, 26, 27, 28, 29]
+    assert lease.sequence.positions == list(range(6))
+    assert ctx.kv.stats.used == 6
+    lease.decode([30])
+    assert cache.stats().shifts == 1
+    cache.check()
+
+
+def test_a_head_that_fills_the_slot_leaves_one_place(ctx: Context) -> None:
+    """Keeping as much as the context holds is an error in the original; here one place is left."""
+    cache = SlotCache(ctx, 4, keep=99, size=10)
+    lease = cache.acquire(range(20, 30))
+    lease.decode()
+    lease.make_room(1)
+    assert lease.sequence.tokens == list(range(20, 29))
+    with pytest.raises(KVCacheFull) as caught:
+        lease.make_room(2)
+    assert (caught.value.cells, caught.value.wanted) == (10, 2)
+    assert lease.sequence.tokens == list(range(20, 29))
+
+
+def test_keep_counts_from_the_models_first_token(ctx: Context) -> None:
+    """Negative means the whole prompt; the first token is always kept beside the others."""
+    cache = SlotCache(ctx, 4, keep=2, size=10)
+    for tokens, keep, kept in (
+        ([1, 5, 6, 7], None, 3),
+        ([5, 6, 7, 8], None, 2),
+        ([1, 5, 6, 7], -1, 4),
+        ([1, 5, 6, 7], 0, 1),
+        (range(10, 20), -1, 9),
+    ):
+        with cache.acquire(tokens, keep=keep) as lease:
+            assert lease.keep == kept
+
+
+def without_shift(tmp_path: Path, **native: Any) -> Context:
+    return kit.context(tmp_path, native)
+
+
+@pytest.mark.parametrize("native", [{"can_shift": False}, {"partial": False}])
+def test_what_cannot_be_shifted_is_decoded_again(tmp_path: Path, native: dict) -> None:
+    """The error has the tokens that follow the head; decoding them is as good as a fresh start."""
+    ctx = kit.context(tmp_path, native)
+    cache = SlotCache(ctx, 4, keep=2, size=10)
+    lease = cache.acquire(range(20, 30))
+    lease.decode()
+    with pytest.raises(ReprocessNeeded) as caught:
+        lease.make_room(1)
+    left = lease.sequence.tokens
+    assert left == ([20, 21] if native.get("partial", True) else [])
+    assert [*left, *caught.value.tokens] == [20, 21, 26, 27, 28, 29]
+    ctx.prefill(lease.sequence, caught.value.tokens)
+    lease.make_room(1)
+    assert np.array_equal(ctx.logits().copy(), fresh(tmp_path, [20, 21, 26, 27, 28, 29]))
+    cache.check()
+
+
+@pytest.mark.parametrize("native", [{}, {"can_shift": False}, {"partial": False}])
+def test_decode_shifts_and_decodes_again_by_itself(tmp_path: Path, native: dict) -> None:
+    """Fifty tokens go through ten places, whatever the memory can do."""
+    ctx = kit.context(tmp_path, native)
+    cache = SlotCache(ctx, 4, keep=2, size=10)
+    lease = cache.acquire([20, 21])
+    lease.decode()
+    expected = [20, 21]
+    for token in range(30, 80):
+        if len(expected) == 10:
+            expected[2:6] = []
+        lease.decode(token)
+        expected.append(token)
+        assert lease.sequence.tokens == expected
+        cache.check()
+    assert (cache.stats().shifts > 0) is (not native)
+    assert (cache.stats().reprocessed > 0) is bool(native)
+
+
+def test_a_shared_tail_is_not_shifted(tmp_path: Path, ctx: Context) -> None:
+    """Shifting a fork moves the sibling's positions too: the original does not check.
+
+    Known as wrong logits and lost positions of the sibling in every unified release.
+    """
+    cache = SlotCache(ctx, 4, keep=2, size=10)
+    one = cache.acquire(range(20, 30))
+    one.decode()
+    other = cache.acquire([*range(20, 29), 50])
+    other.decode()
+    before = ctx.kv.snapshot().stats.per_sequence[one.sequence.id]
+    with pytest.raises(ReprocessNeeded):
+        other.make_room(1)
+    assert ctx.kv.snapshot().stats.per_sequence[one.sequence.id].cells == before.cells
+    assert one.sequence.tokens == list(range(20, 30))
+    other.release()
+    # The other is gone from these cells: now it can be done in place.
+    one.make_room(1)
+    assert one.sequence.tokens == [20, 21, 26, 27, 28, 29]
+    again = cache.acquire([20, 21, 26, 27, 28, 29, 5])
+    assert again.cached == 2
+    again.decode()
+    assert np.array_equal(ctx.logits().copy(), fresh(tmp_path, [20, 21, 26, 27, 28, 29, 5]))
+    cache.check()
+
+
+def test_what_was_shifted_is_no_prefix(ctx: Context) -> None:
+    """Tokens that were evaluated behind discarded ones are not those of a prompt that lacks them.
+
+    The original takes them for it, and goes on with other keys and values than a fresh start.
+    """
+    cache = SlotCache(ctx, 1, keep=2, size=10)
+    with cache.acquire(range(20, 30)) as lease:
+        lease.decode()
+        lease.make_room(1)
+        shifted = lease.sequence.tokens
+    with cache.acquire([*shifted, 5]) as lease:
+        assert lease.cached == 2
+        lease.decode()
+    assert cache.acquire([*shifted, 5, 6]).cached == 7
+
+
+def test_groups_are_neither_split_nor_half_reused(ctx: Context) -> None:
+    """A group is discarded whole, decoded in one batch, and found again only as a whole."""
+    cache = SlotCache(ctx, 2, keep=2, size=32)
+    prompt = list(range(20, 50))
+    lease = cache.acquire(prompt, groups=[(10, 20), (22, 30)])
+    lease.decode()
+    lease.decode([7, 8, 9])
+    # Half of what is not kept would end inside the first group.
+    assert lease.sequence.tokens == [20, 21, *range(40, 50), 7, 8, 9]
+    lease.release()
+    with cache.acquire(prompt) as lease:
+        lease.decode()
+    # All of it is there, but its last group must be evaluated as a whole.
+    with cache.acquire(prompt, groups=[(22, 30)]) as lease:
+        assert lease.cached == 22
+    with cache.acquire([*prompt[:25], 3], groups=[(22, 26)]) as lease:
+        assert lease.cached == 22
+
+
+def test_pieces_end_between_groups(tmp_path: Path) -> None:
+    """A prompt longer than a batch is cut where no group is."""
+    ctx = kit.context(tmp_path, n_batch=8)
+    cache = SlotCache(ctx, 2)
+    lease = cache.acquire(range(20, 40), groups=[(6, 12), (13, 20)])
+    ctx.native.calls.clear()
+    lease.decode()
+    assert ctx.native.calls == ["decode 6", "decode 7", "decode 7"]
+    with pytest.raises(UsageError, match="at most 8 fit"):
+        cache.acquire(range(20, 40), groups=[(6, 15)])
+
+
+def test_slots_lend_each_other_cells(ctx: Context) -> None:
+    """With larger slots the oldest free history makes way, and those in use never."""
+    cache = SlotCache(ctx, 4, size=40)
+    assert cache.lends
+    fill(cache, [5] * 20)
+    fill(cache, [6] * 20)
+    first = cache.acquire([7] * 30)
+    first.decode()
+    assert [len(slot.tokens) for slot in cache._slots] == [0, 20, 30, 0]
+    second = cache.acquire([8] * 40)
+    with pytest.raises(KVCacheFull) as caught:
+        second.make_room(40)
+    assert (caught.value.cells, caught.value.used, caught.value.wanted) == (64, 50, 40)
+    # Nothing went for a room that could not be made.
+    assert [len(slot.tokens) for slot in cache._slots] == [0, 20, 30, 0]
+    second.make_room(30)
+    assert [len(slot.tokens) for slot in cache._slots] == [0, 0, 30, 0]
+    assert cache.stats().evictions == 2
+    cache.check()
+
+
+def test_shared_cells_count_once(ctx: Context) -> None:
+    """Four conversations of 40 with 32 tokens in common fit into 64 cells."""
+    cache = SlotCache(ctx, 4, size=60)
+    leases = []
+    for n in range(4):
+        leases.append(cache.acquire([*range(20, 52), *[60 + n] * 8]))
+        leases[-1].decode()
+    assert ctx.kv.stats.used == 32 + 4 * 8
+    assert cache.stats().tokens == 160
+    cache.check()
+
+
+def test_a_lease_whose_holder_broke_its_sequence(ctx: Context) -> None:
+    """A closed sequence is replaced, one with a gap is emptied: neither is a prefix of anything."""
+    cache = SlotCache(ctx, 2)
+    with cache.acquire([1, 2, 3, 4]) as lease:
+        lease.decode()
+        lease.sequence.close()
+    with cache.acquire([1, 2, 3, 4]) as lease:
+        assert lease.cached == 0
+        lease.decode()
+        lease.sequence.remove(1, 3)
+    assert cache.acquire([1, 4, 5]).cached == 0
+    cache.check()
+
+
+def test_check_finds_what_is_wrong(ctx: Context) -> None:
+    """A token behind the ledger's back is a ghost, and a lost one is as well."""
+    cache = SlotCache(ctx, 2)
+    fill(cache, [1, 2, 3])
+    cache.check()
+    ctx.native.seq_rm(ctx.handle, 0, 1, 2)
+    with pytest.raises(AssertionError, match="no ledger knows"):
+        cache.check()
+
+
+def test_stats_and_dump(ctx: Context, caplog: pytest.LogCaptureFixture) -> None:
+    """Check the numbers, the drawing and the log."""
+    caplog.set_level(logging.DEBUG, "pyllamakv.cache")
+    cache = SlotCache(ctx, 2)
+    fill(cache, ctx.model.tokenize("Hello there"))
+    fill(cache, ctx.model.tokenize("Hello world"))
+    found = cache.stats()
+    assert (found.slots, found.in_use, found.size, found.tokens) == (2, 0, 32, 24)
+    assert (found.hits, found.misses, found.forks) == (1, 1, 1)
+    assert (found.cached_tokens, found.prompt_tokens) == (7, 24)
+    assert found.to_json()["prompts"] == 2
+    lease = cache.acquire([9])
+    assert lease.sequence.id == 0
+    first, second = cache.dump().splitlines()
+    assert first.startswith("slot 0: sequence 0, in use, 0 of 32 tokens")
+    assert "free, 12 of 32 tokens" in second
+    assert "Hello world" in second
+    assert "prompt of 12 tokens: 7 in slot 1, from slot 0" in caplog.text
+    assert "SlotCache" in repr(cache)
+    assert "sequence 0" in repr(lease)
+
+
+def test_close_gives_the_sequences_back(ctx: Context) -> None:
+    """Leases of a closed cache release quietly, and no prompt gets in any more."""
+    with SlotCache(ctx, 4) as cache:
+        lease = cache.acquire([1, 2])
+        lease.decode()
+    cache.close()
+    lease.release()
+    assert ctx.kv.stats.used == 0
+    with pytest.raises(Closed):
+        cache.acquire([1])
+    assert SlotCache(ctx, 4).stats().tokens == 0
+
+
+def released(lease: SlotLease) -> bool:
+    return lease.released
+
+
+def test_an_error_releases(ctx: Context) -> None:
+    """Leaving the block gives the slot back, also by an exception."""
+    cache = SlotCache(ctx, 1)
+    with pytest.raises(ZeroDivisionError), cache.acquire([1]) as lease:
+        raise ZeroDivisionError
+    assert released(lease)
+    assert cache.stats().in_use == 0
