@@ -25,6 +25,10 @@ if TYPE_CHECKING:
         SamplerParams,
         Status,
     )
+    from pyllamakv.cache.checkpoints import Schedule
+    from pyllamakv.cache.context_cache import CacheStats, ContextCache
+    from pyllamakv.cache.interface import Cache
+    from pyllamakv.cache.lockstep import Lockstep
     from pyllamakv.errors import (
         BudgetTooSmall,
         Busy,
@@ -54,6 +58,7 @@ if TYPE_CHECKING:
         WorkerTimeout,
     )
     from pyllamakv.runtime.batch import Batch
+    from pyllamakv.runtime.breakdown import MemoryBreakdown, memory_breakdown
     from pyllamakv.runtime.compaction import Costs, measure_costs
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.kv import KV, DefragReport
@@ -71,6 +76,10 @@ _MODULES = {
     "binding.protocol": (
         "Capability ContextInfo ContextParams Counters Device Memory ModelInfo SamplerParams Status"
     ),
+    "cache.checkpoints": "Schedule",
+    "cache.context_cache": "CacheStats ContextCache",
+    "cache.interface": "Cache",
+    "cache.lockstep": "Lockstep",
     "errors": (
         "Busy Cancelled Closed ContextError DecodeError KvError LoadError ModelError NativeError "
         "NoKVSlot NotBuilt NotEnoughMemory PartialRemovalRefused SharedCells StaleLogits "
@@ -78,6 +87,7 @@ _MODULES = {
         "NoSlotAvailable NotSupported PagingError ReprocessNeeded"
     ),
     "runtime.batch": "Batch",
+    "runtime.breakdown": "MemoryBreakdown memory_breakdown",
     "runtime.compaction": "Costs measure_costs",
     "runtime.context": "Context",
     "runtime.kv": "KV DefragReport",
@@ -96,11 +106,14 @@ __all__ = [
     "Batch",
     "BudgetTooSmall",
     "Busy",
+    "Cache",
+    "CacheStats",
     "Cancelled",
     "Capability",
     "CellMap",
     "Closed",
     "Context",
+    "ContextCache",
     "ContextError",
     "ContextInfo",
     "ContextParams",
@@ -113,9 +126,11 @@ __all__ = [
     "KVStats",
     "KvError",
     "LoadError",
+    "Lockstep",
     "Logits",
     "LogitsRows",
     "Memory",
+    "MemoryBreakdown",
     "Model",
     "ModelError",
     "ModelInfo",
@@ -133,6 +148,7 @@ __all__ = [
     "ReprocessNeeded",
     "Sampler",
     "SamplerParams",
+    "Schedule",
     "Sequence",
     "SharedCells",
     "Snapshot",
@@ -146,6 +162,7 @@ __all__ = [
     "__version__",
     "errors",
     "measure_costs",
+    "memory_breakdown",
     "open",
 ]
 

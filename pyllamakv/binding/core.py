@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
+    from pyllamakv.binding.logs import Record
+
 #: How much of one record is kept, in bytes.
 _ROOM: Final = 16384
 _KINDS: Final = {0: "cpu", 1: "gpu", 2: "accelerator"}
@@ -75,13 +77,13 @@ class Core:
     def _gone(self, what: str) -> NoReturn:
         raise Closed(f"this {what} was closed; make a new one")
 
-    def _drain(self) -> None:
+    def _drain(self) -> list[Record]:
         # Not waiting: the thread that drains takes everything, and a finaliser may run inside it.
         if not self._draining.acquire(blocking=False):
-            return
+            return []
         try:
             level, text = self._record
-            records = []
+            records: list[Record] = []
             while (length := self._lib.plk_log_read(level, text, _ROOM)) >= 0:
                 line = bytes(ffi.buffer(text, min(length, _ROOM)))
                 records.append((level[0], line.decode("utf-8", "replace").rstrip("\n\0")))
@@ -90,6 +92,7 @@ class Core:
                 records.append((3, f"{lost - self._lost} lines of the log were lost"))
                 self._lost = lost
             self._log.add(records)
+            return records
         finally:
             self._draining.release()
 

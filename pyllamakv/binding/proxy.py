@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.binding.protocol import (
         About,
+        Buffer,
         ContextHandle,
         ContextInfo,
         ContextParams,
@@ -104,6 +105,11 @@ class Proxy:
     def context_info(self, context: ContextHandle) -> ContextInfo:
         """Describe a context as it was made."""
         found: ContextInfo = self._ask("context_info", context)
+        return found
+
+    def buffers(self, context: ContextHandle) -> list[Buffer]:
+        """Return what the library said that it allocated for a context."""
+        found: list[Buffer] = self._ask("buffers", context)
         return found
 
     def threads(self, context: ContextHandle, n_threads: int, n_threads_batch: int) -> None:

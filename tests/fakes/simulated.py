@@ -106,6 +106,10 @@ class SimulatedNative(SimulatedModels):
     def context_info(self, context: int) -> ContextInfo:
         return self._get(context).info
 
+    def buffers(self, context: int) -> list:
+        self._get(context)
+        return []
+
     def threads(self, context: int, n_threads: int, n_threads_batch: int) -> None:
         self._get(context)
 
