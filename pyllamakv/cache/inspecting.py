@@ -59,7 +59,9 @@ def check_ledgers(context: Context) -> None:
         snapshot = context.kv.peek()
         for number, ledger in enumerate(context.ledgers):
             last = context.native.seq_pos_max(context.handle, number)
-            if len(ledger) and context.info.memory != Memory.SWA:
+            # Of a state after its first token some releases say that there is none.
+            unclear = context.info.memory == Memory.RECURRENT and len(ledger) == 1
+            if len(ledger) and context.info.memory != Memory.SWA and not unclear:
                 _agree(last == ledger.next - 1, f"sequence {number} ends at {last} in the library")
     if snapshot is None or context.info.memory == Memory.RECURRENT:
         return

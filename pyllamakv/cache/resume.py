@@ -79,7 +79,8 @@ class Past:
             self._context.native.about.capabilities
         )
         #: Whether sequences are saved now and then, since their memory cannot always go back.
-        self.saves = wanted and (info.memory in _STATES or info.n_swa > 0)
+        forgets = info.n_swa > 0 and not self._context.params.swa_full
+        self.saves = wanted and (info.memory in _STATES or forgets)
         #: Whether a removed sequence leaves a state behind with which the next one would begin.
         self._leaves = info.memory in _STATES and self._try_to_restart()
         self._left = False
@@ -148,7 +149,8 @@ class Past:
         lane = self._lanes[0]
         try:
             for _ in range(2):
-                self._context.decode(lane.feed([0]))
+                # Two tokens: of one, some releases say that there is none.
+                self._context.decode(lane.feed([0, 0]))
                 lane.remove()
         except Unsupported:
             return True
