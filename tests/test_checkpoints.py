@@ -142,7 +142,9 @@ def test_it_agrees_with_a_list(steps: list[tuple[str, int, int]], size: int, bud
             plain = [each for each in plain if each.pos < pos] + [Checkpoint(pos, b"x" * length)]
             while len(plain) > size or sum(len(each.saved) for each in plain) > budget:
                 del plain[0]
-            kept.put(plain[-1] if plain and plain[-1].pos == pos else Checkpoint(pos, b"x" * length))
+            kept.put(
+                plain[-1] if plain and plain[-1].pos == pos else Checkpoint(pos, b"x" * length)
+            )
         else:
             plain = [each for each in plain if each.pos <= pos]
             kept.prune(pos)

@@ -46,6 +46,7 @@ class Core:
         self._draining = threading.Lock()
         self._record = (ffi.new("int32_t *"), ffi.new("char[]", _ROOM))
         self._lost = 0
+        self._lowest = 1
         self._done(self._lib.plk_init(), f"start {path.name}")
         self.about = self._read_about()
 
@@ -101,9 +102,11 @@ class Core:
         self._drain()
         return self._log.take()
 
-    def log_level(self, lowest: int) -> None:
-        """Keep only records of this level and above from now on."""
+    def log_level(self, lowest: int) -> int:
+        """Keep only records of this level and above from now on; return the level before."""
+        before, self._lowest = self._lowest, lowest
         self._lib.plk_log_level(lowest)
+        return before
 
     def devices(self) -> list[Device]:
         """List the devices."""

@@ -272,8 +272,8 @@ class Native(Decoder, Protocol):
     def logs(self) -> list[tuple[int, str]]:
         """Drain the log: (level, line) with level 1 debug, 2 info, 3 warning, 4 error."""
 
-    def log_level(self, lowest: int) -> None:
-        """Keep only records of this level and above from now on."""
+    def log_level(self, lowest: int) -> int:
+        """Keep only records of this level and above from now on; return the level before."""
 
     def devices(self) -> list[Device]:
         """List the devices."""

@@ -48,9 +48,10 @@ class Proxy:
         """Drain the log."""
         return [(level, text) for level, text in self._ask("logs")]
 
-    def log_level(self, lowest: int) -> None:
-        """Keep only records of this level and above from now on."""
-        self._ask("log_level", lowest)
+    def log_level(self, lowest: int) -> int:
+        """Keep only records of this level and above from now on; return the level before."""
+        found: int = self._ask("log_level", lowest)
+        return found
 
     def devices(self) -> list[Device]:
         """List the devices."""

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
 
 
+#: A level that no record has.
+_SILENT = 5
+
+
 def reserve(context: Context) -> None:
     """Allocate the rest of the worst case in an empty context, and leave it empty.
 
@@ -71,12 +75,15 @@ def _largest(context: Context) -> list[Batch]:
 def _allocate(context: Context, batch: Batch) -> None:
     # A decode allocates before it computes. States are computed all the same: in some releases a
     # cancelled one ends the process with the decode that follows.
+    native = context.native
     if context.info.memory not in (Memory.RECURRENT, Memory.HYBRID):
-        context.native.cancel_after(context.handle, 0)
+        native.cancel_after(context.handle, 0)
+    level = native.log_level(_SILENT)  # it would complain of what is meant
     try:
         context.decode(batch)
     except Cancelled:
         pass
     finally:
-        context.native.cancel_after(context.handle, -1)
+        native.log_level(level)
+        native.cancel_after(context.handle, -1)
         context.clear()

@@ -75,8 +75,8 @@ class SimulatedNative(SimulatedModels):
     def logs(self) -> list[tuple[int, str]]:
         return []
 
-    def log_level(self, lowest: int) -> None:
-        pass
+    def log_level(self, lowest: int) -> int:
+        return 1
 
     def devices(self) -> list[Device]:
         return [Device("CPU", "simulated", "cpu", 0, 0)]
