@@ -26,7 +26,8 @@ if TYPE_CHECKING:
         Status,
     )
     from pyllamakv.cache.checkpoints import Schedule
-    from pyllamakv.cache.context_cache import CacheStats, ContextCache
+    from pyllamakv.cache.context_cache import ContextCache
+    from pyllamakv.cache.counting import CacheStats
     from pyllamakv.cache.interface import Cache
     from pyllamakv.cache.lockstep import Lockstep
     from pyllamakv.errors import (
@@ -77,7 +78,8 @@ _MODULES = {
         "Capability ContextInfo ContextParams Counters Device Memory ModelInfo SamplerParams Status"
     ),
     "cache.checkpoints": "Schedule",
-    "cache.context_cache": "CacheStats ContextCache",
+    "cache.context_cache": "ContextCache",
+    "cache.counting": "CacheStats",
     "cache.interface": "Cache",
     "cache.lockstep": "Lockstep",
     "errors": (

@@ -1,4 +1,4 @@
-"""Help the tests of the cache managers: caches over simulated and real libraries, and references."""
+"""Help the tests of the cache managers: caches over simulated and real libraries, references."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Test the cache over real libraries: content is what a fresh context gives, with flash attention
-on and off, where cells are contiguous, scattered, and in a stream for each sequence."""
+"""Test the cache over real libraries: what it holds is what a fresh context gives.
+
+With flash attention on and off, in contiguous cells, scattered ones, and a stream per sequence.
+"""
 
 from __future__ import annotations
 
@@ -206,7 +208,7 @@ def test_can_resume(bench: Bench) -> None:
 
 
 def test_scattered_cells_and_a_full_cache(bench: Bench) -> None:
-    """A batch of exactly the free cells succeeds wherever they lie, one token more changes nothing."""
+    """Exactly as many tokens as cells are free fit, wherever these lie; one more fails."""
     with bench.cache(capacity=64, max_batch=64) as cache:
         if not bench.unified:
             pytest.skip("sequences have cells of their own, which nobody else fragments")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.cache import room, unsharing
+from pyllamakv.cache.counting import CacheStats
 from pyllamakv.cache.inspecting import check_ledgers, describe
 from pyllamakv.cache.interface import check_counts, lengths
 from pyllamakv.cache.resume import Past, closing_gap, going_back
@@ -19,7 +20,7 @@ from pyllamakv.errors import (
 )
 from pyllamakv.runtime.batch import Batch
 from pyllamakv.runtime.breakdown import MemoryBreakdown, memory_breakdown
-from pyllamakv.runtime.reserving import reserve
+from pyllamakv.runtime.reserving import check_address_space, reserve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,33 +32,17 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.model import Model
 
 
-@dataclass(slots=True)
-class CacheStats:
-    """Count what a `ContextCache` did, and the checkpoints that it has."""
-
-    forwards: int = 0
-    tokens: int = 0
-    full: int = 0
-    defrags: int = 0
-    copies: int = 0
-    removals: int = 0
-    restores: int = 0
-    checkpoints: int = 0
-    checkpoint_bytes: int = 0
-
-    def to_json(self) -> dict[str, int]:
-        """Return the numbers as plain JSON values."""
-        return asdict(self)
-
-
 class ContextCache:
     """Implement `Cache` over a context, whose sequences it takes all: ``lanes``.
 
-    ``checkpoints`` says how often a sequence is saved where the memory cannot go back by itself.
+    ``checkpoints`` says how often a sequence is saved where the memory cannot go back by itself;
+    ``rehearse`` fills the whole cache once, to see that nothing is missing.
     Raises NotEnoughMemory when the worst case does not fit, UsageError when the context is in use.
     """
 
-    def __init__(self, context: Context, *, checkpoints: Schedule | None = None) -> None:
+    def __init__(
+        self, context: Context, *, checkpoints: Schedule | None = None, rehearse: bool = False
+    ) -> None:
         self.context = context
         self.lanes: tuple[runtime.Sequence, ...] = ()
         self._owned: Context | None = None
@@ -71,7 +56,7 @@ class ContextCache:
         try:
             for number in range(info.n_seq_max):
                 self.lanes += (context.sequence(number),)
-            reserve(context)
+            reserve(context, rehearse=rehearse)
             self.past = Past(self.lanes, checkpoints)
         except KvError:
             self.close()
@@ -87,6 +72,7 @@ class ContextCache:
         capacity: int = 512,
         max_batch: int = 512,
         checkpoints: Schedule | None = None,
+        rehearse: bool = False,
         **options: Any,
     ) -> ContextCache:
         """Make a context for so many sequences of so many tokens each, and a cache that owns it.
@@ -102,11 +88,12 @@ class ContextCache:
             )
             raise UsageError(msg)
         type_k, type_v = (dtype, dtype) if isinstance(dtype, str) else dtype
-        options = {"type_k": type_k, "type_v": type_v, **options}
+        options |= {"type_k": type_k, "type_v": type_v, "n_seq_max": max_sequences}
         cells = capacity * max_sequences
-        context = model.context(cells, max_batch, n_seq_max=max_sequences, **options)
+        check_address_space(model, cells, max_batch, **options)
+        context = model.context(cells, max_batch, **options)
         try:
-            cache = cls(context, checkpoints=checkpoints)
+            cache = cls(context, checkpoints=checkpoints, rehearse=rehearse)
         except BaseException:
             context.close()
             raise

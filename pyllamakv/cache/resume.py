@@ -134,7 +134,7 @@ class Past:
             return
         try:
             ring.put(Checkpoint(pos, lane.save()))
-        except (NativeError, Unsupported) as error:
+        except (NativeError, Unsupported, MemoryError) as error:
             LOGGER.info("no checkpoints are kept: %s", error)
             self.saves = False
             return
