@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
     from pyllamakv.cache.context_cache import ContextCache
 
-#: More than both releases' noise, and far less than what a lost token or window does.
-CLOSE = 0.02
+#: More than the noise of flash attention, whose blocks begin elsewhere (0.09 of 15), and far less
+#: than what a lost part of a window does (7 and more).
+CLOSE = 0.5
 #: Long enough for a sliding-window cache of 256 cells to have given most of them away.
 LENGTH = 700
 
@@ -71,13 +72,8 @@ def test_it_says_yes_exactly_where_the_content_is_right(
                 assert answers[position] == right, (position, answers[position])
             assert answers[0]
             assert answers[LENGTH]
-            everything = all(answers.values())
-            assert everything == (
-                name == "tiny"
-                or (spec.startswith("0.3.9") and name == "sliding")
-                or options.get("swa_full")
-                or options.get("kv_unified") is False
-            )
+            whole = name == "tiny" or (name == "sliding" and spec.startswith("0.3.9"))
+            assert all(answers.values()) == (whole or "swa_full" in options)
 
 
 def every_row(model: kv.Model, tokens: list[int], **options: Any) -> np.ndarray:
@@ -123,7 +119,7 @@ def content_after(cache: ContextCache, position: int, tokens: list[int], rows: n
     ids=lambda each: "-".join(each),
 )
 def forgetful(request: pytest.FixtureRequest) -> Iterator[tuple[kv.Model, ContextCache]]:
-    """Give a cache whose memory cannot go back, with a checkpoint every 100 positions."""
+    """Give a cache whose memory cannot go back, with a checkpoint every 120 positions at least."""
     spec, name = request.param
     with kv.open(built(spec)) as library:
         model = library.load_model(window() if name == "sliding" else synthetic.model(name))
@@ -131,9 +127,9 @@ def forgetful(request: pytest.FixtureRequest) -> Iterator[tuple[kv.Model, Contex
             model,
             max_sequences=2,
             capacity=LENGTH + 68,
-            max_batch=50,
-            n_ubatch=50,
-            checkpoints=Schedule(interval=100),
+            max_batch=64,
+            n_ubatch=64,
+            checkpoints=Schedule(interval=120),
         ) as cache:
             yield model, cache
 
@@ -145,13 +141,13 @@ def test_checkpoints_take_a_sequence_back(forgetful: tuple[kv.Model, ContextCach
     tokens = some(LENGTH)
     forward(cache, 0, tokens)
     forward(cache, 1, tokens[:60])
-    assert cache.past.rings[0].positions == [49, *range(149, 700, 100)]
+    assert cache.past.rings[0].positions == [63, 191, 319, 447, 575, 699]
     target = cache.prepare_restore(0, 420)
-    assert target in (350, 420)
+    assert target in (320, 420)
     assert cache.can_resume(0, target)
     cache.remove(0, target)
     assert cache.lanes[0].tokens == tokens[:target]
-    assert cache.past.rings[0].positions == [49, 149, 249, 349]
+    assert cache.past.rings[0].positions == [63, 191, 319]
     forward(cache, 0, [3, 4, 5])
     there = cache.lanes[0].logits().copy()
     expected = fresh(model, [*tokens[:target], 3, 4, 5], swa_full=True)
@@ -173,11 +169,11 @@ def test_a_copy_goes_by_a_checkpoint(forgetful: tuple[kv.Model, ContextCache]) -
         with pytest.raises(NotSupported):
             cache.copy_prefix(0, 1, 333)
         assert picture(cache) == before
-    assert cache.copy_prefix(0, 1, 350) == 350
+    assert cache.copy_prefix(0, 1, 320) == 320
     forward(cache, 1, [3])
-    expected = fresh(model, [*tokens[:350], 3], swa_full=True)
+    expected = fresh(model, [*tokens[:320], 3], swa_full=True)
     assert np.abs(cache.lanes[1].logits().copy() - expected).max() < CLOSE
-    assert cache.past.rings[1].positions == [49, 149, 249, 349]
+    assert cache.past.rings[1].positions == [63, 191, 319]
     cache.check()
 
 
@@ -195,7 +191,7 @@ def test_after_an_aborted_pass_a_checkpoint_is_left(
     cache.context.native.cancel_after(cache.context.handle, -1)
     cache.check()
     at = cache.prepare_restore(0, 300)
-    assert at in (250, 300)
+    assert at in (192, 300)
     cache.remove(0, at)
     assert cache.lanes[0].tokens == tokens[:at]
     forward(cache, 0, [1])

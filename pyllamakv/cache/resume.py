@@ -15,7 +15,7 @@ from pyllamakv.binding.protocol import Capability, Memory
 from pyllamakv.cache.checkpoints import Checkpoint, Ring
 from pyllamakv.cache.room import no_room
 from pyllamakv.errors import NativeError, PartialRemovalRefused, StateError, Unsupported
-from pyllamakv.runtime import windows
+from pyllamakv.runtime import state, windows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Many
@@ -107,7 +107,11 @@ class Past:
         return self.rings[lane.id].at(position - 1)
 
     def restore(self, lane: Sequence, checkpoint: Checkpoint) -> None:
-        """Put a checkpoint into a sequence, or raise KVCacheFull with nothing changed."""
+        """Put a checkpoint into a sequence, or raise KVCacheFull with nothing changed.
+
+        Raises StateError for a damaged one.
+        """
+        state.unpack(checkpoint.saved)
         try:
             lane.restore(checkpoint.saved)
         except StateError as error:

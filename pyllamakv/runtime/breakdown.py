@@ -90,19 +90,18 @@ def _kept(context: Context, told: list[Buffer], seen: Snapshot | None) -> tuple[
         for name in ("bytes_k", "bytes_v")
     )
     recurrent = context.info.memory in (Memory.RECURRENT, Memory.HYBRID)
-    none = Share(0, exact=True, known_by="this memory has none")
-    states = (
-        (_logged(told, "RS") or Share(0, exact=False, known_by="not said")) if recurrent else none
-    )
     caches = [each for each in told if each.kind == "KV"]
+    # Beyond the cells: states, which some releases call KV, or the keys of an indexer.
     beyond = sum(each.bytes for each in caches) - k.bytes - v.bytes
-    if beyond > ROUNDING * len(caches):
-        # States, of releases that call them KV; or keys of an indexer, which has no cells to show.
-        more = Share(beyond, exact=False, known_by="the library's log")
-        if recurrent:
-            return k, v, more
+    if beyond <= ROUNDING * len(caches):
+        beyond = 0
+    if recurrent:
+        known_by = "the library's log" if told else "the library did not say"
+        return k, v, _logged(told, "RS") or Share(beyond, exact=False, known_by=known_by)
+    if beyond:
         known_by = "counted, and the library's log" if k.bytes else "the library's log, with V"
         k = Share(k.bytes + beyond, exact=False, known_by=known_by)
+    states = Share(0, exact=True, known_by="this memory has none")
     return k, v, states
 
 
