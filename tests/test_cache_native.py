@@ -281,3 +281,72 @@ def test_the_whole_can_always_be_removed(spec: str, name: str) -> None:
                     cache.remove(sequence, 0)
                 assert [cache.length(i) for i in (0, 1)] == [0, 0]
                 cache.check()
+
+
+def windowed(library: kv.OpenLibrary, window: int) -> kv.Model:
+    """Load a model whose every other layer sees so many positions."""
+    from pyllamakv.home import home
+
+    shape = synthetic.Shape(f"window{window}", n_layer=26, architecture="gemma2", window=window)
+    return library.load_model(synthetic.generate(shape, home() / "models"))
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_windows_of_all_sequences_slide(flash: bool) -> None:
+    """TestSWA, TestSWASeparateBatches, TestSWAMem: what no window shows any more gives its cells.
+
+    Two sequences take turns; each pass frees what the other left behind its window. An earlier
+    cache looked at the sequences of the batch alone and ran full. What is kept beyond the window
+    is masked: logits are those of a fresh context.
+    """
+    with kv.open(built("0.3.36+patched")) as library:
+        model = windowed(library, 8)
+        sizes = {"max_sequences": 2, "capacity": 512, "max_batch": 32, "n_ubatch": 32}
+        with kv.ContextCache.init(model, flash_attn=flash, **sizes) as cache:
+            tokens = {0: some(500, 1), 1: some(500, 2)}
+            small = [each for each in cache.context.kv.snapshot().streams if each.swa]
+            assert sum(map(len, small)) < 1000
+            for at in range(0, 500, 20):
+                for sequence in (0, 1):
+                    forward(cache, sequence, tokens[sequence][at : at + 20])
+            for sequence in (0, 1):
+                forward(cache, sequence, [7])
+                there = cache.lanes[sequence].logits().copy()
+                expected = fresh(
+                    model, [*tokens[sequence], 7], flash_attn=flash, swa_full=True, n_ctx=512
+                )
+                assert np.abs(there - expected).max() < 0.2
+            cache.check()
+
+
+def test_a_window_of_four_resumes_where_its_cells_are() -> None:
+    """TestCanResume and TestCanResumeSWAMem, window 4: not where a part of the window is gone.
+
+    The cells stay until others need them, so that the answers come from what is there, not from a
+    formula: going back further than the window is possible as long as nobody took the cells.
+    """
+    with kv.open(built("0.3.36+patched")) as library:
+        model = windowed(library, 4)
+        sizes = {"max_sequences": 1, "capacity": 512, "max_batch": 32, "n_ubatch": 32}
+        with kv.ContextCache.init(model, checkpoints=kv.Schedule(size=0), **sizes) as cache:
+            forward(cache, 0, some(5))
+            assert all(cache.can_resume(0, position) for position in range(6))
+            assert not cache.can_resume(0, 6)
+            forward(cache, 0, some(495))
+            held = {
+                pos
+                for each in cache.context.kv.snapshot().streams
+                if each.swa
+                for pos in each.pos[each.has(0)].tolist()
+            }
+            for position in range(501):
+                seen = set(range(max(0, position - 3), position))
+                expected = position in (0, 500) or seen <= held
+                assert cache.can_resume(0, position) == expected, position
+            refused = next(p for p in range(500) if not cache.can_resume(0, p))
+            before = picture(cache)
+            with pytest.raises(NotSupported, match="window"):
+                cache.remove(0, refused)
+            with pytest.raises(NotSupported):
+                cache.remove(0, 2, 4)
+            assert picture(cache) == before
