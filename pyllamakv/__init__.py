@@ -25,6 +25,11 @@ if TYPE_CHECKING:
         SamplerParams,
         Status,
     )
+    from pyllamakv.cache.checkpoints import Schedule
+    from pyllamakv.cache.context_cache import ContextCache
+    from pyllamakv.cache.counting import CacheStats
+    from pyllamakv.cache.interface import Cache
+    from pyllamakv.cache.lockstep import Lockstep
     from pyllamakv.cache.prefix import PrefixCache
     from pyllamakv.cache.prefix_stats import PrefixStats
     from pyllamakv.errors import (
@@ -60,6 +65,7 @@ if TYPE_CHECKING:
     from pyllamakv.harness.watching import watch
     from pyllamakv.runtime import metrics
     from pyllamakv.runtime.batch import Batch
+    from pyllamakv.runtime.breakdown import MemoryBreakdown, memory_breakdown
     from pyllamakv.runtime.compaction import Costs, measure_costs
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.kv import KV, DefragReport
@@ -77,6 +83,11 @@ _MODULES = {
     "binding.protocol": (
         "Capability ContextInfo ContextParams Counters Device Memory ModelInfo SamplerParams Status"
     ),
+    "cache.checkpoints": "Schedule",
+    "cache.context_cache": "ContextCache",
+    "cache.counting": "CacheStats",
+    "cache.interface": "Cache",
+    "cache.lockstep": "Lockstep",
     "cache.prefix": "PrefixCache",
     "cache.prefix_stats": "PrefixStats",
     "errors": (
@@ -88,6 +99,7 @@ _MODULES = {
     "harness.recording": "Recording record",
     "harness.watching": "watch",
     "runtime.batch": "Batch",
+    "runtime.breakdown": "MemoryBreakdown memory_breakdown",
     "runtime.compaction": "Costs measure_costs",
     "runtime.context": "Context",
     "runtime.kv": "KV DefragReport",
@@ -108,11 +120,14 @@ __all__ = [
     "Batch",
     "BudgetTooSmall",
     "Busy",
+    "Cache",
+    "CacheStats",
     "Cancelled",
     "Capability",
     "CellMap",
     "Closed",
     "Context",
+    "ContextCache",
     "ContextError",
     "ContextInfo",
     "ContextParams",
@@ -125,9 +140,11 @@ __all__ = [
     "KVStats",
     "KvError",
     "LoadError",
+    "Lockstep",
     "Logits",
     "LogitsRows",
     "Memory",
+    "MemoryBreakdown",
     "Model",
     "ModelError",
     "ModelInfo",
@@ -148,6 +165,7 @@ __all__ = [
     "ReprocessNeeded",
     "Sampler",
     "SamplerParams",
+    "Schedule",
     "Sequence",
     "SharedCells",
     "Snapshot",
@@ -162,6 +180,7 @@ __all__ = [
     "__version__",
     "errors",
     "measure_costs",
+    "memory_breakdown",
     "metrics",
     "open",
     "record",

@@ -239,3 +239,27 @@ def test_one_token_can_be_fed_by_itself(tmp_path: Path) -> None:
     assert a.tokens[-1] == 7
     assert repr(a) == "<Sequence 0, 11 tokens>"
     assert a
+
+
+def test_a_copy_replaces_what_another_sequence_holds(tmp_path) -> None:
+    """The cells are shared, the other's own tokens are gone, a copy to itself changes nothing."""
+    ctx = kit.context(tmp_path)
+    a, b = ctx.sequence(), ctx.sequence()
+    ctx.decode([a.feed([1, 2, 3, 4]), b.feed([9, 9])])
+    assert a.copy_to(b, 3) == 3
+    assert (b.tokens, ctx.kv.stats.shared, ctx.kv.stats.used) == ([1, 2, 3], 3, 4)
+    assert a.copy_to(a, 1) == 4
+    assert a.copy_to(b) == 4
+    assert a.copy_to(b, 0) == 0
+    assert (a.tokens, b.tokens) == ([1, 2, 3, 4], [])
+
+
+def test_a_copy_that_is_refused_changes_nothing(tmp_path) -> None:
+    """A memory that has no parts says so before the other sequence is emptied."""
+    ctx = kit.context(tmp_path, {"partial": False})
+    a, b = ctx.sequence(), ctx.sequence()
+    ctx.decode([a.feed([1, 2, 3]), b.feed([9, 9])])
+    with pytest.raises(PartialRemovalRefused):
+        a.copy_to(b, 2)
+    assert b.tokens == [9, 9]
+    assert a.copy_to(b, 3) == 3

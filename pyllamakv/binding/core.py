@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
+    from pyllamakv.binding.logs import Record
+
 #: How much of one record is kept, in bytes.
 _ROOM: Final = 16384
 _KINDS: Final = {0: "cpu", 1: "gpu", 2: "accelerator"}
@@ -44,6 +46,7 @@ class Core:
         self._draining = threading.Lock()
         self._record = (ffi.new("int32_t *"), ffi.new("char[]", _ROOM))
         self._lost = 0
+        self._lowest = 1
         self._done(self._lib.plk_init(), f"start {path.name}")
         self.about = self._read_about()
 
@@ -75,13 +78,13 @@ class Core:
     def _gone(self, what: str) -> NoReturn:
         raise Closed(f"this {what} was closed; make a new one")
 
-    def _drain(self) -> None:
+    def _drain(self) -> list[Record]:
         # Not waiting: the thread that drains takes everything, and a finaliser may run inside it.
         if not self._draining.acquire(blocking=False):
-            return
+            return []
         try:
             level, text = self._record
-            records = []
+            records: list[Record] = []
             while (length := self._lib.plk_log_read(level, text, _ROOM)) >= 0:
                 line = bytes(ffi.buffer(text, min(length, _ROOM)))
                 records.append((level[0], line.decode("utf-8", "replace").rstrip("\n\0")))
@@ -90,6 +93,7 @@ class Core:
                 records.append((3, f"{lost - self._lost} lines of the log were lost"))
                 self._lost = lost
             self._log.add(records)
+            return records
         finally:
             self._draining.release()
 
@@ -98,9 +102,11 @@ class Core:
         self._drain()
         return self._log.take()
 
-    def log_level(self, lowest: int) -> None:
-        """Keep only records of this level and above from now on."""
+    def log_level(self, lowest: int) -> int:
+        """Keep only records of this level and above from now on; return the level before."""
+        before, self._lowest = self._lowest, lowest
         self._lib.plk_log_level(lowest)
+        return before
 
     def devices(self) -> list[Device]:
         """List the devices."""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from pyllamakv.binding.protocol import Buffer
+
 _INT32: Final = np.dtype(np.int32)
 _INT8: Final = np.dtype(np.int8)
 
@@ -48,7 +50,7 @@ class Scratch:
     """Keep what calls on one context use again and again: one thread at a time."""
 
     __slots__ = (
-        "batch", "cells", "each", "model", "n_vocab", "place",
+        "batch", "buffers", "cells", "each", "model", "n_vocab", "place",
         "raw", "rows", "tokens", "view", "words",
     )  # fmt: skip
 
@@ -57,6 +59,7 @@ class Scratch:
         self.model = model
         self.n_vocab = n_vocab
         self.words = max(1, (n_seq_max + 63) // 64)
+        self.buffers: list[Buffer] = []
         self.batch = struct("plk_batch")
         self.cells = struct("plk_cells_info")
         self.each = _Each(())

@@ -11,11 +11,12 @@ from typing import Final
 
 import numpy as np
 
-from pyllamakv.binding import structs
+from pyllamakv.binding import logs, structs
 from pyllamakv.binding.codes import OWN, Code
 from pyllamakv.binding.core import struct
 from pyllamakv.binding.decodes import Decodes, Scratch
 from pyllamakv.binding.protocol import (
+    Buffer,
     Capability,
     CellsInfo,
     ContextHandle,
@@ -52,12 +53,14 @@ class Local(Decodes):
         raw = struct("plk_context_params")
         structs.fill(raw, params, lambda text: ffi.new("char[]", text))
         out = ffi.new("plk_context **")
+        self._drain()  # what was said before is not about this context
         code = self._lib.plk_context_new(self._model(model), raw, out)
         self._done(code, "make a context", "context")
-        self._drain()
+        said = self._drain()
         handle = ContextHandle(next(self._ids))
         n_vocab = self.model_info(model).n_vocab
         self._scratch[handle] = Scratch(out[0], model, n_vocab, params.n_seq_max)
+        self._scratch[handle].buffers = logs.buffers(said)
         self._contexts[handle] = out[0]
         return handle
 
@@ -74,6 +77,11 @@ class Local(Decodes):
         code = self._lib.plk_context_read(self._context(context), raw)
         self._done(code, "read the context", "context")
         return structs.read(ContextInfo, raw)
+
+    def buffers(self, context: ContextHandle) -> list[Buffer]:
+        """Return what the library said that it allocated for a context."""
+        self._context(context)
+        return list(self._scratch[context].buffers)
 
     def threads(self, context: ContextHandle, n_threads: int, n_threads_batch: int) -> None:
         """Set how many threads compute from now on."""

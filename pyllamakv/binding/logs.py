@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import deque
 from typing import TYPE_CHECKING, Final
+
+from pyllamakv.binding.protocol import Buffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -33,6 +36,16 @@ def forward(records: Iterable[Record]) -> None:
     """Give records to `logging`."""
     for level, text in records:
         LOGGER.log(_LEVELS.get(level, logging.INFO), "%s", text)
+
+
+#: How llama.cpp tells of a buffer, in every release: device, kind, size.
+_BUFFER: Final = re.compile(r"(\S+)\s+(\w+) buffer size =\s*([0-9.]+) MiB")
+
+
+def buffers(records: Iterable[Record]) -> list[Buffer]:
+    """Return the buffers that log lines tell of, in their order."""
+    found = (_BUFFER.search(text) for _, text in records)
+    return [Buffer(m[1], m[2], round(float(m[3]) * 2**20)) for m in found if m is not None]
 
 
 class Log:

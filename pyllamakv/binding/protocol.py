@@ -143,6 +143,18 @@ class ContextInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Buffer:
+    """Name a buffer that a new context allocated: ``kind`` is KV, RS, compute or output.
+
+    ``bytes`` are as exact as the library's log, which rounds to 0.01 MiB.
+    """
+
+    device: str
+    kind: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class CellsInfo:
     """Describe one stream of one cache; ``used`` and ``head`` are -1 where unknown."""
 
@@ -260,8 +272,8 @@ class Native(Decoder, Protocol):
     def logs(self) -> list[tuple[int, str]]:
         """Drain the log: (level, line) with level 1 debug, 2 info, 3 warning, 4 error."""
 
-    def log_level(self, lowest: int) -> None:
-        """Keep only records of this level and above from now on."""
+    def log_level(self, lowest: int) -> int:
+        """Keep only records of this level and above from now on; return the level before."""
 
     def devices(self) -> list[Device]:
         """List the devices."""
@@ -299,6 +311,9 @@ class Native(Decoder, Protocol):
 
     def context_info(self, context: ContextHandle) -> ContextInfo:
         """Describe a context as it was made."""
+
+    def buffers(self, context: ContextHandle) -> list[Buffer]:
+        """Return what the library said that it allocated for a context; empty where it did not."""
 
     def threads(self, context: ContextHandle, n_threads: int, n_threads_batch: int) -> None:
         """Set how many threads compute from now on."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.binding.protocol import (
         About,
+        Buffer,
         ContextHandle,
         ContextInfo,
         ContextParams,
@@ -47,9 +48,10 @@ class Proxy:
         """Drain the log."""
         return [(level, text) for level, text in self._ask("logs")]
 
-    def log_level(self, lowest: int) -> None:
-        """Keep only records of this level and above from now on."""
-        self._ask("log_level", lowest)
+    def log_level(self, lowest: int) -> int:
+        """Keep only records of this level and above from now on; return the level before."""
+        found: int = self._ask("log_level", lowest)
+        return found
 
     def devices(self) -> list[Device]:
         """List the devices."""
@@ -104,6 +106,11 @@ class Proxy:
     def context_info(self, context: ContextHandle) -> ContextInfo:
         """Describe a context as it was made."""
         found: ContextInfo = self._ask("context_info", context)
+        return found
+
+    def buffers(self, context: ContextHandle) -> list[Buffer]:
+        """Return what the library said that it allocated for a context."""
+        found: list[Buffer] = self._ask("buffers", context)
         return found
 
     def threads(self, context: ContextHandle, n_threads: int, n_threads_batch: int) -> None:

@@ -41,9 +41,9 @@ def context_bytes(info: ModelInfo, params: ContextParams, *, uneven: bool = Fals
     return cache + 4 * seen * n_ubatch + 4 * info.n_vocab
 
 
-def available_bytes() -> int | None:
-    """Return how much this process may still allocate, or None where nothing tells."""
-    known = [n for n in (_address_space(), _cgroup(), _machine()) if n is not None]
+def available_bytes(pid: int | None = None) -> int | None:
+    """Return how much this process, or its worker, may still allocate; None: nothing tells."""
+    known = [n for n in (address_space(pid), _cgroup(), _machine()) if n is not None]
     return max(0, min(known)) if known else None
 
 
@@ -64,12 +64,20 @@ def _row(kind: int, width: int) -> int:
     return -(-width // number.block) * number.bytes
 
 
-def _address_space() -> int | None:
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+def address_space(pid: int | None = None) -> int | None:
+    """Return how many bytes this process, or another, may still map; None: without limit."""
+    try:
+        if pid is None:
+            limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        else:
+            limit, _ = resource.prlimit(pid, resource.RLIMIT_AS)
+    except (AttributeError, OSError):
+        return None
     if limit == resource.RLIM_INFINITY:
         return None
     try:
-        pages = int((_PROC / "self/statm").read_text(encoding="ascii").split()[0])
+        statm = _PROC / str(pid or "self") / "statm"
+        pages = int(statm.read_text(encoding="ascii").split()[0])
     except (OSError, ValueError, IndexError):
         return limit
     return limit - pages * resource.getpagesize()

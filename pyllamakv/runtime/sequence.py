@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import (
     Closed,
-    PartialRemovalRefused,
     SharedCells,
     StaleLogits,
     Unsupported,
@@ -103,28 +102,10 @@ class Sequence:
     def fork(self, length: int | None = None) -> Sequence:
         """Make a sequence with the same first ``length`` tokens (None: all), sharing the cells."""
         self.check(self.context)
-        context = self.context
         _check_length(length)
-        cut = None if length is None or length >= len(self) else self.ledger.positions[length]
-        other = context.sequence()
+        other = self.context.sequence()
         try:
-            with context.turn:
-                if context.info.n_swa:
-                    windows.check(context, self.id, self.ledger.positions[:length], "a fork")
-                if cut is None or not context.streams:
-                    end = -1 if cut is None else cut
-                    context.native.seq_cp(context.handle, self.id, other.id, -1, end)
-                else:
-                    # Between streams llama.cpp asserts that whole sequences are copied.
-                    context.native.seq_cp(context.handle, self.id, other.id, -1, -1)
-                    context.native.update(context.handle)
-                    if not context.native.seq_rm(context.handle, other.id, cut, -1):
-                        raise _refused(self.id, cut, None)
-                    context.keeper.freed()
-                other.ledger.copy_from(self.ledger, None, cut, share=not context.streams)
-                if cut is None:
-                    other.ledger.logits_at = self.ledger.logits_at
-                    other.ledger.logits_epoch = self.ledger.logits_epoch
+            sharing.prefix(self, other, length)
         except BaseException:
             other.close()
             raise
@@ -135,7 +116,25 @@ class Sequence:
 
         Raises UsageError where this one has tokens there, Unsupported where no part can be shared.
         """
-        return sharing.share(self, other, p0, p1)
+        return sharing.span(self, other, p0, p1)
+
+    def copy_to(self, other: Sequence, length: int | None = None) -> int:
+        """Replace what ``other`` holds by the first ``length`` tokens of this one; return how many.
+
+        They share the cells, as after `fork`; a copy into itself changes nothing. Raises
+        PartialRemovalRefused, with nothing changed.
+        """
+        self.check(self.context)
+        other.check(self.context)
+        _check_length(length)
+        if other is not self:
+            with self.context.turn:
+                if length != 0:
+                    sharing.check(self, length)
+                other.remove()
+                if length != 0 and len(self):
+                    sharing.prefix(self, other, length)
+        return len(other)
 
     def trim(self, length: int) -> int:
         """Keep the first ``length`` tokens; return how many were removed."""
@@ -159,7 +158,7 @@ class Sequence:
             if context.info.n_swa:
                 windows.check(context, self.id, self.ledger.without(p0, p1), "removing them")
             if not context.native.seq_rm(context.handle, self.id, first, end):
-                raise _refused(self.id, p0, p1)
+                raise sharing.refused(self.id, p0, p1)
             context.keeper.freed()
             return self.ledger.remove(p0, p1)
 
@@ -291,11 +290,3 @@ def _check_length(length: int | None) -> None:
     if length is not None and length < 0:
         msg = f"the number of tokens to keep must be 0 or more, not {length}"
         raise UsageError(msg)
-
-
-def _refused(number: int, p0: int | None, p1: int | None) -> PartialRemovalRefused:
-    msg = (
-        f"this memory cannot remove a part of sequence {number} (positions {p0}..{p1}); nothing "
-        "was changed: remove the whole sequence and decode again what shall stay"
-    )
-    return PartialRemovalRefused(msg)

@@ -75,8 +75,8 @@ class SimulatedNative(SimulatedModels):
     def logs(self) -> list[tuple[int, str]]:
         return []
 
-    def log_level(self, lowest: int) -> None:
-        pass
+    def log_level(self, lowest: int) -> int:
+        return 1
 
     def devices(self) -> list[Device]:
         return [Device("CPU", "simulated", "cpu", 0, 0)]
@@ -105,6 +105,10 @@ class SimulatedNative(SimulatedModels):
 
     def context_info(self, context: int) -> ContextInfo:
         return self._get(context).info
+
+    def buffers(self, context: int) -> list:
+        self._get(context)
+        return []
 
     def threads(self, context: int, n_threads: int, n_threads_batch: int) -> None:
         self._get(context)

@@ -1,0 +1,287 @@
+"""Be a `Cache` over one context: all is reserved at the start, and a refusal leaves no trace."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pyllamakv.cache import room, unsharing
+from pyllamakv.cache.counting import CacheStats
+from pyllamakv.cache.inspecting import check_ledgers, describe
+from pyllamakv.cache.interface import check_counts, lengths
+from pyllamakv.cache.resume import Past, closing_gap, going_back
+from pyllamakv.errors import (
+    KVCacheFull,
+    KvError,
+    NotSupported,
+    Unsupported,
+    UsageError,
+)
+from pyllamakv.runtime.batch import Batch
+from pyllamakv.runtime.breakdown import MemoryBreakdown, memory_breakdown
+from pyllamakv.runtime.reserving import check_address_space, reserve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    from pyllamakv.cache.checkpoints import Checkpoint, Schedule
+    from pyllamakv.runtime import sequence as runtime
+    from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.model import Model
+
+
+class ContextCache:
+    """Implement `Cache` over a context, whose sequences it takes all: ``lanes``.
+
+    ``checkpoints`` says how often a sequence is saved where the memory cannot go back by itself;
+    ``rehearse`` fills the whole cache once, to see that nothing is missing.
+    Raises NotEnoughMemory when the worst case does not fit, UsageError when the context is in use.
+    """
+
+    def __init__(
+        self, context: Context, *, checkpoints: Schedule | None = None, rehearse: bool = False
+    ) -> None:
+        self.context = context
+        self.lanes: tuple[runtime.Sequence, ...] = ()
+        self._owned: Context | None = None
+        self._stats = CacheStats()
+        if any(map(len, context.ledgers)):
+            msg = "this context has tokens already; a cache begins with an empty one"
+            raise UsageError(msg)
+        info = context.info
+        self.max_sequences, self.max_batch = info.n_seq_max, info.n_batch
+        self.capacity = info.n_ctx // (info.n_seq_max if context.streams else 1)
+        try:
+            for number in range(info.n_seq_max):
+                self.lanes += (context.sequence(number),)
+            reserve(context, rehearse=rehearse)
+            self.past = Past(self.lanes, checkpoints)
+        except KvError:
+            self.close()
+            raise
+
+    @classmethod
+    def init(
+        cls,
+        model: Model,
+        *,
+        dtype: str | tuple[str, str] = "f16",
+        max_sequences: int = 1,
+        capacity: int = 512,
+        max_batch: int = 512,
+        checkpoints: Schedule | None = None,
+        rehearse: bool = False,
+        **options: Any,
+    ) -> ContextCache:
+        """Make a context for so many sequences of so many tokens each, and a cache that owns it.
+
+        ``dtype`` is the type of K and V, or one for each; ``options`` are those of `Model.context`.
+        Raises NotEnoughMemory and what `Model.context` raises.
+        """
+        check_counts(max_sequences=max_sequences, capacity=capacity, max_batch=max_batch)
+        if max_batch > capacity:
+            msg = (
+                f"a batch of {max_batch} tokens does not fit into a sequence of {capacity}: give "
+                "capacity of at least max_batch"
+            )
+            raise UsageError(msg)
+        type_k, type_v = (dtype, dtype) if isinstance(dtype, str) else dtype
+        options |= {"type_k": type_k, "type_v": type_v, "n_seq_max": max_sequences}
+        cells = capacity * max_sequences
+        check_address_space(model, cells, max_batch, **options)
+        context = model.context(cells, max_batch, **options)
+        try:
+            cache = cls(context, checkpoints=checkpoints, rehearse=rehearse)
+        except BaseException:
+            context.close()
+            raise
+        cache._owned, cache.capacity = context, capacity
+        return cache
+
+    def length(self, sequence: int) -> int:
+        """Return the position that a sequence's next token gets."""
+        return self.lane(sequence).next_pos
+
+    def lane(self, number: int) -> runtime.Sequence:
+        """Return the runtime's sequence of a number, or raise UsageError."""
+        if not 0 <= number < len(self.lanes):
+            msg = f"sequence {number} is out of range: there are 0..{len(self.lanes) - 1}"
+            raise UsageError(msg)
+        return self.lanes[number]
+
+    def start_forward(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        sequences: Sequence[int],
+        logits: Sequence[bool] | None = None,
+    ) -> None:
+        """Decode a batch; `Cache.start_forward` describes it."""
+        run: Callable[[], None]
+        if len(tokens) == len(positions) == len(sequences) == 1 and logits is None:
+            lane = self.lane(sequences[0])
+            if positions[0] != lane.next_pos:
+                msg = (
+                    f"sequence {lane.id} goes on at position {lane.next_pos}, not {positions[0]}: "
+                    "positions follow each other without a gap"
+                )
+                raise UsageError(msg)
+            counts = {lane.id: 1}
+            run = partial(self.context.step, lane, tokens[0])
+        else:
+            counts = lengths(sequences)
+            last = {number: place for place, number in enumerate(sequences)}
+            wanted = logits
+            if wanted is None:
+                wanted = [last[number] == place for place, number in enumerate(sequences)]
+            run = partial(self.context.decode, Batch.of(tokens, positions, sequences, wanted))
+        for number, more in counts.items():
+            held = len(self.lane(number))
+            if held + more > self.capacity:
+                self._stats.full += 1
+                raise room.beyond(number, held, more, self.capacity)
+        try:
+            self._stats.defrags += room.decode(self.context, run, counts)
+        except KvError as error:
+            self.past.failed()
+            self._stats.full += isinstance(error, KVCacheFull)
+            self._stats.defrags += isinstance(error, KVCacheFull) and error.defragged
+            if isinstance(error, Unsupported):
+                raise NotSupported(str(error), str(error), error.capability) from error
+            raise
+        self._stats.forwards += 1
+        self._stats.tokens += len(tokens)
+        if self.past.saves:
+            for number in counts:
+                self.past.passed(self.lanes[number])
+
+    def copy_prefix(self, source: int, target: int, length: int) -> int:
+        """Share a prefix; `Cache.copy_prefix` describes it."""
+        kept = self.check_copy(source, target, length)
+        lane, other = self.lanes[source], self.lanes[target]
+        length = min(length, lane.next_pos)
+        if source == target:
+            return length
+        if kept is not None:
+            self.past.restore(other, kept)
+        else:
+            self.past.empty(other)
+            lane.copy_to(other, lane.ledger.span(None, length)[1])
+        self.past.rings[target].copy_from(self.past.rings[source], length)
+        self._stats.copies += 1
+        self._stats.restores += kept is not None
+        return length
+
+    def check_copy(self, source: int, target: int, length: int) -> Checkpoint | None:
+        """Raise what `copy_prefix` would; return the checkpoint that it would go by, if any."""
+        lane, _ = self.lane(source), self.lane(target)
+        if length < 0:
+            msg = f"the length of a prefix must be 0 or more, not {length}"
+            raise UsageError(msg)
+        length = min(length, lane.next_pos)
+        reason = None if source == target else going_back(lane, length)
+        if reason is None:
+            return None
+        return self._kept(lane, length, f"copy {length} positions of sequence {source}", reason)
+
+    def can_resume(self, sequence: int, position: int) -> bool:
+        """Tell where decoding can go on; `Cache.can_resume` describes it."""
+        if position < 0:
+            msg = f"a position is 0 or more, not {position}"
+            raise UsageError(msg)
+        return self.past.can_resume(self.lane(sequence), position)
+
+    def prepare_restore(self, sequence: int, target: int) -> int:
+        """Return where to go on at the latest; `Cache.prepare_restore` describes it."""
+        self.can_resume(sequence, target)
+        return self.past.latest(self.lane(sequence), target)
+
+    def remove(
+        self, sequence: int, begin: int, end: int | None = None, *, unshare: bool = False
+    ) -> None:
+        """Remove positions and close the gap; `Cache.remove` describes it."""
+        kept = self.check_remove(sequence, begin, end, unshare=unshare)
+        lane = self.lanes[sequence]
+        if kept is not None:
+            self.past.restore(lane, kept)
+            self._stats.restores += 1
+        elif end is not None and end < lane.next_pos:
+            unsharing.close_gap(lane, begin, end)
+        elif begin == 0:
+            self.past.empty(lane)
+        elif begin < lane.next_pos:
+            lane.remove(begin, None)
+        self.past.rings[sequence].prune(begin - 1)
+        self._stats.removals += 1
+
+    def check_remove(
+        self, sequence: int, begin: int, end: int | None = None, *, unshare: bool = False
+    ) -> Checkpoint | None:
+        """Raise what `remove` would; return the checkpoint that it would go by, if any."""
+        lane = self.lane(sequence)
+        if begin < 0 or (end is not None and end < begin):
+            msg = f"expected 0 <= begin <= end, not {begin} and {end}"
+            raise UsageError(msg)
+        what = f"remove positions {begin}..{'' if end is None else end} of sequence {sequence}"
+        if end is not None and end < lane.next_pos:
+            reason = closing_gap(lane, begin, end) if begin < end else None
+            if reason is not None:
+                raise _refused(what, reason)
+            if begin < end:
+                unsharing.check(lane, end, unshare=unshare)
+            return None
+        if begin > lane.next_pos:
+            return self.past.kept(lane, begin)  # after a failure that emptied the sequence
+        reason = going_back(lane, begin)
+        return self._kept(lane, begin, what, reason) if reason is not None else None
+
+    def memory_breakdown(self) -> MemoryBreakdown:
+        """Say where the bytes of the cache, its context and its model lie."""
+        return memory_breakdown(self.context)
+
+    def stats(self) -> CacheStats:
+        """Return what was done so far, and what is kept."""
+        rings = self.past.rings
+        held = sum(ring.bytes for ring in rings)
+        return replace(self._stats, checkpoints=sum(map(len, rings)), checkpoint_bytes=held)
+
+    def dump(self) -> str:
+        """Return what every sequence and every run of cells holds, as text."""
+        return describe(self.context)
+
+    def check(self) -> None:
+        """Raise AssertionError unless cells and ledgers agree."""
+        check_ledgers(self.context)
+
+    def close(self) -> None:
+        """Give the sequences back, and the context where `init` made it."""
+        for lane in self.lanes:
+            lane.close()
+        if self._owned is not None:
+            self._owned.close()
+
+    def __enter__(self) -> ContextCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"<ContextCache, {self.max_sequences} sequences of {self.capacity} tokens, batches of "
+            f"{self.max_batch}>"
+        )
+
+    def _kept(self, lane: runtime.Sequence, length: int, what: str, reason: str) -> Checkpoint:
+        found = self.past.kept(lane, length)
+        if found is None:
+            raise _refused(what, reason)
+        return found
+
+
+def _refused(what: str, reason: str) -> NotSupported:
+    return NotSupported(f"cannot {what}: {reason}; nothing was changed", reason)

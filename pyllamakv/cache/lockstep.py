@@ -1,0 +1,150 @@
+"""Keep several caches in lock-step: what one refuses, none does. For a draft and its target model.
+
+The caches need not be of one model or release; each holds the same tokens at the same positions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.binding.protocol import Memory
+from pyllamakv.cache.checkpoints import Checkpoint
+from pyllamakv.cache.interface import lengths
+from pyllamakv.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from types import TracebackType
+
+    from pyllamakv.cache.context_cache import ContextCache
+
+
+class Lockstep:
+    """Implement `Cache` over several of them, which close with it."""
+
+    def __init__(self, caches: Iterable[ContextCache]) -> None:
+        self.caches = tuple(caches)
+        if not self.caches or len(set(map(id, self.caches))) != len(self.caches):
+            msg = f"expected one or more caches, each of them once, not {len(self.caches)}"
+            raise UsageError(msg)
+        self.max_sequences = min(each.max_sequences for each in self.caches)
+        self.capacity = min(each.capacity for each in self.caches)
+        self.max_batch = min(each.max_batch for each in self.caches)
+        # Who cannot go back goes last: when it has succeeded, nobody is left to fail.
+        self._order = sorted(self.caches, key=_keeps_no_past)
+
+    def length(self, sequence: int) -> int:
+        """Return the position that a sequence's next token gets."""
+        return self.caches[0].length(self._checked(sequence))
+
+    def start_forward(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        sequences: Sequence[int],
+        logits: Sequence[bool] | None = None,
+    ) -> None:
+        """Decode in every cache, or in none; `Cache.start_forward` describes it.
+
+        Memories that cannot go back are saved first, but for the last of them.
+        """
+        numbers = tuple(lengths(map(self._checked, sequences)))
+        if len(tokens) > self.max_batch:
+            msg = f"the batch has {len(tokens)} tokens; the smallest cache takes {self.max_batch}"
+            raise UsageError(msg)
+        undo: list[_Undo] = []
+        try:
+            for cache in self._order:
+                step = _Undo(cache, numbers, last=cache is self._order[-1])
+                cache.start_forward(tokens, positions, sequences, logits)
+                undo.append(step)
+        except BaseException:
+            for step in reversed(undo):
+                step.run()
+            raise
+
+    def copy_prefix(self, source: int, target: int, length: int) -> int:
+        """Share a prefix in every cache, or in none."""
+        for number in (source, target):
+            self._checked(number)
+        for cache in self.caches:
+            cache.check_copy(source, target, length)
+        return max(cache.copy_prefix(source, target, length) for cache in self.caches)
+
+    def can_resume(self, sequence: int, position: int) -> bool:
+        """Tell whether every cache can."""
+        self._checked(sequence)
+        return all(cache.can_resume(sequence, position) for cache in self.caches)
+
+    def prepare_restore(self, sequence: int, target: int) -> int:
+        """Return the last position up to ``target`` at which every cache can be resumed."""
+        self._checked(sequence)
+        while not self.can_resume(sequence, target):
+            lower = min(cache.prepare_restore(sequence, target) for cache in self.caches)
+            if lower >= target:
+                return 0  # a memory that cannot even begin again, until others have ended
+            target = lower
+        return target
+
+    def remove(
+        self, sequence: int, begin: int, end: int | None = None, *, unshare: bool = False
+    ) -> None:
+        """Remove positions in every cache, or in none."""
+        self._checked(sequence)
+        for cache in self.caches:
+            cache.check_remove(sequence, begin, end, unshare=unshare)
+        for cache in self.caches:
+            cache.remove(sequence, begin, end, unshare=unshare)
+
+    def check(self) -> None:
+        """Raise AssertionError unless every cache agrees with its cells, and with the others."""
+        for cache in self.caches:
+            cache.check()
+        for number in range(self.max_sequences):
+            ends = {cache.length(number) for cache in self.caches}
+            if len(ends) != 1:
+                msg = f"sequence {number} has {ends} positions in caches that are in lock-step"
+                raise AssertionError(msg)
+
+    def close(self) -> None:
+        """Close every cache."""
+        for cache in self.caches:
+            cache.close()
+
+    def __enter__(self) -> Lockstep:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _checked(self, sequence: int) -> int:
+        if not 0 <= sequence < self.max_sequences:
+            msg = f"sequence {sequence} is out of range: there are 0..{self.max_sequences - 1}"
+            raise UsageError(msg)
+        return sequence
+
+
+class _Undo:
+    """Remember what a forward pass changes in a cache, and take it back."""
+
+    def __init__(self, cache: ContextCache, numbers: tuple[int, ...], *, last: bool) -> None:
+        self._cache = cache
+        self._ends = {number: cache.length(number) for number in numbers}
+        self._saved: dict[int, bytes] = {}
+        if _keeps_no_past(cache) and not last:
+            self._saved = {i: cache.lanes[i].save() for i, end in self._ends.items() if end}
+
+    def run(self) -> None:
+        for number, end in self._ends.items():
+            if number in self._saved:
+                kept = Checkpoint(end - 1, self._saved[number])
+                self._cache.past.restore(self._cache.lanes[number], kept)
+            else:
+                self._cache.remove(number, end)
+
+
+def _keeps_no_past(cache: ContextCache) -> bool:
+    info = cache.context.info
+    return info.memory in (Memory.RECURRENT, Memory.HYBRID) or info.n_swa > 0

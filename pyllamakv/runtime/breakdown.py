@@ -1,0 +1,123 @@
+"""Say where the bytes of a context lie: model, K, V, states, compute and output.
+
+What can be counted is exact: the model's weights, and K and V, whose tensors the build shows. The
+rest is known from what the library logs when it makes a context, rounded to 0.01 MiB, or by a
+formula; every number says which.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from pyllamakv.binding.protocol import Memory
+
+if TYPE_CHECKING:
+    from pyllamakv.binding.protocol import Buffer
+    from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.snapshot import Snapshot
+
+#: Bytes by which the log's number of a buffer may differ, half of 0.01 MiB, and a little more.
+ROUNDING = 2**20 // 180
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Hold the bytes that one purpose takes, whether they are exact, and how they are known."""
+
+    bytes: int
+    exact: bool
+    known_by: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBreakdown:
+    """Hold where the bytes lie.
+
+    ``model`` are the weights, shared by its contexts; ``states`` those of recurrent layers;
+    ``output`` the logits of a batch that wants all of its own, which is the most there can be.
+    """
+
+    model: Share
+    k: Share
+    v: Share
+    states: Share
+    compute: Share
+    output: Share
+
+    @property
+    def total(self) -> int:
+        """Return the sum in bytes."""
+        return sum(share.bytes for _, share in self)
+
+    def __iter__(self) -> Any:
+        return ((each.name, getattr(self, each.name)) for each in fields(self))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the numbers as plain JSON values."""
+        return {**asdict(self), "total": self.total}
+
+    def __str__(self) -> str:
+        lines = [
+            f"{name:8}{share.bytes:>15,}  {'exact' if share.exact else 'estimated'}: "
+            f"{share.known_by}"
+            for name, share in self
+        ]
+        return "\n".join([*lines, f"{'total':8}{self.total:>15,}"])
+
+
+def memory_breakdown(context: Context) -> MemoryBreakdown:
+    """Say where the bytes of a context and its model lie."""
+    with context.turn as handle:
+        told = context.native.buffers(handle)
+        seen = context.kv.peek()
+    k, v, states = _kept(context, told, seen)
+    return MemoryBreakdown(
+        model=Share(context.model.info.n_bytes, exact=True, known_by="the model's tensors"),
+        k=k,
+        v=v,
+        states=states,
+        compute=_logged(told, "compute") or _mask(context),
+        output=_output(context),
+    )
+
+
+def _kept(context: Context, told: list[Buffer], seen: Snapshot | None) -> tuple[Share, ...]:
+    """Return K, V and states: counted from the cells, and the rest by the log."""
+    infos = [each.info for each in seen.streams] if seen is not None else []
+    k, v = (
+        Share(sum(getattr(info, name) for info in infos), exact=True, known_by="counted")
+        for name in ("bytes_k", "bytes_v")
+    )
+    recurrent = context.info.memory in (Memory.RECURRENT, Memory.HYBRID)
+    caches = [each for each in told if each.kind == "KV"]
+    # Beyond the cells: states, which some releases call KV, or the keys of an indexer.
+    beyond = sum(each.bytes for each in caches) - k.bytes - v.bytes
+    if beyond <= ROUNDING * len(caches):
+        beyond = 0
+    if recurrent:
+        known_by = "the library's log" if told else "the library did not say"
+        return k, v, _logged(told, "RS") or Share(beyond, exact=False, known_by=known_by)
+    if beyond:
+        known_by = "counted, and the library's log" if k.bytes else "the library's log, with V"
+        k = Share(k.bytes + beyond, exact=False, known_by=known_by)
+    states = Share(0, exact=True, known_by="this memory has none")
+    return k, v, states
+
+
+def _logged(told: list[Buffer], *kinds: str) -> Share | None:
+    found = [each.bytes for each in told if each.kind in kinds]
+    return Share(sum(found), exact=False, known_by="the library's log") if found else None
+
+
+def _mask(context: Context) -> Share:
+    params = context.params
+    seen = context.info.n_ctx if params.kv_unified else context.info.n_ctx // params.n_seq_max
+    lower = 4 * seen * context.info.n_ubatch
+    return Share(lower, exact=False, known_by="at least the mask; the library did not say more")
+
+
+def _output(context: Context) -> Share:
+    width = context.n_vocab + (context.model.info.n_embd if context.params.embeddings else 0)
+    rows = max(context.info.n_batch, context.info.n_seq_max)
+    return Share(4 * rows * width, exact=False, known_by=f"{rows} rows of {width} numbers")

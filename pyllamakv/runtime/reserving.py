@@ -1,0 +1,159 @@
+"""Make a context allocate everything that it will ever need, so that it fails now or never.
+
+llama.cpp allocates the cache and the graph of the largest micro-batch over the whole cache when a
+context is made. What it leaves for later is done here once: the rows of logits for a batch that
+wants all of them, a batch that is spread over all sequences, the graph that turns keys. A batch is
+cancelled as soon as it computes. One thing cannot be had without computing over a full cache: the
+space in which values are multiplied without flash attention. There is room for it, or an error.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pyllamakv.binding.protocol import ContextParams, Memory
+from pyllamakv.errors import Cancelled, DecodeError, NotEnoughMemory, WorkerDied
+from pyllamakv.runtime import memory
+from pyllamakv.runtime.batch import Batch
+from pyllamakv.runtime.ggml_types import cache_type
+
+if TYPE_CHECKING:
+    from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.model import Model
+
+#: A level that no record has.
+_SILENT = 5
+
+#: Address space that llama.cpp maps for its graphs, hardly uses, and aborts without: some releases
+#: count with 65536 nodes. And what a batch takes here and there.
+GRAPHS, SLACK = 448 << 20, 8 << 20
+
+
+def check_address_space(model: Model, n_ctx: int, n_batch: int, **options: Any) -> None:
+    """Raise NotEnoughMemory where a limit of address space would end the process in C.
+
+    The arguments are those of `Model.context`.
+    """
+    room = memory.address_space(_pid(model))
+    if room is None:
+        return
+    n_ubatch = min(options.get("n_ubatch", 512), n_batch, n_ctx)
+    params = ContextParams(
+        n_ctx=n_ctx,
+        n_batch=n_batch,
+        n_ubatch=n_ubatch,
+        type_k=cache_type(options.get("type_k", "f16"), "K").number,
+        type_v=cache_type(options.get("type_v", "f16"), "V").number,
+    )
+    attention = 4 * n_ctx * n_ubatch * (1 if options.get("flash_attn") else model.info.n_head)
+    needed = GRAPHS + memory.context_bytes(model.info, params) + attention
+    if room < needed:
+        msg = (
+            f"a context of {n_ctx} cells may map {needed >> 20} MiB, {GRAPHS >> 20} of them for "
+            f"graphs, and {room >> 20} MiB of address space are left; raise the limit (ulimit -v)"
+        )
+        raise NotEnoughMemory(msg, needed=needed, available=room)
+
+
+def reserve(context: Context, *, rehearse: bool = False) -> None:
+    """Allocate the rest of the worst case in an empty context, and leave it empty.
+
+    ``rehearse`` fills the whole cache once with real decodes, which takes its time. Raises
+    NotEnoughMemory when there is too little. Everything that was in the cache is gone.
+    """
+    try:
+        with context.turn:
+            _warm(context)
+            for batch in _largest(context):
+                _allocate(context, batch)
+            if rehearse:
+                _fill(context)
+    except (DecodeError, MemoryError, WorkerDied) as error:
+        raise _too_little(context, str(error)) from error
+    needed = work_bytes(context) + SLACK
+    available = memory.available_bytes(_pid(context.model)) if context.model.on_host else None
+    if available is not None and available < needed:
+        msg = f"{needed} bytes of work space are needed and {available} are left"
+        raise _too_little(context, msg, needed=needed, available=available)
+
+
+def work_bytes(context: Context) -> int:
+    """Return how much a micro-batch over the whole cache needs beside the graph's own buffers.
+
+    Without flash attention, weights of attention become 16 bits wide before they meet the values.
+    """
+    if context.info.flash_attn or context.info.memory in (Memory.NONE, Memory.RECURRENT):
+        return 0
+    return 2 * context.info.n_ctx * context.info.n_ubatch * max(context.model.info.n_head, 1)
+
+
+def _too_little(
+    context: Context, why: str, *, needed: int = 0, available: int = 0
+) -> NotEnoughMemory:
+    msg = (
+        f"there is too little memory for batches of {context.info.n_batch} tokens and "
+        f"{context.info.n_ctx} cells: {why}; lower n_ctx, n_batch or n_ubatch"
+    )
+    return NotEnoughMemory(msg, needed=needed, available=available)
+
+
+def _pid(model: Model) -> int | None:
+    pid = getattr(model.native, "pid", None)
+    return pid if model.isolated and isinstance(pid, int) else None
+
+
+def _warm(context: Context) -> None:
+    """Decode one token, and turn its key: the graph for that runs over the whole cache."""
+    context.clear()
+    context.decode(Batch.of([0], [0], 0))
+    info = context.info
+    if info.can_shift and info.memory in (Memory.ATTENTION, Memory.SWA):
+        context.native.seq_add(context.handle, 0, -1, -1, 1)
+        context.native.update(context.handle)
+    context.clear()
+
+
+def _largest(context: Context) -> list[Batch]:
+    n, lanes = _piece(context), context.info.n_seq_max
+    found = [Batch.of(np.zeros(n, np.int32), np.arange(n), 0, np.ones(n))]
+    if 1 < lanes <= n:
+        each = n // lanes
+        ids, places = np.divmod(np.arange(each * lanes), each)
+        found.append(Batch.of(np.zeros(len(ids), np.int32), places, ids, np.ones(len(ids))))
+    return found
+
+
+def _piece(context: Context) -> int:
+    lanes = context.info.n_seq_max if context.streams else 1
+    return min(context.info.n_batch, context.info.n_ctx // lanes)
+
+
+def _allocate(context: Context, batch: Batch) -> None:
+    # A decode allocates before it computes. States are computed all the same: in some releases a
+    # cancelled one ends the process with the decode that follows.
+    native = context.native
+    if context.info.memory not in (Memory.RECURRENT, Memory.HYBRID):
+        native.cancel_after(context.handle, 0)
+    level = native.log_level(_SILENT)  # it would complain of what is meant
+    try:
+        context.decode(batch)
+    except Cancelled:
+        pass
+    finally:
+        native.log_level(level)
+        native.cancel_after(context.handle, -1)
+        context.clear()
+
+
+def _fill(context: Context) -> None:
+    lanes = context.info.n_seq_max if context.streams else 1
+    share, piece = context.info.n_ctx // lanes, _piece(context)
+    for lane in range(lanes):
+        for start in range(0, share, piece):
+            n = min(piece, share - start)
+            context.decode(
+                Batch.of(np.zeros(n, np.int32), np.arange(start, start + n), lane, np.ones(n))
+            )
+    context.clear()

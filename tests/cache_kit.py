@@ -1,0 +1,61 @@
+"""Help the tests of the cache managers: caches over simulated and real libraries, references."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import runtime_kit
+
+from pyllamakv.building import variant
+from pyllamakv.cache.context_cache import ContextCache
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pyllamakv as kv
+
+
+def simulated(folder: Path, native: dict[str, Any] | None = None, **options: Any) -> ContextCache:
+    """Return a cache over a simulated context of 64 cells and 4 sequences."""
+    return ContextCache(runtime_kit.context(folder, native, **options))
+
+
+def built(spec: str) -> Path:
+    """Return the folder of a built variant, or skip."""
+    found = variant.find(spec)
+    if found is None:
+        pytest.skip(f"{spec} is not built here")
+    return found.folder
+
+
+def forward(cache: Any, sequence: int, tokens: Any) -> None:
+    """Let a sequence go on with tokens, in pieces of the largest batch; logits of all of them."""
+    given = list(tokens)
+    while given:
+        piece, given = given[: cache.max_batch], given[cache.max_batch :]
+        start = cache.length(sequence)
+        places = list(range(start, start + len(piece)))
+        cache.start_forward(piece, places, [sequence] * len(piece), [True] * len(piece))
+
+
+def picture(cache: ContextCache) -> list[Any]:
+    """Return all that a refusal must leave alone: tokens, positions, cells, checkpoints."""
+    ledgers = [(each.tokens.copy(), each.positions.copy()) for each in cache.context.ledgers]
+    seen = cache.context.kv.peek()
+    cells = [(each.pos.tolist(), each.seqs.tolist()) for each in seen.streams] if seen else []
+    return [ledgers, cells, [ring.positions for ring in cache.past.rings]]
+
+
+def fresh(model: kv.Model, tokens: list[int], **options: Any) -> np.ndarray:
+    """Decode tokens one after the other in a new context; return the logits of the last."""
+    options = {"n_ctx": max(256, len(tokens)), "n_batch": 256, "n_ubatch": 64, **options}
+    with model.context(**options) as ctx:
+        ctx.prefill(ctx.sequence(), tokens)
+        return ctx.logits().copy()
+
+
+def some(n: int, seed: int = 1) -> list[int]:
+    """Return tokens that the smallest vocabulary has, not periodic."""
+    return np.random.default_rng(seed).integers(1, 60, n).tolist()

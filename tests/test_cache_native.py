@@ -1,0 +1,352 @@
+"""Test the cache over real libraries: what it holds is what a fresh context gives.
+
+With flash attention on and off, in contiguous cells, scattered ones, and a stream per sequence.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pytest
+from cache_kit import built, forward, fresh, picture, some
+
+import pyllamakv as kv
+from pyllamakv.errors import KVCacheFull, NotSupported, SharedCells
+from pyllamakv.harness import synthetic
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.native
+
+#: The releases, how sequences share cells there, and flash attention: V by rows and by columns.
+SETTINGS = [
+    pytest.param((spec, unified, flash), id=f"{spec}-{'one' if unified else 'streams'}-{flash}")
+    for spec, unified in (
+        ("0.3.9+stock", True),
+        ("0.3.9+patched", True),
+        ("0.3.36+patched", True),
+        ("0.3.36+patched", False),
+    )
+    for flash in (False, True)
+]
+CLOSE = 0.02
+
+
+class Bench(NamedTuple):
+    """Hold a model, a way to make caches of it, and the settings that content depends on."""
+
+    model: kv.Model
+    options: dict[str, Any]
+    unified: bool
+
+    def cache(self, **sizes: int) -> kv.ContextCache:
+        """Make a cache of 2 sequences of 32 tokens, unless told otherwise."""
+        wanted = {"max_sequences": 2, "capacity": 32, "max_batch": 32, **sizes}
+        return kv.ContextCache.init(self.model, kv_unified=self.unified, **wanted, **self.options)
+
+    def check(self, cache: kv.ContextCache, sequence: int, tokens: list[int]) -> None:
+        """Check that a sequence has these tokens, and goes on as a fresh context does."""
+        cache.check()
+        lane = cache.lanes[sequence]
+        assert lane.tokens == tokens
+        forward(cache, sequence, [11])
+        there = lane.logits().copy()
+        cache.remove(sequence, len(tokens))
+        assert np.abs(there - fresh(self.model, [*tokens, 11], **self.options)).max() < CLOSE
+
+
+@pytest.fixture(params=SETTINGS)
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    """Open a library with the smallest model."""
+    spec, unified, flash = request.param
+    with kv.open(built(spec)) as library, library.load_model(synthetic.tiny()) as model:
+        yield Bench(model, {"flash_attn": flash, "n_ubatch": 16}, unified)
+
+
+def test_store(bench: Bench) -> None:
+    """TestStore: each token of a batch sees those before it, and the next batch all of them."""
+    tokens = some(10)
+    with bench.cache() as cache:
+        cache.start_forward(tokens[:4], range(4), [0] * 4, [True] * 4)
+        rows = cache.context.logits_all().copy()
+        for place in range(4):
+            expected = fresh(bench.model, tokens[: place + 1], **bench.options)
+            assert np.abs(rows[place] - expected).max() < CLOSE
+        forward(cache, 0, tokens[4:])
+        bench.check(cache, 0, tokens)
+
+
+def test_sequences(bench: Bench) -> None:
+    """TestSequences: two that are interleaved in a batch do not see each other."""
+    a, b = some(8, 1), some(8, 2)
+    with bench.cache() as cache:
+        for at in (0, 4):
+            places = [p for p in range(at, at + 4) for _ in "ab"]
+            both = [
+                token for pair in zip(a[at : at + 4], b[at : at + 4], strict=True) for token in pair
+            ]
+            cache.start_forward(both, places, [0, 1] * 4)
+        bench.check(cache, 0, a)
+        bench.check(cache, 1, b)
+
+
+def test_remove_end(bench: Bench) -> None:
+    """TestRemove/RemoveEnd: the hole is used again."""
+    tokens = some(12)
+    with bench.cache() as cache:
+        forward(cache, 0, tokens)
+        cache.remove(0, 8)
+        forward(cache, 0, [5, 6])
+        bench.check(cache, 0, [*tokens[:8], 5, 6])
+        assert cache.context.kv.stats.used == 10
+
+
+def test_remove_middle(bench: Bench) -> None:
+    """TestRemove/RemoveMiddle: keys behind are turned as if they had been there from the start.
+
+    The model has one layer, so that K and V depend on token and position alone.
+    """
+    tokens = some(20)
+    with bench.cache() as cache, bench.cache() as other:
+        forward(cache, 0, tokens)
+        cache.remove(0, 4, 9)
+        cache.context.kv.update()
+        rest = tokens[:4] + tokens[9:]
+        forward(other, 0, rest)
+        moved, expected = (each.context.kv.rows(0, each.lanes[0]) for each in (cache, other))
+        assert moved.pos.tolist() == expected.pos.tolist() == list(range(15))
+        near = [
+            np.abs(_f16(a) - _f16(b)).max()
+            for a, b in ((moved.k, expected.k), (moved.v, expected.v))
+        ]
+        assert near[0] < 0.02
+        assert near[1] < 0.002
+        bench.check(cache, 0, rest)
+
+
+def _f16(rows: np.ndarray) -> np.ndarray:
+    return rows.view(np.float16).astype(np.float32)
+
+
+def test_defrag(bench: Bench) -> None:
+    """TestDefrag: full, two holes, and a batch that fits into neither alone.
+
+    An earlier defragmentation labelled half of what it moved with the wrong positions.
+    """
+    tokens = some(31)
+    with bench.cache(max_sequences=1, capacity=32) as cache:
+        cells = cache.context.info.n_ctx
+        tokens = some(min(cells, 32))
+        forward(cache, 0, tokens)
+        cache.remove(0, 2, 4)
+        cache.remove(0, 11)
+        rest = (tokens[:2] + tokens[4:])[:11]
+        free = 32 - 11
+        more = some(free, 3)
+        forward(cache, 0, more)
+        assert cache.context.kv.stats.used == 32
+        cache.remove(0, 31)
+        bench.check(cache, 0, (rest + more)[:31])
+
+
+def test_copy(bench: Bench) -> None:
+    """TestCopy: what follows sees the prefix and nothing of the target's own past."""
+    tokens, old = some(12), some(9, 2)
+    with bench.cache() as cache:
+        forward(cache, 0, tokens)
+        forward(cache, 1, old)
+        rows = cache.context.kv.rows(0, cache.lanes[0])
+        assert cache.copy_prefix(0, 1, 5) == 5
+        forward(cache, 1, [7, 8])
+        bench.check(cache, 1, [*tokens[:5], 7, 8])
+        bench.check(cache, 0, tokens)
+        assert (cache.context.kv.rows(0, cache.lanes[0]).k == rows.k).all()
+        shared = 5 if bench.unified else 0
+        assert cache.context.kv.stats.shared == shared
+        before = picture(cache)
+        cache.copy_prefix(1, 1, 3)
+        assert picture(cache) == before
+        assert cache.copy_prefix(0, 1, 99) == 12
+        bench.check(cache, 1, tokens)
+        assert cache.copy_prefix(0, 1, 0) == 0
+        bench.check(cache, 1, [])
+
+
+def test_a_fork_is_shifted_and_its_sibling_is_not(bench: Bench) -> None:
+    """A shift of shared cells moved the sibling along: positions 19 to 15, logits off by 2.9.
+
+    With a stream for each sequence nothing is shared, and nothing refused.
+    """
+    tokens = some(20)
+    with bench.cache() as cache:
+        forward(cache, 0, tokens)
+        cache.copy_prefix(0, 1, 20)
+        before = picture(cache)
+        if bench.unified:
+            with pytest.raises(SharedCells):
+                cache.remove(0, 4, 8)
+            assert picture(cache) == before
+        cache.remove(0, 4, 8, unshare=True)
+        bench.check(cache, 1, tokens)
+        bench.check(cache, 0, tokens[:4] + tokens[8:])
+
+
+def test_can_resume(bench: Bench) -> None:
+    """TestCanResume without a window: anywhere, and what follows is as in a fresh context."""
+    tokens = some(24)
+    with bench.cache() as cache:
+        for position in (0, 1, 13, 23, 24):
+            cache.remove(0, 0)
+            forward(cache, 0, tokens)
+            assert cache.can_resume(0, position)
+            cache.remove(0, position)
+            forward(cache, 0, tokens[position:])
+            bench.check(cache, 0, tokens)
+        assert not cache.can_resume(0, 25)
+
+
+def test_scattered_cells_and_a_full_cache(bench: Bench) -> None:
+    """Exactly as many tokens as cells are free fit, wherever these lie; one more fails."""
+    with bench.cache(capacity=64, max_batch=64) as cache:
+        if not bench.unified:
+            pytest.skip("sequences have cells of their own, which nobody else fragments")
+        cells = cache.context.info.n_ctx
+        cache.capacity = cells
+        for place in range(cells // 2):
+            cache.start_forward([place % 60, 7], [place, place], [0, 1])
+        cache.remove(1, 0)
+        tokens = some(cells // 2, 4)
+        forward(cache, 1, tokens[:-32])
+        before = picture(cache)
+        with pytest.raises(KVCacheFull) as caught:
+            forward(cache, 1, some(33))
+        assert (caught.value.cells, caught.value.used) == (cells, cells - 32)
+        assert picture(cache) == before
+        forward(cache, 1, tokens[-32:])
+        assert cache.context.kv.stats.free == 0
+        cache.remove(1, 60)
+        bench.check(cache, 1, tokens[:60])
+        cache.remove(0, 60)
+        bench.check(cache, 0, [place % 60 for place in range(60)])
+
+
+def test_after_every_error_the_whole_can_be_removed(bench: Bench) -> None:
+    """Whatever was refused, removing a sequence gives its cells back."""
+    with bench.cache() as cache:
+        forward(cache, 0, some(20))
+        forward(cache, 1, some(9, 2))
+        cache.context.native.cancel_after(cache.context.handle, 1)
+        with pytest.raises(kv.Cancelled):
+            cache.start_forward(some(8), range(20, 28), [0] * 8)
+        cache.context.native.cancel_after(cache.context.handle, -1)
+        for call in (
+            lambda: cache.remove(0, 5, 4),
+            lambda: cache.start_forward([1], [3], [0]),
+            lambda: forward(cache, 0, some(20)),
+            lambda: cache.copy_prefix(0, 9, 1),
+        ):
+            with pytest.raises(kv.KvError):
+                call()
+        assert cache.lanes[0].tokens == some(20)
+        for sequence in (0, 1):
+            cache.remove(sequence, 0)
+        assert cache.context.kv.stats.used == 0
+        forward(cache, 0, some(20))
+        bench.check(cache, 0, some(20))
+
+
+@pytest.mark.parametrize("name", ["recurrent", "hybrid", "sliding", "latent", "indexed"])
+@pytest.mark.parametrize("spec", ["0.3.9+patched", "0.3.36+patched"])
+def test_the_whole_can_always_be_removed(spec: str, name: str) -> None:
+    """Also where a memory keeps states or windows, after an aborted pass, many times over."""
+    with kv.open(built(spec), isolated=True) as library:
+        try:
+            model = library.load_model(synthetic.model(name))
+        except kv.ModelError:
+            pytest.skip("this release does not know the architecture")
+        sizes = {"max_sequences": 2, "capacity": 96, "max_batch": 32}
+        with kv.ContextCache.init(model, n_ubatch=16, **sizes) as cache:
+            for _ in range(3):
+                for sequence in (0, 1):
+                    if cache.can_resume(sequence, 0):
+                        forward(cache, sequence, some(40))
+                cache.context.native.cancel_after(cache.context.handle, 2)
+                with pytest.raises((kv.Cancelled, NotSupported)):
+                    forward(cache, 0, some(32))
+                cache.context.native.cancel_after(cache.context.handle, -1)
+                cache.check()
+                for sequence in (0, 1):
+                    cache.remove(sequence, 0)
+                assert [cache.length(i) for i in (0, 1)] == [0, 0]
+                cache.check()
+
+
+def windowed(library: kv.OpenLibrary, window: int) -> kv.Model:
+    """Load a model whose every other layer sees so many positions."""
+    from pyllamakv.home import home
+
+    shape = synthetic.Shape(f"window{window}", n_layer=26, architecture="gemma2", window=window)
+    return library.load_model(synthetic.generate(shape, home() / "models"))
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_windows_of_all_sequences_slide(flash: bool) -> None:
+    """TestSWA, TestSWASeparateBatches, TestSWAMem: what no window shows any more gives its cells.
+
+    Two sequences take turns; each pass frees what the other left behind its window. An earlier
+    cache looked at the sequences of the batch alone and ran full. What is kept beyond the window
+    is masked: logits are those of a fresh context.
+    """
+    with kv.open(built("0.3.36+patched")) as library:
+        model = windowed(library, 8)
+        sizes = {"max_sequences": 2, "capacity": 512, "max_batch": 32, "n_ubatch": 32}
+        with kv.ContextCache.init(model, flash_attn=flash, **sizes) as cache:
+            tokens = {0: some(500, 1), 1: some(500, 2)}
+            small = [each for each in cache.context.kv.snapshot().streams if each.swa]
+            assert sum(map(len, small)) < 1000
+            for at in range(0, 500, 20):
+                for sequence in (0, 1):
+                    forward(cache, sequence, tokens[sequence][at : at + 20])
+            for sequence in (0, 1):
+                forward(cache, sequence, [7])
+                there = cache.lanes[sequence].logits().copy()
+                expected = fresh(
+                    model, [*tokens[sequence], 7], flash_attn=flash, swa_full=True, n_ctx=512
+                )
+                assert np.abs(there - expected).max() < 0.2
+            cache.check()
+
+
+def test_a_window_of_four_resumes_where_its_cells_are() -> None:
+    """TestCanResume and TestCanResumeSWAMem, window 4: not where a part of the window is gone.
+
+    The cells stay until others need them, so that the answers come from what is there, not from a
+    formula: going back further than the window is possible as long as nobody took the cells.
+    """
+    with kv.open(built("0.3.36+patched")) as library:
+        model = windowed(library, 4)
+        sizes = {"max_sequences": 1, "capacity": 512, "max_batch": 32, "n_ubatch": 32}
+        with kv.ContextCache.init(model, checkpoints=kv.Schedule(size=0), **sizes) as cache:
+            forward(cache, 0, some(5))
+            assert all(cache.can_resume(0, position) for position in range(6))
+            assert not cache.can_resume(0, 6)
+            forward(cache, 0, some(495))
+            held = {
+                pos
+                for each in cache.context.kv.snapshot().streams
+                if each.swa
+                for pos in each.pos[each.has(0)].tolist()
+            }
+            for position in range(501):
+                seen = set(range(max(0, position - 3), position))
+                expected = position in (0, 500) or seen <= held
+                assert cache.can_resume(0, position) == expected, position
+            refused = next(p for p in range(500) if not cache.can_resume(0, p))
+            before = picture(cache)
+            with pytest.raises(NotSupported, match="window"):
+                cache.remove(0, refused)
+            with pytest.raises(NotSupported):
+                cache.remove(0, 2, 4)
+            assert picture(cache) == before

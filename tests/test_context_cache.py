@@ -1,0 +1,410 @@
+"""Test the cache over a context against a simulated library: refusals, copies, removals, room."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+import runtime_kit
+from cache_kit import forward, picture, simulated
+from fakes.simulated import ALL
+
+import pyllamakv as kv
+from pyllamakv.binding.protocol import Capability
+from pyllamakv.errors import (
+    Cancelled,
+    KVCacheFull,
+    NotSupported,
+    SharedCells,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyllamakv.cache.context_cache import ContextCache
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> ContextCache:
+    """Return a cache of 64 cells and 4 sequences."""
+    return simulated(tmp_path)
+
+
+def test_it_is_a_cache(cache: ContextCache) -> None:
+    """The implementation has what the interface promises."""
+    one: kv.Cache = cache
+    assert (one.max_sequences, one.capacity, one.max_batch) == (4, 64, 32)
+    assert [one.length(i) for i in range(4)] == [0, 0, 0, 0]
+    assert "4 sequences of 64 tokens" in repr(cache)
+
+
+def test_init_asks_for_all_sequences_together(tmp_path: Path) -> None:
+    """Its size is sequences times capacity, and every sequence may have its share and no more."""
+    model = runtime_kit.model(tmp_path)
+    with kv.ContextCache.init(
+        model, dtype=("f16", "f16"), max_sequences=3, capacity=16, max_batch=8
+    ) as cache:
+        assert cache.context.info.n_ctx == 48
+        assert (cache.capacity, cache.max_batch, cache.max_sequences) == (16, 8, 3)
+        for sequence in range(3):
+            forward(cache, sequence, range(16))
+        before = picture(cache)
+        with pytest.raises(KVCacheFull, match="sequence 1 has 16 of 16 tokens") as caught:
+            forward(cache, 1, [1])
+        error = caught.value
+        assert (error.cells, error.used, error.largest_hole, error.wanted) == (16, 16, 0, 1)
+        assert picture(cache) == before
+        assert cache.stats().full == 1
+    assert cache.context.closed
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_sequences": 0},
+        {"capacity": 0},
+        {"max_batch": -1},
+        {"max_batch": True},
+        {"capacity": 8, "max_batch": 9},
+    ],
+)
+def test_sizes_that_cannot_be(tmp_path: Path, wrong: dict[str, int]) -> None:
+    """A batch larger than a sequence, and numbers that are none, are refused at creation."""
+    with pytest.raises(UsageError):
+        kv.ContextCache.init(runtime_kit.model(tmp_path), **wrong)
+
+
+def test_a_context_in_use_is_not_taken_over(tmp_path: Path) -> None:
+    """Neither tokens nor sequences of somebody else are lost."""
+    ctx = runtime_kit.context(tmp_path)
+    mine = ctx.sequence(2)
+    with pytest.raises(UsageError, match="sequence 2 is in use"):
+        kv.ContextCache(ctx)
+    ctx.decode(mine.feed([1, 2]))
+    with pytest.raises(UsageError, match="tokens already"):
+        kv.ContextCache(ctx)
+    assert mine.tokens == [1, 2]
+    mine.close()
+    kv.ContextCache(ctx).close()
+    kv.ContextCache(ctx).close()  # gave everything back
+
+
+def test_too_little_memory_is_an_error_at_creation(tmp_path: Path) -> None:
+    """What a batch needs is asked for before there is a cache; nothing stays allocated."""
+    ctx = runtime_kit.context(tmp_path)
+    ctx.native.fail_next = [0, -3]
+    with pytest.raises(kv.NotEnoughMemory, match="lower n_ctx, n_batch or n_ubatch"):
+        kv.ContextCache(ctx)
+    assert ctx.sequence(0).id == 0
+    model = runtime_kit.model(tmp_path)
+    model.native.fail_next = [MemoryError("none left")]
+    with pytest.raises(kv.NotEnoughMemory):
+        kv.ContextCache.init(model)
+    assert model.native.freed == ["context"]
+
+
+def test_one_token_and_many_are_the_same(cache: ContextCache) -> None:
+    """The cheap way of single tokens leaves what the general one leaves."""
+    for place, token in enumerate([3, 5, 7]):
+        cache.start_forward([token], [place], [0])
+        cache.start_forward([token], [place], [1], [True])
+    assert cache.lanes[0].tokens == cache.lanes[1].tokens == [3, 5, 7]
+    cache.start_forward([1, 2, 4], [3, 3, 4], [0, 1, 0])
+    assert cache.lanes[0].tokens == [3, 5, 7, 1, 4]
+    assert cache.lanes[1].logits() is not None
+    assert cache.lanes[0].logits() is not None
+    assert cache.stats().tokens == 9
+    cache.check()
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        ([1], [1], [0]),
+        ([1], [0], [4]),
+        ([1], [0], [-1]),
+        ([1, 2], [0, 2], [0, 0]),
+        ([1, 2], [0], [0, 0]),
+        ([], [], []),
+        ([1] * 33, range(33), [0] * 33),
+        ([1 << 20], [0], [0]),
+    ],
+)
+def test_a_batch_that_cannot_be_right(cache: ContextCache, work: tuple) -> None:
+    """Gaps, foreign sequences and wrong lengths are refused with nothing changed."""
+    before = picture(cache)
+    with pytest.raises(UsageError):
+        cache.start_forward(*work)
+    assert picture(cache) == before
+
+
+def test_a_full_cache_says_what_there_is(
+    cache: ContextCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The error carries numbers, the debug log what lies where, and nothing has changed."""
+    forward(cache, 0, [1] * 40)
+    forward(cache, 1, [2] * 20)
+    before = picture(cache)
+    with (
+        caplog.at_level(logging.DEBUG, "pyllamakv.cache"),
+        pytest.raises(KVCacheFull, match=r"cells: 64, used: 60, .*wanted: 5") as caught,
+    ):
+        forward(cache, 2, [3] * 5)
+    error = caught.value
+    assert (error.cells, error.used, error.largest_hole, error.wanted) == (64, 60, 4, 5)
+    assert (error.cause, error.defragged) == ("full", False)
+    assert "cells 40..59: positions 0..19 of sequences 1" in caplog.text
+    assert picture(cache) == before
+    forward(cache, 2, [3] * 4)
+    cache.check()
+
+
+def fragmented(cache: ContextCache) -> None:
+    """Leave 32 free cells, no two of them together."""
+    for place in range(32):
+        cache.start_forward([1, 2], [place, place], [0, 1])
+    cache.remove(1, 0)
+
+
+def test_a_fragmented_cache_is_defragmented_once(cache: ContextCache) -> None:
+    """Enough cells are free, so the batch succeeds, and the counter says how."""
+    fragmented(cache)
+    forward(cache, 2, [3] * 32)
+    assert cache.stats().defrags == 1
+    assert cache.lanes[0].tokens == [1] * 32
+    cache.check()
+
+
+def test_where_nothing_can_be_moved_the_error_says_so(tmp_path: Path) -> None:
+    """Without a defragmentation the error is not said to come after one."""
+    cache = simulated(tmp_path, {"capabilities": ALL & ~Capability.DEFRAG & ~Capability.STATES})
+    fragmented(cache)
+    before = picture(cache)
+    with pytest.raises(KVCacheFull) as caught:
+        forward(cache, 2, [3] * 8)
+    assert (caught.value.cause, caught.value.defragged) == ("fragmented", False)
+    assert caught.value.largest_hole == 1
+    assert picture(cache) == before
+
+
+def test_a_defragmentation_that_does_not_help_is_told(cache: ContextCache) -> None:
+    """It is tried once, not for ever."""
+    fragmented(cache)
+    cache.context.native.fail_next = [1, 1]
+    with pytest.raises(KVCacheFull, match="did not help") as caught:
+        forward(cache, 2, [3] * 8)
+    assert caught.value.defragged
+    assert cache.stats().defrags == 1
+    cache.check()
+
+
+def test_a_cancelled_pass_leaves_everything(cache: ContextCache) -> None:
+    """Every sequence keeps its tokens, and the pass may be run again."""
+    forward(cache, 0, [1] * 5)
+    before = picture(cache)
+    cache.context.native.cancel_after(cache.context.handle, 1)
+    with pytest.raises(Cancelled):
+        forward(cache, 0, [2] * 20)
+    assert picture(cache) == before
+    cache.context.native.cancel_after(cache.context.handle, -1)
+    forward(cache, 0, [2] * 20)
+    cache.check()
+
+
+def test_a_copy_replaces_what_was_there(cache: ContextCache) -> None:
+    """The target's own tokens go, and the cells are shared."""
+    forward(cache, 0, [1, 2, 3, 4])
+    forward(cache, 1, [9] * 9)
+    assert cache.copy_prefix(0, 1, 2) == 2
+    assert cache.lanes[1].tokens == [1, 2]
+    assert cache.context.kv.stats.shared == 2
+    forward(cache, 1, [7, 8])
+    assert cache.lanes[1].tokens == [1, 2, 7, 8]
+    assert cache.lanes[0].tokens == [1, 2, 3, 4]
+    cache.check()
+
+
+def test_a_copy_to_itself_changes_nothing(cache: ContextCache) -> None:
+    """An earlier cache wiped the sequence before it copied what was no longer there."""
+    forward(cache, 0, [1, 2, 3, 4])
+    before = picture(cache)
+    assert cache.copy_prefix(0, 0, 2) == 2
+    assert cache.copy_prefix(0, 0, 9) == 4
+    assert picture(cache) == before
+
+
+def test_copies_of_nothing_and_of_too_much(cache: ContextCache) -> None:
+    """Length 0 wipes the target, a length beyond the source copies it all."""
+    forward(cache, 0, [1, 2, 3])
+    forward(cache, 1, [9])
+    assert cache.copy_prefix(0, 1, 99) == 3
+    assert cache.lanes[1].tokens == [1, 2, 3]
+    assert cache.copy_prefix(0, 1, 0) == 0
+    assert cache.length(1) == 0
+    assert cache.copy_prefix(2, 0, 5) == 0
+    assert cache.length(0) == 0
+    with pytest.raises(UsageError, match="0 or more"):
+        cache.copy_prefix(0, 1, -1)
+    with pytest.raises(UsageError, match="out of range"):
+        cache.copy_prefix(0, 4, 1)
+
+
+def test_a_memory_of_states_copies_the_whole_or_nothing(tmp_path: Path) -> None:
+    """The refusal comes before the target is wiped."""
+    cache = simulated(tmp_path, {"partial": False})
+    forward(cache, 0, [1, 2, 3])
+    forward(cache, 1, [9])
+    before = picture(cache)
+    with pytest.raises(NotSupported, match="one state per sequence") as caught:
+        cache.copy_prefix(0, 1, 2)
+    assert "state" in caught.value.reason
+    assert picture(cache) == before
+    assert cache.copy_prefix(0, 1, 3) == 3
+
+
+def test_a_removed_end_leaves_a_hole_that_is_used_again(cache: ContextCache) -> None:
+    """TestRemove/RemoveEnd: tokens behind are gone, the next ones take their place."""
+    forward(cache, 0, [1, 2, 3, 4, 5])
+    cache.remove(0, 3)
+    assert cache.lanes[0].tokens == [1, 2, 3]
+    forward(cache, 0, [6, 7])
+    assert cache.lanes[0].positions == [0, 1, 2, 3, 4]
+    assert cache.context.kv.stats.used_max == 5
+    cache.remove(0, 9)
+    cache.remove(0, 5, 7)
+    assert cache.length(0) == 5
+
+
+def test_a_removed_middle_closes_up(cache: ContextCache) -> None:
+    """TestRemove/RemoveMiddle: what lies behind moves down, and the cache turns its keys."""
+    forward(cache, 0, [1, 2, 3, 4, 5, 6])
+    cache.remove(0, 1, 3)
+    assert (cache.lanes[0].tokens, cache.lanes[0].positions) == ([1, 4, 5, 6], [0, 1, 2, 3])
+    assert cache.context.kv.snapshot().streams[0].shift.min() == -2
+    cache.remove(0, 0, 2)
+    assert cache.lanes[0].tokens == [5, 6]
+    cache.remove(0, 1, 1)
+    assert cache.lanes[0].tokens == [5, 6]
+    cache.check()
+
+
+def test_a_shared_cell_is_found_before_anything_moves(cache: ContextCache) -> None:
+    """An earlier cache had moved some cells when it met the first shared one.
+
+    And a shift of a fork silently moved its sibling along in every release with one cache for all.
+    """
+    forward(cache, 0, range(10))
+    cache.copy_prefix(0, 1, 8)
+    before = picture(cache)
+    with pytest.raises(SharedCells) as caught:
+        cache.remove(0, 2, 4)
+    assert caught.value.sequences == (1,)
+    assert picture(cache) == before
+    cache.remove(0, 7, 8)  # only position 8 and 9 move, which nobody shares
+    assert cache.lanes[0].tokens == [0, 1, 2, 3, 4, 5, 6, 8, 9]
+    assert cache.lanes[1].tokens == list(range(8))
+    cache.check()
+
+
+def test_cells_of_its_own_on_request(cache: ContextCache) -> None:
+    """The sibling stays as it was, byte for byte."""
+    forward(cache, 0, range(10))
+    cache.copy_prefix(0, 1, 8)
+    rows = cache.context.kv.rows(0, cache.lanes[1])
+    cache.remove(0, 2, 4, unshare=True)
+    assert cache.lanes[0].tokens == [0, 1, 4, 5, 6, 7, 8, 9]
+    assert cache.lanes[1].tokens == list(range(8))
+    after = cache.context.kv.rows(0, cache.lanes[1])
+    assert (rows.k == after.k).all()
+    assert (rows.v == after.v).all()
+    assert cache.context.kv.stats.shared == 0
+    cache.check()
+
+
+def test_no_room_for_cells_of_its_own(cache: ContextCache) -> None:
+    """That is found before anything is done."""
+    forward(cache, 0, [1] * 30)
+    cache.copy_prefix(0, 1, 30)
+    forward(cache, 2, [2] * 20)
+    before = picture(cache)
+    with pytest.raises(KVCacheFull) as caught:
+        cache.remove(0, 2, 4, unshare=True)
+    assert (caught.value.wanted, caught.value.used) == (30, 50)
+    assert picture(cache) == before
+
+
+def test_a_memory_that_cannot_shift_refuses_the_middle(tmp_path: Path) -> None:
+    """The reason is said, nothing has changed, and the whole can always be removed."""
+    cache = simulated(tmp_path, {"can_shift": False})
+    forward(cache, 0, range(10))
+    before = picture(cache)
+    with pytest.raises(NotSupported, match="cannot shift positions") as caught:
+        cache.remove(0, 2, 4)
+    assert caught.value.reason == "this context's memory cannot shift positions"
+    assert picture(cache) == before
+    cache.remove(0, 8)
+    cache.remove(0, 0)
+    assert cache.length(0) == 0
+
+
+def test_a_memory_of_states_refuses_parts(tmp_path: Path) -> None:
+    """An end as well as a middle, and says where decoding can go on."""
+    cache = simulated(tmp_path, {"partial": False})
+    forward(cache, 0, range(10))
+    before = picture(cache)
+    for begin, end in ((4, None), (2, 4), (0, 4)):
+        with pytest.raises(NotSupported):
+            cache.remove(0, begin, end)
+        assert picture(cache) == before
+    assert [p for p in range(12) if cache.can_resume(0, p)] == [0, 10]
+    assert cache.prepare_restore(0, 7) == 0
+    cache.remove(0, 0)
+    assert cache.length(0) == 0
+
+
+def test_questions_that_make_no_sense(cache: ContextCache) -> None:
+    """Negative positions and backward ranges are refused."""
+    for call in (
+        lambda: cache.can_resume(0, -1),
+        lambda: cache.can_resume(9, 0),
+        lambda: cache.prepare_restore(0, -2),
+        lambda: cache.remove(0, -1),
+        lambda: cache.remove(0, 4, 3),
+        lambda: cache.remove(7, 0),
+        lambda: cache.length(-1),
+    ):
+        with pytest.raises(UsageError):
+            call()
+
+
+def test_full_attention_resumes_anywhere(cache: ContextCache) -> None:
+    """From the start to its end, and not behind it."""
+    forward(cache, 0, range(5))
+    assert [cache.can_resume(0, p) for p in range(7)] == [True] * 6 + [False]
+    assert [cache.prepare_restore(0, p) for p in (0, 3, 5, 9)] == [0, 3, 5, 5]
+
+
+def test_a_checker_that_sees_what_is_wrong(cache: ContextCache) -> None:
+    """A token that the library lost, and a cell that nobody owns, are found."""
+    forward(cache, 0, range(5))
+    cache.check()
+    native, handle = cache.context.native, cache.context.handle
+    native.seq_rm(handle, 0, 2, 3)
+    with pytest.raises(AssertionError, match="sequence 0"):
+        cache.check()
+    cache.lanes[0].ledger.remove(2, 3)
+    cache.check()
+    native.seq_cp(handle, 0, 3, -1, -1)
+    with pytest.raises(AssertionError, match="sequence 3"):
+        cache.check()
+
+
+def test_closing_twice(tmp_path: Path) -> None:
+    """The second time does nothing, also after the context is gone."""
+    cache = simulated(tmp_path)
+    forward(cache, 0, [1])
+    cache.context.close()
+    cache.close()
+    cache.close()

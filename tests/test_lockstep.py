@@ -1,0 +1,184 @@
+"""Test caches in lock-step: what one refuses, none does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from cache_kit import built, forward, fresh, picture, simulated, some
+
+import pyllamakv as kv
+from pyllamakv.errors import Cancelled, KVCacheFull, NotSupported, SharedCells, UsageError
+from pyllamakv.harness import synthetic
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def pair(folder: Path, second: dict[str, Any] | None = None, **options: Any) -> kv.Lockstep:
+    """Return two simulated caches in lock-step; ``options`` shape the context of the second."""
+    return kv.Lockstep([simulated(folder), simulated(folder, second, **options)])
+
+
+def both(caches: kv.Lockstep) -> list[Any]:
+    """Return all that a refusal must leave alone, of every cache."""
+    return [picture(each) for each in caches.caches]
+
+
+def test_they_hold_the_same(tmp_path: Path) -> None:
+    """The smaller of the two says what is possible; every operation reaches both."""
+    caches: kv.Cache = pair(tmp_path, n_ctx=48, n_batch=16, n_seq_max=3)
+    assert (caches.capacity, caches.max_batch, caches.max_sequences) == (48, 16, 3)
+    forward(caches, 0, range(30))
+    assert caches.copy_prefix(0, 1, 12) == 12
+    caches.remove(0, 20)
+    caches.remove(1, 0, 4, unshare=True)
+    assert (caches.length(0), caches.length(1)) == (20, 8)
+    assert caches.can_resume(0, 7)
+    assert caches.prepare_restore(0, 99) == 20
+    assert isinstance(caches, kv.Lockstep)
+    caches.check()
+    assert caches.caches[0].lanes[1].tokens == caches.caches[1].lanes[1].tokens
+    with caches:
+        pass
+    assert not any(each.open for cache in caches.caches for each in cache.lanes)
+
+
+@pytest.mark.parametrize("code", [1, 2, -3])
+def test_a_second_one_that_fails_takes_the_first_back(tmp_path: Path, code: int) -> None:
+    """Draft and target never have different tokens, whatever went wrong."""
+    caches = pair(tmp_path)
+    forward(caches, 0, range(10))
+    forward(caches, 1, range(5))
+    before = both(caches)
+    caches.caches[1].context.native.fail_next = [1, 1] if code == 1 else [code]
+    with pytest.raises((KVCacheFull, Cancelled, kv.DecodeError)):
+        caches.start_forward([1, 2, 3], [10, 5, 6], [0, 1, 1])
+    assert both(caches) == before
+    caches.start_forward([1, 2, 3], [10, 5, 6], [0, 1, 1])
+    caches.check()
+
+
+def test_a_second_one_without_room(tmp_path: Path) -> None:
+    """The first has twice the cells; what it took is given back."""
+    caches = pair(tmp_path, n_ctx=32)
+    forward(caches, 0, range(20))
+    before = both(caches)
+    with pytest.raises(KVCacheFull):
+        forward(caches, 1, range(13))
+    assert both(caches) == before
+
+
+def test_who_cannot_go_back_goes_last_or_is_saved(tmp_path: Path) -> None:
+    """A memory of states is taken back by a save, and needs none when it is the last."""
+    first, second = simulated(tmp_path), simulated(tmp_path)
+    for each in (first, second):
+        object.__setattr__(each.context.info, "memory", kv.Memory.RECURRENT)
+    saves: list[int] = []
+    for number, each in enumerate((first, second)):
+        save = each.context.native.state_save
+
+        def counting(*given: Any, number: int = number, save: Any = save) -> Any:
+            saves.append(number)
+            return save(*given)
+
+        each.context.native.state_save = counting
+        each.past.saves = False
+    caches = kv.Lockstep([first, second])
+    forward(caches, 0, range(10))
+    forward(caches, 0, [3])
+    assert saves == [0]
+    before = both(caches)
+    second.context.native.fail_next = [2]
+    with pytest.raises(Cancelled):
+        caches.start_forward([1, 2], [11, 0], [0, 1])
+    assert both(caches) == before
+    caches.check()
+
+
+def test_checks_come_before_any_copy_or_removal(tmp_path: Path) -> None:
+    """What the second cannot do, the first has not begun."""
+    caches = pair(tmp_path, {"partial": False})
+    forward(caches, 0, range(10))
+    before = both(caches)
+    for refused in (
+        lambda: caches.copy_prefix(0, 1, 4),
+        lambda: caches.remove(0, 4),
+        lambda: caches.remove(0, 2, 4),
+    ):
+        with pytest.raises(NotSupported):
+            refused()
+        assert both(caches) == before
+    assert [p for p in range(12) if caches.can_resume(0, p)] == [0, 10]
+    assert caches.prepare_restore(0, 7) == 0
+    caches.copy_prefix(0, 1, 10)
+    caches.remove(0, 0)
+    caches.check()
+
+
+def test_a_shared_cell_in_one_is_one_for_all(tmp_path: Path) -> None:
+    """Neither moves anything."""
+    caches = pair(tmp_path)
+    forward(caches, 0, range(10))
+    caches.copy_prefix(0, 1, 8)
+    before = both(caches)
+    with pytest.raises(SharedCells):
+        caches.remove(1, 0, 2)
+    assert both(caches) == before
+
+
+def test_wrong_use(tmp_path: Path) -> None:
+    """No caches, one twice, foreign numbers, batches that the smaller one cannot take."""
+    one = simulated(tmp_path)
+    for wrong in ([], [one, one]):
+        with pytest.raises(UsageError):
+            kv.Lockstep(wrong)
+    caches = pair(tmp_path, n_batch=16, n_seq_max=2)
+    before = both(caches)
+    for call in (
+        lambda: caches.start_forward([1] * 17, range(17), [0] * 17),
+        lambda: caches.start_forward([1], [0], [2]),
+        lambda: caches.length(2),
+        lambda: caches.copy_prefix(0, 2, 1),
+        lambda: caches.remove(2, 0),
+        lambda: caches.can_resume(-1, 0),
+        lambda: caches.prepare_restore(2, 0),
+    ):
+        with pytest.raises(UsageError):
+            call()
+    assert both(caches) == before
+    caches.caches[0].start_forward([1], [0], [0])
+    with pytest.raises(AssertionError, match="lock-step"):
+        caches.check()
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("spec", ["0.3.9+patched", "0.3.36+patched"])
+@pytest.mark.parametrize("name", ["tiny", "recurrent", "sliding"])
+def test_a_real_draft_and_target(spec: str, name: str) -> None:
+    """The target has no room or is cancelled: the draft goes on as if nothing had happened."""
+    tokens, sizes = some(60), {"max_sequences": 2, "max_batch": 64, "n_ubatch": 32}
+    with kv.open(built(spec)) as library:
+        draft, target = (library.load_model(synthetic.model(each)) for each in (name, "grouped"))
+        with kv.Lockstep(
+            [
+                kv.ContextCache.init(draft, capacity=128, **sizes),
+                kv.ContextCache.init(target, capacity=64, **sizes),
+            ]
+        ) as caches:
+            forward(caches, 0, tokens)
+            with pytest.raises(KVCacheFull):
+                forward(caches, 0, [1] * 20)
+            for cache in caches.caches:
+                native, handle = cache.context.native, cache.context.handle
+                native.cancel_after(handle, 1)
+                with pytest.raises(Cancelled):
+                    forward(caches, 1, [2] * 40)
+                native.cancel_after(handle, -1)
+            caches.check()
+            assert caches.caches[1].lanes[0].tokens == tokens
+            forward(caches, 0, [5])
+            for model, cache in zip((draft, target), caches.caches, strict=True):
+                expected = fresh(model, [*tokens, 5])
+                assert np.abs(cache.lanes[0].logits().copy() - expected).max() < 0.05

@@ -1,0 +1,232 @@
+"""Test where a sequence can be taken up again, against brute force on every kind of memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from cache_kit import built, forward, fresh, picture, simulated, some
+
+import pyllamakv as kv
+from pyllamakv.cache.checkpoints import Schedule
+from pyllamakv.errors import NotSupported, StateError
+from pyllamakv.harness import synthetic
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from pyllamakv.cache.context_cache import ContextCache
+
+#: More than the noise of flash attention, whose blocks begin elsewhere (0.09 of 15), and far less
+#: than what a lost part of a window does (7 and more).
+CLOSE = 0.5
+#: Long enough for a sliding-window cache of 256 cells to have given most of them away.
+LENGTH = 700
+
+CASES = [
+    pytest.param(spec, name, options, id=f"{spec}-{name}-{'-'.join(map(str, options.values()))}")
+    for spec, name, options in (
+        ("0.3.9+patched", "tiny", {"flash_attn": False}),
+        ("0.3.9+patched", "sliding", {"flash_attn": True}),
+        ("0.3.9+patched", "recurrent", {"flash_attn": False}),
+        ("0.3.36+patched", "tiny", {"flash_attn": True}),
+        ("0.3.36+patched", "sliding", {"flash_attn": False}),
+        ("0.3.36+patched", "sliding", {"flash_attn": True}),
+        ("0.3.36+patched", "sliding", {"flash_attn": False, "swa_full": True}),
+        ("0.3.36+patched", "sliding", {"flash_attn": False, "kv_unified": False}),
+        ("0.3.36+patched", "recurrent", {"flash_attn": False}),
+        ("0.3.36+patched", "hybrid", {"flash_attn": False}),
+    )
+]
+
+
+def window() -> str:
+    """Return the model of a narrow window, whose loss shows in the logits."""
+    from pyllamakv.home import home
+
+    shape = synthetic.Shape("narrow", n_layer=26, architecture="gemma2", window=8)
+    return str(synthetic.generate(shape, home() / "models"))
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(("spec", "name", "options"), CASES)
+def test_it_says_yes_exactly_where_the_content_is_right(
+    spec: str, name: str, options: dict[str, Any]
+) -> None:
+    """Brute force: go back by force, go on, compare with a fresh context."""
+    tokens = some(LENGTH)
+    path = window() if name == "sliding" else synthetic.model(name)
+    with kv.open(built(spec)) as library, library.load_model(path) as model:
+        sizes = {"max_sequences": 2, "capacity": LENGTH + 68, "max_batch": 64, "n_ubatch": 64}
+        reference = {k: v for k, v in options.items() if k in ("flash_attn", "kv_unified")}
+        rows = every_row(model, tokens, **reference)
+        with kv.ContextCache.init(model, checkpoints=Schedule(size=0), **sizes, **options) as cache:
+            answers = {}
+            for position in (0, 1, 9, 200, 400, 530, 640, 655, 680, 691, 692, 693, 699, 700):
+                cache.remove(0, 0)
+                forward(cache, 0, tokens)
+                answers[position] = cache.can_resume(0, position)
+                right = content_after(cache, position, tokens, rows)
+                assert answers[position] == right, (position, answers[position])
+            assert answers[0]
+            assert answers[LENGTH]
+            whole = name == "tiny" or (name == "sliding" and spec.startswith("0.3.9"))
+            assert all(answers.values()) == (whole or "swa_full" in options)
+
+
+def every_row(model: kv.Model, tokens: list[int], **options: Any) -> np.ndarray:
+    """Decode tokens in a new context that keeps everything; return all logits."""
+    if model.info.is_recurrent or "jamba" in str(model.path):
+        options.pop("kv_unified", None)
+    with model.context(1024, 64, 64, swa_full=True, **options) as ctx:
+        sequence, found = ctx.sequence(), []
+        for at in range(0, len(tokens), 64):
+            ctx.decode(sequence.feed(tokens[at : at + 64], logits="all"))
+            found.append(ctx.logits_all().copy())
+        return np.concatenate(found)
+
+
+def content_after(cache: ContextCache, position: int, tokens: list[int], rows: np.ndarray) -> bool:
+    """Go back to a position behind the cache's back, go on, and tell whether all is right."""
+    lane, context = cache.lanes[0], cache.context
+    if 0 < position < len(tokens):
+        if not context.native.seq_rm(context.handle, 0, position, -1):
+            return False
+        lane.ledger.remove(position, None)
+    else:
+        cache.remove(0, position)
+    rest = tokens[position : position + 40] or [7]
+    expected = rows[position : position + 40]
+    if position == len(tokens):
+        expected = every_row(context.model, [*tokens, 7], flash_attn=bool(context.info.flash_attn))[
+            -1:
+        ]
+    start = cache.length(0)
+    context.decode(lane.feed(rest, logits="all"))
+    assert start == position
+    return bool(np.abs(context.logits_all().copy() - expected).max() < CLOSE)
+
+
+@pytest.fixture(
+    params=[
+        ("0.3.9+patched", "recurrent"),
+        ("0.3.36+patched", "recurrent"),
+        ("0.3.36+patched", "hybrid"),
+        ("0.3.36+patched", "sliding"),
+    ],
+    ids=lambda each: "-".join(each),
+)
+def forgetful(request: pytest.FixtureRequest) -> Iterator[tuple[kv.Model, ContextCache]]:
+    """Give a cache whose memory cannot go back, with a checkpoint every 120 positions at least."""
+    spec, name = request.param
+    with kv.open(built(spec)) as library:
+        model = library.load_model(window() if name == "sliding" else synthetic.model(name))
+        with kv.ContextCache.init(
+            model,
+            max_sequences=2,
+            capacity=LENGTH + 68,
+            max_batch=64,
+            n_ubatch=64,
+            checkpoints=Schedule(interval=120),
+        ) as cache:
+            yield model, cache
+
+
+@pytest.mark.native
+def test_checkpoints_take_a_sequence_back(forgetful: tuple[kv.Model, ContextCache]) -> None:
+    """What follows a restored checkpoint is what a fresh context gives, and so again."""
+    model, cache = forgetful
+    tokens = some(LENGTH)
+    forward(cache, 0, tokens)
+    forward(cache, 1, tokens[:60])
+    assert cache.past.rings[0].positions == [63, 191, 319, 447, 575, 699]
+    target = cache.prepare_restore(0, 420)
+    assert target in (320, 420)
+    assert cache.can_resume(0, target)
+    cache.remove(0, target)
+    assert cache.lanes[0].tokens == tokens[:target]
+    assert cache.past.rings[0].positions == [63, 191, 319]
+    forward(cache, 0, [3, 4, 5])
+    there = cache.lanes[0].logits().copy()
+    expected = fresh(model, [*tokens[:target], 3, 4, 5], swa_full=True)
+    assert np.abs(there - expected).max() < CLOSE
+    assert cache.lanes[1].tokens == tokens[:60]
+    cache.check()
+    assert cache.prepare_restore(0, 20) in (0, 20)
+
+
+@pytest.mark.native
+def test_a_copy_goes_by_a_checkpoint(forgetful: tuple[kv.Model, ContextCache]) -> None:
+    """A prefix that the memory cannot copy is restored into the target, which replaces its own."""
+    model, cache = forgetful
+    tokens = some(LENGTH)
+    forward(cache, 0, tokens)
+    forward(cache, 1, [9] * 20)
+    before = picture(cache)
+    if not cache.can_resume(0, 333):
+        with pytest.raises(NotSupported):
+            cache.copy_prefix(0, 1, 333)
+        assert picture(cache) == before
+    assert cache.copy_prefix(0, 1, 320) == 320
+    forward(cache, 1, [3])
+    expected = fresh(model, [*tokens[:320], 3], swa_full=True)
+    assert np.abs(cache.lanes[1].logits().copy() - expected).max() < CLOSE
+    assert cache.past.rings[1].positions == [63, 191, 319]
+    cache.check()
+
+
+@pytest.mark.native
+def test_after_an_aborted_pass_a_checkpoint_is_left(
+    forgetful: tuple[kv.Model, ContextCache],
+) -> None:
+    """A state that is half way cannot go back by itself; its sequence can be had again."""
+    _, cache = forgetful
+    tokens = some(300)
+    forward(cache, 0, tokens)
+    cache.context.native.cancel_after(cache.context.handle, 1)
+    with pytest.raises(kv.Cancelled):
+        forward(cache, 0, [1] * 20)
+    cache.context.native.cancel_after(cache.context.handle, -1)
+    cache.check()
+    at = cache.prepare_restore(0, 300)
+    assert at in (192, 300)
+    cache.remove(0, at)
+    assert cache.lanes[0].tokens == tokens[:at]
+    forward(cache, 0, [1])
+    cache.check()
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    """Its checksum tells; the sequence stays as it was."""
+    cache = simulated(tmp_path, {"partial": False})
+    cache.past.saves = True
+    forward(cache, 0, range(20))
+    ring = cache.past.rings[0]
+    assert ring.positions == [19]
+    forward(cache, 0, [5])
+    broken = ring.at(19)
+    assert broken is not None
+    damaged = bytearray(broken.saved)
+    damaged[-1] ^= 1
+    ring.put(type(broken)(19, bytes(damaged)))
+    before = picture(cache)
+    with pytest.raises(StateError, match="damaged"):
+        cache.remove(0, 20)
+    assert picture(cache) == before
+    cache.remove(0, 0)
+
+
+def test_where_nothing_can_be_saved_decoding_goes_on(tmp_path: Path) -> None:
+    """Checkpoints are a help, and no reason to fail."""
+    cache = simulated(tmp_path, {"partial": False})
+    cache.past.saves = True
+
+    def fail(*_: object) -> bytes:
+        raise MemoryError
+
+    cache.context.native.state_save = fail
+    forward(cache, 0, range(20))
+    assert cache.length(0) == 20
+    assert not cache.past.saves
