@@ -17,7 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "docs/api.md", "docs/harness.md", "docs/patches.md", "docs/scripts.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/api.md",
+    "docs/harness.md",
+    "docs/patches.md",
+    "docs/plugin.md",
+    "docs/scripts.md",
+)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 

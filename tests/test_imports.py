@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent / "pyllamakv"
 #: Layer -> the layers that it may import. `errors` and `home` are open to all.
 ALLOWED = {
     "cli": {"harness", "bench", "cache", "runtime", "binding", "building", "patching", "source"},
+    "testing": {"harness", "cache", "runtime", "binding", "building", "patching", "source"},
     "bench": {"harness", "cache", "runtime", "binding", "building", "patching", "source"},
     "harness": {"cache", "runtime", "binding", "building", "patching", "source"},
     "cache": {"runtime", "binding"},
