@@ -33,6 +33,7 @@ VERBS = {
     "view": "Draw the cells of a run.",
     "bench": "Measure and write BENCHMARKS.md.",
     "env": "Print the environment under which llama-cpp-python loads a variant.",
+    "dropin": "Try llama-cpp-python on stock and patched libraries, with its own tests.",
     "doctor": "Look for what is missing on this machine, and name the cure.",
 }
 
