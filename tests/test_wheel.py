@@ -53,8 +53,8 @@ def outside(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     packages = Path(sysconfig.get_path("purelib", "venv", vars=names))
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(packages)
-    # Behind the wheel, and without the path files of ours, one of which may lead to the checkout.
-    found = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    # Behind the wheel, and without what path files add, one of which may lead to the checkout.
+    found = [place for place in sys.path if Path(place).name in ("site-packages", "dist-packages")]
     (packages / "ours.pth").write_text("\n".join(found) + "\n", encoding="utf-8")
     for name in ("home", "empty"):
         (folder / name).mkdir()

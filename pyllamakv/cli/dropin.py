@@ -43,7 +43,7 @@ def setup(
 def test(
     names: Annotated[list[str] | None, typer.Argument(metavar="[RELEASE]…")] = None,
     *,
-    sample: Annotated[bool, typer.Option("--sample", help="One release per era.")] = False,
+    sample: Annotated[bool, typer.Option("--sample", help="One release per era as well.")] = False,
     backend: Annotated[str, typer.Option("--backend", help="cpu (default), cuda, ….")] = "cpu",
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the table of docs/drop-in.md.")
@@ -58,13 +58,14 @@ def test(
     from pyllamakv.peer import trial
     from pyllamakv.source import releases
 
-    if names and sample:
-        raise UsageError("name releases or ask for --sample, not both")
-    chosen = _one_per_era() if sample else names or [DEFAULT]
+    if as_json and markdown:
+        raise UsageError("choose one of --json and --markdown")
+    wanted = [*(names or ([] if sample else [DEFAULT])), *(_one_per_era() if sample else ())]
+    chosen = {release.name: release for release in map(releases.resolve, wanted)}
     found: list[Trial] = []
     with showing.progress() as progress:
-        for name in chosen:
-            one = trial.run(releases.resolve(name), backend=backend, progress=progress)
+        for release in sorted(chosen.values(), key=lambda release: release.order):
+            one = trial.run(release, backend=backend, progress=progress)
             found.append(one)
             if not (as_json or markdown):
                 sys.stdout.write(_text(one))

@@ -23,30 +23,27 @@ NOISE = 0.02
 
 @dataclass(frozen=True)
 class Slots:
-    """Hold what `llama_decode` returned for a few tokens, then for all that is left.
+    """Hold what `llama_decode` returned for as many tokens as cells are free.
 
     ``difference`` is how far the logits are from those of a cache without holes.
     """
 
     version: str
     library: str
-    codes: tuple[int, ...]
+    code: int
     difference: float | None = None
 
     @property
     def placed(self) -> bool:
-        """Tell whether both found their cells, and the logits are right."""
+        """Tell whether the tokens found their cells, and the logits are right."""
         near = self.difference is not None and self.difference <= NOISE
-        return not any(self.codes) and near
+        return self.code == 0 and near
 
     def __str__(self) -> str:
         if self.placed:
             return "placed"
-        if any(self.codes):
-            code = next(code for code in self.codes if code)
-            return (
-                "no slot (`llama_decode` gives 1)" if code == 1 else f"`llama_decode` gives {code}"
-            )
+        if self.code:
+            return f"{'no slot: ' if self.code == 1 else ''}`llama_decode` gives {self.code}"
         return f"wrong logits, off by {self.difference}"
 
 
@@ -75,4 +72,4 @@ def ask(python: Path, variant: Variant, model: Path) -> Slots:
     if library.resolve().parent != variant.dropin.resolve():
         msg = f"llama-cpp-python loaded {library}, not the libraries of {variant.id}"
         raise Untestable(msg)
-    return Slots(facts["version"], str(library), tuple(facts["codes"]), facts["difference"])
+    return Slots(facts["version"], str(library), facts["code"], facts["difference"])

@@ -61,7 +61,7 @@ def run(release: Release, *, backend: str = "cpu", progress: Progress | None = N
     """Install the llama-cpp-python of a release, build both variants, and try it on both."""
     tell = progress or telling.ignore
     peer = install.install(release, progress=progress)
-    model = synthetic.tiny()
+    model = synthetic.model("deep")
     sides = {}
     for name, series in (("stock", ()), ("patched", None)):
         variant = build(Spec(release.name, series), backend=backend, progress=progress)
