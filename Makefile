@@ -8,18 +8,19 @@ PYTEST_ARGS ?=
 CHECK_ARGS ?=
 BENCH_ARGS ?=
 MATRIX_ARGS ?=
+DROPIN_ARGS ?=
 
 own = py=$$(tools/bootstrap.sh own $(1))
 run = "$$py" -m pyllamakv.cli.main
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build test check matrix eras bench lint clean distclean
+.PHONY: help build test check matrix eras bench dropin wheel lint clean distclean
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | while IFS='	' read -r name text; do \
 		printf '  make %-10s %s\n' "$$name" "$$text"; done
-	@echo "RELEASE=$(RELEASE) BACKEND=$(BACKEND); PYTEST_ARGS, CHECK_ARGS, MATRIX_ARGS and BENCH_ARGS are passed on"
+	@echo "RELEASE=$(RELEASE) BACKEND=$(BACKEND); PYTEST_ARGS, CHECK_ARGS, MATRIX_ARGS, BENCH_ARGS and DROPIN_ARGS are passed on"
 
 build: ## Vendor, patch and build the default release, stock and patched
 	@py=$$(tools/bootstrap.sh here test) && \
@@ -45,6 +46,12 @@ eras: ## Judge one release per era: what CI does
 
 bench: ## Measure, and write BENCHMARKS.md
 	@$(call own,test) && $(run) bench $(BENCH_ARGS)
+
+dropin: ## Run llama-cpp-python's own tests on stock and patched libraries
+	@$(call own,test) && $(run) dropin test $(DROPIN_ARGS)
+
+wheel: ## Build the wheel, and use it outside the checkout
+	@$(call own,test) && tools/wheel.sh "$$py" $(RELEASE)
 
 lint: ## Check style and types
 	@$(call own,dev) && \

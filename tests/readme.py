@@ -24,6 +24,7 @@ DOCUMENTS = (
     "docs/harness.md",
     "docs/patches.md",
     "docs/pictures.md",
+    "docs/plugin.md",
     "docs/prefix-cache.md",
     "docs/scripts.md",
     "docs/traces.md",

@@ -11,8 +11,20 @@ ROOT = Path(__file__).resolve().parent.parent / "pyllamakv"
 
 #: Layer -> the layers that it may import. `errors` and `home` are open to all.
 ALLOWED = {
-    "cli": {"harness", "bench", "cache", "runtime", "binding", "building", "patching", "source"},
-    "bench": {"harness", "cache", "runtime", "binding", "building", "patching", "source"},
+    "cli": {
+        "harness",
+        "bench",
+        "peer",
+        "cache",
+        "runtime",
+        "binding",
+        "building",
+        "patching",
+        "source",
+    },
+    "testing": {"harness", "cache", "runtime", "binding", "building", "patching", "source"},
+    "peer": {"harness", "building", "patching", "source"},
+    "bench": {"harness", "peer", "cache", "runtime", "binding", "building", "patching", "source"},
     "harness": {"cache", "runtime", "binding", "building", "patching", "source"},
     "cache": {"runtime", "binding"},
     "runtime": {"binding"},

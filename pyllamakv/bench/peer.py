@@ -17,9 +17,10 @@ from pyllamakv.bench.workload import Round, Runner, Workload
 from pyllamakv.building import dropin
 from pyllamakv.building.variant import Variant
 from pyllamakv.errors import Untestable
+from pyllamakv.peer import install
 
 CHILD = Path(__file__).with_name("peer_child.py")
-#: Names the Python that has llama-cpp-python, where it is not this one.
+#: Names the Python that has llama-cpp-python, where it is neither this one nor set up in the home.
 VARIABLE = "PYLLAMAKV_PEER"
 
 
@@ -31,7 +32,8 @@ def peer(variant: Variant, model: Path, work: Workload, api: str) -> Iterator[Ru
     matches is not there, and says how to get it: no library has to be compiled for it.
     """
     described = dropin.describe(variant)
-    python = os.environ.get(VARIABLE) or sys.executable
+    set_up = install.installed(variant.manifest.release)
+    python = os.environ.get(VARIABLE) or os.fspath(set_up.python if set_up else sys.executable)
     environment = {**os.environ, described.variable: described.value}
     work_said = {**asdict(work), "model": str(model), "api": api, "tokens": work.tokens}
     work_said.update(n_ctx=work.n_ctx, n_batch=work.n_batch)
@@ -92,6 +94,6 @@ def _ask(
 
 def _cure(package: str) -> str:
     return (
-        f"`CMAKE_ARGS=-DLLAMA_BUILD=OFF pip install {package}` compiles nothing; "
-        f"{VARIABLE} may name another Python that has it"
+        f"`pyllamakv dropin setup {package.rpartition('==')[2]}` installs {package} and compiles "
+        f"nothing; {VARIABLE} may name another Python that has it"
     )

@@ -35,6 +35,7 @@ VERBS = {
     "shrink": "Make a failing trace minimal.",
     "bench": "Measure and write BENCHMARKS.md.",
     "env": "Print the environment under which llama-cpp-python loads a variant.",
+    "dropin": "Try llama-cpp-python on stock and patched libraries, with its own tests.",
     "doctor": "Look for what is missing on this machine, and name the cure.",
 }
 

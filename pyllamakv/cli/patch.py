@@ -124,6 +124,48 @@ def export(
     return None
 
 
+@app.command("export-series")
+def export_series(
+    release: str,
+    names: Annotated[list[str] | None, typer.Argument(metavar="[PATCH]...")] = None,
+    *,
+    to: Annotated[
+        Path | None, typer.Option(help="A folder for the mails; without it they go to stdout.")
+    ] = None,
+    patches: Patches = None,
+    as_json: Json = False,
+) -> None:
+    """Write the patches of a release as mails for `git am` (default: all that apply)."""
+    from pyllamakv.cli import showing
+    from pyllamakv.patching import apply as applying
+    from pyllamakv.patching import mails
+    from pyllamakv.source.store import open_store
+
+    if as_json and to is None:
+        raise errors.UsageError("--json wants --to DIR: without it the mails go to stdout.")
+    store = open_store()
+    target = release_of(release)
+    with showing.progress() as progress:
+        patched = applying.apply(
+            target, names or None, series=series_of(patches), store=store, progress=progress
+        )
+    found = mails.mails(store, target.commit, patched)
+    for skip in patched.skipped:
+        note(f"left out: {skip.id}: {skip.reason}")
+    if to is None:
+        for mail in found:
+            sys.stdout.buffer.write(mail.data)
+        return
+    written = mails.write(found, to, base=target.commit, release=target.name)
+    facts = {
+        "release": target.name,
+        "base": target.commit,
+        "tree": patched.tree,
+        "mails": [str(path) for path in written],
+    }
+    result(facts, as_json)
+
+
 @app.command()
 def lint(patches: Patches = None, as_json: Json = False) -> None:
     """Check headers, style, files and the shared logic of the series."""

@@ -165,9 +165,10 @@ def from_folder(
     return _formatted(ground, definition, text, draft)
 
 
-def format_patch(store: Store, commit: str) -> bytes:
+def format_patch(store: Store, commit: str, prefix: str = "PATCH") -> bytes:
     """Export one commit of the store; the same bytes on any machine."""
-    return gitting.git_bytes(store.path, "format-patch", *FLAGS, "-1", commit)
+    tag = f"--subject-prefix={prefix}"
+    return gitting.git_bytes(store.path, "format-patch", *FLAGS, tag, "-1", commit)
 
 
 def base_of(series: Series, text: PatchText, *, store: Store) -> tuple[Release, str, str]:

@@ -49,7 +49,7 @@ def fetch(release: Release, *, progress: Progress | None = None, keep: bool = Fa
             return _same(release, found)
         if release.kind == "git":
             return _same(release, _fetch_git(release))
-        file = _archive(release, progress)
+        file = archive(release, progress)
         _import(store, release, file, progress)
         if not keep:
             file.unlink(missing_ok=True)
@@ -103,7 +103,8 @@ def add(
 # --- from the index and npm -------------------------------------------------------------------
 
 
-def _archive(release: Release, progress: Progress | None) -> Path:
+def archive(release: Release, progress: Progress | None = None) -> Path:
+    """Return the archive of a release in `downloads`, downloaded if need be and checked."""
     if not release.archive or not release.package:
         msg = f"the lock names no archive for {release.name}, so it cannot be fetched"
         raise FetchError(msg)

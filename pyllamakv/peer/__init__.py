@@ -1,0 +1,1 @@
+"""Run llama-cpp-python, whose users get the patched libraries under the API that they know."""

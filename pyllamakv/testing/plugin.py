@@ -1,0 +1,133 @@
+"""Lend pytest a library, a context and a worker of a patched llama.cpp: see docs/plugin.md.
+
+pytest imports this module in every project whose environment has the package, so it imports nothing
+but pytest until a fixture is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.opening import OpenLibrary
+    from pyllamakv.testing.subject import Subject
+
+#: Seconds that one call into a worker may take, unless a test says otherwise.
+TIMEOUT = 120.0
+
+_MARKERS = (
+    "kv(model, env, timeout, **options): how kv_context and kv_worker are made; "
+    "options are those of pyllamakv.Model.context",
+    "kv_cure: the test fails on stock llama.cpp and passes on a patched one",
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options that choose what is tested."""
+    group = parser.getgroup("pyllamakv", "llama.cpp under test")
+    group.addoption(
+        "--llama-release",
+        action="append",
+        metavar="RELEASE",
+        help="a release of llama.cpp, such as 0.3.9 (default), b4980 or path:DIR; repeatable",
+    )
+    group.addoption(
+        "--llama-series",
+        action="append",
+        metavar="SERIES",
+        help="patched (default), stock, PATCH,PATCH, or patch files or a folder; repeatable",
+    )
+    group.addoption(
+        "--llama-backend", default="cpu", metavar="BACKEND", help="cpu (default), cuda, metal, …"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the markers, so that strict projects may use them."""
+    for marker in _MARKERS:
+        config.addinivalue_line("markers", marker)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run each test that uses one of the fixtures once per release and series."""
+    if "kv_subject" not in metafunc.fixturenames:
+        return
+    found = _subjects(metafunc.config)
+    cure = metafunc.definition.get_closest_marker("kv_cure") is not None
+    expected = pytest.mark.xfail(reason="a cure: stock fails it", strict=True)
+    metafunc.parametrize(
+        "kv_subject",
+        [pytest.param(one, marks=[expected] if cure and one.stock else []) for one in found],
+        ids=[one.name for one in found],
+        scope="session",
+        indirect=True,
+    )
+
+
+@pytest.fixture(scope="session")
+def kv_subject(request: pytest.FixtureRequest) -> Subject:
+    """Return the release and series under test; it is built when it is not there yet."""
+    subject: Subject = request.param
+    terminal = request.config.pluginmanager.get_plugin("terminalreporter")
+    subject.build(None if terminal is None else terminal.write_line)
+    return subject
+
+
+@pytest.fixture(scope="session")
+def kv_library(kv_subject: Subject) -> Iterator[OpenLibrary]:
+    """Return the library under test, open for the whole session, in this process on a CPU."""
+    with kv_subject.open() as library:
+        yield library
+
+
+@pytest.fixture
+def kv_worker(kv_subject: Subject, request: pytest.FixtureRequest) -> Iterator[OpenLibrary]:
+    """Return the library under test in a process of this test's own, which may abort or hang."""
+    asked = _asked(request)
+    with kv_subject.open(
+        isolated=True, env=asked.get("env"), timeout=asked.get("timeout", TIMEOUT)
+    ) as library:
+        yield library
+
+
+@pytest.fixture
+def kv_context(request: pytest.FixtureRequest, kv_subject: Subject) -> Iterator[Context]:
+    """Return a context as the test's `kv` marker says: by default 256 cells of a tiny model.
+
+    It lives in this process, unless the marker asks for ``env``, ``timeout`` or ``guard="off"``.
+    """
+    from pyllamakv.testing import subject
+
+    asked = _asked(request)
+    apart = asked.keys() & {"env", "timeout"} or asked.get("guard") == "off"
+    library = request.getfixturevalue("kv_worker" if apart else "kv_library")
+    with subject.context(library, asked) as made:
+        yield made
+
+
+def _asked(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Return what the markers of a test ask for; the closest one wins."""
+    asked: dict[str, Any] = {}
+    for marker in request.node.iter_markers("kv"):
+        asked = {**marker.kwargs, **asked}
+    return asked
+
+
+def _subjects(config: pytest.Config) -> list[Subject]:
+    """Return what is under test, once per session."""
+    from pyllamakv.errors import UsageError
+    from pyllamakv.testing import subject
+
+    try:
+        return subject.choose(
+            config.getoption("--llama-release") or (),
+            config.getoption("--llama-series") or (),
+            config.getoption("--llama-backend"),
+        )
+    except UsageError as error:
+        raise pytest.UsageError(str(error)) from error

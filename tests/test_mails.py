@@ -1,0 +1,186 @@
+"""The series for people who build llama.cpp themselves: git takes it, and makes our tree of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from patching_kit import Bench, git, numbered
+
+from pyllamakv.cli import main
+from pyllamakv.errors import UsageError
+from pyllamakv.patching import apply, directory, mails, series
+from pyllamakv.source import gitting, lock, releases
+from pyllamakv.source.store import Store, open_store
+
+OLD = {"src/a.cpp": numbered(60), "src/b.cpp": numbered(20), "src/gone.cpp": b"x\n"}
+ONE = OLD | {"src/a.cpp": numbered(60, l10="x", l40="y"), "src/new.h": b"// new\n"}
+TWO = {k: v for k, v in ONE.items() if k != "src/gone.cpp"} | {"src/b.cpp": numbered(20, l2="z")}
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Return a release with two patches, the second written on top of the first."""
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
+    bench = Bench(open_store(), tmp_path / "patches")
+    bench.add_release("0.3.1", OLD)
+    bench.add_release("0.3.2", {"src/other.cpp": b"\n"})
+    bench.add_patch("one", {"0.3.1": (OLD, ONE)})
+    bench.add_patch("two", {"0.3.1": (ONE, TWO)}, requires=("one",))
+    monkeypatch.setattr(releases, "resolve", bench.releases.__getitem__)
+    return bench
+
+
+def run(*words: str) -> int:
+    """Run the command line and return its exit status."""
+    with pytest.raises(SystemExit) as leaving:
+        main.main(["patch", "export-series", *words])
+    return int(leaving.value.code or 0)
+
+
+def taken(store: Store, commit: str, files: list[Path], folder: Path) -> str:
+    """Let git take mails in a repository that stands at a commit of the store; return the commit.
+
+    The objects are the store's; of the files only those lie in the work tree that a mail names.
+    """
+    folder.mkdir()
+    gitting.git(folder, "init", "-q", ".")
+    info = folder / ".git" / "objects" / "info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "alternates").write_text(f"{store.path / 'objects'}\n", encoding="utf-8")
+    (folder / ".git" / "shallow").write_text(f"{commit}\n", encoding="ascii")
+    gitting.git(folder, "update-ref", "HEAD", commit)
+    gitting.git(folder, "read-tree", "HEAD")
+    named = {
+        line[len("--- a/") :]
+        for file in files
+        for line in file.read_text("utf-8").splitlines()
+        if line.startswith("--- a/")
+    }
+    there = sorted(named & set(store.ls(commit)))
+    gitting.git(folder, "checkout-index", "--", *there)
+    done = git(folder, "am", "--keep-cr", *map(str, files))
+    assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()
+    return gitting.git(folder, "rev-parse", "HEAD")
+
+
+def test_git_makes_our_commit_of_the_mails(bench: Bench, tmp_path: Path, capfd) -> None:
+    """One mail per patch, in order, numbered; git am makes the commits that we make."""
+    assert run("0.3.1", "--to", str(tmp_path / "out"), "--patches", str(bench.folder)) == 0
+    said = capfd.readouterr().out
+    files = sorted((tmp_path / "out").glob("*.patch"))
+    assert [file.name for file in files] == ["0001-one.patch", "0002-two.patch"]
+    assert all(str(file) in said for file in files)
+    assert b"Subject: [PATCH 2/2] Do what two does\n\nBecause two is" in files[1].read_bytes()
+    base = bench.releases["0.3.1"]
+    patched = apply.apply(base, series=series.load(bench.folder), store=bench.store)
+    assert taken(bench.store, base.commit, files, tmp_path / "r") == patched.commit
+
+
+def test_without_a_folder_the_mails_go_to_stdout(bench: Bench, tmp_path: Path, capfdbinary) -> None:
+    """What is printed is the mails one behind the other, which git takes as well."""
+    assert run("0.3.1", "--patches", str(bench.folder)) == 0
+    printed = capfdbinary.readouterr().out
+    assert run("0.3.1", "--to", str(tmp_path / "out"), "--patches", str(bench.folder)) == 0
+    files = sorted((tmp_path / "out").glob("*.patch"))
+    assert printed == b"".join(file.read_bytes() for file in files)
+    box = tmp_path / "box"
+    box.write_bytes(printed)
+    assert taken(bench.store, bench.releases["0.3.1"].commit, [box], tmp_path / "r")
+    assert run("0.3.1", "--json", "--patches", str(bench.folder)) == UsageError.exit_code
+
+
+def test_the_folder_is_a_quilt_folder(bench: Bench, tmp_path: Path) -> None:
+    """The list names the mails in their order, so that quilt and our own doors take the folder."""
+    assert run("0.3.1", "--to", str(tmp_path / "out"), "--patches", str(bench.folder)) == 0
+    head, *names = (tmp_path / "out" / "series").read_text("utf-8").splitlines()
+    assert bench.releases["0.3.1"].commit in head
+    assert names == ["0001-one.patch", "0002-two.patch"]
+    again = directory.load(tmp_path / "out")
+    assert again.order == ("one", "two")
+
+
+def test_an_earlier_series_makes_room_and_nothing_else(bench: Bench, tmp_path: Path) -> None:
+    """A second export replaces the first; a folder with anything else in it stays as it is."""
+    out = tmp_path / "out"
+    assert run("0.3.1", "--to", str(out), "--patches", str(bench.folder)) == 0
+    assert run("0.3.1", "one", "--to", str(out), "--patches", str(bench.folder)) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["0001-one.patch", "series"]
+    (out / "mine.patch").write_text("mine\n", encoding="utf-8")
+    before = (out / "0001-one.patch").read_bytes()
+    assert run("0.3.1", "--to", str(out), "--patches", str(bench.folder)) == UsageError.exit_code
+    assert sorted(path.name for path in out.iterdir()) == [
+        "0001-one.patch",
+        "mine.patch",
+        "series",
+    ]
+    assert (out / "0001-one.patch").read_bytes() == before
+    file = tmp_path / "file"
+    file.touch()
+    assert run("0.3.1", "--to", str(file), "--patches", str(bench.folder)) == UsageError.exit_code
+    quilt = tmp_path / "quilt"
+    quilt.mkdir()
+    (quilt / "series").write_text("theirs.patch\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="holds series"):
+        mails.write((), quilt, base="", release="")
+
+
+def test_a_release_without_patches_is_told(bench: Bench, tmp_path: Path, capfd) -> None:
+    """Where no patch is meant the reasons are named, and nothing is written."""
+    out = tmp_path / "out"
+    assert run("0.3.2", "--to", str(out), "--patches", str(bench.folder)) != 0
+    assert "one" in capfd.readouterr().err
+    assert not out.exists()
+
+
+PINNED = lock.load(lock.shipped())
+
+
+@pytest.mark.parametrize("release", PINNED, ids=lambda release: release.name)
+def test_every_pinned_release(release: releases.Release, tmp_path: Path) -> None:
+    """On the upstream commit of each release git am makes exactly our patched commit."""
+    store = open_store()
+    if not store.has(release):
+        pytest.skip(f"{release.name} is not fetched here: pyllamakv upstream fetch {release.name}")
+    patched = apply.apply(release, store=store)
+    found = mails.mails(store, release.commit, patched)
+    assert len(found) == len(patched.patches) > 0
+    assert mails.mails(store, release.commit, patched) == found
+    files = mails.write(found, tmp_path / "out", base=release.commit, release=release.name)
+    assert taken(store, release.commit, list(files), tmp_path / "r") == patched.commit
+
+
+@pytest.mark.native
+def test_a_plain_git_takes_the_series_on_a_plain_tree(stock, tmp_path: Path) -> None:
+    """A stranger's git, on an exported tree without our history, comes to the patched tree."""
+    store, release = open_store(), releases.resolve("0.3.9")
+    patched = apply.apply(release, store=store)
+    files = mails.write(
+        mails.mails(store, release.commit, patched), tmp_path / "out", base="", release="0.3.9"
+    )
+    tree = tmp_path / "tree"
+    store.export(release.commit, tree)
+    env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    env |= {"HOME": str(tmp_path), "GIT_CONFIG_NOSYSTEM": "1", "GIT_CEILING_DIRECTORIES": "/"}
+    who = ("-c", "user.name=A Stranger", "-c", "user.email=stranger@example.org")
+    for words in (
+        ("init", "-q", "."),
+        ("add", "-A", "-f", "."),
+        (*who, "commit", "-q", "-m", "upstream"),
+        (*who, "am", *map(str, files)),
+    ):
+        done = subprocess.run(
+            ["git", *words],
+            cwd=tree,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+    differs = store.compare(patched.commit, tree, keep=(".git", ".pyllamakv-tree"))
+    assert not differs, differs.lines()

@@ -1,0 +1,153 @@
+"""The wheel carries all that a build needs, is small, and works outside the checkout."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import pyllamakv
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT = 1 << 20
+
+
+def command(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end."""
+    given = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 600}
+    return subprocess.run(words, check=False, **{**given, **options})  # type: ignore[call-overload]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel of this checkout, without the network."""
+    pytest.importorskip("hatchling")
+    folder = tmp_path_factory.mktemp("wheel")
+    words = ("pip", "wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation", "-w")
+    env = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
+    done = command(sys.executable, "-m", *words, str(folder), str(ROOT), env=env, cwd=folder)
+    if "No module named pip" in done.stderr:
+        pytest.skip("this interpreter has no pip")
+    assert done.returncode == 0, done.stderr
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def outside(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a fresh environment that has the wheel; what it needs is ours."""
+    folder = tmp_path_factory.mktemp("outside")
+    python = folder / "venv" / "bin" / "python"
+    assert (
+        command(sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")).returncode == 0
+    )
+    names = {"base": str(folder / "venv"), "platbase": str(folder / "venv")}
+    packages = Path(sysconfig.get_path("purelib", "venv", vars=names))
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(packages)
+    # Behind the wheel, and without what path files add, one of which may lead to the checkout.
+    found = [place for place in sys.path if Path(place).name in ("site-packages", "dist-packages")]
+    (packages / "ours.pth").write_text("\n".join(found) + "\n", encoding="utf-8")
+    for name in ("home", "empty"):
+        (folder / name).mkdir()
+    assert python.exists()
+    return folder
+
+
+def run(outside: Path, *words: str, path: str = os.defpath) -> subprocess.CompletedProcess[str]:
+    """Run the Python outside, in an empty folder and with a home of its own."""
+    env = {"HOME": str(outside / "home"), "PATH": path, "LANG": "C.UTF-8"}
+    python = str(outside / "venv" / "bin" / "python")
+    return command(python, *words, env=env, cwd=outside / "empty")
+
+
+def verb(outside: Path, *words: str, **options: str) -> subprocess.CompletedProcess[str]:
+    return run(outside, "-m", "pyllamakv", *words, **options)
+
+
+def test_it_is_small_and_whole(wheel: Path) -> None:
+    """At most 1 MB, with patches, lock, shim sources, scenarios, and nothing of tests or builds."""
+    assert wheel.stat().st_size <= LIMIT
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    for path in (ROOT / "patches").rglob("*"):
+        if path.is_file():
+            assert (
+                f"pyllamakv/data/patches/{path.relative_to(ROOT / 'patches').as_posix()}" in names
+            )
+    listed = command("git", "ls-files", "pyllamakv", cwd=ROOT)
+    for name in listed.stdout.split() if listed.returncode == 0 else ():
+        assert name in names or not (ROOT / name).exists(), name
+    assert "pyllamakv/data/vendor/upstream.lock.toml" in names
+    assert {"pyllamakv/native/plk.h", "pyllamakv/native/CMakeLists.txt"} <= names
+    ours = {name.split("/")[0] for name in names}
+    assert ours == {"pyllamakv", f"pyllamakv-{pyllamakv.__version__}.dist-info"}
+    assert not [name for name in names if name.endswith((".pyc", ".so", ".part"))]
+
+
+def test_the_version_has_one_place(wheel: Path) -> None:
+    """The wheel's version is the package's, and stands in no other file."""
+    assert wheel.name.split("-")[1] == pyllamakv.__version__
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert "version" not in project and project["dynamic"] == ["version"]
+    text = (ROOT / "pyllamakv" / "__init__.py").read_text("utf-8")
+    assert re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE) == [pyllamakv.__version__]
+
+
+def test_it_imports_without_a_compiler(outside: Path) -> None:
+    """With nothing on PATH the package comes from the wheel, and its front loads nothing heavy."""
+    code = (
+        "import sys, pyllamakv; heavy = {'numpy', '_cffi_backend', 'git'} & set(sys.modules);"
+        "assert not heavy, heavy; pyllamakv.open, pyllamakv.Snapshot; print(pyllamakv.__file__)"
+    )
+    done = run(outside, "-c", code, path="/nonexistent")
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).is_relative_to(outside)
+    said = verb(outside, "--version", path="/nonexistent")
+    assert said.stdout == f"pyllamakv {pyllamakv.__version__}\n", said.stderr
+
+
+def test_what_ships_is_found(outside: Path) -> None:
+    """Patches, lock, scenarios and the shim come from the wheel; builds go to the user's cache."""
+    shown = verb(outside, "patch", "show", "--json")
+    assert shown.returncode == 0 and '"full-defrag"' in shown.stdout, shown.stderr
+    listed = verb(outside, "upstream", "list", "--json")
+    assert listed.returncode == 0 and '"0.3.9"' in listed.stdout, listed.stderr
+    lint = verb(outside, "patch", "lint")
+    assert lint.returncode == 0, lint.stdout + lint.stderr
+    code = (
+        "from pyllamakv.building.variant import built, shim_digest;"
+        "from pyllamakv.harness import scenario, synthetic;"
+        "assert len(scenario.discover()) > 30;"
+        "print(built(), shim_digest(), synthetic.tiny())"
+    )
+    done = run(outside, "-c", code)
+    assert done.returncode == 0, done.stderr
+    from pyllamakv.building.variant import shim_digest
+
+    built, shim, model = done.stdout.split()
+    cache = (outside / "home" / ".cache" / "pyllamakv").resolve()
+    assert Path(built) == cache / "built"
+    assert Path(model).is_relative_to(cache)
+    assert shim == shim_digest()
+    missing = verb(outside, "env", "0.3.9+stock", path=os.environ.get("PATH", os.defpath))
+    assert "pyllamakv build 0.3.9+stock" in missing.stderr
+    assert not any((outside / "empty").iterdir())
+
+
+def test_the_entry_points(outside: Path) -> None:
+    """The wheel brings the command and the pytest plugin."""
+    (info,) = (outside / "venv").glob("lib/*/site-packages/pyllamakv-*.dist-info")
+    found = importlib.metadata.PathDistribution(info).entry_points
+    assert {(one.group, one.value) for one in found} == {
+        ("console_scripts", "pyllamakv.cli.main:main"),
+        ("pytest11", "pyllamakv.testing.plugin"),
+    }
