@@ -1,4 +1,4 @@
-"""llama-cpp-python beside us: how it is installed, what its tests say, and whether slots are found."""
+"""llama-cpp-python beside us: its installation, what its own tests say, and whether it finds slots."""
 
 from __future__ import annotations
 
@@ -141,7 +141,8 @@ def test_what_cannot_be_installed_is_told(
 
 REPORT = b"""<?xml version="1.0"?><testsuites><testsuite>
 <testcase classname="tests.test_llama" name="test_good"/>
-<testcase classname="tests.test_llama" name="test_hub"><skipped message="needs a model hub"/></testcase>
+<testcase classname="tests.test_llama" name="test_hub">
+<skipped message="needs a model hub"/></testcase>
 <testcase classname="tests.test_llama" name="test_later"><skipped message="later"/></testcase>
 <testcase classname="tests.test_llama" name="test_bad"><failure message="no"/></testcase>
 <testcase classname="tests.test_llama" name="test_worse"><error message="no"/></testcase>
@@ -290,7 +291,7 @@ def test_a_trial_names_what_is_wrong() -> None:
 
 
 def test_the_verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """It tries what is named, by age, with one release per era on request, and exits 1 on a fault."""
+    """It tries what is named by age, one release per era on request, and exits 1 on a fault."""
     tried: list[str] = []
     codes = {"0.3.16": 1}
 
