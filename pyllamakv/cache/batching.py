@@ -257,10 +257,11 @@ class Batcher:
                 self._feed(portions, healed=True)
             elif len(portions) > 1:
                 for each in portions:
-                    if each[0].lease is not None:
+                    # Together they may need more than was made room for, one by one.
+                    if each[0].lease is not None and self._room(*each):
                         self._feed([each])
             elif isinstance(error, NoKVSlot):
-                self._no_room(portions[0][0], error)
+                self._no_room(portions[0][0], feeding.full(error, defragged=healed))
             else:
                 self._end(portions[0][0], "failed", error)
             return

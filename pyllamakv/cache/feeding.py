@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pyllamakv.cache import groups as grouping
-from pyllamakv.errors import ReprocessNeeded
+from pyllamakv.errors import KVCacheFull, NoKVSlot, ReprocessNeeded
 from pyllamakv.runtime.batch import Feed
 
 if TYPE_CHECKING:
@@ -87,3 +87,18 @@ def decode(context: Context, portions: Sequence[Portion]) -> None:
         wants = have + n == len(one.stream) and one.max_tokens != 0
         feeds.append(Feed(one.sequence, piece, "last" if wants else "none"))
     context.decode(feeds)
+
+
+def full(error: NoKVSlot, *, defragged: bool) -> KVCacheFull:
+    """Say of a decode that found no cells what the cache had."""
+    stats = error.stats
+    return KVCacheFull(
+        str(error),
+        cells=stats.size if stats is not None else 0,
+        used=stats.used if stats is not None else 0,
+        largest_hole=stats.largest_hole if stats is not None else None,
+        wanted=error.n_tokens,
+        defragged=defragged,
+        cause=error.cause,
+        stats=stats,
+    )
