@@ -70,6 +70,7 @@ class SlotLease:
         self._cache = cache
         self._slot = slot
         self._size = cache.size
+        self._lends = cache.lends
         self._tokens = slot.sequence.ledger
         self.released = False
 
@@ -82,7 +83,7 @@ class SlotLease:
         """
         if len(self._tokens.tokens) + n > self._size:
             self._shift(n)
-        if self._cache.lends:
+        if self._lends:
             self._cache.reserve(n, self._slot)
 
     def decode(self, tokens: int | Iterable[int] | None = None) -> None:
