@@ -25,8 +25,12 @@ if TYPE_CHECKING:
         SamplerParams,
         Status,
     )
+    from pyllamakv.cache.batching import Batcher
+    from pyllamakv.cache.generation import Generation
+    from pyllamakv.cache.lease import Lease, Manager
     from pyllamakv.cache.prefix import PrefixCache
     from pyllamakv.cache.prefix_stats import PrefixStats
+    from pyllamakv.cache.slots import SlotCache
     from pyllamakv.errors import (
         BudgetTooSmall,
         Busy,
@@ -77,8 +81,12 @@ _MODULES = {
     "binding.protocol": (
         "Capability ContextInfo ContextParams Counters Device Memory ModelInfo SamplerParams Status"
     ),
+    "cache.batching": "Batcher",
+    "cache.generation": "Generation",
+    "cache.lease": "Lease Manager",
     "cache.prefix": "PrefixCache",
     "cache.prefix_stats": "PrefixStats",
+    "cache.slots": "SlotCache",
     "errors": (
         "Busy Cancelled Closed ContextError DecodeError KvError LoadError ModelError NativeError "
         "NoKVSlot NotBuilt NotEnoughMemory PartialRemovalRefused SharedCells StaleLogits "
@@ -106,6 +114,7 @@ _WHERE = {name: module for module, names in _MODULES.items() for name in names.s
 __all__ = [
     "KV",
     "Batch",
+    "Batcher",
     "BudgetTooSmall",
     "Busy",
     "Cancelled",
@@ -121,12 +130,15 @@ __all__ = [
     "DecodeError",
     "DefragReport",
     "Device",
+    "Generation",
     "KVCacheFull",
     "KVStats",
     "KvError",
+    "Lease",
     "LoadError",
     "Logits",
     "LogitsRows",
+    "Manager",
     "Memory",
     "Model",
     "ModelError",
@@ -150,6 +162,7 @@ __all__ = [
     "SamplerParams",
     "Sequence",
     "SharedCells",
+    "SlotCache",
     "Snapshot",
     "StaleLogits",
     "StateError",
