@@ -25,6 +25,7 @@ DOCUMENTS = (
     "docs/pictures.md",
     "docs/prefix-cache.md",
     "docs/scripts.md",
+    "docs/slot-cache.md",
     "docs/traces.md",
 )
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
