@@ -294,7 +294,10 @@ def test_who_finds_no_cells_beside_others_gets_those_of_old_histories(tmp_path: 
 
 @pytest.mark.parametrize("native", [{}, {"can_shift": False}, {"partial": False}])
 def test_long_generations_shift(tmp_path: Path, native: dict) -> None:
-    """A slot is filled many times over; others are not disturbed by what is decoded again."""
+    """A slot is filled many times over; others are not disturbed by what is decoded again.
+
+    The original filled the batch with the wrong tokens when it had to decode again.
+    """
     ctx = kit.context(tmp_path, native)
     cache = SlotCache(ctx, keep=4)
     batcher = Batcher(cache)
@@ -304,9 +307,11 @@ def test_long_generations_shift(tmp_path: Path, native: dict) -> None:
     assert (long.reason, len(long.tokens)) == ("length", 60)
     assert short.text == alone(tmp_path, "Hi", 12, **native)
     assert (cache.stats().reprocessed > 0) is bool(native)
-    held = cache._slots[0].tokens if len(cache._slots[0].tokens) > 12 else cache._slots[1].tokens
-    if native.get("partial", True):
-        assert held[:5] == ctx.model.tokenize("Once")[:5]
+    # The head of the prompt, and the newest that was decoded: nothing between the two is mixed up.
+    held = cache._slots[0].tokens
+    said = [*long.prompt, *long.tokens][:-1]
+    assert held[:5] == said[:5]
+    assert held[5:] == said[5 - len(held) :]
 
 
 def test_cancel_between_steps(ctx: Context) -> None:
@@ -471,3 +476,23 @@ def test_fragmented_cells_are_moved_together(tmp_path: Path) -> None:
     batcher.run()
     assert (one.reason, one.error) == ("length", None)
     cache.check()
+
+
+def test_an_interrupt_between_decode_and_choice_loses_nothing(tmp_path: Path, ctx: Context) -> None:
+    """Whoever catches it goes on, and gets what each prompt gives alone."""
+    batcher = Batcher(SlotCache(ctx))
+    one, other = batcher.submit("Hi", 8), batcher.submit("Hello", 8)
+    real = ctx.native.sample_all
+
+    def interrupted(*args: Any) -> list[int]:
+        ctx.native.sample_all = real
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        batcher.step()
+        ctx.native.sample_all = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            batcher.step()
+    batcher.run()
+    assert one.text == alone(tmp_path, "Hi", 8)
+    assert other.text == alone(tmp_path, "Hello", 8)

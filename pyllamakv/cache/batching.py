@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import SamplerParams
-from pyllamakv.cache import feeding, request
+from pyllamakv.cache import feeding, healing, request
 from pyllamakv.cache.generation import Generation
 from pyllamakv.cache.roster import BatcherStats, Roster
 from pyllamakv.cache.steady import Steady
@@ -22,7 +22,6 @@ from pyllamakv.errors import (
     Closed,
     DecodeError,
     NoKVSlot,
-    Unsupported,
     UsageError,
     WorkerDied,
 )
@@ -101,6 +100,8 @@ class Batcher:
             steady = self._steady
             if steady is None or not self._step(steady):
                 self._sweep()
+                for one in self._roster.active:
+                    feeding.restore_logits(one)
                 self._roster.admit(self._steps)
                 portions = feeding.plan(self._roster.active, self.n_batch, self._steps)
                 self._steps += 1
@@ -183,15 +184,14 @@ class Batcher:
 
     def _settle(self) -> None:
         """Take note that everybody just needs one token, if so."""
-        roster, greedy = self._roster, self._greedy
+        roster = self._roster
         if not roster.active or len(roster.active) > self.n_batch:
             return
         if roster.waiting and not roster.full:
             return
-        for one in roster.active:
-            if len(one.stream) - len(one.ledger.tokens) != 1 or one.sampler is not greedy:
-                return
-        self._steady = Steady(self.context, greedy, roster.active)
+        if any(len(one.stream) - len(one.ledger.tokens) != 1 for one in roster.active):
+            return
+        self._steady = Steady(self.context, self._greedy, roster.active)
         if any(one.cancelled for one in roster):
             # In this order: `Generation.cancel` says so first, and unsettles then.
             self._steady = None
@@ -251,7 +251,7 @@ class Batcher:
         if isinstance(error, Cancelled):
             if not self._sweep():
                 self._roster.end_all("cancelled")
-        elif isinstance(error, NoKVSlot) and not healed and self._defrag(error):
+        elif isinstance(error, NoKVSlot) and not healed and healing.defrag(self.context, error):
             self._feed(portions, healed=True)
         elif len(portions) > 1:
             for each in portions:
@@ -259,18 +259,9 @@ class Batcher:
                 if each[0].lease is not None and self._room(*each):
                     self._feed([each])
         elif isinstance(error, NoKVSlot):
-            self._no_room(portions[0][0], feeding.full(error, defragged=healed))
+            self._no_room(portions[0][0], healing.full(error, defragged=healed))
         else:
             self._roster.end(portions[0][0], "failed", error)
-
-    def _defrag(self, error: NoKVSlot) -> bool:
-        """Defragment where that may help; True when it was done."""
-        if error.cause != "fragmented":
-            return False
-        with suppress(Unsupported):
-            self.context.kv.defrag()
-            return True
-        return False
 
     def _choose(self, fed: list[Generation]) -> None:
         context, greedy, ready = self.context, self._greedy, []
@@ -290,12 +281,7 @@ class Batcher:
                 one.take(token)
         else:
             for one in ready:
-                try:
-                    token = one.sampler.pick(context, one.ledger.logits_at)
-                except Exception as error:
-                    one.end("failed", error)
-                else:
-                    one.take(token)
+                one.choose(context)
         for one in ready:
             if one.reason is not None:
                 self._roster.left(one)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pyllamakv.cache import groups as grouping
-from pyllamakv.errors import KVCacheFull, NoKVSlot, ReprocessNeeded
+from pyllamakv.errors import PartialRemovalRefused, ReprocessNeeded
 from pyllamakv.runtime.batch import Feed
 
 if TYPE_CHECKING:
@@ -89,16 +89,10 @@ def decode(context: Context, portions: Sequence[Portion]) -> None:
     context.decode(feeds)
 
 
-def full(error: NoKVSlot, *, defragged: bool) -> KVCacheFull:
-    """Say of a decode that found no cells what the cache had."""
-    stats = error.stats
-    return KVCacheFull(
-        str(error),
-        cells=stats.size if stats is not None else 0,
-        used=stats.used if stats is not None else 0,
-        largest_hole=stats.largest_hole if stats is not None else None,
-        wanted=error.n_tokens,
-        defragged=defragged,
-        cause=error.cause,
-        stats=stats,
-    )
+def restore_logits(one: Generation) -> None:
+    """Take the last token back, where none was chosen after it: an exception came between."""
+    if one.sequence.open and len(one.stream) == len(one.ledger.tokens):
+        try:
+            one.sequence.trim(len(one.stream) - 1)
+        except PartialRemovalRefused:
+            one.sequence.remove()

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pyllamakv.cache.batching import Batcher
     from pyllamakv.cache.lease import Lease
     from pyllamakv.cache.request import Request
+    from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.ledger import Ledger
     from pyllamakv.runtime.sequence import Sequence
 
@@ -104,6 +105,15 @@ class Generation:
         self.sequence = lease.sequence
         self.ledger = lease.sequence.ledger
         self.stream = [*self.prompt, *self.tokens]
+
+    def choose(self, context: Context) -> bool:
+        """Choose a token by its own sampler and take it; a sampler that raises makes it fail."""
+        try:
+            token = self.sampler.pick(context, self.ledger.logits_at)
+        except Exception as error:
+            self.end("failed", error)
+            return False
+        return self.take(token)
 
     def take(self, token: int) -> bool:
         """Go on with a chosen token, or end; False when it has ended."""

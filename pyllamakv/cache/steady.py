@@ -19,9 +19,18 @@ if TYPE_CHECKING:
 
 
 class Steady:
-    """Hold generations that need one token each, and all have the greedy sampler."""
+    """Hold generations that need one token each."""
 
-    __slots__ = ("_context", "_greedy", "_room", "_sequences", "_takes", "generations", "portions")
+    __slots__ = (
+        "_alike",
+        "_context",
+        "_greedy",
+        "_room",
+        "_sequences",
+        "_takes",
+        "generations",
+        "portions",
+    )
 
     def __init__(
         self,
@@ -35,6 +44,8 @@ class Steady:
         self._greedy = greedy
         self._sequences = [one.sequence for one in generations]
         self._room = [(one, one.ledger, one.lease.make_room) for one in generations if one.lease]
+        #: Whether all of them have the greedy sampler, which chooses for all in one call.
+        self._alike = all(one.sampler is greedy for one in generations)
         self._takes = [one.take for one in generations]
 
     def prepare(self) -> list[int] | None:
@@ -65,10 +76,13 @@ class Steady:
 
     def choose(self) -> bool:
         """Let each take its next token; False when one of them has ended."""
-        context, takes = self._context, self._takes
+        context, takes, going = self._context, self._takes, True
+        if not self._alike:
+            for one in self.generations:
+                going = one.choose(context) and going
+            return going
         if len(takes) == 1:
             return takes[0](self._greedy.pick(context))
-        going = True
         for take, token in zip(takes, self._greedy.pick_all(context), strict=True):
             if not take(token):
                 going = False
