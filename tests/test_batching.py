@@ -283,7 +283,7 @@ def test_who_finds_no_cells_beside_others_gets_those_of_old_histories(tmp_path: 
     ctx = kit.context(tmp_path, n_ctx=64)
     cache = SlotCache(ctx, size=60)
     batcher = Batcher(cache)
-    batcher.submit("z" * 29, 1).result()
+    batcher.submit("z" * 28, 1).result()
     one, other = batcher.submit([70] * 16, 10), batcher.submit([80] * 16, 10)
     batcher.run()
     assert (one.reason, other.reason) == ("length", "length")
@@ -496,3 +496,21 @@ def test_an_interrupt_between_decode_and_choice_loses_nothing(tmp_path: Path, ct
     batcher.run()
     assert one.text == alone(tmp_path, "Hi", 8)
     assert other.text == alone(tmp_path, "Hello", 8)
+
+
+@pytest.mark.parametrize("when", [1, 4])
+def test_a_cancel_while_a_token_is_chosen(ctx: Context, when: int) -> None:
+    """Whenever it comes, the next step ends it."""
+    batcher = Batcher(SlotCache(ctx))
+
+    class Leaving(Fixed):
+        def pick(self, context: Context, index: int = -1) -> int:
+            if len(self.tokens) == 21 - when:
+                one.cancel()
+            return super().pick(context, index)
+
+    one = batcher.submit("Hi", 20, sampler=Leaving([70] * 20))
+    other = batcher.submit("Ho", 6)
+    batcher.run()
+    assert (one.reason, len(one.tokens)) == ("cancelled", when)
+    assert other.reason == "length"
