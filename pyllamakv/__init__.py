@@ -25,13 +25,17 @@ if TYPE_CHECKING:
         SamplerParams,
         Status,
     )
+    from pyllamakv.cache.batching import Batcher
     from pyllamakv.cache.checkpoints import Schedule
     from pyllamakv.cache.context_cache import ContextCache
     from pyllamakv.cache.counting import CacheStats
+    from pyllamakv.cache.generation import Generation
     from pyllamakv.cache.interface import Cache
+    from pyllamakv.cache.lease import Lease, Manager
     from pyllamakv.cache.lockstep import Lockstep
     from pyllamakv.cache.prefix import PrefixCache
     from pyllamakv.cache.prefix_stats import PrefixStats
+    from pyllamakv.cache.slots import SlotCache
     from pyllamakv.errors import (
         BudgetTooSmall,
         Busy,
@@ -83,13 +87,17 @@ _MODULES = {
     "binding.protocol": (
         "Capability ContextInfo ContextParams Counters Device Memory ModelInfo SamplerParams Status"
     ),
+    "cache.batching": "Batcher",
     "cache.checkpoints": "Schedule",
     "cache.context_cache": "ContextCache",
     "cache.counting": "CacheStats",
+    "cache.generation": "Generation",
     "cache.interface": "Cache",
+    "cache.lease": "Lease Manager",
     "cache.lockstep": "Lockstep",
     "cache.prefix": "PrefixCache",
     "cache.prefix_stats": "PrefixStats",
+    "cache.slots": "SlotCache",
     "errors": (
         "Busy Cancelled Closed ContextError DecodeError KvError LoadError ModelError NativeError "
         "NoKVSlot NotBuilt NotEnoughMemory PartialRemovalRefused SharedCells StaleLogits "
@@ -118,6 +126,7 @@ _WHERE = {name: module for module, names in _MODULES.items() for name in names.s
 __all__ = [
     "KV",
     "Batch",
+    "Batcher",
     "BudgetTooSmall",
     "Busy",
     "Cache",
@@ -136,13 +145,16 @@ __all__ = [
     "DecodeError",
     "DefragReport",
     "Device",
+    "Generation",
     "KVCacheFull",
     "KVStats",
     "KvError",
+    "Lease",
     "LoadError",
     "Lockstep",
     "Logits",
     "LogitsRows",
+    "Manager",
     "Memory",
     "MemoryBreakdown",
     "Model",
@@ -168,6 +180,7 @@ __all__ = [
     "Schedule",
     "Sequence",
     "SharedCells",
+    "SlotCache",
     "Snapshot",
     "StaleLogits",
     "StateError",

@@ -27,6 +27,7 @@ DOCUMENTS = (
     "docs/plugin.md",
     "docs/prefix-cache.md",
     "docs/scripts.md",
+    "docs/slot-cache.md",
     "docs/traces.md",
 )
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

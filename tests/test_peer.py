@@ -1,4 +1,4 @@
-"""llama-cpp-python beside us: its installation, what its own tests say, and whether it finds slots."""
+"""llama-cpp-python beside us: how it is installed, what its own tests say, and its slots."""
 
 from __future__ import annotations
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import runtime_kit as kit
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pyllamakv.cache.slots import SlotCache
 from pyllamakv.errors import (
@@ -17,8 +19,10 @@ from pyllamakv.errors import (
     NoKVSlot,
     NoSlotAvailable,
     ReprocessNeeded,
+    Unsupported,
     UsageError,
 )
+from pyllamakv.runtime.kv import KV
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -150,7 +154,7 @@ def test_the_history_that_was_used_longest_ago_goes(ctx: Context) -> None:
 
 
 def test_tokens_are_recorded_after_their_decode(ctx: Context) -> None:
-    """A decode that fails leaves the slot as it was; the original's first versions did not."""
+    """A decode that fails leaves the slot as it was; ollama recorded tokens first (#7767)."""
     cache = SlotCache(ctx, 1)
     lease = cache.acquire(range(40, 60))
     ctx.native.fail_next = [1]
@@ -444,3 +448,109 @@ def test_an_error_releases(ctx: Context) -> None:
         raise ZeroDivisionError
     assert released(lease)
     assert cache.stats().in_use == 0
+
+
+def expected_row(tokens: list[int]) -> np.ndarray:
+    """Return the logits that the simulated library gives for a sequence of these tokens."""
+    total = sum(token * (pos + 7) for pos, token in enumerate(tokens))
+    row = np.zeros(259, dtype=np.float32)
+    row[3 + (32 + total % 90)] = 5.0
+    row[3 + (32 + (total * 7 + 1) % 90)] += 4.0
+    return row
+
+
+@pytest.mark.parametrize("heals", [True, False])
+def test_scattered_cells_are_moved_together(
+    ctx: Context, heals: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A build that does not heal itself defragments once; one that cannot says what there is."""
+
+    def refuse(self: KV, **_: Any) -> None:
+        raise Unsupported("no defragmentation here", "DEFRAG")
+
+    if not heals:
+        monkeypatch.setattr(KV, "defrag", refuse)
+    cache = SlotCache(ctx)
+    leases = [cache.acquire([60 + n]) for n in range(4)]
+    for token in range(16):
+        for each in leases:
+            ctx.step(each.sequence, 60 + token)
+    leases[0].release()
+    lease = cache.acquire(range(20, 30))
+    if heals:
+        lease.decode()
+        assert lease.sequence.tokens == list(range(20, 30))
+    else:
+        with pytest.raises(KVCacheFull) as caught:
+            lease.decode()
+        found = caught.value
+        assert (found.cause, found.used, found.largest_hole) == ("fragmented", 48, 1)
+        assert not found.defragged
+    cache.check()
+
+
+words = st.lists(st.integers(3, 6), min_size=1, max_size=14)
+natives = st.sampled_from([{}, {"can_shift": False}, {"partial": False}, {"contiguous": False}])
+
+
+@settings(max_examples=60)
+@given(st.data(), natives, st.sampled_from(["longest", "best"]), st.booleans())
+def test_any_traffic(
+    tmp_path_factory: pytest.TempPathFactory,
+    data: st.DataObject,
+    native: dict[str, Any],
+    policy: Any,
+    lends: bool,
+) -> None:
+    """Whatever comes: logits are those of the sequence's own tokens, and no cell is lost."""
+    ctx = kit.context(tmp_path_factory.getbasetemp(), {"heals": True, **native}, n_ctx=48)
+    cache = SlotCache(ctx, 3, policy, keep=data.draw(st.integers(0, 3)), size=16 + 8 * lends)
+    leases: list[SlotLease] = []
+    histories: list[list[int]] = [[3, 4, 5]]
+    for _ in range(data.draw(st.integers(1, 14))):
+        kind = data.draw(st.sampled_from(["new", "new", "more", "more", "release"]))
+        if kind == "new":
+            begin = data.draw(st.sampled_from(histories))
+            tokens = [*begin[: data.draw(st.integers(0, 14))], *data.draw(words)]
+            tokens = cache.truncate(tokens)
+            if len(leases) == 3:
+                with pytest.raises(NoSlotAvailable):
+                    cache.acquire(tokens)
+                continue
+            lease = cache.acquire(tokens)
+            assert lease.cached < len(tokens)
+            assert lease.sequence.tokens == tokens[: lease.cached]
+            leases.append(lease)
+            expected, more = tokens, None
+        elif leases:
+            lease = data.draw(st.sampled_from(leases))
+            if kind == "release":
+                lease.release()
+                leases.remove(lease)
+                cache.check()
+                continue
+            more = data.draw(words)[:5]
+            expected = []
+        else:
+            continue
+        before = lease.sequence.tokens
+        try:
+            lease.decode(more)
+        except KVCacheFull:
+            # Cells that others have, or a prompt that kept its whole slot.
+            assert lends or lease.keep + len(more or ()) > cache.size
+            cache.check()
+            continue
+        now = lease.sequence.tokens
+        histories.append(now)
+        if more is None:
+            assert now == expected
+        else:
+            kept = now[: -len(more)]
+            assert now[-len(more) :] == more
+            assert (
+                kept == before
+                or kept == before[: lease.keep] + before[len(before) - len(kept) + lease.keep :]
+            )
+        assert np.array_equal(ctx.logits().copy(), expected_row(now))
+        cache.check()

@@ -9,23 +9,19 @@ iterates over a generation, or calls `Batcher.step`, does the work.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import SamplerParams
-from pyllamakv.cache import feeding, request
+from pyllamakv.cache import feeding, healing, request
 from pyllamakv.cache.generation import Generation
+from pyllamakv.cache.roster import BatcherStats, Roster
+from pyllamakv.cache.steady import Steady
 from pyllamakv.errors import (
     Cancelled,
     Closed,
     DecodeError,
-    KVCacheFull,
-    KvError,
     NoKVSlot,
-    NoSlotAvailable,
-    Unsupported,
     UsageError,
     WorkerDied,
 )
@@ -36,27 +32,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pyllamakv.cache.feeding import Portion
-    from pyllamakv.cache.generation import Reason
     from pyllamakv.cache.lease import Manager
     from pyllamakv.runtime.sampler import Picker
-
-
-@dataclass(frozen=True, slots=True)
-class BatcherStats:
-    """Count what a batcher did: batches and their tokens, generations by how they ended."""
-
-    waiting: int
-    active: int
-    decodes: int
-    decoded_tokens: int
-    chosen_tokens: int
-    finished: int
-    cancelled: int
-    failed: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the numbers as plain JSON values."""
-        return asdict(self)
 
 
 class Batcher:
@@ -74,19 +51,17 @@ class Batcher:
         if not 1 <= self.n_batch <= largest:
             msg = f"n_batch must be from 1 to {largest} (the context's), not {n_batch}"
             raise UsageError(msg)
-        self._waiting: deque[Generation] = deque()
-        self._active: list[Generation] = []
+        #: The text of tokens that were chosen before: see `Generation`.
+        self.known: dict[int, str] = {}
+        self._roster = Roster(manager)
         self._greedy = request.make_sampler(context.model, SamplerParams())
-        #: Nobody gets in until fewer than so many are active.
-        self._crowded: int | None = None
         self._feeding: list[Portion] = []
+        #: Those who are continued, while nobody comes, goes or is cancelled.
+        self._steady: Steady | None = None
         self._lock = threading.Lock()
         #: Of the context's cancels those that were ours, and those of others that were seen.
         self._interrupts, self._cancels = 0, context.cancels
-        self._steps = self._decodes = self._tokens = self._chosen = 0
-        self._ended: dict[Reason, int] = dict.fromkeys(
-            ("end", "stop", "length", "cancelled", "failed"), 0
-        )
+        self._steps = self._decodes = self._tokens = self._chosen = self._slot_failures = 0
 
     def submit(
         self,
@@ -110,9 +85,10 @@ class Batcher:
             sampler=sampler, groups=groups, stop_at_end=stop_at_end,
         )  # fmt: skip
         made = Generation(self, asked)
-        if not self._active and not self._waiting:
+        self._steady = None
+        if not self._roster:
             self._cancels = self.context.cancels - self._interrupts
-        self._waiting.append(made)
+        self._roster.waiting.append(made)
         return made
 
     def step(self) -> bool:
@@ -121,19 +97,22 @@ class Batcher:
         What fails, fails alone. Raises what ends everything: the context, or its worker, is gone.
         """
         try:
-            self._sweep()
-            if self._waiting:
-                self._admit()
-            if not self._active:
-                return False
-            portions = feeding.plan(self._active, self.n_batch, self._steps)
-            self._steps += 1
-            if portions := [each for each in portions if self._room(*each)]:
-                self._feed(portions)
+            steady = self._steady
+            if steady is None or not self._step(steady):
+                self._sweep()
+                for one in self._roster.active:
+                    feeding.restore_logits(one)
+                self._roster.admit(self._steps)
+                portions = feeding.plan(self._roster.active, self.n_batch, self._steps)
+                self._steps += 1
+                portions = [each for each in portions if self._room(*each)]
+                if portions:
+                    self._feed(portions)
+                self._settle()
         except (Closed, WorkerDied) as error:
-            self._end_all("failed", error)
+            self._roster.end_all("failed", error)
             raise
-        return bool(self._active or self._waiting)
+        return bool(self._roster)
 
     def run(self) -> None:
         """Go on until every generation has ended."""
@@ -142,14 +121,16 @@ class Batcher:
 
     def stats(self) -> BatcherStats:
         """Count what was done so far."""
-        ended = self._ended
+        roster = self._roster
         return BatcherStats(
-            len(self._waiting), len(self._active), self._decodes, self._tokens, self._chosen,
-            sum(ended.values()), ended["cancelled"], ended["failed"],
+            len(roster.waiting), len(roster.active), self._decodes, self._tokens, self._chosen,
+            self._slot_failures, sum(roster.ended.values()), roster.ended["cancelled"],
+            roster.ended["failed"],
         )  # fmt: skip
 
     def interrupt(self, generation: Generation) -> None:
         """End the decode that runs, if it is one of this generation's; from any thread."""
+        self._steady = None
         with self._lock:
             if any(each is generation for each, _ in self._feeding):
                 self._interrupts += 1
@@ -158,7 +139,8 @@ class Batcher:
 
     def close(self) -> None:
         """Cancel what has not ended; the manager stays as it is."""
-        self._end_all("cancelled")
+        self._steady = None
+        self._roster.end_all("cancelled")
         if isinstance(self._greedy, Sampler):
             self._greedy.close()
 
@@ -170,59 +152,69 @@ class Batcher:
     ) -> None:
         self.close()
 
-    # Who is in...
+    # When nothing has changed...
 
-    def _admit(self) -> None:
-        while self._waiting:
-            if self._active and self._crowded is not None and len(self._active) >= self._crowded:
-                return
-            self._crowded = None
-            first = self._waiting[0]
-            try:
-                lease = self.manager.acquire(first.prompt, groups=first.groups)
-            except (NoSlotAvailable, KVCacheFull) as error:
-                if self._active:
-                    self._crowded = len(self._active)
-                    return
-                self._end(first, "failed", error)
-            except (Closed, WorkerDied):
-                raise
-            except KvError as error:
-                self._end(first, "failed", error)
-            else:
-                self._waiting.popleft()
-                first.begin(lease, self._steps)
-                self._active.append(first)
+    def _step(self, steady: Steady) -> bool:
+        """Step those who are continued; False when it has to be done the general way."""
+        if self.context.cancels != self._interrupts + self._cancels:
+            return self._unsettle(steady)
+        tokens = steady.prepare()
+        if tokens is None:
+            return self._unsettle(steady)
+        self._feeding = steady.portions
+        try:
+            steady.decode(tokens)
+        except DecodeError as error:
+            self._unsettle(steady)
+            self._failed(error, steady.portions)
+            return True
+        finally:
+            self._feeding = []
+        n = len(tokens)
+        self._steps += 1
+        self._decodes += 1
+        self._tokens += n
+        self._chosen += n
+        if not steady.choose():
+            self._unsettle(steady)
+            for one in steady.generations:
+                if one.reason is not None:
+                    self._roster.left(one)
+        return True
+
+    def _settle(self) -> None:
+        """Take note that everybody just needs one token, if so."""
+        roster = self._roster
+        if not roster.active or len(roster.active) > self.n_batch:
+            return
+        if roster.waiting and not roster.full:
+            return
+        if any(len(one.stream) - len(one.ledger.tokens) != 1 for one in roster.active):
+            return
+        self._steady = Steady(self.context, self._greedy, roster.active)
+        if any(one.cancelled for one in roster):
+            # In this order: `Generation.cancel` says so first, and unsettles then.
+            self._steady = None
+
+    def _unsettle(self, steady: Steady) -> bool:
+        self._steady = None
+        for one in steady.generations:
+            one.served = self._steps
+        return False
+
+    # When something has...
 
     def _sweep(self) -> bool:
         """End what was cancelled; True when anything was."""
         others = self.context.cancels - self._interrupts
         if others > self._cancels:
             self._cancels = others
-            self._end_all("cancelled")
+            self._roster.end_all("cancelled")
             return True
-        gone = [each for each in (*self._active, *self._waiting) if each.cancelled]
+        gone = [each for each in self._roster if each.cancelled]
         for each in gone:
-            self._end(each, "cancelled")
+            self._roster.end(each, "cancelled")
         return bool(gone)
-
-    def _end(self, one: Generation, reason: Reason, error: Exception | None = None) -> None:
-        one.end(reason, error)
-        self._left(one)
-
-    def _left(self, one: Generation) -> None:
-        """Strike out a generation that has ended."""
-        for those in (self._active, self._waiting):
-            if one in those:
-                those.remove(one)
-        if one.reason is not None:
-            self._ended[one.reason] += 1
-
-    def _end_all(self, reason: Reason, error: Exception | None = None) -> None:
-        for each in (*self._active, *self._waiting):
-            self._end(each, reason, error)
-
-    # What is decoded...
 
     def _room(self, one: Generation, n: int) -> bool:
         """Make room for ``n`` tokens; False when they cannot be decoded in this step."""
@@ -234,35 +226,18 @@ class Batcher:
 
     def _no_room(self, one: Generation, error: NoKVSlot) -> None:
         """Let a prompt wait until another has ended; what has text already fails."""
-        if one.tokens or len(self._active) == 1:
-            self._end(one, "failed", error)
-            return
-        self._crowded = len(self._active)
-        self._active.remove(one)
-        one.give_back()
-        self._waiting.appendleft(one)
+        if one.tokens or len(self._roster.active) == 1:
+            self._roster.end(one, "failed", error)
+        else:
+            self._roster.set_back(one)
 
     def _feed(self, portions: list[Portion], *, healed: bool = False) -> None:
-        """Decode, and choose the next tokens; what fails is tried one by one."""
+        """Decode, and choose the next tokens."""
         self._feeding = portions
         try:
             feeding.decode(self.context, portions)
-        except Cancelled:
-            self._feeding = []
-            if not self._sweep():
-                self._end_all("cancelled")
-            return
         except DecodeError as error:
-            if isinstance(error, NoKVSlot) and not healed and self._defrag(error):
-                self._feed(portions, healed=True)
-            elif len(portions) > 1:
-                for each in portions:
-                    if each[0].lease is not None:
-                        self._feed([each])
-            elif isinstance(error, NoKVSlot):
-                self._no_room(portions[0][0], error)
-            else:
-                self._end(portions[0][0], "failed", error)
+            self._failed(error, portions, healed=healed)
             return
         finally:
             self._feeding = []
@@ -270,16 +245,23 @@ class Batcher:
         self._tokens += sum(n for _, n in portions)
         self._choose([one for one, _ in portions])
 
-    def _defrag(self, error: NoKVSlot) -> bool:
-        """Defragment where that may help; True when it was done."""
-        if error.cause != "fragmented":
-            return False
-        with suppress(Unsupported):
-            self.context.kv.defrag()
-            return True
-        return False
-
-    # What follows...
+    def _failed(self, error: DecodeError, portions: list[Portion], *, healed: bool = False) -> None:
+        """Find out who failed: what fails together is tried one by one."""
+        self._slot_failures += isinstance(error, NoKVSlot)
+        if isinstance(error, Cancelled):
+            if not self._sweep():
+                self._roster.end_all("cancelled")
+        elif isinstance(error, NoKVSlot) and not healed and healing.defrag(self.context, error):
+            self._feed(portions, healed=True)
+        elif len(portions) > 1:
+            for each in portions:
+                # Together they may need more than was made room for, one by one.
+                if each[0].lease is not None and self._room(*each):
+                    self._feed([each])
+        elif isinstance(error, NoKVSlot):
+            self._no_room(portions[0][0], healing.full(error, defragged=healed))
+        else:
+            self._roster.end(portions[0][0], "failed", error)
 
     def _choose(self, fed: list[Generation]) -> None:
         context, greedy, ready = self.context, self._greedy, []
@@ -287,7 +269,7 @@ class Batcher:
             one.served = self._steps
             if len(one.stream) == len(one.ledger.tokens):
                 if one.max_tokens == 0:
-                    self._end(one, "length")
+                    self._roster.end(one, "length")
                 else:
                     ready.append(one)
         if not ready:
@@ -298,17 +280,8 @@ class Batcher:
             for one, token in zip(ready, tokens, strict=True):
                 one.take(token)
         else:
-            # All of them, before text goes to anybody who may decode something.
-            for one, chosen in [(one, self._pick(one)) for one in ready]:
-                if chosen is not None:
-                    one.take(chosen)
+            for one in ready:
+                one.choose(context)
         for one in ready:
             if one.reason is not None:
-                self._left(one)
-
-    def _pick(self, one: Generation) -> int | None:
-        try:
-            return one.sampler.pick(self.context, one.ledger.logits_at)
-        except Exception as error:
-            one.end("failed", error)
-            return None
+                self._roster.left(one)

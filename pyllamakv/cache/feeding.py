@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pyllamakv.cache import groups as grouping
-from pyllamakv.errors import ReprocessNeeded
+from pyllamakv.errors import PartialRemovalRefused, ReprocessNeeded
 from pyllamakv.runtime.batch import Feed
 
 if TYPE_CHECKING:
@@ -87,3 +87,12 @@ def decode(context: Context, portions: Sequence[Portion]) -> None:
         wants = have + n == len(one.stream) and one.max_tokens != 0
         feeds.append(Feed(one.sequence, piece, "last" if wants else "none"))
     context.decode(feeds)
+
+
+def restore_logits(one: Generation) -> None:
+    """Take the last token back, where none was chosen after it: an exception came between."""
+    if one.sequence.open and len(one.stream) == len(one.ledger.tokens):
+        try:
+            one.sequence.trim(len(one.stream) - 1)
+        except PartialRemovalRefused:
+            one.sequence.remove()

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pyllamakv.cache.batching import Batcher
     from pyllamakv.cache.lease import Lease
     from pyllamakv.cache.request import Request
+    from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.ledger import Ledger
     from pyllamakv.runtime.sequence import Sequence
 
@@ -45,6 +46,8 @@ class Generation:
         self._piece = model.piece if model.info.has_vocab else None
         self._is_end = model.is_end if model.info.has_vocab and asked.stop_at_end else None
         self._text = TextStream()
+        #: The text of tokens that are known to be ASCII, and no end.
+        self._known = batcher.known
         self._stops = Stops(asked.stop) if asked.stop else None
         self._parts: list[str] = []
         # What the batcher needs, while it has a lease.
@@ -103,26 +106,46 @@ class Generation:
         self.ledger = lease.sequence.ledger
         self.stream = [*self.prompt, *self.tokens]
 
-    def take(self, token: int) -> None:
-        """Go on with a chosen token, or end."""
-        if self._is_end is not None and self._is_end(token):
-            self.end("end")
-            return
-        self.tokens.append(token)
-        if self._piece is not None:
-            text = self._text.feed(self._piece(token))
-            if text:
-                if self._stops is not None:
-                    text = self._stops.feed(text)
-                if text:
-                    self._parts.append(text)
-                if self._stops is not None and self._stops.found is not None:
-                    self.end("stop")
-                    return
-        if len(self.tokens) == self.max_tokens:
+    def choose(self, context: Context) -> bool:
+        """Choose a token by its own sampler and take it; a sampler that raises makes it fail."""
+        try:
+            token = self.sampler.pick(context, self.ledger.logits_at)
+        except Exception as error:
+            self.end("failed", error)
+            return False
+        return self.take(token)
+
+    def take(self, token: int) -> bool:
+        """Go on with a chosen token, or end; False when it has ended."""
+        text = self._known.get(token)
+        if text is None or self._text.held:
+            if self._is_end is not None and self._is_end(token):
+                self.end("end")
+                return False
+            text = self._read(token)
+        tokens = self.tokens
+        tokens.append(token)
+        if self._stops is not None:
+            text = self._stops.feed(text)
+        if text:
+            self._parts.append(text)
+        if self._stops is not None and self._stops.found is not None:
+            self.end("stop")
+        elif len(tokens) == self.max_tokens:
             self.end("length")
         else:
             self.stream.append(token)
+            return True
+        return False
+
+    def _read(self, token: int) -> str:
+        if self._piece is None:
+            return ""
+        piece = self._piece(token)
+        if piece.isascii() and self._is_end is not None:
+            # Read once: what is in here is no end, and text by itself.
+            self._known[token] = piece.decode("ascii")
+        return self._text.feed(piece)
 
     def end(self, reason: Reason, error: Exception | None = None) -> None:
         """End, let out the text that was held back, and give the lease back."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pyllamakv.cache import groups as grouping
+from pyllamakv.cache import healing
 from pyllamakv.cache.shifting import shift_discard
 from pyllamakv.errors import KVCacheFull, PartialRemovalRefused, ReprocessNeeded, UsageError
 from pyllamakv.runtime.batch import as_int32
@@ -70,6 +71,7 @@ class SlotLease:
         self._cache = cache
         self._slot = slot
         self._size = cache.size
+        self._lends = cache.lends
         self._tokens = slot.sequence.ledger
         self.released = False
 
@@ -82,14 +84,15 @@ class SlotLease:
         """
         if len(self._tokens.tokens) + n > self._size:
             self._shift(n)
-        if self._cache.lends:
+        if self._lends:
             self._cache.reserve(n, self._slot)
 
     def decode(self, tokens: int | Iterable[int] | None = None) -> None:
         """Decode tokens, what is left of the prompt by default, with logits of the last.
 
         Makes room first, and decodes again what that could not keep. In pieces of n_batch that
-        split no group of the prompt; when one fails those before it stay.
+        split no group of the prompt; when one fails those before it stay. Raises KVCacheFull where
+        not even a defragmentation makes room.
         """
         if tokens is None:
             given = self.rest[len(self.sequence) - self.cached :]
@@ -106,7 +109,7 @@ class SlotLease:
             upto = grouping.floor(together, min(at + size, end))
             self._room(upto - at)
             piece = given[at - start : upto - start]
-            context.decode(self.sequence.feed(piece, "last" if upto == end else "none"))
+            healing.decode(context, self.sequence.feed(piece, "last" if upto == end else "none"))
             at = upto
 
     def release(self) -> None:
@@ -131,7 +134,11 @@ class SlotLease:
         try:
             self.make_room(n)
         except ReprocessNeeded as needed:
-            self._cache.context.prefill(self.sequence, needed.tokens, logits=False)
+            context = self._cache.context
+            size = context.info.n_batch
+            for at in range(0, len(needed.tokens), size):
+                piece = needed.tokens[at : at + size]
+                healing.decode(context, self.sequence.feed(piece, "none"))
 
     def _shift(self, n: int) -> None:
         slot, keep, have = self._slot, self.keep, len(self._tokens)

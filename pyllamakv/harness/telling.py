@@ -1,4 +1,4 @@
-"""Continue several prompts side by side in one cache, a token of each at a time."""
+"""Continue several prompts side by side in one cache."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.binding.protocol import Capability, SamplerParams
+from pyllamakv.binding.protocol import SamplerParams
+from pyllamakv.cache.batching import Batcher
+from pyllamakv.cache.slots import SlotCache
 from pyllamakv.errors import UsageError
 from pyllamakv.harness.recording import record
-from pyllamakv.runtime.sampler import NumpySampler, Sampler
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.model import Model
+
+#: How many are continued at once; the others wait.
+LANES = 32
 
 
 @dataclass(frozen=True)
@@ -55,40 +58,18 @@ def tell(
         raise UsageError(msg)
     total = sum(map(len, tokens)) + len(prompts) * max_tokens
     size = n_ctx or -(-total // 256) * 256
-    with model.context(n_ctx=size, n_batch=size, n_seq_max=len(prompts), **options) as context:
-        params = SamplerParams(temperature=temperature, seed=seed)
-        with nullcontext() if trace is None else record(context, trace):
-            said, ended = _continue(model, context, params, tokens, max_tokens)
+    lanes = min(len(prompts), LANES)
+    params = SamplerParams(temperature=temperature, seed=seed)
+    with (
+        model.context(n_ctx=size, n_batch=size, n_seq_max=lanes, **options) as context,
+        nullcontext() if trace is None else record(context, trace),
+        SlotCache(context, size=context.info.n_ctx // (lanes if context.streams else 1)) as cache,
+        Batcher(cache) as batcher,
+    ):
+        going = [batcher.submit(each, max_tokens, sampler=params) for each in tokens]
+        batcher.run()
         stats = context.kv.stats.to_json()
-    return [
-        Told(prompt, model.detokenize(out), len(out), done)
-        for prompt, out, done in zip(prompts, said, ended, strict=True)
-    ], stats
-
-
-def _continue(
-    model: Model,
-    context: Context,
-    params: SamplerParams,
-    prompts: Sequence[Sequence[int]],
-    max_tokens: int,
-) -> tuple[list[list[int]], list[bool]]:
-    sequences = [context.sequence() for _ in prompts]
-    in_c = Capability.SAMPLER in model.native.about.capabilities
-    samplers = [Sampler(model, params) if in_c else NumpySampler(params) for _ in prompts]
-    said: list[list[int]] = [[] for _ in prompts]
-    ended = [False] * len(prompts)
-    feeds: dict[int, Sequence[int]] = dict(enumerate(prompts))
-    while feeds:
-        context.decode([sequences[n].feed(list(tokens)) for n, tokens in feeds.items()])
-        following: dict[int, Sequence[int]] = {}
-        for n in feeds:
-            token = samplers[n].pick(context, sequences[n].ledger.logits_at)
-            if model.is_end(token):
-                ended[n] = True
-                continue
-            said[n].append(token)
-            if len(said[n]) < max_tokens:
-                following[n] = [token]
-        feeds = following
-    return said, ended
+        return [
+            Told(prompt, each.result(), len(each.tokens), each.reason == "end")
+            for prompt, each in zip(prompts, going, strict=True)
+        ], stats

@@ -37,26 +37,27 @@ codecs.register_error(_HANDLER, _repair)
 class TextStream:
     """Turn pieces of bytes into text: what `feed` and `flush` return, joined, is all of it."""
 
-    __slots__ = ("_held",)
+    __slots__ = ("held",)
 
     def __init__(self) -> None:
-        self._held = b""
+        #: The bytes that wait for what completes them.
+        self.held = b""
 
     def feed(self, piece: bytes) -> str:
         """Return the text that is complete after this piece; the rest waits."""
-        if not self._held and piece.isascii():
+        if not self.held and piece.isascii():
             return piece.decode("ascii")
-        data = self._held + piece
+        data = self.held + piece
         half = _OPEN_PAIR.search(data)
         end = half.start() if half is not None else len(data)
         text, used = codecs.utf_8_decode(data[:end], _HANDLER, half is not None)
-        self._held = data[used:]
+        self.held = data[used:]
         return text
 
     def flush(self) -> str:
         """Return what still waits, as it must be read when nothing follows."""
-        text, _ = codecs.utf_8_decode(self._held, _HANDLER, True)
-        self._held = b""
+        text, _ = codecs.utf_8_decode(self.held, _HANDLER, True)
+        self.held = b""
         return text
 
 
