@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 
 import pyllamakv as kv
-from pyllamakv.harness import cellmap, synthetic
+from pyllamakv.harness import synthetic
+from pyllamakv.harness.pictures import cellmap
 
 
 def show(context: kv.Context, what: str) -> None:

@@ -14,7 +14,9 @@ import tempfile
 from pathlib import Path
 
 import pyllamakv as kv
-from pyllamakv.harness import drawing, onstage, replaying, synthetic, timeline, trace
+from pyllamakv.harness import synthetic
+from pyllamakv.harness.pictures import drawing, onstage, timeline
+from pyllamakv.harness.traces import replaying, trace
 
 
 def serve(context: kv.Context) -> None:

@@ -65,8 +65,8 @@ if TYPE_CHECKING:
         WorkerDied,
         WorkerTimeout,
     )
-    from pyllamakv.harness.recording import Recording, record
-    from pyllamakv.harness.watching import watch
+    from pyllamakv.harness.pictures.watching import watch
+    from pyllamakv.harness.traces.recording import Recording, record
     from pyllamakv.runtime import metrics
     from pyllamakv.runtime.batch import Batch
     from pyllamakv.runtime.breakdown import MemoryBreakdown, memory_breakdown
@@ -104,8 +104,8 @@ _MODULES = {
         "StateError Unsupported UsageError WorkerDied WorkerTimeout BudgetTooSmall KVCacheFull "
         "NoSlotAvailable NotSupported PagingError ReprocessNeeded TraceMismatch"
     ),
-    "harness.recording": "Recording record",
-    "harness.watching": "watch",
+    "harness.traces.recording": "Recording record",
+    "harness.pictures.watching": "watch",
     "runtime.batch": "Batch",
     "runtime.breakdown": "MemoryBreakdown memory_breakdown",
     "runtime.compaction": "Costs measure_costs",

@@ -12,9 +12,9 @@ from fakes.judging import failing, result
 from pyllamakv.errors import FetchError, HarnessError, ToolMissing
 from pyllamakv.harness import cell as cells
 from pyllamakv.harness.cell import CellResult, CellSpec
-from pyllamakv.harness.cellmap import Picture
 from pyllamakv.harness.check import Answer, Question
 from pyllamakv.harness.lab import Run
+from pyllamakv.harness.pictures.cellmap import Picture
 from pyllamakv.harness.verdict import Outcome, Pair, judge
 from pyllamakv.source.releases import Release
 

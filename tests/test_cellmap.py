@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyllamakv.harness.cellmap import NOBODY, SEVERAL, Picture, draw, letter, plain, svg
+from pyllamakv.harness.pictures.cellmap import NOBODY, SEVERAL, Picture, draw, letter, plain, svg
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
 
 

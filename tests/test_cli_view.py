@@ -12,7 +12,7 @@ from test_cli_run import EXAMPLE, Opened, cli
 from test_metrics import parse
 
 import pyllamakv
-from pyllamakv.harness import raster
+from pyllamakv.harness.pictures import raster
 
 
 @pytest.fixture(autouse=True)

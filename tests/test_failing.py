@@ -12,8 +12,9 @@ from fakes.rolling import Opener, Rolling
 import pyllamakv
 from pyllamakv.cli import main
 from pyllamakv.errors import UsageError, WorkerDied
-from pyllamakv.harness import builds, failing, synthetic, trace, traced
+from pyllamakv.harness import synthetic
 from pyllamakv.harness.lab import Bench
+from pyllamakv.harness.traces import builds, failing, trace, traced
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "stock-fails.jsonl"
 

@@ -9,10 +9,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyllamakv.harness import film
-from pyllamakv.harness.cellmap import NOBODY, Picture
-from pyllamakv.harness.film import Film, Frame
-from pyllamakv.harness.script import Line
+from pyllamakv.harness.pictures import film
+from pyllamakv.harness.pictures.cellmap import NOBODY, Picture
+from pyllamakv.harness.pictures.film import Film, Frame
+from pyllamakv.harness.traces.script import Line
 
 OWNERS = st.lists(st.integers(-2, 4), min_size=1, max_size=24).map(tuple)
 

@@ -9,9 +9,9 @@ from fakes.simulated import SimulatedNative
 
 from pyllamakv.binding.protocol import ContextParams, ModelParams
 from pyllamakv.harness import running, scenario
-from pyllamakv.harness.film import Film
-from pyllamakv.harness.filming import LONGEST, FilmedPlayer, films
 from pyllamakv.harness.lab import Lab, Run
+from pyllamakv.harness.pictures.film import Film
+from pyllamakv.harness.pictures.filming import LONGEST, FilmedPlayer, films
 from pyllamakv.harness.verdict import Outcome
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from pyllamakv.errors import UsageError
-from pyllamakv.harness import identity, synthetic
+from pyllamakv.harness import synthetic
+from pyllamakv.harness.traces import identity
 
 
 @pytest.fixture(autouse=True)

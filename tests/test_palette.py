@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from pyllamakv.harness import palette
+from pyllamakv.harness.pictures import palette
 
 #: How linear light looks to other eyes (Machado, Oliveira and Fernandes 2009, severity 1).
 EYES = {

@@ -9,8 +9,8 @@ import pytest
 from test_timeline import film
 
 from pyllamakv.errors import Unsupported
-from pyllamakv.harness import cellmap, palette, raster, timeline
-from pyllamakv.harness.cellmap import NOBODY, SEVERAL, Picture
+from pyllamakv.harness.pictures import cellmap, palette, raster, timeline
+from pyllamakv.harness.pictures.cellmap import NOBODY, SEVERAL, Picture
 
 
 def rgb(colour: str) -> tuple[int, ...]:

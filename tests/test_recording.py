@@ -16,10 +16,11 @@ from fakes.simulated import ALL, SimulatedNative
 import pyllamakv as kv
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import DiskFull, NativeError, NoKVSlot, UsageError
-from pyllamakv.harness import trace, tracefile, watch
-from pyllamakv.harness.replaying import replay
-from pyllamakv.harness.stage import Stage
-from pyllamakv.harness.tap import Tap
+from pyllamakv.harness import watch
+from pyllamakv.harness.traces import trace, tracefile
+from pyllamakv.harness.traces.replaying import replay
+from pyllamakv.harness.traces.stage import Stage
+from pyllamakv.harness.traces.tap import Tap
 
 ROOT = Path(__file__).resolve().parent.parent
 

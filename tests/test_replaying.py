@@ -12,9 +12,9 @@ from fakes.simulated import SimulatedNative
 import pyllamakv
 from pyllamakv.cli import main
 from pyllamakv.errors import NotBuilt, UsageError, WorkerDied
-from pyllamakv.harness import builds, trace
-from pyllamakv.harness.replaying import replay
-from pyllamakv.harness.stage import Stage
+from pyllamakv.harness.traces import builds, trace
+from pyllamakv.harness.traces.replaying import replay
+from pyllamakv.harness.traces.stage import Stage
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "stock-fails.jsonl"
 

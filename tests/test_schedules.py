@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 import pyllamakv as kv
 from pyllamakv.building import variant
 from pyllamakv.errors import ScenarioFailed
-from pyllamakv.harness import schedules, script, synthetic
+from pyllamakv.harness import schedules, synthetic
 from pyllamakv.harness.operations import WEIGHTS, Operations
 from pyllamakv.harness.schedules import Operation
+from pyllamakv.harness.traces import script
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 from test_timeline import film, frame
 
-from pyllamakv.harness.cellmap import NOBODY, SEVERAL, Picture
-from pyllamakv.harness.film import infer
-from pyllamakv.harness.screen import Screen, legend, on_the_way
+from pyllamakv.harness.pictures.cellmap import NOBODY, SEVERAL, Picture
+from pyllamakv.harness.pictures.film import infer
+from pyllamakv.harness.pictures.screen import Screen, legend, on_the_way
 
 
 def console(width: int = 80, *, terminal: bool) -> Console:

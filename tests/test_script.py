@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyllamakv.errors import ScenarioFailed, ScriptError
-from pyllamakv.harness import playing, script
-from pyllamakv.harness.stage import Stage
+from pyllamakv.harness.traces import playing, script
+from pyllamakv.harness.traces.stage import Stage
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_timeline import film
 
-from pyllamakv.harness import tally
-from pyllamakv.harness.cellmap import Picture
-from pyllamakv.harness.tally import PictureStats
+from pyllamakv.harness.pictures import tally
+from pyllamakv.harness.pictures.cellmap import Picture
+from pyllamakv.harness.pictures.tally import PictureStats
 from pyllamakv.runtime import metrics
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyllamakv.errors import UsageError
-from pyllamakv.harness import drawing, plot, timeline
-from pyllamakv.harness.cellmap import NOBODY, SEVERAL, Picture
-from pyllamakv.harness.drawing import Area, Band, Mark, Words
-from pyllamakv.harness.film import Film, Frame
+from pyllamakv.harness.pictures import drawing, plot, timeline
+from pyllamakv.harness.pictures.cellmap import NOBODY, SEVERAL, Picture
+from pyllamakv.harness.pictures.drawing import Area, Band, Mark, Words
+from pyllamakv.harness.pictures.film import Film, Frame
 
 SVG = "{http://www.w3.org/2000/svg}"
 

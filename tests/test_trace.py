@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyllamakv.errors import KvError, ScenarioFailed, ScriptError, TraceMismatch, WorkerDied
-from pyllamakv.harness import playing, script, synthetic, trace
-from pyllamakv.harness.stage import Stage
+from pyllamakv.harness import synthetic
+from pyllamakv.harness.traces import playing, script, trace
+from pyllamakv.harness.traces.stage import Stage
 
 STORY = """
 # two sequences, one leaves

@@ -10,8 +10,9 @@ import test_trace
 from fakes.rolling import Opener, Rolling
 
 from pyllamakv.errors import NativeError, ScriptError, UsageError, WorkerDied
-from pyllamakv.harness import scenario, synthetic, trace, traced
+from pyllamakv.harness import scenario, synthetic
 from pyllamakv.harness.lab import Bench
+from pyllamakv.harness.traces import trace, traced
 
 FRAGMENTED = """
 {"op": "context", "n_ctx": 256, "n_ubatch": 64, "n_seq_max": 4}
@@ -187,7 +188,7 @@ def test_long_traces_keep_few_logits(tmp_path: Path, monkeypatch) -> None:
 
 def test_every_decode_has_a_size() -> None:
     """Texts have none that is known without the model."""
-    from pyllamakv.harness.script import Line
+    from pyllamakv.harness.traces.script import Line
 
     def size(op: str, **words: object) -> int:
         return traced.size(Line(1, op, words))

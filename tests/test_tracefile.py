@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pyllamakv.errors import DiskFull, ScriptError, UsageError
-from pyllamakv.harness import tracefile
-from pyllamakv.harness.tracefile import TraceFile
+from pyllamakv.harness.traces import tracefile
+from pyllamakv.harness.traces.tracefile import TraceFile
 
 
 def test_lines_are_there_at_once(tmp_path: Path) -> None:

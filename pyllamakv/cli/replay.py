@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from pyllamakv.harness.replaying import Replay
+    from pyllamakv.harness.traces.replaying import Replay
 
 app = typer.Typer(add_completion=False)
 
@@ -39,8 +39,8 @@ def command(
     the likeliest tokens are compared.
     """
     from pyllamakv.cli import showing
-    from pyllamakv.harness import builds, replaying
-    from pyllamakv.harness import trace as traces
+    from pyllamakv.harness.traces import builds, replaying
+    from pyllamakv.harness.traces import trace as traces
 
     head, lines = traces.read(trace)
     if not head.complete:

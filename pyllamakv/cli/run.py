@@ -13,7 +13,7 @@ import typer
 from pyllamakv.errors import UsageError
 
 if TYPE_CHECKING:
-    from pyllamakv.harness.script import Line
+    from pyllamakv.harness.traces.script import Line
 
 app = typer.Typer(add_completion=False)
 
@@ -60,9 +60,10 @@ def command(
 
 def _play(path: Path, variant: str, model: str, trace: Path | None, as_json: bool) -> None:
     import pyllamakv
-    from pyllamakv.harness import playing, script, synthetic
-    from pyllamakv.harness import trace as traces
-    from pyllamakv.harness.stage import Stage, model_name
+    from pyllamakv.harness import synthetic
+    from pyllamakv.harness.traces import playing, script
+    from pyllamakv.harness.traces import trace as traces
+    from pyllamakv.harness.traces.stage import Stage, model_name
 
     options: dict[str, Any] = {"isolated": True}
     file = None
@@ -99,7 +100,7 @@ def _play(path: Path, variant: str, model: str, trace: Path | None, as_json: boo
 def _show(line: Line, result: dict[str, Any], stage: Any) -> None:
     from rich.console import Console
 
-    from pyllamakv.harness import cellmap
+    from pyllamakv.harness.pictures import cellmap
 
     words = " ".join(f"{key}={json.dumps(value)}" for key, value in line.arguments.items())
     found = " ".join(

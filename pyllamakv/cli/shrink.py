@@ -30,8 +30,8 @@ def command(
     ends the search and writes what was found by then.
     """
     from pyllamakv.cli import showing
-    from pyllamakv.harness import builds, failing, traced
-    from pyllamakv.harness import trace as traces
+    from pyllamakv.harness.traces import builds, failing, traced
+    from pyllamakv.harness.traces import trace as traces
 
     head, lines = traced.load(trace)
     file = traces.model_file(head, model)

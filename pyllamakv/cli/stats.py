@@ -14,7 +14,7 @@ from pyllamakv.errors import ScenarioFailed, ScriptError, UsageError
 
 if TYPE_CHECKING:
     from pyllamakv.binding.protocol import Counters
-    from pyllamakv.harness.film import Film
+    from pyllamakv.harness.pictures.film import Film
     from pyllamakv.runtime.metrics import CellStats
 
 app = typer.Typer(add_completion=False)
@@ -48,10 +48,10 @@ def command(
     Of a trace what it recorded; a script is played first, and tells the library's counters as well.
     Exit 1 when the script does not end as it expects, after its numbers up to there.
     """
-    from pyllamakv.harness import film as films
-    from pyllamakv.harness import onstage
-    from pyllamakv.harness import trace as traces
-    from pyllamakv.harness.tally import PictureStats
+    from pyllamakv.harness.pictures import film as films
+    from pyllamakv.harness.pictures import onstage
+    from pyllamakv.harness.pictures.tally import PictureStats
+    from pyllamakv.harness.traces import trace as traces
 
     form = Format.JSON if as_json else format
     labels = dict(_label(each) for each in label or ())
@@ -88,7 +88,7 @@ def _formatted(
     counters: Counters | None,
     labels: dict[str, str],
 ) -> str:
-    from pyllamakv.harness import tally
+    from pyllamakv.harness.pictures import tally
     from pyllamakv.runtime import metrics
 
     if form is Format.PROMETHEUS:

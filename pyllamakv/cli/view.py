@@ -12,7 +12,7 @@ import typer
 from pyllamakv.errors import ScenarioFailed, ScriptError, UsageError
 
 if TYPE_CHECKING:
-    from pyllamakv.harness.film import Film
+    from pyllamakv.harness.pictures.film import Film
 
 app = typer.Typer(add_completion=False)
 
@@ -79,10 +79,10 @@ def _follow(
 
     from rich.console import Console
 
-    from pyllamakv.harness import film as films
-    from pyllamakv.harness import onstage
-    from pyllamakv.harness import trace as traces
-    from pyllamakv.harness.screen import Screen
+    from pyllamakv.harness.pictures import film as films
+    from pyllamakv.harness.pictures import onstage
+    from pyllamakv.harness.pictures.screen import Screen
+    from pyllamakv.harness.traces import trace as traces
 
     def screen(title: str) -> Screen | nullcontext[None]:
         live = False if plain else None
@@ -126,7 +126,7 @@ def _check(timeline: Path | None, svg: Path | None, png: Path | None) -> None:
         if folder is not None and folder.exists() and not folder.is_dir():
             raise UsageError(f"{folder} is a file; --svg and --png take a folder")
     if png is not None or (timeline is not None and timeline.suffix == ".png"):
-        from pyllamakv.harness import raster
+        from pyllamakv.harness.pictures import raster
 
         raster.check()
 
@@ -134,8 +134,8 @@ def _check(timeline: Path | None, svg: Path | None, png: Path | None) -> None:
 def _write(
     film: Film, timeline: Path | None, svg: Path | None, png: Path | None, width: int, *, dark: bool
 ) -> list[Path]:
-    from pyllamakv.harness import cellmap, drawing, raster
-    from pyllamakv.harness import timeline as timelines
+    from pyllamakv.harness.pictures import cellmap, drawing, raster
+    from pyllamakv.harness.pictures import timeline as timelines
 
     written = []
     if timeline is not None:
@@ -162,7 +162,7 @@ def _write(
 
 
 def _print(film: Film, width: int) -> None:
-    from pyllamakv.harness.screen import Screen
+    from pyllamakv.harness.pictures.screen import Screen
 
     with Screen(film.title, width=width, live=False) as screen:
         for frame in film.frames:

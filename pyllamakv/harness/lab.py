@@ -32,9 +32,9 @@ from pyllamakv.errors import (
     Untestable,
 )
 from pyllamakv.harness import synthetic
-from pyllamakv.harness.cellmap import Picture
 from pyllamakv.harness.classes import classify
-from pyllamakv.harness.filming import FilmedPlayer, films
+from pyllamakv.harness.pictures.cellmap import Picture
+from pyllamakv.harness.pictures.filming import FilmedPlayer, films
 from pyllamakv.harness.player import Player
 from pyllamakv.harness.reference import Reference, Tolerance
 from pyllamakv.harness.verdict import Outcome
@@ -43,7 +43,7 @@ from pyllamakv.runtime import ggml_types as types
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from pyllamakv.harness.film import Film
+    from pyllamakv.harness.pictures.film import Film
     from pyllamakv.harness.scenario import Scenario, Setting
     from pyllamakv.runtime.snapshot import Snapshot
 

@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.harness import cellmap, drawing, timeline
-from pyllamakv.harness.film import Film
+from pyllamakv.harness.pictures import cellmap, drawing, timeline
+from pyllamakv.harness.pictures.film import Film
 from pyllamakv.harness.verdict import GOOD, Verdict
 
 if TYPE_CHECKING:

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
 
-from pyllamakv.harness import cellmap
+from pyllamakv.harness.pictures import cellmap
 from pyllamakv.harness.verdict import GOOD, Outcome, Verdict
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from pyllamakv.harness.check import Answer
-    from pyllamakv.harness.film import Film
     from pyllamakv.harness.lab import Run
+    from pyllamakv.harness.pictures.film import Film
     from pyllamakv.harness.scenario import Scenario
 
 _STYLES = {

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import LoadError
 from pyllamakv.harness import lab, synthetic
-from pyllamakv.harness.cellmap import Picture
-from pyllamakv.harness.film import Film
 from pyllamakv.harness.lab import Bench, Opener, Run
+from pyllamakv.harness.pictures.cellmap import Picture
+from pyllamakv.harness.pictures.film import Film
 from pyllamakv.harness.verdict import Outcome
 from pyllamakv.home import home
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pyllamakv.source.progress import Progress
 
 #: Parts of this package that decide a result beside the library and the scenario.
-_CODE = ("harness", "runtime", "binding")
+_CODE = ("harness", "harness/traces", "harness/pictures", "runtime", "binding")
 _PACKAGE = Path(__file__).resolve().parents[1]
 #: Modules that only tell what came out: a word changed in a report runs nothing again.
 _TELLING = {
@@ -96,7 +96,7 @@ def code_digest() -> str:
     whole = hashlib.sha256()
     for part in _CODE:
         for path in sorted((_PACKAGE / part).glob("*.py")):
-            if part == "harness" and path.name in _TELLING:
+            if part.startswith("harness") and path.name in _TELLING:
                 continue
             whole.update(path.name.encode() + b"\0" + path.read_bytes())
     return whole.hexdigest()

@@ -162,7 +162,7 @@ def read(path: Path) -> Scenario:
         msg = f"there is no scenario file {path}"
         raise UsageError(msg)
     if path.suffix == ".jsonl":
-        from pyllamakv.harness import traced
+        from pyllamakv.harness.traces import traced
 
         return replace(traced.scenario(path), source=path)
     inside = path.parent == _PACKAGE

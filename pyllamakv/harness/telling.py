@@ -11,7 +11,7 @@ from pyllamakv.binding.protocol import SamplerParams
 from pyllamakv.cache.batching import Batcher
 from pyllamakv.cache.slots import SlotCache
 from pyllamakv.errors import UsageError
-from pyllamakv.harness.recording import record
+from pyllamakv.harness.traces.recording import record
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,12 +12,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import KvError
-from pyllamakv.harness import looks
+from pyllamakv.harness.traces import looks
 
 if TYPE_CHECKING:
     from pyllamakv.binding.protocol import ContextHandle
-    from pyllamakv.harness.looks import Look
-    from pyllamakv.harness.notes import Notes, Seen
+    from pyllamakv.harness.traces.looks import Look
+    from pyllamakv.harness.traces.notes import Notes, Seen
     from pyllamakv.runtime.context import Context
 
 #: Rows that are written at once, and the nanoseconds after which fewer are.

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyllamakv.harness import drawing, palette
-from pyllamakv.harness.drawing import Area, Drawing, Words
-from pyllamakv.harness.palette import NOBODY, SEVERAL
+from pyllamakv.harness.pictures import drawing, palette
+from pyllamakv.harness.pictures.drawing import Area, Drawing, Words
+from pyllamakv.harness.pictures.palette import NOBODY, SEVERAL
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -6,17 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
-from pyllamakv.harness import film, looks
-from pyllamakv.harness.cellmap import Picture
-from pyllamakv.harness.film import Frame
+from pyllamakv.harness.pictures import film
+from pyllamakv.harness.pictures.cellmap import Picture
+from pyllamakv.harness.pictures.film import Frame
+from pyllamakv.harness.pictures.screen import Screen
 from pyllamakv.harness.player import word
-from pyllamakv.harness.screen import Screen
+from pyllamakv.harness.traces import looks
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from pyllamakv.binding.protocol import Native
-    from pyllamakv.harness.looks import Look
+    from pyllamakv.harness.traces.looks import Look
     from pyllamakv.runtime.context import Context
 
 #: Calls that decode: with the context first, or behind a sampler.

@@ -14,14 +14,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import KvError
-from pyllamakv.harness import batches, trace
-from pyllamakv.harness.tracefile import TraceFile
+from pyllamakv.harness.traces import batches, trace
+from pyllamakv.harness.traces.tracefile import TraceFile
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pyllamakv.harness.looks import Look
-    from pyllamakv.harness.trace import Head
+    from pyllamakv.harness.traces.looks import Look
+    from pyllamakv.harness.traces.trace import Head
 
 log = logging.getLogger(__name__)
 

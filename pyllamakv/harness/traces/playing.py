@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding.protocol import Status
 from pyllamakv.errors import KvError, ScenarioFailed, ScriptError, StateError, UsageError
-from pyllamakv.harness import batches, looks
 from pyllamakv.harness.player import Player
-from pyllamakv.harness.script import STATUS, Line
-from pyllamakv.harness.stage import Stage, open_context
+from pyllamakv.harness.traces import batches, looks
+from pyllamakv.harness.traces.script import STATUS, Line
+from pyllamakv.harness.traces.stage import Stage, open_context
 from pyllamakv.runtime import staterows
 
 if TYPE_CHECKING:

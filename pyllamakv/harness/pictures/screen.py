@@ -9,8 +9,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Self
 
-from pyllamakv.harness import cellmap, palette
-from pyllamakv.harness.cellmap import NOBODY, Picture
+from pyllamakv.harness.pictures import cellmap, palette
+from pyllamakv.harness.pictures.cellmap import NOBODY, Picture
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
 
-    from pyllamakv.harness.film import Frame
+    from pyllamakv.harness.pictures.film import Frame
 
 #: Pictures in which moving cells are shown on their way, and seconds that each may take at most.
 _STEPS, _TICK = 12, 0.06

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyllamakv.harness.cellmap import NOBODY, Picture
+from pyllamakv.harness.pictures.cellmap import NOBODY, Picture
 from pyllamakv.harness.player import word
 
 if TYPE_CHECKING:
-    from pyllamakv.harness.script import Line
+    from pyllamakv.harness.traces.script import Line
 
 #: Operations in which cells of a sequence may come to lie elsewhere.
 MOVING = ("decode", "step", "batch", "advance", "defrag", "update")

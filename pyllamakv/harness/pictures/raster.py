@@ -6,11 +6,11 @@ import io
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import Unsupported
-from pyllamakv.harness.drawing import Area, Band, Drawing, Item, Line, Mark, Tip, Words
-from pyllamakv.harness.palette import THEMES
+from pyllamakv.harness.pictures.drawing import Area, Band, Drawing, Item, Line, Mark, Tip, Words
+from pyllamakv.harness.pictures.palette import THEMES
 
 if TYPE_CHECKING:
-    from pyllamakv.harness.palette import Scheme
+    from pyllamakv.harness.pictures.palette import Scheme
 
 #: Painted so many times larger than shown and then averaged, for smooth edges.
 _FINER = 2

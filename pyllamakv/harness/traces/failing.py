@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import KvError, UsageError, WorkerDied
-from pyllamakv.harness import batches, builds, playing, script, trace, traced
 from pyllamakv.harness.lab import Bench, Opener
-from pyllamakv.harness.script import Line
-from pyllamakv.harness.shrink import Shrinker, Sizes
-from pyllamakv.harness.stage import Stage
+from pyllamakv.harness.traces import batches, builds, playing, script, trace, traced
+from pyllamakv.harness.traces.script import Line
+from pyllamakv.harness.traces.shrink import Shrinker, Sizes
+from pyllamakv.harness.traces.stage import Stage
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pyllamakv.harness.trace import Head
+    from pyllamakv.harness.traces.trace import Head
     from pyllamakv.harness.verdict import Outcome
 
 #: Results that say what is expected of a line; the others are made anew.

@@ -7,19 +7,20 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pyllamakv
-from pyllamakv.harness import film, playing, script
-from pyllamakv.harness import trace as traces
-from pyllamakv.harness.cellmap import Picture
-from pyllamakv.harness.film import Film
-from pyllamakv.harness.stage import Stage
+from pyllamakv.harness.pictures import film
+from pyllamakv.harness.pictures.cellmap import Picture
+from pyllamakv.harness.pictures.film import Film
+from pyllamakv.harness.traces import playing, script
+from pyllamakv.harness.traces import trace as traces
+from pyllamakv.harness.traces.stage import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from pyllamakv.harness.film import Frame
-    from pyllamakv.harness.looks import Look
-    from pyllamakv.harness.script import Line
+    from pyllamakv.harness.pictures.film import Frame
+    from pyllamakv.harness.traces.looks import Look
+    from pyllamakv.harness.traces.script import Line
 
 
 def title(path: Path, variant: str) -> str:

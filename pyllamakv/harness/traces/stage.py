@@ -9,7 +9,7 @@ from pyllamakv.binding.protocol import ContextParams, ModelParams
 from pyllamakv.harness import synthetic
 from pyllamakv.harness.player import Player
 from pyllamakv.harness.reference import Reference
-from pyllamakv.harness.script import Line
+from pyllamakv.harness.traces.script import Line
 from pyllamakv.runtime import ggml_types as types
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.binding.protocol import Native
     from pyllamakv.harness.feeding import Feed
-    from pyllamakv.harness.looks import Look
+    from pyllamakv.harness.traces.looks import Look
 
 
 @dataclass

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from pyllamakv.building import manifest as manifests
 from pyllamakv.errors import ManifestError, ScriptError, TraceMismatch
-from pyllamakv.harness import identity, script
-from pyllamakv.harness.cellmap import Picture
-from pyllamakv.harness.script import Line
-from pyllamakv.harness.tracefile import TraceFile
+from pyllamakv.harness.pictures.cellmap import Picture
+from pyllamakv.harness.traces import identity, script
+from pyllamakv.harness.traces.script import Line
+from pyllamakv.harness.traces.tracefile import TraceFile
 from pyllamakv.home import home
 
 if TYPE_CHECKING:
-    from pyllamakv.harness.looks import Look
-    from pyllamakv.harness.stage import Stage
+    from pyllamakv.harness.traces.looks import Look
+    from pyllamakv.harness.traces.stage import Stage
 
 #: The version of the file's shape.
 SCHEMA = 2

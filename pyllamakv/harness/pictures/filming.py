@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.harness import film, looks
-from pyllamakv.harness.cellmap import Picture
-from pyllamakv.harness.film import Film, Frame
+from pyllamakv.harness.pictures import film
+from pyllamakv.harness.pictures.cellmap import Picture
+from pyllamakv.harness.pictures.film import Film, Frame
 from pyllamakv.harness.player import Player, word
+from pyllamakv.harness.traces import looks
 
 if TYPE_CHECKING:
     from pyllamakv.binding.protocol import RawDefrag
     from pyllamakv.harness.feeding import Feed
-    from pyllamakv.harness.looks import Look
+    from pyllamakv.harness.traces.looks import Look
 
 #: A film keeps no more frames: it is there to be looked at.
 LONGEST = 400

@@ -9,13 +9,13 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.harness.cellmap import NOBODY, SEVERAL
+from pyllamakv.harness.pictures.cellmap import NOBODY, SEVERAL
 from pyllamakv.runtime.metrics import PREFIX, Metric
 from pyllamakv.runtime.snapshot import SequenceStats
 
 if TYPE_CHECKING:
-    from pyllamakv.harness.cellmap import Picture
-    from pyllamakv.harness.film import Film
+    from pyllamakv.harness.pictures.cellmap import Picture
+    from pyllamakv.harness.pictures.film import Film
 
 
 @dataclass(frozen=True)

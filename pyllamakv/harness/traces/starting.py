@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import UsageError
-from pyllamakv.harness import batches, looks, trace
+from pyllamakv.harness.traces import batches, looks, trace
 from pyllamakv.runtime import ggml_types as types
 
 if TYPE_CHECKING:

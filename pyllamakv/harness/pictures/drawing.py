@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Literal
 
-from pyllamakv.harness import palette
+from pyllamakv.harness.pictures import palette
 
 #: A rectangle: left, top, width, height.
 Box = tuple[float, float, float, float]

@@ -24,18 +24,18 @@ from pyllamakv.errors import (
     UsageError,
     WorkerDied,
 )
-from pyllamakv.harness import identity, playing, script, trace
 from pyllamakv.harness.player import word
 from pyllamakv.harness.reference import LIMIT
 from pyllamakv.harness.scenario import CONTIGUOUS, Scenario, Setting
-from pyllamakv.harness.script import DECODES
-from pyllamakv.harness.stage import Stage, model_name
+from pyllamakv.harness.traces import identity, playing, script, trace
+from pyllamakv.harness.traces.script import DECODES
+from pyllamakv.harness.traces.stage import Stage, model_name
 
 if TYPE_CHECKING:
     from pyllamakv.harness.lab import Lab
     from pyllamakv.harness.player import Player
-    from pyllamakv.harness.script import Line
-    from pyllamakv.harness.trace import Head
+    from pyllamakv.harness.traces.script import Line
+    from pyllamakv.harness.traces.trace import Head
 
 #: So many decodes keep their logits for the reference; of later ones every few do.
 KEPT, FEW = 256, 16

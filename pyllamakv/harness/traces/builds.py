@@ -12,7 +12,7 @@ from pyllamakv.errors import NotBuilt, UsageError
 from pyllamakv.runtime import opening
 
 if TYPE_CHECKING:
-    from pyllamakv.harness.trace import Head
+    from pyllamakv.harness.traces.trace import Head
 
 #: A patch's name, which goes on a spec, as in 0.3.9+full-defrag,kv-counters.
 _PATCH = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)+")

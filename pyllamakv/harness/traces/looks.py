@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyllamakv.binding.protocol import Capability
-from pyllamakv.harness.cellmap import NOBODY, SEVERAL
+from pyllamakv.harness.pictures.cellmap import NOBODY, SEVERAL
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
 
 if TYPE_CHECKING:

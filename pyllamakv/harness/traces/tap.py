@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pyllamakv.binding.protocol import ContextHandle, RawDefrag, SamplerHandle
-    from pyllamakv.harness.notes import Notes
+    from pyllamakv.harness.traces.notes import Notes
     from pyllamakv.runtime.context import Context
 
 

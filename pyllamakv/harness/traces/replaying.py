@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding.protocol import Status
 from pyllamakv.errors import NativeError, ScenarioFailed, Unsupported, UsageError, WorkerDied
-from pyllamakv.harness import builds, looks, playing, trace
 from pyllamakv.harness.player import word
 from pyllamakv.harness.reference import Tolerance
-from pyllamakv.harness.script import DECODES
-from pyllamakv.harness.stage import Stage
+from pyllamakv.harness.traces import builds, looks, playing, trace
+from pyllamakv.harness.traces.script import DECODES
+from pyllamakv.harness.traces.stage import Stage
 
 if TYPE_CHECKING:
-    from pyllamakv.harness.script import Line
-    from pyllamakv.harness.trace import Head
+    from pyllamakv.harness.traces.script import Line
+    from pyllamakv.harness.traces.trace import Head
 
 #: Results that another build may rightly have otherwise: how much it moved, and where to.
 _WORK = ("moves", "cells", "moved", "picture", "bytes", "holes", "largest_hole")

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from pyllamakv.errors import UsageError
-from pyllamakv.harness import starting, trace
-from pyllamakv.harness.notes import Notes
-from pyllamakv.harness.tap import Tap
+from pyllamakv.harness.traces import starting, trace
+from pyllamakv.harness.traces.notes import Notes
+from pyllamakv.harness.traces.tap import Tap
 
 if TYPE_CHECKING:
     import os

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import ScriptError
-from pyllamakv.harness import batches
 from pyllamakv.harness.player import WORDS
+from pyllamakv.harness.traces import batches
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

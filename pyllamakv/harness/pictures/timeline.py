@@ -10,11 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pyllamakv.errors import UsageError
-from pyllamakv.harness import palette
-from pyllamakv.harness.cellmap import NOBODY, SEVERAL
-from pyllamakv.harness.drawing import Area, Band, Box, Drawing, Line, Mark, Tip, Words
-from pyllamakv.harness.film import Film
-from pyllamakv.harness.plot import LEFT, RIGHT, TOP, Plot, lay_out, round_step, runs_of, ticks
+from pyllamakv.harness.pictures import palette
+from pyllamakv.harness.pictures.cellmap import NOBODY, SEVERAL
+from pyllamakv.harness.pictures.drawing import Area, Band, Box, Drawing, Line, Mark, Tip, Words
+from pyllamakv.harness.pictures.film import Film
+from pyllamakv.harness.pictures.plot import (
+    LEFT,
+    RIGHT,
+    TOP,
+    Plot,
+    lay_out,
+    round_step,
+    runs_of,
+    ticks,
+)
 
 #: Height of the numbers below the cells.
 _STRIP = 48.0
