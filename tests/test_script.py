@@ -81,6 +81,16 @@ def test_the_examples_are_scripts(path: Path) -> None:
         ('{"op": "decode", "feed": {"0": 0}}', "cannot feed 0"),
         ('{"op": "decode", "feed": {"0": true}}', "cannot feed True"),
         ('{"op": "decode", "feed": {"0": 1}, "expect": "fine"}', "expect must be one of"),
+        ('{"op": "save", "seq": 0, "as": []}', "as must be a text"),
+        ('{"op": "context", "n_ctx": "many"}', "n_ctx must be a number"),
+        ('{"op": "context", "swa_full": 1}', "swa_full must be true or false"),
+        ('{"op": "context", "type_k": []}', "type_k must be the name"),
+        ('{"op": "context", "defrag_thold": "x"}', "defrag_thold must be a number"),
+        ('{"op": "step", "seq": 0, "token": 99999999999}', "token must be a number of 32 bits"),
+        ('{"op": "batch", "tokens": [], "seq": 0}', "tokens must be a list"),
+        ('{"op": "advance", "steps": 3, "seq": [0]}', "steps must be a list"),
+        ('{"op": "advance", "steps": [[1]], "seq": 0}', "seq must be a list"),
+        ('{"op": "advance", "steps": [[1, 2]], "seq": [0]}', "seq must be a sequence"),
     ],
 )
 def test_a_wrong_line_is_named(text: str, says: str) -> None:

@@ -137,6 +137,8 @@ def test_damaged_and_foreign_files_are_refused(recorded: Path, tmp_path: Path) -
     refused(b'{"trace": 2, "variant": 7}\n{"op": "defrag"}\n', "must be texts", 1)
     refused(b'{"trace": 2, "kind": "hope"}\n{"op": "defrag"}\n', "kind must be one of", 1)
     refused(lines[0] + b'{"op": "defrag", "result": 3}\n', "result must be an object", 2)
+    for result in ('{"status": "ok"}', '{"best": {"0": 3}}', '{"best": {"x": [1, 2, 3]}}'):
+        refused(lines[0] + b'{"op": "defrag", "result": %s}\n' % result.encode(), "its", 2)
     with pytest.raises(ScriptError, match="cannot be read"):
         trace.read(tmp_path / "missing.jsonl")
     with pytest.raises(ScriptError, match="cannot be read"):

@@ -56,7 +56,13 @@ STATUS = {text: status for status, text in WORDS.items()}
 #: What lines that are no operations begin with: the first and the last of a trace.
 _FRAME = ("trace", "end")
 
+_TEXTS = ("as", "text", "label", "model", "state")
+_SWITCHES = (
+    "flash_attn", "kv_unified", "swa_full", "offload_kqv", "embeddings", "guard", "interleave",
+)  # fmt: skip
 _NUMBERS = (
+    "n_ctx", "n_batch", "n_ubatch", "n_seq_max", "n_threads", "n_threads_batch", "defrag_plan",
+    "defrag_mover", "defrag_threads",
     "seq", "into", "by", "polls", "used", "free", "holes", "largest_hole", "pos", "token", "n",
     "batch",
 )  # fmt: skip
@@ -140,6 +146,17 @@ def _check(line: Line) -> None:
             continue
         if name in words and not batches.whole(words[name]):
             raise line.wrong(f"{name} must be a number of 32 bits, found {words[name]!r}")
+    for name in _TEXTS:
+        if not isinstance(words.get(name, ""), str):
+            raise line.wrong(f"{name} must be a text, found {words[name]!r}")
+    for name in _SWITCHES:
+        if words.get(name) is not None and not isinstance(words[name], bool):
+            raise line.wrong(f"{name} must be true or false, found {words[name]!r}")
+    if not isinstance(words.get("defrag_thold", 0), (int, float)):
+        raise line.wrong(f"defrag_thold must be a number, found {words['defrag_thold']!r}")
+    for name in ("type_k", "type_v"):
+        if not isinstance(words.get(name, ""), (str, int)):
+            raise line.wrong(f"{name} must be the name of a type, found {words[name]!r}")
     for name in ("from", "to"):
         if words.get(name) is not None and not batches.whole(words[name]):
             raise line.wrong(f"{name} must be a number or null, found {words[name]!r}")

@@ -118,7 +118,7 @@ def read(path: Path) -> tuple[Head, list[Line]]:
         raise ScriptError(msg, line) from error
     first, *rest = text.split("\n")
     head = _head(path, first)
-    rows = list(script.parse(["", *rest]))
+    rows = [_checked(row) for row in script.parse(["", *rest])]
     ended = _end(rest[-1]) if rest and not torn else None
     if ended is not None and ended != len(rows):
         msg = f"{path} is damaged: its end counts {ended} rows, and {len(rows)} are there"
@@ -208,6 +208,23 @@ def seen(op: str, before: Look | None, look: Look, *, label: str) -> dict[str, A
 def end(rows: int) -> str:
     """Return the last line of a trace."""
     return json.dumps({"end": rows})
+
+
+def _checked(row: Line) -> Line:
+    """Refuse results that a replay could not compare."""
+    result = row.result or {}
+    for name in ("status", "polls", "used"):
+        if not isinstance(result.get(name, 0), int):
+            raise row.wrong(f"its {name} must be a number, found {result[name]!r}")
+    best = result.get("best", {})
+    choices = best.values() if isinstance(best, dict) else [best]
+    for choice in choices:
+        numbers = isinstance(choice, list) and all(isinstance(n, (int, float)) for n in choice)
+        if not numbers or len(choice) != 3:
+            raise row.wrong(f"its best must be [token, logit, margin] of places, found {best!r}")
+    if not all(place.isdecimal() for place in best):
+        raise row.wrong(f"its best names places by numbers, found {best!r}")
+    return row
 
 
 def _end(text: str) -> int | None:
