@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import runtime_kit
 from cache_kit import forward, picture, simulated
 from fakes.simulated import ALL
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import pyllamakv as kv
 from pyllamakv.binding.protocol import Capability
@@ -21,8 +25,6 @@ from pyllamakv.errors import (
 )
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pyllamakv.cache.context_cache import ContextCache
 
 
@@ -408,3 +410,61 @@ def test_closing_twice(tmp_path: Path) -> None:
     cache.context.close()
     cache.close()
     cache.close()
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("forward"), st.integers(0, 3), st.integers(1, 12), st.integers(0, 3)),
+        st.tuples(st.just("copy"), st.integers(0, 3), st.integers(0, 3), st.integers(0, 30)),
+        st.tuples(st.just("remove"), st.integers(0, 3), st.integers(0, 30), st.integers(0, 12)),
+        st.tuples(st.just("unshare"), st.integers(0, 3), st.integers(0, 30), st.integers(0, 12)),
+        st.tuples(st.just("cut"), st.integers(0, 3), st.integers(0, 30), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@given(STEPS, st.booleans(), st.booleans(), st.booleans())
+@settings(max_examples=120)
+def test_any_schedule_agrees_with_plain_lists(
+    steps: list[tuple[str, int, int, int]], partial: bool, can_shift: bool, heals: bool
+) -> None:
+    """Tokens are those of plain lists; what is refused has changed nothing at all."""
+    with tempfile.TemporaryDirectory() as folder:
+        native = {"partial": partial, "can_shift": can_shift, "heals": heals}
+        cache = simulated(Path(folder), native)
+        plain: list[list[int]] = [[], [], [], []]
+        for step, (what, a, b, c) in enumerate(steps):
+            before = picture(cache)
+            expected = [each.copy() for each in plain]
+            try:
+                if what == "forward":
+                    other = c if c != a else None
+                    ids = [a] * b + ([] if other is None else [other])
+                    places = [len(plain[a]) + i for i in range(b)]
+                    places += [] if other is None else [len(plain[other])]
+                    tokens = [(step + i) % 50 for i in range(len(ids))]
+                    for number, token in zip(ids, tokens, strict=True):
+                        expected[number].append(token)
+                    cache.start_forward(tokens, places, ids)
+                elif what == "copy":
+                    if a != b:
+                        expected[b] = plain[a][:c]
+                    assert cache.copy_prefix(a, b, c) == min(c, len(plain[a]))
+                elif what == "cut":
+                    del expected[a][b:]
+                    assert cache.prepare_restore(a, b) <= min(b, len(plain[a]))
+                    cache.remove(a, b)
+                else:
+                    del expected[a][b : b + c]
+                    cache.remove(a, b, b + c, unshare=what == "unshare")
+            except (KVCacheFull, NotSupported, SharedCells):
+                assert picture(cache) == before
+            else:
+                plain = expected
+            assert [each.tokens for each in cache.lanes] == plain
+            assert all(each.positions == list(range(len(each))) for each in cache.lanes)
+            cache.check()
+        for number in range(4):
+            cache.remove(number, 0)
+        assert cache.context.kv.stats.used == 0

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.cache import room, unsharing
+from pyllamakv.cache import passes, room, unsharing
 from pyllamakv.cache.counting import CacheStats
 from pyllamakv.cache.inspecting import check_ledgers, describe
-from pyllamakv.cache.interface import check_counts, lengths
+from pyllamakv.cache.interface import check_counts
 from pyllamakv.cache.resume import Past, closing_gap, going_back
 from pyllamakv.errors import (
     KVCacheFull,
@@ -18,12 +17,11 @@ from pyllamakv.errors import (
     Unsupported,
     UsageError,
 )
-from pyllamakv.runtime.batch import Batch
 from pyllamakv.runtime.breakdown import MemoryBreakdown, memory_breakdown
 from pyllamakv.runtime.reserving import check_address_space, reserve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from types import TracebackType
 
     from pyllamakv.cache.checkpoints import Checkpoint, Schedule
@@ -119,26 +117,9 @@ class ContextCache:
         logits: Sequence[bool] | None = None,
     ) -> None:
         """Decode a batch; `Cache.start_forward` describes it."""
-        run: Callable[[], None]
-        if len(tokens) == len(positions) == len(sequences) == 1 and logits is None:
-            lane = self.lane(sequences[0])
-            if positions[0] != lane.next_pos:
-                msg = (
-                    f"sequence {lane.id} goes on at position {lane.next_pos}, not {positions[0]}: "
-                    "positions follow each other without a gap"
-                )
-                raise UsageError(msg)
-            counts = {lane.id: 1}
-            run = partial(self.context.step, lane, tokens[0])
-        else:
-            counts = lengths(sequences)
-            last = {number: place for place, number in enumerate(sequences)}
-            wanted = logits
-            if wanted is None:
-                wanted = [last[number] == place for place, number in enumerate(sequences)]
-            run = partial(self.context.decode, Batch.of(tokens, positions, sequences, wanted))
+        counts, run = passes.lay_out(self.context, self.lanes, tokens, positions, sequences, logits)
         for number, more in counts.items():
-            held = len(self.lane(number))
+            held = len(self.lanes[number].ledger.tokens)
             if held + more > self.capacity:
                 self._stats.full += 1
                 raise room.beyond(number, held, more, self.capacity)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from pyllamakv.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 
 class Cache(Protocol):
@@ -79,11 +79,3 @@ def check_counts(**counts: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             msg = f"{name} must be a whole number from 1 on, not {value!r}"
             raise UsageError(msg)
-
-
-def lengths(sequences: Iterable[int]) -> dict[int, int]:
-    """Count the tokens of each sequence in a batch."""
-    found: dict[int, int] = {}
-    for each in sequences:
-        found[each] = found.get(each, 0) + 1
-    return found

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import Memory
 from pyllamakv.cache.checkpoints import Checkpoint
-from pyllamakv.cache.interface import lengths
+from pyllamakv.cache.passes import lengths
 from pyllamakv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Lockstep:
 
         Memories that cannot go back are saved first, but for the last of them.
         """
-        numbers = tuple(lengths(map(self._checked, sequences)))
+        numbers = tuple(lengths([self._checked(each) for each in sequences]))
         if len(tokens) > self.max_batch:
             msg = f"the batch has {len(tokens)} tokens; the smallest cache takes {self.max_batch}"
             raise UsageError(msg)
