@@ -12,6 +12,7 @@ from fakes.simulated import ALL
 from pyllamakv.binding.protocol import Capability, SamplerParams
 from pyllamakv.cache import feeding
 from pyllamakv.cache.batching import Batcher
+from pyllamakv.cache.prefix import PrefixCache
 from pyllamakv.cache.slots import SlotCache
 from pyllamakv.errors import (
     Closed,
@@ -63,11 +64,19 @@ def ctx(tmp_path: Path) -> Context:
 PROMPTS = ["Hi", "Once upon a time there was", "Hello", "x" * 50, "Once upon a hill", "y" * 40]
 
 
+MANAGERS = {
+    "longest": lambda ctx: SlotCache(ctx, policy="longest"),
+    "best": lambda ctx: SlotCache(ctx, policy="best"),
+    "prefixes": PrefixCache,
+    "one prefix": lambda ctx: PrefixCache(ctx, entries=1),
+}
+
+
 @pytest.mark.parametrize("n_batch", [32, 7, 3])
-@pytest.mark.parametrize("policy", ["longest", "best"])
-def test_together_is_as_alone(tmp_path: Path, ctx: Context, policy: Any, n_batch: int) -> None:
+@pytest.mark.parametrize("manager", MANAGERS)
+def test_together_is_as_alone(tmp_path: Path, ctx: Context, manager: str, n_batch: int) -> None:
     """More prompts than slots, of any length, in any batch: each says what it says alone."""
-    cache = SlotCache(ctx, policy=policy)
+    cache = MANAGERS[manager](ctx)
     with Batcher(cache, n_batch=n_batch) as batcher:
         lengths = [3, 11, 1, 6, 9, 12]
         going = [batcher.submit(p, n) for p, n in zip(PROMPTS, lengths, strict=True)]

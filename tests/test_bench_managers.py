@@ -11,7 +11,6 @@ import runtime_kit as kit
 from pyllamakv.bench import managers, soak
 from pyllamakv.bench.measure import Pairs
 from pyllamakv.bench.workload import Round
-from pyllamakv.cache.slots import SlotCache
 from pyllamakv.errors import HarnessError, NotBuilt
 
 if TYPE_CHECKING:
@@ -35,9 +34,11 @@ def test_the_sides_do_the_same(tmp_path: Path) -> None:
     for work in (managers.Work("one", 1, 5, 6), managers.Work("three", 3, 5, 6)):
         with ExitStack() as sides:
             plain = sides.enter_context(managers.by_hand(model, work))
-            others = [sides.enter_context(managers.batched(model, work, SlotCache))]
-            if work.sequences == 1:
-                others.append(sides.enter_context(managers.leased(model, work, SlotCache)))
+            others = []
+            for make in managers.MANAGERS.values():
+                others.append(sides.enter_context(managers.batched(model, work, make)))
+                if work.sequences == 1:
+                    others.append(sides.enter_context(managers.leased(model, work, make)))
             for number in (1, 2, 3):
                 expected = plain(number).result
                 assert [each(number).result for each in others] == [expected] * len(others)
@@ -52,7 +53,7 @@ def test_verdicts() -> None:
     rounds: Any = (lambda n: Round(1.0, [1.0]), lambda n: Round(2.0, [float(n)]))
     with pytest.raises(HarnessError, match="different work"):
         managers.compare("x", *rounds, 3, lambda: None)
-    assert "SlotCache" in managers.managers()
+    assert set(managers.MANAGERS) == {"SlotCache", "PrefixCache"}
 
 
 def test_what_is_not_built_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,3 +132,4 @@ def test_managers_are_measured(patched: Variant, monkeypatch: pytest.MonkeyPatch
         "`Batcher` over `SlotCache`, 1 sequence",
         "`Batcher` over `SlotCache`, 8 sequences",
     ]
+    assert len(found) == 6

@@ -11,6 +11,8 @@ import pytest
 import pyllamakv as kv
 from pyllamakv.building import variant as variants
 from pyllamakv.cache.batching import Batcher
+from pyllamakv.cache.choice import checked
+from pyllamakv.cache.prefix import PrefixCache
 from pyllamakv.cache.slots import SlotCache
 from pyllamakv.errors import ReprocessNeeded
 from pyllamakv.harness import synthetic
@@ -220,13 +222,15 @@ def same_or_tied(
     return True
 
 
-@pytest.mark.parametrize("policy", ["longest", "best"])
-def test_batched_is_as_alone(model: kv.Model, options: dict[str, Any], policy: Any) -> None:
+@pytest.mark.parametrize("manager", ["longest", "best", "prefixes"])
+def test_batched_is_as_alone(model: kv.Model, options: dict[str, Any], manager: str) -> None:
     """Ten prompts of all lengths, some with a common beginning, in three slots."""
     prompts = [prompt(n, 5 + 13 * n) for n in range(7)]
     prompts += [[*prompts[6], *prompt(9, 9)], [*prompts[6][:40], *prompt(8, 9)], prompts[6]]
     with model.context(n_ctx=768, n_batch=48, n_ubatch=16, n_seq_max=3, **options) as ctx:
-        cache = SlotCache(ctx, policy=policy)
+        cache = (
+            PrefixCache(ctx) if manager == "prefixes" else SlotCache(ctx, policy=checked(manager))
+        )
         with Batcher(cache) as batcher:
             going = [batcher.submit(each, 12) for each in prompts]
             while batcher.step():

@@ -8,10 +8,9 @@ and the decodes are the same. The clock is the CPU time of the one thread.
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import pyllamakv
@@ -22,12 +21,15 @@ from pyllamakv.bench.workload import Round, check_same
 from pyllamakv.building import variant as variants
 from pyllamakv.cache.batching import Batcher
 from pyllamakv.cache.lease import Manager
+from pyllamakv.cache.prefix import PrefixCache
 from pyllamakv.cache.slots import SlotCache
 from pyllamakv.errors import NotBuilt
 
 GROUP = "Cache managers"
 Tick = Callable[[], None]
 Maker = Callable[[pyllamakv.Context], Manager]
+
+MANAGERS: dict[str, Maker] = {"SlotCache": SlotCache, "PrefixCache": PrefixCache}
 
 #: How many times as long as by hand a manager may take.
 LIMIT = 1.05
@@ -77,7 +79,7 @@ def figures(tick: Tick, spec: str = "0.3.9+patched", pairs: int = MINIMUM_PAIRS)
         pyllamakv.open(variant.folder) as library,
         library.load_model(model_file()) as model,
     ):
-        for name, make in managers().items():
+        for name, make in MANAGERS.items():
             plan = [(f"`{name}`, {ONE.name}", ONE, leased)]
             plan += [(f"`Batcher` over `{name}`, {w.name}", w, batched) for w in (ONE, EIGHT)]
             for title, work, side in plan:
@@ -85,14 +87,6 @@ def figures(tick: Tick, spec: str = "0.3.9+patched", pairs: int = MINIMUM_PAIRS)
                     measured = compare(title, plain, mine, pairs, tick)
                 found.append(figure(title, work, measured, model.path.stem))
     return found
-
-
-def managers() -> dict[str, Maker]:
-    """Return how each manager is made."""
-    known: dict[str, Maker] = {"SlotCache": SlotCache}
-    with suppress(ImportError, AttributeError):
-        known["PrefixCache"] = importlib.import_module("pyllamakv.cache.prefix").PrefixCache
-    return known
 
 
 @contextmanager
