@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import KvError
 from pyllamakv.harness.traces import looks
+from pyllamakv.harness.traces.notes import whole
 
 if TYPE_CHECKING:
     from pyllamakv.binding.protocol import ContextHandle
@@ -48,9 +49,6 @@ class Watch:
         self.calm = 0  # decodes until the next pause
         self.due = clock() + PATIENCE
         self.glance()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
     def prepare(self, n: int) -> None:
         """Look at the cells before a decode of ``n`` tokens that may have to move some."""
@@ -108,7 +106,7 @@ class Watch:
 
     def pause(self, code: int, n: int) -> None:
         """Complete the row of a decode with what is not asked for every time."""
-        kind, what, began, ended, status, more, seen = self.notes.rows.pop()
+        kind, what, began, ended, status, more, seen = whole(self.notes.rows.pop())
         more = dict(more or {})
         if code == 0 and self.calm <= 0 and _asked(kind, what):
             more["best"] = self._best()

@@ -1,7 +1,8 @@
 """Write down what a recording noted: rows of a trace, made of notes many at a time.
 
 A note is ``(kind, what, began, ended, found, more, seen)``: nanoseconds, what the library returned,
-words for the result, and the cells before and after with whether nothing came in between.
+words for the result, and the cells before and after with whether nothing came in between. Most
+notes are of one token, and shorter: ``(began, ended, token, pos, sequence, code)``.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ HEAVY = 1 << 24
 #: Looks before and after, and whether nothing came in between.
 Seen = tuple["Look | None", "Look | None", bool]
 Note = tuple[str, Any, int, int, Any, "dict[str, Any] | None", Seen | None]
+Step = tuple[int, int, int, int, int, int]
 
 
 class Notes:
@@ -39,7 +41,7 @@ class Notes:
     def __init__(
         self, path: Path, head: Head, first: list[dict[str, Any]], *, pictures: bool
     ) -> None:
-        self.rows: list[Note] = []
+        self.rows: list[Note | Step] = []
         self.written = 0
         self.error: KvError | None = None
         self._pictures = pictures
@@ -75,7 +77,14 @@ class Notes:
         if self.error is not None:
             return
         try:
-            self._file.write([self._row(note) for note in notes])
+            # `pause` has seen to what is more than a decode of one token that went well.
+            quick = self._used is not None
+            self._file.write(
+                [
+                    self._step(*note) if quick and len(note) == 6 else self._row(whole(note))
+                    for note in notes
+                ]
+            )
             self.written += waiting
         except KvError as error:
             self.error = error
@@ -91,6 +100,15 @@ class Notes:
             self.error = error
         finally:
             self._file.close()
+
+    def _step(self, began: int, ended: int, token: int, pos: int, seq: int, code: int) -> str:
+        assert self._used is not None
+        self._used += 1
+        return (
+            f'{{"op": "step", "seq": {seq}, "token": {token}, "pos": {pos}, "result": '
+            f'{{"status": {code}, "used": {self._used}, "at": {(began - self._began) // 1000}, '
+            f'"us": {(ended - began) // 1000}}}}}'
+        )
 
     def _row(self, note: Note) -> str:
         kind, what, began, ended, found, more, seen = note
@@ -244,3 +262,11 @@ def _place(op: str, words: dict[str, Any]) -> int:
         return len(words["seq"]) - 1
     logits = words.get("logits", "last")
     return int(logits[-1]) if isinstance(logits, list) else len(words["tokens"]) - 1
+
+
+def whole(note: Note | Step) -> Note:
+    """Return a note with all that it may have."""
+    if len(note) == 6:
+        began, ended, token, pos, seq, code = note
+        return "step", (token, pos, seq), began, ended, code, None, None
+    return note

@@ -28,14 +28,12 @@ class Tap(Watch):
         native = self.inner
         self.about = native.about
         self._one = native.decode_one
-        # Called for every token by who reads logits or samples: bound once.
-        for name in ("logits", "logits_all", "sample", "sample_all", "seq_pos_min", "seq_pos_max"):
-            setattr(self, name, getattr(native, name))
+        # Bound once: where a class has a `__getattr__`, Python finds every attribute slowly.
+        for name in dir(native):
+            if not name.startswith("_") and not hasattr(type(self), name) and name != "about":
+                setattr(self, name, getattr(native, name))
         self._known: dict[bytes, str] = {}
         self._states = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
     # decodes...
 
@@ -52,7 +50,7 @@ class Tap(Watch):
             self.failed("step", (token, pos, seq_id), began, error)
             raise
         ended = clock()
-        self.add(("step", (token, pos, seq_id), began, ended, code, None, None))
+        self.add((began, ended, token, pos, seq_id, code))
         self.calm -= 1
         self.spent += 1
         if code or self.calm <= 0 or self.spent > self.free or ended > self.due:
