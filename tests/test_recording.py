@@ -352,3 +352,33 @@ def test_random_schedules_replay_exactly(variant, tmp_path: Path, flash: bool) -
             stage = Stage(lib.native, file=trace.model_file(head))
             assert replay(head, lines, stage) == (len(lines), [])
             stage.close()
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("manager", ["slots", "prefixes"])
+def test_what_a_cache_manager_does_is_recorded(patched, tmp_path: Path, manager: str) -> None:
+    """Nothing that it does to the context is missing: the trace replays without it."""
+    from pyllamakv.cache.batching import Batcher
+    from pyllamakv.cache.prefix import PrefixCache
+    from pyllamakv.cache.slots import SlotCache
+    from pyllamakv.harness import synthetic
+
+    path = tmp_path / "run.jsonl"
+    with (
+        kv.open(patched.folder) as lib,
+        lib.load_model(synthetic.model("bytes")) as model,
+        model.context(n_ctx=256, n_batch=64, n_ubatch=32, n_seq_max=4) as context,
+        kv.record(context, path),
+    ):
+        made = SlotCache(context) if manager == "slots" else PrefixCache(context)
+        with Batcher(made) as batcher:
+            prompts = [[1, *range(40, 90)], [1, *range(40, 70), 7], [1, 5, 6], [1, *range(9, 50)]]
+            told = [batcher.submit(prompt, max_tokens=12) for prompt in prompts]
+            for each in told:
+                assert isinstance("".join(each), str)
+    head, lines = trace.read(path)
+    assert len(lines) > 20
+    with kv.open(patched.folder, isolated=True) as lib:
+        stage = Stage(lib.native, file=trace.model_file(head))
+        assert replay(head, lines, stage) == (len(lines), [])
+        stage.close()
