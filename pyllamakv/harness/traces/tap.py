@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.harness.watch import Watch, clock
+from pyllamakv.harness.traces.watch import Watch, clock
 
 if TYPE_CHECKING:
     import numpy as np
