@@ -55,7 +55,7 @@ def test_memory_runs_out_at_the_start_or_never(spec: str, flash: bool) -> None:
                 work(cache)
             return True
 
-        low, high = 1 * MIB, 1024 * MIB
+        low, high = 1 * MIB, 1280 * MIB
         assert not made(low)
         assert made(high)
         while high - low > 2 * MIB:

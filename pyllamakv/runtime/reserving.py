@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _SILENT = 5
 
 #: Address space that llama.cpp maps for its graphs, hardly uses, and aborts without: some releases
-#: count with 65536 nodes. And what a batch takes here and there.
-GRAPHS, SLACK = 448 << 20, 8 << 20
+#: count with 65536 nodes (406 MiB), and threads have arenas. And what a batch takes here and there.
+GRAPHS, SLACK = 640 << 20, 8 << 20
 
 
 def check_address_space(model: Model, n_ctx: int, n_batch: int, **options: Any) -> None:
