@@ -523,3 +523,16 @@ def test_a_cancel_while_a_token_is_chosen(ctx: Context, when: int) -> None:
     batcher.run()
     assert (one.reason, len(one.tokens)) == ("cancelled", when)
     assert other.reason == "length"
+
+
+def test_a_cancel_while_waiting(ctx: Context) -> None:
+    """Who has no slot yet is gone with the next step; the one at work does not notice."""
+    batcher = Batcher(SlotCache(ctx, 1))
+    one, waiting = batcher.submit("Hi", 12), batcher.submit("Ho", 12)
+    for _ in range(4):
+        batcher.step()
+    waiting.cancel()
+    batcher.step()
+    assert (waiting.reason, one.reason, len(one.tokens)) == ("cancelled", None, 5)
+    batcher.run()
+    assert one.reason == "length"

@@ -46,8 +46,8 @@ class Work:
 
     @property
     def n_ctx(self) -> int:
-        """Return the cells of a round."""
-        return self.sequences * (self.prompt + self.steps)
+        """Return twice the cells of a round: a cache that is exactly full has other work to do."""
+        return 2 * self.sequences * (self.prompt + self.steps)
 
     @property
     def n_batch(self) -> int:

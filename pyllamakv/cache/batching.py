@@ -16,7 +16,7 @@ from pyllamakv.binding.protocol import SamplerParams
 from pyllamakv.cache import feeding, healing, request
 from pyllamakv.cache.generation import Generation
 from pyllamakv.cache.roster import BatcherStats, Roster
-from pyllamakv.cache.steady import Steady
+from pyllamakv.cache.steady import ENDED, GOING, Steady
 from pyllamakv.errors import (
     Cancelled,
     Closed,
@@ -85,7 +85,7 @@ class Batcher:
             sampler=sampler, groups=groups, stop_at_end=stop_at_end,
         )  # fmt: skip
         made = Generation(self, asked)
-        self._steady = None
+        self._unsettle()
         if not self._roster:
             self._cancels = self.context.cancels - self._interrupts
         self._roster.waiting.append(made)
@@ -98,18 +98,22 @@ class Batcher:
         """
         try:
             steady = self._steady
-            if steady is None or not self._step(steady):
-                self._sweep()
-                for one in self._roster.active:
-                    feeding.restore_logits(one)
-                self._roster.admit(self._steps)
-                portions = feeding.plan(self._roster.active, self.n_batch, self._steps)
-                self._steps += 1
-                portions = [each for each in portions if self._room(*each)]
-                if portions:
-                    self._feed(portions)
-                self._settle()
+            if steady is not None:
+                try:
+                    outcome = steady.step()
+                except DecodeError as error:
+                    self._unsettle()
+                    self._failed(error, steady.portions)
+                    return bool(self._roster)
+                if outcome is GOING:
+                    return True
+                self._unsettle()
+                if outcome is ENDED:
+                    self._strike_out(steady.generations)
+                    return bool(self._roster)
+            self._step()
         except (Closed, WorkerDied) as error:
+            self._steady = None
             self._roster.end_all("failed", error)
             raise
         return bool(self._roster)
@@ -121,25 +125,32 @@ class Batcher:
 
     def stats(self) -> BatcherStats:
         """Count what was done so far."""
-        roster = self._roster
+        roster, more = self._roster, self._steady.steps if self._steady is not None else 0
+        each = more * len(roster.active)
         return BatcherStats(
-            len(roster.waiting), len(roster.active), self._decodes, self._tokens, self._chosen,
+            len(roster.waiting), len(roster.active), self._decodes + more, self._tokens + each,
+            self._chosen + each,
             self._slot_failures, sum(roster.ended.values()), roster.ended["cancelled"],
             roster.ended["failed"],
         )  # fmt: skip
 
     def interrupt(self, generation: Generation) -> None:
         """End the decode that runs, if it is one of this generation's; from any thread."""
-        self._steady = None
         with self._lock:
-            if any(each is generation for each, _ in self._feeding):
+            steady = self._steady
+            if steady is not None:
+                steady.cancels = -1
+                running = steady.decoding and generation in steady.generations
+            else:
+                running = any(each is generation for each, _ in self._feeding)
+            if running:
                 self._interrupts += 1
                 with suppress(Closed):
                     self.context.cancel()
 
     def close(self) -> None:
         """Cancel what has not ended; the manager stays as it is."""
-        self._steady = None
+        self._unsettle()
         self._roster.end_all("cancelled")
         if isinstance(self._greedy, Sampler):
             self._greedy.close()
@@ -152,35 +163,7 @@ class Batcher:
     ) -> None:
         self.close()
 
-    # When nothing has changed...
-
-    def _step(self, steady: Steady) -> bool:
-        """Step those who are continued; False when it has to be done the general way."""
-        if self.context.cancels != self._interrupts + self._cancels:
-            return self._unsettle(steady)
-        tokens = steady.prepare()
-        if tokens is None:
-            return self._unsettle(steady)
-        self._feeding = steady.portions
-        try:
-            steady.decode(tokens)
-        except DecodeError as error:
-            self._unsettle(steady)
-            self._failed(error, steady.portions)
-            return True
-        finally:
-            self._feeding = []
-        n = len(tokens)
-        self._steps += 1
-        self._decodes += 1
-        self._tokens += n
-        self._chosen += n
-        if not steady.choose():
-            self._unsettle(steady)
-            for one in steady.generations:
-                if one.reason is not None:
-                    self._roster.left(one)
-        return True
+    # While nothing changes...
 
     def _settle(self) -> None:
         """Take note that everybody just needs one token, if so."""
@@ -191,18 +174,40 @@ class Batcher:
             return
         if any(len(one.stream) - len(one.ledger.tokens) != 1 for one in roster.active):
             return
-        self._steady = Steady(self.context, self._greedy, roster.active)
+        cancels = self._interrupts + self._cancels
+        self._steady = Steady(self.context, self._greedy, roster.active, cancels)
         if any(one.cancelled for one in roster):
-            # In this order: `Generation.cancel` says so first, and unsettles then.
-            self._steady = None
+            # In this order: `Generation.cancel` says so first, and interrupts then.
+            self._unsettle()
 
-    def _unsettle(self, steady: Steady) -> bool:
-        self._steady = None
-        for one in steady.generations:
-            one.served = self._steps
-        return False
+    def _unsettle(self) -> None:
+        steady, self._steady = self._steady, None
+        if steady is not None:
+            self._steps += steady.steps
+            self._decodes += steady.steps
+            self._tokens += steady.steps * len(steady.portions)
+            self._chosen += steady.steps * len(steady.portions)
+            for one in steady.generations:
+                one.served = self._steps
 
-    # When something has...
+    def _strike_out(self, those: Iterable[Generation]) -> None:
+        for one in those:
+            if one.reason is not None:
+                self._roster.left(one)
+
+    # When something does...
+
+    def _step(self) -> None:
+        self._sweep()
+        for one in self._roster.active:
+            feeding.restore_logits(one)
+        self._roster.admit(self._steps)
+        portions = feeding.plan(self._roster.active, self.n_batch, self._steps)
+        self._steps += 1
+        portions = [each for each in portions if self._room(*each)]
+        if portions:
+            self._feed(portions)
+        self._settle()
 
     def _sweep(self) -> bool:
         """End what was cancelled; True when anything was."""
@@ -282,6 +287,4 @@ class Batcher:
         else:
             for one in ready:
                 one.choose(context)
-        for one in ready:
-            if one.reason is not None:
-                self._roster.left(one)
+        self._strike_out(ready)

@@ -6,6 +6,7 @@ processor's caches hold the model, so every line here costs several times what i
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import NoKVSlot, ReprocessNeeded
@@ -18,72 +19,89 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.sampler import NumpySampler, Sampler
 
 
+class Outcome(Enum):
+    """Say what became of a step: all go on, somebody ended, or nothing was decoded."""
+
+    GOING = 0
+    ENDED = 1
+    NOTHING = 2
+
+
+GOING, ENDED, NOTHING = Outcome
+
+
 class Steady:
-    """Hold generations that need one token each."""
+    """Hold generations that need one token each.
+
+    ``steps`` counts what was decoded, ``decoding`` says that it is being done, and another number
+    than the context's in ``cancels`` ends it before the next step.
+    """
 
     __slots__ = (
-        "_alike",
-        "_context",
-        "_greedy",
-        "_room",
-        "_sequences",
-        "_takes",
-        "generations",
-        "portions",
-    )
+        "_alike", "_context", "_greedy", "_rooms", "_sequences", "cancels",
+        "decoding", "generations", "portions", "steps",
+    )  # fmt: skip
 
     def __init__(
         self,
         context: Context,
         greedy: Sampler | NumpySampler,
         generations: Sequence[Generation],
+        cancels: int,
     ) -> None:
         self.generations = tuple(generations)
         self.portions = [(one, 1) for one in generations]
+        self.steps = 0
+        self.cancels = cancels
+        self.decoding = False
         self._context = context
         self._greedy = greedy
-        self._sequences = [one.sequence for one in generations]
-        self._room = [(one, one.ledger, one.lease.make_room) for one in generations if one.lease]
         #: Whether all of them have the greedy sampler, which chooses for all in one call.
         self._alike = all(one.sampler is greedy for one in generations)
-        self._takes = [one.take for one in generations]
+        self._sequences = [one.sequence for one in generations]
+        self._rooms = [(one, one.ledger, one.lease.make_room) for one in generations if one.lease]
 
-    def prepare(self) -> list[int] | None:
-        """Make room, and return the token of each; None where the general way is needed."""
-        tokens: list[int] = []
-        for one, ledger, make_room in self._room:
+    def step(self) -> Outcome:
+        """Make room, decode a token of each, and let each take its next one.
+
+        NOTHING when that has to be done in the general way. Raises DecodeError.
+        """
+        context = self._context
+        if context.cancels != self.cancels:
+            return NOTHING
+        tokens = []
+        for one, ledger, make_room in self._rooms:
             have = len(ledger.tokens)
             if len(one.stream) != have + 1:
-                return None
+                return NOTHING
             try:
                 make_room(1)
             except ReprocessNeeded as needed:
                 one.stream = [*ledger.tokens, *needed.tokens, one.stream[-1]]
-                return None
+                return NOTHING
             except NoKVSlot:
-                return None
+                return NOTHING
+            token = one.stream[-1]
             if len(ledger.tokens) != have:
-                one.stream = [*ledger.tokens, one.stream[-1]]
-            tokens.append(one.stream[-1])
-        return tokens
-
-    def decode(self, tokens: list[int]) -> None:
-        """Decode a token of each."""
+                one.stream = [*ledger.tokens, token]
+            tokens.append(token)
+        self.decoding = True
         if len(tokens) == 1:
-            self._context.step(self._sequences[0], tokens[0])
+            context.step(self._sequences[0], token)
         else:
-            self._context.step_all(self._sequences, tokens)
-
-    def choose(self) -> bool:
-        """Let each take its next token; False when one of them has ended."""
-        context, takes, going = self._context, self._takes, True
-        if not self._alike:
+            context.step_all(self._sequences, tokens)
+        self.decoding = False
+        self.steps += 1
+        outcome = GOING
+        if self._alike:
+            if len(tokens) == 1:
+                return GOING if one.take(self._greedy.pick(context)) else ENDED
+            chosen = self._greedy.pick_all(context)
+            for one, token in zip(self.generations, chosen, strict=True):
+                if not one.take(token):
+                    outcome = ENDED
+        else:
             for one in self.generations:
-                going = one.choose(context) and going
-            return going
-        if len(takes) == 1:
-            return takes[0](self._greedy.pick(context))
-        for take, token in zip(takes, self._greedy.pick_all(context), strict=True):
-            if not take(token):
-                going = False
-        return going
+                if not one.choose(context):
+                    outcome = ENDED
+        return outcome
