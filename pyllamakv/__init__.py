@@ -25,17 +25,17 @@ if TYPE_CHECKING:
         SamplerParams,
         Status,
     )
-    from pyllamakv.cache.batching import Batcher
+    from pyllamakv.cache.batching.batcher import Batcher
+    from pyllamakv.cache.batching.generation import Generation
     from pyllamakv.cache.checkpoints import Schedule
     from pyllamakv.cache.context_cache import ContextCache
     from pyllamakv.cache.counting import CacheStats
-    from pyllamakv.cache.generation import Generation
     from pyllamakv.cache.interface import Cache
     from pyllamakv.cache.lease import Lease, Manager
     from pyllamakv.cache.lockstep import Lockstep
-    from pyllamakv.cache.prefix import PrefixCache
-    from pyllamakv.cache.prefix_stats import PrefixStats
-    from pyllamakv.cache.slots import SlotCache
+    from pyllamakv.cache.prefixes.cache import PrefixCache
+    from pyllamakv.cache.prefixes.stats import PrefixStats
+    from pyllamakv.cache.slots.cache import SlotCache
     from pyllamakv.errors import (
         BudgetTooSmall,
         Busy,
@@ -87,17 +87,17 @@ _MODULES = {
     "binding.protocol": (
         "Capability ContextInfo ContextParams Counters Device Memory ModelInfo SamplerParams Status"
     ),
-    "cache.batching": "Batcher",
+    "cache.batching.batcher": "Batcher",
     "cache.checkpoints": "Schedule",
     "cache.context_cache": "ContextCache",
     "cache.counting": "CacheStats",
-    "cache.generation": "Generation",
+    "cache.batching.generation": "Generation",
     "cache.interface": "Cache",
     "cache.lease": "Lease Manager",
     "cache.lockstep": "Lockstep",
-    "cache.prefix": "PrefixCache",
-    "cache.prefix_stats": "PrefixStats",
-    "cache.slots": "SlotCache",
+    "cache.prefixes.cache": "PrefixCache",
+    "cache.prefixes.stats": "PrefixStats",
+    "cache.slots.cache": "SlotCache",
     "errors": (
         "Busy Cancelled Closed ContextError DecodeError KvError LoadError ModelError NativeError "
         "NoKVSlot NotBuilt NotEnoughMemory PartialRemovalRefused SharedCells StaleLogits "

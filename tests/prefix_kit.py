@@ -6,13 +6,13 @@ import random
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.cache.prefix import PrefixCache
+from pyllamakv.cache.prefixes.cache import PrefixCache
 from pyllamakv.errors import KvError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pyllamakv.cache.prefix_lease import PrefixLease
+    from pyllamakv.cache.prefixes.lease import PrefixLease
     from pyllamakv.runtime.context import Context
 
 

@@ -10,10 +10,10 @@ import runtime_kit as kit
 from fakes.simulated import ALL
 
 from pyllamakv.binding.protocol import Capability, SamplerParams
-from pyllamakv.cache import feeding
-from pyllamakv.cache.batching import Batcher
-from pyllamakv.cache.prefix import PrefixCache
-from pyllamakv.cache.slots import SlotCache
+from pyllamakv.cache.batching import feeding
+from pyllamakv.cache.batching.batcher import Batcher
+from pyllamakv.cache.prefixes.cache import PrefixCache
+from pyllamakv.cache.slots.cache import SlotCache
 from pyllamakv.errors import (
     Closed,
     DecodeError,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyllamakv.cache.choice import Candidate, Choice, Policy, checked, choose, count_common
+from pyllamakv.cache.slots.choice import Candidate, Choice, Policy, checked, choose, count_common
 from pyllamakv.errors import UsageError
 
 Slot = tuple[list[int], bool, int]

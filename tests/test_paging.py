@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pyllamakv.cache import paging
+from pyllamakv.cache.prefixes import paging
 from pyllamakv.errors import PagingError
 
 if TYPE_CHECKING:

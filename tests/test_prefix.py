@@ -16,7 +16,7 @@ import pytest
 import runtime_kit as kit
 from prefix_kit import serve
 
-from pyllamakv.cache.prefix import PrefixCache
+from pyllamakv.cache.prefixes.cache import PrefixCache
 from pyllamakv.errors import (
     BudgetTooSmall,
     Cancelled,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from pyllamakv.cache.paging import FilePager
+    from pyllamakv.cache.prefixes.paging import FilePager
 
 SYSTEM = [10 + i % 40 for i in range(20)]
 

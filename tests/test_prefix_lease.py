@@ -8,8 +8,8 @@ import pytest
 import runtime_kit as kit
 from prefix_kit import serve
 
-from pyllamakv.cache.prefix import PrefixCache
-from pyllamakv.cache.prefix_lease import AHEAD
+from pyllamakv.cache.prefixes.cache import PrefixCache
+from pyllamakv.cache.prefixes.lease import AHEAD
 from pyllamakv.errors import KVCacheFull
 
 if TYPE_CHECKING:

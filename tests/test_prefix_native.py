@@ -11,7 +11,7 @@ from prefix_kit import serve
 
 import pyllamakv as kv
 from pyllamakv.building import variant as variants
-from pyllamakv.cache.prefix import PrefixCache
+from pyllamakv.cache.prefixes.cache import PrefixCache
 from pyllamakv.harness import synthetic
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pyllamakv.building.variant import Variant
-    from pyllamakv.cache.prefix_lease import PrefixLease
+    from pyllamakv.cache.prefixes.lease import PrefixLease
 
 pytestmark = pytest.mark.native
 
@@ -297,7 +297,7 @@ def test_a_cancelled_recurrent_prompt_keeps_its_states(
         look = Oracle(model)
         with model.context(n_ctx=512, n_batch=64, n_seq_max=8) as ctx:
             cache = PrefixCache(ctx)
-            monkeypatch.setattr("pyllamakv.cache.prefix_lease.STATE_EVERY", 32)
+            monkeypatch.setattr("pyllamakv.cache.prefixes.lease.STATE_EVERY", 32)
             serve(cache, [*SYSTEM, 1])
             with cache.acquire([*SYSTEM, *([2] * 80)]) as lease:
                 calls = iter(range(100))

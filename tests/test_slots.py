@@ -11,7 +11,7 @@ import runtime_kit as kit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyllamakv.cache.slots import SlotCache
+from pyllamakv.cache.slots.cache import SlotCache
 from pyllamakv.errors import (
     Cancelled,
     Closed,
@@ -27,7 +27,7 @@ from pyllamakv.runtime.kv import KV
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pyllamakv.cache.slot import SlotLease
+    from pyllamakv.cache.slots.slot import SlotLease
     from pyllamakv.runtime.context import Context
 
 

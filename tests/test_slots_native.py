@@ -10,10 +10,10 @@ import pytest
 
 import pyllamakv as kv
 from pyllamakv.building import variant as variants
-from pyllamakv.cache.batching import Batcher
-from pyllamakv.cache.choice import checked
-from pyllamakv.cache.prefix import PrefixCache
-from pyllamakv.cache.slots import SlotCache
+from pyllamakv.cache.batching.batcher import Batcher
+from pyllamakv.cache.prefixes.cache import PrefixCache
+from pyllamakv.cache.slots.cache import SlotCache
+from pyllamakv.cache.slots.choice import checked
 from pyllamakv.errors import ReprocessNeeded
 from pyllamakv.harness import synthetic
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyllamakv.cache.stopping import Stops, checked
+from pyllamakv.cache.batching.stopping import Stops, checked
 from pyllamakv.errors import UsageError
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pyllamakv.cache.tree import Node, Tree, common, pack, unpack
+from pyllamakv.cache.prefixes.tree import Node, Tree, common, pack, unpack
 
 WORDS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 

@@ -19,10 +19,10 @@ from pyllamakv.bench.loop import model_file
 from pyllamakv.bench.measure import MINIMUM_PAIRS, Pairs, interleave
 from pyllamakv.bench.workload import Round, check_same
 from pyllamakv.building import variant as variants
-from pyllamakv.cache.batching import Batcher
+from pyllamakv.cache.batching.batcher import Batcher
 from pyllamakv.cache.lease import Manager
-from pyllamakv.cache.prefix import PrefixCache
-from pyllamakv.cache.slots import SlotCache
+from pyllamakv.cache.prefixes.cache import PrefixCache
+from pyllamakv.cache.slots.cache import SlotCache
 from pyllamakv.errors import NotBuilt
 
 GROUP = "Cache managers"

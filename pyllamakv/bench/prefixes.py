@@ -16,8 +16,8 @@ import pyllamakv
 from pyllamakv.bench.figure import Figure
 from pyllamakv.bench.loop import model_file
 from pyllamakv.bench.measure import MINIMUM_PAIRS, Pairs, clock, interleave, interval
-from pyllamakv.cache.prefix import PrefixCache
-from pyllamakv.cache.tree import Tree, pack
+from pyllamakv.cache.prefixes.cache import PrefixCache
+from pyllamakv.cache.prefixes.tree import Tree, pack
 
 GROUP = "Prefixes"
 Tick = Callable[[], None]

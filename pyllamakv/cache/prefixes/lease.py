@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.cache import prefix_room
-from pyllamakv.cache.tree import WIDTH, pack, unpack
+from pyllamakv.cache.prefixes import space
+from pyllamakv.cache.prefixes.tree import WIDTH, pack, unpack
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from pyllamakv.cache.prefix import PrefixCache
+    from pyllamakv.cache.prefixes.cache import PrefixCache
     from pyllamakv.runtime.sequence import Sequence
 
 #: Room is asked for so many tokens at a time where it costs nobody anything.
@@ -69,7 +69,7 @@ class PrefixLease:
                 self.cache.context.prefill(self.sequence, tokens, logits=logits and stop == prompt)
             if stop < prompt:
                 self.cache.sync()
-                prefix_room.keep_state(self.cache, self)
+                space.keep_state(self.cache, self)
 
     def _stops(self, prompt: int) -> list[int]:
         if self.cache.branches.partial:
@@ -98,10 +98,10 @@ class PrefixLease:
         longest = cache.size_limit
         near = longest is not None and here + ahead > longest
         roomy = not near and (
-            prefix_room.plenty(cache, ahead, self) or prefix_room.shortage(cache, ahead, self) <= 0
+            space.plenty(cache, ahead, self) or space.shortage(cache, ahead, self) <= 0
         )
         wanted = ahead if roomy else n
-        prefix_room.make_cells(cache, wanted, self)
+        space.make_cells(cache, wanted, self)
         self.granted = max(self.granted, here + wanted)
         cache.enforce(n)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.cache import prefix_room
-from pyllamakv.cache.tree import pack
+from pyllamakv.cache.prefixes import space
+from pyllamakv.cache.prefixes.tree import pack
 
 if TYPE_CHECKING:
-    from pyllamakv.cache.prefix import PrefixCache
-    from pyllamakv.cache.tree import Node
+    from pyllamakv.cache.prefixes.cache import PrefixCache
+    from pyllamakv.cache.prefixes.tree import Node
 
 
 def check(cache: PrefixCache) -> None:
@@ -52,7 +52,7 @@ def _check_node(cache: PrefixCache, node: Node) -> None:
 
 def _check_cells(cache: PrefixCache) -> None:
     branches, context = cache.branches, cache.context
-    stats = prefix_room.cells(context)
+    stats = space.cells(context)
     if cache.leases or not branches.sharing or stats is None:
         return
     ours = {each.id for each in branches.sequences()}

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from pyllamakv.cache.stopping import Stops
+from pyllamakv.cache.batching.stopping import Stops
 from pyllamakv.runtime.textstream import TextStream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pyllamakv.cache.batching import Batcher
+    from pyllamakv.cache.batching.batcher import Batcher
+    from pyllamakv.cache.batching.request import Request
     from pyllamakv.cache.lease import Lease
-    from pyllamakv.cache.request import Request
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.ledger import Ledger
     from pyllamakv.runtime.sequence import Sequence

@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from pyllamakv.cache import branch_pages, prefix_begin, prefix_check, prefix_room
-from pyllamakv.cache.branches import Branches
-from pyllamakv.cache.paging import pager
-from pyllamakv.cache.prefix_lease import PrefixLease
-from pyllamakv.cache.prefix_stats import COUNTED, PrefixStats, draw, measure
-from pyllamakv.cache.tree import WIDTH
+from pyllamakv.cache.prefixes import beginning, branch_pages, checking, space
+from pyllamakv.cache.prefixes.branches import Branches
+from pyllamakv.cache.prefixes.lease import PrefixLease
+from pyllamakv.cache.prefixes.paging import pager
+from pyllamakv.cache.prefixes.stats import COUNTED, PrefixStats, draw, measure
+from pyllamakv.cache.prefixes.tree import WIDTH
 from pyllamakv.errors import (
     BudgetTooSmall,
     Closed,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from os import PathLike
     from types import TracebackType
 
-    from pyllamakv.cache.tree import Node
+    from pyllamakv.cache.prefixes.tree import Node
     from pyllamakv.runtime.context import Context
 
 LOG = logging.getLogger("pyllamakv.cache")
@@ -60,7 +60,7 @@ class PrefixCache:
         self.branches = Branches(context, entries or most, pager(paging))
         self.budget = budget
         #: How many tokens a sequence may have, None where there is no limit.
-        self.size_limit = prefix_room.capacity(context)
+        self.size_limit = space.capacity(context)
         self.pins: dict[str, Node] = {}
         self.leases: list[PrefixLease] = []
         self.closed = False
@@ -85,12 +85,12 @@ class PrefixCache:
         self.sync()
         known = self.branches.tree.match(key)[1]
         try:
-            sequence, length = prefix_begin.begin(self, key, ranges)
+            sequence, length = beginning.begin(self, key, ranges)
         finally:
             self.forget_pins()
         lease = PrefixLease(self, sequence, key, length, known)
         try:
-            prefix_room.make_cells(self, prompt - length, lease)
+            space.make_cells(self, prompt - length, lease)
         except BaseException:
             lease.release()
             raise
@@ -133,7 +133,7 @@ class PrefixCache:
             msg = f"only {length} of {len(key) // WIDTH} tokens are in the cache; decode them first"
             raise UsageError(msg)
         if not branches.partial and (length < node.end or node.entry is None):
-            prefix_room.pin_state(self, node, length)
+            space.pin_state(self, node, length)
         self.unpin(name, missing_ok=True)
         node = branches.tree.insert(key)
         node.pins.add(name)
@@ -163,14 +163,14 @@ class PrefixCache:
             if not self.branches.removable(node, frees_id=True):
                 msg = f"{node} cannot be paged out: it is leased, or others go on from it"
                 raise UsageError(msg)
-            prefix_room.evict(self, node)
+            space.evict(self, node)
             self.enforce(0)
 
     def page_in(self, tokens: Iterable[int]) -> None:
         """Bring the branch of these tokens in again; PagingError with nothing changed."""
         node = self._branch(tokens)
         if node.page is not None:
-            if not prefix_room.make_page_room(self, node):
+            if not space.make_page_room(self, node):
                 msg = f"no room for a branch of {node.end} tokens: release leases or unpin others"
                 raise PagingError(msg)
             branch_pages.page_in(self.branches, node)
@@ -188,7 +188,7 @@ class PrefixCache:
     def evict(self) -> bool:
         """Drop the branch used longest ago; False when everything is leased or pinned."""
         self.sync()
-        node = prefix_room.droppable(self)
+        node = space.droppable(self)
         if node is not None:
             self.branches.drop(node)
             self.counts["evicted"] += 1
@@ -215,7 +215,7 @@ class PrefixCache:
     def enforce(self, tokens: int) -> None:
         """Drop what is over the budget, were so many more tokens decoded."""
         while self.budget is not None and self.size + self.branches.bytes_of(tokens) > self.budget:
-            node = prefix_room.droppable(self)
+            node = space.droppable(self)
             if node is None:
                 break
             self.branches.drop(node)
@@ -265,7 +265,7 @@ class PrefixCache:
 
     def check(self) -> None:
         """Raise AssertionError naming the invariant that does not hold."""
-        prefix_check.check(self)
+        checking.check(self)
 
     def _check_open(self) -> None:
         self.context.check()

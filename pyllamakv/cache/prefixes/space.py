@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import Capability
-from pyllamakv.cache import branch_pages
+from pyllamakv.cache.prefixes import branch_pages
 from pyllamakv.errors import (
     KVCacheFull,
     NoSlotAvailable,
@@ -23,10 +23,10 @@ from pyllamakv.errors import (
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pyllamakv.cache.paging import Page
-    from pyllamakv.cache.prefix import PrefixCache
-    from pyllamakv.cache.prefix_lease import PrefixLease
-    from pyllamakv.cache.tree import Node
+    from pyllamakv.cache.prefixes.cache import PrefixCache
+    from pyllamakv.cache.prefixes.lease import PrefixLease
+    from pyllamakv.cache.prefixes.paging import Page
+    from pyllamakv.cache.prefixes.tree import Node
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.sequence import Sequence
     from pyllamakv.runtime.snapshot import KVStats

@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pyllamakv.cache.slot import Slot
+    from pyllamakv.cache.slots.slot import Slot
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.model import Model
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.cache.tree import pack
+from pyllamakv.cache.prefixes.tree import pack
 from pyllamakv.errors import (
     NativeError,
     PagingError,
@@ -20,9 +20,9 @@ from pyllamakv.errors import (
 )
 
 if TYPE_CHECKING:
-    from pyllamakv.cache.branches import Branches
-    from pyllamakv.cache.paging import Page
-    from pyllamakv.cache.tree import Node
+    from pyllamakv.cache.prefixes.branches import Branches
+    from pyllamakv.cache.prefixes.paging import Page
+    from pyllamakv.cache.prefixes.tree import Node
     from pyllamakv.runtime.sequence import Sequence
 
 

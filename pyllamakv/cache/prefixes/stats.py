@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pyllamakv.cache.prefix import PrefixCache
-    from pyllamakv.cache.tree import Node
+    from pyllamakv.cache.prefixes.cache import PrefixCache
+    from pyllamakv.cache.prefixes.tree import Node
 
 #: What is counted as it happens.
 COUNTED = (

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pyllamakv.binding.protocol import Memory
-from pyllamakv.cache import branch_pages
-from pyllamakv.cache.tree import Tree
+from pyllamakv.cache.prefixes import branch_pages
+from pyllamakv.cache.prefixes.tree import Tree
 from pyllamakv.errors import Unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-    from pyllamakv.cache.paging import Pager
-    from pyllamakv.cache.tree import Node
+    from pyllamakv.cache.prefixes.paging import Pager
+    from pyllamakv.cache.prefixes.tree import Node
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.sequence import Sequence
 

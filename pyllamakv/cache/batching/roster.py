@@ -11,7 +11,7 @@ from pyllamakv.errors import Closed, KVCacheFull, KvError, NoSlotAvailable, Work
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pyllamakv.cache.generation import Generation, Reason
+    from pyllamakv.cache.batching.generation import Generation, Reason
     from pyllamakv.cache.lease import Manager
 
 

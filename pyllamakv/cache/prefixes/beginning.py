@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from pyllamakv.cache import branch_pages, prefix_room
-from pyllamakv.cache.branch_pages import DamagedPage
-from pyllamakv.cache.tree import WIDTH
+from pyllamakv.cache.prefixes import branch_pages, space
+from pyllamakv.cache.prefixes.branch_pages import DamagedPage
+from pyllamakv.cache.prefixes.tree import WIDTH
 from pyllamakv.errors import PagingError, PartialRemovalRefused
 
 if TYPE_CHECKING:
-    from pyllamakv.cache.branches import Branches
-    from pyllamakv.cache.prefix import PrefixCache
-    from pyllamakv.cache.tree import Node
+    from pyllamakv.cache.prefixes.branches import Branches
+    from pyllamakv.cache.prefixes.cache import PrefixCache
+    from pyllamakv.cache.prefixes.tree import Node
     from pyllamakv.runtime.sequence import Sequence
 
 LOG = logging.getLogger("pyllamakv.cache")
@@ -36,7 +36,7 @@ def begin(cache: PrefixCache, key: bytes, groups: Groups) -> tuple[Sequence, int
     exact = not cache.branches.cuttable
     while True:
         node, length = _find(cache, key, groups, exact=exact)
-        prefix_room.check_cells(cache, len(key) // WIDTH - length, node, length)
+        space.check_cells(cache, len(key) // WIDTH - length, node, length)
         try:
             return _sequence(cache, key, length), length
         except PartialRemovalRefused:
@@ -98,7 +98,7 @@ def _page_in(cache: PrefixCache, node: Node | None) -> bool:
     if node is None:
         return False
     try:
-        if not prefix_room.make_page_room(cache, node):
+        if not space.make_page_room(cache, node):
             return False
         branch_pages.page_in(cache.branches, node)
     except DamagedPage as error:
@@ -126,13 +126,13 @@ def _sequence(cache: PrefixCache, key: bytes, length: int) -> Sequence:
         if branches.vacant:
             return branches.new() if donor is None else branches.fork(donor, length)
         kept = [each for each in node.path if each.end <= length]
-        victim = prefix_room.victim(cache, kept, frees_id=True)
+        victim = space.victim(cache, kept, frees_id=True)
         if victim is None and donor is not None:
             victim = _tail(branches, donor, length)
         if victim is None:
-            raise prefix_room.all_taken(cache)
+            raise space.all_taken(cache)
         if victim.entry is donor and donor is not None:
-            taken = prefix_room.evict(cache, victim, length)
+            taken = space.evict(cache, victim, length)
             assert taken is not None
             return taken
-        prefix_room.evict(cache, victim)
+        space.evict(cache, victim)

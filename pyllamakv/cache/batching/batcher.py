@@ -13,10 +13,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import SamplerParams
-from pyllamakv.cache import feeding, healing, request
-from pyllamakv.cache.generation import Generation
-from pyllamakv.cache.roster import BatcherStats, Roster
-from pyllamakv.cache.steady import ENDED, GOING, Steady
+from pyllamakv.cache import healing
+from pyllamakv.cache.batching import feeding, request
+from pyllamakv.cache.batching.generation import Generation
+from pyllamakv.cache.batching.roster import BatcherStats, Roster
+from pyllamakv.cache.batching.steady import ENDED, GOING, Steady
 from pyllamakv.errors import (
     Cancelled,
     Closed,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
 
-    from pyllamakv.cache.feeding import Portion
+    from pyllamakv.cache.batching.feeding import Portion
     from pyllamakv.cache.lease import Manager
     from pyllamakv.runtime.sampler import Picker
 

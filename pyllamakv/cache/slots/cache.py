@@ -11,11 +11,11 @@ import logging
 from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import Memory
-from pyllamakv.cache import choice as choosing
-from pyllamakv.cache import groups as grouping
-from pyllamakv.cache import shifting
-from pyllamakv.cache.slot import Slot, SlotLease
-from pyllamakv.cache.slot_stats import Counts, SlotStats, draw, examine
+from pyllamakv.cache.slots import choice as choosing
+from pyllamakv.cache.slots import groups as grouping
+from pyllamakv.cache.slots import shifting
+from pyllamakv.cache.slots.slot import Slot, SlotLease
+from pyllamakv.cache.slots.stats import Counts, SlotStats, draw, examine
 from pyllamakv.errors import (
     Closed,
     KVCacheFull,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
 
-    from pyllamakv.cache.choice import Policy
+    from pyllamakv.cache.slots.choice import Policy
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.ledger import Ledger
 

@@ -14,7 +14,7 @@ from pyllamakv.errors import NoKVSlot, ReprocessNeeded
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pyllamakv.cache.generation import Generation
+    from pyllamakv.cache.batching.generation import Generation
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.sampler import NumpySampler, Sampler
 

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pyllamakv.cache import groups as grouping
+from pyllamakv.cache.slots import groups as grouping
 from pyllamakv.errors import PartialRemovalRefused, ReprocessNeeded
 from pyllamakv.runtime.batch import Feed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pyllamakv.cache.generation import Generation
+    from pyllamakv.cache.batching.generation import Generation
     from pyllamakv.runtime.context import Context
 
 #: Steps after which whoever was left out goes before those that are being continued.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.cache import groups as grouping
 from pyllamakv.cache import healing
-from pyllamakv.cache.shifting import shift_discard
+from pyllamakv.cache.slots import groups as grouping
+from pyllamakv.cache.slots.shifting import shift_discard
 from pyllamakv.errors import KVCacheFull, PartialRemovalRefused, ReprocessNeeded, UsageError
 from pyllamakv.runtime.batch import as_int32
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
 
-    from pyllamakv.cache.groups import Group
-    from pyllamakv.cache.slots import SlotCache
+    from pyllamakv.cache.slots.cache import SlotCache
+    from pyllamakv.cache.slots.groups import Group
     from pyllamakv.runtime.sequence import Sequence
 
 

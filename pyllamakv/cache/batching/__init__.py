@@ -1,0 +1,1 @@
+"""Continue several prompts at once, in batches over any cache manager."""

@@ -1,0 +1,1 @@
+"""Keep prompts in a tree whose branches share cells, and page branches out."""
