@@ -117,7 +117,7 @@ def test_one_token_and_many_are_the_same(cache: ContextCache) -> None:
     assert cache.lanes[0].tokens == [3, 5, 7, 1, 4]
     assert cache.lanes[1].logits() is not None
     assert cache.lanes[0].logits() is not None
-    assert cache.stats().tokens == 9
+    assert cache.stats().decoded_tokens == 9
     cache.check()
 
 

@@ -133,7 +133,7 @@ class ContextCache:
                 raise NotSupported(str(error), str(error), error.capability) from error
             raise
         self._stats.forwards += 1
-        self._stats.tokens += len(tokens)
+        self._stats.decoded_tokens += len(tokens)
         if self.past.saves:
             for number in counts:
                 self.past.passed(self.lanes[number])

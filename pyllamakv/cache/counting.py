@@ -10,7 +10,7 @@ class CacheStats:
     """Count what a `ContextCache` did, and the checkpoints that it has."""
 
     forwards: int = 0
-    tokens: int = 0
+    decoded_tokens: int = 0
     full: int = 0
     defrags: int = 0
     copies: int = 0

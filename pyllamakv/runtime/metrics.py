@@ -194,7 +194,8 @@ COUNTED = frozenset(
         *("prompts", "hits", "misses", "prompt_tokens", "cached_tokens", "reused", "asked"),
         *("forks", "evictions", "evicted", "shifts", "reprocessed", "refused"),
         *("paged_out", "paged_in", "damaged"),
-        *("decodes", "decoded_tokens", "chosen_tokens", "finished", "cancelled", "failed"),
+        *("decodes", "decoded_tokens", "chosen_tokens", "slot_failures"),
+        *("finished", "cancelled", "failed"),
         *("forwards", "full", "defrags", "copies", "removals", "restores"),
     }
 )
