@@ -1,4 +1,4 @@
-"""llama-cpp-python beside us: how it is installed, what its own tests say, and its slots."""
+"""llama-cpp-python beside us: how it is installed, what its tests say, what slots it finds."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pyllamakv.building.variant import Variant
 from pyllamakv.cli import dropin as verb
 from pyllamakv.cli import main
 from pyllamakv.errors import ArchiveError, CommandFailed, ToolMissing, Unsupported, Untestable
+from pyllamakv.harness import synthetic
 from pyllamakv.peer import hub, install, slots, suite, trial
 from pyllamakv.source import fetch, releases
 from pyllamakv.source.releases import Release
@@ -291,7 +292,7 @@ def test_a_trial_names_what_is_wrong() -> None:
 
 
 def test_the_verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """It tries what is named by age, one release per era on request, and exits 1 on a fault."""
+    """It tries what is named, oldest first, one per era on request, and exits 1 on a fault."""
     tried: list[str] = []
     codes = {"0.3.16": 1}
 
@@ -335,13 +336,14 @@ def test_the_document_has_a_row_per_era() -> None:
 
 @pytest.mark.native
 @pytest.mark.peer
-def test_the_slot_failure_and_its_cure(stock: Variant, patched: Variant, tiny_model: Path) -> None:
+def test_the_slot_failure_and_its_cure(stock: Variant, patched: Variant) -> None:
     """Through llama_cpp stock finds no slot among scattered cells, patched does."""
+    model = synthetic.model("deep")
     set_up = install.installed("0.3.9")
     python = set_up.python if set_up else Path(sys.executable)
     try:
-        before = slots.ask(python, stock, tiny_model)
-        after = slots.ask(python, patched, tiny_model)
+        before = slots.ask(python, stock, model)
+        after = slots.ask(python, patched, model)
     except Untestable as error:
         pytest.skip(f"{error}; `pyllamakv dropin setup 0.3.9` installs it")
     if before.version != "0.3.9":
