@@ -34,4 +34,10 @@ def home() -> Path:
 def data(name: str) -> Path:
     """Return the path of shipped data: ``patches`` or ``vendor/upstream.lock.toml``."""
     root = checkout()
-    return root / name if root is not None else _PACKAGE / "data" / name
+    if root is not None:
+        return root / name
+    if name == "patches":
+        from pyllamakv import shipped
+
+        return shipped.unpacked(shipped.PACKED, home())
+    return _PACKAGE / "data" / name

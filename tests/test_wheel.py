@@ -17,7 +17,7 @@ import pytest
 import pyllamakv
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT = 1 << 20
+LIMIT = 1_000_000
 
 
 def command(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
@@ -26,19 +26,23 @@ def command(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, check=False, **{**given, **options})  # type: ignore[call-overload]
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel of this checkout, without the network."""
-    pytest.importorskip("hatchling")
-    folder = tmp_path_factory.mktemp("wheel")
+def built(source: Path, folder: Path) -> Path:
+    """Build the wheel of a checkout or an sdist, without the network."""
     words = ("pip", "wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation", "-w")
     env = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
-    done = command(sys.executable, "-m", *words, str(folder), str(ROOT), env=env, cwd=folder)
+    done = command(sys.executable, "-m", *words, str(folder), str(source), env=env, cwd=folder)
     if "No module named pip" in done.stderr:
         pytest.skip("this interpreter has no pip")
     assert done.returncode == 0, done.stderr
     (made,) = folder.glob("*.whl")
     return made
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel of this checkout."""
+    pytest.importorskip("hatchling")
+    return built(ROOT, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
@@ -73,24 +77,46 @@ def verb(outside: Path, *words: str, **options: str) -> subprocess.CompletedProc
     return run(outside, "-m", "pyllamakv", *words, **options)
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the files below a folder."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
 def test_it_is_small_and_whole(wheel: Path) -> None:
     """At most 1 MB, with patches, lock, shim sources, scenarios, and nothing of tests or builds."""
     assert wheel.stat().st_size <= LIMIT
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    for path in (ROOT / "patches").rglob("*"):
-        if path.is_file():
-            assert (
-                f"pyllamakv/data/patches/{path.relative_to(ROOT / 'patches').as_posix()}" in names
-            )
     listed = command("git", "ls-files", "pyllamakv", cwd=ROOT)
     for name in listed.stdout.split() if listed.returncode == 0 else ():
         assert name in names or not (ROOT / name).exists(), name
+    assert {"patches.tar.xz", "vendor"} == {
+        name.split("/")[2] for name in names if name.startswith("pyllamakv/data/")
+    }
     assert "pyllamakv/data/vendor/upstream.lock.toml" in names
     assert {"pyllamakv/native/plk.h", "pyllamakv/native/CMakeLists.txt"} <= names
     ours = {name.split("/")[0] for name in names}
     assert ours == {"pyllamakv", f"pyllamakv-{pyllamakv.__version__}.dist-info"}
     assert not [name for name in names if name.endswith((".pyc", ".so", ".part"))]
+
+
+def test_the_sdist_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    """The sdist holds all that the build needs."""
+    code = "import sys, hatchling.build as b; b.build_sdist(sys.argv[1])"
+    done = command(sys.executable, "-c", code, str(tmp_path), cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with (
+        zipfile.ZipFile(wheel) as ours,
+        zipfile.ZipFile(built(sdist, tmp_path)) as theirs,
+    ):
+        assert {i.filename: i.CRC for i in ours.infolist()} == {
+            i.filename: i.CRC for i in theirs.infolist()
+        }
 
 
 def test_the_version_has_one_place(wheel: Path) -> None:
@@ -127,16 +153,19 @@ def test_what_ships_is_found(outside: Path) -> None:
         "from pyllamakv.building.variant import built, shim_digest;"
         "from pyllamakv.harness import scenario, synthetic;"
         "assert len(scenario.discover()) > 30;"
-        "print(built(), shim_digest(), synthetic.tiny())"
+        "from pyllamakv.home import data;"
+        "print(built(), shim_digest(), synthetic.tiny(), data('patches'))"
     )
     done = run(outside, "-c", code)
     assert done.returncode == 0, done.stderr
     from pyllamakv.building.variant import shim_digest
 
-    built, shim, model = done.stdout.split()
+    built, shim, model, patches = done.stdout.split()
     cache = (outside / "home" / ".cache" / "pyllamakv").resolve()
     assert Path(built) == cache / "built"
     assert Path(model).is_relative_to(cache)
+    assert Path(patches).parent == cache / "shipped"
+    assert contents(Path(patches)) == contents(ROOT / "patches")
     assert shim == shim_digest()
     missing = verb(outside, "env", "0.3.9+stock", path=os.environ.get("PATH", os.defpath))
     assert "pyllamakv build 0.3.9+stock" in missing.stderr
