@@ -237,6 +237,11 @@ class Device:
     memory_free: int
     memory_total: int
 
+    @property
+    def kv(self) -> str:
+        """Say where K and V of the layers that go to it lie: "device", or "host" memory."""
+        return "device" if self.kind == "gpu" else "host"
+
 
 @dataclass(frozen=True, slots=True)
 class SamplerParams:
