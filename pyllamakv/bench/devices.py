@@ -106,7 +106,7 @@ def _measure(stand: Stand, cache: Cache, pattern: str) -> Figure:
         stands = {}
         for mover in MOVERS:
             made = opened.enter_context(context(loaded, cache, defrag_mover=mover))
-            if made.kv.snapshot().streams[0].info.host:
+            if made.kv.snapshot().streams[0].info.host > 0:
                 msg = f"the cache lies in host memory, not on the {stand.device} device"
                 raise Untestable(msg)
             stands[mover] = (made, Carver(made))

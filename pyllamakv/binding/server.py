@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from pyllamakv.binding.codes import Code
+from pyllamakv.binding.library import find
 from pyllamakv.binding.remote import Remote
 from pyllamakv.errors import (
     DeviceLost,
@@ -39,7 +40,7 @@ class Server:
 
     def __init__(
         self,
-        library: Path,
+        where: Path,
         *,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -49,8 +50,9 @@ class Server:
         env: Mapping[str, str] | None = None,
         patience: float = 60.0,
     ) -> None:
-        """Serve ``device`` (None: the processor) of the library at host:port; return when it does.
+        """Serve ``device`` (None: the processor) of a library at host:port; return when it does.
 
+        ``where`` is a variant's folder or a library.
         ``port`` 0 takes a free one. ``memory`` bytes are what clients are told there is (0: what
         the device says; later releases always say that). ``threads`` bounds those that compute.
         Raises UsageError for a place that cannot be listened on, LoadError for a library that
@@ -58,7 +60,7 @@ class Server:
         """
         self.endpoint = f"{host}:{_free(host, port)}"
         self._error: KvError | None = None
-        self._native = Remote(library, env=env)
+        self._native = Remote(find(where)[0], env=env)
         try:
             pinned = _pin(self._native.pid, threads)
             self._thread = threading.Thread(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding.server import Server
-from pyllamakv.errors import KvError, ModelError, Untestable
+from pyllamakv.errors import HarnessError, KvError, ModelError, Untestable
 from pyllamakv.harness import synthetic
 
 if TYPE_CHECKING:
@@ -80,7 +80,11 @@ class Workers:
         server = self._servers.get(key)
         if server is None:
             # One thread: as many runs as processors are at work, and threads spin while they wait.
-            server = self._servers[key] = Server(Path(key[0]), threads=1)
+            try:
+                server = self._servers[key] = Server(Path(key[0]), threads=1)
+            except KvError as error:
+                msg = f"no RPC server for {key[0]}: {error}"
+                raise HarnessError(msg) from error
         return server.endpoint
 
 

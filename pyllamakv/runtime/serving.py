@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pyllamakv.binding import library
 from pyllamakv.binding.server import Server
 from pyllamakv.runtime.opening import find_built
 
@@ -30,5 +29,4 @@ def serve(
     where = Path(spec)
     if isinstance(spec, str) and not (os.sep in spec or where.exists()):
         where = find_built(spec, backend=backend)
-    path, _ = library.find(where)
-    return Server(path, host=host, port=port, device=device, memory=memory, threads=threads)
+    return Server(where, host=host, port=port, device=device, memory=memory, threads=threads)
