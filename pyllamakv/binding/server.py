@@ -6,11 +6,9 @@ stop: whoever starts one owns its process, and ends it. It ends with its owner, 
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from pyllamakv.binding.codes import Code
@@ -27,6 +25,7 @@ from pyllamakv.errors import (
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
     from types import TracebackType
 
 #: The port that llama.cpp's own server listens on by default.
@@ -60,16 +59,13 @@ class Server:
         """
         self.endpoint = f"{host}:{_free(host, port)}"
         self._error: KvError | None = None
-        self._native = Remote(find(where)[0], env=env)
+        self._native = Remote(find(where)[0], env={**_threads(threads), **(env or {})})
         try:
-            pinned = _pin(self._native.pid, threads)
             self._thread = threading.Thread(
                 target=self._serve, args=(device, memory), name=f"rpc {self.endpoint}", daemon=True
             )
             self._thread.start()
             self._await(patience)
-            if pinned:
-                _unpin(self._native.pid, pinned)
         except BaseException:
             self.close()
             raise
@@ -165,26 +161,11 @@ def _free(host: str, port: int) -> int:
     return found
 
 
-def _pin(pid: int, threads: int | None) -> set[int]:
-    """Let a process see ``threads`` processors only; return those it had, empty for no change.
-
-    The server computes with as many threads as it sees processors when it starts, and they spin
-    while they wait: two servers of two threads each on two processors hold each other up.
-    """
-    if threads is None or not hasattr(os, "sched_setaffinity"):
-        return set()
-    if threads < 1:
-        message = f"threads must be at least 1, not {threads}"
+def _threads(count: int | None) -> dict[str, str]:
+    """Return the variable under which the library takes the number of a server's threads."""
+    if count is None:
+        return {}
+    if count < 1:
+        message = f"threads must be at least 1, not {count}"
         raise UsageError(message)
-    before = set(os.sched_getaffinity(pid))
-    os.sched_setaffinity(pid, sorted(before)[:threads])
-    return before
-
-
-def _unpin(pid: int, processors: set[int]) -> None:
-    """Give all threads of a process the processors back."""
-    try:
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            os.sched_setaffinity(int(task.name), processors)
-    except OSError:
-        return  # the process has ended, which the next call tells
+    return {"PLK_RPC_THREADS": str(count)}

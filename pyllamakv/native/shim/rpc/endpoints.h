@@ -3,12 +3,22 @@
 
 #include "groups.h"
 
+#include <cstdlib>
 #include <netdb.h>
 #include <sys/socket.h>
 #include <sys/time.h>
+#include <thread>
 #include <unistd.h>
 
 namespace plk::rpc {
+
+// How many threads a server computes with: PLK_RPC_THREADS, or one per processor. They wait for
+// each other in loops: two servers of two threads each on two processors hold each other up.
+inline int n_threads() {
+    const char *named = getenv("PLK_RPC_THREADS");
+    const int asked = named != nullptr ? atoi(named) : 0;
+    return asked > 0 ? asked : static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+}
 
 inline bool answers(const std::string &endpoint) {
     const size_t colon = endpoint.rfind(':');
