@@ -49,6 +49,9 @@ class Workers:
             try:
                 found = self.open(key).native.model_load(str(path), params)
             except ModelError as error:
+                if "RPC server" in str(error):
+                    msg = f"{name} cannot be loaded: {error}"
+                    raise HarnessError(msg) from error
                 # An architecture that came later: nothing that a patch could be judged by.
                 msg = f"the model {name} cannot be loaded here: {error}"
                 raise Untestable(msg) from error
