@@ -48,6 +48,12 @@ class Place:
             return {_VULKAN: "0"}
         return {}
 
+    @property
+    def patience(self) -> float | None:
+        """Return the seconds that one call may take, where the usual ones are too few."""
+        # The first graphs compile hundreds of pipelines.
+        return 600.0 if self.backend == "vulkan" else None
+
     def params(self, endpoint: str | None = None) -> ModelParams:
         """Return how a model is loaded."""
         if self.backend == "cpu":

@@ -38,6 +38,8 @@ class Workers:
         library = self._open.get(key)
         if library is None:
             library = self._open[key] = self._opener(Path(key[0]), dict(key[1]))
+            if self._place.patience is not None:
+                library.native.timeout = self._place.patience
         return library
 
     def model(self, key: Key, name: str) -> ModelHandle:

@@ -17,6 +17,9 @@
 #ifndef FAKE_ABI
 #define FAKE_ABI PLK_ABI
 #endif
+#ifndef FAKE_KIND
+#define FAKE_KIND 0
+#endif
 #ifndef FAKE_VARIANT
 #define FAKE_VARIANT "fake"
 #endif
@@ -110,7 +113,7 @@ void plk_log_level(int32_t level) { lowest = level; }
 int32_t plk_device_count(void) { return 1; }
 int plk_device_read(int32_t index, plk_device *out) {
     if (index) return fail(PLK_EINVAL, "no such device");
-    out->kind = 0;
+    out->kind = FAKE_KIND;
     out->memory_free = 1 << 20;
     out->memory_total = 1 << 21;
     strcpy(out->name, "FAKE");
