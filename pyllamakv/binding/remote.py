@@ -182,7 +182,10 @@ class Remote(Proxy):
         tail = self._process.tail()
         said = f": {tail[-1]}" if tail else ""
         lost = any(mark in line for mark in _LOST for line in tail)
-        cure = "; the device or server behind it is gone: when it is back, open the library again"
+        cure = (
+            "; the device or server behind it is gone, or of another release: when it is back, "
+            "open the library again"
+        )
         self._gone = (
             DeviceLost if lost else WorkerDied,
             f"the worker {describe(status)} during {operation}{said}{cure if lost else ''}",
