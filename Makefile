@@ -15,7 +15,7 @@ run = "$$py" -m pyllamakv.cli.main
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build test check matrix eras bench dropin wheel lint clean distclean
+.PHONY: help build test check rpc cuda vulkan matrix eras bench dropin wheel lint clean distclean
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | while IFS='	' read -r name text; do \
@@ -37,6 +37,19 @@ check: ## Judge the patches on the default release: stock against patched
 	@$(call own,test) && \
 	$(run) build $(RELEASE) --backend $(BACKEND) && \
 	$(run) check $(RELEASE) --backend $(BACKEND) $(CHECK_ARGS)
+
+rpc: ## Judge with caches behind RPC servers on this machine
+	@$(call own,test) && \
+	$(run) build $(RELEASE) && \
+	$(run) check $(RELEASE) --backend rpc $(CHECK_ARGS)
+
+cuda: ## Build for this machine's NVIDIA GPU, run all scenarios there, and measure
+	@tools/cuda.sh
+
+vulkan: ## Judge on a Vulkan device, with flash attention where it is a software one
+	@$(call own,test) && \
+	$(run) build $(RELEASE) --backend vulkan && \
+	$(run) check $(RELEASE) --backend vulkan $(CHECK_ARGS)
 
 matrix: ## Judge every release, and compare with what is expected
 	@$(call own,test) && $(run) matrix $(MATRIX_ARGS)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         SamplerParams,
         Status,
     )
+    from pyllamakv.binding.server import Server
     from pyllamakv.cache.batching.batcher import Batcher
     from pyllamakv.cache.batching.generation import Generation
     from pyllamakv.cache.checkpoints import Schedule
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
         Closed,
         ContextError,
         DecodeError,
+        DeviceLost,
         KVCacheFull,
         KvError,
         LoadError,
@@ -79,6 +81,7 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.opening import OpenLibrary, open
     from pyllamakv.runtime.sampler import NumpySampler, Sampler
     from pyllamakv.runtime.sequence import Sequence
+    from pyllamakv.runtime.serving import serve
     from pyllamakv.runtime.snapshot import CellMap, KVStats, Snapshot
 
 __version__ = "0.1.0"
@@ -87,6 +90,7 @@ _MODULES = {
     "binding.protocol": (
         "Capability ContextInfo ContextParams Counters Device Memory ModelInfo SamplerParams Status"
     ),
+    "binding.server": "Server",
     "cache.batching.batcher": "Batcher",
     "cache.checkpoints": "Schedule",
     "cache.context_cache": "ContextCache",
@@ -99,10 +103,10 @@ _MODULES = {
     "cache.prefixes.stats": "PrefixStats",
     "cache.slots.cache": "SlotCache",
     "errors": (
-        "Busy Cancelled Closed ContextError DecodeError KvError LoadError ModelError NativeError "
-        "NoKVSlot NotBuilt NotEnoughMemory PartialRemovalRefused SharedCells StaleLogits "
-        "StateError Unsupported UsageError WorkerDied WorkerTimeout BudgetTooSmall KVCacheFull "
-        "NoSlotAvailable NotSupported PagingError ReprocessNeeded TraceMismatch"
+        "Busy Cancelled Closed ContextError DecodeError DeviceLost KvError LoadError ModelError "
+        "NativeError NoKVSlot NotBuilt NotEnoughMemory PartialRemovalRefused SharedCells "
+        "StaleLogits StateError Unsupported UsageError WorkerDied WorkerTimeout BudgetTooSmall "
+        "KVCacheFull NoSlotAvailable NotSupported PagingError ReprocessNeeded TraceMismatch"
     ),
     "harness.traces.recording": "Recording record",
     "harness.pictures.watching": "watch",
@@ -116,6 +120,7 @@ _MODULES = {
     "runtime.opening": "OpenLibrary open",
     "runtime.sampler": "NumpySampler Sampler",
     "runtime.sequence": "Sequence",
+    "runtime.serving": "serve",
     "runtime.moves": "Moves",
     "runtime.snapshot": "CellMap KVStats Snapshot",
 }
@@ -145,6 +150,7 @@ __all__ = [
     "DecodeError",
     "DefragReport",
     "Device",
+    "DeviceLost",
     "Generation",
     "KVCacheFull",
     "KVStats",
@@ -179,6 +185,7 @@ __all__ = [
     "SamplerParams",
     "Schedule",
     "Sequence",
+    "Server",
     "SharedCells",
     "SlotCache",
     "Snapshot",
@@ -197,6 +204,7 @@ __all__ = [
     "metrics",
     "open",
     "record",
+    "serve",
     "watch",
 ]
 

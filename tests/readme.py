@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (
     "README.md",
     "docs/api.md",
+    "docs/backends.md",
     "docs/cache.md",
     "docs/harness.md",
     "docs/patches.md",

@@ -8,7 +8,6 @@ import pytest
 
 from pyllamakv.bench import devices
 from pyllamakv.bench.workloads import SETTINGS, Cache
-from pyllamakv.errors import Untestable
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
@@ -25,12 +24,3 @@ def test_a_server_is_measured(patched: Variant, monkeypatch: pytest.MonkeyPatch)
     assert "in 1 graphs" in rpc.value
     assert rpc.limit.startswith("scratch: 0.")
     assert cuda.met is not None or "not yet measured: " in cuda.value
-
-
-def test_a_server_that_does_not_start_is_named() -> None:
-    """A library that is not there cannot be served."""
-    with (
-        pytest.raises(Untestable, match="does not answer"),
-        devices.serving("0.0.1+nothing", patience=10),
-    ):
-        pass

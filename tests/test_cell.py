@@ -90,7 +90,7 @@ def test_spec_and_result_survive_json() -> None:
     assert CellSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
     whole = result(spec=spec, failing=(failing(),))
     assert CellResult.from_json(json.loads(json.dumps(whole.to_json()))) == whole
-    assert spec.name == "b4980 [a,b] (fragmented) cuda portable"
+    assert spec.name == "b4980 [a,b] (fragmented) portable cuda"
 
 
 @pytest.mark.parametrize(

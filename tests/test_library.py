@@ -236,8 +236,16 @@ def test_options_of_a_worker() -> None:
 @pytest.mark.parametrize("backend", sorted(opening._APART))
 def test_devices_get_a_worker(tmp_path: Path, backend: str) -> None:
     """A backend that can end the process always lives in one of its own."""
-    with open_library(variant(tmp_path / "v", backend=backend)) as opened:
+    folder = variant(tmp_path / "v", fake("FAKE_KIND=1"), backend=backend)
+    with open_library(folder) as opened:
         assert opened.isolated
+
+
+@pytest.mark.parametrize("backend", sorted(opening._APART))
+def test_a_device_that_is_not_there(tmp_path: Path, backend: str) -> None:
+    """A variant for a device does not compute on the processor in silence."""
+    with pytest.raises(LoadError, match=f"is for {backend}, and finds no such device here"):
+        open_library(variant(tmp_path / "v", backend=backend))
 
 
 def test_closing() -> None:

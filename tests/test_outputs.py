@@ -55,10 +55,10 @@ def test_documents_merge(tmp_path: Path) -> None:
 def test_markdown_keeps_its_columns() -> None:
     """Bars and line ends of messages do not break the table."""
     lines = outputs.markdown(RESULTS).splitlines()
-    assert lines[0] == "| release | era | verdict | measured | cured |"
-    start = "| 0.3.9 | unified | needed | stock fails 55 of 77 runs, patched 0 |"
+    assert lines[0] == "| release | era | backend | verdict | measured | cured |"
+    start = "| 0.3.9 | unified | cpu | needed | stock fails 55 of 77 runs, patched 0 |"
     assert lines[2].startswith(start)
-    assert lines[4] == "| b4980 | unified | untestable | npm \\| is missing |  |"
+    assert lines[4] == "| b4980 | unified | cpu | untestable | npm \\| is missing |  |"
     assert len(lines) == 5
 
 

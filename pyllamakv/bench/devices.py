@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 
 import pyllamakv
 from pyllamakv.bench import workloads
@@ -18,6 +16,7 @@ from pyllamakv.bench.rounds import complete
 from pyllamakv.bench.stands import context, model
 from pyllamakv.bench.workloads import SETTINGS, Cache
 from pyllamakv.errors import KvError, Untestable
+from pyllamakv.harness.placing import ALL, Place
 from pyllamakv.runtime.params import Mover
 from pyllamakv.source.releases import DEFAULT
 
@@ -39,27 +38,16 @@ CUDA_PLAN = tuple(
     for setting in SETTINGS[:2]
 )
 
-SERVE = "import sys, pyllamakv; pyllamakv.open(sys.argv[1]).native.rpc_serve(sys.argv[2], None, 0)"
-
 
 def figures(tick: Tick, release: str = DEFAULT, rounds: int = 15) -> list[Figure]:
     """Measure on a server on loopback, and on an NVIDIA GPU where a CUDA variant is built."""
-    spec = f"{release}+patched"
-    found = []
-    with serving(spec) as endpoint, pyllamakv.open(spec, isolated=True) as library:
-        for cache, pattern in RPC_PLAN:
-            found.append(_measure("RPC", library, cache, pattern, rounds, tick, endpoint))
-    return found + cuda(tick, release, rounds)
+    return on(tick, "rpc", release, rounds) + cuda(tick, release, rounds)
 
 
 def cuda(tick: Tick, release: str, rounds: int) -> list[Figure]:
     """Measure on the GPU, or say why not."""
     try:
-        with pyllamakv.open(f"{release}+patched", isolated=True, backend="cuda") as library:
-            return [
-                _measure("CUDA", library, cache, pattern, rounds, tick)
-                for cache, pattern in CUDA_PLAN
-            ]
+        return on(tick, "cuda", release, rounds)
     except KvError as error:
         reason, _, _ = str(error).partition(";")
         return [
@@ -73,61 +61,59 @@ def cuda(tick: Tick, release: str, rounds: int) -> list[Figure]:
         ]
 
 
-@contextmanager
-def serving(spec: str, patience: float = 30.0) -> Iterator[str]:
-    """Serve the processor of this machine to others on it; yield where."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    endpoint = f"127.0.0.1:{port}"
-    command = [sys.executable, "-c", SERVE, spec, endpoint]
-    quiet = subprocess.DEVNULL
-    with subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet) as server:
-        try:
-            until = time.monotonic() + patience
-            while not _answers(port):
-                if server.poll() is not None or time.monotonic() > until:
-                    msg = f"the RPC server of {spec} does not answer at {endpoint}"
-                    raise Untestable(msg)
-                time.sleep(0.1)
-            yield endpoint
-        finally:
-            server.kill()
-
-
-def _answers(port: int) -> bool:
-    try:
-        with socket.create_connection(("127.0.0.1", port), timeout=1):
-            return True
-    except OSError:
-        return False
-
-
-def _measure(
-    device: str,
-    library: pyllamakv.OpenLibrary,
-    cache: Cache,
-    pattern: str,
-    rounds: int,
+def on(
     tick: Tick,
-    endpoint: str | None = None,
-) -> Figure:
+    backend: str,
+    release: str = DEFAULT,
+    rounds: int = 15,
+    budget: float | None = None,
+) -> list[Figure]:
+    """Measure on a backend's device, in ``budget`` seconds at the cost of rounds."""
+    plan = CUDA_PLAN if backend == "cuda" else RPC_PLAN
+    spec = f"{release}+patched"
+    share = None if budget is None else budget / len(plan)
+    with ExitStack() as opened:
+        endpoint = opened.enter_context(pyllamakv.serve(spec)).endpoint if backend == "rpc" else ""
+        env = Place(backend).environment
+        library = opened.enter_context(
+            pyllamakv.open(spec, isolated=True, env=env, backend=backend)
+        )
+        stand = Stand(backend.upper(), library, rounds, tick, share, endpoint or None)
+        return [_measure(stand, cache, pattern) for cache, pattern in plan]
+
+
+@dataclass(frozen=True)
+class Stand:
+    """Hold where is measured, and how much."""
+
+    device: str
+    library: pyllamakv.OpenLibrary
+    rounds: int
+    tick: Tick
+    budget: float | None = None
+    endpoint: str | None = None
+
+
+def _measure(stand: Stand, cache: Cache, pattern: str) -> Figure:
     mask = workloads.live(pattern, cache.cells)
     seconds: dict[str, list[float]] = {each: [] for each in MOVERS}
     graphs = scratch = 0
     path = model(cache.shape)
     with (
-        library.load_model(path, n_gpu_layers=999, rpc_servers=endpoint) as loaded,
+        stand.library.load_model(path, n_gpu_layers=ALL, rpc_servers=stand.endpoint) as loaded,
         ExitStack() as opened,
     ):
         stands = {}
         for mover in MOVERS:
             made = opened.enter_context(context(loaded, cache, defrag_mover=mover))
-            if made.kv.snapshot().streams[0].info.host:
-                msg = f"the cache lies in host memory, not on the {device} device"
+            if made.kv.snapshot().streams[0].info.host > 0:
+                msg = f"the cache lies in host memory, not on the {stand.device} device"
                 raise Untestable(msg)
             stands[mover] = (made, Carver(made))
-        for number in range(rounds + 1):
+        until = time.monotonic() + (stand.budget or float("inf"))
+        for number in range(stand.rounds + 1):
+            if number > 1 and time.monotonic() > until:
+                break
             for mover, (made, carver) in stands.items():
                 carver.carve(mask)
                 report = complete(made, mask)
@@ -136,7 +122,7 @@ def _measure(
                     seconds[mover].append(report.seconds)
                 if mover == "auto":
                     graphs, scratch = report.graphs or 0, report.scratch or 0
-                tick()
+                stand.tick()
     ours = interval(seconds["auto"])
     published, staged = (
         interval([a / b for a, b in zip(seconds[each], seconds["auto"], strict=True)])
@@ -144,13 +130,13 @@ def _measure(
     )
     return Figure(
         GROUP,
-        f"{device}, {_what(cache, pattern)}",
+        f"{stand.device}, {_what(cache, pattern)}",
         f"{ours.median * 1e3:.0f} ms in {graphs} graphs; the published algorithm takes "
         f"{published.format(1)} times, the way by the host {staged.format(1)} times as long",
         "never slower than the published algorithm",
         published.high >= 1.0,
         f"scratch: {scratch / 1e6:.1f} MB",
-        f"{rounds} interleaved rounds",
+        f"{len(seconds['auto'])} interleaved rounds",
         dict(seconds),
     )
 

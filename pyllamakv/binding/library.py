@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 #: Backends that can end the process they live in; they always get one of their own.
 _APART: Final = frozenset({"cuda", "metal", "vulkan"})
 
+_CURES: Final = {
+    "cuda": "`nvidia-smi` must list a GPU, and CUDA_VISIBLE_DEVICES must not hide it",
+    "metal": "Metal needs a Mac with a GPU",
+    "vulkan": "`vulkaninfo --summary` must list a device; a processor only counts with "
+    "GGML_VK_VISIBLE_DEVICES=0",
+}
+
 #: Library -> (modification time, size) when its sha256 was last found to be the manifest's.
 _checked: dict[Path, tuple[int, int]] = {}
 
@@ -75,6 +82,7 @@ class Library:
         try:
             if manifest is not None:
                 _compare(native.about, manifest, path)
+                _need_device(native, manifest)
         except LoadError:
             native.close()
             raise
@@ -153,6 +161,15 @@ def _checked_library(manifest: Manifest, folder: Path) -> Path:
         manifest.check_library(folder)
         _checked[path] = stamp
     return path
+
+
+def _need_device(native: Native, manifest: Manifest) -> None:
+    """Raise LoadError when a variant for a device finds none: it would compute on the processor."""
+    if manifest.backend in _APART and not any(each.kind == "gpu" for each in native.devices()):
+        raise LoadError(
+            f"variant {manifest.variant} is for {manifest.backend}, and finds no such device here: "
+            f"{_CURES[manifest.backend]}, or use a CPU variant"
+        )
 
 
 def _compare(about: About, manifest: Manifest, path: Path) -> None:

@@ -156,7 +156,10 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class CellsInfo:
-    """Describe one stream of one cache; ``used`` and ``head`` are -1 where unknown."""
+    """Describe one stream of one cache; ``used``, ``head`` and ``host`` are -1 where unknown.
+
+    ``host`` is 1 when K and V lie in host memory, 0 when they lie on a device.
+    """
 
     stream: int
     swa: bool
@@ -168,7 +171,7 @@ class CellsInfo:
     type_k: int
     type_v: int
     v_transposed: bool
-    host: bool
+    host: int
     bytes_k: int
     bytes_v: int
 
@@ -236,6 +239,11 @@ class Device:
     kind: str
     memory_free: int
     memory_total: int
+
+    @property
+    def kv(self) -> str:
+        """Say where K and V of the layers that go to it lie: "device", or "host" memory."""
+        return "device" if self.kind == "gpu" else "host"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pyllamakv.binding.protocol import ContextHandle
 
 #: What a backend writes last when its device or server went away.
-_LOST: Final = ("CUDA error", "Remote RPC server crashed", "RPC server", "vk::DeviceLostError")
+_LOST: Final = ("CUDA error", "RPC server", "ggml-rpc", "vk::DeviceLostError", "ErrorDeviceLost")
 
 
 class Remote(Proxy):
@@ -72,6 +72,10 @@ class Remote(Proxy):
         self._timeout = seconds
         if not self._closed:
             self._channel.sock.settimeout(seconds)
+
+    def rpc_serve(self, endpoint: str, device: str | None, memory: int) -> None:
+        """Serve a device at host:port until `close`, or raise what kept it from doing so."""
+        self._ask("rpc_serve", endpoint, device, memory)
 
     def close(self) -> None:
         """End the worker and reap it. May be repeated; a call that is at work is cut off."""
@@ -178,9 +182,13 @@ class Remote(Proxy):
         tail = self._process.tail()
         said = f": {tail[-1]}" if tail else ""
         lost = any(mark in line for mark in _LOST for line in tail)
+        cure = (
+            "; the device or server behind it is gone, or of another release: when it is back, "
+            "open the library again"
+        )
         self._gone = (
             DeviceLost if lost else WorkerDied,
-            f"the worker {describe(status)} during {operation}{said}",
+            f"the worker {describe(status)} during {operation}{said}{cure if lost else ''}",
             max(0, -status),
             status,
             (*self._lines, *tail),

@@ -50,6 +50,15 @@ VULKAN_CURE = (
 )
 
 
+#: Option -> the devices that it brings.
+_DEVICES = {
+    "GGML_CUDA": "CUDA",
+    "GGML_METAL": "Metal",
+    "GGML_VULKAN": "Vulkan",
+    "GGML_RPC": "RPC",
+}
+
+
 @dataclass(frozen=True)
 class Backend:
     """Hold a backend ready to build: its name, CMake options, and paths that no id records.
@@ -62,12 +71,22 @@ class Backend:
     options: dict[str, str]
     places: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Name the kinds of device that K and V can lie on, the processor's host memory first."""
+        return ("CPU", *(kind for option, kind in _DEVICES.items() if self.options[option] == "ON"))
+
+
+def known(name: str) -> str:
+    """Return ``name``, or raise UsageError when it is no backend."""
+    if name not in NAMES:
+        raise UsageError(f"there is no backend {name!r}: expected one of {', '.join(NAMES)}")
+    return name
+
 
 def canonical(name: str) -> str:
     """Return the backend that is built for ``name``; raise UsageError for one we do not know."""
-    if name not in NAMES:
-        raise UsageError(f"there is no backend {name!r}: expected one of {', '.join(NAMES)}")
-    return "cpu" if name == "rpc" else name
+    return "cpu" if known(name) == "rpc" else name
 
 
 def choose(

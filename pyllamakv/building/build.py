@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import filelock
 
-from pyllamakv.building import cmake, compiler, results, variant
+from pyllamakv.building import cmake, compiler, cuda, nvidia, results, variant
 from pyllamakv.building.results import Source
 from pyllamakv.errors import BuildError
 from pyllamakv.home import home
@@ -121,6 +121,7 @@ def _obtain(
         report = _naming(wanted.spec, progress)
         job = cmake.Job(folder, folder / "build.log", environment(), report, (held,))
         job.log.write_text(f"variant {name}\n", encoding="utf-8")
+        prove(wanted)
         cmake.configure(job, _NATIVE, definitions(wanted, name))
         cmake.compile_targets(job, _TARGETS, jobs or default_jobs())
     spent = _cpu_seconds() - before
@@ -142,6 +143,13 @@ def _source(wanted: Request, progress: Progress | None) -> Source:
     release = fetch.fetch(wanted.release, progress=progress)
     patched = apply.apply(release, wanted.spec.series)
     return Source(patched.commit, patched.tree, patched.patches, patched.digest)
+
+
+def prove(wanted: Request) -> None:
+    """Try what CMake would only stumble over: raise ToolMissing in words of ours."""
+    if wanted.backend.name == "cuda":
+        toolkit = cuda.find()
+        nvidia.prove(toolkit, wanted.compiler.cxx)
 
 
 def definitions(wanted: Request, name: str) -> dict[str, str]:
@@ -167,6 +175,9 @@ def definitions(wanted: Request, name: str) -> dict[str, str]:
         "CMAKE_C_FLAGS": flags,
         "CMAKE_CXX_FLAGS": flags,
     }
+    if wanted.backend.name == "cuda":
+        # Otherwise nvcc would take whatever compiler is called g++.
+        chosen["CMAKE_CUDA_HOST_COMPILER"] = wanted.compiler.cxx
     launcher = compiler.launcher()
     for language in ("C", "CXX", "CUDA"):
         chosen[f"CMAKE_{language}_COMPILER_LAUNCHER"] = launcher or ""

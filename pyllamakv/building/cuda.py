@@ -44,6 +44,11 @@ class Toolkit:
     options: dict[str, str]
     places: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def architecture(self) -> str:
+        """Return what it compiles for."""
+        return self.options["CMAKE_CUDA_ARCHITECTURES"]
+
 
 def find(environ: Mapping[str, str] | None = None) -> Toolkit:
     """Return the toolkit and the architecture; raise ToolMissing or UsageError with the cure."""
@@ -55,10 +60,9 @@ def find(environ: Mapping[str, str] | None = None) -> Toolkit:
         )
     version = _version(nvcc)
     root = _root(nvcc)
-    options = {
-        "CMAKE_CUDA_ARCHITECTURES": architecture(env),
-        "PLK_CUDA_VERSION": version,
-    }
+    wanted = architecture(env)
+    _known(nvcc, version, wanted)
+    options = {"CMAKE_CUDA_ARCHITECTURES": wanted, "PLK_CUDA_VERSION": version}
     places = {"CMAKE_CUDA_COMPILER": str(nvcc), "CUDAToolkit_ROOT": str(root)}
     places |= _cublas(root)
     driver = _first(root, ("lib64/stubs", "targets/*/lib/stubs", "lib/stubs"), "libcuda.so")
@@ -97,7 +101,7 @@ def architecture(environ: Mapping[str, str] | None = None) -> str:
                 f"{ARCHITECTURE} must name CUDA architectures (90-real, 86;90), found {named!r}"
             )
         return named
-    said = _run("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader", env=env)
+    said = ask("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader", env=env)
     found = sorted({cap.replace(".", "") for cap in re.findall(r"^\s*(\d+\.\d)\s*$", said, re.M)})
     if not found:
         raise UsageError(
@@ -105,6 +109,21 @@ def architecture(environ: Mapping[str, str] | None = None) -> str:
             f"name it: {ARCHITECTURE}=90-real pyllamakv build RELEASE --backend cuda"
         )
     return ";".join(f"{cap}-real" for cap in found)
+
+
+def _known(nvcc: Path, version: str, wanted: str) -> None:
+    """Raise UsageError when a toolkit does not know an architecture."""
+    known = sorted(
+        set(map(int, re.findall(r"^compute_(\d+)", ask(str(nvcc), "--list-gpu-arch"), re.M)))
+    )
+    named = [int(number) for number in re.findall(r"\d+", wanted)]
+    strange = [number for number in named if number not in known]
+    if known and strange:
+        raise UsageError(
+            f"nvcc {version} does not compile for architecture {strange[0]}, but for "
+            f"{', '.join(map(str, known))}: name one of these in {ARCHITECTURE}, or install a "
+            "toolkit that has it"
+        )
 
 
 def prepare_wheels(root: Path) -> Path:
@@ -168,7 +187,7 @@ def _root(nvcc: Path) -> Path:
 
 
 def _version(nvcc: Path) -> str:
-    match = re.search(r"release \d+\.\d+, V([\d.]+)", _run(str(nvcc), "--version"))
+    match = re.search(r"release \d+\.\d+, V([\d.]+)", ask(str(nvcc), "--version"))
     if match is None:
         raise ToolMissing(f"{nvcc} does not tell its version as nvcc does; {_CURE}", "nvcc", _CURE)
     return match.group(1)
@@ -202,7 +221,8 @@ def _system_driver() -> bool:
     return any((folder / "libcuda.so").exists() for folder in folders)
 
 
-def _run(*command: str, env: Mapping[str, str] | None = None) -> str:
+def ask(*command: str, env: Mapping[str, str] | None = None) -> str:
+    """Return what a program prints, or nothing when it is absent or fails."""
     program = shutil.which(command[0], path=env.get("PATH", os.defpath) if env else None)
     if program is None:
         return ""

@@ -7,18 +7,16 @@ import platform
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from pyllamakv.building import backend, build, cmake, compiler, cuda
+from pyllamakv.building import build, cmake, compiler, probing
+from pyllamakv.building.finding import Finding
 from pyllamakv.errors import KvError
 from pyllamakv.home import home
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-State = Literal["ok", "missing", "optional"]
 
 _GIB = 1 << 30
 #: One release's objects, store and two variants take less than this.
@@ -26,21 +24,8 @@ _DISK = 3 * _GIB
 _MEMORY = 2 * _GIB
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Say what was looked for, what was found, and what to do if that is not enough.
-
-    ``state`` is "optional" for what lacks without hurting the main job.
-    """
-
-    name: str
-    state: State
-    found: str
-    cure: str = ""
-
-
 def examine() -> list[Finding]:
-    """Return one finding per tool and resource, the necessary ones first."""
+    """Return one finding per tool, resource and backend, the necessary ones first."""
     looks: tuple[Callable[[], Finding], ...] = (
         _platform,
         _python,
@@ -53,8 +38,11 @@ def examine() -> list[Finding]:
         _memory,
         _cache,
         lambda: _program("npm", "needed to fetch the b… releases only", "apt-get install npm"),
-        _cuda,
-        _vulkan,
+        probing.cpu,
+        probing.rpc,
+        probing.gpu,
+        probing.metal,
+        probing.vulkan,
     )
     return [look() for look in looks]
 
@@ -139,23 +127,6 @@ def _cache() -> Finding:
         cure = "apt-get install ccache (rebuilds of other releases become several times faster)"
         return Finding("ccache", "optional", "none", cure)
     return Finding("ccache", "ok", path)
-
-
-def _cuda() -> Finding:
-    try:
-        toolkit = cuda.find()
-    except KvError as error:
-        nvcc = cuda.compiler()
-        return Finding("cuda", "optional", str(nvcc or "none"), str(error))
-    architecture = toolkit.options["CMAKE_CUDA_ARCHITECTURES"]
-    return Finding("cuda", "ok", f"nvcc {toolkit.version} for {architecture} ({toolkit.nvcc})")
-
-
-def _vulkan() -> Finding:
-    lacks = backend.vulkan_missing()
-    if lacks:
-        return Finding("vulkan", "optional", f"no {lacks}", backend.VULKAN_CURE)
-    return Finding("vulkan", "ok", "headers and glslc")
 
 
 def _first_line(program: str, *args: str) -> str:

@@ -35,7 +35,9 @@ class Manifest:
     ``patched_tree`` equals ``tree`` exactly for a stock variant. ``capabilities`` names the groups
     of the shim that compiled, ``probes`` the candidate that each group chose (None: absent).
     ``cpu_flags`` are the names of ``/proc/cpuinfo`` that the code may use. ``library`` is a file
-    name, ``dropin`` are file names below ``lib/``. Times are in seconds, ``created`` in UTC.
+    name, ``dropin`` are file names below ``lib/``. ``devices`` are the kinds of device that are in
+    the library, where K and V may lie: ``CPU`` is host memory, the others have buffers of their
+    own. Times are in seconds, ``created`` in UTC.
     """
 
     variant: str
@@ -55,6 +57,7 @@ class Manifest:
     dropin: tuple[str, ...] = ()
     capabilities: tuple[str, ...] = ()
     probes: dict[str, str | None] = field(default_factory=dict)
+    devices: tuple[str, ...] = ()
     machine: str = ""
     created: str = ""
     cpu_seconds: float = 0.0

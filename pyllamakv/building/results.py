@@ -116,6 +116,7 @@ def _describe(wanted: Request, source: Source, name: str, spent: float, made: Re
         dropin=tuple(path.name for path in made.dropin),
         capabilities=tuple(sorted(key for key, value in made.probes.items() if value)),
         probes=made.probes,
+        devices=wanted.backend.devices,
         machine=os.uname().machine,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         cpu_seconds=round(spent, 1),

@@ -26,6 +26,7 @@ GROUPS = {
     "managers": True,
     "soak": False,
     "devices": False,
+    "hardware": False,
     "whole": False,
     "every": False,
 }
@@ -37,13 +38,15 @@ def bench(
         None,
         help=f"{', '.join(GROUPS)}; without any: {', '.join(k for k, v in GROUPS.items() if v)}.",
     ),
+    backend: str = typer.Option("cuda", help="What `hardware` builds for: cuda, vulkan or rpc."),
     write: Path = typer.Option(None, help="Write the figures into this document and its JSON."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Measure ratios side by side.
 
     `moving` defragments caches of some kinds, `grid` of all kinds; `whole` builds a release twice,
-    `every` judges all of them.
+    `every` judges all of them; `hardware` builds for a device, runs all scenarios on it, and
+    measures there what `devices` measures.
     """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -54,6 +57,7 @@ def bench(
         document,
         every,
         grid,
+        hardware,
         loop,
         managers,
         moving,
@@ -78,6 +82,7 @@ def bench(
         "managers": managers,
         "soak": soak,
         "devices": devices,
+        "hardware": hardware,
         "whole": whole,
         "every": every,
     }
@@ -86,7 +91,8 @@ def bench(
         if name not in GROUPS:
             msg = f"there is no benchmark {name!r}: choose from {', '.join(GROUPS)}"
             raise UsageError(msg)
-    command = " ".join(["pyllamakv bench", *(groups or [])])
+    words = [f"--backend {backend}"] if "hardware" in chosen else []
+    command = " ".join(["pyllamakv bench", *(groups or []), *words])
     console = Console(stderr=True)
     found: list[Figure] = []
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -98,7 +104,8 @@ def bench(
 
         for name in chosen:
             progress.update(task, description=name)
-            found += [figure.dated(command) for figure in measures[name].figures(tick)]
+            more = {"backend": backend} if name == "hardware" else {}
+            found += [figure.dated(command) for figure in measures[name].figures(tick, **more)]
     if write is not None:
         document.write(write, found)
     if as_json:

@@ -49,7 +49,7 @@ def command(
         return CellSpec(
             release,
             isolate=isolate,
-            backend=backends.canonical(backend),
+            backend=backends.known(backend),
             native=not portable,
             scenarios=names,
         )

@@ -39,7 +39,12 @@ def command(
         list[Path] | None,
         typer.Option("--scenarios", help="Find more scenarios in this folder; repeatable."),
     ] = None,
-    backend: Annotated[str, typer.Option("--backend", help="cpu, cuda, metal, vulkan.")] = "cpu",
+    backend: Annotated[
+        str, typer.Option("--backend", help="cpu, rpc, cuda, metal or vulkan.")
+    ] = "cpu",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Run each scenario in a few settings only.")
+    ] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Run everything again, remembered or not.")
     ] = False,
@@ -68,6 +73,7 @@ def command(
         scenarios=tuple(scenario or ()),
         folders=tuple(folder or ()),
         backend=backend,
+        quick=quick,
         fresh=fresh,
         native=not portable,
     )

@@ -36,6 +36,7 @@ VERBS = {
     "bench": "Measure and write BENCHMARKS.md.",
     "env": "Print the environment under which llama-cpp-python loads a variant.",
     "dropin": "Try llama-cpp-python on stock and patched libraries, with its own tests.",
+    "rpc": "Serve this machine's devices to other processes and machines.",
     "doctor": "Look for what is missing on this machine, and name the cure.",
 }
 

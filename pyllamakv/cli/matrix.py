@@ -21,7 +21,9 @@ app = typer.Typer(add_completion=False)
 
 Names = Annotated[list[str] | None, typer.Argument(metavar="[RELEASE]…", help="Default: all.")]
 Eras = Annotated[list[str] | None, typer.Option("--era", help="Only releases of this era.")]
-Backends = Annotated[list[str] | None, typer.Option("--backend", help="cpu (default), cuda, ….")]
+Backends = Annotated[
+    list[str] | None, typer.Option("--backend", help="cpu (default), rpc, cuda, ….")
+]
 SeriesNames = Annotated[str, typer.Option("--series", help="Only these shipped patches: a,b.")]
 Isolated = Annotated[
     list[str] | None, typer.Option("--isolate", help="Judge this patch alone; repeatable.")

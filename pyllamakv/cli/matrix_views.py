@@ -120,7 +120,7 @@ def _table(results: Sequence[CellResult], compared: Sequence[Comparison]) -> Non
     # A pipe has no width: nothing may be cut there.
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200)
     table = Table(box=None, pad_edge=False)
-    for head in ("release", "era", "verdict", "measured", "accepted"):
+    for head in ("release", "era", "backend", "verdict", "measured", "accepted"):
         table.add_column(head, no_wrap=head not in ("measured", "accepted"))
     for result, one in zip(results, compared, strict=True):
         verdict = Text(result.verdict, style=styles[page.tone(result.verdict)])
@@ -130,8 +130,9 @@ def _table(results: Sequence[CellResult], compared: Sequence[Comparison]) -> Non
         if one.outcome != "same" and one.expected:
             said += f", was {one.expected}"
         style = "bold red" if one.regression else ""
-        name = Text(result.spec.name)
-        table.add_row(name, result.era, verdict, Text(result.measured), Text(said, style=style))
+        name, backend = Text(result.spec.what), result.spec.backend
+        measured = Text(result.measured)
+        table.add_row(name, result.era, backend, verdict, measured, Text(said, style=style))
     if results:
         console.print(table)
     for one in compared:

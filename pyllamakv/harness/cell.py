@@ -48,13 +48,16 @@ class CellSpec:
     @property
     def name(self) -> str:
         """Return the cell in a few words: ``0.3.9``, ``0.3.9 [kv-counters] cuda``."""
+        return self.what if self.backend == "cpu" else f"{self.what} {self.backend}"
+
+    @property
+    def what(self) -> str:
+        """Return the cell in a few words, without its backend."""
         words = [self.release]
         if self.isolate or self.series:
             words.append(f"[{self.isolate or ','.join(self.series)}]")
         if self.scenarios:
             words.append(f"({','.join(self.scenarios)})")
-        if self.backend != "cpu":
-            words.append(self.backend)
         return " ".join(words if self.native else [*words, "portable"])
 
     def question(self, *, fresh: bool = False) -> checking.Question:

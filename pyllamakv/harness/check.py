@@ -55,6 +55,8 @@ class Question:
     backend: str = "cpu"
     fresh: bool = False
     native: bool = True
+    #: Run each scenario in a few settings only.
+    quick: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Answer:
         return {
             "schema": 1,
             "release": self.question.release,
+            "backend": self.question.backend,
             "verdict": str(found.verdict),
             "reason": found.reason,
             "exit_code": found.exit_code,
@@ -136,9 +139,9 @@ def check(question: Question, *, progress: Progress | None = None) -> Answer:
         chosen = [each for each in chosen if each.kind != "feature" or each.id in brought]
     sides = {"stock": stock} | ({"patched": made.variant} if made.variant else {})
     tasks = [
-        Task(side, built.folder, built.manifest.library_sha256, each, setting)
+        Task(side, built.folder, built.manifest.library_sha256, each, setting, question.backend)
         for each in chosen
-        for setting in each.settings
+        for setting in (each.few if question.quick else each.settings)
         for side, built in sides.items()
         if side == "stock" or not _left_out(each.id, made, claimed)
     ]

@@ -7,7 +7,7 @@ fresh worker. A worker that did nothing wrong is kept for the next run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -19,25 +19,24 @@ from pyllamakv.binding.protocol import (
     ContextParams,
     Counters,
     ModelHandle,
-    ModelParams,
     Native,
 )
 from pyllamakv.errors import (
     ContextError,
     HarnessError,
     KvError,
-    ModelError,
     ScenarioFailed,
     Unsupported,
     Untestable,
 )
-from pyllamakv.harness import synthetic
 from pyllamakv.harness.classes import classify
 from pyllamakv.harness.pictures.cellmap import Picture
 from pyllamakv.harness.pictures.filming import FilmedPlayer, films
+from pyllamakv.harness.placing import Place
 from pyllamakv.harness.player import Player
 from pyllamakv.harness.reference import Reference, Tolerance
 from pyllamakv.harness.verdict import Outcome
+from pyllamakv.harness.workers import Opener, Workers
 from pyllamakv.runtime import ggml_types as types
 
 if TYPE_CHECKING:
@@ -52,9 +51,6 @@ PATIENCE = 120.0
 
 #: Failures after which a worker is not used again: it is gone, or may have written anywhere.
 SPOILED = ("data", "crash", "hang")
-
-#: Opens the library at a path with an environment, in a worker.
-Opener = Callable[[Path, dict[str, str]], Any]
 
 
 @dataclass(frozen=True)
@@ -82,8 +78,10 @@ class Lab:
         *,
         tolerance: Tolerance | None = None,
         film: bool = False,
+        place: Place | None = None,
     ) -> None:
         self.player_type: type[Player] = FilmedPlayer if film else Player
+        self.place = place or Place()
         self.native = native
         self.model = model
         self.setting = setting
@@ -122,6 +120,7 @@ class Lab:
         """Take care of a player: its reference, the picture when it fails, its end."""
         self.players.append(player)
         self._references[id(player)] = Reference(player, self.tolerance)
+        self.place.check(player.snapshot())
         return player
 
     def reference(self, player: Player) -> Reference:
@@ -206,12 +205,11 @@ class Lab:
 
 
 class Bench:
-    """Keep one worker per library and environment, and run scenarios in them one by one."""
+    """Run scenarios one by one, on a worker per library and environment."""
 
-    def __init__(self, opener: Opener | None = None) -> None:
-        self._opener = opener or open_worker
-        self._open: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
-        self._models: dict[tuple[int, str], ModelHandle] = {}
+    def __init__(self, opener: Opener | None = None, place: Place | None = None) -> None:
+        self._place = place or Place()
+        self._workers = Workers(opener or open_worker, self._place)
 
     def __enter__(self) -> Self:
         return self
@@ -226,32 +224,26 @@ class Bench:
 
     def close(self) -> None:
         """End the workers."""
-        for library in self._open.values():
-            _close(library)
-        self._open.clear()
-        self._models.clear()
+        self._workers.close()
 
     def cut(self) -> None:
         """End the workers under a run that is at work in another thread: it fails at once."""
-        for library in list(self._open.values()):
-            library.native.close()
+        self._workers.cut()
 
     def run(self, path: Path, scenario: Scenario, setting: Setting) -> Run:
         """Run a scenario in a setting on the library at ``path``."""
-        environment = tuple(
-            sorted({**dict(scenario.environment), **dict(setting.environment)}.items())
-        )
-        key = (str(path), environment)
+        environment = {**dict(scenario.environment), **dict(setting.environment)}
+        environment |= self._place.environment
+        key = (str(path), tuple(sorted(environment.items())))
         started = time.monotonic()
         lab: Lab | None = None
         try:
-            library = self._open.get(key)
-            if library is None:
-                library = self._open[key] = self._opener(path, dict(environment))
+            native = self._workers.open(key).native
+            self._place.judge(setting, native.devices)
+            model = self._workers.model(key, scenario.model)
             # One film of a scenario is enough to look at.
             film = scenario.film and setting == scenario.settings[0]
-            model = self._model(library.native, scenario.model)
-            lab = Lab(library.native, model, setting, film=film)
+            lab = Lab(native, model, setting, film=film, place=self._place)
             scenario.run(lab)
             outcome = Outcome("pass")
         except Exception as error:
@@ -259,7 +251,7 @@ class Bench:
             if lab is not None and outcome.failed:
                 lab.last_picture()
         if outcome.failure in SPOILED or outcome.status == "fault":
-            self._drop(key)
+            self._workers.drop(key)
         elif lab is not None:
             lab.close()
         return Run(
@@ -273,36 +265,9 @@ class Bench:
             films(lab.players) if lab else (),
         )
 
-    def _model(self, native: Native, name: str) -> ModelHandle:
-        key = (id(native), name)
-        if key not in self._models:
-            path = synthetic.model(name)
-            try:
-                self._models[key] = native.model_load(str(path), ModelParams())
-            except ModelError as error:
-                # An architecture that came later: nothing that a patch could be judged by.
-                msg = f"the model {name} cannot be loaded here: {error}"
-                raise Untestable(msg) from error
-        return self._models[key]
-
-    def _drop(self, key: tuple[str, tuple[tuple[str, str], ...]]) -> None:
-        library = self._open.pop(key, None)
-        if library is not None:
-            native = id(library.native)
-            self._models = {k: v for k, v in self._models.items() if k[0] != native}
-            _close(library)
-
 
 def open_worker(path: Path, environment: dict[str, str]) -> Any:
     """Open a library in a worker of its own, with an environment of its own."""
     from pyllamakv.binding.library import open_library
 
     return open_library(path, isolated=True, env=environment, timeout=PATIENCE)
-
-
-def _close(library: Any) -> None:
-    try:
-        library.close()
-    except KvError:
-        # A worker that died has nothing left to give back.
-        return

@@ -63,7 +63,7 @@ def plan(choice: Choice | None = None) -> tuple[CellSpec, ...]:
             release,
             () if patch else choice.series,
             patch,
-            backends.canonical(backend),
+            backends.known(backend),
             choice.native,
             choice.scenarios,
         )

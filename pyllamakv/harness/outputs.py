@@ -68,9 +68,12 @@ def merge(files: Iterable[Path]) -> tuple[CellResult, ...]:
 
 def markdown(results: Iterable[CellResult]) -> str:
     """Return the table of verdicts for a readme."""
-    rows = ["| release | era | verdict | measured | cured |", "|---|---|---|---|---|"]
+    heads = ("release", "era", "backend", "verdict", "measured", "cured")
+    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for result in results:
-        cells = (result.spec.name, result.era, result.verdict, result.measured, _cured(result))
+        spec = result.spec
+        words = (spec.what, result.era, spec.backend, result.verdict, result.measured)
+        cells = (*words, _cured(result))
         rows.append(f"| {' | '.join(_cell(text) for text in cells)} |")
     return "\n".join(rows) + "\n"
 

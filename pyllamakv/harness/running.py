@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import LoadError
 from pyllamakv.harness import lab, synthetic
-from pyllamakv.harness.lab import Bench, Opener, Run
+from pyllamakv.harness.lab import Bench, Run
 from pyllamakv.harness.pictures.cellmap import Picture
 from pyllamakv.harness.pictures.film import Film
+from pyllamakv.harness.placing import Place
 from pyllamakv.harness.verdict import Outcome
+from pyllamakv.harness.workers import Opener
 from pyllamakv.home import home
 
 if TYPE_CHECKING:
@@ -74,6 +76,7 @@ class Task:
     digest: str
     scenario: Scenario
     setting: Setting
+    backend: str = "cpu"
 
     @property
     def key(self) -> str:
@@ -85,6 +88,7 @@ class Task:
             synthetic.identity(self.scenario.model),
             asdict(self.setting),
             self.scenario.environment,
+            self.backend,
             code_digest(),
         ]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
@@ -122,8 +126,8 @@ def run_tasks(
     """Return the result of every task; ``fresh`` ignores what is remembered.
 
     The two sides of a scenario run in the same call, shuffled by nothing: the longest first, on
-    ``workers`` threads that each keep their own worker processes. An interrupt ends runs at once,
-    and what was at work is not remembered.
+    ``workers`` threads that each keep their own worker processes; all on one backend. An interrupt
+    ends runs at once, and what was at work is not remembered.
     """
     done: dict[Task, Run] = {}
     for task in tasks:
@@ -146,7 +150,7 @@ def run_tasks(
     def work(group: list[Task]) -> list[tuple[Task, Run]]:
         bench = getattr(mine, "bench", None)
         if bench is None:
-            bench = mine.bench = Bench(opener)
+            bench = mine.bench = Bench(opener, Place(left[0].backend))
             benches.append(bench)
         results = []
         for task in group:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import UsageError
+from pyllamakv.harness import synthetic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -84,6 +85,10 @@ SCATTERED = Setting(True, "f16", "f16", (("LLAMA_SET_ROWS", "1"),))
 PLAIN = (CACHES[0], CACHES[4])
 
 
+#: A model with more layers than this is a deep one.
+FEW_LAYERS = 8
+
+
 @dataclass(frozen=True)
 class Scenario:
     """Hold a workload and its claim.
@@ -104,6 +109,19 @@ class Scenario:
     environment: tuple[tuple[str, str], ...] = CONTIGUOUS
     film: bool = False
     source: Path | None = None
+
+    @property
+    def few(self) -> tuple[Setting, ...]:
+        """Return one setting per layout of V, and of a deep model one alone.
+
+        For devices behind a network, where every read of a row takes a round trip.
+        """
+        usual = [each for each in self.settings if not each.environment] or list(self.settings)
+        rows = [each for each in usual if each.flash_attn]
+        columns = [each for each in usual if not each.flash_attn]
+        if synthetic.cost(self.model) > FEW_LAYERS:
+            return tuple((rows or columns)[-1:])
+        return (*columns[:1], *rows[-1:])
 
     @property
     def digest(self) -> str:

@@ -38,9 +38,18 @@ class OpenLibrary(Library):
     ) -> Model:
         """Load a GGUF file, or raise ModelError saying what is wrong with it.
 
-        ``rpc_servers`` is ``host:port,host:port``; ``devices`` are names of `devices`, separated by
-        commas. ``check_tensors`` looks for numbers that are none.
+        ``rpc_servers`` is ``host:port,host:port``, whose devices take the layers in turn, with
+        their K and V; ``devices`` are names of `devices`, separated by commas. ``n_gpu_layers``
+        says how many layers go there (beyond the model's number: all). ``check_tensors`` looks for
+        numbers that are none. A server that is lost ends the process that uses it, so
+        ``rpc_servers`` need ``isolated=True`` or ``backend="rpc"``; that is `DeviceLost` then.
         """
+        if rpc_servers and not self.isolated:
+            msg = (
+                "rpc_servers may end the process, should one be lost: open the library with "
+                "isolated=True, or backend='rpc'"
+            )
+            raise UsageError(msg)
         params = ModelParams(
             n_gpu_layers=n_gpu_layers,
             use_mmap=use_mmap,
@@ -74,9 +83,11 @@ def open(
     ``spec`` is ``0.3.9`` or ``0.3.9+stock``, ``0.3.9+patched``, ``0.3.9+PATCH,PATCH``, a variant's
     id, or a path to its folder or to a library.
     ``isolated`` loads it into a worker, where ``env`` adds variables and ``timeout`` bounds each
-    call in seconds. Raises NotBuilt with the command that builds it, or LoadError.
+    call in seconds. Backends other than ``cpu`` always get a worker; ``rpc`` is the CPU variant in
+    one. Raises NotBuilt with the command that builds it, or LoadError.
     """
     where = Path(spec)
+    isolated = isolated or backend == "rpc"
     if isinstance(spec, str) and not (os.sep in spec or where.exists()):
         where = find_built(spec, backend=backend)
     return OpenLibrary.open(where, isolated=isolated, env=env, timeout=timeout)
@@ -104,10 +115,11 @@ def find_built(spec: str, *, backend: str = "cpu") -> Path:
 
 def _among(known: dict[str, Manifest], spec: str, backend: str) -> Path:
     release, names = _parse(spec)
+    built = "cpu" if backend == "rpc" else backend
     fitting = {
         key: each
         for key, each in known.items()
-        if each.release == release and each.backend == backend and _has(each, names)
+        if each.release == release and each.backend == built and _has(each, names)
     }
     if not fitting:
         raise _not_built(known, spec, backend)

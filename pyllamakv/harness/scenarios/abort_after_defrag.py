@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 def run(lab: Lab) -> None:
     """Abort in the third of four micro-batches, behind the defragmentation."""
+    # Where nothing can be aborted, stock would fail before that could be seen.
+    polls_of(lab.player(256, n_ubatch=32), {0: 128})
     measured = _scattered(lab)
     polls = polls_of(measured, {3: 112})
     player = _scattered(lab)

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import KvError, UsageError, WorkerDied
-from pyllamakv.harness.lab import Bench, Opener
+from pyllamakv.harness.lab import Bench
 from pyllamakv.harness.traces import batches, builds, playing, script, trace, traced
 from pyllamakv.harness.traces.script import Line
 from pyllamakv.harness.traces.shrink import Shrinker, Sizes
 from pyllamakv.harness.traces.stage import Stage
+from pyllamakv.harness.workers import Opener
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -3,14 +3,31 @@
 
 #include "groups.h"
 
+#include <cstdlib>
 #include <netdb.h>
+#include <set>
 #include <sys/socket.h>
 #include <sys/time.h>
+#include <thread>
 #include <unistd.h>
 
 namespace plk::rpc {
 
+// How many threads a server computes with: PLK_RPC_THREADS, or one per processor. They wait for
+// each other in loops: two servers of two threads each on two processors hold each other up.
+inline int n_threads() {
+    const char *named = getenv("PLK_RPC_THREADS");
+    const int asked = named != nullptr ? atoi(named) : 0;
+    return asked > 0 ? asked : static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+}
+
 inline bool answers(const std::string &endpoint) {
+    // A server takes one client and keeps few others waiting: one that this process uses already
+    // must not be asked again and again.
+    static std::set<std::string> known;
+    if (known.count(endpoint) > 0) {
+        return true;
+    }
     const size_t colon = endpoint.rfind(':');
     if (colon == std::string::npos || colon == 0 || colon + 1 == endpoint.size()) {
         plk::refuse(PLK_EINVAL, "'%s' is no endpoint: expected host:port", endpoint.c_str());
@@ -31,7 +48,9 @@ inline bool answers(const std::string &endpoint) {
         }
         freeaddrinfo(found);
     }
-    if (!good) {
+    if (good) {
+        known.insert(endpoint);
+    } else {
         plk::refuse(PLK_EMODEL, "no RPC server answers at %s", endpoint.c_str());
     }
     return good;

@@ -6,18 +6,15 @@
 #include "ggml-backend.h"
 #include "ggml-rpc.h"
 
-#include <thread>
-
 namespace plk::rpc {
 
-// Four threads, as it would be otherwise, wait for each other in loops: with fewer cores than that a
-// small graph takes a second.
-inline void use_all_cores(ggml_backend_dev_t device, ggml_backend_t backend) {
+// Four threads, as it would be otherwise, take a second for a small graph with fewer cores than that.
+inline void set_threads(ggml_backend_dev_t device, ggml_backend_t backend) {
     using Setter = void (*)(ggml_backend_t, int);
     const auto set = reinterpret_cast<Setter>(ggml_backend_reg_get_proc_address(
         ggml_backend_dev_backend_reg(device), "ggml_backend_set_n_threads"));
     if (backend != nullptr && set != nullptr) {
-        set(backend, static_cast<int>(std::max(1u, std::thread::hardware_concurrency())));
+        set(backend, n_threads());
     }
 }
 
@@ -31,7 +28,7 @@ template <typename Start> int serve_backend(const char *device, uint64_t memory,
         if (*device ? strcmp(device, ggml_backend_dev_name(candidate)) == 0 : cpu) {
             ggml_backend_dev_memory(candidate, &available, &total);
             backend = ggml_backend_dev_init(candidate, nullptr);
-            use_all_cores(candidate, backend);
+            set_threads(candidate, backend);
         }
     }
     if (backend == nullptr) {

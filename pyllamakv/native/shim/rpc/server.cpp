@@ -4,8 +4,6 @@
 #include "ggml-backend.h"
 #include "ggml-rpc.h"
 
-#include <thread>
-
 bool plk::rpc::add(const char *endpoints, std::vector<void *> &list) {
     return each(endpoints, [&](const char *endpoint) {
         ggml_backend_reg_t server = ggml_backend_rpc_add_server(endpoint);
@@ -33,7 +31,6 @@ int plk::rpc::serve(const char *endpoint, const char *device, uint64_t) {
     if (found == nullptr) {
         return plk::refuse(PLK_EINVAL, "there is no device '%s' to serve", device);
     }
-    const size_t n_threads = std::max(1u, std::thread::hardware_concurrency());
-    ggml_backend_rpc_start_server(endpoint, nullptr, n_threads, 1, &found);
+    ggml_backend_rpc_start_server(endpoint, nullptr, static_cast<size_t>(n_threads()), 1, &found);
     return plk::refuse(PLK_EEXCEPTION, "the server could not listen");
 }

@@ -1,0 +1,171 @@
+"""Serve a device of this machine over RPC, from a process of its own.
+
+llama.cpp's server takes one client after another, knows no authentication and cannot be asked to
+stop: whoever starts one owns its process, and ends it. It ends with its owner, too.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Final, Self
+
+from pyllamakv.binding.codes import Code
+from pyllamakv.binding.library import find
+from pyllamakv.binding.remote import Remote
+from pyllamakv.errors import (
+    DeviceLost,
+    KvError,
+    LoadError,
+    NativeError,
+    Unsupported,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+    from types import TracebackType
+
+#: The port that llama.cpp's own server listens on by default.
+PORT: Final = 50052
+
+_LOOPBACK: Final = ("127.", "localhost")
+
+
+class Server:
+    """Own a process that serves one device; make one with the library that clients use."""
+
+    def __init__(
+        self,
+        where: Path,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        device: str | None = None,
+        memory: int = 0,
+        threads: int | None = None,
+        env: Mapping[str, str] | None = None,
+        patience: float = 60.0,
+    ) -> None:
+        """Serve ``device`` (None: the processor) of a library at host:port; return when it does.
+
+        ``where`` is a variant's folder or a library.
+        ``port`` 0 takes a free one. ``memory`` bytes are what clients are told there is (0: what
+        the device says; later releases always say that). ``threads`` bounds those that compute.
+        Raises UsageError for a place that cannot be listened on, LoadError for a library that
+        cannot be loaded, DeviceLost when the server ends or is silent for ``patience`` seconds.
+        """
+        self.endpoint = f"{host}:{_free(host, port)}"
+        self._error: KvError | None = None
+        self._native = Remote(find(where)[0], env={**_threads(threads), **(env or {})})
+        try:
+            self._thread = threading.Thread(
+                target=self._serve, args=(device, memory), name=f"rpc {self.endpoint}", daemon=True
+            )
+            self._thread.start()
+            self._await(patience)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Return the process that serves."""
+        return self._native.pid
+
+    @property
+    def alive(self) -> bool:
+        """Tell whether it still serves."""
+        return self._thread.is_alive()
+
+    @property
+    def open_to_others(self) -> bool:
+        """Tell whether other machines can reach it: whoever can may read and write its memory."""
+        return not self.endpoint.startswith(_LOOPBACK)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return after ``timeout`` seconds; raise DeviceLost when the server ends before."""
+        self._thread.join(timeout)
+        if not self._thread.is_alive():
+            self._ended()
+
+    def close(self) -> None:
+        """End the process; its clients lose what they had there. May be repeated."""
+        self._native.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Server at {self.endpoint}{'' if self.alive else ', ended'}>"
+
+    def _serve(self, device: str | None, memory: int) -> None:
+        try:
+            self._native.rpc_serve(self.endpoint, device, memory)
+        except KvError as error:
+            self._error = error
+
+    def _await(self, patience: float) -> None:
+        host, _, port = self.endpoint.rpartition(":")
+        # A server that listens everywhere is asked here.
+        here = "127.0.0.1" if host == "0.0.0.0" else host
+        until = time.monotonic() + patience
+        while self._thread.is_alive():
+            try:
+                socket.create_connection((here, int(port)), timeout=1).close()
+            except OSError as error:
+                if time.monotonic() > until:
+                    message = f"the RPC server at {self.endpoint} does not answer: {error}"
+                    raise DeviceLost(message) from error
+                self._thread.join(0.05)
+                continue
+            return
+        self._ended()
+
+    def _ended(self) -> None:
+        error = self._error
+        if isinstance(error, LoadError | Unsupported | UsageError):
+            raise error
+        if isinstance(error, NativeError) and error.code == Code.EINVAL:
+            raise UsageError(str(error)) from error
+        said = f": {error}" if error else ""
+        message = f"the RPC server at {self.endpoint} ended{said}"
+        raise DeviceLost(message, log=getattr(error, "log", ())) from error
+
+
+def _free(host: str, port: int) -> int:
+    """Return the port after seeing that it is free; raise UsageError with what to do."""
+    try:
+        place = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4]
+        with socket.socket() as probe:
+            # As the server itself does, or a port would be in use for a minute after its last end.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+            found: int = probe.getsockname()[1]
+    except (OSError, OverflowError) as error:
+        message = (
+            f"cannot listen at {host}:{port} ({error}): name an IPv4 address of this machine and a "
+            "port that is free (0 takes one)"
+        )
+        raise UsageError(message) from error
+    return found
+
+
+def _threads(count: int | None) -> dict[str, str]:
+    """Return the variable under which the library takes the number of a server's threads."""
+    if count is None:
+        return {}
+    if count < 1:
+        message = f"threads must be at least 1, not {count}"
+        raise UsageError(message)
+    return {"PLK_RPC_THREADS": str(count)}

@@ -1,0 +1,82 @@
+"""Ask what an NVIDIA machine can do: does the toolkit compile here, and will the driver run it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyllamakv.building import cuda
+from pyllamakv.errors import ToolMissing
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_CURE = "name another compiler in CC and CXX, or install a toolkit that goes with it"
+
+
+@dataclass(frozen=True)
+class Driver:
+    """Hold what `nvidia-smi` says: the driver, the newest CUDA that it runs, and the GPUs."""
+
+    version: str
+    cuda: str
+    gpus: str
+
+
+def driver(environ: Mapping[str, str] | None = None) -> Driver | None:
+    """Return the NVIDIA driver of this machine, or None."""
+    said = cuda.ask("nvidia-smi", env=environ)
+    match = re.search(r"Driver Version:\s*([\d.]+).*?CUDA Version:\s*([\d.]+)", said)
+    if match is None:
+        return None
+    names = cuda.ask("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", env=environ)
+    gpus = ", ".join(dict.fromkeys(filter(None, map(str.strip, names.splitlines()))))
+    return Driver(match[1], match[2], gpus)
+
+
+def mismatch(toolkit: cuda.Toolkit, found: Driver) -> str:
+    """Say what to do when the driver cannot run what the toolkit makes, or return nothing.
+
+    Within a major version of CUDA older drivers run newer code that has the GPU's own machine code.
+    """
+    theirs, ours = (int(text.split(".")[0]) for text in (found.cuda, toolkit.version))
+    if theirs >= ours:
+        return ""
+    return (
+        f"the driver runs CUDA {found.cuda} at most, the toolkit is {toolkit.version}: update the "
+        f"driver, or build with a toolkit of CUDA {theirs}"
+    )
+
+
+def prove(toolkit: cuda.Toolkit, cxx: str) -> None:
+    """Compile one kernel with the host compiler; raise ToolMissing with the toolkit's own words.
+
+    A toolkit refuses host compilers that are younger, or much older, than itself.
+    """
+    with tempfile.TemporaryDirectory(prefix="pyllamakv-nvcc-") as name:
+        source = Path(name) / "probe.cu"
+        source.write_text("__global__ void probe(int *p) { *p = 1; }\n", encoding="utf-8")
+        number = re.match(r"\d+[af]?", toolkit.architecture)
+        assert number is not None
+        command = [str(toolkit.nvcc), "-ccbin", cxx, f"-arch=sm_{number[0]}", "-std=c++17"]
+        done = subprocess.run(
+            [*command, "-c", str(source), "-o", str(source.with_suffix(".o"))],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+            text=True,
+            errors="replace",
+        )
+    if done.returncode:
+        said = (done.stderr + done.stdout).strip().splitlines()
+        first = next((line for line in said if "error" in line.lower()), said[0] if said else "")
+        raise ToolMissing(
+            f"nvcc {toolkit.version} cannot compile for {toolkit.architecture} with {cxx} "
+            f"({first}); {_CURE}",
+            "nvcc",
+            _CURE,
+        )

@@ -1,0 +1,105 @@
+"""Probe what each backend needs, to build and to run, and name the cure of what lacks."""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+import platform
+import re
+import shutil
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyllamakv.building import backend, compiler, cuda, nvidia
+from pyllamakv.building.finding import Finding
+from pyllamakv.errors import KvError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+#: Where drivers of Vulkan announce themselves.
+_DRIVERS = ("/usr/share/vulkan/icd.d", "/usr/local/share/vulkan/icd.d", "/etc/vulkan/icd.d")
+_DRIVER_VARIABLES = ("VK_DRIVER_FILES", "VK_ICD_FILENAMES")
+
+
+def cpu() -> Finding:
+    """Say which processor a build is tuned for."""
+    try:
+        flags = compiler.find().native_flags
+    except KvError as error:
+        return Finding("cpu", "optional", "cannot be told without a compiler", str(error))
+    best = next((name for name in ("avx512f", "avx2", "avx", "asimddp") if name in flags), "plain")
+    return Finding("cpu", "ok", f"{platform.machine()} with {best}; --portable leaves it out")
+
+
+def rpc() -> Finding:
+    """Try to listen on loopback; the backend itself is in every CPU build."""
+    try:
+        with socket.socket() as place:
+            place.bind(("127.0.0.1", 0))
+            place.listen()
+    except OSError as error:
+        cure = "allow this process to listen on 127.0.0.1"
+        return Finding("rpc", "optional", f"no loopback: {error}", cure)
+    return Finding("rpc", "ok", "in every CPU build; `pyllamakv rpc serve` serves this machine")
+
+
+def gpu(environ: Mapping[str, str] | None = None) -> Finding:
+    """Find nvcc, cuBLAS and an architecture, compile for it, and look at driver and GPU."""
+    try:
+        toolkit = cuda.find(environ)
+        nvidia.prove(toolkit, compiler.find().cxx)
+    except KvError as error:
+        nvcc = cuda.compiler(environ)
+        return Finding("cuda", "optional", str(nvcc or "none"), str(error))
+    shown = f"nvcc {toolkit.version} for {toolkit.architecture} ({toolkit.nvcc})"
+    driver = nvidia.driver(environ)
+    if driver is None:
+        cure = "it builds here; to run it, install the NVIDIA driver (on a machine with the GPU)"
+        return Finding("cuda", "optional", f"{shown}; no driver", cure)
+    shown += f"; driver {driver.version} for CUDA {driver.cuda} and {driver.gpus or 'no GPU'}"
+    lacks = nvidia.mismatch(toolkit, driver)
+    return Finding("cuda", "optional" if lacks else "ok", shown, lacks)
+
+
+def metal() -> Finding:
+    """Say whether Metal can be built for: it needs a Mac and the Command Line Tools alone."""
+    if sys.platform != "darwin":
+        cure = "build on a Mac; the options are written for one, and were never run"
+        return Finding("metal", "optional", f"none on {sys.platform}", cure)
+    if shutil.which("xcrun") is None:
+        return Finding("metal", "optional", "no Command Line Tools", "xcode-select --install")
+    return Finding("metal", "optional", "Command Line Tools", "never run by us; please report")
+
+
+def vulkan(environ: Mapping[str, str] | None = None) -> Finding:
+    """Look for what builds for Vulkan, then for a loader and a driver."""
+    env = os.environ if environ is None else environ
+    lacks = backend.vulkan_missing(env)
+    if lacks:
+        return Finding("vulkan", "optional", f"no {lacks}", backend.VULKAN_CURE)
+    if ctypes.util.find_library("vulkan") is None:
+        cure = "to run it: apt-get install libvulkan1"
+        return Finding("vulkan", "optional", "headers and glslc, but no loader", cure)
+    devices = vulkan_devices(env)
+    if not devices and not _drivers(env):
+        cure = (
+            "to run it: install your GPU's driver, or a software device: "
+            "apt-get install mesa-vulkan-drivers"
+        )
+        return Finding("vulkan", "optional", "headers, glslc and loader, but no driver", cure)
+    return Finding("vulkan", "ok", f"headers, glslc; {', '.join(devices) or 'a driver'}")
+
+
+def vulkan_devices(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Return the names of the devices as `vulkaninfo` tells them; nothing without it."""
+    said = cuda.ask("vulkaninfo", "--summary", env=environ)
+    return re.findall(r"^\s*deviceName\s*=\s*(.+?)\s*$", said, re.M)
+
+
+def _drivers(env: Mapping[str, str]) -> bool:
+    named = [Path(p) for v in _DRIVER_VARIABLES for p in env.get(v, "").split(os.pathsep) if p]
+    found = [path for folder in _DRIVERS for path in Path(folder).glob("*.json")]
+    return any(path.exists() for path in (*named, *found)) or sys.platform == "darwin"

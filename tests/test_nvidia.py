@@ -1,0 +1,95 @@
+"""What an NVIDIA machine cannot do is said before CMake stumbles over it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from building_kit import script
+
+from pyllamakv.building import cuda, nvidia, probing
+from pyllamakv.building.cuda import Toolkit
+from pyllamakv.errors import ToolMissing, UsageError
+
+SMI = """case $* in
+*name*) printf 'NVIDIA H200\\nNVIDIA H200\\n' ;;
+*) echo '| NVIDIA-SMI 580.1  Driver Version: 580.159.03  CUDA Version: 13.0 |' ;;
+esac
+"""
+
+
+def toolkit(folder: Path, body: str, architecture: str = "90-real") -> Toolkit:
+    """Make a toolkit whose nvcc does what ``body`` says."""
+    nvcc = script(folder / "bin" / "nvcc", body)
+    return Toolkit(nvcc, "13.0.88", {"CMAKE_CUDA_ARCHITECTURES": architecture})
+
+
+def test_a_driver_is_read(tmp_path: Path) -> None:
+    """Version, CUDA and each GPU once; without nvidia-smi there is none."""
+    script(tmp_path / "nvidia-smi", SMI)
+    found = nvidia.driver({"PATH": str(tmp_path)})
+    assert found == nvidia.Driver("580.159.03", "13.0", "NVIDIA H200")
+    assert nvidia.driver({"PATH": str(tmp_path / "none")}) is None
+
+
+def test_a_driver_that_is_too_old(tmp_path: Path) -> None:
+    """Another major version of CUDA is refused with both cures, a minor one is not."""
+    made = toolkit(tmp_path, "")
+    assert nvidia.mismatch(made, nvidia.Driver("1", "13.2", "")) == ""
+    said = nvidia.mismatch(made, nvidia.Driver("535.1", "12.2", ""))
+    assert "update the driver" in said
+    assert "toolkit of CUDA 12" in said
+
+
+def test_a_compiler_that_nvcc_refuses(tmp_path: Path) -> None:
+    """Its own words come through, with what to do."""
+    nvidia.prove(toolkit(tmp_path / "good", "exit 0\n"), "g++")
+    made = toolkit(
+        tmp_path, "echo 'In file x'; echo '#error -- unsupported GNU version!'; exit 1\n"
+    )
+    with pytest.raises(ToolMissing, match=r"unsupported GNU version.*CC and CXX"):
+        nvidia.prove(made, "g++-99")
+
+
+def test_the_first_architecture_is_compiled_for(tmp_path: Path) -> None:
+    """Suffixes for CMake are none for nvcc."""
+    body = f'echo "$*" >{tmp_path}/said\n'
+    nvidia.prove(toolkit(tmp_path, body, "90a-real;86-virtual"), "g++")
+    words = (tmp_path / "said").read_text(encoding="utf-8").split()
+    assert "-arch=sm_90a" in words
+    assert words[words.index("-ccbin") + 1] == "g++"
+
+
+def test_an_architecture_that_the_toolkit_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused with those that there are."""
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
+    body = """case $* in
+--list-gpu-arch) printf 'compute_75\\ncompute_90\\n' ;;
+*) echo 'Cuda compilation tools, release 13.0, V13.0.88' ;;
+esac
+"""
+    script(tmp_path / "cuda" / "bin" / "nvcc", body)
+    (tmp_path / "cuda" / "include").mkdir()
+    (tmp_path / "cuda" / "include" / "cublas_v2.h").touch()
+    env = {"PATH": "", "CUDA_HOME": str(tmp_path / "cuda")}
+    assert cuda.find({**env, cuda.ARCHITECTURE: "75;90-real"}).architecture == "75;90-real"
+    with pytest.raises(UsageError, match=r"architecture 61, but for 75, 90"):
+        cuda.find({**env, cuda.ARCHITECTURE: "61-real;90"})
+
+
+def test_the_doctor_tells_apart_what_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No nvcc, no driver, a driver that is too old, and all of it."""
+    monkeypatch.setattr(cuda, "USUAL", tmp_path / "usual")
+    monkeypatch.setattr(cuda, "_wheel_folders", list)
+    env = {"PATH": str(tmp_path), cuda.ARCHITECTURE: "90-real"}
+    assert "pip install nvidia-cuda-nvcc" in probing.gpu(env).cure
+    made = toolkit(tmp_path / "cuda", "exit 0\n")
+    monkeypatch.setattr(cuda, "find", lambda _env: made)
+    found = probing.gpu(env)
+    assert (found.state, "no driver" in found.found) == ("optional", True)
+    script(tmp_path / "nvidia-smi", SMI)
+    assert probing.gpu(env).state == "ok"
+    script(tmp_path / "nvidia-smi", SMI.replace("CUDA Version: 13", "CUDA Version: 11"))
+    assert "update the driver" in probing.gpu(env).cure
