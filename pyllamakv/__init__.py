@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pyllamakv import errors
+    from pyllamakv.binding.mapped import Backing
     from pyllamakv.binding.protocol import (
         Capability,
         ContextInfo,
@@ -47,6 +48,12 @@ if TYPE_CHECKING:
         DeviceLost,
         KVCacheFull,
         KvError,
+        KVFileBusy,
+        KVFileDamaged,
+        KVFileDirty,
+        KVFileError,
+        KVFileForeign,
+        KVFileFull,
         LoadError,
         ModelError,
         NativeError,
@@ -70,6 +77,7 @@ if TYPE_CHECKING:
     from pyllamakv.harness.pictures.watching import watch
     from pyllamakv.harness.traces.recording import Recording, record
     from pyllamakv.runtime import metrics
+    from pyllamakv.runtime.backing import KVMemory, LayerMemory
     from pyllamakv.runtime.batch import Batch
     from pyllamakv.runtime.breakdown import MemoryBreakdown, memory_breakdown
     from pyllamakv.runtime.compaction import Costs, measure_costs
@@ -87,6 +95,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
+    "binding.mapped": "Backing",
     "binding.protocol": (
         "Capability ContextInfo ContextParams Counters Device Memory ModelInfo SamplerParams Status"
     ),
@@ -106,10 +115,12 @@ _MODULES = {
         "Busy Cancelled Closed ContextError DecodeError DeviceLost KvError LoadError ModelError "
         "NativeError NoKVSlot NotBuilt NotEnoughMemory PartialRemovalRefused SharedCells "
         "StaleLogits StateError Unsupported UsageError WorkerDied WorkerTimeout BudgetTooSmall "
-        "KVCacheFull NoSlotAvailable NotSupported PagingError ReprocessNeeded TraceMismatch"
+        "KVCacheFull NoSlotAvailable NotSupported PagingError ReprocessNeeded TraceMismatch "
+        "KVFileBusy KVFileDamaged KVFileDirty KVFileError KVFileForeign KVFileFull"
     ),
     "harness.traces.recording": "Recording record",
     "harness.pictures.watching": "watch",
+    "runtime.backing": "KVMemory LayerMemory",
     "runtime.batch": "Batch",
     "runtime.breakdown": "MemoryBreakdown memory_breakdown",
     "runtime.compaction": "Costs measure_costs",
@@ -130,6 +141,7 @@ _WHERE = {name: module for module, names in _MODULES.items() for name in names.s
 
 __all__ = [
     "KV",
+    "Backing",
     "Batch",
     "Batcher",
     "BudgetTooSmall",
@@ -153,8 +165,16 @@ __all__ = [
     "DeviceLost",
     "Generation",
     "KVCacheFull",
+    "KVFileBusy",
+    "KVFileDamaged",
+    "KVFileDirty",
+    "KVFileError",
+    "KVFileForeign",
+    "KVFileFull",
+    "KVMemory",
     "KVStats",
     "KvError",
+    "LayerMemory",
     "Lease",
     "LoadError",
     "Lockstep",

@@ -60,3 +60,18 @@ def test_unsupported_names_the_capability() -> None:
     made = codes.error(Code.EUNSUPPORTED, "defragment", capability=Capability.DEFRAG)
     assert isinstance(made, errors.Unsupported)
     assert made.capability == "defrag"
+
+
+def test_what_is_wrong_with_a_file() -> None:
+    """Each code about the file of a cache has a class of its own, which says what to do."""
+    for code, kind in (
+        (Code.ESPACE, errors.KVFileFull),
+        (Code.EBUSY, errors.KVFileBusy),
+        (Code.EDIRTY, errors.KVFileDirty),
+        (Code.EFOREIGN, errors.KVFileForeign),
+        (Code.EDAMAGED, errors.KVFileDamaged),
+    ):
+        found = codes.error(code, "make a context", "what the library said", doing="context")
+        assert type(found) is kind
+        assert isinstance(found, errors.ContextError)
+        assert "what the library said; " in str(found)

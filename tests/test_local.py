@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 
+import numpy as np
 import pytest
 from fakes.build import FLOOD, LOG, THROW, fake
 
 from pyllamakv.binding.local import Local
+from pyllamakv.binding.mapped import Backing
 from pyllamakv.binding.protocol import (
     Capability,
     ContextHandle,
@@ -179,3 +181,23 @@ def test_lines_survive_an_error(native: Native, context: ContextHandle) -> None:
         native.decode_one(context, THROW, 1, 0)
     assert caught.value.log[-1] == "fake: warned"
     assert native.logs() == [(3, "fake: warned")]
+
+
+def test_mapped_memory(native: Native, model: ModelHandle, context: ContextHandle) -> None:
+    """What mapped memory takes is read, given back and flushed, or refused on the heap."""
+    with pytest.raises(Unsupported, match="heap") as refused:
+        native.mapping(context)
+    assert refused.value.capability == "mapping"
+    with pytest.raises(Unsupported):
+        native.mapping_trim(context)
+    params = ContextParams(n_ctx=8, n_batch=8, kv_backing=3, kv_path="file", kv_keep=1)
+    kept = native.context_new(model, params)
+    found = native.mapping(kept)
+    assert (found.info.kind, found.info.kept, found.info.resumed) == (Backing.FILE, True, False)
+    assert found.rows.tolist() == [[0, 3, 0, 4096, 4096], [0, 3, 1, 4096, 0]]
+    assert native.mapping_trim(kept) == 4096
+    tokens = np.arange(8, dtype=np.int32)
+    native.mapping_flush(kept, tokens)
+    assert native.mapping_tokens(kept).tolist() == tokens.tolist()
+    with pytest.raises(NativeError, match="as many"):
+        native.mapping_flush(kept, tokens[:3])

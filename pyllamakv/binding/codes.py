@@ -8,6 +8,12 @@ from typing import TYPE_CHECKING, Final, Literal
 from pyllamakv.errors import (
     ContextError,
     KvError,
+    KVFileBusy,
+    KVFileDamaged,
+    KVFileDirty,
+    KVFileError,
+    KVFileForeign,
+    KVFileFull,
     ModelError,
     NativeError,
     NotEnoughMemory,
@@ -35,6 +41,11 @@ class Code(IntEnum):
     ECONTEXT = -1006
     EREFUSED = -1007
     ESTATE = -1008
+    ESPACE = -1009
+    EBUSY = -1010
+    EDIRTY = -1011
+    EFOREIGN = -1012
+    EDAMAGED = -1013
 
 
 #: Codes from here on are llama.cpp's own; codes below are ours.
@@ -49,6 +60,19 @@ _MEANS: Final = {
     Code.ECONTEXT: "the context cannot be made",
     Code.EREFUSED: "the memory refused",
     Code.ESTATE: "the state cannot be read or written",
+    Code.ESPACE: "there is no room for the file of the cache",
+    Code.EBUSY: "the file of the cache is in use",
+    Code.EDIRTY: "the file of the cache was left unfinished",
+    Code.EFOREIGN: "the file is not one of this cache",
+    Code.EDAMAGED: "the file of the cache is damaged",
+}
+
+_FILE: Final[dict[int, tuple[type[KVFileError], str]]] = {
+    Code.ESPACE: (KVFileFull, "make room, or choose another folder or a smaller n_ctx"),
+    Code.EBUSY: (KVFileBusy, "close the other context first, or choose another file"),
+    Code.EDIRTY: (KVFileDirty, "evaluate again with kv_keep='fresh', which forgets its content"),
+    Code.EFOREIGN: (KVFileForeign, "choose another file, or forget a cache by kv_keep='fresh'"),
+    Code.EDAMAGED: (KVFileDamaged, "evaluate again with kv_keep='fresh', which forgets it"),
 }
 
 #: A decode that threw is not here: only the runtime knows whether the sequences kept their tokens.
@@ -83,6 +107,9 @@ def error(
         small = NotEnoughMemory(f"{message}; make n_ctx or n_seq_max smaller")
         small.code, small.log = code, tuple(log)
         return small
+    if code in _FILE:
+        of_file, cure = _FILE[code]
+        return of_file(f"{message}; {cure}", code=code, log=log)
     kind = {
         Code.EMODEL: ModelError,
         Code.ECONTEXT: ContextError,

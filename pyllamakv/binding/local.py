@@ -7,14 +7,15 @@ names appear in `loading`, `core`, `models`, `decodes` and here, and nowhere els
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from pyllamakv.binding import logs, structs
 from pyllamakv.binding.codes import OWN, Code
-from pyllamakv.binding.core import struct
+from pyllamakv.binding.core import NULL, struct
 from pyllamakv.binding.decodes import Decodes, Scratch
+from pyllamakv.binding.mapped import MappingInfo, RawMapping
 from pyllamakv.binding.protocol import (
     Buffer,
     Capability,
@@ -28,6 +29,9 @@ from pyllamakv.binding.protocol import (
     RawDefrag,
 )
 from pyllamakv.native._plk import ffi
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _INT32: Final = np.dtype(np.int32)
 
@@ -51,10 +55,11 @@ class Local(Decodes):
     def context_new(self, model: ModelHandle, params: ContextParams) -> ContextHandle:
         """Make a context or raise ContextError."""
         raw = struct("plk_context_params")
-        structs.fill(raw, params, lambda text: ffi.new("char[]", text))
+        alive = structs.fill(raw, params, lambda text: ffi.new("char[]", text))
         out = ffi.new("plk_context **")
         self._drain()  # what was said before is not about this context
         code = self._lib.plk_context_new(self._model(model), raw, out)
+        del alive
         self._done(code, "make a context", "context")
         said = self._drain()
         handle = ContextHandle(next(self._ids))
@@ -178,6 +183,42 @@ class Local(Decodes):
         code = self._lib.plk_counters_read(self._context(context), raw)
         self._done(code, "read the counters", "cache", capability=Capability.COUNTERS)
         return structs.read(Counters, raw)
+
+    def mapping(self, context: ContextHandle) -> RawMapping:
+        """Read what mapped memory takes, or raise Unsupported."""
+        raw, handle = struct("plk_mapping"), self._context(context)
+        code = self._lib.plk_mapping_read(handle, raw)
+        self._done(code, "read the mapped memory", "cache", capability=Capability.MAPPING)
+        info = structs.read(MappingInfo, raw)
+        rows = np.zeros((info.n_tensors, 5), np.uint64)
+        place = ffi.cast("int64_t *", ffi.from_buffer("uint64_t[]", rows))
+        count = self._lib.plk_mapping_tensors(handle, info.n_tensors, place)
+        self._done(count, "read the mapped memory", "cache", capability=Capability.MAPPING)
+        return RawMapping(info, rows[:count])
+
+    def mapping_trim(self, context: ContextHandle) -> int:
+        """Give the memory behind the last used cell back; return how many bytes."""
+        count: int = self._lib.plk_mapping_trim(self._context(context))
+        self._done(count, "trim the cache", "cache", capability=Capability.MAPPING)
+        return count
+
+    def mapping_flush(self, context: ContextHandle, tokens: NDArray[np.int32] | None) -> None:
+        """Write a kept cache to its file, with a token for each cell of all caches."""
+        n = 0 if tokens is None else len(tokens)
+        place = NULL if tokens is None else ffi.from_buffer("int32_t[]", tokens)
+        code = self._lib.plk_mapping_flush(self._context(context), place, n)
+        self._done(code, "flush the cache", "cache", capability=Capability.MAPPING)
+
+    def mapping_tokens(self, context: ContextHandle) -> NDArray[np.int32]:
+        """Return the tokens that the last flush was given."""
+        raw = struct("plk_mapping")
+        code = self._lib.plk_mapping_read(self._context(context), raw)
+        self._done(code, "read the mapped memory", "cache", capability=Capability.MAPPING)
+        tokens = np.full(raw.n_cells, -1, _INT32)
+        place = ffi.from_buffer("int32_t[]", tokens)
+        count = self._lib.plk_mapping_tokens(self._context(context), len(tokens), place)
+        self._done(count, "read kept tokens", "cache", capability=Capability.MAPPING)
+        return tokens[:count]
 
     # states
     def state_save(self, context: ContextHandle, seq: int) -> bytes:

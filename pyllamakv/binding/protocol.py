@@ -13,6 +13,7 @@ from enum import IntEnum, IntFlag
 from typing import TYPE_CHECKING, NewType, Protocol
 
 from pyllamakv.binding.decoder import Decoder
+from pyllamakv.binding.mapped import Mapped
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,6 +47,7 @@ class Capability(IntFlag):
     SWA_FULL = 512
     ROLLBACK = 1024
     DEFRAG_OPTIONS = 2048
+    MAPPING = 4096
 
 
 class Memory(IntEnum):
@@ -100,7 +102,8 @@ class ContextParams:
     """Hold what a context is made with; ``flash_attn`` None lets llama.cpp decide.
 
     ``type_k`` and ``type_v`` are ggml type numbers. ``guard`` False adds no check and no rollback
-    of ours to what the library does.
+    of ours to what the library does. ``kv_backing`` is a `Backing`; ``kv_keep`` 1 goes on with what
+    the file at ``kv_path`` holds, 2 begins anew, and ``kv_model`` is what it must have been for.
     """
 
     n_ctx: int = 512
@@ -121,6 +124,11 @@ class ContextParams:
     defrag_plan: int = 0
     defrag_mover: int = 0
     defrag_threads: int = 0
+    kv_backing: int = 0
+    kv_path: str | None = None
+    kv_keep: int = 0
+    kv_huge: bool = False
+    kv_model: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +277,7 @@ class About:
     probes: dict[str, str | None] = field(default_factory=dict)
 
 
-class Native(Decoder, Protocol):
+class Native(Decoder, Mapped, Protocol):
     """Speak to one loaded library. One thread at a time per context, but for `cancel`."""
 
     about: About

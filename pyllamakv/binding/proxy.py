@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from pyllamakv.binding.mapped import RawMapping
     from pyllamakv.binding.protocol import (
         About,
         Buffer,
@@ -219,6 +220,25 @@ class Proxy:
     def counters(self, context: ContextHandle) -> Counters:
         """Read the counters or raise Unsupported."""
         found: Counters = self._ask("counters", context)
+        return found
+
+    def mapping(self, context: ContextHandle) -> RawMapping:
+        """Read what mapped memory takes, or raise Unsupported."""
+        found: RawMapping = self._ask("mapping", context)
+        return found
+
+    def mapping_trim(self, context: ContextHandle) -> int:
+        """Give the memory behind the last used cell back; return how many bytes."""
+        found: int = self._ask("mapping_trim", context)
+        return found
+
+    def mapping_flush(self, context: ContextHandle, tokens: NDArray[np.int32] | None) -> None:
+        """Write a kept cache to its file, with a token for each cell of all caches."""
+        self._ask("mapping_flush", context, tokens)
+
+    def mapping_tokens(self, context: ContextHandle) -> NDArray[np.int32]:
+        """Return the tokens that the last flush was given."""
+        found: NDArray[np.int32] = self._ask("mapping_tokens", context)
         return found
 
     def state_save(self, context: ContextHandle, seq: int) -> bytes:

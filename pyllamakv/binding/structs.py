@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pyllamakv.binding.mapped import Backing
 from pyllamakv.binding.protocol import Memory
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ _READ: dict[str, Callable[[Any], Any] | None] = {
     "bool": bool,
     "bool | None": _maybe,
     "Memory": Memory,
+    "Backing": Backing,
 }
 
 

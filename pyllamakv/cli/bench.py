@@ -27,6 +27,7 @@ GROUPS = {
     "soak": False,
     "devices": False,
     "hardware": False,
+    "mapped": False,
     "whole": False,
     "every": False,
 }
@@ -60,6 +61,7 @@ def bench(
         hardware,
         loop,
         managers,
+        mapped,
         moving,
         policies,
         prefixes,
@@ -83,6 +85,7 @@ def bench(
         "soak": soak,
         "devices": devices,
         "hardware": hardware,
+        "mapped": mapped,
         "whole": whole,
         "every": every,
     }

@@ -40,6 +40,30 @@ class NotEnoughMemory(ContextError):
         self.available = available
 
 
+class KVFileError(ContextError):
+    """Stand above what is wrong with the file behind a cache; the file is left as it is."""
+
+
+class KVFileFull(KVFileError):
+    """Report that there is no room on disk for a cache, before anything is computed."""
+
+
+class KVFileBusy(KVFileError):
+    """Report a file that is the cache of another context or process."""
+
+
+class KVFileDirty(KVFileError):
+    """Report a kept cache whose last owner wrote to it and ended before it could flush."""
+
+
+class KVFileForeign(KVFileError):
+    """Report a file that is no kept cache, or that of another model, release or shape."""
+
+
+class KVFileDamaged(KVFileError):
+    """Report a kept cache whose checksum does not match."""
+
+
 class Closed(KvError, RuntimeError):
     """Refuse to use something that was closed."""
 

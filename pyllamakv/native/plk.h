@@ -33,6 +33,11 @@ extern "C" {
 #define PLK_ECONTEXT -1006    /* the context cannot be made */
 #define PLK_EREFUSED -1007    /* the memory refuses, e.g. a partial removal */
 #define PLK_ESTATE -1008      /* a state cannot be read or written */
+#define PLK_ESPACE -1009      /* no room on disk for the file of a cache */
+#define PLK_EBUSY -1010       /* the file of a cache has another owner */
+#define PLK_EDIRTY -1011      /* ... was written to, and never finished */
+#define PLK_EFOREIGN -1012    /* ... is none, or of another model, build or shape */
+#define PLK_EDAMAGED -1013    /* ... has wrong sums */
 
 /* Bits of plk_capabilities(): what this build can do at all. */
 #define PLK_CAP_DEFRAG 1          /* plk_defrag moves cells */
@@ -47,6 +52,7 @@ extern "C" {
 #define PLK_CAP_SWA_FULL 512      /* plk_context_params.swa_full has an effect */
 #define PLK_CAP_ROLLBACK 1024     /* llama_decode itself undoes a batch that found no slot */
 #define PLK_CAP_DEFRAG_OPTIONS 2048 /* defrag_plan, _mover and _threads have an effect */
+#define PLK_CAP_MAPPING 4096      /* kv_backing has an effect, plk_mapping_* work */
 
 /* Kinds of memory, plk_context_info.memory. */
 #define PLK_MEMORY_NONE 0
@@ -55,6 +61,12 @@ extern "C" {
 #define PLK_MEMORY_RECURRENT 3    /* states, no cells per token */
 #define PLK_MEMORY_HYBRID 4       /* attention and recurrent */
 #define PLK_MEMORY_OTHER 5
+
+/* What a cache in host memory is made of, plk_context_params.kv_backing and plk_mapping.kind. */
+#define PLK_BACKING_HEAP 0
+#define PLK_BACKING_ANONYMOUS 1
+#define PLK_BACKING_TEMPORARY 2   /* an unlinked file; to ask for it name a folder */
+#define PLK_BACKING_FILE 3
 
 typedef struct plk_model plk_model;
 typedef struct plk_context plk_context;
@@ -112,6 +124,11 @@ typedef struct {
     int32_t defrag_plan;   /* 0: the fewest cells move, 1: cells keep their order */
     int32_t defrag_mover;  /* 0: what fits, 1: host, 2: gather, 3: graph, 4: staged */
     int32_t defrag_threads; /* at most so many move cells on the host; 0: n_threads */
+    int32_t kv_backing;    /* PLK_BACKING_* */
+    const char *kv_path;   /* a file, or a folder for an unlinked one */
+    int32_t kv_keep;       /* 1: go on with what the file holds, 2: begin anew */
+    int32_t kv_huge;       /* 1: huge pages, committed 2 MB at a time */
+    const char *kv_model;  /* what the content of a kept file depends on beside its shape */
 } plk_context_params;
 
 typedef struct {
@@ -185,6 +202,22 @@ typedef struct {
     int64_t plan_ns;       /* of it */
     int64_t scratch_bytes; /* not a sum: the most that a defragmentation needed beside the cache */
 } plk_counters;
+
+typedef struct {
+    uint32_t size;
+    int32_t kind;          /* PLK_BACKING_* */
+    int32_t n_mappings;    /* caches in mapped memory */
+    int32_t n_tensors;     /* of all of them: rows of plk_mapping_tensors */
+    int32_t n_cells;       /* of all their streams: tokens of plk_mapping_flush */
+    int32_t kept;
+    int32_t resumed;       /* the file held cells, and they are here */
+    int32_t reserved;
+    uint64_t generation;   /* how often the file was flushed */
+    uint64_t bytes_reserved;
+    uint64_t bytes_committed; /* resident in this process */
+    uint64_t bytes_file;      /* on disk */
+    uint64_t bytes_elsewhere; /* of K and V that are not mapped: on devices */
+} plk_mapping;
 
 typedef struct {
     uint32_t size;
@@ -265,6 +298,15 @@ int plk_cells_info_read(plk_context *context, int32_t cache, plk_cells_info *out
 int plk_cells_read(plk_context *context, int32_t cache, int32_t room, int32_t *pos,
                    int32_t *shift, uint64_t *seqs, int32_t words); /* cells; pos -1: free */
 int plk_counters_read(plk_context *context, plk_counters *out);
+
+/* A cache in mapped memory: PLK_EUNSUPPORTED where it lies on the heap. */
+int plk_mapping_read(plk_context *context, plk_mapping *out);
+/* Rows of cache, layer, 0 for K and 1 for V, bytes reserved, bytes committed; how many rows. */
+int32_t plk_mapping_tensors(plk_context *context, int32_t room, int64_t *rows);
+int64_t plk_mapping_trim(plk_context *context); /* bytes given back */
+/* Write a kept cache to its file, with a token for each cell (-1: unknown), or NULL. */
+int plk_mapping_flush(plk_context *context, const int32_t *tokens, int32_t n_tokens);
+int32_t plk_mapping_tokens(plk_context *context, int32_t room, int32_t *tokens); /* as flushed */
 
 /* States of single sequences. */
 int64_t plk_state_size(plk_context *context, int32_t seq);

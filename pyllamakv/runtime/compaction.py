@@ -68,8 +68,17 @@ PLAIN = Costs(attend=0.23e-9, move=0.6e-9)
 class Keeper:
     """Watch one context and defragment it by a policy. The context's turn is held in every call."""
 
-    def __init__(self, context: Context, policy: PolicyName, costs: Costs | None = None) -> None:
+    def __init__(
+        self,
+        context: Context,
+        policy: PolicyName,
+        costs: Costs | None = None,
+        *,
+        trims: bool = False,
+    ) -> None:
         self.policy: PolicyName = policy
+        #: Whether a defragmentation gives back the memory that it has freed.
+        self.trims = trims
         self.costs = costs or (PLAIN if context.info.v_transposed else FLASH)
         #: Whether cells may have been freed since the cache was last seen to be compact.
         self.dirty = False

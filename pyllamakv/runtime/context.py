@@ -11,6 +11,7 @@ from pyllamakv.binding.handle import Handle
 from pyllamakv.binding.protocol import Capability, Status
 from pyllamakv.errors import DecodeError, KvError, NativeError, UsageError
 from pyllamakv.runtime import decoding, generation, stepping
+from pyllamakv.runtime.backing import Kept
 from pyllamakv.runtime.batch import Batch, Feed, lay_out
 from pyllamakv.runtime.compaction import Keeper
 from pyllamakv.runtime.freeing import free_quietly
@@ -51,18 +52,13 @@ class Context:
         self.handle = handle
         self.params = params
         self.guard = params.guard
-        #: Who holds this is at work; a second thread gets Busy.
-        self.turn: Handle[Any] = Handle(
-            handle,
-            partial(free_quietly, native.context_free),
-            "context",
-            model.life,
-            exclusive=True,
-        )
         self.info: ContextInfo = native.context_info(handle)
-        self.n_vocab = model.info.n_vocab
-        self.epoch = 0
         self.ledgers = tuple(Ledger() for _ in range(self.info.n_seq_max))
+        self.kept = Kept(native, self.ledgers) if params.kv_keep else None
+        free = partial(free_quietly, self.kept.free if self.kept else native.context_free)
+        #: Who holds this is at work; a second thread gets Busy.
+        self.turn: Handle[Any] = Handle(handle, free, "context", model.life, exclusive=True)
+        self.n_vocab, self.epoch = model.info.n_vocab, 0
         #: Sequences that have streams of their own copy cells where others share them.
         streams = Capability.STREAMS in native.about.capabilities
         self.streams = streams and not params.kv_unified and self.info.n_seq_max > 1

@@ -10,13 +10,14 @@ import numpy as np
 
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import Unsupported, UsageError
-from pyllamakv.runtime import repack, staterows
+from pyllamakv.runtime import backing, repack, staterows
 from pyllamakv.runtime.needs import require
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from pyllamakv.runtime.backing import KVMemory
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.ggml_types import NumberType
     from pyllamakv.runtime.sequence import Sequence
@@ -82,18 +83,51 @@ class KV:
         except Unsupported:
             return None
 
+    @property
+    def memory(self) -> KVMemory:
+        """Say what the cache takes: reserved, committed, on disk, and per layer."""
+        with self._context.turn:
+            return backing.read(self._context)
+
+    def trim(self) -> int:
+        """Give the memory behind the last used cell back; return how many bytes that was.
+
+        Most is free there after `defrag`. A file keeps its space on disk, without which a write
+        could fail, and on file systems that cannot forget a part of a file nothing is given back.
+        Raises Unsupported for a cache on the heap.
+        """
+        with self._context.turn:
+            return self._context.native.mapping_trim(self._context.handle)
+
+    def flush(self) -> None:
+        """Write a kept cache to its file: a later process goes on from here; `close` flushes too.
+
+        Raises Unsupported for a cache that is not kept.
+        """
+        with self._context.turn:
+            if self._context.kept is None:
+                msg = "this cache is not kept: make the context with a path and kv_keep=True"
+                raise Unsupported(msg, "MAPPING")
+            self._context.kept.flush(self._context.handle)
+
     def defrag(self, *, fallback: bool = True) -> DefragReport:
         """Move the used cells together, so that the free ones are one hole.
 
         Where the library moves no cells, sequences are saved, removed and restored instead, unless
         ``fallback`` is False. Raises Unsupported with the reason where neither is possible; then
-        nothing was done.
+        nothing was done. With ``defrag_trim`` the memory that is free now is given back.
         """
         with self._context.turn:
             return self.arrange(fallback=fallback)
 
     def arrange(self, *, fallback: bool) -> DefragReport:
         """Defragment like `defrag`, while the turn is held."""
+        report = self._arrange(fallback=fallback)
+        if self._context.keeper.trims:
+            self._context.native.mapping_trim(self._context.handle)
+        return report
+
+    def _arrange(self, *, fallback: bool) -> DefragReport:
         context = self._context
         before = self.peek()
         if not context.info.defrag and fallback and before is not None and before.streams:

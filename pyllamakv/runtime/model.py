@@ -11,6 +11,7 @@ from pyllamakv.binding.handle import Handle
 from pyllamakv.binding.protocol import ModelParams, SamplerParams
 from pyllamakv.errors import ModelError, Unsupported, UsageError
 from pyllamakv.runtime import textstream
+from pyllamakv.runtime.backing import choose, resume
 from pyllamakv.runtime.compaction import Keeper, checked
 from pyllamakv.runtime.context import Context
 from pyllamakv.runtime.freeing import free_quietly
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pyllamakv.binding.protocol import ModelHandle, ModelInfo, Native
+    from pyllamakv.runtime.backing import KeepName
     from pyllamakv.runtime.compaction import Costs, PolicyName
     from pyllamakv.runtime.modelfile import ModelFile
     from pyllamakv.runtime.params import Mover, Plan
@@ -130,6 +132,10 @@ class Model:
         defrag_plan: Plan = "fewest",
         defrag_mover: Mover = "auto",
         defrag_threads: int | None = None,
+        defrag_trim: bool = False,
+        kv_backing: str | os.PathLike[str] = "heap",
+        kv_keep: bool | KeepName = False,
+        kv_huge: bool = False,
         guard: Literal["on", "off"] = "on",
     ) -> Context:
         """Make a context.
@@ -139,7 +145,10 @@ class Model:
         when the cache is defragmented unasked: see `compaction`. ``defrag_plan`` "ordered" keeps
         the order of cells, so that logits are bit-identical to those of a fresh cache; "fewest"
         moves less. ``defrag_mover`` forces a way to move, for tests and benchmarks, and
-        ``defrag_threads`` (None: n_threads) limits the threads that move. ``guard`` "off"
+        ``defrag_threads`` (None: n_threads) limits the threads that move; ``defrag_trim`` gives the
+        memory that a defragmentation has freed back. ``kv_backing`` is "heap", "mmap" or a path,
+        ``kv_keep`` goes on with what that file holds ("fresh": forgets it), ``kv_huge`` asks for
+        huge pages: see `backing`, which raises the classes under KVFileError. ``guard`` "off"
         leaves out all checks and the undoing of failed decodes, in a library opened with
         ``isolated=True`` only. Raises UsageError or Unsupported naming the parameter at fault,
         NotEnoughMemory before anything is allocated, ContextError when the library refuses.
@@ -152,6 +161,9 @@ class Model:
             msg = "guard='off' may end the process: open the library with isolated=True"
             raise UsageError(msg)
         policy = checked(defrag_policy)
+        if defrag_trim and kv_backing == "heap":
+            msg = "defrag_trim needs mapped memory: give kv_backing='mmap' or a path"
+            raise UsageError(msg)
         params = context_params(
             self.info,
             self.native.about.capabilities,
@@ -173,12 +185,15 @@ class Model:
             defrag_mover=defrag_mover,
             defrag_threads=defrag_threads,
             guard=guard == "on",
+            backing=choose(self, kv_backing, kv_keep, kv_huge),
         )
-        if self.on_host:
+        if self.on_host and not params.kv_backing:
             check_memory(self.info, params, uneven=self.file.uneven)
         with self.life as model:
             context = Context(self, self.native.context_new(model, params), params)
-        context.keeper = Keeper(context, policy, defrag_costs)
+        context.keeper = Keeper(context, policy, defrag_costs, trims=defrag_trim)
+        if context.kept:
+            resume(context)
         return context
 
     def sampler(self, **options: Any) -> Sampler:

@@ -10,6 +10,7 @@ from pyllamakv.runtime.ggml_types import cache_type
 
 if TYPE_CHECKING:
     from pyllamakv.binding.protocol import ModelInfo
+    from pyllamakv.runtime.backing import Choice
 
 _LARGEST = 2**31 - 1
 
@@ -40,6 +41,7 @@ def context_params(
     defrag_mover: Mover,
     defrag_threads: int | None,
     guard: bool,
+    backing: Choice,
 ) -> ContextParams:
     """Return the parameters, or raise UsageError or Unsupported naming the one at fault."""
     for name, value in (
@@ -97,6 +99,11 @@ def context_params(
         defrag_plan=plan,
         defrag_mover=mover,
         defrag_threads=defrag_threads or 0,
+        kv_backing=int(backing.kind),
+        kv_path=backing.path,
+        kv_keep=backing.keep,
+        kv_huge=backing.huge,
+        kv_model=backing.model,
     )
 
 

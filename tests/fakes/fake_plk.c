@@ -84,7 +84,7 @@ int32_t plk_sizeof(const char *name) {
 #define SIZE(type) if (!strcmp(name, #type)) return (int32_t) sizeof(type);
     SIZE(plk_model_params) SIZE(plk_model_info) SIZE(plk_context_params) SIZE(plk_context_info)
     SIZE(plk_batch) SIZE(plk_cells_info) SIZE(plk_defrag_report) SIZE(plk_device)
-    SIZE(plk_sampler_params)
+    SIZE(plk_sampler_params) SIZE(plk_mapping)
 #ifdef FAKE_SIZE
     if (!strcmp(name, "plk_counters")) return FAKE_SIZE;
 #endif
@@ -426,6 +426,41 @@ int plk_counters_read(plk_context *c, plk_counters *out) {
     if (!(plk_capabilities() & PLK_CAP_COUNTERS)) return fail(PLK_EUNSUPPORTED, "no counters");
     *out = c->counters;
     return PLK_OK;
+}
+
+/* Mapped memory of one layer, a page each for K and V; a kept file is only its tokens. */
+int plk_mapping_read(plk_context *c, plk_mapping *out) {
+    if (!c->params.kv_backing) return fail(PLK_EUNSUPPORTED, "on the heap");
+    out->kind = c->params.kv_backing;
+    out->n_mappings = 1;
+    out->n_tensors = 2;
+    out->n_cells = c->n;
+    out->kept = c->params.kv_keep > 0;
+    out->bytes_reserved = 8192;
+    out->bytes_committed = 4096;
+    return PLK_OK;
+}
+int32_t plk_mapping_tensors(plk_context *c, int32_t room, int64_t *rows) {
+    if (!c->params.kv_backing) return fail(PLK_EUNSUPPORTED, "on the heap");
+    for (int32_t i = 0; i < 2 && i < room; i++) {
+        const int64_t row[5] = {0, 3, i, 4096, i ? 0 : 4096};
+        memcpy(rows + 5 * i, row, sizeof row);
+    }
+    return room < 2 ? room : 2;
+}
+int64_t plk_mapping_trim(plk_context *c) {
+    return c->params.kv_backing ? 4096 : fail(PLK_EUNSUPPORTED, "on the heap");
+}
+int plk_mapping_flush(plk_context *c, const int32_t *tokens, int32_t n_tokens) {
+    if (!c->params.kv_keep) return fail(PLK_EUNSUPPORTED, "not kept");
+    if (n_tokens != c->n) return fail(PLK_EINVAL, "as many tokens as cells");
+    for (int i = 0; i < c->n; i++) c->cells[i].token = tokens[i];
+    return PLK_OK;
+}
+int32_t plk_mapping_tokens(plk_context *c, int32_t room, int32_t *tokens) {
+    if (room < c->n) return fail(PLK_EINVAL, "room");
+    for (int i = 0; i < c->n; i++) tokens[i] = c->cells[i].token;
+    return c->n;
 }
 
 /* A state is pairs of position and token. */

@@ -12,6 +12,7 @@ import numpy as np
 from fakes.simulated_cache import N_EMBD, N_LAYER, Cache
 from fakes.simulated_model import N_VOCAB, SimulatedModels
 
+from pyllamakv.binding.mapped import RawMapping
 from pyllamakv.binding.protocol import (
     About,
     Capability,
@@ -245,6 +246,12 @@ class SimulatedNative(SimulatedModels):
 
     def counters(self, context: int) -> Counters:
         return Counters(**self._get(context).counters)
+
+    def mapping(self, context: int) -> RawMapping:
+        raise Unsupported("on the heap", "MAPPING")
+
+    def mapping_trim(self, context: int) -> int:
+        raise Unsupported("on the heap", "MAPPING")
 
     # states and samplers
 

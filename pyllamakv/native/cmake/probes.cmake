@@ -10,7 +10,8 @@ set(PLK_INCLUDES
 
 # Group, then its candidates, best first. `none` is the stub that stands where nothing fits.
 set(PLK_GROUPS
-    load context settings memory cells rollback update defrag moving counters devices sampler rpc)
+    load context settings memory cells rollback update defrag moving mapping counters
+    devices sampler rpc)
 set(PLK_load vocab model)
 set(PLK_context init new)
 set(PLK_settings getter member hidden)
@@ -20,6 +21,7 @@ set(PLK_rollback memory guard patched context split prefix)
 set(PLK_update unified self cache context)
 set(PLK_defrag streams self cache compact)
 set(PLK_moving patched)
+set(PLK_mapping patched)
 set(PLK_counters counters)
 set(PLK_devices registry)
 set(PLK_sampler chain chain_n_vocab chain_vocab functions)

@@ -33,7 +33,8 @@ const char *plk_probes(void) { return plk::built::probes; }
 
 uint64_t plk_capabilities(void) {
     return plk::context::bits | plk::cells::bits | plk::defrag::bits |
-           plk::rollback::bits | plk::counters::bits | plk::moving::bits | plk::sampler::bits | PLK_CAP_STATES;
+           plk::rollback::bits | plk::counters::bits | plk::moving::bits | plk::mapping::bits |
+           plk::sampler::bits | PLK_CAP_STATES;
 }
 
 const char *plk_last_error(void) { return last_error.c_str(); }
@@ -59,6 +60,7 @@ int32_t plk_sizeof(const char *name) {
         {"plk_cells_info", sizeof(plk_cells_info)},
         {"plk_defrag_report", sizeof(plk_defrag_report)},
         {"plk_counters", sizeof(plk_counters)},
+        {"plk_mapping", sizeof(plk_mapping)},
         {"plk_device", sizeof(plk_device)},
         {"plk_sampler_params", sizeof(plk_sampler_params)},
     };
@@ -78,7 +80,9 @@ static_assert(sizeof(void *) != 8 || offsetof(plk_model_params, rpc_servers) == 
 static_assert(sizeof(void *) != 8 || sizeof(plk_model_params) == 40, "layout");
 static_assert(offsetof(plk_model_info, n_params) == 64 && sizeof(plk_model_info) == 80, "layout");
 static_assert(offsetof(plk_context_params, defrag_thold) == 56, "layout");
-static_assert(sizeof(plk_context_params) == 76 && sizeof(plk_context_info) == 56, "layout");
+static_assert(offsetof(plk_context_params, kv_backing) == 76, "layout");
+static_assert(sizeof(void *) != 8 || sizeof(plk_context_params) == 104, "layout");
+static_assert(sizeof(plk_context_info) == 56 && sizeof(plk_mapping) == 72, "layout");
 static_assert(sizeof(void *) != 8 || offsetof(plk_batch, logits) == 40, "layout");
 static_assert(offsetof(plk_cells_info, bytes_k) == 48 && sizeof(plk_cells_info) == 64, "layout");
 static_assert(offsetof(plk_defrag_report, bytes) == 16, "layout");

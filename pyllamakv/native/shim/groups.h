@@ -131,6 +131,24 @@ extern const uint64_t bits;
 void choose(const plk_context_params &asked);
 } // namespace moving
 
+// Caches in mapped memory.
+namespace mapping {
+extern const uint64_t bits;
+// What the caches that this thread makes next are made of; NULL: the heap.
+void choose(const plk_context_params *asked);
+// Why the last one could not be made: a PLK_E code, or 0 where this had no part in it.
+int failure();
+// How many caches of a context are mapped.
+int32_t count(llama_context *ctx);
+// Why what a context was given is not what it was asked for: a PLK_E code, or 0.
+int check(llama_context *ctx, const plk_context_params &asked);
+int read(llama_context *ctx, plk_mapping &out);
+int32_t tensors(llama_context *ctx, int32_t room, int64_t *rows);
+int64_t trim(llama_context *ctx);
+int flush(llama_context *ctx, const int32_t *tokens, int32_t n_tokens);
+int32_t tokens(llama_context *ctx, int32_t room, int32_t *tokens);
+} // namespace mapping
+
 namespace counters {
 extern const uint64_t bits;
 bool read(llama_context *ctx, plk_counters &out);

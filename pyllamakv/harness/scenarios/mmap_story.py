@@ -1,0 +1,34 @@
+"""All that a story goes through, in mapped memory and in a file, as the environment chooses it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pyllamakv.binding.protocol import Capability
+from pyllamakv.harness.scenario import CACHES, Scenario
+from pyllamakv.harness.scenarios import story
+
+if TYPE_CHECKING:
+    from pyllamakv.harness.lab import Lab
+
+
+def run(lab: Lab) -> None:
+    """Tell the story of `story`; a decode defragments where that scenario's patch does."""
+    lab.needs(Capability.MAPPING)
+    story.run(lab)
+
+
+SCENARIO = Scenario(
+    id="mmap-story",
+    kind="feature",
+    claim="A program that knows nothing of mapped memory gets it by LLAMA_KV_BACKING alone.",
+    issue="ggml-org/llama.cpp#11580",
+    run=run,
+    model="test",
+    settings=tuple(
+        replace(setting, environment=(("LLAMA_KV_BACKING", backing),))
+        for setting in (CACHES[0], CACHES[3])
+        for backing in ("mmap", "/tmp")
+    ),
+)

@@ -1,0 +1,232 @@
+"""Choose what the KV cache is made of, see what that takes, give it back, and keep it in a file.
+
+`Model.context` takes ``kv_backing``: "heap", as llama.cpp does it; "mmap", memory that is committed
+page by page as cells are written; a folder, for a temporary file without a name in it; or a file.
+A file may be kept: what `KV.flush` wrote is there for the next process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+import numpy as np
+
+from pyllamakv.binding.mapped import Backing
+from pyllamakv.binding.protocol import Capability
+from pyllamakv.errors import KVFileForeign, Unsupported, UsageError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from pyllamakv.binding.protocol import ContextHandle, Native, RawCells
+    from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.ledger import Ledger
+    from pyllamakv.runtime.model import Model
+
+KeepName = Literal["fresh"]
+
+#: How much of a model file its identity looks at, in pieces spread over all of it.
+_PIECES: Final = 256
+_PIECE: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Hold a checked choice, as `ContextParams` takes it; ``what`` is how it was given."""
+
+    kind: Backing = Backing.HEAP
+    path: str | None = None
+    keep: int = 0
+    huge: bool = False
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMemory:
+    """Say what K and V of one layer of one cache take: bytes in whole pages."""
+
+    cache: int
+    layer: int
+    reserved: int
+    committed: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVMemory:
+    """Say what the cache takes.
+
+    ``reserved`` bytes of address space, ``committed`` of them resident in the process of the
+    library (None on the heap, where nothing tells), ``file`` bytes on disk. ``elsewhere`` are bytes
+    of K and V that are not mapped, because their layers lie on devices. ``kept`` says whether
+    `KV.flush` has an effect, ``resumed`` whether the file held cells that are here now;
+    ``generation`` counts its flushes.
+    """
+
+    kind: Backing
+    reserved: int
+    committed: int | None
+    file: int = 0
+    elsewhere: int = 0
+    kept: bool = False
+    resumed: bool = False
+    generation: int = 0
+    layers: tuple[LayerMemory, ...] = ()
+
+
+def choose(
+    model: Model,
+    backing: str | os.PathLike[str],
+    keep: bool | KeepName,
+    huge: bool,
+) -> Choice:
+    """Return a checked choice, or raise UsageError or Unsupported."""
+    if keep not in (True, False, "fresh"):
+        msg = f"kv_keep must be True, False or 'fresh', not {keep!r}"
+        raise UsageError(msg)
+    if isinstance(backing, str) and backing not in ("heap", "mmap"):
+        msg = (
+            f"kv_backing must be 'heap', 'mmap' or a path, not {backing!r}: a file or a folder is "
+            f"given as pathlib.Path({backing!r})"
+        )
+        raise UsageError(msg)
+    if keep and isinstance(backing, str):
+        msg = f"kv_backing {backing!r} ends with the process: to keep the cache give a path"
+        raise UsageError(msg)
+    if backing == "heap":
+        if huge:
+            msg = "kv_huge needs mapped memory: give kv_backing='mmap' or a path"
+            raise UsageError(msg)
+        return Choice()
+    if Capability.MAPPING not in model.native.about.capabilities:
+        msg = (
+            "this build keeps its cache on the heap only: kv_backing needs a variant with the "
+            "patch mmap-kv, on Linux or macOS"
+        )
+        raise Unsupported(msg, "MAPPING")
+    if backing == "mmap":
+        return Choice(Backing.ANONYMOUS, huge=huge)
+    path = Path(backing).absolute()
+    if keep and path.is_dir():
+        msg = f"{path} is a folder; to keep the cache name a file in it"
+        raise UsageError(msg)
+    number = 0 if not keep else 2 if keep == "fresh" else 1
+    return Choice(Backing.FILE, str(path), number, huge, identity(model) if keep else None)
+
+
+def identity(model: Model) -> str:
+    """Return what tells a model from others: its facts, and pieces of all its weights."""
+    found = hashlib.sha256(model.fingerprint.encode())
+    with model.path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        found.update(str(size).encode())
+        for i in range(_PIECES):
+            file.seek(max(0, size - _PIECE) * i // (_PIECES - 1))
+            found.update(file.read(_PIECE))
+    return f"{model.path.stem[:40]} {found.hexdigest()[:32]}"
+
+
+def read(context: Context) -> KVMemory:
+    """Return what the cache takes; the turn is held."""
+    # The environment may have chosen otherwise.
+    try:
+        raw = context.native.mapping(context.handle)
+    except Unsupported:
+        cells = [raw.info for raw in _cells(context.native, context.handle)]
+        return KVMemory(Backing.HEAP, sum(each.bytes_k + each.bytes_v for each in cells), None)
+    info = raw.info
+    sums: dict[tuple[int, int], list[int]] = {}
+    for cache, layer, _is_v, reserved, committed in raw.rows.tolist():
+        of = sums.setdefault((cache, layer), [0, 0])
+        of[0] += reserved
+        of[1] += committed
+    return KVMemory(
+        kind=info.kind,
+        reserved=info.bytes_reserved,
+        committed=info.bytes_committed,
+        file=info.bytes_file,
+        elsewhere=info.bytes_elsewhere,
+        kept=info.kept,
+        resumed=info.resumed,
+        generation=info.generation,
+        layers=tuple(LayerMemory(*where, *sizes) for where, sizes in sorted(sums.items())),
+    )
+
+
+class Kept:
+    """Keep the cache of one context in its file; outlives the context until that is freed."""
+
+    def __init__(self, native: Native, ledgers: tuple[Ledger, ...]) -> None:
+        self._native = native
+        self._ledgers = ledgers
+        #: False where closing must leave the file as it is.
+        self.flushes = True
+
+    def flush(self, handle: ContextHandle) -> None:
+        """Write everything to the file; nobody else uses the context."""
+        # What is pending may move cells; the tokens must be those of the cells as they are written.
+        self._native.update(handle)
+        parts = [_tokens(raw, self._ledgers) for raw in _cells(self._native, handle)]
+        self._native.mapping_flush(handle, np.concatenate(parts))
+
+    def free(self, handle: ContextHandle) -> None:
+        """Flush and free the context, the latter also where the former fails."""
+        try:
+            if self.flushes:
+                self.flush(handle)
+        finally:
+            self._native.context_free(handle)
+
+
+def resume(context: Context) -> None:
+    """Fill the ledgers from what a kept file holds. Raises KVFileForeign without tokens."""
+    native, handle = context.native, context.handle
+    if not native.mapping(handle).info.resumed:
+        return
+    tokens = native.mapping_tokens(handle)
+    at = 0
+    for raw in _cells(native, handle):
+        here = tokens[at : at + len(raw.pos)]
+        at += len(raw.pos)
+        if raw.info.swa:
+            continue  # a window has a part of what the other cache has
+        mark = context.new_marks(len(raw.pos))
+        for number, ledger in enumerate(context.ledgers):
+            cells = np.flatnonzero(_has(raw, number))
+            if not len(cells):
+                continue
+            if (here[cells] < 0).any():
+                if context.kept:
+                    context.kept.flushes = False
+                context.close()
+                msg = f"{context.params.kv_path} was kept without tokens: choose another file"
+                raise KVFileForeign(msg)
+            cells = cells[np.argsort(raw.pos[cells], kind="stable")]
+            ledger.extend(here[cells].tolist(), raw.pos[cells].tolist(), (mark + cells).tolist())
+
+
+def _cells(native: Native, handle: ContextHandle) -> list[RawCells]:
+    return [native.cells(handle, cache) for cache in range(native.context_info(handle).n_caches)]
+
+
+def _has(raw: RawCells, number: int) -> NDArray[np.bool_]:
+    bit = np.uint64(1 << (number % 64))
+    found: NDArray[np.bool_] = ((raw.seqs[:, number // 64] & bit) != 0) & (raw.pos >= 0)
+    return found
+
+
+def _tokens(raw: RawCells, ledgers: tuple[Ledger, ...]) -> NDArray[np.int32]:
+    """Return the token of each cell (n,) int32, -1 where no ledger knows it."""
+    tokens = np.full(len(raw.pos), -1, np.int32)
+    for number, ledger in enumerate(ledgers):
+        if not len(ledger):
+            continue
+        cells = np.flatnonzero(_has(raw, number))
+        positions = np.array(ledger.positions, np.int32)
+        places = np.minimum(np.searchsorted(positions, raw.pos[cells]), len(positions) - 1)
+        known = positions[places] == raw.pos[cells]
+        tokens[cells[known]] = np.array(ledger.tokens, np.int32)[places[known]]
+    return tokens

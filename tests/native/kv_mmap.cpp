@@ -1,0 +1,582 @@
+// Tests of llama-kv-mmap.h by itself. Usage: kv_mmap GROUP FOLDER; exit code 0 if the group holds,
+// else a line that says what does not. FOLDER is empty, and stays so.
+
+#include "llama-kv-mmap.h"
+
+#include <csignal>
+#include <cstdio>
+#include <functional>
+#include <map>
+#include <set>
+
+#include <sys/wait.h>
+
+using namespace llama_kv_mmap;
+
+#define CHECK(condition)                                                    \
+    do {                                                                    \
+        if (!(condition)) {                                                 \
+            std::printf("line %d: %s\n", __LINE__, #condition);             \
+            std::exit(1);                                                   \
+        }                                                                   \
+    } while (0)
+
+static std::string folder;
+
+static const uint32_t N_CELLS  = 4096;
+static const uint32_t N_STREAM = 2;
+
+// K of 96 bytes per cell, V of 3 rows of 2 bytes per cell
+static std::vector<tensor> some_tensors() {
+    std::vector<tensor> res;
+
+    for (int layer = 0; layer < 2; ++layer) {
+        for (const bool is_v : { false, true }) {
+            tensor t;
+
+            t.name    = std::string("cache_") + (is_v ? "v" : "k") + "_l" + std::to_string(layer);
+            t.type    = "f16";
+            t.layer   = layer;
+            t.is_v    = is_v;
+            t.by_row  = !is_v;
+            t.n_bytes = (size_t) N_STREAM*N_CELLS*(is_v ? 3*2 : 96);
+            t.n_cell  = is_v ? 2 : 96;
+
+            res.push_back(t);
+        }
+    }
+
+    return res;
+}
+
+// cells as a cache has them
+struct cache {
+    std::vector<std::map<uint32_t, std::pair<int32_t, uint64_t>>> cells;
+    std::shared_ptr<backing> mapped;
+    uint32_t head = 0;
+
+    explicit cache(const options & opts, uint32_t number = 0) : cells(N_STREAM) {
+        mapped = std::make_shared<backing>(opts, number, some_tensors(), N_CELLS, N_STREAM);
+        mapped->clear(); // as upstream does; no effect yet
+        mapped->attach(
+            [this](uint32_t s, int32_t * pos, uint64_t * seqs, uint32_t n_words) {
+                CHECK(n_words == 1);
+                for (uint32_t i = 0; i < N_CELLS; ++i) {
+                    const auto found = cells[s].find(i);
+                    pos[i]  = found == cells[s].end() ? -1 : found->second.first;
+                    seqs[i] = found == cells[s].end() ?  0 : found->second.second;
+                }
+                return head + s;
+            },
+            [this](uint32_t s, const int32_t * pos, const uint64_t * seqs, uint32_t, uint32_t from) {
+                head = from - s;
+                for (uint32_t i = 0; i < N_CELLS; ++i) {
+                    if (pos[i] >= 0) {
+                        cells[s][i] = { pos[i], seqs[i] };
+                    }
+                }
+            });
+    }
+
+    // every byte of a cell, in every tensor
+    void each(uint32_t s, uint32_t cell, const std::function<void(char &, size_t)> & f) const {
+        size_t k = 0;
+        for (const auto & t : mapped->get_tensors()) {
+            char * begin = mapped->data() + t.offset + s*(t.n_bytes/N_STREAM);
+            if (t.by_row) {
+                for (size_t b = 0; b < t.n_cell; ++b) {
+                    f(begin[cell*t.n_cell + b], k++);
+                }
+            } else {
+                for (size_t row = 0; row < 3; ++row) {
+                    for (size_t b = 0; b < 2; ++b) {
+                        f(begin[(row*N_CELLS + cell)*2 + b], k++);
+                    }
+                }
+            }
+        }
+    }
+
+    static char value(uint32_t s, uint32_t cell, size_t k) {
+        return (char) (1 + (s*31 + cell*7 + k*13) % 100);
+    }
+
+    void fill(uint32_t s, uint32_t first, uint32_t last) {
+        mapped->touch();
+        for (uint32_t i = first; i < last; ++i) {
+            cells[s][i] = { (int32_t) (i + 5), 1ull << (i % 3) | 1ull << 63 };
+            each(s, i, [&](char & byte, size_t k) { byte = value(s, i, k); });
+        }
+    }
+
+    void free(uint32_t s, uint32_t first, uint32_t last) {
+        for (uint32_t i = first; i < last; ++i) {
+            cells[s].erase(i);
+        }
+    }
+
+    bool holds(uint32_t s, uint32_t first, uint32_t last) const {
+        bool res = true;
+        for (uint32_t i = first; i < last; ++i) {
+            each(s, i, [&](char & byte, size_t k) { res = res && byte == value(s, i, k); });
+        }
+        return res;
+    }
+};
+
+static options anonymous() {
+    options res;
+    res.kind = KIND_ANON;
+    return res;
+}
+
+static options named(const char * name, enum keep keep = KEEP_IT) {
+    options res;
+    res.kind  = KIND_FILE;
+    res.path  = folder + "/" + name;
+    res.keep  = keep;
+    res.model = "model";
+    res.build = "build";
+    return res;
+}
+
+static enum failure failure_of(const std::function<void()> & f) {
+    try {
+        f();
+    } catch (const error & e) {
+        CHECK(*e.what() != 0);
+        return e.why;
+    }
+    return FAILURE_NONE;
+}
+
+static enum failure opening(const options & opts) {
+    return failure_of([&] { cache c(opts); });
+}
+
+// f in a process that is killed at its end
+static void killed(const std::function<void()> & f) {
+    const pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        f();
+        ::kill(getpid(), SIGKILL);
+    }
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+}
+
+static void poke(const std::string & path, long at, char byte) {
+    std::FILE * f = std::fopen(path.c_str(), "r+b");
+    CHECK(f && std::fseek(f, at, at < 0 ? SEEK_END : SEEK_SET) == 0);
+    CHECK(std::fwrite(&byte, 1, 1, f) == 1 && std::fclose(f) == 0);
+}
+
+static bool exists(const std::string & path) {
+    return ::access(path.c_str(), F_OK) == 0;
+}
+
+static void test_layout() {
+    for (const bool huge : { false, true }) {
+        auto opts = anonymous();
+        opts.huge = huge;
+        cache c(opts);
+        CHECK(*(volatile char *) c.mapped->data() == 0);
+        size_t end = 0;
+        for (const auto & t : c.mapped->get_tensors()) {
+            CHECK(t.offset % page_size() == 0);
+            CHECK(t.offset >= end + page_size());
+            CHECK(t.n_reserved >= t.n_bytes && t.n_reserved < t.n_bytes + page_size());
+            end = t.offset + t.n_reserved;
+        }
+        CHECK(c.mapped->size() == end + page_size());
+        CHECK(c.mapped->owns(c.mapped->data()) && !c.mapped->owns(c.mapped->data() + c.mapped->size()));
+        CHECK(!c.mapped->get_is_kept() && c.mapped->get_file_bytes() == 0);
+    }
+}
+
+static void test_lazy() {
+    cache c(anonymous());
+    CHECK(c.mapped->committed() == 0);
+    CHECK(c.mapped->reserved() >= 2*N_STREAM*N_CELLS*(96 + 6));
+
+    c.fill(0, 0, 10);
+    CHECK(c.mapped->committed() <= 2*(1 + 3)*page_size());
+    CHECK(c.mapped->committed() >= 2*(1 + 1)*page_size());
+    for (const auto & t : c.mapped->get_tensors()) {
+        CHECK(t.n_committed >= page_size());
+    }
+
+    c.fill(1, 100, 200);
+    c.mapped->clear();
+    CHECK(c.mapped->committed() == 0);
+    c.each(1, 150, [](char & byte, size_t) { CHECK(byte == 0); });
+}
+
+static void test_trim() {
+    for (int kind = 0; kind < 2; ++kind) {
+        auto opts = kind == 0 ? anonymous() : named("", KEEP_NOT);
+        if (kind == 1) {
+            opts.kind = KIND_TEMP;
+            opts.path = folder;
+        }
+        cache c(opts);
+        c.fill(0, 0, 4000);
+        c.fill(1, 0, N_CELLS);
+        const size_t full = c.mapped->committed();
+        CHECK(full >= 2*(N_CELLS + 4000)*(96 + 6));
+
+        c.free(0, 1000, 4000);
+        c.free(0, 10, 20);
+        c.free(1, 0, 4000);
+        const size_t back = c.mapped->trim();
+        CHECK(c.mapped->committed() == full - back);
+        CHECK(kind == 1 || back >= 2*(3000*(96 + 6) - 4*2*page_size()));
+        CHECK(c.mapped->trim() == 0);
+        CHECK(c.holds(0, 0, 10) && c.holds(0, 20, 1000) && c.holds(1, 4000, N_CELLS));
+
+        // all of a stream goes in one piece, and what is written again is right
+        c.free(1, 4000, N_CELLS);
+        c.mapped->trim();
+        CHECK(c.holds(0, 20, 1000));
+        c.fill(1, 0, N_CELLS);
+        c.fill(0, 900, 1500);
+        CHECK(c.holds(0, 20, 1500) && c.holds(1, 0, N_CELLS));
+    }
+}
+
+static void test_copy() {
+    cache c(anonymous());
+    c.fill(0, 0, 300);
+    for (uint32_t i = 0; i < 300; ++i) {
+        c.cells[1][i] = c.cells[0][i];
+    }
+    // the source is free already, the copy is not made yet
+    c.free(0, 0, 300);
+    const size_t before = c.mapped->committed();
+    c.mapped->copy(0, 1);
+    for (uint32_t i = 0; i < 300; ++i) {
+        c.each(1, i, [&](char & byte, size_t k) { CHECK(byte == cache::value(0, i, k)); });
+    }
+    CHECK(c.mapped->committed() <= 2*before);
+}
+
+static void test_keep() {
+    const auto opts = named("kept");
+    std::vector<int32_t> tokens(N_STREAM*N_CELLS);
+    for (size_t i = 0; i < tokens.size(); ++i) {
+        tokens[i] = (int32_t) (i*7);
+    }
+    {
+        cache c(opts);
+        CHECK(c.mapped->get_is_kept() && !c.mapped->get_is_resumed());
+        c.fill(0, 0, 100);
+        c.fill(1, 50, 60);
+        c.head = 77;
+        c.mapped->flush(tokens.data());
+        CHECK(c.mapped->get_generation() == 1);
+        // the file can be opened by its own process again only when this one is closed
+        CHECK(opening(opts) == FAILURE_BUSY);
+    }
+    {
+        cache c(opts);
+        CHECK(c.mapped->get_is_resumed() && c.mapped->get_generation() == 1);
+        CHECK(c.cells[0].size() == 100 && c.cells[1].size() == 10 && c.head == 77);
+        CHECK(c.cells[0][7].first == 12 && c.cells[0][7].second == (1ull << 1 | 1ull << 63));
+        CHECK(c.holds(0, 0, 100) && c.holds(1, 50, 60));
+        CHECK(std::equal(tokens.begin(), tokens.end(), c.mapped->get_tokens()));
+        c.fill(0, 100, 110);
+        c.mapped->flush(nullptr);
+        CHECK(c.mapped->get_tokens()[3] == -1);
+    }
+    {
+        // looked at and left: still clean
+        cache c(opts);
+        CHECK(c.mapped->get_generation() == 2);
+    }
+    {
+        cache c(opts);
+        CHECK(c.holds(0, 0, 110));
+        c.mapped->clear();
+        c.cells.assign(N_STREAM, {});
+        c.mapped->flush(nullptr);
+    }
+    {
+        cache c(opts);
+        CHECK(c.cells[0].empty() && c.cells[1].empty() && c.mapped->get_generation() == 3);
+    }
+    // the second cache of a context has a file of its own
+    { cache c(opts, 1); c.fill(0, 0, 1); c.mapped->flush(nullptr); }
+    CHECK(exists(opts.path + ".1"));
+    ::unlink((opts.path + ".1").c_str());
+    ::unlink(opts.path.c_str());
+}
+
+static void test_dirty() {
+    const auto opts = named("dirty");
+    { cache c(opts); c.fill(0, 0, 10); c.mapped->flush(nullptr); }
+
+    // killed before it wrote anything: nothing is lost
+    killed([&] { new cache(opts); });
+    CHECK(opening(opts) == FAILURE_NONE);
+
+    // killed after the first change
+    killed([&] { auto & c = *new cache(opts); c.mapped->touch(); });
+    CHECK(opening(opts) == FAILURE_DIRTY);
+    CHECK(opening(opts) == FAILURE_DIRTY);
+
+    auto fresh = opts;
+    fresh.keep = KEEP_FRESH;
+    { cache c(fresh); CHECK(!c.mapped->get_is_resumed()); c.each(0, 3, [](char & b, size_t) { CHECK(b == 0); }); }
+    // made anew and never flushed
+    CHECK(opening(opts) == FAILURE_DIRTY);
+
+    // killed between a flush and the next change: what was flushed is there
+    killed([&] { auto & c = *new cache(fresh); c.fill(1, 0, 20); c.mapped->flush(nullptr); });
+    { cache c(opts); CHECK(c.mapped->get_is_resumed() && c.holds(1, 0, 20)); }
+    killed([&] { auto & c = *new cache(opts); c.mapped->trim(); });
+    CHECK(opening(opts) == FAILURE_DIRTY);
+    ::unlink(opts.path.c_str());
+
+    // a new file that nothing was put into is gone
+    { cache c(opts); }
+    CHECK(!exists(opts.path));
+}
+
+static void test_foreign() {
+    const auto opts = named("foreign");
+    { cache c(opts); c.fill(0, 0, 10); c.mapped->flush(nullptr); }
+
+    auto other = opts;
+    other.model = "another";
+    CHECK(opening(other) == FAILURE_FOREIGN);
+    other = opts;
+    other.build = "another";
+    CHECK(opening(other) == FAILURE_FOREIGN);
+    other = opts;
+    other.n_seq_max = 65;
+    CHECK(opening(other) == FAILURE_FOREIGN);
+    other = opts;
+    other.keep = KEEP_NOT; // would destroy it
+    CHECK(opening(other) == FAILURE_FOREIGN);
+
+    const auto shaped = [&](const std::function<void(std::vector<tensor> &)> & change, uint32_t n_cells, uint32_t n_stream) {
+        auto list = some_tensors();
+        change(list);
+        return failure_of([&] { backing b(opts, 0, list, n_cells, n_stream); });
+    };
+    CHECK(shaped([](std::vector<tensor> &) {}, N_CELLS/2, N_STREAM) == FAILURE_FOREIGN);
+    CHECK(shaped([](std::vector<tensor> &) {}, N_CELLS, 1) == FAILURE_FOREIGN);
+    CHECK(shaped([](std::vector<tensor> & l) { l[1].type = "q8_0"; }, N_CELLS, N_STREAM) == FAILURE_FOREIGN);
+    CHECK(shaped([](std::vector<tensor> & l) { l[1].by_row = true; }, N_CELLS, N_STREAM) == FAILURE_FOREIGN);
+    CHECK(shaped([](std::vector<tensor> & l) { l.pop_back(); }, N_CELLS, N_STREAM) == FAILURE_FOREIGN);
+    CHECK(shaped([](std::vector<tensor> & l) { std::swap(l[0], l[2]); }, N_CELLS, N_STREAM) == FAILURE_FOREIGN);
+    CHECK(opening(opts) == FAILURE_NONE);
+
+    // something else altogether is never overwritten, whatever is asked
+    const auto alien = named("alien", KEEP_FRESH);
+    std::FILE * f = std::fopen(alien.path.c_str(), "w");
+    CHECK(f && std::fputs("precious", f) >= 0 && std::fclose(f) == 0);
+    CHECK(opening(alien) == FAILURE_FOREIGN);
+    CHECK(opening(named("alien", KEEP_NOT)) == FAILURE_FOREIGN);
+    char text[16] = "";
+    f = std::fopen(alien.path.c_str(), "r");
+    CHECK(f && std::fgets(text, sizeof(text), f) && std::fclose(f) == 0);
+    CHECK(std::strcmp(text, "precious") == 0);
+
+    ::unlink(alien.path.c_str());
+    ::unlink(opts.path.c_str());
+}
+
+static void test_damaged() {
+    const auto opts = named("damaged");
+    const auto flushed = [&] {
+        ::unlink(opts.path.c_str());
+        cache c(opts);
+        c.fill(0, 0, 100);
+        c.fill(1, 0, 100);
+        c.mapped->flush(nullptr);
+        return c.mapped->get_tensors();
+    };
+
+    auto tensors = flushed();
+    // a bit of the header, of the cells, of a key, of a value of the second stream
+    const long places[] = {
+        (long) offsetof(header, generation), (long) sizeof(header) + 8*50, (long) tensors[0].offset + 99*96,
+        (long) (tensors[3].offset + tensors[3].n_bytes/2 + 2*(N_CELLS*2 + 99)),
+    };
+    for (const long at : places) {
+        flushed();
+        CHECK(opening(opts) == FAILURE_NONE);
+        poke(opts.path, at, (char) 0xa5);
+        CHECK(opening(opts) == FAILURE_DAMAGED);
+        CHECK(opening(opts) == FAILURE_DAMAGED);
+    }
+    // what no cell uses may be anything
+    flushed();
+    poke(opts.path, (long) tensors[0].offset + 100*96, 7);
+    CHECK(opening(opts) == FAILURE_NONE);
+
+    flushed();
+    CHECK(::truncate(opts.path.c_str(), 100000) == 0);
+    CHECK(opening(opts) == FAILURE_DAMAGED);
+    flushed();
+    poke(opts.path, 8, 77); // the format: a later version
+    CHECK(opening(opts) == FAILURE_FOREIGN);
+    ::unlink(opts.path.c_str());
+}
+
+static void test_space() {
+    struct rlimit limit;
+    CHECK(::getrlimit(RLIMIT_FSIZE, &limit) == 0);
+    const auto old = limit;
+    limit.rlim_cur = 100000;
+    CHECK(::setrlimit(RLIMIT_FSIZE, &limit) == 0);
+
+    const auto opts = named("large");
+    CHECK(opening(opts) == FAILURE_SPACE);
+    CHECK(!exists(opts.path));
+    auto temporary = opts;
+    temporary.keep = KEEP_NOT;
+    temporary.kind = KIND_TEMP;
+    temporary.path = folder;
+    CHECK(opening(temporary) == FAILURE_SPACE);
+
+    CHECK(::setrlimit(RLIMIT_FSIZE, &old) == 0);
+    {
+        cache c(opts);
+        CHECK(c.mapped->get_file_bytes() >= c.mapped->reserved());
+    }
+    auto missing = opts;
+    missing.path = folder + "/none/such";
+    CHECK(opening(missing) == FAILURE_IO);
+    missing.path = "/dev/null";
+    CHECK(opening(missing) == FAILURE_UNSUPPORTED);
+}
+
+static void test_scratch() {
+    const auto opts = named("scratch", KEEP_NOT);
+    {
+        cache c(opts);
+        c.fill(0, 0, 10);
+        CHECK(exists(opts.path) && opening(opts) == FAILURE_BUSY);
+        CHECK(failure_of([&] { c.mapped->flush(nullptr); }) == FAILURE_UNSUPPORTED);
+    }
+    CHECK(!exists(opts.path));
+    // one that a killed process left behind is used again, and its content is not
+    killed([&] { auto & c = *new cache(opts); c.fill(0, 0, 10); });
+    CHECK(exists(opts.path));
+    {
+        cache c(opts);
+        c.each(0, 3, [](char & b, size_t) { CHECK(b == 0); });
+        CHECK(c.cells[0].empty());
+    }
+    { cache c(named("scratch")); CHECK(!c.mapped->get_is_resumed()); }
+    ::unlink(opts.path.c_str());
+}
+
+static void test_options() {
+    CHECK(effective().kind == KIND_HEAP);
+    CHECK(make(some_tensors(), N_CELLS, N_STREAM) == nullptr);
+
+    ::setenv("LLAMA_KV_BACKING", "mmap", 1);
+    ::setenv("LLAMA_KV_BACKING_HUGE", "1", 1);
+    CHECK(effective().kind == KIND_ANON && effective().huge);
+    ::setenv("LLAMA_KV_BACKING", folder.c_str(), 1);
+    ::setenv("LLAMA_KV_BACKING_HUGE", "0", 1);
+    CHECK(effective().kind == KIND_TEMP && !effective().huge);
+    ::setenv("LLAMA_KV_BACKING", (folder + "/file").c_str(), 1);
+    CHECK(effective().kind == KIND_FILE && effective().keep == KEEP_NOT);
+    current().kind = KIND_ANON;
+    ::setenv("LLAMA_KV_BACKING", "heap", 1);
+    CHECK(effective().kind == KIND_HEAP);
+    ::unsetenv("LLAMA_KV_BACKING");
+    ::unsetenv("LLAMA_KV_BACKING_HUGE");
+
+    CHECK(effective().kind == KIND_ANON);
+    {
+        const auto one = make(some_tensors(), N_CELLS, N_STREAM);
+        make(some_tensors(), N_CELLS, N_STREAM); // of a context that came to nothing
+        const auto all = take_made();
+        CHECK(all.size() == 1 && all[0].lock() == one && take_made().empty());
+    }
+    current() = named("a");
+    current().n_seq_max = 200;
+    {
+        const auto one = make(some_tensors(), N_CELLS, N_STREAM);
+        const auto two = make(some_tensors(), N_CELLS, N_STREAM);
+        CHECK(exists(folder + "/a") && exists(folder + "/a.1"));
+        CHECK(current().failed == FAILURE_NONE);
+        take_made();
+        CHECK(failure_of([] { make(some_tensors(), N_CELLS, N_STREAM); }) == FAILURE_BUSY);
+        CHECK(current().failed == FAILURE_BUSY);
+    }
+    CHECK(!exists(folder + "/a") && !exists(folder + "/a.1"));
+    current()      = options();
+    current().kind = KIND_ANON;
+    current().keep = KEEP_IT;
+    CHECK(failure_of([] { make(some_tensors(), N_CELLS, N_STREAM); }) == FAILURE_UNSUPPORTED);
+}
+
+static void test_checksum() {
+    std::vector<char> data(1000);
+    for (size_t i = 0; i < data.size(); ++i) {
+        data[i] = (char) (i*i);
+    }
+    std::set<uint64_t> seen;
+    for (size_t n = 0; n <= data.size(); n += 1 + n/7) {
+        CHECK(seen.insert(checksum(data.data(), n, 1)).second);
+        CHECK(seen.insert(checksum(data.data(), n, 2)).second);
+    }
+    for (size_t i = 0; i < data.size(); ++i) {
+        for (int bit = 0; bit < 8; ++bit) {
+            data[i] = (char) (data[i] ^ 1 << bit);
+            CHECK(seen.insert(checksum(data.data(), data.size(), 1)).second);
+            data[i] = (char) (data[i] ^ 1 << bit);
+        }
+    }
+    std::swap_ranges(data.begin(), data.begin() + 8, data.begin() + 32);
+    CHECK(seen.insert(checksum(data.data(), data.size(), 1)).second);
+}
+
+// access to the page between two tensors ends the process
+static void test_guard() {
+    const pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        std::signal(SIGSEGV, SIG_DFL);
+        std::signal(SIGBUS, SIG_DFL);
+        cache c(anonymous());
+        const auto & t = c.mapped->get_tensors()[0];
+        *(volatile char *) (c.mapped->data() + t.offset + t.n_reserved) = 1;
+        std::_Exit(0);
+    }
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child && WIFSIGNALED(status));
+}
+
+int main(int argc, char ** argv) {
+    const std::map<std::string, void (*)()> groups = {
+        { "checksum", test_checksum }, { "copy",    test_copy    }, { "damaged", test_damaged },
+        { "dirty",    test_dirty    }, { "foreign", test_foreign }, { "guard",   test_guard   },
+        { "keep",     test_keep     }, { "layout",  test_layout  }, { "lazy",    test_lazy    },
+        { "options",  test_options  }, { "scratch", test_scratch }, { "space",   test_space   },
+        { "trim",     test_trim     },
+    };
+
+    if (argc < 3) {
+        for (const auto & group : groups) {
+            std::printf("%s\n", group.first.c_str());
+        }
+        return 0;
+    }
+
+    folder = argv[2];
+
+    const auto found = groups.find(argv[1]);
+    CHECK(found != groups.end());
+    found->second();
+
+    return 0;
+}

@@ -1,0 +1,596 @@
+"""A cache in mapped memory, over real builds: lazily committed, given back, in files, and kept."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import pyllamakv as kv
+from pyllamakv.building import variant as variants
+from pyllamakv.errors import (
+    KVFileBusy,
+    KVFileDamaged,
+    KVFileDirty,
+    KVFileForeign,
+    KVFileFull,
+    Unsupported,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pyllamakv.building.variant import Variant
+
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.skipif(sys.platform != "linux", reason="files and smaps need Linux"),
+]
+
+#: The last release that fails by default, and the newest one.
+RELEASES = ("0.3.9", "0.3.36")
+TOKENS = [(7 * i) % 60 + 1 for i in range(200)]
+
+
+@pytest.fixture(scope="module", params=RELEASES)
+def build(request: pytest.FixtureRequest) -> Variant:
+    """Return a patched variant."""
+    if request.param == RELEASES[0]:
+        found: Variant = request.getfixturevalue("patched")
+        return found
+    other = variants.find(f"{request.param}+patched")
+    if other is None:
+        pytest.skip(f"{request.param}+patched is not built here")
+    return other
+
+
+@pytest.fixture
+def model(build: Variant, tiny_model: Path) -> Iterator[kv.Model]:
+    """Load the tiny model in this process, so that its smaps are the library's."""
+    with kv.open(build.folder) as library, library.load_model(tiny_model) as loaded:
+        yield loaded
+
+
+@pytest.fixture
+def speaking(build: Variant) -> Iterator[kv.Model]:
+    """Load another model."""
+    from pyllamakv.harness import synthetic
+
+    with kv.open(build.folder) as library:
+        yield library.load_model(synthetic.model("bytes"))
+
+
+def fill(ctx: kv.Context, tokens: list[int]) -> kv.Sequence:
+    """Decode tokens in a new sequence."""
+    sequence = ctx.sequence()
+    ctx.prefill(sequence, tokens)
+    return sequence
+
+
+def mapped(size: int) -> int:
+    """Return the resident bytes of all mappings of exactly this size, as smaps counts them."""
+    total = 0
+    inside = False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            begin, end = (int(word, 16) for word in words[0].split("-"))
+            inside = end - begin == size
+        elif inside and words[0] == "Rss:":
+            total += int(words[1]) * 1024
+    return total
+
+
+def test_what_is_told_is_what_the_kernel_counts(model: kv.Model) -> None:
+    """Committed bytes, in all and per layer, equal the resident pages in smaps."""
+    # 40960 cells of 64 bytes make tensors of a size that no other mapping has.
+    with model.context(n_ctx=40960, n_batch=64, flash_attn=True, kv_backing="mmap") as ctx:
+        size = 40960 * 64
+        assert ctx.kv.memory.committed == 0
+        sequence = ctx.sequence()
+        for n in (1, 63, 500):
+            ctx.prefill(sequence, TOKENS[:1] * n)
+            memory = ctx.kv.memory
+            assert memory.committed == mapped(size)
+            assert sum(layer.committed for layer in memory.layers) == memory.committed
+            assert sum(layer.reserved for layer in memory.layers) == memory.reserved == 2 * size
+            used = len(sequence) * 64 * 2
+            assert used <= (memory.committed or 0) <= used + 2 * 2 * resource.getpagesize()
+        sequence.trim(64)
+        before = ctx.kv.memory.committed or 0
+        assert ctx.kv.trim() == before - mapped(size)
+        assert mapped(size) == 2 * resource.getpagesize()
+        ctx.clear()
+        assert mapped(size) == 0
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_a_large_context_costs_what_it_uses(model: kv.Model, flash: bool) -> None:
+    """64 tokens of 131072 make at most 5 % of the cache resident."""
+    options: Any = {"n_ctx": 131072, "n_batch": 64, "n_ubatch": 64, "flash_attn": flash}
+    with model.context(kv_backing="mmap", **options) as ctx:
+        fill(ctx, TOKENS[:64])
+        memory = ctx.kv.memory
+        assert memory.kind == kv.Backing.ANONYMOUS
+        assert 0 < (memory.committed or 0) <= memory.reserved // 20
+
+
+@pytest.mark.parametrize("kind", ["mmap", "folder", "file"])
+@pytest.mark.parametrize("types", [(False, "f16"), (True, "f16"), (True, "q8_0")])
+def test_logits_are_those_of_the_heap(
+    model: kv.Model, tmp_path: Path, kind: str, types: tuple[bool, str]
+) -> None:
+    """Prompt, removal, shift, defragmentation and what follows: equal to the last bit."""
+    flash, type_ = types
+    backing = {"mmap": "mmap", "folder": tmp_path, "file": tmp_path / "cache"}[kind]
+    options: Any = {"n_ctx": 512, "n_seq_max": 4, "flash_attn": flash}
+    options |= {"type_k": type_, "type_v": type_}
+    found = []
+    for each in ("heap", backing):
+        rows = []
+        with model.context(kv_backing=each, **options) as ctx:
+            first, second = fill(ctx, TOKENS[:100]), fill(ctx, TOKENS[:150])
+            third = fill(ctx, TOKENS[50:90])
+            rows.append(third.logits().copy())
+            first.remove(10, 60)
+            if ctx.info.can_shift:
+                first.shift(60, None, -50)
+            second.close()
+            ctx.kv.defrag()
+            if each != "heap":
+                ctx.kv.trim()
+            for sequence in (first, third):
+                ctx.decode(sequence.feed(TOKENS[:30]))
+                rows.append(sequence.logits().copy())
+            saved = third.save()
+            ctx.clear()
+            again = ctx.sequence()
+            again.restore(saved)
+            ctx.decode(again.feed([5]))
+            rows.append(again.logits().copy())
+        found.append(rows)
+    for heap, here in zip(*found, strict=True):
+        assert np.array_equal(heap, here)
+    assert not list(tmp_path.iterdir())
+
+
+def test_defrag_and_trim(model: kv.Model) -> None:
+    """What is free after a defragmentation goes back, by hand or by itself."""
+    options: Any = {"n_ctx": 8192, "n_seq_max": 4, "flash_attn": True, "kv_backing": "mmap"}
+    for by_itself in (False, True):
+        with model.context(defrag_trim=by_itself, **options) as ctx:
+            first, second = fill(ctx, [1] * 4000), fill(ctx, [2] * 500)
+            first.remove()
+            full = ctx.kv.memory.committed or 0
+            ctx.kv.defrag()
+            after = ctx.kv.memory.committed or 0
+            back = ctx.kv.trim()
+            assert (after < full and back == 0) if by_itself else (back > 0 and after == full)
+            least = len(second) * 128
+            assert least <= (ctx.kv.memory.committed or 0) <= least + 4 * resource.getpagesize()
+
+
+def test_kept_across_processes(build: Variant, model: kv.Model, tmp_path: Path) -> None:
+    """A cache that another process kept goes on: sequences, tokens and logits to the last bit."""
+    file = tmp_path / "cache"
+    script = """
+        with model.context(kv_backing=Path(sys.argv[2]), kv_keep=True, **options) as ctx:
+            first, second = ctx.sequence(), ctx.sequence()
+            ctx.prefill(first, tokens)
+            fork = first.fork(100)
+            ctx.prefill(second, tokens[:70])
+            first.remove(10, 20)
+            second.remove(0, 20)
+            if ctx.info.can_shift:
+                second.shift(20, None, -20)
+            if ctx.info.defrag:
+                ctx.kv.defrag()
+            ctx.kv.flush()
+            ctx.prefill(fork, [9, 8, 7])
+    """
+    done = child(build, model, file, script)
+    assert done.returncode == 0, done.stderr
+
+    options = context_options()
+    with model.context(**options) as ctx:
+        first, second = fill(ctx, TOKENS), ctx.sequence()
+        fork = first.fork(100)
+        ctx.prefill(second, TOKENS[:70])
+        first.remove(10, 20)
+        second.remove(0, 20)
+        if ctx.info.can_shift:
+            second.shift(20, None, -20)
+        if ctx.info.defrag:
+            ctx.kv.defrag()
+        ctx.prefill(fork, [9, 8, 7])
+        expected = [(s.id, s.tokens, s.positions) for s in (first, second, fork)]
+        wanted = logits(ctx, [first, second, fork])
+
+    for generation in (2, 3):
+        with model.context(kv_backing=file, kv_keep=True, **options) as ctx:
+            memory = ctx.kv.memory
+            assert memory.resumed and memory.kept and memory.generation == generation
+            assert memory.file >= memory.reserved
+            sequences = [ctx.sequence(number) for number, _tokens, _positions in expected]
+            assert [(s.id, s.tokens, s.positions) for s in sequences] == expected
+            assert sequences[0].ledger.marks[:10] == sequences[2].ledger.marks[:10]
+            found = logits(ctx, sequences)
+            assert all(np.array_equal(a, b) for a, b in zip(wanted, found, strict=True))
+            for sequence, (_number, tokens, _positions) in zip(sequences, expected, strict=True):
+                sequence.trim(len(tokens))
+
+
+def context_options() -> dict[str, Any]:
+    """Return what both sides make their contexts with."""
+    return {"n_ctx": 1024, "n_batch": 512, "n_seq_max": 4, "flash_attn": True}
+
+
+def logits(ctx: kv.Context, sequences: list[kv.Sequence]) -> list[np.ndarray]:
+    """Decode a token in each sequence alone and return the logits."""
+    found = []
+    for sequence in sequences:
+        ctx.decode(sequence.feed([3]))
+        found.append(sequence.logits().copy())
+    return found
+
+
+def child(
+    build: Variant, model: kv.Model, file: Path, script: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script in a process of its own: ``model``, ``tokens`` and ``options`` are there."""
+    begin = f"""
+        import os, signal, sys
+        from pathlib import Path
+        import pyllamakv as kv
+        tokens = {TOKENS!r}
+        options = {context_options()!r}
+        library = kv.open(Path(sys.argv[1]))
+        model = library.load_model(Path(sys.argv[3]))
+    """
+    code = textwrap.dedent(begin) + textwrap.dedent(script)
+    root = str(Path(__file__).resolve().parent.parent)
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.run(
+        [sys.executable, "-c", code, str(build.folder), str(file), str(model.path)],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=300,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )
+
+
+def test_killed_in_the_middle(build: Variant, model: kv.Model, tmp_path: Path) -> None:
+    """A process killed between a decode and a flush leaves a file that is reported as dirty."""
+    file = tmp_path / "cache"
+    keep: dict[str, Any] = {"kv_backing": file, "kv_keep": True, **context_options()}
+    with model.context(**keep) as ctx:
+        fill(ctx, TOKENS)
+    script = """
+        ctx = model.context(kv_backing=Path(sys.argv[2]), kv_keep=True, **options)
+        {work}
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    # Killed before it changed anything, or after another flush, it leaves what was flushed.
+    for work in ("pass", "ctx.decode(ctx.sequence(0).feed([1])); ctx.kv.flush()"):
+        done = child(build, model, file, script.format(work=work))
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        with model.context(**keep) as ctx:
+            assert ctx.kv.memory.resumed
+            sequence = ctx.sequence(0)
+            assert sequence.tokens[: len(TOKENS)] == TOKENS
+            sequence.trim(len(TOKENS))
+            again = logits(ctx, [sequence])[0]
+            sequence.trim(len(TOKENS))
+        with model.context(**context_options()) as ctx:
+            assert np.array_equal(logits(ctx, [fill(ctx, TOKENS)])[0], again)
+    work = (
+        "import threading; sequence = ctx.sequence(1); "
+        "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
+        "        while True:\n"
+        "            ctx.prefill(sequence, tokens)\n"
+        "            sequence.remove()"
+    )
+    done = child(build, model, file, script.format(work=work))
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    for _ in range(2):
+        with pytest.raises(KVFileDirty, match="fresh"):
+            model.context(**keep)
+    with model.context(**{**keep, "kv_keep": "fresh"}) as ctx:
+        assert not ctx.kv.memory.resumed
+        assert not any(len(ledger) for ledger in ctx.ledgers)
+        fill(ctx, TOKENS[:5])
+    with model.context(**keep) as ctx:
+        assert ctx.sequence(0).tokens == TOKENS[:5]
+
+
+def test_one_owner(build: Variant, model: kv.Model, tmp_path: Path) -> None:
+    """A second opener is refused, in this process and in another, and harms nothing."""
+    file = tmp_path / "cache"
+    keep: dict[str, Any] = {"kv_backing": file, "kv_keep": True, **context_options()}
+    with model.context(**keep) as ctx:
+        sequence = fill(ctx, TOKENS[:50])
+        for again in (keep, {**keep, "kv_keep": "fresh"}, {**keep, "kv_keep": False}):
+            with pytest.raises(KVFileBusy, match="in use"):
+                model.context(**again)
+        done = child(
+            build,
+            model,
+            file,
+            """
+            try:
+                model.context(kv_backing=Path(sys.argv[2]), kv_keep=True, **options)
+            except kv.errors.KVFileBusy:
+                sys.exit(7)
+            """,
+        )
+        assert done.returncode == 7, done.stderr
+        ctx.decode(sequence.feed([4]))
+    with model.context(**keep) as ctx:
+        assert ctx.sequence(0).tokens == [*TOKENS[:50], 4]
+
+
+def test_other_models_and_shapes_are_refused(
+    model: kv.Model, speaking: kv.Model, tmp_path: Path
+) -> None:
+    """A kept cache of another model, size, type or layout is refused and stays as it is."""
+    file = tmp_path / "cache"
+    options = context_options()
+    with model.context(kv_backing=file, kv_keep=True, **options) as ctx:
+        fill(ctx, TOKENS[:50])
+    before = file.read_bytes()
+    with pytest.raises(KVFileForeign, match="another model"):
+        speaking.context(kv_backing=file, kv_keep=True, **options)
+    for change in (
+        {"n_ctx": 2048},
+        {"type_k": "q8_0"},
+        {"type_v": "q8_0"},
+        {"flash_attn": False},
+        {"n_seq_max": 100},
+    ):
+        with pytest.raises(KVFileForeign, match="shape"):
+            model.context(kv_backing=file, kv_keep=True, **{**options, **change})
+    with pytest.raises(KVFileForeign, match="kept"):
+        model.context(kv_backing=file, **options)
+    assert file.read_bytes() == before
+    alien = tmp_path / "alien"
+    alien.write_bytes(b"something else")
+    for keep in (True, False, "fresh"):
+        with pytest.raises(KVFileForeign, match="something else"):
+            model.context(kv_backing=alien, kv_keep=keep, **options)
+    assert alien.read_bytes() == b"something else"
+
+
+def test_damage_is_seen(model: kv.Model, tmp_path: Path) -> None:
+    """A bit that changed in what cells use is found before anything is computed with it."""
+    file = tmp_path / "cache"
+    keep: dict[str, Any] = {"kv_backing": file, "kv_keep": True, **context_options()}
+    with model.context(**keep) as ctx:
+        fill(ctx, TOKENS)
+    whole = bytearray(file.read_bytes())
+    used = [i for i in range(len(whole) - 1, 0, -1) if whole[i]][:2000:500]
+    for at in (40, 600, *used):
+        changed = bytearray(whole)
+        changed[at] ^= 4
+        file.write_bytes(changed)
+        with pytest.raises(KVFileDamaged):
+            model.context(**keep)
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(KVFileDamaged, match="bytes"):
+        model.context(**keep)
+    file.write_bytes(whole)
+    with model.context(**keep) as ctx:
+        assert ctx.sequence(0).tokens == TOKENS
+
+
+def test_a_full_disk_is_an_error(build: Variant, model: kv.Model, tmp_path: Path) -> None:
+    """Where there is no room nothing is made, and nobody gets a signal."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = shutil.which("mount")
+    done = mount and subprocess.run(
+        [mount, "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)],
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    if not done or done.returncode:
+        pytest.skip("no small file system can be mounted here")
+    try:
+        options = {**context_options(), "n_ctx": 65536}
+        for backing in (small, small / "cache"):
+            with pytest.raises(KVFileFull, match="No space left"):
+                model.context(kv_backing=backing, **options)
+            assert not list(small.iterdir())
+        # What fits works to its last cell: its space was there before it was touched.
+        options["n_ctx"] = 4096
+        with model.context(kv_backing=small / "cache", **options) as ctx:
+            room = shutil.disk_usage(small).free
+            (small / "rest").write_bytes(b"x" * room)
+            sequence = fill(ctx, [1] * 4095)
+            sequence.trim(100)
+            ctx.kv.trim()
+            assert shutil.disk_usage(small).free == 0
+            ctx.prefill(sequence, [2] * 3000)
+            ctx.clear()
+            fill(ctx, [3] * 4000)
+    finally:
+        subprocess.run(["umount", str(small)], capture_output=True, timeout=120, check=False)
+
+
+def test_a_limit_on_files_is_an_error(build: Variant, model: kv.Model, tmp_path: Path) -> None:
+    """A file that may not be that large is refused; the signal for it never comes."""
+    done = child(
+        build,
+        model,
+        tmp_path / "cache",
+        """
+        import resource
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50000, resource.RLIM_INFINITY))
+        for backing in (Path(sys.argv[2]), Path(sys.argv[2]).parent):
+            try:
+                model.context(kv_backing=backing, **options)
+            except kv.errors.KVFileFull:
+                continue
+            sys.exit(1)
+        sys.exit(7)
+        """,
+    )
+    assert done.returncode == 7, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_in_a_worker(build: Variant, tiny_model: Path, tmp_path: Path) -> None:
+    """All of it works over a worker too, and its errors keep their class."""
+    file = tmp_path / "cache"
+    keep: dict[str, Any] = {"kv_backing": file, "kv_keep": True, **context_options()}
+    with kv.open(build.folder, isolated=True) as library:
+        other = library.load_model(tiny_model)
+        with other.context(**keep) as ctx:
+            fill(ctx, TOKENS[:50])
+            with pytest.raises(KVFileBusy):
+                other.context(**keep)
+        with other.context(**keep) as ctx:
+            assert ctx.sequence(0).tokens == TOKENS[:50]
+            assert ctx.kv.memory.layers[0].reserved > 0
+            # Closing the model flushes what lives on it.
+            ctx.decode(ctx.sequence(1).feed([1, 2]))
+            other.close()
+        again = library.load_model(tiny_model)
+        with again.context(**keep) as ctx:
+            assert ctx.sequence(1).tokens == [1, 2]
+
+
+def test_a_sliding_window_keeps_two_files(build: Variant, tmp_path: Path) -> None:
+    """A model with a window has two caches, each in a file; both must be of one flush."""
+    from pyllamakv.harness import synthetic
+
+    file = tmp_path / "cache"
+    keep: dict[str, Any] = {"kv_backing": file, "kv_keep": True, **context_options()}
+    with kv.open(build.folder) as library:
+        model = library.load_model(synthetic.model("sliding"))
+        with model.context(**context_options()) as ctx:
+            wanted = logits(ctx, [fill(ctx, TOKENS)])[0]
+        with model.context(**keep) as ctx:
+            fill(ctx, TOKENS)
+            caches = {layer.cache for layer in ctx.kv.memory.layers}
+        with model.context(**keep) as ctx:
+            sequence = ctx.sequence(0)
+            assert sequence.tokens == TOKENS
+            assert np.array_equal(logits(ctx, [sequence])[0], wanted)
+        if len(caches) == 1:
+            return
+        second = tmp_path / "cache.1"
+        assert second.is_file()
+        old = second.read_bytes()
+        with model.context(**keep) as ctx:
+            fill(ctx, [1])
+        second.write_bytes(old)
+        with pytest.raises(KVFileDirty):
+            model.context(**keep)
+
+
+def test_options_are_checked(model: kv.Model, tmp_path: Path) -> None:
+    """What cannot be meant is refused before anything is made."""
+    wrong: tuple[dict[str, Any], ...] = (
+        {"kv_backing": "disk"},
+        {"kv_backing": str(tmp_path)},
+        {"kv_keep": True},
+        {"kv_backing": "mmap", "kv_keep": True},
+        {"kv_backing": tmp_path, "kv_keep": True},
+        {"kv_backing": tmp_path / "x", "kv_keep": "always"},
+        {"kv_huge": True},
+        {"defrag_trim": True},
+    )
+    for options in wrong:
+        with pytest.raises(UsageError):
+            model.context(**options)
+    with model.context() as ctx:
+        assert ctx.kv.memory.kind == kv.Backing.HEAP
+        assert ctx.kv.memory.reserved > 0 and ctx.kv.memory.committed is None
+        for refused in (ctx.kv.trim, ctx.kv.flush):
+            with pytest.raises(Unsupported):
+                refused()
+    with model.context(kv_backing="mmap", kv_huge=True) as ctx:
+        fill(ctx, TOKENS[:3])
+        with pytest.raises(Unsupported, match="kept"):
+            ctx.kv.flush()
+    assert not list(tmp_path.iterdir())
+
+
+def test_stock_refuses_by_name(stock: Variant, tiny_model: Path) -> None:
+    """A build without the patch says what it lacks."""
+    with kv.open(stock.folder) as library, library.load_model(tiny_model) as model:
+        with pytest.raises(Unsupported, match="mmap-kv"):
+            model.context(kv_backing="mmap")
+        with model.context() as ctx, pytest.raises(Unsupported, match="heap"):
+            ctx.kv.trim()
+
+
+def test_the_environment_chooses(build: Variant, tiny_model: Path, tmp_path: Path) -> None:
+    """A program that knows nothing of it gets mapped memory by a variable."""
+    with (
+        kv.open(build.folder, isolated=True, env={"LLAMA_KV_BACKING": "mmap"}) as library,
+        library.load_model(tiny_model).context(n_ctx=4096) as ctx,
+    ):
+        assert ctx.kv.memory.kind == kv.Backing.ANONYMOUS
+        assert ctx.kv.memory.committed == 0
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_random_schedules(model: kv.Model, flash: bool) -> None:
+    """Whatever happens to sequences in mapped memory, every step is proved as on the heap."""
+    from pyllamakv.harness import schedules
+
+    def make() -> kv.Context:
+        return model.context(256, 96, 32, 5, flash_attn=flash, kv_backing="mmap", defrag_trim=True)
+
+    for seed in range(6):
+        schedules.prove(make, seed, 25)
+
+
+def test_layers_on_devices_stay_there(build: Variant, tmp_path: Path) -> None:
+    """What lies on a device is not mapped: it is counted, and where nothing is left, refused."""
+    from pyllamakv.bench import devices
+    from pyllamakv.harness import synthetic
+
+    with (
+        devices.serving(str(build.folder)) as endpoint,
+        kv.open(build.folder, isolated=True) as library,
+    ):
+        path = synthetic.model("deep")
+        options: dict[str, Any] = {"n_ctx": 512, "flash_attn": True}
+        whole = library.load_model(path, n_gpu_layers=999, rpc_servers=endpoint)
+        for backing in ("mmap", tmp_path):
+            with pytest.raises(Unsupported, match="devices"):
+                whole.context(kv_backing=backing, **options)
+        with pytest.raises(Unsupported, match="device"):
+            whole.context(kv_backing=tmp_path / "cache", kv_keep=True, **options)
+        # Keys and values stay here where they are not offloaded.
+        with whole.context(kv_backing="mmap", offload_kqv=False, **options) as ctx:
+            fill(ctx, TOKENS[:9])
+            assert ctx.kv.memory.elsewhere == 0 and len(ctx.kv.memory.layers) > 1
+        part = library.load_model(path, n_gpu_layers=2, rpc_servers=endpoint)
+        with (
+            part.context(kv_backing="mmap", **options) as ctx,
+            part.context(**options) as heap,
+        ):
+            memory = ctx.kv.memory
+            assert 0 < len(memory.layers) < part.info.n_layer
+            assert memory.elsewhere == heap.kv.memory.reserved - memory.reserved > 0
+            rows = [logits(each, [fill(each, TOKENS[:50])])[0] for each in (ctx, heap)]
+            assert np.array_equal(*rows)
+            ctx.kv.trim()
+        assert not list(tmp_path.iterdir())
