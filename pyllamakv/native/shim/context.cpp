@@ -1,4 +1,5 @@
 // Contexts: what llama.cpp would assert on is checked before it sees the parameters.
+#include "backing.h"
 #include "fields.h"
 #include "groups.h"
 
@@ -72,22 +73,8 @@ int check(const plk_model &model, const plk_context_params &asked) {
         (asked.defrag_plan || asked.defrag_mover || asked.defrag_threads)) {
         return plk::refuse(PLK_EUNSUPPORTED, "this build moves cells in its own way only");
     }
-    if (asked.kv_backing < PLK_BACKING_HEAP || asked.kv_backing > PLK_BACKING_FILE ||
-        asked.kv_keep < 0 || asked.kv_keep > 2 ||
-        (asked.kv_backing >= PLK_BACKING_TEMPORARY) != (asked.kv_path != nullptr) ||
-        (asked.kv_keep && asked.kv_backing != PLK_BACKING_FILE)) {
-        return plk::refuse(PLK_EINVAL,
-                           "kv_backing is %d (0 to 3; 2 and 3 with kv_path), kv_keep %d (0 to 2; "
-                           "1 and 2 with kv_backing 3)",
-                           asked.kv_backing, asked.kv_keep);
-    }
-    if (!plk::mapping::bits && asked.kv_backing) {
-        return plk::refuse(PLK_EUNSUPPORTED, "this build keeps its cache on the heap only");
-    }
-    if (asked.kv_keep && plk::load::many_positions(model.model)) {
-        return plk::refuse(PLK_EUNSUPPORTED,
-                           "tokens of this model have several positions each: its cache cannot be "
-                           "kept");
+    if (const int wrong = plk::check_backing(model, asked)) {
+        return wrong;
     }
     if (asked.n_ctx > (1u << 30) || asked.n_batch > (1u << 30) || asked.n_ubatch > (1u << 30)) {
         return plk::refuse(PLK_EINVAL, "n_ctx, n_batch or n_ubatch is beyond 2^30");
@@ -154,14 +141,6 @@ bool poll(void *data) {
     return context->cancel.load(std::memory_order_relaxed) || (limit >= 0 && count >= limit);
 }
 
-// While one lives, caches are made as this context asks for; before and after on the heap.
-struct Backed {
-    explicit Backed(const plk_context_params &asked) { plk::mapping::choose(&asked); }
-    ~Backed() { plk::mapping::choose(nullptr); }
-    Backed(const Backed &) = delete;
-    Backed &operator=(const Backed &) = delete;
-};
-
 llama_context_params fill(const plk_context_params &asked, plk_context *handle) {
     llama_context_params params = llama_context_default_params();
     params.n_ctx = asked.n_ctx;
@@ -216,17 +195,14 @@ int plk_context_new(plk_model *model, const plk_context_params *params, plk_cont
         handle->guard = asked.guard != 0;
         plk::forget_logged();
         {
-            const Backed backed(asked);
+            const plk::Backed backed(asked);
             try {
                 handle->ctx = plk::context::open(model->model, fill(asked, handle.get()));
             } catch (const std::exception &error) {
-                const int why = plk::mapping::failure();
-                return plk::refuse(why ? why : PLK_ECONTEXT, "%s", error.what());
+                return plk::refuse(backed.code(), "%s", error.what());
             }
             if (handle->ctx == nullptr) {
-                const int why = plk::mapping::failure();
-                return plk::refuse(why ? why : PLK_ECONTEXT, "llama.cpp made no context: %s",
-                                   plk::logged());
+                return plk::refuse(backed.code(), "llama.cpp made no context: %s", plk::logged());
             }
         }
         handle->asked.kv_path = handle->asked.kv_model = nullptr; // the caller's
