@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import runtime_kit as kit
 
-from pyllamakv.binding.protocol import Capability, Status
+from pyllamakv.binding.protocol import Capability, SamplerParams, Status
 from pyllamakv.errors import (
     Busy,
     Cancelled,
@@ -22,6 +22,7 @@ from pyllamakv.errors import (
     WorkerDied,
 )
 from pyllamakv.runtime.batch import Batch
+from pyllamakv.runtime.sampler import Sampler
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -79,6 +80,36 @@ def test_an_exception_of_the_library_becomes_a_decode_error(tmp_path: Path) -> N
         with pytest.raises(WorkerDied):
             work()
     assert a.tokens == []
+
+
+@pytest.mark.parametrize("way", ["decode", "decode_one", "decode_each", "run"])
+def test_an_interrupt_leaves_no_token_that_nobody_knows(tmp_path: Path, way: str) -> None:
+    """Ctrl-C comes when C is back: what it decoded is taken back, and may be decoded again."""
+    ctx = kit.context(tmp_path)
+    a, b, sampler = ctx.sequence(), ctx.sequence(), Sampler(ctx.model, SamplerParams())
+    ctx.decode([a.feed([5, 6]), b.feed([7])])
+    real = getattr(ctx.native, way)
+    work = {
+        "decode": lambda: ctx.decode([a.feed([1, 2, 3]), b.feed([4])]),
+        "decode_one": lambda: ctx.step(a, 1),
+        "decode_each": lambda: ctx.step_all([a, b], [1, 2]),
+        "run": lambda: ctx.advance([a, b], [1, 2], 3, sampler),
+    }[way]
+
+    def interrupted(*args: Any) -> int:
+        setattr(ctx.native, way, real)
+        ctx.decode_one = real if way == "decode_one" else ctx.decode_one
+        real(*args)
+        raise KeyboardInterrupt
+
+    setattr(ctx.native, way, interrupted)
+    ctx.decode_one = ctx.native.decode_one
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert (a.tokens, b.tokens) == ([5, 6], [7])
+    assert (a.pos_max, b.pos_max, ctx.kv.stats.used) == (1, 0, 3)
+    work()
+    assert ctx.kv.stats.used == len(a) + len(b)
 
 
 def test_a_status_is_returned_where_failures_are_counted(tmp_path: Path) -> None:

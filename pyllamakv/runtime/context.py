@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding.handle import Handle
 from pyllamakv.binding.protocol import Capability, Status
-from pyllamakv.errors import DecodeError, KvError, NativeError, UsageError
+from pyllamakv.errors import UsageError
 from pyllamakv.runtime import decoding, generation, stepping
 from pyllamakv.runtime.backing import Kept
 from pyllamakv.runtime.batch import Batch, Feed, lay_out
@@ -283,8 +283,8 @@ class Context:
             code = self.native.decode(self.handle, *batch)
             if code == 1 and self.keeper.heal(batch.seq.tolist(), len(batch.token)):
                 code = self.native.decode(self.handle, *batch)
-        except NativeError as error:
-            self.threw(error, batch.seq.tolist())
+        except BaseException as error:
+            decoding.threw(self, error, batch.seq.tolist())
             raise
         if code == 0:
             self._marks = decoding.record(self.ledgers, batch, self._marks, self.epoch)
@@ -292,9 +292,3 @@ class Context:
         else:
             self.emptied = decoding.settle(self, batch.seq.tolist())
         return code
-
-    def threw(self, error: KvError, ids: Iterable[int]) -> None:
-        """Settle what a decode left that threw, and raise DecodeError; the turn is held."""
-        if type(error) is NativeError:
-            self.emptied = decoding.settle(self, ids)
-            raise DecodeError(str(error), code=error.code, log=error.log) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +12,7 @@ from pyllamakv.errors import (
     Cancelled,
     DecodeError,
     KvError,
+    NativeError,
     NoKVSlot,
     UsageError,
     WorkerDied,
@@ -166,6 +168,22 @@ def _cause(snapshot: Snapshot, n: int, counts: Counter[int], context: Context) -
         cure = "kv.defrag() and decode again" if context.info.defrag else "remove more tokens"
         return "fragmented", (f"the KV cache is fragmented: {numbers}; {cure}; {_kept(context)}")
     return "other", f"no cells were found although there are enough: {numbers}"
+
+
+def threw(context: Context, error: BaseException, ids: Iterable[int]) -> None:
+    """Settle what a decode left that threw or was interrupted; the context's turn is held.
+
+    Raises DecodeError for the library's own exceptions; the others are the caller's to raise.
+    """
+    if type(error) is NativeError:
+        context.emptied = settle(context, ids)
+        raise DecodeError(str(error), code=error.code, log=error.log) from error
+    if not isinstance(error, KvError):
+        # Ctrl-C, or what another signal's handler raised. Python raises it when C is back: the
+        # decode may well have succeeded, and nobody has recorded its tokens.
+        with suppress(KvError):
+            context.native.cancel(context.handle)  # a worker may still be at it
+        context.emptied = settle(context, ids)
 
 
 def settle(context: Context, sequences: Iterable[int]) -> tuple[int, ...]:

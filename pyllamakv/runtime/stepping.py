@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyllamakv.errors import NativeError, UsageError
+from pyllamakv.errors import UsageError
 from pyllamakv.runtime import decoding, sequence
 from pyllamakv.runtime.batch import as_int32
 
@@ -85,8 +85,8 @@ def one(context: Context, sequence: Sequence, token: int) -> None:
             code = context.decode_one(handle, token, pos, number)
             if code == 1 and keeper.heal((number,)):
                 code = context.decode_one(handle, token, pos, number)
-        except NativeError as error:
-            context.threw(error, (number,))
+        except BaseException as error:
+            decoding.threw(context, error, (number,))
             raise
         if code:
             context.emptied = decoding.settle(context, (number,))
@@ -109,8 +109,8 @@ def each(context: Context, sequences: Iterable[Sequence], tokens: Any) -> None:
             code = context.native.decode_each(handle, given, places, ids)
             if code == 1 and context.keeper.heal(ids):
                 code = context.native.decode_each(handle, given, places, ids)
-        except NativeError as error:
-            context.threw(error, ids)
+        except BaseException as error:
+            decoding.threw(context, error, ids)
             raise
         if code:
             context.emptied = decoding.settle(context, ids)
@@ -136,8 +136,8 @@ def advance(
             left = steps - len(chosen)
             try:
                 code, rows = context.native.run(raw, handle, given, places, ids, left, True)
-            except NativeError as error:
-                context.threw(error, ids)
+            except BaseException as error:
+                decoding.threw(context, error, ids)
                 raise
             for step, row in enumerate([given, *rows][: len(rows)]):
                 _record(context, together, row, [pos + step for pos in places])

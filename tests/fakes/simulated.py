@@ -117,6 +117,7 @@ class SimulatedNative(SimulatedModels):
     def decode(self, context: int, token, pos, seq_count, seq_id, logits) -> int:
         c, cache = self._get(context), self._get(context).cache
         self.calls.append(f"decode {len(token)}")
+        c.cancelled = False  # as in the shim: a cancel is for the decode that runs
         self.entered.set()
         self.gate.wait(60)
         c.logits, c.places, c.polls = [], [], 0
