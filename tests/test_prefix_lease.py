@@ -80,3 +80,15 @@ def test_a_lease_tells_its_state(tmp_path: Path) -> None:
     assert "released" in repr(lease)
     lease.release()
     assert (cache.stats().nodes, cache.context.kv.stats.used) == (0, 0)
+
+
+def test_a_prefill_begins_again_where_the_sequence_was_emptied(tmp_path: Path) -> None:
+    """A memory that cannot go back is empty after an abort: then all of the prompt is decoded."""
+    cache = PrefixCache(kit.context(tmp_path))
+    serve(cache, [3, 4, 5, 6])
+    with cache.acquire([3, 4, 5, 6, 7, 8]) as lease:
+        assert lease.cached == 4
+        lease.sequence.remove()
+        lease.prefill()
+        assert lease.sequence.tokens == [3, 4, 5, 6, 7, 8]
+    cache.check()

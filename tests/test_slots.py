@@ -272,6 +272,48 @@ def test_decode_shifts_and_decodes_again_by_itself(tmp_path: Path, native: dict)
     assert (cache.stats().reprocessed > 0) is bool(native)
 
 
+@pytest.mark.parametrize("native", [{"can_shift": False}, {"partial": False}])
+def test_a_shift_that_was_cut_off_is_finished(tmp_path: Path, native: dict) -> None:
+    """What was taken out and not decoded again yet is not forgotten when that is cancelled."""
+    ctx = kit.context(tmp_path, native, n_batch=2, n_ubatch=2)
+    cache = SlotCache(ctx, 4, keep=2, size=10)
+    for by_hand in (False, True):
+        lease = cache.acquire(range(20, 30))
+        lease.decode()
+        calls, real = iter(range(9)), ctx.native.decode
+        ctx.native.decode = lambda *args, calls=calls, real=real: (
+            2 if next(calls) == 1 else real(*args)
+        )
+        with pytest.raises(Cancelled):
+            lease.decode(50)
+        ctx.native.decode = real
+        assert 2 <= len(lease.sequence) < 6
+        if by_hand:
+            with pytest.raises(ReprocessNeeded) as caught:
+                lease.make_room(1)
+            ctx.prefill(lease.sequence, caught.value.tokens)
+            lease.make_room(1)
+            ctx.step(lease.sequence, 50)
+        else:
+            lease.decode(50)
+        assert lease.sequence.tokens == [20, 21, 26, 27, 28, 29, 50]
+        assert np.array_equal(ctx.logits().copy(), fresh(tmp_path, lease.sequence.tokens))
+        lease.release()
+        cache.check()
+
+
+def test_a_prompt_whose_sequence_was_emptied_begins_again(tmp_path: Path, ctx: Context) -> None:
+    """A memory that cannot go back is empty after an abort: then all of the prompt is decoded."""
+    cache = SlotCache(ctx, 1)
+    fill(cache, range(20, 30))
+    lease = cache.acquire(range(20, 34))
+    assert lease.cached == 10
+    lease.sequence.remove()
+    lease.decode()
+    assert lease.sequence.tokens == list(range(20, 34))
+    assert np.array_equal(ctx.logits().copy(), fresh(tmp_path, lease.sequence.tokens))
+
+
 def test_a_shared_tail_is_not_shifted(tmp_path: Path, ctx: Context) -> None:
     """Shifting a fork moves the sibling's positions too: the original does not check.
 

@@ -30,6 +30,7 @@ class PrefixLease:
         self.sequence = sequence
         self.cached = cached
         self.rest = unpack(key[cached * WIDTH :])
+        self._key = key
         #: How long the sequence may become before room has to be made again, and how long it was
         #: asked for to become; what is between them was granted ahead and may be taken back.
         self.granted = self.asked = self._prompt = len(key) // WIDTH
@@ -58,6 +59,7 @@ class PrefixLease:
     def prefill(self, *, logits: bool = True) -> None:
         """Decode the rest of the prompt in pieces of n_batch; what was decoded stays if one fails.
 
+        Called again it goes on from there, from the beginning where a failure emptied the sequence.
         Where a memory cannot go back, states are kept on the way: where other prompts part from
         this one, before its last token, and every `STATE_EVERY` tokens.
         """
@@ -65,7 +67,7 @@ class PrefixLease:
         for stop in [*self._stops(prompt), prompt]:
             here = len(self.ledger)
             if here < stop:
-                tokens = self.rest[here - self.cached : stop - self.cached]
+                tokens = unpack(self._key[here * WIDTH : stop * WIDTH])
                 self.cache.context.prefill(self.sequence, tokens, logits=logits and stop == prompt)
             if stop < prompt:
                 self.cache.sync()

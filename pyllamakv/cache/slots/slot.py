@@ -67,6 +67,10 @@ class SlotLease:
         self.sequence = slot.sequence
         self.cached = cached
         self.rest = prompt[cached:]
+        self._prompt = prompt
+        #: What the sequence is to have again before anything else is decoded, after a shift that
+        #: was not done in place.
+        self._owed: list[int] = []
         self.keep = keep
         self._cache = cache
         self._slot = slot
@@ -82,6 +86,11 @@ class SlotLease:
         memory cannot shift, or another sequence shares what would move: the sequence then has the
         head that stays, and the error the tokens to decode after it; `decode` does that.
         """
+        if self._owed:
+            left = self._owed[len(self._tokens) :]
+            self._owed = []
+            msg = f"the last shift was not finished: decode these {len(left)} tokens first"
+            raise ReprocessNeeded(msg, left)
         if len(self._tokens.tokens) + n > self._size:
             self._shift(n)
         if self._lends:
@@ -91,11 +100,12 @@ class SlotLease:
         """Decode tokens, what is left of the prompt by default, with logits of the last.
 
         Makes room first, and decodes again what that could not keep. In pieces of n_batch that
-        split no group of the prompt; when one fails those before it stay. Raises KVCacheFull where
-        not even a defragmentation makes room.
+        split no group of the prompt; when one fails those before it stay, and the next call goes on
+        from there. Raises KVCacheFull where not even a defragmentation makes room.
         """
+        self._repay()
         if tokens is None:
-            given = self.rest[len(self.sequence) - self.cached :]
+            given = self._prompt[len(self.sequence) :]
             together = self._slot.groups
         else:
             given = as_int32([tokens] if isinstance(tokens, int) else tokens, "tokens").tolist()
@@ -134,11 +144,16 @@ class SlotLease:
         try:
             self.make_room(n)
         except ReprocessNeeded as needed:
-            context = self._cache.context
-            size = context.info.n_batch
-            for at in range(0, len(needed.tokens), size):
-                piece = needed.tokens[at : at + size]
-                healing.decode(context, self.sequence.feed(piece, "none"))
+            self._owed = [*self.sequence.tokens, *needed.tokens]
+            self._repay()
+
+    def _repay(self) -> None:
+        """Decode again what a shift could not keep; when a piece fails the next call goes on."""
+        context, owed = self._cache.context, self._owed
+        while (have := len(self.sequence)) < len(owed):
+            piece = owed[have : have + context.info.n_batch]
+            healing.decode(context, self.sequence.feed(piece, "none"))
+        self._owed = []
 
     def _shift(self, n: int) -> None:
         slot, keep, have = self._slot, self.keep, len(self._tokens)
