@@ -198,6 +198,31 @@ def test_after_an_aborted_pass_a_checkpoint_is_left(
     cache.check()
 
 
+def test_checkpoints_of_an_emptied_sequence_go_when_others_take_its_place(tmp_path: Path) -> None:
+    """A state of other tokens must never come back as the beginning of what is there now."""
+    cache = simulated(tmp_path, {"partial": False})
+    cache.past.saves = True
+    forward(cache, 0, range(20))
+    cache.lanes[0].remove()  # as an aborted pass does
+    assert cache.prepare_restore(0, 20) == 20
+    forward(cache, 0, range(30, 60))
+    assert not cache.can_resume(0, 20)
+    with pytest.raises(kv.NotSupported):
+        cache.remove(0, 20)
+    assert cache.lanes[0].tokens == list(range(30, 60))
+
+
+def test_removing_nothing_forgets_nothing(tmp_path: Path) -> None:
+    """An empty range is no reason to drop the checkpoints behind it, nor to go back to one."""
+    cache = simulated(tmp_path, {"partial": False})
+    cache.past.saves = True
+    forward(cache, 0, range(20))
+    forward(cache, 0, [5])
+    for at in (0, 7, 20, 21, 40):
+        cache.remove(0, at, at)
+        assert (cache.length(0), cache.past.rings[0].positions) == (21, [19])
+
+
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     """Its checksum tells; the sequence stays as it was."""
     cache = simulated(tmp_path, {"partial": False})

@@ -72,6 +72,11 @@ class Ring:
         """Return the positions of the checkpoints."""
         return [each.pos for each in self._kept]
 
+    @property
+    def newest(self) -> int:
+        """Return the position of the last checkpoint, -1 where there is none."""
+        return self._kept[-1].pos if self._kept else -1
+
     def put(self, checkpoint: Checkpoint) -> None:
         """Add the checkpoint of a position; what lies there or later is forgotten, as replaced."""
         self.prune(checkpoint.pos - 1)

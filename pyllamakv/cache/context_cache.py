@@ -56,7 +56,7 @@ class ContextCache:
                 self.lanes += (context.sequence(number),)
             reserve(context, rehearse=rehearse)
             self.past = Past(self.lanes, checkpoints)
-        except KvError:
+        except BaseException:
             self.close()
             raise
 
@@ -135,8 +135,8 @@ class ContextCache:
         self._stats.forwards += 1
         self._stats.decoded_tokens += len(tokens)
         if self.past.saves:
-            for number in counts:
-                self.past.passed(self.lanes[number])
+            for number, more in counts.items():
+                self.past.passed(self.lanes[number], more)
 
     def copy_prefix(self, source: int, target: int, length: int) -> int:
         """Share a prefix; `Cache.copy_prefix` describes it."""
@@ -184,6 +184,8 @@ class ContextCache:
     ) -> None:
         """Remove positions and close the gap; `Cache.remove` describes it."""
         kept = self.check_remove(sequence, begin, end, unshare=unshare)
+        if begin == end:
+            return
         lane = self.lanes[sequence]
         if kept is not None:
             self.past.restore(lane, kept)
@@ -205,13 +207,14 @@ class ContextCache:
         if begin < 0 or (end is not None and end < begin):
             msg = f"expected 0 <= begin <= end, not {begin} and {end}"
             raise UsageError(msg)
+        if begin == end:
+            return None
         what = f"remove positions {begin}..{'' if end is None else end} of sequence {sequence}"
         if end is not None and end < lane.next_pos:
-            reason = closing_gap(lane, begin, end) if begin < end else None
+            reason = closing_gap(lane, begin, end)
             if reason is not None:
                 raise _refused(what, reason)
-            if begin < end:
-                unsharing.check(lane, end, unshare=unshare)
+            unsharing.check(lane, end, unshare=unshare)
             return None
         if begin > lane.next_pos:
             return self.past.kept(lane, begin)  # after a failure that emptied the sequence

@@ -131,9 +131,12 @@ class Past:
         self._left |= self._leaves and bool(self._context.emptied)
         self._forget()
 
-    def passed(self, lane: Sequence) -> None:
-        """Save a sequence that has grown, if it is time to."""
+    def passed(self, lane: Sequence, more: int) -> None:
+        """Take note of ``more`` tokens of a sequence, and save it if it is time to."""
         ring, pos = self.rings[lane.id], lane.ledger.next - 1
+        if ring.newest > pos - more:
+            # Left by what a failure emptied, and of other tokens than these.
+            ring.prune(pos - more)
         if pos < ring.due:
             return
         try:
@@ -141,6 +144,8 @@ class Past:
         except (NativeError, Unsupported, MemoryError) as error:
             LOGGER.info("no checkpoints are kept: %s", error)
             self.saves = False
+            for each in self.rings:
+                each.prune(-1)
             return
         LOGGER.debug("checkpoint of sequence %d at %d, %d bytes", lane.id, pos, ring.bytes)
 

@@ -39,8 +39,6 @@ def check(lane: Sequence, end: int, *, unshare: bool) -> None:
 
 def close_gap(lane: Sequence, begin: int, end: int) -> None:
     """Remove begin <= p < end, and let the positions behind close up, in cells of their own."""
-    if begin == end:
-        return
     if _sharers(lane, end):
         try:
             lane.restore(lane.save())
