@@ -97,6 +97,45 @@ def test_who_cannot_go_back_goes_last_or_is_saved(tmp_path: Path) -> None:
     caches.check()
 
 
+@pytest.mark.parametrize(("checkpoints", "left"), [(False, 0), (True, 20)])
+def test_what_the_last_one_lost_all_give_up(tmp_path: Path, checkpoints: bool, left: int) -> None:
+    """Its abort empties the sequence: draft and target go on from the same place all the same."""
+    caches = pair(tmp_path, {"partial": False})
+    second = caches.caches[1]
+    second.past.saves = checkpoints
+    forward(caches, 0, range(20))
+    forward(caches, 0, [1, 2])
+    real = second.context.native.decode
+    second.context.native.decode = lambda *args: (real(*args), 2)[1]
+    with pytest.raises(Cancelled):
+        forward(caches, 0, [3, 4])
+    second.context.native.decode = real
+    assert second.context.emptied == (0,)
+    caches.check()
+    assert [each.lanes[0].tokens for each in caches.caches] == [list(range(left))] * 2
+    forward(caches, 0, range(left, 30))
+    caches.check()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_interrupt_leaves_them_in_step(tmp_path: Path, which: int) -> None:
+    """Ctrl-C comes when a cache has decoded: it goes back with those before it."""
+    caches = pair(tmp_path)
+    forward(caches, 0, range(10))
+    before = both(caches)
+    cache = caches.caches[which]
+    real = cache.start_forward
+
+    def interrupted(*args: Any) -> None:
+        real(*args)
+        raise KeyboardInterrupt
+
+    cache.start_forward = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        forward(caches, 0, [3, 4])
+    assert both(caches) == before
+
+
 def test_checks_come_before_any_copy_or_removal(tmp_path: Path) -> None:
     """What the second cannot do, the first has not begun."""
     caches = pair(tmp_path, {"partial": False})

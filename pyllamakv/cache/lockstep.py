@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pyllamakv.binding.protocol import Memory
 from pyllamakv.cache.checkpoints import Checkpoint
 from pyllamakv.cache.passes import lengths
-from pyllamakv.errors import UsageError
+from pyllamakv.errors import KvError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -46,7 +46,8 @@ class Lockstep:
     ) -> None:
         """Decode in every cache, or in none; `Cache.start_forward` describes it.
 
-        Memories that cannot go back are saved first, but for the last of them.
+        Memories that cannot go back are saved first, but for the last of them: what its failure
+        empties goes back to its last checkpoint in all of them, or is emptied in all.
         """
         numbers = tuple(lengths([self._checked(each) for each in sequences]))
         if len(tokens) > self.max_batch:
@@ -55,12 +56,13 @@ class Lockstep:
         undo: list[_Undo] = []
         try:
             for cache in self._order:
-                step = _Undo(cache, numbers, last=cache is self._order[-1])
+                undo.append(_Undo(cache, numbers, last=cache is self._order[-1]))
                 cache.start_forward(tokens, positions, sequences, logits)
-                undo.append(step)
         except BaseException:
             for step in reversed(undo):
                 step.run()
+            for number in numbers:
+                self._align(number)
             raise
 
     def copy_prefix(self, source: int, target: int, length: int) -> int:
@@ -119,6 +121,17 @@ class Lockstep:
     ) -> None:
         self.close()
 
+    def _align(self, number: int) -> None:
+        """Bring a sequence to one length that every cache can have, if there are several."""
+        ends = {cache.length(number) for cache in self.caches}
+        if len(ends) == 1:
+            return
+        try:
+            self.remove(number, self.prepare_restore(number, max(ends)))
+        except KvError:
+            for cache in self.caches:
+                cache.remove(number, 0)
+
     def _checked(self, sequence: int) -> int:
         if not 0 <= sequence < self.max_sequences:
             msg = f"sequence {sequence} is out of range: there are 0..{self.max_sequences - 1}"
@@ -127,7 +140,7 @@ class Lockstep:
 
 
 class _Undo:
-    """Remember what a forward pass changes in a cache, and take it back."""
+    """Remember what a forward pass changes in a cache, and take back what it did."""
 
     def __init__(self, cache: ContextCache, numbers: tuple[int, ...], *, last: bool) -> None:
         self._cache = cache
@@ -138,10 +151,12 @@ class _Undo:
 
     def run(self) -> None:
         for number, end in self._ends.items():
+            if self._cache.length(number) == end:
+                continue
             if number in self._saved:
                 kept = Checkpoint(end - 1, self._saved[number])
                 self._cache.past.restore(self._cache.lanes[number], kept)
-            else:
+            elif self._cache.length(number) > end:
                 self._cache.remove(number, end)
 
 
