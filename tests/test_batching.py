@@ -269,9 +269,15 @@ def test_a_prompt_waits_for_cells(tmp_path: Path) -> None:
     cache = SlotCache(ctx, size=60)
     batcher = Batcher(cache)
     one, other = batcher.submit("x" * 40, 6), batcher.submit("y" * 40, 6)
+    asked, real = [], cache.acquire
+    cache.acquire = lambda *args, **more: (
+        asked.append(one.done or other.done) or real(*args, **more)
+    )
     batcher.run()
     assert (one.reason, other.reason) == ("length", "length")
     assert other.text == alone(tmp_path, "y" * 40, 6)
+    # Set back once, and not asked again before there can be room.
+    assert asked == [False, False, True]
     cache.check()
 
 
@@ -505,6 +511,31 @@ def test_an_interrupt_between_decode_and_choice_loses_nothing(tmp_path: Path, ct
     batcher.run()
     assert one.text == alone(tmp_path, "Hi", 8)
     assert other.text == alone(tmp_path, "Hello", 8)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_an_exception_while_a_lease_is_given_back_ends_nobody_else(ctx: Context, n: int) -> None:
+    """What has ended is struck out with the next step, and its sequence is not touched again."""
+    cache = SlotCache(ctx)
+    batcher = Batcher(cache)
+    one, other = batcher.submit("Hi", n), batcher.submit("Hello", 8)
+    batcher.step()
+    lease = one.lease
+    assert lease is not None
+    real = lease.release
+
+    def interrupted() -> None:
+        real()
+        raise KeyboardInterrupt
+
+    lease.release = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        batcher.run()
+    kept = lease.sequence.tokens
+    batcher.run()
+    assert (one.reason, other.reason, batcher.stats().finished) == ("length", "length", 2)
+    assert lease.sequence.tokens == kept
+    cache.check()
 
 
 @pytest.mark.parametrize("when", [1, 4])

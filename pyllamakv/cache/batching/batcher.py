@@ -199,6 +199,8 @@ class Batcher:
     # When something does...
 
     def _step(self) -> None:
+        # Who ended when an exception came between, Ctrl-C for one, is still on the list.
+        self._strike_out(tuple(self._roster))
         self._sweep()
         for one in self._roster.active:
             feeding.restore_logits(one)

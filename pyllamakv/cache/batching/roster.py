@@ -87,10 +87,10 @@ class Roster:
 
     def set_back(self, one: Generation) -> None:
         """Let one wait again, as the first, until another has ended."""
-        self._crowded = len(self.active)
         self.active.remove(one)
-        one.give_back()
         self.waiting.appendleft(one)
+        self._crowded = len(self.active)
+        one.give_back()
 
     def end(self, one: Generation, reason: Reason, error: Exception | None = None) -> None:
         """End one."""
