@@ -205,12 +205,15 @@ def test_groups_are_not_entered(cache: PrefixCache) -> None:
             assert lease.cached == cached
 
 
-def test_what_was_shifted_is_no_beginning(cache: PrefixCache) -> None:
+@pytest.mark.parametrize("saved", [False, True])
+def test_what_was_shifted_is_no_beginning(cache: PrefixCache, saved: bool) -> None:
     """Remove tokens in the middle of a leased sequence: what is left is not reused."""
     with cache.acquire(SYSTEM) as lease:
         lease.prefill()
         lease.sequence.remove(2, 6)
         lease.sequence.shift(6, None, -4)
+        if saved:
+            lease.sequence.restore(lease.sequence.save())
     cache.check()
     assert (used(cache), cache.stats().nodes) == (0, 0)
 

@@ -356,6 +356,22 @@ def test_what_was_shifted_is_no_prefix(ctx: Context) -> None:
     assert cache.acquire([*shifted, 5, 6]).cached == 7
 
 
+@pytest.mark.parametrize("saved", [False, True])
+def test_what_its_holder_shifted_is_no_prefix(tmp_path: Path, ctx: Context, saved: bool) -> None:
+    """A lease's sequence belongs to its holder: shifted by hand, it is as if we had done it."""
+    cache = SlotCache(ctx, 1)
+    with cache.acquire(range(20, 30)) as lease:
+        lease.decode()
+        lease.sequence.remove(2, 6)
+        lease.sequence.shift(6, None, -4)
+        if saved:
+            lease.sequence.restore(lease.sequence.save())
+    again = cache.acquire([20, 21, 26, 27, 28, 29, 5])
+    assert again.cached == 2
+    again.decode()
+    assert np.array_equal(ctx.logits().copy(), fresh(tmp_path, [20, 21, 26, 27, 28, 29, 5]))
+
+
 def test_groups_are_neither_split_nor_half_reused(ctx: Context) -> None:
     """A group is discarded whole, decoded in one batch, and found again only as a whole."""
     cache = SlotCache(ctx, 2, keep=2, size=32)

@@ -19,21 +19,27 @@ if TYPE_CHECKING:
 class Ledger:
     """Record one sequence: parallel lists in the order of positions, and the ``next`` position."""
 
-    __slots__ = ("logits_at", "logits_epoch", "marks", "moved", "next", "positions", "tokens")
+    __slots__ = ("exact", "logits_at", "logits_epoch", "marks", "next", "positions", "tokens")
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.positions: list[int] = []
         self.marks: list[int] = []
         self.next = 0
-        #: Whether positions were changed: a fresh decode of the tokens would give other rows.
-        self.moved = False
+        #: Entries from here on had their positions changed: a fresh decode of the tokens would give
+        #: other rows. None: there are no such entries.
+        self.exact: int | None = None
         #: Where in the batch of which decode the logits of the last token lie.
         self.logits_at = -1
         self.logits_epoch = -1
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def moved(self) -> bool:
+        """Tell whether the positions of any entries were changed."""
+        return self.exact is not None
 
     def clear(self) -> None:
         """Forget everything."""
@@ -59,6 +65,8 @@ class Ledger:
         added = self.positions[max(first - 1, 0) :]
         if added != sorted(added):
             self._sort()
+            if self.exact is not None:
+                self.exact = 0  # some of these came before, nobody knows how many
         self._settle()
 
     def span(self, p0: int | None, p1: int | None) -> tuple[int, int]:
@@ -75,7 +83,7 @@ class Ledger:
     def remove(self, p0: int | None, p1: int | None) -> int:
         """Drop the entries at p0 <= p < p1 and return how many they were."""
         start, end = self.span(p0, p1)
-        del self.tokens[start:end], self.positions[start:end], self.marks[start:end]
+        self._delete(start, end)
         self._settle()
         return end - start
 
@@ -83,7 +91,9 @@ class Ledger:
         """Take over entries of another sequence; ``share`` False gives them cells of their own."""
         start, end = other.span(p0, p1)
         marks = other.marks[start:end] if share else [-1] * (end - start)
-        self.moved = self.moved or other.moved
+        if other.exact is not None and other.exact < end:
+            # Entries may go between those that are here: then nothing is known of any.
+            self._touched(max(other.exact - start, 0) if not self.positions else 0)
         self.extend(other.tokens[start:end], other.positions[start:end], marks)
 
     def marks_in(self, p0: int | None, p1: int | None) -> set[int]:
@@ -94,14 +104,17 @@ class Ledger:
     def move(self, p0: int | None, p1: int | None, change: Callable[[int], int]) -> None:
         """Change the positions p0 <= p < p1; what becomes negative is gone."""
         start, end = self.span(p0, p1)
+        if start == end:
+            return
         self.positions[start:end] = [change(p) for p in self.positions[start:end]]
-        self._moved()
+        self._moved(start)
 
     def follow(self, marks: set[int], change: Callable[[int], int]) -> None:
         """Change the positions of the entries with these marks: another sequence moved them."""
+        first = next((i for i, mark in enumerate(self.marks) if mark in marks), len(self.marks))
         pairs = zip(self.positions, self.marks, strict=True)
         self.positions = [change(p) if mark in marks else p for p, mark in pairs]
-        self._moved()
+        self._moved(first)
 
     def check_move(self, p0: int | None, p1: int | None, delta: int) -> None:
         """Refuse a shift whose positions would be negative or meet those that stay."""
@@ -132,12 +145,20 @@ class Ledger:
         mine = self.marks_in(p0, p1)
         return tuple(i for i, o in others if o is not self and not mine.isdisjoint(o.marks))
 
-    def _moved(self) -> None:
-        self.moved = True
+    def _moved(self, first: int) -> None:
+        before = self.positions
         self._sort()
-        gone = bisect_left(self.positions, 0)
-        del self.tokens[:gone], self.positions[:gone], self.marks[:gone]
+        self._touched(first if self.positions is before else 0)
+        self._delete(0, bisect_left(self.positions, 0))
         self._settle()
+
+    def _touched(self, first: int) -> None:
+        self.exact = first if self.exact is None else min(self.exact, first)
+
+    def _delete(self, start: int, end: int) -> None:
+        del self.tokens[start:end], self.positions[start:end], self.marks[start:end]
+        if self.exact is not None and start < self.exact:
+            self.exact -= min(end, self.exact) - start
 
     def _sort(self) -> None:
         order = sorted(range(len(self.positions)), key=self.positions.__getitem__)
@@ -148,5 +169,6 @@ class Ledger:
 
     def _settle(self) -> None:
         self.next = self.positions[-1] + 1 if self.positions else 0
-        self.moved = self.moved and bool(self.positions)
+        if self.exact is not None and self.exact >= len(self.positions):
+            self.exact = None
         self.logits_epoch = -1

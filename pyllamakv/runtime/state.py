@@ -29,12 +29,16 @@ _HEAD = struct.Struct("<8sII")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
-    """Hold an unpacked save: what it fits, tokens and positions (n,) int32, the library's bytes."""
+    """Hold an unpacked save: what it fits, tokens and positions (n,) int32, the library's bytes.
+
+    ``exact`` is as in a `Ledger`.
+    """
 
     fits: dict[str, Any]
     tokens: NDArray[np.int32]
     positions: NDArray[np.int32]
     raw: bytes
+    exact: int | None = None
 
 
 def save(sequence: Sequence) -> bytes:
@@ -52,7 +56,7 @@ def pack(context: Context, ledger: Ledger, raw: bytes) -> bytes:
     """Put together what `unpack` takes apart: a sequence's tokens and the library's bytes."""
     tokens = np.array(ledger.tokens, dtype="<i4").tobytes()
     positions = np.array(ledger.positions, dtype="<i4").tobytes()
-    about = {"fits": _fits(context), "tokens": len(ledger)}
+    about = {"fits": _fits(context), "tokens": len(ledger), "exact": ledger.exact}
     head = json.dumps(about, sort_keys=True).encode()
     body = b"".join((head, tokens, positions, raw))
     return _HEAD.pack(_MAGIC, len(head), zlib.crc32(body)) + body
@@ -71,12 +75,14 @@ def unpack(saved: bytes) -> Saved:
     try:
         about = json.loads(bytes(body[:size]))
         n, fits = int(about["tokens"]), dict(about["fits"])
+        exact = about.get("exact")
+        exact = None if exact is None else int(exact)
         tokens = np.frombuffer(body, "<i4", n, size).astype(np.int32)
         positions = np.frombuffer(body, "<i4", n, size + 4 * n).astype(np.int32)
     except (ValueError, KeyError, TypeError) as error:
         msg = f"this saved sequence cannot be read: {error}"
         raise StateError(msg) from error
-    return Saved(fits, tokens, positions, bytes(body[size + 8 * n :]))
+    return Saved(fits, tokens, positions, bytes(body[size + 8 * n :]), exact)
 
 
 def restore(sequence: Sequence, saved: bytes) -> None:
@@ -104,6 +110,7 @@ def restore(sequence: Sequence, saved: bytes) -> None:
             content.positions.tolist(),
             range(first, first + len(content.tokens)),
         )
+        sequence.ledger.exact = content.exact
 
 
 def _load(sequence: Sequence, content: Saved) -> None:

@@ -203,7 +203,6 @@ class SlotCache:
                     pass
                 else:
                     sequence.shift(end, None, -n)
-                    slot.exact = keep
                     slot.groups = grouping.without(slot.groups, keep, end)
                     self._counts.shifts += 1
                     _log.debug("sequence %d: %d tokens shifted out", sequence.id, n)
@@ -254,8 +253,11 @@ class SlotCache:
 
     def _candidate(self, slot: Slot, prompt: list[int]) -> choosing.Candidate:
         common, length = choosing.count_common(slot.tokens, prompt), len(slot.tokens)
-        if slot.exact is not None:
-            common = min(common, slot.exact)
+        exact = slot.sequence.ledger.exact
+        if exact is not None:
+            # What follows was evaluated behind tokens that a shift has discarded since: it is no
+            # prefix of a prompt that says the same.
+            common = min(common, exact)
         if self.context.info.can_remove_partly is False and not common == length < len(prompt):
             common = 0
         return choosing.Candidate(length, common, slot.lease is not None, slot.last_used)
@@ -269,7 +271,6 @@ class SlotCache:
             return left
         other = self._slots[source].sequence
         slot.sequence.close()
-        slot.exact = None
         try:
             slot.sequence = other.fork(None if wanted == len(other) else wanted)
         except PartialRemovalRefused:

@@ -25,16 +25,13 @@ class Slot:
     Positions are places in the list: they begin at 0 and have no gap.
     """
 
-    __slots__ = ("exact", "groups", "last_used", "lease", "sequence")
+    __slots__ = ("groups", "last_used", "lease", "sequence")
 
     def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence
         self.lease: SlotLease | None = None
         self.last_used = 0
         self.groups: tuple[Group, ...] = ()
-        #: Tokens from here on were evaluated behind others that a shift has discarded since: they
-        #: are no prefix of a prompt that says the same. None: there are none.
-        self.exact: int | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -49,8 +46,6 @@ class Slot:
             except PartialRemovalRefused:
                 self.sequence.remove()
                 length = 0
-        if self.exact is not None and length <= self.exact:
-            self.exact = None
         return length
 
 

@@ -80,7 +80,8 @@ def draw(slots: Sequence[Slot], size: int, model: Model) -> str:
     lines = []
     for number, each in enumerate(slots):
         state = "in use" if each.lease is not None else "free" if each.tokens else "empty"
-        shifted = "" if each.exact is None else f", shifted from {each.exact} on"
+        exact = each.sequence.ledger.exact
+        shifted = "" if exact is None else f", shifted from {exact} on"
         lines.append(
             f"slot {number}: sequence {each.sequence.id}, {state}, {len(each.tokens)} of {size} "
             f"tokens{shifted}, age {len(slots) - order[id(each)]}: {_shown(each.tokens, model)}"
