@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import runtime_kit as kit
+from fakes.simulated import ALL
 from prefix_kit import serve
 
+from pyllamakv.binding.protocol import Capability, Memory
 from pyllamakv.cache.prefixes.cache import PrefixCache
 from pyllamakv.cache.prefixes.lease import AHEAD
 from pyllamakv.errors import KVCacheFull
@@ -91,4 +93,36 @@ def test_a_prefill_begins_again_where_the_sequence_was_emptied(tmp_path: Path) -
         lease.sequence.remove()
         lease.prefill()
         assert lease.sequence.tokens == [3, 4, 5, 6, 7, 8]
+    cache.check()
+
+
+def test_prompts_that_take_each_others_holes_are_decoded_all_the_same(tmp_path: Path) -> None:
+    """Each finds a hole when it is acquired; when its turn comes there are only pieces of it."""
+    native = {"capabilities": ALL & ~Capability.DEFRAG_OPTIONS}
+    ctx = kit.context(tmp_path, native, n_ctx=64, n_seq_max=8, n_batch=16, n_ubatch=16)
+    for at in range(3):
+        ctx.prefill(ctx.sequence(at), [at] * 16)
+    ctx.sequence(3).close()
+    ctx.native.seq_rm(ctx.handle, 1, -1, -1)
+    ctx.ledgers[1].clear()
+    cache = PrefixCache(ctx, entries=4)
+    leases = [cache.acquire([3 + n] * n) for n in (12, 10, 8)]
+    for lease in leases:
+        lease.prefill()
+        assert lease.sequence.tokens == [3 + len(lease.rest)] * len(lease.rest)
+    assert ctx.kv.stats.used == 62
+    cache.check()
+
+
+def test_a_branch_whose_state_cannot_be_saved_is_kept_all_the_same(tmp_path: Path) -> None:
+    """The size of a state is only counted with; no sequence goes missing for want of it."""
+    ctx = kit.context(tmp_path, {"capabilities": ALL & ~Capability.STATES, "partial": False})
+    object.__setattr__(ctx.info, "memory", Memory.RECURRENT)
+    cache = PrefixCache(ctx)
+    with cache.acquire([3, 4, 5, 6]) as lease:
+        ctx.prefill(lease.sequence, [3, 4, 5, 6])
+    cache.check()
+    assert cache.stats().resident == 1
+    with cache.acquire([3, 4, 5, 6, 7]) as lease:
+        assert lease.cached == 4
     cache.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pyllamakv.cache.inspecting import describe
@@ -11,6 +12,7 @@ from pyllamakv.errors import KVCacheFull, NoKVSlot, Unsupported
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from pyllamakv.runtime.batch import Feed
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.sequence import Sequence
     from pyllamakv.runtime.snapshot import KVStats
@@ -26,7 +28,7 @@ def decode(context: Context, run: Callable[[], None], counts: Mapping[int, int])
     try:
         run()
     except NoKVSlot as error:
-        defragged = error.cause != "full" and _defragment(context)
+        defragged = defragment(context, error)
         if defragged:
             try:
                 run()
@@ -36,6 +38,23 @@ def decode(context: Context, run: Callable[[], None], counts: Mapping[int, int])
                 return True
         raise full(context, error, counts, defragged=defragged) from error
     return False
+
+
+def defragment(context: Context, error: NoKVSlot) -> bool:
+    """Defragment where that may cure a failure; True when it was done."""
+    if error.cause != "fragmented":
+        return False
+    try:
+        report = context.kv.defrag()
+    except Unsupported:
+        return False
+    LOGGER.info("defragmented: %s cells moved in %.6f s", report.cells, report.seconds)
+    return True
+
+
+def decode_feed(context: Context, feed: Feed) -> None:
+    """Decode a feed, defragmenting once where that helps; raises KVCacheFull."""
+    decode(context, partial(context.decode, feed), {feed.sequence.id: len(feed)})
 
 
 def full(
@@ -103,12 +122,3 @@ def no_room(lane: Sequence, wanted: int, error: Exception | str) -> KVCacheFull:
         defragged=context.info.defrag,
         stats=stats,
     )
-
-
-def _defragment(context: Context) -> bool:
-    try:
-        report = context.kv.defrag()
-    except Unsupported:
-        return False
-    LOGGER.info("defragmented: %s cells moved in %.6f s", report.cells, report.seconds)
-    return True

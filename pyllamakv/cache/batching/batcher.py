@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import SamplerParams
-from pyllamakv.cache import healing
+from pyllamakv.cache import room
 from pyllamakv.cache.batching import feeding, request
 from pyllamakv.cache.batching.generation import Generation
 from pyllamakv.cache.batching.roster import BatcherStats, Roster
@@ -259,7 +259,7 @@ class Batcher:
         if isinstance(error, Cancelled):
             if not self._sweep():
                 self._roster.end_all("cancelled")
-        elif isinstance(error, NoKVSlot) and not healed and healing.defrag(self.context, error):
+        elif isinstance(error, NoKVSlot) and not healed and room.defragment(self.context, error):
             self._feed(portions, healed=True)
         elif len(portions) > 1:
             for each in portions:
@@ -267,7 +267,9 @@ class Batcher:
                 if each[0].lease is not None and self._room(*each):
                     self._feed([each])
         elif isinstance(error, NoKVSlot):
-            self._no_room(portions[0][0], healing.full(error, defragged=healed))
+            one, n = portions[0]
+            counts = {one.sequence.id: n}
+            self._no_room(one, room.full(self.context, error, counts, defragged=healed))
         else:
             self._roster.end(portions[0][0], "failed", error)
 

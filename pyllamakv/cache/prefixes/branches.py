@@ -15,7 +15,7 @@ import numpy as np
 from pyllamakv.binding.protocol import Memory
 from pyllamakv.cache.prefixes import branch_pages
 from pyllamakv.cache.prefixes.tree import Tree
-from pyllamakv.errors import Unsupported
+from pyllamakv.errors import NativeError, Unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -133,9 +133,13 @@ class Branches:
         """Let a sequence that was leased be the entry of a node, sharing all cells that it can."""
         if self.sharing:
             self._share(node, sequence)
-        if not self.partial and not self.state_bytes:
-            self.state_bytes = max(1, len(sequence.save()) - len(sequence) * self.cell_bytes)
         self.attach(node, sequence)
+        if not self.partial and not self.state_bytes:
+            try:
+                saved = len(sequence.save())
+            except (NativeError, Unsupported, MemoryError):
+                saved = 0  # no more than an estimate: not worth losing a sequence for
+            self.state_bytes = max(1, saved - len(sequence) * self.cell_bytes)
         # Where sequences can be cut, the longer one holds the shorter ones.
         for above in node.path[:-1] if self.partial else ():
             if above.entry is not None:

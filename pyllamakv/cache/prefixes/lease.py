@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pyllamakv.cache import room
 from pyllamakv.cache.prefixes import space
 from pyllamakv.cache.prefixes.tree import WIDTH, pack, unpack
 
@@ -68,10 +69,19 @@ class PrefixLease:
             here = len(self.ledger)
             if here < stop:
                 tokens = unpack(self._key[here * WIDTH : stop * WIDTH])
-                self.cache.context.prefill(self.sequence, tokens, logits=logits and stop == prompt)
+                self._decode(tokens, logits=logits and stop == prompt)
             if stop < prompt:
                 self.cache.sync()
                 space.keep_state(self.cache, self)
+
+    def _decode(self, tokens: list[int], *, logits: bool) -> None:
+        """Decode tokens; other leases may have taken the hole that was there for them."""
+        context, sequence, start = self.cache.context, self.sequence, len(self.ledger)
+
+        def go_on() -> None:
+            context.prefill(sequence, tokens[len(self.ledger) - start :], logits=logits)
+
+        room.decode(context, go_on, {sequence.id: len(tokens)})
 
     def _stops(self, prompt: int) -> list[int]:
         if self.cache.branches.partial:

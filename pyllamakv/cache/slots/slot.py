@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.cache import healing
+from pyllamakv.cache import room
 from pyllamakv.cache.slots import groups as grouping
 from pyllamakv.cache.slots.shifting import shift_discard
 from pyllamakv.errors import KVCacheFull, PartialRemovalRefused, ReprocessNeeded, UsageError
@@ -114,7 +114,7 @@ class SlotLease:
             upto = grouping.floor(together, min(at + size, end))
             self._room(upto - at)
             piece = given[at - start : upto - start]
-            healing.decode(context, self.sequence.feed(piece, "last" if upto == end else "none"))
+            room.decode_feed(context, self.sequence.feed(piece, "last" if upto == end else "none"))
             at = upto
 
     def release(self) -> None:
@@ -147,7 +147,7 @@ class SlotLease:
         context, owed = self._cache.context, self._owed
         while (have := len(self.sequence)) < len(owed):
             piece = owed[have : have + context.info.n_batch]
-            healing.decode(context, self.sequence.feed(piece, "none"))
+            room.decode_feed(context, self.sequence.feed(piece, "none"))
         self._owed = []
 
     def _shift(self, n: int) -> None:
