@@ -111,6 +111,32 @@ def test_a_refused_state_puts_back_what_was_there(tmp_path: Path) -> None:
     assert (ctx.kv.rows(0, a).pos == range(7)).all()
 
 
+@pytest.mark.parametrize("held", [0, 4])
+def test_an_interrupted_restore_leaves_no_token_that_nobody_knows(
+    tmp_path: Path, held: int
+) -> None:
+    """Ctrl-C comes when C is back: what the sequence held is put back."""
+    ctx = kit.context(tmp_path)
+    a, b = ctx.sequence(), ctx.sequence()
+    ctx.prefill(a, [3] * 9)
+    saved = a.save()
+    if held:
+        ctx.prefill(b, [5] * held)
+    real = ctx.native.state_load
+
+    def interrupted(*args: object) -> int:
+        ctx.native.state_load = real
+        real(*args)
+        raise KeyboardInterrupt
+
+    ctx.native.state_load = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        b.restore(saved)
+    assert (b.tokens, b.pos_max, ctx.kv.stats.used) == ([5] * held, held - 1, 9 + held)
+    b.restore(saved)
+    assert b.tokens == a.tokens
+
+
 def test_without_a_large_hole_or_a_defragmentation_nothing_is_tried(tmp_path: Path) -> None:
     """Check that a restore which must fail is refused before the library empties the sequence."""
     ctx = kit.context(tmp_path, {"capabilities": ALL & ~Capability.DEFRAG}, n_ctx=32)

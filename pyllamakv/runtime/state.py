@@ -129,16 +129,18 @@ def _load(sequence: Sequence, content: Saved) -> None:
     if room is not None and room[1] < needed and context.info.contiguous_slots:
         _need_defrag(context, needed, room[1])
     backup = native.state_save(context.handle, sequence.id) if len(sequence) else b""
-    # A state goes into one hole in most releases: make one where none is large enough.
-    scattered = context.info.contiguous_slots is False or not context.info.defrag
-    together = room is None or room[1] >= needed or scattered
-    if together and _try(sequence, content.raw):
-        return
-    if context.info.defrag:
-        native.seq_rm(context.handle, sequence.id, -1, -1)
-        native.defrag(context.handle)
-        if _try(sequence, content.raw):
+    together = room is None or room[1] >= needed
+    try:
+        if _place(sequence, content.raw, together=together):
             return
+    except WorkerDied:
+        raise
+    except BaseException:
+        # Ctrl-C, say: nobody knows how far it came.
+        if not (backup and _try(sequence, backup)):
+            native.seq_rm(context.handle, sequence.id, -1, -1)
+            sequence.ledger.clear()
+        raise
     if backup and not _try(sequence, backup):
         sequence.ledger.clear()
         msg = (
@@ -153,6 +155,20 @@ def _load(sequence: Sequence, content: Saved) -> None:
         "large enough; nothing was changed"
     )
     raise StateError(msg)
+
+
+def _place(sequence: Sequence, raw: bytes, *, together: bool) -> bool:
+    """Load a state; False when the library refuses it. ``together``: there is a hole for it."""
+    context = sequence.context
+    # A state goes into one hole in most releases: make one where none is large enough.
+    scattered = context.info.contiguous_slots is False or not context.info.defrag
+    if (together or scattered) and _try(sequence, raw):
+        return True
+    if not context.info.defrag:
+        return False
+    context.native.seq_rm(context.handle, sequence.id, -1, -1)
+    context.native.defrag(context.handle)
+    return _try(sequence, raw)
 
 
 def _need_defrag(context: Context, needed: int, hole: int) -> None:
