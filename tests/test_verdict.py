@@ -230,3 +230,12 @@ def test_what_exists_on_neither_side_says_nothing() -> None:
     assert judge([stock_alone, Pair("fragmented", "cure", "plain", good)]).verdict is Verdict.NATIVE
     cured = Pair("many-moves", "cure", "plain", none, good)
     assert judge([cured, fine]).verdict is Verdict.NEEDED
+
+
+def test_what_neither_side_can_run_here_is_no_harm() -> None:
+    """A feature that stock lacks and that this device has no use for says nothing."""
+    absent = Outcome("absent", "", "no such option")
+    skipped = Outcome("skip", "", "the cache lies on a device")
+    found = judge([Pair("lazy", "feature", "plain f16", absent, skipped)])
+    assert found.verdict == Verdict.UNTESTABLE
+    assert found.patched_failed == 0

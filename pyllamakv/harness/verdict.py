@@ -84,7 +84,8 @@ class Pair:
 
     def __post_init__(self) -> None:
         """Take a run that only patched could not do for one that it failed."""
-        if self.patched and self.patched.status == "skip" and _countable(self.stock):
+        ran = _countable(self.stock) and self.stock.status != "absent"
+        if self.patched and self.patched.status == "skip" and ran:
             message = f"cannot run what stock can: {self.patched.message}"
             object.__setattr__(self, "patched", Outcome("fail", "claim", message))
 
