@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from typing import Any, NoReturn
@@ -87,6 +88,7 @@ def _run(verb: str, words: list[str]) -> Any:
 
     module = importlib.import_module(f"pyllamakv.cli.{verb}")
     command = typer.main.get_command(module.app)
+    _unwrap(command)
     try:
         return command.main(args=words, prog_name=f"pyllamakv {verb}", standalone_mode=False)
     except typer.Exit as leaving:
@@ -99,6 +101,21 @@ def _run(verb: str, words: list[str]) -> Any:
             error.show()
             return error.exit_code
         raise
+
+
+def _unwrap(command: Any) -> None:
+    """Let paragraphs of a docstring fill the terminal; typer keeps the line breaks of all but one.
+
+    Paragraphs with an indented line, as lists and examples have, stay as they are.
+    """
+    if command.help:
+        parts = inspect.cleandoc(command.help).split("\n\n")
+        command.help = "\n\n".join(
+            part if "\n " in part or part.startswith((" ", "\b")) else part.replace("\n", " ")
+            for part in parts
+        )
+    for each in getattr(command, "commands", {}).values():
+        _unwrap(each)
 
 
 def _help() -> str:

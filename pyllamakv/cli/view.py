@@ -25,7 +25,9 @@ def command(
     variant: Annotated[
         str, typer.Option("--variant", help="Play it on this build now, also a trace.")
     ] = "",
-    model: Annotated[str, typer.Option("--model", help="Play it on this model.")] = "",
+    model: Annotated[
+        str, typer.Option("--model", help="The model, where a script names none.")
+    ] = "",
     speed: Annotated[
         float, typer.Option("--speed", min=0.0, help="Operations in a second; 0: no pauses.")
     ] = 4.0,
