@@ -170,7 +170,12 @@ def test_results_that_say_nothing_are_refused(result: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ['"environment": {"LD_PRELOAD": "/tmp/x.so"}', '"variant": "/tmp/elsewhere"']
+    "words",
+    [
+        '"environment": {"LD_PRELOAD": "/tmp/x.so"}',
+        '"variant": "/tmp/elsewhere"',
+        '"spec": "/tmp/elsewhere"',
+    ],
 )
 def test_a_trace_brings_no_code_along(words: str, tmp_path: Path) -> None:
     """A file from elsewhere names builds by their ids, and sets nothing but LLAMA_ variables."""

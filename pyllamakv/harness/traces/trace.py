@@ -223,8 +223,9 @@ def _head(path: Path, text: str) -> Head:
     texts = isinstance(environment, dict) and all(
         isinstance(each, str) for each in (*words.values(), *environment.values())
     )
-    if texts and os.sep in words.get("variant", ""):
-        msg = f"{path}: the head's variant must be the id of a build, not a path"
+    named = (words.get("variant", ""), words.get("spec", "")) if texts else ()
+    if any(os.sep in each and not each.startswith(("git:", "path:")) for each in named):
+        msg = f"{path}: the head's variant and spec must name a build, not a path"
         raise ScriptError(msg, 1)
     strange = [] if not texts else [k for k in environment if not k.startswith(_VARIABLES)]
     if strange:
