@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -139,3 +140,16 @@ def test_the_example_fails_on_stock_and_passes_on_patched(stock, patched, capsys
     """The documentation's example shows what it says."""
     assert cli(capsys, "run", EXAMPLE, "--variant", stock.folder)[0] == 1
     assert cli(capsys, "run", EXAMPLE, "--variant", patched.folder)[0] == 0
+
+
+@pytest.mark.parametrize("verb", ["view", "shrink", "stats"])
+def test_help_has_no_ragged_lines(verb, capsys, monkeypatch) -> None:
+    """Paragraphs fill the terminal: a line ends where the next word would not fit."""
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = cli(capsys, verb, "--help")
+    assert code == 0
+    prose = out[: out.index("Arguments")].splitlines()[2:-1]
+    for line, following in pairwise(prose):
+        word = following.split(maxsplit=1)[0] if following.strip() else ""
+        if word and line.strip():
+            assert len(line.rstrip()) + 1 + len(word) > 78, line

@@ -171,3 +171,28 @@ def test_stats_of_a_run_that_fails(capsys) -> None:
     raw = json.loads(out)
     assert raw["run"]["failures"] == {"decode: no-slot": 1}
     assert raw["kv"]["largest_hole"] == 1
+
+
+@pytest.mark.parametrize("option", ["--timeline", "--svg"])
+def test_pictures_that_cannot_be_written_are_a_usage_error(option, trace, capsys, tmp_path) -> None:
+    """A file stands where a folder should be."""
+    (tmp_path / "file").write_text("")
+    code, _, err = cli(capsys, "view", trace, option, tmp_path / "file" / "x.svg")
+    assert code == 2
+    assert "cannot be written" in err
+
+
+def test_a_failed_decode_is_not_said_to_be_unseen(opened, capsys, tmp_path) -> None:
+    """`run --trace` looks at the cells after each line; one that changed none has no picture."""
+    path = tmp_path / "failed.jsonl"
+    assert cli(capsys, "run", EXAMPLE, "--variant", "stock", "--trace", path)[0] == 1
+    code, out, err = cli(capsys, "view", path)
+    assert code == 0 and "no-slot" in out
+    assert "kept no cells" not in err
+
+
+def test_a_line_without_cells_names_those_that_have_some(trace, capsys) -> None:
+    """Beyond the end of the run, or before its first cells."""
+    code, _, err = cli(capsys, "view", trace, "--line", 999)
+    assert code == 2
+    assert "lines 2 to 10 have" in err

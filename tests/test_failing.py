@@ -14,7 +14,7 @@ from pyllamakv.cli import main
 from pyllamakv.errors import UsageError, WorkerDied
 from pyllamakv.harness import synthetic
 from pyllamakv.harness.lab import Bench
-from pyllamakv.harness.traces import builds, failing, trace, traced
+from pyllamakv.harness.traces import builds, failing, trace, traced, tracefile
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "stock-fails.jsonl"
 
@@ -198,3 +198,15 @@ def test_the_example_shrinks_on_stock(stock, patched, capsys, tmp_path: Path) ->
     code, out, _ = cli(capsys, "replay", target, "--variants", f"{patched.folder}", "--json")
     assert code == 0
     assert json.loads(out)["replays"][0]["divergences"][0]["what"] == "status"
+
+
+def test_shrink_refuses_before_it_searches(capsys, tmp_path) -> None:
+    """No search whose result could not be kept, and none on two builds."""
+    with pytest.raises(UsageError, match="cannot be written"):
+        tracefile.check(tmp_path / "none" / "x.jsonl")
+    tracefile.check(tmp_path / "x.jsonl")
+    assert not (tmp_path / "x.jsonl").exists()
+    with pytest.raises(SystemExit) as leaving:
+        main.main(["shrink", str(EXAMPLE), "--variant", "stock,patched"])
+    assert leaving.value.code == 2
+    assert "one build" in capsys.readouterr().err

@@ -154,3 +154,25 @@ def test_any_object_is_read_or_refused_with_its_line(op: str, words: dict) -> No
         assert error.line == 1
     else:
         assert found[0].op == op
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n\n"])
+def test_a_script_without_operations_is_refused(text: str, tmp_path: Path) -> None:
+    """A run of nothing would pass."""
+    path = tmp_path / "x.jsonl"
+    path.write_text(text)
+    with pytest.raises(ScriptError, match="no operations"):
+        script.read(path)
+
+
+def test_a_count_beyond_any_batch_is_refused() -> None:
+    """Its tokens would be made up first, for hours."""
+    with pytest.raises(ScriptError, match="cannot feed 10000000000"):
+        list(script.parse(['{"op": "decode", "feed": {"0": 10000000000}}']))
+
+
+def test_positions_beyond_what_c_takes_are_an_error_of_the_line() -> None:
+    """Also where they follow from the line before."""
+    far = '{"op": "step", "seq": 0, "token": 5, "pos": 2147483647}\n'
+    with pytest.raises(ScriptError, match=r"line 2 \(step\): .* out of range"):
+        play(far + '{"op": "step", "seq": 0, "token": 5}')

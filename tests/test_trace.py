@@ -67,7 +67,7 @@ def test_a_script_is_recorded_as_it_stands(recorded: Path) -> None:
         {**each, "result": None} for each in expected
     ]
     assert all({"at", "us"} <= set(line.result) for line in lines)
-    labels = [picture.label for _, picture in trace.pictures(lines)]
+    labels = [line.result["picture"]["label"] for line in lines if "picture" in line.result]
     assert labels[:4] == ["context", "decode", "copy", "remove"]
     assert "holes" in labels
     assert lines[4].result["before"]["used"] == 32
@@ -143,9 +143,46 @@ def test_damaged_and_foreign_files_are_refused(recorded: Path, tmp_path: Path) -
         trace.read(tmp_path / "missing.jsonl")
     with pytest.raises(ScriptError, match="cannot be read"):
         trace.read(tmp_path)
-    broken = script.parse(['{"op": "note", "text": "", "result": {"picture": {"runs": 3}}}'])
-    with pytest.raises(ScriptError, match="picture"):
-        list(trace.pictures(list(broken)))
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        '"picture": 5',
+        '"picture": {"runs": 3}',
+        '"picture": {"runs": []}',
+        '"picture": {"runs": [[0, "x"]]}',
+        '"picture": {"runs": [[0, -4]]}',
+        '"picture": {"runs": [[-9, 4]]}',
+        '"picture": {"runs": [[0, 99999999999]]}',
+        '"picture": {"runs": [[0, 8]], "streams": [9, 9]}',
+        '"moved": 3',
+        '"moved": [[1, 2]]',
+        '"cells": "x"',
+        '"best": 3',
+        '"polls": "z"',
+    ],
+)
+def test_results_that_say_nothing_are_refused(result: str) -> None:
+    """In a script as well as in a trace, before anything is played or drawn."""
+    with pytest.raises(ScriptError, match=r"line 1 \(clear\): its"):
+        list(script.parse([f'{{"op": "clear", "result": {{{result}}}}}']))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        '"environment": {"LD_PRELOAD": "/tmp/x.so"}',
+        '"variant": "/tmp/elsewhere"',
+        '"spec": "/tmp/elsewhere"',
+    ],
+)
+def test_a_trace_brings_no_code_along(words: str, tmp_path: Path) -> None:
+    """A file from elsewhere names builds by their ids, and sets nothing but LLAMA_ variables."""
+    path = tmp_path / "x.jsonl"
+    path.write_text(f'{{"trace": 2, {words}}}\n{{"op": "clear"}}\n')
+    with pytest.raises(ScriptError, match="the head's"):
+        trace.read(path)
 
 
 def test_another_version_or_model_is_a_mismatch(recorded: Path, tmp_path: Path) -> None:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from typing import Any, NoReturn
 
 from pyllamakv import errors
+from pyllamakv.cli import stdout
 
 #: What a shell reports of a program that a Ctrl-C ended.
 _INTERRUPTED = 130
@@ -44,28 +46,32 @@ VERBS = {
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run the command line and leave with its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help", "help"):
-        _say(_help())
-        sys.exit(0 if words else errors.UsageError.exit_code)
-    if words[0] == "--version":
-        import pyllamakv
-
-        _say(f"pyllamakv {pyllamakv.__version__}")
-        sys.exit(0)
+    status: Any = 0
     try:
-        status = _run(words[0], words[1:])
+        with stdout.guarded():
+            status = _status(words)
     except errors.KvError as error:
         _fail(error)
     except KeyboardInterrupt:
         status = _INTERRUPTED
-    except BrokenPipeError:
-        # The reader left (a pager, head): not a fault, and nothing more can be said to it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+    except stdout.ReaderLeft:
+        pass  # not a fault, and nothing more can be said to it; a verdict that is there stands
     if status == _INTERRUPTED:
         # Typer's versions differ in what they make of a Ctrl-C; none of them says it.
         sys.stderr.write("interrupted\n")
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _status(words: list[str]) -> Any:
+    if not words or words[0] in ("-h", "--help", "help"):
+        _say(_help())
+        return 0 if words else errors.UsageError.exit_code
+    if words[0] == "--version":
+        import pyllamakv
+
+        _say(f"pyllamakv {pyllamakv.__version__}")
+        return 0
+    return _run(words[0], words[1:])
 
 
 def verbs() -> list[str]:
@@ -83,6 +89,7 @@ def _run(verb: str, words: list[str]) -> Any:
 
     module = importlib.import_module(f"pyllamakv.cli.{verb}")
     command = typer.main.get_command(module.app)
+    _unwrap(command)
     try:
         return command.main(args=words, prog_name=f"pyllamakv {verb}", standalone_mode=False)
     except typer.Exit as leaving:
@@ -95,6 +102,21 @@ def _run(verb: str, words: list[str]) -> Any:
             error.show()
             return error.exit_code
         raise
+
+
+def _unwrap(command: Any) -> None:
+    """Let paragraphs of a docstring fill the terminal; typer keeps the line breaks of all but one.
+
+    Paragraphs with an indented line, as lists and examples have, stay as they are.
+    """
+    if command.help:
+        parts = inspect.cleandoc(command.help).split("\n\n")
+        command.help = "\n\n".join(
+            part if "\n " in part or part.startswith((" ", "\b")) else part.replace("\n", " ")
+            for part in parts
+        )
+    for each in getattr(command, "commands", {}).values():
+        _unwrap(each)
 
 
 def _help() -> str:
@@ -116,7 +138,6 @@ def _help() -> str:
 
 def _say(text: str) -> None:
     sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 def _fail(error: errors.KvError) -> NoReturn:

@@ -27,19 +27,33 @@ def command(
         str, typer.Option("--variant", help="Which build: 0.3.9, 0.3.9+patched, a folder.")
     ] = "0.3.9+patched",
     model: Annotated[
-        str, typer.Option("--model", help="A GGUF file, or the name of a generated model.")
+        str,
+        typer.Option(
+            "--model",
+            help="For prompts, or a script that names none: a GGUF file or a generated model.",
+        ),
     ] = "",
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", help="Continue this text; repeatable.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1)] = 64,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, help="Of each prompt, at most so many more.")
+    ] = 64,
     n_ctx: Annotated[int, typer.Option("--n-ctx", min=0, help="Cells; 0: as many as needed.")] = 0,
-    threads: Annotated[int, typer.Option("--threads", min=1)] = 1,
-    flash_attn: Annotated[bool, typer.Option("--flash-attn")] = False,
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0)] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    threads: Annotated[
+        int, typer.Option("--threads", min=1, help="Threads that compute a prompt's tokens.")
+    ] = 1,
+    flash_attn: Annotated[
+        bool, typer.Option("--flash-attn", help="Continue prompts with flash attention.")
+    ] = False,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="0: always the likeliest token.")
+    ] = 0.0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, help="Of the random choices of a temperature.")
+    ] = 0,
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="Record what is done there, as a trace.")
+        Path | None, typer.Option("--trace", help="Record into this file what is done, as a trace.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

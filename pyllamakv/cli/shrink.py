@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from pyllamakv.errors import UsageError
+
 app = typer.Typer(add_completion=False)
 
 
@@ -16,10 +18,16 @@ app = typer.Typer(add_completion=False)
 def command(
     trace: Annotated[Path, typer.Argument(help="A trace or script that fails.")],
     variant: Annotated[
-        str, typer.Option("--variant", help="The build that it fails on; the recorded one.")
+        str,
+        typer.Option("--variant", help="The build it fails on; without it the recorded one."),
     ] = "",
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write there; NAME.min.jsonl.")
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Write it there; without it beside the trace, as NAME.min.jsonl.",
+        ),
     ] = None,
     model: Annotated[str, typer.Option("--model", help="Where the recorded model lies now.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -30,14 +38,17 @@ def command(
     ends the search and writes what was found by then.
     """
     from pyllamakv.cli import showing
-    from pyllamakv.harness.traces import builds, failing, traced
+    from pyllamakv.harness.traces import builds, failing, traced, tracefile
     from pyllamakv.harness.traces import trace as traces
 
     head, lines = traced.load(trace)
     file = traces.model_file(head, model)
-    spec = builds.specs(head, [variant])[0]
+    spec, *others = builds.specs(head, [variant])
+    if others:
+        raise UsageError("--variant takes one build: a trace is shrunk where it fails")
     folder = builds.folder(spec, head)
     target = output or trace.with_name(f"{trace.name.removesuffix('.jsonl')}.min.jsonl")
+    tracefile.check(target)
     with showing.progress() as progress:
 
         def told(left: int, runs: int) -> None:

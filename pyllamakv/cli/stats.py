@@ -33,11 +33,15 @@ def command(
     run: Annotated[
         Path, typer.Argument(help="A trace that was recorded, or a script to play.", metavar="RUN")
     ],
-    format: Annotated[Format, typer.Option("--format", help="For whom.")] = Format.TEXT,
+    format: Annotated[
+        Format, typer.Option("--format", help="How the numbers are written.")
+    ] = Format.TEXT,
     variant: Annotated[
         str, typer.Option("--variant", help="Play it on this build now, also a trace.")
     ] = "",
-    model: Annotated[str, typer.Option("--model", help="Play it on this model.")] = "",
+    model: Annotated[
+        str, typer.Option("--model", help="The model, where a script names none.")
+    ] = "",
     label: Annotated[
         list[str] | None, typer.Option("--label", help="KEY=VALUE for every metric; repeatable.")
     ] = None,

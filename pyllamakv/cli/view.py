@@ -25,7 +25,9 @@ def command(
     variant: Annotated[
         str, typer.Option("--variant", help="Play it on this build now, also a trace.")
     ] = "",
-    model: Annotated[str, typer.Option("--model", help="Play it on this model.")] = "",
+    model: Annotated[
+        str, typer.Option("--model", help="The model, where a script names none.")
+    ] = "",
     speed: Annotated[
         float, typer.Option("--speed", min=0.0, help="Operations in a second; 0: no pauses.")
     ] = 4.0,
@@ -55,16 +57,22 @@ def command(
     _check(timeline, svg, png)
     silent = bool(files) or as_json or bool(line)
     film, broken = _follow(run, variant, model, speed, width, silent=silent, plain=plain)
+    numbers = [frame.number for frame in film.frames]
     if line:
         film.frames = [frame for frame in film.frames if frame.number == line]
     if not film.frames:
+        known = f"; lines {numbers[0]} to {numbers[-1]} have" if numbers else ""
         where = f"line {line} of {run}" if line else str(run)
-        msg = f"{where} has no cells to show: record them with `pyllamakv run --trace`"
+        hint = known or ": --variant shows those of a build, `run --trace` records them"
+        msg = f"{where} has no cells to show{hint}"
         raise broken or ScriptError(msg)
     if as_json:
         _print_json(film)
-    for path in _write(film, timeline, svg, png, width, dark=dark):
-        sys.stdout.write(f"{path}\n")
+    try:
+        written = _write(film, timeline, svg, png, width, dark=dark)
+    except OSError as error:
+        raise UsageError(f"{error.filename} cannot be written: {error.strerror}") from error
+    sys.stdout.write("".join(f"{path}\n" for path in written))
     if line and not files and not as_json:
         _print(film, width)
     if broken:

@@ -60,11 +60,12 @@ def film_of(path: Path, variant: str, model: str = "") -> Film:
 
 
 def unseen(lines: list[Line]) -> int:
-    """Count the decodes of a trace that kept no cells: a recording looks where they may move."""
-    return sum(
-        line.op in script.DECODES and "picture" not in (line.result or {"picture": ()})
-        for line in lines
-    )
+    """Count the decodes of a trace that kept no cells: a recording looks where they may move.
+
+    One that failed was looked at, and has no picture when it changed nothing.
+    """
+    decodes = (line.result for line in lines if line.op in script.DECODES and line.result)
+    return sum("picture" not in result and not result.get("status") for result in decodes)
 
 
 def play(lines: list[Line], stage: Stage, show: Callable[[Frame], None]) -> None:

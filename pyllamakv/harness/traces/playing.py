@@ -74,7 +74,10 @@ def play_line(line: Line, stage: Stage) -> dict[str, Any]:
         if stage.extra is not None:
             undo(stage.player, stage.extra)
             stage.extra = None
-        result = _PLAYS[line.op](line, stage, stage.player)
+        try:
+            result = _PLAYS[line.op](line, stage, stage.player)
+        except OverflowError as error:
+            raise line.wrong(f"a number or a position is out of range: {error}") from error
     player = stage.player
     stage.look = looks.look(player.native, player.context, player.info)
     return result if stage.look is None else {**result, **stage.look.counts}

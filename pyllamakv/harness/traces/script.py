@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import ScriptError
 from pyllamakv.harness.player import WORDS
-from pyllamakv.harness.traces import batches
+from pyllamakv.harness.traces import batches, results
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -53,6 +53,9 @@ DECODES = ("decode", "step", "batch", "advance")
 
 STATUS = {text: status for status, text in WORDS.items()}
 
+#: The most tokens that a count may stand for: they are made up before the library is asked.
+MOST = 1 << 20
+
 #: What lines that are no operations begin with: the first and the last of a trace.
 _FRAME = ("trace", "end")
 
@@ -88,13 +91,21 @@ class Line:
 
 
 def read(path: Path) -> list[Line]:
-    """Return the lines of a script file. Raises ScriptError with the line that is wrong."""
+    """Return the lines of a script file.
+
+    Raises ScriptError with the line that is wrong, or when there are none.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        msg = f"{path} cannot be read as a script: {error}"
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        msg = f"{path} cannot be read as a script: {why}"
         raise ScriptError(msg) from error
-    return list(parse(text.split("\n")))
+    lines = list(parse(text.split("\n")))
+    if not lines:
+        msg = f"{path} has no operations"
+        raise ScriptError(msg)
+    return lines
 
 
 def parse(lines: Iterable[str]) -> Iterator[Line]:
@@ -135,6 +146,9 @@ def _line(number: int, raw: dict[str, Any]) -> Line:
         if not optional and name not in words:
             raise line.wrong(f"the argument {name!r} is missing")
     _check(line)
+    wrong = results.check(result or {})
+    if wrong:
+        raise line.wrong(wrong)
     return line
 
 
@@ -165,14 +179,17 @@ def _check(line: Line) -> None:
         if not isinstance(feed, dict) or not feed:
             raise line.wrong('feed must be like {"0": 16}, {"0": [1, 2]} or {"0": "text"}')
         for what in feed.values():
-            number = type(what) is int and what > 0
+            number = type(what) is int and 0 < what <= MOST
             tokens = isinstance(what, list) and what and all(map(batches.whole, what))
             if not (number or tokens or (isinstance(what, str) and what)):
-                raise line.wrong(f"cannot feed {what!r}: expected a count, tokens or a text")
+                expected = f"expected a count up to {MOST}, tokens or a text"
+                raise line.wrong(f"cannot feed {what!r}: {expected}")
     if line.op in ("batch", "advance"):
         wrong = _advance(words) if line.op == "advance" else batches.check(words)
         if wrong:
             raise line.wrong(wrong)
+    if line.op == "restore" and words.get("expect", "ok") not in ("ok", "any"):
+        raise line.wrong("expect must be ok or any")
     if words.get("expect", "ok") not in (*STATUS, "any") and line.op in DECODES:
         raise line.wrong(f"expect must be one of {', '.join(STATUS)}, any")
 

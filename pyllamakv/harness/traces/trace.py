@@ -9,14 +9,12 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.building import manifest as manifests
 from pyllamakv.errors import ManifestError, ScriptError, TraceMismatch
-from pyllamakv.harness.pictures.cellmap import Picture
 from pyllamakv.harness.traces import identity, script
 from pyllamakv.harness.traces.script import Line
 from pyllamakv.harness.traces.tracefile import TraceFile
@@ -118,7 +116,7 @@ def read(path: Path) -> tuple[Head, list[Line]]:
         raise ScriptError(msg, line) from error
     first, *rest = text.split("\n")
     head = _head(path, first)
-    rows = [_checked(row) for row in script.parse(["", *rest])]
+    rows = list(script.parse(["", *rest]))
     ended = _end(rest[-1]) if rest and not torn else None
     if ended is not None and ended != len(rows):
         msg = f"{path} is damaged: its end counts {ended} rows, and {len(rows)} are there"
@@ -127,18 +125,6 @@ def read(path: Path) -> tuple[Head, list[Line]]:
         msg = f"{path} was cut short: it has a head and no rows, so there is nothing to play"
         raise ScriptError(msg, 1)
     return Head(**{**vars(head), "complete": ended is not None}), rows
-
-
-def pictures(lines: list[Line]) -> Iterator[tuple[int, Picture]]:
-    """Yield the line number and the cells of every line of a trace that has them."""
-    for line in lines:
-        raw = (line.result or {}).get("picture")
-        if raw is not None:
-            try:
-                picture = Picture.from_json(raw)
-            except (KeyError, TypeError, ValueError) as error:
-                raise line.wrong(f"its picture cannot be read: {error!r}") from error
-            yield line.number, picture
 
 
 def model_file(head: Head, given: str = "") -> Path:
@@ -210,23 +196,6 @@ def end(rows: int) -> str:
     return json.dumps({"end": rows})
 
 
-def _checked(row: Line) -> Line:
-    """Refuse results that a replay could not compare."""
-    result = row.result or {}
-    for name in ("status", "polls", "used"):
-        if not isinstance(result.get(name, 0), int):
-            raise row.wrong(f"its {name} must be a number, found {result[name]!r}")
-    best = result.get("best", {})
-    choices = best.values() if isinstance(best, dict) else [best]
-    for choice in choices:
-        numbers = isinstance(choice, list) and all(isinstance(n, (int, float)) for n in choice)
-        if not numbers or len(choice) != 3:
-            raise row.wrong(f"its best must be [token, logit, margin] of places, found {best!r}")
-    if not all(place.isdecimal() for place in best):
-        raise row.wrong(f"its best names places by numbers, found {best!r}")
-    return row
-
-
 def _end(text: str) -> int | None:
     try:
         found = json.loads(text)
@@ -254,6 +223,14 @@ def _head(path: Path, text: str) -> Head:
     texts = isinstance(environment, dict) and all(
         isinstance(each, str) for each in (*words.values(), *environment.values())
     )
+    named = (words.get("variant", ""), words.get("spec", "")) if texts else ()
+    if any(os.sep in each and not each.startswith(("git:", "path:")) for each in named):
+        msg = f"{path}: the head's variant and spec must name a build, not a path"
+        raise ScriptError(msg, 1)
+    strange = [] if not texts else [k for k in environment if not k.startswith(_VARIABLES)]
+    if strange:
+        msg = f"{path}: the head's environment may set {_VARIABLES}…, not {', '.join(strange)}"
+        raise ScriptError(msg, 1)
     if not texts:
         msg = f"{path}: the head's {', '.join(_TEXTS)} and environment must be texts"
         raise ScriptError(msg, 1)

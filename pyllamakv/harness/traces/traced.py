@@ -77,9 +77,6 @@ def load(path: Path) -> tuple[Head, list[Line]]:
     if trace.is_trace(path):
         return trace.read(path)
     lines = script.read(path)
-    if not lines:
-        msg = f"{path} has no operations"
-        raise ScriptError(msg)
     return trace.Head(model=model_name(lines, "tiny"), environment=dict(CONTIGUOUS)), lines
 
 

@@ -21,6 +21,23 @@ if TYPE_CHECKING:
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+def check(path: Path) -> None:
+    """Raise UsageError where no trace can be written: before a long search, not after it."""
+    new = not path.exists()
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
+    except OSError as error:
+        raise _refused(path, error) from error
+    if new:
+        path.unlink(missing_ok=True)
+
+
+def _refused(path: Path, error: OSError) -> UsageError:
+    return UsageError(
+        f"{path} cannot be written: {error.strerror}; name a file in a folder of yours"
+    )
+
+
 class TraceFile:
     """Write lines to a new file at ``path``, which replaces what was there."""
 
@@ -34,8 +51,7 @@ class TraceFile:
         except OSError as error:
             if error.errno in _FULL:
                 raise self._full(error) from error
-            msg = f"{path} cannot be written: {error.strerror}; name a file in a folder of yours"
-            raise UsageError(msg) from error
+            raise _refused(path, error) from error
 
     @property
     def closed(self) -> bool:

@@ -1,0 +1,87 @@
+"""Guard stdout: tell apart a reader that left, a full disk, and a fault of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyllamakv.errors import DiskFull
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class ReaderLeft(Exception):
+    """Say that nobody reads the result any more (a pager, head)."""
+
+
+class _Guarded:
+    """Pass everything on to a file; what click and rich make an exit status of is told as it is.
+
+    Both of them turn a broken pipe into status 1, which here means a regression.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        """Write text."""
+        with _told():
+            return int(self._file.write(text))
+
+    def flush(self) -> None:
+        """Write what waits."""
+        with _told():
+            self._file.flush()
+
+
+@contextlib.contextmanager
+def guarded() -> Iterator[None]:
+    """Let stdout raise ReaderLeft or DiskFull in the block, also for what waits at its end.
+
+    A stdout that was closed takes everything and keeps nothing, as it does for `print`.
+    """
+    if sys.stdout is None:
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - to the end
+    whole = sys.stdout
+    sys.stdout = _Guarded(whole)
+    left = None
+    try:
+        try:
+            yield
+        finally:
+            # An exception on its way has its own exit status, whoever reads the result.
+            try:
+                sys.stdout.flush()
+            except (ReaderLeft, DiskFull) as error:
+                _drop(whole)
+                left = error
+        if left is not None:
+            raise left
+    finally:
+        sys.stdout = whole
+
+
+def _drop(file: Any) -> None:
+    """Let what still waits go nowhere; Python would complain of it when it ends."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, file.fileno())
+        os.close(nowhere)
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise ReaderLeft from None
+    except OSError as error:
+        msg = f"the result cannot be written to stdout: {error.strerror}"
+        raise DiskFull(msg) from error
