@@ -563,13 +563,13 @@ def test_random_schedules(model: kv.Model, flash: bool) -> None:
 
 def test_layers_on_devices_stay_there(build: Variant, tmp_path: Path) -> None:
     """What lies on a device is not mapped: it is counted, and where nothing is left, refused."""
-    from pyllamakv.bench import devices
     from pyllamakv.harness import synthetic
 
     with (
-        devices.serving(str(build.folder)) as endpoint,
+        kv.serve(build.folder, threads=1) as server,
         kv.open(build.folder, isolated=True) as library,
     ):
+        endpoint = server.endpoint
         path = synthetic.model("deep")
         options: dict[str, Any] = {"n_ctx": 512, "flash_attn": True}
         whole = library.load_model(path, n_gpu_layers=999, rpc_servers=endpoint)
