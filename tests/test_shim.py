@@ -101,6 +101,6 @@ def test_probes_agree_with_the_manifest(variant: Variant) -> None:
 
     with pyllamakv.open(variant.folder) as library:
         probes = library.native.about.probes
-    optional = {"counters", "moving"}  # only patches bring them
+    optional = {"counters", "mapping", "moving"}  # only patches bring them
     assert {group for group, choice in probes.items() if choice is None} <= optional
     assert probes["cells"] == "unified", json.dumps(probes)
