@@ -381,3 +381,22 @@ def test_what_a_cache_manager_does_is_recorded(patched, tmp_path: Path, manager:
         stage = Stage(lib.native, file=trace.model_file(head))
         assert replay(head, lines, stage) == (len(lines), [])
         stage.close()
+
+
+@pytest.mark.native
+def test_where_the_cache_lies_is_no_part_of_a_trace(patched, tmp_path: Path) -> None:
+    """A context over a file is recorded and replayed like any other; the file is not named."""
+    from pyllamakv.harness import synthetic
+
+    path = tmp_path / "run.jsonl"
+    with (
+        kv.open(patched.folder) as lib,
+        lib.load_model(synthetic.model("bytes")) as model,
+        model.context(n_ctx=256, n_seq_max=2, kv_backing=tmp_path / "kept.kv") as context,
+        kv.record(context, path),
+    ):
+        context.decode(context.sequence().feed([5, 6, 7]))
+    assert "kept.kv" not in path.read_text(encoding="utf-8")
+    head, lines = trace.read(path)
+    assert lines[0].arguments["n_ctx"] == 256
+    assert head.model == "bytes"

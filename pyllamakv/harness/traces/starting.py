@@ -23,10 +23,14 @@ _USUAL = {
     "defrag_plan": 0, "defrag_mover": 0, "defrag_threads": 0,
 }  # fmt: skip
 
+#: Where the cache lies changes nothing that comes of it, and a replay must not take anyone's file.
+_PLACE = {"kv_backing", "kv_path", "kv_keep", "kv_huge", "kv_model"}
+
 
 def words(params: ContextParams, model: str) -> dict[str, Any]:
     """Return the line that makes a context like this one."""
-    found = {k: v for k, v in asdict(params).items() if k not in _USUAL or v != _USUAL[k]}
+    asked = {k: v for k, v in asdict(params).items() if k not in _PLACE}
+    found = {k: v for k, v in asked.items() if k not in _USUAL or v != _USUAL[k]}
     for name in ("type_k", "type_v"):
         found[name] = types.number_type(found[name]).name
     return {"op": "context", "model": model, **found}
