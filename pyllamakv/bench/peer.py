@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -78,6 +78,9 @@ def _ask(
         line = child.stdout.readline()
     except BrokenPipeError:
         line = ""
+        # What was not sent is still to be flushed, and would raise again when the child is left.
+        with suppress(BrokenPipeError):
+            child.stdin.close()
     if line:
         answer: dict[str, Any] = json.loads(line)
         return answer
