@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding.mapped import Backing
 from pyllamakv.binding.protocol import Capability
+from pyllamakv.errors import Untestable
 
 if TYPE_CHECKING:
     from pyllamakv.harness.lab import Lab
@@ -20,6 +21,13 @@ def mapped(lab: Lab, n_ctx: int, **options: Any) -> Player:
     """Make a player whose cache is in anonymous mapped memory; Unsupported on other builds."""
     lab.needs(Capability.MAPPING)
     return lab.player(n_ctx, kv_backing=int(Backing.ANONYMOUS), **options)
+
+
+def must_shift(player: Player) -> None:
+    """Raise Untestable where the memory shifts nothing, mapped or not."""
+    if not player.info.can_shift:
+        msg = "this memory cannot shift positions in this setting"
+        raise Untestable(msg)
 
 
 def committed(player: Player) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pyllamakv.harness.scenario import CACHES, Scenario
-from pyllamakv.harness.scenarios._mapped import committed, expect_little, mapped
+from pyllamakv.harness.scenarios._mapped import committed, expect_little, mapped, must_shift
 
 if TYPE_CHECKING:
     from pyllamakv.harness.lab import Lab
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 def run(lab: Lab) -> None:
     """Cut the head off two sequences in a large cache, shift them, and go on."""
     player = mapped(lab, 32768, n_batch=512, n_ubatch=64)
+    must_shift(player)
     player.fill({0: 200})
     player.fill({1: 200})
     before = committed(player)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import Untestable
 from pyllamakv.harness.scenario import CACHES, Scenario
-from pyllamakv.harness.scenarios._mapped import enough, expect_little, mapped
+from pyllamakv.harness.scenarios._mapped import enough, expect_little, mapped, must_shift
 
 if TYPE_CHECKING:
     from pyllamakv.harness.lab import Lab
@@ -20,6 +20,7 @@ def run(lab: Lab) -> None:
         msg = "all sequences share one stream in this release"
         raise Untestable(msg)
     player = mapped(lab, 32768, n_batch=512, n_ubatch=64, n_seq_max=4, kv_unified=False)
+    must_shift(player)
     player.fill({0: 300, 1: 100})
     player.copy(0, 2)
     # A copy of the copy, whose source is gone before either has been made.
