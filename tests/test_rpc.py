@@ -146,12 +146,17 @@ def test_the_verb_serves_until_it_is_ended(patched: Variant) -> None:
             stderr=subprocess.PIPE,
             text=True,
             env=env,
+            # What runs in the background of a shell inherits that Ctrl-C is ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         ) as verb:
-            assert verb.stdout is not None
-            endpoint = verb.stdout.readline().strip().replace("0.0.0.0", "127.0.0.1")
-            with kv.open(patched.folder, backend="rpc") as lib:
-                lib.load_model(synthetic.tiny(), n_gpu_layers=ALL, rpc_servers=endpoint)
-            verb.send_signal(signal.SIGINT)
-            _, said = verb.communicate(timeout=120)
+            try:
+                assert verb.stdout is not None
+                endpoint = verb.stdout.readline().strip().replace("0.0.0.0", "127.0.0.1")
+                with kv.open(patched.folder, backend="rpc") as lib:
+                    lib.load_model(synthetic.tiny(), n_gpu_layers=ALL, rpc_servers=endpoint)
+                verb.send_signal(signal.SIGINT)
+                _, said = verb.communicate(timeout=120)
+            finally:
+                verb.kill()
             assert ("no authentication" in said) is warned
             assert verb.returncode == 130
