@@ -7,7 +7,6 @@ A build that is killed leaves its build folder, from which the next one goes on,
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
@@ -22,10 +21,11 @@ from pyllamakv.building import cmake, compiler, cuda, nvidia, results, variant
 from pyllamakv.building.results import Source
 from pyllamakv.errors import BuildError
 from pyllamakv.home import home
-from pyllamakv.source.store import disk_room
+from pyllamakv.source.files import busy, disk_room
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from pyllamakv.building.variant import Request, Spec, Variant
     from pyllamakv.patching.apply import Patched
@@ -65,6 +65,21 @@ def build(
             found = _obtain(wanted, _source(wanted, progress), jobs, progress)
             variant.remember(wanted, found)
     return found
+
+
+@contextlib.contextmanager
+def at_work(
+    spec: str | Spec, *, jobs: int | None = None, progress: Progress | None = None
+) -> Iterator[tuple[Request, cmake.Job]]:
+    """Lend the build folder of what ``spec`` names, its tree and objects brought up to date.
+
+    Nobody else changes them meanwhile. Raises what `build` raises.
+    """
+    wanted = variant.request(spec)
+    with _writable(), _locked(wanted, progress):
+        source = _source(wanted, progress)
+        with _compiled(wanted, source.tree, jobs, progress) as job:
+            yield wanted, job
 
 
 def build_patched(
@@ -111,22 +126,32 @@ def _obtain(
     found = variant.at(name)
     if found:
         return found
+    before = _cpu_seconds()
+    with _compiled(wanted, source.tree, jobs, progress):
+        spent = _cpu_seconds() - before
+    log.info("built %s in %.1f CPU seconds", name, spent)
+    return results.publish(wanted, source, name, spent)
+
+
+@contextlib.contextmanager
+def _compiled(
+    wanted: Request, tree: str, jobs: int | None, progress: Progress | None
+) -> Iterator[cmake.Job]:
+    """Bring the build folder to what a tree asks for, and lend it with its sources held."""
     from pyllamakv.source.store import open_store
 
+    name = wanted.variant_id(tree)
     folder = wanted.objects
     folder.mkdir(parents=True, exist_ok=True)
-    before = _cpu_seconds()
     with _held(wanted.tree) as held:
-        open_store().export(source.tree, wanted.tree)
+        open_store().export(tree, wanted.tree)
         report = _naming(wanted.spec, progress)
         job = cmake.Job(folder, folder / "build.log", environment(), report, (held,))
         job.log.write_text(f"variant {name}\n", encoding="utf-8")
         prove(wanted)
         cmake.configure(job, _NATIVE, definitions(wanted, name))
         cmake.compile_targets(job, _TARGETS, jobs or default_jobs())
-    spent = _cpu_seconds() - before
-    log.info("built %s in %.1f CPU seconds", name, spent)
-    return results.publish(wanted, source, name, spent)
+        yield job
 
 
 def _naming(spec: Spec, progress: Progress | None) -> Progress | None:
@@ -231,20 +256,9 @@ def _locked(wanted: Request, progress: Progress | None) -> Iterator[None]:
         lock.release()
 
 
-@contextlib.contextmanager
-def _held(tree: Path) -> Iterator[int]:
-    """Lock a tree through a descriptor that the compilers inherit.
-
-    The release's lock ends with this process; if it is killed, its compilers may still be at work.
-    """
-    handle = os.open(
-        tree.with_name(f"{tree.name}.busy"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666
-    )
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield handle
-    finally:
-        os.close(handle)
+def _held(tree: Path) -> AbstractContextManager[int]:
+    """Lock a tree: the release's lock ends with this process, its compilers may be at work yet."""
+    return busy(tree.with_name(f"{tree.name}.busy"))
 
 
 @contextlib.contextmanager

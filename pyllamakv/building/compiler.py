@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.building.manifest import machine_flags
-from pyllamakv.errors import ToolMissing
+from pyllamakv.errors import KvError, ToolMissing
+from pyllamakv.source.files import write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -192,13 +193,8 @@ def _read(cache: Path | None) -> dict[str, Any]:
 
 def _write(cache: Path, known: Mapping[str, Any]) -> None:
     # A cache that cannot be written costs time, nothing else.
-    part = cache.with_name(f"{cache.name}.{os.getpid()}.part")
-    try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(known, indent=1), encoding="utf-8")
-        part.replace(cache)
-    except OSError:
-        part.unlink(missing_ok=True)
+    with contextlib.suppress(OSError, KvError):
+        write_atomic(cache, json.dumps(known, indent=1))
 
 
 def _ask(c: str, cxx: str) -> Compiler:
@@ -234,5 +230,14 @@ def _run(program: str, *args: str) -> str:
         said = (done.stderr or done.stdout).strip()
         raise ToolMissing(
             f"`{program} --version` exited with {done.returncode}: {said}; {_CURE}", program, _CURE
+        )
+    if done.returncode != 0 and "native" in args[0] and "native" not in done.stderr:
+        # A compiler that knows no such word says so; taken for an answer, another fault would
+        # stay: what is known of a compiler is kept.
+        said = done.stderr.strip() or f"status {done.returncode}"
+        raise ToolMissing(
+            f"`{program} {args[0]}` did not tell what this processor can do: {said}; {_CURE}",
+            program,
+            _CURE,
         )
     return done.stdout if done.returncode == 0 else ""

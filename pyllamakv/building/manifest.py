@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,17 +73,10 @@ class Manifest:
 
     def save(self, folder: Path) -> Path:
         """Write the manifest into ``folder`` in one step, and return its path."""
-        text = json.dumps(self.to_json(), indent=2, sort_keys=True) + "\n"
-        handle, name = tempfile.mkstemp(prefix=f".{NAME}-", dir=folder)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            # mkstemp makes private files; a variant may be shared between users.
-            Path(name).chmod(0o644)
-            Path(name).replace(folder / NAME)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        # Here, since the binding reads manifests and writes none.
+        from pyllamakv.source.files import write_atomic
+
+        write_atomic(folder / NAME, json.dumps(self.to_json(), indent=2, sort_keys=True) + "\n")
         return folder / NAME
 
     def check_library(self, folder: Path) -> Path:

@@ -20,6 +20,7 @@ from pyllamakv.building import compiler as compilers
 from pyllamakv.building import manifest as manifests
 from pyllamakv.errors import ManifestError, ToolMissing, UsageError
 from pyllamakv.home import data, home
+from pyllamakv.source.files import write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 #: Changes when this package builds differently from the same inputs.
 RECIPE = 1
+
+#: What lies beside the patches and their code, and decides no build and no result.
+NO_INPUT = (".pyc", "expected.toml", "equivalent-mutants.toml")
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
@@ -101,8 +105,7 @@ class Request:
     def key(self) -> str:
         """Return the digest that the index is kept under."""
         texts = () if self.spec.series == () else (data("patches"), _PACKAGE / "patching")
-        # What is accepted lies beside the patches and decides no build.
-        digest = files_digest(texts, without=(".pyc", "expected.toml"))
+        digest = files_digest(texts, without=NO_INPUT)
         return _digest([self._base(), self.release.commit, self.spec.series, digest])
 
     def variant_id(self, patched_tree: str) -> str:
@@ -224,11 +227,7 @@ def lookup(wanted: Request) -> Variant | None:
 
 def remember(wanted: Request, variant: Variant) -> None:
     """Note in the index which variant answers a request."""
-    file = _index(wanted)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f".{file.name}.part")
-    part.write_text(variant.id + "\n", encoding="utf-8")
-    part.replace(file)
+    write_atomic(_index(wanted), variant.id + "\n")
 
 
 def at(name: str) -> Variant | None:

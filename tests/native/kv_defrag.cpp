@@ -10,6 +10,8 @@
 #include <set>
 #include <string>
 
+#include <dlfcn.h>
+#include <pthread.h>
 #include <sys/mman.h>
 
 using namespace llama_kv_defrag;
@@ -22,6 +24,15 @@ using llama_kv_defrag::move; // not std::move
             std::exit(1);                                                   \
         }                                                                   \
     } while (0)
+
+// threads that were started so far
+static std::atomic<uint32_t> n_started(0);
+
+extern "C" int pthread_create(pthread_t * thread, const pthread_attr_t * attr, void * (*f)(void *), void * x) {
+    using type = int (*)(pthread_t *, const pthread_attr_t *, void * (*)(void *), void *);
+    ++n_started;
+    return ((type) dlsym(RTLD_NEXT, "pthread_create"))(thread, attr, f, x);
+}
 
 static std::mt19937 generator(20261120);
 
@@ -234,7 +245,9 @@ static void check_data(uint32_t size, size_t cell, size_t n_rows, size_t padding
     const size_t n_scratch = move_data({ { large.data(), cell, n_rows, stride }, { other.data(), cell, n_rows, stride } },
             p.moves.data(), p.moves.size(), 3, 0);
     CHECK(large == slow && other == slow);
-    CHECK(n_scratch <= 8*p.n_cells);
+    // single values of short runs move by a list of cells, all else needs nothing beside the cache
+    const bool listed = n_rows > 1 && p.n_cells < host_moves::LONG_RUN*p.moves.size();
+    CHECK(n_scratch == (listed ? 8*p.n_cells : 0));
 
     // in batches; where no cell is source and destination any order must do, so the last one first
     const size_t n_batch = 1 + below(5);
@@ -256,12 +269,41 @@ static void test_data_rows() {
     }
 }
 
+// threads beside the one that calls, to move 80 bytes of two tensors
+static uint32_t threads_for(uint32_t n_threads, size_t n_small) {
+    std::vector<uint8_t> one(80);
+    std::vector<uint8_t> two(80);
+    const move m = { 10, 0, 10 };
+    const uint32_t before = n_started;
+    move_data({ { one.data(), 4, 1, 0 }, { two.data(), 4, 1, 0 } }, &m, 1, n_threads, n_small);
+    return n_started - before;
+}
+
+static void test_threads() {
+    CHECK(threads_for(3, 0)  == 1); // a tensor each
+    CHECK(threads_for(2, 0)  == 1);
+    CHECK(threads_for(1, 0)  == 0);
+    CHECK(threads_for(3, 79) == 1);
+    CHECK(threads_for(3, 80) == 0); // so little is done at once
+}
+
 static void test_data_transposed() {
     for (size_t cell : { 1, 2, 4, 8 }) {
         for (int i = 0; i < 40; ++i) {
             check_data(1 + below(150), cell, 1 + below(20), below(3)*cell);
         }
+        // more rows than one thread takes at a time
+        for (size_t n_rows : { 63, 64, 65, 128, 130 }) {
+            check_data(1 + below(150), cell, n_rows, 0);
+        }
     }
+
+    // a run of this length is moved as one
+    std::vector<uint8_t> data(200);
+    const move longest = { 20, 0, host_moves::LONG_RUN };
+    const move shorter = { 20, 0, host_moves::LONG_RUN - 1 };
+    CHECK(move_data({ { data.data(), 2, 2, 100 } }, &longest, 1, 1) == 0);
+    CHECK(move_data({ { data.data(), 2, 2, 100 } }, &shorter, 1, 1) == 8*(host_moves::LONG_RUN - 1));
 }
 
 static void test_data_wide() {
@@ -452,6 +494,11 @@ static void test_options() {
     const options got = effective();
     CHECK(got.order == ORDER_KEPT && got.mover == MOVER_STAGED && got.n_threads == 7);
 
+    put("LLAMA_KV_DEFRAG_THREADS", "0"); // says nothing
+    put("LLAMA_KV_DEFRAG_MOVER",   nullptr);
+    CHECK(effective().n_threads == 7 && effective().mover == MOVER_HOST);
+    put("LLAMA_KV_DEFRAG_THREADS", nullptr);
+
     std::thread([]() { CHECK(effective().order == ORDER_FEWEST && effective().n_threads == 0); }).join();
 }
 
@@ -465,8 +512,9 @@ static void test_stopwatch() {
     CHECK(first >= 0);
     {
         const stopwatch watch(sum);
+        std::this_thread::sleep_for(std::chrono::milliseconds(2));
     }
-    CHECK(sum >= first);
+    CHECK(sum >= first + 2000000);
 }
 
 int main(int argc, char ** argv) {
@@ -482,6 +530,7 @@ int main(int argc, char ** argv) {
         { "graphs",          test_graphs          },
         { "options",         test_options         },
         { "stopwatch",       test_stopwatch       },
+        { "threads",         test_threads         },
     };
 
     const auto it = groups.find(argc == 2 ? argv[1] : "");

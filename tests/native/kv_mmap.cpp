@@ -9,6 +9,9 @@
 #include <map>
 #include <set>
 
+#include <cstdarg>
+
+#include <sys/syscall.h>
 #include <sys/wait.h>
 
 using namespace llama_kv_mmap;
@@ -20,6 +23,104 @@ using namespace llama_kv_mmap;
             std::exit(1);                                                   \
         }                                                                   \
     } while (0)
+
+// what a call of the system says the next time, once; 0: what the system says
+static int open_says           = 0;
+static int open_temporary_says = 0;
+static int ftruncate_says      = 0;
+static int fallocate_says      = 0;
+static int zero_says           = 0;
+static int flock_says          = 0;
+static int msync_says          = 0;
+static int mincore_says        = 0;
+static int smaps_says          = 0; // opening /proc/self/smaps
+
+// what another does before a file is made
+static std::function<void()> in_between;
+
+static int once(int & says) {
+    if (says == 0) {
+        return 0;
+    }
+    errno = says;
+    says  = 0;
+    return -1;
+}
+
+// in the place of the library's own: file systems differ, and this machine has one
+extern "C" int open(const char * path, int flags, ...) {
+    va_list more;
+    va_start(more, flags);
+    const int mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(more, int) : 0;
+    va_end(more);
+    if (once((flags & O_TMPFILE) == O_TMPFILE ? open_temporary_says : open_says) != 0) {
+        return -1;
+    }
+    if (flags & O_EXCL && in_between) {
+        in_between();
+    }
+    return (int) ::syscall(SYS_openat, AT_FDCWD, path, flags, mode);
+}
+
+extern "C" int ftruncate(int fd, off_t length) noexcept {
+    return once(ftruncate_says) != 0 ? -1 : (int) ::syscall(SYS_ftruncate, fd, length);
+}
+
+extern "C" int fallocate(int fd, int mode, off_t offset, off_t len) {
+    if (once(mode & FALLOC_FL_ZERO_RANGE ? zero_says : fallocate_says) != 0) {
+        return -1;
+    }
+    return (int) ::syscall(SYS_fallocate, fd, mode, offset, len);
+}
+
+extern "C" int flock(int fd, int operation) noexcept {
+    return once(flock_says) != 0 ? -1 : (int) ::syscall(SYS_flock, fd, operation);
+}
+
+// the huge pages that were asked for last
+static int advised = -1;
+
+extern "C" int madvise(void * begin, size_t len, int advice) noexcept {
+    if (advice == MADV_HUGEPAGE || advice == MADV_NOHUGEPAGE) {
+        advised = advice;
+    }
+    return (int) ::syscall(SYS_madvise, begin, len, advice);
+}
+
+// what reached the disk, in its order: headers by their mark, everything else as DATA
+static const uint32_t        DATA = 1000;
+static std::vector<uint32_t> synced;
+
+extern "C" int msync(void * begin, size_t len, int flags) {
+    if (once(msync_says) != 0) {
+        return -1;
+    }
+    CHECK(flags == MS_SYNC);
+    const auto * found = (const header *) begin;
+    synced.push_back(std::memcmp(found->magic, magic(), sizeof(found->magic)) == 0 ? found->state : DATA);
+    return (int) ::syscall(SYS_msync, begin, len, flags);
+}
+
+// the first two pages are there, if any; only the lowest bit says so
+extern "C" int mincore(void *, size_t len, unsigned char * pages) noexcept {
+    if (once(mincore_says) != 0) {
+        return -1;
+    }
+    for (size_t i = 0; i < len/page_size(); ++i) {
+        pages[i] = i < 2 ? 0xff : 0xfe;
+    }
+    return 0;
+}
+
+extern "C" std::FILE * fopen(const char * path, const char * mode) {
+    if (std::strcmp(path, "/proc/self/smaps") == 0 && once(smaps_says) != 0) {
+        return nullptr;
+    }
+    int flags = std::strchr(mode, '+') ? O_RDWR : *mode == 'r' ? O_RDONLY : O_WRONLY;
+    flags |= *mode == 'r' ? 0 : *mode == 'w' ? O_CREAT | O_TRUNC : O_CREAT | O_APPEND;
+    const int fd = (int) ::syscall(SYS_openat, AT_FDCWD, path, flags | O_CLOEXEC, 0600);
+    return fd < 0 ? nullptr : ::fdopen(fd, mode);
+}
 
 static std::string folder;
 
@@ -183,6 +284,7 @@ static void test_layout() {
         opts.huge = huge;
         cache c(opts);
         CHECK(*(volatile char *) c.mapped->data() == 0);
+        CHECK(advised == (huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE));
         size_t end = 0;
         for (const auto & t : c.mapped->get_tensors()) {
             CHECK(t.offset % page_size() == 0);
@@ -212,6 +314,48 @@ static void test_lazy() {
     c.mapped->clear();
     CHECK(c.mapped->committed() == 0);
     c.each(1, 150, [](char & byte, size_t) { CHECK(byte == 0); });
+}
+
+// memory by itself: of any range, and no other byte
+static void test_zero() {
+    const size_t n = 4*page_size();
+    const std::pair<size_t, size_t> ranges[] = {
+        { 10, n - 20 }, { 0, n }, { page_size(), 30 }, { 10, 30 }, { page_size() - 10, 20 }, { 10, 0 },
+    };
+    for (const auto & range : ranges) {
+        mapping m(nullptr, n, false);
+        std::memset(m.data(), 7, n);
+        m.zero(range.first, range.second);
+        for (size_t i = 0; i < n; ++i) {
+            CHECK(m.data()[i] == (i >= range.first && i < range.first + range.second ? 0 : 7));
+        }
+    }
+    CHECK(failure_of([] { mapping m(nullptr, (size_t) 1 << 62, false); }) == FAILURE_MEMORY);
+}
+
+// what is resident, by what the system tells of it
+static void test_counting() {
+    cache c(anonymous());
+    const int next = ::dup(1);
+    ::close(next);
+    c.fill(0, 0, 10);
+    const size_t seen = c.mapped->committed();
+    CHECK(seen >= c.mapped->get_tensors().size()*page_size());
+    CHECK(::dup(1) == next && ::close(next) == 0); // no file is left open
+
+    // where files do not tell, the pages do
+    smaps_says = EACCES;
+    CHECK(c.mapped->committed() == c.mapped->get_tensors().size()*2*page_size());
+    CHECK(smaps_says == 0);
+    for (const auto & t : c.mapped->get_tensors()) {
+        CHECK(t.n_committed == 2*page_size());
+    }
+    smaps_says   = EACCES;
+    mincore_says = ENOMEM;
+    CHECK(c.mapped->committed() == (c.mapped->get_tensors().size() - 1)*2*page_size());
+    CHECK(c.mapped->get_tensors()[0].n_committed == 0);
+
+    CHECK(c.mapped->committed() == seen);
 }
 
 static void test_trim() {
@@ -311,6 +455,30 @@ static void test_keep() {
     CHECK(exists(opts.path + ".1"));
     ::unlink((opts.path + ".1").c_str());
     ::unlink(opts.path.c_str());
+
+    // one that is flushed is kept, whatever is in it, and cells are searched from within
+    { cache c(opts); c.head = N_CELLS; c.mapped->flush(nullptr); }
+    { cache c(opts); CHECK(c.mapped->get_is_resumed() && c.head + 1 == N_CELLS - 1); }
+    ::unlink(opts.path.c_str());
+}
+
+static void test_owners() {
+    const auto opts = named("owners");
+    // another makes the file at the same moment, and has it still, or no longer
+    int other = -1;
+    in_between = [&] {
+        other = (int) ::syscall(SYS_openat, AT_FDCWD, opts.path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+        ::flock(other, LOCK_EX);
+    };
+    CHECK(opening(opts) == FAILURE_BUSY && exists(opts.path));
+    ::close(other);
+    ::unlink(opts.path.c_str());
+    in_between = [&] {
+        ::close((int) ::syscall(SYS_openat, AT_FDCWD, opts.path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+    };
+    CHECK(opening(opts) == FAILURE_NONE);
+    in_between = nullptr;
+    ::unlink(opts.path.c_str());
 }
 
 static void test_dirty() {
@@ -335,13 +503,59 @@ static void test_dirty() {
     // killed between a flush and the next change: what was flushed is there
     killed([&] { auto & c = *new cache(fresh); c.fill(1, 0, 20); c.mapped->flush(nullptr); });
     { cache c(opts); CHECK(c.mapped->get_is_resumed() && c.holds(1, 0, 20)); }
-    killed([&] { auto & c = *new cache(opts); c.mapped->trim(); });
-    CHECK(opening(opts) == FAILURE_DIRTY);
+
+    // whatever changes the data is a change
+    const std::function<void(backing &)> changes[] = {
+        [](backing & b) { b.trim(); }, [](backing & b) { b.clear(); }, [](backing & b) { b.copy(1, 0); },
+    };
+    for (const auto & change : changes) {
+        { cache c(fresh); c.fill(1, 0, 20); c.mapped->flush(nullptr); }
+        CHECK(opening(opts) == FAILURE_NONE);
+        killed([&] { auto & c = *new cache(opts); change(*c.mapped); });
+        CHECK(opening(opts) == FAILURE_DIRTY);
+    }
     ::unlink(opts.path.c_str());
 
-    // a new file that nothing was put into is gone
+    // a new file that nothing was put into is gone, and no other
     { cache c(opts); }
     CHECK(!exists(opts.path));
+    { cache c(opts); c.fill(0, 0, 1); }
+    CHECK(opening(opts) == FAILURE_DIRTY);
+    ::unlink(opts.path.c_str());
+}
+
+// a power cut leaves what had reached the disk: the mark is there before a change, and after all of a flush
+static void test_power() {
+    const auto opts = named("power");
+    const std::vector<uint32_t> flushed = { STATE_DIRTY, DATA, DATA, DATA, DATA, STATE_CLEAN };
+
+    cache c(opts);
+    c.fill(0, 0, 10);
+    synced.clear();
+    c.mapped->flush(nullptr);
+    CHECK(synced == flushed);
+
+    synced.clear();
+    c.mapped->touch();
+    CHECK(synced == std::vector<uint32_t>{ STATE_DIRTY });
+    c.mapped->touch(); // it is there already
+    CHECK(synced.size() == 1);
+
+    synced.clear();
+    c.mapped->flush(nullptr);
+    CHECK(synced == flushed);
+
+    // a flush changes the cells as well
+    synced.clear();
+    c.mapped->flush(nullptr);
+    CHECK(synced.size() == 1 + flushed.size() && synced[0] == STATE_DIRTY);
+    CHECK(std::equal(flushed.begin(), flushed.end(), synced.begin() + 1));
+
+    msync_says = EIO;
+    CHECK(failure_of([&] { c.mapped->flush(nullptr); }) == FAILURE_IO && msync_says == 0);
+    c.mapped.reset();
+    CHECK(opening(opts) == FAILURE_DIRTY);
+    ::unlink(opts.path.c_str());
 }
 
 static void test_foreign() {
@@ -444,15 +658,111 @@ static void test_space() {
     CHECK(opening(temporary) == FAILURE_SPACE);
 
     CHECK(::setrlimit(RLIMIT_FSIZE, &old) == 0);
+    size_t n = 0;
     {
         cache c(opts);
         CHECK(c.mapped->get_file_bytes() >= c.mapped->reserved());
+        n = c.mapped->size();
     }
+    // a file may be as large as the limit says
+    limit.rlim_cur = n;
+    CHECK(::setrlimit(RLIMIT_FSIZE, &limit) == 0);
+    CHECK(opening(opts) == FAILURE_NONE);
+    limit.rlim_cur = n - 1;
+    CHECK(::setrlimit(RLIMIT_FSIZE, &limit) == 0);
+    CHECK(opening(opts) == FAILURE_SPACE);
+    CHECK(::setrlimit(RLIMIT_FSIZE, &old) == 0);
     auto missing = opts;
     missing.path = folder + "/none/such";
     CHECK(opening(missing) == FAILURE_IO);
     missing.path = "/dev/null";
     CHECK(opening(missing) == FAILURE_UNSUPPORTED);
+}
+
+// what file systems may answer that are not this one
+static void test_answers() {
+    CHECK(kind_of(ENOSPC) == FAILURE_SPACE && kind_of(EFBIG) == FAILURE_SPACE && kind_of(EDQUOT) == FAILURE_SPACE);
+    CHECK(kind_of(ENOMEM) == FAILURE_MEMORY && kind_of(EIO) == FAILURE_IO && kind_of(EACCES) == FAILURE_IO);
+    CHECK(kind_of(EOPNOTSUPP) == FAILURE_UNSUPPORTED && kind_of(ENOSYS) == FAILURE_UNSUPPORTED);
+
+    auto temporary = named("", KEEP_NOT);
+    temporary.kind = KIND_TEMP;
+    temporary.path = folder;
+
+    // where files without a name are not known, one with a name loses it at once
+    for (const int code : { EOPNOTSUPP, EISDIR, EINVAL }) {
+        open_temporary_says = code;
+        cache c(temporary);
+        c.fill(0, 0, 10);
+        CHECK(open_temporary_says == 0 && c.holds(0, 0, 10));
+        CHECK(c.mapped->get_kind() == KIND_TEMP);
+    }
+    open_temporary_says = ENOSPC; // no other way would do better
+    CHECK(opening(temporary) == FAILURE_SPACE);
+
+    const auto opts = named("answers");
+    fallocate_says = ENOSPC;
+    CHECK(opening(opts) == FAILURE_SPACE && !exists(opts.path));
+    fallocate_says = EOPNOTSUPP;
+    CHECK(opening(opts) == FAILURE_UNSUPPORTED && !exists(opts.path));
+    open_says = ENOSPC;
+    CHECK(opening(opts) == FAILURE_SPACE && !exists(opts.path));
+    ftruncate_says = EIO;
+    CHECK(opening(opts) == FAILURE_IO && !exists(opts.path));
+    flock_says = ENOLCK;
+    CHECK(opening(opts) == FAILURE_IO);
+    ::unlink(opts.path.c_str());
+
+    // a signal came in between: asked again
+    fallocate_says = EINTR;
+    { cache c(opts); c.fill(0, 0, 10); c.mapped->flush(nullptr); CHECK(fallocate_says == 0); }
+    fallocate_says = ENOSPC; // one that is there already stays what it is
+    CHECK(opening(opts) == FAILURE_SPACE && exists(opts.path));
+    CHECK(opening(opts) == FAILURE_NONE);
+
+    {
+        cache c(opts);
+        CHECK(c.holds(0, 0, 10));
+        zero_says = EINTR;
+        c.mapped->clear();
+        CHECK(zero_says == 0);
+        c.each(0, 3, [](char & b, size_t) { CHECK(b == 0); });
+        c.fill(0, 0, 4000);
+        // what cannot be given back is overwritten
+        for (size_t i = 0; i < c.mapped->get_tensors().size(); ++i) {
+            zero_says = EOPNOTSUPP;
+            c.mapped->clear();
+        }
+        c.each(0, 3999, [](char & b, size_t) { CHECK(b == 0); });
+    }
+    ::unlink(opts.path.c_str());
+}
+
+// a process without standard input gives the first file the number 0
+static void test_numbers() {
+    const pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        ::close(0);
+        const auto opts = named("zero");
+        { cache c(opts); c.fill(0, 0, 10); c.mapped->flush(nullptr); CHECK(c.mapped->get_file_bytes() > 0); }
+        errno = ENOENT; // of whatever was asked before
+        { cache c(opts); CHECK(c.mapped->get_is_resumed() && c.holds(0, 0, 10)); }
+        ::unlink(opts.path.c_str());
+        { cache c(opts); }
+        CHECK(!exists(opts.path));
+        auto temporary = named("", KEEP_NOT);
+        temporary.kind = KIND_TEMP;
+        temporary.path = folder;
+        errno = EINVAL; // of whatever was asked before
+        CHECK(opening(temporary) == FAILURE_NONE);
+        open_temporary_says = EINVAL;
+        CHECK(opening(temporary) == FAILURE_NONE);
+        CHECK(::dup(1) == 0 && ::close(0) == 0); // none is left open
+        std::exit(0);
+    }
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 
 static void test_scratch() {
@@ -520,6 +830,12 @@ static void test_options() {
 }
 
 static void test_checksum() {
+    // a part of the format: files that are kept carry it
+    const char text[] = "sixty-four bytes and a few more, so that there is a rest behind them all";
+    CHECK(checksum(text, 0, 1) == 0xa9733ad94afd17c0ull);
+    CHECK(checksum(text, 32, 1) == 0xddc4354574c0cd9dull);
+    CHECK(checksum(text, sizeof(text), 7) == 0x1ffd069a41389813ull);
+
     std::vector<char> data(1000);
     for (size_t i = 0; i < data.size(); ++i) {
         data[i] = (char) (i*i);
@@ -558,11 +874,13 @@ static void test_guard() {
 
 int main(int argc, char ** argv) {
     const std::map<std::string, void (*)()> groups = {
-        { "checksum", test_checksum }, { "copy",    test_copy    }, { "damaged", test_damaged },
-        { "dirty",    test_dirty    }, { "foreign", test_foreign }, { "guard",   test_guard   },
-        { "keep",     test_keep     }, { "layout",  test_layout  }, { "lazy",    test_lazy    },
-        { "options",  test_options  }, { "scratch", test_scratch }, { "space",   test_space   },
-        { "trim",     test_trim     },
+        { "answers",  test_answers  }, { "checksum", test_checksum }, { "copy",    test_copy    },
+        { "counting", test_counting }, { "damaged",  test_damaged  }, { "dirty",   test_dirty   },
+        { "foreign",  test_foreign  }, { "guard",    test_guard    }, { "keep",    test_keep    },
+        { "owners",   test_owners   },
+        { "layout",   test_layout   }, { "lazy",     test_lazy     }, { "numbers", test_numbers },
+        { "options",  test_options  }, { "power",    test_power    }, { "scratch", test_scratch },
+        { "space",    test_space    }, { "trim",     test_trim     }, { "zero",    test_zero    },
     };
 
     if (argc < 3) {

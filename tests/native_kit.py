@@ -1,0 +1,27 @@
+"""Help the tests that need a build: find it, or skip."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pyllamakv.building.variant import Variant
+
+#: What `make test` and `make build` build; only of it a build can be demanded.
+DEFAULT_RELEASE = "0.3.9"
+
+
+def built(spec: str) -> Variant:
+    """Return a built variant, or skip; of the default release fail where it has to be there."""
+    from pyllamakv.building import variant
+
+    found = variant.find(spec)
+    if found is None:
+        message = f"{spec} is not built here: pyllamakv build {spec}"
+        if spec.startswith(f"{DEFAULT_RELEASE}+") and os.environ.get("PYLLAMAKV_REQUIRE_NATIVE"):
+            pytest.fail(message)
+        pytest.skip(message)
+    return found
