@@ -8,31 +8,11 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.building import cmake, variant
 from pyllamakv.building.manifest import Manifest
+from pyllamakv.trust.faults.steps.building import CMAKE
+from pyllamakv.trust.faults.steps.building import script as script
 
 if TYPE_CHECKING:
     import pytest
-
-#: Takes the arguments of a configure run and leaves what a real one leaves for us.
-CMAKE = r"""
-fresh=
-while [ $# -gt 0 ]; do
-    case $1 in
-    -S) source=$2; shift ;;
-    -B) build=$2; shift ;;
-    --fresh) fresh=1 ;;
-    -DPLK_LLAMA_SRC=*) tree=${1#*=} ;;
-    -DPLK_VARIANT=*) variant=${1#*=} ;;
-    esac
-    shift
-done
-mkdir -p "$build"
-printf 'CMAKE_HOME_DIRECTORY:INTERNAL=%s\nCMAKE_CACHEFILE_DIR:INTERNAL=%s\n' \
-    "$source" "$build" >"$build/CMakeCache.txt"
-printf '%s' "$tree" >"$build/tree"
-printf '%s' "$variant" >"$build/variant"
-printf '%s' '{"groups": {"load": "plain", "defrag": null}}' >"$build/plk-capabilities.json"
-echo configured
-"""
 
 #: Makes a library of the tree's one source, and the drop-in beside it, and says so as ninja does.
 NINJA = r"""
@@ -49,14 +29,6 @@ cp libplk.so dropin/libllama.so.0.1
 ln -sf libllama.so.0.1 dropin/libllama.so
 echo "[plk 2/2] Linking CXX shared library libplk.so"
 """
-
-
-def script(path: Path, body: str) -> Path:
-    """Write a shell script that can be run."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\nset -eu\n{body}", encoding="utf-8")
-    path.chmod(0o755)
-    return path
 
 
 class Workshop:

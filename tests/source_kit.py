@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
 import hashlib
 import http.server
-import io
 import os
 import tarfile
 import threading
@@ -16,6 +14,10 @@ from typing import TYPE_CHECKING, Any
 from pyllamakv.source import gitting, lock
 from pyllamakv.source.releases import Release
 from pyllamakv.source.store import open_store
+from pyllamakv.trust.faults.steps import upstream
+from pyllamakv.trust.faults.steps.upstream import MODULE, clone
+from pyllamakv.trust.faults.steps.upstream import fill as fill
+from pyllamakv.trust.faults.steps.upstream import pack as pack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -32,7 +34,6 @@ TREE = {
     "docs/crlf.txt": b"one\r\ntwo\r\n",
     ".gitattributes": b"* text=auto eol=lf\n",
 }
-MODULE = ".git/modules/vendor/llama.cpp"
 
 
 def isolate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -50,38 +51,9 @@ def isolate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
-def fill(folder: Path, files: Mapping[str, bytes]) -> Path:
-    """Write files below a folder; scripts may be run."""
-    for path, data in files.items():
-        place = folder / path
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(data)
-        place.chmod(0o755 if path.endswith(".sh") else 0o644)
-    return folder
-
-
 def repository(folder: Path, files: Mapping[str, bytes] = TREE, *, commits: int = 2) -> str:
     """Make a repository whose last commit has these files; return that commit."""
-    folder.mkdir(parents=True)
-    gitting.git(folder, "init", "-q", ".")
-    (folder / ".git" / "info").mkdir(exist_ok=True)
-    (folder / ".git" / "info" / "attributes").write_text("* -text\n")
-    for number in range(commits - 1):
-        gitting.git(folder, "commit", "-q", "--allow-empty", "-m", f"before {number}")
-    fill(folder, files)
-    gitting.git(folder, "add", "-A", "-f")
-    gitting.git(folder, "commit", "-q", "-m", "state")
-    return gitting.git(folder, "rev-parse", "HEAD")
-
-
-def clone(folder: Path, source: Path) -> dict[str, bytes]:
-    """Clone a repository as an sdist has it, shallow; return the clone's files."""
-    gitting.git(source, "clone", "-q", "--bare", "--depth=1", f"file://{source}", str(folder))
-    gitting.git(folder, "repack", "-q", "-a", "-d")
-    commit = gitting.git(folder, "rev-parse", "HEAD")
-    files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
-    found = {name: path.read_bytes() for name, path in files.items()}
-    return found | {"HEAD": f"{commit}\n".encode(), "hooks/post-checkout": b"#!/bin/sh\nexit 1\n"}
+    return upstream.repository(folder, files, commits=commits)
 
 
 def sdist_members(folder: Path, version: str, files: Mapping[str, bytes] = TREE) -> dict[str, Any]:
@@ -90,27 +62,13 @@ def sdist_members(folder: Path, version: str, files: Mapping[str, bytes] = TREE)
     repository(source, files)
     top = f"llama_cpp_python-{version}"
     module = clone(folder / f"clone-{version}", source)
+    module["hooks/post-checkout"] = b"#!/bin/sh\nexit 1\n"
     members: dict[str, Any] = {f"{top}/{MODULE}/{name}": data for name, data in module.items()}
     members |= {f"{top}/vendor/llama.cpp/{name}": data for name, data in files.items()}
     members[f"{top}/vendor/llama.cpp/.git"] = b"gitdir: ../../.git/modules/vendor/llama.cpp\n"
     members[f"{top}/vendor/llama.cpp/common/build-info.cpp"] = b"int made_by_a_build;\n"
     members[f"{top}/setup.py"] = b"raise SystemExit('nothing of an sdist may run')\n"
     return members
-
-
-def pack(file: Path, members: Mapping[str, Any]) -> Path:
-    """Write a gzipped tar; a TarInfo stands for itself, bytes for a plain file."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with gzip.open(file, "wb", compresslevel=1) as out, tarfile.open(fileobj=out, mode="w") as tar:
-        for name, data in members.items():
-            info = data if isinstance(data, tarfile.TarInfo) else tarfile.TarInfo(name)
-            if isinstance(data, bytes):
-                info.size = len(data)
-                info.mode = 0o755 if name.endswith(".sh") else 0o644
-                tar.addfile(info, io.BytesIO(data))
-            else:
-                tar.addfile(info)
-    return file
 
 
 def sdist(folder: Path, version: str, files: Mapping[str, bytes] = TREE) -> Path:
@@ -136,7 +94,7 @@ def pinned(folder: Path, version: str, files: Mapping[str, bytes] = TREE) -> tup
     file = sdist(folder, version, files)
     other = open_store(folder / "making" / f"store-{version}.git")
     source = folder / "making" / f"upstream-{version}"
-    gitting.git(other.path, "fetch", "-q", str(source), "HEAD:refs/heads/x")
+    gitting.git(other.path, "fetch", "-q", str(source), "HEAD:refs/heads/x", network=True)
     commit = gitting.git(other.path, "rev-parse", "refs/heads/x")
     release = Release(
         name=version,

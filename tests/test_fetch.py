@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Event
 from typing import TYPE_CHECKING
 
 import pytest
@@ -142,6 +143,30 @@ def test_a_version_that_is_gone(tmp_path: Path, server: Server) -> None:
     index_page(server, sdist(tmp_path / "other", "2.0"))
     with pytest.raises(FetchError, match=r"newest there is 2\.0"):
         fetch.fetch(release)
+
+
+def test_two_add_the_same_version(
+    tmp_path: Path, server: Server, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is done first does not take the archive away under the other."""
+    file = sdist(tmp_path / "up", "9.0.1")
+    index_page(server, file)
+    begun, ended, plain = Event(), Event(), fetch._add_file
+
+    def slowly(*words: object) -> object:
+        if not begun.is_set():
+            begun.set()
+            ended.wait(1.0)
+        return plain(*words)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fetch, "_add_file", slowly)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(fetch.add, "9.0.1")
+        assert begun.wait(60)
+        second = fetch.add("9.0.1")
+        ended.set()
+        assert first.result() == second
+    assert list((home / "downloads").iterdir()) == []
 
 
 def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ def test_commit_is_the_same_everywhere(tmp_path: Path, monkeypatch: pytest.Monke
 def test_commit_changes_deletes_and_keeps_modes(store: Store, tmp_path: Path) -> None:
     """A commit on a parent changes only what it names, and a script stays a script."""
     commit = repository(tmp_path / "up")
-    gitting.git(store.path, "fetch", "-q", str(tmp_path / "up"), "HEAD")
+    gitting.git(store.path, "fetch", "-q", str(tmp_path / "up"), "HEAD", network=True)
     changes = {"scripts/run.sh": b"new\n", "src/llama.cpp": None, "src/new.cpp": b"n\n"}
     child, tree = store.commit(commit, changes, "change")
     modes = {entry.path: entry.mode for entry in store.entries(tree)}
@@ -132,17 +132,50 @@ def test_attributes_of_a_tree_change_nothing(store: Store, tmp_path: Path) -> No
 
 
 def test_scratch_is_removed(store: Store) -> None:
-    """A scratch folder goes away, also one that a killed process left a day ago."""
-    old, fresh = store.path / "tmp-old", store.path / "tmp-fresh"
+    """A scratch folder goes away, also one that a killed process left."""
+    old = store.path / "tmp-old"
     old.mkdir()
-    fresh.mkdir()
-    before = time.time() - 2 * 86400
-    os.utime(old, (before, before))
     with store.scratch() as folder:
         assert folder.is_dir()
     assert not folder.exists()
     assert not old.exists()
-    assert fresh.exists()
+
+
+def test_scratch_of_others_stays_whatever_the_clock_says(store: Store) -> None:
+    """What somebody works in is told by its lock: its age is that of a clock that may jump."""
+    with store.scratch() as folder:
+        before = time.time() - 2 * 86400
+        os.utime(folder, (before, before))
+        with store.scratch() as other:
+            assert folder.is_dir()
+            assert other.is_dir()
+
+
+@pytest.mark.parametrize("left", ["shallow.lock", "packed-refs.lock", "refs/upstream/a.lock"])
+def test_what_a_killed_git_left_is_no_obstacle(store: Store, tmp_path: Path, left: str) -> None:
+    """Git refuses to write where a lock file lies; who writes alone may take it away."""
+    repository(tmp_path / "source", TREE)
+    words = ("fetch", "-q", "--depth=1", f"file://{tmp_path / 'source'}", "HEAD:refs/incoming/x")
+    (store.path / left).parent.mkdir(parents=True, exist_ok=True)
+    (store.path / left).touch()
+    with store.alone() as held:
+        gitting.git(store.path, *words, hold=(held,), network=True)
+    commit = store.ref("refs/incoming/x")
+    assert commit is not None
+    (store.path / left).touch()
+    store.publish("refs/upstream/a", commit)
+    store.drop("refs/incoming/x")
+    assert store.refs("refs") == {"refs/upstream/a": commit}
+
+
+def test_half_a_store_is_made_whole(tmp_path: Path) -> None:
+    """Whoever made it was killed while git wrote its settings."""
+    whole = open_store(tmp_path / "one" / "store.git").path
+    other = tmp_path / "two" / "store.git"
+    other.mkdir(parents=True)
+    (other / "HEAD").write_bytes((whole / "HEAD").read_bytes())
+    (other / "config.lock").touch()
+    assert open_store(other).refs("refs") == {}
 
 
 def test_a_lock_that_is_held_is_named(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from source_kit import TREE, imported, isolate
@@ -81,6 +82,63 @@ def test_clean_removes_only_what_lies_in_trees(
     with pytest.raises(SourceError, match="by hand"):
         vendor.clean(vendored)
     assert out.is_dir()
+
+
+def test_nobody_removes_what_another_fills(
+    store: Store, release: Release, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`clean` waits for a `sync` that is at work in the same folder."""
+    vendored, _ = vendor.sync(store, release, release.commit, spec="0.3.9")
+    ended = threading.Event()
+
+    def clean() -> None:
+        vendor.clean(vendored)
+        ended.set()
+
+    thread = threading.Thread(target=clean)
+    real = Store.export
+
+    def export(*words: Any, **more: Any) -> Any:
+        thread.start()
+        assert not ended.wait(0.3)
+        return real(*words, **more)
+
+    monkeypatch.setattr(Store, "export", export)
+    vendor.sync(store, release, release.commit, spec="0.3.9")
+    thread.join()
+    assert not Path(vendored.folder).exists()
+    assert vendor.listed() == []
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_tree_that_a_killed_export_left(store: Store, release: Release, whole: bool) -> None:
+    """What it had not finished is taken over, and goes."""
+    folder = vendor.trees() / "0.3.9"
+    if whole:
+        vendor.sync(store, release, release.commit, spec="0.3.9")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "..pyllamakv-tree.part").write_text("half")
+    vendored, _ = vendor.sync(store, release, release.commit, spec="0.3.9")
+    assert not vendor.verify(store, vendored)
+
+
+def test_a_clean_that_was_killed(
+    store: Store, release: Release, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of a tree is in nobody's way, and goes with the next."""
+    vendored, _ = vendor.sync(store, release, release.commit, spec="0.3.9")
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("shutil.rmtree", killed)
+        vendor.clean(vendored)
+    assert len(list(vendor.trees().iterdir())) == 1
+    again, _ = vendor.sync(store, release, release.commit, spec="0.3.9")
+    assert not vendor.verify(store, again)
+    vendor.clean(again)
+    assert list(vendor.trees().iterdir()) == []
 
 
 def test_damaged_records_count_as_absent(store: Store, release: Release) -> None:

@@ -7,13 +7,14 @@ import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from pyllamakv.errors import PatchFormatError
 from pyllamakv.patching import hunks, tables
+from pyllamakv.source.releases import is_name
 
 if TYPE_CHECKING:
     from pyllamakv.patching.draft import Tree
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 _TRAILER = re.compile(rb"^(Patch|Base|Requires): (.+?)\r?$", re.MULTILINE)
 _SUBJECT = re.compile(rb"^Subject: (?:\[PATCH[^\]]*\] )?(.+?)\r?$", re.MULTILINE)
+#: What an id may be; it names a folder.
+ID: Final = re.compile(r"(?=.{1,60}\Z)[a-z0-9]+(-[a-z0-9]+)*")
 _NOT_ID = re.compile(r"[^a-z0-9]+")
 
 
@@ -163,7 +166,7 @@ def load(folder: Path, *, missing_ok: bool = False) -> Definition:
     path = folder / "patch.toml"
     table = tables.load(path, _KEYS, schema=1)
     id_ = table.string("id")
-    if id_ != folder.name or not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", id_):
+    if id_ != folder.name or not ID.fullmatch(id_):
         raise table.wrong(f"id is {id_!r}; expected the folder's name, of a-z, 0-9 and -")
     releases = table.string("releases", "")
     try:
@@ -199,6 +202,8 @@ def _text(
     missing_ok: bool,
 ) -> PatchText:
     base = table.string("base")
+    if not is_name(base):
+        raise table.wrong(f"base {base!r} is no name of a release")
     path = folder / base / f"{id_}.patch"
     if not path.is_file() and not missing_ok:
         raise table.wrong(f"base {base} has no file {base}/{id_}.patch")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.errors import UsageError
+from pyllamakv.errors import PatchFormatError, UsageError
 from pyllamakv.patching import hunks
 from pyllamakv.patching import series as series_module
 from pyllamakv.patching.definition import Definition, PatchText
@@ -33,7 +33,7 @@ def load(path: Path) -> Series:
     if (path / "series.toml").is_file():
         return series_module.load(path)
     if (path / "series").is_file():
-        files = [path / name for name in _quilt((path / "series").read_text("utf-8"))]
+        files = [path / name for name in _quilt(path / "series")]
     else:
         files = sorted(file for file in path.iterdir() if file.suffix in _ENDINGS)
     if not files:
@@ -43,9 +43,12 @@ def load(path: Path) -> Series:
 
 def _texts(file: Path) -> list[PatchText]:
     """Read the patches of a file: one, or the mails of a mailbox."""
-    pieces = hunks.split(file.read_bytes()) if file.is_file() else ()
+    try:
+        pieces = hunks.split(file.read_bytes())
+    except OSError as error:
+        raise PatchFormatError(f"{file} cannot be read: {error.strerror}", str(file)) from error
     if len(pieces) < 2:
-        return [PatchText.from_file(file)]  # which says what is wrong with a file
+        return [PatchText.of(hunks.parse(pieces[0], file.name), file)]
     named = [(f"{file.stem}-{number}", piece) for number, piece in enumerate(pieces, 1)]
     return [PatchText.of(hunks.parse(piece, name), file, stem=name) for name, piece in named]
 
@@ -55,7 +58,13 @@ def definition_of(text: PatchText) -> Definition:
     return Definition(id=text.id, title=text.title, texts=(text,), requires=text.requires)
 
 
-def _quilt(listing: str) -> list[str]:
+def _quilt(path: Path) -> list[str]:
+    try:
+        listing = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PatchFormatError(f"{path} cannot be read: {error}", str(path)) from error
+    if "\0" in listing:
+        raise PatchFormatError(f"{path} is no list of patches: it holds zero bytes", str(path))
     lines = (line.split("#", 1)[0].split() for line in listing.splitlines())
     return [words[0] for words in lines if words]
 

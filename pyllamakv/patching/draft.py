@@ -159,8 +159,9 @@ def _file(draft: Draft, file: FilePatch) -> tuple[list[Placement], dict[str, Ent
     if file.old_mode and file.old_mode not in (file.new_mode, there.mode):
         return _all(file, "mode", expected=file.old_mode, found=there.mode), {}
     moves = file.new is not None and file.new != file.old
-    if moves and draft.entry(file.new or "") is not None:
-        return _all(file, "exists", found=f"a file {file.new}"), {}
+    taken = _above(draft, file.path) if moves else ""
+    if moves and (taken or draft.entry(file.path) is not None):
+        return _all(file, "exists", found=f"a file {taken or file.path}"), {}
     placements, data = place(there.data, file)
     if file.new is None and all(p.good for p in placements) and data:
         left = data.split(b"\n", 1)[0]
@@ -176,12 +177,22 @@ def _file(draft: Draft, file: FilePatch) -> tuple[list[Placement], dict[str, Ent
 def _create(draft: Draft, file: FilePatch) -> tuple[list[Placement], dict[str, Entry | None]]:
     data = b"".join(line for hunk in file.hunks for line in hunk.new)
     there = draft.entry(file.path)
+    above = _above(draft, file.path)
+    if above:
+        return _all(file, "exists", expected="a folder", found=f"{above}, a file or link"), {}
     if there is None:
         return _all(file, "exact"), {file.path: Entry(data, file.new_mode or FILE)}
     state: State = "already" if there.data == data else "exists"
     return _all(
         file, state, expected="no such file", found=f"a file of {len(there.data)} bytes"
     ), {}
+
+
+def _above(draft: Draft, path: str) -> str:
+    """Return what stands where a path needs a folder: git would put a folder in its place."""
+    parts = path.split("/")
+    names = ("/".join(parts[:count]) for count in range(1, len(parts)))
+    return next((name for name in names if draft.entry(name) is not None), "")
 
 
 def _all(file: FilePatch, state: State, *, expected: str = "", found: str = "") -> list[Placement]:

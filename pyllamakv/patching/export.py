@@ -12,6 +12,7 @@ from pyllamakv.patching import apply, choose, header, hunks, trees
 from pyllamakv.patching.draft import Draft, Entry
 from pyllamakv.source import export as folders
 from pyllamakv.source import gitting, releases
+from pyllamakv.source.files import write_whole
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -115,16 +116,8 @@ def write(
         if data != text.patch.data:
             made.append((text.path, data))
     for path, data in made:  # only when every one could be made
-        put(path, data)
+        write_whole(path, data)
     return tuple(path for path, _ in made)
-
-
-def put(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    part.write_bytes(data)
-    part.replace(path)
 
 
 def exported(

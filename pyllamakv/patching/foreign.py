@@ -18,7 +18,7 @@ from pyllamakv.patching import directory, export, header, hunks, lint, markers, 
 from pyllamakv.patching import series as series_module
 from pyllamakv.patching.definition import Definition, PatchText
 from pyllamakv.patching.draft import Draft
-from pyllamakv.source.files import write_atomic
+from pyllamakv.source.files import write_atomic, write_whole
 from pyllamakv.source.releases import is_name
 from pyllamakv.source.store import Store, open_store
 
@@ -153,7 +153,7 @@ def take(
     text = replace(text, patch=hunks.parse(data, f"{id_}.patch"))
     found = markers.propose(text.patch, stock)
     file = folder / id_ / chosen.name / f"{id_}.patch"
-    export.put(file, data)
+    write_whole(file, data)
     write_atomic(folder / id_ / "patch.toml", _toml(shape, chosen, found))
     _order(folder / "series.toml", id_)
     faults = [f for f in lint.lint(folder) if f.path.startswith(f"{id_}/")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from email.errors import MessageError
 from email.header import decode_header, make_header
 from email.utils import parseaddr
 from typing import TYPE_CHECKING
@@ -83,7 +84,7 @@ def parse(data: bytes) -> Mail:
         taken += 1
     if not found:
         return Mail(body=_body(text))
-    name, email = parseaddr(_decoded(found.get("From", "")))
+    name, email = _author(_decoded(found.get("From", "")))
     return Mail(
         name=name,
         email=email,
@@ -97,8 +98,15 @@ def _body(text: str) -> str:
     return re.split(r"^---\s*$", text, maxsplit=1, flags=re.MULTILINE)[0].strip()
 
 
+def _author(value: str) -> tuple[str, str]:
+    try:
+        return parseaddr(value)
+    except RecursionError:  # of comments within comments
+        return value, ""
+
+
 def _decoded(value: str) -> str:
     try:
         return str(make_header(decode_header(value)))
-    except (LookupError, ValueError):
+    except (LookupError, ValueError, MessageError):
         return value

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pyllamakv.errors import UsageError
 from pyllamakv.patching import export
 from pyllamakv.source import gitting
+from pyllamakv.source.files import write_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,9 +67,9 @@ def write(found: tuple[Mail, ...], folder: Path, *, base: str, release: str) -> 
     for path in old:
         path.unlink()
     for mail in found:
-        export.put(folder / mail.name, mail.data)
+        write_whole(folder / mail.name, mail.data)
     # Last, so that a list never names a mail that is not there.
-    export.put(folder / LIST, listing(found, base, release).encode())
+    write_whole(folder / LIST, listing(found, base, release).encode())
     return tuple(folder / mail.name for mail in found)
 
 

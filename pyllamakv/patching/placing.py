@@ -6,9 +6,9 @@ import os
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import SourceError, UsageError
-from pyllamakv.patching import export, markers, trees
+from pyllamakv.patching import markers, trees
 from pyllamakv.source import lock, releases
-from pyllamakv.source.files import write_atomic
+from pyllamakv.source.files import write_atomic, write_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,7 +45,7 @@ def put(
     path = definition.folder / text.base / f"{definition.id}.patch"
     notes = []
     file = definition.folder / "patch.toml"
-    export.put(path, data)
+    write_whole(path, data)
     if text.base not in [known.base for known in definition.texts]:
         found = markers.propose(text.patch, stock, _others(definition, store))
         more = [id_ for id_ in text.requires if id_ not in definition.requires]

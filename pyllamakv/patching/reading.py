@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 
 from pyllamakv.errors import PatchFormatError
 
@@ -15,9 +14,11 @@ _ESCAPES = {
     b"a": b"\a", b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"v": b"\v",
 }  # fmt: skip
 _QUOTED = re.compile(rb"\\([0-7]{3}|.)", re.DOTALL)
+_MODE = re.compile(rb"[0-7]{6}")
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _PREFIX = re.compile(r"\A[abciow]/")
 _NOTHING = "/dev/null"
+_MODES = ("100644", "100755", "120000")
 
 
 @dataclass
@@ -118,6 +119,9 @@ def file_header(reader: Reader) -> FileFacts:
     facts.raw = b"".join(reader.lines[start : reader.at])
     for path in {facts.old, facts.new} - {_NOTHING, None}:
         _check(reader, path or "")
+    for mode in {facts.old_mode, facts.new_mode} - {None}:
+        if mode not in _MODES:
+            raise reader.wrong(f"the mode {mode} is none of a file, a program or a link.")
     return facts
 
 
@@ -126,22 +130,23 @@ def _extended(reader: Reader, facts: FileFacts) -> bool:
     words = line.split(b" ")
     match words[:2]:
         case [b"old", b"mode"]:
-            facts.old_mode = words[2].decode()
+            facts.old_mode = _mode(reader, words[-1])
         case [b"new", b"mode"]:
-            facts.new_mode = words[2].decode()
+            facts.new_mode = _mode(reader, words[-1])
         case [b"deleted", b"file"]:
-            facts.deleted, facts.old_mode = True, words[-1].decode()
+            facts.deleted, facts.old_mode = True, _mode(reader, words[-1])
         case [b"new", b"file"]:
-            facts.created, facts.new_mode = True, words[-1].decode()
+            facts.created, facts.new_mode = True, _mode(reader, words[-1])
         case [b"rename" | b"copy" as what, b"from"]:
-            facts.old = _unquoted(line.split(b" ", 2)[2])
+            facts.old = _whole(reader, line)
             facts.copied = what == b"copy"
         case [b"rename" | b"copy", b"to"]:
-            facts.new = _unquoted(line.split(b" ", 2)[2])
+            facts.new = _whole(reader, line)
         case [b"index", _]:
             if len(words) > 2:
-                facts.old_mode = facts.old_mode or words[2].decode()
-                facts.new_mode = facts.new_mode or words[2].decode()
+                mode = _mode(reader, words[2])
+                facts.old_mode = facts.old_mode or mode
+                facts.new_mode = facts.new_mode or mode
         case [b"similarity" | b"dissimilarity", b"index"]:
             pass
         case [b"GIT", b"binary"] | [b"Binary", b"files"]:
@@ -220,6 +225,20 @@ def _git_names(reader: Reader, line: bytes) -> tuple[str, str] | None:
     return (old, new) if old == new and old else None
 
 
+def _whole(reader: Reader, line: bytes) -> str:
+    """Return the name that stands behind two words."""
+    words = line.split(b" ", 2)
+    if len(words) < 3 or not words[2]:
+        raise reader.wrong("expected the name of a file.")
+    return _unquoted(words[2])
+
+
+def _mode(reader: Reader, word: bytes) -> str:
+    if not _MODE.fullmatch(word):
+        raise reader.wrong("expected a mode of six octal digits, such as 100644.")
+    return word.decode()
+
+
 def _name(reader: Reader, raw: bytes) -> str:
     text = raw.rstrip(b"\r\n")
     quoted = _STRING.match(text)
@@ -245,6 +264,6 @@ def _decoded(text: bytes) -> str:
 
 
 def _check(reader: Reader, path: str) -> None:
-    parts = PurePosixPath(path).parts
-    if path.startswith("/") or ".." in parts or any(p.lower() == ".git" for p in parts):
-        raise reader.wrong(f"the path {path} leaves the tree; a patch may touch its files only.")
+    parts = path.split("/")
+    if "\0" in path or any(part.lower() in ("", ".", "..", ".git") for part in parts):
+        raise reader.wrong(f"the path {path!r} leaves the tree; a patch may touch its files only.")

@@ -30,6 +30,7 @@ from pyllamakv.patching import series as series_module
 from pyllamakv.patching.definition import PatchText
 from pyllamakv.patching.draft import Draft
 from pyllamakv.source import gitting, releases
+from pyllamakv.source.files import write_whole
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -214,7 +215,7 @@ def _finish(store: Store, session: Session, tree: str, state: State) -> Rebased:
     notes = needs.dropped(definition, session)
     if session.to:
         path = Path(session.to) / f"{session.id}.patch"
-        export.put(path, data)
+        write_whole(path, data)
     else:
         stock = trees.StoreTree(store, store.tree_of(session.stock))
         path, more = placing.put(definition, text, session.era, data, stock, store)

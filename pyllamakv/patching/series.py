@@ -57,6 +57,9 @@ def load(folder: Path | None = None, *, missing_ok: bool = False) -> Series:
     twice = sorted({id_ for id_ in order if order.count(id_) > 1})
     if twice:
         raise table.wrong(f"{twice[0]} stands twice in the order")
+    strange = [id_ for id_ in order if not definition.ID.fullmatch(id_)]
+    if strange:
+        raise table.wrong(f"{strange[0]!r} is no id: expected a-z, 0-9 and -, at most 60 of them")
     missing = [id_ for id_ in order if not (folder / id_ / "patch.toml").is_file()]
     if missing:
         raise table.wrong(f"{missing[0]} has no file {missing[0]}/patch.toml")

@@ -67,7 +67,7 @@ def load(path: Path, keys: Collection[str], *, schema: int) -> Table:
         data = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise PatchFormatError(f"{path} cannot be read: {error.strerror}", str(path)) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PatchFormatError(f"{path}: {error}", str(path)) from error
     table = Table(data, str(path))
     table.closed(keys)

@@ -44,7 +44,8 @@ class StoreTree:
         wanted = [path for path in dict.fromkeys(paths) if path not in self._read]
         there = [path for path in wanted if path in self.modes]
         self._read.update(dict.fromkeys(wanted))
-        for path, data in self.store.read_many(self.tree, there).items():
+        found = self.store.read_many(self.tree, there) if there else {}
+        for path, data in found.items():
             if data is not None:
                 self._read[path] = Entry(data, self.modes[path])
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -13,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.errors import GitError
 from pyllamakv.source import gitting
-from pyllamakv.source.store import disk_room
+from pyllamakv.source.files import busy, disk_room
 
 if TYPE_CHECKING:
     import subprocess
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from pyllamakv.source.store import Store
 
@@ -124,20 +122,9 @@ def changed(folder: Path, commit: str) -> tuple[str, ...]:
     return tuple(path for path in out.split("\0") if path)
 
 
-@contextlib.contextmanager
-def _busy(folder: Path) -> Iterator[int]:
-    """Lock a work tree through a descriptor that git inherits.
-
-    A killed process leaves its git behind, which would go on to write into what is being removed.
-    """
-    handle = os.open(
-        folder.with_name(f"{folder.name}.busy"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666
-    )
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield handle
-    finally:
-        os.close(handle)
+def _busy(folder: Path) -> AbstractContextManager[int]:
+    """Lock a work tree: a git left behind would go on to write into what is being removed."""
+    return busy(folder.with_name(f"{folder.name}.busy"))
 
 
 def _failed(words: Sequence[str], done: subprocess.CompletedProcess[bytes]) -> GitError:

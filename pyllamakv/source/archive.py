@@ -22,6 +22,7 @@ from pyllamakv.source.quarantine import quarantine
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+    from typing import Self
 
     from pyllamakv.source.quarantine import Quarantine
     from pyllamakv.source.store import Store
@@ -32,13 +33,21 @@ _CLONE = re.compile(
     r"|objects/pack/pack-(?P<pack>[0-9a-f]{40})\.pack"
     r"|objects/(?P<high>[0-9a-f]{2})/(?P<low>[0-9a-f]{38}))"
 )
-_TREE = re.compile(r"[^/]+/vendor/llama\.cpp/(?P<path>.+)")
+_TREE = re.compile(r"[^/]+/vendor/llama\.cpp/(?P<path>.+)", re.DOTALL)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 _TEXT_LIMIT = 1 << 20
 _FILE_LIMIT = 1 << 30
 _TOTAL_LIMIT = 4 << 30
 _CHUNK = 1 << 20
+#: Members that are texts about the next one: long names, and extended headers.
+_TEXTS = (
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+)
 
 
 def import_sdist(
@@ -118,7 +127,6 @@ def _plain_files(archive: Path) -> Iterator[PlainFile]:
 def _members(
     tar: tarfile.TarFile, pattern: re.Pattern[str]
 ) -> Iterator[tuple[tarfile.TarInfo, re.Match[str]]]:
-    total = 0
     for member in tar:
         found = pattern.fullmatch(member.name)
         if not found:
@@ -126,15 +134,12 @@ def _members(
         if not _is_plain(member):
             msg = f"{member.name} in the archive is no plain file; it is not to be trusted"
             raise ArchiveError(msg)
-        total += member.size
-        if total > _TOTAL_LIMIT:
-            msg = f"the archive unpacks to more than {_TOTAL_LIMIT >> 30} GiB"
-            raise ArchiveError(msg)
         yield member, found
 
 
 def _is_plain(member: tarfile.TarInfo) -> bool:
-    return member.type in (tarfile.REGTYPE, tarfile.AREGTYPE)
+    # A sparse member is larger than what the archive holds of it.
+    return member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and not member.issparse()
 
 
 def _open(tar: tarfile.TarFile, member: tarfile.TarInfo, limit: int) -> IO[bytes]:
@@ -158,12 +163,47 @@ def copy_member(tar: tarfile.TarFile, member: tarfile.TarInfo, file: Path) -> Pa
     return file
 
 
+class _Member(tarfile.TarInfo):
+    """Read a header, and refuse one whose text tarfile would take into memory as a whole."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        member = super().frombuf(buf, encoding, errors)
+        if member.type in _TEXTS and member.size > _TEXT_LIMIT:
+            msg = (
+                f"a header in the archive has {member.size} bytes of text; it is not to be trusted"
+            )
+            raise ArchiveError(msg)
+        return member
+
+
+class _Bounded:
+    """Read a stream and refuse to go on where it grows past all bounds."""
+
+    def __init__(self, stream: gzip.GzipFile) -> None:
+        self._stream = stream
+        self._left = _TOTAL_LIMIT
+
+    def read(self, size: int) -> bytes:
+        data = self._stream.read(size)
+        self._left -= len(data)
+        if self._left < 0:
+            msg = f"the archive unpacks to more than {_TOTAL_LIMIT} bytes; it is not to be trusted"
+            raise ArchiveError(msg)
+        return data
+
+
 @contextmanager
 def open_tar(archive: Path) -> Iterator[tarfile.TarFile]:
-    """Open a gzipped tar for one pass; reading it to its end checks its length and checksum."""
+    """Open a gzipped tar for one pass; reading it to its end checks its length and checksum.
+
+    Raises ArchiveError for what is no such archive, and as soon as more comes out than any release
+    holds.
+    """
     try:
-        with gzip.open(archive, "rb") as unpacked:
-            with tarfile.open(fileobj=unpacked, mode="r|") as tar:
+        with gzip.open(archive, "rb") as file:
+            unpacked = _Bounded(file)
+            with tarfile.open(fileobj=unpacked, mode="r|", tarinfo=_Member) as tar:  # type: ignore[call-overload]
                 yield tar
             while unpacked.read(_CHUNK):
                 pass

@@ -21,6 +21,8 @@ TRIES = 4
 #: A try that got this much further does not count as a failed one.
 _PROGRESS = 1 << 20
 _PAUSE = 0.5
+#: No release comes near this; a server that sends more never ends.
+_LIMIT = 4 << 30
 
 
 class _Broken(Exception):
@@ -102,8 +104,10 @@ def _transfer(session: Any, url: str, part: Path, name: str, tell: Progress) -> 
                 done = start
                 tell(name, done, total)
                 for chunk in response.iter_bytes():
-                    out.write(chunk)
                     done += len(chunk)
+                    if done > _LIMIT:
+                        raise _too_long(part, url, name)
+                    out.write(chunk)
                     tell(name, done, total)
                 out.truncate()
     except (FetchError, _Broken):
@@ -121,6 +125,13 @@ def _transfer(session: Any, url: str, part: Path, name: str, tell: Progress) -> 
     if total is not None and done < total:
         msg = f"it broke off after {done} of {total} bytes"
         raise _Broken(msg)
+
+
+def _too_long(part: Path, url: str, name: str) -> FetchError:
+    part.unlink()
+    return FetchError(
+        f"{name} from {redacted(url)} is longer than {_LIMIT} bytes; it was thrown away"
+    )
 
 
 def _start(response: Any, have: int, part: Path, url: str, name: str) -> int:

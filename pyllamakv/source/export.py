@@ -86,7 +86,8 @@ def export(
             return Exported(tree, 0, 0)
         _stamp(folder, tree, complete=False)
         for path in stray:
-            (folder / path).unlink()
+            # What a killed export left of its stamp is gone already.
+            (folder / path).unlink(missing_ok=True)
         _prune(folder, wanted, keep)
         for start in range(0, len(stale), _BATCH):
             batch = stale[start : start + _BATCH]
@@ -125,7 +126,8 @@ def _refuse_foreign(folder: Path, keep: Sequence[str]) -> None:
     """Refuse a folder with files that no export put there: they would all be removed."""
     if (folder / STAMP).is_file():
         return
-    tops = {name.split("/")[0] for name in keep}
+    # An export that was killed early has not even its stamp.
+    tops = {*(name.split("/")[0] for name in keep), f".{STAMP}.part"}
     foreign = sorted(path.name for path in folder.iterdir() if path.name not in tops)
     if foreign:
         msg = f"{folder} holds other files ({foreign[0]}); name an empty or a new folder"
@@ -134,7 +136,8 @@ def _refuse_foreign(folder: Path, keep: Sequence[str]) -> None:
 
 def _refuse_unsafe(path: str) -> None:
     parts = path.split("/")
-    if any(part.lower() in ("", ".", "..", ".git") for part in parts) or "\\" in path:
+    bad = any(part.lower() in ("", ".", "..", ".git") for part in parts)
+    if bad or "\\" in path or parts[0] == STAMP:
         msg = f"the tree holds an unsafe path {path!r}; it was not exported"
         raise SourceError(msg)
 
@@ -207,8 +210,7 @@ def _put(folder: Path, entry: Entry, data: bytes) -> None:
     try:
         if entry.mode == _LINK:
             target = os.fsdecode(data)
-            inside = posixpath.normpath(posixpath.join(posixpath.dirname(entry.path), target))
-            if target.startswith("/") or inside.split("/")[0] == "..":
+            if _leads_out(entry.path, target):
                 msg = f"the link {entry.path} leads outside the tree, to {target!r}"
                 raise SourceError(msg)
             part.symlink_to(target)
@@ -219,6 +221,17 @@ def _put(folder: Path, entry: Entry, data: bytes) -> None:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def _leads_out(path: str, target: str) -> bool:
+    """Tell whether a link's target lies outside its tree, or may lie there."""
+    inside = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
+    if target.startswith("/") or inside.split("/")[0] == "..":
+        return True
+    # `up/..` is where the text says only if `up` is no link itself, so `..` may stand first alone.
+    words = [word for word in target.split("/") if word not in ("", ".")]
+    down = next((at for at, word in enumerate(words) if word != ".."), len(words))
+    return ".." in words[down:]
 
 
 def _make_folder(root: Path, folder: Path) -> None:

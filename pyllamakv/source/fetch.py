@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ from pyllamakv.source.releases import Release, is_name, resolve
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pyllamakv.source.progress import Progress
 
 _SDIST = re.compile(r"llama[-_]cpp[-_]python-(?P<version>[0-9][\w.+-]*)\.tar\.gz")
@@ -83,21 +86,34 @@ def add(
         release = sources.from_git(what)
     elif Path(what).expanduser().is_file():
         release = _add_file(Path(what).expanduser(), progress)
-    elif match := _NPM_SPEC.fullmatch(what):
-        release = _add_npm(match["version"], progress, keep=keep)
-    elif _VERSION.fullmatch(what):
-        release = _add_version(what, progress, keep=keep)
+    elif bring := _brings(what):
+        # The archive is taken away in the end: nobody else may be reading it then, nor look for
+        # the release before it is noted.
+        with open_store().lock(f"add-{what}"):
+            release = bring(progress, keep=keep)
+            _note(release, pin)
+        return release
     else:
         msg = (
             f"{what!r} is neither a file nor a version; expected are a version as on the package "
             "index, node-llama-cpp@VERSION, an archive, git:URL@REF or path:DIR"
         )
         raise UsageError(msg)
+    _note(release, pin)
+    return release
+
+
+def _brings(what: str) -> Callable[..., Release] | None:
+    if match := _NPM_SPEC.fullmatch(what):
+        return partial(_add_npm, match["version"])
+    return partial(_add_version, what) if _VERSION.fullmatch(what) else None
+
+
+def _note(release: Release, pin: Path | None) -> None:
     if pin is not None:
         lock.save(pin, [release])
     elif lock.known().get(release.name) != release:
         lock.save(lock.added(), [release])
-    return release
 
 
 # --- from the index and npm -------------------------------------------------------------------

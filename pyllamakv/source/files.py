@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import filelock
 
-from pyllamakv.errors import DiskFull, GitError, SourceError
+from pyllamakv.errors import DiskFailed, DiskFull, GitError, SourceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,9 +23,10 @@ LOCK_SECONDS = 900
 @contextlib.contextmanager
 def locked(file: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
     """Hold a file lock. Raises SourceError, naming the file, when another process keeps it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
     try:
-        held = filelock.FileLock(file).acquire(timeout=seconds)
+        with disk_room(file):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            held = filelock.FileLock(file).acquire(timeout=seconds)
     except filelock.Timeout as error:
         msg = f"another process has held {file} for {seconds:.0f} s; end it, then try again"
         raise SourceError(msg) from error
@@ -33,30 +34,78 @@ def locked(file: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def busy(file: Path) -> Iterator[int]:
+    """Lock a file through a descriptor that children may inherit; lend the descriptor.
+
+    A killed process leaves its children behind, which go on writing: the lock lasts until the
+    last that inherited it has ended.
+    """
+    with disk_room(file):
+        handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield handle
+    finally:
+        os.close(handle)
+
+
 def write_atomic(file: Path, text: str) -> None:
     """Write a small text file so that a reader sees the old text or the new one."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, text.encode())
+
+
+def write_whole(file: Path, data: bytes) -> None:
+    """Write a file beside its place and rename it: what was there stays until all is written.
+
+    What a killed process leaves beside it has one name, and the next write of the file takes it.
+    """
+    part = file.with_name(f".{file.name}.part")
     with disk_room(file):
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle = _own(part)
         try:
-            with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as out:
-                out.write(text)
-            Path(name).chmod(0o644)
-            Path(name).replace(file)
+            os.fchmod(handle, 0o644)
+            with os.fdopen(os.dup(handle), "wb") as out:
+                out.write(data)
+            part.replace(file)
         except BaseException:
-            Path(name).unlink(missing_ok=True)
+            part.unlink(missing_ok=True)
             raise
+        finally:
+            os.close(handle)
+
+
+def _own(part: Path) -> int:
+    """Open an empty file for this process alone, waiting for who else writes it."""
+    while True:
+        handle = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            # Whoever had it before has renamed or removed it: then it is not this name's any more.
+            if part.exists() and os.path.samestat(os.fstat(handle), part.stat()):
+                os.ftruncate(handle, 0)
+                return handle
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
 
 
 @contextlib.contextmanager
 def disk_room(place: Path) -> Iterator[None]:
-    """Turn "no room left" below ``place``, from Python or from git, into DiskFull."""
+    """Turn a full or failing disk below ``place``, as Python or git meet it, into our errors."""
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             msg = f"no room left at {place}: {error.strerror}; make room or set PYLLAMAKV_HOME"
             raise DiskFull(msg) from error
+        if error.errno in (errno.EIO, errno.EROFS):
+            msg = f"cannot write {place}: {error.strerror}; see what the system's log says of it"
+            raise DiskFailed(msg) from error
         raise
     except GitError as error:
         if "No space left" in error.output or "quota exceeded" in error.output:

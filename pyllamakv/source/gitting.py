@@ -68,7 +68,8 @@ def environment(*, network: bool = False) -> dict[str, str]:
     """Return the environment for git: nothing of the caller's ``GIT_*``, fixed identity and date.
 
     With ``network`` the user's own git config and certificates stay in force, because a private
-    URL cannot be reached without them; hooks, signing and conversions stay off.
+    URL cannot be reached without them; hooks, signing and conversions stay off. Without it git
+    reaches no other repository at all.
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     if network:
@@ -80,10 +81,12 @@ def environment(*, network: bool = False) -> dict[str, str]:
         env["GIT_CONFIG_GLOBAL"] = os.devnull
         env["GIT_CONFIG_NOSYSTEM"] = "1"
     env |= {
+        # A folder's own .git/config may name a program that "brings" objects that are missing.
+        "GIT_NO_LAZY_FETCH": "1",
         "GIT_ATTR_NOSYSTEM": "1",
         "GIT_NO_REPLACE_OBJECTS": "1",
         "GIT_TERMINAL_PROMPT": "0",
-        "GIT_ALLOW_PROTOCOL": "file:git:http:https:ssh",
+        "GIT_ALLOW_PROTOCOL": "file:git:http:https:ssh" if network else "none",
         "GIT_EDITOR": "true",
         "GIT_SEQUENCE_EDITOR": "true",
         "GIT_PAGER": "cat",
@@ -156,9 +159,10 @@ def git_bytes(
     check: bool = True,
     env: Mapping[str, str] | None = None,
     network: bool = False,
+    hold: Sequence[int] = (),
 ) -> bytes:
     """Run git like `git`, but return its output as the bytes it wrote."""
-    done = run(folder, *args, input=input, env=env, network=network)
+    done = run(folder, *args, input=input, env=env, network=network, hold=hold)
     if check and done.returncode != 0:
         said = (done.stderr or done.stdout).decode("utf-8", "replace")
         raise GitError(["git", *args], done.returncode, said)
@@ -172,13 +176,14 @@ def git(
     check: bool = True,
     env: Mapping[str, str] | None = None,
     network: bool = False,
+    hold: Sequence[int] = (),
 ) -> str:
     """Run ``git args`` in ``folder`` and return what it wrote, without the last line break.
 
     Undecodable bytes come as surrogate escapes. Raises GitError with the command, its exit status
     and its words when it fails and ``check`` is set.
     """
-    out = git_bytes(folder, *args, input=input, check=check, env=env, network=network)
+    out = git_bytes(folder, *args, input=input, check=check, env=env, network=network, hold=hold)
     return out.decode("utf-8", "surrogateescape").removesuffix("\n")
 
 

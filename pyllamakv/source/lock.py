@@ -87,7 +87,7 @@ def _document(path: Path) -> tomlkit.TOMLDocument:
         document = tomlkit.parse(path.read_text("utf-8"))
     except FileNotFoundError:
         return tomlkit.document()
-    except (OSError, UnicodeDecodeError, TOMLKitError) as error:
+    except (OSError, UnicodeDecodeError, TOMLKitError, RecursionError) as error:
         msg = f"cannot read the lock {path}: {error}"
         raise LockFileError(msg) from error
     version = document.get("version")

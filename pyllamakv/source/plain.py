@@ -31,7 +31,7 @@ def import_files(held: Quarantine, files: Iterable[PlainFile], message: str) -> 
     """
     stream = held.folder / "stream"
     marks = held.folder / "marks"
-    name = f"refs/incoming/{held.folder.name}"
+    name = "refs/heads/incoming"
     count = 0
     text = (message.strip() + "\n").encode()
     who = f"{gitting.NAME} <{gitting.EMAIL}> {gitting.SECONDS} +0000"
@@ -47,8 +47,14 @@ def import_files(held: Quarantine, files: Iterable[PlainFile], message: str) -> 
         out.write(b"done\n")
     if not count:
         return ""
-    held.git("fast-import", "--quiet", "--done", f"--export-marks={marks}", input=stream)
-    held.store.drop(name)
+    # A repository of its own: a killed import must leave no ref to what is thrown away.
+    own = held.folder / "import"
+    own.mkdir()
+    env = {"GIT_OBJECT_DIRECTORY": str(held.objects)}
+    words = ("fast-import", "--quiet", "--done", f"--export-marks={marks}")
+    with disk_room(own):
+        gitting.git(own, "init", "-q", "--bare", ".")
+        gitting.git(own, *words, input=stream, env=env)
     return marks.read_text("ascii").split()[1]
 
 

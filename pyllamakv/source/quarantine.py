@@ -13,7 +13,7 @@ import zlib
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import ArchiveError, GitError, HashMismatch
-from pyllamakv.source import gitting
+from pyllamakv.source import bounds, gitting
 from pyllamakv.source.files import disk_room
 
 if TYPE_CHECKING:
@@ -34,15 +34,15 @@ class Quarantine:
         self.folder = folder
         self.objects = folder / "objects"
         (self.objects / "pack").mkdir(parents=True)
+        self._env = {
+            "GIT_OBJECT_DIRECTORY": str(self.objects),
+            "GIT_ALTERNATE_OBJECT_DIRECTORIES": str(store.path / "objects"),
+        }
 
     def git(self, *args: str, input: bytes | str | Path | None = None) -> str:
         """Run git on the store with new objects going into quarantine."""
-        env = {
-            "GIT_OBJECT_DIRECTORY": str(self.objects),
-            "GIT_ALTERNATE_OBJECT_DIRECTORIES": str(self.store.path / "objects"),
-        }
         with disk_room(self.store.path):
-            return gitting.git(self.store.path, *args, input=input, env=env)
+            return gitting.git(self.store.path, *args, input=input, env=self._env)
 
     def add_pack(self, pack: Path) -> None:
         """Index a pack anew; whatever index came with it is not believed."""
@@ -74,7 +74,7 @@ class Quarantine:
         """Check the commit and move all objects into the store; return the commit's tree.
 
         Raises HashMismatch when commit or tree is not the expected one, ArchiveError when the
-        commit is not whole.
+        commit is not whole or its tree has no bounds.
         """
         if expected_commit and commit != expected_commit:
             _mismatch("commit", expected_commit, commit)
@@ -86,6 +86,7 @@ class Quarantine:
             raise ArchiveError(msg) from error
         if expected_tree and tree != expected_tree:
             _mismatch("tree", expected_tree, tree)
+        bounds.check(self.store.path, tree, self._env)
         self._move()
         return tree
 

@@ -14,7 +14,7 @@ Kind = Literal["sdist", "npm", "git", "path"]
 #: The release that is meant where none is named: the last whose decode fails by default.
 DEFAULT = "0.3.9"
 
-_SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import FetchError, GitError, UnknownRelease, UsageError
-from pyllamakv.source import era, gitting
+from pyllamakv.source import bounds, era, gitting
 from pyllamakv.source.export import KEEP, STAMP
-from pyllamakv.source.files import disk_room
+from pyllamakv.source.files import busy, disk_room
 from pyllamakv.source.releases import Release
 from pyllamakv.source.store import Store, open_store
 
@@ -62,9 +62,10 @@ def take_git(spec: str) -> Release:
     depth = [] if local.is_file() else ["--depth=1"]
     words = ["--quiet", "--no-tags", "--no-write-fetch-head", "--force", *depth]
     try:
-        with disk_room(store.path), store.lock():
+        with disk_room(store.path), store.alone() as held:
+            command = ["git", "fetch", *words, "--", place, f"+{ref}:{incoming}"]
             with gitting.repository(store.path, network=True) as repo:
-                repo.git.fetch(*words, "--", place, f"+{ref}:{incoming}")
+                repo.git.execute(command, pass_fds=(held,))
             commit = gitting.git(store.path, "rev-parse", "--verify", f"{incoming}^{{commit}}")
     except GitError as error:
         msg = f"cannot fetch {ref} from {url}: {error.output.strip()}"
@@ -113,6 +114,7 @@ def _tracked(folder: Path) -> tuple[list[str], str] | None:
 def _release(store: Store, release: Release) -> Release:
     """Fill in what the commit tells, after checking that it is llama.cpp, and make its ref."""
     tree = store.tree_of(release.commit)
+    bounds.check(store.path, tree)
     if not any(store.read_many(tree, _API).values()):
         msg = f"{release.name} holds no llama.cpp: neither {_API[0]} nor {_API[1]} is in it"
         raise UnknownRelease(msg, name=release.name)
@@ -136,19 +138,25 @@ def _write_tree(store: Store, folder: Path, paths: list[str]) -> str:
     index = store.path.parent / "indexes" / name
     with disk_room(store.path), store.lock(f"index-{name}"):
         index.parent.mkdir(parents=True, exist_ok=True)
-        env = {
-            "GIT_DIR": str(store.path),
-            "GIT_WORK_TREE": str(folder),
-            "GIT_INDEX_FILE": str(index),
-        }
-        old = gitting.git(folder, "ls-files", "-z", "--cached", env=env).split("\0")
-        taken = [p for p in paths if (folder / p).is_symlink() or (folder / p).is_file()]
-        gone = sorted(set(old) - set(taken) - {""})
-        gitting.git(
-            folder, "update-index", "-z", "--force-remove", "--stdin", input=_nul(gone), env=env
-        )
-        gitting.git(folder, "update-index", "-z", "--add", "--stdin", input=_nul(taken), env=env)
-        return gitting.git(folder, "write-tree", env=env)
+        with busy(index.with_name(f"{name}.busy")) as held:
+            return _indexed(store, folder, paths, index, held)
+
+
+def _indexed(store: Store, folder: Path, paths: list[str], index: Path, held: int) -> str:
+    # A killed git leaves it, and nobody could write the index again.
+    index.with_name(f"{index.name}.lock").unlink(missing_ok=True)
+    env = {
+        "GIT_DIR": str(store.path),
+        "GIT_WORK_TREE": str(folder),
+        "GIT_INDEX_FILE": str(index),
+    }
+    old = gitting.git(folder, "ls-files", "-z", "--cached", env=env).split("\0")
+    taken = [p for p in paths if (folder / p).is_symlink() or (folder / p).is_file()]
+    gone = sorted(set(old) - set(taken) - {""})
+    for words, names in ((("--force-remove",), gone), (("--add",), taken)):
+        command = ("update-index", "-z", *words, "--stdin")
+        gitting.git(folder, *command, input=_nul(names), env=env, hold=(held,))
+    return gitting.git(folder, "write-tree", env=env, hold=(held,))
 
 
 def _nul(paths: list[str]) -> bytes:

@@ -8,18 +8,15 @@ leaves nothing that anyone would find.
 from __future__ import annotations
 
 import contextlib
-import shutil
-import tempfile
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pyllamakv.errors import SourceError
 from pyllamakv.home import home
-from pyllamakv.source import gitting
+from pyllamakv.source import gitting, scratch
+from pyllamakv.source.files import busy, locked
 from pyllamakv.source.files import disk_room as disk_room
-from pyllamakv.source.files import locked
 from pyllamakv.source.files import write_atomic as write_atomic
 
 if TYPE_CHECKING:
@@ -28,8 +25,9 @@ if TYPE_CHECKING:
     from pyllamakv.source.export import Difference, Exported
     from pyllamakv.source.releases import Release
 
-#: A scratch folder older than this was left by a process that was killed.
-_STALE_SECONDS = 86400
+#: What git makes while it writes one of these, and leaves when it is killed: nobody could write
+#: the file again.
+_LOCKS = ("HEAD.lock", "config.lock", "packed-refs.lock", "shallow.lock")
 
 #: Content is stored and compared byte by byte, whatever a tree's own .gitattributes ask for.
 _ATTRIBUTES = "* -text -eol -filter -ident -working-tree-encoding -export-ignore -export-subst\n"
@@ -109,7 +107,10 @@ class Store:
     def read_many(self, what: Release | str, paths: Sequence[str]) -> dict[str, bytes | None]:
         """Return the contents of several files of a tree; None for those it has not."""
         tree = self.tree_of(what)
-        names = [f"{tree}:{path}" if "\n" not in path else tree for path in paths]
+        # git is asked line by line, so that a name with a newline has to be asked for by its blob.
+        odd = any("\n" in path for path in paths)
+        blobs = {entry.path: entry.blob for entry in self.entries(tree)} if odd else {}
+        names = [blobs.get(path, tree) if "\n" in path else f"{tree}:{path}" for path in paths]
         return dict(zip(paths, self._contents(names), strict=True))
 
     def blobs(self, ids: Sequence[str]) -> list[bytes]:
@@ -196,19 +197,19 @@ class Store:
 
     def publish(self, name: str, commit: str) -> None:
         """Point a ref at a commit; parents that the store lacks are cut off."""
-        with self.lock():
+        with self.alone() as held:
             parents = self.parents(commit)
             if any(not self._resolve(f"{parent}^{{commit}}") for parent in parents):
                 file = self.path / "shallow"
                 known = file.read_text("ascii").split() if file.is_file() else []
                 if commit not in known:
                     write_atomic(file, "".join(f"{c}\n" for c in sorted({*known, commit})))
-            self._write("update-ref", name, commit)
+            self._write("update-ref", name, commit, hold=(held,))
 
     def drop(self, name: str) -> None:
         """Delete a ref; its objects stay."""
-        with self.lock():
-            self._write("update-ref", "-d", name)
+        with self.alone() as held:
+            self._write("update-ref", "-d", name, hold=(held,))
 
     def export(
         self, what: Release | str, folder: Path, *, keep: Sequence[str] | None = None
@@ -226,25 +227,35 @@ class Store:
 
         return export.compare(self, what, folder, keep=export.KEEP if keep is None else keep)
 
-    @contextlib.contextmanager
-    def scratch(self) -> Iterator[Path]:
+    def scratch(self) -> contextlib.AbstractContextManager[Path]:
         """Lend a folder on the store's file system; it is removed at the end."""
-        for old in self.path.glob("tmp-*"):
-            with contextlib.suppress(OSError):
-                if time.time() - old.stat().st_mtime > _STALE_SECONDS:
-                    shutil.rmtree(old)
-        with disk_room(self.path), tempfile.TemporaryDirectory(dir=self.path, prefix="tmp-") as t:
-            yield Path(t)
+        return scratch.lent(self.path)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[int]:
+        """Be the only one who writes refs; lend a descriptor for git to inherit.
+
+        A git that was killed leaves lock files, which are removed here: its parent may have been
+        killed without it, so what counts is the descriptor, which it holds until it ends.
+        """
+        with self.lock(), busy(self._locks / "store.busy") as held:
+            for left in (*map(self.path.joinpath, _LOCKS), *self.path.glob("refs/**/*.lock")):
+                left.unlink(missing_ok=True)
+            yield held
 
     def lock(self, name: str = "store") -> contextlib.AbstractContextManager[None]:
         """Return a file lock of this store; ``store`` guards its refs."""
         return locked(self._locks / f"{name}.lock")
 
     def _write(
-        self, *args: str, input: bytes | str | None = None, env: Mapping[str, str] | None = None
+        self,
+        *args: str,
+        input: bytes | str | None = None,
+        env: Mapping[str, str] | None = None,
+        hold: Sequence[int] = (),
     ) -> str:
         with disk_room(self.path):
-            return gitting.git(self.path, *args, input=input, env=env)
+            return gitting.git(self.path, *args, input=input, env=env, hold=hold)
 
 
 def open_store(path: Path | None = None) -> Store:
@@ -252,11 +263,11 @@ def open_store(path: Path | None = None) -> Store:
     store = Store((path or home() / "store.git").absolute())
     if _whole(store.path):
         return store
-    with disk_room(store.path), store.lock():
+    with disk_room(store.path), store.alone() as held:
         if not _whole(store.path):
             store.path.mkdir(parents=True, exist_ok=True)
-            gitting.git(store.path, "init", "-q", "--bare", ".")
-            gitting.git(store.path, "config", "gc.auto", "0")
+            gitting.git(store.path, "init", "-q", "--bare", ".", hold=(held,))
+            gitting.git(store.path, "config", "gc.auto", "0", hold=(held,))
             info = store.path / "info"
             info.mkdir(exist_ok=True)
             write_atomic(info / "attributes", _ATTRIBUTES)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,10 +12,12 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.errors import SourceError, UnknownRelease
 from pyllamakv.home import home
-from pyllamakv.source.files import write_atomic
+from pyllamakv.source.files import disk_room, locked, write_atomic
 from pyllamakv.source.releases import natural
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from pyllamakv.source.export import Difference, Exported
     from pyllamakv.source.releases import Release
     from pyllamakv.source.store import Store
@@ -58,12 +62,14 @@ def sync(
     """Put the tree of a commit into its folder, or into ``folder``, and record what it is."""
     place = (folder or place_of(release, series)).absolute()
     record = _record_of(place)
-    if folder is None:
-        record.unlink(missing_ok=True)
-    done = store.export(commit, place)
-    vendored = Vendored(spec, release.name, series, commit, done.tree, str(place))
-    if folder is None:
-        write_atomic(record, json.dumps(asdict(vendored), indent=2) + "\n")
+    with _locked(place), disk_room(place):
+        if folder is None:
+            record.unlink(missing_ok=True)
+            _forget(place)
+        done = store.export(commit, place)
+        vendored = Vendored(spec, release.name, series, commit, done.tree, str(place))
+        if folder is None:
+            write_atomic(record, json.dumps(asdict(vendored), indent=2) + "\n")
     return vendored, done
 
 
@@ -99,10 +105,30 @@ def clean(vendored: Vendored) -> Path:
     if folder.parent != trees().absolute():
         msg = f"{folder} does not lie in {trees()}; remove it by hand"
         raise SourceError(msg)
-    _record_of(folder).unlink(missing_ok=True)
-    if folder.is_dir():
-        shutil.rmtree(folder)
+    with _locked(folder), disk_room(folder):
+        _record_of(folder).unlink(missing_ok=True)
+        _forget(folder)
+        if folder.is_dir():
+            # In one step: half a tree without its stamp would look like somebody's own files.
+            folder.rename(_gone(folder))
+            _forget(folder)
     return folder
+
+
+def _gone(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.gone")
+
+
+def _forget(folder: Path) -> None:
+    """Remove what is left of a folder that was removed before."""
+    if _gone(folder).is_dir():
+        shutil.rmtree(_gone(folder))
+
+
+def _locked(folder: Path) -> AbstractContextManager[None]:
+    """Let nobody remove a folder while another fills it; the record goes with it."""
+    name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
+    return locked(home() / "locks" / f"vendored-{name}.lock")
 
 
 def _record_of(folder: Path) -> Path:

@@ -1,0 +1,90 @@
+"""Files appear whole or not at all, one writer after the other, and disks that fail are told."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pyllamakv.errors import DiskFailed, DiskFull
+from pyllamakv.source.files import busy, disk_room, write_atomic, write_whole
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_a_write_takes_over_what_a_killed_one_left(tmp_path: Path) -> None:
+    """There is one name for what is not finished, so it cannot pile up."""
+    (tmp_path / ".file.part").write_text("half of something that is longer")
+    write_atomic(tmp_path / "file", "all")
+    assert (tmp_path / "file").read_text() == "all"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
+
+
+def test_many_writers_leave_one_of_their_texts(tmp_path: Path) -> None:
+    """Each waits for the one before; nothing is mixed and nothing is left over."""
+    texts = [f"{number}" * 5000 for number in range(8)]
+    threads = [
+        threading.Thread(target=write_whole, args=(tmp_path / "file", text.encode()))
+        for text in texts * 4
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (tmp_path / "file").read_text() in texts
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_write_that_fails_leaves_the_old_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is one of ours, and nothing lies beside the file."""
+    write_atomic(tmp_path / "file", "old")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.replace", full)
+    with pytest.raises(DiskFull):
+        write_atomic(tmp_path / "file", "new")
+    assert (tmp_path / "file").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (errno.ENOSPC, DiskFull),
+        (errno.EFBIG, DiskFull),
+        (errno.EIO, DiskFailed),
+        (errno.EROFS, DiskFailed),
+        (errno.ENOENT, FileNotFoundError),
+    ],
+)
+def test_what_a_disk_says(number: int, expected: type[Exception], tmp_path: Path) -> None:
+    """A full disk, a limit, a broken one: each by its name; other errors are others' matter."""
+    with pytest.raises(expected), disk_room(tmp_path):
+        raise OSError(number, os.strerror(number))
+
+
+def test_a_lock_lasts_as_long_as_who_inherited_it(tmp_path: Path) -> None:
+    """A child that outlives its parent goes on writing: nobody else may begin."""
+    with busy(tmp_path / "lock") as handle:
+        kept = os.dup(handle)
+    entered = threading.Event()
+
+    def enter() -> None:
+        with busy(tmp_path / "lock"):
+            entered.set()
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    assert not entered.wait(0.3)
+    os.close(kept)
+    thread.join()
+    assert entered.is_set()

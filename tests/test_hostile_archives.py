@@ -1,0 +1,230 @@
+"""Archives that want more than to be read: out of the tree, without end, or run."""
+
+from __future__ import annotations
+
+import hashlib
+import tarfile
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from source_kit import TREE, fill, isolate, link, objects, pack, refs, sdist_members, serving
+
+from pyllamakv.errors import ArchiveError, FetchError, SourceError
+from pyllamakv.source import archive, bounds, download, fetch, gitting, npm
+from pyllamakv.source.archive import import_sdist
+from pyllamakv.source.index import Index
+from pyllamakv.source.store import Store, open_store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+UNPACKED = "llama_cpp_python-1.0/vendor/llama.cpp"
+PLAIN = {f"{UNPACKED}/{name}": data for name, data in TREE.items()}
+BUNDLE = "package/llama/gitRelease.bundle"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give every test a home of its own."""
+    return isolate(tmp_path, monkeypatch)
+
+
+def sdist(folder: Path, members: dict[str, Any]) -> Path:
+    return pack(folder / "llama_cpp_python-1.0.tar.gz", members)
+
+
+def refused(store: Store, file: Path, words: str) -> None:
+    """Check that an archive is refused, and that the store is as it was."""
+    before = objects(store)
+    with pytest.raises(ArchiveError, match=words):
+        import_sdist(store, file)
+    assert objects(store) == before
+    assert not refs(store)
+    assert not list(store.path.glob("tmp-*"))
+
+
+@pytest.mark.parametrize(
+    "kind", [tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE]
+)
+def test_only_files_and_links_of_a_plain_tree_are_taken(tmp_path: Path, kind: bytes) -> None:
+    """A hard link, a device or a pipe in an unpacked tree is refused."""
+    members = PLAIN | {"x": link(f"{UNPACKED}/src/x", "/etc/passwd", kind)}
+    refused(open_store(), sdist(tmp_path, members), "no plain file")
+
+
+@pytest.mark.parametrize("name", ["/etc/x", "../x", "llama_cpp_python-1.0/../../x"])
+def test_members_outside_the_tree_are_passed_over(tmp_path: Path, name: str) -> None:
+    """A member that is no part of llama.cpp is never written, wherever it wants to lie."""
+    store = open_store()
+    commit, _ = import_sdist(store, sdist(tmp_path, PLAIN | {name: b"out"}))
+    assert set(store.ls(commit)) == set(TREE)
+    assert not list(tmp_path.rglob("x"))
+
+
+@pytest.mark.parametrize("name", ["/etc/x", "/", "a//b"])
+def test_an_absolute_path_below_the_tree_is_refused(tmp_path: Path, name: str) -> None:
+    """A path that would begin at the root, were it joined, is hostile."""
+    refused(open_store(), sdist(tmp_path, PLAIN | {f"{UNPACKED}/{name}": b"x"}), "leads outside")
+
+
+@pytest.mark.parametrize(
+    "links",
+    [
+        {"a/out": "/etc"},
+        {"a/out": "../../etc"},
+        {"a/b/up": "../..", "a/b/out": "up/../etc"},
+        {"a/b/up": "../..", "out": "a/b/up/../etc"},
+    ],
+)
+def test_a_link_out_of_the_tree_is_not_exported(tmp_path: Path, links: dict[str, str]) -> None:
+    """A link that leads out by itself, or by way of another link, never reaches a folder."""
+    members = PLAIN | {at: link(f"{UNPACKED}/{at}", to) for at, to in links.items()}
+    store = open_store()
+    commit, _ = import_sdist(store, sdist(tmp_path, members))
+    with pytest.raises(SourceError, match="leads outside"):
+        store.export(commit, tmp_path / "tree")
+
+
+def test_a_tree_with_a_stamp_of_its_own_is_not_exported(tmp_path: Path) -> None:
+    """The file that says what a folder holds is ours alone."""
+    store = open_store()
+    for name in (".pyllamakv-tree", ".pyllamakv-tree/x"):
+        commit, _ = store.commit(None, TREE | {name: b'{"complete": true}'}, "x")
+        with pytest.raises(SourceError, match="unsafe path"):
+            store.export(commit, tmp_path / "tree")
+
+
+# --- without end ------------------------------------------------------------------------------
+
+
+def test_an_archive_that_unpacks_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes out is counted, wherever in the archive it lies."""
+    monkeypatch.setattr(archive, "_TOTAL_LIMIT", 1 << 20)
+    bomb = bytes(2 << 20)
+    where = [f"{UNPACKED}/big", "llama_cpp_python-1.0/README"]
+    for name in where:
+        refused(open_store(), sdist(tmp_path, PLAIN | {name: bomb}), "unpacks to more than")
+    many = {f"{UNPACKED}/{n}": bytes(300 << 10) for n in range(5)}
+    refused(open_store(), sdist(tmp_path, PLAIN | many), "unpacks to more than")
+    tarball = pack(tmp_path / "node-llama-cpp-1.0.0.tgz", {BUNDLE: bomb})
+    with pytest.raises(ArchiveError, match="unpacks to more than"):
+        npm.import_package(open_store(), tarball)
+
+
+@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE])
+def test_a_header_without_end(tmp_path: Path, kind: bytes) -> None:
+    """A name or an extended header of many megabytes is not taken into memory."""
+    info = tarfile.TarInfo("long")
+    info.type, info.size = kind, 3 << 30
+    refused(open_store(), sdist(tmp_path, {"x": info}), "of text")
+
+
+def test_a_sparse_member(tmp_path: Path) -> None:
+    """A member that is larger than its content is no plain file."""
+    info = tarfile.TarInfo(f"{UNPACKED}/src/sparse")
+    info.pax_headers = {"GNU.sparse.size": str(1 << 29), "GNU.sparse.map": "0,0"}
+    refused(open_store(), sdist(tmp_path, PLAIN | {"x": info}), "no plain file")
+
+
+def test_a_loose_object_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object that unpacks past all bounds is refused before it fills the memory."""
+    monkeypatch.setattr("pyllamakv.source.quarantine._LOOSE_LIMIT", 1 << 20)
+    members = sdist_members(tmp_path / "making", "1.0")
+    content = b"blob 4194304\0" + bytes(4 << 20)
+    name = hashlib.sha1(content).hexdigest()
+    place = f"llama_cpp_python-1.0/.git/modules/vendor/llama.cpp/objects/{name[:2]}/{name[2:]}"
+    refused(open_store(), sdist(tmp_path, members | {place: zlib.compress(content)}), name)
+
+
+def nested(store: Store, depth: int) -> str:
+    """Return a tree of trees, each ten times in the next: ten to the power of ``depth`` files."""
+    blob = gitting.git(store.path, "hash-object", "-w", "--stdin", input=b"x")
+    line = f"100644 blob {blob}\t"
+    for _ in range(depth):
+        listed = "".join(f"{line}{n}\n" for n in range(10))
+        tree = gitting.git(store.path, "mktree", input=listed)
+        line = f"040000 tree {tree}\t"
+    return tree
+
+
+def test_trees_that_hold_each_other(tmp_path: Path) -> None:
+    """A tree of a billion files, a kilobyte as git keeps it, is refused in an instant."""
+    made = open_store(tmp_path / "made.git")
+    commit = made.commit_tree(nested(made, 9), [], "bomb")
+    gitting.git(made.path, "update-ref", "refs/heads/main", commit)
+    gitting.git(made.path, "bundle", "create", "-q", str(tmp_path / "bundle"), "main")
+    file = pack(tmp_path / "node-llama-cpp-1.0.0.tgz", {BUNDLE: (tmp_path / "bundle").read_bytes()})
+    store = open_store()
+    before = objects(store)
+    with pytest.raises(ArchiveError, match="no release comes near"):
+        npm.import_package(store, file)
+    assert objects(store) == before
+    with pytest.raises(ArchiveError, match="no release comes near"):
+        fetch.add(f"git:{tmp_path / 'bundle'}@main")
+    assert not refs(store)
+
+
+def test_files_that_are_small_in_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes of a tree are counted as they would be written out."""
+    monkeypatch.setattr(bounds, "_BYTES", 1 << 20)
+    members = sdist_members(tmp_path / "making", "1.0", TREE | {"zeros": bytes(2 << 20)})
+    refused(open_store(), sdist(tmp_path, members), "no release comes near")
+
+
+def test_a_download_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that never stops is left, and what it sent is thrown away."""
+    monkeypatch.setattr(download, "_LIMIT", 1 << 16)
+    endless = serving({"/f": bytes(1 << 20)})
+    with endless as server, Index() as index, pytest.raises(FetchError, match="longer than"):
+        download.download(index.session, f"{server.url}/f", tmp_path / "f", sha256=None)
+    assert not list(tmp_path.glob("f*"))
+
+
+# --- run --------------------------------------------------------------------------------------
+
+
+def test_nothing_of_an_sdist_is_run(tmp_path: Path) -> None:
+    """Whatever Python, CMake, make, npm or git would run of a folder leaves no trace here."""
+    trace = tmp_path / "ran"
+    python = f"open({str(trace)!r}, 'w')\n".encode()
+    shell = f"#!/bin/sh\ntouch {trace}\n".encode()
+    top = "llama_cpp_python-1.0"
+    members = sdist_members(tmp_path / "making", "1.0")
+    members |= {
+        f"{top}/setup.py": python,
+        f"{top}/conftest.py": python,
+        f"{top}/sitecustomize.py": python,
+        f"{top}/llama_cpp/__init__.py": python,
+        f"{top}/CMakeLists.txt": f"execute_process(COMMAND touch {trace})\n".encode(),
+        f"{top}/Makefile": f"all:\n\ttouch {trace}\n".encode(),
+        f"{top}/pyproject.toml": b'[build-system]\nrequires = ["evil"]\nbuild-backend = "setup"\n',
+        f"{top}/.git/config": f"[core]\n\tfsmonitor = touch {trace}\n".encode(),
+        f"{top}/.git/hooks/post-checkout.sh": shell,
+        f"{top}/.git/modules/vendor/llama.cpp/hooks/reference-transaction.sh": shell,
+        f"{top}/.git/modules/vendor/llama.cpp/config": (
+            f"[core]\n\tfsmonitor = touch {trace}\n\tsshCommand = touch {trace}\n"
+            f'[filter "x"]\n\tsmudge = touch {trace}\n\trequired = true\n'
+        ).encode(),
+    }
+    release = fetch.add(str(sdist(tmp_path, members)))
+    open_store().export(release, tmp_path / "tree")
+    assert (tmp_path / "tree" / "include" / "llama.h").is_file()
+    assert not trace.exists()
+
+
+def test_file_names_are_never_options(tmp_path: Path) -> None:
+    """Leading dashes, blanks, quotes and newlines in names of files come through unchanged."""
+    names = ["-rf", "--upload-pack=x", "a b", "a\nb", 'a"b', "a\tb", "$(x)", "`x`", ";x", "'"]
+    files = TREE | {f"src/{name}": b"x" for name in names} | {"-x/--y": b"z"}
+    plain = {f"{UNPACKED}/{name}": data for name, data in files.items()}
+    store = open_store()
+    commit, _ = import_sdist(store, sdist(tmp_path, plain))
+    assert set(store.ls(commit)) == set(files)
+    store.export(commit, tmp_path / "tree")
+    assert all((tmp_path / "tree" / name).read_bytes() == data for name, data in files.items())
+    fill(tmp_path / "folder", files)
+    release = fetch.add(f"path:{tmp_path / 'folder'}")
+    assert set(store.ls(release.commit)) == set(files)

@@ -1,0 +1,119 @@
+"""Patches that want to write outside the tree: refused when they are read, or where they apply."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from patching_kit import Bench, numbered
+
+from pyllamakv.errors import PatchConflict, PatchFormatError, SourceError
+from pyllamakv.patching import apply, hunks
+from pyllamakv.patching.definition import PatchText
+from pyllamakv.source.store import open_store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OLD = {"src/a.cpp": numbered(20), "src/b.cpp": numbered(9)}
+OUTSIDE = [
+    "../x", "a/../../x", "a/..", "..", ".", "", "/etc/x", "//etc/x", "a//x", "./x", "a/./x", "a/",
+    ".git/config", ".GIT/config", "sub/.git/hooks/post-checkout", ".git",
+]  # fmt: skip
+
+
+def quoted(path: str) -> str:
+    """Write every character as git's quoting can: a reader that only unquotes some is fooled."""
+    return '"' + "".join(f"\\{byte:03o}" for byte in path.encode()) + '"'
+
+
+def creating(name: str) -> bytes:
+    head = "diff --git a/x b/x\nnew file mode 100644\n--- /dev/null\n"
+    return f"{head}+++ {name}\n@@ -0,0 +1 @@\n+x\n".encode()
+
+
+def headers(path: str) -> list[bytes]:
+    """Return patches that say one path in every place where a path can stand."""
+    twice = f"diff --git a/{path} b/{path}\n"
+    found = [
+        creating(f"b/{path}"),
+        creating(quoted(f"b/{path}")),
+        f"--- a/{path}\n+++ b/{path}\n@@ -1 +1 @@\n-a\n+b\n".encode(),
+        f"diff --git a/x b/x\ndeleted file mode 100644\n--- a/{path}\n+++ /dev/null\n"
+        "@@ -1 +0,0 @@\n-x\n".encode(),
+        f"{twice}old mode 100644\nnew mode 100755\n".encode(),
+        f"{twice}new file mode 100644\n".encode(),
+        f"diff --git {quoted(f'a/{path}')} {quoted(f'b/{path}')}\n"
+        "old mode 100644\nnew mode 100755\n".encode(),
+    ]
+    for word in ("rename", "copy"):
+        for shown in (path, quoted(path)):
+            start = "diff --git a/x b/y\nsimilarity index 100%\n"
+            found.append(f"{start}{word} from src/a.cpp\n{word} to {shown}\n".encode())
+            found.append(f"{start}{word} from {shown}\n{word} to src/c.cpp\n".encode())
+    return found
+
+
+@pytest.mark.parametrize("path", OUTSIDE)
+def test_no_path_leaves_the_tree(path: str) -> None:
+    """A path that climbs, begins at the root or names git's own folder is refused everywhere."""
+    for data in headers(path):
+        with pytest.raises(PatchFormatError):
+            hunks.parse(data, "hostile.patch")
+
+
+@pytest.mark.parametrize("path", ["a b", "-x", "--output=x", "a\nb", "a\tb", "x.git", ".gitignore"])
+def test_odd_names_stay_names(path: str, tmp_path: Path) -> None:
+    """A blank, a dash or a newline in a name means nothing but itself."""
+    patched = applied(tmp_path, creating(quoted(f"b/src/{path}")))
+    assert patched[f"src/{path}"] == b"x\n"
+    assert set(patched) == {*OLD, f"src/{path}"}
+
+
+@pytest.mark.parametrize("mode", ["160000", "040000", "100666", "104755", "x"])
+def test_modes_that_are_none(mode: str) -> None:
+    """A submodule, a folder or a mode that git does not know is refused."""
+    made = creating("b/src/x").replace(b"100644", mode.encode())
+    changed = f"diff --git a/src/a.cpp b/src/a.cpp\nold mode 100644\nnew mode {mode}\n".encode()
+    for data in (made, changed):
+        with pytest.raises(PatchFormatError):
+            hunks.parse(data)
+
+
+def applied(folder: Path, *texts: bytes) -> dict[str, bytes | None]:
+    """Apply patches to a release in a store; return the patched tree's files."""
+    bench = Bench(open_store(folder / "store.git"), folder / "patches")
+    bench.add_release("0.3.1", OLD)
+    names: list[str | PatchText] = []
+    for number, data in enumerate(texts):
+        file = folder / f"{number}.patch"
+        file.write_bytes(data)
+        names.append(str(file))
+    done = apply.apply(bench.releases["0.3.1"], names, store=bench.store)
+    bench.store.export(done.commit, folder / "tree")
+    return dict(bench.store.read_many(done.commit, bench.store.ls(done.commit)))
+
+
+def linking(at: str, to: str) -> bytes:
+    made = creating(f"b/{at}").replace(b"100644", b"120000").replace(b"+x\n", f"+{to}\n".encode())
+    return made + b"\\ No newline at end of file\n"
+
+
+@pytest.mark.parametrize("to", ["/etc", "../..", "src", "."])
+def test_nothing_is_written_through_a_link(tmp_path: Path, to: str) -> None:
+    """A file below a link that an earlier patch made is a conflict, wherever the link leads."""
+    renaming = (
+        b"diff --git a/src/b.cpp b/out/x\nsimilarity index 100%\n"
+        b"rename from src/b.cpp\nrename to out/x\n"
+    )
+    for number, text in enumerate((creating("b/out/x"), creating("b/out/a/x"), renaming)):
+        with pytest.raises(PatchConflict, match="out"):
+            applied(tmp_path / str(number), linking("out", to), text)
+
+
+@pytest.mark.parametrize("to", ["/etc", "../..", "src/../.."])
+def test_a_link_out_of_the_tree_is_not_exported(tmp_path: Path, to: str) -> None:
+    """A patch may make a link, and one that leads out never reaches a folder."""
+    with pytest.raises(SourceError, match="leads outside"):
+        applied(tmp_path, linking("out", to))
+    assert not (tmp_path / "tree" / "out").exists()
