@@ -55,6 +55,7 @@ class SimulatedNative(SimulatedModels):
         can_shift: bool = True,
     ) -> None:
         self.about = About(1, "simulated", capabilities)
+        self.environment: dict[str, str] = {}
         self.heals, self.contiguous = heals, contiguous
         self.partial, self.can_shift = partial, can_shift
         self.freed: list[str] = []

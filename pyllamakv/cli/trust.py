@@ -1,0 +1,72 @@
+"""Try to lose something, print what came of it, and write RELIABILITY.md."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import typer
+
+from pyllamakv.errors import UsageError
+from pyllamakv.trust import SECTIONS
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def trust(
+    sections: list[str] = typer.Argument(None, help=f"{', '.join(SECTIONS)}; all without any."),
+    seconds: float = typer.Option(90.0, min=1.0, help="Bound each section by so many seconds."),
+    seed: int = typer.Option(1, min=0, help="Where chance starts."),
+    only: list[str] = typer.Option(None, help="Of a section, only the entries of these names."),
+    jobs: int = typer.Option(1, min=1, help="Processes at once, in mutants and fuzzing."),
+    write: Path = typer.Option(None, help="Write into this document and its JSON."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+) -> None:
+    """Try to lose something, or to get something wrong: status 1 when that succeeds.
+
+    `schedules` plays random operations, `mutants` makes the patches wrong, `fuzzing` feeds bytes
+    and arguments that nobody would write, `faults` kills and starves, `sanitizers` and `leaks`
+    watch memory.
+    """
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from pyllamakv.trust import document
+    from pyllamakv.trust.entry import Effort, Entry
+
+    chosen = [*dict.fromkeys(sections or SECTIONS)]
+    for name in chosen:
+        if name not in SECTIONS:
+            msg = f"there is no section {name!r}: choose from {', '.join(SECTIONS)}"
+            raise UsageError(msg)
+    effort = Effort(seconds=seconds, seed=seed, only=tuple(only or ()), jobs=jobs)
+    command = shlex.join(["pyllamakv", "trust", *(sections or []), *effort.options])
+    found: list[Entry] = []
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("trying", total=None)
+        for name in chosen:
+
+            def tick(about: str, section: str = name) -> None:
+                progress.update(task, description=f"{section}: {about}", advance=1)
+
+            tick("")
+            section = importlib.import_module(f"pyllamakv.trust.{name}")
+            found += [entry.dated(command) for entry in section.entries(effort, tick)]
+            if write is not None:
+                # Each section as it ends: the long run takes hours.
+                document.write(write, found)
+    if as_json:
+        sys.stdout.write(json.dumps([asdict(entry) for entry in found], indent=1) + "\n")
+    else:
+        sys.stdout.write(document.render(found))
+    if not found:
+        msg = f"nothing was tried: --only names none of what {', '.join(chosen)} have"
+        raise UsageError(msg)
+    if not all(entry.passed for entry in found):
+        raise typer.Exit(1)

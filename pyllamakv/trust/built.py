@@ -1,0 +1,9 @@
+"""Name the build that is tried where one is enough: the default release, patched."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pyllamakv.source.releases import DEFAULT
+
+SPEC: Final = f"{DEFAULT}+patched"

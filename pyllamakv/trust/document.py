@@ -1,0 +1,74 @@
+"""Write what was tried into RELIABILITY.md and its JSON, keeping what was not tried again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from pyllamakv.source.files import write_atomic
+from pyllamakv.trust import SECTIONS
+from pyllamakv.trust.entry import Entry
+
+HEAD = """# Reliability
+
+Written by `pyllamakv trust --write RELIABILITY.md`: what was tried to lose something or to get
+something wrong, how often, and what came of it. `make trust` runs a sized version of all of it.
+"""
+
+
+def read(path: Path) -> list[Entry]:
+    """Return the entries kept beside a document, none when there are none yet."""
+    kept = path.with_suffix(".json")
+    if not kept.is_file():
+        return []
+    items = json.loads(kept.read_text(encoding="utf-8"))["entries"]
+    return [Entry(**{**item, "defects": tuple(item["defects"])}) for item in items]
+
+
+def merge(old: Iterable[Entry], new: Iterable[Entry]) -> list[Entry]:
+    """Replace entries that were tried again, in the order of sections and of first appearance."""
+    found = {(entry.section, entry.name): entry for entry in old}
+    found.update({(entry.section, entry.name): entry for entry in new})
+    order = list(SECTIONS)
+    return sorted(found.values(), key=lambda entry: order.index(entry.section))
+
+
+def render(entries: Iterable[Entry]) -> str:
+    """Return the document's text."""
+    kept = list(entries)
+    parts = [HEAD]
+    for section, about in SECTIONS.items():
+        members = [entry for entry in kept if entry.section == section]
+        if members:
+            parts += [f"\n## {section.capitalize()}\n\n{about}\n", *_table(members)]
+            parts += ["", *_measured(members)]
+    return "\n".join(parts) + "\n"
+
+
+def _table(members: list[Entry]) -> Iterator[str]:
+    columns = list(dict.fromkeys(name for entry in members for name in entry.row))
+    yield _row(["what", *columns, "lost or wrong"])
+    yield "|" + "---|" * (len(columns) + 2)
+    for entry in members:
+        wrong = "; ".join(entry.defects) or "nothing"
+        yield _row([entry.name, *(entry.row.get(name, "") for name in columns), wrong])
+
+
+def _measured(members: list[Entry]) -> Iterator[str]:
+    for measured in dict.fromkeys(entry.measured for entry in members):
+        names = ", ".join(entry.name for entry in members if entry.measured == measured)
+        yield f"Measured {measured}: {names}.\n"
+
+
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
+
+
+def write(path: Path, entries: Iterable[Entry]) -> None:
+    """Write the document and the JSON beside it."""
+    merged = merge(read(path), entries)
+    lines = ",\n".join(json.dumps(asdict(entry)) for entry in merged)
+    write_atomic(path.with_suffix(".json"), f'{{"entries": [\n{lines}\n]}}\n')
+    write_atomic(path, render(merged))

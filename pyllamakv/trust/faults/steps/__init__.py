@@ -1,0 +1,1 @@
+"""Keep the steps that faults are tried on, one module per part of the product."""

@@ -1,0 +1,47 @@
+"""Lend buffers that end where nothing may be read or written, however long they are."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import Any
+
+from pyllamakv.native._plk import ffi
+
+#: More than the longest buffer that an int32_t can count of 4 bytes; it takes no memory.
+_SPACE = (1 << 33) + (1 << 20)
+_NORESERVE = 0x4000
+#: So many elements of a buffer are filled; what is behind them is what was there, mostly zeros.
+FILLED = 4096
+
+
+class Arena:
+    """Hold some ranges of address space, each followed by a page without access."""
+
+    def __init__(self, ranges: int = 6) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+        self._maps = [mmap.mmap(-1, _SPACE, flags=flags) for _ in range(ranges)]
+        self._ends = []
+        for each in self._maps:
+            start = ctypes.addressof(ctypes.c_char.from_buffer(each))
+            end = start + _SPACE - mmap.PAGESIZE
+            libc = ctypes.CDLL(None, use_errno=True)
+            if libc.mprotect(ctypes.c_void_p(end), ctypes.c_size_t(mmap.PAGESIZE), 0):
+                raise OSError(ctypes.get_errno(), "mprotect")
+            self._ends.append(end)
+        self._next = 0
+
+    def reset(self) -> None:
+        """Take back everything that was lent."""
+        self._next = 0
+
+    def lend(self, type_: Any, elements: int, fill: list[int]) -> Any:
+        """Return a pointer to so many elements, the first ones filled with a pattern."""
+        size = ffi.sizeof(type_)
+        end, self._next = self._ends[self._next], self._next + 1
+        elements = max(0, min(elements, (_SPACE - mmap.PAGESIZE) // size))
+        pointer = ffi.cast(ffi.typeof(ffi.getctype(type_, "*")), end - elements * size)
+        pattern = b"".join((each % (1 << 8 * size)).to_bytes(size, "little") for each in fill)
+        filled = min(elements, FILLED) * size if fill else 0
+        ffi.memmove(pointer, (pattern * (filled // max(1, len(pattern)) + 1))[:filled], filled)
+        return pointer

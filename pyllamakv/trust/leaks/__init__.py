@@ -1,0 +1,160 @@
+"""Do one thing very often and look whether memory, descriptors and threads stay flat.
+
+Each kind of work runs in a process of its own (`churn`), where Python and C share one malloc, so
+that its count of bytes given out has everything but mappings; those are in the resident anonymous
+memory. Both are sampled a hundred times, after a garbage collection and `malloc_trim`. Flat means
+that the slope over the second half is below a bound per operation (`Slope`), and that descriptors
+and threads are at the end what they were after the first tenth.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from pyllamakv.errors import HarnessError
+from pyllamakv.trust import apart
+from pyllamakv.trust.built import SPEC
+from pyllamakv.trust.entry import Effort, Entry, Tick
+
+_CHURN: Final = "pyllamakv.trust.leaks.churn"
+#: Seconds beyond its share that a kind may take to start, to finish a round, and to end.
+_GRACE: Final = 120.0
+#: Bytes by which pages may seem to grow in a run of any length: pools and stacks grow so once.
+_PAGES: Final = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Name one kind of work: its function in `churn`, and how often the long run does it.
+
+    ``bound`` bytes per operation are what may seem to be lost, by pages and by fragments.
+    """
+
+    work: str
+    target: int
+    bound: float
+
+
+KINDS: Final = {
+    "contexts": Kind(f"{_CHURN}:contexts", 10_000, 1024),
+    "contexts in mapped memory": Kind(f"{_CHURN}:mapped", 10_000, 1024),
+    "refused contexts": Kind(f"{_CHURN}:refused", 10_000, 256),
+    "libraries and models": Kind(f"{_CHURN}:models", 1_000, 4096),
+    "decodes": Kind(f"{_CHURN}:decodes", 1_000_000, 2),
+    "decodes in C": Kind(f"{_CHURN}:advances", 1_000_000, 2),
+    "failing decodes": Kind(f"{_CHURN}:failing", 100_000, 16),
+    "defragmentations": Kind(f"{_CHURN}:defrags", 20_000, 64),
+    "saves and restores": Kind(f"{_CHURN}:saves", 20_000, 64),
+    "snapshots": Kind(f"{_CHURN}:snapshots", 20_000, 64),
+    "recordings": Kind(f"{_CHURN}:recordings", 5_000, 256),
+    "slot cache prompts": Kind(f"{_CHURN}:slots", 10_000, 256),
+    "prefix cache prompts": Kind(f"{_CHURN}:prefixes", 10_000, 256),
+    "workers": Kind(f"{_CHURN}:workers", 1_000, 4096),
+}
+
+
+@dataclass(frozen=True)
+class Slope:
+    """Hold a slope in bytes per operation, and what noise alone may make of it.
+
+    It is the median of the slopes between all pairs of samples (Theil and Sen), which one step,
+    such as a pool that grows once, does not move. ``noise`` is three standard errors, from the
+    median distance of the samples to the line.
+    """
+
+    value: float
+    noise: float
+
+    @classmethod
+    def of(cls, counts: Sequence[float], sizes: Sequence[float]) -> Slope:
+        """Fit a line through samples; there must be three at least."""
+        x, y = np.asarray(counts, dtype=float), np.asarray(sizes, dtype=float)
+        first, second = np.triu_indices(len(x), 1)
+        value = float(np.median((y[second] - y[first]) / (x[second] - x[first])))
+        rest = y - value * x
+        spread = 1.4826 * float(np.median(np.abs(rest - np.median(rest))))
+        return cls(value, 3 * spread / (float(x.std()) * len(x) ** 0.5))
+
+    def exceeds(self, bound: float) -> bool:
+        """Tell whether more than a bound is lost, and that is not noise."""
+        return self.value > bound and self.value > self.noise
+
+    def __str__(self) -> str:
+        return f"{self.value:.3g} ± {self.noise:.2g} B"
+
+
+def entries(effort: Effort, tick: Tick) -> list[Entry]:
+    """Churn for about ``effort.seconds``; return an entry per kind. Raises NotBuilt."""
+    from pyllamakv.runtime.opening import find_built
+
+    variant = find_built(SPEC)
+    wanted = {name: kind for name, kind in KINDS.items() if effort.wants(name)}
+    share = effort.shared(len(wanted)).seconds
+    made = []
+    for name, kind in wanted.items():
+        tick(name)
+        made.append(judge(name, kind, churn(kind, variant, share), effort.seed))
+    return made
+
+
+def churn(kind: Kind, variant: Path, seconds: float) -> list[dict[str, int]]:
+    """Work in a process of its own until time is up or the target reached; return the samples.
+
+    A sample has ``count`` operations, ``heap`` and ``resident`` bytes, ``fds`` and ``threads``.
+    Raises HarnessError when the work breaks.
+    """
+    env = apart.environment(PYTHONMALLOC="malloc", MALLOC_ARENA_MAX="1")
+    with tempfile.TemporaryDirectory(prefix="pyllamakv-leaks-") as folder:
+        words = [kind.work, str(variant), str(seconds), str(kind.target), folder]
+        command = [sys.executable, "-m", _CHURN, *words]
+        try:
+            done = subprocess.run(
+                command, env=env, capture_output=True, text=True, timeout=seconds + _GRACE
+            )
+        except subprocess.TimeoutExpired as error:
+            raise HarnessError(f"{kind.work} did not end within {error.timeout:.0f} s") from error
+    if done.returncode:
+        msg = f"{kind.work} ended with status {done.returncode}: {done.stderr[-2000:]}"
+        raise HarnessError(msg)
+    samples: list[dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
+    return samples
+
+
+def judge(name: str, kind: Kind, samples: Sequence[Mapping[str, int]], seed: int) -> Entry:
+    """Return the line of a kind: what its samples say."""
+    counts = [sample["count"] for sample in samples]
+    last = samples[-1]
+    early = next(sample for sample in samples if sample["count"] >= last["count"] / 10)
+    second = [sample for sample in samples if sample["count"] >= last["count"] / 2]
+    row = {"operations": f"{counts[-1]:,}", "resident at 10 %": _mib(early["resident"])}
+    row |= {"at the end": _mib(last["resident"])}
+    defects = []
+    data: dict[str, Any] = {"samples": len(samples), "early": dict(early), "last": dict(last)}
+    if len(second) < 3:
+        defects.append(f"{name}: too few samples in the time there was")
+    for what in ("heap", "resident") if len(second) >= 3 else ():
+        slope = Slope.of([each["count"] for each in second], [each[what] for each in second])
+        row[f"{what} per operation"] = str(slope)
+        data[what] = [slope.value, slope.noise]
+        grown = slope.value * (second[-1]["count"] - second[0]["count"])
+        if slope.exceeds(kind.bound) and (what == "heap" or grown > _PAGES):
+            defects.append(f"{name}: {what} memory grows by {slope} each, not {kind.bound:g}")
+    for what in ("fds", "threads"):
+        row[what] = f"{early[what]} to {last[what]}"
+        if last[what] > early[what]:
+            defects.append(f"{name}: {what} grow from {early[what]} to {last[what]}")
+    row["bound"] = f"{kind.bound:g} B"
+    return Entry("leaks", name, row, tuple(defects), seed=seed, data=data)
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):.1f} MiB"

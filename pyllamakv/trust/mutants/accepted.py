@@ -1,0 +1,83 @@
+"""Read which mutants change nothing, each with the reason why nobody can see them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyllamakv.errors import PatchFormatError
+from pyllamakv.home import data
+from pyllamakv.patching import tables
+from pyllamakv.trust.mutants.mutant import listed
+
+if TYPE_CHECKING:
+    from pyllamakv.patching.series import Series
+    from pyllamakv.trust.mutants.mutant import Mutant
+
+#: The file beside the patches.
+NAME = "equivalent-mutants.toml"
+
+_KEYS = {"patch", "file", "above", "was", "now", "why"}
+
+
+@dataclass(frozen=True)
+class Equivalent:
+    """Hold a mutant that is accepted: in which file of a patch which line became what, and why.
+
+    Lines are compared without the space around them, so that one entry serves every release.
+    ``above`` is the code above the line, where the same line stands at several places.
+    """
+
+    patch: str
+    file: str
+    was: str
+    now: str
+    why: str
+    above: str = ""
+
+    def covers(self, mutant: Mutant) -> bool:
+        """Tell whether a mutant is this one."""
+        return (
+            (self.patch, self.file) == (mutant.patch, mutant.file)
+            and (self.was, self.now) == (mutant.was.strip(), mutant.now.strip())
+            and self.above in ("", mutant.above.strip())
+        )
+
+    def __str__(self) -> str:
+        return f"{self.file}: `{self.was}` became `{self.now}`"
+
+
+def load(path: Path | None = None) -> tuple[Equivalent, ...]:
+    """Read the file; raises PatchFormatError for one without a reason, or one twice."""
+    path = path or data("patches") / NAME
+    table = tables.load(path, {"schema", "mutant"}, schema=1)
+    found = tuple(
+        Equivalent(
+            part.string("patch"),
+            part.string("file"),
+            part.string("was").strip(),
+            part.string("now", "").strip(),
+            part.string("why").strip(),
+            part.string("above", "").strip(),
+        )
+        for part in table.tables("mutant", _KEYS)
+    )
+    names = [f"{each.patch}, {each.above}, {each}" for each in found]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise PatchFormatError(f"{path}: {twice} stands there twice.", str(path))
+    return found
+
+
+def stale(known: Iterable[Equivalent], series: Series) -> list[Equivalent]:
+    """Return the entries that are no mutant of any text of their patch any more."""
+    left = list(known)
+    for patch in series:
+        mine = [each for each in left if each.patch == patch.id]
+        for mutant in (each for text in patch.texts if mine for each in listed(text)):
+            for each in [each for each in mine if each.covers(mutant)]:
+                mine.remove(each)
+                left.remove(each)
+    return left

@@ -1,0 +1,178 @@
+"""Run the tests of a header by itself on mutants of it: one compiler, no library, seconds.
+
+They stand in ``tests/native`` of a checkout; an installed package has none, and leaves all to the
+scenarios.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pyllamakv.building import cmake, compiler
+from pyllamakv.home import checkout, home
+from pyllamakv.trust.mutants import limits, switches
+
+#: Headers of the patches -> the program that tests each.
+SOURCES = {"src/llama-kv-defrag.h": "kv_defrag", "src/llama-kv-mmap.h": "kv_mmap"}
+
+#: Programs that want a folder to work in, which they leave empty.
+_WITH_FOLDER = ("kv_mmap",)
+
+#: First what is fast, then what also sees memory that is not its own.
+_MODES = ((), ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"))
+
+#: Seconds for one group, which takes less than two.
+_PATIENCE = 30.0
+
+
+@dataclass(frozen=True)
+class Said:
+    """Say which group of a driver failed, or why it did not compile; both empty: it passed."""
+
+    group: str = ""
+    error: str = ""
+
+
+@dataclass
+class Program:
+    """Hold a driver as it was compiled with one version of its header, or the compiler's error."""
+
+    path: Path
+    with_folder: bool
+    #: Sanitizers reserve far more address space than there is memory.
+    bounded: bool
+    error: str = ""
+    _met: dict[str, frozenset[int]] = field(default_factory=dict)
+
+    @property
+    def groups(self) -> list[str]:
+        """Return the names of what it tests."""
+        return [] if self.error else self._run({}).stdout.split()
+
+    def passes(self, group: str, chosen: int = 0, met: Path | None = None) -> bool:
+        """Tell whether a group passes with a mutant; ``met`` is where those it comes by go."""
+        environment = {switches.CHOSEN: str(chosen)}
+        if met is not None:
+            environment[switches.MET] = str(met)
+        with tempfile.TemporaryDirectory(prefix="pyllamakv-driver-") as name:
+            words = [group, name] if self.with_folder else [group]
+            done = self._run(environment, *words)
+            return done.returncode == 0 and not list(Path(name).iterdir())
+
+    def met(self, group: str) -> frozenset[int]:
+        """Return the mutants that a group comes by, none where it fails without any."""
+        if group not in self._met:
+            with tempfile.TemporaryDirectory(prefix="pyllamakv-met-") as name:
+                file = Path(name) / "met"
+                passed = self.passes(group, met=file)
+                self._met[group] = switches.read_met(file) if passed else frozenset()
+        return self._met[group]
+
+    def _run(self, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+        """Run it within bounds of time and memory; when it hangs it ends with -9."""
+        with subprocess.Popen(
+            [str(self.path), *words],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, errors="replace", start_new_session=True,
+            env={**os.environ, **environment},
+        ) as process:  # fmt: skip
+            memory = limits.MEMORY if self.bounded else None
+            limits.bound(process.pid, memory=memory, seconds=int(_PATIENCE))
+            try:
+                output, _ = process.communicate(timeout=_PATIENCE)
+            except subprocess.TimeoutExpired:
+                # Groups that are killed on purpose have children.
+                os.killpg(process.pid, signal.SIGKILL)
+                output, _ = process.communicate()
+                return subprocess.CompletedProcess(words, -9, output)
+        return subprocess.CompletedProcess(words, process.returncode, output)
+
+
+class Driver:
+    """Test versions of one header against what its own text passes."""
+
+    def __init__(self, header: str, text: bytes, source: Path) -> None:
+        self.header = header
+        self.text = text
+        self.source = source
+        #: What decides an answer beside the header's text.
+        self.digest = hashlib.sha256(source.read_bytes()).hexdigest()
+        self._switched: bytes | None = None
+        self._programs: dict[tuple[bytes, tuple[str, ...]], Program] = {}
+
+    def switch(self, text: bytes) -> None:
+        """Take the text that has all mutants in it, for `choose`."""
+        self._switched = text
+
+    def choose(self, number: int) -> Said | None:
+        """Run what comes by one mutant of the switched text; None where that cannot be done."""
+        for mode in _MODES:
+            program = self._program(self._switched, mode) if self._switched else None
+            if program is None or program.error:
+                return None if mode == () else Said()
+            for group in program.groups:
+                if number in program.met(group) and not program.passes(group, number):
+                    return Said(f"{self.source.stem} {group}")
+        return Said()
+
+    def judge(self, text: bytes) -> Said:
+        """Run every group on a version of the header; the first that only its own text passes."""
+        for mode in _MODES:
+            own = self._program(self.text, mode)
+            if own.error:
+                continue  # a toolchain without sanitizers
+            program = self._program(text, mode)
+            if program.error:
+                return Said(error=program.error)
+            for group in program.groups:
+                if not program.passes(group) and own.passes(group):
+                    return Said(f"{self.source.stem} {group}")
+        return Said()
+
+    def _program(self, text: bytes, mode: tuple[str, ...]) -> Program:
+        """Compile the driver with a version of the header; kept for the header's own versions."""
+        known = self._programs.get((text, mode))
+        if known is not None:
+            return known
+        facts = [text, self.digest.encode(), " ".join(mode).encode(), switches.PRELUDE.encode()]
+        name = hashlib.sha256(b"\0".join(facts)).hexdigest()[:20]
+        folder = home() / "results" / "mutants" / "drivers" / name
+        program = Program(folder / "driver", self.source.stem in _WITH_FOLDER, not mode)
+        if not program.path.is_file():
+            program.error = self._compile(text, mode, program.path)
+        if text in (self.text, self._switched):
+            self._programs[text, mode] = program
+        return program
+
+    def _compile(self, text: bytes, mode: tuple[str, ...], made: Path) -> str:
+        made.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=made.parent) as name:
+            folder = Path(name)
+            (folder / Path(self.header).name).write_bytes(text)
+            (folder / "prelude.h").write_text(switches.PRELUDE, encoding="utf-8")
+            words = [compiler.find(home() / "objects" / "compilers.json").cxx, "-std=c++17", "-O0"]
+            words += ["-w", "-pthread", *mode, "-include", str(folder / "prelude.h"), "-I", name]
+            done = subprocess.run(
+                [*words, str(self.source), "-o", str(folder / "made")],
+                capture_output=True, text=True, errors="replace",
+                stdin=subprocess.DEVNULL, timeout=900, check=False,
+            )  # fmt: skip
+            if not done.returncode:
+                (folder / "made").replace(made)
+                return ""
+        return cmake.first_error(done.stderr) or done.stderr[-400:] or "no reason"
+
+
+def find(header: str, text: bytes) -> Driver | None:
+    """Return the driver of a header with the text that passes, None where there is none."""
+    root, name = checkout(), SOURCES.get(header)
+    if root is None or name is None:
+        return None
+    source = root / "tests" / "native" / f"{name}.cpp"
+    return Driver(header, text, source) if source.is_file() else None

@@ -1,0 +1,62 @@
+"""Keep what came of each mutant in the home, so that hours of them need not be one run.
+
+An answer holds as long as what gave it is the same: a catch as long as the catcher is, and no
+catch as long as all of them are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pyllamakv.home import home
+from pyllamakv.source.files import write_atomic
+
+#: What may come of a mutant, in the order of the document.
+OUTCOMES = ("compiler", "driver", "scenario", "same code", "survivor")
+#: What only says how far a run came.
+UNFINISHED = "unfinished"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Say what came of a mutant: an outcome, who caught it, and what they said."""
+
+    outcome: str
+    by: str = ""
+    message: str = ""
+
+    @property
+    def caught(self) -> bool:
+        """Tell whether somebody noticed it."""
+        return self.outcome in ("compiler", "driver", "scenario")
+
+
+def key(*facts: str) -> str:
+    """Return the name of an answer."""
+    return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:32]
+
+
+def recall(name: str, digests: dict[str, str]) -> Answer | None:
+    """Return a kept answer, if the one who gave it has the same digest still."""
+    try:
+        raw = json.loads((_folder() / f"{name}.json").read_text(encoding="utf-8"))
+        digest = raw.pop("digest")
+        answer = Answer(**raw)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return answer if digests.get(answer.by) == digest else None
+
+
+def remember(name: str, answer: Answer, digests: dict[str, str]) -> None:
+    """Keep an answer, unless it says no more than that there was no time."""
+    if answer.outcome != UNFINISHED:
+        _folder().mkdir(parents=True, exist_ok=True)
+        text = json.dumps(asdict(answer) | {"digest": digests[answer.by]}) + "\n"
+        write_atomic(_folder() / f"{name}.json", text)
+
+
+def _folder() -> Path:
+    return home() / "results" / "mutants"

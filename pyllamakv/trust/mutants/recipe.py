@@ -1,0 +1,83 @@
+"""Read out of a build how its sources are compiled, and how the library is linked."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyllamakv.building import cmake
+
+if TYPE_CHECKING:
+    from pyllamakv.building.variant import Request
+
+#: Enough to find out that two texts are the same code, and half of the time that -O3 takes.
+_OPTIMIZED = "-O1"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Hold one source: how it is compiled, what it makes, and the files of the tree it reads."""
+
+    source: str
+    output: str
+    words: tuple[str, ...]
+    reads: frozenset[str]
+
+    @property
+    def ours(self) -> bool:
+        """Tell whether it is a part of the shim."""
+        return Path(self.source).is_absolute()
+
+
+def units(wanted: Request, tree: Path) -> tuple[Unit, ...]:
+    """Return the units of a build, with another copy of its tree in the place of the build's."""
+    reads = _reads(wanted)
+    root, found = wanted.tree, []
+    text = (wanted.objects / "compile_commands.json").read_text(encoding="utf-8")
+    for entry in json.loads(text):
+        words = shlex.split(entry["command"].replace(str(root), str(tree)))
+        if Path(words[0]).name in ("ccache", "sccache"):
+            del words[0]
+        at = words.index("-o") + 1
+        output, words[at] = words[at], "{output}"
+        words = [_OPTIMIZED if word in ("-O2", "-O3") else word for word in words]
+        source = Path(entry["file"])
+        inside = source.is_relative_to(root)
+        name = source.relative_to(root).as_posix() if inside else str(source)
+        found.append(Unit(name, output, tuple(words), reads.get(output, frozenset())))
+    return tuple(found)
+
+
+def linking(wanted: Request) -> list[str]:
+    """Return the words that link the library, its own name replaced."""
+    words = shlex.split(_ninja(wanted, "commands", "plk").strip().splitlines()[-1])
+    start, end = words.index("&&") + 1, len(words) - words[::-1].index("&&") - 1
+    words = words[start:end]
+    words[words.index("-o") + 1] = "{output}"
+    return words
+
+
+def _reads(wanted: Request) -> dict[str, frozenset[str]]:
+    """Return the files of the tree that each object was made from, as ninja noted them."""
+    found: dict[str, frozenset[str]] = {}
+    for block in _ninja(wanted, "deps").split("\n\n"):
+        head, *lines = block.splitlines() or [""]
+        paths = [Path(os.path.normpath(wanted.objects / line.strip())) for line in lines]
+        found[head.split(":", 1)[0]] = frozenset(
+            path.relative_to(wanted.tree).as_posix()
+            for path in paths
+            if path.is_relative_to(wanted.tree)
+        )
+    return found
+
+
+def _ninja(wanted: Request, *words: str) -> str:
+    command = [str(cmake.binary("ninja")), "-t", *words]
+    return subprocess.run(
+        command, cwd=wanted.objects, capture_output=True, text=True, check=True
+    ).stdout

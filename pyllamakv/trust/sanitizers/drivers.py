@@ -1,0 +1,117 @@
+"""Know what is run under sanitizers: the native tests, a C program, threads, and scenarios."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyllamakv.errors import UsageError
+from pyllamakv.harness import lab, scenario, synthetic
+from pyllamakv.home import data
+from pyllamakv.patching import hunks
+from pyllamakv.trust.sanitizers import instrument, playing, reports
+
+if TYPE_CHECKING:
+    from pyllamakv.harness.verdict import Outcome
+    from pyllamakv.trust.sanitizers.instrument import Sanitized
+    from pyllamakv.trust.sanitizers.reports import Report
+
+Tell = Callable[[str], None]
+Played = tuple[str, str, "Outcome", "list[Report]"]
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+_TESTS = _PACKAGE.parent / "tests" / "native"
+_INCLUDES = (_PACKAGE / "native", _PACKAGE / "native" / "shim")
+#: Program -> the patch that brings its header, and the header.
+_HEADERS = {
+    "kv_defrag": ("full-defrag", "llama-kv-defrag.h"),
+    "kv_mmap": ("mmap-kv", "llama-kv-mmap.h"),
+}
+#: Flash attention, types of K and V: one layout of V, then the other.
+_SETTINGS = ("0 1 1", "1 8 8", "1 2 8", "1 1 1")
+
+
+def headers(tell: Tell) -> Iterator[tuple[str, str, int, str, list[Report]]]:
+    """Run every group of the tests of the patches' headers; yield program, group and outcome.
+
+    Raises UsageError where the tests are not there, as in an installed package.
+    """
+    _need_tests()
+    with tempfile.TemporaryDirectory(prefix="pyllamakv-drivers-") as name:
+        folder = Path(name)
+        for program, (patch, header) in _HEADERS.items():
+            tell(f"compiling {program}")
+            text = data("patches") / patch / "0.3.9" / f"{patch}.patch"
+            (hunk,) = hunks.read(text).file(f"src/{header}").hunks
+            (folder / header).write_bytes(b"".join(hunk.new))
+            made = folder / program
+            instrument.program(_TESTS / f"{program}.cpp", made, "address", f"-I{folder}")
+            with playing.logs() as logs:
+                _, listed, _ = playing.run([str(made)], "address", logs)
+            for group in listed.split():
+                tell(f"{program} {group}")
+                scratch = folder / f"{program}-{group}"
+                scratch.mkdir()
+                with playing.logs() as logs:
+                    code, said, found = playing.run(
+                        [str(made), group, *([str(scratch)] if program == "kv_mmap" else [])],
+                        "address",
+                        logs,
+                    )
+                yield program, group, code, said, found
+
+
+def smoke(made: Sanitized, tell: Tell) -> Iterator[tuple[str, int, str, list[Report]]]:
+    """Run the C program over a library, setting by setting; raises UsageError as `headers` does."""
+    _need_tests()
+    with _linked(_TESTS / "smoke.c", made) as program:
+        for settings in _SETTINGS:
+            tell(f"smoke {settings}")
+            command = [str(program), str(synthetic.tiny()), *settings.split()]
+            with playing.logs() as logs:
+                yield settings, *playing.run(command, "address", logs)
+
+
+def threads(
+    made: Sanitized, n_threads: int, rounds: int, tell: Tell
+) -> tuple[int, str, list[Report]]:
+    """Run the thread driver over a library; ``n_threads`` are llama.cpp's own in a context."""
+    tell("threads")
+    with _linked(instrument.NATIVE / "threads.cpp", made) as program, playing.logs() as logs:
+        command = [str(program), str(synthetic.tiny()), str(n_threads), str(rounds)]
+        return playing.run(command, "thread", logs)
+
+
+def scenarios(
+    made: Sanitized, first: Sequence[str], tell: Tell, *, whole: bool
+) -> Iterator[Played]:
+    """Run scenarios in a worker: those of ``first``, then the others; all settings if ``whole``."""
+    known = scenario.discover()
+    order = [*first, *(name for name in known if name not in first)]
+    with playing.logs() as logs, lab.Bench(playing.opener("address", logs)) as bench:
+        for name in order:
+            chosen = known[name]
+            for setting in chosen.settings if whole else chosen.few:
+                tell(f"{name} [{setting.name}]")
+                run = bench.run(made.folder, chosen, setting)
+                yield name, setting.name, run.outcome, reports.collect(logs)
+
+
+def _need_tests() -> None:
+    if not _TESTS.is_dir():
+        msg = f"expected the native tests in {_TESTS}: run this in a checkout"
+        raise UsageError(msg)
+
+
+@contextmanager
+def _linked(source: Path, made: Sanitized) -> Iterator[Path]:
+    """Compile a program against a library for the length of a block."""
+    with tempfile.TemporaryDirectory(prefix="pyllamakv-drivers-") as name:
+        program = Path(name) / source.stem
+        words = [f"-I{path}" for path in _INCLUDES]
+        words += [str(made.library), f"-Wl,-rpath,{made.library.parent}"]
+        instrument.program(source, program, made.kind, *words)
+        yield program

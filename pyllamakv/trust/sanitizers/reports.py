@@ -1,0 +1,115 @@
+"""Read what sanitizers wrote, tell distinct reports apart, and know which are upstream's own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+_ERROR = re.compile(r"(?:ERROR|WARNING): (Address|Thread)Sanitizer: (?P<what>[^\n(]+)")
+_RUNTIME = re.compile(r"^(?P<file>\S+?):\d+(?::\d+)?: runtime error: (?P<what>.+)$")
+_FRAME = re.compile(r"^\s*#\d+ (?:0x[0-9a-f]+ in )?(?P<where>.+)$")
+_PLACE = re.compile(r" (?P<file>\S+?):(?P<line>\d+)(?::\d+)?(?: \(|$)")
+_ASSERTION = re.compile(r"^(?P<file>\S+?):\d+: (?P<where>.+): Assertion '(?P<what>.+)' failed")
+_NUMBERS = re.compile(r"0x[0-9a-f]+|-?\d+(?:\.\d+)?")
+#: Frames that say where memory was touched, not who did it.
+_RUNTIME_FILES = ("libsanitizer", "/usr/include/", "/usr/lib/", "/lib/")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Hold one report: what it is, and the first function and file of ours or upstream's in it."""
+
+    what: str
+    function: str
+    file: str
+    text: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Return what makes two reports the same: addresses and numbers do not count."""
+        return _NUMBERS.sub("N", self.what), self.function, self.file
+
+    def __str__(self) -> str:
+        return f"{self.what} in {self.function or 'an unknown function'} ({self.file or '?'})"
+
+
+@dataclass(frozen=True)
+class Known:
+    """Name a report that is upstream's own, in a function that no patch touches, and why."""
+
+    what: str
+    function: str
+    file: str
+    why: str
+
+    def covers(self, report: Report) -> bool:
+        """Tell whether a report is this one."""
+        return (
+            self.what in report.what
+            and self.function in report.function
+            and report.file.endswith(self.file)
+        )
+
+
+#: What upstream's own code does in every build, stock as well; each was looked at.
+UPSTREAM: tuple[Known, ...] = (
+    Known(
+        "new-delete-type-mismatch",
+        "llama_context::graph_build",
+        "llama-context.cpp",
+        "llm_graph_context has no virtual destructor, and the builders of some models, which are "
+        "larger, are deleted as one",
+    ),
+)
+
+
+def collect(folder: Path) -> list[Report]:
+    """Return the distinct reports of every log in a folder."""
+    found: dict[tuple[str, str, str], Report] = {}
+    for path in sorted(folder.glob("*.log.*")):
+        for report in parse(path.read_text(encoding="utf-8", errors="replace")):
+            found.setdefault(report.key, report)
+    return list(found.values())
+
+
+def parse(text: str) -> list[Report]:
+    """Return every report in what a sanitizer, or a checked library, wrote."""
+    found: list[Report] = []
+    lines = text.splitlines()
+    for at, line in enumerate(lines):
+        if error := _ERROR.search(line):
+            found.append(_report(error["what"], lines[at + 1 :], ""))
+        elif error := _RUNTIME.match(line):
+            found.append(_report(error["what"], lines[at + 1 :], error["file"]))
+        elif error := _ASSERTION.match(line):
+            found.append(_report(f"assertion {error['what']}", lines[at + 1 :], ""))
+    return found
+
+
+def split(reports: Iterable[Report]) -> tuple[list[Report], list[Report]]:
+    """Return the reports that count as defects, and upstream's own."""
+    ours: list[Report] = []
+    theirs: list[Report] = []
+    for report in reports:
+        (theirs if any(known.covers(report) for known in UPSTREAM) else ours).append(report)
+    return ours, theirs
+
+
+def _report(what: str, after: list[str], file: str) -> Report:
+    stack: list[str] = []
+    for line in after:
+        frame = _FRAME.match(line)
+        if frame:
+            stack.append(frame["where"])
+        elif stack:
+            break
+    function = ""
+    for where in stack:
+        place = _PLACE.search(where)
+        if place and not any(mark in place["file"] for mark in _RUNTIME_FILES):
+            function, file = where[: place.start()], place["file"]
+            break
+    what = re.sub(r" on (?:address|unknown address|0x).*", "", what).strip()
+    return Report(what, function.split("(")[0].strip(), file, "\n".join(stack[:8]))

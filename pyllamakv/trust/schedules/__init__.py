@@ -1,0 +1,143 @@
+"""Play random schedules on every combination, and shrink what fails to a trace.
+
+A schedule is operations as `harness.operations` does them, each checked against a ledger; around a
+share of them, drawn by chance, K and V are compared byte by byte, and every now and then all logits
+with those of a rebuilt context. Combinations come in an order that the seed decides. What fails is
+made as short as it can be, and written as a trace that `pyllamakv replay` plays.
+
+Left out: caches of several streams, where a decode finds its cells by sequence, which the ledger's
+count of free cells cannot promise (the scenario memory-streams has them).
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyllamakv.building import variant
+from pyllamakv.errors import NotBuilt
+from pyllamakv.harness import matrix, schedules
+from pyllamakv.home import home
+from pyllamakv.source.releases import DEFAULT
+from pyllamakv.trust.entry import Effort, Entry, Tick
+from pyllamakv.trust.schedules.combination import walk
+from pyllamakv.trust.schedules.hand import Hand, Make
+from pyllamakv.trust.schedules.stage import Stage
+from pyllamakv.trust.schedules.tally import Tally, without_folders
+from pyllamakv.trust.schedules.task import Task
+
+if TYPE_CHECKING:
+    from pyllamakv.building.manifest import Manifest
+    from pyllamakv.errors import ScenarioFailed
+
+#: Operations of a schedule, and the share of them around which bytes are compared.
+LENGTH, WATCHED = 100, 0.2
+#: From so many seconds on one release per era is tried, and not the default one alone.
+LONG = 1800.0
+#: Seeds of schedules lie so far apart that no two runs have one in common.
+SEEDS = 1_000_003
+#: Seconds that the search for a shorter schedule may take.
+SEARCH = 120.0
+#: The ways back (`Manifest.probes`) that are llama.cpp's own, patched or not. With the others it is
+#: the shim that undoes a broken-off decode: from 0.3.10 on its finished micro-batches stay.
+UNDOING = ("guard", "patched")
+
+
+def entries(effort: Effort, tick: Tick) -> list[Entry]:
+    """Play schedules on each release for its share of the seconds; an entry for each.
+
+    Raises NotBuilt before anything is tried.
+    """
+    names = effort.only or tuple(_releases(effort.seconds))
+    found = {name: variant.find(f"{name}+patched") for name in names}
+    missing = [name for name, each in found.items() if each is None]
+    if missing:
+        build = " && ".join(f"pyllamakv build {name}" for name in missing)
+        msg = f"schedules need {', '.join(missing)}, patched: {build}"
+        raise NotBuilt(msg)
+    share = effort.shared(len(found))
+    return [
+        try_out(name, each.folder, share, tick, undoes=undoing(each.manifest))
+        for name, each in found.items()
+        if each is not None
+    ]
+
+
+def undoing(manifest: Manifest) -> bool:
+    """Tell whether llama.cpp itself undoes all of a decode that was broken off."""
+    return manifest.probes.get("rollback") in UNDOING
+
+
+def _releases(seconds: float) -> list[str]:
+    if seconds < LONG:
+        return [DEFAULT]
+    return [spec.release for spec in matrix.plan(matrix.Choice(sample=True))]
+
+
+def try_out(
+    name: str, folder: Path, effort: Effort, tick: Tick, make: Make = Stage, most: int = 0, *,
+    undoes: bool = True,
+) -> Entry:  # fmt: skip
+    """Play schedules on the variant in a folder until the seconds are over, or ``most`` played.
+
+    ``undoes`` says that its llama.cpp itself undoes a decode that was broken off.
+    """
+    tally, began = Tally(), time.monotonic()
+    with ExitStack() as stack:
+        hands: dict[str, Hand] = {}
+        for number, combination in enumerate(walk(effort.seed, undoes=undoes)):
+            spent = time.monotonic() - began
+            if spent > effort.seconds or (most and number == most):
+                return tally.entry(name, effort.seed, spent)
+            tick(f"{name}: {tally.operations} operations ({combination})")
+            # The environment is that of a process.
+            if combination.slots not in hands:
+                hand = Hand(folder, combination.environment, make)
+                hands[combination.slots] = stack.enter_context(hand)
+            hand = hands[combination.slots]
+            operations = schedules.draw(effort.seed * SEEDS + number, LENGTH)
+            task = Task(combination, operations, watched=WATCHED)
+            played = hand.play(task)
+            tally.add(combination, played)
+            if played.failed is not None:
+                tick(f"{name}: shortening a failure ({combination})")
+                trace = home() / "trust" / "schedules" / name / f"{effort.seed}-{number}.jsonl"
+                _find(hand, replace(task, trace=trace), played.failed, tally)
+    msg = "walks have no end"
+    raise AssertionError(msg)
+
+
+def _find(hand: Hand, task: Task, failed: ScenarioFailed, tally: Tally) -> None:
+    """Shorten what failed and write its trace, unless its kind is known."""
+    # Whichever operation it was that met it.
+    kind = failed.failure, re.sub(r"\d+", "#", re.sub(r"^\w+: ", "", _text(failed)))
+    tally.kinds[kind] += 1
+    if kind in tally.told:
+        return
+    assert task.trace is not None
+    until = time.monotonic() + SEARCH
+    short, failed = schedules.shorten(
+        lambda less: hand.play(replace(task, operations=tuple(less), trace=None)).failed,
+        task.operations,
+        failed,
+        revives=True,
+        enough=lambda: time.monotonic() > until,
+    )
+    task.trace.parent.mkdir(parents=True, exist_ok=True)
+    again = hand.play(replace(task, operations=short)).failed
+    where = f"its trace is {task.trace.relative_to(home())} in the home"
+    if again is None:
+        where += ", where it did not fail once more"
+    names = " ".join(f"{each.name}:{each.number}" for each in short)
+    tally.told[kind] = (
+        f"{failed.failure} with {task.combination}: {_text(failed)}, "
+        f"after {len(short)} operations ({names}); {where}"
+    )
+
+
+def _text(failed: ScenarioFailed) -> str:
+    return without_folders(next(iter(str(failed).strip().splitlines()), "without a word"))

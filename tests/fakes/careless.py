@@ -1,0 +1,108 @@
+"""Steps that are wrong in one way each, and one that is right, for the trials of faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from pyllamakv.errors import SourceError
+from pyllamakv.source.files import locked, write_atomic
+from pyllamakv.trust.faults.step import Step
+
+FACTS = {"numbers": list(range(200))}
+
+
+class Careful(Step):
+    """Write a file as the product does, and read it."""
+
+    name = "careful"
+
+    def run(self, folder: Path) -> Any:
+        place = folder / "home" / "facts.json"
+        with locked(folder / "home" / "lock"):
+            if not place.exists():
+                write_atomic(place, json.dumps(FACTS))
+            return json.loads(place.read_text())
+
+
+class InPlace(Careful):
+    """Write the file where others read it: a kill leaves half of it."""
+
+    name = "in place"
+
+    def run(self, folder: Path) -> Any:
+        place = folder / "home" / "facts.json"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if not place.exists():
+            place.write_text(json.dumps(FACTS))
+        return json.loads(place.read_text())
+
+
+class Littering(Careful):
+    """Write under a name of chance, which nobody finds again."""
+
+    name = "littering"
+
+    def run(self, folder: Path) -> Any:
+        place = folder / "home" / "facts.json"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=place.parent)
+        with os.fdopen(handle, "w") as file:
+            json.dump(FACTS, file)
+        Path(name).replace(place)
+        return json.loads(place.read_text())
+
+
+class Locking(Careful):
+    """Hold a lock that outlives its holder."""
+
+    name = "locking"
+
+    def run(self, folder: Path) -> Any:
+        lock = folder / "lock"
+        try:
+            lock.touch(exist_ok=False)
+        except FileExistsError as error:
+            raise SourceError("somebody is at work") from error
+        (folder / "facts").write_text("x")
+        lock.unlink()
+        return 1
+
+
+class Believing(Careful):
+    """Believe the clock."""
+
+    name = "believing"
+
+    def run(self, folder: Path) -> Any:
+        begin = time.time()
+        (folder / "facts").write_text("x")
+        if abs(time.time() - begin) > 600:
+            raise SourceError("the lock is too old")
+        return 1
+
+
+class Silent(Careful):
+    """Take a write that failed for one that was done."""
+
+    name = "silent"
+
+    def run(self, folder: Path) -> Any:
+        try:
+            (folder / "facts").write_text("x" * 100)
+        except OSError:
+            return (folder / "facts").read_text() if (folder / "facts").exists() else ""
+        return (folder / "facts").read_text()
+
+
+class Hungry(Careful):
+    """Take more memory than some runs get."""
+
+    name = "hungry"
+
+    def run(self, folder: Path) -> Any:
+        return len(bytearray(48 << 20))

@@ -1,0 +1,129 @@
+"""Targets with faults, which the fuzzer must find: each is run in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Hashable, Iterable
+from pathlib import Path
+from typing import Any
+
+from pyllamakv.errors import StateError
+from pyllamakv.trust.fuzzing import calls
+from pyllamakv.trust.fuzzing.target import Target
+
+
+def key_error(_folder: Path) -> Target:
+    """Return a reader that does not know every type, behind two checks."""
+
+    def run(data: bytes) -> Iterable[Hashable]:
+        return [_typed(data)]
+
+    return Target(run, (b"PLK\x01one", b"PLK\x02two"), (__name__,))
+
+
+def _typed(data: bytes) -> str:
+    if not data.startswith(b"PLK"):
+        raise StateError("no magic")
+    if len(data) < 5:
+        raise StateError("too short")
+    return {1: "one", 2: "two"}[data[3]]
+
+
+def sound(_folder: Path) -> Target:
+    """Return a reader without a fault."""
+
+    def run(data: bytes) -> Iterable[Hashable]:
+        if data[:1] != b"a":
+            raise StateError("refused")
+        return ["taken"]
+
+    return Target(run, (b"a",), (__name__,))
+
+
+def dying(_folder: Path) -> Target:
+    """Return a reader that ends the process for some inputs."""
+
+    def run(data: bytes) -> Iterable[Hashable]:
+        if data[:1] == b"a" and len(data) > 3:
+            os.abort()
+        return [len(data) > 3]
+
+    return Target(run, (b"abc",))
+
+
+def silent(_folder: Path) -> Target:
+    """Return a reader that waits for ever, as C would: nothing interrupts it."""
+
+    def run(data: bytes) -> Iterable[Hashable]:
+        while len(data) > 3:
+            time.sleep(1)
+        return [0]
+
+    return Target(run, (b"abc",))
+
+
+def busy(_folder: Path) -> Target:
+    """Return a reader that computes for ever."""
+
+    def run(data: bytes) -> Iterable[Hashable]:
+        while len(data) > 3:
+            pass
+        return [0]
+
+    return Target(run, (b"abc",))
+
+
+def greedy(_folder: Path) -> Target:
+    """Return a reader that believes a length."""
+
+    def run(data: bytes) -> Iterable[Hashable]:
+        return [len(bytes(int.from_bytes(data[:4], "little")))]
+
+    return Target(run, (b"\x08\0\0\0eight...",))
+
+
+class Faulty:
+    """Wrap a library, and do one of its calls wrongly."""
+
+    def __init__(self, lib: Any, name: str, wrong: Any) -> None:
+        self._lib, self._name, self._wrong = lib, name, wrong
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(self._lib, name)
+        if name != self._name:
+            return real
+        return lambda *arguments: self._wrong(real, *arguments)
+
+
+def _faulty(folder: Path, name: str, wrong: Any) -> Target:
+    target = calls.entry_points(folder)
+    world = target.run.__self__.world  # type: ignore[attr-defined]
+    world.lib = Faulty(world.lib, name, wrong)
+    return target
+
+
+def entry_dies(folder: Path) -> Target:
+    """Return the entry points, one of which asserts where it should refuse."""
+
+    def wrong(real: Any, context: Any, seq: int, *rest: int) -> int:
+        if seq > 100:
+            os.abort()
+        return int(real(context, seq, *rest))
+
+    return _faulty(folder, "plk_seq_rm", wrong)
+
+
+def entry_lies(folder: Path) -> Target:
+    """Return the entry points, one of which refuses after it has changed something."""
+
+    def wrong(real: Any, *arguments: Any) -> int:
+        real(*arguments)
+        return -1001
+
+    return _faulty(folder, "plk_seq_cp", wrong)
+
+
+def entry_unknown(folder: Path) -> Target:
+    """Return the entry points, one of which answers with a number that nobody knows."""
+    return _faulty(folder, "plk_update", lambda real, *arguments: real(*arguments) or -7)

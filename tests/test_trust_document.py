@@ -1,0 +1,40 @@
+"""RELIABILITY.md keeps what was not tried again, and says what was lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pyllamakv.trust import document
+from pyllamakv.trust.entry import Effort, Entry
+
+
+def entry(name: str, count: str, *defects: str, section: str = "faults") -> Entry:
+    """Return an entry of a section."""
+    return Entry(section, name, {"faults": count}, defects, seed=3, measured="today")
+
+
+def test_what_was_not_tried_again_stays(tmp_path: Path) -> None:
+    """Entries are replaced by section and name, and come back as they were written."""
+    path = tmp_path / "RELIABILITY.md"
+    document.write(path, [entry("kill", "10"), entry("disk", "4")])
+    document.write(path, [entry("kill", "20"), entry("rate", "9", section="schedules")])
+    assert document.read(path) == [
+        entry("rate", "9", section="schedules"),
+        entry("kill", "20"),
+        entry("disk", "4"),
+    ]
+
+
+def test_defects_stand_in_the_table() -> None:
+    """A row says what was lost, or that nothing was; bars and line breaks do not end it."""
+    text = document.render([entry("kill", "10"), entry("disk", "4", "half|a\nstate")])
+    assert "| kill | 10 | nothing |" in text
+    assert "| disk | 4 | half\\|a state |" in text
+    assert "Measured today: kill, disk." in text
+
+
+def test_an_effort_is_shared_among_parts() -> None:
+    """Parts have the time of the whole together, and `only` chooses among them."""
+    assert Effort(seconds=60).shared(4).seconds == 15
+    assert Effort().wants("any")
+    assert not Effort(only=("one",)).wants("other")

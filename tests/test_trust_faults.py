@@ -1,0 +1,115 @@
+"""The trials of faults see what is planted: half states, litter, locks, clocks, silent losses."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pyllamakv.errors import HarnessError, WorkerTimeout
+from pyllamakv.trust import faults
+from pyllamakv.trust.entry import Effort
+from pyllamakv.trust.faults import lost, stage
+from pyllamakv.trust.faults.trial import FILES, Record
+
+if TYPE_CHECKING:
+    from pyllamakv.building.variant import Variant
+
+pytestmark = pytest.mark.skipif(not shutil.which("cc"), reason="faults need a C compiler")
+
+
+def conduct(name: str, *kinds: str, seconds: float = 4.0) -> dict[str, Record]:
+    """Try faults on one of the planted steps; return the records by kind."""
+    steps = [(f"fakes.careless:{name}", [])]
+    tried: list[str] = []
+    records = stage.conduct(steps, kinds, seconds=seconds, seed=1, tick=tried.append)
+    assert len(tried) == sum(record.tried for record in records)
+    return {record.kind: record for record in records}
+
+
+def test_what_is_right_passes_every_fault() -> None:
+    """Each change is a place for each kind of fault; the repeats all work."""
+    found = conduct("Careful", *FILES, "stop", "clock", "memory", seconds=30.0)
+    for kind in (*FILES, "stop", "clock", "memory"):
+        assert found[kind].defects == []
+        assert found[kind].tried == found[kind].repeated > 3
+    # As many as there are changes, whatever the kind.
+    assert found["kill"].tried == found["eio"].tried == found["stop"].tried
+    assert found["full"].errors["DiskFull"] > 1
+    assert found["eio"].errors["DiskFailed"] > 1
+
+
+@pytest.mark.parametrize(
+    ("step", "kind", "words"),
+    [
+        ("InPlace", "kill", "the repeat failed: JSONDecodeError"),
+        ("InPlace", "full", "no error of ours: OSError"),
+        ("InPlace", "stop", "no error of ours: JSONDecodeError"),
+        ("Littering", "kill", "left behind after the repeat: home/tmp"),
+        ("Locking", "kill", "the repeat failed: SourceError"),
+        ("Locking", "stop", "it failed: SourceError"),
+        ("Believing", "clock", "it failed: SourceError: the lock is too old"),
+        ("Silent", "once", "disturbed it came to"),
+        ("Silent", "fsize", "disturbed it came to"),
+    ],
+)
+def test_what_is_planted_is_found(step: str, kind: str, words: str) -> None:
+    """A sentence says which fault it was, and what came of it."""
+    found = conduct(step, kind)[kind]
+    assert found.defects
+    assert any(words in defect for defect in found.defects), found.defects
+    assert all(f"{kind} " in defect for defect in found.defects)
+
+
+def test_little_memory_is_an_error() -> None:
+    """Runs that get too little end with MemoryError, the others as ever."""
+    found = conduct("Hungry", "memory")["memory"]
+    assert found.defects == []
+    assert 0 < found.errors["MemoryError"] < found.tried
+
+
+def test_a_disk_with_little_room() -> None:
+    """A real full disk, where one can be mounted."""
+    found = conduct("InPlace", "room")
+    if "room" not in found:
+        pytest.skip("no disk can be mounted here")
+    assert any("No space left" in defect for defect in found["room"].defects)
+
+
+def test_a_stage_that_breaks_is_told() -> None:
+    """A step that is not there is a fault of the harness, not a trial that passed."""
+    with pytest.raises(HarnessError, match="NoSuchStep"):
+        conduct("NoSuchStep", "kill")
+
+
+def test_an_entry_says_what_was_tried() -> None:
+    """Only what was asked for is tried, and the product's own results stand."""
+    effort = Effort(seconds=3.0, seed=5, only=("results",))
+    (results,) = faults.entries(effort, lambda _: None)
+    assert results.defects == ()
+    assert results.seed == 5
+    assert results.data["faults"] == results.data["repeated"] >= 1
+    assert set(results.data["kinds"]) <= set(FILES)
+    assert results.row["faults"] == str(results.data["faults"])
+
+
+@pytest.mark.native
+def test_lost_workers(patched: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way to lose one is an error of its own; an error of another kind is a defect."""
+    found = lost.workers(patched.folder, 0.0, 1, lambda _: None)
+    assert found.defects == []
+    assert found.tried == found.repeated == 4
+    assert found.errors == {"WorkerDied": 3, "WorkerTimeout": 1}
+    monkeypatch.setattr(lost, "_WORKER", {signal.SIGKILL: WorkerTimeout})
+    planted = lost.workers(patched.folder, 0.0, 1, lambda _: None)
+    assert "WorkerDied instead of WorkerTimeout" in planted.defects[0]
+
+
+@pytest.mark.native
+def test_lost_servers(patched: Variant) -> None:
+    """A server that is gone is a lost device, a silent one a timeout."""
+    found = lost.servers(patched.folder, 0.0, 1, lambda _: None)
+    assert found.defects == []
+    assert found.errors == {"DeviceLost": 1, "WorkerTimeout": 1}

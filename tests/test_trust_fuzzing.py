@@ -1,0 +1,249 @@
+"""The fuzzer finds what is planted, and what it found once stays away."""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from pyllamakv.errors import HarnessError, KVFileDamaged, Untestable
+from pyllamakv.trust import fuzzing
+from pyllamakv.trust.entry import Effort
+from pyllamakv.trust.fuzzing import child, filesums, header, outcome
+from pyllamakv.trust.fuzzing.drawing import LEFT, Drawer, unpacked
+from pyllamakv.trust.fuzzing.loop import Loop
+from pyllamakv.trust.fuzzing.mutate import Bytes
+from pyllamakv.trust.fuzzing.signatures import entries
+from pyllamakv.trust.fuzzing.target import Target
+
+NATIVE = ("restore", "kept", "entry-points")
+READERS = [name for name in fuzzing.TARGETS if name not in NATIVE]
+
+
+@pytest.fixture(autouse=True)
+def kit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the child find the targets of `fuzz_kit`."""
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{Path(__file__).parents[1]}")
+
+
+@pytest.fixture
+def calm():
+    """Give the signal back that the loop takes."""
+    before = signal.getsignal(signal.SIGPROF)
+    yield
+    signal.signal(signal.SIGPROF, before)
+
+
+def found(target: str, folder: Path, seconds: float = 20.0, silence: float = 30.0) -> list[str]:
+    """Return what is found in a target of the kit, ending with the first finding."""
+    made = child.fuzz(f"fuzz_kit:{target}", seconds, folder=folder, silence=silence, most=1)
+    return [f"{each.what} {each.where}" for each in made.findings.values()]
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_was_found_stays_away(name: str, tmp_path: Path, calm: None) -> None:
+    """Seeds and kept inputs are taken, or refused with errors of this package."""
+    loop = Loop(target(name, tmp_path))
+    loop.run(0, tuple(path.read_bytes() for path in fuzzing.kept(name)))
+    assert not [(each.what, each.where) for each in loop.findings.values()]
+    assert loop.inputs >= 2
+
+
+@pytest.mark.native
+@pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize("name", NATIVE)
+def test_what_was_found_in_contexts_stays_away(name: str, tmp_path: Path) -> None:
+    """The same for what reaches the library: in a process of its own, which must not end."""
+    made = child.fuzz(
+        f"pyllamakv.trust.fuzzing.{fuzzing.TARGETS[name]}", 0.1, folder=tmp_path,
+        kept=fuzzing.kept(name),
+    )  # fmt: skip
+    assert not made.findings
+    assert made.inputs >= 3
+
+
+def target(name: str, folder: Path) -> Target:
+    """Return a target by its name in the section."""
+    module, _, function = fuzzing.TARGETS[name].partition(":")
+    made = getattr(importlib.import_module(f"pyllamakv.trust.fuzzing.{module}"), function)(folder)
+    assert isinstance(made, Target)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("key_error", "KeyError: "),
+        ("dying", "died: status -6"),
+        ("busy", "Hung: "),
+        ("greedy", "MemoryError: "),
+    ],
+)
+def test_planted_faults_are_found(name: str, what: str, tmp_path: Path) -> None:
+    """A bare exception, an end, a loop without end, and a length that is believed."""
+    (said,) = found(name, tmp_path)
+    assert said.startswith(what)
+
+
+def test_silence_in_c_is_found(tmp_path: Path) -> None:
+    """What no signal of Python can interrupt is ended from outside, and its input kept."""
+    made = child.fuzz("fuzz_kit:silent", 20, folder=tmp_path, silence=1.0, most=1)
+    (finding,) = made.findings.values()
+    assert finding.what.startswith("hung") and len(finding.data) > 3
+
+
+def test_a_sound_reader_has_no_findings(tmp_path: Path) -> None:
+    """Nothing is made up, and the numbers are those of the run."""
+    made = child.fuzz("fuzz_kit:sound", 0.5, folder=tmp_path)
+    assert not made.findings
+    assert made.inputs > 10 and made.coverage > 0 and made.cpu > 0
+
+
+def test_a_target_that_cannot_begin_is_no_finding(tmp_path: Path) -> None:
+    """A fault of the harness is told as such."""
+    with pytest.raises(HarnessError, match="cannot begin"):
+        child.fuzz("fuzz_kit:nothing", 5, folder=tmp_path)
+
+
+def test_chance_starts_where_it_is_told(tmp_path: Path, calm: None) -> None:
+    """The same seed tries the same inputs."""
+
+    def tried(seed: int) -> list[bytes]:
+        data: list[bytes] = []
+        loop = Loop(target("lock", tmp_path), seed, data.append)
+        mutate = loop._mutate
+        for _ in range(50):
+            loop.attempt(mutate(loop._chance, loop.target.seeds[0], loop.target.seeds[1]))
+        return data
+
+    assert tried(1) == tried(1) != tried(2)
+
+
+def test_findings_become_smaller(tmp_path: Path, calm: None) -> None:
+    """What does not belong to a fault is left out of its input."""
+    import fuzz_kit
+
+    loop = Loop(fuzz_kit.key_error(tmp_path))
+    loop.attempt(b"PLK\x07" + b"words" * 100)
+    loop.run(0)
+    (finding,) = loop.findings.values()
+    assert finding.data.startswith(b"PLK") and len(finding.data) < 60
+
+
+def test_every_way_of_mutating_ends(calm: None) -> None:
+    """Each mutation takes the empty input, and none makes one that is too long."""
+    mutate = Bytes([b"word"], 500)
+    for seed in range(3000):
+        made = mutate(Random(seed), b"" if seed % 2 else b"a 12\nb", b"" if seed % 3 else b"other")
+        assert len(made) <= 500
+
+
+def test_entry_points_come_from_the_header() -> None:
+    """All of plk.h is drawn, and what is added to it is drawn at once."""
+    drawer = Drawer(entries())
+    assert {name for name, _ in unpacked(drawer.each())[1]} == set(entries()) - set(LEFT)
+    text = "/* cdef begin */ int plk_new(plk_context *context, int64_t room, int32_t *out); " \
+           "/* cdef end */"  # fmt: skip
+    more = Drawer(entries(text))
+    name, words = more.call(Random(1))
+    assert name == "plk_new" and set(words) == {"context", "room", "out"}
+    assert more.entries["plk_new"].parameters[2].elements({"room": 7}) == 7
+
+
+def test_buffers_end_where_nothing_may_be_written() -> None:
+    """One element behind a buffer ends the process."""
+    for at, status in ((4, 0), (5, -signal.SIGSEGV)):
+        code = (
+            "from pyllamakv.trust.fuzzing.arena import Arena\n"
+            "from pyllamakv.native._plk import ffi\n"
+            "arena = Arena(1)\n"
+            f"arena.lend(ffi.typeof('int32_t'), 5, [1, -2])[{at}] = 1\n"
+        )
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == status
+
+
+@pytest.mark.native
+@pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("entry_dies", "died: status -6"),
+        ("entry_lies", "Broken: after plk_seq_cp gave -1001"),
+        ("entry_unknown", "Broken: plk_update returned -7"),
+    ],
+)
+def test_planted_faults_of_entry_points_are_found(name: str, what: str, tmp_path: Path) -> None:
+    """An end, a refusal that changed something, and a code that plk.h does not name."""
+    (said,) = found(name, tmp_path, 60)
+    assert said.startswith(what)
+
+
+@pytest.mark.native
+@pytest.mark.usefixtures("patched")
+def test_sums_are_those_of_the_header(tmp_path: Path) -> None:
+    """A file whose sums are made again is the same file; one of them alone is not enough."""
+    seeds = target("kept", tmp_path).seeds
+    mend = filesums.Mend(len(seeds[1]))
+    assert [mend(Random(2), each) for each in seeds] == list(seeds)
+    torn = bytearray(seeds[1])
+    torn[filesums.SIZE + 8] ^= 2  # a sequence of the first cell
+    assert mend(Random(2), bytes(torn)) != bytes(torn)
+
+
+@pytest.mark.native
+@pytest.mark.usefixtures("patched")
+def test_a_kept_cache_of_nobody_is_refused(tmp_path: Path) -> None:
+    """Cells of sequences that the context has not, under right sums, are damage, and stay."""
+    made = target("kept", tmp_path)
+    mend = filesums.Mend(len(made.seeds[1]))
+    strange = bytearray(made.seeds[1])
+    strange[filesums.SIZE + 8] = 1 << 5  # the first cell is that of sequence 5, of three
+    with pytest.raises(KVFileDamaged, match="of no sequence"):
+        list(made.run(mend(Random(2), bytes(strange))))
+
+
+def program(folder: Path, text: str | None = None) -> Path:
+    """Compile the fuzzer of the header, or skip."""
+    try:
+        return header.build(folder, text)
+    except Untestable as reason:
+        pytest.skip(str(reason))
+
+
+def test_faults_of_the_header_are_found(tmp_path: Path) -> None:
+    """An end of the process where an error belongs is found, and the input that led to it."""
+    right = 'throw error(FAILURE_DAMAGED, path + " is damaged: the sum of its content is wrong");'
+    text = header.header_text()
+    assert text.count(right) == 1
+    made = header.fuzz(
+        program(tmp_path, text.replace(right, "std::abort();")), 30, tmp_path, seed=1, kept=(),
+        tick=lambda _: None, most=1,
+    )  # fmt: skip
+    (finding,) = made.findings.values()
+    assert "deadly signal" in finding.what and header.HEADER in finding.where
+    assert made.coverage > 100 and finding.data
+
+
+def test_a_platform_without_clang_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What cannot be tried is named, and is no success."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (entry,) = fuzzing.entries(Effort(seconds=2, only=(fuzzing.HEADER,)), lambda _: None)
+    assert "not tried: no clang" in entry.row["reached"]
+
+
+def test_the_section_reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An entry says how much was tried; a finding is a defect, and its input is saved."""
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
+    (entry,) = fuzzing.entries(Effort(seconds=1, seed=5, only=("lock",)), lambda _: None)
+    assert entry.passed and entry.seed == 5
+    assert {"inputs", "CPU seconds", "per second", "reached", "corpus", "seed"} == set(entry.row)
+    made = child.fuzz("fuzz_kit:key_error", 20, folder=tmp_path / "files", most=1)
+    bad = outcome.entry("planted", made, 1)
+    assert not bad.passed and "KeyError" in bad.defects[0]
+    (saved,) = (tmp_path / "fuzzing" / "planted").iterdir()
+    assert saved.read_bytes().startswith(b"PLK")

@@ -1,0 +1,103 @@
+"""The trials of leaks see what is planted: memory, descriptors, threads; and nothing else."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pyllamakv.errors import HarnessError
+from pyllamakv.trust import leaks
+from pyllamakv.trust.entry import Effort
+from pyllamakv.trust.leaks import Kind, Slope
+
+if TYPE_CHECKING:
+    from pyllamakv.building.variant import Variant
+
+COUNTS = list(range(0, 5000, 100))
+
+
+def noisy(per_operation: float) -> list[float]:
+    """Return sizes that grow, under noise of some pages."""
+    chance = random.Random(1)
+    return [per_operation * count + chance.gauss(0, 8192) for count in COUNTS]
+
+
+def test_a_slope_is_told_from_noise_and_steps() -> None:
+    """Noise, a pool that grows once, and memory that is given back are no leaks."""
+    leak = Slope.of(COUNTS, noisy(100.0))
+    assert 90 < leak.value < 110
+    assert leak.noise < 10
+    assert leak.exceeds(64)
+    assert not leak.exceeds(128)
+    assert not Slope.of(COUNTS, noisy(0.0)).exceeds(0.0)
+    assert not Slope.of(COUNTS, noisy(-100.0)).exceeds(1.0)
+    step = [float(count > 2000) * (1 << 20) for count in COUNTS]
+    assert Slope.of(COUNTS, step).value == 0
+    assert str(Slope(1.23456, 0.5)) == "1.23 ± 0.5 B"
+
+
+def judged(work: str, target: int = 50_000) -> tuple[str, ...]:
+    """Churn one of the planted kinds of work; return the defects."""
+    kind = Kind(f"fakes.leaking:{work}", target, 64)
+    samples = leaks.churn(kind, Path("/nowhere"), 2.0)
+    entry = leaks.judge(work, kind, samples, 1)
+    assert int(entry.row["operations"].replace(",", "")) == samples[-1]["count"] <= target + 50
+    return entry.defects
+
+
+def test_what_gives_back_is_flat() -> None:
+    """Memory that is taken and freed leaves no slope."""
+    assert judged("steady") == ()
+
+
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [
+        ("growing", ("heap memory grows by 4.", "resident memory grows by 4.")),
+        ("descriptors", ("fds grow from",)),
+        ("threads", ("threads grow from",)),
+    ],
+)
+def test_what_is_planted_is_found(work: str, words: tuple[str, ...]) -> None:
+    """Each leak is told by what leaks."""
+    found = judged(work)
+    assert all(any(word in defect for defect in found) for word in words), found
+
+
+def test_work_that_breaks_is_told() -> None:
+    """Churning that stopped halfway proves nothing."""
+    with pytest.raises(HarnessError, match="ValueError: broken"):
+        judged("breaking")
+
+
+def test_too_few_samples_prove_nothing() -> None:
+    """Of two points every line can be drawn."""
+    sample = {"heap": 1, "resident": 1, "fds": 1, "threads": 1}
+    kind = Kind("x", 10, 1.0)
+    (defect,) = leaks.judge("x", kind, [{"count": n, **sample} for n in (1, 2)], 1).defects
+    assert "too few samples" in defect
+
+
+def test_some_pages_are_no_leak_but_their_bytes_on_the_heap_are() -> None:
+    """A short run may touch a few pages for the first time; malloc's count has no such excuse."""
+
+    def grown(what: str, size: int) -> tuple[str, ...]:
+        flat = {"heap": 0, "resident": 0, "fds": 1, "threads": 1}
+        samples = [{**flat, "count": n, what: n * size} for n in range(1, 101)]
+        return leaks.judge("x", Kind("x", 100, 2.0), samples, 1).defects
+
+    assert grown("resident", 1000) == ()
+    assert "resident memory grows" in grown("resident", 2000)[0]
+    assert "heap memory grows" in grown("heap", 1000)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.native
+def test_every_kind_works(patched: Variant) -> None:
+    """Each kind of work runs some rounds and is flat in descriptors and threads."""
+    for entry in leaks.entries(Effort(seconds=7.0), lambda _: None):
+        assert entry.row["operations"] != "0"
+        assert not [each for each in entry.defects if "fds" in each or "threads" in each]

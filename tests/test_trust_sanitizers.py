@@ -1,0 +1,222 @@
+"""The trial under sanitizers: it reads reports, sees planted faults, and says when it is blind."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pyllamakv.errors import Untestable
+from pyllamakv.harness import scenario
+from pyllamakv.harness.verdict import Outcome
+from pyllamakv.home import data
+from pyllamakv.trust import sanitizers
+from pyllamakv.trust.entry import Effort
+from pyllamakv.trust.sanitizers import drivers, instrument, playing, reports
+from pyllamakv.trust.sanitizers.instrument import Command
+from pyllamakv.trust.sanitizers.reports import Known, Report
+
+ADDRESS = """\
+==41==ERROR: AddressSanitizer: heap-buffer-overflow on address 0x602 at pc 0x7f bp 0x7f sp 0x7f
+WRITE of size 1 at 0x602 thread T0
+    #0 0x7f1 in __interceptor_memcpy ../../../../src/libsanitizer/sanitizer_common/x.inc:827
+    #1 0x7f2 in llama_kv_cache_unified::defrag(int) src/llama-kv-cache.cpp:10
+    #2 0x7f3 in plk_defrag shim/cache.cpp:20
+
+0x602 is located 0 bytes to the right of 8-byte region
+"""
+UNDEFINED = """\
+src/llama-batch.cpp:31:9: runtime error: signed integer overflow: 2147483647 + 1 cannot be int
+    #0 0x7f in llama_batch::grow src/llama-batch.cpp:31
+    #1 0x7f in main
+src/llama-batch.cpp:31:9: runtime error: signed integer overflow: 2147483646 + 2 cannot be int
+    #0 0x7f in llama_batch::grow src/llama-batch.cpp:31
+"""
+THREAD = """\
+==================
+WARNING: ThreadSanitizer: data race (pid=7)
+  Write of size 4 at 0x7f by thread T2:
+    #0 touch(int) shim/log.cpp:12 (libplk.so+0x1)
+    #1 operator() <null> (libstdc++.so.6+0x2)
+
+  Previous write of size 4 at 0x7f by thread T1:
+    #0 other shim/log.cpp:13 (libplk.so+0x1)
+"""
+CHECKED = """\
+/usr/include/c++/12/bits/stl_vector.h:1123: std::vector<int>::operator[](size_type): \
+Assertion '__n < this->size()' failed.
+"""
+TINY = """\
+#include "llama-kv-defrag.h"
+#include <cstdio>
+#include <cstring>
+int main(int argc, char **argv) {
+    if (argc < 2) {
+        std::puts("bad good");
+        return 0;
+    }
+    volatile char *bytes = new char[8];
+    bytes[std::strcmp(argv[1], "bad") == 0 ? 8 : 0] = 1;
+    delete[] const_cast<char *>(bytes);
+    return 0;
+}
+"""
+
+
+def needs_sanitizers() -> None:
+    try:
+        instrument.runtimes("address")
+        instrument.runtimes("thread")
+    except Untestable as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "function", "file"),
+    [
+        (ADDRESS, "heap-buffer-overflow", "llama_kv_cache_unified::defrag", "llama-kv-cache.cpp"),
+        (UNDEFINED, "signed integer overflow", "llama_batch::grow", "llama-batch.cpp"),
+        (THREAD, "data race", "touch", "log.cpp"),
+        (CHECKED, "__n < this->size()", "", ""),
+    ],
+)
+def test_reports_are_read(text: str, what: str, function: str, file: str) -> None:
+    """A report names what it is and the first function that is no runtime's own."""
+    found = reports.parse(text)
+    assert what in found[0].what
+    assert (found[0].function, found[0].file.endswith(file)) == (function, True)
+    assert len({report.key for report in found}) == 1
+
+
+def test_the_same_report_counts_once(tmp_path: Path) -> None:
+    """Reports that differ in numbers are one, wherever they were logged."""
+    for number in (1, 2):
+        (tmp_path / f"undefined.log.{number}").write_text(UNDEFINED)
+    (tmp_path / "address.log.1").write_text(ADDRESS)
+    assert len(reports.collect(tmp_path)) == 2
+
+
+def test_upstream_s_own_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report on the list is counted apart; the same in another function is a defect."""
+    known = Known("overflow", "llama_batch::grow", "llama-batch.cpp", "it wraps on purpose")
+    monkeypatch.setattr(reports, "UPSTREAM", (known,))
+    mine = Report("signed integer overflow", "plk_decode", "shim/decode.cpp")
+    theirs = Report("signed integer overflow", "llama_batch::grow", "src/llama-batch.cpp")
+    assert reports.split([mine, theirs]) == ([mine], [theirs])
+
+
+def test_every_exception_says_why() -> None:
+    """Nothing is excused by a name alone, and nothing in the shim or in what patches change."""
+    texts = [path.read_text(encoding="utf-8") for path in data("patches").glob("*/*/*.patch")]
+    for known in reports.UPSTREAM:
+        assert known.what
+        assert known.file.startswith(("llama", "ggml", "unicode"))
+        assert not known.file.startswith("llama-kv-")
+        assert known.function
+        assert not any(f"{known.function}(" in text for text in texts)
+        assert len(known.why) > 10
+
+
+@pytest.mark.parametrize(("kind", "fault"), [("address", "heap"), ("thread", "race")])
+def test_planted_faults_are_seen(tmp_path: Path, kind: str, fault: str) -> None:
+    """What is planted in the library is reported from a process that preloads the runtime."""
+    needs_sanitizers()
+    source = tmp_path / "planted.cpp"
+    source.write_text(f'#include "{instrument.NATIVE / "planted.h"}"\n')
+    library = tmp_path / "planted.so"
+    instrument.program(source, library, kind, "-shared", "-fPIC")
+    seen = playing.planted(kind, library, fault)
+    assert any(sanitizers.SAYS[fault] in report.what for report in seen)
+    assert playing.planted(kind, library, "nothing") == []
+
+
+def test_a_blind_sanitizer_is_a_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that reports none of what is planted in it proves nothing."""
+    blind = instrument.Sanitized("address", tmp_path, tmp_path / "libplk.so")
+    monkeypatch.setattr(sanitizers.Work, "library", lambda *_: blind)
+    monkeypatch.setattr(playing, "planted", lambda *_: [])
+    wanted = Effort(only=("planted, address and undefined",))
+    (entry,) = sanitizers.entries(wanted, lambda _: None)
+    assert len(entry.defects) == 3
+    assert entry.row["ran"] == "0 faults planted and seen"
+    assert all("blind" in defect for defect in entry.defects)
+
+
+def test_a_fault_in_what_is_run_is_a_defect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A report in one of the drivers reaches the entry, and the sound ones beside it do not."""
+    needs_sanitizers()
+    (tmp_path / "tiny.cpp").write_text(TINY)
+    monkeypatch.setattr(drivers, "_TESTS", tmp_path)
+    monkeypatch.setattr(drivers, "_HEADERS", {"tiny": ("full-defrag", "llama-kv-defrag.h")})
+    wanted = Effort(only=("native drivers",))
+    (entry,) = sanitizers.entries(wanted, lambda _: None)
+    assert entry.row["ran"] == "2 groups of tests"
+    assert any("heap-buffer-overflow in main" in defect for defect in entry.defects)
+    (tmp_path / "tiny.cpp").write_text(TINY.replace("? 8 : 0", "? 7 : 0"))
+    (entry,) = sanitizers.entries(wanted, lambda _: None)
+    assert entry.passed
+
+
+def test_what_cannot_be_tried_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the tools the section says so, and does not pass."""
+    monkeypatch.setattr(shutil, "which", lambda *_args, **_more: None)
+    (entry,) = sanitizers.entries(Effort(only=("threads",)), lambda _: None)
+    assert "could not be tried" in entry.defects[0]
+    assert "g++" in entry.defects[0]
+
+
+def test_a_hang_is_a_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that does not end is killed, and told; the other parts can follow."""
+    monkeypatch.setattr(playing, "PATIENCE", 0.5)
+    code, said, found = playing.run(["sleep", "60"], "address", tmp_path)
+    assert (code, found) == (playing.HUNG, [])
+    assert "no end within 0.5 seconds" in said
+
+
+def test_a_run_of_a_scenario_that_reports_is_a_defect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reports, last words and crashes on patched count; what a setting lacks was not run."""
+    library = instrument.Sanitized("address", tmp_path, tmp_path / "libplk.so")
+    monkeypatch.setattr(sanitizers.Work, "library", lambda *_: library)
+    bad = Report("heap-use-after-free", "plk_decode", "shim/decode.cpp")
+    played = [
+        ("one", "plain f16", Outcome("pass"), [bad]),
+        ("two", "plain f16", Outcome("skip", "", "no streams here"), [bad]),
+        ("three", "plain f16", Outcome("fail", "crash", CHECKED), [bad]),
+    ]
+    monkeypatch.setattr(drivers, "scenarios", lambda *_args, **_more: iter(played))
+    (entry,) = sanitizers.entries(Effort(only=("scenarios, patched",)), lambda _: None)
+    assert entry.row["ran"] == "2 runs of scenarios"
+    assert entry.row["reports"] == "2"
+    assert len(entry.defects) == 3
+    assert set(sanitizers.FIRST) <= set(scenario.discover())
+
+
+def test_another_compiler_is_refused() -> None:
+    """Only gcc's runtimes are known; what launches a compiler is not the compiler."""
+
+    def made_by(*words: str) -> list[Command]:
+        return [Command((*words, "-c", "a.cpp"), Path("a.cpp"), "a.o")]
+
+    assert instrument._compiler(made_by("/usr/bin/ccache", "/usr/bin/g++")) == "/usr/bin/g++"
+    with pytest.raises(Untestable, match="expected gcc"):
+        instrument._compiler(made_by("/usr/bin/clang++-17"))
+
+
+def test_what_is_instrumented() -> None:
+    """The shim always is; of llama.cpp what the patches touch, or all of it."""
+
+    def chosen(output: str, scope: str) -> bool:
+        return Command((), Path(output.removesuffix(".o")), output).chosen(scope)
+
+    shim = "CMakeFiles/plk.dir/shim/log.cpp.o"
+    cache = "llama.cpp/src/CMakeFiles/llama.dir/llama-kv-cache.cpp.o"
+    vocab = "llama.cpp/src/CMakeFiles/llama.dir/llama-vocab.cpp.o"
+    scopes = ("all", "core", "threads")
+    assert [chosen(shim, scope) for scope in scopes] == [True, True, True]
+    assert [chosen(cache, scope) for scope in scopes] == [True, True, True]
+    assert [chosen(vocab, scope) for scope in scopes] == [True, False, False]

@@ -1,0 +1,386 @@
+"""The trial of random schedules plays every combination, and a planted fault becomes a trace."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import runtime_kit
+from fakes.simulated import SimulatedNative
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+
+from pyllamakv.building import variant
+from pyllamakv.errors import NotBuilt, ScenarioFailed
+from pyllamakv.harness import schedules
+from pyllamakv.harness.operations import WEIGHTS, Operations
+from pyllamakv.harness.schedules import Operation
+from pyllamakv.harness.traces import replaying, trace
+from pyllamakv.harness.traces.stage import Stage as Stand
+from pyllamakv.home import home
+from pyllamakv.runtime.opening import OpenLibrary
+from pyllamakv.trust import schedules as trial
+from pyllamakv.trust.entry import Effort
+from pyllamakv.trust.schedules.combination import VALUES, Combination, sensible, walk
+from pyllamakv.trust.schedules.hand import Hand
+from pyllamakv.trust.schedules.stage import Stage
+from pyllamakv.trust.schedules.task import Played, Task
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from pyllamakv.building.variant import Variant
+    from pyllamakv.trust.entry import Entry
+
+PLAIN = Combination()
+
+
+class Vanishing(SimulatedNative):
+    """Forget the last used cell with every defragmentation."""
+
+    def defrag(self, context: int) -> Any:
+        cache = self._get(context).cache
+        found = super().defrag(context)
+        cache.drop(np.flatnonzero(cache.pos >= 0)[-1:], -1)
+        return found
+
+
+class Swapping(SimulatedNative):
+    """Exchange the values of the first two tokens with every defragmentation."""
+
+    def defrag(self, context: int) -> Any:
+        cache = self._get(context).cache
+        found = super().defrag(context)
+        cache.rows[-1, [0, 1]] = cache.rows[-1, [1, 0]]
+        cache.token[[0, 1]] = cache.token[[1, 0]]
+        return found
+
+
+class Keeping(SimulatedNative):
+    """Leave a cell behind when the cache is emptied."""
+
+    def clear(self, context: int, data: bool) -> None:
+        cache = self._get(context).cache
+        cache.drop(np.flatnonzero(cache.pos >= 0)[1:], -1)
+
+
+class Refusing(SimulatedNative):
+    """Find no cells as soon as no hole is large enough, as stock does."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**options, "heals": False})
+
+
+class Dying(SimulatedNative):
+    """End the process in a defragmentation."""
+
+    def defrag(self, context: int) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Silent(SimulatedNative):
+    """Never come back from a defragmentation."""
+
+    def defrag(self, context: int) -> Any:
+        signal.pause()
+
+
+class Simulated(Stage):
+    """Play on a simulated library, which has neither devices nor mapped memory."""
+
+    native: type[SimulatedNative] = SimulatedNative
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, self._simulated)
+
+    def _simulated(self, folder: Path, _combination: Combination, _apart: bool) -> OpenLibrary:
+        return OpenLibrary(self.native(heals=True), folder, None, isolated=True)
+
+    def play(self, task: Task) -> Played:
+        here = replace(PLAIN, cache=task.combination.cache)
+        return super().play(replace(task, combination=here))
+
+
+class OnVanishing(Simulated):
+    native = Vanishing
+
+
+class OnSwapping(Simulated):
+    native = Swapping
+
+
+class OnKeeping(Simulated):
+    native = Keeping
+
+
+class OnRefusing(Simulated):
+    native = Refusing
+
+
+class OnDying(Simulated):
+    native = Dying
+
+
+class OnSilent(Simulated):
+    native = Silent
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give a home of its own to what is written."""
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
+    return tmp_path
+
+
+def try_out(folder: Path, make: type[Simulated], most: int = 3) -> tuple[Entry, list[str]]:
+    """Return the entry of a trial of so many schedules, and what it told while it went on."""
+    told: list[str] = []
+    effort = Effort(seconds=600.0, seed=3)
+    return trial.try_out("simulated", folder, effort, told.append, make, most), told
+
+
+# Without a build...
+
+
+def test_every_value_comes_soon_and_always_in_the_same_order() -> None:
+    """As many combinations as the largest deck has cards have every value; a seed decides."""
+    size = max(map(len, VALUES.values()))
+    first = list(itertools.islice(walk(1), 4 * size))
+    assert first == list(itertools.islice(walk(1), 4 * size))
+    assert first != list(itertools.islice(walk(2), 4 * size))
+    for name, values in VALUES.items():
+        assert {getattr(each, name) for each in first} == set(values)
+    assert len(set(first)) > 3 * size
+
+
+def test_senseless_combinations_are_not_played() -> None:
+    """A device has no mapped memory, a state no cells, and only cells go without a guard."""
+    far = sensible(Combination(device="rpc", backing="kept", mover="host"))
+    assert (far.backing, far.mover) == ("heap", "auto")
+    states = sensible(Combination(memory="recurrent", cache="flash q8_0", guard="off"))
+    assert states == Combination(memory="recurrent", cache="plain f16")
+    assert sensible(PLAIN) == PLAIN
+    assert (str(PLAIN), str(far)) == ("as usual", "device rpc")
+
+
+def test_without_a_guard_only_what_undoes_by_itself_is_tried(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 0.3.10 on a broken-off decode keeps micro-batches, which the guard takes back."""
+    tried: dict[str, Any] = {}
+    monkeypatch.setattr(trial, "try_out", lambda name, *_, undoes: tried.update({name: undoes}))
+    expected = {"guard": True, "patched": True, "memory": False, "prefix": False, "none": False}
+    for back in expected:
+        manifest = SimpleNamespace(probes={"rollback": back})
+        found = SimpleNamespace(folder=folder, manifest=manifest)
+        monkeypatch.setattr(variant, "find", lambda _, found=found: found)
+        trial.entries(Effort(only=(back,)), print)
+    assert tried == expected
+    assert sensible(Combination(guard="off")) == Combination(guard="off")
+    assert sensible(Combination(guard="off"), undoes=False) == PLAIN
+    dealt = zip(walk(1), walk(1, undoes=False), range(40), strict=False)
+    assert all(replace(one, guard="on") == other for one, other, _ in dealt)
+
+
+def test_a_right_library_passes(folder: Path) -> None:
+    """The entry tells how much was tried, in which combinations."""
+    entry, told = try_out(folder, Simulated)
+    assert entry.passed, entry.defects
+    assert int(entry.row["operations"].replace(",", "")) == sum(entry.data["operations"].values())
+    assert entry.data["operations"]["decode"] > 5
+    assert entry.data["ended"]["no-slot"]
+    assert entry.data["pairs"] > 36
+    assert int(entry.row["logits compared"]) > 0
+    assert int(entry.row["K and V compared"]) > 0
+    assert set(entry.data["values"]) == set(asdict(PLAIN))
+    assert any("operations" in each for each in told)
+    assert not (folder / "trust").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "word"),
+    [
+        (OnVanishing, "lost", "defrag:"),
+        (OnSwapping, "data", "defrag:"),
+        (OnKeeping, "lost", "clear:"),
+        (OnRefusing, "claim", "no-slot"),
+    ],
+)
+def test_a_fault_is_found_and_its_trace_replays_to_it(
+    folder: Path, make: type[Simulated], kind: str, word: str
+) -> None:
+    """It is told with the shortest schedule, and the trace goes wrong where the library does."""
+    entry, _ = try_out(folder, make, 2)
+    assert not entry.passed
+    defect = next(each for each in entry.defects if word in each)
+    assert defect.startswith(f"{kind} with ")
+    name = defect.split("its trace is ")[1].split(" in the home")[0]
+    head, lines = trace.read(home() / name)
+    assert head.complete
+    assert lines[-1].op == "verify"
+    assert len(lines) < 60
+    found = replay(make.native, head, lines)
+    assert found
+    if make is OnRefusing:
+        assert "status was ok, now no-slot" in str(found[0])
+        assert not replay(SimulatedNative, head, lines, strict=False)
+
+
+def replay(native: type[SimulatedNative], head: Any, lines: Any, *, strict: bool = True) -> list:
+    """Return where a trace comes out otherwise on a simulated library."""
+    stand = Stand(native(heals=True), file=home() / "models" / "x.gguf")
+    try:
+        return replaying.replay(head, lines, stand, strict=strict)[1]
+    finally:
+        stand.close()
+
+
+def test_a_crash_is_a_finding_and_not_the_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The schedule is shortened in one process after the other, and other schedules follow."""
+    monkeypatch.setattr(trial, "LENGTH", 12)
+    entry, _ = try_out(folder, OnDying, 3)
+    (defect,) = entry.defects
+    assert defect.startswith("crash with ")
+    assert "the process of the library ended with signal 9, after 1 operations (defrag:" in defect
+    assert int(entry.row["schedules"]) == 3
+
+
+def test_a_hang_is_a_finding(folder: Path) -> None:
+    """Who waits for it is told, and the next schedule has a new process."""
+    hanging, fine = (Operation("defrag", 1),), (Operation("decode", 1),)
+    with Hand(folder, {}, OnSilent, patience=4.0) as hand:
+        failed = hand.play(Task(PLAIN, hanging)).failed
+        assert failed is not None
+        assert failed.failure == "hang"
+        played = hand.play(Task(PLAIN, fine))
+    assert played.failed is None
+    assert played.done == {"decode": 1, "verify": 1}
+
+
+def test_what_cannot_be_opened_is_a_finding(folder: Path) -> None:
+    """Where nothing can be opened at all, the schedule has failed, and says why."""
+    with Hand(folder, {"LLAMA_SET_ROWS": "1"}) as hand:
+        failed = hand.play(Task(PLAIN, ())).failed
+    assert failed is not None
+    assert "LoadError" in str(failed)
+
+
+def test_what_is_not_built_is_said_before_anything_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the command that builds it."""
+    monkeypatch.setattr(variant, "find", lambda _: None)
+    with pytest.raises(NotBuilt, match=r"pyllamakv build 0\.3\.9 && pyllamakv build 0\.3\.36"):
+        trial.entries(Effort(only=("0.3.9", "0.3.36")), print)
+
+
+class Machine(RuleBasedStateMachine):
+    """Choose operations and their numbers as hypothesis likes, and shrink both.
+
+    A seeded draw makes the long runs: it needs no database, counts what it did, and a schedule is a
+    pure function of its seed. Hypothesis shrinks numbers as well, and steers towards what is rare.
+    """
+
+    native: Callable[..., SimulatedNative] = SimulatedNative
+
+    def __init__(self) -> None:
+        super().__init__()
+        library = OpenLibrary(self.native(heals=True), self.folder, None, isolated=True)
+        model = library.load_model(self.folder / "tiny.gguf")
+        options: dict[str, Any] = {"n_ctx": 64, "n_batch": 32, "n_ubatch": 8, "n_seq_max": 4}
+        self.work = Operations(model.context(**options), model.context(**options))
+
+    def teardown(self) -> None:
+        try:
+            self.work.do("verify", 0)
+        finally:
+            self.work.close()
+
+
+def _rule(name: str) -> Any:
+    def do(self: Machine, number: int) -> None:
+        self.work.do(name, number)
+
+    do.__name__ = name
+    return rule(number=st.integers(0, (1 << 16) - 1))(do)
+
+
+for _name in WEIGHTS:
+    setattr(Machine, f"do_{_name}", _rule(_name))
+
+
+def test_hypothesis_finds_nothing_in_a_right_library(tmp_path: Path) -> None:
+    """Whatever it chooses, cells, ledgers, bytes and logits agree after each step."""
+    few = settings(max_examples=20, stateful_step_count=20)
+    run_state_machine_as_test(machine(tmp_path, SimulatedNative), settings=few)
+
+
+def test_hypothesis_finds_a_fault(tmp_path: Path) -> None:
+    """A cell that is left behind in an emptied cache is found; to shrink it takes minutes."""
+    quick = settings(max_examples=50, stateful_step_count=20, phases=(Phase.generate,))
+    with pytest.raises(ScenarioFailed, match="ghost"):
+        run_state_machine_as_test(machine(tmp_path, Keeping), settings=quick)
+
+
+def machine(folder: Path, native: type[SimulatedNative]) -> type[Machine]:
+    """Return the machine of a simulated library."""
+    runtime_kit.model(folder)
+    return type("Schedules", (Machine,), {"folder": folder, "native": native})
+
+
+# On real builds...
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("memory", ["attention", "window", "recurrent"])
+def test_every_operation_is_done(patched: Variant, memory: str) -> None:
+    """Each of them twice on a kept cache; what a memory lacks is left out, and nothing else."""
+    operations = tuple(Operation(name, 7 * n) for n in (1, 2) for name in ("decode", *WEIGHTS))
+    combination = sensible(Combination(memory=memory, backing="kept"))
+    with Stage(patched.folder) as stage:
+        played = stage.play(Task(combination, operations))
+    assert played.failed is None, played.failed
+    lacks = set(WEIGHTS) - set(played.done)
+    states = {"cut", "thin", "trim", "slide", "shift", "divide", "brim", "boundaries", "defrag"}
+    assert lacks == (states | {"release", "reopen"} if memory == "recurrent" else set())
+
+
+@pytest.mark.native
+def test_a_minute_of_it(patched: Variant) -> None:
+    """The default release is tried without any choice, and holds."""
+    effort = Effort(seconds=10.0, only=("0.3.9",))
+    (entry,) = trial.entries(effort, lambda _: None)
+    assert entry.passed, entry.defects
+    assert entry.name == "0.3.9"
+    assert entry.data["operations"]["decode"]
+
+
+@pytest.mark.native
+def test_stock_fails_and_the_trace_replays(stock: Variant, folder: Path) -> None:
+    """What patches are for is found on stock, and replayed in a worker on that very build."""
+    operations = next(
+        each
+        for each in (schedules.draw(seed, 60) for seed in range(20))
+        if {"thin", "brim"} <= {one.name for one in each}
+    )
+    with Stage(stock.folder) as stage:
+        failed = stage.play(Task(PLAIN, operations)).failed
+        assert failed is not None
+        path = folder / "stock.jsonl"
+        again = stage.play(Task(PLAIN, operations, trace=path)).failed
+    assert again is not None
+    assert str(again) == str(failed)
+    head, lines = trace.read(path)
+    done = replaying.on(str(stock.folder), head, lines)
+    assert done.failed
+    assert "status" in str(done.divergences[0])
