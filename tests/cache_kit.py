@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pytest
 import runtime_kit
 
-from pyllamakv.building import variant
 from pyllamakv.cache.context_cache import ContextCache
 
 if TYPE_CHECKING:
@@ -20,14 +18,6 @@ if TYPE_CHECKING:
 def simulated(folder: Path, native: dict[str, Any] | None = None, **options: Any) -> ContextCache:
     """Return a cache over a simulated context of 64 cells and 4 sequences."""
     return ContextCache(runtime_kit.context(folder, native, **options))
-
-
-def built(spec: str) -> Path:
-    """Return the folder of a built variant, or skip."""
-    found = variant.find(spec)
-    if found is None:
-        pytest.skip(f"{spec} is not built here")
-    return found.folder
 
 
 def forward(cache: Any, sequence: int, tokens: Any) -> None:

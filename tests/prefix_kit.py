@@ -6,14 +6,32 @@ import random
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import runtime_kit as kit
+
 from pyllamakv.cache.prefixes.cache import PrefixCache
 from pyllamakv.errors import KvError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from pyllamakv.cache.prefixes.lease import PrefixLease
     from pyllamakv.runtime.context import Context
+
+
+SYSTEM = [10 + i % 40 for i in range(20)]
+
+
+def make(folder: Path, **options: Any) -> PrefixCache:
+    """Make a cache; what a context takes goes to the context."""
+    names = ("n_ctx", "n_seq_max", "n_batch", "native")
+    context = {name: options.pop(name) for name in names if name in options}
+    return PrefixCache(kit.context(folder, **{"n_ctx": 128, **context}), **options)
+
+
+def used(cache: PrefixCache) -> int:
+    """Count the used cells."""
+    return cache.context.kv.stats.used
 
 
 def leaves(cache: PrefixCache) -> set[bytes]:

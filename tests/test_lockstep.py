@@ -6,10 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from cache_kit import built, forward, fresh, picture, simulated, some
+from cache_kit import forward, fresh, picture, simulated, some
+from native_kit import built
 
 import pyllamakv as kv
-from pyllamakv.errors import Cancelled, KVCacheFull, NotSupported, SharedCells, UsageError
+from pyllamakv.errors import (
+    Cancelled,
+    KVCacheFull,
+    NativeError,
+    NotSupported,
+    SharedCells,
+    UsageError,
+)
 from pyllamakv.harness import synthetic
 
 if TYPE_CHECKING:
@@ -90,10 +98,16 @@ def test_who_cannot_go_back_goes_last_or_is_saved(tmp_path: Path) -> None:
     forward(caches, 0, [3])
     assert saves == [0]
     before = both(caches)
-    second.context.native.fail_next = [2]
-    with pytest.raises(Cancelled):
+    second.context.native.fail_next = [1]
+    with pytest.raises(KVCacheFull):
         caches.start_forward([1, 2], [11, 0], [0, 1])
     assert both(caches) == before
+    caches.check()
+    # An abort of states takes all of them, in every cache.
+    second.context.native.fail_next = [2]
+    with pytest.raises(Cancelled):
+        caches.start_forward([1], [0], [1])
+    assert [each.length(0) for each in (first, second)] == [0, 0]
     caches.check()
 
 
@@ -156,6 +170,60 @@ def test_checks_come_before_any_copy_or_removal(tmp_path: Path) -> None:
     caches.check()
 
 
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("name", ["seq_rm", "seq_add", "seq_cp", "state_load"])
+def test_what_breaks_off_in_the_midst_leaves_them_in_step(
+    tmp_path: Path, name: str, which: int, after: bool
+) -> None:
+    """Ctrl-C between two caches, or between two steps of one: none has what another lacks."""
+    caches = pair(tmp_path)
+    forward(caches, 0, range(10))
+    forward(caches, 1, [1, 2, 3])
+    caches.copy_prefix(0, 2, 8)
+    native = caches.caches[which].context.native
+    real = getattr(native, name)
+
+    def interrupted(*args: Any) -> Any:
+        setattr(native, name, real)
+        if after:
+            real(*args)
+        raise KeyboardInterrupt
+
+    setattr(native, name, interrupted)
+    before = both(caches)
+    with pytest.raises(KeyboardInterrupt):
+        if name == "seq_cp":
+            caches.copy_prefix(0, 1, 6)
+        else:
+            caches.remove(0, 4, 6, unshare=True)
+    caches.check()
+    tokens = [[lane.tokens for lane in cache.lanes] for cache in caches.caches]
+    assert tokens[0] == tokens[1]
+    assert tokens[0][2] == list(range(8))
+    changed = tokens[0][1] if name == "seq_cp" else tokens[0][0]
+    kept = [] if name == "seq_cp" else list(range(4))
+    assert changed == kept or both(caches) == before
+    forward(caches, 0, [7, 7])
+    caches.check()
+
+
+def test_an_error_behind_the_first_cache_leaves_them_in_step(tmp_path: Path) -> None:
+    """Although all were asked before, and the library refuses only then."""
+    caches = pair(tmp_path)
+    forward(caches, 0, range(10))
+    native = caches.caches[1].context.native
+
+    def failing(*_: Any) -> None:
+        raise NativeError("no")
+
+    native.seq_cp = failing
+    with pytest.raises(NativeError):
+        caches.copy_prefix(0, 1, 6)
+    assert [cache.length(1) for cache in caches.caches] == [0, 0]
+    caches.check()
+
+
 def test_a_shared_cell_in_one_is_one_for_all(tmp_path: Path) -> None:
     """Neither moves anything."""
     caches = pair(tmp_path)
@@ -198,7 +266,7 @@ def test_wrong_use(tmp_path: Path) -> None:
 def test_a_real_draft_and_target(spec: str, name: str) -> None:
     """The target has no room or is cancelled: the draft goes on as if nothing had happened."""
     tokens, sizes = some(60), {"max_sequences": 2, "max_batch": 64, "n_ubatch": 32}
-    with kv.open(built(spec)) as library:
+    with kv.open(built(spec).folder) as library:
         draft, target = (library.load_model(synthetic.model(each)) for each in (name, "grouped"))
         with kv.Lockstep(
             [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import runtime_kit as kit
@@ -12,7 +12,7 @@ from prefix_kit import serve
 from pyllamakv.binding.protocol import Capability, Memory
 from pyllamakv.cache.prefixes.cache import PrefixCache
 from pyllamakv.cache.prefixes.lease import AHEAD
-from pyllamakv.errors import KVCacheFull
+from pyllamakv.errors import KVCacheFull, StateError, Unsupported
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -126,3 +126,47 @@ def test_a_branch_whose_state_cannot_be_saved_is_kept_all_the_same(tmp_path: Pat
     with cache.acquire([3, 4, 5, 6, 7]) as lease:
         assert lease.cached == 4
     cache.check()
+
+
+def recurrent(folder: Path, **options: Any) -> PrefixCache:
+    """Return a cache whose memory cannot go back."""
+    ctx = kit.context(folder, {"partial": False}, n_ctx=256)
+    object.__setattr__(ctx.info, "memory", Memory.RECURRENT)
+    return PrefixCache(ctx, **options)
+
+
+@pytest.mark.parametrize("error", [StateError("no"), Unsupported("no"), MemoryError("no")])
+@pytest.mark.parametrize("paging", [None, "memory"])
+def test_a_state_that_cannot_be_kept_fails_no_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paging: str | None, error: Exception
+) -> None:
+    """It is decoded all the same, and the cache has no half of it."""
+    cache = recurrent(tmp_path, paging=paging)
+    leases = [cache.acquire([each] * 4) for each in (5, 6, 7)] if paging else []
+    with cache.acquire([1, 2, 3, 4]) as lease:
+
+        def failing(*_: object) -> None:
+            raise error
+
+        for name in ("save", "fork"):
+            monkeypatch.setattr(type(lease.sequence), name, failing)
+        lease.prefill()
+        assert lease.sequence.tokens == [1, 2, 3, 4]
+        monkeypatch.undo()
+    assert cache.stats().resident == 1
+    for each in leases:
+        each.release()
+    cache.check()
+    assert serve(cache, [1, 2, 3, 4, 5]) == 4
+
+
+def test_nobody_makes_way_for_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt keeps states on its way while sequences are vacant, and evicts no other."""
+    monkeypatch.setattr("pyllamakv.cache.prefixes.lease.STATE_EVERY", 4)
+    cache = recurrent(tmp_path)
+    for number in (5, 6):
+        with cache.acquire([number]) as lease:
+            lease.prefill()
+    serve(cache, [*range(10, 30)])
+    assert cache.stats().evicted == 0
+    assert [serve(cache, [number, 9]) for number in (5, 6)] == [1, 1]

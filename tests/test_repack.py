@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -173,6 +174,71 @@ def test_what_is_held_is_handed_over_when_the_others_cannot_be_saved(tmp_path: P
     assert set(caught.value.saved) == {high.id}
     assert isinstance(caught.value.__cause__, NativeError)
     assert low.tokens == [10, 11, 12, 13]
+    high.restore(caught.value.saved[high.id])
+    assert high.tokens == [20, 21, 22, 23, 24]
+
+
+def interrupt(ctx: Context, at: set[int], *, after: bool) -> list[str]:
+    """Raise Ctrl-C in the calls of these numbers that change the cache; return the calls."""
+    called: list[str] = []
+
+    def wrap(name: str) -> None:
+        call = getattr(ctx.native, name)
+
+        def calling(*words: object) -> object:
+            called.append(name)
+            now = len(called) in at
+            if now and after:
+                with suppress(NativeError):
+                    call(*words)
+            if now:
+                raise KeyboardInterrupt
+            return call(*words)
+
+        setattr(ctx.native, name, calling)
+
+    for name in ("clear", "seq_rm", "state_load"):
+        wrap(name)
+    return called
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("at", [{1}, {2}, {3}, {4}, {5}, {1, 3}, {2, 3, 4}, {3, 7}])
+def test_an_interrupt_leaves_every_sequence_as_it_was(
+    tmp_path: Path, at: set[int], after: bool
+) -> None:
+    """Check tokens and rows after a Ctrl-C in any call, and after several of them."""
+    ctx = kit.context(tmp_path, STOCK)
+    sequences = list(sparse(ctx))
+    rows = {each: ctx.kv.rows(1, each) for each in sequences}
+    tokens = [each.tokens for each in sequences]
+    refuse(ctx, 1)
+    called = interrupt(ctx, at, after=after)
+    with pytest.raises(KeyboardInterrupt):
+        ctx.kv.defrag()
+    assert len(called) >= max(at)
+    assert [each.tokens for each in sequences] == tokens
+    for each, old in rows.items():
+        now = ctx.kv.rows(1, each)
+        assert (now.pos == old.pos).all()
+        assert (now.k == old.k).all()
+    assert ctx.kv.stats.used == 9
+    ctx.decode([each.feed([7]) for each in sequences])
+
+
+def test_a_cache_that_cannot_be_emptied_is_handed_over_too(tmp_path: Path) -> None:
+    """Check that a clear that fails in the second round loses nothing of the first."""
+    ctx = kit.context(tmp_path, STOCK)
+    low, high = sparse(ctx)
+    refuse(ctx, 1)
+
+    def failing(handle: int, data: bool) -> None:
+        raise NativeError("no")
+
+    ctx.native.clear = failing
+    with pytest.raises(StateError) as caught:
+        ctx.kv.defrag()
+    assert set(caught.value.saved) == {low.id, high.id}
     high.restore(caught.value.saved[high.id])
     assert high.tokens == [20, 21, 22, 23, 24]
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from native_kit import built
 
 import pyllamakv as kv
-from pyllamakv.building import variant as variants
 from pyllamakv.cache.batching.batcher import Batcher
 from pyllamakv.cache.prefixes.cache import PrefixCache
 from pyllamakv.cache.slots.cache import SlotCache
@@ -30,12 +30,7 @@ NOISE = 0.02
 @pytest.fixture(scope="module", params=["0.3.9+stock", "0.3.9+patched", "0.3.36+patched"])
 def library(request: pytest.FixtureRequest) -> Iterator[kv.OpenLibrary]:
     """Open the default release, stock and patched, and the latest where it is built."""
-    found = variants.find(request.param)
-    if found is None:
-        if request.param.startswith("0.3.9"):
-            request.getfixturevalue(request.param.partition("+")[2])
-        pytest.skip(f"{request.param} is not built here")
-    with kv.open(found.folder) as opened:
+    with kv.open(built(request.param).folder) as opened:
         yield opened
 
 

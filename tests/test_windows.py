@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import runtime_kit
 
-from pyllamakv.errors import PartialRemovalRefused
+from pyllamakv.binding.protocol import Memory
+from pyllamakv.errors import Cancelled, NoKVSlot, PartialRemovalRefused, UsageError
 from pyllamakv.runtime import decoding, windows
+from pyllamakv.runtime.batch import Batch
 from pyllamakv.runtime.kv import KV
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
 
@@ -67,6 +69,27 @@ def test_a_cut_behind_the_window_is_refused(ctx) -> None:
     windows.check(ctx, 0, sequence.ledger.without(None, None), "removing them")
 
 
+def test_who_shares_a_token_has_the_same_window(ctx, monkeypatch) -> None:
+    """Only a token of several sequences asks for it, and nothing was decoded when it is refused."""
+    ctx.info = replace(ctx.info, n_caches=2)
+    other = ctx.sequence()
+    other.ledger.extend(range(30), range(30), range(40, 70))
+    begins = {0: 12, 1: 20}
+    monkeypatch.setattr(ctx.native, "seq_pos_min", lambda _, seq: begins[seq])
+    monkeypatch.setattr(ctx.native, "seq_pos_max", lambda *_: 29)
+    together = Batch.of([5], [30], [0, 1], counts=[2])
+    with pytest.raises(UsageError, match=r"12\.\.29 of sequence 0, 20\.\.29 of sequence 1"):
+        ctx.decode(together)
+    assert len(ctx.ledgers[0]) == len(other) == 30
+    ctx.decode(Batch.of([5, 5], [30, 30], [0, 1]))
+    begins[1] = 12
+    ctx.decode(Batch.of([6], [31], [0, 1], counts=[2]))
+    assert len(ctx.ledgers[0]) == len(other) == 32
+    # Where there is but one cache, the library is not even asked.
+    ctx.info, begins[1] = replace(ctx.info, n_caches=1), 20
+    ctx.decode(Batch.of([7], [32], [0, 1], counts=[2]))
+
+
 def test_a_failed_decode_empties_what_cannot_go_back(ctx, monkeypatch) -> None:
     """The error names the sequences; the others keep what they have."""
     other = ctx.sequence()
@@ -96,3 +119,25 @@ def test_a_state_that_cannot_go_back_is_emptied(tmp_path, monkeypatch) -> None:
     assert decoding.settle(context, [0]) == (0,)
     assert removed == [(4, -1), (-1, -1)]
     assert len(context.ledgers[0]) == 0
+
+
+def test_a_computation_that_ends_halfway_empties_all_states(tmp_path, monkeypatch) -> None:
+    """States of others move while it computes: all sequences go, and the error names them."""
+    context = runtime_kit.context(tmp_path)
+    context.info = replace(context.info, memory=Memory.RECURRENT)
+    one, other = context.sequence(), context.sequence()
+    context.decode([one.feed([5, 6]), other.feed([7])])
+    context.native.fail_next.append(1)
+    with pytest.raises(NoKVSlot):
+        context.decode(one.feed([8]))
+    assert (len(one), len(other), context.emptied) == (2, 1, ())
+    for decode in (
+        lambda: context.step(one, 8),
+        lambda: context.step_all([one], [8]),
+        lambda: context.decode(one.feed([8, 9])),
+    ):
+        context.native.fail_next.append(2)
+        with pytest.raises(Cancelled, match="sequences 0, 1 were emptied"):
+            decode()
+        assert (len(one), len(other), context.kv.stats.used) == (0, 0, 0)
+        context.decode([one.feed([5, 6]), other.feed([7])])

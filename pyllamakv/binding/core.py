@@ -13,7 +13,7 @@ from pyllamakv.errors import Closed, KvError
 from pyllamakv.native._plk import ffi
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from pyllamakv.binding.logs import Record
@@ -49,6 +49,7 @@ class Core:
         self._lowest = 1
         self._done(self._lib.plk_init(), f"start {path.name}")
         self.about = self._read_about()
+        self.environment: Mapping[str, str] = {}
 
     def _read_about(self) -> About:
         text = self._lib.plk_probes()

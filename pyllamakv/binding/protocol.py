@@ -16,6 +16,8 @@ from pyllamakv.binding.decoder import Decoder
 from pyllamakv.binding.mapped import Mapped
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -281,6 +283,8 @@ class Native(Decoder, Mapped, Protocol):
     """Speak to one loaded library. One thread at a time per context, but for `cancel`."""
 
     about: About
+    #: The variables that its process has besides those of this one.
+    environment: Mapping[str, str]
 
     def close(self) -> None:
         """Give the library back; every handle is invalid afterwards."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from pyllamakv.binding.logs import TAIL, forward
 from pyllamakv.binding.process import CANCEL, GRACE, START, Process, describe
 from pyllamakv.binding.proxy import Proxy
-from pyllamakv.binding.wire import Channel, WireError, pack, unpack, unpack_error
+from pyllamakv.binding.wire import Channel, WireError, pack
 from pyllamakv.errors import Busy, Closed, DeviceLost, WorkerDied, WorkerTimeout
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class Remote(Proxy):
         self._gone: tuple[type[WorkerDied], str, int, int | None, tuple[str, ...]] | None = None
         self._closed = False
         self._timeout = timeout
+        self.environment: Mapping[str, str] = dict(env or {})
         self._process = Process(path, env)
         self._finalizer = weakref.finalize(self, self._process.end)
         self._channel = Channel(self._process.requests)
@@ -159,11 +160,9 @@ class Remote(Proxy):
     def _answer(self, operation: str, number: int) -> Any:
         try:
             while True:
-                found, header, body = self._channel.receive()
-                result = unpack_error(header[1], body) if header[0] else unpack(header[1], body)
-                if len(header) > 2:
-                    self._lines.extend(text for level, text in header[2] if level > 1)
-                    forward((level, text) for level, text in header[2])
+                found, failed, result, records = self._channel.answer()
+                self._lines.extend(text for level, text in records if level > 1)
+                forward(records)
                 if found == number:
                     break
         except TimeoutError:
@@ -173,7 +172,7 @@ class Remote(Proxy):
         except WireError as error:
             self._process.kill()
             self._died(f"{operation} ({error})", self._process.wait())
-        if header[0]:
+        if failed:
             raise result
         return result
 

@@ -31,6 +31,10 @@ _MAGIC: Final = 0x314B4C50
 _LIMIT: Final = 1 << 26
 #: Bodies up to this size travel in the same piece of memory as the header.
 _SMALL: Final = 1 << 14
+#: What comes of taking apart something that `pack` did not put together.
+_NONSENSE: Final = (
+    ValueError, TypeError, LookupError, AttributeError, OverflowError, MemoryError, RecursionError,
+)  # fmt: skip
 
 _PLAIN: Final = frozenset({int, float, str, bool, type(None)})
 _KINDS: Final[dict[str, Any]] = {
@@ -202,13 +206,16 @@ class Channel:
             raise WireError("the worker and this program do not speak the same language")
         start = _PREFIX.size + n_header
         data = self._fill(data, start)
-        header = json.loads(data[_PREFIX.size : start])
         end = start + n_body
-        if len(data) >= end:
-            body = memoryview(bytearray(data[start:end]))
+        whole = len(data) >= end
+        try:
+            header = json.loads(data[_PREFIX.size : start])
+            body = memoryview(bytearray(data[start:end]) if whole else bytearray(n_body))
+        except _NONSENSE as error:
+            raise WireError(f"a message cannot be read: {error}") from error
+        if whole:
             self._rest = data[end:]
         else:
-            body = memoryview(bytearray(n_body))
             have = len(data) - start
             body[:have] = data[start:]
             while have < n_body:
@@ -219,6 +226,24 @@ class Channel:
             self._rest = b""
         self.reading = bool(self._rest)
         return number, header, _Body(body)
+
+    def answer(self) -> tuple[int, bool, Any, list[tuple[int, str]]]:
+        """Return the number of the next reply, whether it is an error, which or what, and the log.
+
+        Raises as `receive` does.
+        """
+        number, header, body = self.receive()
+        try:
+            failed, value, records = header if len(header) > 2 else (*header, [])
+            result = unpack_error(value, body) if failed else unpack(value, body)
+            return (
+                number,
+                bool(failed),
+                result,
+                [(int(level), str(text)) for level, text in records],
+            )
+        except _NONSENSE as error:
+            raise WireError(f"an answer cannot be read: {error}") from error
 
     def _fill(self, data: bytes, length: int) -> bytes:
         while len(data) < length:

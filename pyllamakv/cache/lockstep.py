@@ -5,6 +5,8 @@ The caches need not be of one model or release; each holds the same tokens at th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import Memory
@@ -61,17 +63,22 @@ class Lockstep:
         except BaseException:
             for step in reversed(undo):
                 step.run()
-            for number in numbers:
+            # Where states are kept a failure empties those that were not in the batch as well.
+            for number in range(self.max_sequences):
                 self._align(number)
             raise
 
     def copy_prefix(self, source: int, target: int, length: int) -> int:
-        """Share a prefix in every cache, or in none."""
+        """Share a prefix in every cache, or in none.
+
+        Should one break off after all were asked, the target is emptied in all of them.
+        """
         for number in (source, target):
             self._checked(number)
         for cache in self.caches:
             cache.check_copy(source, target, length)
-        return max(cache.copy_prefix(source, target, length) for cache in self.caches)
+        with self._in_step(target, 0):
+            return max([cache.copy_prefix(source, target, length) for cache in self.caches])
 
     def can_resume(self, sequence: int, position: int) -> bool:
         """Tell whether every cache can."""
@@ -91,12 +98,16 @@ class Lockstep:
     def remove(
         self, sequence: int, begin: int, end: int | None = None, *, unshare: bool = False
     ) -> None:
-        """Remove positions in every cache, or in none."""
+        """Remove positions in every cache, or in none.
+
+        Should one break off after all were asked, all of them give up what lies from ``begin`` on.
+        """
         self._checked(sequence)
         for cache in self.caches:
             cache.check_remove(sequence, begin, end, unshare=unshare)
-        for cache in self.caches:
-            cache.remove(sequence, begin, end, unshare=unshare)
+        with self._in_step(sequence, begin):
+            for cache in self.caches:
+                cache.remove(sequence, begin, end, unshare=unshare)
 
     def check(self) -> None:
         """Raise AssertionError unless every cache agrees with its cells, and with the others."""
@@ -121,13 +132,34 @@ class Lockstep:
     ) -> None:
         self.close()
 
+    @contextmanager
+    def _in_step(self, number: int, low: int) -> Iterator[None]:
+        """Cut a sequence at ``low`` in every cache where a block that changes it breaks off."""
+        before = self._contents(number)
+        try:
+            yield
+        except BaseException as error:
+            # Ctrl-C may have come when a library had done it, and no ledger knew yet.
+            if not isinstance(error, KvError) or self._contents(number) != before:
+                self._cut(number, low)
+            raise
+
+    def _contents(self, number: int) -> list[tuple[list[int], list[int]]]:
+        lanes = (cache.lanes[number] for cache in self.caches)
+        return [(lane.tokens, lane.positions) for lane in lanes]
+
     def _align(self, number: int) -> None:
         """Bring a sequence to one length that every cache can have, if there are several."""
         ends = {cache.length(number) for cache in self.caches}
-        if len(ends) == 1:
-            return
+        if len(ends) > 1:
+            self._cut(number, max(ends))
+
+    def _cut(self, number: int, target: int) -> None:
+        """Let every cache go on with a sequence at ``target``, or before, where all of them can."""
         try:
-            self.remove(number, self.prepare_restore(number, max(ends)))
+            target = self.prepare_restore(number, target)
+            for cache in self.caches:
+                cache.remove(number, target)
         except KvError:
             for cache in self.caches:
                 cache.remove(number, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,41 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.snapshot import KVStats
 
 LOGGER = logging.getLogger("pyllamakv.cache")
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Hold what there is of room: in a cache, in a stream of it, or in one sequence's share.
+
+    ``largest_hole`` is None where it cannot be told, ``stats`` where no cells can be seen.
+    """
+
+    cells: int
+    used: int
+    largest_hole: int | None = None
+    stats: KVStats | None = None
+
+    @classmethod
+    def of(cls, context: Context, stats: KVStats | None) -> Room:
+        """Return the room of a whole context, by its ledgers where it shows no cells."""
+        if stats is None:
+            return cls(context.info.n_ctx, sum(map(len, context.ledgers)))
+        return cls(stats.size, stats.used, stats.largest_hole, stats)
+
+    def full(
+        self, message: str, wanted: int, *, defragged: bool = False, cause: str = "full"
+    ) -> KVCacheFull:
+        """Make the error for ``wanted`` tokens that find no place in it."""
+        return KVCacheFull(
+            message,
+            cells=self.cells,
+            used=self.used,
+            largest_hole=self.largest_hole,
+            wanted=wanted,
+            defragged=defragged,
+            cause=cause,
+            stats=self.stats,
+        )
 
 
 def decode(context: Context, run: Callable[[], None], counts: Mapping[int, int]) -> bool:
@@ -64,10 +100,7 @@ def full(
     if LOGGER.isEnabledFor(logging.DEBUG):
         LOGGER.debug("no room for %s tokens of sequences: %s", dict(counts), describe(context))
     wanted = sum(counts.values())
-    stats: KVStats | None = error.stats
-    cells = stats.size if stats else context.info.n_ctx
-    used = stats.used if stats else sum(map(len, context.ledgers))
-    hole = stats.largest_hole if stats else None
+    there = Room.of(context, error.stats)
     if context.streams:
         # Each sequence has cells of its own: tell of the one that lacks most.
         with context.turn:
@@ -76,24 +109,15 @@ def full(
         own = {each.stream: each.stats for each in streams if not each.swa}
         lacking = max(counts, key=lambda i: counts[i] - (own[i].free if i in own else 0))
         if lacking in own:
-            wanted = counts[lacking]
-            cells, used = own[lacking].size, own[lacking].used
-            hole = own[lacking].largest_hole
+            wanted, of = counts[lacking], own[lacking]
+            there = Room(of.size, of.used, of.largest_hole, error.stats)
     tried = "; a defragmentation did not help" if defragged else ""
     msg = (
-        f"the KV cache has no room (cells: {cells}, used: {used}, largest hole: {hole}, wanted: "
-        f"{wanted}){tried}; nothing was changed: remove tokens and try again"
+        f"the KV cache has no room (cells: {there.cells}, used: {there.used}, largest hole: "
+        f"{there.largest_hole}, wanted: {wanted}){tried}; nothing was changed: remove tokens and "
+        "try again"
     )
-    return KVCacheFull(
-        msg,
-        cells=cells,
-        used=used,
-        largest_hole=hole,
-        wanted=wanted,
-        defragged=defragged,
-        cause=error.cause,
-        stats=stats,
-    )
+    return there.full(msg, wanted, defragged=defragged, cause=error.cause)
 
 
 def beyond(number: int, held: int, wanted: int, capacity: int) -> KVCacheFull:
@@ -102,8 +126,7 @@ def beyond(number: int, held: int, wanted: int, capacity: int) -> KVCacheFull:
         f"sequence {number} has {held} of {capacity} tokens and cannot take {wanted} more: what "
         "others may need was reserved for them; nothing was changed: remove tokens first"
     )
-    free = max(capacity - held, 0)
-    return KVCacheFull(msg, cells=capacity, used=held, largest_hole=free, wanted=wanted)
+    return Room(capacity, held, max(capacity - held, 0)).full(msg, wanted)
 
 
 def no_room(lane: Sequence, wanted: int, error: Exception | str) -> KVCacheFull:
@@ -111,14 +134,6 @@ def no_room(lane: Sequence, wanted: int, error: Exception | str) -> KVCacheFull:
     context = lane.context
     with context.turn:
         snapshot = context.kv.peek()
-    stats = snapshot.stats if snapshot is not None else None
+    there = Room.of(context, snapshot.stats if snapshot is not None else None)
     msg = f"there is no room to restore sequence {lane.id}: {error}"
-    return KVCacheFull(
-        msg,
-        cells=stats.size if stats else context.info.n_ctx,
-        used=stats.used if stats else sum(map(len, context.ledgers)),
-        largest_hole=stats.largest_hole if stats else None,
-        wanted=wanted,
-        defragged=context.info.defrag,
-        stats=stats,
-    )
+    return there.full(msg, wanted, defragged=context.info.defrag)

@@ -17,7 +17,7 @@ import numpy as np
 
 from pyllamakv.binding.mapped import Backing
 from pyllamakv.binding.protocol import Capability
-from pyllamakv.errors import KVFileForeign, Unsupported, UsageError
+from pyllamakv.errors import KVFileDamaged, KVFileForeign, Unsupported, UsageError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -182,7 +182,10 @@ class Kept:
 
 
 def resume(context: Context) -> None:
-    """Fill the ledgers from what a kept file holds. Raises KVFileForeign without tokens."""
+    """Fill the ledgers from what a kept file holds.
+
+    Raises KVFileForeign without tokens, KVFileDamaged where cells or tokens are of nobody.
+    """
     native, handle = context.native, context.handle
     if not native.mapping(handle).info.resumed:
         return
@@ -194,18 +197,33 @@ def resume(context: Context) -> None:
         if raw.info.swa:
             continue  # a window has a part of what the other cache has
         mark = context.new_marks(len(raw.pos))
+        owned = np.zeros(len(raw.pos), bool)
         for number, ledger in enumerate(context.ledgers):
             cells = np.flatnonzero(_has(raw, number))
+            owned[cells] = True
             if not len(cells):
                 continue
             if (here[cells] < 0).any():
-                if context.kept:
-                    context.kept.flushes = False
-                context.close()
+                _leave(context)
                 msg = f"{context.params.kv_path} was kept without tokens: choose another file"
                 raise KVFileForeign(msg)
             cells = cells[np.argsort(raw.pos[cells], kind="stable")]
             ledger.extend(here[cells].tolist(), raw.pos[cells].tolist(), (mark + cells).tolist())
+        used = raw.pos >= 0
+        if (used & ~owned).any() or (here[used] >= context.n_vocab).any():
+            _leave(context)
+            msg = (
+                f"{context.params.kv_path} is damaged: it has cells of no sequence, or tokens of "
+                "no vocabulary; evaluate again with kv_keep='fresh', which forgets it"
+            )
+            raise KVFileDamaged(msg)
+
+
+def _leave(context: Context) -> None:
+    """Close a context, and leave its file as it is."""
+    if context.kept:
+        context.kept.flushes = False
+    context.close()
 
 
 def _cells(native: Native, handle: ContextHandle) -> list[RawCells]:

@@ -290,5 +290,5 @@ class Context:
             self._marks = decoding.record(self.ledgers, batch, self._marks, self.epoch)
             self.outputs.take(batch)
         else:
-            self.emptied = decoding.settle(self, batch.seq.tolist())
+            self.emptied = decoding.settle(self, batch.seq.tolist(), halfway=code != 1)
         return code

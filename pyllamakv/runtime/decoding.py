@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pyllamakv.binding.protocol import Memory
 from pyllamakv.errors import (
     Cancelled,
     DecodeError,
@@ -71,7 +72,10 @@ def outside(values: NDArray[np.int32], end: int) -> int | None:
 
 def _check_positions(context: Context, batch: Arrays) -> None:
     expected: dict[int, int] = {}
+    shared: set[tuple[int, ...]] = set()
     for pos, ids in placed(batch):
+        if len(ids) > 1:
+            shared.add(tuple(ids))
         if len(ids) != len(set(ids)):
             msg = f"the token at position {pos} names a sequence twice: {ids}"
             raise UsageError(msg)
@@ -86,6 +90,8 @@ def _check_positions(context: Context, batch: Arrays) -> None:
                 )
                 raise UsageError(msg)
             expected[each] = pos + 1
+    for owners in sorted(shared):
+        windows.check_shared(context, owners)
 
 
 def placed(batch: Arrays) -> Iterable[tuple[int, list[int]]]:
@@ -176,24 +182,27 @@ def threw(context: Context, error: BaseException, ids: Iterable[int]) -> None:
     Raises DecodeError for the library's own exceptions; the others are the caller's to raise.
     """
     if type(error) is NativeError:
-        context.emptied = settle(context, ids)
+        context.emptied = settle(context, ids, halfway=True)
         raise DecodeError(str(error), code=error.code, log=error.log) from error
     if not isinstance(error, KvError):
         # Ctrl-C, or what another signal's handler raised. Python raises it when C is back: the
         # decode may well have succeeded, and nobody has recorded its tokens.
         with suppress(KvError):
             context.native.cancel(context.handle)  # a worker may still be at it
-        context.emptied = settle(context, ids)
+        context.emptied = settle(context, ids, halfway=True)
 
 
-def settle(context: Context, sequences: Iterable[int]) -> tuple[int, ...]:
+def settle(context: Context, sequences: Iterable[int], *, halfway: bool = False) -> tuple[int, ...]:
     """Remove what a failed decode left behind its back, so that cache and ledger agree.
 
     The shim undoes failed decodes; this is the second net, and only for positions that no ledger
     has. Returns the sequences that had to be emptied: a state cannot go back, nor a window whose
-    cells were given away.
+    cells were given away. ``halfway`` says that a computation was broken off, which moves the
+    states of sequences that are not even in the batch: then all are emptied.
     """
     emptied: list[int] = []
+    if halfway and context.guard and context.info.memory in (Memory.RECURRENT, Memory.HYBRID):
+        return _forget(context)
     for each in sorted(set(sequences)) if context.guard else ():
         ledger = context.ledgers[each]
         try:
@@ -206,6 +215,17 @@ def settle(context: Context, sequences: Iterable[int]) -> tuple[int, ...]:
                 emptied.append(each)
         except WorkerDied:
             break
+    return tuple(emptied)
+
+
+def _forget(context: Context) -> tuple[int, ...]:
+    """Empty a whole context, and return the sequences that had anything."""
+    emptied = [number for number, ledger in enumerate(context.ledgers) if len(ledger)]
+    with suppress(WorkerDied):
+        # Not one by one: some releases begin no state where another was removed.
+        context.native.clear(context.handle, True)
+    for ledger in context.ledgers:
+        ledger.clear()
     return tuple(emptied)
 
 

@@ -13,6 +13,9 @@ from pyllamakv.errors import UsageError
 #: The content type under which an HTTP server hands the exposition out.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+#: Labels that samples have of their own, whatever is exposed.
+OURS = ("sequence", "manager")
+
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
@@ -29,14 +32,7 @@ class Metric:
 def expose(found: Iterable[Metric], labels: Mapping[str, str] | None = None) -> str:
     """Return any metrics as Prometheus reads them; raises UsageError as `prometheus` does."""
     found = tuple(found)
-    ours = {"sequence", "manager", *(key for one in found for own, _ in one.samples for key in own)}
-    for label in labels or {}:
-        if not _LABEL.fullmatch(label) or label.startswith("__") or label in ours:
-            msg = (
-                f"{label!r} cannot be a label: expected letters, digits and _, not beginning with "
-                f"a digit or __, and none of {', '.join(sorted(ours))}"
-            )
-            raise UsageError(msg)
+    check(labels or {}, [key for one in found for own, _ in one.samples for key in own])
     lines = []
     for metric in found:
         lines.append(f"# HELP {metric.name} {_escape(metric.help)}")
@@ -48,6 +44,18 @@ def expose(found: Iterable[Metric], labels: Mapping[str, str] | None = None) -> 
             )
             lines.append(f"{metric.name}{f'{{{said}}}' if said else ''} {spell(value)}")
     return "".join(line + "\n" for line in lines)
+
+
+def check(labels: Iterable[str], own: Iterable[str] = ()) -> None:
+    """Raise UsageError for what cannot be a label beside those that samples have of their own."""
+    ours = {*OURS, *own}
+    for label in labels:
+        if not _LABEL.fullmatch(label) or label.startswith("__") or label in ours:
+            msg = (
+                f"{label!r} cannot be a label: expected letters, digits and _, not beginning with "
+                f"a digit or __, and none of {', '.join(sorted(ours))}"
+            )
+            raise UsageError(msg)
 
 
 def spell(value: float) -> str:

@@ -76,11 +76,18 @@ def address_space(pid: int | None = None) -> int | None:
     if limit == resource.RLIM_INFINITY:
         return None
     try:
-        statm = _PROC / str(pid or "self") / "statm"
-        pages = int(statm.read_text(encoding="ascii").split()[0])
+        return limit - mapped(pid)
     except (OSError, ValueError, IndexError):
         return limit
-    return limit - pages * resource.getpagesize()
+
+
+def mapped(pid: int | None = None) -> int:
+    """Return the bytes of address space that this process, or another, has.
+
+    Raises OSError where the system does not tell.
+    """
+    statm = _PROC / str(pid or "self") / "statm"
+    return int(statm.read_text(encoding="ascii").split()[0]) * resource.getpagesize()
 
 
 def _machine() -> int | None:

@@ -30,30 +30,32 @@ def repack(context: Context, before: Snapshot) -> Repacked:
     """Put all used cells together; the context's turn is held, ``before`` are its cells now.
 
     Raises Unsupported with nothing changed, StateError when the library refuses what it gave
-    itself: then ``saved`` of the error holds the sequences that are gone.
+    itself: then ``saved`` of the error holds the sequences that are gone. What else ends it, such
+    as a Ctrl-C, is raised when all sequences are back.
     """
     _check(context, before)
+    held: dict[int, bytes] = {}
+    try:
+        return _rounds(context, before, held)
+    except WorkerDied:
+        raise
+    except BaseException:
+        _put_back(context, sorted(before.stats.per_sequence), held)
+        raise
+
+
+def _rounds(context: Context, before: Snapshot, held: dict[int, bytes]) -> Repacked:
+    """Take sequences out and put them back in rounds; ``held`` has the states of what is out."""
     everything = sorted(before.stats.per_sequence)
     windows = any(each.swa for each in before.streams)
     # What lies highest alone may do, for less to copy. Where that leaves holes, all has to go; so
     # it does with windows, whose states must be looked at before anything is removed.
     choices = [everything] if windows else [_high(before), everything]
-    held: dict[int, bytes] = {}
     now, written, rounds = before, 0, 0
     for numbers in choices:
         if not held and compact(now):
             break
-        # What the last round could not write back is still held, and here anew only what is there.
-        try:
-            new = {
-                n: context.native.state_save(context.handle, n) for n in numbers if n not in held
-            }
-        except WorkerDied:
-            raise
-        except NativeError as error:
-            if not held:
-                raise
-            raise _failure(context, held) from error
+        new = _saved(context, numbers, held)
         if not held:
             for n, raw in new.items():
                 _check_whole(now, n, raw)
@@ -61,11 +63,24 @@ def repack(context: Context, before: Snapshot) -> Repacked:
         rounds += 1
         if _exchange(context, held, alone=numbers is everything):
             written += sum(map(len, held.values()))
-            held = {}
+            held.clear()
         now = _read(context)
     if held:
         raise _failure(context, held)
     return Repacked(written, rounds)
+
+
+def _put_back(context: Context, everything: list[int], held: dict[int, bytes]) -> None:
+    """Restore what is held. Another Ctrl-C begins anew: the first one is heeded in the end."""
+    while held:
+        try:
+            if not _exchange(context, held, alone=False):
+                held |= _saved(context, everything, held)
+                if not _exchange(context, held, alone=True):
+                    raise _failure(context, held)
+            held.clear()
+        except KeyboardInterrupt:
+            continue
 
 
 def compact(snapshot: Snapshot) -> bool:
@@ -111,35 +126,47 @@ def _high(snapshot: Snapshot) -> list[int]:
     return sorted(high)
 
 
+def _saved(context: Context, numbers: list[int], held: dict[int, bytes]) -> dict[int, bytes]:
+    """Return the states of sequences that are not held: what could not be put back is not there."""
+    native, handle = context.native, context.handle
+    try:
+        return {n: native.state_save(handle, n) for n in numbers if n not in held}
+    except WorkerDied:
+        raise
+    except NativeError as error:
+        if not held:
+            raise
+        raise _failure(context, held) from error
+
+
 def _exchange(context: Context, states: dict[int, bytes], *, alone: bool) -> bool:
     """Remove sequences and write them back, ``alone`` in the cache; False when one is refused."""
     native, handle = context.native, context.handle
-    if alone:
-        # Only an empty cache is filled from its first cell on in every release.
-        native.clear(handle, False)
-    else:
-        for number in states:
-            native.seq_rm(handle, number, -1, -1)
-    return all(_load(context, number, raw) for number, raw in states.items())
-
-
-def _load(context: Context, number: int, raw: bytes) -> bool:
     try:
-        return context.native.state_load(context.handle, number, raw) == len(raw)
+        if alone:
+            # Only an empty cache is filled from its first cell on in every release.
+            native.clear(handle, False)
+        else:
+            for number in states:
+                native.seq_rm(handle, number, -1, -1)
+        return all(native.state_load(handle, n, raw) == len(raw) for n, raw in states.items())
     except WorkerDied:
         raise
     except NativeError:
         return False
 
 
-def _failure(context: Context, states: dict[int, bytes]) -> StateError:
-    saved = {n: state.pack(context, context.ledgers[n], raw) for n, raw in states.items()}
-    for number in states:
+def _failure(context: Context, held: dict[int, bytes]) -> StateError:
+    """Return the error that holds the states from now on; the cache does not have them."""
+    saved = {n: state.pack(context, context.ledgers[n], raw) for n, raw in held.items()}
+    for number in saved:
         context.native.seq_rm(context.handle, number, -1, -1)
+    for number in saved:
         context.ledgers[number].clear()
+    held.clear()
     msg = (
         "the library refused a state that it had written itself; sequences "
-        f"{', '.join(map(str, states))} are empty now, and `saved` of this error holds each of "
+        f"{', '.join(map(str, saved))} are empty now, and `saved` of this error holds each of "
         "them for Sequence.restore()"
     )
     return StateError(msg, saved=saved)

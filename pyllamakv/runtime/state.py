@@ -75,11 +75,13 @@ def unpack(saved: bytes) -> Saved:
     try:
         about = json.loads(bytes(body[:size]))
         n, fits = int(about["tokens"]), dict(about["fits"])
+        if n < 0:
+            raise ValueError(f"it counts {n} tokens")
         exact = about.get("exact")
         exact = None if exact is None else int(exact)
         tokens = np.frombuffer(body, "<i4", n, size).astype(np.int32)
         positions = np.frombuffer(body, "<i4", n, size + 4 * n).astype(np.int32)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         msg = f"this saved sequence cannot be read: {error}"
         raise StateError(msg) from error
     return Saved(fits, tokens, positions, bytes(body[size + 8 * n :]), exact)
@@ -97,8 +99,15 @@ def restore(sequence: Sequence, saved: bytes) -> None:
             shown = ", ".join(f"{key} {content.fits.get(key)} (here {here[key]})" for key in wrong)
             msg = f"this save is of another model or cache: {shown}; nothing was changed"
             raise StateError(msg)
+        n_vocab = context.model.info.n_vocab
+        if ((content.tokens < 0) | (content.tokens >= n_vocab)).any():
+            msg = f"this save has tokens outside [0, {n_vocab}); nothing was changed"
+            raise StateError(msg)
         if content.raw:
             _load(sequence, content)
+        elif len(content.tokens):
+            msg = "this save has tokens and no state; nothing was changed"
+            raise StateError(msg)
         elif not context.native.seq_rm(context.handle, sequence.id, -1, -1):
             msg = "the memory refuses to remove the sequence; nothing was changed"
             raise StateError(msg)
@@ -131,17 +140,19 @@ def _load(sequence: Sequence, content: Saved) -> None:
     backup = native.state_save(context.handle, sequence.id) if len(sequence) else b""
     together = room is None or room[1] >= needed
     try:
-        if _place(sequence, content.raw, together=together):
+        if _place(sequence, content.raw, together=together) and (
+            not counts or _positions(context, sequence.id) == content.positions.tolist()
+        ):
             return
     except WorkerDied:
         raise
     except BaseException:
         # Ctrl-C, say: nobody knows how far it came.
-        if not (backup and _try(sequence, backup)):
+        if not (backup and _put_back(sequence, backup)):
             native.seq_rm(context.handle, sequence.id, -1, -1)
             sequence.ledger.clear()
         raise
-    if backup and not _try(sequence, backup):
+    if backup and not _put_back(sequence, backup):
         sequence.ledger.clear()
         msg = (
             "the library refused the state, and the cache is too fragmented to put back what the "
@@ -151,10 +162,20 @@ def _load(sequence: Sequence, content: Saved) -> None:
     if not backup:
         native.seq_rm(context.handle, sequence.id, -1, -1)
     msg = (
-        "the library refused the state: it may be of another release, or the cache has no hole "
-        "large enough; nothing was changed"
+        "the library refused the state: it may be of another release, damaged, or the cache has "
+        "no hole large enough; nothing was changed"
     )
     raise StateError(msg)
+
+
+def _put_back(sequence: Sequence, backup: bytes) -> bool:
+    """Load what the sequence had; its cells are its own then, also where they were shared."""
+    if not _try(sequence, backup):
+        return False
+    marks = sequence.ledger.marks
+    first = sequence.context.new_marks(len(marks))
+    marks[:] = range(first, first + len(marks))
+    return True
 
 
 def _place(sequence: Sequence, raw: bytes, *, together: bool) -> bool:
@@ -196,6 +217,13 @@ def _cells(content: Saved) -> int:
         return staterows.parse(content.raw).cells
     except StateError:
         return 0
+
+
+def _positions(context: Context, number: int) -> list[int]:
+    """Return the positions of a sequence as the cells have them, but for those of windows."""
+    snapshot = context.kv.peek()
+    streams = () if snapshot is None else (each for each in snapshot.streams if not each.swa)
+    return sorted(pos for each in streams for pos in each.pos[each.has(number)].tolist())
 
 
 def _room(snapshot: Snapshot, number: int) -> tuple[int, int]:

@@ -24,6 +24,9 @@ Rows = NDArray[np.uint8]
 #: What later releases begin a sequence state with, before the sequence's number.
 MAGIC = 0xAF143CD8
 
+#: More caches than any memory has, one after the other in a state: a window's, and states.
+MOST = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -126,20 +129,25 @@ def _sections(reader: _Reader, layout: Layout) -> list[Section]:
     if not len(reader.data):
         raise _WrongLayout
     _skip_magic(reader)
-    found: list[Section] = []
-    cache = 0
-    while reader.at < len(reader.data):
-        start = reader.at
-        try:
-            found += _cache(reader, layout, cache)
-        except _WrongLayout:
-            if not cache:
-                raise
-            # What follows the last cache may be the states of recurrent layers.
-            reader.at = start
-            found += _recurrent(reader, cache)
-        cache += 1
-    return [section for section in found if len(section.pos)]
+    return [section for section in _caches(reader, layout, 0) if len(section.pos)]
+
+
+def _caches(reader: _Reader, layout: Layout, cache: int) -> list[Section]:
+    """Read this cache and all that follow it."""
+    start = reader.at
+    if start == len(reader.data):
+        return []
+    if cache == MOST:
+        raise _WrongLayout
+    try:
+        return _cache(reader, layout, cache) + _caches(reader, layout, cache + 1)
+    except _WrongLayout:
+        if not cache:
+            raise
+        # What follows the last cache may be the states of recurrent layers. That of one token, at
+        # position 0, begins like a cache without cells: only what comes after tells.
+        reader.at = start
+        return _recurrent(reader, cache)
 
 
 def _skip_magic(reader: _Reader) -> None:

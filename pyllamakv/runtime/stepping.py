@@ -89,7 +89,7 @@ def one(context: Context, sequence: Sequence, token: int) -> None:
             decoding.threw(context, error, (number,))
             raise
         if code:
-            context.emptied = decoding.settle(context, (number,))
+            context.emptied = decoding.settle(context, (number,), halfway=code != 1)
             raise decoding.failure(context, code, (number,))
         ledger.tokens.append(token)
         ledger.positions.append(pos)
@@ -113,7 +113,7 @@ def each(context: Context, sequences: Iterable[Sequence], tokens: Any) -> None:
             decoding.threw(context, error, ids)
             raise
         if code:
-            context.emptied = decoding.settle(context, ids)
+            context.emptied = decoding.settle(context, ids, halfway=code != 1)
             raise decoding.failure(context, code, ids)
         _record(context, together, given, places)
 
@@ -148,7 +148,7 @@ def advance(
             context.outputs.n = 0
             # Having moved cells helps once; the next failure must have decoded something first.
             if code != 1 or (healed and not rows) or not context.keeper.heal(ids):
-                context.emptied = decoding.settle(context, ids)
+                context.emptied = decoding.settle(context, ids, halfway=code != 1)
                 raise decoding.failure(context, code, ids)
             healed, given = True, rows[-1] if rows else given
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
-from pyllamakv.errors import PartialRemovalRefused
+from pyllamakv.errors import PartialRemovalRefused, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from collections.abc import Sequence as Positions
 
     from pyllamakv.runtime.context import Context
@@ -47,3 +48,24 @@ def check(context: Context, number: int, positions: Positions[int], what: str) -
             "context with swa_full=True and cells to spare"
         )
         raise PartialRemovalRefused(msg)
+
+
+def check_shared(context: Context, ids: Iterable[int]) -> None:
+    """Raise UsageError unless sequences may share a token; the turn is held.
+
+    Their parts of the sliding-window cache have to begin and end alike: llama.cpp asks for it, and
+    refuses the batch otherwise. Where there is no such cache nothing is asked.
+    """
+    if not context.info.n_swa or context.info.n_caches < 2:
+        return
+    native, handle = context.native, context.handle
+    ends = {
+        each: (native.seq_pos_min(handle, each), native.seq_pos_max(handle, each)) for each in ids
+    }
+    if len(set(ends.values())) > 1:
+        parts = ", ".join(f"{a}..{b} of sequence {each}" for each, (a, b) in ends.items())
+        msg = (
+            "sequences that share a token must begin and end alike in the sliding-window cache, "
+            f"which has positions {parts} (-1: none); decode the token once for each of them"
+        )
+        raise UsageError(msg)

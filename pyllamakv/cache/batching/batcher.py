@@ -152,9 +152,11 @@ class Batcher:
     def close(self) -> None:
         """Cancel what has not ended; the manager stays as it is."""
         self._unsettle()
-        self._roster.end_all("cancelled")
-        if isinstance(self._greedy, Sampler):
-            self._greedy.close()
+        try:
+            self._roster.end_all("cancelled")
+        finally:
+            if isinstance(self._greedy, Sampler):
+                self._greedy.close()
 
     def __enter__(self) -> Batcher:
         return self
@@ -205,6 +207,8 @@ class Batcher:
         for one in self._roster.active:
             feeding.restore_logits(one)
         self._roster.admit(self._steps)
+        # In place: of those who were fed together another one comes first the next time.
+        self._roster.active.sort(key=lambda one: one.served)
         portions = feeding.plan(self._roster.active, self.n_batch, self._steps)
         self._steps += 1
         portions = [each for each in portions if self._room(*each)]

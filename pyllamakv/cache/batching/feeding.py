@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pyllamakv.cache.slots import groups as grouping
+from pyllamakv.cache import groups as grouping
 from pyllamakv.errors import PartialRemovalRefused, ReprocessNeeded
 from pyllamakv.runtime.batch import Feed
 

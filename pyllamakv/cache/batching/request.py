@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding.protocol import Capability, SamplerParams
+from pyllamakv.cache import groups as grouping
 from pyllamakv.cache.batching import stopping
-from pyllamakv.cache.slots import groups as grouping
 from pyllamakv.errors import Unsupported, UsageError
 from pyllamakv.runtime.batch import as_int32
 from pyllamakv.runtime.sampler import NumpySampler, Sampler, punishes
@@ -15,7 +15,7 @@ from pyllamakv.runtime.sampler import NumpySampler, Sampler, punishes
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pyllamakv.cache.slots.groups import Group
+    from pyllamakv.cache.groups import Group
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.model import Model
     from pyllamakv.runtime.sampler import Picker

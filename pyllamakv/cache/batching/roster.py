@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -93,14 +94,18 @@ class Roster:
         one.give_back()
 
     def end(self, one: Generation, reason: Reason, error: Exception | None = None) -> None:
-        """End one."""
-        one.end(reason, error)
-        self.left(one)
+        """End one; raises what giving its lease back does, with it struck out."""
+        try:
+            one.end(reason, error)
+        finally:
+            self.left(one)
 
     def end_all(self, reason: Reason, error: Exception | None = None) -> None:
-        """End all of them."""
-        for each in self:
-            self.end(each, reason, error)
+        """End all of them; what giving a lease back raises is raised when all have ended."""
+        with ExitStack() as stack:
+            # Last in, first out; a stack goes on where one of them raises.
+            for each in reversed((*self.active, *self.waiting)):
+                stack.callback(self.end, each, reason, error)
 
     def left(self, one: Generation) -> None:
         """Strike out one that has ended."""

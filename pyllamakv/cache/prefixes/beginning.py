@@ -5,30 +5,25 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from pyllamakv.cache import groups as grouping
 from pyllamakv.cache.prefixes import branch_pages, space
 from pyllamakv.cache.prefixes.branch_pages import DamagedPage
 from pyllamakv.cache.prefixes.tree import WIDTH
 from pyllamakv.errors import PagingError, PartialRemovalRefused
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pyllamakv.cache.groups import Group
     from pyllamakv.cache.prefixes.branches import Branches
     from pyllamakv.cache.prefixes.cache import PrefixCache
     from pyllamakv.cache.prefixes.tree import Node
-    from pyllamakv.runtime.sequence import Sequence
+    from pyllamakv.runtime import sequence as runtime
 
 LOG = logging.getLogger("pyllamakv.cache")
-Groups = list[tuple[int, int]]
 
 
-def uncut(length: int, groups: Groups) -> int:
-    """Return the longest length, at most this one, that ends inside no group."""
-    for first, end in sorted(groups, reverse=True):
-        if first < length < end:
-            length = first
-    return length
-
-
-def begin(cache: PrefixCache, key: bytes, groups: Groups) -> tuple[Sequence, int]:
+def begin(cache: PrefixCache, key: bytes, groups: Sequence[Group]) -> tuple[runtime.Sequence, int]:
     """Return a sequence with the longest beginning of a prompt, short of its last token.
 
     Raises KVCacheFull where the rest can find no room, NoSlotAvailable; nothing is lost then.
@@ -46,7 +41,9 @@ def begin(cache: PrefixCache, key: bytes, groups: Groups) -> tuple[Sequence, int
             exact = True
 
 
-def _find(cache: PrefixCache, key: bytes, groups: Groups, *, exact: bool) -> tuple[Node, int]:
+def _find(
+    cache: PrefixCache, key: bytes, groups: Sequence[Group], *, exact: bool
+) -> tuple[Node, int]:
     """Return the node where the usable beginning ends, in the cache, and the beginning's length.
 
     ``exact``: it can only be the end of a node that keeps something itself.
@@ -61,7 +58,7 @@ def _find(cache: PrefixCache, key: bytes, groups: Groups, *, exact: bool) -> tup
 
 
 def _candidate(
-    cache: PrefixCache, key: bytes, groups: Groups, *, exact: bool, pages: bool
+    cache: PrefixCache, key: bytes, groups: Sequence[Group], *, exact: bool, pages: bool
 ) -> tuple[Node, int]:
     tree = cache.branches.tree
     node, length = tree.match(key)
@@ -70,16 +67,16 @@ def _candidate(
     if exact:
         for each in reversed(path):
             kept = each.entry is not None or each.leases or (pages and each.page is not None)
-            if kept and each.end <= length and uncut(each.end, groups) == each.end:
+            if kept and each.end <= length and grouping.floor(groups, each.end) == each.end:
                 return each, each.end
         return tree.root, 0
     if not pages:
         length = min(length, max((each.end for each in path if each.held), default=0))
-    length = uncut(length, groups)
+    length = grouping.floor(groups, length)
     return next((each for each in path if each.end >= length > each.start), tree.root), length
 
 
-def _tail(branches: Branches, donor: Sequence, length: int) -> Node | None:
+def _tail(branches: Branches, donor: runtime.Sequence, length: int) -> Node | None:
     """Return the node of a sequence that may be cut although something pinned depends on it."""
     node = next((each for each in branches.tree.walk() if each.entry is donor), None)
     if node is None or not branches.removable(node, frees_id=False):
@@ -113,7 +110,7 @@ def _page_in(cache: PrefixCache, node: Node | None) -> bool:
     return True
 
 
-def _sequence(cache: PrefixCache, key: bytes, length: int) -> Sequence:
+def _sequence(cache: PrefixCache, key: bytes, length: int) -> runtime.Sequence:
     """Return a sequence of the first tokens of a key: new, a fork, or one taken over."""
     branches = cache.branches
     while True:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from pyllamakv.cache import groups as grouping
 from pyllamakv.cache.prefixes import beginning, branch_pages, checking, space
 from pyllamakv.cache.prefixes.branches import Branches
 from pyllamakv.cache.prefixes.lease import PrefixLease
@@ -74,18 +75,19 @@ class PrefixCache:
     ) -> PrefixLease:
         """Return a lease for a prompt, with the longest beginning of it that is known.
 
-        At least one token is left to decode. A beginning never ends inside one of ``groups``.
-        Raises UsageError, BudgetTooSmall, NoSlotAvailable, KVCacheFull, or PagingError when a
-        branch in the way cannot be written; the cache has what it had then.
+        At least one token is left to decode. A beginning never ends inside one of ``groups``,
+        ranges of the prompt that do not overlap. Raises UsageError, BudgetTooSmall,
+        NoSlotAvailable, KVCacheFull, or PagingError when a branch in the way cannot be written;
+        the cache has what it had then.
         """
         key = self.key(tokens)
         prompt = len(key) // WIDTH
-        ranges = [(int(first), int(end)) for first, end in groups]
+        together = grouping.checked(groups, prompt, prompt)
         self.check_budget(prompt)
         self.sync()
         known = self.branches.tree.match(key)[1]
         try:
-            sequence, length = beginning.begin(self, key, ranges)
+            sequence, length = beginning.begin(self, key, together)
         finally:
             self.forget_pins()
         lease = PrefixLease(self, sequence, key, length, known)

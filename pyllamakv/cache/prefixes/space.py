@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.cache.prefixes import branch_pages
+from pyllamakv.cache.room import Room
 from pyllamakv.errors import (
-    KVCacheFull,
+    NativeError,
     NoSlotAvailable,
     NotSupported,
     PagingError,
     Unsupported,
+    WorkerDied,
 )
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from pyllamakv.cache.prefixes.lease import PrefixLease
     from pyllamakv.cache.prefixes.paging import Page
     from pyllamakv.cache.prefixes.tree import Node
+    from pyllamakv.errors import KVCacheFull
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.sequence import Sequence
     from pyllamakv.runtime.snapshot import KVStats
@@ -92,20 +95,24 @@ def make_ids(cache: PrefixCache, n: int, kept: Iterable[Node]) -> bool:
 
 
 def keep_state(cache: PrefixCache, lease: PrefixLease) -> None:
-    """Keep the state that a lease has now, if there is a sequence or a page for it."""
+    """Keep the state that a lease has now, if there is a sequence or a page for it.
+
+    Nobody has to make way for it, and one that cannot be kept is no harm.
+    """
     branches, node = cache.branches, lease.node
     if node.parent is None or node.entry is not None or node.page is not None:
         return
-    if branches.vacant or (branches.pager is None and make_ids(cache, 1, node.path)):
-        branches.attach(node, branches.fork(lease.sequence, len(lease.sequence)))
-    elif branches.pager is not None:
-        try:
+    try:
+        if branches.vacant:
+            branches.attach(node, branches.fork(lease.sequence, len(lease.sequence)))
+        elif branches.pager is not None:
             page = branches.pager.write(lease.sequence.save(), 0, node.end)
-        except PagingError as error:
-            LOG.warning("%s", error)  # a state less, no harm
-            return
-        branches.tree.set_page(node, page)
-        cache.counts["paged_out"] += 1
+            branches.tree.set_page(node, page)
+            cache.counts["paged_out"] += 1
+    except WorkerDied:
+        raise
+    except (NativeError, Unsupported, PagingError, MemoryError) as error:
+        LOG.warning("the state after %d tokens is not kept: %s", node.end, error)
 
 
 def pin_state(cache: PrefixCache, node: Node, length: int) -> None:
@@ -236,12 +243,10 @@ def _needs_holes(context: Context) -> bool:
 
 def full(cache: PrefixCache, n: int) -> KVCacheFull:
     """Make the error for ``n`` tokens that find no room."""
-    stats = cells(cache.context)
-    size, used, hole = (stats.size, stats.used, stats.largest_hole) if stats else (0, 0, None)
+    there = Room.of(cache.context, cells(cache.context))
     msg = (
-        f"there is no room for {n} more tokens: {used} of {size} cells are used, by leases and "
-        "what is pinned most of all; release a lease, or make the context with a larger n_ctx"
+        f"there is no room for {n} more tokens: {there.used} of {there.cells} cells are used, by "
+        "leases and what is pinned most of all; release a lease, or make the context with a larger "
+        "n_ctx"
     )
-    return KVCacheFull(
-        msg, cells=size, used=used, largest_hole=hole, wanted=n, defragged=False, stats=stats
-    )
+    return there.full(msg, n)

@@ -11,14 +11,14 @@ import logging
 from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import Memory
+from pyllamakv.cache import groups as grouping
+from pyllamakv.cache.room import Room
 from pyllamakv.cache.slots import choice as choosing
-from pyllamakv.cache.slots import groups as grouping
 from pyllamakv.cache.slots import shifting
 from pyllamakv.cache.slots.slot import Slot, SlotLease
 from pyllamakv.cache.slots.stats import Counts, SlotStats, draw, examine
 from pyllamakv.errors import (
     Closed,
-    KVCacheFull,
     NoSlotAvailable,
     PartialRemovalRefused,
     ReprocessNeeded,
@@ -233,8 +233,7 @@ class SlotCache:
                 f"no room for {n} tokens: {least} of {self._cells} cells belong to slots in use; "
                 "release one, or make the cache with smaller slots"
             )
-            used = _cells(ledgers)
-            raise KVCacheFull(msg, cells=self._cells, used=used, largest_hole=None, wanted=n)
+            raise Room(self._cells, _cells(ledgers)).full(msg, n)
         with self.context.turn:
             for each in sorted(free, key=lambda one: one.last_used):
                 if _cells(ledgers) + n <= self._cells:

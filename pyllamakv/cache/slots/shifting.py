@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.cache.slots import groups as grouping
+from pyllamakv.cache import groups as grouping
 from pyllamakv.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pyllamakv.cache.slots.groups import Group
+    from pyllamakv.cache.groups import Group
 
 
 def shift_discard(

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pyllamakv.cache import groups as grouping
 from pyllamakv.cache import room
-from pyllamakv.cache.slots import groups as grouping
 from pyllamakv.cache.slots.shifting import shift_discard
-from pyllamakv.errors import KVCacheFull, PartialRemovalRefused, ReprocessNeeded, UsageError
+from pyllamakv.errors import PartialRemovalRefused, ReprocessNeeded, UsageError
 from pyllamakv.runtime.batch import as_int32
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
 
+    from pyllamakv.cache.groups import Group
     from pyllamakv.cache.slots.cache import SlotCache
-    from pyllamakv.cache.slots.groups import Group
     from pyllamakv.runtime.sequence import Sequence
 
 
@@ -157,6 +157,6 @@ class SlotLease:
                 f"no room for {n} tokens in a slot of {self._size} whose first {keep} stay: decode "
                 "fewer at once, keep fewer, or make the cache with larger slots"
             )
-            raise KVCacheFull(msg, cells=self._size, used=have, largest_hole=None, wanted=n)
+            raise room.Room(self._size, have).full(msg, n)
         discard = shift_discard(self._size, keep, have, slot.groups, wanted=n)
         self._cache.discard(slot, keep, discard)

@@ -1,0 +1,40 @@
+"""Help the tests of the batcher: samplers that say what they are told, and references."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import runtime_kit as kit
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyllamakv.runtime.context import Context
+
+
+class Fixed:
+    """Pick tokens from a list."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = list(tokens)
+
+    def pick(self, context: Context, index: int = -1) -> int:
+        """Return the next of the list, once the logits may be read."""
+        context.logits(index)
+        return self.tokens.pop(0)
+
+
+def said(data: bytes) -> Fixed:
+    """Return a sampler that says these bytes, and then ends."""
+    return Fixed([*(byte + 3 for byte in data), 2])
+
+
+def alone(folder: Path, prompt: str | list[int], n: int, **native: Any) -> str:
+    """Return what a prompt gives in a context of its own, by the runtime's own loop."""
+    ctx = kit.context(folder, native, n_ctx=256)
+    sequence = ctx.sequence()
+    ctx.prefill(sequence, ctx.model.tokenize(prompt) if isinstance(prompt, str) else prompt)
+    return "".join(ctx.generate(sequence, n))
+
+
+PROMPTS = ["Hi", "Once upon a time there was", "Hello", "x" * 50, "Once upon a hill", "y" * 40]

@@ -1,0 +1,28 @@
+"""Help the tests of the slots: fill one, and decode the same in a context of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import runtime_kit as kit
+
+from pyllamakv.cache.slots.cache import SlotCache
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def fill(cache: SlotCache, tokens: Any) -> int:
+    """Decode a prompt in a slot, give it back, and return the id of its sequence."""
+    with cache.acquire(tokens) as lease:
+        lease.decode()
+        return lease.sequence.id
+
+
+def fresh(tmp_path: Path, tokens: list[int]) -> np.ndarray:
+    """Return the logits after these tokens in a context of their own."""
+    alone = kit.context(tmp_path)
+    sequence = alone.sequence()
+    alone.prefill(sequence, tokens)
+    return alone.logits().copy()

@@ -1,0 +1,171 @@
+"""Test copies and removals of a cache over a context: shared cells, gaps, memories of states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from cache_kit import forward, picture, simulated
+
+from pyllamakv.errors import KVCacheFull, NotSupported, SharedCells, UsageError
+
+if TYPE_CHECKING:
+    from pyllamakv.cache.context_cache import ContextCache
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> ContextCache:
+    """Return a cache of 64 cells and 4 sequences."""
+    return simulated(tmp_path)
+
+
+def test_a_copy_replaces_what_was_there(cache: ContextCache) -> None:
+    """The target's own tokens go, and the cells are shared."""
+    forward(cache, 0, [1, 2, 3, 4])
+    forward(cache, 1, [9] * 9)
+    assert cache.copy_prefix(0, 1, 2) == 2
+    assert cache.lanes[1].tokens == [1, 2]
+    assert cache.context.kv.stats.shared == 2
+    forward(cache, 1, [7, 8])
+    assert cache.lanes[1].tokens == [1, 2, 7, 8]
+    assert cache.lanes[0].tokens == [1, 2, 3, 4]
+    cache.check()
+
+
+def test_a_copy_to_itself_changes_nothing(cache: ContextCache) -> None:
+    """An earlier cache wiped the sequence before it copied what was no longer there."""
+    forward(cache, 0, [1, 2, 3, 4])
+    before = picture(cache)
+    assert cache.copy_prefix(0, 0, 2) == 2
+    assert cache.copy_prefix(0, 0, 9) == 4
+    assert picture(cache) == before
+
+
+def test_copies_of_nothing_and_of_too_much(cache: ContextCache) -> None:
+    """Length 0 wipes the target, a length beyond the source copies it all."""
+    forward(cache, 0, [1, 2, 3])
+    forward(cache, 1, [9])
+    assert cache.copy_prefix(0, 1, 99) == 3
+    assert cache.lanes[1].tokens == [1, 2, 3]
+    assert cache.copy_prefix(0, 1, 0) == 0
+    assert cache.length(1) == 0
+    assert cache.copy_prefix(2, 0, 5) == 0
+    assert cache.length(0) == 0
+    with pytest.raises(UsageError, match="0 or more"):
+        cache.copy_prefix(0, 1, -1)
+    with pytest.raises(UsageError, match="out of range"):
+        cache.copy_prefix(0, 4, 1)
+
+
+def test_a_memory_of_states_copies_the_whole_or_nothing(tmp_path: Path) -> None:
+    """The refusal comes before the target is wiped."""
+    cache = simulated(tmp_path, {"partial": False})
+    forward(cache, 0, [1, 2, 3])
+    forward(cache, 1, [9])
+    before = picture(cache)
+    with pytest.raises(NotSupported, match="one state per sequence") as caught:
+        cache.copy_prefix(0, 1, 2)
+    assert "state" in caught.value.reason
+    assert picture(cache) == before
+    assert cache.copy_prefix(0, 1, 3) == 3
+
+
+def test_a_removed_end_leaves_a_hole_that_is_used_again(cache: ContextCache) -> None:
+    """TestRemove/RemoveEnd: tokens behind are gone, the next ones take their place."""
+    forward(cache, 0, [1, 2, 3, 4, 5])
+    cache.remove(0, 3)
+    assert cache.lanes[0].tokens == [1, 2, 3]
+    forward(cache, 0, [6, 7])
+    assert cache.lanes[0].positions == [0, 1, 2, 3, 4]
+    assert cache.context.kv.stats.used_max == 5
+    cache.remove(0, 9)
+    cache.remove(0, 5, 7)
+    assert cache.length(0) == 5
+
+
+def test_a_removed_middle_closes_up(cache: ContextCache) -> None:
+    """TestRemove/RemoveMiddle: what lies behind moves down, and the cache turns its keys."""
+    forward(cache, 0, [1, 2, 3, 4, 5, 6])
+    cache.remove(0, 1, 3)
+    assert (cache.lanes[0].tokens, cache.lanes[0].positions) == ([1, 4, 5, 6], [0, 1, 2, 3])
+    assert cache.context.kv.snapshot().streams[0].shift.min() == -2
+    cache.remove(0, 0, 2)
+    assert cache.lanes[0].tokens == [5, 6]
+    cache.remove(0, 1, 1)
+    assert cache.lanes[0].tokens == [5, 6]
+    cache.check()
+
+
+def test_a_shared_cell_is_found_before_anything_moves(cache: ContextCache) -> None:
+    """An earlier cache had moved some cells when it met the first shared one.
+
+    And a shift of a fork silently moved its sibling along in every release with one cache for all.
+    """
+    forward(cache, 0, range(10))
+    cache.copy_prefix(0, 1, 8)
+    before = picture(cache)
+    with pytest.raises(SharedCells) as caught:
+        cache.remove(0, 2, 4)
+    assert caught.value.sequences == (1,)
+    assert picture(cache) == before
+    cache.remove(0, 7, 8)  # only position 8 and 9 move, which nobody shares
+    assert cache.lanes[0].tokens == [0, 1, 2, 3, 4, 5, 6, 8, 9]
+    assert cache.lanes[1].tokens == list(range(8))
+    cache.check()
+
+
+def test_cells_of_its_own_on_request(cache: ContextCache) -> None:
+    """The sibling stays as it was, byte for byte."""
+    forward(cache, 0, range(10))
+    cache.copy_prefix(0, 1, 8)
+    rows = cache.context.kv.rows(0, cache.lanes[1])
+    cache.remove(0, 2, 4, unshare=True)
+    assert cache.lanes[0].tokens == [0, 1, 4, 5, 6, 7, 8, 9]
+    assert cache.lanes[1].tokens == list(range(8))
+    after = cache.context.kv.rows(0, cache.lanes[1])
+    assert (rows.k == after.k).all()
+    assert (rows.v == after.v).all()
+    assert cache.context.kv.stats.shared == 0
+    cache.check()
+
+
+def test_no_room_for_cells_of_its_own(cache: ContextCache) -> None:
+    """That is found before anything is done."""
+    forward(cache, 0, [1] * 30)
+    cache.copy_prefix(0, 1, 30)
+    forward(cache, 2, [2] * 20)
+    before = picture(cache)
+    with pytest.raises(KVCacheFull) as caught:
+        cache.remove(0, 2, 4, unshare=True)
+    assert (caught.value.wanted, caught.value.used) == (30, 50)
+    assert picture(cache) == before
+
+
+def test_a_memory_that_cannot_shift_refuses_the_middle(tmp_path: Path) -> None:
+    """The reason is said, nothing has changed, and the whole can always be removed."""
+    cache = simulated(tmp_path, {"can_shift": False})
+    forward(cache, 0, range(10))
+    before = picture(cache)
+    with pytest.raises(NotSupported, match="cannot shift positions") as caught:
+        cache.remove(0, 2, 4)
+    assert caught.value.reason == "this context's memory cannot shift positions"
+    assert picture(cache) == before
+    cache.remove(0, 8)
+    cache.remove(0, 0)
+    assert cache.length(0) == 0
+
+
+def test_a_memory_of_states_refuses_parts(tmp_path: Path) -> None:
+    """An end as well as a middle, and says where decoding can go on."""
+    cache = simulated(tmp_path, {"partial": False})
+    forward(cache, 0, range(10))
+    before = picture(cache)
+    for begin, end in ((4, None), (2, 4), (0, 4)):
+        with pytest.raises(NotSupported):
+            cache.remove(0, begin, end)
+        assert picture(cache) == before
+    assert [p for p in range(12) if cache.can_resume(0, p)] == [0, 10]
+    assert cache.prepare_restore(0, 7) == 0
+    cache.remove(0, 0)
+    assert cache.length(0) == 0
