@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from native_kit import DEFAULT_RELEASE, built
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
 
 ROOT = Path(__file__).resolve().parent.parent
-DEFAULT_RELEASE = "0.3.9"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,28 +50,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "release(name): the release that a native test runs on")
 
 
-def _variant(spec: str) -> Variant:
-    from pyllamakv.building import variant
-
-    found = variant.find(spec)
-    if found is None:
-        message = f"{spec} is not built here: run `make build`"
-        if os.environ.get("PYLLAMAKV_REQUIRE_NATIVE"):
-            pytest.fail(message)
-        pytest.skip(message)
-    return found
-
-
 @pytest.fixture(scope="session")
 def stock() -> Variant:
     """Return the stock variant of the default release."""
-    return _variant(f"{DEFAULT_RELEASE}+stock")
+    return built(f"{DEFAULT_RELEASE}+stock")
 
 
 @pytest.fixture(scope="session")
 def patched() -> Variant:
     """Return the patched variant of the default release."""
-    return _variant(f"{DEFAULT_RELEASE}+patched")
+    return built(f"{DEFAULT_RELEASE}+patched")
 
 
 @pytest.fixture(scope="session", params=["stock", "patched"])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import runtime_kit
-from cache_kit import built
+from native_kit import built
 
 import pyllamakv as kv
 from pyllamakv.binding import logs
@@ -78,7 +78,7 @@ def test_what_a_log_tells_beyond_the_cells(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("spec", ["0.3.9+patched", "0.3.36+patched"])
 def test_a_real_library_tells(spec: str, kind: str, isolated: bool) -> None:
     """K and V are counted and agree with the log; compute and output are there."""
-    with kv.open(built(spec), isolated=isolated) as library:
+    with kv.open(built(spec).folder, isolated=isolated) as library:
         model = library.load_model(synthetic.tiny())
         with model.context(2048, 256, 64, flash_attn=True, type_k=kind, type_v=kind) as ctx:
             told = kv.memory_breakdown(ctx)
@@ -96,7 +96,7 @@ def test_a_real_library_tells(spec: str, kind: str, isolated: bool) -> None:
 @pytest.mark.native
 def test_states_are_told() -> None:
     """A recurrent memory has no cells to count."""
-    with kv.open(built("0.3.36+patched")) as library:
+    with kv.open(built("0.3.36+patched").folder) as library:
         model = library.load_model(synthetic.model("recurrent"))
         with model.context(256, 64, n_seq_max=4) as ctx:
             told = kv.memory_breakdown(ctx)

@@ -66,6 +66,19 @@ def test_second_build_runs_nothing(shop: Workshop) -> None:
     assert shop.compiler_calls.read_text("utf-8") == asked
 
 
+def test_the_build_folder_of_a_variant_is_lent(shop: Workshop) -> None:
+    """Whoever goes on from a variant's objects gets them, also after another was built there."""
+    stock = build.build(shop.spec)
+    release, changed = patched(shop, b"// patched\n")
+    build.build_patched(release, changed)
+    (source,) = (shop.home / "objects").glob("*-tree/src/llama.cpp")
+    assert b"// patched" in source.read_bytes()
+    with build.at_work(shop.spec) as (wanted, job):
+        assert (variant.lookup(wanted), wanted.objects) == (stock, job.folder)
+        assert b"// patched" not in source.read_bytes()
+        assert (job.folder / "CMakeCache.txt").is_file()
+
+
 def test_lost_index_costs_no_compiling(shop: Workshop) -> None:
     """The index is a cache: without it the variant is found by its content."""
     first = build.build(shop.spec)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
-from cache_kit import built, forward, fresh, picture, some
+from cache_kit import forward, fresh, picture, some
+from native_kit import built
 
 import pyllamakv as kv
 from pyllamakv.errors import KVCacheFull, NotSupported, SharedCells
@@ -61,7 +62,7 @@ class Bench(NamedTuple):
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     """Open a library with the smallest model."""
     spec, unified, flash = request.param
-    with kv.open(built(spec)) as library, library.load_model(synthetic.tiny()) as model:
+    with kv.open(built(spec).folder) as library, library.load_model(synthetic.tiny()) as model:
         yield Bench(model, {"flash_attn": flash, "n_ubatch": 16}, unified)
 
 
@@ -261,7 +262,7 @@ def test_after_every_error_the_whole_can_be_removed(bench: Bench) -> None:
 @pytest.mark.parametrize("spec", ["0.3.9+patched", "0.3.36+patched"])
 def test_the_whole_can_always_be_removed(spec: str, name: str) -> None:
     """Also where a memory keeps states or windows, after an aborted pass, many times over."""
-    with kv.open(built(spec), isolated=True) as library:
+    with kv.open(built(spec).folder, isolated=True) as library:
         try:
             model = library.load_model(synthetic.model(name))
         except kv.ModelError:
@@ -299,7 +300,7 @@ def test_windows_of_all_sequences_slide(flash: bool) -> None:
     cache looked at the sequences of the batch alone and ran full. What is kept beyond the window
     is masked: logits are those of a fresh context.
     """
-    with kv.open(built("0.3.36+patched")) as library:
+    with kv.open(built("0.3.36+patched").folder) as library:
         model = windowed(library, 8)
         sizes = {"max_sequences": 2, "capacity": 512, "max_batch": 32, "n_ubatch": 32}
         with kv.ContextCache.init(model, flash_attn=flash, **sizes) as cache:
@@ -325,7 +326,7 @@ def test_a_window_of_four_resumes_where_its_cells_are() -> None:
     The cells stay until others need them, so that the answers come from what is there, not from a
     formula: going back further than the window is possible as long as nobody took the cells.
     """
-    with kv.open(built("0.3.36+patched")) as library:
+    with kv.open(built("0.3.36+patched").folder) as library:
         model = windowed(library, 4)
         sizes = {"max_sequences": 1, "capacity": 512, "max_batch": 32, "n_ubatch": 32}
         with kv.ContextCache.init(model, checkpoints=kv.Schedule(size=0), **sizes) as cache:

@@ -15,6 +15,10 @@ from pyllamakv.cli import main
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "fragmented.jsonl"
 
 
+#: What scripts are judged under.
+JUDGED = {"LLAMA_SET_ROWS": "0"}
+
+
 class Opened:
     """Stand in for an opened library."""
 
@@ -56,7 +60,7 @@ def test_run_plays_a_script_and_draws(opened, capsys) -> None:
     assert code == 0
     assert "used=128 holes=128 largest_hole=1" in out
     assert "after: 144 of 256 cells used" in out
-    assert opened == [("0.3.9+patched", {"isolated": True})]
+    assert opened == [("0.3.9+patched", {"isolated": True, "env": JUDGED})]
 
 
 def test_run_tells_what_stock_does(opened, capsys) -> None:
@@ -104,12 +108,61 @@ def test_trace_view_replay(opened, capsys, tmp_path: Path) -> None:
     assert cli(capsys, "run", trace)[0] == 0
 
 
+def test_a_script_is_played_as_it_is_judged(opened, capsys, tmp_path, monkeypatch) -> None:
+    """By every verb, and so is its trace, which says so; who sets the variable has his way."""
+    trace = tmp_path / "trace.jsonl"
+    assert cli(capsys, "run", EXAMPLE, "--trace", trace)[0] == 0
+    for verb in ("view", "stats"):
+        assert cli(capsys, verb, EXAMPLE)[0] == 0
+    monkeypatch.setenv("LLAMA_SET_ROWS", "1")
+    code, out, _ = cli(capsys, "replay", trace)
+    assert code == 0
+    assert "under LLAMA_SET_ROWS=0\n" in out
+    assert [options["env"] for _, options in opened] == [JUDGED] * 4
+    assert cli(capsys, "run", EXAMPLE)[0] == 0
+    assert opened[-1][1]["env"] == {"LLAMA_SET_ROWS": "1"}
+
+
+@pytest.mark.parametrize("verb", ["run", "view", "stats"])
+def test_a_model_that_is_named_is_played_on(opened, capsys, monkeypatch, verb) -> None:
+    """The script names one, and the command line comes first; one that is not there is refused."""
+    loaded = []
+    load = Rolling.model_load
+
+    def loading(self, path, params):
+        loaded.append(Path(path).name)
+        return load(self, path, params)
+
+    monkeypatch.setattr(Rolling, "model_load", loading)
+    assert cli(capsys, verb, EXAMPLE, "--model", "bytes")[0] == 0
+    assert loaded[0].startswith("bytes-")
+    opened.clear()
+    code, _, err = cli(capsys, verb, EXAMPLE, "--model", "/nowhere/x.gguf")
+    assert code == 2 and "x.gguf" in err
+    assert not opened
+
+
+def test_a_replay_says_what_it_cannot_undo(opened, capsys, tmp_path, monkeypatch) -> None:
+    """A variable of this process that the recording did not have."""
+    trace = tmp_path / "trace.jsonl"
+    assert cli(capsys, "run", EXAMPLE, "--trace", trace)[0] == 0
+    monkeypatch.setenv("LLAMA_KV_DEFRAG_PLAN", "ordered")
+    _, out, _ = cli(capsys, "replay", trace)
+    assert "under LLAMA_KV_DEFRAG_PLAN=ordered LLAMA_SET_ROWS=0\n" in out
+    assert "not so when it was recorded: LLAMA_KV_DEFRAG_PLAN\n" in out
+    _, out, _ = cli(capsys, "replay", trace, "--json")
+    assert json.loads(out)["environment"]["LLAMA_SET_ROWS"] == "0"
+
+
 @pytest.mark.parametrize(
     "words",
     [
         (),
         ("x.jsonl", "--prompt", "hi"),
         ("--prompt", "hi"),
+        (EXAMPLE, "--max-tokens", 8),
+        (EXAMPLE, "--seed", 0),
+        (EXAMPLE, "--flash-attn", "--threads", 2),
     ],
 )
 def test_run_refuses_what_makes_no_sense(opened, capsys, words) -> None:

@@ -151,17 +151,22 @@ def test_stats_of_a_trace_and_of_a_run_agree(trace, capsys, form) -> None:
         assert recorded.items() <= played.items()
 
 
-def test_stats_take_labels(trace, capsys) -> None:
-    """For every metric, and wrong ones are refused."""
+def test_stats_take_labels(trace, opened, capsys) -> None:
+    """For every metric; wrong ones are refused before anything is played, whatever the format."""
     code, out, _ = cli(
         capsys, "stats", trace, "--format", "prometheus", "--label", 'host=a"b', "--label", "x=y=z"
     )
     _, samples = parse(out)
     assert code == 0
     assert all({("host", 'a"b'), ("x", "y=z")} <= set(labels) for _, labels in samples)
-    for wrong in ("host", "op=x", "1=2"):
-        words = ("stats", trace, "--format", "prometheus", "--label", wrong)
-        assert cli(capsys, *words)[0] == 2
+    opened.clear()
+    for wrong in ("host", "op=x", "1=2", "__x=y", "a-b=c", "ü=x", "=x", "manager=x"):
+        for form in ("text", "json", "prometheus"):
+            words = ("stats", EXAMPLE, "--format", form, "--label", wrong)
+            assert cli(capsys, *words)[0] == 2
+    assert not opened
+    code, out, _ = cli(capsys, "stats", trace, "--label", "host=a\x1b[31mb")
+    assert code == 0 and "a\\x1b[31mb" in out
 
 
 def test_stats_of_a_run_that_fails(capsys) -> None:
@@ -196,3 +201,44 @@ def test_a_line_without_cells_names_those_that_have_some(trace, capsys) -> None:
     code, _, err = cli(capsys, "view", trace, "--line", 999)
     assert code == 2
     assert "lines 2 to 10 have" in err
+
+
+def test_nothing_in_a_run_gives_orders_to_the_terminal(opened, capsys, tmp_path) -> None:
+    """Control characters of labels, names, notes and heads are spelled, also in pictures."""
+    evil = "\x1b[2J\x07\x9b\r\u202e"
+    lines = [
+        {"op": "context", "n_ctx": 64},
+        {"op": "decode", "feed": {"0": 4}},
+        {"op": "save", "seq": 0, "as": evil},
+        {"op": "snapshot", "label": evil},
+        {"op": "note", "text": evil},
+    ]
+    script, trace = tmp_path / f"a{evil[:4]}.jsonl", tmp_path / "trace.jsonl"
+    script.write_text("\n".join(map(json.dumps, lines)))
+    assert cli(capsys, "run", script, "--trace", trace)[0] == 0
+    head, *rest = trace.read_text().splitlines()
+    named = json.dumps({**json.loads(head), "variant": evil, "spec": evil})
+    trace.write_text("\n".join([named, *rest]) + "\n")
+    svg = tmp_path / "line.svg"
+    said = ""
+    for words in (
+        ("run", script),
+        ("view", script),
+        ("view", trace),
+        ("view", trace, "--timeline", svg),
+        ("view", trace, "--svg", tmp_path / "all"),
+        ("stats", trace),
+        ("replay", trace, "--variant", "x"),
+    ):
+        code, out, err = cli(capsys, *words)
+        assert code == 0, err
+        said += out + err
+    script.write_text(json.dumps({"op": evil}))
+    code, _, err = cli(capsys, "run", script)
+    assert code == 2
+    said += err
+    assert "\\x1b[2J\\x07" in said
+    assert all(sign.isprintable() or sign == "\n" for sign in said)
+    assert ET.parse(svg).getroot().tag.endswith("svg")
+    for picture in (tmp_path / "all").iterdir():
+        ET.parse(picture)

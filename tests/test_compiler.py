@@ -90,6 +90,28 @@ def test_pairs_stay_together(tmp_path: Path) -> None:
     assert (found.c, found.cxx) == (str(tmp_path / "clang"), str(tmp_path / "clang++"))
 
 
+def test_a_compiler_that_could_not_answer(tmp_path: Path) -> None:
+    """Without memory, say, it tells no flags: that is no answer, and is not kept."""
+    dying = BODY.replace(
+        "*native*) echo", "*native*) echo 'cc1plus: out of memory' >&2; exit 1 ; echo"
+    )
+    env = programs(tmp_path / "bin", "gcc", "g++", body=dying)
+    cache = tmp_path / "cache.json"
+    with pytest.raises(ToolMissing, match="out of memory"):
+        compiler.find(cache, env)
+    programs(tmp_path / "bin", "gcc", "g++")
+    assert compiler.find(cache, env).native_flags == ("avx2", "pni")
+
+
+def test_a_compiler_without_the_word_has_no_flags(tmp_path: Path) -> None:
+    """One that does not know `native` says so, and tunes nothing."""
+    plain = BODY.replace(
+        "*native*) echo", '*native*) echo "unknown argument: $1" >&2; exit 1 ; echo'
+    )
+    env = programs(tmp_path, "gcc", "g++", body=plain)
+    assert compiler.find(environ=env).native_flags == ()
+
+
 def test_missing(tmp_path: Path) -> None:
     """Without a compiler the message says what to install."""
     with pytest.raises(ToolMissing, match=r"C and C\+\+ compiler.*apt-get install g\+\+"):

@@ -18,7 +18,7 @@ def store(tmp_path: Path) -> Store:
     """Return a store whose ref `main` is a tiny llama.cpp."""
     made = open_store(tmp_path / "store.git")
     commit = repository(tmp_path / "up")
-    gitting.git(made.path, "fetch", "-q", str(tmp_path / "up"), "HEAD")
+    gitting.git(made.path, "fetch", "-q", str(tmp_path / "up"), "HEAD", network=True)
     made.publish("refs/upstream/main", commit)
     return made
 
@@ -123,7 +123,7 @@ def test_links_inside_are_links(store: Store, tmp_path: Path) -> None:
     (up / "link.h").symlink_to("include/llama.h")
     gitting.git(up, "add", "link.h")
     gitting.git(up, "commit", "-q", "-m", "link")
-    gitting.git(store.path, "fetch", "-q", str(up), "+HEAD:refs/upstream/link")
+    gitting.git(store.path, "fetch", "-q", str(up), "+HEAD:refs/upstream/link", network=True)
     store.export("refs/upstream/link", tmp_path / "out")
     assert (tmp_path / "out/link.h").readlink() == Path("include/llama.h")
     assert not store.compare("refs/upstream/link", tmp_path / "out")

@@ -149,6 +149,28 @@ def test_an_interrupt_keeps_what_was_found(tmp_path: Path) -> None:
     assert 3 < len(found.lines) - 1 < 60
 
 
+@pytest.mark.parametrize(("at", "left"), [(1, None), (2, 111)])
+def test_an_interrupt_of_the_first_runs(tmp_path: Path, at: int, left: int | None) -> None:
+    """Before it is known how the trace fails there is nothing to keep; then there is all of it."""
+    path = test_trace.record(tmp_path / "long.jsonl", LONG, Rolling())
+    runs = []
+
+    class Interrupted(Rolling):
+        def context_new(self, model, params):
+            if params.n_seq_max == 4:
+                runs.append(1)
+                if len(runs) == at:
+                    raise KeyboardInterrupt
+            return super().context_new(model, params)
+
+    if left is None:
+        with pytest.raises(KeyboardInterrupt):
+            shrink(path, Interrupted)
+    else:
+        found = shrink(path, Interrupted)
+        assert (len(found.lines) - 1, found.minimal) == (left, False)
+
+
 def cli(capsys, *words: object) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as leaving:
         main.main([str(word) for word in words])

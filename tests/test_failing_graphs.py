@@ -1,4 +1,4 @@
-"""A graph that fails while it moves cells loses nothing, or ends the process: never wrong data."""
+"""What a device fails at or refuses, while cells are moved, loses nothing: never wrong data."""
 
 from __future__ import annotations
 
@@ -22,18 +22,30 @@ if TYPE_CHECKING:
 
     from pyllamakv.building.variant import Variant
 
-FAILING = Path(__file__).resolve().parent / "data" / "failing" / "graphs-fail.patch"
+FOLDER = Path(__file__).resolve().parent / "data" / "failing"
 
 pytestmark = [pytest.mark.native, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
-def failing(patched: Variant) -> Iterator[Variant]:
-    """Build the patched release with graphs that write, and then say that they failed."""
+def doctored(name: str) -> Iterator[Variant]:
+    """Build the patched release with a patch of the folder on top."""
     release = releases.resolve(DEFAULT)
-    built = build_patched(release, apply.apply(release, [PatchText.from_file(FAILING)]))
+    text = PatchText.from_file(FOLDER / name)
+    built = build_patched(release, apply.apply(release, [text]))
     yield built
     shutil.rmtree(built.folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def failing(patched: Variant) -> Iterator[Variant]:
+    """Build graphs that write, and then say that they failed."""
+    yield from doctored("graphs-fail.patch")
+
+
+@pytest.fixture(scope="module")
+def refusing(patched: Variant) -> Iterator[Variant]:
+    """Build backends that refuse to copy quantised rows."""
+    yield from doctored("device-refuses.patch")
 
 
 def scattered(ctx: kv.Context) -> kv.Sequence:
@@ -78,3 +90,31 @@ def test_the_ordered_plan_ends_the_process(failing: Variant) -> None:
         scattered(ctx)
         with pytest.raises(kv.WorkerDied):
             ctx.kv.defrag()
+
+
+@pytest.mark.parametrize("mover", ["gather", "graph"])
+@pytest.mark.parametrize(
+    ("type_k", "type_v"), [("q8_0", "q8_0"), ("q4_0", "q8_0"), ("q8_0", "f16"), ("f16", "f16")]
+)
+def test_what_a_device_refuses_goes_by_way_of_the_host(
+    refusing: Variant, mover: Any, type_k: str, type_v: str
+) -> None:
+    """Rows of 34 and of 18 bytes can be neither copied nor collected there; whole words can."""
+    options: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 3, "flash_attn": True}
+    options |= {"type_k": type_k, "type_v": type_v, "defrag_mover": mover}
+    with (
+        # What no backend can compute ends the process.
+        kv.open(refusing.folder, isolated=True) as library,
+        library.load_model(synthetic.tiny()) as model,
+        model.context(**options) as ctx,
+    ):
+        keep = scattered(ctx)
+        before = ctx.kv.rows(0, keep)
+        report = ctx.kv.defrag()
+        assert report.moves
+        assert bool(report.graphs) == ("f16" in (type_k, type_v))
+        assert ctx.kv.snapshot().stats.holes == 1
+        after = ctx.kv.rows(0, keep)
+        assert np.array_equal(before.k, after.k)
+        assert np.array_equal(before.v, after.v)
+        ctx.step(keep, 5)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
-from test_defrag_header import SANITIZE, compiler, sanitized
+from cpp_kit import ROOT, compiled, run, sanitizers
 
 from pyllamakv.patching import apply, series
 from pyllamakv.source import releases
 from pyllamakv.source.store import open_store
 
-SOURCE = Path(__file__).resolve().parent / "native" / "kv_cells.cpp"
+SOURCE = ROOT / "tests" / "native" / "kv_cells.cpp"
 BASES = [text.base for text in series.load().definition("compaction").texts]
 HEADERS = ("src/llama-kv-cells.h", "src/llama-cparams.h", "include/llama.h")
 
@@ -30,11 +29,7 @@ def test_cells_move_whole(base: str, tmp_path: Path) -> None:
         data = store.read(tree, name)
         assert data is not None
         (tmp_path / Path(name).name).write_bytes(data)
-    flags = SANITIZE if sanitized(tmp_path) else ()
-    program = tmp_path / "kv_cells"
-    command = [compiler(), "-std=c++17", "-O1", *flags, "-I", str(tmp_path), str(SOURCE)]
-    command += ["-o", str(program)]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    built = compiled(SOURCE, tmp_path, "-std=c++17", "-O1", *sanitizers(tmp_path))
     assert built.returncode == 0, built.stderr
-    ran = subprocess.run([program], capture_output=True, text=True, timeout=300, check=False)
+    ran = run(tmp_path / SOURCE.stem)
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pyllamakv.binding.protocol import Memory
-from pyllamakv.errors import PartialRemovalRefused, Unsupported
+from pyllamakv.errors import Cancelled, PartialRemovalRefused, Unsupported
 from pyllamakv.harness import scenario, synthetic
 from pyllamakv.harness.lab import Bench
 
@@ -91,16 +91,16 @@ def test_a_state_is_whole_or_nothing(recurrent: Any) -> None:
 
 
 def test_an_aborted_decode_of_a_state_says_what_it_cost(recurrent: Any) -> None:
-    """A state that is half way cannot go back: its sequence is empty, the other is as it was."""
+    """States that are half way cannot go back, whoever has them: all go, and any may begin."""
     one, other = recurrent.sequence(), recurrent.sequence()
     recurrent.decode([one.feed(range(8)), other.feed(range(8))])
     recurrent.native.cancel_after(recurrent.handle, 1)
-    status = recurrent.try_decode(one.feed(range(8, 40)))
+    with pytest.raises(Cancelled, match="sequences 0, 1 were emptied"):
+        recurrent.decode(one.feed(range(8, 40)))
     recurrent.native.cancel_after(recurrent.handle, -1)
-    assert len(other) == 8
-    assert len(one) == (0 if one.id in recurrent.emptied else 40 if status == 0 else 8)
-    recurrent.decode(other.feed([1]))
-    assert len(other) == 9
+    assert (len(one), len(other)) == (0, 0)
+    recurrent.decode(other.feed([1, 2]))
+    assert (len(other), other.pos_max) == (2, 1)
 
 
 def test_rows_of_latent_attention(library: Any) -> None:

@@ -6,13 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from pyllamakv.binding.protocol import Device
 from pyllamakv.errors import Untestable
+from pyllamakv.harness import synthetic
 from pyllamakv.harness.placing import ALL, Place
-from pyllamakv.harness.scenario import CACHES
-
-SOFTWARE = Device("Vulkan0", "llvmpipe (LLVM 15.0.6, 256 bits)", "gpu", 0, 0)
-REAL = Device("CUDA0", "NVIDIA H200", "gpu", 0, 0)
 
 
 def snapshot(*hosts: int) -> SimpleNamespace:
@@ -41,20 +37,23 @@ def test_a_cache_in_host_memory_proves_nothing(backend: str) -> None:
     Place("cpu").check(snapshot(1))
 
 
-def test_a_software_device_needs_flash_attention() -> None:
-    """Its plain attention is wrong by itself; a real device's is judged."""
-    plain, flash = CACHES[0], CACHES[3]
-    with pytest.raises(Untestable, match="flash attention"):
-        Place("vulkan").judge(plain, lambda: [SOFTWARE])
-    Place("vulkan").judge(flash, lambda: [SOFTWARE])
-    Place("vulkan").judge(plain, lambda: [REAL])
-    Place("cuda").judge(plain, lambda: [SOFTWARE])
+def test_devices_get_models_with_wide_rows() -> None:
+    """They are as deep and have as many tokens; what has no such twin stands for itself."""
+    assert Place("vulkan").model("grouped") == Place("cuda").model("grouped") == "grouped-wide"
+    assert Place("cuda").model("hybrid") == "hybrid"
+    assert Place("cuda").model("test") == "test"
+    assert Place("rpc").model("tiny") == Place().model("tiny") == "tiny"
+    one, other = synthetic.SHAPES["grouped"], synthetic.SHAPES["grouped-wide"]
+    assert (one.n_layer, one.n_vocab) == (other.n_layer, other.n_vocab)
+    assert one.n_head // one.n_head_kv == other.n_head // other.n_head_kv
 
 
 def test_a_processor_is_named_to_vulkan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later releases pass over it otherwise; what the user says stands."""
-    monkeypatch.delenv("GGML_VK_VISIBLE_DEVICES", raising=False)
-    assert Place("vulkan").environment == {"GGML_VK_VISIBLE_DEVICES": "0"}
+    """Later releases pass over it otherwise, and threads race; what the user says stands."""
+    for name in ("GGML_VK_VISIBLE_DEVICES", "LP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    expected = {"GGML_VK_VISIBLE_DEVICES": "0", "LP_NUM_THREADS": "1"}
+    assert Place("vulkan").environment == expected
     assert Place("cuda").environment == {}
     monkeypatch.setenv("GGML_VK_VISIBLE_DEVICES", "1")
-    assert Place("vulkan").environment == {}
+    assert Place("vulkan").environment == {"LP_NUM_THREADS": "1"}

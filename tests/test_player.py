@@ -10,11 +10,10 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
+from native_kit import built
 
 from pyllamakv.binding.library import open_library
 from pyllamakv.binding.protocol import Capability, ContextParams, ModelParams
-from pyllamakv.building import variant as variants
-from pyllamakv.errors import KvError
 from pyllamakv.harness import rows
 from pyllamakv.harness.ledger import differences
 from pyllamakv.harness.player import Player
@@ -30,17 +29,6 @@ OPERATIONS = ("decode", "decode", "decode", "remove", "remove", "drop", "copy", 
 OPERATIONS += ("divide", "defrag", "update", "save", "restore", "restore", "clear", "keep")
 
 pytestmark = pytest.mark.native
-
-
-def built(spec: str) -> Variant:
-    """Return a variant that happens to be built, or skip."""
-    try:
-        found = variants.find(spec)
-    except KvError as error:
-        pytest.skip(f"{spec}: {error}")
-    if found is None:
-        pytest.skip(f"{spec} is not built here")
-    return found
 
 
 @pytest.fixture(scope="module", params=("default", *OLD))

@@ -6,9 +6,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_defrag_header import compiler
+from cpp_kit import compiler
+from native_kit import built
 
-from pyllamakv.building import variant
 from pyllamakv.harness import synthetic
 from pyllamakv.source.store import open_store
 
@@ -20,9 +20,7 @@ FOLDERS = ("src", "include", "ggml/include", "ggml/src")
 @pytest.mark.native
 def test_cells_that_others_know_by_number_stay(tmp_path: Path) -> None:
     """Check shared cells, mirrors that drifted apart, and a batch that is preceded by a move."""
-    found = variant.find(SPEC)
-    if found is None:
-        pytest.skip(f"{SPEC} is not built here: pyllamakv build {SPEC}")
+    found = built(SPEC)
     store, tree = open_store(), found.manifest.patched_tree
     names = [name for folder in FOLDERS for name in store.ls(tree, folder) if name.endswith(".h")]
     for name, data in store.read_many(tree, names).items():
@@ -35,8 +33,8 @@ def test_cells_that_others_know_by_number_stay(tmp_path: Path) -> None:
     command = [compiler(), "-std=c++17", *(f"-I{tmp_path / folder}" for folder in FOLDERS)]
     command += [str(SOURCE), "-o", str(program), f"-L{libraries}", f"-Wl,-rpath,{libraries}"]
     command += [f"-l{path.stem.removeprefix('lib')}" for path in sorted(libraries.glob("lib*.so"))]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert built.returncode == 0, built.stderr
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
     models = [str(synthetic.model(name)) for name in ("tiny", "indexed")]
     ran = subprocess.run(
         [program, *models], capture_output=True, text=True, timeout=300, check=False

@@ -92,6 +92,22 @@ def test_what_may_not_come_again_is_judged_again(passing) -> None:
     assert remembered.latest(SPEC) == passing
 
 
+def test_who_is_found_by_its_key_is_the_latest_too(monkeypatch) -> None:
+    """What is found is not written again: whoever is killed in between has written neither."""
+    real, written = remembered.write_atomic, []
+
+    def killed(file: Path, text: str) -> None:
+        if written:
+            raise KeyboardInterrupt
+        written.append(file)
+        real(file, text)
+
+    monkeypatch.setattr(remembered, "write_atomic", killed)
+    with pytest.raises(KeyboardInterrupt):
+        remembered.remember("a key", result())
+    assert remembered.recall("a key") is None
+
+
 def test_damage_is_no_result(place: Path) -> None:
     """A half-written or foreign file is as good as none."""
     name = remembered.key(SPEC)

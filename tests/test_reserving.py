@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import runtime_kit
-from cache_kit import built
+from native_kit import built
 
 import pyllamakv as kv
 from pyllamakv.binding.protocol import Capability
@@ -41,7 +41,7 @@ def work(cache: kv.ContextCache) -> None:
 @pytest.mark.parametrize("spec", ["0.3.9+patched", "0.3.36+patched"])
 def test_memory_runs_out_at_the_start_or_never(spec: str, flash: bool) -> None:
     """Around the least address space that will do, a cache is refused, or does all its work."""
-    with kv.open(built(spec), isolated=True) as library:
+    with kv.open(built(spec).folder, isolated=True) as library:
         model = library.load_model(synthetic.model("bytes"))
         pid = library.native.pid  # type: ignore[attr-defined]
 
@@ -71,7 +71,7 @@ def test_what_was_made_does_its_work(monkeypatch: pytest.MonkeyPatch, flash: boo
     monkeypatch.setattr(reserving, "GRAPHS", -(1 << 40))
     made = []
     for room in range(2, 44, 4):
-        with kv.open(built("0.3.36+patched"), isolated=True) as library:
+        with kv.open(built("0.3.36+patched").folder, isolated=True) as library:
             model = library.load_model(synthetic.model("bytes"))
             _limit(library.native.pid, room * MIB)  # type: ignore[attr-defined]
             try:
@@ -85,12 +85,7 @@ def test_what_was_made_does_its_work(monkeypatch: pytest.MonkeyPatch, flash: boo
 
 
 def _limit(pid: int, room: int) -> None:
-    resource.prlimit(pid, resource.RLIMIT_AS, (_mapped(pid) + room, resource.RLIM_INFINITY))
-
-
-def _mapped(pid: int) -> int:
-    pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[0])
-    return pages * resource.getpagesize()
+    resource.prlimit(pid, resource.RLIMIT_AS, (memory.mapped(pid) + room, resource.RLIM_INFINITY))
 
 
 def test_a_context_is_left_empty(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from cache_kit import built, forward, fresh, picture, simulated, some
+from cache_kit import forward, fresh, picture, simulated, some
+from native_kit import built
 
 import pyllamakv as kv
 from pyllamakv.cache.checkpoints import Schedule
@@ -58,7 +59,7 @@ def test_it_says_yes_exactly_where_the_content_is_right(
     """Brute force: go back by force, go on, compare with a fresh context."""
     tokens = some(LENGTH)
     path = window() if name == "sliding" else synthetic.model(name)
-    with kv.open(built(spec)) as library, library.load_model(path) as model:
+    with kv.open(built(spec).folder) as library, library.load_model(path) as model:
         sizes = {"max_sequences": 2, "capacity": LENGTH + 68, "max_batch": 64, "n_ubatch": 64}
         reference = {k: v for k, v in options.items() if k in ("flash_attn", "kv_unified")}
         rows = every_row(model, tokens, **reference)
@@ -121,7 +122,7 @@ def content_after(cache: ContextCache, position: int, tokens: list[int], rows: n
 def forgetful(request: pytest.FixtureRequest) -> Iterator[tuple[kv.Model, ContextCache]]:
     """Give a cache whose memory cannot go back, with a checkpoint every 120 positions at least."""
     spec, name = request.param
-    with kv.open(built(spec)) as library:
+    with kv.open(built(spec).folder) as library:
         model = library.load_model(window() if name == "sliding" else synthetic.model(name))
         with kv.ContextCache.init(
             model,

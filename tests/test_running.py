@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from pathlib import Path
 
@@ -10,7 +11,9 @@ from fakes.rolling import Opener, Rolling
 
 from pyllamakv.errors import WorkerDied, WorkerTimeout
 from pyllamakv.harness import running, scenario
+from pyllamakv.harness.lab import Run
 from pyllamakv.harness.running import Task
+from pyllamakv.harness.verdict import Outcome
 
 PATIENCE = 120
 
@@ -82,6 +85,24 @@ def test_a_hang_is_believed_when_it_comes_twice(silent: int, ended: str) -> None
     run = running.run_tasks([one], workers=1, opener=opener)[one]
     assert run.outcome.status == ended
     assert (running.recall(one.key) is None) is (ended == "fail")
+
+
+def test_a_full_disk_costs_the_memory_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A result that cannot be written is not remembered; nothing is left and nothing raised."""
+    run = Run("a", "b", Outcome("pass"))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("pathlib.Path.replace", full)
+        running.remember("key", run)
+    assert running.recall("key") is None
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    running.remember("key", run)
+    assert running.recall("key") == run
 
 
 def test_what_is_remembered_is_not_run_again() -> None:

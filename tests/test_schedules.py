@@ -12,9 +12,9 @@ import runtime_kit
 from fakes.simulated_cache import Cache
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_kit import built
 
 import pyllamakv as kv
-from pyllamakv.building import variant
 from pyllamakv.errors import ScenarioFailed
 from pyllamakv.harness import schedules, synthetic
 from pyllamakv.harness.operations import WEIGHTS, Operations
@@ -213,9 +213,7 @@ def test_the_library_alone_passes(unguarded: kv.Model, mover: Any, plan: Any, ki
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_later_release_passes(plan: Any, policy: Any) -> None:
     """So it is where slots are scattered and `compaction` moves cells, if that is built here."""
-    found = variant.find("0.3.36+patched")
-    if found is None:
-        pytest.skip("0.3.36+patched is not built here")
+    found = built("0.3.36+patched")
     options = {"defrag_plan": plan, "defrag_policy": policy}
     with kv.open(found.folder) as library:
         model = library.load_model(synthetic.model("grouped"))

@@ -171,6 +171,16 @@ def test_a_count_beyond_any_batch_is_refused() -> None:
         list(script.parse(['{"op": "decode", "feed": {"0": 10000000000}}']))
 
 
+@pytest.mark.parametrize("before", ['{"op": "clear"}', '{"op": "context"}'])
+def test_a_context_comes_first_and_once(tmp_path: Path, before: str) -> None:
+    """Before anything is played, with the line that comes too late."""
+    path = tmp_path / "late.jsonl"
+    path.write_text(f'# a remark\n\n{before}\n{{"op": "context", "n_ctx": 64}}\n')
+    with pytest.raises(ScriptError, match="must be the first") as caught:
+        script.read(path)
+    assert caught.value.line == 4
+
+
 def test_positions_beyond_what_c_takes_are_an_error_of_the_line() -> None:
     """Also where they follow from the line before."""
     far = '{"op": "step", "seq": 0, "token": 5, "pos": 2147483647}\n'

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyllamakv.cache.slots import groups
+from pyllamakv.cache import groups
 from pyllamakv.cache.slots.shifting import head, shift_discard, truncate
 from pyllamakv.errors import UsageError
 

@@ -154,6 +154,15 @@ def test_a_folder_follows_its_content(tmp_path: Path) -> None:
     assert resolve(f"path:{twin}").commit == first.commit
 
 
+def test_an_index_that_a_killed_git_locked(tmp_path: Path) -> None:
+    """Its lock file is no obstacle to the next who reads the folder."""
+    folder = fill(tmp_path / "plain", TREE)
+    first = resolve(f"path:{folder}")
+    (index,) = (p for p in (tmp_path / "home" / "indexes").iterdir() if not p.suffix)
+    index.with_name(f"{index.name}.lock").touch()
+    assert resolve(f"path:{folder}") == first
+
+
 def test_an_unpacked_sdist_is_a_plain_folder(tmp_path: Path) -> None:
     """A link to a repository that is not there does not make a folder a work tree."""
     folder = fill(tmp_path / "plain", TREE | {".git": b"gitdir: ../../.git/modules/none\n"})

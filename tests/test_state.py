@@ -111,6 +111,21 @@ def test_a_refused_state_puts_back_what_was_there(tmp_path: Path) -> None:
     assert (ctx.kv.rows(0, a).pos == range(7)).all()
 
 
+def test_what_is_put_back_shares_no_cells(tmp_path: Path) -> None:
+    """A sequence that was forked has cells of its own after a refusal, and may be shifted."""
+    ctx = kit.context(tmp_path)
+    saved, a = filled(ctx, 5).save(), filled(ctx, 7, 80)
+    a.fork()
+    raw, load = state.unpack(saved).raw, ctx.native.state_load
+    ctx.native.state_load = lambda handle, seq, data: load(handle, seq, data) * (data != raw)
+    with pytest.raises(StateError, match="nothing was changed"):
+        a.restore(saved)
+    marks = {mark for ledger in ctx.ledgers for mark in ledger.marks}
+    assert ctx.kv.stats.used == len(marks) == 5 + 7 + 7
+    a.shift(3, None, 2)
+    assert a.tokens == list(range(80, 87))
+
+
 @pytest.mark.parametrize("held", [0, 4])
 def test_an_interrupted_restore_leaves_no_token_that_nobody_knows(
     tmp_path: Path, held: int

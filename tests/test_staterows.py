@@ -107,15 +107,20 @@ def test_what_later_releases_write_in_front_is_passed_over(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", ["plain", "streams"])
 def test_recurrent_states_stand_behind_the_cache(layout: str) -> None:
-    """Check a hybrid model of four layers, of which two are recurrent."""
-    k, states = rows(3, 64), rows(1, 128, 2)
-    behind = struct.pack("<IiIII", 1, 2, 0, 0, 4)
+    """Check a hybrid model of four layers, of which two are recurrent, also after one token."""
+    for n in (3, 1):
+        check_hybrid(layout, n)
+
+
+def check_hybrid(layout: str, n: int) -> None:
+    k, states = rows(n, 64), rows(1, 128, 2)
+    behind = struct.pack("<IiIII", 1, n - 1, 0, 0, 4)
     for layer in (*states, *states[::-1]):
         behind += struct.pack("<iQ", 0, 128) + layer.tobytes()
-    found = parse(state(layout, [section(layout, [0, 1, 2], k, k, trans=True)]) + behind)
+    found = parse(state(layout, [section(layout, [*range(n)], k, k, trans=True)]) + behind)
     cache, recurrent = found.sections
-    assert (cache.cache, cache.recurrent, found.cells) == (0, False, 3)
-    assert (recurrent.cache, recurrent.recurrent, recurrent.pos.tolist()) == (1, True, [2])
+    assert (cache.cache, cache.recurrent, found.cells) == (0, False, n)
+    assert (recurrent.cache, recurrent.recurrent, recurrent.pos.tolist()) == (1, True, [n - 1])
     assert (recurrent.layers[0].k == states[0]).all()
     assert (recurrent.layers[0].v == states[1]).all()
 

@@ -8,6 +8,7 @@ import pytest
 
 from pyllamakv.errors import Untestable, UsageError
 from pyllamakv.harness import synthetic
+from pyllamakv.runtime import ggml_types as types
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +46,20 @@ def test_an_interrupted_write_leaves_nothing(monkeypatch, tmp_path) -> None:
 def test_rows_fit_quantised_blocks(name: str) -> None:
     """K and V rows are whole blocks of 32, and every head has whole ones too."""
     shape = synthetic.SHAPES[name]
-    assert shape.n_embd // shape.n_head % 32 == 0
-    assert shape.n_embd // shape.n_head * shape.n_head_kv % 32 == 0
+    head = shape.head or shape.n_embd // shape.n_head
+    assert head % 32 == 0
+    assert head * shape.n_head_kv % 32 == 0
+
+
+@pytest.mark.parametrize("name", ["tiny-wide", "grouped-wide", "sliding-wide"])
+def test_wide_rows_begin_where_devices_align_buffers(name: str) -> None:
+    """Rows of the model's K and V are 256 values, quantised ones a multiple of 16 bytes."""
+    reader = gguf.GGUFReader(synthetic.model(name))
+    ends = ("attn_k.weight", "attn_v.weight")
+    widths = {int(each.shape[1]) for each in reader.tensors if each.name.endswith(ends)}
+    assert widths == {256}
+    for kind in ("q8_0", "q4_0"):
+        assert types.number_type(kind).row_bytes(256) % 16 == 0
 
 
 def test_a_model_says_what_its_shape_says() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from pyllamakv.errors import KvError, ScenarioFailed, ScriptError, TraceMismatch, WorkerDied
 from pyllamakv.harness import synthetic
-from pyllamakv.harness.traces import playing, script, trace
+from pyllamakv.harness.traces import playing, script, trace, traced
 from pyllamakv.harness.traces.stage import Stage
 
 STORY = """
@@ -248,3 +250,39 @@ def test_what_failed_then_and_not_now_is_undone(tmp_path: Path) -> None:
     playing.play(lines, stage)
     assert stage.player is not None
     assert stage.player.ledger.used == 24
+
+
+@pytest.mark.parametrize(
+    ("first", "is_one"),
+    [
+        (b'{"trace": 2, "variant": "x", "model": "tiny"}', True),
+        (b'{"variant": "x", "trace": 2}', True),
+        (b'{"trace": 99}', True),
+        (b'{"trace": 2, "vari', True),
+        (b'{"op": "snapshot", "label": "trace"}', False),
+        (b'{"op": "note", "text": "trace", "trace": 1}', False),
+        (b'["trace"]', False),
+        (b'# "trace"', False),
+        (b"\x00\xff\xfe" + b'"trace"', False),
+        (b"[" * 60_000 + b'"trace"', False),
+        (b"", False),
+    ],
+)
+def test_a_trace_is_known_by_its_head(tmp_path: Path, first: bytes, is_one: bool) -> None:
+    """Not by a word that stands in it."""
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(first + b"\n")
+    assert trace.is_trace(path) is is_one
+
+
+def test_what_is_no_file_is_no_trace(tmp_path: Path) -> None:
+    """Nobody waits for a pipe, or takes from one what is to be played."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path, tmp_path / "none", Path("/dev/null"), Path("a\0b")):
+        assert not trace.is_trace(path)
+    text = '{"op": "clear"}\n'
+    writer = threading.Thread(target=pipe.write_text, args=(text,))
+    writer.start()
+    assert [line.op for line in traced.load(pipe)[1]] == ["clear"]
+    writer.join()

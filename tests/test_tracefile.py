@@ -34,6 +34,19 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         TraceFile(tmp_path)
 
 
+def test_one_writer_at_a_time(tmp_path: Path) -> None:
+    """Two would mix their rows; the first keeps what it wrote, and lets go when it ends."""
+    path = tmp_path / "t.jsonl"
+    file = TraceFile(path)
+    file.write(["mine"])
+    with pytest.raises(UsageError, match="recorded by another"):
+        TraceFile(path)
+    assert path.read_text() == "mine\n"
+    file.close()
+    TraceFile(path).close()
+    assert path.read_text() == ""
+
+
 @pytest.mark.parametrize(
     ("number", "expected"),
     [(errno.ENOSPC, DiskFull), (errno.EDQUOT, DiskFull), (errno.EIO, ScriptError)],

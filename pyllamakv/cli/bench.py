@@ -26,6 +26,7 @@ GROUPS = {
     "managers": True,
     "soak": False,
     "devices": False,
+    "backends": False,
     "hardware": False,
     "mapped": False,
     "whole": False,
@@ -53,6 +54,7 @@ def bench(
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     from pyllamakv.bench import (
+        backends,
         calls,
         devices,
         document,
@@ -84,6 +86,7 @@ def bench(
         "managers": managers,
         "soak": soak,
         "devices": devices,
+        "backends": backends,
         "hardware": hardware,
         "mapped": mapped,
         "whole": whole,

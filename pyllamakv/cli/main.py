@@ -36,6 +36,7 @@ VERBS = {
     "stats": "Print the numbers of a cache after a run: text, JSON, Prometheus.",
     "shrink": "Make a failing trace minimal.",
     "bench": "Measure and write BENCHMARKS.md.",
+    "trust": "Try to lose something: schedules, mutants, fuzzing, faults; write RELIABILITY.md.",
     "env": "Print the environment under which llama-cpp-python loads a variant.",
     "dropin": "Try llama-cpp-python on stock and patched libraries, with its own tests.",
     "rpc": "Serve this machine's devices to other processes and machines.",
@@ -143,7 +144,9 @@ def _say(text: str) -> None:
 def _fail(error: errors.KvError) -> NoReturn:
     if os.environ.get("PYLLAMAKV_TRACEBACK"):
         raise error
-    sys.stderr.write(f"{type(error).__name__}: {error}\n")
+    from pyllamakv.harness.printable import printable
+
+    sys.stderr.write(printable(f"{type(error).__name__}: {error}", keep="\n\t") + "\n")
     sys.exit(error.exit_code)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,7 @@ from pyllamakv.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pyllamakv.harness.cell import CellResult, CellSpec
     from pyllamakv.harness.matrix import Choice
 
 app = typer.Typer(add_completion=False)
@@ -132,10 +133,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show what was judged last, without running anything."""
-    from pyllamakv.harness import matrix, remembered
-
-    specs = matrix.plan(_choice(names, era, backend, series, isolate, each))
-    results = remembered.latest_of(specs)
+    results, specs = _judged(None, names, era, backend, series, isolate, each)
     views.finish(results, views.Wanted(expected, as_json=as_json))
     views.missing(specs, results)
 
@@ -163,14 +161,10 @@ def report(
 
     Without an option the HTML page is written to the home and its path printed.
     """
-    from pyllamakv.harness import matrix, outputs, remembered
+    from pyllamakv.harness import outputs
 
-    if merge:
-        results = outputs.merge(merge)
-    else:
-        specs = matrix.plan(_choice(names, era, backend, series, isolate, each))
-        results = remembered.latest_of(specs)
-        views.missing(specs, results)
+    results, specs = _judged(merge, names, era, backend, series, isolate, each)
+    views.missing(specs, results)
     if not results:
         msg = "nothing was judged yet; run `pyllamakv matrix run`"
         raise UsageError(msg)
@@ -238,10 +232,8 @@ def accept(
 ) -> None:
     """Accept what was judged last: write it to the file that runs are compared with."""
     from pyllamakv.harness import expected as accepting
-    from pyllamakv.harness import matrix, outputs, remembered
 
-    specs = matrix.plan(_choice(names, era, backend, series, isolate, each))
-    found = outputs.merge(merge) if merge else remembered.latest_of(specs)
+    found, specs = _judged(merge, names, era, backend, series, isolate, each)
     results = [result for result in found if stale or not result.stale]
     if not results:
         msg = "nothing was judged on these inputs yet; run `pyllamakv matrix run`"
@@ -250,6 +242,21 @@ def accept(
     changed = accepting.accept(results, path)
     views.accepted(changed, path, as_json)
     views.missing(specs, results)
+
+
+def _judged(
+    merge: Sequence[Path] | None, *chosen: Any
+) -> tuple[Sequence[CellResult], Sequence[CellSpec]]:
+    """Return what was judged last of the cells that `_choice` names, and these.
+
+    With ``merge`` what these files of other runs have, and no cells: they were chosen there.
+    """
+    from pyllamakv.harness import matrix, outputs, remembered
+
+    if merge:
+        return outputs.merge(merge), ()
+    specs = matrix.plan(_choice(*chosen))
+    return remembered.latest_of(specs), specs
 
 
 def _unjudged(backend: Sequence[str] | None) -> list[str]:

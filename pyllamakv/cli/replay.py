@@ -11,6 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from pyllamakv.harness.traces.replaying import Replay
+    from pyllamakv.harness.traces.trace import Head
 
 app = typer.Typer(add_completion=False)
 
@@ -36,7 +37,7 @@ def command(
     """Play a trace again; exit 1 when the build that recorded it comes out otherwise.
 
     On the recorded build everything must be equal; on others how decodes ended, the used cells and
-    the likeliest tokens are compared.
+    the likeliest tokens are compared. The variables LLAMA_… are those of the recording, and told.
     """
     from pyllamakv.cli import showing
     from pyllamakv.harness.traces import builds, replaying
@@ -56,15 +57,38 @@ def command(
             one = replaying.on(spec, head, lines, model=model, every=every, progress=tick)
             found.append(one)
     if as_json:
-        recorded = {"trace": str(trace), "recorded": head.variant, "rows": len(lines)}
+        recorded = {
+            "trace": str(trace),
+            "recorded": head.variant,
+            "environment": traces.variables(head.environment),
+            "rows": len(lines),
+        }
         json.dump({**recorded, "replays": [each.to_json() for each in found]}, sys.stdout, indent=2)
         sys.stdout.write("\n")
     else:
         _show(found)
+        _show_environment(head)
     raise typer.Exit(1 if any(each.failed for each in found) else 0)
 
 
+def _show_environment(head: Head) -> None:
+    """Say which variables it was played under, and which of them no recording asked for."""
+    from pyllamakv.harness.printable import printable
+    from pyllamakv.harness.traces import trace as traces
+
+    played = traces.variables(head.environment)
+    if played:
+        said = " ".join(f"{name}={value}" for name, value in played.items())
+        sys.stdout.write(f"under {printable(said)}\n")
+    ours = played.keys() - head.environment.keys()
+    if ours:
+        said = ", ".join(sorted(ours))
+        sys.stdout.write(f"not so when it was recorded: {printable(said)}\n")
+
+
 def _show(found: list[Replay]) -> None:
+    from pyllamakv.harness.printable import printable
+
     columns = ("variant", "rows", "diverges at", "recorded", "now", "cells before", "cells after")
     table: list[tuple[str, ...]] = [columns]
     for each in found:
@@ -75,6 +99,7 @@ def _show(found: list[Replay]) -> None:
             table.append((name, str(each.rows), "nowhere", *[""] * 4))
         for one in each.divergences:
             table.append((name, str(each.rows), *one.cells()))
+    table = [tuple(map(printable, row)) for row in table]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:
         padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))

@@ -15,11 +15,15 @@ from pyllamakv.errors import UsageError
 if TYPE_CHECKING:
     from pyllamakv.harness.traces.script import Line
 
+#: Options that a script knows nothing of.
+_OF_PROMPTS = ("max_tokens", "n_ctx", "threads", "flash_attn", "temperature", "seed")
+
 app = typer.Typer(add_completion=False)
 
 
 @app.command()
 def command(
+    context: typer.Context,
     script: Annotated[
         Path | None, typer.Argument(help="A decode script, one JSON object per line, or a trace.")
     ] = None,
@@ -30,7 +34,7 @@ def command(
         str,
         typer.Option(
             "--model",
-            help="For prompts, or a script that names none: a GGUF file or a generated model.",
+            help="A GGUF file or a generated model; a script is played on it, whatever it names.",
         ),
     ] = "",
     prompt: Annotated[
@@ -61,6 +65,7 @@ def command(
     if (script is None) == (not prompt):
         raise UsageError("give a script, or --model with one --prompt or more")
     if script is not None:
+        _check_options(context)
         _play(script, variant, model, trace, as_json)
         return
     if not model:
@@ -72,28 +77,30 @@ def command(
           **options)  # fmt: skip
 
 
-def _play(path: Path, variant: str, model: str, trace: Path | None, as_json: bool) -> None:
-    import pyllamakv
-    from pyllamakv.harness import synthetic
-    from pyllamakv.harness.traces import playing, script
-    from pyllamakv.harness.traces import trace as traces
-    from pyllamakv.harness.traces.stage import Stage, model_name
+def _check_options(context: typer.Context) -> None:
+    """Refuse what a script says itself, instead of leaving it out without a word."""
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in _OF_PROMPTS
+        if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    ]
+    if given:
+        msg = f"{', '.join(given)}: only for --prompt; a script says itself how it is played"
+        raise UsageError(msg)
 
-    options: dict[str, Any] = {"isolated": True}
-    file = None
-    if traces.is_trace(path):
-        head, lines = traces.read(path)
-        file = traces.model_file(head, model)
-        options |= {"env": head.environment} if head.environment else {}
-    else:
-        lines = script.read(path)
-    with pyllamakv.open(variant, **options) as library:
-        stage = Stage(library.native, model or "tiny", file)
-        recorder = None
+
+def _play(path: Path, variant: str, model: str, trace: Path | None, as_json: bool) -> None:
+    from contextlib import ExitStack, closing
+
+    from pyllamakv.harness.traces import playing, runs
+    from pyllamakv.harness.traces import trace as traces
+
+    with ExitStack() as stack:
+        played = stack.enter_context(runs.opened(path, variant, model))
+        stage, recorder = played.stage, None
         if trace is not None:
-            used = file or synthetic.model(model_name(lines, model or "tiny"))
-            about = traces.here(library.about.variant, used, options.get("env", {}))
-            recorder = traces.Recorder(trace, about, stage)
+            about = traces.here(played.variant, played.model, played.head.environment)
+            recorder = stack.enter_context(closing(traces.Recorder(trace, about, stage)))
 
         def observe(line: Line, result: dict[str, Any]) -> None:
             if recorder is not None:
@@ -103,12 +110,7 @@ def _play(path: Path, variant: str, model: str, trace: Path | None, as_json: boo
             else:
                 _show(line, result, stage)
 
-        try:
-            playing.play(lines, stage, observe)
-        finally:
-            if recorder is not None:
-                recorder.close()
-            stage.close()
+        playing.play(played.lines, stage, observe)
 
 
 def _show(line: Line, result: dict[str, Any], stage: Any) -> None:

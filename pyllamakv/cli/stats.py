@@ -40,7 +40,7 @@ def command(
         str, typer.Option("--variant", help="Play it on this build now, also a trace.")
     ] = "",
     model: Annotated[
-        str, typer.Option("--model", help="The model, where a script names none.")
+        str, typer.Option("--model", help="Play a script on this model, whatever it names.")
     ] = "",
     label: Annotated[
         list[str] | None, typer.Option("--label", help="KEY=VALUE for every metric; repeatable.")
@@ -54,11 +54,14 @@ def command(
     """
     from pyllamakv.harness.pictures import film as films
     from pyllamakv.harness.pictures import onstage
-    from pyllamakv.harness.pictures.tally import PictureStats
+    from pyllamakv.harness.pictures.tally import LABELS, PictureStats
+    from pyllamakv.harness.traces import runs
     from pyllamakv.harness.traces import trace as traces
+    from pyllamakv.runtime import exposition
 
     form = Format.JSON if as_json else format
     labels = dict(_label(each) for each in label or ())
+    exposition.check(labels, LABELS)
     stats: CellStats | None = None
     counters = broken = None
     if traces.is_trace(run) and not variant:
@@ -67,16 +70,17 @@ def command(
         if film.frames:
             stats = PictureStats(film.frames[-1].picture)
     else:
-        with onstage.opened(run, variant or "0.3.9+patched", model) as (stage, lines, name):
-            film = films.Film(name)
+        with runs.opened(run, variant or "0.3.9+patched", model) as played:
+            film = films.Film(played.variant)
             try:
-                onstage.play(lines, stage, film.frames.append)
+                onstage.play(played.lines, played.stage, film.frames.append)
             except ScenarioFailed as error:
                 broken = error
-            if stage.player is not None:
-                snapshot = stage.player.snapshot()
+            player = played.stage.player
+            if player is not None:
+                snapshot = player.snapshot()
                 stats = None if snapshot is None else snapshot.stats
-                counters = stage.player.counters()
+                counters = player.counters()
     if stats is None:
         msg = f"{run} has no cells to count: record it with `pyllamakv run --trace`"
         raise broken or ScriptError(msg)
@@ -93,6 +97,7 @@ def _formatted(
     labels: dict[str, str],
 ) -> str:
     from pyllamakv.harness.pictures import tally
+    from pyllamakv.harness.printable import printable
     from pyllamakv.runtime import metrics
 
     if form is Format.PROMETHEUS:
@@ -105,8 +110,13 @@ def _formatted(
             "run": tally.to_json(film),
         }
         return json.dumps(raw | ({"labels": labels} if labels else {}), indent=2) + "\n"
+    named = {"variant": film.title, **labels}
     return metrics.aligned(
-        [("variant", film.title), *metrics.rows(stats, counters), *tally.rows(film)]
+        [
+            *((name, printable(value)) for name, value in named.items()),
+            *metrics.rows(stats, counters),
+            *((name, printable(value)) for name, value in tally.rows(film)),
+        ]
     )
 
 

@@ -26,7 +26,7 @@ def command(
         str, typer.Option("--variant", help="Play it on this build now, also a trace.")
     ] = "",
     model: Annotated[
-        str, typer.Option("--model", help="The model, where a script names none.")
+        str, typer.Option("--model", help="Play a script on this model, whatever it names.")
     ] = "",
     speed: Annotated[
         float, typer.Option("--speed", min=0.0, help="Operations in a second; 0: no pauses.")
@@ -90,6 +90,8 @@ def _follow(
     from pyllamakv.harness.pictures import film as films
     from pyllamakv.harness.pictures import onstage
     from pyllamakv.harness.pictures.screen import Screen
+    from pyllamakv.harness.printable import printable
+    from pyllamakv.harness.traces import runs
     from pyllamakv.harness.traces import trace as traces
 
     def screen(title: str) -> Screen | nullcontext[None]:
@@ -103,15 +105,17 @@ def _follow(
         unseen = onstage.unseen(lines)
         if unseen:
             said = f"{unseen} decodes kept no cells: --variant {head.spec or 'SPEC'} shows them"
-            Console(stderr=True).print(said, style="dim", soft_wrap=True)
+            Console(stderr=True).print(
+                printable(said), style="dim", markup=False, highlight=False, soft_wrap=True
+            )
         with screen(title) as shown:
             if shown:
                 for frame in film.frames:
                     shown.show(frame)
         return film, None
 
-    with onstage.opened(run, variant or "0.3.9+patched", model) as (stage, lines, name):
-        film = films.Film(onstage.title(run, name))
+    with runs.opened(run, variant or "0.3.9+patched", model) as played:
+        film = films.Film(onstage.title(run, played.variant))
         with screen(film.title) as shown:
 
             def show(frame: films.Frame) -> None:
@@ -120,7 +124,7 @@ def _follow(
                     shown.show(frame)
 
             try:
-                onstage.play(lines, stage, show)
+                onstage.play(played.lines, played.stage, show)
             except ScenarioFailed as error:
                 return film, error
     return film, None

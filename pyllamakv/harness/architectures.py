@@ -123,7 +123,7 @@ def _llama(shape: Shape, draw: Draw, _: int) -> Tensors:
 
 
 def _gemma2_keys(shape: Shape) -> dict[str, Any]:
-    head = shape.n_embd // shape.n_head
+    head = _head(shape)
     return {
         "attention.key_length": head,
         "attention.value_length": head,

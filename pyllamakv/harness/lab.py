@@ -30,6 +30,7 @@ from pyllamakv.errors import (
     Untestable,
 )
 from pyllamakv.harness.classes import classify
+from pyllamakv.harness.control import Controls
 from pyllamakv.harness.pictures.cellmap import Picture
 from pyllamakv.harness.pictures.filming import FilmedPlayer, films
 from pyllamakv.harness.placing import Place
@@ -210,6 +211,7 @@ class Bench:
     def __init__(self, opener: Opener | None = None, place: Place | None = None) -> None:
         self._place = place or Place()
         self._workers = Workers(opener or open_worker, self._place)
+        self._controls = Controls()
 
     def __enter__(self) -> Self:
         return self
@@ -239,8 +241,12 @@ class Bench:
         lab: Lab | None = None
         try:
             native = self._workers.open(key).native
-            self._place.judge(setting, native.devices)
             model = self._workers.model(key, scenario.model)
+            if self._place.apart:
+                self._controls.check(
+                    (key, scenario.model, setting),
+                    lambda: Lab(native, model, setting, place=self._place),
+                )
             # One film of a scenario is enough to look at.
             film = scenario.film and setting == scenario.settings[0]
             lab = Lab(native, model, setting, film=film, place=self._place)

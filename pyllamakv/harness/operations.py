@@ -1,61 +1,73 @@
 """Do random operations to a context as its users would, and prove each of them.
 
-The arguments of an operation are drawn from a number of its own and what the ledger has. Around
-everything that must not touch K and V stand their bytes, read from the sequence states; `verify`
+Around what must not touch K and V stand their bytes, read from the sequence states; `verify`
 compares logits with a reference that decoded everything anew, and with restored states.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from itertools import pairwise
-from random import Random
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.binding.protocol import Status
-from pyllamakv.errors import ScenarioFailed
+from pyllamakv.binding.protocol import Memory, Status
+from pyllamakv.errors import PartialRemovalRefused
 from pyllamakv.harness import rows
-from pyllamakv.harness.player import word
-from pyllamakv.harness.proof import Proof
-from pyllamakv.harness.subject import Subject
+from pyllamakv.harness.acting import Actor
 
 if TYPE_CHECKING:
-    from pyllamakv.harness.feeding import Feed
     from pyllamakv.runtime.context import Context
 
 #: Every operation, and how often it comes.
 WEIGHTS: Mapping[str, int] = {
-    "decode": 12, "turns": 4, "prefill": 4, "brim": 10, "cancel": 6,
+    "decode": 12, "turns": 4, "prefill": 4, "brim": 10, "boundaries": 1, "cancel": 6,
     "cut": 4, "thin": 8, "trim": 2, "drop": 1, "keep": 1, "clear": 1, "fork": 5,
     "slide": 5, "shift": 4, "divide": 2, "update": 1,
-    "save": 3, "restore": 5, "defrag": 5, "verify": 5,
+    "save": 3, "restore": 5, "reload": 2, "reopen": 2,
+    "defrag": 5, "release": 2, "verify": 5,
 }  # fmt: skip
 
+#: What needs more than some memories have: parts of sequences, cells, positions that move.
+PARTS = ("cut", "thin", "trim", "slide", "shift", "divide")
+CELLS = ("brim", "boundaries", "defrag")
+MOVES = ("slide", "shift", "divide")
 
-class Operations:
-    """Do operations on ``context``; ``other`` is one like it, which states are restored into.
 
-    ``heals`` holds the library to it that a decode finds its cells whenever enough are free, and
-    that a defragmentation leaves none between the used. ``script`` has what was done.
+def impossible(context: Context, *, reopens: bool = False) -> set[str]:
+    """Return the operations that a context can do nothing for.
+
+    A window shows what lies near in positions, and what a shift brings near may be given away, from
+    a cache of full size as well: so no positions move there.
     """
+    info, params = context.info, context.params
+    without: set[str] = set()
+    if info.memory in (Memory.RECURRENT, Memory.HYBRID):
+        without.update(PARTS)
+    if info.memory is Memory.RECURRENT:
+        without.update(CELLS)
+    if info.n_swa or not info.can_shift:
+        without.update(MOVES)
+    if not info.defrag:
+        without.add("defrag")
+    if not params.kv_backing:
+        without.add("release")
+    if not reopens:
+        without.add("reopen")
+    return without
 
-    def __init__(self, context: Context, other: Context, *, heals: bool = True) -> None:
-        self.subject = Subject(context)
-        self.ledger = self.subject.ledger
-        self.proof = Proof(self.subject, other)
-        self.heals = heals
-        self.script: list[str] = []
+
+class Operations(Actor):
+    """Do operations by their names, out of `WEIGHTS`."""
+
+    def __init__(self, context: Context, other: Context, **options: Any) -> None:
+        super().__init__(context, other, **options)
+        self._without = impossible(context, reopens=self._again is not None)
         self._kept: dict[str, rows.Rows] = {}
-        self._chance = Random()
-        names = ("n_ctx", "n_batch", "n_ubatch", "n_seq_max", "flash_attn", "type_k", "type_v")
-        self._say("context", **{name: getattr(context.params, name) for name in names})
 
     def do(self, name: str, number: int) -> None:
         """Do one operation and compare cells and ledgers; KvError when something is wrong."""
-        self._chance = Random(number)
-        getattr(self, f"_{name}")()
-        self.subject.check_cells()
+        if name not in self._without:
+            self.done[name] += 1
+            self._act(getattr(self, f"_{name}"), number)
 
     # What adds tokens...
 
@@ -72,6 +84,11 @@ class Operations:
     def _prefill(self) -> None:
         seq, size = self._chance.choice(self._all), self.subject.info.n_batch
         tokens = self._tokens(self._chance.randint(1, size * 2))
+        if self._states:
+            # It may refuse to begin one: pieces by themselves say so.
+            for start in range(0, len(tokens), size):
+                self._feed(self.subject.feed({seq: tokens[start : start + size]}))
+            return
         free, before = self.subject.free, len(self.subject.sequences[seq])
         # The first piece that finds no room is the last.
         for start in range(0, min(len(tokens), free // size * size + 1), size):
@@ -87,12 +104,22 @@ class Operations:
 
     def _brim(self, *, aborts: bool = False) -> None:
         """Decode about as many tokens as there are free cells, or too many."""
-        n = max(2, min(self.subject.info.n_batch, self.subject.free + self._chance.randint(-4, 8)))
-        one, two = self._chance.sample(self._all, 2)
-        part = self._chance.randint(1, n - 1)
-        feeds = {one: self._tokens(part), two: self._tokens(n - part)}
-        feed = self.subject.feed(feeds, interleave=self._chance.random() < 0.5)
-        self._feed(feed, aborts=aborts)
+        n = min(self.subject.info.n_batch, self.subject.free + self._chance.randint(-4, 8))
+        self._feed(self._two(max(2, n)), aborts=aborts)
+
+    def _boundaries(self) -> None:
+        """Fail behind every micro-batch of a batch: so many of them, and no more, find cells."""
+        most, size = self.subject.info.n_batch, self.subject.info.n_ubatch
+        filler = self._chance.choice(self._all)
+        for fit in range((most - 1) // size, -1, -1):
+            free = min(fit * size + self._chance.randrange(size), most - 1)
+            while self.subject.free > free:
+                n = min(most, self.subject.free - free)
+                if self._feed(self.subject.feed({filler: self._tokens(n)})) != Status.OK:
+                    break
+            if self.subject.free // size == fit:
+                self._feed(self._two(most))
+        self._remove(filler)
 
     def _cancel(self) -> None:
         polls = int(2 ** self._chance.uniform(0, 9))
@@ -140,14 +167,20 @@ class Operations:
 
     def _fork(self) -> None:
         src, dst = self._one(), self._chance.choice(self._all)
-        if src != dst:
-            positions = self.subject.sequences[src].positions
-            length = self._chance.randint(0, len(positions))
-            end = positions[length] if length < len(positions) else None
-            self._say("remove", seq=dst)
-            self._say("copy", seq=src, into=dst, to=end)
+        if src == dst:
+            return
+        positions = self.subject.sequences[src].positions
+        length = self._chance.randint(0, len(positions))
+        if self._states:
+            length = len(positions)
+        end = positions[length] if length < len(positions) else None
+        self._say("remove", seq=dst)
+        self._say("copy", seq=src, into=dst, to=end)
+        try:
             with self.proof.unchanged("a fork", dst):
                 self.subject.fork(src, dst, length)
+        except PartialRemovalRefused:
+            self._refused()
 
     def _slide(self) -> None:
         seq = self._one()
@@ -193,7 +226,35 @@ class Operations:
             done = self.subject.restore(seq, name, must=self.heals and needed <= room)
         if done and not self.proof.pending:
             (saved,) = self._kept[name].values()
-            rows.compare({seq: saved}, self.proof.rows(seq), "a restore")
+            self.proof.compare({seq: saved}, "a restore")
+
+    def _reload(self) -> None:
+        """Save all there is, empty the cache, and bring it back: who shared cells has own ones."""
+        there = self.ledger.sequences
+        if sum(len(self.ledger.of(seq)) for seq in there) > self.subject.n_cells:
+            return
+        self._say("update")
+        self.subject.update()
+        before = self.proof.rows(*there)
+        for seq in there:
+            self._say("save", seq=seq, **{"as": f"all {seq}"})
+            self.subject.save(seq, f"all {seq}")
+        self._clear()
+        for seq in there:
+            self._say("restore", seq=seq, **{"as": f"all {seq}"})
+            self.subject.restore(seq, f"all {seq}")
+            # Nothing else is restored from them: what else may be is chosen by name.
+            del self.subject.saved[f"all {seq}"]
+        self.proof.compare(before, "a restore of all sequences")
+
+    def _reopen(self) -> None:
+        """Close a context whose cache a file keeps, and go on with what is there."""
+        assert self._again is not None
+        self._say("note", text="closed, and opened again")
+        with self.proof.unchanged("closing and opening again"):
+            self.subject.reopen(self._again)
+
+    # What arranges cells...
 
     def _defrag(self) -> None:
         self._say("defrag")
@@ -201,99 +262,22 @@ class Operations:
         with self.proof.unchanged("a defragmentation"):
             self.subject.runtime.kv.defrag()
         snapshot = self.subject.snapshot()
-        if self.heals and snapshot is not None and snapshot.stats.used_max > snapshot.stats.used:
-            self._fail(f"a defragmentation left holes before cell {snapshot.stats.used_max}")
+        for each in snapshot.streams if self.heals and snapshot is not None else ():
+            if each.stats.used_max > each.stats.used:
+                self._fail(
+                    f"a defragmentation left holes before cell {each.stats.used_max}",
+                    holes=int(each.stats.free > 0),
+                )
         # The default is the plan that moves least.
         if self.subject.params.defrag_plan and self._order() != before:
             self._fail("a plan that keeps the order of cells has changed it")
 
+    def _release(self) -> None:
+        """Give mapped memory behind the last used cell back."""
+        self._say("note", text="gave memory back")
+        with self.proof.unchanged("giving memory back"):
+            self.subject.runtime.kv.trim()
+
     def _verify(self) -> None:
         self._say("verify")
         self.proof.check_logits()
-
-    # Underneath...
-
-    @property
-    def _all(self) -> range:
-        return range(self.subject.info.n_seq_max)
-
-    def _order(self) -> list[tuple[list[int], list[list[int]]]]:
-        """Return positions and sequences of the used cells, in their order."""
-        snapshot = self.subject.snapshot()
-        streams = snapshot.streams if snapshot is not None else ()
-        return [(each.pos[each.used].tolist(), each.seqs[each.used].tolist()) for each in streams]
-
-    def _one(self) -> int:
-        """Choose a sequence that has tokens, if any has."""
-        return self._chance.choice(self.ledger.sequences or self._all)
-
-    def _ends(self, seq: int) -> tuple[int, int]:
-        """Return what sequences must have in common to share tokens, from 0.3.10 on the first."""
-        positions = self.subject.sequences[seq].positions
-        return (positions[0], positions[-1]) if positions else (-1, -1)
-
-    def _tokens(self, n: int) -> list[int]:
-        return [self._chance.randrange(self.subject.n_vocab) for _ in range(n)]
-
-    def _some(self, most: int) -> Feed:
-        """Return ``most`` tokens at most, for up to three lanes, some of which sequences share."""
-        feeds: dict[tuple[int, ...], list[int]] = {}
-        left, lanes = set(self._all), self._chance.randint(1, 3)
-        while left and len(feeds) < lanes:
-            seq = self._chance.choice(sorted(left))
-            alike = [each for each in sorted(left) if self._ends(each) == self._ends(seq)]
-            shared = {seq, *self._chance.sample(alike, min(len(alike), 3))}
-            owners = tuple(sorted(shared if self._chance.random() < 0.3 else {seq}))
-            left.difference_update(owners)
-            feeds[owners] = self._tokens(self._chance.randint(1, most // 3))
-        return self.subject.feed(feeds, interleave=self._chance.random() < 0.5)
-
-    def _feed(self, feed: Feed, *, aborts: bool = False) -> None:
-        """Decode a batch, which must do all that it says or nothing."""
-        n, free = len(feed.token), self.subject.free
-        self._say_feed(feed)
-        with self.proof.unchanged("a decode"):
-            status = self.subject.decode(feed, expect=None)
-        if status != Status.ABORTED or not aborts:
-            self._judge(status, n, free)
-
-    def _judge(self, status: int, n: int, free: int) -> None:
-        """Compare how a decode of ``n`` tokens ended with what ``free`` cells allow."""
-        expected = Status.OK if n <= free else Status.NO_SLOT
-        if status != expected and (self.heals or status != Status.NO_SLOT):
-            self._fail(
-                f"a decode of {n} tokens with {free} free cells ended with {word(status)}, "
-                f"expected {word(expected)}"
-            )
-        if status == Status.NO_SLOT and (self.subject.cause == "full") != (n > free):
-            self._fail(f"the cause of no slot is {self.subject.cause}, of {n} tokens, {free} free")
-
-    def _remove(self, seq: int, p0: int = -1, p1: int = -1) -> None:
-        self._say("remove", seq=seq, **{"from": p0, "to": None if p1 < 0 else p1})
-        self.subject.remove(seq, p0, p1)
-
-    def _move(self, op: str, seq: int, p0: int, by: int) -> None:
-        """Shift or divide positions from ``p0`` on, where every sequence keeps its order."""
-        for each in self.ledger.sequences:
-            mine = sorted((c for c in self.ledger.cells if each in c.seqs), key=lambda c: c.pos)
-            moved = [(c.pos + by if op == "shift" else c.pos // by) for c in mine]
-            stays = [c.pos < p0 or seq not in c.seqs for c in mine]
-            new = [c.pos if s else pos for c, s, pos in zip(mine, stays, moved, strict=True)]
-            if new[0] < 0 or any(one >= two for one, two in pairwise(new)):
-                return
-        if self.subject.info.can_shift:
-            self._say(op, seq=seq, by=by, **{"from": p0})
-            getattr(self.subject, op)(seq, p0, -1, by)
-
-    def _say_feed(self, feed: Feed) -> None:
-        feeds: dict[str, list[int]] = {}
-        for token, owners in zip(feed.token.tolist(), feed.owners, strict=True):
-            feeds.setdefault("+".join(map(str, owners)), []).append(token)
-        woven = len(set(feed.owners[: len(feeds)])) == len(feeds) > 1
-        self._say("decode", feed=feeds, **({"interleave": True} if woven else {}), expect="any")
-
-    def _say(self, op: str, **words: Any) -> None:
-        self.script.append(json.dumps({"op": op, **words}))
-
-    def _fail(self, message: str) -> None:
-        raise ScenarioFailed(message, failure="claim")

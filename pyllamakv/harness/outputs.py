@@ -10,6 +10,7 @@ from xml.etree import ElementTree as ET
 
 from pyllamakv.errors import UsageError
 from pyllamakv.harness.cell import CellResult
+from pyllamakv.harness.printable import printable
 from pyllamakv.harness.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -159,4 +160,4 @@ def _escaped(text: str) -> str:
 
 def _xml(text: str) -> str:
     # What a crashing worker says may hold characters that XML cannot.
-    return "".join(sign if sign in "\n\t" or sign.isprintable() else "?" for sign in text)
+    return printable(text, keep="\n\t")

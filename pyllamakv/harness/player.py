@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from pyllamakv.binding.protocol import (
     ContextHandle,
     ContextParams,
     Counters,
+    Memory,
     ModelHandle,
     Native,
     RawDefrag,
@@ -196,7 +198,7 @@ class Player:
         """Abort later decodes at this poll of the abort callback; negative: never."""
         self.native.cancel_after(self.context, polls)
 
-    @property
+    @cached_property
     def n_cells(self) -> int:
         """Return the size of the cache in cells."""
         snapshot = self.snapshot()
@@ -280,9 +282,13 @@ class Player:
         for seq in self.ledger.sequences:
             expected = [pos for pos, _ in self.ledger.of(seq)]
             found = self.native.seq_pos_max(self.context, seq)
-            if found != expected[-1]:
+            if found != expected[-1] and not self.ambiguous(found, expected[-1]):
                 msg = f"sequence {seq} ends at position {found}, expected {expected[-1]}"
                 raise ScenarioFailed(msg, failure="lost")
+
+    def ambiguous(self, found: int, expected: int) -> bool:
+        """Tell whether a position 0 passes for none: so it does in states of earlier releases."""
+        return found == -1 and expected == 0 and self.info.memory is Memory.RECURRENT
 
     def _step(self, op: str, *arguments: Any) -> None:
         self.steps.append(Step(op, arguments))

@@ -8,10 +8,11 @@ the same cells in the same order.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from pyllamakv.errors import ScenarioFailed
+from pyllamakv.binding.protocol import Memory
+from pyllamakv.errors import PartialRemovalRefused, ScenarioFailed
 from pyllamakv.harness import rows
 from pyllamakv.harness.reference import Reference, distance
 from pyllamakv.runtime import ggml_types as types
@@ -20,12 +21,15 @@ if TYPE_CHECKING:
     from pyllamakv.harness.feeding import Feed
     from pyllamakv.harness.subject import Subject
     from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.staterows import SequenceState
 
 
 class Proof:
     """Prove what is in ``subject``; states are restored into ``other``, a context like its own.
 
-    ``exact`` counts the logits that had to be, and were, the same to the last bit.
+    ``watching`` False leaves out the bytes around operations. ``compared`` counts the sequences
+    whose bytes were compared, ``logits`` the rows of logits behind restored states, and ``exact``
+    those that had to be, and were, the same to the last bit.
     """
 
     def __init__(self, subject: Subject, other: Context) -> None:
@@ -33,7 +37,8 @@ class Proof:
         self.other = other
         self.reference = Reference(subject)
         self.bound = self.reference.bound
-        self.exact = 0
+        self.watching = True
+        self.compared = self.logits = self.exact = 0
 
     def close(self) -> None:
         """Give the reference's context back."""
@@ -48,16 +53,30 @@ class Proof:
     @contextmanager
     def unchanged(self, what: str, *but: int) -> Iterator[None]:
         """Raise ScenarioFailed unless K and V of the others survive; a pending shift turns K."""
-        if self.pending:
+        if not self.watching or self.pending:
             yield
             return
         before = self.rows(*(seq for seq in self.subject.ledger.sequences if seq not in but))
         yield
-        rows.compare(before, self.rows(*before), what)
+        self.compare(before, what)
+
+    def compare(self, before: rows.Rows, what: str) -> None:
+        """Raise ScenarioFailed unless what the ledger still has of ``before`` has those bytes."""
+        before = {seq: state for seq, state in before.items() if self._comparable(seq, state)}
+        rows.compare(before, self.rows(*before), what, window=self.subject.info.n_swa)
+        self.compared += len(before)
 
     def rows(self, *sequences: int) -> rows.Rows:
         """Read K and V of some sequences."""
-        return rows.read(self.subject.native, self.subject.context, sequences)
+        # Not by the subject's own library: whoever records that has nothing to do with proofs.
+        return rows.read(self.other.native, self.subject.context, sequences)
+
+    def _comparable(self, seq: int, state: SequenceState) -> bool:
+        """Tell whether a sequence is still there, and no token came on top of its one state."""
+        following = self.subject.ledger.next(seq)
+        if self.subject.info.memory is not Memory.RECURRENT:
+            return following > 0
+        return any(following == section.pos.max() + 1 for section in state.sections)
 
     def check_logits(self) -> None:
         """Compare the logits of all decodes, and of the next token of each sequence.
@@ -69,17 +88,24 @@ class Proof:
             subject.update()
         if self._rounds_anew():
             self.reference.bound = float("inf")
+        stays = subject.info.memory in (Memory.RECURRENT, Memory.HYBRID)
         self.reference.catch_up()
-        for seq in subject.ledger.sequences if subject.free else ():
+        for seq in subject.ledger.sequences:
+            if not subject.free:
+                break
             start, order = subject.ledger.next(seq), self._order(seq)
             state = subject.sequences[seq].save()
             feed = subject.feed({seq: 1})
             subject.decode(feed)
             self.reference.catch_up()
             # Flash attention passes over the cells of others.
-            same = bool(subject.info.flash_attn) and self._order(seq) == [*order, start]
-            self._check_restored(seq, state, feed, exact=same)
-            subject.remove(seq, start)
+            same = bool(order and subject.info.flash_attn) and self._order(seq) == [*order, start]
+            plain = subject.info.memory is Memory.ATTENTION
+            self._check_restored(seq, state, feed, exact=same and plain)
+            if not stays:
+                # A window may have given away what the sequence would see again.
+                with suppress(PartialRemovalRefused):
+                    subject.remove(seq, start)
 
     def _check_restored(self, seq: int, state: bytes, feed: Feed, *, exact: bool) -> None:
         """Compare the logits of a token with those behind a restored state."""
@@ -96,6 +122,7 @@ class Proof:
                 f"behind its restored state, allowed {bound:g}"
             )
             raise ScenarioFailed(msg, failure="data", evidence={"sequence": seq, "position": pos})
+        self.logits += 1
         self.exact += exact
 
     def _rounds_anew(self) -> bool:

@@ -1,8 +1,11 @@
 """Rebuild what a player did on a roomy context, where nothing has to move, and compare logits.
 
 The reference runs on the same library, in the same worker, and repeats only what succeeded: no
-defragmentation, no decode that failed. Its cache is so large that every slot is found at once, and
-that of sliding windows keeps every token.
+defragmentation, no decode that failed. Its cache is so large that every slot is found at once.
+
+Cells that a sliding window has passed are given away, in a cache of full size as well, once a
+removal lets llama.cpp search from the start again. But no cell is that two sequences own: in the
+reference of such a model a spare sequence owns what the others do.
 Logits are never compared across libraries: their kernels differ from release to release.
 """
 
@@ -55,6 +58,9 @@ class Reference:
         self.player = player
         self.bound = (tolerance or Tolerance()).of(player.params)
         self.worst = 0.0
+        # Where each sequence has a stream of its own, none can share its cells.
+        info = player.info
+        self._spares = info.n_swa > 0 and info.n_caches > 1 and not player.ledger.streams
         self._room = 1
         self._context: ContextHandle | None = None
         self._done = 0
@@ -104,8 +110,13 @@ class Reference:
         if cells > LIMIT:
             msg = f"the reference would need {cells} cells; make the scenario smaller"
             raise HarnessError(msg)
-        # A window's cache of full size never gives a cell to another token.
-        params = replace(player.params, n_ctx=cells, swa_full=True)
+        # It lies on the heap, so that nothing of mapped memory, nor a file's lock, is in it.
+        params = replace(
+            player.params, n_ctx=cells, swa_full=True, kv_backing=0, kv_path=None, kv_keep=0
+        )
+        if self._spares:
+            # In one micro-batch: between two of them nobody could own what the first one wrote.
+            params = replace(params, n_ubatch=params.n_batch, n_seq_max=params.n_seq_max + 1)
         return player.native.context_new(player.model, params)
 
     def _grow(self) -> None:
@@ -114,9 +125,18 @@ class Reference:
         self._done = 0
         self._saved.clear()
 
+    def _keep_windows(self, context: ContextHandle) -> None:
+        """Let the spare sequence, the last one, own what the others own now."""
+        native, spare = self.player.native, self.player.params.n_seq_max
+        native.seq_rm(context, spare, -1, -1)
+        for seq in range(spare):
+            native.seq_cp(context, seq, spare, -1, -1)
+
     def _repeat(self, step: Step) -> bool:
         native, context = self.player.native, self._context
         assert context is not None
+        if self._spares and step.op in ("decode", "restore"):
+            self._keep_windows(context)
         match step.op:
             case "decode":
                 feed = step.arguments[0]

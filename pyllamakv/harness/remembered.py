@@ -78,9 +78,10 @@ def remember(name: str | None, result: CellResult) -> None:
     """Keep a result as its cell's latest, and by its key unless it may not come again."""
     text = json.dumps(result.to_json(), ensure_ascii=False)
     try:
+        # First the latest: what is found by its key is never written again.
+        write_atomic(_latest(result.spec), text)
         if name is not None and not _passes(result):
             write_atomic(_file(name), text)
-        write_atomic(_latest(result.spec), text)
     except (OSError, KvError):
         # A home that cannot be written costs the memory, not the verdict.
         return
@@ -122,7 +123,7 @@ def _texts() -> str:
     What is accepted lies beside the patches; it is compared with results and decides none.
     """
     roots = (data("patches"), _PACKAGE / "patching")
-    return variant.files_digest(roots, without=(".pyc", "expected.toml"))
+    return variant.files_digest(roots, without=variant.NO_INPUT)
 
 
 def _code() -> str:

@@ -7,6 +7,7 @@ lie does not show in them once they are ordered by position, so a defragmentatio
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -84,8 +85,8 @@ def contents(snapshot: Snapshot) -> Counter[Content]:
     main = [cells for cells in snapshot.streams if not cells.swa] or snapshot.streams
     for cells in main:
         used = np.flatnonzero(cells.pos >= 0)
-        for pos, words in zip(cells.pos[used].tolist(), cells.seqs[used].tolist(), strict=True):
-            found[pos, owners(words)] += 1
+        words = map(tuple, cells.seqs[used].tolist())
+        found.update(zip(cells.pos[used].tolist(), map(owners, words), strict=True))
     return found
 
 
@@ -101,7 +102,8 @@ def sliding(snapshot: Snapshot) -> dict[int, list[int]] | None:
     return found
 
 
-def owners(words: list[int]) -> tuple[int, ...]:
+@lru_cache(maxsize=1 << 12)
+def owners(words: tuple[int, ...]) -> tuple[int, ...]:
     """Return the sequences whose bits are set in the words of a cell."""
     return tuple(
         64 * place + bit

@@ -6,10 +6,10 @@ code; its key is a digest of these, so a warm run reads files and starts nothing
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, as_completed, wait
 from dataclasses import asdict, dataclass
@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import Event, local
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.errors import LoadError
+from pyllamakv.errors import KvError, LoadError
 from pyllamakv.harness import lab, synthetic
 from pyllamakv.harness.lab import Bench, Run
 from pyllamakv.harness.pictures.cellmap import Picture
@@ -27,6 +27,7 @@ from pyllamakv.harness.placing import Place
 from pyllamakv.harness.verdict import Outcome
 from pyllamakv.harness.workers import Opener
 from pyllamakv.home import home
+from pyllamakv.source.files import write_atomic
 
 if TYPE_CHECKING:
     from pyllamakv.harness.scenario import Scenario, Setting
@@ -52,9 +53,11 @@ _TELLING = {
         "page",
         "palette",
         "plot",
+        "printable",
         "raster",
         "remembered",
         "report",
+        "runs",
         "screen",
         "tally",
         "timeline",
@@ -218,16 +221,9 @@ def remember(key: str, run: Run) -> None:
     """Keep a result, unless it may end differently the next time."""
     if run.outcome.status == "fault" or run.outcome.failure in _PASSING:
         return
-    file = _file(key)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=".run-", dir=file.parent)
-    except OSError:
-        # A home that cannot be written costs the memory, not the verdict.
-        return
-    with os.fdopen(handle, "w", encoding="utf-8") as part:
-        json.dump(to_json(run), part)
-    Path(name).replace(file)
+    # A home that cannot be written costs the memory, not the verdict.
+    with contextlib.suppress(OSError, KvError):
+        write_atomic(_file(key), json.dumps(to_json(run)))
 
 
 def to_json(run: Run) -> dict[str, Any]:

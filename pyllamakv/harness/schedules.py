@@ -8,18 +8,22 @@ failure is told by the fewest of them that still fail, written as a script (docs
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import KvError, ScenarioFailed, WorkerDied
+from pyllamakv.harness.acting import NUMBERS
 from pyllamakv.harness.operations import WEIGHTS, Operations
 
 if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
 
-#: Opens the context that a schedule is played on, and a second one to compare with.
+#: Opens the context that a schedule is played on, or a second one to compare with.
 Opener = Callable[[], "Context"]
+#: Plays operations, and returns how they failed.
+Play = Callable[[Sequence["Operation"]], ScenarioFailed | None]
 
 
 @dataclass(frozen=True)
@@ -33,23 +37,73 @@ class Operation:
 VERIFY = Operation("verify", 0)
 
 
+@dataclass(frozen=True)
+class Ground:
+    """Say where a schedule is played, and what it is held to.
+
+    ``other`` opens the context that states are restored into, where that must not be one like the
+    first; ``again`` goes on with what a file kept of the first. ``heals`` holds the library to it
+    that a decode finds its cells whenever enough are free; ``watched`` is the share of operations
+    around which K and V are compared.
+    """
+
+    opener: Opener
+    other: Opener | None = None
+    again: Opener | None = None
+    heals: bool = True
+    watched: float = 1.0
+
+    def play(
+        self, operations: Sequence[Operation], begun: Callable[[Operations], None] | None = None
+    ) -> ScenarioFailed | None:
+        """Play operations and a last proof; return how they failed, with the script so far.
+
+        ``begun`` is called with what plays them, before the first.
+        """
+        # Both close with the work; one that was opened before the other failed, too.
+        with ExitStack() as opened:
+            context = opened.enter_context(self.opener())
+            other = opened.enter_context((self.other or self.opener)())
+            work = Operations(
+                context, other, heals=self.heals, watched=self.watched, again=self.again
+            )
+            opened.callback(_close, work)
+            if begun:
+                begun(work)
+            proven = 0
+            try:
+                for done, operation in enumerate((*operations, VERIFY), start=1):
+                    work.do(operation.name, operation.number)
+                    proven = done if operation.name == "verify" else proven
+            except KvError as error:
+                evidence = {"script": work.script, "done": done, "proven": proven}
+                promise = (getattr(error, "evidence", None) or {}).get("promise")
+                failed = ScenarioFailed(
+                    f"{operation.name}: {error}",
+                    failure=getattr(error, "failure", "crash"),
+                    evidence={**evidence, "promise": promise} if promise else evidence,
+                )
+                failed.__cause__ = error
+                return failed
+        return None
+
+
 def draw(seed: int, count: int) -> tuple[Operation, ...]:
     """Return ``count`` operations, always the same of a seed."""
     chance = Random(seed)
     names = chance.choices(list(WEIGHTS), list(WEIGHTS.values()), k=count)
-    return tuple(Operation(name, chance.randrange(1 << 16)) for name in names)
+    return tuple(Operation(name, chance.randrange(NUMBERS)) for name in names)
 
 
 def prove(opener: Opener, seed: int, count: int, *, heals: bool = True) -> None:
     """Play the schedule of a seed; raise ScenarioFailed with the shortest one that still fails.
 
-    ``heals`` holds the library to it that a decode finds its cells whenever enough are free. The
-    error's evidence has those ``operations``, and the ``script`` of what they did.
+    The error's evidence has those ``operations``, and the ``script`` of what they did.
     """
-    operations = draw(seed, count)
-    failed = failure(opener, operations, heals=heals)
+    operations, ground = draw(seed, count), Ground(opener, heals=heals)
+    failed = ground.play(operations)
     if failed is not None:
-        short, failed = shorten(opener, operations, failed, heals=heals)
+        short, failed = shorten(ground.play, operations, failed)
         script = "\n".join(failed.evidence["script"])
         msg = f"seed {seed}: {failed}; {len(short)} operations of {count} still fail:\n{script}"
         evidence = {**failed.evidence, "operations": short}
@@ -60,48 +114,53 @@ def failure(
     opener: Opener, operations: Sequence[Operation], *, heals: bool = True
 ) -> ScenarioFailed | None:
     """Play operations and a last proof; return how they failed, with the script so far."""
-    with opener() as context, opener() as other:
-        work = Operations(context, other, heals=heals)
-        proven = 0
-        try:
-            for done, operation in enumerate((*operations, VERIFY), start=1):
-                work.do(operation.name, operation.number)
-                proven = done if operation.name == "verify" else proven
-        except KvError as error:
-            kind = getattr(error, "failure", "crash")
-            evidence = {"script": work.script, "done": done, "proven": proven}
-            failed = ScenarioFailed(f"{operation.name}: {error}", failure=kind, evidence=evidence)
-            failed.__cause__ = error
-            return failed
-        finally:
-            work.proof.close()
-    return None
+    return Ground(opener, heals=heals).play(operations)
 
 
 def shorten(
-    opener: Opener, operations: Sequence[Operation], failed: ScenarioFailed, *, heals: bool
+    play: Play,
+    operations: Sequence[Operation],
+    failed: ScenarioFailed,
+    *,
+    revives: bool = False,
+    enough: Callable[[], bool] = lambda: False,
 ) -> tuple[tuple[Operation, ...], ScenarioFailed]:
-    """Return the shortest start of a failing schedule that fails, less what it fails without.
+    """Return a short start of a failing schedule that fails, less what it fails without.
 
-    With its worker gone a library cannot be asked again: that start has to do.
+    It has to fail in the same class. ``enough`` is asked before each try, and ends the search.
+    With its worker gone a library cannot be asked again, and that start has to do, unless ``play``
+    ``revives`` it.
     """
     short = tuple(operations[: failed.evidence["done"]])
-    if isinstance(failed.__cause__, WorkerDied):
+    if isinstance(failed.__cause__, WorkerDied) and not revives:
         return short, failed
-    for end in range(failed.evidence["proven"] + 1, failed.evidence["done"] + 1):
-        found = failure(opener, short[:end], heals=heals)
-        if found is not None:
+
+    def tried(less: tuple[Operation, ...]) -> ScenarioFailed | None:
+        found = None if enough() else play(less)
+        return found if found is not None and found.failure == failed.failure else None
+
+    passes = failed.evidence["proven"]
+    while passes + 1 < len(short):
+        end = (passes + len(short)) // 2
+        found = tried(short[:end])
+        if found is None:
+            passes = end
+        else:
             short, failed = short[:end], found
-            break
     size = len(short) // 2
     while size:
         before = len(short)
         for start in range(len(short) - size, -1, -size):
             less = short[:start] + short[start + size :]
-            found = failure(opener, less, heals=heals)
+            found = tried(less)
             if found is not None:
                 short, failed = less, found
         # Single ones are tried again until none can be left out.
         if size > 1 or len(short) == before:
             size //= 2
     return short, failed
+
+
+def _close(work: Operations) -> None:
+    with suppress(WorkerDied):
+        work.close()

@@ -6,18 +6,30 @@ cells have to agree, the harness's ledger, that of each sequence, and the cells 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pyllamakv.binding.protocol import Status
-from pyllamakv.errors import Cancelled, NoKVSlot, ScenarioFailed, StateError
+from pyllamakv.binding.protocol import Memory, Status
+from pyllamakv.errors import (
+    Cancelled,
+    NoKVSlot,
+    PartialRemovalRefused,
+    ScenarioFailed,
+    StateError,
+)
 from pyllamakv.harness.feeding import Feed
 from pyllamakv.harness.player import Player, Step
 from pyllamakv.runtime.batch import Batch
 
 if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.sequence import Sequence
+
+#: Cells that a memory has which keeps a state of each sequence, however long.
+ENDLESS = 1 << 30
 
 
 class Subject(Player):
@@ -37,9 +49,22 @@ class Subject(Player):
         """Return how many cells are free by the ledger."""
         return self.n_cells - self.ledger.used
 
+    @cached_property
+    def n_cells(self) -> int:
+        """Return the size of the cache in cells."""
+        return ENDLESS if self.info.memory is Memory.RECURRENT else super().n_cells
+
     def close(self) -> None:
         """Close the context."""
         self.runtime.close()
+
+    def reopen(self, again: Callable[[], Context]) -> None:
+        """Close the context, and go on with one that has what the first one kept in its file."""
+        self.close()
+        self._step("update")
+        self.runtime = again()
+        self.context = self.runtime.handle
+        self.sequences = [self.runtime.sequence(n) for n in range(self.info.n_seq_max)]
 
     def prefill(self, seq: int, tokens: list[int]) -> int:
         """Decode a prompt in pieces of n_batch and return the status; pieces before a failure stay.
@@ -51,6 +76,7 @@ class Subject(Player):
             self.runtime.prefill(self.sequences[seq], tokens)
         except NoKVSlot as error:
             self.cause, status = error.cause, Status.NO_SLOT
+            self._follow_emptied()
         done, size = len(self.sequences[seq]) - before, self.info.n_batch
         for start in range(0, done, size):
             feed = self.feed({seq: tokens[start : min(start + size, done)]})
@@ -74,7 +100,11 @@ class Subject(Player):
         self._step("remove", dst, -1, -1)
         positions = self.sequences[src].positions
         end = positions[length] if length < len(positions) else -1
-        self.sequences[dst] = self.sequences[src].fork(length)
+        try:
+            self.sequences[dst] = self.sequences[src].fork(length)
+        except PartialRemovalRefused:
+            self.sequences[dst] = self.runtime.sequence(dst)
+            raise
         self.ledger.copy(src, dst, -1, end)
         self._step("copy", src, dst, -1, end)
 
@@ -133,22 +163,50 @@ class Subject(Player):
         self._step("restore", seq, name)
         return True
 
-    def check_cells(self) -> None:
-        """Raise ScenarioFailed ("lost") unless cells, both ledgers and all counts agree."""
+    def check_cells(self, *, ends: bool = True) -> None:
+        """Raise ScenarioFailed ("lost") unless cells, both ledgers and all counts agree.
+
+        ``ends`` asks the library as well where each sequence begins and ends.
+        """
         super().check_cells()
+        if self.info.n_swa:
+            self.check_windows(self.info.n_swa)
         for sequence in self.sequences:
             expected = self.ledger.of(sequence.id)
             found = list(zip(sequence.positions, sequence.tokens, strict=True))
             if found != expected:
                 msg = f"sequence {sequence.id} records {found}, expected {expected}"
                 raise ScenarioFailed(msg, failure="lost")
-            ends = (expected[0][0], expected[-1][0]) if expected else (-1, -1)
-            if (sequence.pos_min, sequence.pos_max) != ends:
-                msg = (
-                    f"sequence {sequence.id} has positions {sequence.pos_min}..{sequence.pos_max}, "
-                    f"expected {ends[0]}..{ends[1]}"
-                )
+            if ends:
+                self._check_ends(sequence, expected)
+
+    def _check_ends(self, sequence: Sequence, expected: list[tuple[int, int]]) -> None:
+        first, last = (expected[0][0], expected[-1][0]) if expected else (-1, -1)
+        found = sequence.pos_min, sequence.pos_max
+        # States and windows do not know where a sequence began.
+        begins = found[0] == first or self.info.memory is not Memory.ATTENTION
+        ends = found[1] == last or self.ambiguous(found[1], last)
+        if not (begins and ends):
+            msg = (
+                f"sequence {sequence.id} has positions {found[0]}..{found[1]}, "
+                f"expected {first}..{last}"
+            )
+            raise ScenarioFailed(msg, failure="lost")
+
+    def _follow_emptied(self) -> None:
+        """Follow what the runtime emptied, because its memory cannot go back."""
+        emptied = [*self.runtime.emptied]
+        states = self.info.memory in (Memory.RECURRENT, Memory.HYBRID)
+        if states and emptied and emptied == self.ledger.sequences:
+            self.ledger.clear()
+            self._step("clear")
+            return
+        for seq in emptied:
+            if self.info.memory is Memory.ATTENTION:
+                msg = f"a failed decode emptied sequence {seq}, whose cells could stay"
                 raise ScenarioFailed(msg, failure="lost")
+            self.ledger.remove(seq)
+            self._step("remove", seq, -1, -1)
 
     def _run(self, feed: Feed) -> int:
         """Decode by what the runtime has for batches of this kind."""
@@ -168,8 +226,10 @@ class Subject(Player):
                 self.runtime.decode(batch)
         except NoKVSlot as error:
             self.cause = error.cause
+            self._follow_emptied()
             return Status.NO_SLOT
         except Cancelled:
+            self._follow_emptied()
             return Status.ABORTED
         return Status.OK
 

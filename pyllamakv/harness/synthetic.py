@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import gguf
@@ -35,8 +35,8 @@ BYTE_OFFSET = 3
 class Shape:
     """Describe a model to generate; widths are counted in elements.
 
-    A head is ``n_embd / n_head`` wide, of a llama ``head`` where that is not 0. ``n_head_kv`` heads
-    (a K or V row) are a multiple of 32, a block of q8_0 and q4_0.
+    A head is ``n_embd / n_head`` wide, of a llama or gemma2 ``head`` where that is not 0.
+    ``n_head_kv`` heads (a K or V row) are a multiple of 32, a block of q8_0 and q4_0.
     ``vocab`` is "none" (token ids only) or "bytes" (SentencePiece with one token per byte).
     ``window`` is how many positions a sliding layer sees.
     """
@@ -80,6 +80,26 @@ SHAPES = {
         Shape("latent", n_layer=2, n_embd=64, n_head=2, n_head_kv=1, architecture="deepseek2"),
         Shape("indexed", n_layer=2, n_embd=64, n_head=2, n_head_kv=1, architecture="deepseek32"),
     )
+}
+
+#: What is put behind the name of a model for its wide twin.
+WIDE = "-wide"
+
+
+def wide(shape: Shape) -> Shape:
+    """Return the twin of a shape that devices compute rightly, with rows of 256 values.
+
+    Kernels for flash attention know heads of 64 values. Vulkan writes a row of quantised blocks to
+    a wrong place unless it begins at a multiple of what the device aligns buffers to, 4 to 16 bytes
+    as a rule: 256 values are 272 bytes in q8_0, 144 in q4_0.
+    """
+    heads = 4 * (shape.n_head // shape.n_head_kv)
+    return replace(shape, name=shape.name + WIDE, head=64, n_head=heads, n_head_kv=4)
+
+
+SHAPES |= {
+    twin.name: twin
+    for twin in (wide(each) for each in SHAPES.values() if each.architecture in ("llama", "gemma2"))
 }
 
 

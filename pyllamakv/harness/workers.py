@@ -44,6 +44,7 @@ class Workers:
 
     def model(self, key: Key, name: str) -> ModelHandle:
         """Return a named model in a worker; raises Untestable where it cannot be loaded."""
+        name = self._place.model(name)
         found = self._models.get((key, name))
         if found is None:
             path = synthetic.model(name)

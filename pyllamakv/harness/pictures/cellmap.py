@@ -17,17 +17,29 @@ import numpy as np
 from pyllamakv.harness.pictures import drawing, palette
 from pyllamakv.harness.pictures.drawing import Area, Drawing, Words
 from pyllamakv.harness.pictures.palette import NOBODY, SEVERAL
+from pyllamakv.harness.printable import printable
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from rich.text import Text
 
-    from pyllamakv.runtime.snapshot import Snapshot
+    from pyllamakv.runtime.snapshot import CellMap, Snapshot
 
 __all__ = ["NOBODY", "SEVERAL", "Picture", "draw", "letter", "paint", "plain", "svg"]
 
 #: What a free cell and a cell of many sequences look like; the others are letters.
 FREE, SHARED = "·", "#"
 LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def owners(cells: CellMap) -> NDArray[np.int64]:
+    """Return the owner of each cell: its sequence, `NOBODY` or `SEVERAL`."""
+    lone = np.full(len(cells.pos), NOBODY, dtype=np.int64)
+    for sequence in np.flatnonzero(cells.counts).tolist():
+        lone[cells.has(sequence)] = sequence
+    lone[cells.sharers > 1] = SEVERAL
+    lone[~cells.used] = NOBODY
+    return lone
 
 
 @dataclass(frozen=True)
@@ -44,18 +56,9 @@ class Picture:
     @classmethod
     def of(cls, snapshot: Snapshot, label: str = "") -> Picture:
         """Take a picture of a snapshot, its streams one after the other."""
-        owners: list[int] = []
-        for cells in snapshot.streams:
-            lone = np.full(len(cells.pos), NOBODY, dtype=np.int64)
-            for word in range(cells.seqs.shape[1]):
-                for bit in range(64):
-                    if cells.counts[64 * word + bit]:
-                        lone[cells.has(64 * word + bit)] = 64 * word + bit
-            lone[cells.sharers > 1] = SEVERAL
-            lone[~cells.used] = NOBODY
-            owners += lone.tolist()
+        found = [owner for cells in snapshot.streams for owner in owners(cells).tolist()]
         streams = tuple(len(cells.pos) for cells in snapshot.streams)
-        return cls(label, tuple(owners), streams if len(streams) > 1 else ())
+        return cls(label, tuple(found), streams if len(streams) > 1 else ())
 
     @cached_property
     def used(self) -> int:
@@ -95,7 +98,7 @@ class Picture:
     def caption(self) -> str:
         """Return label and numbers in one line."""
         numbers = self.numbers()
-        return f"{self.label}: {numbers}" if self.label else numbers
+        return f"{printable(self.label)}: {numbers}" if self.label else numbers
 
     def numbers(self) -> str:
         """Return what is counted of the cells in words."""

@@ -12,6 +12,7 @@ from html import escape
 from typing import Literal
 
 from pyllamakv.harness.pictures import palette
+from pyllamakv.harness.printable import printable
 
 #: A rectangle: left, top, width, height.
 Box = tuple[float, float, float, float]
@@ -115,13 +116,17 @@ def svg(drawing: Drawing, *, inside: bool = False) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="{CLASS}" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" role="img">',
-        f"<title>{escape(drawing.title)}</title>",
+        f"<title>{_escaped(drawing.title)}</title>",
     ]
     if not inside:
         parts.append(f"<style>{style()}</style>")
         parts.append(f'<rect class="f-paper" width="{width}" height="{height}" rx="6"/>')
     parts += [_item(item) for item in drawing.items]
     return "".join(parts) + "</svg>"
+
+
+def _escaped(text: str) -> str:
+    return escape(printable(text, keep="\n\t"))
 
 
 def _rules(roles: dict[str, str]) -> str:
@@ -136,7 +141,7 @@ def _item(item: Item) -> str:
         case Area():
             steps = "".join(_box(box) for box in item.boxes)
             # Neighbouring cells of one colour must not show a seam where they meet.
-            tip = f"><title>{escape(item.tip)}</title></path>" if item.tip else "/>"
+            tip = f"><title>{_escaped(item.tip)}</title></path>" if item.tip else "/>"
             return f'<path class="f-{item.role}" shape-rendering="crispEdges" d="{steps}"{tip}'
         case Band():
             steps = "".join(_band(edge) for edge in item.edges)
@@ -156,7 +161,7 @@ def _item(item: Item) -> str:
             x, y, width, height = map(_short, item.box)
             return (
                 f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="none" '
-                f'pointer-events="all"><title>{escape(item.text)}</title></rect>'
+                f'pointer-events="all"><title>{_escaped(item.text)}</title></rect>'
             )
 
 
@@ -178,7 +183,7 @@ def _words(words: Words) -> str:
     bold = ' font-weight="600"' if words.bold else ""
     return (
         f'<text class="f-{words.role}" x="{x}" y="{y}" font-size="{_short(words.size)}"'
-        f"{anchor}{bold}{turn}>{escape(words.text)}</text>"
+        f"{anchor}{bold}{turn}>{_escaped(words.text)}</text>"
     )
 
 

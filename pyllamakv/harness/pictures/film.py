@@ -11,6 +11,7 @@ import numpy as np
 
 from pyllamakv.harness.pictures.cellmap import NOBODY, Picture
 from pyllamakv.harness.player import word
+from pyllamakv.harness.printable import printable
 
 if TYPE_CHECKING:
     from pyllamakv.harness.traces.script import Line
@@ -49,7 +50,7 @@ class Frame:
             parts.append(f"{self.moved} {plural} moved")
         if self.failed:
             parts.append(self.failed)
-        return "; ".join(parts)
+        return printable("; ".join(parts))
 
 
 @dataclass

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import pyllamakv
 from pyllamakv.harness.pictures import film
 from pyllamakv.harness.pictures.cellmap import Picture
 from pyllamakv.harness.pictures.film import Film
-from pyllamakv.harness.traces import playing, script
-from pyllamakv.harness.traces import trace as traces
-from pyllamakv.harness.traces.stage import Stage
+from pyllamakv.harness.printable import printable
+from pyllamakv.harness.traces import playing, runs, script
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,41 +17,20 @@ if TYPE_CHECKING:
     from pyllamakv.harness.pictures.film import Frame
     from pyllamakv.harness.traces.looks import Look
     from pyllamakv.harness.traces.script import Line
+    from pyllamakv.harness.traces.stage import Stage
 
 
 def title(path: Path, variant: str) -> str:
     """Return what a picture of a run is called."""
-    return f"{path.stem}, {variant}" if variant else path.stem
-
-
-@contextmanager
-def opened(path: Path, variant: str, model: str = "") -> Iterator[tuple[Stage, list[Line], str]]:
-    """Open a build in a worker for a script or a trace; lend stage, lines, and the variant's name.
-
-    A trace is played on the model, and in the environment, that it was recorded in.
-    """
-    options: dict[str, Any] = {"isolated": True}
-    file = None
-    if traces.is_trace(path):
-        head, lines = traces.read(path)
-        file = traces.model_file(head, model)
-        options |= {"env": head.environment} if head.environment else {}
-    else:
-        lines = script.read(path)
-    with pyllamakv.open(variant, **options) as library:
-        stage = Stage(library.native, model or "tiny", file)
-        try:
-            yield stage, lines, library.about.variant
-        finally:
-            stage.close()
+    return printable(f"{path.stem}, {variant}" if variant else path.stem)
 
 
 def film_of(path: Path, variant: str, model: str = "") -> Film:
     """Return the film of a script or a trace on a build, whatever its operations come to."""
-    with opened(path, variant, model) as (stage, lines, name):
-        stage.lenient = True
-        made = Film(title(path, name))
-        play(lines, stage, made.frames.append)
+    with runs.opened(path, variant, model) as run:
+        run.stage.lenient = True
+        made = Film(title(path, run.variant))
+        play(run.lines, run.stage, made.frames.append)
     return made
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pyllamakv.harness.pictures import cellmap, palette
 from pyllamakv.harness.pictures.cellmap import NOBODY, Picture
+from pyllamakv.harness.printable import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +51,7 @@ class Screen:
     ) -> None:
         from rich.console import Console
 
-        self.title = title
+        self.title = printable(title)
         self.console = console or Console()
         self._live_wanted = self.console.is_terminal if live is None else live
         self._speed, self._width, self._sleep = speed, width, sleep

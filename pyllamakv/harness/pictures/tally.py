@@ -97,6 +97,10 @@ class PictureStats:
         }
 
 
+#: Labels of the metrics of a run.
+LABELS = ("op", "failure")
+
+
 def of_film(film: Film) -> tuple[Metric, ...]:
     """Return what was done in a run: operations, failures and cells that moved."""
     deeds = film.deeds()

@@ -41,9 +41,7 @@ def specs(head: Head, texts: list[str]) -> list[str]:
 
 def opened(spec: str, head: Head) -> pyllamakv.OpenLibrary:
     """Open a variant in a worker, in the environment of the recording."""
-    options: dict[str, Any] = {"isolated": True}
-    if head.environment:
-        options["env"] = head.environment
+    options: dict[str, Any] = {"isolated": True, "env": head.environment}
     if spec != RECORDED:
         return pyllamakv.open(spec, **options)
     if not head.variant and not head.spec:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.errors import KvError, UsageError, WorkerDied
+from pyllamakv.errors import KvError, UsageError
 from pyllamakv.harness.lab import Bench
 from pyllamakv.harness.traces import batches, builds, playing, script, trace, traced
 from pyllamakv.harness.traces.script import Line
@@ -84,9 +84,6 @@ def shrink(
             msg = f"the trace does not fail there ({outcome.status}{why}); name another --variant"
             raise UsageError(msg)
         wanted = kind(outcome)
-        loose = tuple(map(_without_positions, items))
-        if loose != items and kind(failing.outcome(loose)) == wanted:
-            items = loose
 
         def left(best: tuple[str, ...]) -> None:
             if told:
@@ -100,6 +97,7 @@ def shrink(
         )
         minimal = True
         try:
+            shrinker.offer(tuple(map(_without_positions, items)))
             shrinker.run()
         except KeyboardInterrupt:
             minimal = False
@@ -109,21 +107,15 @@ def shrink(
 
 def record(head: Head, lines: tuple[Line, ...], path: Path, *, spec: str, model: Path) -> None:
     """Play operations on a build once more, and write them with their results as a trace."""
-    with builds.opened(spec, head) as library:
+    with (
+        builds.opened(spec, head) as library,
+        closing(Stage(library.native, file=model, lenient=True)) as stage,
+    ):
         variant = library.about.variant
         about = replace(head, variant=variant, spec=trace.spec_of(variant), start="empty")
-        stage = Stage(library.native, file=model, lenient=True)
-        recorder = trace.Recorder(path, about, stage)
-        try:
-            # What ends the process is the last row.
-            with suppress(KvError):
-                playing.play(
-                    (replace(line, result=None) for line in lines), stage, recorder.observe
-                )
-        finally:
-            recorder.close()
-            with suppress(WorkerDied):
-                stage.close()
+        # What ends the process is the last row.
+        with closing(trace.Recorder(path, about, stage)) as recorder, suppress(KvError):
+            playing.play((replace(line, result=None) for line in lines), stage, recorder.observe)
 
 
 def kind(outcome: Outcome) -> tuple[str, str]:

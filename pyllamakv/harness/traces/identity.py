@@ -67,10 +67,7 @@ def find(recorded: str, digest: str) -> Path:
             named = None
         if named is not None and identity(named) == digest:
             return named
-        msg = (
-            f"the model of this trace is not here: {recorded}; name it with --model, or by "
-            f"{synthetic.VARIABLE}"
-        )
+        msg = f"the model is not here: {recorded}; name it with --model, or by {synthetic.VARIABLE}"
         raise UsageError(msg) from error
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyllamakv.binding.protocol import Capability
-from pyllamakv.harness.pictures.cellmap import NOBODY, SEVERAL
+from pyllamakv.harness.pictures.cellmap import owners
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Look:
     @cached_property
     def owner(self) -> NDArray[np.int64]:
         """Return the owner of each cell, its streams one after the other, as a `Picture` has it."""
-        return np.concatenate([_owners(each) for each in self.snapshot.streams])
+        return np.concatenate([owners(each) for each in self.snapshot.streams])
 
     def runs(self) -> list[list[int]]:
         """Return [owner, length] of each run of cells with one owner."""
@@ -97,12 +97,3 @@ def best(row: NDArray[np.float32]) -> list[Any]:
     top = float(row[token])
     second = float(np.partition(row, -2)[-2]) if len(row) > 1 else top
     return [token, round(top, 4), round(top - second, 4)]
-
-
-def _owners(cells: CellMap) -> NDArray[np.int64]:
-    lone = np.full(len(cells.pos), NOBODY, dtype=np.int64)
-    for sequence in np.flatnonzero(cells.counts).tolist():
-        lone[cells.has(sequence)] = sequence
-    lone[cells.sharers > 1] = SEVERAL
-    lone[~cells.used] = NOBODY
-    return lone

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pyllamakv.errors import UsageError
 from pyllamakv.harness.traces import starting, trace
@@ -49,6 +49,13 @@ class Recording:
         self._notes.rows.append(("note", (text,), now, now, None, None, None))
 
 
+def _recorded(native: Any) -> bool:
+    """Tell whether a recording stands between a context and its library, also behind a watch."""
+    while native is not None and not isinstance(native, Tap):
+        native = getattr(native, "inner", None)
+    return native is not None
+
+
 @contextmanager
 def record(
     context: Context,
@@ -65,10 +72,12 @@ def record(
     DiskFull or Unsupported before anything is recorded.
     """
     with context.turn:
-        if isinstance(context.native, Tap):
+        if _recorded(context.native):
             msg = "this context is being recorded already; end that recording first"
             raise UsageError(msg)
-        head = trace.here(context.native.about.variant, context.model.path)
+        head = trace.here(
+            context.native.about.variant, context.model.path, context.native.environment
+        )
         first = starting.rows(context, head.model)
         start = "rebuilt" if len(first) > 1 else "empty"
         notes = Notes(Path(path), replace(head, claim=claim, start=start), first, pictures=pictures)

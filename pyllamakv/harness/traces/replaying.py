@@ -8,7 +8,7 @@ and the likeliest tokens, where the recorded choice was no close one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -225,13 +225,12 @@ def on(
     with builds.opened(spec, head) as library:
         name = library.about.variant
         same = name == head.variant
-        stage = Stage(library.native, file=file)
-        try:
-            rows, found = replay(head, lines, stage, strict=same, every=every, progress=progress)
-        except (NativeError, Unsupported) as error:
-            # It does not even make the context.
-            return Replay(name, same, 0, error=f"{type(error).__name__}: {error}")
-        finally:
-            with suppress(WorkerDied):
-                stage.close()
+        with closing(Stage(library.native, file=file)) as stage:
+            try:
+                rows, found = replay(
+                    head, lines, stage, strict=same, every=every, progress=progress
+                )
+            except (NativeError, Unsupported) as error:
+                # It does not even make the context.
+                return Replay(name, same, 0, error=f"{type(error).__name__}: {error}")
     return Replay(name, same, rows, tuple(found))

@@ -110,6 +110,7 @@ def read(path: Path) -> list[Line]:
 
 def parse(lines: Iterable[str]) -> Iterator[Line]:
     """Yield the operations of a script; empty lines and lines that begin with # are skipped."""
+    begun = False
     for number, text in enumerate(lines, start=1):
         if not text.strip() or text.lstrip().startswith("#"):
             continue
@@ -123,7 +124,11 @@ def parse(lines: Iterable[str]) -> Iterator[Line]:
                 continue
             msg = f'line {number}: expected an object with "op", for example {{"op": "defrag"}}'
             raise ScriptError(msg, number)
-        yield _line(number, raw)
+        line = _line(number, raw)
+        if begun and line.op == "context":
+            raise line.wrong("the context must be the first operation, and there is but one")
+        begun = True
+        yield line
 
 
 def _line(number: int, raw: dict[str, Any]) -> Line:

@@ -55,8 +55,8 @@ class Shrinker(Generic[T]):
             self._cut()
         return self.best
 
-    def _try(self, items: tuple[T, ...]) -> bool:
-        """Take a list for the best one if it fails."""
+    def offer(self, items: tuple[T, ...]) -> bool:
+        """Take a list for the best one if it fails, and tell whether it does."""
         if items not in self._asked:
             self.runs += 1
             self._asked[items] = self._fails(items)
@@ -75,7 +75,7 @@ class Shrinker(Generic[T]):
             start = len(self.best) - step
             while start > -step and self.best:
                 low = max(0, start)
-                self._try(self.best[:low] + self.best[start + step :])
+                self.offer(self.best[:low] + self.best[start + step :])
                 start -= step
             if step > 1:
                 step //= 2
@@ -96,7 +96,7 @@ class Shrinker(Generic[T]):
         if end - start < 2:
             return
         one = self._joined(start, end)
-        if one is not None and self._try((*self.best[:start], one, *self.best[end:])):
+        if one is not None and self.offer((*self.best[:start], one, *self.best[end:])):
             return
         middle = (start + end) // 2
         # The second half first: then the places of the first stay what they are.
@@ -114,7 +114,7 @@ class Shrinker(Generic[T]):
             step = self._sizes.size(self.best[place]) // 2
             while step:
                 size = self._sizes.size(self.best[place]) - step
-                if size < 1 or not self._try(self._smaller(place, size)):
+                if size < 1 or not self.offer(self._smaller(place, size)):
                     step //= 2
 
     def _smaller(self, place: int, size: int) -> tuple[T, ...]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding.protocol import ContextParams, ModelParams
+from pyllamakv.errors import WorkerDied
 from pyllamakv.harness import synthetic
 from pyllamakv.harness.player import Player
 from pyllamakv.harness.reference import Reference
@@ -46,11 +48,12 @@ class Stage:
     loaded: dict[str, Any] = field(default_factory=dict)
 
     def close(self) -> None:
-        """Give the contexts back."""
-        if self.reference is not None:
-            self.reference.close()
-        if self.player is not None:
-            self.player.close()
+        """Give the contexts back; a worker that is gone has none."""
+        with suppress(WorkerDied):
+            if self.reference is not None:
+                self.reference.close()
+            if self.player is not None:
+                self.player.close()
 
 
 def model_name(lines: Iterable[Line], default: str) -> str:

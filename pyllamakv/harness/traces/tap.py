@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from pyllamakv.binding.protocol import Native
 from pyllamakv.harness.traces.watch import Watch, clock
 
 if TYPE_CHECKING:
@@ -26,12 +28,14 @@ class Tap(Watch):
     def __init__(self, context: Context, notes: Notes) -> None:
         super().__init__(context, notes)
         native = self.inner
-        self.about = native.about
         self._one = native.decode_one
-        # Bound once: where a class has a `__getattr__`, Python finds every attribute slowly.
-        for name in dir(native):
-            if not name.startswith("_") and not hasattr(type(self), name) and name != "about":
-                setattr(self, name, getattr(native, name))
+        # Bound once: where a class has a `__getattr__`, Python finds every attribute slowly. What
+        # is being watched has one, and does not list what it passes on.
+        own = {*vars(self), *dir(type(self))}
+        for name in {*dir(native), *dir(Native)} - own:
+            if not name.startswith("_"):
+                with suppress(AttributeError):
+                    setattr(self, name, getattr(native, name))
         self._known: dict[bytes, str] = {}
         self._states = 0
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +38,9 @@ _MOVING = (*script.DECODES, "defrag", "restore", "update")
 
 #: Variables of the environment that change what a library does.
 _VARIABLES = "LLAMA_"
+
+#: How a head begins that cannot be read to its end.
+_BEGINS = re.compile(rb'\s*\{\s*"trace"\s*:')
 
 _TEXTS = ("variant", "spec", "model", "identity", "start", "expect", "kind", "claim", "issue")
 
@@ -69,12 +74,19 @@ class Head:
         return {"trace": SCHEMA, "variant": self.variant, "model": self.model, **words}
 
 
-def here(variant: str, model: Path, environment: dict[str, str] | None = None) -> Head:
-    """Return the head of a trace of this variant and this model file."""
-    if environment is None:
-        environment = {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)}
+def here(variant: str, model: Path, more: Mapping[str, str] | None = None) -> Head:
+    """Return the head of a trace of this variant and this model file.
+
+    ``more`` are the variables that a worker has besides those of this process.
+    """
     name, digest = identity.name(model), identity.identity(model)
-    return Head(variant, name, spec_of(variant), digest, environment)
+    return Head(variant, name, spec_of(variant), digest, variables(more))
+
+
+def variables(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return what this process, and ``more``, set of the variables that a library reads."""
+    found = {**os.environ, **(more or {})}
+    return {name: found[name] for name in sorted(found) if name.startswith(_VARIABLES)}
 
 
 def spec_of(variant: str) -> str:
@@ -87,12 +99,22 @@ def spec_of(variant: str) -> str:
 
 
 def is_trace(path: Path) -> bool:
-    """Tell whether the first line of a file is the head of a trace of any version."""
+    """Tell whether the first line of a file is the head of a trace of any version, or begins so.
+
+    What can be read but once, a pipe for one, is not looked into: it is a script.
+    """
     try:
+        if not path.is_file():
+            return False
         with path.open("rb") as file:
-            return b'"trace"' in file.readline(1 << 16)
-    except OSError:
+            first = file.readline(1 << 16)
+    except (OSError, ValueError):
         return False
+    try:
+        head = json.loads(first)
+    except (ValueError, RecursionError):
+        return _BEGINS.match(first) is not None  # damaged, and to be refused as a trace
+    return isinstance(head, dict) and "trace" in head and "op" not in head
 
 
 def read(path: Path) -> tuple[Head, list[Line]]:
@@ -168,10 +190,10 @@ class Recorder:
         self._rows += 1
         self._last = time.perf_counter_ns()
 
-    def close(self, *, ended: bool = True) -> None:
-        """Write the end, unless the script broke off, and close the file."""
+    def close(self) -> None:
+        """Write the end, and close the file."""
         try:
-            if ended and not self._file.closed:
+            if not self._file.closed:
                 self._file.write([end(self._rows)])
         finally:
             self._file.close()

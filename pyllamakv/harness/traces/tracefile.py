@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import stat
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import DiskFull, ScriptError, UsageError
@@ -38,16 +40,31 @@ def _refused(path: Path, error: OSError) -> UsageError:
     )
 
 
+def _opened(path: Path) -> int:
+    """Open an empty file for one writer; BlockingIOError when it has one."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if stat.S_ISREG(os.fstat(handle).st_mode):
+            os.ftruncate(handle, 0)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
 class TraceFile:
     """Write lines to a new file at ``path``, which replaces what was there."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file; raises UsageError where that cannot be, DiskFull without room."""
+        """Open the file; raises UsageError where that cannot be or another writes, DiskFull."""
         self.path = path
         self._size = 0
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         try:
-            self._handle = os.open(path, flags, 0o666)
+            self._handle = _opened(path)
+        except BlockingIOError as error:
+            msg = f"{path} is being recorded by another; wait for it, or name another file"
+            raise UsageError(msg) from error
         except OSError as error:
             if error.errno in _FULL:
                 raise self._full(error) from error

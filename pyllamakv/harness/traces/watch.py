@@ -37,7 +37,7 @@ class Watch:
     def __init__(self, context: Context, notes: Notes) -> None:
         native = context.native
         self.inner = native
-        self.about = native.about
+        self.about, self.environment = native.about, native.environment
         self.notes = notes
         self.mine = context.handle
         self._info, self._n_vocab = context.info, context.n_vocab

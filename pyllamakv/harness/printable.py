@@ -1,0 +1,11 @@
+"""Make any text safe to show: on a terminal, where it could give orders, and in XML."""
+
+from __future__ import annotations
+
+
+def printable(text: str, keep: str = "") -> str:
+    r"""Return a text in which what does not print is spelled, ESC as ``\x1b``, but for ``keep``."""
+    return "".join(
+        sign if sign.isprintable() or sign in keep else sign.encode("unicode_escape").decode()
+        for sign in text
+    )
