@@ -9,18 +9,19 @@ CHECK_ARGS ?=
 BENCH_ARGS ?=
 MATRIX_ARGS ?=
 DROPIN_ARGS ?=
+TRUST_ARGS ?=
 
 own = py=$$(tools/bootstrap.sh own $(1))
 run = "$$py" -m pyllamakv.cli.main
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build test check rpc cuda vulkan matrix eras bench dropin wheel lint clean distclean
+.PHONY: help build test check rpc cuda vulkan matrix eras bench dropin trust wheel lint clean distclean
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | while IFS='	' read -r name text; do \
 		printf '  make %-10s %s\n' "$$name" "$$text"; done
-	@echo "RELEASE=$(RELEASE) BACKEND=$(BACKEND); PYTEST_ARGS, CHECK_ARGS, MATRIX_ARGS, BENCH_ARGS and DROPIN_ARGS are passed on"
+	@echo "RELEASE=$(RELEASE) BACKEND=$(BACKEND); PYTEST_ARGS, CHECK_ARGS, MATRIX_ARGS, BENCH_ARGS, DROPIN_ARGS, TRUST_ARGS are passed on"
 
 build: ## Vendor, patch and build the default release, stock and patched
 	@py=$$(tools/bootstrap.sh here test) && \
@@ -46,7 +47,7 @@ rpc: ## Judge with caches behind RPC servers on this machine
 cuda: ## Build for this machine's NVIDIA GPU, run all scenarios there, and measure
 	@tools/cuda.sh
 
-vulkan: ## Judge on a Vulkan device, with flash attention where it is a software one
+vulkan: ## Judge on a Vulkan device, in the settings that it computes rightly
 	@$(call own,test) && \
 	$(run) build $(RELEASE) --backend vulkan && \
 	$(run) check $(RELEASE) --backend vulkan $(CHECK_ARGS)
@@ -63,6 +64,11 @@ bench: ## Measure, and write BENCHMARKS.md
 dropin: ## Run llama-cpp-python's own tests on stock and patched libraries
 	@$(call own,test) && $(run) dropin test $(DROPIN_ARGS)
 
+trust: ## Try to lose something: schedules, mutants, fuzzing, faults, sanitizers, leaks
+	@$(call own,test) && \
+	$(run) build $(RELEASE) && \
+	$(run) trust $(TRUST_ARGS)
+
 wheel: ## Build the wheel, and use it outside the checkout
 	@$(call own,test) && tools/wheel.sh "$$py" $(RELEASE)
 
@@ -73,7 +79,7 @@ lint: ## Check style and types
 	"$$py" -m mypy
 
 clean: ## Remove builds and caches, keep what was fetched
-	rm -rf vendor/objects vendor/built vendor/trees vendor/results vendor/locks
+	rm -rf vendor/objects vendor/sanitized vendor/built vendor/trees vendor/results vendor/locks
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
 

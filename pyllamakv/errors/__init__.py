@@ -63,6 +63,7 @@ from pyllamakv.errors.runtime import (
 )
 from pyllamakv.errors.source import (
     ArchiveError,
+    DiskFailed,
     DiskFull,
     FetchError,
     GitError,
@@ -84,6 +85,7 @@ __all__ = [
     "ContextError",
     "DecodeError",
     "DeviceLost",
+    "DiskFailed",
     "DiskFull",
     "FetchError",
     "GitError",

@@ -48,6 +48,10 @@ class DiskFull(FetchError):
     """Report that there is no room left, and where."""
 
 
+class DiskFailed(FetchError):
+    """Report a disk that fails or may only be read, and where."""
+
+
 class LockFileError(SourceError):
     """Report a lock file that cannot be read."""
 
