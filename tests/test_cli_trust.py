@@ -30,9 +30,10 @@ def test_a_defect_is_a_status(efforts, capsys, tmp_path) -> None:
     path = tmp_path / "RELIABILITY.md"
     code, out, _ = cli(capsys, "trust", "leaks", "--only", "good", "--write", path, "--json")
     assert (code, [each["name"] for each in json.loads(out)]) == (0, ["good"])
-    code, out, _ = cli(capsys, "trust", "leaks", "--write", path)
+    code, out, said = cli(capsys, "trust", "leaks", "--write", path)
     assert code == 1
     assert "| bad | it leaks |" in out
+    assert said.endswith("lost or wrong: 1\n  leaks, bad: it leaks\n")
     assert [entry.passed for entry in document.read(path)] == [True, False]
 
 

@@ -68,5 +68,10 @@ def trust(
     if not found:
         msg = f"nothing was tried: --only names none of what {', '.join(chosen)} have"
         raise UsageError(msg)
-    if not all(entry.passed for entry in found):
+    wrong = [(entry, defect) for entry in found for defect in entry.defects]
+    if wrong:
+        # Once more at the end, where somebody looks who sees only the last lines of a log.
+        sys.stderr.write(f"lost or wrong: {len(wrong)}\n")
+        for entry, defect in wrong:
+            sys.stderr.write(f"  {entry.section}, {entry.name}: {defect}\n")
         raise typer.Exit(1)

@@ -253,7 +253,7 @@ static void check_sampler(plk_model *model, plk_context *c) {
     CHECK(plk_run(greedy, c, 2, ids, next, run, 2, 0, &done) == 0 && done == 2);
     CHECK(plk_seq_pos_max(c, 0) == 3 && plk_seq_pos_max(c, 2) == 2);
     CHECK(plk_sample(greedy, c, 0) == run[4] && plk_sample(greedy, c, 1) == run[5]);
-    CHECK(plk_run(greedy, c, 2, ids, next, run, 0, 0, &done) == PLK_EINVAL);
+    CHECK(plk_run(greedy, c, 2, ids, next, run, 0, 0, &done) == PLK_EINVAL && done == 0);
     plk_sampler_free(greedy);
 }
 

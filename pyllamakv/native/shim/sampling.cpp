@@ -125,6 +125,9 @@ int32_t plk_sample_all(plk_sampler *sampler, plk_context *context, int32_t *toke
 int plk_run(plk_sampler *sampler, plk_context *context, int32_t n, const int32_t *seq_id,
             const int32_t *pos, int32_t *tokens, int32_t steps, int32_t stop, int32_t *done) {
     return plk::guarded([&]() -> int {
+        if (done != nullptr) {
+            *done = 0; // before anything that can refuse
+        }
         int code = check(sampler, context);
         if (code != PLK_OK) {
             return code;
@@ -134,7 +137,6 @@ int plk_run(plk_sampler *sampler, plk_context *context, int32_t n, const int32_t
             return plk::refuse(PLK_EINVAL, "%d sequences, %d steps or an array is missing", n,
                                steps);
         }
-        *done = 0;
         std::vector<int32_t> at(pos, pos + n);
         const std::vector<int8_t> wanted(static_cast<size_t>(n), 1);
         plk_batch batch{};
