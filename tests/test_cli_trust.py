@@ -43,6 +43,9 @@ def test_the_command_is_the_one_that_measures_it_again(efforts, capsys) -> None:
     _, out, _ = cli(capsys, "trust", "leaks", *options)
     assert "`pyllamakv trust leaks --seconds 30 --seed 7 --jobs 2 --only good`" in out
     assert efforts == [Effort(30.0, 7, ("good",), 2)]
+    _, out, _ = cli(capsys, "trust", "leaks", "--operations", 10)
+    assert "`pyllamakv trust leaks --seconds 90 --operations 10`" in out
+    assert efforts.pop() == Effort(90.0, operations=10)
     _, out, _ = cli(capsys, "trust", "leaks", "--only", "good")
     assert "`pyllamakv trust leaks --seconds 90 --only good`" in out
 

@@ -150,6 +150,13 @@ def try_out(folder: Path, make: type[Simulated], most: int = 3) -> tuple[Entry, 
 # Without a build...
 
 
+def test_it_goes_on_until_there_are_enough_operations(folder: Path) -> None:
+    """Seconds that are over do not end it before; where nothing can be done they do."""
+    entry = trial.try_out("simulated", folder, Effort(0.0, operations=150), print, Simulated)
+    assert 150 <= sum(entry.data["operations"].values()) < 350
+    assert entry.passed
+
+
 def test_every_value_comes_soon_and_always_in_the_same_order() -> None:
     """As many combinations as the largest deck has cards have every value; a seed decides."""
     size = max(map(len, VALUES.values()))

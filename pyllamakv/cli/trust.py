@@ -21,6 +21,7 @@ app = typer.Typer(add_completion=False)
 def trust(
     sections: list[str] = typer.Argument(None, help=f"{', '.join(SECTIONS)}; all without any."),
     seconds: float = typer.Option(90.0, min=1.0, help="Bound each section by so many seconds."),
+    operations: int = typer.Option(0, min=0, help="Play so many on each release, or more."),
     seed: int = typer.Option(1, min=0, help="Where chance starts."),
     only: list[str] = typer.Option(None, help="Of a section, only the entries of these names."),
     jobs: int = typer.Option(1, min=1, help="Processes at once, in mutants and fuzzing."),
@@ -44,7 +45,7 @@ def trust(
         if name not in SECTIONS:
             msg = f"there is no section {name!r}: choose from {', '.join(SECTIONS)}"
             raise UsageError(msg)
-    effort = Effort(seconds=seconds, seed=seed, only=tuple(only or ()), jobs=jobs)
+    effort = Effort(seconds, seed, tuple(only or ()), jobs, operations)
     command = shlex.join(["pyllamakv", "trust", *(sections or []), *effort.options])
     found: list[Entry] = []
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())

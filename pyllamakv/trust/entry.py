@@ -18,13 +18,15 @@ class Effort:
     """Say how much is to be tried: a sized run for CI, or the long one.
 
     ``seconds`` bound each section, ``seed`` is where its chance starts, and ``only`` names the
-    entries of a section to run, all of them where it is empty.
+    entries of a section to run, all of them where it is empty. Schedules go on, however long it
+    takes, until there are ``operations``.
     """
 
     seconds: float = 60.0
     seed: int = 1
     only: tuple[str, ...] = ()
     jobs: int = 1
+    operations: int = 0
 
     def wants(self, name: str) -> bool:
         """Tell whether an entry is to be run."""
@@ -36,8 +38,9 @@ class Effort:
         usual = Effort()
         seed = ("--seed", str(self.seed)) if self.seed != usual.seed else ()
         jobs = ("--jobs", str(self.jobs)) if self.jobs != usual.jobs else ()
+        least = ("--operations", str(self.operations)) if self.operations else ()
         only = [word for name in self.only for word in ("--only", name)]
-        return ("--seconds", f"{self.seconds:g}", *seed, *jobs, *only)
+        return ("--seconds", f"{self.seconds:g}", *least, *seed, *jobs, *only)
 
     def shared(self, among: int) -> Effort:
         """Return the effort of one of several parts that are run one after the other."""

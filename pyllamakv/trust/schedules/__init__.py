@@ -82,16 +82,19 @@ def try_out(
     name: str, folder: Path, effort: Effort, tick: Tick, make: Make = Stage, most: int = 0, *,
     undoes: bool = True,
 ) -> Entry:  # fmt: skip
-    """Play schedules on the variant in a folder until the seconds are over, or ``most`` played.
+    """Play schedules on the variant in a folder, for the effort's seconds and its operations.
 
-    ``undoes`` says that its llama.cpp itself undoes a decode that was broken off.
+    No more than ``most`` schedules are played, if it is not 0, in whatever time. ``undoes`` says
+    that its llama.cpp itself undoes a decode that was broken off.
     """
     tally, began = Tally(), time.monotonic()
     with ExitStack() as stack:
         hands: dict[str, Hand] = {}
         for number, combination in enumerate(walk(effort.seed, undoes=undoes)):
             spent = time.monotonic() - began
-            if spent > effort.seconds or (most and number == most):
+            hopeless = bool(tally.absent) and not tally.operations
+            enough = tally.operations >= effort.operations or hopeless
+            if (spent > effort.seconds and enough) or (most and number == most):
                 return tally.entry(name, effort.seed, spent)
             tick(f"{name}: {tally.operations} operations ({combination})")
             # The environment is that of a process.

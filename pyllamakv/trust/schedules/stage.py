@@ -59,21 +59,17 @@ class Stage:
     def play(self, task: Task) -> Played:
         """Play the schedule of a task, and say what was done and how it failed."""
         key = (task.combination.device, bool(task.trace))
+        works: list[Operations] = []
         try:
             ground = self._ground(key, task)
-            # What this release never had is no failure of its patches.
-            ground.opener().close()
-        except (ModelError, Unsupported) as error:
-            return Played(absent=str(error))
-        except Exception as error:
-            return Played(failed=_fault(error))
-        try:
-            works: list[Operations] = []
             if task.trace:
                 failed = tracing.record(ground, task, works.append)
             else:
                 failed = ground.play(task.operations, works.append)
         except Exception as error:
+            if isinstance(error, (ModelError, Unsupported)) and not works:
+                # What this release never had is no failure of its patches.
+                return Played(absent=str(error))
             # Not only what the library refuses: a fault of ours must not pass for none.
             failed, works = _fault(error), []
         if failed is not None and isinstance(failed.__cause__, WorkerDied):
