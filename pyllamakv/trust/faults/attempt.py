@@ -127,7 +127,9 @@ def _run(work: Callable[[], Any], fault: Fault, root: Path, counter: Path, says:
         try:
             said = {"ending": "done", "result": work()}
         except BaseException as error:
-            typed = isinstance(error, KvError | MemoryError)
+            # Without memory the interpreter itself may end an import with an error that it forgot.
+            lacking = (MemoryError, SystemError) if fault.kind == "memory" else (MemoryError,)
+            typed = isinstance(error, (KvError, *lacking))
             where = traceback.extract_tb(error.__traceback__)
             last = f"{Path(where[-1].filename).name}:{where[-1].lineno}" if where else ""
             text = f"{type(error).__name__}: {error} ({last})"
