@@ -78,7 +78,7 @@ def test_a_corrupted_v_under_flash_attention_is_harmful(check: Check, tmp_path: 
         model = library.load_model(synthetic.model("grouped"))
         for flash, found in ((True, {"data"}), (False, set())):
             opener = partial(model.context, 256, 96, 32, 5, flash_attn=flash)
-            failed = [schedules.failure(opener, schedules.draw(seed, 25)) for seed in range(4)]
+            failed = [schedules.Ground(opener).play(schedules.draw(seed, 25)) for seed in range(4)]
             assert {each.failure for each in failed if each is not None} == found
 
 

@@ -11,7 +11,7 @@ import pytest
 from source_kit import TREE, fill, isolate, link, objects, pack, refs, sdist_members, serving
 
 from pyllamakv.errors import ArchiveError, FetchError, SourceError
-from pyllamakv.source import archive, bounds, download, fetch, gitting, npm
+from pyllamakv.source import bounds, download, fetch, gitting, npm
 from pyllamakv.source.archive import import_sdist
 from pyllamakv.source.index import Index
 from pyllamakv.source.store import Store, open_store
@@ -102,7 +102,7 @@ def test_an_archive_that_unpacks_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What comes out is counted, wherever in the archive it lies."""
-    monkeypatch.setattr(archive, "_TOTAL_LIMIT", 1 << 20)
+    monkeypatch.setattr(bounds, "BYTES", 1 << 20)
     bomb = bytes(2 << 20)
     where = [f"{UNPACKED}/big", "llama_cpp_python-1.0/README"]
     for name in where:
@@ -169,14 +169,16 @@ def test_trees_that_hold_each_other(tmp_path: Path) -> None:
 
 def test_files_that_are_small_in_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bytes of a tree are counted as they would be written out."""
-    monkeypatch.setattr(bounds, "_BYTES", 1 << 20)
+    monkeypatch.setattr(bounds, "BYTES", 1 << 20)
     members = sdist_members(tmp_path / "making", "1.0", TREE | {"zeros": bytes(2 << 20)})
-    refused(open_store(), sdist(tmp_path, members), "no release comes near")
+    small = {name: data for name, data in members.items() if len(data) < 1 << 20}
+    assert len(small) < len(members)
+    refused(open_store(), sdist(tmp_path, small), "no release comes near")
 
 
 def test_a_download_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that never stops is left, and what it sent is thrown away."""
-    monkeypatch.setattr(download, "_LIMIT", 1 << 16)
+    monkeypatch.setattr(bounds, "BYTES", 1 << 16)
     endless = serving({"/f": bytes(1 << 20)})
     with endless as server, Index() as index, pytest.raises(FetchError, match="longer than"):
         download.download(index.session, f"{server.url}/f", tmp_path / "f", sha256=None)

@@ -80,7 +80,7 @@ def test_any_schedule_passes(
     tmp_path_factory: pytest.TempPathFactory, operations: list[Operation]
 ) -> None:
     """Whatever is done in whatever order, a right library and the ledger agree."""
-    failed = schedules.failure(simulated_opener(tmp_path_factory.mktemp("model")), operations)
+    failed = schedules.Ground(simulated_opener(tmp_path_factory.mktemp("model"))).play(operations)
     assert failed is None, failed
 
 
@@ -127,7 +127,7 @@ def test_a_fault_is_found(
 
     monkeypatch.setattr(Cache, "compact", wrong)
     opener = simulated_opener(tmp_path)
-    found = (schedules.failure(opener, schedules.draw(seed, 30)) for seed in range(20))
+    found = (schedules.Ground(opener).play(schedules.draw(seed, 30)) for seed in range(20))
     first = next((each for each in found if each is not None), None)
     assert first is not None
     assert first.failure == kind, first
@@ -140,7 +140,7 @@ def test_a_failure_tells_its_seed_and_the_shortest_schedule(
     right = Cache.compact
     monkeypatch.setattr(Cache, "compact", lambda cache: (right(cache), vanish(cache))[0])
     opener = simulated_opener(tmp_path)
-    seed = next(s for s in range(20) if schedules.failure(opener, schedules.draw(s, 30)))
+    seed = next(s for s in range(20) if schedules.Ground(opener).play(schedules.draw(s, 30)))
     with pytest.raises(ScenarioFailed, match=f"^seed {seed}: ") as caught:
         schedules.prove(opener, seed, 30)
     told = caught.value.evidence["script"]
@@ -151,7 +151,7 @@ def test_a_failure_tells_its_seed_and_the_shortest_schedule(
     assert set(short) <= set(schedules.draw(seed, 30))
     for number in range(len(short)):
         less = short[:number] + short[number + 1 :]
-        assert schedules.failure(opener, less) is None
+        assert schedules.Ground(opener).play(less) is None
 
 
 def test_a_library_that_does_not_heal_is_told_from_one_that_does(tmp_path: Path) -> None:
@@ -159,9 +159,9 @@ def test_a_library_that_does_not_heal_is_told_from_one_that_does(tmp_path: Path)
     model = runtime_kit.model(tmp_path)
     opener: schedules.Opener = lambda: model.context(64, 32, 8, 4)  # noqa: E731
     drawn = [schedules.draw(seed, 30) for seed in range(10)]
-    held = [schedules.failure(opener, each) for each in drawn]
+    held = [schedules.Ground(opener).play(each) for each in drawn]
     assert {each.failure for each in held if each is not None} == {"claim"}
-    assert all(schedules.failure(opener, each, heals=False) is None for each in drawn)
+    assert all(schedules.Ground(opener, heals=False).play(each) is None for each in drawn)
 
 
 # On real builds...
@@ -227,12 +227,12 @@ def test_stock_breaks_the_promise(stock: Variant) -> None:
     drawn = [schedules.draw(seed, 40) for seed in range(12)]
     with kv.open(stock.folder, isolated=True) as library:
         model = library.load_model(synthetic.model("grouped"))
-        found = [schedules.failure(native_opener(model), each) for each in drawn]
+        found = [schedules.Ground(native_opener(model)).play(each) for each in drawn]
         assert {each.failure for each in found if each is not None} == {"claim"}
         assert any("free cells ended with no-slot" in str(each) for each in found)
         for each in drawn:
-            assert schedules.failure(native_opener(model), each, heals=False) is None
-            healed = schedules.failure(native_opener(model, defrag_policy="on_failure"), each)
+            assert schedules.Ground(native_opener(model), heals=False).play(each) is None
+            healed = schedules.Ground(native_opener(model, defrag_policy="on_failure")).play(each)
             assert healed is None, healed
 
 

@@ -62,6 +62,11 @@ class Memory(IntEnum):
     HYBRID = 4
     OTHER = 5
 
+    @property
+    def keeps_states(self) -> bool:
+        """Tell whether it keeps a state per sequence, of which no part can be taken away."""
+        return self in (Memory.RECURRENT, Memory.HYBRID)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelParams:

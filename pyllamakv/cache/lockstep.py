@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pyllamakv.binding.protocol import Memory
 from pyllamakv.cache.checkpoints import Checkpoint
 from pyllamakv.cache.passes import lengths
 from pyllamakv.errors import KvError, UsageError
@@ -194,4 +193,4 @@ class _Undo:
 
 def _keeps_no_past(cache: ContextCache) -> bool:
     info = cache.context.info
-    return info.memory in (Memory.RECURRENT, Memory.HYBRID) or info.n_swa > 0
+    return info.memory.keeps_states or info.n_swa > 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from pyllamakv.binding.protocol import Capability, Memory
+from pyllamakv.binding.protocol import Capability
 from pyllamakv.cache.checkpoints import Checkpoint, Ring
 from pyllamakv.cache.room import no_room
 from pyllamakv.errors import NativeError, PartialRemovalRefused, StateError, Unsupported
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("pyllamakv.cache")
 
-_STATES = (Memory.RECURRENT, Memory.HYBRID)
-
 
 def going_back(sequence: Sequence, position: int) -> str | None:
     """Return why the memory cannot keep the positions below ``position`` alone; None: it can."""
@@ -35,7 +33,7 @@ def going_back(sequence: Sequence, position: int) -> str | None:
         return f"sequence {sequence.id} ends at position {ledger.next}"
     if position in (0, ledger.next):
         return None
-    if info.memory in _STATES or info.can_remove_partly is False:
+    if info.memory.keeps_states or info.can_remove_partly is False:
         return "this memory keeps one state per sequence, and no earlier ones"
     return _window(sequence, ledger.without(position, None))
 
@@ -43,7 +41,7 @@ def going_back(sequence: Sequence, position: int) -> str | None:
 def closing_gap(sequence: Sequence, begin: int, end: int) -> str | None:
     """Return why positions from ``end`` on cannot move to ``begin``; None: they can."""
     info = sequence.context.info
-    if info.memory in _STATES or info.can_remove_partly is False:
+    if info.memory.keeps_states or info.can_remove_partly is False:
         return "this memory keeps one state per sequence, of which no part can be removed"
     if not info.can_shift:
         return "this context's memory cannot shift positions"
@@ -80,9 +78,9 @@ class Past:
         )
         #: Whether sequences are saved now and then, since their memory cannot always go back.
         forgets = info.n_swa > 0 and not self._context.params.swa_full
-        self.saves = wanted and (info.memory in _STATES or forgets)
+        self.saves = wanted and (info.memory.keeps_states or forgets)
         #: Whether a removed sequence leaves a state behind with which the next one would begin.
-        self._leaves = info.memory in _STATES and self._try_to_restart()
+        self._leaves = info.memory.keeps_states and self._try_to_restart()
         self._left = False
 
     def can_resume(self, lane: Sequence, position: int) -> bool:

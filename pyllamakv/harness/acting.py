@@ -81,7 +81,7 @@ class Actor:
     @property
     def _states(self) -> bool:
         """Tell whether the memory keeps states, which have no parts to share or to remove."""
-        return self.subject.info.memory in (Memory.RECURRENT, Memory.HYBRID)
+        return self.subject.info.memory.keeps_states
 
     def _order(self) -> list[tuple[list[int], list[list[int]]]]:
         """Return positions and sequences of the used cells, in their order."""

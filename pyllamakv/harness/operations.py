@@ -40,7 +40,7 @@ def impossible(context: Context, *, reopens: bool = False) -> set[str]:
     """
     info, params = context.info, context.params
     without: set[str] = set()
-    if info.memory in (Memory.RECURRENT, Memory.HYBRID):
+    if info.memory.keeps_states:
         without.update(PARTS)
     if info.memory is Memory.RECURRENT:
         without.update(CELLS)

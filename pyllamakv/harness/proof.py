@@ -88,7 +88,7 @@ class Proof:
             subject.update()
         if self._rounds_anew():
             self.reference.bound = float("inf")
-        stays = subject.info.memory in (Memory.RECURRENT, Memory.HYBRID)
+        stays = subject.info.memory.keeps_states
         self.reference.catch_up()
         for seq in subject.ledger.sequences:
             if not subject.free:

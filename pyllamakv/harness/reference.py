@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pyllamakv.binding.protocol import ContextHandle, Memory, Status
+from pyllamakv.binding.protocol import ContextHandle, Status
 from pyllamakv.errors import HarnessError, NativeError, ScenarioFailed, Unsupported, WorkerDied
 from pyllamakv.runtime import ggml_types as types
 
@@ -84,7 +84,7 @@ class Reference:
         the sequence when it is asked to.
         """
         player = self.player
-        stays = player.info.memory in (Memory.RECURRENT, Memory.HYBRID)
+        stays = player.info.memory.keeps_states
         for seq in player.ledger.sequences:
             start = player.ledger.next(seq)
             player.decode({seq: 1})

@@ -110,13 +110,6 @@ def prove(opener: Opener, seed: int, count: int, *, heals: bool = True) -> None:
         raise ScenarioFailed(msg, failure=failed.failure, evidence=evidence) from failed
 
 
-def failure(
-    opener: Opener, operations: Sequence[Operation], *, heals: bool = True
-) -> ScenarioFailed | None:
-    """Play operations and a last proof; return how they failed, with the script so far."""
-    return Ground(opener, heals=heals).play(operations)
-
-
 def shorten(
     play: Play,
     operations: Sequence[Operation],

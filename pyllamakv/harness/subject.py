@@ -196,7 +196,7 @@ class Subject(Player):
     def _follow_emptied(self) -> None:
         """Follow what the runtime emptied, because its memory cannot go back."""
         emptied = [*self.runtime.emptied]
-        states = self.info.memory in (Memory.RECURRENT, Memory.HYBRID)
+        states = self.info.memory.keeps_states
         if states and emptied and emptied == self.ledger.sequences:
             self.ledger.clear()
             self._step("clear")

@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.binding.protocol import Memory
-
 if TYPE_CHECKING:
     from pyllamakv.binding.protocol import Buffer
     from pyllamakv.runtime.context import Context
@@ -89,7 +87,7 @@ def _kept(context: Context, told: list[Buffer], seen: Snapshot | None) -> tuple[
         Share(sum(getattr(info, name) for info in infos), exact=True, known_by="counted")
         for name in ("bytes_k", "bytes_v")
     )
-    recurrent = context.info.memory in (Memory.RECURRENT, Memory.HYBRID)
+    recurrent = context.info.memory.keeps_states
     caches = [each for each in told if each.kind == "KV"]
     # Beyond the cells: states, which some releases call KV, or the keys of an indexer.
     beyond = sum(each.bytes for each in caches) - k.bytes - v.bytes

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pyllamakv.binding.protocol import Memory
 from pyllamakv.errors import (
     Cancelled,
     DecodeError,
@@ -201,7 +200,7 @@ def settle(context: Context, sequences: Iterable[int], *, halfway: bool = False)
     states of sequences that are not even in the batch: then all are emptied.
     """
     emptied: list[int] = []
-    if halfway and context.guard and context.info.memory in (Memory.RECURRENT, Memory.HYBRID):
+    if halfway and context.guard and context.info.memory.keeps_states:
         return _forget(context)
     for each in sorted(set(sequences)) if context.guard else ():
         ledger = context.ledgers[each]

@@ -134,7 +134,7 @@ def _allocate(context: Context, batch: Batch) -> None:
     # A decode allocates before it computes. States are computed all the same: in some releases a
     # cancelled one ends the process with the decode that follows.
     native = context.native
-    if context.info.memory not in (Memory.RECURRENT, Memory.HYBRID):
+    if not context.info.memory.keeps_states:
         native.cancel_after(context.handle, 0)
     level = native.log_level(_SILENT)  # it would complain of what is meant
     try:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING
 
 from pyllamakv.errors import ArchiveError
+from pyllamakv.source import bounds
 from pyllamakv.source.files import disk_room
 from pyllamakv.source.plain import PlainFile, import_files
 from pyllamakv.source.quarantine import quarantine
@@ -38,7 +39,6 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 _TEXT_LIMIT = 1 << 20
 _FILE_LIMIT = 1 << 30
-_TOTAL_LIMIT = 4 << 30
 _CHUNK = 1 << 20
 #: Members that are texts about the next one: long names, and extended headers.
 _TEXTS = (
@@ -182,13 +182,13 @@ class _Bounded:
 
     def __init__(self, stream: gzip.GzipFile) -> None:
         self._stream = stream
-        self._left = _TOTAL_LIMIT
+        self._left = bounds.BYTES
 
     def read(self, size: int) -> bytes:
         data = self._stream.read(size)
         self._left -= len(data)
         if self._left < 0:
-            msg = f"the archive unpacks to more than {_TOTAL_LIMIT} bytes; it is not to be trusted"
+            msg = f"the archive unpacks to more than {bounds.BYTES} bytes; it is not to be trusted"
             raise ArchiveError(msg)
         return data
 

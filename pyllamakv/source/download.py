@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import FetchError, HashMismatch
+from pyllamakv.source import bounds
 from pyllamakv.source import progress as telling
 from pyllamakv.source.files import disk_room
 from pyllamakv.source.pipconfig import redacted
@@ -21,8 +22,6 @@ TRIES = 4
 #: A try that got this much further does not count as a failed one.
 _PROGRESS = 1 << 20
 _PAUSE = 0.5
-#: No release comes near this; a server that sends more never ends.
-_LIMIT = 4 << 30
 
 
 class _Broken(Exception):
@@ -105,7 +104,7 @@ def _transfer(session: Any, url: str, part: Path, name: str, tell: Progress) -> 
                 tell(name, done, total)
                 for chunk in response.iter_bytes():
                     done += len(chunk)
-                    if done > _LIMIT:
+                    if done > bounds.BYTES:
                         raise _too_long(part, url, name)
                     out.write(chunk)
                     tell(name, done, total)
@@ -130,7 +129,7 @@ def _transfer(session: Any, url: str, part: Path, name: str, tell: Progress) -> 
 def _too_long(part: Path, url: str, name: str) -> FetchError:
     part.unlink()
     return FetchError(
-        f"{name} from {redacted(url)} is longer than {_LIMIT} bytes; it was thrown away"
+        f"{name} from {redacted(url)} is longer than {bounds.BYTES} bytes; it was thrown away"
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from pyllamakv.binding.protocol import Memory
 from pyllamakv.cache import groups as grouping
 from pyllamakv.cache.room import Room
 from pyllamakv.cache.slots import choice as choosing
@@ -288,9 +287,7 @@ class SlotCache:
     def _begin_again(self) -> None:
         """Clear an empty context of states: some releases begin none beside a removed one."""
         context = self.context
-        if context.info.memory in (Memory.RECURRENT, Memory.HYBRID) and not any(
-            len(each) for each in context.ledgers
-        ):
+        if context.info.memory.keeps_states and not any(len(each) for each in context.ledgers):
             context.clear()
 
     def _check_open(self) -> None:
