@@ -14,6 +14,7 @@ from pyllamakv.harness import scenario
 from pyllamakv.patching import series
 from pyllamakv.trust import mutants
 from pyllamakv.trust.entry import Effort
+from pyllamakv.trust.headers import HEADERS
 from pyllamakv.trust.mutants import accepted, drivers, kept, mutant, operators, switches, trial
 from pyllamakv.trust.mutants.judging import Judge
 from pyllamakv.trust.mutants.kept import Answer
@@ -253,11 +254,11 @@ def test_a_header_is_judged_by_its_own_tests(tmp_path, monkeypatch) -> None:
     if shutil.which("c++") is None:
         pytest.skip("no C++ compiler here")
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
-    header = "src/llama-kv-defrag.h"
+    header = next(each for each in HEADERS if each.patch == "full-defrag")
     text = series.load().definition("full-defrag").text(RELEASE)
-    (hunk,) = text.patch.file(header).hunks
-    driver = drivers.find(header, b"".join(hunk.added))
-    assert driver is not None
+    (hunk,) = text.patch.file(header.path).hunks
+    assert header.source is not None
+    driver = drivers.Driver(header, b"".join(hunk.added), header.source)
     assert driver.judge(driver.text.replace(b"src = cell_t();", b"")).group == "kv_defrag cells"
     assert driver.judge(driver.text.replace(b"src = cell_t();", b"nonsense")).error
     (wrong,) = [
@@ -267,8 +268,8 @@ def test_a_header_is_judged_by_its_own_tests(tmp_path, monkeypatch) -> None:
     ]
     lines = driver.text.split(b"\n")
     place = lines.index(wrong.was.encode()) + 1
-    made = replace(wrong, line=place, files={header: b"any"})
-    switched = switches.switch([made], {header: driver.text})
-    driver.switch(switched.files[header])
+    made = replace(wrong, line=place, files={header.path: b"any"})
+    switched = switches.switch([made], {header.path: driver.text})
+    driver.switch(switched.files[header.path])
     said = driver.choose(switched.numbers[made.id])
     assert said is not None and said.group == "kv_defrag cells"

@@ -11,7 +11,7 @@ from pyllamakv.errors import Untestable
 from pyllamakv.harness import scenario
 from pyllamakv.harness.verdict import Outcome
 from pyllamakv.home import data
-from pyllamakv.trust import sanitizers
+from pyllamakv.trust import headers, sanitizers
 from pyllamakv.trust.entry import Effort
 from pyllamakv.trust.sanitizers import drivers, instrument, playing, reports
 from pyllamakv.trust.sanitizers.instrument import Command
@@ -148,14 +148,17 @@ def test_a_fault_in_what_is_run_is_a_defect(
 ) -> None:
     """A report in one of the drivers reaches the entry, and the sound ones beside it do not."""
     needs_sanitizers()
-    (tmp_path / "tiny.cpp").write_text(TINY)
-    monkeypatch.setattr(drivers, "_TESTS", tmp_path)
-    monkeypatch.setattr(drivers, "_HEADERS", {"tiny": ("full-defrag", "llama-kv-defrag.h")})
+    source = tmp_path / "tests" / "native" / "tiny.cpp"
+    source.parent.mkdir(parents=True)
+    source.write_text(TINY)
+    monkeypatch.setattr(headers, "checkout", lambda: tmp_path)
+    tiny = headers.Header("full-defrag", "src/llama-kv-defrag.h", "tiny")
+    monkeypatch.setattr(drivers, "HEADERS", (tiny,))
     wanted = Effort(only=("native drivers",))
     (entry,) = sanitizers.entries(wanted, lambda _: None)
     assert entry.row["ran"] == "2 groups of tests"
     assert any("heap-buffer-overflow in main" in defect for defect in entry.defects)
-    (tmp_path / "tiny.cpp").write_text(TINY.replace("? 8 : 0", "? 7 : 0"))
+    source.write_text(TINY.replace("? 8 : 0", "? 7 : 0"))
     (entry,) = sanitizers.entries(wanted, lambda _: None)
     assert entry.passed
 

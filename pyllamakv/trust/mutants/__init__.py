@@ -25,6 +25,7 @@ from pyllamakv.patching import apply, series, trees
 from pyllamakv.source import releases
 from pyllamakv.source.store import open_store
 from pyllamakv.trust.entry import Effort, Entry, Tick
+from pyllamakv.trust.headers import HEADERS
 from pyllamakv.trust.mutants import accepted, drivers, switches, trial
 from pyllamakv.trust.mutants.judging import Judge
 from pyllamakv.trust.mutants.mutant import HUNK, Made, Mutant, make
@@ -165,8 +166,7 @@ def _switched(
 
 
 def _drivers(tree: trees.StoreTree) -> Iterator[tuple[str, drivers.Driver]]:
-    for header in drivers.SOURCES:
-        entry = tree.entry(header)
-        driver = drivers.find(header, entry.data) if entry else None
-        if driver is not None:
-            yield header, driver
+    for header in HEADERS:
+        entry, source = tree.entry(header.path), header.source
+        if entry is not None and source is not None:
+            yield header.path, drivers.Driver(header, entry.data, source)

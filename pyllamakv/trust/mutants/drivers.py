@@ -1,7 +1,6 @@
 """Run the tests of a header by itself on mutants of it: one compiler, no library, seconds.
 
-They stand in ``tests/native`` of a checkout; an installed package has none, and leaves all to the
-scenarios.
+An installed package has none, and leaves all to the scenarios.
 """
 
 from __future__ import annotations
@@ -15,14 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pyllamakv.building import cmake, compiler
-from pyllamakv.home import checkout, home
+from pyllamakv.home import home
+from pyllamakv.trust.headers import Header
 from pyllamakv.trust.mutants import limits, switches
-
-#: Headers of the patches -> the program that tests each.
-SOURCES = {"src/llama-kv-defrag.h": "kv_defrag", "src/llama-kv-mmap.h": "kv_mmap"}
-
-#: Programs that want a folder to work in, which they leave empty.
-_WITH_FOLDER = ("kv_mmap",)
 
 #: First what is fast, then what also sees memory that is not its own.
 _MODES = ((), ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"))
@@ -97,7 +91,7 @@ class Program:
 class Driver:
     """Test versions of one header against what its own text passes."""
 
-    def __init__(self, header: str, text: bytes, source: Path) -> None:
+    def __init__(self, header: Header, text: bytes, source: Path) -> None:
         self.header = header
         self.text = text
         self.source = source
@@ -143,7 +137,7 @@ class Driver:
         facts = [text, self.digest.encode(), " ".join(mode).encode(), switches.PRELUDE.encode()]
         name = hashlib.sha256(b"\0".join(facts)).hexdigest()[:20]
         folder = home() / "results" / "mutants" / "drivers" / name
-        program = Program(folder / "driver", self.source.stem in _WITH_FOLDER, not mode)
+        program = Program(folder / "driver", self.header.in_folder, not mode)
         if not program.path.is_file():
             program.error = self._compile(text, mode, program.path)
         if text in (self.text, self._switched):
@@ -154,7 +148,7 @@ class Driver:
         made.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=made.parent) as name:
             folder = Path(name)
-            (folder / Path(self.header).name).write_bytes(text)
+            (folder / Path(self.header.path).name).write_bytes(text)
             (folder / "prelude.h").write_text(switches.PRELUDE, encoding="utf-8")
             words = [compiler.find(home() / "objects" / "compilers.json").cxx, "-std=c++17", "-O0"]
             words += ["-w", "-pthread", *mode, "-include", str(folder / "prelude.h"), "-I", name]
@@ -167,12 +161,3 @@ class Driver:
                 (folder / "made").replace(made)
                 return ""
         return cmake.first_error(done.stderr) or done.stderr[-400:] or "no reason"
-
-
-def find(header: str, text: bytes) -> Driver | None:
-    """Return the driver of a header with the text that passes, None where there is none."""
-    root, name = checkout(), SOURCES.get(header)
-    if root is None or name is None:
-        return None
-    source = root / "tests" / "native" / f"{name}.cpp"
-    return Driver(header, text, source) if source.is_file() else None

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyllamakv.building import cmake
+from pyllamakv.trust import ninja
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Request
@@ -55,7 +53,7 @@ def units(wanted: Request, tree: Path) -> tuple[Unit, ...]:
 
 def linking(wanted: Request) -> list[str]:
     """Return the words that link the library, its own name replaced."""
-    words = shlex.split(_ninja(wanted, "commands", "plk").strip().splitlines()[-1])
+    words = shlex.split(ninja.commands(wanted.objects)[-1])
     start, end = words.index("&&") + 1, len(words) - words[::-1].index("&&") - 1
     words = words[start:end]
     words[words.index("-o") + 1] = "{output}"
@@ -63,21 +61,11 @@ def linking(wanted: Request) -> list[str]:
 
 
 def _reads(wanted: Request) -> dict[str, frozenset[str]]:
-    """Return the files of the tree that each object was made from, as ninja noted them."""
-    found: dict[str, frozenset[str]] = {}
-    for block in _ninja(wanted, "deps").split("\n\n"):
-        head, *lines = block.splitlines() or [""]
-        paths = [Path(os.path.normpath(wanted.objects / line.strip())) for line in lines]
-        found[head.split(":", 1)[0]] = frozenset(
-            path.relative_to(wanted.tree).as_posix()
-            for path in paths
-            if path.is_relative_to(wanted.tree)
+    """Return the files of the tree that each object was made from."""
+    root = wanted.tree
+    return {
+        output: frozenset(
+            path.relative_to(root).as_posix() for path in paths if path.is_relative_to(root)
         )
-    return found
-
-
-def _ninja(wanted: Request, *words: str) -> str:
-    command = [str(cmake.binary("ninja")), "-t", *words]
-    return subprocess.run(
-        command, cwd=wanted.objects, capture_output=True, text=True, check=True
-    ).stdout
+        for output, paths in ninja.reads(wanted.objects).items()
+    }

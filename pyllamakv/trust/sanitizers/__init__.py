@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import KvError
+from pyllamakv.source.releases import DEFAULT
 from pyllamakv.trust.entry import Effort, Entry, Tick
 from pyllamakv.trust.sanitizers import drivers, instrument, playing, reports
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from pyllamakv.trust.sanitizers.instrument import Sanitized
     from pyllamakv.trust.sanitizers.reports import Report
 
-RELEASE = "0.3.9"
 #: From so many seconds on everything is instrumented, and every scenario runs in every setting.
 LONG = 900.0
 #: What a sized run plays first: where memory is mapped, taken back and restored.
@@ -132,7 +132,7 @@ class Work:
             start = time.monotonic()
             instrument.runtimes(kind)
             self._built[side, kind] = instrument.instrumented(
-                f"{RELEASE}+{side}", kind, self.scope(kind), tell=self.tick
+                f"{DEFAULT}+{side}", kind, self.scope(kind), tell=self.tick
             )
             self.building += time.monotonic() - start
         return self._built[side, kind]

@@ -12,6 +12,8 @@ from pyllamakv.errors import UsageError
 from pyllamakv.harness import lab, scenario, synthetic
 from pyllamakv.home import data
 from pyllamakv.patching import hunks
+from pyllamakv.source.releases import DEFAULT
+from pyllamakv.trust.headers import HEADERS, native
 from pyllamakv.trust.sanitizers import instrument, playing, reports
 
 if TYPE_CHECKING:
@@ -23,13 +25,7 @@ Tell = Callable[[str], None]
 Played = tuple[str, str, "Outcome", "list[Report]"]
 
 _PACKAGE = Path(__file__).resolve().parents[2]
-_TESTS = _PACKAGE.parent / "tests" / "native"
 _INCLUDES = (_PACKAGE / "native", _PACKAGE / "native" / "shim")
-#: Program -> the patch that brings its header, and the header.
-_HEADERS = {
-    "kv_defrag": ("full-defrag", "llama-kv-defrag.h"),
-    "kv_mmap": ("mmap-kv", "llama-kv-mmap.h"),
-}
 #: Flash attention, types of K and V: one layout of V, then the other.
 _SETTINGS = ("0 1 1", "1 8 8", "1 2 8", "1 1 1")
 
@@ -39,16 +35,16 @@ def headers(tell: Tell) -> Iterator[tuple[str, str, int, str, list[Report]]]:
 
     Raises UsageError where the tests are not there, as in an installed package.
     """
-    _need_tests()
     with tempfile.TemporaryDirectory(prefix="pyllamakv-drivers-") as name:
         folder = Path(name)
-        for program, (patch, header) in _HEADERS.items():
+        for header in HEADERS:
+            program = header.program
             tell(f"compiling {program}")
-            text = data("patches") / patch / "0.3.9" / f"{patch}.patch"
-            (hunk,) = hunks.read(text).file(f"src/{header}").hunks
-            (folder / header).write_bytes(b"".join(hunk.new))
+            text = data("patches") / header.patch / DEFAULT / f"{header.patch}.patch"
+            (hunk,) = hunks.read(text).file(header.path).hunks
+            (folder / Path(header.path).name).write_bytes(b"".join(hunk.new))
             made = folder / program
-            instrument.program(_TESTS / f"{program}.cpp", made, "address", f"-I{folder}")
+            instrument.program(_test(f"{program}.cpp"), made, "address", f"-I{folder}")
             with playing.logs() as logs:
                 _, listed, _ = playing.run([str(made)], "address", logs)
             for group in listed.split():
@@ -57,7 +53,7 @@ def headers(tell: Tell) -> Iterator[tuple[str, str, int, str, list[Report]]]:
                 scratch.mkdir()
                 with playing.logs() as logs:
                     code, said, found = playing.run(
-                        [str(made), group, *([str(scratch)] if program == "kv_mmap" else [])],
+                        [str(made), group, *([str(scratch)] if header.in_folder else [])],
                         "address",
                         logs,
                     )
@@ -66,8 +62,7 @@ def headers(tell: Tell) -> Iterator[tuple[str, str, int, str, list[Report]]]:
 
 def smoke(made: Sanitized, tell: Tell) -> Iterator[tuple[str, int, str, list[Report]]]:
     """Run the C program over a library, setting by setting; raises UsageError as `headers` does."""
-    _need_tests()
-    with _linked(_TESTS / "smoke.c", made) as program:
+    with _linked(_test("smoke.c"), made) as program:
         for settings in _SETTINGS:
             tell(f"smoke {settings}")
             command = [str(program), str(synthetic.tiny()), *settings.split()]
@@ -100,10 +95,12 @@ def scenarios(
                 yield name, setting.name, run.outcome, reports.collect(logs)
 
 
-def _need_tests() -> None:
-    if not _TESTS.is_dir():
-        msg = f"expected the native tests in {_TESTS}: run this in a checkout"
+def _test(name: str) -> Path:
+    found = native(name)
+    if found is None:
+        msg = f"expected tests/native/{name}: run this in a checkout"
         raise UsageError(msg)
+    return found
 
 
 @contextmanager

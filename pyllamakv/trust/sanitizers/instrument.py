@@ -13,17 +13,19 @@ import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyllamakv.building import build, cmake
+from pyllamakv.building import build
 from pyllamakv.errors import Untestable
 from pyllamakv.home import home
+from pyllamakv.trust import ninja
 
 if TYPE_CHECKING:
+    from pyllamakv.building import cmake
     from pyllamakv.building.variant import Variant
 
 NATIVE = Path(__file__).parent / "native"
@@ -103,7 +105,7 @@ def instrumented(
     with build.at_work(spec, progress=lambda what, *_: tell(what)) as (_, job):
         commands = _commands(job)
         compiler = _compiler(commands)
-        deps = _dependencies(job)
+        deps = ninja.reads(job.folder)
         chosen = [each for each in commands if each.chosen(scope)]
         keys = {each.output: _key(each, deps, kind) for each in chosen}
         store = home() / "sanitized" / "objects"
@@ -151,35 +153,20 @@ def _named(variant: Variant, kind: str, scope: str) -> Sanitized:
 
 
 def _commands(job: cmake.Job) -> list[Command]:
-    done = _ran([str(cmake.binary("ninja")), "-C", str(job.folder), "-t", "commands", "plk"])
     found = []
-    for line in done.stdout.splitlines():
+    for line in ninja.commands(job.folder):
         words = tuple(shlex.split(line))
         if "-c" in words and "-o" in words:
             source = Path(words[words.index("-c") + 1])
             found.append(Command(words, source, words[words.index("-o") + 1]))
-    if not found:
-        msg = f"expected the commands of a build in {job.folder}, found none: {done.stderr[-300:]}"
-        raise Untestable(msg)
     return found
 
 
-def _dependencies(job: cmake.Job) -> dict[str, list[Path]]:
-    """Return what each object includes, headers of the system left out."""
-    done = _ran([str(cmake.binary("ninja")), "-C", str(job.folder), "-t", "deps"])
-    found: dict[str, list[Path]] = {}
-    current: list[Path] = []
-    for line in done.stdout.splitlines():
-        if line and not line.startswith(" "):
-            current = found.setdefault(line.split(": #deps")[0], [])
-        elif line.strip() and not line.strip().startswith("/usr/"):
-            current.append(job.folder / line.strip())
-    return found
-
-
-def _key(each: Command, deps: dict[str, list[Path]], kind: str) -> str:
+def _key(each: Command, deps: Mapping[str, Sequence[Path]], kind: str) -> str:
     whole = hashlib.sha256(repr((each.words, FLAGS[kind], _ALWAYS)).encode())
-    paths = [each.source, *deps.get(each.output, ())]
+    # What the system brings stays as it is.
+    own = (path for path in deps.get(each.output, ()) if not path.is_relative_to("/usr"))
+    paths = [each.source, *own]
     if each.source.name == PLANTED:
         paths.append(NATIVE / "planted.h")
     for path in paths:
