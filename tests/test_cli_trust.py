@@ -33,6 +33,7 @@ def test_a_defect_is_a_status(efforts, capsys, tmp_path) -> None:
     code, out, said = cli(capsys, "trust", "leaks", "--write", path)
     assert code == 1
     assert "| bad | it leaks |" in out
+    assert "leaks: 2 tried in 0 s, 1 lost or wrong\n" in said
     assert said.endswith("lost or wrong: 1\n  leaks, bad: it leaks\n")
     assert [entry.passed for entry in document.read(path)] == [True, False]
 

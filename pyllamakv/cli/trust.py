@@ -6,6 +6,7 @@ import importlib
 import json
 import shlex
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -57,8 +58,15 @@ def trust(
                 progress.update(task, description=f"{section}: {about}", advance=1)
 
             tick("")
+            began = time.monotonic()
             section = importlib.import_module(f"pyllamakv.trust.{name}")
-            found += [entry.dated(command) for entry in section.entries(effort, tick)]
+            tried = [entry.dated(command) for entry in section.entries(effort, tick)]
+            found += tried
+            wrong = sum(len(entry.defects) for entry in tried)
+            progress.console.print(
+                f"{name}: {len(tried)} tried in {time.monotonic() - began:.0f} s, "
+                f"{wrong or 'nothing'} lost or wrong", highlight=False,
+            )  # fmt: skip
             if write is not None:
                 # Each section as it ends: the long run takes hours.
                 document.write(write, found)
@@ -69,10 +77,10 @@ def trust(
     if not found:
         msg = f"nothing was tried: --only names none of what {', '.join(chosen)} have"
         raise UsageError(msg)
-    wrong = [(entry, defect) for entry in found for defect in entry.defects]
-    if wrong:
+    defects = [(entry, defect) for entry in found for defect in entry.defects]
+    if defects:
         # Once more at the end, where somebody looks who sees only the last lines of a log.
-        sys.stderr.write(f"lost or wrong: {len(wrong)}\n")
-        for entry, defect in wrong:
+        sys.stderr.write(f"lost or wrong: {len(defects)}\n")
+        for entry, defect in defects:
             sys.stderr.write(f"  {entry.section}, {entry.name}: {defect}\n")
         raise typer.Exit(1)
