@@ -1,4 +1,4 @@
-"""Do one thing over and over and sample this process: `-m`, by `pyllamakv.trust.leaks.churn`.
+"""Do one thing over and over, to be sampled: `-m`, by `pyllamakv.trust.leaks.churn`.
 
 Each function is a generator: it opens what it needs, and every time it is asked for more it does
 some operations and says how many.
@@ -6,14 +6,10 @@ some operations and says how many.
 
 from __future__ import annotations
 
-import array
 import contextlib
-import ctypes
-import gc
 import importlib
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from pathlib import Path
@@ -21,93 +17,20 @@ from typing import Any, Final
 
 import pyllamakv as kv
 from pyllamakv.harness import synthetic
+from pyllamakv.trust.leaks import sampling
 
-_SAMPLES: Final = 100
-#: With fewer there is no line to draw: then it takes longer than it was given.
-_FEWEST: Final = 8
-_COLUMNS: Final = ("count", "heap", "resident", "fds", "threads")
 _TOKENS: Final = [1 + n % 20 for n in range(40)]
 _SHAPE: Final[dict[str, Any]] = {"n_ctx": 256, "n_batch": 64, "n_seq_max": 4, "n_threads": 1}
-
-
-_MALLOC: Final = (
-    *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-    *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-)
-
-
-class _Malloc(ctypes.Structure):
-    """Hold what glibc's mallinfo2 returns."""
-
-    _fields_ = tuple((name, ctypes.c_size_t) for name in _MALLOC)
-
-
-#: Libraries of this process that are open.
-_opened: list[Any] = []
 
 
 @contextlib.contextmanager
 def _library(variant: Path, **options: Any) -> Iterator[Any]:
     with kv.open(variant, **options) as library:
-        _opened.append(library)
+        sampling.opened.append(library)
         try:
             yield library
         finally:
-            _opened.remove(library)
-
-
-def sample(count: int) -> dict[str, int]:
-    """Return what this process has after ``count`` operations; sizes in bytes."""
-    for library in _opened:
-        # Some thousand lines wait for a reader: until there are so many it would look like a leak.
-        library.native.logs()
-    gc.collect()
-    libc = ctypes.CDLL(None)
-    libc.malloc_trim(0)
-    heap = 0
-    if hasattr(libc, "mallinfo2"):
-        libc.mallinfo2.restype = _Malloc
-        found = libc.mallinfo2()
-        heap = found.uordblks + found.hblkhd
-    facts = dict(
-        line.split(":", 1) for line in Path("/proc/self/status").read_text("ascii").splitlines()
-    )
-    return {
-        "count": count,
-        "heap": heap,
-        "resident": int(facts["RssAnon"].split()[0]) * 1024,
-        # Listing the folder takes one itself, each time.
-        "fds": sum(1 for _ in Path("/proc/self/fd").iterdir()),
-        "threads": int(facts["Threads"]),
-    }
-
-
-def run(work: Iterator[int], seconds: float, target: int) -> list[dict[str, int]]:
-    """Work until the target or the time is reached; return the samples."""
-    # Made beforehand: what is noted must not look like a leak.
-    noted = array.array("q", bytes(8 * len(_COLUMNS) * (4 * _SAMPLES)))
-    begin = looked = time.monotonic()
-    count = sampled = rows = 0
-    pause = 0.0
-    for done in work:
-        count += done
-        now = time.monotonic()
-        over = (now - begin >= seconds and rows >= _FEWEST) or count >= target
-        due = now - looked >= max(pause, seconds / _SAMPLES)
-        if due or count - sampled >= target / _SAMPLES or (over and count > sampled):
-            for column, value in enumerate(sample(count).values()):
-                noted[rows * len(_COLUMNS) + column] = value
-            rows, sampled, looked = rows + 1, count, time.monotonic()
-            # Looking takes a tenth of the time at most, where that leaves enough to look at.
-            pause = min(10 * (looked - now), seconds / (2 * _FEWEST))
-        if over:
-            break
-    work.close()  # type: ignore[attr-defined]
-    width = len(_COLUMNS)
-    return [
-        dict(zip(_COLUMNS, noted[row * width : (row + 1) * width], strict=True))
-        for row in range(rows)
-    ]
+            sampling.opened.remove(library)
 
 
 def contexts(variant: Path, folder: Path) -> Iterator[int]:
@@ -300,7 +223,7 @@ def main(arguments: list[str]) -> None:
     # The same module twice would sample twice of what it imports.
     there = sys.modules["__main__"] if module == __spec__.name else importlib.import_module(module)
     work: Callable[[Path, Path], Iterator[int]] = getattr(there, function)
-    samples = run(work(Path(variant), Path(folder)), float(seconds), int(target))
+    samples = sampling.run(work(Path(variant), Path(folder)), float(seconds), int(target))
     sys.stdout.write(json.dumps(samples) + "\n")
 
 
