@@ -22,7 +22,7 @@ VALUES: Mapping[str, Sequence[str]] = {
     "plan": ("fewest", "ordered"),
     "policy": ("never", "on_failure", "threshold", "always"),
     "backing": ("heap", "mmap", "file", "kept"),
-    "device": ("cpu",) * 11 + ("rpc",),
+    "device": ("cpu",) * 23 + ("rpc",),
     "memory": ("attention",) * 9 + ("window", "full window", "recurrent", "hybrid"),
     "guard": ("on", "on", "on", "off"),
     "slots": ("contiguous", "scattered"),
