@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import itertools
-import os
-import signal
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import runtime_kit
 from fakes.simulated import SimulatedNative
+from fakes.stages import (
+    FarBroken,
+    FarVanishing,
+    Keeping,
+    OnDying,
+    OnKeeping,
+    OnRefusing,
+    OnSilent,
+    OnSwapping,
+    OnVanishing,
+    Simulated,
+)
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
@@ -28,10 +37,10 @@ from pyllamakv.home import home
 from pyllamakv.runtime.opening import OpenLibrary
 from pyllamakv.trust import schedules as trial
 from pyllamakv.trust.entry import Effort
-from pyllamakv.trust.schedules.combination import VALUES, Combination, sensible, walk
+from pyllamakv.trust.schedules.combination import VALUES, Combination, Nature, sensible, walk
 from pyllamakv.trust.schedules.hand import Hand
 from pyllamakv.trust.schedules.stage import Stage
-from pyllamakv.trust.schedules.task import Played, Task
+from pyllamakv.trust.schedules.task import Task
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,96 +50,6 @@ if TYPE_CHECKING:
     from pyllamakv.trust.entry import Entry
 
 PLAIN = Combination()
-
-
-class Vanishing(SimulatedNative):
-    """Forget the last used cell with every defragmentation."""
-
-    def defrag(self, context: int) -> Any:
-        cache = self._get(context).cache
-        found = super().defrag(context)
-        cache.drop(np.flatnonzero(cache.pos >= 0)[-1:], -1)
-        return found
-
-
-class Swapping(SimulatedNative):
-    """Exchange the values of the first two tokens with every defragmentation."""
-
-    def defrag(self, context: int) -> Any:
-        cache = self._get(context).cache
-        found = super().defrag(context)
-        cache.rows[-1, [0, 1]] = cache.rows[-1, [1, 0]]
-        cache.token[[0, 1]] = cache.token[[1, 0]]
-        return found
-
-
-class Keeping(SimulatedNative):
-    """Leave a cell behind when the cache is emptied."""
-
-    def clear(self, context: int, data: bool) -> None:
-        cache = self._get(context).cache
-        cache.drop(np.flatnonzero(cache.pos >= 0)[1:], -1)
-
-
-class Refusing(SimulatedNative):
-    """Find no cells as soon as no hole is large enough, as stock does."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**{**options, "heals": False})
-
-
-class Dying(SimulatedNative):
-    """End the process in a defragmentation."""
-
-    def defrag(self, context: int) -> Any:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Silent(SimulatedNative):
-    """Never come back from a defragmentation."""
-
-    def defrag(self, context: int) -> Any:
-        signal.pause()
-
-
-class Simulated(Stage):
-    """Play on a simulated library, which has neither devices nor mapped memory."""
-
-    native: type[SimulatedNative] = SimulatedNative
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, self._simulated)
-
-    def _simulated(self, folder: Path, _combination: Combination, _apart: bool) -> OpenLibrary:
-        return OpenLibrary(self.native(heals=True), folder, None, isolated=True)
-
-    def play(self, task: Task) -> Played:
-        here = replace(PLAIN, cache=task.combination.cache)
-        return super().play(replace(task, combination=here))
-
-
-class OnVanishing(Simulated):
-    native = Vanishing
-
-
-class OnSwapping(Simulated):
-    native = Swapping
-
-
-class OnKeeping(Simulated):
-    native = Keeping
-
-
-class OnRefusing(Simulated):
-    native = Refusing
-
-
-class OnDying(Simulated):
-    native = Dying
-
-
-class OnSilent(Simulated):
-    native = Silent
 
 
 @pytest.fixture
@@ -183,18 +102,39 @@ def test_without_a_guard_only_what_undoes_by_itself_is_tried(
 ) -> None:
     """From 0.3.10 on a broken-off decode keeps micro-batches, which the guard takes back."""
     tried: dict[str, Any] = {}
-    monkeypatch.setattr(trial, "try_out", lambda name, *_, undoes: tried.update({name: undoes}))
-    expected = {"guard": True, "patched": True, "memory": False, "prefix": False, "none": False}
+    monkeypatch.setattr(trial, "try_out", lambda name, *_, nature: tried.update({name: nature}))
+    ways = {"guard": True, "patched": True, "memory": False, "prefix": False, "none": False}
+    expected = {back: Nature(undoes=undoes) for back, undoes in ways.items()}
     for back in expected:
-        manifest = SimpleNamespace(probes={"rollback": back})
+        manifest = SimpleNamespace(probes={"rollback": back, "memory": "self"})
         found = SimpleNamespace(folder=folder, manifest=manifest)
         monkeypatch.setattr(variant, "find", lambda _, found=found: found)
         trial.entries(Effort(only=(back,)), print)
     assert tried == expected
     assert sensible(Combination(guard="off")) == Combination(guard="off")
-    assert sensible(Combination(guard="off"), undoes=False) == PLAIN
-    dealt = zip(walk(1), walk(1, undoes=False), range(40), strict=False)
+    careless = Nature(undoes=False)
+    assert sensible(Combination(guard="off"), careless) == PLAIN
+    dealt = zip(walk(1), walk(1, careless), range(40), strict=False)
     assert all(replace(one, guard="on") == other for one, other, _ in dealt)
+
+
+def test_states_that_llama_cpp_mixes_up_are_not_played() -> None:
+    """To 0.3.8 it keeps parts of broken-off batches: cells are played on instead."""
+    old = trial.nature(SimpleNamespace(probes={"rollback": "patched", "memory": "cache"}))
+    assert old == Nature(undoes=True, separates=False)
+    assert sensible(Combination(memory="recurrent"), old) == PLAIN
+    assert "recurrent" not in {each.memory for each in itertools.islice(walk(1, old), 60)}
+
+
+def test_what_a_device_cannot_do_at_all_is_no_failure_of_a_patch(folder: Path) -> None:
+    """Where even a first batch fails it is not there; where only a schedule does, it failed."""
+    entry, _ = try_out(folder, FarBroken)
+    assert entry.data["absent"]
+    assert all("rpc" in each for each in entry.data["absent"])
+    assert "nothing was tried" in entry.defects[0]
+    entry, _ = try_out(folder, FarVanishing)
+    assert not entry.data["absent"]
+    assert entry.defects
 
 
 def test_a_right_library_passes(folder: Path) -> None:

@@ -6,7 +6,8 @@ with those of a rebuilt context. Combinations come in an order that the seed dec
 made as short as it can be, and written as a trace that `pyllamakv replay` plays.
 
 Left out: caches of several streams, where a decode finds its cells by sequence, which the ledger's
-count of free cells cannot promise (the scenario memory-streams has them).
+count of free cells cannot promise (the scenario memory-streams has them); and recurrent models
+where llama.cpp itself mixes them up (`nature`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pyllamakv.harness import matrix, schedules
 from pyllamakv.home import home
 from pyllamakv.source.releases import DEFAULT
 from pyllamakv.trust.entry import Effort, Entry, Tick
-from pyllamakv.trust.schedules.combination import walk
+from pyllamakv.trust.schedules.combination import USUAL, Nature, walk
 from pyllamakv.trust.schedules.hand import Hand, Make
 from pyllamakv.trust.schedules.stage import Stage
 from pyllamakv.trust.schedules.tally import Tally, without_folders
@@ -61,15 +62,23 @@ def entries(effort: Effort, tick: Tick) -> list[Entry]:
         raise NotBuilt(msg)
     share = effort.shared(len(found))
     return [
-        try_out(name, each.folder, share, tick, undoes=undoing(each.manifest))
+        try_out(name, each.folder, share, tick, nature=nature(each.manifest))
         for name, each in found.items()
         if each is not None
     ]
 
 
-def undoing(manifest: Manifest) -> bool:
-    """Tell whether llama.cpp itself undoes all of a decode that was broken off."""
-    return manifest.probes.get("rollback") in UNDOING
+def nature(manifest: Manifest) -> Nature:
+    """Return what the llama.cpp of a build does right by itself.
+
+    To 0.3.8 (the probe's ``cache``) it takes sequences that a broken-off batch had not come to into
+    the next one, and a batch that begins some may overwrite the state of another: it forgets to
+    empty `llama_sbatch::seq`, and swaps states for which no cell is marked yet.
+    """
+    return Nature(
+        undoes=manifest.probes.get("rollback") in UNDOING,
+        separates=manifest.probes.get("memory") != "cache",
+    )
 
 
 def _releases(seconds: float) -> list[str]:
@@ -80,17 +89,16 @@ def _releases(seconds: float) -> list[str]:
 
 def try_out(
     name: str, folder: Path, effort: Effort, tick: Tick, make: Make = Stage, most: int = 0, *,
-    undoes: bool = True,
+    nature: Nature = USUAL,
 ) -> Entry:  # fmt: skip
     """Play schedules on the variant in a folder, for the effort's seconds and its operations.
 
-    No more than ``most`` schedules are played, if it is not 0, in whatever time. ``undoes`` says
-    that its llama.cpp itself undoes a decode that was broken off.
+    No more than ``most`` schedules are played, if it is not 0, in whatever time.
     """
     tally, began = Tally(), time.monotonic()
     with ExitStack() as stack:
         hands: dict[str, Hand] = {}
-        for number, combination in enumerate(walk(effort.seed, undoes=undoes)):
+        for number, combination in enumerate(walk(effort.seed, nature)):
             spent = time.monotonic() - began
             hopeless = bool(tally.absent) and not tally.operations
             enough = tally.operations >= effort.operations or hopeless

@@ -74,7 +74,21 @@ class Stage:
             failed, works = _fault(error), []
         if failed is not None and isinstance(failed.__cause__, WorkerDied):
             self._drop(key)
+        if failed is not None and task.combination.device != "cpu":
+            why = self._wrong(key, task)
+            if why:
+                return Played(absent=why)
         return Played.of(works[0] if works else None, failed)
+
+    def _wrong(self, key: tuple[str, bool], task: Task) -> str:
+        """Return why a device cannot even fill such a cache, nothing if it can."""
+        try:
+            with self._ground(key, task).opener() as context:
+                context.prefill(context.sequence(), range(1, 41))
+        except KvError as error:
+            self._drop(key)
+            return f"{task.combination.device}, {task.combination.cache}: {type(error).__name__}"
+        return ""
 
     def _ground(self, key: tuple[str, bool], task: Task) -> Ground:
         model = self._model(key, task.combination)
