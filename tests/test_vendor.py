@@ -110,6 +110,26 @@ def test_nobody_removes_what_another_fills(
     assert vendor.listed() == []
 
 
+def test_what_is_put_in_place_again_can_be_found_all_the_time(
+    store: Store, release: Release, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two may sync the same tree, one behind the other; of another tree no old record tells."""
+    vendored, _ = vendor.sync(store, release, release.commit, spec="0.3.9")
+    found: list[list[vendor.Vendored]] = []
+    real = Store.export
+
+    def export(*words: Any, **more: Any) -> Any:
+        found.append(vendor.listed())
+        return real(*words, **more)
+
+    monkeypatch.setattr(Store, "export", export)
+    vendor.sync(store, release, release.commit, spec="0.3.9")
+    other = imported(store, "0.3.10", TREE | {"more.c": b"int more;\n"}, "2025-02-01T00:00:00Z")
+    vendor.sync(store, release, other.commit, spec="0.3.9")
+    assert found == [[vendored], []]
+    assert vendor.find("0.3.9").commit == other.commit
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_tree_that_a_killed_export_left(store: Store, release: Release, whole: bool) -> None:
     """What it had not finished is taken over, and goes."""

@@ -64,7 +64,10 @@ def sync(
     record = _record_of(place)
     with _locked(place), disk_room(place):
         if folder is None:
-            record.unlink(missing_ok=True)
+            known = _read(record)
+            if known is None or (known.spec, known.commit) != (spec, commit):
+                # One that stays as it is can be found all the time, by others beside us too.
+                record.unlink(missing_ok=True)
             _forget(place)
         done = store.export(commit, place)
         vendored = Vendored(spec, release.name, series, commit, done.tree, str(place))

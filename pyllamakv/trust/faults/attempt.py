@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import resource
@@ -127,9 +128,12 @@ def _run(work: Callable[[], Any], fault: Fault, root: Path, counter: Path, says:
         try:
             said = {"ending": "done", "result": work()}
         except BaseException as error:
-            # Without memory the interpreter itself may end an import with an error that it forgot.
-            lacking = (MemoryError, SystemError) if fault.kind == "memory" else (MemoryError,)
-            typed = isinstance(error, (KvError, *lacking))
+            typed = isinstance(error, KvError | MemoryError)
+            if fault.kind == "memory":
+                # Without any the interpreter itself may end an import as the system does, or with
+                # an error that it forgot.
+                lacks = isinstance(error, OSError) and error.errno == errno.ENOMEM
+                typed = typed or lacks or isinstance(error, SystemError)
             where = traceback.extract_tb(error.__traceback__)
             last = f"{Path(where[-1].filename).name}:{where[-1].lineno}" if where else ""
             text = f"{type(error).__name__}: {error} ({last})"
