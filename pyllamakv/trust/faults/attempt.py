@@ -128,22 +128,26 @@ def _run(work: Callable[[], Any], fault: Fault, root: Path, counter: Path, says:
         try:
             said = {"ending": "done", "result": work()}
         except BaseException as error:
+            _unlimited()  # to tell it takes memory as well
             typed = isinstance(error, KvError | MemoryError)
             if fault.kind == "memory":
-                # Without any the interpreter itself may end an import as the system does, or with
-                # an error that it forgot.
+                # Without any the interpreter itself ends an import in words of its own.
                 lacks = isinstance(error, OSError) and error.errno == errno.ENOMEM
-                typed = typed or lacks or isinstance(error, SystemError)
+                typed = typed or lacks or isinstance(error, ImportError | SystemError)
             where = traceback.extract_tb(error.__traceback__)
             last = f"{Path(where[-1].filename).name}:{where[-1].lineno}" if where else ""
             text = f"{type(error).__name__}: {error} ({last})"
             said = {"ending": "error", "error": text, "typed": typed}
         preload.arm({})
-        for what in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE):
-            _limit(what, resource.RLIM_INFINITY)
+        _unlimited()
         os.write(says, json.dumps(said).encode())
     finally:
         os._exit(0)
+
+
+def _unlimited() -> None:
+    for what in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE):
+        _limit(what, resource.RLIM_INFINITY)
 
 
 def _limit(what: int, size: int) -> None:
