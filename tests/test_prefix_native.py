@@ -289,16 +289,17 @@ def test_states_are_kept_where_prompts_part(late: kv.OpenLibrary) -> None:
             assert serve(cache, [*SYSTEM, 5, 6, 7, 8]) == 93
 
 
-def test_a_cancelled_recurrent_prompt_keeps_its_states(
+def test_a_cancelled_recurrent_prompt_leaves_no_state_that_may_be_wrong(
     late: kv.OpenLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cancel where a memory cannot go back (PrefillSnapshotsKeptOnCancel): earlier states stay."""
+    """Cancel where a memory cannot go back: what was broken off has moved the others' states."""
     with late.load_model(synthetic.model("recurrent")) as model:
         look = Oracle(model)
         with model.context(n_ctx=512, n_batch=64, n_seq_max=8) as ctx:
             cache = PrefixCache(ctx)
             monkeypatch.setattr("pyllamakv.cache.prefixes.lease.STATE_EVERY", 32)
             serve(cache, [*SYSTEM, 1])
+            cache.pin("here", [*SYSTEM, 1])
             with cache.acquire([*SYSTEM, *([2] * 80)]) as lease:
                 calls = iter(range(100))
                 real = ctx.native.decode
@@ -314,11 +315,13 @@ def test_a_cancelled_recurrent_prompt_keeps_its_states(
                 ctx.native.decode = real
                 ctx.native.cancel_after(ctx.handle, -1)
             cache.check()
+            assert not cache.pins
             with cache.acquire([*SYSTEM, *([2] * 80)]) as lease:
-                assert lease.cached == 128
+                assert lease.cached == 0
                 lease.prefill()
                 look(lease)
             cache.check()
+            assert serve(cache, [*SYSTEM, *([2] * 80), 3]) == len(SYSTEM) + 80
 
 
 def test_a_window_is_never_left_behind(late: kv.OpenLibrary) -> None:

@@ -213,6 +213,17 @@ class Branches:
         needed = parent.pins or (self.sharing and len(parent.children) > 1)
         return parent if needed and parent.held == 1 else None
 
+    def forget_emptied(self) -> None:
+        """Part with entries that a broken-off decode emptied, and with pins that no page has."""
+        entries = [node for node in self.tree.walk() if node.entry is not None]
+        lost = [node for node in entries if node.end and not len(node.entry.ledger)]
+        for node in lost:
+            self.close(self.detach(node))
+            if node.page is None:
+                node.pins.clear()
+        for node in lost:
+            self.tidy(node)
+
     # Numbers...
 
     def sequences(self) -> Iterator[Sequence]:

@@ -63,6 +63,7 @@ class PrefixCache:
         #: How many tokens a sequence may have, None where there is no limit.
         self.size_limit = space.capacity(context)
         self.pins: dict[str, Node] = {}
+        self._emptied = context.emptied
         self.leases: list[PrefixLease] = []
         self.closed = False
         self.counts = dict.fromkeys(COUNTED, 0)
@@ -119,6 +120,11 @@ class PrefixCache:
         self._check_open()
         for lease in self.leases:
             lease.follow()
+        if self.context.emptied is not self._emptied:
+            # A decode that is broken off may take the states of sequences that had no part in it.
+            self._emptied = self.context.emptied
+            self.branches.forget_emptied()
+            self.forget_pins()
 
     # What stays...
 
@@ -254,7 +260,7 @@ class PrefixCache:
         self.forget_pins()
 
     def forget_pins(self) -> None:
-        """Forget the names of what was given up, because its page was damaged."""
+        """Forget the names of what was given up: its page was damaged, or its state lost."""
         self.pins = {name: node for name, node in self.pins.items() if name in node.pins}
 
     def stats(self) -> PrefixStats:
