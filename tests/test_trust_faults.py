@@ -53,6 +53,7 @@ def test_what_is_right_passes_every_fault() -> None:
         ("Believing", "clock", "it failed: SourceError: the lock is too old"),
         ("Silent", "once", "disturbed it came to"),
         ("Silent", "fsize", "disturbed it came to"),
+        ("Confused", "memory", "no error of ours: ValueError"),
     ],
 )
 def test_what_is_planted_is_found(step: str, kind: str, words: str) -> None:
@@ -68,6 +69,13 @@ def test_little_memory_is_an_error() -> None:
     found = conduct("Hungry", "memory")["memory"]
     assert found.defects == []
     assert 0 < found.errors["MemoryError"] < found.tried
+
+
+def test_the_interpreter_may_say_itself_that_memory_lacks() -> None:
+    """An import without any ends in words of its own, of which nobody can make others."""
+    found = conduct("Starved", "memory")["memory"]
+    assert found.defects == []
+    assert found.errors["OSError"] == found.tried == found.repeated
 
 
 def test_a_disk_with_little_room() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 import tempfile
 import time
 from pathlib import Path
@@ -97,6 +99,25 @@ class Silent(Careful):
         except OSError:
             return (folder / "facts").read_text() if (folder / "facts").exists() else ""
         return (folder / "facts").read_text()
+
+
+class Starved(Careful):
+    """Import as the interpreter does where it gets no memory."""
+
+    name = "starved"
+    error: Exception = OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    def run(self, folder: Path) -> Any:
+        if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+            raise self.error
+        return 0
+
+
+class Confused(Starved):
+    """Take a lack of memory for something else."""
+
+    name = "confused"
+    error = ValueError("no such file")
 
 
 class Hungry(Careful):

@@ -18,7 +18,6 @@ from pyllamakv.home import home
 from pyllamakv.trust.mutants import limits, switches
 
 if TYPE_CHECKING:
-    from types import TracebackType
     from typing import Self
 
     from pyllamakv.harness.scenario import Scenario, Setting
@@ -55,12 +54,7 @@ class Benches:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for bench in self._benches.values():
             bench.close()
 

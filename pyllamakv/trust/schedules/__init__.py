@@ -71,9 +71,9 @@ def entries(effort: Effort, tick: Tick) -> list[Entry]:
 def nature(manifest: Manifest) -> Nature:
     """Return what the llama.cpp of a build does right by itself.
 
-    To 0.3.8 (the probe's ``cache``) it takes sequences that a broken-off batch had not come to into
-    the next one, and a batch that begins some may overwrite the state of another: it forgets to
-    empty `llama_sbatch::seq`, and swaps states for which no cell is marked yet.
+    To 0.3.8 (the probe's ``cache``) the source says that `llama_sbatch::seq` is not emptied, so
+    that what a broken-off batch had not come to gets into the next one, and that states are
+    swapped where no cell is marked yet. On 0.3.5, stock and patched, such schedules fail.
     """
     return Nature(
         undoes=manifest.probes.get("rollback") in UNDOING,

@@ -75,6 +75,9 @@ class Stage:
         if failed is not None and isinstance(failed.__cause__, WorkerDied):
             self._drop(key)
         if failed is not None and task.combination.device != "cpu":
+            # On a server of its own: one that the schedule has ended must not pass for absent.
+            if key in self._opened:
+                self._drop(key)
             why = self._wrong(key, task)
             if why:
                 return Played(absent=why)
