@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import gguf
 import numpy as np
 import pytest
+from native_kit import built
 
+import pyllamakv
 from pyllamakv.binding.protocol import Memory
 from pyllamakv.errors import Cancelled, PartialRemovalRefused, Unsupported
 from pyllamakv.harness import scenario, synthetic
@@ -101,6 +103,28 @@ def test_an_aborted_decode_of_a_state_says_what_it_cost(recurrent: Any) -> None:
     assert (len(one), len(other)) == (0, 0)
     recurrent.decode(other.feed([1, 2]))
     assert (len(other), other.pos_max) == (2, 1)
+
+
+@pytest.mark.parametrize("release", ["0.3.5", "0.3.8"])
+def test_states_of_the_older_releases_stay_apart(release: str) -> None:
+    """They mix up what begins beside others and die of what is broken off: neither happens."""
+    with (
+        pyllamakv.open(built(f"{release}+patched").folder, isolated=True) as library,
+        library.load_model(synthetic.model("recurrent")) as model,
+        model.context(n_ctx=64, n_batch=64, n_ubatch=16, n_seq_max=4) as ctx,
+    ):
+        one, two, late = (ctx.sequence() for _ in range(3))
+        ctx.decode([one.feed(range(8)), two.feed(range(8))])
+        ctx.native.cancel_after(ctx.handle, 1)
+        ctx.decode([one.feed(range(8, 40)), two.feed(range(8, 16))])
+        ctx.native.cancel_after(ctx.handle, -1)
+        assert (len(one), len(two)) == (40, 16)
+        with pytest.raises(Unsupported, match="in a batch of its own"):
+            ctx.decode([one.feed([5]), late.feed(range(16))])
+        assert (len(one), len(late)) == (40, 0)
+        ctx.decode(late.feed(range(16)))
+        ctx.decode([each.feed([5]) for each in (one, two, late)])
+        assert np.allclose(two.logits().copy(), late.logits().copy(), atol=1e-5)
 
 
 def test_rows_of_latent_attention(library: Any) -> None:

@@ -37,7 +37,8 @@ from pyllamakv.home import home
 from pyllamakv.runtime.opening import OpenLibrary
 from pyllamakv.trust import schedules as trial
 from pyllamakv.trust.entry import Effort
-from pyllamakv.trust.schedules.combination import VALUES, Combination, Nature, sensible, walk
+from pyllamakv.trust.schedules import combination
+from pyllamakv.trust.schedules.combination import LENGTH, SHORT, VALUES, Combination, sensible, walk
 from pyllamakv.trust.schedules.hand import Hand
 from pyllamakv.trust.schedules.stage import Stage
 from pyllamakv.trust.schedules.task import Task
@@ -87,6 +88,14 @@ def test_every_value_comes_soon_and_always_in_the_same_order() -> None:
     assert len(set(first)) > 3 * size
 
 
+def test_what_takes_long_is_played_for_short() -> None:
+    """Behind RPC every row of a window's many layers is a message."""
+    far = [each for each in itertools.islice(walk(1), 500) if each.device == "rpc"]
+    assert {each.length for each in far if each.model == "sliding"} == {SHORT}
+    assert {each.length for each in far if each.model != "sliding"} == {LENGTH}
+    assert Combination(memory="window").length == LENGTH
+
+
 def test_senseless_combinations_are_not_played() -> None:
     """A device has no mapped memory, a state no cells, and only cells go without a guard."""
     far = sensible(Combination(device="rpc", backing="kept", mover="host"))
@@ -102,28 +111,18 @@ def test_without_a_guard_only_what_undoes_by_itself_is_tried(
 ) -> None:
     """From 0.3.10 on a broken-off decode keeps micro-batches, which the guard takes back."""
     tried: dict[str, Any] = {}
-    monkeypatch.setattr(trial, "try_out", lambda name, *_, nature: tried.update({name: nature}))
+    monkeypatch.setattr(trial, "try_out", lambda name, *_, undoes: tried.update({name: undoes}))
     ways = {"guard": True, "patched": True, "memory": False, "prefix": False, "none": False}
-    expected = {back: Nature(undoes=undoes) for back, undoes in ways.items()}
-    for back in expected:
-        manifest = SimpleNamespace(probes={"rollback": back, "memory": "self"})
+    for back in ways:
+        manifest = SimpleNamespace(probes={"rollback": back})
         found = SimpleNamespace(folder=folder, manifest=manifest)
         monkeypatch.setattr(variant, "find", lambda _, found=found: found)
         trial.entries(Effort(only=(back,)), print)
-    assert tried == expected
+    assert tried == ways
     assert sensible(Combination(guard="off")) == Combination(guard="off")
-    careless = Nature(undoes=False)
-    assert sensible(Combination(guard="off"), careless) == PLAIN
-    dealt = zip(walk(1), walk(1, careless), range(40), strict=False)
+    assert sensible(Combination(guard="off"), undoes=False) == PLAIN
+    dealt = zip(walk(1), walk(1, undoes=False), range(40), strict=False)
     assert all(replace(one, guard="on") == other for one, other, _ in dealt)
-
-
-def test_states_that_llama_cpp_mixes_up_are_not_played() -> None:
-    """To 0.3.8 it keeps parts of broken-off batches: cells are played on instead."""
-    old = trial.nature(SimpleNamespace(probes={"rollback": "patched", "memory": "cache"}))
-    assert old == Nature(undoes=True, separates=False)
-    assert sensible(Combination(memory="recurrent"), old) == PLAIN
-    assert "recurrent" not in {each.memory for each in itertools.islice(walk(1, old), 60)}
 
 
 def test_what_a_device_cannot_do_at_all_is_no_failure_of_a_patch(folder: Path) -> None:
@@ -194,7 +193,7 @@ def test_a_crash_is_a_finding_and_not_the_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The schedule is shortened in one process after the other, and other schedules follow."""
-    monkeypatch.setattr(trial, "LENGTH", 12)
+    monkeypatch.setattr(combination, "LENGTH", 12)
     entry, _ = try_out(folder, OnDying, 3)
     (defect,) = entry.defects
     assert defect.startswith("crash with ")

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 def run(lab: Lab) -> None:
     """Do everything to a recurrent memory; then a batch of two micro-batches."""
     player = lab.player(256, n_ubatch=128, n_seq_max=4)
+    counted = player.counters()
+    lab.expect(counted is None, f"a memory without cells counted {counted}")
     twins(lab, player)
     routine(lab, player)
     lab.note(split=attempt(lambda: player.decode({0: 160})))

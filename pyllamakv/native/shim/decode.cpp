@@ -47,6 +47,11 @@ bool starts(const llama_batch &batch) {
     return std::find(batch.pos, batch.pos + batch.n_tokens, 0) != batch.pos + batch.n_tokens;
 }
 
+bool mixes(const llama_batch &batch) {
+    return std::any_of(batch.seq_id, batch.seq_id + batch.n_tokens,
+                       [&](const llama_seq_id *seq) { return *seq != **batch.seq_id; });
+}
+
 struct Armed {
     plk_context &c;
     explicit Armed(plk_context &context) : c(context) {
@@ -54,7 +59,8 @@ struct Armed {
         if (!c.going) {
             c.cancel.store(false);
         }
-        c.armed.store(!c.guard || plk::rollback::abortable);
+        const bool clean = plk::memory::ends_batches || !c.model->info.is_recurrent;
+        c.armed.store(!c.guard || (plk::rollback::abortable && clean));
     }
     ~Armed() { c.armed.store(false); }
 };
@@ -66,6 +72,12 @@ int decode(plk_context &c, const llama_batch &batch) {
         return plk::refuse(PLK_EUNSUPPORTED,
                            "this release begins a recurrent state with what a removed sequence "
                            "left, or dies of it: clear the context before another begins");
+    }
+    if (c.guard && !plk::memory::begins_beside && c.model->info.is_recurrent && starts(batch) &&
+        mixes(batch) && plk::memory::used(c.ctx) > 0) {
+        return plk::refuse(PLK_EUNSUPPORTED,
+                           "this release mixes up the states of a recurrent model when one begins "
+                           "in a batch with others: begin each sequence in a batch of its own");
     }
     const bool waits = plk::cells::pending(c.ctx) != 0 || c.asked.defrag_thold > 0.0f;
     if (c.guard && plk::update::present && waits) {

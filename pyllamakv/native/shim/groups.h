@@ -60,6 +60,11 @@ extern const bool restarts_states;
 // Whether a saved recurrent state can be read back without ending the process.
 extern const bool restores_states;
 extern const bool separates_states;
+// Whether a decode of a recurrent model that is broken off leaves nothing of its batch for the next,
+// which may die of it: where it does, a guarded context rather ends its decode.
+extern const bool ends_batches;
+// Whether a state may begin in the batch of others, while there are states.
+extern const bool begins_beside;
 bool exists(llama_context *ctx);
 // Positions as the library tells them; -1 for an empty sequence, -2 where it cannot tell.
 int32_t pos_min(llama_context *ctx, int32_t seq);

@@ -6,8 +6,7 @@ with those of a rebuilt context. Combinations come in an order that the seed dec
 made as short as it can be, and written as a trace that `pyllamakv replay` plays.
 
 Left out: caches of several streams, where a decode finds its cells by sequence, which the ledger's
-count of free cells cannot promise (the scenario memory-streams has them); and recurrent models
-where llama.cpp itself mixes them up (`nature`).
+count of free cells cannot promise (the scenario memory-streams has them).
 """
 
 from __future__ import annotations
@@ -25,18 +24,17 @@ from pyllamakv.harness import matrix, schedules
 from pyllamakv.home import home
 from pyllamakv.source.releases import DEFAULT
 from pyllamakv.trust.entry import Effort, Entry, Tick
-from pyllamakv.trust.schedules.combination import USUAL, Nature, walk
+from pyllamakv.trust.schedules.combination import walk
 from pyllamakv.trust.schedules.hand import Hand, Make
 from pyllamakv.trust.schedules.stage import Stage
 from pyllamakv.trust.schedules.tally import Tally, without_folders
 from pyllamakv.trust.schedules.task import Task
 
 if TYPE_CHECKING:
-    from pyllamakv.building.manifest import Manifest
     from pyllamakv.errors import ScenarioFailed
 
-#: Operations of a schedule, and the share of them around which bytes are compared.
-LENGTH, WATCHED = 100, 0.2
+#: The share of operations around which bytes are compared.
+WATCHED = 0.2
 #: From so many seconds on one release per era is tried, and not the default one alone.
 LONG = 1800.0
 #: Seeds of schedules lie so far apart that no two runs have one in common.
@@ -62,23 +60,12 @@ def entries(effort: Effort, tick: Tick) -> list[Entry]:
         raise NotBuilt(msg)
     share = effort.shared(len(found))
     return [
-        try_out(name, each.folder, share, tick, nature=nature(each.manifest))
+        try_out(
+            name, each.folder, share, tick, undoes=each.manifest.probes.get("rollback") in UNDOING
+        )
         for name, each in found.items()
         if each is not None
     ]
-
-
-def nature(manifest: Manifest) -> Nature:
-    """Return what the llama.cpp of a build does right by itself.
-
-    To 0.3.8 (the probe's ``cache``) the source says that `llama_sbatch::seq` is not emptied, so
-    that what a broken-off batch had not come to gets into the next one, and that states are
-    swapped where no cell is marked yet. On 0.3.5, stock and patched, such schedules fail.
-    """
-    return Nature(
-        undoes=manifest.probes.get("rollback") in UNDOING,
-        separates=manifest.probes.get("memory") != "cache",
-    )
 
 
 def _releases(seconds: float) -> list[str]:
@@ -89,7 +76,7 @@ def _releases(seconds: float) -> list[str]:
 
 def try_out(
     name: str, folder: Path, effort: Effort, tick: Tick, make: Make = Stage, most: int = 0, *,
-    nature: Nature = USUAL,
+    undoes: bool = True,
 ) -> Entry:  # fmt: skip
     """Play schedules on the variant in a folder, for the effort's seconds and its operations.
 
@@ -98,7 +85,7 @@ def try_out(
     tally, began = Tally(), time.monotonic()
     with ExitStack() as stack:
         hands: dict[str, Hand] = {}
-        for number, combination in enumerate(walk(effort.seed, nature)):
+        for number, combination in enumerate(walk(effort.seed, undoes=undoes)):
             spent = time.monotonic() - began
             hopeless = bool(tally.absent) and not tally.operations
             enough = tally.operations >= effort.operations or hopeless
@@ -110,7 +97,7 @@ def try_out(
                 hand = Hand(folder, combination.environment, make)
                 hands[combination.slots] = stack.enter_context(hand)
             hand = hands[combination.slots]
-            operations = schedules.draw(effort.seed * SEEDS + number, LENGTH)
+            operations = schedules.draw(effort.seed * SEEDS + number, combination.length)
             task = Task(combination, operations, watched=WATCHED)
             played = hand.play(task)
             tally.add(combination, played)

@@ -37,6 +37,10 @@ MODELS = {
     "hybrid": "hybrid",
 }
 
+#: Operations of a schedule; and of one where each takes a hundred times as long, since behind RPC
+#: every row of a transposed V is a message, and the models with windows have 26 layers of them.
+LENGTH, SHORT = 100, 20
+
 #: The movers that a device has; "host" copies within host memory.
 REMOTE_MOVERS = ("auto", "gather", "graph", "staged")
 
@@ -64,6 +68,11 @@ class Combination:
     def model(self) -> str:
         """Return the name of the model."""
         return MODELS[self.memory]
+
+    @property
+    def length(self) -> int:
+        """Return how many operations a schedule has."""
+        return SHORT if self.device == "rpc" and self.model == "sliding" else LENGTH
 
     @property
     def environment(self) -> dict[str, str]:
@@ -100,43 +109,26 @@ class Combination:
         return ", ".join(words) or "as usual"
 
 
-@dataclass(frozen=True)
-class Nature:
-    """Say what the llama.cpp of a release does right by itself, whatever is patched.
-
-    ``undoes``: a decode that was broken off leaves nothing. ``separates``: the states of several
-    sequences of a recurrent model stay apart.
-    """
-
-    undoes: bool = True
-    separates: bool = True
-
-
-USUAL = Nature()
-
-
-def sensible(drawn: Combination, nature: Nature = USUAL) -> Combination:
+def sensible(drawn: Combination, *, undoes: bool = True) -> Combination:
     """Replace the values that mean nothing beside the others.
 
     Mapped memory lies in this process, and so does what the host mover moves; a state has neither
     cells to move nor slots. Without the guard nothing puts right what only the runtime can: a
     memory that keeps states or a window, from which a failed decode takes what it had, and all of
-    a library that does not itself undo a decode which was broken off.
+    a library that does not itself ``undoes`` a decode which was broken off.
     """
-    if drawn.memory == "recurrent" and not nature.separates:
-        drawn = replace(drawn, memory="attention")
     if drawn.device == "rpc":
         mover = drawn.mover if drawn.mover in REMOTE_MOVERS else "auto"
         drawn = replace(drawn, backing="heap", mover=mover)
     if drawn.memory == "recurrent":
         drawn = replace(drawn, cache="plain f16", mover="auto", plan="fewest", policy="never")
         drawn = replace(drawn, slots="contiguous", backing="heap")
-    if drawn.memory != "attention" or not nature.undoes:
+    if drawn.memory != "attention" or not undoes:
         drawn = replace(drawn, guard="on")
     return drawn
 
 
-def walk(seed: int, nature: Nature = USUAL) -> Iterator[Combination]:
+def walk(seed: int, *, undoes: bool = True) -> Iterator[Combination]:
     """Yield combinations without end, the same ones of a seed.
 
     Every dimension is a deck of cards that is shuffled anew once it is through: so all of its
@@ -145,7 +137,7 @@ def walk(seed: int, nature: Nature = USUAL) -> Iterator[Combination]:
     decks = {name: _deal(values, Random(f"{seed} {name}")) for name, values in VALUES.items()}
     while True:
         drawn = Combination(**{name: next(deck) for name, deck in decks.items()})
-        yield sensible(drawn, nature)
+        yield sensible(drawn, undoes=undoes)
 
 
 def _deal(values: Sequence[str], chance: Random) -> Iterator[str]:

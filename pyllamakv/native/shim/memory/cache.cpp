@@ -65,6 +65,9 @@ const bool plk::memory::restarts_states = !PLK_HAS(all_pos_0, llama_batch);
 const bool plk::memory::clears_states = restarts_states;
 const bool plk::memory::restores_states = Owns<llama_model>::value;
 const bool plk::memory::separates_states = true;
+const bool plk::memory::ends_batches = false;
+// A cell that a new state is to get is not marked before states are gathered, which swaps cells.
+const bool plk::memory::begins_beside = false;
 
 bool plk::memory::can_shift(llama_context *ctx) { return ask(ctx, 0); }
 

@@ -22,6 +22,8 @@ const bool plk::memory::clears_states = true;
 const bool plk::memory::restarts_states = true;
 const bool plk::memory::restores_states = true;
 const bool plk::memory::separates_states = true;
+const bool plk::memory::ends_batches = true;
+const bool plk::memory::begins_beside = true;
 
 void plk::memory::clear(llama_context *ctx, bool data) {
     llama_memory_clear(llama_get_memory(ctx), data);

@@ -11,6 +11,8 @@ const bool plk::memory::clears_states = false;
 const bool plk::memory::restarts_states = true;
 const bool plk::memory::restores_states = true;
 const bool plk::memory::separates_states = PLK_HAS(tensor_buft_overrides, llama_model_params);
+const bool plk::memory::ends_batches = true;
+const bool plk::memory::begins_beside = true;
 
 void plk::memory::clear(llama_context *ctx, bool) { llama_kv_self_clear(ctx); }
 
