@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from test_cli_run import cli
 
-from pyllamakv.trust import document, leaks
+from pyllamakv.trust import document, fuzzing, leaks
 from pyllamakv.trust.entry import Effort, Entry
+from pyllamakv.trust.fuzzing.outcome import Outcome, entry
 
 
 @pytest.fixture
@@ -57,3 +59,26 @@ def test_nothing_tried_is_refused(efforts, capsys) -> None:
     assert code and "there is no section 'leeks'" in said and not efforts
     code, _, said = cli(capsys, "trust", "leaks", "--only", "none")
     assert code and "nothing was tried" in said
+
+
+def test_fuzzing_adds_up_in_the_document(
+    monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path
+) -> None:
+    """Another seed is added to what stands there; the same one would count the same twice."""
+    path = tmp_path / "RELIABILITY.md"
+
+    def entries(effort: Effort, tick: object) -> list[Entry]:
+        made = Outcome(inputs=100, seconds=1.0, cpu=2.0, coverage=3, total=4)
+        return [entry(name, made, effort.seed) for name in ("lock", "wire") if effort.wants(name)]
+
+    monkeypatch.setattr(fuzzing, "entries", entries)
+    more = ("trust", "fuzzing", "--add", "--write", path, "--seed")
+    assert cli(capsys, *more, 1)[0] == 0
+    assert cli(capsys, *more, 2, "--only", "wire")[0] == 0
+    assert [each.row["inputs"] for each in document.read(path)] == ["100", "200"]
+    code, _, said = cli(capsys, *more, 2)
+    assert code and "seed 2 was tried before on wire: choose another" in said
+    assert cli(capsys, *more, 2, "--only", "lock")[0] == 0
+    assert [each.row["seed"] for each in document.read(path)] == ["1, 2", "1, 2"]
+    code, _, said = cli(capsys, "trust", "--add", "--write", path)
+    assert code and "--add is for fuzzing" in said

@@ -6,6 +6,7 @@ import importlib
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -13,7 +14,7 @@ import pytest
 
 from pyllamakv.errors import HarnessError, KVFileDamaged, Untestable
 from pyllamakv.trust import fuzzing
-from pyllamakv.trust.entry import Effort
+from pyllamakv.trust.entry import Effort, Entry
 from pyllamakv.trust.fuzzing import child, filesums, header, outcome
 from pyllamakv.trust.fuzzing.drawing import LEFT, Drawer, unpacked
 from pyllamakv.trust.fuzzing.loop import Loop
@@ -247,3 +248,23 @@ def test_the_section_reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert not bad.passed and "KeyError" in bad.defects[0]
     (saved,) = (tmp_path / "fuzzing" / "planted").iterdir()
     assert saved.read_bytes().startswith(b"PLK")
+
+
+def test_runs_of_other_seeds_add_up() -> None:
+    """Inputs and seconds are sums, coverage of the same code is the best, and findings stay."""
+    first = outcome.entry("lock", outcome.Outcome(1000, 2.0, 2.0, 30, 110, 9, 2048), 5)
+    second = outcome.entry("lock", outcome.Outcome(3000, 2.0, 1.5, 20, 110, 7, 1024), 8)
+    first = replace(first, defects=("it died",)).dated("one")
+    both = outcome.added(first, second.dated("two"))
+    assert both.row == {
+        "inputs": "4,000", "CPU seconds": "4", "per second": "1,000", "reached": "30 of 110 lines",
+        "corpus": "9 inputs, 2 KB", "seed": "5, 8",
+    }  # fmt: skip
+    assert both.defects == ("it died",) and outcome.seeds(both) == [5, 8]
+    assert both.measured.endswith(f"`two` and 1 before it, from {first.measured[:10]} on")
+    other = outcome.entry("lock", outcome.Outcome(10, 1.0, 1.0, 20, 120, 7, 1024), 9)
+    third = outcome.added(both, other.dated("three"))
+    assert third.row["reached"] == "20 of 120 lines" and third.row["seed"] == "5, 8, 9"
+    assert f"and 2 before it, from {first.measured[:10]} on" in third.measured
+    nothing = Entry("fuzzing", "lock", {"reached": "not tried"})
+    assert outcome.added(third, nothing) == third and outcome.added(nothing, third) == third

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from pyllamakv.home import home
 from pyllamakv.trust.entry import Entry
@@ -37,15 +38,47 @@ def entry(name: str, outcome: Outcome, seed: int, unit: str = "lines") -> Entry:
         path.write_bytes(finding.data)
         said = f"{finding.what} {finding.where}".strip()
         defects.append(f"{said} (the input is fuzzing/{name}/{path.name} in the home)")
-    rate = outcome.inputs / outcome.seconds if outcome.seconds else 0.0
-    of = f" of {outcome.total} {unit}" if outcome.total else " answers"
-    row = {
-        "inputs": f"{outcome.inputs:,}",
-        "CPU seconds": f"{outcome.cpu:,.0f}",
-        "per second": f"{rate:,.0f}",
-        "reached": f"{outcome.coverage}{of}",
-        "corpus": f"{outcome.corpus} inputs, {-(-outcome.corpus_bytes // 1024)} KB",
-        "seed": str(seed),
-    }
     data = {key: value for key, value in vars(outcome).items() if key != "findings"}
-    return Entry("fuzzing", name, row, tuple(defects), seed, data)
+    data |= {"unit": unit, "seeds": [seed]}
+    return Entry("fuzzing", name, _row(data), tuple(defects), seed, data)
+
+
+def seeds(entry: Entry) -> list[int | None]:
+    """Return the seeds that an entry is the sum of."""
+    found: list[int | None] = entry.data.get("seeds", [entry.seed])
+    return found
+
+
+def added(before: Entry, now: Entry) -> Entry:
+    """Return the sum of two entries of a target, which had different seeds.
+
+    What one of them found stays: only a run that adds nothing up says that it is mended. One that
+    could not be tried here adds nothing.
+    """
+    if not (before.data and now.data):
+        return now if now.data else before
+    data = dict(now.data)
+    for name in ("inputs", "seconds", "cpu"):
+        data[name] += before.data[name]
+    if before.data["total"] == data["total"] and before.data["coverage"] > data["coverage"]:
+        # Lines of the same code; of another they would not be comparable.
+        data |= {name: before.data[name] for name in ("coverage", "corpus", "corpus_bytes")}
+    data["seeds"] = [*seeds(before), *seeds(now)]
+    data["since"] = before.data.get("since", before.measured[: len("2026-11-22")])
+    defects = tuple(dict.fromkeys((*before.defects, *now.defects)))
+    earlier = len(data["seeds"]) - 1
+    measured = f"{now.measured} and {earlier} before it, from {data['since']} on"
+    return replace(now, row=_row(data), defects=defects, data=data, measured=measured)
+
+
+def _row(data: dict[str, Any]) -> dict[str, str]:
+    rate = data["inputs"] / data["seconds"] if data["seconds"] else 0.0
+    of = f" of {data['total']} {data['unit']}" if data["total"] else " answers"
+    return {
+        "inputs": f"{data['inputs']:,}",
+        "CPU seconds": f"{data['cpu']:,.0f}",
+        "per second": f"{rate:,.0f}",
+        "reached": f"{data['coverage']}{of}",
+        "corpus": f"{data['corpus']} inputs, {-(-data['corpus_bytes'] // 1024)} KB",
+        "seed": ", ".join(map(str, data["seeds"])),
+    }
