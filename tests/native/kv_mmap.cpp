@@ -29,6 +29,7 @@ static int open_says           = 0;
 static int open_temporary_says = 0;
 static int ftruncate_says      = 0;
 static int fallocate_says      = 0;
+static bool fallocate_kills    = false;
 static int zero_says           = 0;
 static int flock_says          = 0;
 static int msync_says          = 0;
@@ -70,7 +71,11 @@ extern "C" int fallocate(int fd, int mode, off_t offset, off_t len) {
     if (once(mode & FALLOC_FL_ZERO_RANGE ? zero_says : fallocate_says) != 0) {
         return -1;
     }
-    return (int) ::syscall(SYS_fallocate, fd, mode, offset, len);
+    const int res = (int) ::syscall(SYS_fallocate, fd, mode, offset, len);
+    if (fallocate_kills) {
+        ::kill(getpid(), SIGKILL);
+    }
+    return res;
 }
 
 extern "C" int flock(int fd, int operation) noexcept {
@@ -516,6 +521,12 @@ static void test_dirty() {
     }
     ::unlink(opts.path.c_str());
 
+    // killed when its space was there and nothing else: it says whose it is, and can be made anew
+    killed([&] { fallocate_kills = true; cache c(opts); });
+    CHECK(opening(opts) == FAILURE_DIRTY);
+    CHECK(opening(fresh) == FAILURE_NONE);
+    ::unlink(opts.path.c_str());
+
     // a new file that nothing was put into is gone, and no other
     { cache c(opts); }
     CHECK(!exists(opts.path));
@@ -625,6 +636,12 @@ static void test_damaged() {
         CHECK(opening(opts) == FAILURE_NONE);
         poke(opts.path, at, (char) 0xa5);
         CHECK(opening(opts) == FAILURE_DAMAGED);
+        CHECK(opening(opts) == FAILURE_DAMAGED);
+    }
+    // every bit of the mark of its state: none makes one of another
+    for (long bit = 0; bit < 32; ++bit) {
+        flushed();
+        poke(opts.path, (long) offsetof(header, state) + bit/8, (char) ((STATE_CLEAN >> bit/8*8 & 0xff) ^ 1u << bit%8));
         CHECK(opening(opts) == FAILURE_DAMAGED);
     }
     // what no cell uses may be anything

@@ -13,7 +13,9 @@ from random import Random
 _A, _B, _ALL = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, (1 << 64) - 1
 _SUM, _SUM_CELLS = 16, 24
 SIZE = 88 + 3 * 128
-_FORMAT = 1
+_FORMAT = 2
+#: Where the mark of the state is, and that of a file which was never kept.
+STATE, SCRATCH = 12, struct.pack("<I", 0x96699669)
 
 
 def checksum(data: bytes, seed: int) -> int:

@@ -91,6 +91,9 @@ def kept(folder: Path) -> Target:
                 raise Broken("a file was refused and changed") from None
             raise
         with context:
+            mark = data[filesums.STATE : filesums.STATE + len(filesums.SCRATCH)]
+            if data and mark != filesums.SCRATCH and not context.kv.memory.resumed:
+                raise Broken("a kept cache was begun anew, and nobody asked for that")
             agrees(context)
             own = context.sequence(0)
             if context.kv.stats.free:

@@ -107,6 +107,13 @@ void write_file(const std::string & text) {
     CHECK(f && std::fwrite(text.data(), 1, text.size(), f) == text.size() && std::fclose(f) == 0);
 }
 
+uint32_t state_of(const std::string & text) {
+    header h;
+    CHECK(text.size() >= sizeof(h));
+    std::memcpy(&h, text.data(), sizeof(h));
+    return h.state;
+}
+
 // the sums as who wrote the file would have made them
 void mend(std::string & text) {
     if (text.size() < N_FRONT) {
@@ -164,6 +171,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
     try {
         cache c(keep);
         generation = c.mapped->get_generation();
+        // nothing but what was never kept is begun anew without a word
+        CHECK(keep != KEEP_IT || c.mapped->get_is_resumed() || text.empty() || state_of(text) == STATE_SCRATCH);
         c.fill(10);
         if (how & TRIM) { // which asks the kernel, and so takes a while
             c.mapped->trim();
