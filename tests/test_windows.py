@@ -141,3 +141,20 @@ def test_a_computation_that_ends_halfway_empties_all_states(tmp_path, monkeypatc
             decode()
         assert (len(one), len(other), context.kv.stats.used) == (0, 0, 0)
         context.decode([one.feed([5, 6]), other.feed([7])])
+
+
+def test_what_sequences_share_is_not_given_away(ctx, monkeypatch) -> None:
+    """What one sequence has behind its window may go; without room the cause is that it is full."""
+    own, shared = sliding({0: list(range(12, 30))}), sliding({0: list(range(12, 30)), 1: [40]})
+    shared.streams[0].seqs[:6] |= np.uint64(1 << 1)
+    free = np.array([-1, -1], dtype=np.int32)
+    more = CellMap(free, free * 0, np.zeros((2, 1), dtype=np.uint64), own.streams[0].info)
+    # The next token is at 30 and sees 23 to 29: eleven lie behind, six of which are shared.
+    assert [windows.room(each, WINDOW) for each in (*own.streams, more)] == [11, 2]
+    assert windows.room(shared.streams[0], WINDOW) == 5
+    base = CellMap(np.full(40, -1, np.int32), np.zeros(40, np.int32), np.zeros((40, 1), np.uint64))
+    monkeypatch.setattr(KV, "peek", lambda _: Snapshot((base, *shared.streams)))
+    error = decoding.failure(ctx, 1, [0] * 6)
+    assert (error.cause, error.stats.free) == ("full", 40)
+    assert "5 of the 19 cells for sliding windows" in str(error)
+    assert decoding.failure(ctx, 1, [0] * 5).cause == "other"

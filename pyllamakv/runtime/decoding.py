@@ -169,6 +169,12 @@ def _cause(snapshot: Snapshot, n: int, counts: Counter[int], context: Context) -
             f"the KV cache is full: {numbers}; remove tokens, or make the context with a larger "
             f"n_ctx; {_kept(context)}"
         )
+    behind = windows.full(context, snapshot, counts, n)
+    if behind:
+        return "full", (
+            f"the KV cache is full: {numbers}, but {behind}; remove one of the sequences that "
+            f"share tokens, or make the context with swa_full=True; {_kept(context)}"
+        )
     if context.info.contiguous_slots is not False and stats.holes > 1:
         cure = "kv.defrag() and decode again" if context.info.defrag else "remove more tokens"
         return "fragmented", (f"the KV cache is fragmented: {numbers}; {cure}; {_kept(context)}")

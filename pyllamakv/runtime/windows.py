@@ -9,13 +9,16 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from pyllamakv.errors import PartialRemovalRefused, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from collections.abc import Sequence as Positions
 
     from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.snapshot import CellMap, Snapshot
 
 
 def lacking(context: Context, number: int, positions: Positions[int]) -> int | None:
@@ -35,6 +38,35 @@ def lacking(context: Context, number: int, positions: Positions[int]) -> int | N
             there.update(cells.pos[cells.has(number)].tolist())
     needed = positions[bisect_left(positions, positions[-1] + 2 - window) :]
     return next((pos for pos in needed if pos not in there), None)
+
+
+def room(cells: CellMap, window: int) -> int:
+    """Count the cells of a sliding-window cache that the next tokens may have.
+
+    These are the free ones, and those behind the window of the one sequence that has them:
+    llama.cpp gives nothing away that several sequences share.
+    """
+    found = len(cells) - int(cells.used.sum())
+    for number in np.flatnonzero(cells.counts).tolist():
+        has = cells.has(number)
+        behind = cells.pos + window <= cells.pos[has].max() + 1
+        found += int((has & behind & (cells.sharers == 1)).sum())
+    return found
+
+
+def full(context: Context, snapshot: Snapshot, counts: Mapping[int, int], n: int) -> str:
+    """Return how a sliding-window cache is too full for ``n`` tokens; nothing where none is.
+
+    ``counts`` are the tokens of each sequence, which has cells of its own in caches of streams.
+    """
+    for cells in snapshot.streams:
+        wanted = counts.get(cells.stream, 0) if context.streams else n
+        if cells.swa and (left := room(cells, context.info.n_swa)) < wanted:
+            return (
+                f"{left} of the {len(cells)} cells for sliding windows are free or behind every "
+                "window; what several sequences share is not given away"
+            )
+    return ""
 
 
 def check(context: Context, number: int, positions: Positions[int], what: str) -> None:
