@@ -125,6 +125,14 @@ def test_states_of_the_older_releases_stay_apart(release: str) -> None:
         ctx.decode(late.feed(range(16)))
         ctx.decode([each.feed([5]) for each in (one, two, late)])
         assert np.allclose(two.logits().copy(), late.logits().copy(), atol=1e-5)
+        for each in (one, two, late):
+            each.remove()
+        # Without any state left it still begins where the last ones lay.
+        with pytest.raises(Unsupported, match="clear the context"):
+            ctx.decode([one.feed(range(8)), two.feed(range(8))])
+        ctx.clear()
+        ctx.decode([one.feed(range(8)), two.feed(range(8))])
+        assert (one.pos_max, two.pos_max) == (7, 7)
 
 
 def test_rows_of_latent_attention(library: Any) -> None:

@@ -32,6 +32,7 @@ struct plk_context {
     uint32_t n_seq_max = 0;
     bool causal = true;
     bool used_states = false; // a recurrent state lies where a removed sequence left it
+    bool had_states = false;  // there was a recurrent state since the context was clear
 
     // The abort callback runs in llama.cpp's threads, plk_cancel in any.
     std::atomic<bool> cancel{false};

@@ -74,11 +74,13 @@ int decode(plk_context &c, const llama_batch &batch) {
                            "left, or dies of it: clear the context before another begins");
     }
     if (c.guard && !plk::memory::begins_beside && c.model->info.is_recurrent && starts(batch) &&
-        mixes(batch) && plk::memory::used(c.ctx) > 0) {
+        mixes(batch) && c.had_states) {
         return plk::refuse(PLK_EUNSUPPORTED,
                            "this release mixes up the states of a recurrent model when one begins "
-                           "in a batch with others: begin each sequence in a batch of its own");
+                           "in a batch with others: begin each sequence in a batch of its own, or "
+                           "clear the context before they begin together");
     }
+    c.had_states = c.model->info.is_recurrent;
     const bool waits = plk::cells::pending(c.ctx) != 0 || c.asked.defrag_thold > 0.0f;
     if (c.guard && plk::update::present && waits) {
         // Inside llama_decode an abort would lose a shift or a move, and one release asserts after.

@@ -63,7 +63,7 @@ extern const bool separates_states;
 // Whether a decode of a recurrent model that is broken off leaves nothing of its batch for the next,
 // which may die of it: where it does, a guarded context rather ends its decode.
 extern const bool ends_batches;
-// Whether a state may begin in the batch of others, while there are states.
+// Whether a state may begin in the batch of others once there have been states.
 extern const bool begins_beside;
 bool exists(llama_context *ctx);
 // Positions as the library tells them; -1 for an empty sequence, -2 where it cannot tell.

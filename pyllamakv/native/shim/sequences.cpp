@@ -137,7 +137,7 @@ int plk_clear(plk_context *context, int32_t data) {
                 plk::update::run(context->ctx, true); // some releases keep the shifts of old cells
             }
             plk::memory::clear(context->ctx, data != 0);
-            context->used_states = false;
+            context->used_states = context->had_states = false;
         }
         return code;
     });
