@@ -110,6 +110,35 @@ def test_paths_are_opened_as_they_are(tmp_path: Path) -> None:
         opening.open(str(tmp_path))
 
 
+def test_a_bare_name_is_never_a_file(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies in the current folder is loaded by a path alone: its name may be a build's."""
+    monkeypatch.chdir(tmp_path)
+    no_tools(monkeypatch)
+    folder = publish(built, "0.3.9-stock-cpu-1")
+    for name in ("0.3.9", "0.3.8", "evil.so"):
+        (tmp_path / name).write_bytes(b"native code")
+    assert opening.located("0.3.9") == folder
+    for name in ("0.3.8", "evil.so"):
+        with pytest.raises(NotBuilt, match=rf"\./{name} is what lies here"):
+            opening.open(name)
+    assert opening.located("./evil.so") == Path("./evil.so")
+    assert opening.located(Path("evil.so")) == Path("evil.so")
+
+
+def test_a_recording_names_what_is_built(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its id first, then its spec; a build of a URL or folder is found, its source not read."""
+    monkeypatch.setattr(variant, "find", lambda spec, backend: variant.Variant(Path(spec)))
+    folder = publish(built, "path-1-stock-cpu-1", release="path:/a/folder")
+    assert opening.find_recorded(folder.name, "0.3.9+stock") == folder
+    assert opening.find_recorded("gone", "path:/a/folder+stock") == folder
+    assert opening.find_recorded("gone", "0.3.9+stock") == Path("0.3.9+stock")
+    for names in (("gone", ""), ("gone", "path:/a/folder+patched"), ("gone", "path:/b")):
+        with pytest.raises(NotBuilt):
+            opening.find_recorded(*names)
+
+
 def test_an_opened_library_names_itself(tmp_path: Path) -> None:
     """Check devices, the name, and closing."""
     with kit.library() as opened:

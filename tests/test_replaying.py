@@ -11,10 +11,13 @@ from fakes.simulated import SimulatedNative
 
 import pyllamakv
 from pyllamakv.cli import main
-from pyllamakv.errors import NotBuilt, UsageError, WorkerDied
-from pyllamakv.harness.traces import builds, trace
+from pyllamakv.errors import UsageError, WorkerDied
+from pyllamakv.harness.traces import builds, failing, trace
 from pyllamakv.harness.traces.replaying import replay
 from pyllamakv.harness.traces.stage import Stage
+from pyllamakv.runtime import opening
+from pyllamakv.runtime.opening import OpenLibrary
+from pyllamakv.source import sources
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "stock-fails.jsonl"
 
@@ -119,24 +122,61 @@ def test_variants_are_named_in_words(story) -> None:
         builds.folder("recorded", trace.Head())
 
 
-def test_a_build_that_is_gone_is_replaced_by_its_spec(monkeypatch, tmp_path: Path) -> None:
-    """The id first, then release and patches; in the environment of the recording."""
+@pytest.mark.parametrize("release", ["git:https://example.org/x.git@main", "path:/a/folder"])
+def test_words_are_no_leave_to_read_or_fetch(release: str) -> None:
+    """What a trace says that it was recorded on is not looked for outside of what is built."""
+    head = trace.Head("git-0123456789ab-stock-cpu-0123456789abcdef", spec=f"{release}+stock")
+    with pytest.raises(UsageError, match="name a variant in full"):
+        builds.specs(head, ["patched"])
+
+
+def test_a_recorded_build_is_opened_in_its_environment(monkeypatch, tmp_path: Path) -> None:
+    """It is opened by its folder, which its id or its spec led to."""
     asked = []
-
-    def open_(spec, **options):
-        asked.append((spec, options))
-        if len(asked) == 1:
-            raise NotBuilt("gone")
-        return "opened"
-
-    monkeypatch.setattr(pyllamakv, "open", open_, raising=False)
+    monkeypatch.setattr(opening, "find_recorded", lambda *names: asked.append(names) or tmp_path)
+    monkeypatch.setattr(pyllamakv, "open", lambda *a, **k: (a, k), raising=False)
     head = trace.Head("id", spec="0.3.9+stock", environment={"LLAMA_X": "1"})
-    assert builds.opened("recorded", head) == "opened"
     options = {"isolated": True, "env": {"LLAMA_X": "1"}}
-    assert asked == [("id", options), ("0.3.9+stock", options)]
-    asked.clear()
-    with pytest.raises(NotBuilt):
-        builds.opened("recorded", trace.Head("id"))
+    assert builds.opened("recorded", head) == ((tmp_path,), options)
+    assert builds.opened("0.3.9", head) == (("0.3.9",), options)
+    assert builds.folder("recorded", head) == tmp_path
+    assert asked == [("id", "0.3.9+stock")] * 2
+
+
+@pytest.mark.parametrize("words", [("replay",), ("shrink",), ("replay", "--variants", "stock")])
+@pytest.mark.parametrize(
+    ("head", "file"),
+    [
+        ({"variant": "evil.so"}, "evil.so"),
+        ({"variant": "gone", "spec": "evil.so"}, "evil.so"),
+        ({"spec": "0.3.9+stock"}, "0.3.9+stock"),
+        ({"variant": "path:evil.so"}, "path:evil.so"),
+        ({"spec": "path:/evil.so"}, "path:/evil.so"),
+        ({"spec": "path:/evil.so+stock"}, "path:/evil.so+stock"),
+        ({"spec": "git:/evil.so"}, "git:/evil.so"),
+        ({"spec": " path:evil.so"}, " path:evil.so"),
+        ({"spec": "git:evil.so@main"}, "git:evil.so@main"),
+    ],
+)
+def test_a_trace_loads_nothing_but_what_is_built(
+    capsys, monkeypatch, tmp_path: Path, head: dict[str, str], file: str, words: tuple[str, ...]
+) -> None:
+    """A library beside it is not opened, a folder not read, and a URL not fetched."""
+    monkeypatch.chdir(tmp_path)
+    Path(file).parent.mkdir(exist_ok=True)
+    Path(file).write_bytes(b"native code")
+    Path("run.jsonl").write_text(json.dumps({"trace": 2, **head}) + '\n{"op": "clear"}\n')
+
+    def touched(*what: object, **_: object) -> None:
+        raise AssertionError(what)
+
+    monkeypatch.setattr(OpenLibrary, "open", touched)
+    monkeypatch.setattr(failing, "shrink", touched)
+    monkeypatch.setattr(sources, "from_folder", touched)
+    monkeypatch.setattr(sources, "from_git", touched)
+    code, _, err = cli(capsys, words[0], "run.jsonl", *words[1:])
+    assert code == 2
+    assert "Traceback" not in err
 
 
 def cli(capsys, *words: object) -> tuple[int, str, str]:
@@ -166,9 +206,11 @@ def test_replay_shows_variants_side_by_side(capsys, monkeypatch, tmp_path: Path)
     wrong: set[str] = set()
 
     def open_(spec, **options):
+        spec = str(spec)
         return Opened(spec, Keeping() if spec in wrong else SimulatedNative())
 
     monkeypatch.setattr(pyllamakv, "open", open_, raising=False)
+    monkeypatch.setattr(opening, "find_recorded", lambda variant, spec: Path(variant))
     code, out, _ = cli(capsys, "replay", path, "--variants", "simulated,0.3.9+patched")
     assert code == 0
     assert out.splitlines()[0].split()[:3] == ["variant", "rows", "diverges"]

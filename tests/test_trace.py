@@ -176,6 +176,7 @@ def test_results_that_say_nothing_are_refused(result: str) -> None:
     [
         '"environment": {"LD_PRELOAD": "/tmp/x.so"}',
         '"variant": "/tmp/elsewhere"',
+        '"variant": "path:/tmp/elsewhere"',
         '"spec": "/tmp/elsewhere"',
     ],
 )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv.binding.library import Library
 from pyllamakv.binding.protocol import ModelParams
 from pyllamakv.building import manifest as manifests
-from pyllamakv.errors import BuildError, ManifestError, NotBuilt, UsageError
+from pyllamakv.errors import BuildError, ManifestError, NotBuilt, UnknownRelease, UsageError
 from pyllamakv.home import home
 from pyllamakv.runtime import model as models
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from pyllamakv.binding.protocol import Device
     from pyllamakv.building.manifest import Manifest
     from pyllamakv.runtime.model import Model
+
+#: A release that is looked up in the lock by its name, with patches or without.
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\+[a-z0-9,-]+)?")
 
 
 class OpenLibrary(Library):
@@ -81,16 +85,44 @@ def open(
     """Open a built variant.
 
     ``spec`` is ``0.3.9`` or ``0.3.9+stock``, ``0.3.9+patched``, ``0.3.9+PATCH,PATCH``, a variant's
-    id, or a path to its folder or to a library.
+    id, or a path to its folder or to a library. A text without a ``/`` is never a path: nothing
+    that lies in the current folder is loaded because it has the name of a build.
     ``isolated`` loads it into a worker, where ``env`` adds variables and ``timeout`` bounds each
     call in seconds. Backends other than ``cpu`` always get a worker; ``rpc`` is the CPU variant in
     one. Raises NotBuilt with the command that builds it, or LoadError.
     """
-    where = Path(spec)
     isolated = isolated or backend == "rpc"
-    if isinstance(spec, str) and not (os.sep in spec or where.exists()):
-        where = find_built(spec, backend=backend)
+    where = located(spec, backend=backend)
     return OpenLibrary.open(where, isolated=isolated, env=env, timeout=timeout)
+
+
+def located(spec: str | os.PathLike[str], *, backend: str = "cpu") -> Path:
+    """Return the path that ``spec`` is, or the folder of the built variant that it names."""
+    if not isinstance(spec, str) or os.sep in spec:
+        return Path(spec)
+    try:
+        return find_built(spec, backend=backend)
+    except (NotBuilt, UnknownRelease) as error:
+        if not Path(spec).exists():
+            raise
+        msg = f"{error}; a path has a {os.sep} in it: .{os.sep}{spec} is what lies here"
+        raise NotBuilt(msg) from error
+
+
+def find_recorded(variant: str, spec: str) -> Path:
+    """Return the folder of the built variant that a file from elsewhere names, or raise NotBuilt.
+
+    ``variant`` is an id, and ``spec`` stands in where that one is not built. Neither is a path,
+    and no source is read or fetched: of URLs and folders what was built from them is found.
+    """
+    known = _all_built()
+    if variant in known:
+        return home() / "built" / variant
+    if _PLAIN.fullmatch(spec):
+        return find_built(spec)
+    if spec:
+        return _among(known, spec, "cpu")
+    raise _not_built(known, variant, "cpu")
 
 
 def find_built(spec: str, *, backend: str = "cpu") -> Path:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from pyllamakv.binding.server import Server
-from pyllamakv.runtime.opening import find_built
+from pyllamakv.runtime.opening import located
 
 
 def serve(
@@ -26,7 +25,5 @@ def serve(
     reach it. ``backend`` names the variant to serve from: ``cuda`` for a GPU. Raises NotBuilt,
     LoadError, UsageError, or DeviceLost when the server ends at once.
     """
-    where = Path(spec)
-    if isinstance(spec, str) and not (os.sep in spec or where.exists()):
-        where = find_built(spec, backend=backend)
+    where = located(spec, backend=backend)
     return Server(where, host=host, port=port, device=device, memory=memory, threads=threads)

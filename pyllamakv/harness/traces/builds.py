@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyllamakv
-from pyllamakv.errors import NotBuilt, UsageError
+from pyllamakv.errors import UsageError
 from pyllamakv.runtime import opening
+from pyllamakv.source import releases
 
 if TYPE_CHECKING:
     from pyllamakv.harness.traces.trace import Head
@@ -41,38 +41,26 @@ def specs(head: Head, texts: list[str]) -> list[str]:
 
 def opened(spec: str, head: Head) -> pyllamakv.OpenLibrary:
     """Open a variant in a worker, in the environment of the recording."""
-    options: dict[str, Any] = {"isolated": True, "env": head.environment}
-    if spec != RECORDED:
-        return pyllamakv.open(spec, **options)
-    if not head.variant and not head.spec:
-        raise UsageError(_NAMELESS)
-    try:
-        return pyllamakv.open(head.variant, **options)
-    except NotBuilt:
-        if not head.spec:
-            raise
-        return pyllamakv.open(head.spec, **options)
+    where = folder(spec, head) if spec == RECORDED else spec
+    return pyllamakv.open(where, isolated=True, env=head.environment)
 
 
 def folder(spec: str, head: Head) -> Path:
     """Return where the library of a variant lies, or raise NotBuilt."""
-    names = [head.variant, head.spec] if spec == RECORDED else [spec]
-    names = [name for name in names if name]
-    if not names:
+    if spec != RECORDED:
+        return opening.located(spec)
+    if not head.variant and not head.spec:
         raise UsageError(_NAMELESS)
-    for name in names[:-1]:
-        with suppress(NotBuilt):
-            return _found(name)
-    return _found(names[-1])
-
-
-def _found(spec: str) -> Path:
-    return Path(spec) if Path(spec).exists() else opening.find_built(spec)
+    return opening.find_recorded(head.variant, head.spec)
 
 
 def _release(head: Head, word: str) -> str:
     release = head.spec.partition("+")[0] or re.sub(r"-(stock|patched)-.*", "", head.variant)
     if not release:
         msg = f"this trace does not name the release that recorded it: say 0.3.9+{word}"
+        raise UsageError(msg)
+    if not releases.is_name(release):
+        # To look it up would be to read or to fetch what the trace names.
+        msg = f"this trace was recorded on {release!r}, no pinned release: name a variant in full"
         raise UsageError(msg)
     return release

@@ -245,8 +245,8 @@ def _head(path: Path, text: str) -> Head:
     texts = isinstance(environment, dict) and all(
         isinstance(each, str) for each in (*words.values(), *environment.values())
     )
-    named = (words.get("variant", ""), words.get("spec", "")) if texts else ()
-    if any(os.sep in each and not each.startswith(("git:", "path:")) for each in named):
+    variant, spec = (words.get("variant", ""), words.get("spec", "")) if texts else ("", "")
+    if os.sep in variant or (os.sep in spec and not spec.startswith(("git:", "path:"))):
         msg = f"{path}: the head's variant and spec must name a build, not a path"
         raise ScriptError(msg, 1)
     strange = [] if not texts else [k for k in environment if not k.startswith(_VARIABLES)]
