@@ -167,6 +167,54 @@ def test_a_link_in_the_way_is_not_followed(store: Store, tmp_path: Path) -> None
     assert found(out) == TREE
 
 
+def test_files_behind_a_link_that_goes_are_written(store: Store, tmp_path: Path) -> None:
+    """What had the right content through a link of the tree before is no file of this one."""
+    out = tmp_path / "out"
+    link = gitting.git(store.path, "hash-object", "-w", "--stdin", input="b")
+    one, _ = store.commit(None, {"b/x": b"same", "b/d/y": b"same"}, "one")
+    inner = gitting.git(store.path, "rev-parse", f"{one}:b")
+    linked = f"120000 blob {link}\ta\n040000 tree {inner}\tb\n"
+    before = gitting.git(store.path, "mktree", input=linked)
+    after, _ = store.commit(None, {"a/x": b"same", "a/d/y": b"same", "b/x": b"same"}, "two")
+    store.export(before, out)
+    assert store.compare(after, out).missing == ("a/d/y", "a/x")
+    done = store.export(after, out)
+    assert (done.written, done.removed) == (2, 2)
+    assert not (out / "a").is_symlink()
+    assert found(out) == {"a/x": b"same", "a/d/y": b"same", "b/x": b"same"}
+    assert not store.compare(after, out)
+    store.export(before, out)
+    assert (out / "a").is_symlink()
+    assert not store.compare(before, out)
+
+
+@pytest.mark.parametrize("kind", ["100644 blob", "120000 blob"])
+def test_a_name_for_two_things_is_refused(store: Store, tmp_path: Path, kind: str) -> None:
+    """Git's objects may name a file and a folder alike; both cannot be written."""
+    blob = gitting.git(store.path, "hash-object", "-w", "--stdin", input="b")
+    inner = gitting.git(store.path, "mktree", input=f"100644 blob {blob}\tx\n")
+    raw = b"".join(
+        f"{mode} a\0".encode() + bytes.fromhex(sha)
+        for mode, sha in ((kind.split()[0], blob), ("40000", inner))
+    )
+    words = ("hash-object", "-w", "-t", "tree", "--literally", "--stdin")
+    tree = gitting.git(store.path, *words, input=raw)
+    with pytest.raises(SourceError, match="'a' twice"):
+        store.export(tree, tmp_path / "out")
+    assert not (tmp_path / "out" / "a").exists()
+
+
+def test_folders_without_end_are_refused(store: Store, tmp_path: Path) -> None:
+    """So deep that walking them would be an error of Python's own."""
+    tree = gitting.git(store.path, "hash-object", "-w", "--stdin", input="b")
+    words = "100644 blob {}\tx\n"
+    for _ in range(250):
+        tree = gitting.git(store.path, "mktree", input=words.format(tree))
+        words = "040000 tree {}\ta\n"
+    with pytest.raises(SourceError, match="unsafe path"):
+        store.export(tree, tmp_path / "out")
+
+
 def test_a_folder_and_a_file_change_places(store: Store, tmp_path: Path) -> None:
     """A file where the next tree has a folder gives way, and the other way round."""
     one, _ = store.commit(None, {"a": b"file", "b/c": b"deep"}, "one")

@@ -12,6 +12,7 @@ import json
 import os
 import posixpath
 import stat
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +35,8 @@ STAMP = ".pyllamakv-tree"
 _PART = ".pyllamakv-part"
 _LINK = "120000"
 _BATCH = 256
+#: More folders within each other than any release has; they are walked by recursion.
+_DEPTH = 200
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,11 @@ def export(
         for entry in entries:
             _refuse_unsafe(entry.path)
         wanted = {entry.path: entry for entry in entries}
+        _refuse_twice(entries)
         stray = _strays(folder, wanted, keep)
-        stale = [entry for entry in entries if not _same(folder / entry.path, entry)]
+        # What is only seen through a link that lies in the way goes with it.
+        real = _Real(folder)
+        stale = [e for e in entries if not (real.holds(e.path) and _same(folder / e.path, e))]
         if not stale and not stray and stamped(folder) == tree:
             return Exported(tree, 0, 0)
         _stamp(folder, tree, complete=False)
@@ -102,7 +108,8 @@ def compare(
 ) -> Difference:
     """Name the files of ``folder`` that were changed, are missing, or belong to no tree."""
     entries = store.entries(store.tree_of(what))
-    missing = [e.path for e in entries if not os.path.lexists(folder / e.path)]
+    real = _Real(folder)
+    missing = [e.path for e in entries if not real.holds(e.path)]
     gone = set(missing)
     changed = [e.path for e in entries if e.path not in gone and not _same(folder / e.path, e)]
     stray = _strays(folder, {e.path: e for e in entries}, keep)
@@ -137,9 +144,49 @@ def _refuse_foreign(folder: Path, keep: Sequence[str]) -> None:
 def _refuse_unsafe(path: str) -> None:
     parts = path.split("/")
     bad = any(part.lower() in ("", ".", "..", ".git") for part in parts)
-    if bad or "\\" in path or parts[0] == STAMP:
+    if bad or "\\" in path or parts[0] == STAMP or len(parts) > _DEPTH:
         msg = f"the tree holds an unsafe path {path!r}; it was not exported"
         raise SourceError(msg)
+
+
+def _refuse_twice(entries: Sequence[Entry]) -> None:
+    """Refuse a tree in which a name is a file and a folder at once: git's objects could say so."""
+    counts = Counter(entry.path for entry in entries)
+    counts.update(_folders_of(set(counts)))
+    path, times = max(counts.items(), key=lambda found: found[1], default=("", 0))
+    if times > 1:
+        msg = f"the tree holds {path!r} twice; it was not exported"
+        raise SourceError(msg)
+
+
+def _folders_of(paths: Iterable[str]) -> set[str]:
+    """Return the folders that hold these paths, the root as an empty text."""
+    found = {""}
+    for path in paths:
+        parent = posixpath.dirname(path)
+        while parent not in found:
+            found.add(parent)
+            parent = posixpath.dirname(parent)
+    return found
+
+
+class _Real:
+    """Tell what lies in a folder without walking through links below it."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._folders = {"": True}
+
+    def holds(self, path: str) -> bool:
+        """Tell whether something lies at this path, which is not seen through a link."""
+        return self._is_folder(posixpath.dirname(path)) and os.path.lexists(self._root / path)
+
+    def _is_folder(self, path: str) -> bool:
+        if path not in self._folders:
+            file = self._root / path
+            found = self._is_folder(posixpath.dirname(path))
+            self._folders[path] = found and file.is_dir() and not file.is_symlink()
+        return self._folders[path]
 
 
 def _kept(path: str, keep: Iterable[str]) -> bool:
@@ -160,12 +207,7 @@ def _strays(folder: Path, wanted: dict[str, Entry], keep: Sequence[str]) -> list
 
 
 def _prune(folder: Path, wanted: dict[str, Entry], keep: Sequence[str]) -> None:
-    needed = {""}
-    for path in wanted:
-        parent = posixpath.dirname(path)
-        while parent not in needed:
-            needed.add(parent)
-            parent = posixpath.dirname(parent)
+    needed = _folders_of(wanted)
     for place, _folders, _files in os.walk(folder, topdown=False):
         below = Path(place).relative_to(folder).as_posix()
         if below != "." and below not in needed and not _kept(below, keep):
