@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import random
+import struct
 import tarfile
 import zlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from source_kit import TREE, fill, isolate, link, objects, pack, refs, sdist_members, serving
+from source_kit import (
+    TREE,
+    fill,
+    isolate,
+    link,
+    objects,
+    pack,
+    refs,
+    repository,
+    sdist_members,
+    serving,
+)
 
 from pyllamakv.errors import ArchiveError, FetchError, SourceError
-from pyllamakv.source import bounds, download, fetch, gitting, npm
+from pyllamakv.source import bounds, download, fetch, gitting, limits, npm
 from pyllamakv.source.archive import import_sdist
 from pyllamakv.source.index import Index
 from pyllamakv.source.store import Store, open_store
@@ -131,12 +144,99 @@ def test_a_sparse_member(tmp_path: Path) -> None:
 
 def test_a_loose_object_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An object that unpacks past all bounds is refused before it fills the memory."""
-    monkeypatch.setattr("pyllamakv.source.quarantine._LOOSE_LIMIT", 1 << 20)
+    monkeypatch.setattr(limits, "OBJECT", 1 << 20)
     members = sdist_members(tmp_path / "making", "1.0")
     content = b"blob 4194304\0" + bytes(4 << 20)
     name = hashlib.sha1(content).hexdigest()
     place = f"llama_cpp_python-1.0/.git/modules/vendor/llama.cpp/objects/{name[:2]}/{name[2:]}"
     refused(open_store(), sdist(tmp_path, members | {place: zlib.compress(content)}), name)
+
+
+def packed(*entries: tuple[int, bytes]) -> bytes:
+    """Return a pack of objects, each a number for its kind and a content."""
+    out = bytearray(b"PACK" + struct.pack(">II", 2, len(entries)))
+    for kind, data in entries:
+        first, size = kind << 4 | len(data) & 15, len(data) >> 4
+        while size:
+            out.append(first | 0x80)
+            first, size = size & 0x7F, size >> 7
+        out.append(first)
+        out += zlib.compress(data)
+    return bytes(out + hashlib.sha1(out).digest())
+
+
+@pytest.mark.parametrize(("name", "limit"), [("OBJECT", 1 << 20), ("MEMORY", 256 << 20)])
+def test_a_packed_object_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, limit: int
+) -> None:
+    """A tree that claims more than there may be is no allocation: not in an sdist, nor a bundle."""
+    monkeypatch.setattr(limits, "OBJECT", 1 << 40)
+    monkeypatch.setattr(limits, name, limit)
+    bomb = packed((2, bytes(300 << 20)))
+    assert len(bomb) < 1 << 20
+    at = "llama_cpp_python-1.0/.git/modules/vendor/llama.cpp"
+    members = {f"{at}/HEAD": b"1" * 40, f"{at}/objects/pack/pack-{'1' * 40}.pack": bomb}
+    refused(open_store(), sdist(tmp_path, members), "bytes for an object")
+    bundle = b"# v2 git bundle\n" + b"1" * 40 + b" HEAD\n\n" + bomb
+    file = pack(tmp_path / "node-llama-cpp-1.0.0.tgz", {BUNDLE: bundle})
+    with pytest.raises(ArchiveError, match="bytes for an object"):
+        npm.import_package(open_store(), file)
+    assert not objects(open_store())
+    if name == "OBJECT":
+        (tmp_path / "bundle").write_bytes(bundle)
+        not_fetched(f"git:{tmp_path / 'bundle'}@HEAD", "bytes for an object")
+
+
+def not_fetched(spec: str, words: str) -> None:
+    """Check that a source is refused, and that the store is as it was."""
+    store = open_store()
+    before = objects(store)
+    with pytest.raises(ArchiveError, match=words):
+        fetch.add(spec)
+    assert objects(store) == before
+    assert not refs(store)
+    assert not (store.path / "shallow").exists()
+    assert not list(store.path.glob("tmp-*"))
+
+
+def test_a_repository_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pack past the limit is given up while it comes; one of too much is not kept."""
+    big = {f"src/{n}": random.Random(n).randbytes(700 << 10) for n in range(3)}
+    repository(tmp_path / "up", TREE | big)
+    gitting.git(tmp_path / "up", "bundle", "create", "-q", "../bundle", "main")
+    specs = (f"git:file://{tmp_path / 'up'}@main", f"git:{tmp_path / 'bundle'}@main")
+    for spec in specs:
+        with monkeypatch.context() as patch:
+            patch.setattr(limits, "FILE", 1 << 20)
+            not_fetched(spec, "in a file to unpack")
+        with monkeypatch.context() as patch:
+            patch.setattr(bounds, "BYTES", 1 << 20)
+            not_fetched(spec, "no release comes near")
+        with monkeypatch.context() as patch:
+            patch.setattr(limits, "OBJECT", 500 << 10)
+            not_fetched(spec, "no release comes near")
+        with monkeypatch.context() as patch:
+            patch.setattr(bounds, "NAMES", 100)
+            not_fetched(spec, "no release comes near")
+    for spec in specs:
+        fetch.add(spec)
+
+
+def test_a_folder_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder is counted before anything of it is written, a work tree as well."""
+    plain = fill(tmp_path / "plain", TREE)
+    repository(tmp_path / "up")
+    for folder in (plain, tmp_path / "up"):
+        with (folder / "sparse").open("wb") as file:
+            file.truncate(limits.OBJECT + 1)
+        not_fetched(f"path:{folder}", "bytes in one file")
+        (folder / "sparse").unlink()
+        with monkeypatch.context() as patch:
+            patch.setattr(bounds, "FILES", 3)
+            not_fetched(f"path:{folder}", "more than 3 files")
+        with monkeypatch.context() as patch:
+            patch.setattr(bounds, "BYTES", 20)
+            not_fetched(f"path:{folder}", "20 bytes")
 
 
 def nested(store: Store, depth: int) -> str:
@@ -162,9 +262,7 @@ def test_trees_that_hold_each_other(tmp_path: Path) -> None:
     with pytest.raises(ArchiveError, match="no release comes near"):
         npm.import_package(store, file)
     assert objects(store) == before
-    with pytest.raises(ArchiveError, match="no release comes near"):
-        fetch.add(f"git:{tmp_path / 'bundle'}@main")
-    assert not refs(store)
+    not_fetched(f"git:{tmp_path / 'bundle'}@main", "no release comes near")
 
 
 def test_files_that_are_small_in_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from source_kit import TREE, fill, imported, isolate, refs, repository
+from source_kit import TREE, fill, imported, isolate, objects, refs, repository
 
 from pyllamakv.errors import FetchError, UnknownRelease, UsageError
 from pyllamakv.source import fetch, gitting, lock, sources
@@ -106,6 +106,7 @@ def test_a_repository_of_something_else(tmp_path: Path) -> None:
     for kind in ("git", "path"):
         with pytest.raises(UnknownRelease, match="holds no llama"):
             resolve(f"{kind}:{tmp_path / 'other'}")
+    assert not objects(open_store())
     with pytest.raises(UnknownRelease):
         resolve(f"path:{tmp_path / 'none'}")
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import stat
 import subprocess
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from pyllamakv.errors import ArchiveError, GitError
-from pyllamakv.source import gitting
+from pyllamakv.source import gitting, limits
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
 #: More than any release has, fetched or written out: llama.cpp has two thousand files, 100 MB.
 FILES, BYTES = 200_000, 4 << 30
+#: How long their names may be together, each with its folders.
+NAMES = 256 << 20
 _CHUNK = 1 << 20
 
 
@@ -23,27 +26,65 @@ def check(folder: Path, tree: str, env: Mapping[str, str] | None = None) -> None
     ``folder`` is the repository. The list is read as it comes: trees that hold each other ten times
     over name more files than memory has room for.
     """
-    command = ["git", "ls-tree", "-r", "-l", "-z", "--full-tree", tree]
-    full = {**gitting.environment(), **(env or {})}
-    files = size = 0
-    with subprocess.Popen(command, cwd=folder, env=full, stdout=subprocess.PIPE) as process:
+    words = ("ls-tree", "-r", "-l", "-z", "--full-tree", tree)
+    full = {**gitting.environment(), **(env or {}), **limits.environment()}
+    count = Count(f"tree {tree}")
+    names = 0
+    with subprocess.Popen(
+        limits.command(words), cwd=folder, env=full, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         rest = b""
-        while files <= FILES and size <= BYTES and (chunk := process.stdout.read(_CHUNK)):
-            *lines, rest = (rest + chunk).split(b"\0")
-            files += len(lines)
-            size += sum(_size(line) for line in lines)
-        over = files > FILES or size > BYTES
-        if over:
+        try:
+            while chunk := process.stdout.read(_CHUNK):
+                *lines, rest = (rest + chunk).split(b"\0")
+                for line in lines:
+                    count.add(_size(line))
+                names += len(chunk)
+                if names > NAMES:
+                    count.refuse()
+        except ArchiveError:
             process.kill()
-    if over:
+            raise
+    if process.returncode:
+        raise GitError(["git", *words], process.returncode, f"tree {tree} cannot be listed")
+
+
+def within(folder: Path, paths: Iterable[str]) -> list[str]:
+    """Return the paths of files in a folder; raise ArchiveError for more than any release has."""
+    count = Count(str(folder))
+    found = []
+    for path in paths:
+        try:
+            facts = (folder / path).lstat()
+        except OSError:
+            continue
+        count.add(facts.st_size if stat.S_ISREG(facts.st_mode) else 0)
+        found.append(path)
+    return found
+
+
+class Count:
+    """Count files and their bytes; raise ArchiveError where no release has so many."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._files = self._bytes = 0
+
+    def add(self, size: int) -> None:
+        """Count a file of ``size`` bytes."""
+        self._files += 1
+        self._bytes += size
+        if self._files > FILES or self._bytes > BYTES or size > limits.OBJECT:
+            self.refuse()
+
+    def refuse(self) -> NoReturn:
+        """Raise ArchiveError."""
         msg = (
-            f"tree {tree} has more than {FILES} files or {BYTES} bytes; no release comes near "
-            "that, so it was not taken"
+            f"{self._what} has more than {FILES} files, {BYTES} bytes, or {limits.OBJECT} bytes in "
+            "one file; no release comes near that, so it was not taken"
         )
         raise ArchiveError(msg)
-    if process.returncode:
-        raise GitError(command, process.returncode, f"tree {tree} cannot be listed")
 
 
 def _size(line: bytes) -> int:

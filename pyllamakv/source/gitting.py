@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import GitError
+from pyllamakv.source import limits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -114,12 +115,13 @@ def run(
     env: Mapping[str, str] | None = None,
     network: bool = False,
     hold: Sequence[int] = (),
+    bounded: bool = False,
 ) -> subprocess.CompletedProcess[bytes]:
     """Run ``git args`` in ``folder``, whatever it returns, and give back status and both outputs.
 
     ``input`` is what git reads: bytes, text, or the path of a file. ``env`` is laid over the clean
     environment (for example another ``GIT_INDEX_FILE``). ``hold`` are descriptors that it inherits,
-    to keep their locks for as long as it runs.
+    to keep their locks for as long as it runs. ``bounded`` sets the limits of `limits`.
     Raises GitError only when git cannot be started.
     """
     full = environment(network=network)
@@ -127,6 +129,9 @@ def run(
     full["GIT_CEILING_DIRECTORIES"] = str(place.parent)
     full.update(env or {})
     command = ["git", *args]
+    if bounded:
+        command = limits.command(args)
+        full.update(limits.environment())
     try:
         with ExitStack() as stack:
             feed: dict[str, Any] = {}
@@ -160,9 +165,10 @@ def git_bytes(
     env: Mapping[str, str] | None = None,
     network: bool = False,
     hold: Sequence[int] = (),
+    bounded: bool = False,
 ) -> bytes:
     """Run git like `git`, but return its output as the bytes it wrote."""
-    done = run(folder, *args, input=input, env=env, network=network, hold=hold)
+    done = run(folder, *args, input=input, env=env, network=network, hold=hold, bounded=bounded)
     if check and done.returncode != 0:
         said = (done.stderr or done.stdout).decode("utf-8", "replace")
         raise GitError(["git", *args], done.returncode, said)
@@ -177,13 +183,15 @@ def git(
     env: Mapping[str, str] | None = None,
     network: bool = False,
     hold: Sequence[int] = (),
+    bounded: bool = False,
 ) -> str:
     """Run ``git args`` in ``folder`` and return what it wrote, without the last line break.
 
     Undecodable bytes come as surrogate escapes. Raises GitError with the command, its exit status
     and its words when it fails and ``check`` is set.
     """
-    out = git_bytes(folder, *args, input=input, check=check, env=env, network=network, hold=hold)
+    options: dict[str, Any] = {"env": env, "network": network, "hold": hold, "bounded": bounded}
+    out = git_bytes(folder, *args, input=input, check=check, **options)
     return out.decode("utf-8", "surrogateescape").removesuffix("\n")
 
 

@@ -13,7 +13,7 @@ import zlib
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import ArchiveError, GitError, HashMismatch
-from pyllamakv.source import bounds, gitting
+from pyllamakv.source import bounds, gitting, limits
 from pyllamakv.source.files import disk_room
 
 if TYPE_CHECKING:
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pyllamakv.source.store import Store
-
-#: No loose object of a source tree comes near this; a larger one is a decompression bomb.
-_LOOSE_LIMIT = 256 << 20
 
 
 class Quarantine:
@@ -40,9 +37,16 @@ class Quarantine:
         }
 
     def git(self, *args: str, input: bytes | str | Path | None = None) -> str:
-        """Run git on the store with new objects going into quarantine."""
+        """Run git on the store, within limits, with new objects going into quarantine.
+
+        Raises ArchiveError when a limit is met, GitError for whatever else fails.
+        """
         with disk_room(self.store.path):
-            return gitting.git(self.store.path, *args, input=input, env=self._env)
+            try:
+                return gitting.git(self.store.path, *args, input=input, env=self._env, bounded=True)
+            except GitError as error:
+                limits.refuse(error, "the archive")
+                raise
 
     def add_pack(self, pack: Path) -> None:
         """Index a pack anew; whatever index came with it is not believed."""
@@ -56,7 +60,7 @@ class Quarantine:
         """Add one loose object after checking that it is what its name says."""
         unpacker = zlib.decompressobj()
         try:
-            content = unpacker.decompress(data, _LOOSE_LIMIT)
+            content = unpacker.decompress(data, limits.OBJECT)
         except zlib.error as error:
             msg = f"the object {name} in the archive is damaged: {error}"
             raise ArchiveError(msg) from error
@@ -87,19 +91,21 @@ class Quarantine:
         if expected_tree and tree != expected_tree:
             _mismatch("tree", expected_tree, tree)
         bounds.check(self.store.path, tree, self._env)
-        self._move()
+        move(self.objects, self.store)
         return tree
 
-    def _move(self) -> None:
-        # An index that is seen before its pack would name objects that are not there.
-        order = {".pack": 0, ".rev": 1, ".idx": 2}
-        files = [file for file in self.objects.rglob("*") if file.is_file()]
-        with disk_room(self.store.path):
-            for file in sorted(files, key=lambda f: (order.get(f.suffix, 0), str(f))):
-                place = self.store.path / "objects" / file.relative_to(self.objects)
-                place.parent.mkdir(exist_ok=True)
-                if not place.exists():
-                    os.replace(file, place)  # noqa: PTH105 - the name says that it is atomic
+
+def move(objects: Path, store: Store) -> None:
+    """Move packs and loose objects into the store, and nothing else that git may have written."""
+    # An index that is seen before its pack would name objects that are not there.
+    order = {".pack": 0, ".rev": 1, ".idx": 2}
+    files = [file for file in objects.rglob("*") if file.is_file() and file.parent.name != "info"]
+    with disk_room(store.path):
+        for file in sorted(files, key=lambda f: (order.get(f.suffix, 0), str(f))):
+            place = store.path / "objects" / file.relative_to(objects)
+            place.parent.mkdir(exist_ok=True)
+            if not place.exists():
+                os.replace(file, place)  # noqa: PTH105 - the name says that it is atomic
 
 
 def _mismatch(what: str, expected: str, found: str) -> None:

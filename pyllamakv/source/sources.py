@@ -5,24 +5,28 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import FetchError, GitError, UnknownRelease, UsageError
-from pyllamakv.source import bounds, era, gitting
+from pyllamakv.source import bounds, era, gitting, limits
 from pyllamakv.source.export import KEEP, STAMP
 from pyllamakv.source.files import busy, disk_room
+from pyllamakv.source.quarantine import move
 from pyllamakv.source.releases import Release
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 _API = ("include/llama.h", "llama.h")
 _HOST_ALONE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]*")
 _REF = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./+-]*")
+_INCOMING = "refs/incoming/x"
 #: Folders and files of a plain folder that are no source.
 _SKIPPED = (".git", "__pycache__")
 
@@ -57,23 +61,39 @@ def take_git(spec: str) -> Release:
     local = Path(url).expanduser()
     place = os.fspath(local.resolve()) if local.exists() else url
     store = open_store()
-    incoming = f"refs/incoming/{hashlib.sha256(spec.encode()).hexdigest()[:16]}"
+    with store.scratch() as folder:
+        held = Store(folder)
+        try:
+            commit = _bring(held, store, place, ref)
+        except GitError as error:
+            limits.refuse(error, f"what {url} has under {ref}")
+            msg = f"cannot fetch {ref} from {url}: {error.output.strip()}"
+            raise FetchError(msg) from error
+        release = _described(held, Release(spec, "git", commit, "", "", "", url=place))
+        move(held.path / "objects", store)
+    store.publish(f"refs/upstream/{release.key}", commit)
+    return release
+
+
+def _bring(held: Store, store: Store, place: str, ref: str) -> str:
+    """Fetch into a repository that is thrown away, and sees what the store has; return the commit.
+
+    So nothing is left of what is refused; a pack that never ends is given up at a limit.
+    """
     # A bundle holds what it holds: git cannot cut its history.
-    depth = [] if local.is_file() else ["--depth=1"]
+    depth = [] if Path(place).is_file() else ["--depth=1"]
     words = ["--quiet", "--no-tags", "--no-write-fetch-head", "--force", *depth]
-    try:
-        with disk_room(store.path), store.alone() as held:
-            command = ["git", "fetch", *words, "--", place, f"+{ref}:{incoming}"]
-            with gitting.repository(store.path, network=True) as repo:
-                repo.git.execute(command, pass_fds=(held,))
-            commit = gitting.git(store.path, "rev-parse", "--verify", f"{incoming}^{{commit}}")
-    except GitError as error:
-        msg = f"cannot fetch {ref} from {url}: {error.output.strip()}"
-        raise FetchError(msg) from error
-    try:
-        return _release(store, Release(spec, "git", commit, "", "", "", url=place))
-    finally:
-        store.drop(incoming)
+    fetch = ("fetch", *words, "--", place, f"+{ref}:{_INCOMING}")
+    with disk_room(store.path):
+        gitting.git(held.path, "init", "-q", "--bare", ".")
+        (held.path / "objects" / "info" / "alternates").write_text(f"{store.path}/objects\n")
+        with suppress(FileNotFoundError):
+            # Without it git would look for parents that the store does not have either.
+            shutil.copyfile(store.path / "shallow", held.path / "shallow")
+        with gitting.repository(held.path, network=True) as repo:
+            repo.git.update_environment(**limits.environment())
+            repo.git.execute(limits.command(fetch, memory=False))
+        return gitting.git(held.path, "rev-parse", "--verify", f"{_INCOMING}^{{commit}}")
 
 
 def from_folder(spec: str) -> Release:
@@ -87,14 +107,17 @@ def from_folder(spec: str) -> Release:
         msg = f"{folder} holds no llama.cpp: neither {_API[0]} nor {_API[1]} is there"
         raise UnknownRelease(msg, name=spec)
     store = open_store()
-    paths, date = _tracked(folder) or (list(_walk(folder)), "")
-    tree = _write_tree(store, folder, [p for p in paths if p not in (*KEEP, STAMP)])
+    paths, date = _tracked(folder) or (_walk(folder), "")
+    taken = bounds.within(folder, (p for p in paths if p not in (*KEEP, STAMP)))
+    tree = _write_tree(store, folder, taken)
     commit = store.commit_tree(tree, [], "llama.cpp as it stood in a folder")
     release = Release(f"path:{folder}", "path", commit, tree, "", date, url=str(folder))
-    return _release(store, release)
+    full = _described(store, release)
+    store.publish(f"refs/upstream/{full.key}", commit)
+    return full
 
 
-def _tracked(folder: Path) -> tuple[list[str], str] | None:
+def _tracked(folder: Path) -> tuple[Iterable[str], str] | None:
     """Return what git would take of a work tree and when its commit was made; None for others."""
     if not (folder / ".git").exists():
         return None
@@ -111,17 +134,15 @@ def _tracked(folder: Path) -> tuple[list[str], str] | None:
     return [path for path in listed.split("\0") if path], date
 
 
-def _release(store: Store, release: Release) -> Release:
-    """Fill in what the commit tells, after checking that it is llama.cpp, and make its ref."""
+def _described(store: Store, release: Release) -> Release:
+    """Fill in what the commit tells, after checking that it is llama.cpp."""
     tree = store.tree_of(release.commit)
     bounds.check(store.path, tree)
     if not any(store.read_many(tree, _API).values()):
         msg = f"{release.name} holds no llama.cpp: neither {_API[0]} nor {_API[1]} is in it"
         raise UnknownRelease(msg, name=release.name)
     date = release.date or _date_of_twin(store, tree) or store.date(release.commit)
-    full = replace(release, tree=tree, era=era.detect(store, tree), date=date)
-    store.publish(f"refs/upstream/{full.key}", full.commit)
-    return full
+    return replace(release, tree=tree, era=era.detect(store, tree), date=date)
 
 
 def _date_of_twin(store: Store, tree: str) -> str:

@@ -1,0 +1,81 @@
+"""Bound what git may take of memory and disk while it unpacks what others made.
+
+A few kilobytes of a pack can claim an object of gigabytes, which git would make room for. What may
+be allocated at once is told to git itself, also to those that it starts. The rest is a limit of the
+process, set by a Python that then becomes git: a fork that runs Python first may hang where there
+are threads.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from typing import TYPE_CHECKING
+
+from pyllamakv.errors import ArchiveError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pyllamakv.errors import GitError
+
+#: The largest object, packed or loose: no file of a source tree comes near it.
+OBJECT = 256 << 20
+#: The address space of a git that unpacks: an object, its base, what makes one of the other, packs.
+MEMORY = 2 << 30
+#: The largest pack: a release with its whole history has a third of this.
+FILE = 1 << 30
+
+#: Large files pass in pieces; threads and whole packs would take address space for nothing.
+_SETTINGS = (
+    "core.bigFileThreshold=64m",
+    "core.packedGitWindowSize=16m",
+    "core.packedGitLimit=256m",
+    "pack.threads=1",
+    # Few objects would be unpacked into a file each, and so many more bytes than one may have.
+    "fetch.unpackLimit=1",
+)
+_WORDS = ("over limit", "Out of memory", "Cannot allocate memory", "File too large")
+
+_BECOME = """
+import os, resource, sys
+for name, wanted in (("RLIMIT_AS", int(sys.argv[1])), ("RLIMIT_FSIZE", int(sys.argv[2]))):
+    what = getattr(resource, name)
+    soft, hard = resource.getrlimit(what)
+    if wanted and (soft == resource.RLIM_INFINITY or wanted < soft):
+        try:
+            resource.setrlimit(what, (wanted, hard))
+        except (OSError, ValueError):
+            pass  # not every system has every limit
+os.execv(sys.argv[3], ["git", *sys.argv[4:]])
+"""
+
+
+def command(args: Sequence[str], *, memory: bool = True) -> list[str]:
+    """Return what runs ``git args`` within the limits.
+
+    Without ``memory`` its address space has none: what a user's git starts to reach a URL, as
+    a helper for credentials, may reserve more than it uses.
+    """
+    git = shutil.which("git")
+    if git is None:
+        return ["git", *args]  # which says so
+    settings = [word for each in _SETTINGS for word in ("-c", each)]
+    limits = [str(MEMORY if memory else 0), str(FILE)]
+    return [sys.executable, "-I", "-S", "-c", _BECOME, *limits, git, *settings, *args]
+
+
+def environment() -> dict[str, str]:
+    """Return the variables that bound what git, and what it starts, allocates at once."""
+    return {"GIT_ALLOC_LIMIT": str(OBJECT)}
+
+
+def refuse(error: GitError, what: str) -> None:
+    """Raise ArchiveError when a limit is what git failed of; ``what`` is what it unpacked."""
+    if any(word in error.output for word in _WORDS):
+        msg = (
+            f"{what} takes more than {OBJECT} bytes for an object, {MEMORY} in memory or {FILE} "
+            "in a file to unpack; no release comes near that, so it was not taken: "
+            f"{error.output.strip()}"
+        )
+        raise ArchiveError(msg) from error
