@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 OLD = {"src/a.cpp": numbered(20), "src/b.cpp": numbered(9)}
 OUTSIDE = [
     "../x", "a/../../x", "a/..", "..", ".", "", "/etc/x", "//etc/x", "a//x", "./x", "a/./x", "a/",
-    ".git/config", ".GIT/config", "sub/.git/hooks/post-checkout", ".git",
+    ".git/config", ".GIT/config", "sub/.git/hooks/post-checkout", ".git", "/dev/null",
 ]  # fmt: skip
 
 
@@ -60,6 +60,52 @@ def test_no_path_leaves_the_tree(path: str) -> None:
     for data in headers(path):
         with pytest.raises(PatchFormatError):
             hunks.parse(data, "hostile.patch")
+
+
+MAIL = "From {0:040d} Mon Sep 17 00:00:00 2001\n{1}\n\n{2}---\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("From: a\0b <x@y>", ""),
+        ("From: a <x\0@y>", ""),
+        ("From: =?utf-8?q?a=00b?= <x@y>", ""),
+        ("From: =?utf-7?q?+2AA-?= <x@y>", ""),
+        (f"From: {'a' * 200_000} <x@y>", ""),
+        ("Subject: =?utf-7?q?+2AA-?=", ""),
+        ("Subject: a\0b", ""),
+        ("Subject: a", "b\0c\n"),
+    ],
+)
+def test_what_no_commit_can_say(tmp_path: Path, words: tuple[str, str]) -> None:
+    """Zero bytes, halves of characters and authors without end are refused by name."""
+    with pytest.raises(PatchFormatError, match="no commit can say that"):
+        applied(tmp_path, MAIL.format(0, *words).encode() + creating("b/src/x"))
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "Date: Fri, 20 Nov 2026 00:00:00 +99999999999999999999",
+        f"Date: Fri, 20 Nov 2026 00:00:00 +{'9' * 5000}",
+        "Date: Fri, 20 Nov 2026 00:00:00 +9999",
+        "Date: Fri, 20 Nov 0001 00:00:00 +0000",
+        "Date: Fri, 20 Nov 9999 00:00:00 +0000",
+        "Date: Thu, 1 Jan 1970 00:00:00 +2300",
+        "Date: @",
+        "Date: 1 1 1 1 1",
+        'From: "<>" <x@y>',
+        "From: ... <x@y>",
+        "From: <>",
+        "From: =?utf-8?q?a=0Ab?= <x@y>",
+        "From: =?utf-8?b?/w==?= <x@y>",
+    ],
+)
+def test_authors_and_dates_that_are_none(tmp_path: Path, field: str) -> None:
+    """What git could not read counts as not said; a line break in a name is none."""
+    mail = MAIL.format(0, field, "")
+    assert applied(tmp_path, mail.encode() + creating("b/src/x"))["src/x"] == b"x\n"
 
 
 @pytest.mark.parametrize("path", ["a b", "-x", "--output=x", "a\nb", "a\tb", "x.git", ".gitignore"])

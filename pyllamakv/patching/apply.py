@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING
 
 from pyllamakv.patching import choose, header, trees
@@ -94,15 +93,6 @@ def digest(texts: Sequence[PatchText]) -> str:
 
 def commit_text(store: Store, tree: str, parent: str, text: PatchText) -> str:
     """Commit a tree with the author, date and message of a text's header."""
-    mail = header.parse(text.patch.header)
-    env: dict[str, str] = {}
-    if mail.name and mail.email:
-        env |= {"GIT_AUTHOR_NAME": mail.name, "GIT_AUTHOR_EMAIL": mail.email}
-    if mail.date:
-        try:
-            env["GIT_AUTHOR_DATE"] = parsedate_to_datetime(mail.date).isoformat()
-        except ValueError:
-            env["GIT_AUTHOR_DATE"] = gitting.DATE  # a date nobody can read counts as none
-    message = f"{mail.subject or text.title}\n\n{mail.body}".strip() + "\n"
+    author, message = header.commit_words(text)
     with disk_room(store.path):
-        return gitting.git(store.path, "commit-tree", tree, "-p", parent, input=message, env=env)
+        return gitting.git(store.path, "commit-tree", tree, "-p", parent, input=message, env=author)

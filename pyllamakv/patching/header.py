@@ -6,9 +6,10 @@ import re
 from dataclasses import dataclass
 from email.errors import MessageError
 from email.header import decode_header, make_header
-from email.utils import parseaddr
+from email.utils import parseaddr, parsedate_to_datetime
 from typing import TYPE_CHECKING
 
+from pyllamakv.errors import PatchFormatError
 from pyllamakv.source import gitting
 
 if TYPE_CHECKING:
@@ -18,6 +19,13 @@ LICENCE = "MIT; the lines around the changes are llama.cpp's (MIT)"
 _MAIL_DATE = "Fri, 20 Nov 2026 00:00:00 +0000"
 _FIELD = re.compile(r"(From|Date|Subject): (.*)")
 _TAG = re.compile(r"\A\[PATCH[^\]]*\] *")
+#: What git leaves of a name; without any of it there is no name.
+_LETTER = re.compile(r"""[^\x00-\x20.,:;<>"\\']""")
+#: A zero byte ends a text for git; half of a surrogate pair has no bytes, but for those of Python's
+#: own that stand for a byte which is no UTF-8.
+_UNSAYABLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
+#: A variable has no room for more than 128 KiB.
+_LONGEST = 1000
 
 
 @dataclass(frozen=True)
@@ -92,6 +100,37 @@ def parse(data: bytes) -> Mail:
         subject=_TAG.sub("", _decoded(found.get("Subject", ""))),
         body=_body("\n".join(lines[taken:])),
     )
+
+
+def commit_words(text: PatchText) -> tuple[dict[str, str], str]:
+    """Return the variables that name author and date of a text's commit to git, and its message.
+
+    Raises PatchFormatError for a header with characters that no commit can hold.
+    """
+    mail = parse(text.patch.header)
+    author = {}
+    if _LETTER.search(mail.name) and mail.email:
+        author = {"GIT_AUTHOR_NAME": mail.name, "GIT_AUTHOR_EMAIL": mail.email}
+    message = f"{mail.subject or text.title}\n\n{mail.body}".strip() + "\n"
+    for what, said in (("author", "".join(author.values())), ("message", message)):
+        if _UNSAYABLE.search(said) or (what == "author" and len(said) > _LONGEST):
+            msg = (
+                f"{text.name}: the {what} in the patch's header holds zero bytes, half characters "
+                f"or an author of more than {_LONGEST} characters; no commit can say that"
+            )
+            raise PatchFormatError(msg, text.name)
+    if mail.date:
+        author["GIT_AUTHOR_DATE"] = _date(mail.date)
+    return author, message
+
+
+def _date(said: str) -> str:
+    """Return a date as git takes it; one that it, or nobody, can read counts as none."""
+    try:
+        when = parsedate_to_datetime(said)
+    except (ArithmeticError, LookupError, TypeError, ValueError):
+        return gitting.DATE
+    return when.isoformat() if 1970 < when.year < 2099 else gitting.DATE
 
 
 def _body(text: str) -> str:

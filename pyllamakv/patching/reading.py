@@ -117,8 +117,6 @@ def file_header(reader: Reader) -> FileFacts:
             raise reader.wrong("the names of the file are missing.")
         facts.old, facts.new = facts.old or named[0], facts.new or named[1]
     facts.raw = b"".join(reader.lines[start : reader.at])
-    for path in {facts.old, facts.new} - {_NOTHING, None}:
-        _check(reader, path or "")
     for mode in {facts.old_mode, facts.new_mode} - {None}:
         if mode not in _MODES:
             raise reader.wrong(f"the mode {mode} is none of a file, a program or a link.")
@@ -217,12 +215,12 @@ def _git_names(reader: Reader, line: bytes) -> tuple[str, str] | None:
         parts = _STRING.findall(rest)
         if len(parts) != 2:
             raise reader.wrong("expected two names.")
-        old, new = (_unquoted(part) for part in parts)
-        return _PREFIX.sub("", old), _PREFIX.sub("", new)
+        old, new = (_checked(reader, _PREFIX.sub("", _unquoted(part))) for part in parts)
+        return old, new
     half = len(rest) // 2
     old, new = _decoded(rest[:half]), _decoded(rest[half + 1 :])
     old, new = _PREFIX.sub("", old), _PREFIX.sub("", new)
-    return (old, new) if old == new and old else None
+    return (_checked(reader, old), new) if old == new and old else None
 
 
 def _whole(reader: Reader, line: bytes) -> str:
@@ -230,7 +228,7 @@ def _whole(reader: Reader, line: bytes) -> str:
     words = line.split(b" ", 2)
     if len(words) < 3 or not words[2]:
         raise reader.wrong("expected the name of a file.")
-    return _unquoted(words[2])
+    return _checked(reader, _unquoted(words[2]))
 
 
 def _mode(reader: Reader, word: bytes) -> str:
@@ -245,7 +243,8 @@ def _name(reader: Reader, raw: bytes) -> str:
     path = _unquoted(quoted.group()) if quoted else _decoded(text.split(b"\t", 1)[0])
     if not path:
         raise reader.wrong("expected the name of a file.")
-    return path if path == _NOTHING else _PREFIX.sub("", path)
+    # Only here, and written in full, does it stand for no file.
+    return path if path == _NOTHING else _checked(reader, _PREFIX.sub("", path))
 
 
 def _unquoted(text: bytes) -> str:
@@ -263,7 +262,8 @@ def _decoded(text: bytes) -> str:
     return text.decode("utf-8", "surrogateescape")
 
 
-def _check(reader: Reader, path: str) -> None:
+def _checked(reader: Reader, path: str) -> str:
     parts = path.split("/")
     if "\0" in path or any(part.lower() in ("", ".", "..", ".git") for part in parts):
         raise reader.wrong(f"the path {path!r} leaves the tree; a patch may touch its files only.")
+    return path

@@ -187,7 +187,10 @@ def patches(_folder: Path) -> Target:
         for piece in hunks.split(data):
             header.parse(piece)
             found = hunks.parse(piece)
-            PatchText.of(found, Path("a.patch"))
+            author, message = header.commit_words(PatchText.of(found, Path("a.patch")))
+            said = "".join((*author.values(), message)).encode("utf-8", "surrogateescape")
+            if b"\0" in said:
+                raise Broken("git would be told of a zero byte")
             for file in found.files:
                 for number, hunk in enumerate(file.hunks, 1):
                     _ = (hunk.old, hunk.new, hunk.added, hunk.removed, hunk.context)
