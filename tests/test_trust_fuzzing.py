@@ -6,16 +6,19 @@ import importlib
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
 from pyllamakv.errors import HarnessError, KVFileDamaged, Untestable
 from pyllamakv.trust import fuzzing
 from pyllamakv.trust.entry import Effort, Entry
-from pyllamakv.trust.fuzzing import child, filesums, header, outcome
+from pyllamakv.trust.fuzzing import child, corpora, filesums, header, outcome
 from pyllamakv.trust.fuzzing.drawing import LEFT, Drawer, unpacked
 from pyllamakv.trust.fuzzing.loop import Loop
 from pyllamakv.trust.fuzzing.mutate import Bytes
@@ -228,6 +231,7 @@ def test_faults_of_the_header_are_found(tmp_path: Path) -> None:
     (finding,) = made.findings.values()
     assert "deadly signal" in finding.what and header.HEADER in finding.where
     assert made.coverage > 100 and finding.data
+    assert list((tmp_path / "found").iterdir())
 
 
 def test_a_platform_without_clang_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -248,6 +252,61 @@ def test_the_section_reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert not bad.passed and "KeyError" in bad.defects[0]
     (saved,) = (tmp_path / "fuzzing" / "planted").iterdir()
     assert saved.read_bytes().startswith(b"PLK")
+
+
+def test_a_run_begins_where_the_last_one_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What reached something new is saved in the home, and tried by the next run."""
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
+    begun: list[list[bytes]] = []
+    true = child.fuzz
+
+    def fuzz(*words: Any, kept: Iterable[Path], **more: Any) -> outcome.Outcome:
+        begun.append([path.read_bytes() for path in kept])
+        return true(*words, kept=kept, **more)
+
+    monkeypatch.setattr(fuzzing, "fuzz", fuzz)
+    for seed in (1, 2):
+        fuzzing.entries(Effort(seconds=3, seed=seed, only=("lock",)), lambda _: None)
+    first, second = begun
+    assert len(second) > len(first) == len(fuzzing.kept("lock"))
+    assert set(first) < set(second)
+    assert {each.read_bytes() for each in corpora.saved("lock")} >= set(second) - set(first)
+
+
+def test_saved_inputs_have_bounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """So many files of so many bytes, the smaller ones, each once."""
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(corpora, "FILES", 4)
+    monkeypatch.setattr(corpora, "BYTES", 100)
+
+    def saved(name: str, *inputs: bytes) -> list[int]:
+        for number, data in enumerate(inputs):
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / f"{number}").write_bytes(data)
+        corpora.save("lock", tmp_path / name)
+        return sorted(path.stat().st_size for path in corpora.saved("lock"))
+
+    assert saved("one", b"a" * 40, b"b" * 40, b"c" * 50, b"a" * 40) == [40, 40]
+    assert saved("two", b"d" * 5, b"a" * 40) == [5, 40, 40]
+    assert saved("three", *(bytes([n]) * n for n in range(1, 9))) == [1, 2, 3, 4]
+    assert saved("none") == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_what_does_harm_is_not_saved(calm: None, tmp_path: Path, bad: bool) -> None:
+    """A finding has a place of its own: it would be found at once by every later run."""
+    kept: list[bytes] = []
+
+    def run(data: bytes) -> list[int]:
+        if bad and len(data) % 2:
+            raise ValueError(len(data))
+        return [len(data)]
+
+    loop = Loop(Target(run, (b"seed",), ()), keep=kept.append)
+    loop.run(time.monotonic() + 0.3)
+    assert kept and any(len(data) % 2 for data in kept) is not bad
 
 
 def test_runs_of_other_seeds_add_up() -> None:

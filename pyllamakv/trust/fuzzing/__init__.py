@@ -16,8 +16,9 @@ from pathlib import Path
 from pyllamakv.errors import Untestable
 from pyllamakv.home import checkout
 from pyllamakv.trust.entry import Effort, Entry, Tick
-from pyllamakv.trust.fuzzing import header
+from pyllamakv.trust.fuzzing import corpora, header
 from pyllamakv.trust.fuzzing.child import fuzz
+from pyllamakv.trust.fuzzing.job import FOUND
 from pyllamakv.trust.fuzzing.outcome import entry
 from pyllamakv.trust.fuzzing.target import memory
 
@@ -51,8 +52,10 @@ def entries(effort: Effort, tick: Tick) -> list[Entry]:
                 return _header(seconds, effort.seed, place, tick)
             outcome = fuzz(
                 f"{__name__}.{TARGETS[name]}", seconds, folder=place, seed=effort.seed,
-                kept=kept(name), alive=lambda inputs: tick(f"{name}: {inputs} inputs"),
+                kept=(*kept(name), *corpora.lent(name, place / "saved")),
+                alive=lambda inputs: tick(f"{name}: {inputs} inputs"),
             )  # fmt: skip
+            corpora.save(name, place / FOUND)
             return entry(name, outcome, effort.seed)
 
         with ThreadPoolExecutor(jobs) as pool:
@@ -67,7 +70,9 @@ def _header(seconds: float, seed: int, place: Path, tick: Tick) -> Entry:
     except Untestable as reason:
         return Entry("fuzzing", HEADER, {"reached": f"not tried: {reason}"}, (), seed)
     left = max(1.0, seconds - (time.monotonic() - began))
-    outcome = header.fuzz(program, left, place, seed=seed, kept=kept(HEADER), tick=tick)
+    inputs = (*kept(HEADER), *corpora.lent(HEADER, place / "saved"))
+    outcome = header.fuzz(program, left, place, seed=seed, kept=inputs, tick=tick)
+    corpora.save(HEADER, place / FOUND)
     return entry(HEADER, outcome, seed, "edges")
 
 

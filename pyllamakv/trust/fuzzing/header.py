@@ -14,6 +14,7 @@ from pathlib import Path
 from pyllamakv.errors import HarnessError, Untestable
 from pyllamakv.patching import series
 from pyllamakv.trust.entry import Tick
+from pyllamakv.trust.fuzzing.job import FOUND
 from pyllamakv.trust.fuzzing.loop import MOST, Finding
 from pyllamakv.trust.fuzzing.outcome import Outcome
 from pyllamakv.trust.fuzzing.target import memory
@@ -67,8 +68,9 @@ def fuzz(
 ) -> Outcome:
     """Run the fuzzer for so many seconds; begin again after each fault, ``most`` times."""
     outcome = Outcome()
-    corpus = folder / "corpus"
-    corpus.mkdir(parents=True, exist_ok=True)
+    corpus, found = folder / "corpus", folder / FOUND
+    for each in (corpus, found):
+        each.mkdir(parents=True, exist_ok=True)
     for path in kept:
         shutil.copy(path, corpus)
     files = tempfile.TemporaryDirectory(prefix="pyllamakv-kept-", dir=memory())
@@ -77,7 +79,7 @@ def fuzz(
         command = [
             str(program), f"-max_total_time={max(1, int(left))}", f"-seed={seed + ends}",
             f"-artifact_prefix={folder}/", "-timeout=10", "-rss_limit_mb=2048", "-max_len=65536",
-            "-print_final_stats=1", str(corpus),
+            "-print_final_stats=1", str(found), str(corpus),  # into the first it writes
         ]  # fmt: skip
         tick(f"{folder.name}: {outcome.inputs} inputs")
         log = folder / "log"

@@ -7,6 +7,7 @@ input go.
 from __future__ import annotations
 
 import base64
+import hashlib
 import importlib
 import json
 import mmap
@@ -25,6 +26,8 @@ from pyllamakv.trust.fuzzing.target import Target
 HEAD = struct.Struct("<QQ")
 #: Bytes of an input that it has room for.
 ROOM = 1 << 20
+#: The folder of the inputs that reached what neither the seeds nor what was kept did.
+FOUND = "found"
 
 
 def main(text: str) -> None:
@@ -46,7 +49,14 @@ def main(text: str) -> None:
             shared[HEAD.size : HEAD.size + len(data[:ROOM])] = data[:ROOM]
             HEAD.pack_into(shared, 0, count, len(data))
 
-        loop = Loop(target, job["seed"], note)
+        found = Path(job["folder"]) / FOUND
+        found.mkdir(exist_ok=True)
+
+        def keep(data: bytes) -> None:
+            # At once: the next input may end this process.
+            (found / hashlib.sha256(data).hexdigest()).write_bytes(data)
+
+        loop = Loop(target, job["seed"], note, keep)
         limit_memory(target.headroom)
         kept = tuple(Path(each).read_bytes() for each in job["kept"])
         # However long it took to begin, something is tried.

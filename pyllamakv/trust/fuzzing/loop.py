@@ -42,11 +42,15 @@ class Finding:
 
 @dataclass
 class Loop:
-    """Run a target; ``note`` is told each input before it is tried, which may be its last."""
+    """Run a target; ``note`` is told each input before it is tried, which may be its last.
+
+    ``keep`` is told those that reached something new and were taken, or refused as they should be.
+    """
 
     target: Target
     seed: int = 1
     note: Callable[[bytes], None] = lambda _data: None
+    keep: Callable[[bytes], None] = lambda _data: None
     inputs: int = 0
     corpus: list[bytes] = field(default_factory=list)
     findings: dict[str, Finding] = field(default_factory=dict)
@@ -86,14 +90,16 @@ class Loop:
             data = self._mutate(chance, data, other)
             data = self.target.mend(chance, data)
             before = self._reached
-            self.attempt(data)
+            sound = self.attempt(data)
             if self._reached > before:
                 self.corpus.append(data)
+                if sound:
+                    self.keep(data)
         for key, finding in self.findings.items():
             self.findings[key] = self._shrunk(finding)
 
-    def attempt(self, data: bytes) -> None:
-        """Try one input, and take note of what must not have happened."""
+    def attempt(self, data: bytes) -> bool:
+        """Try one input, and take note of what must not have happened; tell whether nothing did."""
         self.note(data)
         self.inputs += 1
         finding = self.judge(data)
@@ -102,6 +108,7 @@ class Loop:
             known = self.findings.get(key)
             if known is None or len(data) < len(known.data):
                 self.findings[key] = finding
+        return finding is None
 
     def judge(self, data: bytes) -> Finding | None:
         """Run the target once; return what is wrong with how it ended."""
