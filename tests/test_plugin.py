@@ -110,6 +110,52 @@ def test_the_fixtures(project: pytest.Pytester, patched: Variant) -> None:
     assert "kv_cure" in markers and "kv(model, env" in markers
 
 
+@pytest.mark.native
+def test_caches_lie_on_the_device(project: pytest.Pytester, patched: Variant) -> None:
+    """Behind RPC each library has a server; one in host memory is an error, unless asked for."""
+    project.makepyfile(
+        """
+        import pytest
+        from pyllamakv.harness import synthetic
+        from pyllamakv.harness.placing import ALL, Place
+        from pyllamakv.binding.protocol import ModelParams
+
+        def host(context):
+            context.decode(context.sequence().feed([1, 2, 3]))
+            return [cells.info.host for cells in context.kv.snapshot().streams]
+
+        def test_context(kv_context):
+            assert kv_context.model.isolated
+            assert host(kv_context) == [0]
+
+        def test_both_libraries_at_once(kv_library, kv_worker):
+            made = [
+                library.load_model(synthetic.model("tiny")).context(n_ctx=256)
+                for library in (kv_library, kv_worker)
+            ]
+            assert [host(context) for context in made] == [[0], [0]]
+
+        @pytest.mark.kv(offload_kqv=False)
+        def test_asked_for(kv_context):
+            assert host(kv_context) == [1]
+
+        @pytest.fixture
+        def astray(monkeypatch):
+            monkeypatch.setattr(
+                Place, "params", lambda self, at: ModelParams(n_gpu_layers=0, rpc_servers=at)
+            )
+
+        def test_in_host_memory(astray, kv_context):
+            pass
+        """
+    )
+    done = run(project, "--llama-backend=rpc", "-v")
+    done.assert_outcomes(passed=3, errors=1)
+    done.stdout.fnmatch_lines(
+        ["*::test_context[[]0.3.9+patched-rpc[]] PASSED*", "*Untestable: *not on a rpc device*"]
+    )
+
+
 def test_nothing_is_touched_for_who_uses_nothing(project: pytest.Pytester) -> None:
     """Loading the plugin imports nothing of weight and asks for no build."""
     project.makepyfile(
@@ -145,11 +191,12 @@ def test_what_the_options_name(tmp_path: Path) -> None:
     """Every release is tested with every series, once."""
     found = subject.choose(["0.3.9", "b4980"], ["stock", "patched", "stock"], "rpc")
     assert [one.name for one in found] == [
-        "0.3.9+stock",
-        "0.3.9+patched",
-        "b4980+stock",
-        "b4980+patched",
+        "0.3.9+stock-rpc",
+        "0.3.9+patched-rpc",
+        "b4980+stock-rpc",
+        "b4980+patched-rpc",
     ]
+    assert {one.place.backend for one in found} == {"rpc"}
     assert [one.stock for one in found] == [True, False, True, False]
     assert [one.name for one in subject.choose((), (), "cuda")] == ["0.3.9+patched-cuda"]
     file = tmp_path / "mine.patch"

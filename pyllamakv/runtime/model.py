@@ -240,8 +240,9 @@ def load(
     params: ModelParams,
     *,
     isolated: bool,
+    kind: type[Model] = Model,
 ) -> Model:
-    """Load a GGUF file after checking that it is one, and whole.
+    """Load a GGUF file after checking that it is one, and whole; ``kind`` is what is made.
 
     Raises ModelError saying what is wrong with the file.
     """
@@ -253,4 +254,4 @@ def load(
         msg = f"{error} (architecture {file.architecture!r})"
         raise ModelError(msg, code=error.code, log=error.log) from error
     on_host = params.n_gpu_layers == 0 and not params.rpc_servers
-    return Model(native, handle, file, parent, isolated=isolated, on_host=on_host)
+    return kind(native, handle, file, parent, isolated=isolated, on_host=on_host)

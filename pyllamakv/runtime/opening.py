@@ -13,13 +13,13 @@ from pyllamakv.building import manifest as manifests
 from pyllamakv.errors import BuildError, ManifestError, NotBuilt, UnknownRelease, UsageError
 from pyllamakv.home import home
 from pyllamakv.runtime import model as models
+from pyllamakv.runtime.model import Model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pyllamakv.binding.protocol import Device
     from pyllamakv.building.manifest import Manifest
-    from pyllamakv.runtime.model import Model
 
 #: A release that is looked up in the lock by its name, with patches or without.
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\+[a-z0-9,-]+)?")
@@ -27,6 +27,9 @@ _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\+[a-z0-9,-]+)?")
 
 class OpenLibrary(Library):
     """Hold an opened library; closing it closes its contexts and models first."""
+
+    #: What `load_model` makes.
+    model_type: type[Model] = Model
 
     def load_model(
         self,
@@ -63,7 +66,9 @@ class OpenLibrary(Library):
             rpc_servers=rpc_servers,
             devices=devices,
         )
-        return models.load(self.native, path, self.handle, params, isolated=self.isolated)
+        return models.load(
+            self.native, path, self.handle, params, isolated=self.isolated, kind=self.model_type
+        )
 
     def devices(self) -> list[Device]:
         """List the devices that the library can compute on."""

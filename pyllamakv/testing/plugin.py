@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pyllamakv.runtime.context import Context
-    from pyllamakv.runtime.opening import OpenLibrary
+    from pyllamakv.testing.placed import PlacedLibrary
     from pyllamakv.testing.subject import Subject
 
 #: Seconds that one call into a worker may take, unless a test says otherwise.
@@ -43,7 +43,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="patched (default), stock, PATCH,PATCH, or patch files or a folder; repeatable",
     )
     group.addoption(
-        "--llama-backend", default="cpu", metavar="BACKEND", help="cpu (default), cuda, metal, …"
+        "--llama-backend",
+        default="cpu",
+        metavar="BACKEND",
+        help="where caches lie: cpu (default), rpc, cuda, metal or vulkan",
     )
 
 
@@ -79,19 +82,18 @@ def kv_subject(request: pytest.FixtureRequest) -> Subject:
 
 
 @pytest.fixture(scope="session")
-def kv_library(kv_subject: Subject) -> Iterator[OpenLibrary]:
+def kv_library(kv_subject: Subject) -> Iterator[PlacedLibrary]:
     """Return the library under test, open for the whole session, in this process on a CPU."""
-    with kv_subject.open() as library:
+    with kv_subject.open(timeout=kv_subject.place.patience) as library:
         yield library
 
 
 @pytest.fixture
-def kv_worker(kv_subject: Subject, request: pytest.FixtureRequest) -> Iterator[OpenLibrary]:
+def kv_worker(kv_subject: Subject, request: pytest.FixtureRequest) -> Iterator[PlacedLibrary]:
     """Return the library under test in a process of this test's own, which may abort or hang."""
     asked = _asked(request)
-    with kv_subject.open(
-        isolated=True, env=asked.get("env"), timeout=asked.get("timeout", TIMEOUT)
-    ) as library:
+    timeout = asked.get("timeout", kv_subject.place.patience or TIMEOUT)
+    with kv_subject.open(isolated=True, env=asked.get("env"), timeout=timeout) as library:
         yield library
 
 

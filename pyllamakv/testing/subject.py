@@ -8,10 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyllamakv
 from pyllamakv.building import backend as backends
 from pyllamakv.building import variant as variants
 from pyllamakv.errors import UsageError
+from pyllamakv.harness.placing import Place
 from pyllamakv.source.releases import DEFAULT
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.building.variant import Variant
     from pyllamakv.runtime.context import Context
-    from pyllamakv.runtime.opening import OpenLibrary
+    from pyllamakv.testing.placed import PlacedLibrary
 
 #: What a context has where a test does not say otherwise.
 OPTIONS = {"n_ctx": 256, "n_batch": 256, "n_ubatch": 256, "n_seq_max": 4}
@@ -38,6 +38,11 @@ class Subject:
         """Return the words that stand behind a test's name."""
         words = [self.spec, *(path.stem for path in self.patches)]
         return "+".join(words) + ("" if self.backend == "cpu" else f"-{self.backend}")
+
+    @property
+    def place(self) -> Place:
+        """Return where caches lie."""
+        return Place(self.backend)
 
     @property
     def stock(self) -> bool:
@@ -70,10 +75,12 @@ class Subject:
         isolated: bool = False,
         env: Mapping[str, str] | None = None,
         timeout: float | None = None,
-    ) -> OpenLibrary:
+    ) -> PlacedLibrary:
         """Open the library; on a device it always runs in a worker."""
-        apart = isolated or self.backend != "cpu"
-        return pyllamakv.open(self.variant.folder, isolated=apart, env=env, timeout=timeout)
+        from pyllamakv.testing.placed import PlacedLibrary
+
+        folder = self.variant.folder
+        return PlacedLibrary.at(self.place, folder, isolated=isolated, env=env, timeout=timeout)
 
     def _built(self) -> bool:
         return not self.patches and variants.find(self.spec, backend=self.backend) is not None
@@ -81,9 +88,9 @@ class Subject:
 
 def choose(releases: Sequence[str], series: Sequence[str], backend: str) -> list[Subject]:
     """Return what the options name: every release with every series. Raises UsageError."""
-    real = backends.canonical(backend)
+    known = backends.known(backend)
     return [
-        _subject(release, chosen, real)
+        _subject(release, chosen, known)
         for release in dict.fromkeys(releases or (DEFAULT,))
         for chosen in dict.fromkeys(series or ("patched",))
     ]
@@ -111,14 +118,15 @@ def _is_path(word: str) -> bool:
 
 
 @contextmanager
-def context(library: OpenLibrary, asked: Mapping[str, Any]) -> Iterator[Context]:
+def context(library: PlacedLibrary, asked: Mapping[str, Any]) -> Iterator[Context]:
     """Make a context as a marker asks for it.
 
     ``model`` is a path, or the name of a generated model: `pyllamakv.harness.synthetic` has them.
+    On a GPU its wide twin stands for it.
     """
     from pyllamakv.harness import synthetic
 
     left = {key: value for key, value in asked.items() if key not in ("model", "env", "timeout")}
-    path = synthetic.model(str(asked.get("model", "tiny")))
+    path = synthetic.model(library.place.model(str(asked.get("model", "tiny"))))
     with library.load_model(path) as model, model.context(**{**OPTIONS, **left}) as made:
         yield made
