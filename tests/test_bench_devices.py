@@ -1,26 +1,117 @@
-"""The benchmark of device buffers runs on a server on this machine, and says where it cannot."""
+"""The benchmark of device buffers runs on a server here, and keeps to time and memory."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pyllamakv.bench import devices
+from pyllamakv.bench import devices, workloads
+from pyllamakv.bench.devices import MOVERS, Rounds, Stand
 from pyllamakv.bench.workloads import SETTINGS, Cache
+from pyllamakv.errors import ContextError, Untestable
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
 
+SMALL = Cache("1B", SETTINGS[0], 256)
+
+
+def stand(library: Any = None, *, seconds: float = 60.0, rounds: int = 15) -> Stand:
+    """Make one that has so many seconds left."""
+    return Stand("CUDA", library, rounds, lambda: None, time.monotonic() + seconds)
+
 
 @pytest.mark.native
 def test_a_server_is_measured(patched: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All movers run on memory that is not the host's, and CUDA is measured or says why not."""
-    small = Cache("1B", SETTINGS[0], 256)
-    monkeypatch.setattr(devices, "RPC_PLAN", ((small, "alternate"),))
-    monkeypatch.setattr(devices, "CUDA_PLAN", ((small, "alternate"),))
-    rpc, cuda = devices.figures(lambda: None, patched.manifest.release, rounds=1)
-    assert set(rpc.data) == set(devices.MOVERS)
+    """All movers run on memory that is not the host's; without time left nothing is begun."""
+    monkeypatch.setattr(devices, "RPC_PLAN", ((SMALL, "alternate"),))
+    (rpc,) = devices.figures(lambda: None, patched.manifest.release, rounds=1)
+    assert set(rpc.data) == set(MOVERS)
     assert "in 1 graphs" in rpc.value
     assert rpc.limit.startswith("scratch: 0.")
-    assert cuda.met is not None or "not yet measured: " in cuda.value
+    (none,) = devices.on(lambda: None, "rpc", patched.manifest.release, budget=-1.0)
+    assert none.name == rpc.name
+    assert none.value == "not measured: it takes 0 s or more, 0 s are left"
+
+
+def test_a_size_that_takes_too_long_is_not_begun() -> None:
+    """What smaller caches took says what a larger one takes, also in another setting."""
+    there = stand(seconds=100)
+    there.paces[SETTINGS[0]] = 1 / SMALL.bytes
+    large = Cache("1B", SETTINGS[1], 256 * 200)
+    assert there.needs(large) == pytest.approx(200)
+    figure = devices._row(there, large, "alternate", 1)
+    assert figure.name == "CUDA, 1B, 51200 cells, alternate, no flash attention, f16"
+    assert figure.value.startswith("not measured: it takes 200 s or more, ")
+    assert figure.met is None
+
+
+def test_a_size_that_does_not_fit_is_not_begun() -> None:
+    """Each mover has a cache; what a device does not tell stops nothing."""
+    needed = len(MOVERS) * SMALL.bytes + workloads.BESIDE
+    for free, fits in ((needed, True), (needed - 1, False), (0, True)):
+        gpu = SimpleNamespace(kind="gpu", memory_free=free)
+        cpu = SimpleNamespace(kind="cpu", memory_free=1)
+        there = stand(SimpleNamespace(devices=lambda found=(cpu, gpu): list(found)))
+        if fits:
+            devices._need_memory(there, SMALL)
+        else:
+            with pytest.raises(Untestable, match="2 GB are free on the device"):
+                devices._need_memory(there, SMALL)
+
+
+def test_what_fails_is_a_row() -> None:
+    """A context that the device has no room for loses no other figure."""
+
+    class Library:
+        def load_model(self, *_words: Any, **_more: Any) -> None:
+            raise ContextError("out of memory\nsecond line")
+
+    figure = devices._row(stand(Library()), SMALL, "alternate", 2)
+    assert figure.value == "not measured: out of memory"
+
+
+@pytest.fixture
+def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return a clock that each defragmentation moves by one second."""
+    now = [0.0]
+
+    def complete(*_words: Any) -> SimpleNamespace:
+        now[0] += 1.0
+        return SimpleNamespace(seconds=1.0, graphs=1, scratch=0)
+
+    monkeypatch.setattr(devices, "complete", complete)
+    monkeypatch.setattr(devices, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def run(until: float, share: float) -> Rounds:
+    """Run rounds of three seconds until the end of everything, or of their share."""
+    rounds = Rounds(Stand("CUDA", None, 15, lambda: None, until), 0.0, share)
+    carver = SimpleNamespace(carve=lambda _mask: None)
+    rounds.run(dict.fromkeys(MOVERS, (None, carver)), SMALL, workloads.live("alternate", 256))
+    return rounds
+
+
+def test_rounds_end_in_time(seconds: list[float]) -> None:
+    """Only whole ones count: two while there is any time, the others in their share."""
+    rounds = run(until=100, share=13.5)
+    assert {len(each) for each in rounds.seconds.values()} == {3}
+    assert seconds == [12.0]
+    assert rounds.stand.paces == {SMALL.setting: 6 / SMALL.bytes}
+
+
+def test_a_share_that_is_too_small_still_gives_a_round(seconds: list[float]) -> None:
+    """The first warms up and the second counts."""
+    assert {len(each) for each in run(until=100, share=1).seconds.values()} == {1}
+    assert seconds == [6.0]
+
+
+def test_time_that_is_too_short_for_a_round(seconds: list[float]) -> None:
+    """It is told, and not overrun by more than one mover."""
+    with pytest.raises(Untestable, match="too few for one round"):
+        run(until=5.5, share=5.5)
+    assert seconds == [3.0]

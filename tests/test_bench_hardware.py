@@ -6,12 +6,17 @@ import dataclasses
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
+from typer.testing import CliRunner
 
 from pyllamakv.bench import devices, hardware
+from pyllamakv.bench.figure import Figure
 from pyllamakv.bench.workloads import SETTINGS, Cache
+from pyllamakv.cli import bench as cli
+from pyllamakv.errors import ContextError
 from pyllamakv.harness import check
 
 if TYPE_CHECKING:
@@ -34,7 +39,7 @@ def test_all_steps_on_a_server(
     monkeypatch.setattr(hardware.check, "check", some)
     monkeypatch.setattr(devices, "RPC_PLAN", ((Cache("1B", SETTINGS[0], 256), "alternate"),))
     ticks: list[None] = []
-    found = hardware.figures(lambda: ticks.append(None), "rpc", patched.manifest.release, 1.0)
+    found = hardware.figures(lambda: ticks.append(None), "rpc", patched.manifest.release)
     assert {figure.group for figure in found} == {"On a device: rpc"}
     tools, first, second, judged, moved, time = found
     assert "loopback" in tools.value
@@ -45,6 +50,48 @@ def test_all_steps_on_a_server(
     assert "interleaved rounds" in moved.how
     assert time.met is not None
     assert ticks
+
+
+def test_what_fails_late_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step is handed on as it ends, and a verdict or a benchmark that fails is a row."""
+
+    def fail(*_words, **_more):
+        raise ContextError("no room on the device\nmore")
+
+    def build(_spec, **_more):
+        return SimpleNamespace(manifest=SimpleNamespace(cpu_seconds=1.0))
+
+    monkeypatch.setattr(hardware, "build", build)
+    monkeypatch.setattr(hardware.check, "check", fail)
+    monkeypatch.setattr(hardware.devices, "on", fail)
+    kept: list[list[str]] = []
+    found = hardware.figures(
+        lambda: None, "rpc", keep=lambda figures: kept.append([each.name for each in figures])
+    )
+    assert [len(each) for each in kept] == [1, 2, 3, 4, 5, 6]
+    assert kept[-1] == [each.name for each in found]
+    assert [each.value for each in found[3:5]] == [
+        "no verdict: no room on the device",
+        "not measured: no room on the device",
+    ]
+    assert not found[3].met
+    assert not found[4].met
+
+
+def test_the_document_grows_with_each_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A step that ends the command leaves what was measured before it."""
+
+    def figures(_tick, backend, keep):
+        keep([Figure(f"On a device: {backend}", "tools", "there")])
+        raise ContextError("no room on the device")
+
+    monkeypatch.setattr(hardware, "figures", figures)
+    target = tmp_path / "B.md"
+    done = CliRunner().invoke(
+        cli.app, ["hardware", "--backend", "rpc", "--write", str(target)], catch_exceptions=True
+    )
+    assert isinstance(done.exception, ContextError)
+    assert "| tools | there |" in target.read_text(encoding="utf-8")
 
 
 def test_the_script_wants_a_gpu(tmp_path: Path) -> None:

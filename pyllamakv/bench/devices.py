@@ -1,11 +1,11 @@
-"""Measure complete defragmentations on device buffers: RPC on loopback, CUDA where there is one."""
+"""Measure complete defragmentations on device buffers: behind RPC on loopback, or on a GPU."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pyllamakv
 from pyllamakv.bench import workloads
@@ -14,7 +14,7 @@ from pyllamakv.bench.figure import Figure
 from pyllamakv.bench.measure import interval
 from pyllamakv.bench.rounds import complete
 from pyllamakv.bench.stands import context, model
-from pyllamakv.bench.workloads import SETTINGS, Cache
+from pyllamakv.bench.workloads import SETTINGS, Cache, Live, Setting
 from pyllamakv.errors import KvError, Untestable
 from pyllamakv.harness.placing import ALL, Place
 from pyllamakv.runtime.params import Mover
@@ -40,25 +40,8 @@ CUDA_PLAN = tuple(
 
 
 def figures(tick: Tick, release: str = DEFAULT, rounds: int = 15) -> list[Figure]:
-    """Measure on a server on loopback, and on an NVIDIA GPU where a CUDA variant is built."""
-    return on(tick, "rpc", release, rounds) + cuda(tick, release, rounds)
-
-
-def cuda(tick: Tick, release: str, rounds: int) -> list[Figure]:
-    """Measure on the GPU, or say why not."""
-    try:
-        return on(tick, "cuda", release, rounds)
-    except KvError as error:
-        reason, _, _ = str(error).partition(";")
-        return [
-            Figure(
-                GROUP,
-                f"CUDA, {_what(cache, pattern)}",
-                f"not yet measured: {reason}",
-                ">= 10 x the published algorithm, >= 50 % of the bandwidth with V in rows",
-            )
-            for cache, pattern in CUDA_PLAN
-        ]
+    """Measure on a server on loopback; `hardware` measures on a GPU."""
+    return on(tick, "rpc", release, rounds)
 
 
 def on(
@@ -68,41 +51,75 @@ def on(
     rounds: int = 15,
     budget: float | None = None,
 ) -> list[Figure]:
-    """Measure on a backend's device, in ``budget`` seconds at the cost of rounds."""
+    """Measure on a backend's device, in ``budget`` seconds at the cost of rounds.
+
+    What does not fit into the time or the device's memory, or fails there, has a row that says so.
+    """
     plan = CUDA_PLAN if backend == "cuda" else RPC_PLAN
     spec = f"{release}+patched"
-    share = None if budget is None else budget / len(plan)
+    until = time.monotonic() + (float("inf") if budget is None else budget)
     with ExitStack() as opened:
         endpoint = opened.enter_context(pyllamakv.serve(spec)).endpoint if backend == "rpc" else ""
         env = Place(backend).environment
         library = opened.enter_context(
             pyllamakv.open(spec, isolated=True, env=env, backend=backend)
         )
-        stand = Stand(backend.upper(), library, rounds, tick, share, endpoint or None)
-        return [_measure(stand, cache, pattern) for cache, pattern in plan]
+        stand = Stand(backend.upper(), library, rounds, tick, until, endpoint or None)
+        return [
+            _row(stand, cache, pattern, len(plan) - number)
+            for number, (cache, pattern) in enumerate(plan)
+        ]
 
 
 @dataclass(frozen=True)
 class Stand:
-    """Hold where is measured, and how much."""
+    """Hold where is measured, and how much, and until when.
+
+    ``paces`` are the seconds that a byte of a cache took, by setting: contexts and two rounds.
+    """
 
     device: str
     library: pyllamakv.OpenLibrary
     rounds: int
     tick: Tick
-    budget: float | None = None
+    until: float
     endpoint: str | None = None
+    paces: dict[Setting, float] = field(default_factory=dict)
+
+    @property
+    def left(self) -> float:
+        """Return the seconds that are left for everything."""
+        return self.until - time.monotonic()
+
+    def needs(self, cache: Cache) -> float:
+        """Return the fewest seconds that a cache takes, by those that were measured before."""
+        paces = self.paces
+        return cache.bytes * paces.get(cache.setting, max(paces.values(), default=0.0))
 
 
-def _measure(stand: Stand, cache: Cache, pattern: str) -> Figure:
-    mask = workloads.live(pattern, cache.cells)
-    seconds: dict[str, list[float]] = {each: [] for each in MOVERS}
-    graphs = scratch = 0
-    path = model(cache.shape)
+def _row(stand: Stand, cache: Cache, pattern: str, among: int) -> Figure:
+    """Measure one cache of ``among`` that are left, or say why not."""
+    try:
+        return _measure(stand, cache, pattern, among)
+    except KvError as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return Figure(GROUP, f"{stand.device}, {_what(cache, pattern)}", f"not measured: {reason}")
+
+
+def _measure(stand: Stand, cache: Cache, pattern: str, among: int) -> Figure:
+    left, needed = stand.left, stand.needs(cache)
+    if left <= max(needed, 0.0):
+        msg = f"it takes {needed:.0f} s or more, {max(left, 0.0):.0f} s are left"
+        raise Untestable(msg)
+    begin = time.monotonic()
+    rounds = Rounds(stand, begin, until=begin + left / among)
     with (
-        stand.library.load_model(path, n_gpu_layers=ALL, rpc_servers=stand.endpoint) as loaded,
+        stand.library.load_model(
+            model(cache.shape), n_gpu_layers=ALL, rpc_servers=stand.endpoint
+        ) as loaded,
         ExitStack() as opened,
     ):
+        _need_memory(stand, cache)
         stands = {}
         for mover in MOVERS:
             made = opened.enter_context(context(loaded, cache, defrag_mover=mover))
@@ -110,19 +127,8 @@ def _measure(stand: Stand, cache: Cache, pattern: str) -> Figure:
                 msg = f"the cache lies in host memory, not on the {stand.device} device"
                 raise Untestable(msg)
             stands[mover] = (made, Carver(made))
-        until = time.monotonic() + (stand.budget or float("inf"))
-        for number in range(stand.rounds + 1):
-            if number > 1 and time.monotonic() > until:
-                break
-            for mover, (made, carver) in stands.items():
-                carver.carve(mask)
-                report = complete(made, mask)
-                # The first pays for what is needed once.
-                if number:
-                    seconds[mover].append(report.seconds)
-                if mover == "auto":
-                    graphs, scratch = report.graphs or 0, report.scratch or 0
-                stand.tick()
+        rounds.run(stands, cache, workloads.live(pattern, cache.cells))
+    seconds = rounds.seconds
     ours = interval(seconds["auto"])
     published, staged = (
         interval([a / b for a, b in zip(seconds[each], seconds["auto"], strict=True)])
@@ -131,14 +137,66 @@ def _measure(stand: Stand, cache: Cache, pattern: str) -> Figure:
     return Figure(
         GROUP,
         f"{stand.device}, {_what(cache, pattern)}",
-        f"{ours.median * 1e3:.0f} ms in {graphs} graphs; the published algorithm takes "
+        f"{ours.median * 1e3:.0f} ms in {rounds.graphs} graphs; the published algorithm takes "
         f"{published.format(1)} times, the way by the host {staged.format(1)} times as long",
         "never slower than the published algorithm",
         published.high >= 1.0,
-        f"scratch: {scratch / 1e6:.1f} MB",
+        f"scratch: {rounds.scratch / 1e6:.1f} MB",
         f"{len(seconds['auto'])} interleaved rounds",
         dict(seconds),
     )
+
+
+class Rounds:
+    """Run all movers in turn, as long as there is time: the first two rounds while there is any."""
+
+    def __init__(self, stand: Stand, begin: float, until: float) -> None:
+        self.stand, self.begin, self.until = stand, begin, until
+        self.seconds: dict[str, list[float]] = {each: [] for each in MOVERS}
+        self.graphs = self.scratch = 0
+
+    def run(
+        self, stands: dict[Mover, tuple[pyllamakv.Context, Carver]], cache: Cache, mask: Live
+    ) -> None:
+        """Fill ``seconds``; raises Untestable when not even one round fits."""
+        took = dict.fromkeys(MOVERS, 0.0)
+        for number in range(self.stand.rounds + 1):
+            end = self.until if number > 1 else self.stand.until
+            seconds: dict[str, float] = {}
+            for mover, (made, carver) in stands.items():
+                start = time.monotonic()
+                # A round is whole or does not count: one that cannot end in time is not begun.
+                rest = MOVERS[MOVERS.index(mover) :]
+                if start + sum(took[each] for each in rest) > end:
+                    return self._ended()
+                carver.carve(mask)
+                report = complete(made, mask)
+                took[mover] = time.monotonic() - start
+                seconds[mover] = report.seconds
+                if mover == "auto":
+                    self.graphs, self.scratch = report.graphs or 0, report.scratch or 0
+                self.stand.tick()
+            # The first pays for what is needed once.
+            for each, value in seconds.items() if number else ():
+                self.seconds[each].append(value)
+            if number == 1:
+                self.stand.paces[cache.setting] = (time.monotonic() - self.begin) / cache.bytes
+        return None
+
+    def _ended(self) -> None:
+        if not self.seconds["auto"]:
+            msg = f"{time.monotonic() - self.begin:.0f} s were too few for one round"
+            raise Untestable(msg)
+
+
+def _need_memory(stand: Stand, cache: Cache) -> None:
+    """Raise Untestable when the device does not have room for a cache per mover."""
+    there = [each.memory_free for each in stand.library.devices() if each.kind == "gpu"]
+    needed = len(MOVERS) * cache.bytes + workloads.BESIDE
+    # Some backends do not tell.
+    if all(there) and there and needed > sum(there):
+        msg = f"it needs {needed / 1e9:.0f} GB, {sum(there) / 1e9:.0f} GB are free on the device"
+        raise Untestable(msg)
 
 
 def _what(cache: Cache, pattern: str) -> str:

@@ -13,58 +13,80 @@ from pyllamakv.bench import devices
 from pyllamakv.bench.figure import Figure
 from pyllamakv.building import cuda, nvidia, probing
 from pyllamakv.building.build import build
+from pyllamakv.errors import KvError
 from pyllamakv.harness import check
 from pyllamakv.source.releases import DEFAULT
 
 Tick = Callable[[], None]
+#: Takes all figures so far.
+Keep = Callable[[list[Figure]], None]
 
 #: Seconds for everything.
 LIMIT = 600.0
 
 
 def figures(
-    tick: Tick, backend: str = "cuda", release: str = DEFAULT, limit: float = LIMIT
+    tick: Tick,
+    backend: str = "cuda",
+    release: str = DEFAULT,
+    limit: float = LIMIT,
+    keep: Keep | None = None,
 ) -> list[Figure]:
     """Return the figures of a backend on this machine; raises what building raises.
 
-    The benchmarks take what is left of the time, and are shortened to it.
+    ``keep`` is given what there is after each step, so that a later one can lose nothing. What goes
+    wrong after building is a row. The benchmarks take what is left of the time.
     """
     group = f"On a device: {backend}"
     started = time.monotonic()
-    found = [Figure(group, "device, driver and toolkit", _tools(backend))]
+    found: list[Figure] = []
+
+    def add(*more: Figure) -> None:
+        found.extend(more)
+        if keep is not None:
+            keep(found)
+
+    add(Figure(group, "device, driver and toolkit", _tools(backend)))
     for side in ("stock", "patched"):
         before = time.monotonic()
         made = build(f"{release}+{side}", backend=backend, progress=lambda *_: tick()).manifest
         wall = time.monotonic() - before
         value = f"{wall:.0f} s, {made.cpu_seconds:.0f} s of CPU when it was compiled"
-        found.append(Figure(group, f"build of {release}, {side}", value, data={"wall": wall}))
-    before = time.monotonic()
-    question = check.Question(release, backend=backend, fresh=True)
-    answer = check.check(question, progress=lambda *_: tick())
-    judged = answer.judgement
-    wall = time.monotonic() - before
-    found.append(
-        Figure(
-            group,
-            f"all scenarios on {release}",
-            f"{judged.verdict}: {judged.reason.splitlines()[0]}",
-            "needed",
-            str(judged.verdict) == "needed",
-            "",
-            f"{judged.runs} runs a side in {wall:.0f} s",
-            {"wall": wall, **{str(name): str(each) for name, each in judged.scenarios.items()}},
-        )
-    )
+        add(Figure(group, f"build of {release}, {side}", value, data={"wall": wall}))
+    add(_judged(tick, backend, release, group))
     left = limit - (time.monotonic() - started)
-    found += [
-        Figure(**{**vars(each), "group": group})
-        for each in devices.on(tick, backend, release, budget=max(60.0, left))
-    ]
+    try:
+        measured = devices.on(tick, backend, release, budget=left)
+    except KvError as error:
+        measured = [Figure(group, "defragmentations", f"not measured: {_first(error)}", met=False)]
+    add(*(Figure(**{**vars(each), "group": group}) for each in measured))
     whole = time.monotonic() - started
-    found.append(
-        Figure(group, "all of this", f"{whole:.0f} s", f"<= {limit:.0f} s", whole <= limit)
-    )
+    add(Figure(group, "all of this", f"{whole:.0f} s", f"<= {limit:.0f} s", whole <= limit))
     return found
+
+
+def _judged(tick: Tick, backend: str, release: str, group: str) -> Figure:
+    before, name = time.monotonic(), f"all scenarios on {release}"
+    question = check.Question(release, backend=backend, fresh=True)
+    try:
+        judged = check.check(question, progress=lambda *_: tick()).judgement
+    except KvError as error:
+        return Figure(group, name, f"no verdict: {_first(error)}", "needed", met=False)
+    wall = time.monotonic() - before
+    return Figure(
+        group,
+        name,
+        f"{judged.verdict}: {judged.reason.splitlines()[0]}",
+        "needed",
+        str(judged.verdict) == "needed",
+        "",
+        f"{judged.runs} runs a side in {wall:.0f} s",
+        {"wall": wall, **{str(name): str(each) for name, each in judged.scenarios.items()}},
+    )
+
+
+def _first(error: KvError) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _tools(backend: str) -> str:

@@ -108,9 +108,13 @@ def bench(
         def tick() -> None:
             progress.advance(task)
 
+        def keep(figures: list[Figure]) -> None:
+            if write is not None:
+                document.write(write, [figure.dated(command) for figure in figures])
+
         for name in chosen:
             progress.update(task, description=name)
-            more = {"backend": backend} if name == "hardware" else {}
+            more = {"backend": backend, "keep": keep} if name == "hardware" else {}
             found += [figure.dated(command) for figure in measures[name].figures(tick, **more)]
     if write is not None:
         document.write(write, found)
