@@ -248,6 +248,16 @@ def test_a_device_that_is_not_there(tmp_path: Path, backend: str) -> None:
         open_library(variant(tmp_path / "v", backend=backend))
 
 
+def test_a_driver_that_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the CUDA runtime says of it becomes the cure, with the toolkit's version."""
+    said = "ggml_cuda_init: CUDA driver version is insufficient for CUDA runtime version"
+    monkeypatch.setenv("FAKE_PLK_LOG", said)
+    folder = variant(tmp_path / "v", backend="cuda", options={"PLK_CUDA_VERSION": "13.0.88"})
+    with pytest.raises(LoadError, match=r"too old for the toolkit 13\.0\.88: update it") as caught:
+        open_library(folder)
+    assert said in caught.value.log
+
+
 def test_closing() -> None:
     """A closed library is closed, and one at work is not closed."""
     opened = open_library(fake())

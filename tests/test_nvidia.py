@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from building_kit import script
 
-from pyllamakv.building import cuda, nvidia, probing
+from pyllamakv.building import build, cuda, nvidia, probing
 from pyllamakv.building.cuda import Toolkit
 from pyllamakv.errors import ToolMissing, UsageError
 
@@ -39,6 +41,27 @@ def test_a_driver_that_is_too_old(tmp_path: Path) -> None:
     said = nvidia.mismatch(made, nvidia.Driver("535.1", "12.2", ""))
     assert "update the driver" in said
     assert "toolkit of CUDA 12" in said
+
+
+def test_nothing_is_compiled_for_a_driver_that_is_too_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends the build; no driver, and a GPU of another machine, do not."""
+    made = toolkit(tmp_path, "exit 0\n")
+    old = SMI.replace("CUDA Version: 13", "CUDA Version: 12")
+    script(tmp_path / "smi" / "nvidia-smi", old)
+    monkeypatch.setattr(cuda, "find", lambda: made)
+    monkeypatch.delenv(cuda.ARCHITECTURE, raising=False)
+    wanted: Any = SimpleNamespace(
+        backend=SimpleNamespace(name="cuda"), compiler=SimpleNamespace(cxx="g++")
+    )
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    build.prove(wanted)
+    monkeypatch.setenv("PATH", str(tmp_path / "smi"))
+    with pytest.raises(ToolMissing, match=r"driver 580\.159\.03 is too old.*update the driver"):
+        build.prove(wanted)
+    monkeypatch.setenv(cuda.ARCHITECTURE, "90-real")
+    build.prove(wanted)
 
 
 def test_a_compiler_that_nvcc_refuses(tmp_path: Path) -> None:

@@ -29,6 +29,9 @@ _CURES: Final = {
     "GGML_VK_VISIBLE_DEVICES=0",
 }
 
+#: What the CUDA runtime says of a driver that is older than itself.
+_TOO_OLD: Final = "driver version is insufficient"
+
 #: Library -> (modification time, size) when its sha256 was last found to be the manifest's.
 _checked: dict[Path, tuple[int, int]] = {}
 
@@ -165,11 +168,20 @@ def _checked_library(manifest: Manifest, folder: Path) -> Path:
 
 def _need_device(native: Native, manifest: Manifest) -> None:
     """Raise LoadError when a variant for a device finds none: it would compute on the processor."""
-    if manifest.backend in _APART and not any(each.kind == "gpu" for each in native.devices()):
-        raise LoadError(
-            f"variant {manifest.variant} is for {manifest.backend}, and finds no such device here: "
-            f"{_CURES[manifest.backend]}, or use a CPU variant"
+    if manifest.backend not in _APART or any(each.kind == "gpu" for each in native.devices()):
+        return
+    cure, said = _CURES[manifest.backend], [text for _, text in native.logs()]
+    if any(_TOO_OLD in text for text in said):
+        toolkit = manifest.options.get("PLK_CUDA_VERSION", "that built it")
+        cure = (
+            f"the driver is too old for the toolkit {toolkit}: update it, or build with a toolkit "
+            "of the CUDA version that `nvidia-smi` shows"
         )
+    raise LoadError(
+        f"variant {manifest.variant} is for {manifest.backend}, and finds no such device here: "
+        f"{cure}, or use a CPU variant",
+        log=said,
+    )
 
 
 def _compare(about: About, manifest: Manifest, path: Path) -> None:

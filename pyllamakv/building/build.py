@@ -174,6 +174,7 @@ def prove(wanted: Request) -> None:
     """Try what CMake would only stumble over: raise ToolMissing in words of ours."""
     if wanted.backend.name == "cuda":
         toolkit = cuda.find()
+        nvidia.need_driver(toolkit)
         nvidia.prove(toolkit, wanted.compiler.cxx)
 
 

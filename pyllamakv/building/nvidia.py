@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import tempfile
@@ -50,6 +51,18 @@ def mismatch(toolkit: cuda.Toolkit, found: Driver) -> str:
         f"the driver runs CUDA {found.cuda} at most, the toolkit is {toolkit.version}: update the "
         f"driver, or build with a toolkit of CUDA {theirs}"
     )
+
+
+def need_driver(toolkit: cuda.Toolkit, environ: Mapping[str, str] | None = None) -> None:
+    """Raise ToolMissing when what is compiled for this machine's GPU could not run on it.
+
+    A machine without a driver builds for others, and so does who names an architecture.
+    """
+    env = os.environ if environ is None else environ
+    found = None if env.get(cuda.ARCHITECTURE, "").strip() else driver(env)
+    if found and (lacks := mismatch(toolkit, found)):
+        cure = f"{lacks}; to build for another machine name its GPU in {cuda.ARCHITECTURE}"
+        raise ToolMissing(f"driver {found.version} is too old: {cure}", "driver", cure)
 
 
 def prove(toolkit: cuda.Toolkit, cxx: str) -> None:

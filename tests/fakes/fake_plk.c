@@ -95,6 +95,8 @@ int plk_init(void) {
     const char *fault = getenv("FAKE_PLK_INIT");
     if (fault && !strcmp(fault, "abort")) abort();
     if (fault && !strcmp(fault, "hang")) pause();
+    const char *logged = getenv("FAKE_PLK_LOG");
+    if (logged) say(4, "%s", logged);
     return fault && !strcmp(fault, "fail") ? fail(PLK_EEXCEPTION, "no backend") : PLK_OK;
 }
 const char *plk_last_error(void) { return error_text; }
