@@ -15,12 +15,13 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from building_kit import NINJA, Workshop
+from building_kit import NINJA, Workshop, script
 
-from pyllamakv.building import build, results, variant
+from pyllamakv.building import build, cuda, results, variant
 from pyllamakv.building import manifest as manifests
-from pyllamakv.errors import BuildError, CommandFailed, DiskFull
+from pyllamakv.errors import BuildError, CommandFailed, DiskFull, NotBuilt, UsageError
 from pyllamakv.patching.apply import Patched
+from pyllamakv.runtime import opening
 from pyllamakv.source import releases
 from pyllamakv.source.store import open_store
 
@@ -100,6 +101,29 @@ def test_built_variants_are_found_without_a_compiler(
         assert variant.find(variant.Spec(release.name, series)) == expected
     assert variant.find(shop.spec, backend="rpc") == stock
     assert variant.find(shop.spec, native=True) is None
+
+
+def test_a_cuda_variant_is_found_without_a_gpu(
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was built for a named architecture is opened by its spec, where no GPU can be asked."""
+    toolkit = shop.folder / "cuda"
+    script(toolkit / "bin" / "nvcc", "echo 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+    (toolkit / "include").mkdir()
+    (toolkit / "include" / "cublas_v2.h").touch()
+    monkeypatch.setenv("CUDA_HOME", str(toolkit))
+    monkeypatch.delenv("CUDACXX", raising=False)
+    monkeypatch.setenv(cuda.ARCHITECTURE, "90-real")
+    made = build.build(shop.spec, backend="cuda", native=False)
+    monkeypatch.setenv(cuda.ARCHITECTURE, "")
+    script(shop.programs / "nvidia-smi", "exit 9\n")
+    monkeypatch.setenv("PATH", f"{shop.programs}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(manifests, "machine_flags", lambda *_path: frozenset())
+    assert opening.find_built(shop.spec, backend="cuda") == made.folder
+    with pytest.raises(NotBuilt, match="--backend cuda"):
+        opening.find_built(f"{shop.spec.removesuffix('stock')}patched", backend="cuda")
+    with pytest.raises(UsageError, match="abacus"):
+        opening.find_built(shop.spec, backend="abacus")
 
 
 def test_patched_after_stock_rewrites_only_what_differs(shop: Workshop) -> None:

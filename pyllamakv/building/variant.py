@@ -179,17 +179,18 @@ def find(spec: str | Spec, *, backend: str = "cpu", native: bool | None = None) 
     """Return the built variant that a spec names on this machine, or None.
 
     ``native`` None prefers the tuned build and takes a portable one instead. Where there is no
-    compiler, as in an image that only runs what was built elsewhere, the newest variant that fits
-    by its manifest is taken.
+    compiler, as in an image that only runs what was built elsewhere, or no GPU whose architecture
+    decides, the newest variant that fits by its manifest is taken.
     """
     parsed = parse(spec) if isinstance(spec, str) else spec
+    known = backends.canonical(backend)
     try:
         for tuned in (True, False) if native is None else (native,):
             found = lookup(request(parsed, backend=backend, native=tuned))
             if found:
                 return found
-    except ToolMissing:
-        return _newest(parsed, backends.canonical(backend), native)
+    except (ToolMissing, UsageError):
+        return _newest(parsed, known, native)
     return None
 
 
