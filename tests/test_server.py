@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 from fakes.build import ROOT, fake
+from test_library import variant
 
+import pyllamakv as kv
+from pyllamakv.binding.remote import Remote
 from pyllamakv.binding.server import Server
 from pyllamakv.errors import DeviceLost, LoadError, UsageError
 
@@ -47,6 +50,26 @@ def test_a_server_answers_until_it_is_closed() -> None:
         assert server.endpoint in repr(server)
     assert gone(server.endpoint)
     server.close()
+
+
+def test_a_variant_for_a_gpu_serves_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the processor; a device that is named stands, and without any it is refused."""
+    asked: list[str | None] = []
+    serve = Remote.rpc_serve
+
+    def note(self: Remote, endpoint: str, device: str | None, memory: int) -> None:
+        asked.append(device)
+        serve(self, endpoint, device, memory)
+
+    monkeypatch.setattr(Remote, "rpc_serve", note)
+    gpu = variant(tmp_path / "gpu", fake("FAKE_KIND=1"), backend="cuda")
+    for where, device in ((gpu, None), (gpu, "FAKE"), (variant(tmp_path / "cpu"), None)):
+        kv.serve(where, device=device).close()
+    assert asked == ["FAKE", "FAKE", None]
+    with pytest.raises(LoadError, match="finds no such device here"):
+        kv.serve(variant(tmp_path / "none", backend="cuda"))
 
 
 def test_a_server_that_dies_is_lost() -> None:

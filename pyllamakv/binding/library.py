@@ -85,7 +85,7 @@ class Library:
         try:
             if manifest is not None:
                 _compare(native.about, manifest, path)
-                _need_device(native, manifest)
+                first_gpu(native, manifest)
         except LoadError:
             native.close()
             raise
@@ -166,10 +166,16 @@ def _checked_library(manifest: Manifest, folder: Path) -> Path:
     return path
 
 
-def _need_device(native: Native, manifest: Manifest) -> None:
-    """Raise LoadError when a variant for a device finds none: it would compute on the processor."""
-    if manifest.backend not in _APART or any(each.kind == "gpu" for each in native.devices()):
-        return
+def first_gpu(native: Native, manifest: Manifest) -> str | None:
+    """Return the device that a variant is for; None: the processor.
+
+    Raises LoadError when a variant for a device finds none: it would compute on the processor.
+    """
+    if manifest.backend not in _APART:
+        return None
+    found = next((each.name for each in native.devices() if each.kind == "gpu"), None)
+    if found is not None:
+        return found
     cure, said = _CURES[manifest.backend], [text for _, text in native.logs()]
     if any(_TOO_OLD in text for text in said):
         toolkit = manifest.options.get("PLK_CUDA_VERSION", "that built it")

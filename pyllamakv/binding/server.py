@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Final, Self
 
 from pyllamakv.binding.codes import Code
-from pyllamakv.binding.library import find
+from pyllamakv.binding.library import find, first_gpu
 from pyllamakv.binding.remote import Remote
 from pyllamakv.errors import (
     DeviceLost,
@@ -49,7 +49,9 @@ class Server:
         env: Mapping[str, str] | None = None,
         patience: float = 60.0,
     ) -> None:
-        """Serve ``device`` (None: the processor) of a library at host:port; return when it does.
+        """Serve ``device`` of a library at host:port; return when it does.
+
+        None is the first GPU of a variant for one, and otherwise the processor.
 
         ``where`` is a variant's folder or a library.
         ``port`` 0 takes a free one. ``memory`` bytes are what clients are told there is (0: what
@@ -59,8 +61,11 @@ class Server:
         """
         self.endpoint = f"{host}:{_free(host, port)}"
         self._error: KvError | None = None
-        self._native = Remote(find(where)[0], env={**_threads(threads), **(env or {})})
+        path, manifest = find(where)
+        self._native = Remote(path, env={**_threads(threads), **(env or {})})
         try:
+            if device is None and manifest is not None:
+                device = first_gpu(self._native, manifest)
             self._thread = threading.Thread(
                 target=self._serve, args=(device, memory), name=f"rpc {self.endpoint}", daemon=True
             )

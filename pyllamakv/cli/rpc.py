@@ -57,7 +57,7 @@ def serve(
         spec,
         host=host,
         port=port,
-        device=device or _first_gpu(spec, backend),
+        device=device,
         memory=_bytes(memory),
         threads=threads,
         backend=backend,
@@ -72,16 +72,6 @@ def serve(
         sys.stdout.flush()
         sys.stderr.write(f"serving {spec}; end with Ctrl-C\n")
         server.wait()
-
-
-def _first_gpu(spec: str, backend: str) -> str | None:
-    """Return the device that a variant for one was built for; None is the processor."""
-    if backend in ("cpu", "rpc"):
-        return None
-    import pyllamakv
-
-    with pyllamakv.open(spec, backend=backend) as library:
-        return next((each.name for each in library.devices() if each.kind == "gpu"), None)
 
 
 def _bytes(text: str) -> int:

@@ -22,8 +22,9 @@ def serve(
 
     The server lives until it is closed or this process ends. Clients must be of the same release.
     The protocol has no authentication: a ``host`` other than loopback is open to everybody who can
-    reach it. ``backend`` names the variant to serve from: ``cuda`` for a GPU. Raises NotBuilt,
-    LoadError, UsageError, or DeviceLost when the server ends at once.
+    reach it. ``backend`` names the variant to serve from: ``cuda`` for a GPU, whose first one is
+    served unless ``device`` names another. Raises NotBuilt, LoadError (also where a variant for a
+    GPU finds none), UsageError, or DeviceLost when the server ends at once.
     """
     where = located(spec, backend=backend)
     return Server(where, host=host, port=port, device=device, memory=memory, threads=threads)
