@@ -65,6 +65,30 @@ def test_vulkan_names_what_lacks(tmp_path: Path) -> None:
     assert backend.choose("vulkan", environ=env).options["GGML_VULKAN"] == "ON"
 
 
+def test_vulkan_names_the_headers_that_a_release_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier releases build without SPIRV-Headers, later ones do not configure."""
+    monkeypatch.setattr(backend, "_ROOTS", ())
+    sdk, tree = tmp_path / "sdk", tmp_path / "tree"
+    env = {"PATH": "", "VULKAN_SDK": str(sdk)}
+    script(sdk / "bin" / "glslc", "exit 0\n")
+    (sdk / "include" / "vulkan").mkdir(parents=True)
+    (sdk / "include" / "vulkan" / "vulkan.h").touch()
+    asks = tree / "ggml/src/ggml-vulkan/CMakeLists.txt"
+    asks.parent.mkdir(parents=True)
+    asks.write_text("find_package(Vulkan REQUIRED)\n", encoding="utf-8")
+    backend.need_spirv(tree, env)
+    backend.need_spirv(tmp_path / "monolith", env)
+    asks.write_text("find_package(SPIRV-Headers CONFIG REQUIRED)\n", encoding="utf-8")
+    with pytest.raises(ToolMissing, match=r"SPIRV-Headers.*spirv-headers"):
+        backend.need_spirv(tree, env)
+    found = sdk / "share/cmake/SPIRV-Headers/SPIRV-HeadersConfig.cmake"
+    found.parent.mkdir(parents=True)
+    found.touch()
+    backend.need_spirv(tree, env)
+
+
 def test_cuda_gets_its_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What decides the code enters the options, where the tools lie does not."""
     root = tmp_path / "cuda"

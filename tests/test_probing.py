@@ -34,9 +34,10 @@ def test_vulkan_needs_headers_loader_and_driver(
     """Each of them has a cure of its own, and devices are named."""
     monkeypatch.setattr(probing, "_DRIVERS", (str(tmp_path),))
     env = {"PATH": str(tmp_path)}
-    monkeypatch.setattr(backend, "vulkan_missing", lambda _env: "glslc")
+    monkeypatch.setattr(backend, "vulkan_missing", lambda _env, **_more: "glslc")
     assert "libvulkan-dev" in probing.vulkan(env).cure
-    monkeypatch.setattr(backend, "vulkan_missing", lambda _env: "")
+    lacks = {False: "", True: ""}
+    monkeypatch.setattr(backend, "vulkan_missing", lambda _env, spirv=False: lacks[spirv])
     monkeypatch.setattr(probing.ctypes.util, "find_library", lambda _name: None)
     assert "libvulkan1" in probing.vulkan(env).cure
     monkeypatch.setattr(probing.ctypes.util, "find_library", lambda name: f"lib{name}.so.1")
@@ -46,3 +47,5 @@ def test_vulkan_needs_headers_loader_and_driver(
     assert probing.vulkan(env).state == "ok"
     script(tmp_path / "vulkaninfo", "printf '\\tdeviceName = llvmpipe (LLVM)\\n'\n")
     assert probing.vulkan(env).found.endswith("llvmpipe (LLVM)")
+    lacks[True] = "SPIRV-Headers"
+    assert "spirv-headers" in probing.vulkan(env).cure

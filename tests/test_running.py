@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import threading
 from pathlib import Path
@@ -103,6 +104,15 @@ def test_a_full_disk_costs_the_memory_alone(
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     running.remember("key", run)
     assert running.recall("key") == run
+
+
+def test_a_library_is_tried_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later releases find no software device of Vulkan without the variable that names it."""
+    monkeypatch.delenv("GGML_VK_VISIBLE_DEVICES", raising=False)
+    opener = Opener(lambda: Rolling(heals=True))
+    one = dataclasses.replace(task("patched", "fragmented"), backend="vulkan")
+    running.run_tasks([one], workers=1, opener=opener)
+    assert {each.get("GGML_VK_VISIBLE_DEVICES") for each in opener.environments} == {"0"}
 
 
 def test_what_is_remembered_is_not_run_again() -> None:

@@ -48,7 +48,11 @@ VULKAN_CURE = (
     "install the Vulkan SDK: Debian or Ubuntu "
     "`apt-get install libvulkan-dev glslc spirv-headers mesa-vulkan-drivers`"
 )
+#: Where headers and packages are looked for beside the SDK.
+_ROOTS = ("/usr", "/usr/local", "/opt/homebrew")
 
+#: Where CMake finds packages below a root.
+_PACKAGES = ("share/cmake", "lib/cmake", "lib/*/cmake")
 
 #: Option -> the devices that it brings.
 _DEVICES = {
@@ -133,24 +137,37 @@ def _metal() -> dict[str, str]:
     }
 
 
-def vulkan_missing(environ: Mapping[str, str] | None = None) -> str:
-    """Return what building for Vulkan lacks here, in words, or an empty string."""
+def vulkan_missing(environ: Mapping[str, str] | None = None, *, spirv: bool = False) -> str:
+    """Return what building for Vulkan lacks here, in words, or an empty string.
+
+    ``spirv`` looks for the SPIRV-Headers as well, which later releases need: see `need_spirv`.
+    """
     env = os.environ if environ is None else environ
     sdk = env.get("VULKAN_SDK")
-    roots = ([Path(sdk)] if sdk else []) + [
-        Path(root) for root in ("/usr", "/usr/local", "/opt/homebrew")
-    ]
+    roots = [Path(root) for root in ((sdk,) if sdk else ()) + _ROOTS]
     path = env.get("PATH", os.defpath) + (f"{os.pathsep}{sdk}/bin" if sdk else "")
     lacks = []
     if not any((root / "include/vulkan/vulkan.h").is_file() for root in roots):
         lacks.append("vulkan/vulkan.h")
     if shutil.which("glslc", path=path) is None:
         lacks.append("glslc")
+    asked = "SPIRV-Headers*/SPIRV-HeadersConfig.cmake"
+    if spirv and not any(
+        any(root.glob(f"{place}/{asked}")) for root in roots for place in _PACKAGES
+    ):
+        lacks.append("SPIRV-Headers")
     return " and ".join(lacks)
 
 
-def _need_vulkan(env: Mapping[str, str]) -> None:
-    lacks = vulkan_missing(env)
+def need_spirv(tree: Path, environ: Mapping[str, str] | None = None) -> None:
+    """Raise ToolMissing where the sources of a release ask for SPIRV-Headers and there are none."""
+    asks = tree / "ggml/src/ggml-vulkan/CMakeLists.txt"
+    if asks.is_file() and "SPIRV-Headers" in asks.read_text(encoding="utf-8", errors="replace"):
+        _need_vulkan(os.environ if environ is None else environ, spirv=True)
+
+
+def _need_vulkan(env: Mapping[str, str], *, spirv: bool = False) -> None:
+    lacks = vulkan_missing(env, spirv=spirv)
     if lacks:
         message = f"the Vulkan backend needs {lacks}, which was not found; {VULKAN_CURE}"
         raise ToolMissing(message, lacks.split(" ", 1)[0], VULKAN_CURE)

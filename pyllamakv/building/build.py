@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import filelock
 
-from pyllamakv.building import cmake, compiler, cuda, nvidia, results, variant
+from pyllamakv.building import backend, cmake, compiler, cuda, nvidia, results, variant
 from pyllamakv.building.results import Source
 from pyllamakv.errors import BuildError
 from pyllamakv.home import home
@@ -176,6 +176,8 @@ def prove(wanted: Request) -> None:
         toolkit = cuda.find()
         nvidia.need_driver(toolkit)
         nvidia.prove(toolkit, wanted.compiler.cxx)
+    elif wanted.backend.name == "vulkan":
+        backend.need_spirv(wanted.tree)
 
 
 def definitions(wanted: Request, name: str) -> dict[str, str]:

@@ -90,7 +90,11 @@ def vulkan(environ: Mapping[str, str] | None = None) -> Finding:
             "apt-get install mesa-vulkan-drivers"
         )
         return Finding("vulkan", "optional", "headers, glslc and loader, but no driver", cure)
-    return Finding("vulkan", "ok", f"headers, glslc; {', '.join(devices) or 'a driver'}")
+    shown = f"headers, glslc; {', '.join(devices) or 'a driver'}"
+    if backend.vulkan_missing(env, spirv=True):
+        cure = f"for later releases SPIRV-Headers as well: {backend.VULKAN_CURE}"
+        return Finding("vulkan", "optional", f"{shown}; no SPIRV-Headers", cure)
+    return Finding("vulkan", "ok", shown)
 
 
 def vulkan_devices(environ: Mapping[str, str] | None = None) -> list[str]:

@@ -141,7 +141,7 @@ def run_tasks(
     if not left:
         return done
     for library in dict.fromkeys(task.library for task in left):
-        try_to_load(library, opener)
+        try_to_load(library, opener, Place(left[0].backend))
     # Deep models take longest; started last they would leave one worker alone with them.
     groups = _groups(left)
     groups.sort(key=lambda group: -len(group) * synthetic.cost(group[0].scenario.model))
@@ -191,13 +191,13 @@ def run_tasks(
     return {task: done[task] for task in tasks}
 
 
-def try_to_load(library: Path, opener: Opener | None = None) -> None:
-    """Open a library once in a worker and close it; raises CannotLoad.
+def try_to_load(library: Path, opener: Opener | None, place: Place) -> None:
+    """Open a library once in a worker, as runs do, and close it; raises CannotLoad.
 
     A library that cannot be loaded here has nothing to say about any scenario.
     """
     try:
-        (opener or lab.open_worker)(library, {}).close()
+        (opener or lab.open_worker)(library, place.environment).close()
     except LoadError as error:
         raise CannotLoad(library, error) from error
 
