@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
+from building_kit import script
 from typer.testing import CliRunner
 
 from pyllamakv.bench import devices, hardware
@@ -92,6 +94,24 @@ def test_the_document_grows_with_each_step(monkeypatch: pytest.MonkeyPatch, tmp_
     )
     assert isinstance(done.exception, ContextError)
     assert "| tools | there |" in target.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_the_script_installs_a_toolkit(tmp_path: Path, there: bool) -> None:
+    """Its wheels come along where there is no nvcc."""
+    tools = tmp_path / "tools"
+    text = (ROOT / "tools" / "cuda.sh").read_text(encoding="utf-8")
+    script(tools / "cuda.sh", text.replace("/usr/local/cuda", str(tmp_path / "cuda")))
+    script(tools / "bootstrap.sh", f'echo "$*" >{tmp_path}/asked; echo true\n')
+    script(tmp_path / "bin" / "nvidia-smi", "exit 0\n")
+    if there:
+        script(tmp_path / "bin" / "nvcc", "exit 0\n")
+    for name in ("dirname", "sh"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name))
+    env = {"PATH": str(tmp_path / "bin")}
+    subprocess.run([tools / "cuda.sh"], env=env, check=False, capture_output=True, timeout=120)
+    asked = (tmp_path / "asked").read_text(encoding="utf-8")
+    assert asked == ("own test\n" if there else "own test,cuda\n")
 
 
 def test_the_script_wants_a_gpu(tmp_path: Path) -> None:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+import shlex
+import shutil
+import sys
+import time
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from building_kit import script
@@ -10,8 +18,7 @@ from building_kit import script
 from pyllamakv.building import cuda
 from pyllamakv.errors import ToolMissing, UsageError
 
-if TYPE_CHECKING:
-    from pathlib import Path
+ROOT = Path(__file__).resolve().parent.parent
 
 NVCC = "echo 'Cuda compilation tools, release 13.0, V13.0.88'\n"
 
@@ -34,9 +41,16 @@ def toolkit(root: Path, *, cublas: bool = True) -> dict[str, str]:
 
 
 def test_absent(tmp_path: Path) -> None:
-    """Without nvcc the message names the toolkit and the wheels."""
-    with pytest.raises(ToolMissing, match="pip install nvidia-cuda-nvcc"):
+    """Without nvcc the message names the wheels, for the interpreter that looks for them."""
+    said = re.escape(f"{shlex.quote(sys.executable)} -m pip install 'nvidia-cuda-nvcc")
+    with pytest.raises(ToolMissing, match=said):
         cuda.find({"PATH": str(tmp_path)})
+
+
+def test_the_extra_is_what_the_message_names() -> None:
+    """Both lists are one."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert tuple(project["optional-dependencies"]["cuda"]) == cuda.WHEELS
 
 
 def test_system(tmp_path: Path) -> None:
@@ -69,7 +83,7 @@ def test_script_before_nvcc(tmp_path: Path) -> None:
 
 def test_cublas_is_looked_for(tmp_path: Path) -> None:
     """A toolkit without cuBLAS says how to get it."""
-    with pytest.raises(ToolMissing, match="pip install nvidia-cublas"):
+    with pytest.raises(ToolMissing, match=r"pip install 'nvidia-cublas==13\.\*'"):
         cuda.find(toolkit(tmp_path / "cuda", cublas=False))
 
 
@@ -79,10 +93,17 @@ def test_cublas_from_its_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (wheel / "include").mkdir(parents=True)
     (wheel / "include" / "cublas_v2.h").touch()
     (wheel / "lib").mkdir()
-    for name in ("libcublas.so.13", "libcublasLt.so.13"):
-        (wheel / "lib" / name).touch()
+    older = wheel.parent / "cublas"
+    shutil.copytree(wheel, older)
     monkeypatch.setattr(cuda, "_wheel_folders", lambda: [wheel.parent])
-    places = cuda.find(toolkit(tmp_path / "cuda", cublas=False)).places
+    for name in ("libcublas.so", "libcublasLt.so"):
+        (older / "lib" / f"{name}.12").touch()
+    env = toolkit(tmp_path / "cuda", cublas=False)
+    with pytest.raises(ToolMissing, match="cuBLAS of CUDA 13"):
+        cuda.find(env)
+    for name in ("libcublas.so", "libcublasLt.so"):
+        (wheel / "lib" / f"{name}.13").touch()
+    places = cuda.find(env).places
     assert places["CUDA_cublas_LIBRARY"] == str(wheel / "lib" / "libcublas.so.13")
     assert places["CUDA_cublasLt_LIBRARY"] == str(wheel / "lib" / "libcublasLt.so.13")
 
@@ -100,6 +121,60 @@ def test_wheels_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert root.is_relative_to(tmp_path / "home")
     assert (root / "lib64" / "libcudart.so").read_bytes() == b"library"
     assert cuda.find(env) == found
+
+
+def wheels(site: Path, version: str, root: str = "cu13") -> Path:
+    """Install stand-ins for wheels of a version into a folder, and return `nvidia`."""
+    place = site / "nvidia" / root
+    if not place.exists():
+        toolkit(place)
+        (place / "lib").mkdir()
+    for old in site.glob("nvidia_*.dist-info"):
+        old.rmdir()
+    (site / f"nvidia_cuda_runtime-{version}.dist-info").mkdir()
+    (place / "lib" / "libcudart.so.13").unlink(missing_ok=True)
+    (place / "lib" / "libcudart.so.13").write_text(version, encoding="utf-8")
+    return place.parent
+
+
+def test_other_wheels_are_another_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upgrade is laid out anew; what a killed process left behind is not taken for one."""
+    monkeypatch.setattr(cuda, "_wheel_folders", lambda: [wheels(tmp_path, "13.0.96")])
+    first = cuda.compiler({"PATH": ""})
+    assert first is not None
+    monkeypatch.setattr(cuda, "_wheel_folders", lambda: [wheels(tmp_path, "13.0.97")])
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(cuda, "_link_or_copy", Mock(side_effect=KeyboardInterrupt))
+        cuda.compiler({"PATH": ""})
+    second = cuda.compiler({"PATH": ""})
+    assert second is not None
+    said = [(path.parents[1] / "lib64/libcudart.so").read_text("utf-8") for path in (first, second)]
+    assert said == ["13.0.96", "13.0.97"]
+    assert not list((tmp_path / "home" / "objects").glob(".*"))
+
+
+def test_two_processes_lay_out_one_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second waits, and finds it whole."""
+    folder = wheels(tmp_path, "13.0.96")
+    slow = cuda._link_or_copy
+
+    def link(source: str, target: str) -> None:
+        time.sleep(0.05)
+        slow(source, target)
+
+    monkeypatch.setattr(cuda, "_link_or_copy", link)
+    with ThreadPoolExecutor(2) as pool:
+        made = list(pool.map(lambda _: cuda.prepare_wheels(folder / "cu13"), range(2)))
+    assert made[0] == made[1]
+    assert (made[0] / "lib64" / "libcudart.so").read_text("utf-8") == "13.0.96"
+
+
+def test_the_newest_toolkit_of_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers count, and folders of single wheels of CUDA 12 are no toolkits."""
+    for name in ("cu9", "cu13", "cuda_nvcc"):
+        folder = wheels(tmp_path, "1", name)
+    monkeypatch.setattr(cuda, "_wheel_folders", lambda: [folder])
+    assert [root.name for root in cuda._wheel_roots()] == ["cu13", "cu9"]
 
 
 @pytest.mark.parametrize("value", ["90", "90-real", "86;90-virtual", "90a-real"])

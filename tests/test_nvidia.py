@@ -107,7 +107,7 @@ def test_the_doctor_tells_apart_what_lacks(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(cuda, "USUAL", tmp_path / "usual")
     monkeypatch.setattr(cuda, "_wheel_folders", list)
     env = {"PATH": str(tmp_path), cuda.ARCHITECTURE: "90-real"}
-    assert "pip install nvidia-cuda-nvcc" in probing.gpu(env).cure
+    assert "pip install 'nvidia-cuda-nvcc" in probing.gpu(env).cure
     made = toolkit(tmp_path / "cuda", "exit 0\n")
     monkeypatch.setattr(cuda, "find", lambda _env: made)
     found = probing.gpu(env)

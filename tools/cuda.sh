@@ -4,6 +4,7 @@
 #
 #   tools/cuda.sh [FILE]        FILE: another document than BENCHMARKS.md
 #
+# Where the system has no nvcc, the toolkit comes from wheels: the extra `cuda`.
 # PYLLAMAKV_PYTHON names a Python that has the package's dependencies, where none can be installed;
 # PYLLAMAKV_HOME a home with the release in its store, where none can be fetched.
 set -eu
@@ -18,7 +19,12 @@ if [ -n "${PYLLAMAKV_PYTHON:-}" ]; then
     PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
     export PYTHONPATH
 else
-    py=$(tools/bootstrap.sh own test)
+    extras=test
+    if [ -z "${CUDACXX:-}${CUDA_HOME:-}${CUDA_PATH:-}" ] && ! command -v nvcc >/dev/null 2>&1 &&
+        [ ! -x /usr/local/cuda/bin/nvcc ]; then
+        extras=test,cuda
+    fi
+    py=$(tools/bootstrap.sh own "$extras")
 fi
 "$py" -m pyllamakv.cli.main doctor || true
 "$py" -m pyllamakv.cli.main bench hardware --backend cuda --write "${1:-BENCHMARKS.md}"

@@ -5,9 +5,11 @@ The architecture is never left to upstream: older releases default to some that 
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.errors import ToolMissing, UsageError
 from pyllamakv.home import home
+from pyllamakv.source.files import locked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,11 +30,23 @@ ARCHITECTURE = "PYLLAMAKV_CUDA_ARCH"
 #: Where the vendor's installer puts the toolkit.
 USUAL = Path("/usr/local/cuda")
 
-_CURE = (
-    "install the CUDA toolkit of your system, or its wheels: `pip install nvidia-cuda-nvcc "
-    "nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl nvidia-cublas`"
+_PIP = f"{shlex.quote(sys.executable)} -m pip install"
+
+#: A toolkit of wheels: what the extra `cuda` of this package installs.
+WHEELS = (
+    "nvidia-cuda-nvcc==13.0.*",
+    "nvidia-cuda-crt==13.0.*",
+    "nvidia-nvvm==13.0.*",
+    "nvidia-cuda-runtime==13.0.*",
+    "nvidia-cuda-cccl==13.0.*",
+    "nvidia-cublas==13.1.*",
 )
-_CUBLAS_CURE = "install it with the toolkit, or its wheel: `pip install nvidia-cublas`"
+
+# Only wheels of the interpreter that builds are found.
+_CURE = (
+    "install the CUDA toolkit of your system, or its wheels (the extra `cuda` of pyllamakv): "
+    f"`{_PIP} {shlex.join(WHEELS)}`"
+)
 _ARCHITECTURE = re.compile(r"\d{2,3}[af]?(-real|-virtual)?(;\d{2,3}[af]?(-real|-virtual)?)*")
 
 
@@ -64,7 +79,7 @@ def find(environ: Mapping[str, str] | None = None) -> Toolkit:
     _known(nvcc, version, wanted)
     options = {"CMAKE_CUDA_ARCHITECTURES": wanted, "PLK_CUDA_VERSION": version}
     places = {"CMAKE_CUDA_COMPILER": str(nvcc), "CUDAToolkit_ROOT": str(root)}
-    places |= _cublas(root)
+    places |= _cublas(root, version)
     driver = _first(root, ("lib64/stubs", "targets/*/lib/stubs", "lib/stubs"), "libcuda.so")
     if driver:
         places["CUDA_cuda_driver_LIBRARY"] = str(driver)
@@ -87,7 +102,7 @@ def compiler(environ: Mapping[str, str] | None = None) -> Path | None:
     for candidate in candidates:
         if candidate.is_file() and os.access(candidate, os.X_OK):
             return _behind_script(candidate)
-    wheel = _wheel_root("bin/nvcc")
+    wheel = next((root for root in _wheel_roots() if (root / "bin/nvcc").is_file()), None)
     return prepare_wheels(wheel) / "bin/nvcc" if wheel else None
 
 
@@ -130,13 +145,24 @@ def prepare_wheels(root: Path) -> Path:
     """Lay out the wheels' files below the home as a toolkit, by hard links where possible.
 
     The wheels lack what compilers and linkers look for: `lib64` and names without versions.
-    Idempotent; returns the toolkit's folder.
+    Returns the toolkit's folder, one for each set of installed wheels; it appears by a rename.
     """
-    folder = home() / "objects" / f"cuda-{root.parent.name}-{root.name}"
-    done = folder / ".complete"
-    if done.is_file():
+    site = root.parents[1]
+    wheels = sorted(path.name for path in site.glob("nvidia_*.dist-info"))
+    digest = hashlib.sha256("\n".join([str(root), *wheels]).encode()).hexdigest()[:12]
+    folder = home() / "objects" / f"cuda-{root.name}-{digest}"
+    if folder.is_dir():
         return folder
-    shutil.rmtree(folder, ignore_errors=True)
+    with locked(home() / "locks" / f"{folder.name}.lock"):
+        if not folder.is_dir():
+            stage = folder.with_name(f".{folder.name}.part")
+            shutil.rmtree(stage, ignore_errors=True)
+            _lay_out(root, stage)
+            stage.rename(folder)
+    return folder
+
+
+def _lay_out(root: Path, folder: Path) -> None:
     shutil.copytree(root, folder, copy_function=_link_or_copy, symlinks=False)
     lib = folder / "lib"
     lib.mkdir(exist_ok=True)
@@ -146,8 +172,6 @@ def prepare_wheels(root: Path) -> Path:
             plain.symlink_to(path.name)
     if not (folder / "lib64").exists():
         (folder / "lib64").symlink_to("lib")
-    done.touch()
-    return folder
 
 
 def _link_or_copy(source: str, target: str) -> None:
@@ -157,11 +181,15 @@ def _link_or_copy(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _wheel_root(name: str) -> Path | None:
-    for place in _wheel_folders():
-        for found in sorted(place.glob(f"*/{name}"), reverse=True):
-            return found.parents[len(Path(name).parts) - 1]
-    return None
+def _wheel_roots() -> list[Path]:
+    """Return the folders of toolkits made of wheels, the newest first: `nvidia/cu13`."""
+    found = [
+        (int(root.name[2:]), root)
+        for place in _wheel_folders()
+        for root in place.glob("cu[0-9]*")
+        if root.name[2:].isdigit()
+    ]
+    return [root for _, root in sorted(found, reverse=True)]
 
 
 def _wheel_folders() -> list[Path]:
@@ -193,21 +221,21 @@ def _version(nvcc: Path) -> str:
     return match.group(1)
 
 
-def _cublas(root: Path) -> dict[str, str]:
+def _cublas(root: Path, version: str) -> dict[str, str]:
     if _first(root, ("include", "targets/*/include"), "cublas_v2.h"):
         return {}
-    wheel = _wheel_root("include/cublas_v2.h")
-    if wheel is None:
-        message = f"the CUDA backend needs cuBLAS, which is not in {root}; {_CUBLAS_CURE}"
-        raise ToolMissing(message, "cublas", _CUBLAS_CURE)
-    places = {"CMAKE_CUDA_FLAGS": f"-I{wheel / 'include'}"}
-    for name in ("cublas", "cublasLt"):
-        library = next(iter(sorted((wheel / "lib").glob(f"lib{name}.so*"))), None)
-        if library is None:
-            message = f"expected lib{name} in {wheel / 'lib'}, found none; {_CUBLAS_CURE}"
-            raise ToolMissing(message, "cublas", _CUBLAS_CURE)
-        places[f"CUDA_{name}_LIBRARY"] = str(library)
-    return places
+    # Another major version has another interface: what CUDA 12 brought lies in `nvidia/cublas`.
+    major = version.partition(".")[0]
+    older = [place / "cublas" for place in _wheel_folders()]
+    for wheel in (*_wheel_roots(), *older):
+        named = {name: wheel / "lib" / f"lib{name}.so.{major}" for name in ("cublas", "cublasLt")}
+        if (wheel / "include/cublas_v2.h").is_file() and all(map(Path.is_file, named.values())):
+            places = {f"CUDA_{name}_LIBRARY": str(library) for name, library in named.items()}
+            return {"CMAKE_CUDA_FLAGS": f"-I{wheel / 'include'}", **places}
+    wheel_name = "nvidia-cublas-cu12" if major == "12" else f"'nvidia-cublas=={major}.*'"
+    cure = f"install it with the toolkit, or its wheel: `{_PIP} {wheel_name}`"
+    message = f"the CUDA backend needs cuBLAS of CUDA {major}, which is not in {root}; {cure}"
+    raise ToolMissing(message, "cublas", cure)
 
 
 def _first(root: Path, folders: tuple[str, ...], name: str) -> Path | None:
