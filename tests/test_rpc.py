@@ -139,7 +139,8 @@ def test_the_verb_serves_until_it_is_ended(patched: Variant) -> None:
     root = Path(__file__).resolve().parent.parent
     env = {**os.environ, "PYTHONPATH": str(root)}
     command = [sys.executable, "-m", "pyllamakv.cli.main", "rpc", "serve", str(patched.folder)]
-    for more, warned in (([], False), (["--host", "0.0.0.0"], True)):
+    hosts = ([], ["--host", "localhost"], ["--host", "0.0.0.0"])
+    for more, warned in zip(hosts, (False, False, True), strict=True):
         with subprocess.Popen(
             [*command, "--port", "0", "--threads", "1", *more],
             stdout=subprocess.PIPE,

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes.build import ROOT, fake
@@ -70,6 +71,25 @@ def test_a_variant_for_a_gpu_serves_the_first(
     assert asked == ["FAKE", "FAKE", None]
     with pytest.raises(LoadError, match="finds no such device here"):
         kv.serve(variant(tmp_path / "none", backend="cuda"))
+
+
+def test_names_become_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp knows addresses alone, and they tell whether others can reach a server."""
+    with Server(fake(), host="localhost") as server:
+        assert server.endpoint.startswith("127.0.0.1:")
+        assert not server.open_to_others
+    asked = socket.getaddrinfo
+    places = {"here.example": "127.0.0.2", "everywhere.example": "0.0.0.0"}
+
+    def resolve(host: str, *words: Any) -> Any:
+        return asked(places.get(host, host), *words)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(Server, "_await", lambda *_words: None)
+    for name, address in places.items():
+        with Server(fake(), host=name) as server:
+            assert server.endpoint.startswith(f"{address}:")
+            assert server.open_to_others == (address == "0.0.0.0")
 
 
 def test_a_server_that_dies_is_lost() -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 #: The port that llama.cpp's own server listens on by default.
 PORT: Final = 50052
 
-_LOOPBACK: Final = ("127.", "localhost")
+_LOOPBACK: Final = "127."
 
 
 class Server:
@@ -51,15 +51,14 @@ class Server:
     ) -> None:
         """Serve ``device`` of a library at host:port; return when it does.
 
-        None is the first GPU of a variant for one, and otherwise the processor.
-
-        ``where`` is a variant's folder or a library.
+        ``where`` is a variant's folder or a library. ``device`` None is the first GPU of a variant
+        for one, and otherwise the processor.
         ``port`` 0 takes a free one. ``memory`` bytes are what clients are told there is (0: what
         the device says; later releases always say that). ``threads`` bounds those that compute.
         Raises UsageError for a place that cannot be listened on, LoadError for a library that
         cannot be loaded, DeviceLost when the server ends or is silent for ``patience`` seconds.
         """
-        self.endpoint = f"{host}:{_free(host, port)}"
+        self.endpoint = _free(host, port)
         self._error: KvError | None = None
         path, manifest = find(where)
         self._native = Remote(path, env={**_threads(threads), **(env or {})})
@@ -148,22 +147,25 @@ class Server:
         raise DeviceLost(message, log=getattr(error, "log", ())) from error
 
 
-def _free(host: str, port: int) -> int:
-    """Return the port after seeing that it is free; raise UsageError with what to do."""
+def _free(host: str, port: int) -> str:
+    """Return address:port after seeing that it is free; raise UsageError with what to do.
+
+    llama.cpp takes addresses alone: of a name it makes one that nobody has.
+    """
     try:
         place = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4]
         with socket.socket() as probe:
             # As the server itself does, or a port would be in use for a minute after its last end.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(place)
-            found: int = probe.getsockname()[1]
+            address, found = probe.getsockname()
     except (OSError, OverflowError) as error:
         message = (
-            f"cannot listen at {host}:{port} ({error}): name an IPv4 address of this machine and a "
-            "port that is free (0 takes one)"
+            f"cannot listen at {host}:{port} ({error}): name an IPv4 address of this machine, or a "
+            "name that has one, and a port that is free (0 takes one)"
         )
         raise UsageError(message) from error
-    return found
+    return f"{address}:{found}"
 
 
 def _threads(count: int | None) -> dict[str, str]:
