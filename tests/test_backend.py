@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def test_cpu_contains_rpc_and_no_other_device() -> None:
-    """A CPU build has RPC, and finds no GPU, BLAS or OpenMP by accident."""
+    """A CPU build has RPC, and finds no GPU, BLAS, OpenMP or RDMA by accident."""
     options = backend.choose("cpu").options
     assert options["GGML_RPC"] == "ON"
-    for name in ("CUDA", "METAL", "VULKAN", "BLAS", "OPENMP"):
+    for name in ("CUDA", "METAL", "VULKAN", "BLAS", "OPENMP", "RPC_RDMA", "CUDA_NCCL"):
         assert options[f"GGML_{name}"] == "OFF"
 
 

@@ -26,6 +26,9 @@ _COMMON = {
     "GGML_VULKAN": "OFF",
     "GGML_BLAS": "OFF",
     "GGML_ACCELERATE": "OFF",
+    # Later releases take these where their libraries lie about.
+    "GGML_RPC_RDMA": "OFF",
+    "GGML_CUDA_NCCL": "OFF",
     # Threads of OpenMP spin while they wait, which costs a loaded machine dearly.
     "GGML_OPENMP": "OFF",
 }

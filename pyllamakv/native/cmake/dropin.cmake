@@ -24,6 +24,10 @@ function(plk_dropin folder)
             BUILD_WITH_INSTALL_RPATH ON
             INSTALL_RPATH "$<IF:$<PLATFORM_ID:Darwin>,@loader_path,$ORIGIN>"
             INSTALL_NAME_DIR "@rpath")
+        if(GGML_CUDA)
+            # cuBLAS and the CUDA runtime lie in no folder that the loader knows.
+            set_target_properties(${target} PROPERTIES INSTALL_RPATH_USE_LINK_PATH ON)
+        endif()
         if(NOT APPLE)
             # Unused libraries stay out of the list, as in upstream's own link by the compiler.
             target_link_options(${target} PRIVATE LINKER:--as-needed)
