@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from pyllamakv.errors import PatchFormatError
-from pyllamakv.harness import scenario
+from pyllamakv.harness import running, scenario
+from pyllamakv.harness.verdict import Outcome
 from pyllamakv.patching import series
 from pyllamakv.trust import mutants
 from pyllamakv.trust.entry import Effort
 from pyllamakv.trust.headers import HEADERS
-from pyllamakv.trust.mutants import accepted, drivers, kept, mutant, operators, switches, trial
+from pyllamakv.trust.mutants import (
+    accepted,
+    drivers,
+    kept,
+    mutant,
+    operators,
+    switches,
+    trial,
+    trials,
+)
 from pyllamakv.trust.mutants.judging import Judge
 from pyllamakv.trust.mutants.kept import Answer
 from pyllamakv.trust.mutants.mutant import Made, Mutant
+from pyllamakv.trust.mutants.trials import Trial
 
 RELEASE = "0.3.9"
 
@@ -119,6 +133,71 @@ def test_a_survivor_is_a_defect() -> None:
     assert entry.defects == ("nobody catches f.h:3: bound: `x` became `b`",)
     assert entry.row["caught"] == "2 of 3" and entry.row["caught most"] == "story 1"
     assert (entry.row["mutants"], entry.row["tried"], entry.row["equivalent"]) == ("6", "4", "1")
+
+
+class Runs:
+    """Stand in for the switched library and its workers: every trial meets the mutant."""
+
+    def __init__(self, numbers: dict[str, int], *outcomes: Outcome) -> None:
+        self.numbers, self.outcomes = numbers, list(outcomes)
+
+    def benches(self, number: int) -> contextlib.AbstractContextManager[Runs]:
+        return contextlib.nullcontext(self)
+
+    def met(self, each: Trial) -> frozenset[int]:
+        return frozenset(self.numbers.values())
+
+    def run(self, *_: object) -> Any:
+        return self.outcomes.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "outcome", "stock", "comes_of_it"),
+    [
+        ("cure", Outcome("fail", "data"), None, "scenario"),
+        ("guard", Outcome("fault", message="of ours"), None, kept.UNJUDGED),
+        ("cure", Outcome("absent"), None, "survivor"),
+        ("cure", Outcome("absent"), Outcome("absent"), "survivor"),
+        ("cure", Outcome("absent"), Outcome("fail", "data"), "scenario"),
+        ("feature", Outcome("absent"), None, "scenario"),
+        ("guard", Outcome("skip"), None, "survivor"),
+        ("guard", Outcome("skip"), Outcome("fault"), "survivor"),
+        ("guard", Outcome("skip"), Outcome("pass"), "scenario"),
+    ],
+)
+def test_a_catch_is_what_check_counts(
+    tmp_path: Path, monkeypatch, kind: Any, outcome: Outcome, stock: Outcome | None, comes_of_it
+) -> None:
+    """A fault of the harness catches nothing, nor does what stock cannot run either."""
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
+    monkeypatch.setattr(
+        running, "run_tasks", lambda tasks: {task: SimpleNamespace(outcome=stock) for task in tasks}
+    )
+    built = SimpleNamespace(id="v", folder=tmp_path, manifest=SimpleNamespace(library_sha256="d"))
+    made = SimpleNamespace(error="", library=tmp_path)
+    shop = SimpleNamespace(folder=tmp_path, build=lambda *_, **__: made)
+    story = scenario.Scenario("story", kind, "It is so.", "", print, settings=scenario.CACHES[:1])
+    runs = Runs({some().id: 1}, outcome)
+    judge = Judge(built, shop, [story], (), {}, runs, built if stock else None)  # type: ignore[arg-type]
+    found = judge.answer(some(), time.monotonic() + 60)
+    assert found.outcome == comes_of_it
+    assert (judge.recall(some()) == found) is (comes_of_it != kept.UNJUDGED)
+    entry = trial.Tally(Made((some(),), {}), 0, ((some(), found),)).entry("p", 1)
+    assert entry.passed is (comes_of_it == "scenario")
+    if comes_of_it == kept.UNJUDGED:
+        assert entry.row["tried"] == "0"
+        assert entry.defects[0].endswith("could not be judged: story [plain f16] fault: of ours")
+
+
+def test_a_fault_is_tried_once_more(monkeypatch) -> None:
+    """What comes twice is believed, of hangs and of the harness's own faults."""
+    fault, passed = Outcome("fault"), Outcome("pass")
+    answers = [SimpleNamespace(outcome=each) for each in (fault, passed, fault, fault)]
+    monkeypatch.setattr(trials, "Bench", lambda *_: Runs({}, *answers))
+    story = Trial(SimpleNamespace(), scenario.CACHES[0])  # type: ignore[arg-type]
+    benches = trials.Benches(Path("/nowhere"))
+    assert benches.run(story) == passed
+    assert benches.run(story) == fault
 
 
 def test_time_is_kept_and_chance_is_seeded() -> None:

@@ -89,6 +89,13 @@ class Pair:
             message = f"cannot run what stock can: {self.patched.message}"
             object.__setattr__(self, "patched", Outcome("fail", "claim", message))
 
+    @property
+    def broken(self) -> bool:
+        """Tell whether patched does not do what it should, in a run that counts."""
+        if self.patched is None or _silent(self):
+            return False
+        return _countable(self.patched) and self.patched.status != "pass"
+
 
 @dataclass(frozen=True)
 class Judgement:
@@ -157,7 +164,7 @@ def judge_scenario(pairs: Sequence[Pair]) -> Verdict:
         return Verdict.UNTESTABLE
     if any(harms(pair) for pair in ran):
         return Verdict.HARMFUL
-    if any(pair.patched is not None and pair.patched.status != "pass" for pair in ran):
+    if any(pair.broken for pair in ran):
         # A guard must hold on patched; failing it just as stock does is no harm, and no cure.
         return Verdict.INEFFECTIVE
     if any(pair.kind == "cure" and _ailing(pair) for pair in ran):

@@ -33,6 +33,7 @@ from pyllamakv.trust.mutants.trials import SwitchedLibrary
 from pyllamakv.trust.mutants.workshop import Workshop
 
 if TYPE_CHECKING:
+    from pyllamakv.building.variant import Variant
     from pyllamakv.patching.apply import Patched
     from pyllamakv.patching.series import Series
     from pyllamakv.source.releases import Release
@@ -111,17 +112,18 @@ class Bench:
 
     release: Release
     patched: Patched
-    variant: variant.Variant
+    variant: Variant
     workshops: tuple[Workshop, ...]
     logic: dict[str, drivers.Driver]
     made: dict[str, Made]
     switched: SwitchedLibrary | None
+    stock: Variant | None
 
     def judges(self, own: tuple[str, ...]) -> list[Judge]:
         """Return a judge per workshop, for a patch that names its scenarios."""
         every = list(scenario.discover().values())
         return [
-            Judge(self.variant, shop, every, own, self.logic, self.switched)
+            Judge(self.variant, shop, every, own, self.logic, self.switched, self.stock)
             for shop in self.workshops
         ]
 
@@ -147,7 +149,8 @@ def bench(name: str, shipped: Series, jobs: int = 1) -> Iterator[Bench]:
         for header, driver in logic.items():
             if library is not None and header in library.files:
                 driver.switch(library.files[header])
-        yield Bench(release, patched, built, shops, logic, made, library)
+        stock = variant.find(f"{name}+stock")
+        yield Bench(release, patched, built, shops, logic, made, library, stock)
 
 
 def _switched(

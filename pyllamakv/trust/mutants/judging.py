@@ -1,8 +1,8 @@
 """Find who catches a mutant: the tests of its header, scenario after scenario, the compiler.
 
-A scenario catches what it fails on the mutant and passes with the patches as they are. The patch's
-own come first, and of these the ones that caught most so far; what none of them sees meets all the
-others, then a device behind a server.
+A scenario catches what it fails on the mutant, as `check` counts failures, and passes with the
+patches as they are. The patch's own come first, and of these the ones that caught most so far;
+what none of them sees meets all the others, then a device behind a server.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv.harness import running
+from pyllamakv.harness.verdict import Pair
 from pyllamakv.trust.mutants import drivers, kept
-from pyllamakv.trust.mutants.kept import UNFINISHED, Answer
+from pyllamakv.trust.mutants.kept import UNFINISHED, UNJUDGED, Answer
 from pyllamakv.trust.mutants.mutant import HUNK
 from pyllamakv.trust.mutants.trials import Benches, SwitchedLibrary, Trial
 
@@ -35,7 +36,8 @@ class Judge:
     """Judge the mutants of a patched release by all scenarios, a patch's own first.
 
     ``own`` are the ids that a patch names, ``logic`` the drivers of its headers by path. Mutants
-    that are in the ``switched`` library need no build of their own.
+    that are in the ``switched`` library need no build of their own. Where ``stock`` is not built,
+    what a mutant cannot run at all is taken for what stock cannot run either.
     """
 
     patched: Variant
@@ -44,6 +46,7 @@ class Judge:
     own: Sequence[str]
     logic: dict[str, drivers.Driver]
     switched: SwitchedLibrary | None = None
+    stock: Variant | None = None
     caught: Counter[str] = field(default_factory=Counter)
 
     def answer(self, mutant: Mutant, deadline: float) -> Answer:
@@ -66,7 +69,7 @@ class Judge:
         if answer.outcome == "driver":
             # A header is the same in every release, and so is what its tests say.
             return kept.key("driver", mutant.file, _text(mutant))
-        return kept.key("scenario", self.patched.id, mutant.id)
+        return kept.key("failed scenario", self.patched.id, mutant.id)
 
     def _digests(self, mutant: Mutant) -> dict[str, str]:
         """Return the digest of everybody who may answer; of nobody's, all together."""
@@ -111,30 +114,45 @@ class Judge:
 
     def _by_number(self, library: SwitchedLibrary, number: int, deadline: float) -> Answer | None:
         """Ask the trials that come by a mutant of the switched library; None: nobody minds."""
+        unjudged = None
         with library.benches(number) as benches:
             for trial in self._trials():
                 if time.monotonic() > deadline:
                     return Answer(UNFINISHED)
                 if number in library.met(trial):
                     outcome = benches.run(trial)
-                    if outcome.status != "pass":
-                        return _caught(trial, outcome)
-        return None
+                    if self._fails(trial, outcome):
+                        return _said(trial, outcome)
+                    if outcome.status == "fault":
+                        unjudged = _said(trial, outcome)
+        return unjudged
 
     def _by_itself(self, library: Path, deadline: float) -> Answer:
         """Ask every trial about a mutant that was built by itself."""
+        unjudged = None
         with Benches(library) as benches:
             for trial in self._trials():
                 if time.monotonic() > deadline:
                     return Answer(UNFINISHED)
                 outcome = benches.run(trial)
-                if outcome.status != "pass" and self._passes(trial):
-                    return _caught(trial, outcome)
-        return Answer("survivor")
+                if self._fails(trial, outcome) and self._passes(trial):
+                    return _said(trial, outcome)
+                if outcome.status == "fault":
+                    unjudged = _said(trial, outcome)
+        return unjudged or Answer("survivor")
+
+    def _fails(self, trial: Trial, outcome: Outcome) -> bool:
+        """Tell whether a mutant's run is what `check` would count as a failure."""
+        stock = outcome
+        if self.stock is not None and outcome.status in ("absent", "skip"):
+            task = self._task(trial, self.stock, "stock")
+            stock = running.run_tasks([task])[task].outcome
+        each = trial.scenario
+        return Pair(each.id, each.kind, trial.setting.name, stock, outcome).broken
 
     def _passes(self, trial: Trial) -> bool:
         """Tell whether the patches as they are pass a run; remembered like any other run."""
-        task = self._task(trial)
+        task = self._task(trial, self.patched)
         return running.run_tasks([task])[task].outcome.status == "pass"
 
     def _trials(self) -> Iterator[Trial]:
@@ -155,19 +173,21 @@ class Judge:
 
     def _seconds(self, each: Scenario) -> float:
         """Return how long a scenario took with the patches as they are, where that is known."""
-        known = [running.recall(self._task(Trial(each, setting)).key) for setting in each.few]
+        tasks = [self._task(Trial(each, setting), self.patched) for setting in each.few]
+        known = [running.recall(task.key) for task in tasks]
         return sum(run.seconds for run in known if run)
 
-    def _task(self, trial: Trial) -> running.Task:
-        digest = self.patched.manifest.library_sha256
+    def _task(self, trial: Trial, built: Variant, side: str = "patched") -> running.Task:
+        digest = built.manifest.library_sha256
         return running.Task(
-            "patched", self.patched.folder, digest, trial.scenario, trial.setting, trial.backend
+            side, built.folder, digest, trial.scenario, trial.setting, trial.backend
         )
 
 
-def _caught(trial: Trial, outcome: Outcome) -> Answer:
+def _said(trial: Trial, outcome: Outcome) -> Answer:
+    kind = UNJUDGED if outcome.status == "fault" else "scenario"
     said = f"{trial.name} {outcome.failure or outcome.status}: {outcome.message}"
-    return Answer("scenario", trial.scenario.id, " ".join(said.split())[:300])
+    return Answer(kind, trial.scenario.id, " ".join(said.split())[:300])
 
 
 def _text(mutant: Mutant) -> str:

@@ -16,8 +16,8 @@ from pyllamakv.source.files import write_atomic
 
 #: What may come of a mutant, in the order of the document.
 OUTCOMES = ("compiler", "driver", "scenario", "same code", "survivor")
-#: What only says how far a run came.
-UNFINISHED = "unfinished"
+#: What only says how far a run came, and what a fault of the harness kept from an answer.
+UNFINISHED, UNJUDGED = PASSING = ("unfinished", "not judged")
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def recall(name: str, digests: dict[str, str]) -> Answer | None:
 
 
 def remember(name: str, answer: Answer, digests: dict[str, str]) -> None:
-    """Keep an answer, unless it says no more than that there was no time."""
-    if answer.outcome != UNFINISHED:
+    """Keep an answer, unless there was none."""
+    if answer.outcome not in PASSING:
         _folder().mkdir(parents=True, exist_ok=True)
         text = json.dumps(asdict(answer) | {"digest": digests[answer.by]}) + "\n"
         write_atomic(_folder() / f"{name}.json", text)

@@ -13,7 +13,7 @@ from threading import Lock
 from pyllamakv.trust.entry import Entry, Tick
 from pyllamakv.trust.mutants.accepted import Equivalent
 from pyllamakv.trust.mutants.judging import Judge
-from pyllamakv.trust.mutants.kept import OUTCOMES, UNFINISHED, Answer
+from pyllamakv.trust.mutants.kept import OUTCOMES, PASSING, UNJUDGED, Answer
 from pyllamakv.trust.mutants.mutant import Made, Mutant
 
 SECTION = "mutants"
@@ -32,10 +32,10 @@ class Tally:
         return sum(answer.outcome == outcome for _, answer in self.answers)
 
     def entry(self, name: str, seed: int) -> Entry:
-        """Return the line of RELIABILITY.md; every survivor is a defect."""
+        """Return the line of RELIABILITY.md; a survivor, or one not judged, is a defect."""
         catchers = Counter(a.by for _, a in self.answers if a.outcome == "scenario")
-        counts = {outcome: self.count(outcome) for outcome in (*OUTCOMES, UNFINISHED)}
-        tried = len(self.answers) - counts[UNFINISHED]
+        counts = {outcome: self.count(outcome) for outcome in (*OUTCOMES, *PASSING)}
+        tried = len(self.answers) - sum(counts[outcome] for outcome in PASSING)
         caught = sum(answer.caught for _, answer in self.answers)
         row = {
             "mutants": str(len(self.made.mutants)),
@@ -50,10 +50,15 @@ class Tally:
         }
         survivors = [mutant for mutant, answer in self.answers if answer.outcome == "survivor"]
         data = {**counts, "left out": self.made.left_out, "catchers": dict(catchers)}
-        defects = tuple(f"nobody catches {each}" for each in survivors)
+        defects = tuple(f"nobody catches {each}" for each in survivors) + tuple(
+            f"{mutant} could not be judged: {answer.message}"
+            for mutant, answer in self.answers
+            if answer.outcome == UNJUDGED
+        )
         if not tried and len(self.made.mutants) > self.equivalent:
             # What tries nothing finds nothing.
-            defects = (f"none of {len(self.made.mutants)} mutants was tried: give it more time",)
+            none = f"none of {len(self.made.mutants)} mutants was tried: give it more time"
+            defects = defects or (none,)
         return Entry(SECTION, name, row, defects, seed, data)
 
 

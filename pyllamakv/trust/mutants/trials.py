@@ -59,12 +59,12 @@ class Benches:
             bench.close()
 
     def run(self, trial: Trial) -> Outcome:
-        """Return how a trial ended; a hang is believed when it comes twice."""
+        """Return how a trial ended; a hang or a fault is believed when it comes twice."""
         bench = self._benches.get(trial.backend)
         if bench is None:
             bench = self._benches[trial.backend] = Bench(self._open, Place(trial.backend))
         outcome = bench.run(self._library, trial.scenario, trial.setting).outcome
-        if outcome.failure == "hang":
+        if outcome.failure == "hang" or outcome.status == "fault":
             outcome = bench.run(self._library, trial.scenario, trial.setting).outcome
         return outcome
 
@@ -116,8 +116,10 @@ class SwitchedLibrary:
             with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
                 file = Path(folder) / "met"
                 with Benches(self.path, {switches.MET: str(file)}) as benches:
-                    passed = benches.run(trial).status == "pass"
-                if not passed or not file.is_file():
+                    outcome = benches.run(trial)
+                if outcome.status == "fault":
+                    return frozenset()  # which is the harness's, and not kept
+                if outcome.status != "pass" or not file.is_file():
                     file.write_text("", encoding="ascii")
                 file.replace(kept)
         return switches.read_met(kept)
