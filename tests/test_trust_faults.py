@@ -34,9 +34,14 @@ def test_what_is_right_passes_every_fault() -> None:
     found = conduct("Careful", *FILES, "stop", "clock", "memory", seconds=30.0)
     for kind in (*FILES, "stop", "clock", "memory"):
         assert found[kind].defects == []
-        assert found[kind].tried == found[kind].repeated > 3
+        assert found[kind].tried > 3
+        assert found[kind].tried >= found[kind].struck == found[kind].repeated
     # As many as there are changes, whatever the kind.
     assert found["kill"].tried == found["eio"].tried == found["stop"].tried
+    # Every kill strikes; a write that needs no room any more, or a clock nobody reads, does not.
+    assert found["kill"].struck == found["one"].struck == found["stop"].struck
+    assert found["kill"].struck == found["kill"].tried > found["once"].struck > 0
+    assert found["clock"].struck == 0
     assert found["full"].errors["DiskFull"] > 1
     assert found["eio"].errors["DiskFailed"] > 1
 
@@ -75,7 +80,7 @@ def test_the_interpreter_may_say_itself_that_memory_lacks() -> None:
     """An import without any ends in words of its own, of which nobody can make others."""
     found = conduct("Starved", "memory")["memory"]
     assert found.defects == []
-    assert found.errors["OSError"] == found.tried == found.repeated
+    assert found.errors["OSError"] == found.tried == found.struck == found.repeated
 
 
 def test_a_disk_with_little_room() -> None:
@@ -103,12 +108,28 @@ def test_an_entry_says_what_was_tried() -> None:
     assert results.row["faults"] == str(results.data["faults"])
 
 
+def test_what_does_not_strike_is_no_fault() -> None:
+    """Limits that are never met, changes that are never reached: tried, and not counted."""
+    found = conduct("Careful", "fsize", "memory", seconds=30.0)
+    # What it writes has some 700 bytes, of which smaller limits cut off the rest.
+    assert found["fsize"].tried == 11 and found["fsize"].struck == 4
+    assert found["memory"].struck < found["memory"].tried
+    assert conduct("Forgiving", "fsize", seconds=30.0)["fsize"].struck == 4
+    assert conduct("Believing", "clock")["clock"].struck > 0
+    entry = faults._entry("x", list(found.values()), Effort())
+    struck = found["fsize"].struck + found["memory"].struck
+    tried = found["fsize"].tried + found["memory"].tried
+    assert entry.row["faults"] == entry.row["repeats that worked"] == str(struck)
+    assert entry.row["without effect"] == str(tried - struck)
+    assert "4 limits of a file's size" in entry.row["of them"]
+
+
 @pytest.mark.native
 def test_lost_workers(patched: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way to lose one is an error of its own; an error of another kind is a defect."""
     found = lost.workers(patched.folder, 0.0, 1, lambda _: None)
     assert found.defects == []
-    assert found.tried == found.repeated == 4
+    assert found.tried == found.struck == found.repeated == 4
     assert found.errors == {"WorkerDied": 3, "WorkerTimeout": 1}
     monkeypatch.setattr(lost, "_WORKER", {signal.SIGKILL: WorkerTimeout})
     planted = lost.workers(patched.folder, 0.0, 1, lambda _: None)

@@ -2,7 +2,7 @@
 
 One part of the product at a time (`steps`) runs in a child in which the n-th change of a file goes
 wrong (`preload`, `attempt`), at every n in turn (`trial`); what is lost otherwise, workers and
-servers, is in `lost`.
+servers, is in `lost`. Only what struck counts as a fault.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def entries(effort: Effort, tick: Tick) -> list[Entry]:
         made.append(_entry(name, [r for r in records if r.kind in kinds], effort))
     if folder is not None:
         made += _lost(effort, folder, tick)
-    return [entry for entry in made if entry.data["faults"] or entry.defects]
+    return [entry for entry in made if entry.data["tried"] or entry.defects]
 
 
 def _walked(effort: Effort, folder: Path | None, tick: Tick) -> list[Record]:
@@ -116,10 +116,11 @@ def _lost(effort: Effort, folder: Path, tick: Tick) -> list[Entry]:
 def _entry(name: str, records: Sequence[Record], effort: Effort) -> Entry:
     """Return the line of a family."""
     tried = sum(record.tried for record in records)
+    struck = sum(record.struck for record in records)
     kinds: Tally[str] = Tally()
     errors: Tally[str] = Tally()
     for record in records:
-        kinds[record.kind] += record.tried
+        kinds[record.kind] += record.struck
         errors += record.errors
     repeated = sum(record.repeated for record in records)
     seconds = sum(record.seconds for record in records)
@@ -128,8 +129,9 @@ def _entry(name: str, records: Sequence[Record], effort: Effort) -> Entry:
         section="faults",
         name=name,
         row={
-            "faults": f"{tried:,}",
+            "faults": f"{struck:,}",
             "of them": listed,
+            "without effect": f"{tried - struck:,}",
             "repeats that worked": f"{repeated:,}",
             "seconds": f"{seconds:.0f}",
             "seed": str(effort.seed),
@@ -137,7 +139,8 @@ def _entry(name: str, records: Sequence[Record], effort: Effort) -> Entry:
         defects=tuple(defect for record in records for defect in record.defects),
         seed=effort.seed,
         data={
-            "faults": tried,
+            "faults": struck,
+            "tried": tried,
             "repeated": repeated,
             "kinds": dict(kinds),
             "errors": dict(errors),

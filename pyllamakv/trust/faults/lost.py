@@ -142,6 +142,7 @@ def _strike(
             _work(ctx)
         return "nothing was raised"
     except expected as error:
+        record.struck += 1
         record.errors[type(error).__name__] += 1
         # Whatever is asked of it later says the same.
         with contextlib.suppress(expected):

@@ -35,7 +35,7 @@
 struct shared {
     _Atomic long count;   /* changes so far */
     _Atomic long stopped; /* the process that stopped itself, 0 before */
-    _Atomic long hit;     /* how often the fault struck */
+    _Atomic long hit;     /* how often the fault struck, or a limit was met */
 };
 
 static struct shared *shared;
@@ -106,6 +106,14 @@ static void die(void) {
     for (;;) pause();
 }
 
+/* Count what fails by itself for want of room, on the disk or in one file; return it. */
+static long met(long result) {
+    if (result < 0 && (errno == ENOSPC || errno == EFBIG) && shared && !*todo) {
+        atomic_fetch_add(&shared->hit, 1);
+    }
+    return result;
+}
+
 /* Tell whether a name lies below the folder. */
 static int below(const char *path) {
     return !strncmp(path, root, root_length) && (path[root_length] == '/' || !path[root_length]);
@@ -164,7 +172,7 @@ static int opening(int dir, const char *path, int flags) {
         mode_t mode = flags & (O_CREAT | __O_TMPFILE) ? va_arg(list, mode_t) : 0; \
         va_end(list);                                                     \
         CHANGE(ROOM, opening(AT_FDCWD, path, flags))                      \
-        return real_##name(path, flags, mode);                            \
+        return (int)met(real_##name(path, flags, mode));                  \
     }
 OPEN(open)
 OPEN(open64)
@@ -177,7 +185,7 @@ OPEN(open64)
         mode_t mode = flags & (O_CREAT | __O_TMPFILE) ? va_arg(list, mode_t) : 0; \
         va_end(list);                                                     \
         CHANGE(ROOM, opening(dir, path, flags))                           \
-        return real_##name(dir, path, flags, mode);                       \
+        return (int)met(real_##name(dir, path, flags, mode));             \
     }
 OPENAT(openat)
 OPENAT(openat64)
@@ -192,7 +200,9 @@ OPENAT(openat64)
                 return NULL;                                              \
             }                                                             \
         }                                                                 \
-        return real_##name(path, mode);                                   \
+        FILE *file = real_##name(path, mode);                             \
+        if (!file) met(-1);                                               \
+        return file;                                                      \
     }
 FOPEN(fopen)
 FOPEN(fopen64)
@@ -218,7 +228,7 @@ FOPEN(fopen64)
                 return -1;                                                \
             }                                                             \
         }                                                                 \
-        return real arguments;                                            \
+        return met(real arguments);                                       \
     }
 WRITE(write, size_t, file, (int file, const void *data, size_t size), (file, data, size),
       (file, data, size))
@@ -239,7 +249,7 @@ WRITE(copy_file_range, size_t, file,
         static int (*real) parameters;                                    \
         if (!real) real = (int (*) parameters)dlsym(RTLD_NEXT, #name);    \
         CHANGE(kind, condition)                                           \
-        return real arguments;                                            \
+        return (int)met(real arguments);                                  \
     }
 SIMPLE(PLAIN, rename, mine_at(AT_FDCWD, to), (const char *from, const char *to), (from, to))
 SIMPLE(PLAIN, renameat, mine_at(b, to), (int a, const char *from, int b, const char *to),
@@ -271,7 +281,11 @@ SIMPLE(PLAIN, msync, shared && root_length, (void *from, size_t size, int flags)
        (from, size, flags))
 
 /* From the change on at which it jumps, the clock is wrong for everybody. */
-static long jump(void) { return clock_jump && shared && shared->count >= at ? clock_jump : 0; }
+static long jump(void) {
+    if (!clock_jump || !shared || shared->count < at) return 0;
+    atomic_fetch_add(&shared->hit, 1);
+    return clock_jump;
+}
 
 int clock_gettime(clockid_t which, struct timespec *time) {
     REAL(int, clock_gettime, clockid_t, struct timespec *);

@@ -64,3 +64,8 @@ class Counter:
     def stopped(self) -> int:
         """Return the process that stopped itself, 0 before."""
         return int(_SHARED.unpack(self._map[:])[1])
+
+    @property
+    def hits(self) -> int:
+        """Return how often the fault struck, or a limit was met."""
+        return int(_SHARED.unpack(self._map[:])[2])

@@ -37,11 +37,16 @@ _BESIDE: Final = 0.4
 
 @dataclass
 class Record:
-    """Count the faults of one kind that were tried on one step, and keep what was wrong."""
+    """Count the faults of one kind that were tried on one step, and keep what was wrong.
+
+    ``struck`` are those of ``tried`` that anything came of: a change failed, the clock was read
+    when it was wrong, a limit was met. ``repeated`` are the repeats after these that worked.
+    """
 
     step: str
     kind: str
     tried: int = 0
+    struck: int = 0
     repeated: int = 0
     seconds: float = 0.0
     #: How often each class of error was raised.
@@ -108,6 +113,7 @@ class Trial:
         begin = time.monotonic()
         self._begin()
         endings = self._two(fault) if fault.kind == "stop" else [self._attempt(fault)]
+        struck = self._counter.hits > 0 or any(map(self._otherwise, endings))
         record = self._record(fault.kind)
         problems: list[str] = []
         for ending in endings:
@@ -121,7 +127,7 @@ class Trial:
         elif repeat.result != self.expected.result:
             problems.append(f"the repeat came to {_short(repeat.result)}")
         else:
-            record.repeated += 1
+            record.repeated += struck
         left = sorted(self.step.files(self.place) - self.files)
         if left:
             problems.append(f"left behind after the repeat: {', '.join(left[:4])}")
@@ -129,12 +135,17 @@ class Trial:
         if problems:
             record.defects.append(f"{self.step.name}, {fault}: {'; '.join(problems)}")
         record.tried += 1
+        record.struck += struck
         record.seconds += time.monotonic() - begin
+
+    def _otherwise(self, ending: Outcome) -> bool:
+        """Tell whether an attempt ended otherwise than without a fault."""
+        return ending.ending != "done" or ending.result != self.expected.result
 
     def _judge(self, fault: Fault, ending: Outcome) -> Iterator[str]:
         if ending.ending == "hung":
             yield ending.error
-        if ending.ending == "done" and ending.result != self.expected.result:
+        if ending.ending == "done" and self._otherwise(ending):
             yield f"disturbed it came to {_short(ending.result)}"
         if ending.ending == "error":
             if not ending.typed:
