@@ -57,6 +57,7 @@ def test_what_gives_back_is_flat() -> None:
     ("work", "words"),
     [
         ("growing", ("heap memory grows by 4.", "resident memory grows by 4.")),
+        ("mappings", ("maps grow from",)),
         ("descriptors", ("fds grow from",)),
         ("threads", ("threads grow from",)),
     ],
@@ -75,23 +76,24 @@ def test_work_that_breaks_is_told() -> None:
 
 def test_too_few_samples_prove_nothing() -> None:
     """Of two points every line can be drawn."""
-    sample = {"heap": 1, "resident": 1, "fds": 1, "threads": 1}
+    sample = {"heap": 1, "resident": 1, "maps": 1, "fds": 1, "threads": 1}
     kind = Kind("x", 10, 1.0)
     (defect,) = leaks.judge("x", kind, [{"count": n, **sample} for n in (1, 2)], 1).defects
     assert "too few samples" in defect
 
 
-def test_some_pages_are_no_leak_but_their_bytes_on_the_heap_are() -> None:
-    """A short run may touch a few pages for the first time; malloc's count has no such excuse."""
+def test_what_grows_once_is_no_leak() -> None:
+    """A short run may touch pages for the first time; less of that is on the heap, or a mapping."""
 
     def grown(what: str, size: int) -> tuple[str, ...]:
-        flat = {"heap": 0, "resident": 0, "fds": 1, "threads": 1}
+        flat = {"heap": 0, "resident": 0, "maps": 9, "fds": 1, "threads": 1}
         samples = [{**flat, "count": n, what: n * size} for n in range(1, 101)]
         return leaks.judge("x", Kind("x", 100, 2.0), samples, 1).defects
 
-    assert grown("resident", 1000) == ()
-    assert "resident memory grows" in grown("resident", 2000)[0]
+    assert grown("resident", 2000) == grown("heap", 500) == ()
+    assert "resident memory grows" in grown("resident", 4000)[0]
     assert "heap memory grows" in grown("heap", 1000)[0]
+    assert "maps grow from 10 to 100" in grown("maps", 1)[0]
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import threading
 from collections.abc import Iterator
@@ -32,6 +34,19 @@ def descriptors(variant: Path, folder: Path) -> Iterator[int]:
             os.open(os.devnull, os.O_RDONLY)
         _KEPT.append(b"")
         yield 50
+
+
+def mappings(variant: Path, folder: Path) -> Iterator[int]:
+    """Forget to unmap, as a context over a file might: one page of it at each operation."""
+    libc = ctypes.CDLL(None)
+    libc.mmap.argtypes = [*[ctypes.c_size_t] * 2, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mmap.restype = ctypes.c_ssize_t
+    (folder / "cache").write_bytes(bytes(4096))
+    for _ in range(1000):
+        with (folder / "cache").open("r+b") as file:
+            found = libc.mmap(0, 4096, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+        assert found != -1
+        yield 1
 
 
 def threads(variant: Path, folder: Path) -> Iterator[int]:

@@ -13,7 +13,7 @@ from typing import Any, Final
 _SAMPLES: Final = 100
 #: With fewer there is no line to draw: then it takes longer than it was given.
 _FEWEST: Final = 8
-_COLUMNS: Final = ("count", "heap", "resident", "fds", "threads")
+_COLUMNS: Final = ("count", "heap", "resident", "maps", "fds", "threads")
 _MALLOC: Final = (
     *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
     *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
@@ -50,6 +50,8 @@ def sample(count: int) -> dict[str, int]:
         "count": count,
         "heap": heap,
         "resident": int(facts["RssAnon"].split()[0]) * 1024,
+        # Shared and file mappings are in none of the sizes.
+        "maps": Path("/proc/self/maps").read_bytes().count(b"\n"),
         # Listing the folder takes one itself, each time.
         "fds": sum(1 for _ in Path("/proc/self/fd").iterdir()),
         "threads": int(facts["Threads"]),
