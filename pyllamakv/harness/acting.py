@@ -66,6 +66,7 @@ class Actor:
         self._chance = Random(number)
         self.proof.watching = number < self._watched
         operation()
+        self.proof.turning.settle()
         self.subject.check_cells(ends=self.proof.watching)
 
     def close(self) -> None:
@@ -201,6 +202,7 @@ class Actor:
             if new[0] < 0 or any(one >= two for one, two in pairwise(new)):
                 return
         if self.subject.info.can_shift:
+            self.proof.turning.begin(watching=self.proof.watching)
             self._say(op, seq=seq, by=by, **{"from": p0})
             getattr(self.subject, op)(seq, p0, -1, by)
 

@@ -15,7 +15,7 @@ from pyllamakv.binding.protocol import Memory
 from pyllamakv.errors import PartialRemovalRefused, ScenarioFailed
 from pyllamakv.harness import rows
 from pyllamakv.harness.reference import Reference, distance
-from pyllamakv.runtime import ggml_types as types
+from pyllamakv.harness.turning import Turning
 
 if TYPE_CHECKING:
     from pyllamakv.harness.feeding import Feed
@@ -36,6 +36,7 @@ class Proof:
         self.subject = subject
         self.other = other
         self.reference = Reference(subject)
+        self.turning = Turning(subject, other)
         self.bound = self.reference.bound
         self.watching = True
         self.compared = self.logits = self.exact = 0
@@ -47,8 +48,7 @@ class Proof:
     @property
     def pending(self) -> bool:
         """Tell whether a shift waits: positions are new, and keys old."""
-        snapshot = self.subject.snapshot()
-        return snapshot is not None and any(each.shift.any() for each in snapshot.streams)
+        return self.turning.pending
 
     @contextmanager
     def unchanged(self, what: str, *but: int) -> Iterator[None]:
@@ -86,8 +86,7 @@ class Proof:
         subject = self.subject
         if self.pending:
             subject.update()
-        if self._rounds_anew():
-            self.reference.bound = float("inf")
+        self.turning.settle()
         stays = subject.info.memory.keeps_states
         self.reference.catch_up()
         for seq in subject.ledger.sequences:
@@ -124,15 +123,6 @@ class Proof:
             raise ScenarioFailed(msg, failure="data", evidence={"sequence": seq, "position": pos})
         self.logits += 1
         self.exact += exact
-
-    def _rounds_anew(self) -> bool:
-        """Tell whether quantised keys were shifted, which rounds them again at each shift.
-
-        Logits then drift from the reference by up to 0.22 (measured; f32 keys: 4e-6, whoever moves
-        cells), which is too near to what damage shows. Bytes and restored states still tell.
-        """
-        moved = any(step.op in ("shift", "divide") for step in self.subject.steps)
-        return moved and types.number_type(self.subject.params.type_k).quantized
 
     def _order(self, seq: int) -> list[int]:
         """Return the positions of a sequence in the order of its cells; none where unknown."""

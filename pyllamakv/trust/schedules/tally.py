@@ -79,6 +79,7 @@ class Tally:
             "decodes without cells": f"{played.ended['no-slot']:,}",
             "cancelled": f"{played.ended['aborted']:,}",
             "K and V compared": f"{played.compared:,}",
+            "keys turned": f"{played.turned:,}",
             "logits compared": f"{played.logits:,}",
             "seed": str(seed),
         }

@@ -30,7 +30,8 @@ class Played:
     """Count what was done: operations, how decodes ended, and what was compared.
 
     ``compared`` are sequences whose K and V were compared by their bytes, ``logits`` rows of logits
-    behind restored states, ``exact`` those of them that had to be the same to the last bit.
+    behind restored states, ``exact`` those of them that had to be the same to the last bit,
+    ``turned`` sequences whose keys were compared with a twin's after shifts.
     ``absent`` says why the library has nothing to play on.
     """
 
@@ -39,6 +40,7 @@ class Played:
     compared: int = 0
     logits: int = 0
     exact: int = 0
+    turned: int = 0
     failed: ScenarioFailed | None = None
     absent: str = ""
 
@@ -48,7 +50,15 @@ class Played:
         if work is None:
             return cls(failed=failed)
         proof = work.proof
-        return cls(work.done, work.ended, proof.compared, proof.logits, proof.exact, failed)
+        return cls(
+            work.done,
+            work.ended,
+            proof.compared,
+            proof.logits,
+            proof.exact,
+            proof.turning.proved,
+            failed,
+        )
 
     def add(self, other: Played) -> None:
         """Count what another schedule did as well; its failure is left out."""
@@ -57,3 +67,4 @@ class Played:
         self.compared += other.compared
         self.logits += other.logits
         self.exact += other.exact
+        self.turned += other.turned
