@@ -26,9 +26,11 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
+import pyllamakv
+from pyllamakv.binding.remote import Remote
 from pyllamakv.building import variant
 from pyllamakv.errors import NotBuilt, ScenarioFailed
-from pyllamakv.harness import schedules
+from pyllamakv.harness import schedules, synthetic
 from pyllamakv.harness.operations import WEIGHTS, Operations
 from pyllamakv.harness.schedules import Operation
 from pyllamakv.harness.traces import replaying, trace
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pyllamakv.building.variant import Variant
+    from pyllamakv.runtime.model import Model
     from pyllamakv.trust.entry import Entry
 
 PLAIN = Combination()
@@ -237,20 +240,21 @@ class Machine(RuleBasedStateMachine):
     pure function of its seed. Hypothesis shrinks numbers as well, and steers towards what is rare.
     """
 
-    native: Callable[..., SimulatedNative] = SimulatedNative
+    model: Callable[[], Model]
+    options: dict[str, Any]
 
     def __init__(self) -> None:
         super().__init__()
-        library = OpenLibrary(self.native(heals=True), self.folder, None, isolated=True)
-        model = library.load_model(self.folder / "tiny.gguf")
-        options: dict[str, Any] = {"n_ctx": 64, "n_batch": 32, "n_ubatch": 8, "n_seq_max": 4}
-        self.work = Operations(model.context(**options), model.context(**options))
+        model = self.model()
+        self.other = model.context(**self.options)
+        self.work = Operations(model.context(**self.options), self.other)
 
     def teardown(self) -> None:
         try:
             self.work.do("verify", 0)
         finally:
             self.work.close()
+            self.other.close()
 
 
 def _rule(name: str) -> Any:
@@ -279,12 +283,51 @@ def test_hypothesis_finds_a_fault(tmp_path: Path) -> None:
 
 
 def machine(folder: Path, native: type[SimulatedNative]) -> type[Machine]:
-    """Return the machine of a simulated library."""
+    """Return the machine of a simulated library, each time a new one."""
     runtime_kit.model(folder)
-    return type("Schedules", (Machine,), {"folder": folder, "native": native})
+
+    def model() -> Model:
+        library = OpenLibrary(native(heals=True), folder, None, isolated=True)
+        return library.load_model(folder / "tiny.gguf")
+
+    return on(model, n_ctx=64, n_batch=32, n_ubatch=8, n_seq_max=4)
+
+
+def on(model: Callable[[], Model], **options: Any) -> type[Machine]:
+    """Return the machine that plays on contexts of a model."""
+    return type("Schedules", (Machine,), {"model": staticmethod(model), "options": options})
 
 
 # On real builds...
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("cache", ["flash f16", "flash q8_0", "plain q4_0/f16"])
+def test_hypothesis_finds_nothing_in_llama_cpp(patched: Variant, cache: str) -> None:
+    """The same machine on the library itself: what it chooses there holds as well."""
+    few = settings(max_examples=10, stateful_step_count=25, deadline=None)
+    options = {**replace(PLAIN, cache=cache).options, "defrag_policy": "on_failure"}
+    with pyllamakv.open(patched.folder, isolated=True) as library:
+        model = library.load_model(synthetic.model("grouped"))
+        run_state_machine_as_test(on(lambda: model, **options), settings=few)
+
+
+@pytest.mark.native
+def test_hypothesis_finds_a_fault_of_llama_cpp(
+    patched: Variant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A removal of which one position is kept back is found on the library as well."""
+    right = Remote.seq_rm
+    monkeypatch.setattr(
+        Remote,
+        "seq_rm",
+        lambda native, context, seq, p0, p1: right(native, context, seq, max(p0, 1), p1),
+    )
+    quick = settings(max_examples=10, stateful_step_count=25, phases=(Phase.generate,))
+    with pyllamakv.open(patched.folder, isolated=True) as library:
+        model = library.load_model(synthetic.model("grouped"))
+        with pytest.raises(ScenarioFailed, match="ghost"):
+            run_state_machine_as_test(on(lambda: model, **PLAIN.options), settings=quick)
 
 
 @pytest.mark.native
