@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from fakes.build import ROOT, SOURCE
 
 from pyllamakv.errors import Untestable
 from pyllamakv.harness import scenario
@@ -161,6 +162,42 @@ def test_a_fault_in_what_is_run_is_a_defect(
     source.write_text(TINY.replace("? 8 : 0", "? 7 : 0"))
     (entry,) = sanitizers.entries(wanted, lambda _: None)
     assert entry.passed
+
+
+def test_a_race_in_a_worker_is_reported(tmp_path: Path) -> None:
+    """The fake library's cancel is a plain write, which the thread that serves requests reads."""
+    needs_sanitizers()
+    words = (
+        "-std=gnu11",
+        "-DFAKE_PACE=300",
+        "-shared",
+        "-fPIC",
+        f"-I{ROOT / 'pyllamakv' / 'native'}",
+    )
+    library = tmp_path / "libplk.so"
+    instrument.program(SOURCE, library, "thread", *words)
+    _, said, found = drivers.worker(library, 1, lambda _: None)
+    races = [report for report in found if "data race" in report.what]
+    assert any("_cancel" in report.text for report in races), (found, said)
+
+
+def test_a_worker_whose_races_are_not_seen_is_a_defect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So is one whose driver fails, and a report of it."""
+    made = instrument.Sanitized("thread", tmp_path, tmp_path / "libplk.so")
+    monkeypatch.setattr(sanitizers.Work, "library", lambda *_: made)
+    race = Report("data race", "plk_cancel", "shim/decode.cpp")
+    for seen, code, found, wrong in (
+        ([], 0, [], "the sanitizer is blind"),
+        ([race], 1, [], "the driver ends with 1: words"),
+        ([race], 0, [race], "data race in plk_cancel"),
+    ):
+        answers = iter([(0, "", seen), (code, "words", found)])
+        monkeypatch.setattr(drivers, "worker", lambda *_, answers=answers, **__: next(answers))
+        (entry,) = sanitizers.entries(Effort(only=("worker, threads",)), lambda _: None)
+        (defect,) = entry.defects
+        assert wrong in defect
 
 
 def test_what_cannot_be_tried_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:

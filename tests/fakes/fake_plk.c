@@ -14,6 +14,9 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#ifndef FAKE_PACE
+#define FAKE_PACE 0 /* microseconds that a token takes */
+#endif
 #ifndef FAKE_ABI
 #define FAKE_ABI PLK_ABI
 #endif
@@ -262,7 +265,7 @@ static int script(plk_context *c, int32_t token) {
     case T_SLOW: usleep(50000); return 0;
     case T_LOG: say(3, "fake: warned"); return 0;
     case T_FLOOD: for (int i = 0; i < 100; i++) say(2, "fake: line %d", i); return 0;
-    default: return poll_cancel(c) ? PLK_ABORTED : 0;
+    default: if (FAKE_PACE) usleep(FAKE_PACE); return poll_cancel(c) ? PLK_ABORTED : 0;
     }
 }
 static void put_logits(plk_context *c, int place, int32_t token, int32_t pos) {

@@ -74,6 +74,7 @@ def entries(effort: Effort, tick: Tick) -> list[Entry]:
         "native drivers": work.drive,
         "C program": work.smoke,
         "threads": work.threads,
+        "worker, threads": work.worker,
         "scenarios, patched": lambda trial: work.play(trial, "patched"),
         "scenarios, stock": lambda trial: work.play(trial, "stock"),
     }
@@ -179,6 +180,20 @@ class Work:
         threads, rounds = (3, 50) if self.long else (1, 8)
         made = self.library("patched", "thread")
         code, said, found = drivers.threads(made, threads, rounds, self.tick)
+        trial.ran += rounds
+        trial.add(found)
+        if code:
+            trial.wrong.append(f"the driver ends with {code}: {said}")
+
+    def worker(self, trial: Trial) -> None:
+        """Use a worker from several threads, where a planted race has to be seen first."""
+        trial.of = "rounds"
+        rounds = 20 if self.long else 3
+        folder = self.library("patched", "thread").folder
+        _, _, seen = drivers.worker(folder, 1, self.tick, fault="race")
+        if not any(SAYS["race"] in report.what for report in seen):
+            trial.wrong.append("the sanitizer is blind: it does not see a planted race in a worker")
+        code, said, found = drivers.worker(folder, rounds, self.tick)
         trial.ran += rounds
         trial.add(found)
         if code:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 Tell = Callable[[str], None]
 Played = tuple[str, str, "Outcome", "list[Report]"]
 
+_WORKING = "pyllamakv.trust.sanitizers.working"
 _PACKAGE = Path(__file__).resolve().parents[2]
 _INCLUDES = (_PACKAGE / "native", _PACKAGE / "native" / "shim")
 #: Flash attention, types of K and V: one layout of V, then the other.
@@ -78,6 +80,17 @@ def threads(
     with _linked(instrument.NATIVE / "threads.cpp", made) as program, playing.logs() as logs:
         command = [str(program), str(synthetic.tiny()), str(n_threads), str(rounds)]
         return playing.run(command, "thread", logs)
+
+
+def worker(
+    folder: Path, rounds: int, tell: Tell, *, fault: str = "nothing"
+) -> tuple[int, str, list[Report]]:
+    """Use a worker under the thread sanitizer from several threads; ``fault`` is planted in it."""
+    tell("worker, threads")
+    with playing.logs() as logs:
+        words = [str(folder), str(synthetic.tiny()), str(rounds), str(logs)]
+        command = [sys.executable, "-m", _WORKING, *words]
+        return playing.run(command, "thread", logs, env={"PLK_PLANTED": fault})
 
 
 def scenarios(
