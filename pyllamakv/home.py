@@ -36,8 +36,15 @@ def data(name: str) -> Path:
     root = checkout()
     if root is not None:
         return root / name
-    if name == "patches":
-        from pyllamakv import shipped
+    return _unpacked(name) if name == "patches" else _PACKAGE / "data" / name
 
-        return shipped.unpacked(shipped.PACKED, home())
-    return _PACKAGE / "data" / name
+
+def shim() -> Path:
+    """Return the folder of the shim: ``plk.h``, its sources, and what CMake makes of them."""
+    return _PACKAGE / "native" if checkout() is not None else _unpacked("native")
+
+
+def _unpacked(name: str) -> Path:
+    from pyllamakv import shipped
+
+    return shipped.unpacked(_PACKAGE / "data" / f"{name}.tar.xz", home())

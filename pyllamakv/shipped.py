@@ -1,7 +1,8 @@
 """Unpack what an installed package ships packed, once, into the home.
 
-The texts of a patch are alike, which a wheel cannot see: it compresses each file alone. Together
-they take a sixth of the room, and are files again before anybody reads them.
+The texts of a patch are alike, and so are the many small sources of the shim, which a wheel cannot
+see: it compresses each file alone. Together they take a sixth of the room, and less than half, and
+are files again before anybody reads them.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ import tarfile
 import tempfile
 from functools import cache
 from pathlib import Path, PurePosixPath
-
-PACKED = Path(__file__).resolve().parent / "data" / "patches.tar.xz"
 
 
 @cache
@@ -49,10 +48,10 @@ def unpacked(packed: Path, home: Path) -> Path:
 
 
 def pack(folder: Path, file: Path) -> None:
-    """Write the files below a folder into an archive, the same bytes on any machine."""
+    """Write the files below a folder but for Python's own into an archive, the same anywhere."""
     with tarfile.open(file, "w:xz", format=tarfile.PAX_FORMAT, preset=9) as tar:
         for path in sorted(folder.rglob("*")):
-            if path.is_file():
+            if path.is_file() and path.suffix not in (".py", ".pyc"):
                 member = tarfile.TarInfo(path.relative_to(folder).as_posix())
                 member.size, member.mode = path.stat().st_size, 0o644
                 with path.open("rb") as source:

@@ -80,9 +80,17 @@ def test_nothing_leaves_the_folder(tmp_path: Path) -> None:
 def test_an_installed_package_asks_for_it(
     packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a checkout the patches are those unpacked, and the lock lies in the package."""
+    """Without a checkout patches and shim are unpacked ones, and the lock lies in the package."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
+    package = tmp_path / "pyllamakv"
+    (package / "data").mkdir(parents=True)
+    packed.rename(package / "data" / "patches.tar.xz")
+    shipped.pack(home.shim(), package / "data" / "native.tar.xz")
+    sources = {each.relative_to(home.shim()) for each in home.shim().rglob("*.[ch]*")}
     monkeypatch.setattr(home, "checkout", lambda: None)
-    monkeypatch.setattr(shipped, "PACKED", packed)
+    monkeypatch.setattr(home, "_PACKAGE", package)
     assert (home.data("patches") / "series.toml").is_file()
+    found = {each.relative_to(home.shim()) for each in home.shim().rglob("*.*")}
+    assert Path("plk.h") in sources and sources <= found
+    assert not {each for each in found if each.suffix == ".py"}
     assert home.data("vendor/upstream.lock.toml").parts[-3:-1] == ("data", "vendor")

@@ -18,10 +18,10 @@ from pyllamakv.bench.figure import Figure
 from pyllamakv.bench.measure import Interval, Pairs, clock, interleave, interval
 from pyllamakv.errors import Untestable
 from pyllamakv.harness import synthetic
+from pyllamakv.home import shim
 from pyllamakv.source.releases import DEFAULT
 
 GROUP = "What Python costs"
-NATIVE = Path(pyllamakv.__file__).parent / "native"
 Tick = Callable[[], None]
 
 #: The same decodes in plain C, with a context of its own from the same library.
@@ -219,7 +219,7 @@ def _c_loop(folder: Path) -> ctypes.CDLL:
     source = folder / "loop.c"
     source.write_text(C_LOOP, encoding="utf-8")
     library = folder / "loop.so"
-    flags = ["-O2", "-shared", "-fPIC", "-I", str(NATIVE)]
+    flags = ["-O2", "-shared", "-fPIC", "-I", str(shim())]
     command = [compiler, *flags, "-o", str(library), str(source), "-ldl"]
     subprocess.run(command, check=True)
     return ctypes.CDLL(str(library))

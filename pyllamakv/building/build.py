@@ -20,7 +20,7 @@ import filelock
 from pyllamakv.building import backend, cmake, compiler, cuda, nvidia, results, variant
 from pyllamakv.building.results import Source
 from pyllamakv.errors import BuildError
-from pyllamakv.home import home
+from pyllamakv.home import home, shim
 from pyllamakv.source.files import busy, disk_room
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_NATIVE = Path(__file__).resolve().parents[1] / "native"
 _TARGETS = ("plk", "plk_dropin")
 
 #: What one compiler may need; one file of an old release takes two thirds of it.
@@ -149,7 +148,7 @@ def _compiled(
         job = cmake.Job(folder, folder / "build.log", environment(), report, (held,))
         job.log.write_text(f"variant {name}\n", encoding="utf-8")
         prove(wanted)
-        cmake.configure(job, _NATIVE, definitions(wanted, name))
+        cmake.configure(job, shim(), definitions(wanted, name))
         cmake.compile_targets(job, _TARGETS, jobs or default_jobs())
         yield job
 
@@ -182,7 +181,7 @@ def prove(wanted: Request) -> None:
 
 def definitions(wanted: Request, name: str) -> dict[str, str]:
     """Return the CMake variables of a build: options, tools, and what makes it reproducible."""
-    names = {wanted.tree: "llama.cpp", _NATIVE: "plk", wanted.objects: "build"}
+    names = {wanted.tree: "llama.cpp", shim(): "plk", wanted.objects: "build"}
     words = [f"-ffile-prefix-map={path}={short}" for path, short in names.items()]
     if wanted.native:
         # A compiler cache sees the words `-march=native`, not what they mean on this machine.

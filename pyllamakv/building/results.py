@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 from pyllamakv.building import variant
 from pyllamakv.building.manifest import Manifest
 from pyllamakv.errors import BuildError
+from pyllamakv.home import shim
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pyllamakv.building.variant import Request, Variant
-
-_NATIVE = Path(__file__).resolve().parents[1] / "native"
 
 
 @dataclass(frozen=True)
@@ -88,11 +87,12 @@ def _shared(folder: Path) -> list[Path]:
 
 
 def _abi() -> int:
-    for line in (_NATIVE / "plk.h").read_text(encoding="utf-8").splitlines():
+    header = shim() / "plk.h"
+    for line in header.read_text(encoding="utf-8").splitlines():
         words = line.split()
         if words[:2] == ["#define", "PLK_ABI"]:
             return int(words[2])
-    raise BuildError(f"expected `#define PLK_ABI` in {_NATIVE / 'plk.h'}")
+    raise BuildError(f"expected `#define PLK_ABI` in {header}")
 
 
 def _describe(wanted: Request, source: Source, name: str, spent: float, made: Results) -> Manifest:

@@ -19,7 +19,7 @@ from pyllamakv.building import backend as backends
 from pyllamakv.building import compiler as compilers
 from pyllamakv.building import manifest as manifests
 from pyllamakv.errors import ManifestError, ToolMissing, UsageError
-from pyllamakv.home import data, home
+from pyllamakv.home import data, home, shim
 from pyllamakv.source.files import write_atomic
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ def built() -> Path:
 
 def shim_digest() -> str:
     """Return the digest of the native sources that every variant contains."""
-    return files_digest([_PACKAGE / "native"], without=(".py", ".pyc", ".pyi"))
+    return files_digest([shim()], without=(".py", ".pyc", ".pyi"))
 
 
 def files_digest(roots: Iterable[Path], without: tuple[str, ...] = (".pyc",)) -> str:

@@ -13,7 +13,9 @@ import re
 import tempfile
 from pathlib import Path
 
-HEADER = Path(__file__).with_name("plk.h")
+from pyllamakv.home import shim
+
+HEADER = shim() / "plk.h"
 GENERATED = Path(__file__).with_name("_plk.py")
 
 _BEGIN = "/* cdef begin */"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.errors import UsageError
 from pyllamakv.harness import lab, scenario, synthetic
-from pyllamakv.home import data
+from pyllamakv.home import data, shim
 from pyllamakv.patching import hunks
 from pyllamakv.source.releases import DEFAULT
 from pyllamakv.trust.headers import HEADERS, native
@@ -26,8 +26,6 @@ Tell = Callable[[str], None]
 Played = tuple[str, str, "Outcome", "list[Report]"]
 
 _WORKING = "pyllamakv.trust.sanitizers.working"
-_PACKAGE = Path(__file__).resolve().parents[2]
-_INCLUDES = (_PACKAGE / "native", _PACKAGE / "native" / "shim")
 #: Flash attention, types of K and V: one layout of V, then the other.
 _SETTINGS = ("0 1 1", "1 8 8", "1 2 8", "1 1 1")
 
@@ -121,7 +119,7 @@ def _linked(source: Path, made: Sanitized) -> Iterator[Path]:
     """Compile a program against a library for the length of a block."""
     with tempfile.TemporaryDirectory(prefix="pyllamakv-drivers-") as name:
         program = Path(name) / source.stem
-        words = [f"-I{path}" for path in _INCLUDES]
+        words = [f"-I{path}" for path in (shim(), shim() / "shim")]
         words += [str(made.library), f"-Wl,-rpath,{made.library.parent}"]
         instrument.program(source, program, made.kind, *words)
         yield program

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.building import build
 from pyllamakv.errors import Untestable
-from pyllamakv.home import home
+from pyllamakv.home import home, shim
 from pyllamakv.trust import ninja
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
 
 NATIVE = Path(__file__).parent / "native"
-#: Says which names a library exports.
-_EXPORTED = Path(__file__).resolve().parents[2] / "native" / "shim" / "plk.map"
 #: What each kind of build is asked to notice; address and undefined behaviour share one.
 FLAGS = {
     "address": ("-fsanitize=address,undefined", "-fsanitize-recover=address,undefined"),
@@ -203,7 +201,9 @@ def _compiler(commands: list[Command]) -> str:
 
 
 def _link(compiler: str, objects: list[str], output: Path, kind: str, job: cmake.Job) -> None:
-    command = [compiler, "-shared", "-fPIC", *FLAGS[kind], f"-Wl,--version-script={_EXPORTED}"]
+    # The map says which names a library exports.
+    exported = shim() / "shim" / "plk.map"
+    command = [compiler, "-shared", "-fPIC", *FLAGS[kind], f"-Wl,--version-script={exported}"]
     command += ["-Wl,-Bsymbolic", f"-Wl,-soname,{output.name}", "-o", str(output), *objects]
     done = _ran([*command, "-ldl", "-lm", "-pthread"], job)
     if done.returncode:

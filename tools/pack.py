@@ -1,4 +1,4 @@
-"""Pack the patches into the wheel: a hook of hatchling, which runs before any package is there."""
+"""Pack patches and shim into the wheel: a hook of hatchling, before any package is there."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
-class PackPatches(BuildHookInterface):
-    """Put an archive of ``patches`` beside the lock in the wheel."""
+class Pack(BuildHookInterface):
+    """Put archives of ``patches`` and of the shim beside the lock in the wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Write the archive; an editable install reads the checkout's own files."""
+        """Write the archives; an editable install reads the checkout's own files."""
         if version == "editable":
             return
         root = Path(self.root)
@@ -24,11 +24,12 @@ class PackPatches(BuildHookInterface):
         shipped = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(shipped)
         self._place = tempfile.TemporaryDirectory()
-        file = Path(self._place.name) / "patches.tar.xz"
-        shipped.pack(root / "patches", file)
-        build_data["force_include"][str(file)] = "pyllamakv/data/patches.tar.xz"
+        for folder in (root / "patches", root / "pyllamakv" / "native"):
+            file = Path(self._place.name) / f"{folder.name}.tar.xz"
+            shipped.pack(folder, file)
+            build_data["force_include"][str(file)] = f"pyllamakv/data/{file.name}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Remove the archive."""
+        """Remove the archives."""
         if version != "editable":
             self._place.cleanup()
