@@ -527,6 +527,18 @@ static void test_dirty() {
     CHECK(opening(fresh) == FAILURE_NONE);
     ::unlink(opts.path.c_str());
 
+    // not even all that it begins with: it is its own from the end of the first word on
+    for (const size_t n : { sizeof(header::magic), sizeof(header) - 1 }) {
+        { cache c(fresh); c.fill(0, 0, 1); }
+        CHECK(::truncate(opts.path.c_str(), (off_t) n) == 0);
+        CHECK(opening(opts) == FAILURE_DIRTY && opening(opts) == FAILURE_DIRTY);
+        CHECK(opening(fresh) == FAILURE_NONE);
+        ::unlink(opts.path.c_str());
+    }
+    { cache c(fresh); c.fill(0, 0, 1); }
+    CHECK(::truncate(opts.path.c_str(), 7) == 0 && opening(fresh) == FAILURE_FOREIGN);
+    ::unlink(opts.path.c_str());
+
     // a new file that nothing was put into is gone, and no other
     { cache c(opts); }
     CHECK(!exists(opts.path));
