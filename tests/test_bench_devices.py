@@ -31,7 +31,8 @@ def test_a_server_is_measured(patched: Variant, monkeypatch: pytest.MonkeyPatch)
     (rpc,) = devices.figures(lambda: None, patched.manifest.release, rounds=1)
     assert set(rpc.data) == set(MOVERS)
     assert "in 1 graphs" in rpc.value
-    assert rpc.limit.startswith("scratch: 0.")
+    assert "GB/s read and written; scratch: 0." in rpc.limit
+    assert rpc.target.startswith("never slower")
     (none,) = devices.on(lambda: None, "rpc", patched.manifest.release, budget=-1.0)
     assert none.name == rpc.name
     assert none.value == "not measured: it takes 0 s or more, 0 s are left"
@@ -72,6 +73,7 @@ def test_what_fails_is_a_row() -> None:
 
     figure = devices._row(stand(Library()), SMALL, "alternate", 2)
     assert figure.value == "not measured: out of memory"
+    assert figure.target.startswith(">= 10 x the published algorithm, >= 50 %")
 
 
 @pytest.fixture
