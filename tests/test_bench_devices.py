@@ -83,7 +83,7 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     def complete(*_words: Any) -> SimpleNamespace:
         now[0] += 1.0
-        return SimpleNamespace(seconds=1.0, graphs=1, scratch=0)
+        return SimpleNamespace(seconds=1.0, graphs=1, scratch=0, bytes=0)
 
     monkeypatch.setattr(devices, "complete", complete)
     monkeypatch.setattr(devices, "time", SimpleNamespace(monotonic=lambda: now[0]))
