@@ -52,7 +52,7 @@ class Workshop:
                 "case $* in\n"
                 "--version) echo 'gcc (Stand-in) 1.2.3' ;;\n"
                 "-dumpmachine) echo x86_64-standin ;;\n"
-                "*) echo '#define __SSE3__ 1' ;;\n"
+                "*) echo '#define __SSE3__ 1'; echo '#define __cplusplus 201703L' ;;\n"
                 "esac\n",
             )
         monkeypatch.setenv("CC", str(self.programs / "cc"))

@@ -19,6 +19,7 @@ echo called >>"$(dirname "$0")/calls"
 case "$*" in
 --version) echo 'g++ (Stand-in 1.2.3-4) 1.2.3'; echo 'Copyright' ;;
 -dumpmachine) echo x86_64-standin ;;
+*c++17*) echo '#define __cplusplus 201703L' ;;
 *native*) echo '#define __AVX2__ 1'; echo '#define __SSE3__ 1'; echo '#define __OTHER__ 1' ;;
 esac
 """
@@ -110,6 +111,22 @@ def test_a_compiler_without_the_word_has_no_flags(tmp_path: Path) -> None:
     )
     env = programs(tmp_path, "gcc", "g++", body=plain)
     assert compiler.find(environ=env).native_flags == ()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["echo 'unrecognized command line option -std=c++17' >&2; exit 1", "echo '{} 201500L'", ":"],
+)
+def test_a_compiler_that_is_too_old(tmp_path: Path, answer: str) -> None:
+    """What does not know the standard is told at once, with what to take, and is not kept."""
+    answer = answer.format("#define __cplusplus")
+    old = BODY.replace("echo '#define __cplusplus 201703L'", answer)
+    cache = tmp_path / "cache.json"
+    env = programs(tmp_path / "bin", "gcc", "g++", body=old)
+    with pytest.raises(ToolMissing, match=r"c\+\+17.*1\.2\.3.*too old.*GCC 9"):
+        compiler.find(cache, env)
+    programs(tmp_path / "bin", "gcc", "g++")
+    assert compiler.find(cache, env).native_flags == ("avx2", "pni")
 
 
 def test_missing(tmp_path: Path) -> None:

@@ -50,7 +50,10 @@ def test_bare_machine(bare: Path) -> None:
 
 def test_furnished_machine(bare: Path) -> None:
     """With compiler and git nothing necessary is missing."""
-    version = "case $1 in --version) echo 'gcc (X) 1.2' ;; -dumpmachine) echo x86_64-x ;; esac\n"
+    version = (
+        "case $1 in --version) echo 'gcc (X) 1.2' ;; -dumpmachine) echo x86_64-x ;; "
+        "-std=*) echo '#define __cplusplus 201703L' ;; esac\n"
+    )
     for name in ("gcc", "g++", "git", "make", "npm", "ccache"):
         script(bare / name, version)
     found = by_name(doctor.examine())

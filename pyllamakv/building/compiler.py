@@ -32,6 +32,9 @@ _CURE = (
     "macOS `xcode-select --install`; or name it in CC and CXX"
 )
 
+#: What the shim and later releases are written in, and what a compiler of it calls itself at least.
+_STANDARD, _YEAR = "c++17", 201703
+
 #: Programs that may stand before the compiler in CC or CXX; the launcher is chosen separately.
 _LAUNCHERS = {"ccache", "sccache", "distcc", "icecc"}
 
@@ -203,12 +206,23 @@ def _ask(c: str, cxx: str) -> Compiler:
     if not version or not target:
         message = f"expected {cxx} to tell its version and target, as gcc and clang do; {_CURE}"
         raise ToolMissing(message, cxx, _CURE)
+    _prove_standard(cxx, version[0])
     # The program's own name differs between c++ and g++; the version does not.
     line = re.sub(r"^\S+(?= \()", "gcc", version[0])
     native = "-mcpu=native" if target.startswith(("aarch64", "arm")) else "-march=native"
     defined = set(re.findall(r"#define (\w+) ", _run(cxx, native, "-dM", "-E", "-x", "c++", "-")))
     flags = tuple(sorted(flag for macro, flag in _MACROS.items() if macro in defined))
     return Compiler(c, cxx, line, target, flags)
+
+
+def _prove_standard(cxx: str, version: str) -> None:
+    """Raise ToolMissing where a compiler is older than the C++ that llama.cpp is written in."""
+    said = _run(cxx, f"-std={_STANDARD}", "-dM", "-E", "-x", "c++", "-")
+    has = re.search(r"^#define __cplusplus (\d+)", said, re.M)
+    if has is None or int(has[1]) < _YEAR:
+        cure = f"take GCC 9, Clang 9 or later, named in CC and CXX; {_CURE}"
+        msg = f"llama.cpp needs {_STANDARD}, for which {version} ({cxx}) is too old: {cure}"
+        raise ToolMissing(msg, cxx, cure)
 
 
 def _run(program: str, *args: str) -> str:

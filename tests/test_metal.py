@@ -1,0 +1,67 @@
+"""Metal is configured as far as Linux goes: Apple's frameworks are stand-ins, the rest is real."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from native_kit import built
+
+from pyllamakv.building import backend, build, cmake, variant
+from pyllamakv.home import shim
+from pyllamakv.source.store import open_store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+#: What the CMake files of every release look for: a Mac has them, this machine gets stand-ins.
+FRAMEWORKS = {
+    "FOUNDATION_LIBRARY": "Foundation",
+    "METAL_FRAMEWORK": "Metal",
+    "METALKIT_FRAMEWORK": "MetalKit",
+}
+#: How many files of kernels a release embeds.
+KERNELS = {"0.3.9+patched": 1, "0.3.16+patched": 1, "0.3.36+patched": 34}
+
+
+def configured(spec: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> cmake.Job:
+    """Configure a variant's tree for Metal in a folder, and return the job that did it."""
+    found = built(spec)
+    with monkeypatch.context() as mac:
+        mac.setattr(sys, "platform", "darwin")
+        metal = backend.choose("metal")
+    asked = dataclasses.replace(variant.request(spec), backend=metal)
+    tree, objects = folder / "tree", folder / "objects"
+    open_store().export(found.manifest.patched_tree, tree)
+    objects.mkdir()
+    places = {name: f"/stand-in/{each}.framework" for name, each in FRAMEWORKS.items()}
+    definitions = {**build.definitions(asked, "metal"), **places, "PLK_LLAMA_SRC": str(tree)}
+    job = cmake.Job(objects, objects / "build.log", build.environment())
+    cmake.configure(job, shim(), definitions)
+    return job
+
+
+@pytest.mark.parametrize("spec", KERNELS)
+def test_metal_is_configured(spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Releases take the options: both links get the backend and its frameworks, and its kernels."""
+    job = configured(spec, tmp_path, monkeypatch)
+    rules = (job.folder / "build.ninja").read_text("utf-8")
+    for product in ("libplk.", "dropin/libggml-metal."):
+        link = next(line for line in rules.splitlines() if line.startswith(f"build {product}"))
+        assert "libggml-metal.a" in link
+        for name in FRAMEWORKS.values():
+            assert f"/stand-in/{name}.framework" in link, product
+    groups = json.loads((job.folder / "plk-capabilities.json").read_text("utf-8"))["groups"]
+    assert groups == built(spec).manifest.probes
+    kernels = set(re.findall(r"^build (\S*metal-embed\S*\.s)(?: |:)", rules, re.M))
+    assert len(kernels) == KERNELS[spec]
+    cmake.compile_targets(job, sorted(kernels), 2)
+    for name in kernels:
+        text = (job.folder / name).with_suffix(".metal").read_text("utf-8")
+        assert "kernel void" in text, name
+        # In its place are the types of quantised rows, which no user's Mac would find.
+        assert "__embed_ggml-common.h__" not in text, name
