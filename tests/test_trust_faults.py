@@ -125,6 +125,14 @@ def test_what_does_not_strike_is_no_fault() -> None:
 
 
 @pytest.mark.native
+def test_a_disturbed_matrix_comes_to_the_same(stock: Variant, patched: Variant) -> None:
+    """A real cell, stock against patched, is judged; what a fault cut off is judged again."""
+    (matrix,) = faults.entries(Effort(seconds=2.0, seed=3, only=("matrix",)), lambda _: None)
+    assert matrix.defects == ()
+    assert matrix.data["faults"] == matrix.data["repeated"] >= 1
+
+
+@pytest.mark.native
 def test_lost_workers(patched: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way to lose one is an error of its own; an error of another kind is a defect."""
     found = lost.workers(patched.folder, 0.0, 1, lambda _: None)

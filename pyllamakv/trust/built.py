@@ -1,4 +1,4 @@
-"""Name the build that is tried where one is enough: the default release, patched."""
+"""Name the build that is tried where one is enough, the default release's, and stock beside it."""
 
 from __future__ import annotations
 
@@ -7,3 +7,4 @@ from typing import Final
 from pyllamakv.source.releases import DEFAULT
 
 SPEC: Final = f"{DEFAULT}+patched"
+STOCK: Final = f"{DEFAULT}+stock"

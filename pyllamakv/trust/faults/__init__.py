@@ -13,12 +13,14 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Final
 
-from pyllamakv.trust.built import SPEC
+from pyllamakv.source.releases import DEFAULT
+from pyllamakv.trust.built import SPEC, STOCK
 from pyllamakv.trust.entry import Effort, Entry, Tick
 from pyllamakv.trust.faults.trial import FILES, Record
 
 _STEPS: Final = "pyllamakv.trust.faults.steps"
-#: Steps by the name of their entry; the native ones need a built variant and a model.
+#: Steps by the name of their entry; the native ones need a built variant and a model, the last one
+#: stock and the release's sources.
 _ALONE: Final = {
     "fetch from an index": "fetching:FetchIndex",
     "fetch files without a clone": "fetching:FetchPlain",
@@ -35,6 +37,7 @@ _NATIVE: Final = {
     "paging": "caching:Paging",
     "keeping": "caching:Keeping",
 }
+_JUDGED: Final = {"matrix": "judging:Matrix"}
 #: Entries about one kind of fault on all steps.
 _ACROSS: Final = {
     "two at once": ("stop",),
@@ -67,7 +70,7 @@ def entries(effort: Effort, tick: Tick) -> list[Entry]:
     folder = found.folder if found else None
     records = _walked(effort, folder, tick)
     made = []
-    for name in (*_ALONE, *_NATIVE):
+    for name in (*_ALONE, *_NATIVE, *_JUDGED):
         of_files = [r for r in records if r.step == name and r.kind in (*FILES, "none")]
         made.append(_entry(name, of_files, effort))
     for name, kinds in _ACROSS.items():
@@ -79,7 +82,10 @@ def entries(effort: Effort, tick: Tick) -> list[Entry]:
 
 def _walked(effort: Effort, folder: Path | None, tick: Tick) -> list[Record]:
     """Try the kinds of fault that are wanted on the steps that are wanted."""
+    from pyllamakv.building import variant
     from pyllamakv.harness import synthetic
+    from pyllamakv.source import releases
+    from pyllamakv.source.store import open_store
     from pyllamakv.trust.faults import stage
 
     across = [kind for name, kinds in _ACROSS.items() if effort.wants(name) for kind in kinds]
@@ -91,6 +97,11 @@ def _walked(effort: Effort, folder: Path | None, tick: Tick) -> list[Record]:
         given = [str(folder), str(synthetic.tiny())]
         needed += [(f"{_STEPS}.{place}", given) for place in _NATIVE.values()]
         names += _NATIVE
+    stock = variant.find(STOCK)
+    if folder is not None and stock is not None and open_store().has(releases.resolve(DEFAULT)):
+        sides = [str(stock.folder), str(folder)]
+        needed += [(f"{_STEPS}.{place}", sides) for place in _JUDGED.values()]
+        names += _JUDGED
     wanted = [
         step for step, name in zip(needed, names, strict=True) if everywhere or effort.wants(name)
     ]

@@ -26,7 +26,7 @@ from pyllamakv.trust.faults import preload
 from pyllamakv.trust.faults.trial import Record, Trial
 
 #: The size of the disk that steps work on: what a copy of a home takes, many times.
-_DISK = "96m"
+_DISK = "192m"
 
 
 def conduct(

@@ -28,6 +28,8 @@ class Step:
     leaves: tuple[str, ...] = ()
     #: Errors with which a second run beside the first may be refused.
     refuses: tuple[str, ...] = ()
+    #: Kinds of fault that tell nothing about it.
+    without: tuple[str, ...] = ()
 
     def prepare(self, folder: Path) -> None:
         """Make what each attempt begins with."""

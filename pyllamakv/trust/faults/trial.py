@@ -79,7 +79,7 @@ class Trial:
     def faults(self, kinds: tuple[str, ...], seed: int) -> Iterator[Fault]:
         """Yield every fault of some kinds once, the kinds in turn, each in an order of chance."""
         chance = random.Random(seed)
-        of_kinds = [list(self._all(kind)) for kind in kinds]
+        of_kinds = [list(self._all(kind)) for kind in kinds if kind not in self.step.without]
         for found in of_kinds:
             chance.shuffle(found)
         for together in zip_longest(*of_kinds):

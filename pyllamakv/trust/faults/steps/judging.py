@@ -1,20 +1,84 @@
-"""Keep results: of runs of scenarios, and of cells of the matrix."""
+"""Judge a release, and keep results: of runs of scenarios, and of cells of the matrix."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
+import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from pyllamakv.harness import cell, remembered, running
+from pyllamakv.building import variant
+from pyllamakv.errors import Untestable
+from pyllamakv.harness import cell, matrix, remembered, running
 from pyllamakv.harness.lab import Run
 from pyllamakv.harness.verdict import Outcome, Verdict
+from pyllamakv.home import home
+from pyllamakv.source import gitting
+from pyllamakv.source.store import open_store
 from pyllamakv.trust.faults.step import Step
 
 
-class Results(Step):
+class Judging(Step):
+    """Leave no result that nobody can read."""
+
+    def wrong(self, folder: Path) -> list[str]:
+        """Find results that cannot be read: a reader would run them again for ever."""
+        found = super().wrong(folder)
+        for path in (folder / "home" / "results").rglob("*.json"):
+            try:
+                json.loads(path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                found.append(f"{path.name} cannot be read: {error}")
+        return found
+
+
+class Matrix(Judging):
+    """Judge a built release by a scenario, and once more what was judged."""
+
+    name = "matrix"
+    # llama.cpp aborts where memory ends, on stock and patched alike: that is no fault of a matrix.
+    without = ("memory",)
+    #: The one that takes least of those that stock fails.
+    _CHOICE: Final = matrix.Choice(scenarios=("truncated-prompts",))
+
+    def __init__(self, stock: Path, patched: Path) -> None:
+        self._sides = (stock, patched)
+        self._release = variant.Variant(stock).manifest.release
+
+    def prepare(self, folder: Path) -> None:
+        """Make a home with the release's sources and builds, and all that is made but once."""
+        # It works under the name that each attempt's copy will have.
+        place = home()
+        (place / "built").mkdir(parents=True)
+        store, name = open_store(), f"refs/upstream/{self._release}"
+        old = self._sides[0].parents[1] / "store.git"
+        words = ("fetch", "--quiet", "--update-shallow", str(old), f"{name}:{name}")
+        gitting.git(store.path, *words, network=True)
+        for side, made in zip(("stock", "patched"), self._sides, strict=True):
+            (variant.built() / made.name).symlink_to(made)
+            asked = variant.request(f"{self._release}+{side}")
+            variant.remember(asked, variant.Variant(variant.built() / made.name))
+        self.run(folder)
+        shutil.rmtree(place / "results")
+        place.rename(folder / "home")
+
+    def run(self, folder: Path) -> Any:
+        """Judge, and ask again."""
+        choice = dataclasses.replace(self._CHOICE, releases=(self._release,))
+        found = []
+        for _ in range(2):
+            (result,) = matrix.run(matrix.plan(choice))
+            if result.verdict in (Verdict.UNTESTABLE, Verdict.BROKEN_BUILD):
+                # A cell that says so is what a matrix makes of an error.
+                raise Untestable(result.reason)
+            counts = (result.runs, result.stock_failed, result.patched_failed)
+            found.append([str(result.verdict), result.reason, *counts])
+        return found
+
+
+class Results(Judging):
     """Remember results, recall them, and make anew what is not there: as a matrix does."""
 
     name = "results"
@@ -38,13 +102,3 @@ class Results(Step):
             kept_cell = dataclasses.replace(made, verdict=Verdict.NEEDED)
             remembered.remember(key, kept_cell)
         return [found, kept_cell.to_json()]
-
-    def wrong(self, folder: Path) -> list[str]:
-        """Find results that cannot be read: a reader would run them again for ever."""
-        found = []
-        for path in (folder / "home" / "results").rglob("*.json"):
-            try:
-                json.loads(path.read_text(encoding="utf-8"))
-            except ValueError as error:
-                found.append(f"{path.name} cannot be read: {error}")
-        return found
