@@ -62,6 +62,18 @@ def test_markdown_keeps_its_columns() -> None:
     assert len(lines) == 5
 
 
+def test_markdown_tells_of_devices_what_ran_and_when() -> None:
+    """What a device cannot run counts for nothing, which has to be seen."""
+    row = RESULTS[0].scenarios[0]
+    spec = replace(RESULTS[0].spec, backend="vulkan")
+    rows = (row, replace(row, id="other", verdict="untestable"))
+    device = replace(RESULTS[0], spec=spec, scenarios=rows, judged="2026-11-22T01:02:03+00:00")
+    lines = outputs.markdown([device]).splitlines()
+    assert lines[0].endswith("| cured | scenarios that ran | judged |")
+    assert lines[2].endswith("| 1 of 2 | 2026-11-22 |")
+    assert lines[2].count("|") == lines[1].count("|")
+
+
 def test_markdown_counts_what_does_not_fit() -> None:
     """A few cures are named, many are counted."""
     one = replace(RESULTS[0].scenarios[0], verdict="needed")

@@ -11,6 +11,7 @@ import contextlib
 import os
 import time
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.building import variant as variants
@@ -138,6 +139,8 @@ class CellResult:
     films: tuple[dict[str, Any], ...] = ()
     seconds: float = 0.0
     machine: str = ""
+    #: When it was judged, ISO 8601 in UTC; `date` is the release's.
+    judged: str = ""
     #: A verdict on inputs that have changed since.
     stale: bool = False
 
@@ -199,10 +202,12 @@ def run_cell(
         # One cell must not take the others down; what is said here is told as a regression.
         result = untestable(spec, f"a fault of the harness: {type(error).__name__}: {error}")
     known = {} if release is None else _facts(release)
-    seconds = round(time.monotonic() - started, 1)
-    return CellResult(
-        **{**vars(result), **known, "seconds": seconds, "machine": os.uname().machine}
-    )
+    taken = {
+        "seconds": round(time.monotonic() - started, 1),
+        "machine": os.uname().machine,
+        "judged": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    return CellResult(**{**vars(result), **known, **taken})
 
 
 def judge(raw: dict[str, Any], fresh: bool = False) -> dict[str, Any]:

@@ -68,13 +68,19 @@ def merge(files: Iterable[Path]) -> tuple[CellResult, ...]:
 
 
 def markdown(results: Iterable[CellResult]) -> str:
-    """Return the table of verdicts for a readme."""
-    heads = ("release", "era", "backend", "verdict", "measured", "cured")
+    """Return the table of verdicts for a readme; on devices with what ran there, and when."""
+    shown = list(results)
+    devices = any(result.spec.backend != "cpu" for result in shown)
+    heads = ["release", "era", "backend", "verdict", "measured", "cured"]
+    heads += ["scenarios that ran", "judged"] if devices else []
     rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for result in results:
+    for result in shown:
         spec = result.spec
-        words = (spec.what, result.era, spec.backend, result.verdict, result.measured)
-        cells = (*words, _cured(result))
+        cells = [spec.what, result.era, spec.backend, result.verdict, result.measured]
+        cells.append(_cured(result))
+        if devices:
+            ran = [row for row in result.scenarios if row.verdict != Verdict.UNTESTABLE]
+            cells += [f"{len(ran)} of {len(result.scenarios)}", result.judged[:10]]
         rows.append(f"| {' | '.join(_cell(text) for text in cells)} |")
     return "\n".join(rows) + "\n"
 
