@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from fakes.rolling import Opener, Rolling
 
-from pyllamakv.errors import WorkerDied
+from pyllamakv.errors import WorkerDied, WorkerTimeout
 from pyllamakv.harness import scenario
 from pyllamakv.harness.control import TOKENS
 from pyllamakv.harness.lab import Bench
 from pyllamakv.harness.placing import Place
 from pyllamakv.harness.scenario import CACHES
-from pyllamakv.harness.verdict import Pair
+from pyllamakv.harness.verdict import Pair, harms
 
 
 class Device(Rolling):
@@ -42,6 +42,22 @@ class Ending(Device):
     def decode(self, context, token, pos, seq_count, seq_id, logits):
         if len(token) == 1:
             raise WorkerDied("ended by SIGABRT", signal=6)
+        return super().decode(context, token, pos, seq_count, seq_id, logits)
+
+
+class NoContext(Device):
+    """End the worker with the first context."""
+
+    def context_new(self, *args, **options):
+        raise WorkerDied("ended by SIGSEGV", signal=11)
+
+
+class Slow(Device):
+    """Never come to the end of the first single token."""
+
+    def decode(self, context, token, pos, seq_count, seq_id, logits):
+        if len(token) == 1:
+            raise WorkerTimeout("no answer")
         return super().decode(context, token, pos, seq_count, seq_id, logits)
 
 
@@ -102,9 +118,23 @@ def test_processors_are_not_tried(backend: str) -> None:
 
 
 def test_a_worker_that_the_control_ends_is_replaced() -> None:
-    """It is a crash, and the next run is tried anew."""
+    """What the device cannot do by itself is not judged, and the next run has a worker."""
     outcome, _, opened = run(Ending, "vulkan", times=2)
-    assert (outcome.status, outcome.failure, opened) == ("fail", "crash", 2)
+    assert (outcome.status, outcome.failure, opened) == ("skip", "crash", 2)
+    assert "ends the process before anything is moved: ended by SIGABRT" in outcome.message
+
+
+def test_a_context_that_ends_the_worker_is_not_judged() -> None:
+    """Before any token there is nothing that a patch could be judged by."""
+    outcome, calls, _ = run(NoContext, "vulkan")
+    assert (outcome.status, outcome.failure) == ("skip", "crash")
+    assert not any(call.startswith("decode") for call in calls)
+
+
+def test_a_device_that_is_slow_is_tried_again() -> None:
+    """A hang is told as one: a busy machine looks the same."""
+    outcome, _, opened = run(Slow, "vulkan", times=2)
+    assert (outcome.status, outcome.failure, opened) == ("fail", "hang", 2)
 
 
 def test_a_patch_that_spoils_the_device_is_not_excused() -> None:
@@ -114,3 +144,14 @@ def test_a_patch_that_spoils_the_device_is_not_excused() -> None:
     pair = Pair("fragmented", "guard", "plain f16", stock, patched)
     assert pair.patched is not None
     assert pair.patched.failed
+
+
+def test_a_patch_that_ends_the_process_is_not_excused_either() -> None:
+    """It crashes where stock does not, though stock breaks its claim, too."""
+    stock, _, _ = run(Device, "vulkan")
+    patched, _, _ = run(Ending, "vulkan")
+    pair = Pair("fragmented", "cure", "plain f16", stock, patched)
+    assert pair.stock.failure == "claim"
+    assert pair.patched is not None
+    assert pair.patched.failure == "crash"
+    assert harms(pair)

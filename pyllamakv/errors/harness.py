@@ -14,9 +14,16 @@ class HarnessError(KvError):
 
 
 class Untestable(KvError):
-    """Say why a release, patch or scenario cannot be judged here."""
+    """Say why a release, patch or scenario cannot be judged here.
+
+    ``failure`` is "crash" where the process ended before there was anything to judge.
+    """
 
     exit_code = 125
+
+    def __init__(self, message: str, *, failure: str = "") -> None:
+        super().__init__(message)
+        self.failure = failure
 
 
 class ScriptError(KvError):

@@ -25,7 +25,7 @@ def classify(error: Exception) -> Outcome:
         case ScenarioFailed():
             return Outcome("fail", error.failure, text)
         case Untestable():
-            return Outcome("skip", "", text)
+            return Outcome("skip", error.failure, text)
         case WorkerTimeout():
             return Outcome("fail", "hang", text)
         case WorkerDied():

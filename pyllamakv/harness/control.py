@@ -2,13 +2,15 @@
 
 A device whose kernels are wrong by themselves would fail scenarios for which no patch can help. So
 it gets the same tokens twice: in one batch at the start of a cache, and one at a time behind it.
+What it cannot do without ending the process is not judged either; where stock can do it, patched
+has failed (`verdict.Pair`).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.errors import Untestable
+from pyllamakv.errors import Untestable, WorkerDied, WorkerTimeout
 from pyllamakv.harness.reference import distance
 
 if TYPE_CHECKING:
@@ -24,19 +26,33 @@ class Controls:
     """Remember for each key what the control found."""
 
     def __init__(self) -> None:
-        self._found: dict[Hashable, str] = {}
+        self._found: dict[Hashable, Untestable | None] = {}
 
     def check(self, key: Hashable, make: Callable[[], Lab]) -> None:
         """Raise Untestable where a control fails, with the reason; it is played once per key."""
         if key not in self._found:
-            lab = make()
-            try:
-                self._found[key] = control(lab)
-            except Untestable as error:
-                self._found[key] = str(error)
-            lab.close()
-        if self._found[key]:
-            raise Untestable(self._found[key])
+            self._found[key] = _tried(make)
+        reason = self._found[key]
+        if reason is not None:
+            raise reason
+
+
+def _tried(make: Callable[[], Lab]) -> Untestable | None:
+    """Play the control in a lab of its own; return why nothing can be judged there, if so."""
+    lab = make()
+    try:
+        wrong = control(lab)
+        reason = Untestable(wrong) if wrong else None
+    except Untestable as error:
+        reason = error
+    except WorkerTimeout:
+        # Another time it may be in time.
+        raise
+    except WorkerDied as error:
+        msg = f"the device ends the process before anything is moved: {error}"
+        return Untestable(msg, failure="crash")
+    lab.close()
+    return reason
 
 
 def control(lab: Lab) -> str:

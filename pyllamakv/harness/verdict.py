@@ -55,7 +55,8 @@ class Outcome:
 
     ``status`` is "pass", "fail", "absent" (the capability does not exist there), "skip" (the
     setting cannot be judged there) or "fault" (of the harness). ``failure`` is empty or one of
-    "data" (K, V or logits wrong), "crash", "hang", "lost" (tokens lost or ghosts left), "claim".
+    "data" (K, V or logits wrong), "crash", "hang", "lost" (tokens lost or ghosts left), "claim";
+    that of a skipped run is what kept it from being judged.
     """
 
     status: Status
@@ -87,7 +88,8 @@ class Pair:
         ran = _countable(self.stock) and self.stock.status != "absent"
         if self.patched and self.patched.status == "skip" and ran:
             message = f"cannot run what stock can: {self.patched.message}"
-            object.__setattr__(self, "patched", Outcome("fail", "claim", message))
+            failure = self.patched.failure or "claim"
+            object.__setattr__(self, "patched", Outcome("fail", failure, message))
 
     @property
     def broken(self) -> bool:
