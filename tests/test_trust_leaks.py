@@ -39,6 +39,17 @@ def test_a_slope_is_told_from_noise_and_steps() -> None:
     assert str(Slope(1.23456, 0.5)) == "1.23 ± 0.5 B"
 
 
+@pytest.mark.parametrize("where", [1000, 2500, 4900])
+def test_one_step_is_no_slope_wherever_it_lies(where: int) -> None:
+    """A table that doubles once is a pool; one of which there is more than a pool's is not."""
+    small, large = 540_000.0, 5_400_000.0
+    assert Slope.of(COUNTS, [float(n > where) * small for n in COUNTS]).value == 0
+    several = [float(n // 1000) * small for n in COUNTS]
+    assert Slope.of(COUNTS, several).exceeds(64)
+    middle = [float(n > 2500) * large + n for n in COUNTS]
+    assert Slope.of(COUNTS, middle).value > 1
+
+
 def judged(work: str, target: int = 50_000) -> tuple[str, ...]:
     """Churn one of the planted kinds of work; return the defects."""
     kind = Kind(f"fakes.leaking:{work}", target, 64)

@@ -54,8 +54,10 @@ class Cache:
         for cell, each in zip(cells, ids, strict=True):
             for seq in each:
                 self.seqs[cell, seq // 64] |= np.uint64(1 << (seq % 64))
-        for layer in range(N_LAYER):
-            self.rows[layer, cells] = np.array(tokens) + layer / 2 + np.array(pos) / 1024
+        # Positions at the end of what C takes are more than a half float holds.
+        with np.errstate(over="ignore"):
+            for layer in range(N_LAYER):
+                self.rows[layer, cells] = np.array(tokens) + layer / 2 + np.array(pos) / 1024
 
     def drop(self, cells: np.ndarray, seq: int) -> None:
         """Take cells from a sequence; cells without a sequence are free."""
