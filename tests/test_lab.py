@@ -9,7 +9,7 @@ import pytest
 from fakes.rolling import Opener, Rolling
 from fakes.simulated import SimulatedNative
 
-from pyllamakv.binding.protocol import Capability
+from pyllamakv.binding.protocol import Capability, ModelParams
 from pyllamakv.errors import (
     HarnessError,
     PartialRemovalRefused,
@@ -22,6 +22,7 @@ from pyllamakv.errors import (
 from pyllamakv.harness import scenario
 from pyllamakv.harness.classes import classify
 from pyllamakv.harness.lab import Bench, Lab
+from pyllamakv.harness.placing import Place
 from pyllamakv.harness.scenario import CACHES, Scenario
 
 #: What stock does wrong on purpose, and a build that heals does right.
@@ -218,6 +219,22 @@ def test_a_missing_capability_is_absent() -> None:
     """What a build cannot do at all is not a failure."""
     none = Capability(0)
     assert run(lambda: Rolling(capabilities=none), "counters").outcome.status == "absent"
+
+
+@pytest.mark.parametrize(("backend", "error"), [("cpu", Unsupported), ("cuda", Untestable)])
+def test_what_keeps_no_cache_in_mapped_memory_lacks_it(backend: str, error: type) -> None:
+    """On a device nobody expects it; in host memory it is a feature that the patch has lost."""
+
+    class Unmapped(Rolling):
+        def context_new(self, model, params):
+            raise Unsupported("kv_backing has no effect here")
+
+    native = Unmapped()
+    lab = Lab(native, native.model_load("tiny", ModelParams()), CACHES[0], place=Place(backend))
+    with pytest.raises(error, match="has no effect here"):
+        lab.player(256, kv_backing=1)
+    with pytest.raises(Untestable):
+        lab.player(256)
 
 
 def test_without_readable_cells_positions_are_checked() -> None:

@@ -33,6 +33,11 @@ class Place:
     backend: str = "cpu"
 
     @property
+    def host(self) -> bool:
+        """Tell whether caches lie in the memory of the worker."""
+        return self.backend == "cpu"
+
+    @property
     def remote(self) -> bool:
         """Tell whether a run needs a server."""
         return self.backend == "rpc"
