@@ -182,6 +182,9 @@ def test_a_catch_is_what_check_counts(
     found = judge.answer(some(), time.monotonic() + 60)
     assert found.outcome == comes_of_it
     assert (judge.recall(some()) == found) is (comes_of_it != kept.UNJUDGED)
+    # A catch is its catcher's word; that nobody minds is also what ran them.
+    monkeypatch.setattr(running, "code_digest", lambda: "another")
+    assert (judge.recall(some()) == found) is (comes_of_it == "scenario")
     entry = trial.Tally(Made((some(),), {}), 0, ((some(), found),)).entry("p", 1)
     assert entry.passed is (comes_of_it == "scenario")
     if comes_of_it == kept.UNJUDGED:

@@ -43,7 +43,7 @@ from pyllamakv.trust.schedules import combination
 from pyllamakv.trust.schedules.combination import LENGTH, SHORT, VALUES, Combination, sensible, walk
 from pyllamakv.trust.schedules.hand import Hand
 from pyllamakv.trust.schedules.stage import Stage
-from pyllamakv.trust.schedules.task import Task
+from pyllamakv.trust.schedules.task import Played, Task
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -214,6 +214,25 @@ def test_a_hang_is_a_finding(folder: Path) -> None:
         played = hand.play(Task(PLAIN, fine))
     assert played.failed is None
     assert played.done == {"decode": 1, "verify": 1}
+
+
+@pytest.mark.parametrize(("times", "hangs"), [(1, 0), (2, 1)])
+def test_a_hang_is_believed_when_it_comes_twice(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, times: int, hangs: int
+) -> None:
+    """A machine that was stopped for minutes is no finding."""
+    silent = ScenarioFailed("nothing", failure="hang", evidence={"done": 0, "proven": 0})
+    left = [Played(failed=silent)] * times
+
+    class Sleepy(Hand):
+        def play(self, task: Task) -> Played:
+            return left.pop() if left else super().play(task)
+
+    monkeypatch.setattr(trial, "Hand", Sleepy)
+    monkeypatch.setattr(trial, "_find", lambda hand, task, failed, tally: found.append(failed))
+    found: list[ScenarioFailed] = []
+    try_out(folder, Simulated, 1)
+    assert [each.failure for each in found] == ["hang"] * hangs
 
 
 def test_what_cannot_be_opened_is_a_finding(folder: Path) -> None:
