@@ -152,7 +152,7 @@ typedef struct {
     uint32_t size;
     int32_t n_tokens;
     const int32_t *token;
-    const int32_t *pos;
+    const int32_t *pos;       /* 0 to 2^30 - 1 */
     const int32_t *seq_count; /* sequences per token, or NULL: one each */
     const int32_t *seq_id;    /* flat: seq_count[0] ids, then seq_count[1] ids, ... */
     const int8_t *logits;     /* 1: logits wanted; NULL: of the last token only */

@@ -207,6 +207,9 @@ int plk_context_new(plk_model *model, const plk_context_params *params, plk_cont
         }
         handle->asked.kv_path = handle->asked.kv_model = nullptr; // the caller's
         code = plk::mapping::check(handle->ctx, asked);
+        if (code == PLK_OK && asked.kv_keep != 0 && plk::strays(*handle)) {
+            code = plk::refuse(PLK_EDAMAGED, "the kept cache has positions of 2^30 and more");
+        }
         if (code != PLK_OK) {
             llama_free(handle->ctx);
             return code;

@@ -127,4 +127,11 @@ struct Picture {
 };
 bool take_picture(plk_context &context, Picture &out);
 
+// Positions stay below: no sum of two overflows, and a range that ends nowhere has them all, which
+// for llama.cpp is one that ends before the largest number.
+constexpr int32_t far_away = 1 << 30;
+bool strays(plk_context &context); // whether any cell does not
+// The positions of a sequence in all caches, each once, in their order; false where none are seen.
+bool take_positions(plk_context &context, int32_t seq, std::vector<int32_t> &out);
+
 } // namespace plk

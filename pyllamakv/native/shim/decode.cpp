@@ -24,9 +24,9 @@ int check(const plk_context &c, const plk_batch &batch) {
             return plk::refuse(PLK_EINVAL, "invalid token: place %d holds %d, outside [0, %d)", i,
                                batch.token[i], n_vocab);
         }
-        if (batch.pos[i] < 0) {
-            return plk::refuse(PLK_EINVAL, "place %d has the negative position %d", i,
-                               batch.pos[i]);
+        if (batch.pos[i] < 0 || batch.pos[i] >= plk::far_away) {
+            return plk::refuse(PLK_EINVAL, "place %d has the position %d, expected 0 to 2^30 - 1",
+                               i, batch.pos[i]);
         }
         const int32_t count = batch.seq_count != nullptr ? batch.seq_count[i] : 1;
         if (count < 1 || static_cast<uint32_t>(count) > c.n_seq_max) {
@@ -174,8 +174,8 @@ int plk_decode_one(plk_context *context, int32_t token, int32_t pos, int32_t seq
             return PLK_EINVAL;
         }
         plk_context &c = *context;
-        if (token < 0 || token >= c.model->info.n_vocab || pos < 0 || seq_id < 0 ||
-            static_cast<uint32_t>(seq_id) >= c.n_seq_max) {
+        if (token < 0 || token >= c.model->info.n_vocab || pos < 0 ||
+            pos >= plk::far_away || seq_id < 0 || static_cast<uint32_t>(seq_id) >= c.n_seq_max) {
             return plk::refuse(PLK_EINVAL, "invalid token %d, position %d or sequence %d", token,
                                pos, seq_id);
         }

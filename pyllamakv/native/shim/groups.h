@@ -45,7 +45,8 @@ bool seq_rm(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1);
 void seq_cp(llama_context *ctx, int32_t from, int32_t to, int32_t p0, int32_t p1);
 void seq_keep(llama_context *ctx, int32_t seq);
 void seq_add(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t delta);
-void seq_div(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t divisor);
+// False, and nothing done, where llama.cpp would turn keys the wrong way round.
+bool seq_div(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t divisor);
 bool can_shift(llama_context *ctx);
 // Whether a shift of quantised keys works, and whether one position per token is enough for models
 // whose tokens have several: each false where llama.cpp aborts or reads beyond the batch.

@@ -5,8 +5,6 @@
 
 namespace {
 
-constexpr int32_t far_away = 1 << 30; // positions stay below, so that no sum of two overflows
-
 int check(const plk_context *c, int32_t seq, bool all = false) {
     if (plk::need(c) != PLK_OK) {
         return PLK_EINVAL;
@@ -32,18 +30,11 @@ bool has(const uint64_t *seqs, int32_t seq) { return seqs[seq / 64] >> (seq % 64
 
 // A position as a whole sequence's cells tell it, for releases that cannot.
 int32_t seen(plk_context &c, int32_t seq, bool largest) {
-    plk::Picture picture;
-    if (!plk::take_picture(c, picture)) {
+    std::vector<int32_t> found;
+    if (!plk::take_positions(c, seq, found)) {
         return plk::refuse(PLK_EUNSUPPORTED, "this build cannot tell the positions of a sequence");
     }
-    int32_t found = -1;
-    for (size_t i = 0; i < picture.pos.size(); ++i) {
-        const int32_t pos = picture.pos[i];
-        if (pos >= 0 && has(picture.seqs.data() + i * picture.words, seq)) {
-            found = found < 0 ? pos : largest ? std::max(found, pos) : std::min(found, pos);
-        }
-    }
-    return found;
+    return found.empty() ? -1 : largest ? found.back() : found.front();
 }
 
 // Whether the memory keeps one state per sequence, whatever it keeps beside it.
@@ -91,6 +82,33 @@ int check_shift(const plk_context *c) {
                                                           "positions");
 }
 
+// Whether a shift takes the last position of a range where none may be.
+bool leaves(plk_context &c, int32_t seq, int32_t p1, int32_t delta) {
+    if (delta <= 0) {
+        return delta <= -plk::far_away;
+    }
+    const int32_t last = plk_seq_pos_max(&c, seq);
+    return delta >= plk::far_away - std::max(p1 < 0 ? last : std::min(last, p1 - 1), 0);
+}
+
+// Divide by shifts: what is divided only moves to where others have left already.
+int divide(plk_context &c, int32_t seq, int32_t p0, int32_t p1, int32_t divisor) {
+    std::vector<int32_t> held;
+    if (!plk::take_positions(c, seq, held)) {
+        return plk::refuse(PLK_EUNSUPPORTED, "this build cannot tell the positions of a sequence");
+    }
+    const int32_t last = plk::memory::pos_max(c.ctx, seq);
+    if (held.empty() || held.back() < last) {
+        held.push_back(last); // of a state, which has no cells
+    }
+    for (const int32_t pos : held) {
+        if (pos > 0 && pos >= p0 && (p1 < 0 || pos < p1)) {
+            plk::memory::seq_add(c.ctx, seq, pos, pos + 1, pos / divisor - pos);
+        }
+    }
+    return PLK_OK;
+}
+
 } // namespace
 
 bool plk::can_shift(const plk_context &c) {
@@ -102,29 +120,6 @@ bool plk::can_shift(const plk_context &c) {
            !plk::load::many_positions(c.model->model) && type_k != GGML_TYPE_BF16 &&
            (!ggml_is_quantized(type_k) ||
             (plk::memory::shifts_quantized && plk::cells::shifts_quantized(c.ctx)));
-}
-
-bool plk::take_picture(plk_context &context, Picture &out) {
-    if (!(plk::cells::bits & PLK_CAP_CELLS)) {
-        return false;
-    }
-    out.words = (context.n_seq_max + 63) / 64;
-    for (int32_t cache = 0; cache < plk::cells::count(context.ctx); ++cache) {
-        plk_cells_info info{};
-        if (plk::cells::info(context.ctx, cache, info) != PLK_OK) {
-            return false;
-        }
-        const size_t start = out.pos.size();
-        std::vector<int32_t> shift(info.n_cells);
-        out.pos.resize(start + info.n_cells, -1);
-        out.seqs.resize((start + info.n_cells) * out.words, 0);
-        if (plk::cells::read(context.ctx, cache, info.n_cells, out.pos.data() + start, shift.data(),
-                             out.seqs.data() + start * out.words,
-                             static_cast<int32_t>(out.words)) < 0) {
-            return false;
-        }
-    }
-    return true;
 }
 
 extern "C" {
@@ -229,11 +224,12 @@ int plk_seq_keep(plk_context *context, int32_t seq) {
 int plk_seq_add(plk_context *context, int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
     return plk::guarded([&]() -> int {
         int code = check(context, seq);
-        if (code == PLK_OK && (delta <= -far_away || delta >= far_away)) {
-            code = plk::refuse(PLK_EINVAL, "a shift by %d leaves the range of positions", delta);
-        }
         if (code == PLK_OK) {
             code = check_range(p0, p1);
+        }
+        if (code == PLK_OK && leaves(*context, seq, p1, delta)) {
+            code = plk::refuse(PLK_EINVAL,
+                               "a shift by %d leaves the range of positions, 0 to 2^30 - 1", delta);
         }
         if (code == PLK_OK) {
             code = check_shift(context);
@@ -267,8 +263,11 @@ int plk_seq_div(plk_context *context, int32_t seq, int32_t p0, int32_t p1, int32
         if (plk::cells::watch != nullptr) {
             plk::cells::watch->shifting(context->ctx, seq, p0, p1);
         }
-        plk::memory::seq_div(context->ctx, seq, std::max(p0, -1), std::max(p1, -1), divisor);
-        return PLK_OK;
+        p0 = std::max(p0, -1);
+        p1 = std::max(p1, -1);
+        return plk::memory::seq_div(context->ctx, seq, p0, p1, divisor)
+                   ? PLK_OK
+                   : divide(*context, seq, p0, p1, divisor);
     });
 }
 

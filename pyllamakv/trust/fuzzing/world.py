@@ -120,8 +120,7 @@ class World:
             return ffi.new("char[]", self.texts.get(str(value), str(value)).encode())
         if one.kind == "struct":
             return self._struct(one.type.cname, value if isinstance(value, dict) else {})
-        fill = [each for each in value if type(each) is int] if isinstance(value, list) else []
-        return self.arena.lend(one.type, one.elements(words), fill)  # type: ignore[arg-type]
+        return self.arena.lend(one.type, one.elements(words), _fill(value))  # type: ignore[arg-type]
 
     def took(self, kind: str, handle: Any) -> None:
         """Keep a handle that a call made, or give it back when there are enough."""
@@ -135,19 +134,30 @@ class World:
         made = ffi.new(f"{name} *")
         made.size = ffi.sizeof(name)
         drawn = {"n_tokens": 0, **words}
-        for field, one in fields(ffi.typeof(name)).items():
+        kinds = fields(ffi.typeof(name))
+        for field, one in kinds.items():
             if field in words:
                 ids = field == "seq_id" and words[field] is not None
-                value = self._ids(one, drawn) if ids else self.argument(one, drawn)
+                value = self._ids(kinds, drawn) if ids else self.argument(one, drawn)
                 self._alive.append(value)
                 setattr(made, field, value)
         return made
 
-    def _ids(self, one: Parameter, words: Mapping[str, Any]) -> Any:
+    def _ids(self, kinds: Mapping[str, Parameter], words: Mapping[str, Any]) -> Any:
         """Return the flat sequence ids of a batch: as many as its counts say together."""
-        n, counts = min(max(0, int(words["n_tokens"])), FILLED), words.get("seq_count") or [1]
-        together = sum(max(0, int(counts[i % len(counts)])) for i in range(n))
-        return self.arena.lend(one.type, min(together, 1 << 22), words[one.name])
+        n = min(max(0, _number(kinds["n_tokens"], words["n_tokens"])), FILLED)
+        counts = [1]
+        if words.get("seq_count") is not None:
+            counts = [_number(kinds["seq_count"], each) for each in _fill(words["seq_count"])]
+        together = sum(max(0, counts[i % len(counts)]) for i in range(n))
+        fill = _fill(words["seq_id"])
+        return self.arena.lend(kinds["seq_id"].type, min(together, 1 << 22), fill)
+
+
+def _fill(value: Any) -> list[int]:
+    """Return what a buffer is filled with; without any numbers it would have what was there."""
+    found = [each for each in value if type(each) is int] if isinstance(value, list) else []
+    return found or [0]
 
 
 def _number(one: Parameter, value: Any) -> Any:

@@ -47,8 +47,8 @@ struct StateReader {
             if (!take(pos) || !take(n_seq)) {
                 return false;
             }
-            if (pos < 0 || n_seq != ids) {
-                return bad("a cell has no position or too many sequences");
+            if (pos < 0 || pos >= far_away || n_seq != ids) {
+                return bad("a cell has no position that may be, or too many sequences");
             }
             if (!skip(n_seq * sizeof(int32_t))) {
                 return false;

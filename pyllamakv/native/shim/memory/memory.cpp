@@ -45,15 +45,8 @@ void plk::memory::seq_add(llama_context *ctx, int32_t seq, int32_t p0, int32_t p
     llama_memory_seq_add(llama_get_memory(ctx), seq, p0, p1, delta);
 }
 
-// Not llama_memory_seq_div: since cells are a class of their own their pos_div turns keys the wrong
-// way round. What is divided only moves to where others have left already.
-void plk::memory::seq_div(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t d) {
-    const int32_t last = pos_max(ctx, seq);
-    const int32_t end = p1 < 0 ? last + 1 : std::min(p1, last + 1);
-    for (int32_t pos = std::max(p0, 1); pos < end; ++pos) {
-        llama_memory_seq_add(llama_get_memory(ctx), seq, pos, pos + 1, pos / d - pos);
-    }
-}
+// Since cells are a class of their own their pos_div turns keys the wrong way round.
+bool plk::memory::seq_div(llama_context *, int32_t, int32_t, int32_t, int32_t) { return false; }
 
 bool plk::memory::can_shift(llama_context *ctx) {
     return exists(ctx) && llama_memory_can_shift(llama_get_memory(ctx));

@@ -30,8 +30,9 @@ void plk::memory::seq_add(llama_context *ctx, int32_t seq, int32_t p0, int32_t p
     llama_kv_self_seq_add(ctx, seq, p0, p1, delta);
 }
 
-void plk::memory::seq_div(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t d) {
+bool plk::memory::seq_div(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t d) {
     llama_kv_self_seq_div(ctx, seq, p0, p1, d);
+    return true;
 }
 
 bool plk::memory::can_shift(llama_context *ctx) { return llama_kv_self_can_shift(ctx); }

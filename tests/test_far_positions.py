@@ -1,0 +1,103 @@
+"""Positions stay below 2^30: beyond, llama.cpp overflows, and no range has the last one in it."""
+
+from __future__ import annotations
+
+import struct
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from native_kit import built
+
+import pyllamakv as kv
+from pyllamakv.binding.protocol import Capability
+from pyllamakv.errors import KVFileDamaged, NativeError
+from pyllamakv.harness import synthetic
+from pyllamakv.runtime import state
+from pyllamakv.trust.fuzzing import filesums
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+LAST = 2**30 - 1
+SPECS = ("0.3.5", "0.3.9", "0.3.14", "0.3.36")
+
+
+@pytest.fixture(params=SPECS)
+def model(request: pytest.FixtureRequest) -> Iterator[kv.Model]:
+    """Load the smallest model into one release per way that memories are asked."""
+    with (
+        kv.open(built(f"{request.param}+patched").folder) as library,
+        library.load_model(synthetic.tiny()) as loaded,
+    ):
+        yield loaded
+
+
+def options(**more: Any) -> dict[str, Any]:
+    """Return the sizes of a small context."""
+    return {"n_ctx": 32, "n_batch": 16, "n_seq_max": 3, "n_threads": 1, **more}
+
+
+@pytest.mark.native
+def test_decodes_and_shifts_end_before(model: kv.Model) -> None:
+    """The last position can be taken and left again; one more is refused, and nothing moved."""
+    with model.context(**options()) as ctx:
+        native, handle = ctx.native, ctx.handle
+        for pos in (LAST + 1, 2**31 - 1):
+            with pytest.raises(NativeError, match="position"):
+                native.decode_one(handle, 1, pos, 0)
+            with pytest.raises(NativeError, match="position"):
+                native.decode_each(handle, [1, 2], [0, pos], (0, 1))
+        assert native.decode_one(handle, 1, LAST, 0) == 0
+        assert native.decode_one(handle, 1, 0, 1) == 0
+        with pytest.raises(NativeError, match=r"leaves the range of positions"):
+            native.seq_add(handle, 0, -1, -1, 1)
+        with pytest.raises(NativeError, match=r"leaves the range of positions"):
+            native.seq_add(handle, 1, -1, -1, 2**30)
+        assert native.seq_pos_max(handle, 0) == LAST
+        native.seq_add(handle, 1, -1, -1, LAST)
+        assert native.seq_pos_max(handle, 1) == LAST
+        native.seq_add(handle, 1, 5, -1, -LAST)
+        assert native.seq_pos_max(handle, 1) == 0
+        # Where shifts divide: not one for each of a billion positions.
+        native.seq_div(handle, 0, -1, -1, 3)
+        assert native.seq_pos_max(handle, 0) == LAST // 3
+        assert native.seq_rm(handle, 0, -1, -1)
+        assert native.seq_pos_max(handle, 0) == -1
+
+
+@pytest.mark.native
+def test_states_and_kept_files_end_before(model: kv.Model, tmp_path: Path) -> None:
+    """Where a position lies too far the state, or the file, is refused as it is."""
+    with model.context(**options()) as ctx:
+        a = ctx.sequence()
+        ctx.prefill(a, range(1, 6))
+        before = a.save()
+        raw = state.unpack(before).raw
+        place = next(at for at in range(len(raw)) if raw[at : at + 4] == struct.pack("<i", 4))
+        for pos in (2**30, 2**31 - 1):
+            far = bytearray(raw)
+            struct.pack_into("<i", far, place, pos)
+            with pytest.raises(NativeError, match="position"):
+                ctx.native.state_load(ctx.handle, 0, bytes(far))
+        assert a.save() == before
+    if Capability.MAPPING not in model.native.about.capabilities:
+        return
+    keep: dict[str, Any] = {"kv_backing": tmp_path / "cache", "kv_keep": True, **options()}
+    with model.context(**keep) as ctx:
+        ctx.prefill(ctx.sequence(), range(1, 6))
+        cells = ctx.kv.stats.size
+    whole = bytearray((tmp_path / "cache").read_bytes())
+    at = filesums.SIZE + 8 + cells * 8
+    assert struct.unpack_from("<6i", whole, at) == (0, 1, 2, 3, 4, -1)
+    struct.pack_into("<i", whole, at + 16, 2**30)
+    mended = next(
+        made
+        for made in (filesums.Mend(len(whole), cells)(Random(n), bytes(whole)) for n in range(50))
+        if made != whole
+    )
+    (tmp_path / "cache").write_bytes(mended)
+    with pytest.raises(KVFileDamaged, match="positions"):
+        model.context(**keep)
+    assert (tmp_path / "cache").read_bytes() == mended
