@@ -18,6 +18,7 @@ GROUPS = (
     "counting",
     "damaged",
     "dirty",
+    "empty",
     "foreign",
     "guard",
     "keep",

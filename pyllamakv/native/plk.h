@@ -301,7 +301,8 @@ int plk_counters_read(plk_context *context, plk_counters *out);
 
 /* A cache in mapped memory: PLK_EUNSUPPORTED where it lies on the heap. */
 int plk_mapping_read(plk_context *context, plk_mapping *out);
-/* Rows of cache, layer, 0 for K and 1 for V, bytes reserved, bytes committed; how many rows. */
+/* Rows of cache, layer, 0 for K and 1 for V, bytes reserved, bytes committed; how many rows.
+ * Here and in plk_mapping_tokens, too little room is PLK_EINVAL. */
 int32_t plk_mapping_tensors(plk_context *context, int32_t room, int64_t *rows);
 int64_t plk_mapping_trim(plk_context *context); /* bytes given back */
 /* Write a kept cache to its file, with a token for each cell (-1: unknown), or NULL. */

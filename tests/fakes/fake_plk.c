@@ -447,11 +447,12 @@ int plk_mapping_read(plk_context *c, plk_mapping *out) {
 }
 int32_t plk_mapping_tensors(plk_context *c, int32_t room, int64_t *rows) {
     if (!c->params.kv_backing) return fail(PLK_EUNSUPPORTED, "on the heap");
-    for (int32_t i = 0; i < 2 && i < room; i++) {
+    if (room < 2) return fail(PLK_EINVAL, "room");
+    for (int32_t i = 0; i < 2; i++) {
         const int64_t row[5] = {0, 3, i, 4096, i ? 0 : 4096};
         memcpy(rows + 5 * i, row, sizeof row);
     }
-    return room < 2 ? room : 2;
+    return 2;
 }
 int64_t plk_mapping_trim(plk_context *c) {
     return c->params.kv_backing ? 4096 : fail(PLK_EUNSUPPORTED, "on the heap");

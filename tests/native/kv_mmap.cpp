@@ -35,6 +35,11 @@ static int flock_says          = 0;
 static int msync_says          = 0;
 static int mincore_says        = 0;
 static int smaps_says          = 0; // opening /proc/self/smaps
+static int pwrite_says         = 0;
+static int fsync_says          = 0;
+
+static ssize_t pwrite_most = -1; // bytes that are written at once; -1: all
+static int     n_fsynced   = 0;
 
 // what another does before a file is made
 static std::function<void()> in_between;
@@ -65,6 +70,18 @@ extern "C" int open(const char * path, int flags, ...) {
 
 extern "C" int ftruncate(int fd, off_t length) noexcept {
     return once(ftruncate_says) != 0 ? -1 : (int) ::syscall(SYS_ftruncate, fd, length);
+}
+
+extern "C" ssize_t pwrite(int fd, const void * data, size_t n, off_t at) {
+    if (once(pwrite_says) != 0) {
+        return -1;
+    }
+    return ::syscall(SYS_pwrite64, fd, data, pwrite_most < 0 ? n : std::min(n, (size_t) pwrite_most), at);
+}
+
+extern "C" int fsync(int fd) {
+    n_fsynced++;
+    return once(fsync_says) != 0 ? -1 : (int) ::syscall(SYS_fsync, fd);
 }
 
 extern "C" int fallocate(int fd, int mode, off_t offset, off_t len) {
@@ -279,6 +296,25 @@ static void poke(const std::string & path, long at, char byte) {
     CHECK(std::fwrite(&byte, 1, 1, f) == 1 && std::fclose(f) == 0);
 }
 
+// the header of a file, changed by whoever knows how its sum is made
+static void change_header(const std::string & path, const std::function<void(header &)> & change) {
+    header h;
+    std::FILE * f = std::fopen(path.c_str(), "r+b");
+    CHECK(f && std::fread((void *) &h, sizeof(h), 1, f) == 1);
+    change(h);
+    h.sum = checksum((const char *) &h.sum_cells, (const char *) (&h + 1) - (const char *) &h.sum_cells, FORMAT);
+    CHECK(std::fseek(f, 0, SEEK_SET) == 0 && std::fwrite((const void *) &h, sizeof(h), 1, f) == 1 && std::fclose(f) == 0);
+}
+
+static std::string message_of(const std::function<void()> & f) {
+    try {
+        f();
+    } catch (const error & e) {
+        return e.what();
+    }
+    return "";
+}
+
 static bool exists(const std::string & path) {
     return ::access(path.c_str(), F_OK) == 0;
 }
@@ -409,6 +445,28 @@ static void test_copy() {
         c.each(1, i, [&](char & byte, size_t k) { CHECK(byte == cache::value(0, i, k)); });
     }
     CHECK(c.mapped->committed() <= 2*before);
+}
+
+// a layer without values has a tensor of no bytes
+static void test_empty() {
+    const auto opts = named("empty");
+    for (int round = 0; round < 2; ++round) {
+        auto list = some_tensors();
+        list[1].n_bytes = list[1].n_cell = 0;
+        backing b(opts, 0, list, N_CELLS, N_STREAM);
+        CHECK(b.get_is_resumed() == (round == 1));
+        b.attach([](uint32_t, int32_t * pos, uint64_t * seqs, uint32_t) {
+            std::fill(pos, pos + N_CELLS, -1);
+            std::fill(seqs, seqs + N_CELLS, 0);
+            pos[3] = 3;
+            return 4u;
+        }, [](uint32_t, const int32_t * pos, const uint64_t *, uint32_t, uint32_t) { CHECK(pos[3] == 3); });
+        b.touch();
+        b.copy(0, 1);
+        b.trim();
+        b.flush(nullptr);
+    }
+    ::unlink(opts.path.c_str());
 }
 
 static void test_keep() {
@@ -574,6 +632,16 @@ static void test_power() {
     CHECK(synced.size() == 1 + flushed.size() && synced[0] == STATE_DIRTY);
     CHECK(std::equal(flushed.begin(), flushed.end(), synced.begin() + 1));
 
+    // what the file begins with is there before its space is; of one without a name nobody asks
+    n_fsynced = 0;
+    { cache again(named("begun")); }
+    CHECK(n_fsynced == 1);
+    auto temporary = named("", KEEP_NOT);
+    temporary.kind = KIND_TEMP;
+    temporary.path = folder;
+    { cache again(temporary); }
+    CHECK(n_fsynced == 1);
+
     msync_says = EIO;
     CHECK(failure_of([&] { c.mapped->flush(nullptr); }) == FAILURE_IO && msync_says == 0);
     c.mapped.reset();
@@ -609,7 +677,51 @@ static void test_foreign() {
     CHECK(shaped([](std::vector<tensor> & l) { l[1].by_row = true; }, N_CELLS, N_STREAM) == FAILURE_FOREIGN);
     CHECK(shaped([](std::vector<tensor> & l) { l.pop_back(); }, N_CELLS, N_STREAM) == FAILURE_FOREIGN);
     CHECK(shaped([](std::vector<tensor> & l) { std::swap(l[0], l[2]); }, N_CELLS, N_STREAM) == FAILURE_FOREIGN);
+    change_header(opts.path, [](header & h) { CHECK(h.n_page == page_size()); h.n_page *= 2; });
+    CHECK(opening(opts) == FAILURE_FOREIGN);
+    change_header(opts.path, [](header & h) { h.n_page /= 2; });
     CHECK(opening(opts) == FAILURE_NONE);
+
+    // what is told of both, by their types and by how values lie
+    const auto told = [&](const std::function<void(std::vector<tensor> &)> & change) {
+        auto list = some_tensors();
+        change(list);
+        return message_of([&] { backing b(opts, 0, list, N_CELLS, N_STREAM); });
+    };
+    const std::string shape = "has another shape: 2 x 4096 cells, 4 tensors, K f16, V f16 by columns, expected 2 x 4096 cells, ";
+    CHECK(told([](std::vector<tensor> & l) {
+        l[0].type = l[2].type = "q8_0";
+        std::swap(l[2], l[3]);
+    }) == opts.path + " " + shape + "4 tensors, K q8_0, V f16 by columns");
+    CHECK(told([](std::vector<tensor> & l) {
+        l.resize(2);
+        l[1].by_row = true;
+        l[1].type   = "q4_0";
+    }) == opts.path + " " + shape + "2 tensors, K f16, V q4_0 by rows");
+
+    // texts without an end
+    change_header(opts.path, [](header & h) { std::memset(h.model, 'm', sizeof(h.model)); });
+    CHECK(opening(opts) == FAILURE_FOREIGN);
+    CHECK(message_of([&] { cache c(opts); }).find("(" + std::string(127, 'm') + ",") != std::string::npos);
+    change_header(opts.path, [](header & h) {
+        std::memset(h.model, 0, sizeof(h.model));
+        std::memcpy(h.model, "model", 5);
+        std::memset(h.build, 'b', sizeof(h.build));
+    });
+    CHECK(message_of([&] { cache c(opts); }).find("(" + std::string(127, 'b') + ",") != std::string::npos);
+    change_header(opts.path, [](header & h) {
+        std::memset(h.build, 0, sizeof(h.build));
+        std::memcpy(h.build, "build", 5);
+    });
+    CHECK(opening(opts) == FAILURE_NONE);
+
+    // one that was never flushed says whose it is as well
+    const auto never = named("never");
+    killed([&] { (new cache(never))->mapped->touch(); });
+    other = never;
+    other.model = "another";
+    CHECK(opening(other) == FAILURE_FOREIGN && opening(never) == FAILURE_DIRTY);
+    ::unlink(never.path.c_str());
 
     // something else altogether is never overwritten, whatever is asked
     const auto alien = named("alien", KEEP_FRESH);
@@ -741,6 +853,18 @@ static void test_answers() {
     flock_says = ENOLCK;
     CHECK(opening(opts) == FAILURE_IO);
     ::unlink(opts.path.c_str());
+
+    // what it begins with: not written, written in part, not on the disk
+    pwrite_says = EIO;
+    CHECK(opening(opts) == FAILURE_IO && !exists(opts.path));
+    for (const ssize_t most : { 0, 8, (int) sizeof(header) - 1 }) {
+        pwrite_most = most;
+        errno       = EIO; // of whatever was asked before
+        CHECK(opening(opts) == FAILURE_SPACE && !exists(opts.path));
+    }
+    pwrite_most = -1;
+    fsync_says  = EIO;
+    CHECK(opening(opts) == FAILURE_IO && !exists(opts.path));
 
     // a signal came in between: asked again
     fallocate_says = EINTR;
@@ -906,7 +1030,7 @@ int main(int argc, char ** argv) {
         { "answers",  test_answers  }, { "checksum", test_checksum }, { "copy",    test_copy    },
         { "counting", test_counting }, { "damaged",  test_damaged  }, { "dirty",   test_dirty   },
         { "foreign",  test_foreign  }, { "guard",    test_guard    }, { "keep",    test_keep    },
-        { "owners",   test_owners   },
+        { "owners",   test_owners   }, { "empty",    test_empty    },
         { "layout",   test_layout   }, { "lazy",     test_lazy     }, { "numbers", test_numbers },
         { "options",  test_options  }, { "power",    test_power    }, { "scratch", test_scratch },
         { "space",    test_space    }, { "trim",     test_trim     }, { "zero",    test_zero    },

@@ -53,6 +53,7 @@ def run(lab: Lab) -> None:
         _again(lab, player, generation=1).close()
         player = _again(lab, player, generation=1)
         _expect_tokens(lab, player, tokens)
+        _go_on_there(lab, player)
         player.decode({0: 8, 1: 8, 3: 30})
         lab.verify(player)
         _flush(player, None)
@@ -73,9 +74,7 @@ def _keep(lab: Lab, options: dict[str, Any]) -> tuple[Player, NDArray[np.int32]]
     player = lab.player(512, **options)
     _expect(lab, player, resumed=False, generation=0)
     _count_tensors(lab, player)
-    player.fill({0: 120, 1: 60}, interleave=True)
-    player.copy(0, 2)
-    player.remove(0, 30, 90)
+    _fill(player)
     n_cells = player.native.mapping(player.context).info.n_cells
     lab.expect(n_cells == player.n_cells, f"{n_cells} cells are mapped of {player.n_cells}")
     tokens = np.arange(7, 7 + n_cells, dtype=np.int32)
@@ -85,6 +84,28 @@ def _keep(lab: Lab, options: dict[str, Any]) -> tuple[Player, NDArray[np.int32]]
     _expect_tokens(lab, player, tokens)
     _refuse(lab, "a second owner", KVFileBusy, partial(_open, player))
     return player, tokens
+
+
+def _fill(player: Player) -> None:
+    """Leave two holes of a cell, and decode what fits in neither: the search goes on behind it."""
+    player.fill({0: 120, 1: 60}, interleave=True)
+    player.copy(0, 2)
+    player.remove(0, 30, 90)
+    player.remove(1, 0, 2)
+    player.decode({0: 2})
+
+
+def _go_on_there(lab: Lab, player: Player) -> None:
+    """Decode a token into the cell that it would have in a cache that was never closed."""
+    never = lab.player(player.params.n_ctx, n_seq_max=player.params.n_seq_max)
+    _fill(never)
+    for each in (player, never):
+        each.decode({3: 1})
+    found, expected = (each.native.cells(each.context, 0).pos for each in (player, never))
+    lab.expect(
+        bool(np.array_equal(found, expected)),
+        f"cell {np.flatnonzero(found != expected).tolist()} differs from a cache that stayed open",
+    )
 
 
 def _refuse_others(lab: Lab, player: Player) -> None:

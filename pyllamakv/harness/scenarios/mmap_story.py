@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import Capability
+from pyllamakv.errors import Untestable
 from pyllamakv.harness.scenario import CACHES, Scenario
 from pyllamakv.harness.scenarios import story
 
@@ -16,7 +17,17 @@ if TYPE_CHECKING:
 def run(lab: Lab) -> None:
     """Tell the story of `story`; a decode defragments where that scenario's patch does."""
     lab.needs(Capability.MAPPING)
+    if not lab.place.host:
+        _open_on_a_device(lab)
     story.run(lab)
+
+
+def _open_on_a_device(lab: Lab) -> None:
+    """Break the claim where what no device can have costs a program its context."""
+    try:
+        lab.player().close()
+    except Untestable as error:
+        lab.expect(False, f"what the environment asks for is refused: {error}")
 
 
 SCENARIO = Scenario(

@@ -113,7 +113,10 @@ int32_t plk::mapping::tensors(llama_context *ctx, int32_t room, int64_t *rows) {
     llama_kv_mmap_info one{};
     for (int32_t i = 0; llama_kv_mmap_get(ctx, i, &one); ++i) {
         llama_kv_mmap_tensor tensor{};
-        for (int32_t j = 0; count < room && llama_kv_mmap_get_tensor(ctx, i, j, &tensor); ++j) {
+        for (int32_t j = 0; llama_kv_mmap_get_tensor(ctx, i, j, &tensor); ++j) {
+            if (count == room) {
+                return refuse(PLK_EINVAL, "there is room for %d tensors, the cache has more", room);
+            }
             int64_t *row = rows + 5 * count++;
             row[0] = i;
             row[1] = tensor.layer;
@@ -143,8 +146,11 @@ int32_t plk::mapping::tokens(llama_context *ctx, int32_t room, int32_t *tokens) 
     for (int32_t i = 0; llama_kv_mmap_get(ctx, i, &one); ++i) {
         const int32_t *found = llama_kv_mmap_tokens(ctx, i);
         const auto n = static_cast<int32_t>(one.n_cells * one.n_stream);
-        if (found == nullptr || count + n > room) {
+        if (found == nullptr) {
             break;
+        }
+        if (n > room - count) {
+            return refuse(PLK_EINVAL, "there is room for %d tokens, the cache has more", room);
         }
         std::copy(found, found + n, tokens + count);
         count += n;
