@@ -116,6 +116,22 @@ def test_wrong_ranges_are_refused(tmp_path: Path, p0: int, p1: int) -> None:
     assert a.positions == list(range(10))
 
 
+def test_positions_end(tmp_path: Path) -> None:
+    """A number that no position can have ends a range like the last one, and no shift."""
+    a = filled(tmp_path)
+    end = 2**30
+    for delta in (end - 9, end, -end, 2**40, -(2**40)):
+        with pytest.raises(UsageError, match=r"2\^30 - 1"):
+            a.shift(0, None, delta)
+    assert a.positions == list(range(10))
+    a.shift(0, 2**40, end - 10)
+    assert a.pos_max == end - 1
+    assert a.remove(2**40, None) == a.remove(end, 2**35) == 0
+    a.divide(5, 2**40, 2**40)
+    assert a.positions == [0] * 10
+    assert a.remove(0, 2**40) == 10
+
+
 def test_a_memory_without_single_tokens_refuses_parts(tmp_path: Path) -> None:
     """Check that nothing changed, and that the whole can go."""
     a = filled(tmp_path, partial=False)

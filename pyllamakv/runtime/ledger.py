@@ -8,12 +8,15 @@ only after the library has said yes.
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pyllamakv.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+#: Where positions end, as plk.h has it: llama.cpp cannot remove the last ones that an int32 holds.
+POSITIONS: Final = 1 << 30
 
 
 class Ledger:
@@ -117,7 +120,7 @@ class Ledger:
         self._moved(first)
 
     def check_move(self, p0: int | None, p1: int | None, delta: int) -> None:
-        """Refuse a shift whose positions would be negative or meet those that stay."""
+        """Refuse a shift whose positions would be negative, too large, or meet those that stay."""
         start, end = self.span(p0, p1)
         if start == end:
             return
@@ -127,6 +130,9 @@ class Ledger:
                 f"shifting by {delta} would put position {self.positions[start]} at {low}; "
                 "remove those tokens first"
             )
+            raise UsageError(msg)
+        if high >= POSITIONS:
+            msg = f"shifting by {delta} would put a token at {high}; positions end at 2^30 - 1"
             raise UsageError(msg)
         before = self.positions[start - 1] if start else -1
         after = self.positions[end] if end < len(self.positions) else high + 1

@@ -15,6 +15,7 @@ from pyllamakv.errors import (
 )
 from pyllamakv.runtime import sharing, state, windows
 from pyllamakv.runtime.batch import Feed, as_int32
+from pyllamakv.runtime.ledger import POSITIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -171,6 +172,9 @@ class Sequence:
         Unsupported where this memory cannot shift, UsageError where positions would meet.
         """
         first, end = _check_range(p0, p1)
+        if abs(delta) >= POSITIONS:
+            msg = f"no position can be shifted by {delta}: they are 0 to 2^30 - 1"
+            raise UsageError(msg)
         context = self.context
         with context.turn:
             self.check(context)
@@ -192,7 +196,8 @@ class Sequence:
         with context.turn:
             self.check(context)
             self._check_shift(p0, p1, allow_shared)
-            context.native.seq_div(context.handle, self.id, first, end, divisor)
+            by = min(divisor, POSITIONS)
+            context.native.seq_div(context.handle, self.id, first, end, by)
             self._move(p0, p1, lambda p: p // divisor)
 
     def save(self) -> bytes:
@@ -283,7 +288,8 @@ def _check_range(p0: int | None, p1: int | None) -> tuple[int, int]:
     if p0 is not None and p1 is not None and p0 > p1:
         msg = f"p0 {p0} lies behind p1 {p1}; a range is p0 <= p < p1"
         raise UsageError(msg)
-    return (-1 if p0 is None else p0, -1 if p1 is None else p1)
+    # Whatever lies behind all positions is as good as the first that does.
+    return (-1 if p0 is None else min(p0, POSITIONS), -1 if p1 is None else min(p1, POSITIONS))
 
 
 def _check_length(length: int | None) -> None:
