@@ -76,9 +76,12 @@ def entries(text: str | None = None) -> dict[str, Entry]:
 
 @cache
 def fields(struct: Any) -> dict[str, Parameter]:
-    """Return the fields of a struct like parameters; its pointers are as long as `n_tokens`."""
+    """Return the fields of a struct like parameters; its pointers are as long as `n_tokens`.
+
+    Arrays are left out: only what plk.h fills in has them.
+    """
     ffi.sizeof(struct)  # or cffi has not read its fields yet
-    declared = {name: field.type for name, field in struct.fields}
+    declared = {name: each.type for name, each in struct.fields if each.type.kind != "array"}
     return {name: _field(name, type_, declared) for name, type_ in declared.items()}
 
 
