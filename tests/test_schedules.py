@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import runtime_kit
+from fakes.simulated import SimulatedNative
 from fakes.simulated_cache import Cache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_kit import built
 
 import pyllamakv as kv
-from pyllamakv.errors import ScenarioFailed
+from pyllamakv.errors import ScenarioFailed, Unsupported
 from pyllamakv.harness import schedules, synthetic
 from pyllamakv.harness.operations import WEIGHTS, Operations
 from pyllamakv.harness.schedules import Operation
@@ -54,6 +55,22 @@ def simulated_opener(folder: Path, **options: Any) -> schedules.Opener:
 
 
 # Without a build...
+
+
+def test_where_no_state_can_be_saved_nothing_is_played(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every proof saves states: a release that cannot of a memory says so before the first step."""
+
+    def refuse(*_: object) -> bytes:
+        raise Unsupported("this release cannot save a sequence of a hybrid model", "STATES")
+
+    opener = simulated_opener(tmp_path)
+    monkeypatch.setattr(SimulatedNative, "state_save", refuse)
+    begun: list[Operations] = []
+    with pytest.raises(Unsupported, match="hybrid"):
+        schedules.Ground(opener).play(schedules.draw(1, 5), begun.append)
+    assert not begun
 
 
 def test_a_seed_is_always_the_same_schedule() -> None:

@@ -64,6 +64,9 @@ class Ground:
         with ExitStack() as opened:
             context = opened.enter_context(self.opener())
             other = opened.enter_context((self.other or self.opener)())
+            # Every proof rests on states: a memory whose states this release cannot save raises
+            # Unsupported here, before anything is played, and not in the middle.
+            other.native.state_save(other.handle, 0)
             work = Operations(
                 context, other, heals=self.heals, watched=self.watched, again=self.again
             )
