@@ -23,26 +23,31 @@ Done = subprocess.CompletedProcess[str]
 class Header:
     """Name a header as a patch of 0.3.9 adds it, and the program that tests it.
 
-    ``places`` says that each group of its tests wants a folder as well.
+    ``places`` says that each group of its tests wants a folder as well; ``needs`` are the other
+    headers of the patch that it includes.
     """
 
     name: str
     patch: str
     source: Path
     places: bool = False
+    needs: tuple[str, ...] = ()
 
-    def text(self) -> str:
-        """Return the header."""
+    def text(self, name: str = "") -> str:
+        """Return the header, or another one of the patch."""
         path = ROOT / "patches" / self.patch / "0.3.9" / f"{self.patch}.patch"
-        (hunk,) = hunks.read(path).file(f"src/{self.name}").hunks
+        (hunk,) = hunks.read(path).file(f"src/{name or self.name}").hunks
         return "".join(added.rstrip(b"\n").decode() + "\n" for added in hunk.added)
 
     def compile(
         self, folder: Path, *flags: str, source: Path | None = None, text: str | None = None
     ) -> Done:
         """Compile a program against the header, or another ``text`` of it, into a folder."""
+        for name in self.needs:
+            (folder / name).write_text(self.text(name), encoding="utf-8")
         (folder / self.name).write_text(text or self.text(), encoding="utf-8")
-        return compiled(source or self.source, folder, *flags, "-pthread")
+        around = f"-I{ROOT / 'tests' / 'native' / 'around'}"
+        return compiled(source or self.source, folder, *flags, "-pthread", around)
 
     def program(self, folder: Path) -> Path:
         """Build the tests of the header, under sanitizers where the toolchain has them."""

@@ -16,18 +16,27 @@ class Header:
     """Hold where a patch puts a header, and the name of the program that tests it.
 
     Each group of its tests is named by the program's first argument; ``in_folder`` says that the
-    second is a folder to work in, which a group leaves empty.
+    second is a folder to work in, which a group leaves empty. ``needs`` are other headers of the
+    patch that it includes; what it includes of llama.cpp stands in ``tests/native/around``.
     """
 
     patch: str
     path: str
     program: str
     in_folder: bool = False
+    needs: tuple[str, ...] = ()
 
     @property
     def source(self) -> Path | None:
         """Return the program's source, None outside a checkout."""
         return native(f"{self.program}.cpp")
+
+
+def around() -> Path | None:
+    """Return the folder of what the programs are compiled with, None outside a checkout."""
+    root = checkout()
+    found = root / "tests" / "native" / "around" if root else None
+    return found if found is not None and found.is_dir() else None
 
 
 def native(name: str) -> Path | None:
@@ -37,7 +46,17 @@ def native(name: str) -> Path | None:
     return found if found is not None and found.is_file() else None
 
 
+_MMAP = "src/llama-kv-mmap.h"
+
 HEADERS = (
     Header("full-defrag", "src/llama-kv-defrag.h", "kv_defrag"),
-    Header("mmap-kv", "src/llama-kv-mmap.h", "kv_mmap", in_folder=True),
+    Header("mmap-kv", _MMAP, "kv_mmap", in_folder=True),
+    Header("mmap-kv", "src/llama-kv-mmap-ggml.h", "kv_mmap_ggml", in_folder=True, needs=(_MMAP,)),
+    Header(
+        "mmap-kv",
+        "src/llama-kv-mmap-api-impl.h",
+        "kv_mmap_api",
+        in_folder=True,
+        needs=(_MMAP, "src/llama-kv-mmap-api.h"),
+    ),
 )

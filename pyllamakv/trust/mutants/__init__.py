@@ -172,4 +172,6 @@ def _drivers(tree: trees.StoreTree) -> Iterator[tuple[str, drivers.Driver]]:
     for header in HEADERS:
         entry, source = tree.entry(header.path), header.source
         if entry is not None and source is not None:
-            yield header.path, drivers.Driver(header, entry.data, source)
+            needs = {Path(path).name: tree.entry(path) for path in header.needs}
+            beside = {name: each.data for name, each in needs.items() if each is not None}
+            yield header.path, drivers.Driver(header, entry.data, source, beside)

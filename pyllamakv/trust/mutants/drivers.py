@@ -10,12 +10,13 @@ import os
 import signal
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pyllamakv.building import cmake, compiler
 from pyllamakv.home import home
-from pyllamakv.trust.headers import Header
+from pyllamakv.trust.headers import Header, around
 from pyllamakv.trust.mutants import limits, switches
 
 #: First what is fast, then what also sees memory that is not its own.
@@ -89,14 +90,20 @@ class Program:
 
 
 class Driver:
-    """Test versions of one header against what its own text passes."""
+    """Test versions of one header against what its own text passes.
 
-    def __init__(self, header: Header, text: bytes, source: Path) -> None:
+    ``beside`` are the files of the patch that it includes, by name.
+    """
+
+    def __init__(
+        self, header: Header, text: bytes, source: Path, beside: Mapping[str, bytes] | None = None
+    ) -> None:
         self.header = header
         self.text = text
         self.source = source
+        self.beside = dict(beside or {})
         #: What decides an answer beside the header's text.
-        self.digest = hashlib.sha256(source.read_bytes()).hexdigest()
+        self.digest = self._digest()
         self._switched: bytes | None = None
         self._programs: dict[tuple[bytes, tuple[str, ...]], Program] = {}
 
@@ -129,6 +136,15 @@ class Driver:
                     return Said(f"{self.source.stem} {group}")
         return Said()
 
+    def _digest(self) -> str:
+        found = hashlib.sha256(self.source.read_bytes())
+        for name, data in sorted(self.beside.items()):
+            found.update(name.encode() + b"\0" + data)
+        folder = around()
+        for path in sorted(folder.iterdir()) if folder else ():
+            found.update(path.name.encode() + b"\0" + path.read_bytes())
+        return found.hexdigest()
+
     def _program(self, text: bytes, mode: tuple[str, ...]) -> Program:
         """Compile the driver with a version of the header; kept for the header's own versions."""
         known = self._programs.get((text, mode))
@@ -148,10 +164,12 @@ class Driver:
         made.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=made.parent) as name:
             folder = Path(name)
-            (folder / Path(self.header.path).name).write_bytes(text)
+            for file, data in {**self.beside, Path(self.header.path).name: text}.items():
+                (folder / file).write_bytes(data)
             (folder / "prelude.h").write_text(switches.PRELUDE, encoding="utf-8")
             words = [compiler.find(home() / "objects" / "compilers.json").cxx, "-std=c++17", "-O0"]
             words += ["-w", "-pthread", *mode, "-include", str(folder / "prelude.h"), "-I", name]
+            words += [f"-I{around()}"] if around() else []
             done = subprocess.run(
                 [*words, str(self.source), "-o", str(folder / "made")],
                 capture_output=True, text=True, errors="replace",

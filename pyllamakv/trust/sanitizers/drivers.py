@@ -14,7 +14,7 @@ from pyllamakv.harness import lab, scenario, synthetic
 from pyllamakv.home import data, shim
 from pyllamakv.patching import hunks
 from pyllamakv.source.releases import DEFAULT
-from pyllamakv.trust.headers import HEADERS, native
+from pyllamakv.trust.headers import HEADERS, around, native
 from pyllamakv.trust.sanitizers import instrument, playing, reports
 
 if TYPE_CHECKING:
@@ -41,10 +41,12 @@ def headers(tell: Tell) -> Iterator[tuple[str, str, int, str, list[Report]]]:
             program = header.program
             tell(f"compiling {program}")
             text = data("patches") / header.patch / DEFAULT / f"{header.patch}.patch"
-            (hunk,) = hunks.read(text).file(header.path).hunks
-            (folder / Path(header.path).name).write_bytes(b"".join(hunk.new))
+            for path in (header.path, *header.needs):
+                (hunk,) = hunks.read(text).file(path).hunks
+                (folder / Path(path).name).write_bytes(b"".join(hunk.new))
             made = folder / program
-            instrument.program(_test(f"{program}.cpp"), made, "address", f"-I{folder}")
+            words = [f"-I{each}" for each in (folder, around()) if each]
+            instrument.program(_test(f"{program}.cpp"), made, "address", *words)
             with playing.logs() as logs:
                 _, listed, _ = playing.run([str(made)], "address", logs)
             for group in listed.split():

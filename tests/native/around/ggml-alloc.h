@@ -1,0 +1,4 @@
+// Everything is in ggml-backend.h.
+#pragma once
+
+#include "ggml-backend.h"

@@ -1,0 +1,17 @@
+// What is logged is kept.
+#pragma once
+
+#include <cstdio>
+#include <string>
+
+inline std::string & logged() {
+    static std::string text;
+    return text;
+}
+
+#define LLAMA_LOG_ERROR(...)                                                \
+    do {                                                                    \
+        char line[512];                                                     \
+        std::snprintf(line, sizeof(line), __VA_ARGS__);                     \
+        logged() += line;                                                   \
+    } while (0)

@@ -1,0 +1,84 @@
+"""What stands between the logic of mmap-kv and llama.cpp, over stand-ins for both."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from cpp_kit import ROOT, Header, run
+
+GGML = Header(
+    "llama-kv-mmap-ggml.h",
+    "mmap-kv",
+    ROOT / "tests" / "native" / "kv_mmap_ggml.cpp",
+    places=True,
+    needs=("llama-kv-mmap.h",),
+)
+API = Header(
+    "llama-kv-mmap-api-impl.h",
+    "mmap-kv",
+    ROOT / "tests" / "native" / "kv_mmap_api.cpp",
+    places=True,
+    needs=("llama-kv-mmap.h", "llama-kv-mmap-api.h"),
+)
+GROUPS = {
+    GGML: ("alloc", "cells", "clear", "describe", "devices", "sets"),
+    API: ("flush", "get", "gone", "trim"),
+}
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files need Linux")
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[Header, Path]:
+    """Build the tests of both headers."""
+    return {each: each.program(tmp_path_factory.mktemp(each.source.stem)) for each in GROUPS}
+
+
+def test_every_group_is_listed(programs: dict[Header, Path]) -> None:
+    """The programs know the groups that are run below, and no others."""
+    for header, program in programs.items():
+        assert tuple(run(program).stdout.split()) == GROUPS[header]
+
+
+@pytest.mark.parametrize(
+    ("header", "group"), [(header, group) for header, names in GROUPS.items() for group in names]
+)
+def test_hooks(programs: dict[Header, Path], header: Header, group: str, tmp_path: Path) -> None:
+    """A group holds, breaks no memory rule, and leaves no file behind."""
+    result = header.run(programs[header], group, tmp_path)
+    if "Operation not supported" in result.stdout:
+        pytest.skip("this file system cannot secure space")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("header", "faults"),
+    [
+        (
+            GGML,
+            {
+                "alloc": ("ggml_backend_view_init(t);", ";"),
+                "cells": ("cells.pos_set(i, pos[i]);", ";"),
+                "clear": ("mapped->clear();", ";"),
+                "describe": ("ggml_type_name(t->type)", '""'),
+                "devices": ("current().failed = FAILURE_UNSUPPORTED;", ""),
+                "sets": ("seq >= 0 && (uint32_t)", "seq >= 0 || (uint32_t)"),
+            },
+        ),
+        (
+            API,
+            {
+                "flush": ("tokens + (size_t)", "tokens + 0*(size_t)"),
+                "get": ("out->n_committed = t.n_committed;", ""),
+                "gone": ("return one && one->get_is_kept()", "return one->get_is_kept()"),
+                "trim": ("res += one ?", "res = one ?"),
+            },
+        ),
+    ],
+)
+def test_faults_are_noticed(header: Header, faults: dict, tmp_path: Path) -> None:
+    """Each group fails when what it is about is wrong."""
+    header.check_faults(tmp_path, faults)
