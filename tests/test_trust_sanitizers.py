@@ -90,6 +90,17 @@ def test_reports_are_read(text: str, what: str, function: str, file: str) -> Non
     assert len({report.key for report in found}) == 1
 
 
+def test_no_report_names_a_folder_of_this_machine() -> None:
+    """Reports are kept in a document: of a path that is absolute only the file is told."""
+    text = (
+        "==1==ERROR: AddressSanitizer: heap-use-after-free on address 0x1\n"
+        "    #0 0x1 in f(int) const (/some/where/built-1/libplk.so+0x12)\n"
+        "    #1 0x2 in g() llama.cpp/src/llama-context.cpp:7\n"
+    )
+    (found,) = reports.parse(text)
+    assert found.text == "f(int) const (libplk.so+0x12)\ng() llama.cpp/src/llama-context.cpp:7"
+
+
 def test_the_same_report_counts_once(tmp_path: Path) -> None:
     """Reports that differ in numbers are one, wherever they were logged."""
     for number in (1, 2):

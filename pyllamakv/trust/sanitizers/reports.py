@@ -13,6 +13,8 @@ _FRAME = re.compile(r"^\s*#\d+ (?:0x[0-9a-f]+ in )?(?P<where>.+)$")
 _PLACE = re.compile(r" (?P<file>\S+?):(?P<line>\d+)(?::\d+)?(?: \(|$)")
 _ASSERTION = re.compile(r"^(?P<file>\S+?):\d+: (?P<where>.+): Assertion '(?P<what>.+)' failed")
 _NUMBERS = re.compile(r"0x[0-9a-f]+|-?\d+(?:\.\d+)?")
+#: Folders of one machine, which say nothing elsewhere.
+_FOLDERS = re.compile(r"(?<![\w.])/(?:[^/\s()]+/)+")
 #: Frames that say where memory was touched, not who did it.
 _RUNTIME_FILES = ("libsanitizer", "/usr/include/", "/usr/lib/", "/lib/")
 
@@ -112,4 +114,6 @@ def _report(what: str, after: list[str], file: str) -> Report:
             function, file = where[: place.start()], place["file"]
             break
     what = re.sub(r" on (?:address|unknown address|0x).*", "", what).strip()
-    return Report(what, function.split("(")[0].strip(), file, "\n".join(stack[:8]))
+    return Report(
+        what, function.split("(")[0].strip(), file, _FOLDERS.sub("", "\n".join(stack[:8]))
+    )
