@@ -15,6 +15,7 @@ from pyllamakv.binding.codes import Code
 from pyllamakv.binding.library import find
 from pyllamakv.harness.ledger import Cell, differences
 from pyllamakv.native._plk import ffi
+from pyllamakv.runtime.ledger import POSITIONS
 from pyllamakv.runtime.opening import find_built
 from pyllamakv.trust.built import SPEC
 from pyllamakv.trust.fuzzing.drawing import Drawer, unpacked
@@ -211,7 +212,7 @@ class Player:
                 lib.plk_clear(context, 1)
                 ledger.clear()
             pos = ledger.next(0)
-            if pos >= 2**31:
+            if pos >= POSITIONS:
                 continue
             code = lib.plk_decode_one(context, 1, pos, 0)
             if code == 0:
