@@ -1,6 +1,7 @@
 // Tests of llama-kv-defrag.h by itself: every result is compared with one that is found cell by cell.
 // Usage: kv_defrag GROUP; exit code 0 if the group holds, else a line that says what does not.
 
+#include "check.h"
 #include "llama-kv-defrag.h"
 
 #include <cstdio>
@@ -16,14 +17,6 @@
 
 using namespace llama_kv_defrag;
 using llama_kv_defrag::move; // not std::move
-
-#define CHECK(condition)                                                    \
-    do {                                                                    \
-        if (!(condition)) {                                                 \
-            std::printf("line %d: %s\n", __LINE__, #condition);             \
-            std::exit(1);                                                   \
-        }                                                                   \
-    } while (0)
 
 // threads that were started so far
 static std::atomic<uint32_t> n_started(0);

@@ -1,6 +1,7 @@
 // Tests of llama-kv-mmap.h by itself. Usage: kv_mmap GROUP FOLDER; exit code 0 if the group holds,
 // else a line that says what does not. FOLDER is empty, and stays so.
 
+#include "check.h"
 #include "llama-kv-mmap.h"
 
 #include <csignal>
@@ -15,14 +16,6 @@
 #include <sys/wait.h>
 
 using namespace llama_kv_mmap;
-
-#define CHECK(condition)                                                    \
-    do {                                                                    \
-        if (!(condition)) {                                                 \
-            std::printf("line %d: %s\n", __LINE__, #condition);             \
-            std::exit(1);                                                   \
-        }                                                                   \
-    } while (0)
 
 // what a call of the system says the next time, once; 0: what the system says
 static int open_says           = 0;

@@ -3,19 +3,11 @@
 // what does not.
 #pragma once
 
-#include <cstdio>
-#include <cstdlib>
+#include "check.h"
+
 #include <functional>
 #include <map>
 #include <string>
-
-#define CHECK(condition)                                                    \
-    do {                                                                    \
-        if (!(condition)) {                                                 \
-            std::printf("line %d: %s\n", __LINE__, #condition);             \
-            std::exit(1);                                                   \
-        }                                                                   \
-    } while (0)
 
 inline std::string & folder() {
     static std::string path;
