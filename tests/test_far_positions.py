@@ -11,7 +11,7 @@ from native_kit import built
 
 import pyllamakv as kv
 from pyllamakv.binding.protocol import Capability
-from pyllamakv.errors import KVFileDamaged, NativeError
+from pyllamakv.errors import KVFileDamaged, ModelError, NativeError
 from pyllamakv.harness import synthetic
 from pyllamakv.runtime import state
 from pyllamakv.trust.fuzzing import filesums
@@ -65,6 +65,23 @@ def test_decodes_and_shifts_end_before(model: kv.Model) -> None:
         assert native.seq_pos_max(handle, 0) == LAST // 3
         assert native.seq_rm(handle, 0, -1, -1)
         assert native.seq_pos_max(handle, 0) == -1
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("name", ["recurrent", "hybrid"])
+@pytest.mark.parametrize("release", SPECS[1:])
+def test_states_are_divided(release: str, name: str) -> None:
+    """A state has no cells to find its position by, but a last position."""
+    with kv.open(built(f"{release}+patched").folder) as library:
+        try:
+            model = library.load_model(synthetic.model(name))
+        except ModelError:
+            pytest.skip("this release does not know the model")
+        with model.context(**options()) as ctx:
+            for pos in range(7):
+                assert ctx.native.decode_one(ctx.handle, 1, pos, 0) == 0
+            ctx.native.seq_div(ctx.handle, 0, -1, -1, 3)
+            assert ctx.native.seq_pos_max(ctx.handle, 0) == 2
 
 
 @pytest.mark.native
