@@ -46,10 +46,18 @@ def native(name: str) -> Path | None:
     return found if found is not None and found.is_file() else None
 
 
+_DEFRAG = "src/llama-kv-defrag.h"
 _MMAP = "src/llama-kv-mmap.h"
 
 HEADERS = (
-    Header("full-defrag", "src/llama-kv-defrag.h", "kv_defrag"),
+    Header("full-defrag", _DEFRAG, "kv_defrag"),
+    Header(
+        "full-defrag",
+        "src/llama-kv-defrag-ggml.h",
+        "kv_defrag_ggml",
+        in_folder=True,
+        needs=(_DEFRAG,),
+    ),
     Header("mmap-kv", _MMAP, "kv_mmap", in_folder=True),
     Header("mmap-kv", "src/llama-kv-mmap-ggml.h", "kv_mmap_ggml", in_folder=True, needs=(_MMAP,)),
     Header(

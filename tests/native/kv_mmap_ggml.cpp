@@ -17,8 +17,7 @@ static const uint32_t N_STREAM = 2;
 static ggml_tensor named(const char * name, ggml_type type, size_t n_bytes, ggml_tensor * view_src = nullptr) {
     ggml_tensor res = {};
     std::snprintf(res.name, sizeof(res.name), "%s", name);
-    res.type     = type;
-    res.n_bytes  = n_bytes;
+    lay_out(res, type, n_bytes/ggml_type_size(type)*ggml_blck_size(type));
     res.view_src = view_src;
     return res;
 }
@@ -69,7 +68,7 @@ static void test_describe() {
     const auto k = named("cache_idx_k_l7", GGML_TYPE_Q8_0, (size_t) N_STREAM*N_CELLS*68);
     auto t = describe(&v, N_CELLS, N_STREAM, true);
     CHECK(t.name == "cache_v_l17" && t.type == "f16" && t.layer == 17 && t.is_v && !t.by_row);
-    CHECK(t.n_bytes == v.n_bytes && t.n_cell == 2);
+    CHECK(t.n_bytes == ggml_nbytes(&v) && t.n_cell == 2);
     t = describe(&v, N_CELLS, N_STREAM, false);
     CHECK(t.is_v && t.by_row && t.n_cell == 6);
     for (const bool v_trans : { false, true }) {
@@ -100,8 +99,7 @@ static void test_alloc() {
         CHECK(mapped->get_n_cells() == N_CELLS && mapped->get_n_stream() == N_STREAM);
         size_t n = 0;
         for (const auto & t : g.all) {
-            CHECK(t.viewed == (t.view_src != nullptr));
-            CHECK(t.view_src || t.data == mapped->data() + list[n++].offset);
+            CHECK(t.buffer == buf.get() && t.data == (t.view_src ? t.view_src->data : mapped->data() + list[n++].offset));
         }
         CHECK(n == list.size());
     }
@@ -123,7 +121,7 @@ static void test_alloc() {
 }
 
 static void test_devices() {
-    ggml_backend_buffer_type device = { "device" };
+    ggml_backend_buffer_type device = { "device", false };
     std::shared_ptr<backing> mapped;
     for (const auto kind : { KIND_ANON, KIND_FILE }) {
         graph g;

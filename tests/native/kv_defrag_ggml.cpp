@@ -1,0 +1,560 @@
+// Tests of llama-kv-defrag-ggml.h by itself: caches on hosts and devices of every ability are compared
+// byte by byte with what the moves say, and what was done for it with what was to be done.
+
+#include "groups.h"
+
+#include "llama-kv-defrag-ggml.h"
+
+#include <algorithm>
+#include <csignal>
+#include <random>
+#include <sys/wait.h>
+#include <unistd.h>
+
+using namespace llama_kv_defrag;
+using llama_kv_defrag::move; // not std::move
+
+static std::mt19937 generator(20261123);
+
+static uint32_t below(uint32_t n) {
+    return generator() % n;
+}
+
+// one machine: memory of the host, of a device and of another that is reached over a network
+struct machine {
+    ggml_backend_buffer_type other  = { "OTHER", false };
+    ggml_backend_buffer_type device = { "DEVICE", false };
+    ggml_backend_buffer_type remote = { "RPC[host:50052]", false };
+
+    // what all but the processor can do with rows; the processor can do everything
+    bool copies = true, gathers = true, scatters = true;
+
+    std::vector<ggml_backend> all;
+    ggml_backend_sched        sched;
+    graphs                    how;
+
+    int n_calls = 0, fails_at = -1; // of the computations
+    bool half = false;              // the one that fails has written
+
+    explicit machine(size_t max_nodes = 4096) {
+        auto * host = ggml_backend_cpu_buffer_type();
+        const auto can = [this](const ggml_tensor * t) {
+            return t->op == GGML_OP_SET_ROWS ? scatters : t->op == GGML_OP_GET_ROWS ? gathers : t->op == GGML_OP_CPY ? copies || of_words(t) : true;
+        };
+        all = {
+            { "other", { &other }, can }, { "device", { &device }, can }, { "remote", { &remote }, can },
+            { "processor", { host }, [](const ggml_tensor *) { return true; } },
+        };
+        for (auto & each : all) {
+            sched.backends.push_back(&each);
+        }
+        how.sched     = &sched;
+        how.max_nodes = max_nodes;
+        how.compute   = [this](ggml_cgraph * gf) {
+            if (n_calls++ != fails_at) {
+                return sched.compute(gf);
+            }
+            if (half) {
+                sched.compute(gf);
+            }
+            return false;
+        };
+    }
+
+    ~machine() { schedulers().erase(&sched); }
+
+    // what was collected is written back by a copy of words, which all of them can do
+    static bool of_words(const ggml_tensor * t) { return t->src[0]->op == GGML_OP_GET_ROWS || t->src[0]->op == GGML_OP_TRANSPOSE; }
+};
+
+// a tensor of a cache, its memory, and what it is before anything moves
+struct cache_tensor {
+    ggml_tensor t = {};
+    std::unique_ptr<ggml_backend_buffer> buf;
+    std::vector<char> before;
+    bool transposed;
+
+    // cells of `n_embd` values; some caches have dimensions for heads and streams, some have none but one
+    cache_tensor(ggml_backend_buffer_type_t where, ggml_type type, int64_t n_embd, uint32_t n_cells, uint32_t n_stream = 1, bool trans = false)
+        : transposed(trans) {
+        switch (below(3)) {
+            case 0: lay_out(t, type, n_embd*n_cells*n_stream); break;
+            case 1: lay_out(t, type, n_embd, n_cells, n_stream); break;
+            case 2: lay_out(t, type, n_embd, 1, n_cells, n_stream); break;
+        }
+        buf = make_buffer(where, ggml_nbytes(&t), 0);
+        ggml_backend_tensor_alloc(buf.get(), &t, buf->base);
+        uint32_t next = below(1 << 31);
+        for (auto & byte : buf->memory) {
+            next = 1664525*next + 1013904223;
+            byte = (char) (next >> 24);
+        }
+        before = buf->memory;
+    }
+
+    // cell c of a stream holds what cell `was` did
+    bool holds(uint32_t c, uint32_t was, uint32_t n_cells, uint32_t stream = 0, uint32_t n_stream = 1) const {
+        const size_t size   = before.size()/n_stream;
+        const size_t n_rows = transposed ? size/(ggml_type_size(t.type)*n_cells) : 1;
+        const size_t stride = size/n_rows;
+        const size_t n      = stride/n_cells;
+        for (size_t row = 0; row < n_rows; ++row) {
+            const size_t at = stream*size + row*stride;
+            if (std::memcmp(buf->memory.data() + at + c*n, before.data() + at + was*n, n) != 0) {
+                return false;
+            }
+        }
+        return true;
+    }
+};
+
+static std::vector<uint8_t> some_cells(uint32_t size) {
+    std::vector<uint8_t> used(size);
+    const uint32_t density = 5 + below(91);
+    for (uint32_t i = 0; i < size; ++i) {
+        used[i] = i > 0 && below(4) ? used[i - 1] : below(100) < density;
+    }
+    return used;
+}
+
+// every second cell of a cache is used
+static std::vector<uint8_t> alternate(uint32_t size) {
+    std::vector<uint8_t> used(size);
+    for (uint32_t i = 1; i < size; i += 2) {
+        used[i] = 1;
+    }
+    return used;
+}
+
+static plan planned(const std::vector<uint8_t> & used, order wanted = ORDER_FEWEST) {
+    stats ignored;
+    return make_plan(used.data(), used.size(), wanted, ignored);
+}
+
+// one stream of a cache, whose moves are followed cell by cell
+struct stream {
+    const std::vector<std::unique_ptr<cache_tensor>> & tensors;
+    const uint32_t n_cells, which, n_stream;
+    std::vector<uint32_t> from; // which cell lies here; cells that are given up are nobody's
+    std::vector<bool>     free;
+
+    stream(const std::vector<std::unique_ptr<cache_tensor>> & all, const std::vector<uint8_t> & used, uint32_t s = 0, uint32_t n = 1)
+        : tensors(all), n_cells(used.size()), which(s), n_stream(n), from(used.size()), free(used.size()) {
+        for (uint32_t i = 0; i < n_cells; ++i) {
+            from[i] = i;
+            free[i] = !used[i];
+        }
+    }
+
+    std::vector<cell_tensor> cells() const {
+        std::vector<cell_tensor> res;
+        for (const auto & each : tensors) {
+            add_cells(res, &each->t, each->transposed, n_cells, which, n_stream);
+        }
+        return res;
+    }
+
+    void follow(const move * moves, size_t n) {
+        for (size_t i = 0; i < n; ++i) {
+            for (uint32_t k = 0; k < moves[i].len; ++k) {
+                const uint32_t src = moves[i].src + k, dst = moves[i].dst + k;
+                CHECK(free[dst] && !free[src]);
+                from[dst] = from[src];
+                free[dst] = false;
+                free[src] = true;
+            }
+        }
+    }
+
+    // the used cells hold what they did, and nothing else than [0, n_used) was written
+    void check(uint32_t n_used) const {
+        for (const auto & each : tensors) {
+            for (uint32_t s = 0; s < n_stream; ++s) {
+                for (uint32_t c = 0; c < n_cells; ++c) {
+                    const bool mine = s == which && !free[c];
+                    CHECK(each->holds(c, mine ? from[c] : c, n_cells, s, n_stream) || (s == which && free[c] && c < n_used));
+                }
+            }
+        }
+    }
+};
+
+struct outcome {
+    result res;
+    stats  sum;
+    size_t n_moved = 0; // moves that were told
+};
+
+static outcome carried_out(stream & s, const plan & p, machine * m, mover wanted = MOVER_AUTO, order kept = ORDER_FEWEST, uint32_t n_threads = 1) {
+    options how;
+    how.mover = wanted;
+    how.order = kept;
+    outcome out;
+    traffic() = { 0, 0 };
+    out.res = carry_out(p, how, s.cells(), m ? &m->how : nullptr, n_threads, out.sum, [&](const move * moves, size_t n) {
+        CHECK(n > 0);
+        s.follow(moves, n);
+        s.check(p.n_used);
+        out.n_moved += n;
+    });
+    return out;
+}
+
+static std::vector<std::unique_ptr<cache_tensor>> one(ggml_backend_buffer_type_t where, ggml_type type, int64_t n_embd, uint32_t n_cells, bool trans = false) {
+    std::vector<std::unique_ptr<cache_tensor>> res;
+    res.emplace_back(new cache_tensor(where, type, n_embd, n_cells, 1, trans));
+    return res;
+}
+
+static void test_cells() {
+    const uint32_t n_cells = 6, n_stream = 3;
+    std::vector<cell_tensor> res;
+    add_cells(res, nullptr, false, n_cells);
+    ggml_tensor empty = {};
+    lay_out(empty, GGML_TYPE_F16, 0);
+    add_cells(res, &empty, true, n_cells);
+    CHECK(res.empty());
+
+    const cache_tensor k(ggml_backend_cpu_buffer_type(), GGML_TYPE_Q8_0, 64, n_cells, n_stream);
+    const cache_tensor v(ggml_backend_cpu_buffer_type(), GGML_TYPE_F16, 10, n_cells, n_stream, true);
+    for (uint32_t s = 0; s < n_stream; ++s) {
+        res.clear();
+        add_cells(res, const_cast<ggml_tensor *>(&k.t), false, n_cells, s, n_stream);
+        add_cells(res, const_cast<ggml_tensor *>(&v.t), true, n_cells, s, n_stream);
+        CHECK(res.size() == 2 && res[0].t == &k.t && res[1].t == &v.t);
+        CHECK(res[0].size == 68*n_cells && res[0].offs == s*res[0].size);
+        CHECK(res[0].where.data == (uint8_t *) k.t.data + res[0].offs && res[0].where.cell == 68 && res[0].where.n_rows == 1);
+        CHECK(res[1].size == 20*n_cells && res[1].offs == s*res[1].size && res[1].where.data == (uint8_t *) v.t.data + res[1].offs);
+        CHECK(res[1].where.cell == 2 && res[1].where.n_rows == 10 && res[1].where.stride == 2*n_cells);
+    }
+}
+
+// which mover is taken for what, and that nothing is left of the question
+static void test_picks() {
+    const plan p = planned(alternate(64)); // 16 moves of a cell each, 32 cells used
+    struct {
+        const char * about;
+        char         where; // host, device or remote
+        ggml_type    type;
+        int64_t      n_embd;
+        bool         trans;
+        mover        wanted;
+        int          able; // copies 1, gathers 2, scatters 4; -1: without graphs
+        mover        expected;
+    } cases[] = {
+        { "host memory",                'h', GGML_TYPE_F16,  8,  false, MOVER_AUTO,   7,  MOVER_HOST },
+        { "host memory",                'h', GGML_TYPE_F16,  8,  true,  MOVER_HOST,   7,  MOVER_HOST },
+        { "the processor may gather",   'h', GGML_TYPE_F16,  8,  false, MOVER_GATHER, 7,  MOVER_GATHER },
+        { "the processor may copy",     'h', GGML_TYPE_F16,  8,  true,  MOVER_GRAPH,  7,  MOVER_GRAPH },
+        { "no graphs in host memory",   'h', GGML_TYPE_F16,  8,  false, MOVER_GATHER, -1, MOVER_HOST },
+        { "no graphs in host memory",   'h', GGML_TYPE_F16,  8,  false, MOVER_GRAPH,  -1, MOVER_HOST },
+        { "staged is staged",           'h', GGML_TYPE_F16,  8,  false, MOVER_STAGED, 7,  MOVER_STAGED },
+        { "staged is staged",           'd', GGML_TYPE_F16,  8,  false, MOVER_STAGED, 7,  MOVER_STAGED },
+        { "no graphs on a device",      'd', GGML_TYPE_F16,  8,  false, MOVER_AUTO,   -1, MOVER_STAGED },
+        { "no graphs on a device",      'd', GGML_TYPE_F16,  8,  true,  MOVER_GATHER, -1, MOVER_STAGED },
+        { "many moves are gathered",    'd', GGML_TYPE_F16,  8,  false, MOVER_AUTO,   7,  MOVER_GATHER },
+        { "hosts' moves no device can", 'd', GGML_TYPE_F16,  8,  false, MOVER_HOST,   7,  MOVER_GATHER },
+        { "without rows by number",     'd', GGML_TYPE_F16,  8,  false, MOVER_AUTO,   3,  MOVER_GATHER },
+        { "without copies",             'd', GGML_TYPE_F16,  8,  false, MOVER_GRAPH,  6,  MOVER_GATHER },
+        { "what is not words",          'd', GGML_TYPE_F16,  7,  false, MOVER_GATHER, 7,  MOVER_GRAPH },
+        { "what is not words, staged",  'd', GGML_TYPE_F16,  7,  false, MOVER_GATHER, 6,  MOVER_STAGED },
+        { "blocks that are words",      'd', GGML_TYPE_Q8_0, 1024, false, MOVER_AUTO, 7,  MOVER_GATHER },
+        { "blocks that are none",       'd', GGML_TYPE_Q8_0, 32, false, MOVER_AUTO,   7,  MOVER_GRAPH },
+        { "cannot gather",              'd', GGML_TYPE_F32,  8,  false, MOVER_GATHER, 1,  MOVER_GRAPH },
+        { "cannot gather",              'd', GGML_TYPE_F32,  8,  true,  MOVER_AUTO,   1,  MOVER_GRAPH },
+        { "can do nothing",             'd', GGML_TYPE_F32,  8,  false, MOVER_AUTO,   0,  MOVER_STAGED },
+        { "can do nothing",             'd', GGML_TYPE_F32,  8,  true,  MOVER_GRAPH,  4,  MOVER_STAGED },
+        { "transposed halves",          'd', GGML_TYPE_F16,  8,  true,  MOVER_AUTO,   7,  MOVER_GATHER },
+        { "transposed words",           'd', GGML_TYPE_F32,  7,  true,  MOVER_AUTO,   2,  MOVER_GATHER },
+        { "an odd number of halves",    'd', GGML_TYPE_F16,  7,  true,  MOVER_AUTO,   7,  MOVER_GRAPH },
+        { "transposed what else",       'd', GGML_TYPE_I64,  8,  true,  MOVER_AUTO,   7,  MOVER_GRAPH },
+        { "copies as wanted",           'r', GGML_TYPE_F16,  8,  true,  MOVER_GRAPH,  7,  MOVER_GRAPH },
+    };
+    for (const auto & c : cases) {
+        machine m;
+        m.copies   = c.able & 1;
+        m.gathers  = c.able & 2;
+        m.scatters = c.able & 4;
+        auto * where = c.where == 'h' ? ggml_backend_cpu_buffer_type() : c.where == 'd' ? &m.device : &m.remote;
+        const auto tensors = one(where, c.type, c.n_embd, 64, c.trans);
+        stream s(tensors, alternate(64));
+        const mover found = pick_mover(s.cells()[0], c.wanted, c.able < 0 ? nullptr : &m.how, p);
+        if (found != c.expected) {
+            std::printf("%s: %d, not %d\n", c.about, (int) found, (int) c.expected);
+        }
+        CHECK(found == c.expected && contexts().empty());
+
+        const auto out = carried_out(s, p, c.able < 0 ? nullptr : &m, c.wanted);
+        const int n_graphs = c.expected == MOVER_GATHER || c.expected == MOVER_GRAPH;
+        CHECK(out.res == (n_graphs ? RESULT_GRAPHS : RESULT_HOST) && out.sum.n_graphs == n_graphs && m.sched.n_graphs == n_graphs);
+        CHECK(m.sched.n_computed[GGML_OP_GET_ROWS] == (c.expected == MOVER_GATHER));
+        CHECK(m.sched.n_computed[GGML_OP_SET_ROWS] == (c.expected == MOVER_GATHER && !c.trans && (c.able & 4 || c.where == 'h')));
+        CHECK(m.sched.n_computed[GGML_OP_CPY] == (c.expected == MOVER_GRAPH ? 16 : c.expected == MOVER_GATHER && (c.trans || !(c.able & 4))));
+        CHECK(traffic().n_get == (c.expected == MOVER_STAGED));
+        CHECK(contexts().empty());
+    }
+}
+
+// a copy is worth so many bytes, of what is collected otherwise
+static void test_worth() {
+    struct { bool remote; bool trans; size_t worth; } cases[] = {
+        { true, false, 16384 }, { true, true, 2048 }, { false, false, 1 << 20 }, { false, true, 1 << 17 },
+    };
+    for (const auto & c : cases) {
+        machine m;
+        auto * where = c.remote ? &m.remote : &m.device;
+        const auto tensors = one(where, GGML_TYPE_F32, 32, 64, c.trans); // 128 bytes per cell
+        const stream s(tensors, std::vector<uint8_t>(64, 1));
+        const auto ct = s.cells()[0];
+        CHECK(copy_worth(ct) == c.worth);
+        plan p;
+        p.moves  = { { 20, 2, 1 }, { 22, 4, 1 } };
+        p.n_used = 2*c.worth/128;
+        CHECK(pick_mover(ct, MOVER_AUTO, &m.how, p) == MOVER_GATHER);
+        p.n_used += 1;
+        CHECK(pick_mover(ct, MOVER_AUTO, &m.how, p) == MOVER_GRAPH);
+        CHECK(pick_mover(ct, MOVER_GATHER, &m.how, p) == MOVER_GATHER);
+        m.copies = false;
+        CHECK(pick_mover(ct, MOVER_AUTO, &m.how, p) == MOVER_GATHER);
+    }
+}
+
+// graphs that computations of `n` nodes need: 12 of a tensor's part, and of numbers
+static int64_t gathers_for(size_t n_parts, size_t max_nodes) {
+    const size_t n_batch = std::max<size_t>(1, (max_nodes - 12)/12);
+    return (n_parts + n_batch - 1)/n_batch;
+}
+
+static void test_moves() {
+    for (int round = 0; round < 400; ++round) {
+        const uint32_t n_cells = 1 + below(48), n_stream = 1 + below(3), which = below(n_stream);
+        machine m(4*(16 + below(40)));
+        m.copies   = below(4);
+        m.gathers  = below(4);
+        m.scatters = below(2);
+        ggml_backend_buffer_type_t places[] = { ggml_backend_cpu_buffer_type(), &m.device, &m.other, &m.remote };
+        const ggml_type types[] = { GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_Q8_0 };
+
+        std::vector<std::unique_ptr<cache_tensor>> tensors;
+        for (uint32_t i = 1 + below(5); i > 0; --i) {
+            const auto type = types[below(3)];
+            const bool quantised = type == GGML_TYPE_Q8_0;
+            tensors.emplace_back(new cache_tensor(places[below(4)], type, quantised ? 32*(1 + below(4)) : 1 + below(40), n_cells, n_stream, !quantised && below(2)));
+        }
+        const auto used  = some_cells(n_cells);
+        const auto kept  = below(2) ? ORDER_KEPT : ORDER_FEWEST;
+        const plan p     = planned(used, kept);
+        const bool alone = below(4) == 0;
+        const auto wanted = (mover) below(MOVER_STAGED + 1);
+
+        stream s(tensors, used, which, n_stream);
+        // a computation of before, which has written nothing yet
+        auto & late = tensors[0]->before[0];
+        late ^= 1;
+        m.sched.pending.push_back([&] { tensors[0]->buf->memory[0] ^= 1; });
+        if (alone || p.moves.empty()) {
+            ggml_backend_sched_synchronize(&m.sched);
+        }
+        const auto out = carried_out(s, p, alone ? nullptr : &m, wanted, kept, 1 + below(3));
+        s.check(p.n_used);
+        CHECK(contexts().empty() && m.sched.pending.empty() && m.sched.placed.empty());
+
+        if (p.moves.empty()) {
+            CHECK(out.res == RESULT_HOST && out.n_moved == 0 && out.sum.n_defrags == 0 && out.sum.n_scratch == 0);
+            continue;
+        }
+        size_t n_bytes = 0;
+        for (const auto & each : tensors) {
+            n_bytes += each->before.size()/n_stream/n_cells*p.n_cells;
+        }
+        CHECK(out.sum.n_defrags == 1 && out.sum.n_cells == p.n_cells && out.sum.n_bytes == (int64_t) n_bytes);
+        CHECK(out.sum.n_moves == (int64_t) out.n_moved && out.n_moved >= p.moves.size());
+        CHECK(out.sum.n_graphs == m.sched.n_graphs && out.res == (m.sched.n_graphs ? RESULT_GRAPHS : RESULT_HOST));
+        CHECK(!alone || m.sched.n_graphs == 0);
+        CHECK(out.n_moved == p.moves.size() || m.sched.n_computed[GGML_OP_CPY] > 0);
+    }
+}
+
+// copies take as many graphs as it takes, and one for each memory; what is collected takes one
+static void test_graphs() {
+    const auto used = alternate(40); // 10 moves
+    const plan p = planned(used);
+    for (const size_t max_nodes : { 8, 16, 32, 64, 256 }) {
+        for (const bool both : { false, true }) {
+            machine m(max_nodes);
+            auto tensors = one(&m.device, GGML_TYPE_F16, 4, 40);
+            tensors.emplace_back(new cache_tensor(both ? &m.other : &m.device, GGML_TYPE_F16, 6, 40, 1, true));
+            stream s(tensors, used);
+            const auto out = carried_out(s, p, &m, MOVER_GRAPH);
+            const size_t n_each  = both ? 1 : 2;
+            const size_t n_batch = (max_nodes - n_each)/(3*n_each);
+            CHECK(out.sum.n_graphs == (int64_t) ((p.moves.size() + n_batch - 1)/n_batch*(both ? 2 : 1)));
+            CHECK(m.sched.n_computed[GGML_OP_CPY] == 2*(int) p.moves.size() && out.res == RESULT_GRAPHS);
+        }
+    }
+    for (const size_t max_nodes : { 23, 24, 35, 36, 48, 60, 4096 }) {
+        machine m(max_nodes);
+        std::vector<std::unique_ptr<cache_tensor>> tensors;
+        for (int i = 0; i < 5; ++i) {
+            tensors.emplace_back(new cache_tensor(&m.device, GGML_TYPE_F16, 4, 40, 1, i % 2));
+        }
+        tensors.emplace_back(new cache_tensor(&m.remote, GGML_TYPE_F16, 4, 40));
+        stream s(tensors, used);
+        const auto out = carried_out(s, p, &m, MOVER_GATHER);
+        CHECK(out.sum.n_graphs == gathers_for(5, max_nodes) + 1 && out.n_moved == p.moves.size());
+        CHECK(out.sum.n_graphs == m.sched.n_graphs && m.sched.n_computed[GGML_OP_GET_ROWS] == 6);
+    }
+}
+
+// what is needed beside the cache, at most at a time
+static void test_scratch() {
+    const auto used = alternate(40); // 20 used cells: 10 stay, 10 come, from up to the last
+    const plan p = planned(used);
+    const auto & last = p.moves.back();
+    const int64_t n_kept = last.dst + last.len - p.moves[0].dst, n_span = last.src + last.len - p.moves[0].dst;
+    const int64_t numbers = 4*n_kept + (4 + 8)*p.n_cells;
+
+    machine m;
+    auto rows = one(&m.device, GGML_TYPE_F32, 32, 40);
+    rows.emplace_back(new cache_tensor(&m.device, GGML_TYPE_F32, 16, 40));
+    stream a(rows, used);
+    CHECK(carried_out(a, p, &m, MOVER_GATHER).sum.n_scratch == 32*4*n_kept + numbers);
+
+    const auto turned = one(&m.device, GGML_TYPE_F16, 48, 40, true);
+    stream b(turned, used);
+    CHECK(carried_out(b, p, &m, MOVER_GATHER).sum.n_scratch == 48*2*(n_kept + n_span) + numbers);
+
+    // the most, not the sum, and not the last
+    for (const bool swapped : { false, true }) {
+        auto two = one(&m.device, GGML_TYPE_F16, swapped ? 4 : 8, 40);
+        two.emplace_back(new cache_tensor(&m.device, GGML_TYPE_F16, swapped ? 8 : 4, 40));
+        stream c(two, used);
+        CHECK(carried_out(c, p, &m, MOVER_STAGED).sum.n_scratch == 16*40);
+    }
+    const auto in_rows = one(&m.device, GGML_TYPE_F16, 4, 40, true);
+    stream d(in_rows, used);
+    std::vector<uint8_t> elsewhere(8*40);
+    const layout host = { elsewhere.data(), 2, 4, 80 };
+    const int64_t beside = move_data({ host }, p.moves.data(), p.moves.size(), 1);
+    CHECK(beside > 0);
+    CHECK(carried_out(d, p, &m, MOVER_STAGED).sum.n_scratch == 8*40 + beside);
+
+    const auto here = one(ggml_backend_cpu_buffer_type(), GGML_TYPE_F16, 4, 40, true);
+    stream e(here, used);
+    CHECK(carried_out(e, p, &m).sum.n_scratch == beside);
+    const auto copied = one(&m.device, GGML_TYPE_F16, 4, 40);
+    stream f(copied, used);
+    const auto out = carried_out(f, p, &m, MOVER_GRAPH);
+    CHECK(out.sum.n_scratch == 0);
+
+    // of more than one defragmentation it is the most
+    stats sum;
+    for (const int64_t before : { (int64_t) 1, (int64_t) 1 << 40 }) {
+        sum.n_scratch = before;
+        options how;
+        how.mover = MOVER_STAGED;
+        carry_out(p, how, f.cells(), nullptr, 1, sum, [](const move *, size_t) {});
+        CHECK(sum.n_scratch == std::max<int64_t>(before, 8*40));
+    }
+}
+
+// tensors that would need more than there is for it are collected in slices, of rows or of words
+static void test_slices() {
+    const uint32_t n_cells = 1 << 17;
+    std::vector<uint8_t> used(n_cells, 0);
+    used[1] = used[n_cells - 3] = used[n_cells - 1] = 1;
+    const plan p = planned(used);
+    {
+        machine m;
+        const auto tensors = one(&m.device, GGML_TYPE_F16, 132, n_cells, true);
+        stream s(tensors, used);
+        const auto out = carried_out(s, p, &m, MOVER_GATHER);
+        // 256 KiB and some bytes for each row: 127 of them, rounded down to 112
+        CHECK(m.sched.n_computed[GGML_OP_GET_ROWS] == 2 && out.sum.n_graphs == 1);
+        const int64_t n_span = n_cells - p.moves[0].dst, n_kept = 3 - p.moves[0].dst;
+        CHECK(out.sum.n_scratch == 112*2*(n_span + n_kept) + 4*n_kept + 12*p.n_cells);
+    }
+    // half a million cells, so that a word of all takes 2 MiB, of which two holes are far from each other
+    const uint32_t n_full = 1 << 19;
+    std::vector<uint8_t> full(n_full, 1);
+    full[0] = full[n_full - 4] = 0;
+    const plan far = planned(full);
+    for (const bool scatters : { false, true }) {
+        machine m;
+        m.scatters = scatters;
+        const auto tensors = one(&m.device, GGML_TYPE_F32, 20, n_full);
+        stream s(tensors, full);
+        const auto out = carried_out(s, far, &m, MOVER_GATHER);
+        CHECK(m.sched.n_computed[GGML_OP_GET_ROWS] == 2 && out.sum.n_graphs == 1 && far.n_cells == 2);
+        CHECK(out.sum.n_scratch == 16*4*(n_full - 3) + 4*(n_full - 3) + 12*2);
+    }
+}
+
+// a graph that fails leaves all cells that were not told where they are, and says so
+static void test_failures() {
+    const auto used = alternate(48); // 12 moves
+    const plan p = planned(used);
+    for (const mover wanted : { MOVER_GRAPH, MOVER_GATHER }) {
+        for (const bool half : { false, true }) {
+            for (int at = 0; at < 6; ++at) {
+                machine m(16); // 5 moves per graph
+                m.half     = half;
+                m.fails_at = at;
+                auto tensors = one(&m.device, GGML_TYPE_F16, 4, 48);
+                tensors.emplace_back(new cache_tensor(&m.other, GGML_TYPE_F16, 4, 48));
+                tensors.emplace_back(new cache_tensor(ggml_backend_cpu_buffer_type(), GGML_TYPE_F16, 4, 48));
+                stream s(tensors, used);
+                const auto out = carried_out(s, p, &m, wanted);
+                const int n_graphs = wanted == MOVER_GRAPH ? 9 : 3;
+                CHECK(out.res == (at < n_graphs ? RESULT_FAILED : RESULT_GRAPHS));
+                CHECK(out.sum.n_defrags == (at < n_graphs ? 0 : 1));
+                CHECK(out.n_moved == (at >= n_graphs ? p.moves.size() : wanted == MOVER_GRAPH ? 5*(at/3) : 0));
+                // holes may have been written, sources have not
+                for (uint32_t c = 0; c < s.n_cells; ++c) {
+                    for (const auto & each : tensors) {
+                        CHECK(s.free[c] || each->holds(c, s.from[c], s.n_cells));
+                    }
+                }
+                CHECK(contexts().empty() && m.sched.placed.empty());
+            }
+        }
+    }
+    // no memory for a graph: nothing has begun
+    for (const mover wanted : { MOVER_GRAPH, MOVER_GATHER }) {
+        for (const order kept : { ORDER_FEWEST, ORDER_KEPT }) {
+            machine m;
+            m.sched.n_until_full = 0;
+            const auto tensors = one(&m.device, GGML_TYPE_F16, 4, 48);
+            stream s(tensors, used);
+            const auto out = carried_out(s, planned(used, kept), &m, wanted, kept);
+            CHECK(out.res == RESULT_FAILED && out.n_moved == 0 && m.n_calls == 0 && tensors[0]->buf->memory == tensors[0]->before);
+        }
+    }
+}
+
+// the moves of an ordered plan overlap: half of them can be neither resumed nor undone
+static void test_middle() {
+    const auto used = alternate(48);
+    for (const order kept : { ORDER_FEWEST, ORDER_KEPT }) {
+        const pid_t child = fork();
+        if (child == 0) {
+            std::signal(SIGABRT, SIG_DFL);
+            machine m;
+            m.fails_at = 0;
+            const auto tensors = one(&m.device, GGML_TYPE_F16, 4, 48);
+            stream s(tensors, used);
+            _exit(carried_out(s, planned(used, kept), &m, MOVER_GATHER, kept).res == RESULT_FAILED ? 0 : 1);
+        }
+        int status = 0;
+        CHECK(waitpid(child, &status, 0) == child);
+        CHECK(kept == ORDER_KEPT ? WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT : WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    }
+}
+
+int main(int argc, char ** argv) {
+    return run_group(argc, argv, {
+        { "cells", test_cells }, { "failures", test_failures }, { "graphs", test_graphs }, { "middle", test_middle },
+        { "moves", test_moves }, { "picks", test_picks }, { "scratch", test_scratch }, { "slices", test_slices },
+        { "worth", test_worth },
+    });
+}
