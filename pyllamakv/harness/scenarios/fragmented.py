@@ -19,8 +19,11 @@ def run(lab: Lab) -> None:
     player.fill({0: 128, 1: 128}, interleave=True)
     player.remove(1)
     lab.picture(player, "before")
+    lab.logs()
     with player.unchanged("the decode"):
         player.decode({0: 16})
+    lines = lab.logs()
+    lab.expect(not lines, f"a decode that found its cells logged: {lines[0] if lines else ''}")
     lab.picture(player, "after")
     # All but the one cell that the proof needs, in one call.
     player.decode({2: 111})

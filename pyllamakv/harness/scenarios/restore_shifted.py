@@ -1,4 +1,7 @@
-"""A restore moves cells whose shift is still pending: the shift must move with them."""
+"""A restore moves cells whose shift is still pending, or comes to lie beside them.
+
+The shift must move with them, and stay theirs.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,13 @@ if TYPE_CHECKING:
 
 
 def run(lab: Lab) -> None:
-    """Shift one of two interleaved sequences, restore a third into the holes, decode."""
+    """Restore among shifted cells, and right before them; decode."""
+    _among(lab)
+    _beside(lab)
+
+
+def _among(lab: Lab) -> None:
+    """Shift one of two interleaved sequences, restore a third into the holes."""
     player = lab.player(256)
     player.fill({2: 40})
     player.save(2, "kept")
@@ -24,6 +33,19 @@ def run(lab: Lab) -> None:
     lab.picture(player, "before")
     player.restore(2, "kept")
     lab.picture(player, "after")
+    player.check_cells()
+    lab.verify(player)
+
+
+def _beside(lab: Lab) -> None:
+    """Shift a sequence, and restore another into the cells that end where it begins."""
+    player = lab.player(256)
+    player.fill({2: 64})
+    player.save(2, "kept")
+    player.fill({0: 8})
+    player.remove(2)
+    player.shift(0, 0, -1, 96)
+    player.restore(2, "kept")
     player.check_cells()
     lab.verify(player)
 

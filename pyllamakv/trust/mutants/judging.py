@@ -77,8 +77,9 @@ class Judge:
         if mutant.file in self.logic:
             driver = self.logic[mutant.file]
             found[driver.source.stem] = driver.digest
-        # Who saw nothing may see something by what runs them, too.
+        # Who saw nothing may see something by what runs them, or beside stock.
         texts = "".join(found.values()) + running.code_digest()
+        texts += self.stock.id if self.stock is not None else ""
         every = hashlib.sha256(texts.encode()).hexdigest()
         return found | {"": every, "the compiler": ""}
 
