@@ -125,7 +125,7 @@ def test_a_survivor_is_a_defect() -> None:
         "e": Answer(kept.UNFINISHED),
     }
     judge = Says(answers)
-    known = accepted.Equivalent("p", "f.h", "x", "z", "It is the same.")
+    known = accepted.Equivalent("f.h", "x", "z", "It is the same.")
     made = Made(tuple(some(now) for now in (*answers, "z")), {"comment": 1})
     found = trial.run(made, [known], [judge], seed=1, deadline=time.monotonic() + 60)  # type: ignore[list-item]
     assert sorted(judge.asked) == sorted(answers)
@@ -245,7 +245,7 @@ def test_every_accepted_mutant_is_one_still() -> None:
     known = accepted.load()
     shipped = series.load()
     assert not accepted.stale(known, shipped)
-    gone = accepted.Equivalent("full-defrag", "src/llama-kv-defrag.h", "no such line", "", "")
+    gone = accepted.Equivalent("src/llama-kv-defrag.h", "no such line", "", "")
     assert accepted.stale([*known, gone], shipped) == [gone]
     (entry,) = mutants.entries(Effort(only=(mutants.ACCEPTED,)), lambda about: None)
     assert entry.passed and entry.row["equivalent"] == str(len(known))
@@ -253,7 +253,7 @@ def test_every_accepted_mutant_is_one_still() -> None:
 
 def test_an_acceptance_names_its_place() -> None:
     """The same line elsewhere is another mutant where the line above is named."""
-    anywhere = accepted.Equivalent("p", "f.h", "x", "y", "It is the same.")
+    anywhere = accepted.Equivalent("f.h", "x", "y", "It is the same.")
     here = replace(anywhere, above="first();")
     first, second = some(above="    first();"), some(above="    second();")
     assert anywhere.covers(first) and anywhere.covers(second)
@@ -275,13 +275,13 @@ def test_judges_share_the_work() -> None:
     ("text", "says"),
     [
         ("", "`why`"),
-        ('why = "a"\n[[mutant]]\npatch = "p"\nfile = "f"\nwas = "w"\nwhy = "b"\n', "twice"),
+        ('why = "a"\n[[mutant]]\nfile = "f"\nwas = "w"\nwhy = "b"\n', "twice"),
     ],
 )
 def test_an_acceptance_needs_a_reason(tmp_path: Path, text: str, says: str) -> None:
     """Nobody accepts a mutant without saying why, or twice."""
     path = tmp_path / "some.toml"
-    head = 'schema = 1\n[[mutant]]\npatch = "p"\nfile = "f"\nwas = "w"\n'
+    head = 'schema = 1\n[[mutant]]\nfile = "f"\nwas = "w"\n'
     path.write_text(head + text, encoding="utf-8")
     with pytest.raises(PatchFormatError, match=says):
         accepted.load(path)

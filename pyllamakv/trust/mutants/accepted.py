@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 #: The file beside the patches.
 NAME = "equivalent-mutants.toml"
 
-_KEYS = {"patch", "file", "above", "was", "now", "why"}
+_KEYS = {"file", "above", "was", "now", "why"}
 
 
 @dataclass(frozen=True)
 class Equivalent:
-    """Hold a mutant that is accepted: in which file of a patch which line became what, and why.
+    """Hold a mutant that is accepted: in which file which line became what, and why.
 
-    Lines are compared without the space around them, so that one entry serves every release.
-    ``above`` is the code above the line, where the same line stands at several places.
+    Lines are compared without the space around them, so that one entry serves every release, and
+    every patch that brings the file. ``above`` is the code above the line, where the same line
+    stands at several places.
     """
 
-    patch: str
     file: str
     was: str
     now: str
@@ -40,7 +40,7 @@ class Equivalent:
     def covers(self, mutant: Mutant) -> bool:
         """Tell whether a mutant is this one."""
         return (
-            (self.patch, self.file) == (mutant.patch, mutant.file)
+            self.file == mutant.file
             and (self.was, self.now) == (mutant.was.strip(), mutant.now.strip())
             and self.above in ("", mutant.above.strip())
         )
@@ -55,7 +55,6 @@ def load(path: Path | None = None) -> tuple[Equivalent, ...]:
     table = tables.load(path, {"schema", "mutant"}, schema=1)
     found = tuple(
         Equivalent(
-            part.string("patch"),
             part.string("file"),
             part.string("was").strip(),
             part.string("now", "").strip(),
@@ -64,7 +63,7 @@ def load(path: Path | None = None) -> tuple[Equivalent, ...]:
         )
         for part in table.tables("mutant", _KEYS)
     )
-    names = [f"{each.patch}, {each.above}, {each}" for each in found]
+    names = [f"{each.above}, {each}" for each in found]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
         raise PatchFormatError(f"{path}: {twice} stands there twice.", str(path))
@@ -72,12 +71,11 @@ def load(path: Path | None = None) -> tuple[Equivalent, ...]:
 
 
 def stale(known: Iterable[Equivalent], series: Series) -> list[Equivalent]:
-    """Return the entries that are no mutant of any text of their patch any more."""
+    """Return the entries that are no mutant of any text of any patch any more."""
     left = list(known)
-    for patch in series:
-        mine = [each for each in left if each.patch == patch.id]
-        for mutant in (each for text in patch.texts if mine for each in listed(text)):
-            for each in [each for each in mine if each.covers(mutant)]:
-                mine.remove(each)
-                left.remove(each)
+    for text in (text for patch in series for text in patch.texts):
+        touched = {file.path for file in text.patch.files}
+        if any(each.file in touched for each in left):
+            for mutant in listed(text):
+                left = [each for each in left if not each.covers(mutant)]
     return left
