@@ -43,16 +43,17 @@ struct ggml_tensor {
     ggml_backend_buffer * buffer;
 };
 
-struct ggml_context {
-    ggml_tensor *           first;
-    size_t                  room; // for tensors
-    std::deque<ggml_tensor> all;
-};
-
 struct ggml_cgraph {
     std::vector<ggml_tensor *> nodes;
     std::vector<ggml_tensor *> leafs;
     size_t                     size;
+};
+
+struct ggml_context {
+    ggml_tensor *           first;
+    size_t                  room; // for tensors and graphs, in bytes
+    std::deque<ggml_tensor> tensors;
+    std::deque<ggml_cgraph> graphs;
 };
 
 struct ggml_type_traits {
@@ -130,34 +131,19 @@ inline std::vector<ggml_context *> & contexts() {
 
 inline ggml_context * ggml_init(ggml_init_params params) {
     GGML_ASSERT(!params.mem_buffer && params.no_alloc);
-    contexts().push_back(new ggml_context{ nullptr, params.mem_size, {} });
+    contexts().push_back(new ggml_context{ nullptr, params.mem_size, {}, {} });
     return contexts().back();
 }
 
 inline bool is_of(const ggml_context * ctx, const ggml_tensor * t) {
-    return std::any_of(ctx->all.begin(), ctx->all.end(), [=](const ggml_tensor & each) { return &each == t; });
+    return std::any_of(ctx->tensors.begin(), ctx->tensors.end(), [=](const ggml_tensor & each) { return &each == t; });
 }
 
 // defined by the scheduler, which must have forgotten what is freed
 inline void forget_nothing_of(const ggml_context * ctx);
 
-inline std::vector<ggml_cgraph *> & graphs_of(const ggml_context * ctx) {
-    static std::vector<std::pair<const ggml_context *, std::vector<ggml_cgraph *>>> all;
-    for (auto & each : all) {
-        if (each.first == ctx) {
-            return each.second;
-        }
-    }
-    all.push_back({ ctx, {} });
-    return all.back().second;
-}
-
 inline void ggml_free(ggml_context * ctx) {
     forget_nothing_of(ctx);
-    for (auto * gf : graphs_of(ctx)) {
-        delete gf;
-    }
-    graphs_of(ctx).clear();
     contexts().erase(std::find(contexts().begin(), contexts().end(), ctx));
     delete ctx;
 }
@@ -169,8 +155,8 @@ inline void take_room(ggml_context * ctx, size_t bytes) {
 
 inline ggml_tensor * add_tensor(ggml_context * ctx, const ggml_tensor & t) {
     take_room(ctx, ggml_tensor_overhead());
-    ctx->all.push_back(t);
-    return &ctx->all.back();
+    ctx->tensors.push_back(t);
+    return &ctx->tensors.back();
 }
 
 //
@@ -262,8 +248,8 @@ inline ggml_tensor * ggml_set_rows(ggml_context * ctx, ggml_tensor * a, ggml_ten
 
 inline ggml_cgraph * ggml_new_graph_custom(ggml_context * ctx, size_t size, bool) {
     take_room(ctx, ggml_graph_overhead_custom(size, false));
-    graphs_of(ctx).push_back(new ggml_cgraph{ {}, {}, size });
-    return graphs_of(ctx).back();
+    ctx->graphs.push_back({ {}, {}, size });
+    return &ctx->graphs.back();
 }
 
 inline void check_view(const ggml_tensor * t) {

@@ -1,0 +1,101 @@
+// Memory of hosts and devices. What lies on a device has an address that nobody may read at.
+#pragma once
+
+#include "ggml.h"
+
+#include <cstring>
+#include <memory>
+
+struct ggml_backend_buffer_type {
+    const char * name;
+    bool         is_host;
+};
+
+typedef ggml_backend_buffer_type * ggml_backend_buffer_type_t;
+
+struct ggml_backend_buffer {
+    char * base;
+    size_t size;
+    int    cleared; // how often
+    bool   theirs;  // as upstream would have made it
+
+    ggml_backend_buffer_type_t type;
+    std::vector<char>          memory; // where it really is
+};
+
+typedef ggml_backend_buffer * ggml_backend_buffer_t;
+
+inline ggml_backend_buffer_type_t ggml_backend_cpu_buffer_type() {
+    static ggml_backend_buffer_type type = { "host", true };
+    return &type;
+}
+
+inline const char * ggml_backend_buft_name(ggml_backend_buffer_type_t buft) { return buft->name; }
+
+// false: no buffer can be made of memory that is there already
+inline bool & wraps() {
+    static bool answer = true;
+    return answer;
+}
+
+inline ggml_backend_buffer_t ggml_backend_cpu_buffer_from_ptr(void * base, size_t size) {
+    return wraps() ? new ggml_backend_buffer{ (char *) base, size, 0, false, ggml_backend_cpu_buffer_type(), {} } : nullptr;
+}
+
+inline ggml_backend_buffer_t ggml_backend_alloc_ctx_tensors_from_buft(ggml_context *, ggml_backend_buffer_type_t buft) {
+    return new ggml_backend_buffer{ nullptr, 0, 0, true, buft, {} };
+}
+
+// a buffer with memory, of which a device shows no address
+inline std::unique_ptr<ggml_backend_buffer> make_buffer(ggml_backend_buffer_type_t type, size_t size, char filled) {
+    static size_t away = 1 << 12; // the first pages belong to nobody
+    std::unique_ptr<ggml_backend_buffer> res(new ggml_backend_buffer{ nullptr, size, 0, false, type, std::vector<char>(size, filled) });
+    res->base = type->is_host ? res->memory.data() : (char *) (away += 1 << 4);
+    return res;
+}
+
+inline bool ggml_backend_buffer_is_host(ggml_backend_buffer_t buf) { return buf->type->is_host; }
+inline ggml_backend_buffer_type_t ggml_backend_buffer_get_type(ggml_backend_buffer_t buf) { return buf->type; }
+inline void * ggml_backend_buffer_get_base(ggml_backend_buffer_t buf) { return buf->base; }
+inline void ggml_backend_buffer_clear(ggml_backend_buffer_t buf, int) { buf->cleared++; }
+
+inline void ggml_backend_tensor_alloc(ggml_backend_buffer_t buf, ggml_tensor * t, void * at) {
+    t->buffer = buf;
+    t->data   = at;
+}
+
+inline void ggml_backend_view_init(ggml_tensor * t) {
+    t->buffer = t->view_src->buffer;
+    t->data   = (char *) t->view_src->data + t->view_offs;
+}
+
+// the bytes of a tensor, wherever they are
+inline char * bytes(const ggml_tensor * t, size_t offset = 0, size_t size = 0) {
+    auto * buf = t->buffer;
+    const size_t at = (char *) t->data - buf->base + offset;
+    GGML_ASSERT(at + size <= buf->size);
+    return buf->memory.data() + at;
+}
+
+// how often tensors were read and written from outside of graphs
+struct traffic_counts {
+    int n_get;
+    int n_set;
+};
+
+inline traffic_counts & traffic() {
+    static traffic_counts counts = { 0, 0 };
+    return counts;
+}
+
+inline void ggml_backend_tensor_get(const ggml_tensor * t, void * data, size_t offset, size_t size) {
+    GGML_ASSERT(offset + size <= ggml_nbytes(t));
+    std::memcpy(data, bytes(t, offset, size), size);
+    traffic().n_get++;
+}
+
+inline void ggml_backend_tensor_set(ggml_tensor * t, const void * data, size_t offset, size_t size) {
+    GGML_ASSERT(offset + size <= ggml_nbytes(t));
+    std::memcpy(bytes(t, offset, size), data, size);
+    traffic().n_set++;
+}
