@@ -1,4 +1,4 @@
-"""What stands between the logic of mmap-kv and llama.cpp, over stand-ins for both."""
+"""What stands between the logic of the patches and llama.cpp, over stand-ins for it and ggml."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from pathlib import Path
 import pytest
 from cpp_kit import ROOT, Header, run
 
+DEFRAG = Header(
+    "llama-kv-defrag-ggml.h",
+    "full-defrag",
+    ROOT / "tests" / "native" / "kv_defrag_ggml.cpp",
+    places=True,
+    needs=("llama-kv-defrag.h",),
+)
 GGML = Header(
     "llama-kv-mmap-ggml.h",
     "mmap-kv",
@@ -23,6 +30,17 @@ API = Header(
     needs=("llama-kv-mmap.h", "llama-kv-mmap-api.h"),
 )
 GROUPS = {
+    DEFRAG: (
+        "cells",
+        "failures",
+        "graphs",
+        "middle",
+        "moves",
+        "picks",
+        "scratch",
+        "slices",
+        "worth",
+    ),
     GGML: ("alloc", "cells", "clear", "describe", "devices", "sets"),
     API: ("flush", "get", "gone", "trim"),
 }
@@ -57,6 +75,20 @@ def test_hooks(programs: dict[Header, Path], header: Header, group: str, tmp_pat
 @pytest.mark.parametrize(
     ("header", "faults"),
     [
+        (
+            DEFRAG,
+            {
+                "cells": ("+ stream*size", ""),
+                "failures": ("return RESULT_FAILED;", "return RESULT_HOST;"),
+                "graphs": ("moves_per_graph(g->max_nodes, device.size())", "n_batch / n_batch"),
+                "middle": ("started = true;", ""),
+                "moves": ("ggml_backend_sched_synchronize(g->sched);", ""),
+                "picks": ("(bytes != 2 && bytes != 4)", "bytes != 2"),
+                "scratch": ("buf.size() + move_data", "move_data"),
+                "slices": ("v0*ct.where.stride", "0*ct.where.stride"),
+                "worth": ("? worth/8 : worth", "? worth : worth"),
+            },
+        ),
         (
             GGML,
             {
