@@ -44,7 +44,10 @@ class Trial:
 
 
 class Benches:
-    """Run trials on one library with variables of their own; ends its workers at its close."""
+    """Run trials on one library with variables of their own; ends its workers at its close.
+
+    Blocks of memory are checked as far as the C library can, for a byte too many does no other harm.
+    """
 
     def __init__(self, library: Path, environment: Mapping[str, str] | None = None) -> None:
         self._library = library
@@ -69,7 +72,7 @@ class Benches:
         return outcome
 
     def _open(self, path: Path, environment: dict[str, str]) -> Any:
-        own = {**environment, **self._environment}
+        own = {**limits.checked_heap(), **environment, **self._environment}
         library = open_library(path, isolated=True, env=own, timeout=_PATIENCE)
         if isinstance(library.native, Remote):
             limits.bound(library.native.pid)
