@@ -46,7 +46,7 @@ class Trial:
 class Benches:
     """Run trials on one library with variables of their own; ends its workers at its close.
 
-    Blocks of memory are checked as far as the C library can, for a byte too many does no other harm.
+    Blocks of memory are checked as far as the C library can: a byte too many does no other harm.
     """
 
     def __init__(self, library: Path, environment: Mapping[str, str] | None = None) -> None:
