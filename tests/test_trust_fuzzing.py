@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from pyllamakv.trust import fuzzing
 from pyllamakv.trust.entry import Effort, Entry
 from pyllamakv.trust.fuzzing import child, corpora, filesums, header, outcome
 from pyllamakv.trust.fuzzing.drawing import LEFT, Drawer, unpacked
-from pyllamakv.trust.fuzzing.loop import Loop
+from pyllamakv.trust.fuzzing.loop import Finding, Loop
 from pyllamakv.trust.fuzzing.mutate import Bytes
 from pyllamakv.trust.fuzzing.signatures import entries
 from pyllamakv.trust.fuzzing.target import Target
@@ -327,3 +328,34 @@ def test_runs_of_other_seeds_add_up() -> None:
     assert f"and 2 before it, from {first.measured[:10]} on" in third.measured
     nothing = Entry("fuzzing", "lock", {"reached": "not tried"})
     assert outcome.added(third, nothing) == third and outcome.added(nothing, third) == third
+
+
+def test_a_finding_stays_until_its_input_was_tried_again(tmp_path: Path, monkeypatch) -> None:
+    """A piece of a run mends nothing by not coming by."""
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
+    faulty = outcome.Outcome(10, 1.0, 1.0, 20, 110, 7, 1024)
+    faulty.add(Finding("Hung: more than 10 s", "", b"slow"))
+    faulty.add(Finding("KeyError: 'a'", "lock.py:3", b"odd"))
+    first = outcome.entry("lock", faulty, 1)
+    mended, odd = (hashlib.sha256(data).hexdigest()[:12] for data in (b"slow", b"odd"))
+    assert {path.name for path in outcome.known("lock")} == {mended, odd}
+    (tmp_path / "fuzzing" / "lock" / odd).unlink()  # another machine's, say
+    second = outcome.entry("lock", outcome.Outcome(10, 1.0, 1.0, 20, 110, 7, 1024), 2)
+    both = outcome.added(first, second.dated("two"))
+    assert len(first.defects) == 2
+    assert both.defects == tuple(said for said in first.defects if odd in said)
+
+
+def test_a_slow_input_gets_more_time(tmp_path: Path, calm: None) -> None:
+    """Threads that spin on a loaded machine are no hang."""
+    import fuzz_kit
+
+    loop = Loop(fuzz_kit.sound(tmp_path))
+    given: list[float] = []
+
+    def judge(data: bytes, patience: float = 2.0) -> Finding | None:
+        given.append(patience)
+        return Finding("Hung: more than 2 s", "", data) if patience < 5 else None
+
+    loop.judge = judge  # type: ignore[method-assign]
+    assert loop.attempt(b"slow") and given == [2.0, 10.0] and not loop.findings

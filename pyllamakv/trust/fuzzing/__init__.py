@@ -19,7 +19,7 @@ from pyllamakv.trust.entry import Effort, Entry, Tick
 from pyllamakv.trust.fuzzing import corpora, header
 from pyllamakv.trust.fuzzing.child import fuzz
 from pyllamakv.trust.fuzzing.job import FOUND
-from pyllamakv.trust.fuzzing.outcome import entry
+from pyllamakv.trust.fuzzing.outcome import entry, known
 from pyllamakv.trust.fuzzing.target import memory
 
 #: What is fuzzed, by the names of entries and of the folders of their corpora.
@@ -52,7 +52,7 @@ def entries(effort: Effort, tick: Tick) -> list[Entry]:
                 return _header(seconds, effort.seed, place, tick)
             outcome = fuzz(
                 f"{__name__}.{TARGETS[name]}", seconds, folder=place, seed=effort.seed,
-                kept=(*kept(name), *corpora.lent(name, place / "saved")),
+                kept=(*known(name), *kept(name), *corpora.lent(name, place / "saved")),
                 alive=lambda inputs: tick(f"{name}: {inputs} inputs"),
             )  # fmt: skip
             corpora.save(name, place / FOUND)
@@ -70,7 +70,7 @@ def _header(seconds: float, seed: int, place: Path, tick: Tick) -> Entry:
     except Untestable as reason:
         return Entry("fuzzing", HEADER, {"reached": f"not tried: {reason}"}, (), seed)
     left = max(1.0, seconds - (time.monotonic() - began))
-    inputs = (*kept(HEADER), *corpora.lent(HEADER, place / "saved"))
+    inputs = (*known(HEADER), *kept(HEADER), *corpora.lent(HEADER, place / "saved"))
     outcome = header.fuzz(program, left, place, seed=seed, kept=inputs, tick=tick)
     corpora.save(HEADER, place / FOUND)
     return entry(HEADER, outcome, seed, "edges")

@@ -19,8 +19,9 @@ from pyllamakv.trust.fuzzing.mutate import Bytes, words
 from pyllamakv.trust.fuzzing.target import Broken, Target
 from pyllamakv.trust.fuzzing.watching import Lines
 
-#: Seconds of processor time after which an input is said to hang.
-PATIENCE = 2.0
+#: Seconds of processor time after which an input is tried again, and those that it gets then: threads
+#: that wait for each other on a loaded machine spin, which is time as well.
+PATIENCE, _MORE = 2.0, 10.0
 #: Findings after which a target is left alone: there is enough to mend.
 MOST = 12
 #: How often a finding is tried in a smaller form, and for how many seconds.
@@ -103,6 +104,8 @@ class Loop:
         self.note(data)
         self.inputs += 1
         finding = self.judge(data)
+        if finding is not None and finding.what.startswith("Hung"):
+            finding = self.judge(data, _MORE)
         if finding is not None:
             key = f"{finding.what.split(':')[0]} {finding.where}"
             known = self.findings.get(key)
@@ -110,9 +113,9 @@ class Loop:
                 self.findings[key] = finding
         return finding is None
 
-    def judge(self, data: bytes) -> Finding | None:
+    def judge(self, data: bytes, patience: float = PATIENCE) -> Finding | None:
         """Run the target once; return what is wrong with how it ended."""
-        signal.setitimer(signal.ITIMER_PROF, PATIENCE)
+        signal.setitimer(signal.ITIMER_PROF, patience)
         try:
             with self.lines:
                 self._answers.update(self.target.run(data))
@@ -121,7 +124,7 @@ class Loop:
         except Broken as error:
             return Finding(f"Broken: {error}", _skeleton(str(error)), data)
         except Hung:
-            return Finding(f"Hung: more than {PATIENCE:g} s", "", data)
+            return Finding(f"Hung: more than {patience:g} s", "", data)
         except (Exception, RecursionError) as error:
             return Finding(f"{type(error).__name__}: {error}"[:300], _place(error), data)
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from pyllamakv.home import home
@@ -29,18 +30,28 @@ class Outcome:
         self.findings.setdefault(f"{finding.what} {finding.where}", finding)
 
 
+def known(name: str) -> list[Path]:
+    """Return the inputs below the home that ended with a finding: each run tries them again."""
+    folder = home() / "fuzzing" / name
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
 def entry(name: str, outcome: Outcome, seed: int, unit: str = "lines") -> Entry:
     """Return the line of a target, and save what it found below the home."""
-    defects = []
+    again, defects = [_place(name, path.name) for path in known(name)], []
     for finding in outcome.findings.values():
         path = home() / "fuzzing" / name / hashlib.sha256(finding.data).hexdigest()[:12]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(finding.data)
         said = f"{finding.what} {finding.where}".strip()
-        defects.append(f"{said} (the input is fuzzing/{name}/{path.name} in the home)")
+        defects.append(f"{said} ({_place(name, path.name)})")
     data = {key: value for key, value in vars(outcome).items() if key != "findings"}
-    data |= {"unit": unit, "seeds": [seed]}
+    data |= {"unit": unit, "seeds": [seed], "again": again}
     return Entry("fuzzing", name, _row(data), tuple(defects), seed, data)
+
+
+def _place(name: str, file: str) -> str:
+    return f"the input is fuzzing/{name}/{file} in the home"
 
 
 def seeds(entry: Entry) -> list[int | None]:
@@ -52,8 +63,8 @@ def seeds(entry: Entry) -> list[int | None]:
 def added(before: Entry, now: Entry) -> Entry:
     """Return the sum of two entries of a target, which had different seeds.
 
-    What one of them found stays: only a run that adds nothing up says that it is mended. One that
-    could not be tried here adds nothing.
+    What the earlier one found stays, unless the later one tried that input again: what is wrong
+    with it still was found again. One that could not be tried here adds nothing.
     """
     if not (before.data and now.data):
         return now if now.data else before
@@ -64,8 +75,10 @@ def added(before: Entry, now: Entry) -> Entry:
         # Lines of the same code; of another they would not be comparable.
         data |= {name: before.data[name] for name in ("coverage", "corpus", "corpus_bytes")}
     data["seeds"] = [*seeds(before), *seeds(now)]
+    again = data.pop("again", [])
     data["since"] = before.data.get("since", before.measured[: len("2026-11-22")])
-    defects = tuple(dict.fromkeys((*before.defects, *now.defects)))
+    stay = [said for said in before.defects if not any(place in said for place in again)]
+    defects = tuple(dict.fromkeys((*stay, *now.defects)))
     earlier = len(data["seeds"]) - 1
     measured = f"{now.measured} and {earlier} before it, from {data['since']} on"
     return replace(now, row=_row(data), defects=defects, data=data, measured=measured)
