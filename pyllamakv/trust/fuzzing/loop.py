@@ -19,8 +19,8 @@ from pyllamakv.trust.fuzzing.mutate import Bytes, words
 from pyllamakv.trust.fuzzing.target import Broken, Target
 from pyllamakv.trust.fuzzing.watching import Lines
 
-#: Seconds of processor time after which an input is tried again, and those that it gets then: threads
-#: that wait for each other on a loaded machine spin, which is time as well.
+#: Seconds of processor time after which an input is tried again, and those that it gets then:
+#: threads that wait for each other on a loaded machine spin, which is time as well.
 PATIENCE, _MORE = 2.0, 10.0
 #: Findings after which a target is left alone: there is enough to mend.
 MOST = 12
