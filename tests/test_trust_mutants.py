@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import time
 from dataclasses import replace
@@ -25,6 +26,7 @@ from pyllamakv.trust.mutants import (
     kept,
     mutant,
     operators,
+    recipe,
     switches,
     trial,
     trials,
@@ -355,3 +357,28 @@ def test_a_header_is_judged_by_its_own_tests(tmp_path, monkeypatch) -> None:
     driver.switch(switched.files[header.path])
     said = driver.choose(switched.numbers[made.id])
     assert said is not None and said.group == "kv_defrag cells"
+
+
+def test_joined_sources_are_read_from_the_copy(tmp_path: Path, monkeypatch) -> None:
+    """What CMake generates names files of the build's tree: a second copy of a header is an error."""
+    root, objects, tree = (tmp_path / name for name in ("tree", "objects", "shop/tree"))
+    joined = objects / "Unity" / "unity_0.cxx"
+    joined.parent.mkdir(parents=True)
+    joined.write_text(f'#include "{root}/src/a.cpp"\n#include "{root}/src/b.cpp"\n')
+    files = {"joined.o": joined, "one.o": root / "src" / "one.cpp", "shim.o": tmp_path / "shim.cpp"}
+    commands = [
+        {"file": str(path), "command": f"/usr/bin/ccache c++ -I{root}/src -O3 -o {made} -c {path}"}
+        for made, path in files.items()
+    ]
+    (objects / "compile_commands.json").write_text(json.dumps(commands))
+    read = {"joined.o": frozenset({"src/a.cpp", "src/b.cpp", "src/all.h"})}
+    monkeypatch.setattr(recipe, "_reads", lambda wanted: read)
+    wanted = SimpleNamespace(tree=root, objects=objects)
+    units = {each.output: each for each in recipe.units(wanted, tree)}  # type: ignore[arg-type]
+    assert units["joined.o"].holds == {"src/a.cpp", "src/b.cpp"} and not units["joined.o"].ours
+    assert units["one.o"].holds == {"src/one.cpp"} and units["shim.o"].ours
+    own = Path(units["joined.o"].words[-1])
+    assert str(root) not in own.read_text() + " ".join(units["joined.o"].words)
+    assert f'"{tree}/src/a.cpp"' in own.read_text()
+    assert units["shim.o"].words == ("c++", f"-I{tree}/src", "-O1", "-o", "{output}", "-c",
+                                     str(tmp_path / "shim.cpp"))  # fmt: skip

@@ -19,17 +19,22 @@ _OPTIMIZED = "-O1"
 
 @dataclass(frozen=True)
 class Unit:
-    """Hold one source: how it is compiled, what it makes, and the files of the tree it reads."""
+    """Hold one source: how it is compiled, what it makes, and the files of the tree it reads.
+
+    ``holds`` are the sources of the tree in it: itself, those that a generated one includes, or
+    none where it is a part of the shim.
+    """
 
     source: str
     output: str
     words: tuple[str, ...]
     reads: frozenset[str]
+    holds: frozenset[str]
 
     @property
     def ours(self) -> bool:
         """Tell whether it is a part of the shim."""
-        return Path(self.source).is_absolute()
+        return not self.holds
 
 
 def units(wanted: Request, tree: Path) -> tuple[Unit, ...]:
@@ -45,9 +50,21 @@ def units(wanted: Request, tree: Path) -> tuple[Unit, ...]:
         output, words[at] = words[at], "{output}"
         words = [_OPTIMIZED if word in ("-O2", "-O3") else word for word in words]
         source = Path(entry["file"])
-        inside = source.is_relative_to(root)
-        name = source.relative_to(root).as_posix() if inside else str(source)
-        found.append(Unit(name, output, tuple(words), reads.get(output, frozenset())))
+        read = reads.get(output, frozenset())
+        if source.is_relative_to(root):
+            name = source.relative_to(root).as_posix()
+            holds = frozenset({name})
+        else:
+            name, holds = str(source), frozenset[str]()
+        if source.is_relative_to(wanted.objects):
+            # CMake joins sources, and names each by where the build's tree has it.
+            own = tree.parent / "generated" / source.relative_to(wanted.objects)
+            own.parent.mkdir(parents=True, exist_ok=True)
+            text = source.read_text(encoding="utf-8")
+            own.write_text(text.replace(str(root), str(tree)), encoding="utf-8")
+            words = [str(own) if word == name else word for word in words]
+            holds = frozenset(path for path in read if f'"{root / path}"' in text)
+        found.append(Unit(name, output, tuple(words), read, holds))
     return tuple(found)
 
 

@@ -87,13 +87,13 @@ class Workshop:
         units = [
             unit
             for unit in self.units
-            if (unit.source in files or unit.reads & files.keys())
-            and (all_of_it or unit.ours or unit.source in self._touched)
+            if (unit.holds | unit.reads) & files.keys()
+            and (all_of_it or unit.ours or unit.holds & self._touched)
             and files.get(unit.source, b"") is not None
         ]
         for unit in units:
             if unit.output not in self._same:
-                self._same[unit.output] = _sum(self._compiled(unit, self.folder / "same"))
+                self._same[unit.output] = self._unchanged(unit)
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         before = {path: self._write(path, data) for path, data in files.items()}
@@ -126,8 +126,8 @@ class Workshop:
             units = [
                 unit
                 for unit in self.units
-                if (unit.source in made.files or unit.reads & made.files.keys())
-                and (unit.ours or unit.source in self._touched)
+                if (unit.holds | unit.reads) & made.files.keys()
+                and (unit.ours or unit.holds & self._touched)
                 and not unit.source.endswith(".c")
             ]
             before = {path: self._write(path, data) for path, data in made.files.items()}
@@ -155,6 +155,14 @@ class Workshop:
         else:
             file.write_bytes(data)
         return before
+
+    def _unchanged(self, unit: Unit) -> str:
+        """Return the sum of what a unit makes of the tree as it is."""
+        try:
+            return _sum(self._compiled(unit, self.folder / "same"))
+        except _Refused as error:
+            msg = f"{unit.source} does not compile as its build did: {error}"
+            raise HarnessError(msg) from error
 
     def _compiled(self, unit: Unit, place: Path, more: Sequence[str] = ()) -> Path:
         made = place / hashlib.sha256(unit.output.encode()).hexdigest()[:8] / Path(unit.output).name
