@@ -360,7 +360,7 @@ def test_a_header_is_judged_by_its_own_tests(tmp_path, monkeypatch) -> None:
 
 
 def test_joined_sources_are_read_from_the_copy(tmp_path: Path, monkeypatch) -> None:
-    """What CMake generates names files of the build's tree: a second copy of a header is an error."""
+    """What CMake generates names files of the build's tree: a header read twice is an error."""
     root, objects, tree = (tmp_path / name for name in ("tree", "objects", "shop/tree"))
     joined = objects / "Unity" / "unity_0.cxx"
     joined.parent.mkdir(parents=True)
