@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pyllamakv.binding.protocol import Status
 from pyllamakv.harness.routine import attempt, prove, routine, twins
 from pyllamakv.harness.scenario import PLAIN, Scenario
 
@@ -20,6 +21,22 @@ def run(lab: Lab) -> None:
     routine(lab, player)
     lab.note(split=attempt(lambda: player.decode({0: 160})))
     prove(lab, player)
+    if player.native.about.probes.get("rollback") == "patched":
+        _aborted(lab)
+
+
+def _aborted(lab: Lab) -> None:
+    """Abort a decode: the state is half moved, and none of the tokens in it may be left.
+
+    So it was upstream to 0.3.8, where the rollback is a patch's; later releases leave such states.
+    """
+    player = lab.player(256, n_ubatch=128, n_seq_max=4)
+    player.fill({0: 20})
+    player.fill({1: 12})
+    player.cancel_after(3)
+    player.decode({0: 24}, expect=Status.ABORTED)
+    left = [player.native.seq_pos_max(player.context, seq) for seq in (0, 1)]
+    lab.expect(left == [-1, -1], f"an aborted decode left states of {left} as last positions")
 
 
 SCENARIO = Scenario(
