@@ -88,27 +88,28 @@ class Workshop:
             unit
             for unit in self.units
             if (unit.holds | unit.reads) & files.keys()
-            and (all_of_it or unit.ours or unit.holds & self._touched)
+            and (all_of_it or self._patched(unit))
             and files.get(unit.source, b"") is not None
         ]
-        for unit in units:
-            if unit.output not in self._same:
-                self._same[unit.output] = self._unchanged(unit)
+        # What does not compile shows in what calls it, best before all that only reads it.
+        units.sort(key=self._patched, reverse=True)
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         before = {path: self._write(path, data) for path, data in files.items()}
-        changed: dict[str, Path] = {}
         try:
-            for unit in units:
-                made = self._compiled(unit, place)
-                if _sum(made) != self._same[unit.output]:
-                    changed[unit.output] = made
-            return Built(self._linked(changed, place)) if changed else Built()
+            made = {unit: self._compiled(unit, place) for unit in units}
         except _Refused as error:
             return Built(error=str(error))
         finally:
             for path, data in before.items():
                 self._write(path, data)
+        changed = {
+            unit.output: path for unit, path in made.items() if _sum(path) != self._unchanged(unit)
+        }
+        try:
+            return Built(self._linked(changed, place)) if changed else Built()
+        except _Refused as error:
+            return Built(error=str(error))
 
     def switched(
         self, make: Callable[[set[tuple[str, int]]], Switched], place: Path
@@ -127,7 +128,7 @@ class Workshop:
                 unit
                 for unit in self.units
                 if (unit.holds | unit.reads) & made.files.keys()
-                and (unit.ours or unit.holds & self._touched)
+                and self._patched(unit)
                 and not unit.source.endswith(".c")
             ]
             before = {path: self._write(path, data) for path, data in made.files.items()}
@@ -158,11 +159,17 @@ class Workshop:
 
     def _unchanged(self, unit: Unit) -> str:
         """Return the sum of what a unit makes of the tree as it is."""
-        try:
-            return _sum(self._compiled(unit, self.folder / "same"))
-        except _Refused as error:
-            msg = f"{unit.source} does not compile as its build did: {error}"
-            raise HarnessError(msg) from error
+        if unit.output not in self._same:
+            try:
+                self._same[unit.output] = _sum(self._compiled(unit, self.folder / "same"))
+            except _Refused as error:
+                msg = f"{unit.source} does not compile as its build did: {error}"
+                raise HarnessError(msg) from error
+        return self._same[unit.output]
+
+    def _patched(self, unit: Unit) -> bool:
+        """Tell whether a unit is the shim's, or has a source that a patch touches."""
+        return unit.ours or not unit.holds.isdisjoint(self._touched)
 
     def _compiled(self, unit: Unit, place: Path, more: Sequence[str] = ()) -> Path:
         made = place / hashlib.sha256(unit.output.encode()).hexdigest()[:8] / Path(unit.output).name
