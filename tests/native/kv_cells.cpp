@@ -74,6 +74,23 @@ void compare(const llama_kv_cells &cells, const std::vector<Cell> &model, int st
     }
 }
 
+// Where a cache has a mirror: the same sequences at the same positions, in every cell.
+template <typename Cells>
+auto check_same(const Cells &cells, uint32_t i, int step, int) -> decltype(cells.same_as(cells), void()) {
+    EXPECT(cells.same_as(cells));
+    if (!cells.is_empty(i)) {
+        Cells other = cells;
+        other.pos_add(i, 1);
+        EXPECT(!cells.same_as(other) && !other.same_as(cells));
+        other = cells;
+        other.seq_add(i, n_seq);
+        EXPECT(!cells.same_as(other) && !other.same_as(cells));
+    }
+}
+
+template <typename Cells>
+void check_same(const Cells &, uint32_t, int, long) {}
+
 } // namespace
 
 int main() {
@@ -133,6 +150,7 @@ int main() {
             model[i] = Cell();
         }
         compare(cells, model, step);
+        check_same(cells, i, step, 0);
     }
     std::printf("%d moved\n", moved);
     return moved > 1000 ? 0 : 1;

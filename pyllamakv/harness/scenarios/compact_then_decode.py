@@ -5,13 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pyllamakv.harness.scenario import CACHES, MOVERS, ORDERED, SCATTERED, Scenario
-from pyllamakv.harness.scenarios._compacting import defrag
+from pyllamakv.harness.scenarios._compacting import attended, defrag, needed
 
 if TYPE_CHECKING:
     from pyllamakv.harness.lab import Lab
+    from pyllamakv.harness.player import Player
 
 
 def run(lab: Lab) -> None:
+    """Compact on request, and at a threshold."""
+    _on_request(lab)
+    _at_a_threshold(lab)
+
+
+def _on_request(lab: Lab) -> None:
     """Empty the cache below two sequences, compact it, and decode both and a third."""
     player = lab.player(2048, n_ubatch=128)
     player.fill({0: 1600})
@@ -27,6 +34,41 @@ def run(lab: Lab) -> None:
     player.remove(3)
     defrag(lab, player)
     lab.verify(player)
+
+
+def _at_a_threshold(lab: Lab) -> None:
+    """Empty a cache of 2,048 attended cells, the fewest that are ever sparse, and decode twice.
+
+    To 0.3.9 the first decode asks for what the second does.
+    """
+    player = _sparse(lab, 0.5)
+    after = player.snapshot()
+    lab.expect(
+        after is None or attended(after) == needed(after),
+        f"attention runs over {attended(after) if after else []} cells after the threshold",
+    )
+    lab.verify(player)
+    if player.native.about.probes.get("defrag") != "compact":
+        return  # upstream's own threshold, which counts otherwise in each era
+    # 256 cells are needed of 2,048: seven of eight are too many, and that is not more than the part.
+    player = _sparse(lab, 0.875)
+    after = player.snapshot()
+    lab.expect(
+        after is None or attended(after) == [2048],
+        f"attention runs over {attended(after) if after else []} cells at the threshold",
+    )
+
+
+def _sparse(lab: Lab, threshold: float) -> Player:
+    """Leave a few cells at the end of a cache, and go on."""
+    player = lab.player(2048, n_ubatch=256, defrag_thold=threshold)
+    player.fill({0: 1980})
+    player.fill({1: 40})
+    player.remove(0)
+    player.decode({1: 4})
+    player.decode({1: 4})
+    player.check_cells()
+    return player
 
 
 SCENARIO = Scenario(

@@ -64,6 +64,7 @@ def run(lab: Lab) -> None:
             lab, player, generation=player.native.mapping(player.context).info.generation
         )
         lab.verify(player)
+        player = _defragmented(lab, player)
         _flush(player, None)
         _damage(lab, player)
         _begin_anew(lab, options)
@@ -138,6 +139,19 @@ def _change(lab: Lab, player: Player) -> None:
         params = replace(player.params, kv_path=copy)
         _refuse(lab, f"{what} and no flush", KVFileDirty, partial(_open, player, params))
         _flush(player, None)
+
+
+def _defragmented(lab: Lab, player: Player) -> Player:
+    """Go on with a cache that has holes, and defragment before anything is computed on it."""
+    if not lab.native.about.capabilities & Capability.DEFRAG:
+        return player
+    player.remove(0, 0, 8)
+    _flush(player, None)
+    again = _again(lab, player, generation=player.native.mapping(player.context).info.generation)
+    again.defrag()
+    again.check_cells()
+    lab.verify(again)
+    return again
 
 
 def _damage(lab: Lab, player: Player) -> None:
