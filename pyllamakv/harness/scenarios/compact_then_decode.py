@@ -50,7 +50,7 @@ def _at_a_threshold(lab: Lab) -> None:
     lab.verify(player)
     if player.native.about.probes.get("defrag") != "compact":
         return  # upstream's own threshold, which counts otherwise in each era
-    # 256 cells are needed of 2,048: seven of eight are too many, and that is not more than the part.
+    # Of 2,048 cells 256 are needed: seven eighths are for nothing, and not more than that.
     player = _sparse(lab, 0.875)
     after = player.snapshot()
     lab.expect(
