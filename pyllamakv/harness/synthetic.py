@@ -79,6 +79,16 @@ SHAPES = {
         Shape("hybrid", n_layer=4, architecture="jamba"),
         Shape("latent", n_layer=2, n_embd=64, n_head=2, n_head_kv=1, architecture="deepseek2"),
         Shape("indexed", n_layer=2, n_embd=64, n_head=2, n_head_kv=1, architecture="deepseek32"),
+        Shape(
+            "indexed-sliding",
+            n_layer=2,
+            n_embd=64,
+            n_head=2,
+            n_head_kv=1,
+            architecture="dots3note",
+            window=32,
+        ),
+        Shape("blocks", n_layer=2, n_embd=128, n_head=4, n_head_kv=2, architecture="minimax-m3"),
     )
 }
 
