@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pyllamakv.binding.protocol import Capability
+from pyllamakv.errors import ScenarioFailed, Unsupported
+
 if TYPE_CHECKING:
     from pyllamakv.harness.lab import Lab
     from pyllamakv.harness.player import Player
@@ -50,9 +53,9 @@ def defrag(lab: Lab, player: Player, *, window: int = 0, rows: bool = True) -> N
     before = lab.picture(player, "before")
     if rows:
         with player.unchanged(window=window):
-            player.defrag()
+            _defrag(lab, player)
     else:
-        player.defrag()
+        _defrag(lab, player)
     after = lab.picture(player, "after")
     player.check_cells()
     if before is None or after is None:
@@ -69,3 +72,17 @@ def defrag(lab: Lab, player: Player, *, window: int = 0, rows: bool = True) -> N
         not moves.vanished and not moves.appeared,
         f"{moves.vanished} cells vanished and {moves.appeared} appeared",
     )
+
+
+def _defrag(lab: Lab, player: Player) -> None:
+    """Defragment, which a library that can at all does here, and says nothing of."""
+    lab.logs()
+    try:
+        player.defrag()
+    except Unsupported as error:
+        if not lab.native.about.capabilities & Capability.DEFRAG:
+            raise
+        msg = f"this library can defragment, and refuses here: {error}"
+        raise ScenarioFailed(msg, failure="claim") from error
+    lines = lab.logs()
+    lab.expect(not lines, f"a defragmentation logged: {lines[0] if lines else ''}")

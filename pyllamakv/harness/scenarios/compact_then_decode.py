@@ -37,7 +37,7 @@ def _on_request(lab: Lab) -> None:
 
 
 def _at_a_threshold(lab: Lab) -> None:
-    """Empty a cache of 2,048 attended cells, the fewest that are ever sparse, and decode twice.
+    """Empty a full cache of 2,048 cells, the fewest that are ever sparse, and decode twice.
 
     To 0.3.9 the first decode asks for what the second does.
     """
@@ -60,10 +60,10 @@ def _at_a_threshold(lab: Lab) -> None:
 
 
 def _sparse(lab: Lab, threshold: float) -> Player:
-    """Leave a few cells at the end of a cache, and go on."""
+    """Leave a few cells at the end of a full cache, and go on."""
     player = lab.player(2048, n_ubatch=256, defrag_thold=threshold)
     player.fill({0: 1980})
-    player.fill({1: 40})
+    player.fill({1: 68})
     player.remove(0)
     player.decode({1: 4})
     player.decode({1: 4})

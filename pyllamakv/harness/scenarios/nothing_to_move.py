@@ -53,8 +53,21 @@ def run(lab: Lab) -> None:
         for what in ("slot_searches", "slot_failures", "defrags"):
             one, two = getattr(first, what), getattr(second, what)
             lab.expect(one == two, f"{what} of {name} decodes grew from {one} to {two}")
+    _scattered(lab, player)
     player.remove(0, 250)
     lab.verify(player)
+
+
+def _scattered(lab: Lab, player: Player) -> None:
+    """Ask for more cells than are free, where some are: moving them together would not help."""
+    for pos in (10, 100, 200):
+        player.remove(0, pos, pos + 1)
+    before = player.counters()
+    player.decode({1: 4}, expect=Status.NO_SLOT)
+    after = player.counters()
+    if before is not None and after is not None:
+        moves = (after - before).moves
+        lab.expect(moves == 0, f"a decode that cannot have its cells made {moves} moves")
 
 
 def _repeat(player: Player, *, fits: bool) -> Counters | None:

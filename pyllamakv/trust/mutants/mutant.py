@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ class Mutant:
     """Hold one mutant: which line of which file became what, and the files that it changes.
 
     ``above`` is the code above that line. ``files`` maps paths of the patched tree to their new
-    content (None: no longer there). A mutant of a dropped hunk has no line.
+    content (None: no longer there). Of a dropped hunk the first line of code stands for all.
     """
 
     patch: str
@@ -139,4 +139,10 @@ def _without_hunks(
                 now, was = plan.draft.entry(path), tree.entry(path)
                 if now != was:
                     files[path] = None if now is None else now.data
-            yield Mutant(patch, file.path, hunk.new_start, HUNK, files=files)
+            yield Mutant(patch, file.path, hunk.new_start, HUNK, _first(hunk.added), files=files)
+
+
+def _first(added: Iterable[bytes]) -> str:
+    """Return the first line of code that a hunk adds: its loss takes that away with all others."""
+    found = (line.decode("utf-8", "replace").rstrip("\n") for line in added)
+    return next((text for text in found if not operators.left_out(text)), "")
