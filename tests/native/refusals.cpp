@@ -7,18 +7,12 @@
 #include "llama-model.h"
 #include "llama.h"
 
+#include "around/check.h"
+
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-
-#define EXPECT(condition)                                                                          \
-    do {                                                                                           \
-        if (!(condition)) {                                                                        \
-            std::printf("line %d: %s\n", __LINE__, #condition);                                    \
-            std::exit(1);                                                                          \
-        }                                                                                          \
-    } while (0)
 
 namespace {
 
@@ -30,7 +24,7 @@ struct Loaded {
 Loaded load(const char *path) {
     llama_model_params wanted = llama_model_default_params();
     llama_model *model = llama_model_load_from_file(path, wanted);
-    EXPECT(model);
+    CHECK(model);
     llama_context_params params = llama_context_default_params();
     params.n_ctx = 512;
     params.n_batch = params.n_ubatch = 256;
@@ -38,7 +32,7 @@ Loaded load(const char *path) {
     params.kv_unified = true;
     params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_DISABLED;
     llama_context *ctx = llama_init_from_model(model, params);
-    EXPECT(ctx);
+    CHECK(ctx);
     return {model, ctx};
 }
 
@@ -52,7 +46,7 @@ void decode(llama_context *ctx, llama_seq_id seq, int first, int n) {
         batch.seq_id[i][0] = seq;
         batch.logits[i] = i + 1 == n;
     }
-    EXPECT(llama_decode(ctx, batch) == 0);
+    CHECK(llama_decode(ctx, batch) == 0);
     llama_batch_free(batch);
 }
 
@@ -70,22 +64,22 @@ bool says(llama_context *ctx, const char *word) {
 void shared(const char *path) {
     const Loaded it = load(path);
     auto *cache = dynamic_cast<llama_kv_cache *>(it.ctx->get_memory());
-    EXPECT(cache && !llama_kv_compact_refusal(it.ctx));
+    CHECK(cache && !llama_kv_compact_refusal(it.ctx));
     {
         const llama_kv_cache draft(*it.model, it.model->hparams, GGML_TYPE_F16, GGML_TYPE_F16, true,
                                    true, true, 512, 2, 1, 0, LLAMA_SWA_TYPE_NONE, cache, nullptr,
                                    nullptr, nullptr);
         scatter(it.ctx);
-        EXPECT(cache->get_has_holes());
-        EXPECT(says(it.ctx, "shared"));
-        EXPECT(llama_kv_compact(it.ctx) == -1);
+        CHECK(cache->get_has_holes());
+        CHECK(says(it.ctx, "shared"));
+        CHECK(llama_kv_compact(it.ctx) == -1);
         it.ctx->memory_update(true);
-        EXPECT(cache->get_has_holes());
+        CHECK(cache->get_has_holes());
     }
-    EXPECT(!llama_kv_compact_refusal(it.ctx));
-    EXPECT(llama_kv_compact(it.ctx) == 50);
-    EXPECT(!cache->get_has_holes());
-    EXPECT(llama_kv_compact(it.ctx) == 0);
+    CHECK(!llama_kv_compact_refusal(it.ctx));
+    CHECK(llama_kv_compact(it.ctx) == 50);
+    CHECK(!cache->get_has_holes());
+    CHECK(llama_kv_compact(it.ctx) == 0);
     llama_free(it.ctx);
     llama_model_free(it.model);
 }
@@ -94,15 +88,15 @@ void mirrored(const char *path) {
     const Loaded it = load(path);
     scatter(it.ctx);
     auto *pair = dynamic_cast<llama_kv_cache_dsa *>(it.ctx->get_memory());
-    EXPECT(pair);
-    EXPECT(!llama_kv_compact_refusal(it.ctx));
+    CHECK(pair);
+    CHECK(!llama_kv_compact_refusal(it.ctx));
     pair->get_lid()->seq_rm(1, 10, 11);
-    EXPECT(says(it.ctx, "mirrors"));
-    EXPECT(llama_kv_compact(it.ctx) == -1);
-    EXPECT(pair->get_mla()->get_has_holes());
+    CHECK(says(it.ctx, "mirrors"));
+    CHECK(llama_kv_compact(it.ctx) == -1);
+    CHECK(pair->get_mla()->get_has_holes());
     pair->get_mla()->seq_rm(1, 10, 11);
-    EXPECT(llama_kv_compact(it.ctx) == 49);
-    EXPECT(!pair->get_mla()->get_has_holes() && !pair->get_lid()->get_has_holes());
+    CHECK(llama_kv_compact(it.ctx) == 49);
+    CHECK(!pair->get_mla()->get_has_holes() && !pair->get_lid()->get_has_holes());
     llama_free(it.ctx);
     llama_model_free(it.model);
 }
@@ -117,7 +111,7 @@ void threshold(const char *path) {
     params.kv_unified = true;
     params.defrag_thold = 0.5f;
     llama_context *ctx = llama_init_from_model(model, params);
-    EXPECT(ctx);
+    CHECK(ctx);
     for (int i = 0; i < 6; ++i) {
         decode(ctx, 0, 500 * i, 500);
     }
@@ -125,14 +119,14 @@ void threshold(const char *path) {
     auto *cache = dynamic_cast<llama_kv_cache *>(ctx->get_memory());
     llama_memory_seq_rm(llama_get_memory(ctx), 0, 2500, -1);
     decode(ctx, 1, 50, 1);
-    EXPECT(cache->get_has_holes() && !llama_kv_compact_due(ctx, 0.5f));
+    CHECK(cache->get_has_holes() && !llama_kv_compact_due(ctx, 0.5f));
     llama_memory_seq_rm(llama_get_memory(ctx), 0, 1000, -1);
-    EXPECT(llama_kv_compact_due(ctx, 0.5f));
+    CHECK(llama_kv_compact_due(ctx, 0.5f));
     decode(ctx, 1, 51, 1);
-    EXPECT(!cache->get_has_holes());
-    EXPECT(cache->defrag_stats.n_defrags == 1);
+    CHECK(!cache->get_has_holes());
+    CHECK(cache->defrag_stats.n_defrags == 1);
     decode(ctx, 1, 52, 1);
-    EXPECT(cache->defrag_stats.n_defrags == 1);
+    CHECK(cache->defrag_stats.n_defrags == 1);
     llama_free(ctx);
     llama_model_free(model);
 }
@@ -140,7 +134,7 @@ void threshold(const char *path) {
 } // namespace
 
 int main(int n, char **words) {
-    EXPECT(n == 3);
+    CHECK(n == 3);
     llama_log_set([](ggml_log_level, const char *, void *) {}, nullptr);
     shared(words[1]);
     mirrored(words[2]);
