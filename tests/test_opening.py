@@ -64,9 +64,14 @@ def test_the_builder_is_asked_first(built: Path, monkeypatch: pytest.MonkeyPatch
     assert opening.find_built("0.3.9-stock-cpu-1") == folder
     assert asked == [("0.3.9", "cpu")]
     with pytest.raises(
-        NotBuilt, match=r"pyllamakv build 0\.3\.9\+patched; built are 0\.3\.9-stock"
+        NotBuilt, match=r"pyllamakv build 0\.3\.9\+patched; built are 0\.3\.9-stock-cpu-1, of other"
     ):
         opening.find_built("0.3.9+patched")
+    monkeypatch.setattr(variant, "find", lambda *_, **__: None)
+    with pytest.raises(NotBuilt, match=r"build 0\.3\.9; built are 0\.3\.9-stock-cpu-1, of other"):
+        opening.find_built("0.3.9")
+    with pytest.raises(NotBuilt, match=r"0\.3\.8; built are variants of 0\.3\.9$"):
+        opening.find_built("0.3.8")
     with pytest.raises(NotBuilt, match=r"--backend rpc"):
         opening.find_built("0.3.9+patched", backend="rpc")
 

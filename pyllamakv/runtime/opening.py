@@ -170,8 +170,14 @@ def _among(known: dict[str, Manifest], spec: str, backend: str) -> Path:
 
 
 def _not_built(known: dict[str, Manifest], spec: str, backend: str) -> NotBuilt:
-    there = sorted(key for key, each in known.items() if each.backend == backend)
-    built = f"; built are {', '.join(there)}" if there else ""
+    there = {key: each.release for key, each in known.items() if each.backend == backend}
+    wanted = spec.rpartition("+")[0] or spec
+    same = sorted(key for key, release in there.items() if release == wanted)
+    built = ""
+    if same:
+        built = f"; built are {', '.join(same)}, of other patches, another shim or other settings"
+    elif there:
+        built = f"; built are variants of {', '.join(sorted(set(there.values())))}"
     option = "" if backend == "cpu" else f" --backend {backend}"
     return NotBuilt(f"{spec} is not built; build it: pyllamakv build {spec}{option}{built}")
 
