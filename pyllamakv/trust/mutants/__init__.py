@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 #: One per era, the default first. The others are tried if they are named, or in a long run where
 #: they are built.
-RELEASES = ("0.3.9", "0.3.36", "0.3.16", "0.3.14", "b4980", "0.3.8", "0.3.5")
+RELEASES = ("0.3.9", "0.3.36", "b6845", "0.3.16", "0.3.14", "b4980", "0.3.8", "0.3.5")
 
 #: From so many seconds on every mutant of every release that is built is tried, until time is up.
 LONG = 900.0
