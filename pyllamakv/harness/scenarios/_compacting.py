@@ -36,6 +36,12 @@ def stay_behind(lab: Lab, *, rows: bool = True) -> None:
     player.fill(dict.fromkeys((1, 2, 3, 4), 60), interleave=True)
     for seq in (0, 1, 3):
         player.remove(seq)
+    before = player.snapshot()
+    player.decode({2: 2})
+    after = player.snapshot()
+    if before is not None and after is not None:
+        moved = before.moves_to(after).cells
+        lab.expect(moved == 0, f"a decode that found its cells moved {moved} others")
     defrag(lab, player, rows=rows)
     player.decode({2: 20, 4: 8})
     lab.verify(player)
@@ -51,6 +57,7 @@ def defrag(lab: Lab, player: Player, *, window: int = 0, rows: bool = True) -> N
     ``rows`` False leaves out the bytes, for memory whose states keep more than rows.
     """
     before = lab.picture(player, "before")
+    counted = player.counters()
     if rows:
         with player.unchanged(window=window):
             _defrag(lab, player)
@@ -68,6 +75,12 @@ def defrag(lab: Lab, player: Player, *, window: int = 0, rows: bool = True) -> N
         attended(after) == needed(after),
         f"attention runs over {attended(after)} cells, {needed(after)} would do",
     )
+    if counted is not None:
+        counts = lab.counters(player) - counted
+        lab.expect(
+            counts.cells_moved == moves.cells,
+            f"{moves.cells} cells moved, and {counts.cells_moved} were counted",
+        )
     lab.expect(
         not moves.vanished and not moves.appeared,
         f"{moves.vanished} cells vanished and {moves.appeared} appeared",

@@ -50,13 +50,14 @@ def _at_a_threshold(lab: Lab) -> None:
     lab.verify(player)
     if player.native.about.probes.get("defrag") != "compact":
         return  # upstream's own threshold, which counts otherwise in each era
-    # Of 2,048 cells 256 are needed: seven eighths are for nothing, and not more than that.
-    player = _sparse(lab, 0.875)
-    after = player.snapshot()
-    lab.expect(
-        after is None or attended(after) == [2048],
-        f"attention runs over {attended(after) if after else []} cells at the threshold",
-    )
+    # Of 2,048 cells 256 are needed: seven eighths are for nothing, and not more than that. 0 is no
+    # threshold.
+    for threshold in (0.875, 0.0):
+        after = _sparse(lab, threshold).snapshot()
+        lab.expect(
+            after is None or attended(after) == [2048],
+            f"attention runs over {attended(after) if after else []} cells at {threshold:g}",
+        )
 
 
 def _sparse(lab: Lab, threshold: float) -> Player:

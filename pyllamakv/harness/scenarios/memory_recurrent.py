@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import Status
+from pyllamakv.errors import Unsupported
 from pyllamakv.harness.routine import attempt, prove, routine, twins
 from pyllamakv.harness.scenario import PLAIN, Scenario
 
 if TYPE_CHECKING:
     from pyllamakv.harness.lab import Lab
+    from pyllamakv.harness.player import Player
 
 
 def run(lab: Lab) -> None:
@@ -17,12 +19,22 @@ def run(lab: Lab) -> None:
     player = lab.player(256, n_ubatch=128, n_seq_max=4)
     counted = player.counters()
     lab.expect(counted is None, f"a memory without cells counted {counted}")
+    _no_cells_to_move(lab, player)
     twins(lab, player)
     routine(lab, player)
     lab.note(split=attempt(lambda: player.decode({0: 160})))
     prove(lab, player)
     if player.native.about.probes.get("rollback") == "patched":
         _aborted(lab)
+
+
+def _no_cells_to_move(lab: Lab, player: Player) -> None:
+    """Defragment, which is refused: nothing here lies in cells."""
+    try:
+        player.defrag()
+    except Unsupported:
+        return
+    lab.expect(False, "a memory without cells was defragmented")
 
 
 def _aborted(lab: Lab) -> None:

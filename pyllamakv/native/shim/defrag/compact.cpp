@@ -5,10 +5,7 @@
 
 const uint64_t plk::defrag::bits = PLK_CAP_DEFRAG;
 
-const char *plk::defrag::refusal(llama_context *ctx, const plk_context_info &info) {
-    if (info.memory == PLK_MEMORY_RECURRENT) {
-        return "its states have no cells that could lie apart";
-    }
+const char *plk::defrag::refusal(llama_context *ctx, const plk_context_info &) {
     return llama_kv_compact_refusal(ctx);
 }
 
