@@ -66,6 +66,19 @@ def _llama(shape: Shape, draw: weights.Draw, _: int) -> Tensors:
     return weights.attention(shape, draw) | weights.forward(shape, draw)
 
 
+def _qwen2vl_keys(shape: Shape) -> dict[str, Any]:
+    # Of each head's pairs some turn by the time of a position, some by its row, some by its column.
+    pairs = weights.head(shape) // 2
+    rows = 3 * pairs // 8
+    return _llama_keys(shape) | {"rope.dimension_sections": [pairs - 2 * rows, rows, rows, 0]}
+
+
+def _qwen2vl(shape: Shape, draw: weights.Draw, layer: int) -> Tensors:
+    found = _llama(shape, draw, layer)
+    biases = {f"attn_{name}.bias": draw.matrix(len(found[f"attn_{name}.weight"])) for name in "qkv"}
+    return found | biases
+
+
 def _gemma2_keys(shape: Shape) -> dict[str, Any]:
     head = weights.head(shape)
     return {
@@ -144,6 +157,7 @@ _Block = Callable[["Shape", weights.Draw, int], Tensors]
 
 _ARCHITECTURES: dict[str, tuple[_Keys, _Block]] = {
     "llama": (_llama_keys, _llama),
+    "qwen2vl": (_qwen2vl_keys, _qwen2vl),
     "gemma2": (_gemma2_keys, _gemma2),
     "mamba": (_mamba_keys, _mamba),
     "jamba": (_jamba_keys, _jamba),

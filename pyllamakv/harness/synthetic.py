@@ -88,6 +88,7 @@ SHAPES = {
             architecture="dots3note",
             window=32,
         ),
+        Shape("places", n_layer=2, n_embd=64, n_head=2, n_head_kv=2, architecture="qwen2vl"),
         Shape("blocks", n_layer=2, n_embd=128, n_head=4, n_head_kv=2, architecture="minimax-m3"),
     )
 }

@@ -75,6 +75,8 @@ def defrag(lab: Lab, player: Player, *, window: int = 0, rows: bool = True) -> N
         attended(after) == needed(after),
         f"attention runs over {attended(after)} cells, {needed(after)} would do",
     )
+    if lab.native.about.capabilities & Capability.COUNTERS:
+        lab.expect(counted is not None, "this library counts, and not this memory")
     if counted is not None:
         counts = lab.counters(player) - counted
         lab.expect(
