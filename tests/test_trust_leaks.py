@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pyllamakv.errors import HarnessError
-from pyllamakv.trust import leaks
+from pyllamakv.runtime import opening
+from pyllamakv.trust import document, leaks
 from pyllamakv.trust.entry import Effort
 from pyllamakv.trust.leaks import Kind, Slope
 
@@ -106,6 +107,43 @@ def test_what_grows_once_is_no_leak() -> None:
     assert "resident memory grows" in grown("resident", 20_000)[0]
     assert "heap memory grows" in grown("heap", 1000)[0]
     assert "maps grow from 10 to 100" in grown("maps", 1)[0]
+
+
+def flat(count: int) -> list[dict[str, int]]:
+    """Return a hundred samples of so many operations that lose nothing."""
+    same = {"heap": 1, "resident": 1, "maps": 1, "fds": 1, "threads": 1}
+    return [{**same, "count": max(1, count * n // 100)} for n in range(1, 101)]
+
+
+def test_the_bound_that_is_shown_is_the_one_that_holds() -> None:
+    """What grows once is spread over the operations, until the kind's own bound is the larger."""
+    kind = Kind("x", 10, 512)
+    rows = [leaks.judge("x", kind, flat(count), 1).row for count in (100, 10_000)]
+    assert [row["heap bound"] for row in rows] == ["655 B", "512 B"]
+    assert [row["resident bound"] for row in rows] == ["10,486 B", "512 B"]
+
+
+def test_few_operations_decide_nothing() -> None:
+    """Twenty workers may lose 50 KB each: their row says so, and what did leak is said as well."""
+    kind = Kind("x", 10, 512)
+    few, enough = (leaks.judge("x", kind, flat(count), 1) for count in (99, 100))
+    assert few.passed and "| too few operations |" in document.render([few])
+    assert "| nothing |" in document.render([enough])
+    lost = [each | {"fds": n} for n, each in enumerate(flat(99))]
+    text = document.render([leaks.judge("x", kind, lost, 1)])
+    assert "fds grow from" in text and "too few" not in text
+
+
+def test_work_that_breaks_is_a_defect_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kinds behind it are tried, and where nothing is wanted no build is looked for."""
+    assert leaks.entries(Effort(only=("no such kind",)), lambda _: None) == []
+    kinds = {name: Kind(f"fakes.leaking:{name}", 5000, 64) for name in ("breaking", "steady")}
+    monkeypatch.setattr(leaks, "KINDS", kinds)
+    monkeypatch.setattr(opening, "find_built", lambda _: Path("/nowhere"))
+    broken, steady = leaks.entries(Effort(seconds=4.0), lambda _: None)
+    assert "breaking ended with status 1" in broken.defects[0]
+    assert "ValueError: broken" in broken.defects[0] and str(Path.cwd()) not in broken.defects[0]
+    assert steady.passed
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def _table(members: list[Entry]) -> Iterator[str]:
     yield _row(["what", *columns, "lost or wrong"])
     yield "|" + "---|" * (len(columns) + 2)
     for entry in members:
-        wrong = "; ".join(entry.defects) or "nothing"
+        wrong = "; ".join(entry.defects) or entry.undecided or "nothing"
         yield _row([entry.name, *(entry.row.get(name, "") for name in columns), wrong])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,6 +12,11 @@ from pyllamakv.bench.figure import machine
 
 #: Called now and then with what is being done, so that somebody who waits sees it move.
 Tick = Callable[[str], None]
+
+
+def without_folders(text: str) -> str:
+    """Return a text with the last part alone of each path: where a home lies is nobody's matter."""
+    return re.sub(r"/[^\s:;,]*/", "", text)
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,8 @@ class Entry:
 
     ``section`` is its table and ``name`` what was tried; ``row`` has a text per further column.
     ``defects`` tell what was lost or wrong, one sentence each: without any it passed. ``data`` are
-    the raw numbers, ``seed`` what starts the same again.
+    the raw numbers, ``seed`` what starts the same again. ``undecided`` says why an entry without
+    defects does not prove that nothing was lost, such as "too few operations".
     """
 
     section: str
@@ -63,6 +70,7 @@ class Entry:
     seed: int | None = None
     data: dict[str, Any] = field(default_factory=dict)
     measured: str = ""
+    undecided: str = ""
 
     @property
     def passed(self) -> bool:

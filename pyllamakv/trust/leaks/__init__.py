@@ -4,8 +4,8 @@ Each kind of work runs in a process of its own (`churn`), where Python and C sha
 that its count of bytes given out has everything but mappings; those are in the resident anonymous
 memory, or, where they are shared or a file's, only in their number. All are sampled a hundred
 times, after a garbage collection and `malloc_trim`. Flat means that the slope over the second half
-is below a bound per operation (`Slope`), and that mappings, descriptors and threads are at the end
-what they were after the first tenth.
+is below a bound per operation (`Slope`, `Kind.most`), and that mappings, descriptors and threads
+are at the end what they were after the first tenth.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from pyllamakv.errors import HarnessError
 from pyllamakv.trust import apart
 from pyllamakv.trust.built import SPEC
-from pyllamakv.trust.entry import Effort, Entry, Tick
+from pyllamakv.trust.entry import Effort, Entry, Tick, without_folders
 
 _CHURN: Final = "pyllamakv.trust.leaks.churn"
 #: Seconds beyond its share that a kind may take to start, to finish a round, and to end.
@@ -37,6 +37,9 @@ _ONCE: Final = {"heap": 32 * 1024, "resident": 512 * 1024}
 #: The largest single step that is taken for one of these: CPython's table of interned strings, into
 #: which `pathlib` puts each name of a page, grew by 536 KB after 3,200 prompts, and never again.
 _STEP: Final = 1024 * 1024
+#: Operations below which nothing is said of memory: with fewer, 10 KB lost by each would pass for
+#: what grows once.
+_FEWEST: Final = 100
 #: By how many these may grow. No kind of work was seen with one mapping more, but malloc takes
 #: what is large from a mapping of its own, and a pool may become so.
 _MORE: Final = {"maps": 4, "fds": 0, "threads": 0}
@@ -53,6 +56,13 @@ class Kind:
     work: str
     target: int
     bound: float
+
+    def most(self, what: str, operations: int) -> float:
+        """Return the bytes per operation above which ``what`` leaks, over so many operations.
+
+        What grows once is spread over all of them: the fewer there are, the more each may take.
+        """
+        return max(self.bound, _ONCE[what] / operations)
 
 
 KINDS: Final = {
@@ -115,16 +125,25 @@ def _without_step(sizes: np.ndarray) -> np.ndarray:
 
 
 def entries(effort: Effort, tick: Tick) -> list[Entry]:
-    """Churn for about ``effort.seconds``; return an entry per kind. Raises NotBuilt."""
+    """Churn for about ``effort.seconds``; return an entry per kind. Raises NotBuilt.
+
+    Work that breaks is a defect of its kind, and the others follow.
+    """
     from pyllamakv.runtime.opening import find_built
 
-    variant = find_built(SPEC)
     wanted = {name: kind for name, kind in KINDS.items() if effort.wants(name)}
+    if not wanted:
+        return []
+    variant = find_built(SPEC)
     share = effort.shared(len(wanted)).seconds
     made = []
     for name, kind in wanted.items():
         tick(name)
-        made.append(judge(name, kind, churn(kind, variant, share), effort.seed))
+        try:
+            made.append(judge(name, kind, churn(kind, variant, share), effort.seed))
+        except HarnessError as error:
+            broken = f"{name}: {without_folders(str(error))}"
+            made.append(Entry("leaks", name, {"operations": "broke"}, (broken,), effort.seed))
     return made
 
 
@@ -145,9 +164,11 @@ def churn(kind: Kind, variant: Path, seconds: float) -> list[dict[str, int]]:
         except subprocess.TimeoutExpired as error:
             raise HarnessError(f"{kind.work} did not end within {error.timeout:.0f} s") from error
     if done.returncode:
-        msg = f"{kind.work} ended with status {done.returncode}: {done.stderr[-2000:]}"
-        raise HarnessError(msg)
-    samples: list[dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
+        said = done.stderr.strip()[-600:]
+        raise HarnessError(f"{kind.work} ended with status {done.returncode}: {said}")
+    samples: list[dict[str, int]] = json.loads(next(reversed(done.stdout.splitlines()), "[]"))
+    if not samples:
+        raise HarnessError(f"{kind.work} ended without a sample")
     return samples
 
 
@@ -167,15 +188,20 @@ def judge(name: str, kind: Kind, samples: Sequence[Mapping[str, int]], seed: int
         slope = Slope.of([each["count"] for each in second], [each[what] for each in second])
         row[f"{what} per operation"] = str(slope)
         data[what] = [slope.value, slope.noise]
-        grown = slope.value * (second[-1]["count"] - second[0]["count"])
-        if slope.exceeds(kind.bound) and grown > _ONCE[what]:
-            defects.append(f"{name}: {what} memory grows by {slope} each, not {kind.bound:g}")
+        most = kind.most(what, second[-1]["count"] - second[0]["count"])
+        row[f"{what} bound"] = f"{_bytes(most)} B"
+        if slope.exceeds(most):
+            defects.append(f"{name}: {what} memory grows by {slope} each, not {_bytes(most)}")
     for what, more in _MORE.items():
         row[what] = f"{early[what]} to {last[what]}"
         if last[what] > early[what] + more:
             defects.append(f"{name}: {what} grow from {early[what]} to {last[what]}")
-    row["bound"] = f"{kind.bound:g} B"
-    return Entry("leaks", name, row, tuple(defects), seed=seed, data=data)
+    few = "too few operations" if last["count"] < _FEWEST else ""
+    return Entry("leaks", name, row, tuple(defects), seed=seed, data=data, undecided=few)
+
+
+def _bytes(size: float) -> str:
+    return f"{size:,.0f}" if size >= 10 else f"{size:.3g}"
 
 
 def _mib(size: int) -> str:

@@ -23,11 +23,11 @@ from pyllamakv.errors import NotBuilt
 from pyllamakv.harness import matrix, schedules
 from pyllamakv.home import home
 from pyllamakv.source.releases import DEFAULT
-from pyllamakv.trust.entry import Effort, Entry, Tick
+from pyllamakv.trust.entry import Effort, Entry, Tick, without_folders
 from pyllamakv.trust.schedules.combination import walk
 from pyllamakv.trust.schedules.hand import Hand, Make
 from pyllamakv.trust.schedules.stage import Stage
-from pyllamakv.trust.schedules.tally import Tally, without_folders
+from pyllamakv.trust.schedules.tally import Tally
 from pyllamakv.trust.schedules.task import Task
 
 if TYPE_CHECKING:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from itertools import combinations as pairs_of
 from typing import TYPE_CHECKING
 
-from pyllamakv.trust.entry import Entry
+from pyllamakv.trust.entry import Entry, without_folders
 from pyllamakv.trust.schedules.combination import Combination
 from pyllamakv.trust.schedules.task import Played
 
@@ -17,11 +16,6 @@ if TYPE_CHECKING:
 
 #: What makes two failures the same: their class, and what was wrong but for numbers.
 Kind = tuple[str, str]
-
-
-def without_folders(text: str) -> str:
-    """Return a text with the last part alone of each path: where a home lies is nobody's matter."""
-    return re.sub(r"/[^\s:;,]*/", "", text)
 
 
 @dataclass
