@@ -15,7 +15,8 @@ from pyllamakv.home import data
 from pyllamakv.trust import headers, sanitizers
 from pyllamakv.trust.entry import Effort
 from pyllamakv.trust.sanitizers import drivers, instrument, playing, reports
-from pyllamakv.trust.sanitizers.instrument import Command
+from pyllamakv.trust.sanitizers.instrument import Command, Sanitized
+from pyllamakv.trust.sanitizers.playing import Ended
 from pyllamakv.trust.sanitizers.reports import Known, Report
 
 ADDRESS = """\
@@ -168,11 +169,47 @@ def test_a_fault_in_what_is_run_is_a_defect(
     monkeypatch.setattr(drivers, "HEADERS", (tiny,))
     wanted = Effort(only=("native drivers",))
     (entry,) = sanitizers.entries(wanted, lambda _: None)
-    assert entry.row["ran"] == "2 groups of tests"
+    assert (entry.row["ran"], entry.row["scope"]) == ("2 groups of tests", "headers")
     assert any("heap-buffer-overflow in main" in defect for defect in entry.defects)
     source.write_text(TINY.replace("? 8 : 0", "? 7 : 0"))
     (entry,) = sanitizers.entries(wanted, lambda _: None)
     assert entry.passed
+
+
+def test_a_program_that_lists_nothing_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that crashes at its start has no groups, and what is reported of it counts."""
+    bad = Report("heap-use-after-free", "main", "tiny.cpp")
+    tiny = headers.Header("full-defrag", "src/llama-kv-defrag.h", "tiny")
+    monkeypatch.setattr(drivers, "HEADERS", (tiny,))
+    monkeypatch.setattr(drivers, "native", Path)
+    monkeypatch.setattr(instrument, "program", lambda *_: None)
+    listed = Ended(0, "\n".join(f"group-of-tests-{n}" for n in range(100)))
+    for ended, wrong in (
+        (Ended(-11, "", "segmentation fault"), "tiny ends with -11: segmentation fault"),
+        (Ended(0), "tiny lists no groups of tests"),
+        (Ended(0, "good", found=[bad]), "heap-use-after-free in main"),
+        (listed, ""),
+    ):
+        answers = iter([ended])
+        monkeypatch.setattr(playing, "run", lambda *_, answers=answers: next(answers, Ended(0)))
+        (entry,) = sanitizers.entries(Effort(only=("native drivers",)), lambda _: None)
+        assert entry.passed if not wrong else any(wrong in each for each in entry.defects)
+    assert entry.row["ran"] == "100 groups of tests"
+
+
+def test_what_is_instrumented_stands_in_the_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library of the threads has less of it than the others; in a long run it is all."""
+    monkeypatch.setattr(
+        sanitizers.Work, "library", lambda _, __, kind: Sanitized(kind, tmp_path, tmp_path)
+    )
+    monkeypatch.setattr(playing, "planted", lambda *_: [])
+    names = ("planted, address and undefined", "planted, threads")
+    for seconds, scopes in ((60.0, ["core", "threads"]), (sanitizers.LONG, ["whole", "whole"])):
+        found = sanitizers.entries(Effort(seconds, only=names), lambda _: None)
+        assert [entry.row["scope"] for entry in found] == scopes
+        assert [entry.data["scope"] for entry in found] == scopes
 
 
 def test_a_race_in_a_worker_is_reported(tmp_path: Path) -> None:
@@ -187,9 +224,9 @@ def test_a_race_in_a_worker_is_reported(tmp_path: Path) -> None:
     )
     library = tmp_path / "libplk.so"
     instrument.program(SOURCE, library, "thread", *words)
-    _, said, found = drivers.worker(library, 1, lambda _: None)
-    races = [report for report in found if "data race" in report.what]
-    assert any("_cancel" in report.text for report in races), (found, said)
+    ended = drivers.worker(library, 1, lambda _: None)
+    races = [report for report in ended.found if "data race" in report.what]
+    assert any("_cancel" in report.text for report in races), ended
 
 
 def test_a_worker_whose_races_are_not_seen_is_a_defect(
@@ -204,7 +241,7 @@ def test_a_worker_whose_races_are_not_seen_is_a_defect(
         ([race], 1, [], "the driver ends with 1: words"),
         ([race], 0, [race], "data race in plk_cancel"),
     ):
-        answers = iter([(0, "", seen), (code, "words", found)])
+        answers = iter([Ended(0, found=seen), Ended(code, "words", found=found)])
         monkeypatch.setattr(drivers, "worker", lambda *_, answers=answers, **__: next(answers))
         (entry,) = sanitizers.entries(Effort(only=("worker, threads",)), lambda _: None)
         (defect,) = entry.defects
@@ -222,9 +259,9 @@ def test_what_cannot_be_tried_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_hang_is_a_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that does not end is killed, and told; the other parts can follow."""
     monkeypatch.setattr(playing, "PATIENCE", 0.5)
-    code, said, found = playing.run(["sleep", "60"], "address", tmp_path)
-    assert (code, found) == (playing.HUNG, [])
-    assert "no end within 0.5 seconds" in said
+    ended = playing.run(["sleep", "60"], "address", tmp_path)
+    assert (ended.code, ended.found) == (playing.HUNG, [])
+    assert "no end within 0.5 seconds" in ended.said
 
 
 def test_a_run_of_a_scenario_that_reports_is_a_defect(
@@ -238,10 +275,11 @@ def test_a_run_of_a_scenario_that_reports_is_a_defect(
         ("one", "plain f16", Outcome("pass"), [bad]),
         ("two", "plain f16", Outcome("skip", "", "no streams here"), [bad]),
         ("three", "plain f16", Outcome("fail", "crash", CHECKED), [bad]),
+        ("four", "plain f16", Outcome("absent", "", "no windows here"), []),
     ]
     monkeypatch.setattr(drivers, "scenarios", lambda *_args, **_more: iter(played))
     (entry,) = sanitizers.entries(Effort(only=("scenarios, patched",)), lambda _: None)
-    assert entry.row["ran"] == "2 runs of scenarios"
+    assert (entry.row["ran"], entry.row["scope"]) == ("2 runs of scenarios", "core")
     assert entry.row["reports"] == "2"
     assert len(entry.defects) == 3
     assert set(sanitizers.FIRST) <= set(scenario.discover())
@@ -267,7 +305,7 @@ def test_what_is_instrumented() -> None:
     shim = "CMakeFiles/plk.dir/shim/log.cpp.o"
     cache = "llama.cpp/src/CMakeFiles/llama.dir/llama-kv-cache.cpp.o"
     vocab = "llama.cpp/src/CMakeFiles/llama.dir/llama-vocab.cpp.o"
-    scopes = ("all", "core", "threads")
+    scopes = ("whole", "core", "threads")
     assert [chosen(shim, scope) for scope in scopes] == [True, True, True]
     assert [chosen(cache, scope) for scope in scopes] == [True, True, True]
     assert [chosen(vocab, scope) for scope in scopes] == [True, False, False]

@@ -19,6 +19,7 @@ from pyllamakv.trust.sanitizers import drivers, instrument, playing, reports
 
 if TYPE_CHECKING:
     from pyllamakv.trust.sanitizers.instrument import Sanitized
+    from pyllamakv.trust.sanitizers.playing import Ended
     from pyllamakv.trust.sanitizers.reports import Report
 
 #: From so many seconds on everything is instrumented, and every scenario runs in every setting.
@@ -64,24 +65,35 @@ class Trial:
                 known.add(report.key)
                 self.found.append(report)
 
+    def take(self, what: str, ended: Ended) -> None:
+        """Take what was reported of a program, and that it failed."""
+        self.add(ended.found)
+        if ended.code:
+            self.wrong.append(f"{what} ends with {ended.code}: {ended.said}")
+
 
 def entries(effort: Effort, tick: Tick) -> list[Entry]:
     """Run what is wanted, within about ``effort.seconds`` beside what has to be built first."""
     work = Work(effort, tick)
-    parts: dict[str, Callable[[Trial], None]] = {
-        "planted, address and undefined": lambda trial: work.plant(trial, "address"),
-        "planted, threads": lambda trial: work.plant(trial, "thread"),
-        "native drivers": work.drive,
-        "C program": work.smoke,
-        "threads": work.threads,
-        "worker, threads": work.worker,
-        "scenarios, patched": lambda trial: work.play(trial, "patched"),
-        "scenarios, stock": lambda trial: work.play(trial, "stock"),
+    core, threads = work.scope("address"), work.scope("thread")
+    parts: dict[str, tuple[str, Callable[[Trial], None]]] = {
+        "planted, address and undefined": (core, lambda trial: work.plant(trial, "address")),
+        "planted, threads": (threads, lambda trial: work.plant(trial, "thread")),
+        "native drivers": ("headers", work.drive),
+        "C program": (core, work.smoke),
+        "threads": (threads, work.threads),
+        "worker, threads": (threads, work.worker),
+        "scenarios, patched": (core, lambda trial: work.play(trial, "patched")),
+        "scenarios, stock": (core, lambda trial: work.play(trial, "stock")),
     }
-    return [_entry(name, part, work) for name, part in parts.items() if effort.wants(name)]
+    return [
+        _entry(name, scope, part, work)
+        for name, (scope, part) in parts.items()
+        if effort.wants(name)
+    ]
 
 
-def _entry(name: str, part: Callable[[Trial], None], work: Work) -> Entry:
+def _entry(name: str, scope: str, part: Callable[[Trial], None], work: Work) -> Entry:
     trial = Trial()
     built = work.building
     start = time.monotonic()
@@ -94,6 +106,7 @@ def _entry(name: str, part: Callable[[Trial], None], work: Work) -> Entry:
     if not trial.ran and not trial.wrong:
         trial.wrong.append("nothing was run")
     row = {
+        "scope": scope,
         "ran": f"{trial.ran} {trial.of}",
         "reports": str(len(ours)),
         "upstream's own": str(len(theirs)),
@@ -102,7 +115,7 @@ def _entry(name: str, part: Callable[[Trial], None], work: Work) -> Entry:
     data = {
         "reports": [[str(report), report.text] for report in trial.found],
         "building": round(work.building - built, 1),
-        "scope": work.scope("address"),
+        "scope": scope,
     }
     defects = [*trial.wrong, *(str(report) for report in ours)]
     return Entry("sanitizers", name, row, tuple(defects), work.effort.seed, data)
@@ -124,8 +137,8 @@ class Work:
         return self.effort.seconds >= LONG
 
     def scope(self, kind: str) -> str:
-        """Return how much of the library is instrumented."""
-        return "all" if self.long else "core" if kind == "address" else "threads"
+        """Return how much of the library is instrumented (`instrument.Command.chosen`)."""
+        return "whole" if self.long else "core" if kind == "address" else "threads"
 
     def library(self, side: str, kind: str) -> Sanitized:
         """Return the instrumented library of a side."""
@@ -155,22 +168,20 @@ class Work:
     def drive(self, trial: Trial) -> None:
         """Run the tests of the patches' headers, without llama.cpp."""
         trial.of = "groups of tests"
-        for name, group, code, said, found in drivers.headers(self.tick):
-            trial.ran += 1
-            trial.add(found)
-            if code:
-                trial.wrong.append(f"{name} {group} ends with {code}: {said.strip()[-200:]}")
+        for name, group, ended in drivers.headers(self.tick):
+            trial.ran += bool(group)
+            trial.take(f"{name} {group}".strip(), ended)
+            if not group and not ended.out.split():
+                trial.wrong.append(f"{name} lists no groups of tests")
 
     def smoke(self, trial: Trial) -> None:
         """Run the C program over both libraries."""
         trial.of = "runs"
         for side in ("patched", "stock"):
             made = self.library(side, "address")
-            for settings, code, said, found in drivers.smoke(made, self.tick):
+            for settings, ended in drivers.smoke(made, self.tick):
                 trial.ran += 1
-                trial.add(found)
-                if code:
-                    trial.wrong.append(f"smoke on {side} ({settings}) ends with {code}: {said}")
+                trial.take(f"smoke on {side} ({settings})", ended)
 
     def threads(self, trial: Trial) -> None:
         """Use the log ring, cancel and several contexts from several threads."""
@@ -179,25 +190,19 @@ class Work:
         # not be seen, and everything that they do look like a race.
         threads, rounds = (3, 50) if self.long else (1, 8)
         made = self.library("patched", "thread")
-        code, said, found = drivers.threads(made, threads, rounds, self.tick)
         trial.ran += rounds
-        trial.add(found)
-        if code:
-            trial.wrong.append(f"the driver ends with {code}: {said}")
+        trial.take("the driver", drivers.threads(made, threads, rounds, self.tick))
 
     def worker(self, trial: Trial) -> None:
         """Use a worker from several threads, where a planted race has to be seen first."""
         trial.of = "rounds"
         rounds = 20 if self.long else 3
         folder = self.library("patched", "thread").folder
-        _, _, seen = drivers.worker(folder, 1, self.tick, fault="race")
-        if not any(SAYS["race"] in report.what for report in seen):
+        seen = drivers.worker(folder, 1, self.tick, fault="race")
+        if not any(SAYS["race"] in report.what for report in seen.found):
             trial.wrong.append("the sanitizer is blind: it does not see a planted race in a worker")
-        code, said, found = drivers.worker(folder, rounds, self.tick)
         trial.ran += rounds
-        trial.add(found)
-        if code:
-            trial.wrong.append(f"the driver ends with {code}: {said}")
+        trial.take("the driver", drivers.worker(folder, rounds, self.tick))
 
     def play(self, trial: Trial, side: str) -> None:
         """Run scenarios in a worker under the sanitizer, as long as there is time."""
@@ -205,7 +210,7 @@ class Work:
         made = self.library(side, "address")
         seconds = self.effort.seconds / (2 if self.effort.only else 4)
         for name, setting, outcome, found in self._runs(made, seconds):
-            trial.ran += outcome.status != "skip"
+            trial.ran += outcome.status not in ("skip", "absent")
             # What ends a worker by an assertion of the C++ library is only in its last words.
             trial.add([*found, *reports.parse(outcome.message)])
             # Stock may fail what patches are for; that it cannot be judged says nothing of it.

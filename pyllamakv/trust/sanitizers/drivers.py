@@ -20,6 +20,7 @@ from pyllamakv.trust.sanitizers import instrument, playing, reports
 if TYPE_CHECKING:
     from pyllamakv.harness.verdict import Outcome
     from pyllamakv.trust.sanitizers.instrument import Sanitized
+    from pyllamakv.trust.sanitizers.playing import Ended
     from pyllamakv.trust.sanitizers.reports import Report
 
 Tell = Callable[[str], None]
@@ -30,9 +31,10 @@ _WORKING = "pyllamakv.trust.sanitizers.working"
 _SETTINGS = ("0 1 1", "1 8 8", "1 2 8", "1 1 1")
 
 
-def headers(tell: Tell) -> Iterator[tuple[str, str, int, str, list[Report]]]:
+def headers(tell: Tell) -> Iterator[tuple[str, str, Ended]]:
     """Run every group of the tests of the patches' headers; yield program, group and outcome.
 
+    What a program says without a group, which lists its groups, comes first, as the group "".
     Raises UsageError where the tests are not there, as in an installed package.
     """
     with tempfile.TemporaryDirectory(prefix="pyllamakv-drivers-") as name:
@@ -48,33 +50,28 @@ def headers(tell: Tell) -> Iterator[tuple[str, str, int, str, list[Report]]]:
             words = [f"-I{each}" for each in (folder, around()) if each]
             instrument.program(_test(f"{program}.cpp"), made, "address", *words)
             with playing.logs() as logs:
-                _, listed, _ = playing.run([str(made)], "address", logs)
-            for group in listed.split():
+                listed = playing.run([str(made)], "address", logs)
+            yield program, "", listed
+            for group in listed.out.split():
                 tell(f"{program} {group}")
                 scratch = folder / f"{program}-{group}"
                 scratch.mkdir()
+                command = [str(made), group, *([str(scratch)] if header.in_folder else [])]
                 with playing.logs() as logs:
-                    code, said, found = playing.run(
-                        [str(made), group, *([str(scratch)] if header.in_folder else [])],
-                        "address",
-                        logs,
-                    )
-                yield program, group, code, said, found
+                    yield program, group, playing.run(command, "address", logs)
 
 
-def smoke(made: Sanitized, tell: Tell) -> Iterator[tuple[str, int, str, list[Report]]]:
+def smoke(made: Sanitized, tell: Tell) -> Iterator[tuple[str, Ended]]:
     """Run the C program over a library, setting by setting; raises UsageError as `headers` does."""
     with _linked(_test("smoke.c"), made) as program:
         for settings in _SETTINGS:
             tell(f"smoke {settings}")
             command = [str(program), str(synthetic.tiny()), *settings.split()]
             with playing.logs() as logs:
-                yield settings, *playing.run(command, "address", logs)
+                yield settings, playing.run(command, "address", logs)
 
 
-def threads(
-    made: Sanitized, n_threads: int, rounds: int, tell: Tell
-) -> tuple[int, str, list[Report]]:
+def threads(made: Sanitized, n_threads: int, rounds: int, tell: Tell) -> Ended:
     """Run the thread driver over a library; ``n_threads`` are llama.cpp's own in a context."""
     tell("threads")
     with _linked(instrument.NATIVE / "threads.cpp", made) as program, playing.logs() as logs:
@@ -82,9 +79,7 @@ def threads(
         return playing.run(command, "thread", logs)
 
 
-def worker(
-    folder: Path, rounds: int, tell: Tell, *, fault: str = "nothing"
-) -> tuple[int, str, list[Report]]:
+def worker(folder: Path, rounds: int, tell: Tell, *, fault: str = "nothing") -> Ended:
     """Use a worker under the thread sanitizer from several threads; ``fault`` is planted in it."""
     tell("worker, threads")
     with playing.logs() as logs:

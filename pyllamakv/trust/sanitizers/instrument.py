@@ -54,9 +54,9 @@ class Command:
     output: str
 
     def chosen(self, scope: str) -> bool:
-        """Tell whether the object belongs to what is instrumented: all, core or threads."""
+        """Tell whether the object belongs to what is instrumented: whole, core or threads."""
         name = self.source.name
-        if scope == "all" or "/llama.cpp/" not in f"/{self.output}":
+        if scope == "whole" or "/llama.cpp/" not in f"/{self.output}":
             return True
         return name.startswith(_CORE) if scope == "core" else name in _THREADS
 

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,21 @@ PATIENCE = 600.0
 HUNG = -9
 
 _SUPPRESSED = instrument.NATIVE / "threads.supp"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Hold how a program ended: its status, all that it wrote, and what was reported of it."""
+
+    code: int
+    out: str = ""
+    err: str = ""
+    found: list[Report] = field(default_factory=list)
+
+    @property
+    def said(self) -> str:
+        """Return the end of what it wrote, for whoever asks why it failed."""
+        return (self.out + self.err).strip()[-400:]
 
 
 @contextmanager
@@ -70,11 +86,8 @@ def run(
     *,
     preload: bool = False,
     env: Mapping[str, str] | None = None,
-) -> tuple[int, str, list[Report]]:
-    """Run a program; return its status, the end of what it said, and what was reported.
-
-    One that hangs is ended, and has `HUNG` for its status.
-    """
+) -> Ended:
+    """Run a program to its end; one that hangs is ended, and has `HUNG` for its status."""
     words = [*_unmoved(kind), *command]
     try:
         done = subprocess.run(
@@ -87,13 +100,13 @@ def run(
             timeout=PATIENCE,
             check=False,
         )
-        code, said = done.returncode, done.stdout + done.stderr
+        code, out, err = done.returncode, done.stdout, done.stderr
     except subprocess.TimeoutExpired:
-        code, said = HUNG, f"it hangs: no end within {PATIENCE:g} seconds"
+        code, out, err = HUNG, "", f"it hangs: no end within {PATIENCE:g} seconds"
     found = reports.collect(folder)
     known = {report.key for report in found}
-    found += [report for report in reports.parse(said) if report.key not in known]
-    return code, said[-400:], found
+    found += [report for report in reports.parse(out + err) if report.key not in known]
+    return Ended(code, out, err, found)
 
 
 def _unmoved(kind: str) -> list[str]:
@@ -117,14 +130,14 @@ def planted(kind: str, library: Path, fault: str) -> list[Report]:
     """
     script = f"import ctypes; ctypes.CDLL({str(library)!r}); print('loaded')"
     with logs() as folder:
-        code, said, found = run(
+        ended = run(
             [sys.executable, "-c", script],
             kind,
             folder,
             preload=True,
             env={"PLK_PLANTED": fault},
         )
-    if code != 0 and not found:
-        msg = f"a process under the {kind} sanitizer ends with {code}: {said}"
+    if ended.code != 0 and not ended.found:
+        msg = f"a process under the {kind} sanitizer ends with {ended.code}: {ended.said}"
         raise Untestable(msg)
-    return found
+    return ended.found
