@@ -25,6 +25,7 @@ from pyllamakv.trust.entry import Effort
 from pyllamakv.trust.headers import HEADERS
 from pyllamakv.trust.mutants import (
     accepted,
+    compiling,
     drivers,
     kept,
     limits,
@@ -291,6 +292,89 @@ def test_an_acceptance_needs_a_reason(tmp_path: Path, text: str, says: str) -> N
     path.write_text(head + text, encoding="utf-8")
     with pytest.raises(PatchFormatError, match=says):
         accepted.load(path)
+
+
+@pytest.mark.parametrize(
+    ("said", "ending", "refused"),
+    [
+        ("src/llama-kv-cache.cpp:431:13: error: 'defrag' was not declared", "exit 1", True),
+        ("src/llama-context.h:6:10: fatal error: llama-kv-mmap.h: No such file", "exit 1", True),
+        ("a.cpp:(.text+0x1f): undefined reference to `llama_kv_counters_get'", "exit 1", True),
+        ("c++: fatal error: Killed signal terminated program cc1plus", "exit 1", False),
+        ("src/a.cpp:3:7: internal compiler error: Segmentation fault", "exit 1", False),
+        ("ar: libllama.a: malformed archive", "exit 1", False),
+        ("src/a.cpp:1:1: error: so far, and then", "kill -9 $$", False),
+        ("", "exit 1", False),
+    ],
+)
+def test_a_compiler_that_breaks_refuses_nothing(
+    tmp_path: Path, said: str, ending: str, refused: bool
+) -> None:
+    """Only an error at a place in the text, or a missing name, is about the mutant."""
+    words = ["sh", "-c", f'echo "$0" >&2; {ending}', said]
+    with pytest.raises(compiling.Refused if refused else compiling.Broken):
+        compiling.run(words, tmp_path)
+
+
+def test_a_compiler_that_hangs_refuses_nothing(tmp_path: Path, monkeypatch) -> None:
+    """Nor does one that has too much beside it."""
+    monkeypatch.setattr(compiling, "PATIENCE", 0.2)
+    with pytest.raises(compiling.Broken, match=r"sleep took more than 0\.2 seconds"):
+        compiling.run(["sleep", "30"], tmp_path)
+
+
+def test_a_broken_compiler_leaves_a_mutant_not_judged(tmp_path: Path, monkeypatch) -> None:
+    """It is asked again by the next run, as is what an earlier one took for a refusal."""
+    monkeypatch.setattr(kept, "_folder", lambda: tmp_path)
+
+    def build(*_: object, **__: object) -> None:
+        raise compiling.Broken("c++ took more than 900 seconds")
+
+    shop = SimpleNamespace(folder=tmp_path, build=build)
+    built = SimpleNamespace(id="v", folder=tmp_path, manifest=None)
+    judge = Judge(built, shop, [], (), {})  # type: ignore[arg-type]
+    found = judge.answer(some(), time.monotonic() + 60)
+    assert (found.outcome, found.caught) == (kept.UNJUDGED, False)
+    assert judge.recall(some()) is None
+    for said, known in (("c++ took more than 900 seconds", False), ("a.h:1:2: error: no", True)):
+        shop.build = lambda *_, said=said, **__: SimpleNamespace(error=said)
+        found = judge.answer(some(), time.monotonic() + 60)
+        assert judge.recall(some()) == (found if known else None)
+
+
+def test_a_toolchain_without_sanitizers_is_told_from_a_broken_one(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """The one is left out, and the other judges nothing."""
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
+    said = "/usr/bin/ld: cannot find -lasan: No such file or directory"
+
+    def run(*_: object) -> None:
+        raise compiling.Broken("c++ ended with 1", said)
+
+    monkeypatch.setattr(compiling, "run", run)
+    header = next(each for each in HEADERS if each.source is not None)
+    assert header.source is not None
+    driver = drivers.Driver(header, b"", header.source)
+    assert driver._program(b"", drivers._MODES[1]).error
+    with pytest.raises(compiling.Broken):
+        driver._program(b"", drivers._MODES[0])
+
+
+@pytest.mark.parametrize(("times", "passed"), [(1, True), (2, False)])
+def test_a_hang_of_a_group_is_believed_when_it_comes_twice(
+    tmp_path: Path, monkeypatch, times: int, passed: bool
+) -> None:
+    """A machine that was stopped for half a minute catches nothing."""
+    monkeypatch.setattr(drivers, "_PATIENCE", 1.0)
+    path = tmp_path / "driver"
+    path.write_text(
+        f'#!/bin/sh\ncd "{tmp_path}"; echo >> asked\n'
+        f"[ $(wc -l < asked) -gt {times} ] || exec sleep 30\n"
+    )
+    path.chmod(0o755)
+    program = drivers.Program(path, with_folder=False, bounded=False)
+    assert program.passes("group") is passed
 
 
 @pytest.fixture(scope="module")

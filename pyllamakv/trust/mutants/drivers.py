@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -14,16 +15,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pyllamakv.building import cmake, compiler
+from pyllamakv.building import compiler
 from pyllamakv.home import home
 from pyllamakv.trust.headers import Header, around
-from pyllamakv.trust.mutants import limits, switches
+from pyllamakv.trust.mutants import compiling, limits, switches
+from pyllamakv.trust.mutants.compiling import Broken, Refused
 
 #: First what is fast, then what also sees memory that is not its own.
 _MODES = ((), ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"))
 
+#: What a toolchain says that has no sanitizers.
+_LACKING = re.compile(r"cannot find .*san|-fsanitize")
+
 #: Seconds for one group, which takes less than two.
 _PATIENCE = 30.0
+#: The status of one that was ended, by its time or by its processor time.
+_HUNG = -signal.SIGKILL
 
 
 @dataclass(frozen=True)
@@ -51,14 +58,22 @@ class Program:
         return [] if self.error else self._run({}).stdout.split()
 
     def passes(self, group: str, chosen: int = 0, met: Path | None = None) -> bool:
-        """Tell whether a group passes with a mutant; ``met`` is where those it comes by go."""
+        """Tell whether a group passes with a mutant; ``met`` is where those it comes by go.
+
+        A hang is believed when it comes twice: a machine that was busy or asleep looks the same.
+        """
         environment = {switches.CHOSEN: str(chosen)}
         if met is not None:
             environment[switches.MET] = str(met)
-        with tempfile.TemporaryDirectory(prefix="pyllamakv-driver-") as name:
-            words = [group, name] if self.with_folder else [group]
-            done = self._run(environment, *words)
-            return done.returncode == 0 and not list(Path(name).iterdir())
+        passed = False
+        for _ in range(2):
+            with tempfile.TemporaryDirectory(prefix="pyllamakv-driver-") as name:
+                words = [group, name] if self.with_folder else [group]
+                done = self._run(environment, *words)
+                passed = done.returncode == 0 and not list(Path(name).iterdir())
+            if done.returncode != _HUNG:
+                break
+        return passed
 
     def met(self, group: str) -> frozenset[int]:
         """Return the mutants that a group comes by, none where it fails without any."""
@@ -70,7 +85,7 @@ class Program:
         return self._met[group]
 
     def _run(self, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-        """Run it within bounds of time and memory; when it hangs it ends with -9."""
+        """Run it within bounds of time and memory; when it hangs it ends with `_HUNG`."""
         with subprocess.Popen(
             [str(self.path), *words],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -85,7 +100,7 @@ class Program:
                 # Groups that are killed on purpose have children.
                 os.killpg(process.pid, signal.SIGKILL)
                 output, _ = process.communicate()
-                return subprocess.CompletedProcess(words, -9, output)
+                return subprocess.CompletedProcess(words, _HUNG, output)
         return subprocess.CompletedProcess(words, process.returncode, output)
 
 
@@ -170,12 +185,13 @@ class Driver:
             words = [compiler.find(home() / "objects" / "compilers.json").cxx, "-std=c++17", "-O0"]
             words += ["-w", "-pthread", *mode, "-include", str(folder / "prelude.h"), "-I", name]
             words += [f"-I{around()}"] if around() else []
-            done = subprocess.run(
-                [*words, str(self.source), "-o", str(folder / "made")],
-                capture_output=True, text=True, errors="replace",
-                stdin=subprocess.DEVNULL, timeout=900, check=False,
-            )  # fmt: skip
-            if not done.returncode:
-                (folder / "made").replace(made)
-                return ""
-        return cmake.first_error(done.stderr) or done.stderr[-400:] or "no reason"
+            try:
+                compiling.run([*words, str(self.source), "-o", str(folder / "made")], folder)
+            except Refused as error:
+                return str(error)
+            except Broken as error:
+                if mode and _LACKING.search(error.output):
+                    return str(error)
+                raise
+            (folder / "made").replace(made)
+            return ""

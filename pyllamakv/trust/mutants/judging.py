@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.harness import running
 from pyllamakv.harness.verdict import Pair
-from pyllamakv.trust.mutants import drivers, kept
+from pyllamakv.trust.mutants import compiling, drivers, kept
+from pyllamakv.trust.mutants.compiling import Broken
 from pyllamakv.trust.mutants.kept import UNFINISHED, UNJUDGED, Answer
 from pyllamakv.trust.mutants.mutant import HUNK
 from pyllamakv.trust.mutants.trials import Benches, SwitchedLibrary, Trial
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from pyllamakv.harness.verdict import Outcome
     from pyllamakv.trust.mutants.mutant import Mutant
     from pyllamakv.trust.mutants.workshop import Workshop
+
+#: Who catches what does not compile: what it says of one text stays the same.
+COMPILER = "the compiler"
 
 
 @dataclass
@@ -51,7 +55,10 @@ class Judge:
 
     def answer(self, mutant: Mutant, deadline: float) -> Answer:
         """Return what comes of a mutant, and keep it for `recall`."""
-        found = self._ask(mutant, deadline)
+        try:
+            found = self._ask(mutant, deadline)
+        except Broken as error:
+            found = Answer(UNJUDGED, message=str(error))
         kept.remember(self._key(mutant, found), found, self._digests(mutant))
         self.caught[found.by] += found.caught
         return found
@@ -61,7 +68,7 @@ class Judge:
         digests = self._digests(mutant)
         for outcome in ("driver", "scenario"):
             found = kept.recall(self._key(mutant, Answer(outcome)), digests)
-            if found is not None:
+            if found is not None and (found.by != COMPILER or compiling.refusal(found.message)):
                 return found
         return None
 
@@ -81,7 +88,7 @@ class Judge:
         texts = "".join(found.values()) + running.code_digest()
         texts += self.stock.id if self.stock is not None else ""
         every = hashlib.sha256(texts.encode()).hexdigest()
-        return found | {"": every, "the compiler": ""}
+        return found | {"": every, COMPILER: ""}
 
     def _ask(self, mutant: Mutant, deadline: float) -> Answer:
         number = self.switched.numbers.get(mutant.id) if self.switched else None
@@ -94,7 +101,7 @@ class Judge:
         built = self.workshop.build(mutant.files, place, all_of_it=mutant.operator == HUNK)
         try:
             if built.error:
-                return Answer("compiler", "the compiler", built.error)
+                return Answer("compiler", COMPILER, built.error)
             if built.library is None:
                 return Answer("same code")
             if number is not None:
@@ -112,7 +119,7 @@ class Judge:
         if said is None:
             said = driver.judge(mutant.files[mutant.file] or b"")
         if said.error:
-            return Answer("compiler", "the compiler", said.error)
+            return Answer("compiler", COMPILER, said.error)
         return Answer("driver", driver.source.stem, said.group) if said.group else None
 
     def _by_number(self, library: SwitchedLibrary, number: int, deadline: float) -> Answer | None:

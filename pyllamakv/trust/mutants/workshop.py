@@ -10,16 +10,16 @@ import hashlib
 import logging
 import re
 import shutil
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyllamakv.building import build, cmake
+from pyllamakv.building import build
 from pyllamakv.errors import BuildError, HarnessError
 from pyllamakv.source.store import open_store
-from pyllamakv.trust.mutants import recipe, switches
+from pyllamakv.trust.mutants import compiling, recipe, switches
+from pyllamakv.trust.mutants.compiling import Broken, Refused
 
 if TYPE_CHECKING:
     from pyllamakv.patching.apply import Patched
@@ -34,9 +34,6 @@ _ATTEMPTS = 6
 
 #: Where a compiler saw an error, or what led to it.
 _PLACE = re.compile(r"^(?:.*/tree/)?(src/[\w./-]+):(\d+):\d+:\s+(?:error|required from)", re.M)
-
-#: Seconds for one compiler, on a machine that is busy with other things.
-_PATIENCE = 900.0
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,8 @@ class Workshop:
 
         ``all_of_it`` compiles whatever reads these files; otherwise only what calls what patches
         add: the sources that they touch, and the shim. For a change within a function, which no
-        other source sees, that is the same and takes a tenth of the time.
+        other source sees, that is the same and takes a tenth of the time. Raises Broken where a
+        tool ends without judging its input.
         """
         units = [
             unit
@@ -98,7 +96,7 @@ class Workshop:
         before = {path: self._write(path, data) for path, data in files.items()}
         try:
             made = {unit: self._compiled(unit, place) for unit in units}
-        except _Refused as error:
+        except Refused as error:
             return Built(error=str(error))
         finally:
             for path, data in before.items():
@@ -108,7 +106,7 @@ class Workshop:
         }
         try:
             return Built(self._linked(changed, place)) if changed else Built()
-        except _Refused as error:
+        except Refused as error:
             return Built(error=str(error))
 
     def switched(
@@ -136,12 +134,15 @@ class Workshop:
                 more = ("-include", str(prelude))
                 changed = {unit.output: self._compiled(unit, place, more) for unit in units}
                 return self._linked(changed, place), made
-            except _Refused as error:
+            except Refused as error:
                 lines = {(m[1], int(m[2])) for m in _PLACE.finditer(error.output)} - refused
                 if not lines:
                     log.info("mutants cannot be switched: %s", error)
                     return None
                 refused |= lines
+            except Broken as error:
+                log.info("mutants cannot be switched: %s", error)
+                return None
             finally:
                 for path, data in before.items():
                     self._write(path, data)
@@ -162,7 +163,7 @@ class Workshop:
         if unit.output not in self._same:
             try:
                 self._same[unit.output] = _sum(self._compiled(unit, self.folder / "same"))
-            except _Refused as error:
+            except Refused as error:
                 msg = f"{unit.source} does not compile as its build did: {error}"
                 raise HarnessError(msg) from error
         return self._same[unit.output]
@@ -175,7 +176,7 @@ class Workshop:
         made = place / hashlib.sha256(unit.output.encode()).hexdigest()[:8] / Path(unit.output).name
         made.parent.mkdir(parents=True, exist_ok=True)
         words = [str(made) if word == "{output}" else word for word in unit.words]
-        _run([*words, *more], self.objects)
+        compiling.run([*words, *more], self.objects)
         return made
 
     def _linked(self, changed: Mapping[str, Path], place: Path) -> Path:
@@ -187,10 +188,10 @@ class Workshop:
         for archive, members in archives.items():
             own = place / Path(archive).name
             shutil.copy2(archive, own)
-            _run([_archiver(), "r", str(own), *map(str, members)], place)
+            compiling.run([_archiver(), "r", str(own), *map(str, members)], place)
             words = [str(own) if word == archive else word for word in words]
         library = place / "libplk.so"
-        _run([str(library) if word == "{output}" else word for word in words], self.base)
+        compiling.run([str(library) if word == "{output}" else word for word in words], self.base)
         return library
 
     def _archive_of(self, output: str) -> str:
@@ -220,38 +221,6 @@ class Workshop:
                 word = place.as_posix() if word.endswith(".o") else str(own)
             taken.append(word)
         return tuple(taken)
-
-
-class _Refused(Exception):
-    """Say that a tool refused its input, with its first error and all that it said."""
-
-    def __init__(self, message: str, output: str = "") -> None:
-        super().__init__(message)
-        self.output = output
-
-
-def _run(words: Sequence[str], folder: Path) -> None:
-    try:
-        done = subprocess.run(
-            words,
-            cwd=folder,
-            env=cmake.environment(),
-            capture_output=True,
-            text=True,
-            errors="replace",
-            stdin=subprocess.DEVNULL,
-            timeout=_PATIENCE,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        msg = f"{words[0]} took more than {_PATIENCE:g} seconds"
-        raise _Refused(msg) from error
-    if done.returncode:
-        output = done.stdout + done.stderr
-        if "No space left on device" in output:
-            msg = f"no room left in {folder}: free some space, and run the same command again"
-            raise BuildError(msg)
-        raise _Refused(cmake.first_error(output) or output[-400:], output)
 
 
 def _archiver() -> str:
