@@ -20,6 +20,7 @@ from pyllamakv.errors import PatchFormatError
 from pyllamakv.harness import running, scenario
 from pyllamakv.harness.verdict import Outcome
 from pyllamakv.patching import series
+from pyllamakv.patching.hunks import Hunk
 from pyllamakv.trust import mutants
 from pyllamakv.trust.entry import Effort
 from pyllamakv.trust.headers import HEADERS
@@ -495,9 +496,20 @@ def test_a_byte_too_many_is_noticed(tmp_path: Path) -> None:
     assert ended == [0, -signal.SIGABRT]
 
 
-def test_a_hunk_goes_by_its_first_line_of_code() -> None:
-    """Blank lines and comments stand for nothing."""
-    assert (
-        mutant._first([b"\n", b"    // why\n", b"    done();\n", b"    more();\n"]).strip()
-        == "done();"
-    )
+@pytest.mark.parametrize(
+    ("lines", "line"),
+    [
+        ([b"+\n", b"+    // why\n", b"+    done();\n"], "done();"),
+        ([b" before();\n", b"+    if (all) {\n", b"+    }\n"], "if (all) {"),
+        ([b"+    done();\n", b"+    more();\n"], ""),
+        ([b"+    done();\n", b"+    GGML_ASSERT(all);\n"], ""),
+        ([b"-    other();\n", b"+    done();\n"], ""),
+        ([b"+#include <map>\n"], ""),
+    ],
+)
+def test_a_hunk_goes_by_a_line_that_is_all_it_changes(lines: list[bytes], line: str) -> None:
+    """What is accepted of one line says nothing of the loss of several."""
+    hunk = Hunk(1, 1, 1, 1, b"@@", tuple(lines))
+    assert mutant._only(hunk).strip() == line
+    lost = Mutant("p", "f.h", 1, mutant.HUNK, mutant._only(hunk))
+    assert accepted.Equivalent("f.h", "done();", "", "why").covers(lost) is (line == "done();")

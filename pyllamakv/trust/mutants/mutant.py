@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from pyllamakv.trust.mutants import lines, operators
 if TYPE_CHECKING:
     from pyllamakv.patching.apply import Patched
     from pyllamakv.patching.definition import PatchText
+    from pyllamakv.patching.hunks import Hunk
     from pyllamakv.source.releases import Release
     from pyllamakv.source.store import Store
 
@@ -26,7 +27,7 @@ class Mutant:
     """Hold one mutant: which line of which file became what, and the files that it changes.
 
     ``above`` is the code above that line. ``files`` maps paths of the patched tree to their new
-    content (None: no longer there). Of a dropped hunk the first line of code stands for all.
+    content (None: no longer there). A dropped hunk has no line, unless one is all it changes.
     """
 
     patch: str
@@ -139,10 +140,15 @@ def _without_hunks(
                 now, was = plan.draft.entry(path), tree.entry(path)
                 if now != was:
                     files[path] = None if now is None else now.data
-            yield Mutant(patch, file.path, hunk.new_start, HUNK, _first(hunk.added), files=files)
+            yield Mutant(patch, file.path, hunk.new_start, HUNK, _only(hunk), files=files)
 
 
-def _first(added: Iterable[bytes]) -> str:
-    """Return the first line of code that a hunk adds: its loss takes that away with all others."""
-    found = (line.decode("utf-8", "replace").rstrip("\n") for line in added)
-    return next((text for text in found if not operators.left_out(text)), "")
+def _only(hunk: Hunk) -> str:
+    """Return the line of code that is all a hunk changes, nothing for any other.
+
+    Only the loss of such a hunk is the loss of its line, and accepted with that.
+    """
+    added = [line.decode("utf-8", "replace").rstrip("\n") for line in hunk.added]
+    found = [text for text in added if operators.left_out(text) not in ("no code", "comment")]
+    alone = len(found) == 1 and not hunk.removed and not operators.left_out(found[0])
+    return found[0] if alone else ""
