@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from test_cli_run import cli
 
-from pyllamakv.trust import document, fuzzing, leaks
+from pyllamakv.errors import NotBuilt, UsageError
+from pyllamakv.trust import SECTIONS, document, fuzzing, leaks, sanitizers, schedules, selection
 from pyllamakv.trust.entry import Effort, Entry
 from pyllamakv.trust.fuzzing.outcome import Outcome, entry
 
@@ -24,6 +25,7 @@ def efforts(monkeypatch: pytest.MonkeyPatch) -> list[Effort]:
         return [entry for entry in known if effort.wants(entry.name)]
 
     monkeypatch.setattr(leaks, "entries", entries)
+    monkeypatch.setattr(leaks, "names", lambda: ("bad", "good"))
     return asked
 
 
@@ -53,12 +55,98 @@ def test_the_command_is_the_one_that_measures_it_again(efforts, capsys) -> None:
     assert "`pyllamakv trust leaks --seconds 90 --only good`" in out
 
 
-def test_nothing_tried_is_refused(efforts, capsys) -> None:
-    """A name that no section or no entry has does not pass for a trial."""
-    code, _, said = cli(capsys, "trust", "leeks")
-    assert code and "there is no section 'leeks'" in said and not efforts
-    code, _, said = cli(capsys, "trust", "leaks", "--only", "none")
-    assert code and "nothing was tried" in said
+def test_names_are_looked_at_before_anything_is_tried(efforts, capsys) -> None:
+    """A section or a name that there is not is refused with the closest, and nothing printed."""
+    for words, said in (
+        (("leeks",), "there is no section 'leeks'"),
+        (("leaks", "--only", "goood"), "--only 'goood' names nothing of leaks: did you mean good?"),
+        (("leaks", "--only", "x"), "--only 'x' names nothing of leaks: bad, good"),
+        (("leaks", "fuzzing", "--only", "good", "--only", "gugf"), "leaks, fuzzing: did you mean"),
+        (("schedules", "--only", "0.3.99"), "names nothing of schedules: did you mean 0.3.9"),
+    ):
+        code, out, error = cli(capsys, "trust", *words)
+        assert code == UsageError.exit_code and said in error and not out, error
+    assert not efforts
+
+
+def test_a_section_has_the_names_that_are_its_own(efforts, capsys, monkeypatch) -> None:
+    """Those without any are left out: a release is no kind of leak, and the other way around."""
+    for section in SECTIONS:
+        if section != "leaks":
+            monkeypatch.setattr(selection.module(section), "entries", None)
+    asked: list[Effort] = []
+    monkeypatch.setattr(schedules, "entries", lambda effort, tick: asked.append(effort) or [])
+    assert cli(capsys, "trust", "--only", "good")[0] == 0
+    assert cli(capsys, "trust", "--only", "good", "--only", "0.3.9")[0] == 0
+    assert [each.only for each in efforts] == [("good",), ("good",)]
+    assert [each.only for each in asked] == [("0.3.9",)]
+
+
+@pytest.mark.parametrize("section", [name for name in SECTIONS if name != "schedules"])
+def test_every_section_has_names(section: str) -> None:
+    """Each can be asked for by --only; those of schedules are releases."""
+    names = selection.module(section).names()
+    assert names and len(set(names)) == len(names)
+    assert all(selection.select((), [name])[section] == (name,) for name in names)
+
+
+def test_nothing_tried_is_refused(efforts, capsys, monkeypatch) -> None:
+    """What has no build, say, does not pass for a trial."""
+    monkeypatch.setattr(leaks, "entries", lambda *_: [])
+    code, out, said = cli(capsys, "trust", "leaks", "--only", "good")
+    assert code and "nothing was tried" in said and not out
+
+
+@pytest.mark.parametrize("error", [NotBuilt("it is not there"), ZeroDivisionError("ours")])
+def test_a_section_that_breaks_takes_nothing_with_it(
+    efforts, capsys, monkeypatch, tmp_path: Path, error: Exception
+) -> None:
+    """The next ones are tried, all that was found is told, and the status is the error's."""
+    path = tmp_path / "RELIABILITY.md"
+
+    def breaks(effort: Effort, tick: object) -> list[Entry]:
+        raise error
+
+    monkeypatch.setattr(fuzzing, "entries", breaks)
+    monkeypatch.setattr(sanitizers, "entries", lambda *_: [Entry("sanitizers", "fine", {})])
+    words = ("trust", "sanitizers", "fuzzing", "leaks", "--write", path)
+    if isinstance(error, NotBuilt):
+        code, _, _ = found = cli(capsys, *words)
+        assert code == NotBuilt.exit_code
+        assert found[2].endswith("NotBuilt: it is not there\n")
+    else:
+        with pytest.raises(ZeroDivisionError):
+            cli(capsys, *words)
+        captured = capsys.readouterr()
+        found = (1, captured.out, captured.err)
+    assert "| fine | nothing |" in found[1] and "| bad | it leaks |" in found[1]
+    assert f"fuzzing: broke off with {type(error).__name__}\n" in found[2]
+    assert "leaks, bad: it leaks\n" in found[2]
+    assert [entry.name for entry in document.read(path)] == ["fine", "bad", "good"]
+
+
+def test_what_was_found_is_told_when_somebody_interrupts(efforts, capsys, monkeypatch) -> None:
+    """Hours of one section are not lost with the next one."""
+
+    def interrupted(effort: Effort, tick: object) -> list[Entry]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sanitizers, "entries", interrupted)
+    code, out, _ = cli(capsys, "trust", "leaks", "sanitizers")
+    assert code == 130 and "| bad | it leaks |" in out
+
+
+def test_where_a_document_cannot_be_is_said_first(efforts, capsys, tmp_path: Path) -> None:
+    """A folder, the name of the JSON beside it, and a file that something else wrote."""
+    for name in ("odd.json", "odd.md"):
+        (tmp_path / name).write_text("[]", encoding="utf-8")
+    strange = '{"entries": [{"section": "leeks", "name": "x", "row": {}, "defects": []}]}'
+    (tmp_path / "old.json").write_text(strange, encoding="utf-8")
+    for name in (".", "R.json", "odd.md/R.md", "odd.md", "old.md"):
+        code, out, said = cli(capsys, "trust", "leaks", "--write", tmp_path / name)
+        assert code == UsageError.exit_code and said.startswith("UsageError: "), (name, said)
+        assert not out
+    assert not efforts
 
 
 def test_fuzzing_adds_up_in_the_document(

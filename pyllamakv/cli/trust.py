@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shlex
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from pyllamakv.errors import UsageError
 from pyllamakv.trust import SECTIONS
 
 if TYPE_CHECKING:
-    from pyllamakv.trust.entry import Effort, Entry
+    from pyllamakv.trust.entry import Effort, Entry, Tick
 
 app = typer.Typer(add_completion=False)
 
@@ -40,69 +40,101 @@ def trust(
     and arguments that nobody would write, `faults` kills and starves, `sanitizers` and `leaks`
     watch memory.
     """
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    from pyllamakv.trust import document
+    from pyllamakv.trust import document, selection
     from pyllamakv.trust.entry import Effort
-    from pyllamakv.trust.fuzzing.outcome import added
 
-    chosen = [*dict.fromkeys(sections or SECTIONS)]
-    for name in chosen:
-        if name not in SECTIONS:
-            msg = f"there is no section {name!r}: choose from {', '.join(SECTIONS)}"
-            raise UsageError(msg)
-    if add and (write is None or chosen != ["fuzzing"]):
+    chosen = selection.select(sections or (), only or ())
+    if add and (write is None or [*chosen] != ["fuzzing"]):
         msg = "--add is for fuzzing and a document: pyllamakv trust fuzzing --add --write FILE"
         raise UsageError(msg)
     effort = Effort(seconds, seed, tuple(only or ()), jobs, operations)
     command = shlex.join(["pyllamakv", "trust", *(sections or []), *effort.options])
-    earlier = _earlier(write, effort) if add else {}
+    kept = document.read(write) if write is not None else []
+    earlier = _earlier(kept, effort) if add else {}
     found: list[Entry] = []
+
+    def run(name: str, tick: Tick) -> list[Entry]:
+        entries = selection.module(name).entries(replace(effort, only=chosen[name]), tick)
+        tried = [_added(earlier, entry.dated(command)) for entry in entries]
+        found.extend(tried)
+        if write is not None:
+            # Each section as it ends: the long run takes hours.
+            document.write(write, found)
+        return tried
+
+    try:
+        broken = _run([*chosen], run)
+    finally:
+        # Whatever ended it, what was found before that is told.
+        _show(found, as_json)
+    if broken:
+        raise broken[0]
+    if not found:
+        msg = "nothing was tried: no patch, build or target that --only names is there"
+        raise UsageError(msg)
+    if not all(entry.passed for entry in found):
+        raise typer.Exit(1)
+
+
+def _run(sections: Sequence[str], run: Callable[[str, Tick], list[Entry]]) -> list[Exception]:
+    """Run one section after the other; return the errors of those that broke off."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    broken: list[Exception] = []
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("trying", total=None)
-        for name in chosen:
+        for name in sections:
 
             def tick(about: str, section: str = name) -> None:
                 progress.update(task, description=f"{section}: {about}", advance=1)
 
             tick("")
             began = time.monotonic()
-            section = importlib.import_module(f"pyllamakv.trust.{name}")
-            tried = [entry.dated(command) for entry in section.entries(effort, tick)]
-            tried = [added(earlier[e.name], e) if e.name in earlier else e for e in tried]
-            found += tried
-            wrong = sum(len(entry.defects) for entry in tried)
-            progress.console.print(
-                f"{name}: {len(tried)} tried in {time.monotonic() - began:.0f} s, "
-                f"{wrong or 'nothing'} lost or wrong", highlight=False,
-            )  # fmt: skip
-            if write is not None:
-                # Each section as it ends: the long run takes hours.
-                document.write(write, found)
+            try:
+                tried = run(name, tick)
+                wrong = sum(len(entry.defects) for entry in tried) or "nothing"
+                said = (
+                    f"{len(tried)} tried in {time.monotonic() - began:.0f} s, {wrong} lost or wrong"
+                )
+            except Exception as error:
+                broken.append(error)
+                # The first one is told at the end.
+                said = f"broke off with {type(error).__name__}"
+                said += f": {error}" if len(broken) > 1 else ""
+            progress.console.print(f"{name}: {said}", highlight=False, markup=False)
+    return broken
+
+
+def _show(found: Sequence[Entry], as_json: bool) -> None:
+    """Print what was tried, and what was lost or wrong."""
+    from pyllamakv.trust import document
+
     if as_json:
         sys.stdout.write(json.dumps([asdict(entry) for entry in found], indent=1) + "\n")
-    else:
+    elif found:
         sys.stdout.write(document.render(found))
-    if not found:
-        msg = f"nothing was tried: --only names none of what {', '.join(chosen)} have"
-        raise UsageError(msg)
     defects = [(entry, defect) for entry in found for defect in entry.defects]
     if defects:
         # Once more at the end, where somebody looks who sees only the last lines of a log.
         sys.stderr.write(f"lost or wrong: {len(defects)}\n")
         for entry, defect in defects:
             sys.stderr.write(f"  {entry.section}, {entry.name}: {defect}\n")
-        raise typer.Exit(1)
 
 
-def _earlier(path: Path, effort: Effort) -> dict[str, Entry]:
+def _added(earlier: Mapping[str, Entry], entry: Entry) -> Entry:
+    """Return an entry with what the document has of its target, where that is added up."""
+    from pyllamakv.trust.fuzzing.outcome import added
+
+    return added(earlier[entry.name], entry) if entry.name in earlier else entry
+
+
+def _earlier(kept: Sequence[Entry], effort: Effort) -> dict[str, Entry]:
     """Return what a document has of targets that are to be fuzzed again; of another seed."""
-    from pyllamakv.trust import document
     from pyllamakv.trust.fuzzing.outcome import seeds
 
-    found = {each.name: each for each in document.read(path) if each.section == "fuzzing"}
+    found = {each.name: each for each in kept if each.section == "fuzzing"}
     found = {name: each for name, each in found.items() if effort.wants(name)}
     again = [name for name, each in found.items() if effort.seed in seeds(each)]
     if again:

@@ -1,7 +1,8 @@
 """Try to lose something: random schedules, mutants, fuzzing, faults, sanitizers and leaks.
 
 Every section is one module with ``entries(effort, tick)``, which does the work and returns what it
-measured; `pyllamakv trust` runs them and writes RELIABILITY.md.
+measured, and ``names()``, which are the names that entries may have; `pyllamakv trust` runs them
+and writes RELIABILITY.md.
 """
 
 #: What each section tries, in the order of the document.

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from pyllamakv.errors import UsageError
 from pyllamakv.source.files import write_atomic
 from pyllamakv.trust import SECTIONS
 from pyllamakv.trust.entry import Entry
@@ -19,12 +20,28 @@ something wrong, how often, and what came of it. `make trust` runs a sized versi
 
 
 def read(path: Path) -> list[Entry]:
-    """Return the entries kept beside a document, none when there are none yet."""
+    """Return the entries kept beside a document, none when there are none yet.
+
+    Raises UsageError for a path where no document can be, and for what `write` did not write.
+    """
     kept = path.with_suffix(".json")
-    if not kept.is_file():
+    if path == kept or path.is_dir() or path.parent.is_file():
+        msg = (
+            f"expected a file such as RELIABILITY.md, which has RELIABILITY.json beside it: {path}"
+        )
+        raise UsageError(msg)
+    if not kept.exists():
         return []
-    items = json.loads(kept.read_text(encoding="utf-8"))["entries"]
-    return [Entry(**{**item, "defects": tuple(item["defects"])}) for item in items]
+    try:
+        items = json.loads(kept.read_text(encoding="utf-8"))["entries"]
+        found = [Entry(**{**item, "defects": tuple(item["defects"])}) for item in items]
+        strange = [each.section for each in found if each.section not in SECTIONS]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        strange = [f"{type(error).__name__}: {error}"]
+    if strange:
+        msg = f"{kept} is not what `pyllamakv trust` wrote ({strange[0]}): choose another --write"
+        raise UsageError(msg)
+    return found
 
 
 def merge(old: Iterable[Entry], new: Iterable[Entry]) -> list[Entry]:

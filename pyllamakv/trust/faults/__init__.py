@@ -62,6 +62,11 @@ _WORDS: Final = {
 }
 
 
+def names() -> tuple[str, ...]:
+    """Return the names of all families of faults."""
+    return (*_ALONE, *_NATIVE, *_JUDGED, *_ACROSS, "workers", "servers")
+
+
 def entries(effort: Effort, tick: Tick) -> list[Entry]:
     """Inject faults for about ``effort.seconds``; return an entry per family."""
     from pyllamakv.building import variant

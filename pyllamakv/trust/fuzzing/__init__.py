@@ -39,6 +39,11 @@ TARGETS = {
 HEADER = "kept-header"
 
 
+def names() -> tuple[str, ...]:
+    """Return the names of all targets."""
+    return (*TARGETS, HEADER)
+
+
 def entries(effort: Effort, tick: Tick) -> list[Entry]:
     """Fuzz every target that is wanted, each for its share of the time."""
     wanted = [name for name in (*TARGETS, HEADER) if effort.wants(name)]

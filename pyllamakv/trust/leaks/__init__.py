@@ -124,6 +124,11 @@ def _without_step(sizes: np.ndarray) -> np.ndarray:
     return level
 
 
+def names() -> tuple[str, ...]:
+    """Return the names of all kinds of work."""
+    return tuple(KINDS)
+
+
 def entries(effort: Effort, tick: Tick) -> list[Entry]:
     """Churn for about ``effort.seconds``; return an entry per kind. Raises NotBuilt.
 

@@ -55,6 +55,12 @@ _LEAST = 15.0
 ACCEPTED = "accepted"
 
 
+def names() -> tuple[str, ...]:
+    """Return the names of entries: each release with each patch, whether it is for it or not."""
+    patches = series.load().order
+    return (*(f"{name} {patch}" for name in RELEASES for patch in patches), ACCEPTED)
+
+
 def entries(effort: Effort, tick: Tick) -> list[Entry]:
     """Try mutants of every patch of each release of `RELEASES`; an entry is ``0.3.9 full-defrag``.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pyllamakv.errors import KvError
 from pyllamakv.source.releases import DEFAULT
@@ -72,33 +72,27 @@ class Trial:
             self.wrong.append(f"{what} ends with {ended.code}: {ended.said}")
 
 
+def names() -> tuple[str, ...]:
+    """Return the names of all parts."""
+    return tuple(PARTS)
+
+
 def entries(effort: Effort, tick: Tick) -> list[Entry]:
     """Run what is wanted, within about ``effort.seconds`` beside what has to be built first."""
     work = Work(effort, tick)
-    core, threads = work.scope("address"), work.scope("thread")
-    parts: dict[str, tuple[str, Callable[[Trial], None]]] = {
-        "planted, address and undefined": (core, lambda trial: work.plant(trial, "address")),
-        "planted, threads": (threads, lambda trial: work.plant(trial, "thread")),
-        "native drivers": ("headers", work.drive),
-        "C program": (core, work.smoke),
-        "threads": (threads, work.threads),
-        "worker, threads": (threads, work.worker),
-        "scenarios, patched": (core, lambda trial: work.play(trial, "patched")),
-        "scenarios, stock": (core, lambda trial: work.play(trial, "stock")),
-    }
     return [
-        _entry(name, scope, part, work)
-        for name, (scope, part) in parts.items()
+        _entry(name, work.scope(kind) if kind else "headers", part, work)
+        for name, (kind, part) in PARTS.items()
         if effort.wants(name)
     ]
 
 
-def _entry(name: str, scope: str, part: Callable[[Trial], None], work: Work) -> Entry:
+def _entry(name: str, scope: str, part: Part, work: Work) -> Entry:
     trial = Trial()
     built = work.building
     start = time.monotonic()
     try:
-        part(trial)
+        part(work, trial)
     except KvError as error:
         trial.wrong.append(f"it could not be tried: {error}")
     spent = time.monotonic() - start - (work.building - built)
@@ -223,3 +217,18 @@ class Work:
             yield played
             if time.monotonic() > until:
                 return
+
+
+Part = Callable[[Work, Trial], None]
+#: What is run, by the name of its entry, and the kind of library that it loads: none, or one that
+#: `Work.scope` knows.
+PARTS: Final[dict[str, tuple[str, Part]]] = {
+    "planted, address and undefined": ("address", lambda work, t: work.plant(t, "address")),
+    "planted, threads": ("thread", lambda work, t: work.plant(t, "thread")),
+    "native drivers": ("", Work.drive),
+    "C program": ("address", Work.smoke),
+    "threads": ("thread", Work.threads),
+    "worker, threads": ("thread", Work.worker),
+    "scenarios, patched": ("address", lambda work, t: work.play(t, "patched")),
+    "scenarios, stock": ("address", lambda work, t: work.play(t, "stock")),
+}

@@ -22,6 +22,7 @@ from pyllamakv.building import variant
 from pyllamakv.errors import NotBuilt
 from pyllamakv.harness import matrix, schedules
 from pyllamakv.home import home
+from pyllamakv.source import lock
 from pyllamakv.source.releases import DEFAULT
 from pyllamakv.trust.entry import Effort, Entry, Tick, without_folders
 from pyllamakv.trust.schedules.combination import walk
@@ -46,13 +47,18 @@ SEARCH = 120.0
 UNDOING = ("guard", "patched")
 
 
+def names() -> tuple[str, ...]:
+    """Return the names of all releases."""
+    return tuple(lock.known())
+
+
 def entries(effort: Effort, tick: Tick) -> list[Entry]:
     """Play schedules on each release for its share of the seconds; an entry for each.
 
     Raises NotBuilt before anything is tried.
     """
-    names = effort.only or tuple(_releases(effort.seconds))
-    found = {name: variant.find(f"{name}+patched") for name in names}
+    wanted = effort.only or tuple(_releases(effort.seconds))
+    found = {name: variant.find(f"{name}+patched") for name in wanted}
     missing = [name for name, each in found.items() if each is None]
     if missing:
         build = " && ".join(f"pyllamakv build {name}" for name in missing)
