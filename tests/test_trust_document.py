@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pyllamakv.trust import document
+import pytest
+
+from pyllamakv.home import checkout
+from pyllamakv.trust import SECTIONS, document, selection
 from pyllamakv.trust.entry import Effort, Entry
 
 
@@ -31,6 +34,17 @@ def test_defects_stand_in_the_table() -> None:
     assert "| kill | 10 | nothing |" in text
     assert "| disk | 4 | half\\|a state |" in text
     assert "Measured today: kill, disk." in text
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_the_shipped_document_has_no_names_of_before(section: str) -> None:
+    """A row that was renamed or taken away would stay for ever, as nobody tries it again."""
+    root = checkout()
+    if root is None:
+        pytest.skip("no checkout")
+    kept = document.read(root / "RELIABILITY.md")
+    names = {entry.name for entry in kept if entry.section == section}
+    assert names and names <= set(selection.module(section).names())
 
 
 def test_an_effort_is_shared_among_parts() -> None:
