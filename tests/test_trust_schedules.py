@@ -12,6 +12,7 @@ import runtime_kit
 from fakes.simulated import SimulatedNative
 from fakes.stages import (
     FarBroken,
+    FarBrokenByPatches,
     FarVanishing,
     Keeping,
     OnDying,
@@ -21,6 +22,7 @@ from fakes.stages import (
     OnSwapping,
     OnVanishing,
     Simulated,
+    Unmapped,
 )
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
@@ -114,10 +116,12 @@ def test_without_a_guard_only_what_undoes_by_itself_is_tried(
 ) -> None:
     """From 0.3.10 on a broken-off decode keeps micro-batches, which the guard takes back."""
     tried: dict[str, Any] = {}
-    monkeypatch.setattr(trial, "try_out", lambda name, *_, undoes: tried.update({name: undoes}))
+    monkeypatch.setattr(
+        trial, "try_out", lambda name, *_, undoes, **__: tried.update({name: undoes})
+    )
     ways = {"guard": True, "patched": True, "memory": False, "prefix": False, "none": False}
     for back in ways:
-        manifest = SimpleNamespace(probes={"rollback": back})
+        manifest = SimpleNamespace(probes={"rollback": back}, patches=(), capabilities=())
         found = SimpleNamespace(folder=folder, manifest=manifest)
         monkeypatch.setattr(variant, "find", lambda _, found=found: found)
         trial.entries(Effort(only=(back,)), print)
@@ -137,6 +141,36 @@ def test_what_a_device_cannot_do_at_all_is_no_failure_of_a_patch(folder: Path) -
     entry, _ = try_out(folder, FarVanishing)
     assert not entry.data["absent"]
     assert entry.defects
+
+
+def test_a_device_that_only_patches_lose_is_a_defect(folder: Path) -> None:
+    """Stock is asked where it is built; where it is not, only a release that is known may."""
+
+    def lost(name: str, make: type[Simulated], built: bool) -> list[str]:
+        stock: Any = SimpleNamespace(folder=folder / "stock") if built else None
+        made = trial.try_out(name, folder, Effort(600.0, seed=3), print, make, 2, stock=stock)
+        assert made.row["absent"] == "2"
+        return [each for each in made.defects if "at a first batch" in each]
+
+    assert "which stock computes" in lost("x", FarBrokenByPatches, True)[0]
+    assert not lost("x", FarBroken, True)
+    assert "not known: pyllamakv build x+stock" in lost("x", FarBroken, False)[0]
+    assert not lost("0.3.5", FarBroken, False)
+
+
+def test_a_backing_that_a_build_promises_must_have_been_played(folder: Path) -> None:
+    """One that dropped out of the library says "absent", as one that it never had."""
+
+    def lost(*can: str) -> list[str]:
+        effort = Effort(600.0, seed=3)
+        made = trial.try_out("x", folder, effort, print, Unmapped, 30, can=can)
+        return sorted(each.split()[0] for each in made.defects)
+
+    assert lost() == []
+    assert lost("mmap", "file", "kept", "rpc") == ["file", "kept", "mmap"]
+    built: Any = SimpleNamespace(patches=("full-defrag", "mmap-kv"), capabilities=("load", "rpc"))
+    assert trial._can(built) == ("mmap", "file", "kept", "rpc")
+    assert trial._can(SimpleNamespace(patches=(), capabilities=())) == ()  # type: ignore[arg-type]
 
 
 def test_a_right_library_passes(folder: Path) -> None:

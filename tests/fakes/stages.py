@@ -138,3 +138,20 @@ class FarVanishing(Far):
 
 class FarBroken(Far):
     native = Broken
+
+
+class FarBrokenByPatches(Far):
+    """Decode nothing but in the folder of stock."""
+
+    def __init__(self, folder: Path) -> None:
+        self.native = SimulatedNative if folder.name == "stock" else Broken
+        super().__init__(folder)
+
+
+class Unmapped(Simulated):
+    """Refuse everything but the heap."""
+
+    def play(self, task: Task) -> Played:
+        if task.combination.backing != "heap":
+            return Played(absent="this build keeps its cache on the heap only")
+        return super().play(task)

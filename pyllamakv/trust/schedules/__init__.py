@@ -25,13 +25,17 @@ from pyllamakv.home import home
 from pyllamakv.source import lock
 from pyllamakv.source.releases import DEFAULT
 from pyllamakv.trust.entry import Effort, Entry, Tick, without_folders
-from pyllamakv.trust.schedules.combination import walk
+from pyllamakv.trust.schedules.combination import Combination, walk
 from pyllamakv.trust.schedules.hand import Hand, Make
 from pyllamakv.trust.schedules.stage import Stage
 from pyllamakv.trust.schedules.tally import Tally
 from pyllamakv.trust.schedules.task import Task
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pyllamakv.building.manifest import Manifest
+    from pyllamakv.building.variant import Variant
     from pyllamakv.errors import ScenarioFailed
 
 #: The share of operations around which bytes are compared.
@@ -45,6 +49,10 @@ SEARCH = 120.0
 #: The ways back (`Manifest.probes`) that are llama.cpp's own, patched or not. With the others it is
 #: the shim that undoes a broken-off decode: from 0.3.10 on its finished micro-batches stay.
 UNDOING = ("guard", "patched")
+#: Releases whose RPC server ends over a quantised cache, stock as well, where that is not built.
+FAINT = ("0.3.5",)
+#: What a first batch is, for a device that may not even do that.
+FIRST = (schedules.Operation("prefill", 1),)
 
 
 def names() -> tuple[str, ...]:
@@ -67,7 +75,13 @@ def entries(effort: Effort, tick: Tick) -> list[Entry]:
     share = effort.shared(len(found))
     return [
         try_out(
-            name, each.folder, share, tick, undoes=each.manifest.probes.get("rollback") in UNDOING
+            name,
+            each.folder,
+            share,
+            tick,
+            undoes=each.manifest.probes.get("rollback") in UNDOING,
+            can=_can(each.manifest),
+            stock=variant.find(f"{name}+stock"),
         )
         for name, each in found.items()
         if each is not None
@@ -80,13 +94,21 @@ def _releases(seconds: float) -> list[str]:
     return [spec.release for spec in matrix.plan(matrix.Choice(sample=True))]
 
 
+def _can(manifest: Manifest) -> tuple[str, ...]:
+    """Return the backings and devices that a build promises."""
+    mapped = ("mmap", "file", "kept") if "mmap-kv" in manifest.patches else ()
+    return (*mapped, *({"rpc"} & {*manifest.capabilities}))
+
+
 def try_out(
     name: str, folder: Path, effort: Effort, tick: Tick, make: Make = Stage, most: int = 0, *,
-    undoes: bool = True,
+    undoes: bool = True, can: Sequence[str] = (), stock: Variant | None = None,
 ) -> Entry:  # fmt: skip
     """Play schedules on the variant in a folder, for the effort's seconds and its operations.
 
-    No more than ``most`` schedules are played, if it is not 0, in whatever time.
+    No more than ``most`` schedules are played, if it is not 0, in whatever time. What the build
+    ``can`` have must have been played, and a device that fails at a first batch must with
+    ``stock`` as well.
     """
     tally, began = Tally(), time.monotonic()
     with ExitStack() as stack:
@@ -96,7 +118,8 @@ def try_out(
             hopeless = bool(tally.absent) and not tally.operations
             enough = tally.operations >= effort.operations or hopeless
             if (spent > effort.seconds and enough) or (most and number == most):
-                return tally.entry(name, effort.seed, spent)
+                lost = [*tally.never(can), *_fainted(name, tally, stock, make)]
+                return tally.entry(name, effort.seed, spent, lost)
             tick(f"{name}: {tally.operations} operations ({combination})")
             # The environment is that of a process.
             if combination.slots not in hands:
@@ -116,6 +139,21 @@ def try_out(
                 _find(hand, replace(task, trace=trace), played.failed, tally)
     msg = "walks have no end"
     raise AssertionError(msg)
+
+
+def _fainted(name: str, tally: Tally, stock: Variant | None, make: Make) -> Iterator[str]:
+    """Yield a defect for each device that fails at a first batch, and not so with stock."""
+    for why, met in tally.faint.items():
+        if stock is None:
+            if name not in FAINT:
+                ask = f"pyllamakv build {name}+stock"
+                yield f"{why}, at a first batch; whether stock does so too is not known: {ask}"
+            continue
+        plain = Combination(cache=met.cache, device=met.device, memory=met.memory, slots=met.slots)
+        with Hand(stock.folder, plain.environment, make) as hand:
+            again = hand.play(Task(plain, FIRST))
+            if again.failed is None and not again.absent:
+                yield f"{why}, at a first batch, which stock computes"
 
 
 def _find(hand: Hand, task: Task, failed: ScenarioFailed, tally: Tally) -> None:

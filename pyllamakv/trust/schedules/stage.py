@@ -80,7 +80,7 @@ class Stage:
                 self._drop(key)
             why = self._wrong(key, task)
             if why:
-                return Played(absent=why)
+                return Played(absent=why, faint=True)
         return Played.of(works[0] if works else None, failed)
 
     def _wrong(self, key: tuple[str, bool], task: Task) -> str:

@@ -12,10 +12,14 @@ from pyllamakv.trust.schedules.combination import Combination
 from pyllamakv.trust.schedules.task import Played
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
 #: What makes two failures the same: their class, and what was wrong but for numbers.
 Kind = tuple[str, str]
+
+#: Schedules without a backing before it counts as never played: each may have met a memory that
+#: cannot be kept.
+_OFTEN = 5
 
 
 @dataclass
@@ -23,7 +27,9 @@ class Tally:
     """Count what was tried: schedules, combinations, and what the operations of both came to.
 
     ``kinds`` counts failures of a kind, and ``told`` tells of the first of each; ``absent``
-    counts why a memory or a cache could not be had there.
+    counts why a memory or a cache could not be had there, ``faint`` has the first combination of
+    each reason that is a device failing at a first batch, and ``missing`` counts the backings and
+    devices of the others.
     """
 
     played: Played = field(default_factory=Played)
@@ -32,11 +38,18 @@ class Tally:
     kinds: Counter[Kind] = field(default_factory=Counter)
     told: dict[Kind, str] = field(default_factory=dict)
     absent: Counter[str] = field(default_factory=Counter)
+    faint: dict[str, Combination] = field(default_factory=dict)
+    missing: Counter[str] = field(default_factory=Counter)
 
     def add(self, combination: Combination, played: Played) -> None:
         """Count a schedule, unless the library has nothing to play it on."""
         if played.absent:
-            self.absent[without_folders(played.absent)] += 1
+            why = without_folders(played.absent)
+            self.absent[why] += 1
+            if played.faint:
+                self.faint.setdefault(why, combination)
+            else:
+                self.missing.update({combination.backing, combination.device})
             return
         self.played.add(played)
         self.schedules += 1
@@ -62,8 +75,15 @@ class Tally:
         met = (pairs_of(asdict(each).items(), 2) for each in self.combinations)
         return len({pair for pairs in met for pair in pairs})
 
-    def entry(self, name: str, seed: int, seconds: float) -> Entry:
-        """Return the line of a release."""
+    def never(self, can: Collection[str]) -> Iterator[str]:
+        """Yield a defect for each backing and device that a build can have, and never had."""
+        played = {*self.values["backing"], *self.values["device"]}
+        for value, times in self.missing.items():
+            if value in can and value not in played and times >= _OFTEN:
+                yield f"{value} was never played, although this build can: absent {times} times"
+
+    def entry(self, name: str, seed: int, seconds: float, more: Iterable[str] = ()) -> Entry:
+        """Return the line of a release; ``more`` are defects that no schedule showed."""
         played = self.played
         row = {
             "operations": f"{self.operations:,}",
@@ -75,6 +95,7 @@ class Tally:
             "K and V compared": f"{played.compared:,}",
             "keys turned": f"{played.turned:,}",
             "logits compared": f"{played.logits:,}",
+            "absent": f"{self.absent.total():,}",
             "seed": str(seed),
         }
         data = {
@@ -87,7 +108,7 @@ class Tally:
             "failures": {" ".join(kind): times for kind, times in self.kinds.items()},
             "absent": dict(self.absent),
         }
-        return Entry("schedules", name, row, tuple(self._defects()), seed, data)
+        return Entry("schedules", name, row, (*self._defects(), *more), seed, data)
 
     def _defects(self) -> Iterator[str]:
         if not self.operations:

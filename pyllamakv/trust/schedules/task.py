@@ -32,7 +32,8 @@ class Played:
     ``compared`` are sequences whose K and V were compared by their bytes, ``logits`` rows of logits
     behind restored states, ``exact`` those of them that had to be the same to the last bit,
     ``turned`` sequences whose keys were compared with a twin's after shifts.
-    ``absent`` says why the library has nothing to play on.
+    ``absent`` says why the library has nothing to play on; ``faint`` that a device is there, and
+    fails at a first batch.
     """
 
     done: Counter[str] = field(default_factory=Counter)
@@ -43,6 +44,7 @@ class Played:
     turned: int = 0
     failed: ScenarioFailed | None = None
     absent: str = ""
+    faint: bool = False
 
     @classmethod
     def of(cls, work: Operations | None, failed: ScenarioFailed | None) -> Self:
