@@ -78,8 +78,9 @@ def test_a_section_has_the_names_that_are_its_own(efforts, capsys, monkeypatch) 
     monkeypatch.setattr(schedules, "entries", lambda effort, tick: asked.append(effort) or [])
     assert cli(capsys, "trust", "--only", "good")[0] == 0
     assert cli(capsys, "trust", "--only", "good", "--only", "0.3.9")[0] == 0
-    assert [each.only for each in efforts] == [("good",), ("good",)]
-    assert [each.only for each in asked] == [("0.3.9",)]
+    assert cli(capsys, "trust", "--only", "good", "--only", "path:tree")[0] == 0
+    assert [each.only for each in efforts] == [("good",)] * 3
+    assert [each.only for each in asked] == [("0.3.9",), ("path:tree",)]
 
 
 @pytest.mark.parametrize("section", [name for name in SECTIONS if name != "schedules"])

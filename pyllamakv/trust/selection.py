@@ -35,11 +35,19 @@ def select(sections: Sequence[str], only: Sequence[str]) -> dict[str, tuple[str,
     names = {section: module(section).names() for section in chosen}
     known = [name for each in names.values() for name in each]
     for name in only:
-        if name not in known:
+        if not any(_has(section, names[section], name) for section in chosen):
             close = difflib.get_close_matches(name, known, n=3)
             some = [*known[:_LISTED], *(["..."] if len(known) > _LISTED else [])]
             hint = f"did you mean {' or '.join(close)}?" if close else ", ".join(some)
             msg = f"--only {name!r} names nothing of {', '.join(chosen)}: {hint}"
             raise UsageError(msg)
-    own = {section: tuple(name for name in only if name in names[section]) for section in chosen}
+    own = {
+        section: tuple(name for name in only if _has(section, names[section], name))
+        for section in chosen
+    }
     return {section: wanted for section, wanted in own.items() if wanted}
+
+
+def _has(section: str, names: Sequence[str], name: str) -> bool:
+    """Tell whether a section has an entry of a name, or of a source that no lock knows."""
+    return name in names or (section == "schedules" and name.startswith(("path:", "git:")))
