@@ -12,20 +12,28 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pyllamakv.errors import HarnessError, KVFileDamaged, Untestable
+import pyllamakv as kv
+from pyllamakv.errors import DecodeError, HarnessError, KVFileDamaged, StateError, Untestable
+from pyllamakv.harness import synthetic
+from pyllamakv.runtime.context import Context
 from pyllamakv.trust import fuzzing
 from pyllamakv.trust.entry import Effort, Entry
-from pyllamakv.trust.fuzzing import child, corpora, filesums, header, outcome
+from pyllamakv.trust.fuzzing import child, corpora, filesums, header, live, outcome
 from pyllamakv.trust.fuzzing.drawing import LEFT, Drawer, unpacked
 from pyllamakv.trust.fuzzing.loop import Finding, Loop
 from pyllamakv.trust.fuzzing.mutate import Bytes
 from pyllamakv.trust.fuzzing.signatures import entries
-from pyllamakv.trust.fuzzing.target import Target
+from pyllamakv.trust.fuzzing.target import Broken, Target
 
+if TYPE_CHECKING:
+    from pyllamakv.building.variant import Variant
+
+#: What entries of documents that were written earlier do not have.
+OLDER_LACK = ("accepted", "refused", "unit", "seeds")
 NATIVE = ("restore", "kept", "entry-points")
 READERS = [name for name in fuzzing.TARGETS if name not in NATIVE]
 
@@ -52,7 +60,7 @@ def found(target: str, folder: Path, seconds: float = 20.0, silence: float = 30.
 
 @pytest.mark.parametrize("name", READERS)
 def test_what_was_found_stays_away(name: str, tmp_path: Path, calm: None) -> None:
-    """Seeds and kept inputs are taken, or refused with errors of this package."""
+    """Seeds are taken, and kept inputs are too, or refused with errors of this package."""
     loop = Loop(target(name, tmp_path))
     loop.run(0, tuple(path.read_bytes() for path in fuzzing.kept(name)))
     assert not [(each.what, each.where) for each in loop.findings.values()]
@@ -69,7 +77,42 @@ def test_what_was_found_in_contexts_stays_away(name: str, tmp_path: Path) -> Non
         kept=fuzzing.kept(name),
     )  # fmt: skip
     assert not made.findings
-    assert made.inputs >= 3
+    assert made.inputs >= 3 and made.accepted >= 1
+
+
+@pytest.mark.native
+@pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize("name", ["restore", "kept"])
+def test_a_context_that_decodes_no_more_is_found(
+    name: str, tmp_path: Path, calm: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not pass for the refusal of an input, and later inputs are not blamed for it."""
+    made = target(name, tmp_path)
+    loop, seed = Loop(made), made.seeds[1]
+    with monkeypatch.context() as patch:
+
+        def fail(*_: object) -> None:
+            raise DecodeError("llama_decode gave -3", code=-3)
+
+        patch.setattr(Context, "decode", fail)
+        finding = loop.judge(seed)
+    assert finding is not None
+    assert finding.what.startswith("Broken: the context does not work any more: DecodeError")
+    assert loop.judge(seed) is None and not loop._refusal
+
+
+@pytest.mark.native
+def test_only_a_full_cache_may_refuse(patched: Variant) -> None:
+    """Without free cells there is nothing to expect, with some there is."""
+    library = kv.open(patched.folder)
+    with library, library.load_model(synthetic.tiny()).context(n_ctx=32) as context:
+        own = context.sequence()
+        context.prefill(own, [1] * context.kv.stats.free)
+        live.goes_on(context, own.feed([1]))
+        assert context.kv.stats.free == 0
+        own.trim(20)
+        with pytest.raises(Broken, match="UsageError"):
+            live.goes_on(context, own.feed([-1]))
 
 
 def target(name: str, folder: Path) -> Target:
@@ -100,6 +143,7 @@ def test_silence_in_c_is_found(tmp_path: Path) -> None:
     made = child.fuzz("fuzz_kit:silent", 20, folder=tmp_path, silence=1.0, most=1)
     (finding,) = made.findings.values()
     assert finding.what.startswith("hung") and len(finding.data) > 3
+    assert made.accepted == made.inputs - 1
 
 
 def test_a_sound_reader_has_no_findings(tmp_path: Path) -> None:
@@ -107,6 +151,7 @@ def test_a_sound_reader_has_no_findings(tmp_path: Path) -> None:
     made = child.fuzz("fuzz_kit:sound", 0.5, folder=tmp_path)
     assert not made.findings
     assert made.inputs > 10 and made.coverage > 0 and made.cpu > 0
+    assert made.accepted and made.refused and made.accepted + made.refused == made.inputs
 
 
 def test_a_target_that_cannot_begin_is_no_finding(tmp_path: Path) -> None:
@@ -127,6 +172,23 @@ def test_chance_starts_where_it_is_told(tmp_path: Path, calm: None) -> None:
         return data
 
     assert tried(1) == tried(1) != tried(2)
+
+
+def test_a_valid_input_must_be_taken(calm: None) -> None:
+    """A seed that is refused is a finding; other inputs may be refused, and are counted."""
+
+    def run(data: bytes) -> list[int]:
+        if data == b"not":
+            raise StateError("no 7")
+        return [1]
+
+    loop = Loop(Target(run, (b"seed", b"not")))
+    loop.run(0, (b"not", b"kept"))
+    (finding,) = loop.findings.values()
+    assert finding == Finding(
+        "Broken: a valid input is refused: StateError: no 7", "StateError: no N", b"not"
+    )
+    assert (loop.inputs, loop.accepted, loop.refused) == (4, 2, 1)
 
 
 def test_findings_become_smaller(tmp_path: Path, calm: None) -> None:
@@ -247,7 +309,9 @@ def test_the_section_reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
     (entry,) = fuzzing.entries(Effort(seconds=1, seed=5, only=("lock",)), lambda _: None)
     assert entry.passed and entry.seed == 5
-    assert {"inputs", "CPU seconds", "per second", "reached", "corpus", "seed"} == set(entry.row)
+    assert set(entry.row) == {
+        "inputs", "accepted", "CPU seconds", "per CPU second", "reached", "corpus", "seed",
+    }  # fmt: skip
     made = child.fuzz("fuzz_kit:key_error", 20, folder=tmp_path / "files", most=1)
     bad = outcome.entry("planted", made, 1)
     assert not bad.passed and "KeyError" in bad.defects[0]
@@ -317,15 +381,19 @@ def test_runs_of_other_seeds_add_up() -> None:
     first = replace(first, defects=("it died",)).dated("one")
     both = outcome.added(first, second.dated("two"))
     assert both.row == {
-        "inputs": "4,000", "CPU seconds": "4", "per second": "1,000", "reached": "30 of 110 lines",
-        "corpus": "9 inputs, 2 KB", "seed": "5, 8",
+        "inputs": "4,000", "accepted": "", "CPU seconds": "4", "per CPU second": "1,143",
+        "reached": "30 lines", "corpus": "9 inputs, 2 KB", "seed": "5, 8",
     }  # fmt: skip
     assert both.defects == ("it died",) and outcome.seeds(both) == [5, 8]
     assert both.measured.endswith(f"`two` and 1 before it, from {first.measured[:10]} on")
     other = outcome.entry("lock", outcome.Outcome(10, 1.0, 1.0, 20, 120, 7, 1024), 9)
     third = outcome.added(both, other.dated("three"))
-    assert third.row["reached"] == "20 of 120 lines" and third.row["seed"] == "5, 8, 9"
+    assert third.row["reached"] == "20 lines" and third.row["seed"] == "5, 8, 9"
     assert f"and 2 before it, from {first.measured[:10]} on" in third.measured
+    old = replace(first, data={k: v for k, v in first.data.items() if k not in OLDER_LACK})
+    new = outcome.entry("lock", outcome.Outcome(100, 1.0, 1.0, accepted=5, refused=15), 9)
+    assert outcome.added(old, new).row["accepted"] == "25 %"
+    assert outcome.added(new, replace(new, seed=10)).data["refused"] == 30
     nothing = Entry("fuzzing", "lock", {"reached": "not tried"})
     assert outcome.added(third, nothing) == third and outcome.added(nothing, third) == third
 

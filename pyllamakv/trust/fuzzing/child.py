@@ -21,7 +21,7 @@ from typing import Any
 from pyllamakv.errors import HarnessError
 from pyllamakv.trust.fuzzing.job import HEAD, ROOM
 from pyllamakv.trust.fuzzing.loop import MOST, Finding
-from pyllamakv.trust.fuzzing.outcome import Outcome
+from pyllamakv.trust.fuzzing.outcome import SUMS, Outcome
 
 #: Seconds without another input after which a child is ended, and those that it gets to begin.
 _SILENCE, _BEGIN = 30.0, 120.0
@@ -92,13 +92,15 @@ class _Child:
                     hung = True
                     os.killpg(self.process.pid, signal.SIGKILL)
                     moved = now
-            inputs, length = HEAD.unpack_from(shared)
+            inputs, accepted, refused, length = HEAD.unpack_from(shared)
             data = shared[HEAD.size : HEAD.size + min(length, ROOM)]
         code = self.process.returncode
         if self.report.is_file():
             self._read()
             return None
         self.outcome.inputs += inputs
+        self.outcome.accepted += accepted
+        self.outcome.refused += refused
         if not inputs:
             raise HarnessError(f"a target cannot begin (status {code}): {self._said()[-2000:]}")
         if hung:
@@ -126,4 +128,4 @@ class _Child:
             self.outcome.add(Finding(data=data, **each))
         for name, value in found.items():
             before = getattr(self.outcome, name)
-            setattr(self.outcome, name, before + value if name == "inputs" else max(before, value))
+            setattr(self.outcome, name, before + value if name in SUMS else max(before, value))

@@ -22,8 +22,9 @@ from pathlib import Path
 from pyllamakv.trust.fuzzing.loop import Loop, limit_memory
 from pyllamakv.trust.fuzzing.target import Target
 
-#: What the file of the last input begins with: how many there were, how long this one is.
-HEAD = struct.Struct("<QQ")
+#: What the file of the last input begins with: how many there were, how many of those before it
+#: were accepted and refused, how long this one is.
+HEAD = struct.Struct("<4Q")
 #: Bytes of an input that it has room for.
 ROOM = 1 << 20
 #: The folder of the inputs that reached what neither the seeds nor what was kept did.
@@ -47,7 +48,7 @@ def main(text: str) -> None:
             nonlocal count
             count += 1
             shared[HEAD.size : HEAD.size + len(data[:ROOM])] = data[:ROOM]
-            HEAD.pack_into(shared, 0, count, len(data))
+            HEAD.pack_into(shared, 0, count, loop.accepted, loop.refused, len(data))
 
         found = Path(job["folder"]) / FOUND
         found.mkdir(exist_ok=True)
@@ -63,7 +64,8 @@ def main(text: str) -> None:
         until = max(began + job["seconds"], time.monotonic() + 0.5)
         loop.run(until, kept, job["most"])
     report = {
-        "inputs": loop.inputs, "coverage": loop.coverage, "total": loop.lines.total,
+        "inputs": loop.inputs, "accepted": loop.accepted, "refused": loop.refused,
+        "coverage": loop.coverage, "total": loop.lines.total,
         "corpus": len(loop.corpus), "corpus_bytes": sum(map(len, loop.corpus)),
         "findings": [
             {**asdict(each), "data": base64.b64encode(each.data).decode()}

@@ -26,6 +26,7 @@ PATIENCE, _MORE = 2.0, 10.0
 MOST = 12
 #: How often a finding is tried in a smaller form, and for how many seconds.
 _SHRINKS, _SHRINKING = 400, 3.0
+_REFUSED = "Broken: a valid input is refused"
 
 
 class Hung(BaseException):
@@ -46,6 +47,7 @@ class Loop:
     """Run a target; ``note`` is told each input before it is tried, which may be its last.
 
     ``keep`` is told those that reached something new and were taken, or refused as they should be.
+    Of the ``inputs`` some are ``accepted``, some ``refused``, and the others are findings.
     """
 
     target: Target
@@ -53,12 +55,15 @@ class Loop:
     note: Callable[[bytes], None] = lambda _data: None
     keep: Callable[[bytes], None] = lambda _data: None
     inputs: int = 0
+    accepted: int = 0
+    refused: int = 0
     corpus: list[bytes] = field(default_factory=list)
     findings: dict[str, Finding] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.lines = Lines(self.target.modules)
         self._answers: set[Hashable] = set()
+        self._refusal = ""
         self._chance = Random(self.seed)
         dictionary = words(self.target.seeds, self.lines.codes)
         self._mutate = self.target.mutate or Bytes(dictionary, self.target.longest)
@@ -78,9 +83,9 @@ class Loop:
 
         ``most`` findings end it earlier.
         """
-        for data in (*self.target.seeds, *kept):
+        for number, data in enumerate((*self.target.seeds, *kept)):
             self.corpus.append(data)
-            self.attempt(data)
+            self.attempt(data, valid=number < len(self.target.seeds))
         while time.monotonic() < until and len(self.findings) < most:
             chance = self._chance
             # The later ones reached what the earlier did not.
@@ -99,14 +104,22 @@ class Loop:
         for key, finding in self.findings.items():
             self.findings[key] = self._shrunk(finding)
 
-    def attempt(self, data: bytes) -> bool:
-        """Try one input, and take note of what must not have happened; tell whether nothing did."""
+    def attempt(self, data: bytes, *, valid: bool = False) -> bool:
+        """Try one input, and take note of what must not have happened; tell whether nothing did.
+
+        A ``valid`` input must be accepted.
+        """
         self.note(data)
         self.inputs += 1
         finding = self.judge(data)
         if finding is not None and finding.what.startswith("Hung"):
             finding = self.judge(data, _MORE)
-        if finding is not None:
+        if finding is None and valid and self._refusal:
+            finding = Finding(f"{_REFUSED}: {self._refusal}", _skeleton(self._refusal), data)
+        if finding is None:
+            self.accepted += not self._refusal
+            self.refused += bool(self._refusal)
+        else:
             key = f"{finding.what.split(':')[0]} {finding.where}"
             known = self.findings.get(key)
             if known is None or len(data) < len(known.data):
@@ -115,11 +128,13 @@ class Loop:
 
     def judge(self, data: bytes, patience: float = PATIENCE) -> Finding | None:
         """Run the target once; return what is wrong with how it ended."""
+        self._refusal = ""
         signal.setitimer(signal.ITIMER_PROF, patience)
         try:
             with self.lines:
                 self._answers.update(self.target.run(data))
-        except KvError:
+        except KvError as error:
+            self._refusal = f"{type(error).__name__}: {error}"
             return None
         except Broken as error:
             return Finding(f"Broken: {error}", _skeleton(str(error)), data)
@@ -134,7 +149,7 @@ class Loop:
     def _shrunk(self, finding: Finding) -> Finding:
         """Leave out of an input what its fault does not need, as far as that goes quickly."""
         chance, until = Random(self.seed), time.monotonic() + _SHRINKING
-        for _ in range(_SHRINKS if not finding.what.startswith("Hung") else 0):
+        for _ in range(0 if finding.what.startswith(("Hung", _REFUSED)) else _SHRINKS):
             if time.monotonic() > until:
                 break
             smaller = self.target.mend(chance, _without(chance, finding.data))

@@ -11,10 +11,16 @@ from pyllamakv.home import home
 from pyllamakv.trust.entry import Entry
 from pyllamakv.trust.fuzzing.loop import Finding
 
+#: What is counted on from one process of a target to the next, and from one run to the next.
+SUMS = ("inputs", "accepted", "refused", "seconds", "cpu")
+
 
 @dataclass
 class Outcome:
-    """Hold the numbers of a target, and each finding once. Seconds are of the wall and the CPU."""
+    """Hold the numbers of a target, and each finding once. Seconds are of the wall and the CPU.
+
+    ``accepted`` and ``refused`` are both 0 where nobody counts them.
+    """
 
     inputs: int = 0
     seconds: float = 0.0
@@ -23,6 +29,8 @@ class Outcome:
     total: int = 0
     corpus: int = 0
     corpus_bytes: int = 0
+    accepted: int = 0
+    refused: int = 0
     findings: dict[str, Finding] = field(default_factory=dict)
 
     def add(self, finding: Finding) -> None:
@@ -69,8 +77,8 @@ def added(before: Entry, now: Entry) -> Entry:
     if not (before.data and now.data):
         return now if now.data else before
     data = dict(now.data)
-    for name in ("inputs", "seconds", "cpu"):
-        data[name] += before.data[name]
+    for name in SUMS:
+        data[name] += before.data.get(name, 0)
     if before.data["total"] == data["total"] and before.data["coverage"] > data["coverage"]:
         # Lines of the same code; of another they would not be comparable.
         data |= {name: before.data[name] for name in ("coverage", "corpus", "corpus_bytes")}
@@ -85,13 +93,18 @@ def added(before: Entry, now: Entry) -> Entry:
 
 
 def _row(data: dict[str, Any]) -> dict[str, str]:
-    rate = data["inputs"] / data["seconds"] if data["seconds"] else 0.0
-    of = f" of {data['total']} {data['unit']}" if data["total"] else " answers"
+    """Return the columns.
+
+    Of how many lines stands there not: a module has functions that its target never calls.
+    """
+    rate = data["inputs"] / data["cpu"] if data["cpu"] else 0.0
+    judged = data["accepted"] + data["refused"]
     return {
         "inputs": f"{data['inputs']:,}",
+        "accepted": f"{100 * data['accepted'] / judged:.3g} %" if judged else "",
         "CPU seconds": f"{data['cpu']:,.0f}",
-        "per second": f"{rate:,.0f}",
-        "reached": f"{data['coverage']}{of}",
+        "per CPU second": f"{rate:,.0f}",
+        "reached": f"{data['coverage']:,} {data['unit'] if data['total'] else 'answers'}",
         "corpus": f"{data['corpus']} inputs, {-(-data['corpus_bytes'] // 1024)} KB",
         "seed": ", ".join(map(str, data["seeds"])),
     }

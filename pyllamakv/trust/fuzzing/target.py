@@ -28,10 +28,10 @@ class Target:
     """Hold one reader.
 
     ``run`` takes an input and returns what tells its answers apart; it may raise the errors of this
-    package, and nothing else. ``seeds`` are valid inputs. ``mend`` makes sums right again after a
-    mutation, or most inputs would end at the first check. Coverage is counted over the lines of
-    ``modules``. The child may take ``headroom`` bytes of address space more than it has at the
-    beginning.
+    package, and nothing else. ``seeds`` are valid inputs: they must not be refused. ``mend`` makes
+    sums right again after a mutation, or most inputs would end at the first check. Coverage is
+    counted over the lines of ``modules``. The child may take ``headroom`` bytes of address space
+    more than it has at the beginning.
     """
 
     run: Callable[[bytes], Iterable[Hashable]]
