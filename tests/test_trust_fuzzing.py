@@ -7,6 +7,7 @@ import importlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -22,6 +23,7 @@ from pyllamakv.harness import synthetic
 from pyllamakv.runtime.context import Context
 from pyllamakv.trust import fuzzing
 from pyllamakv.trust.entry import Effort, Entry
+from pyllamakv.trust.faults import lost
 from pyllamakv.trust.fuzzing import child, corpora, filesums, header, live, outcome
 from pyllamakv.trust.fuzzing.drawing import LEFT, Drawer, unpacked
 from pyllamakv.trust.fuzzing.loop import Finding, Loop
@@ -52,7 +54,7 @@ def calm():
     signal.signal(signal.SIGPROF, before)
 
 
-def found(target: str, folder: Path, seconds: float = 20.0, silence: float = 30.0) -> list[str]:
+def found(target: str, folder: Path, seconds: float = 20.0, silence: float = 120.0) -> list[str]:
     """Return what is found in a target of the kit, ending with the first finding."""
     made = child.fuzz(f"fuzz_kit:{target}", seconds, folder=folder, silence=silence, most=1)
     return [f"{each.what} {each.where}" for each in made.findings.values()]
@@ -302,6 +304,33 @@ def test_a_platform_without_clang_says_so(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("PATH", str(tmp_path))
     (entry,) = fuzzing.entries(Effort(seconds=2, only=(fuzzing.HEADER,)), lambda _: None)
     assert "not tried: no clang" in entry.row["reached"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_what_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
+) -> None:
+    """No process goes on, and none is begun, after Ctrl-C and after SIGTERM."""
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
+    began: list[str] = []
+    main, before = threading.main_thread().ident, signal.getsignal(signal.SIGTERM)
+    assert main is not None
+
+    def fuzz(_target: str, *words: Any, **more: Any) -> outcome.Outcome:
+        return child.fuzz("fuzz_kit:silent", *words, **more)
+
+    def tick(about: str) -> None:
+        began.append(about)
+        if len(began) == 1:
+            signal.pthread_kill(main, number)
+
+    monkeypatch.setattr(fuzzing, "fuzz", fuzz)
+    others = lost.children()
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        fuzzing.entries(Effort(seconds=9000, only=("lock", "wire", "series"), jobs=2), tick)
+    assert lost.children() == others
+    assert not any(about.startswith("wire") for about in began)
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_the_section_reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def _lose(
         delay = chance.random() * _WINDOW
         about = f"{record.step}, {number.name} after {delay * 1000:.0f} ms"
         tick(about)
-        children = _children()
+        before = children()
         try:
             with opened() as (model, pid):
                 with model.context(n_ctx=256, n_batch=64, n_seq_max=4, n_threads=1) as ctx:
@@ -101,7 +101,7 @@ def _lose(
                 problem = _strike(model, pid, number, delay, signals[number], record)
         except Exception as error:
             problem = f"closing or opening raised {type(error).__name__}: {error}"
-        left = _children() - children
+        left = children() - before
         if left:
             problem += f" processes are left behind: {sorted(left)}"
         if problem:
@@ -174,7 +174,7 @@ def _work(ctx: Any) -> None:
         ctx.kv.snapshot()
 
 
-def _children() -> set[int]:
+def children() -> set[int]:
     """Return the processes that this one started and that are there yet, dead ones too."""
     found = set()
     for task in Path("/proc/self/task").iterdir():

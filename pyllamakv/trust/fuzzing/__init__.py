@@ -20,6 +20,7 @@ from pyllamakv.trust.fuzzing import corpora, header
 from pyllamakv.trust.fuzzing.child import fuzz
 from pyllamakv.trust.fuzzing.job import FOUND
 from pyllamakv.trust.fuzzing.outcome import entry, known
+from pyllamakv.trust.fuzzing.processes import Processes
 from pyllamakv.trust.fuzzing.target import memory
 
 #: What is fuzzed, by the names of entries and of the folders of their corpora.
@@ -49,25 +50,28 @@ def entries(effort: Effort, tick: Tick) -> list[Entry]:
     wanted = [name for name in (*TARGETS, HEADER) if effort.wants(name)]
     jobs = min(effort.jobs, max(1, len(wanted)))
     seconds = effort.shared(len(wanted)).seconds * jobs
-    with tempfile.TemporaryDirectory(prefix="pyllamakv-fuzz-", dir=memory()) as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="pyllamakv-fuzz-", dir=memory()) as folder,
+        ThreadPoolExecutor(jobs) as pool,
+        Processes() as processes,  # the inner one: the threads wait for them
+    ):
 
         def one(name: str) -> Entry:
             place = Path(folder) / name
             if name == HEADER:
-                return _header(seconds, effort.seed, place, tick)
+                return _header(seconds, effort.seed, place, tick, processes)
             outcome = fuzz(
                 f"{__name__}.{TARGETS[name]}", seconds, folder=place, seed=effort.seed,
                 kept=(*known(name), *kept(name), *corpora.lent(name, place / "saved")),
-                alive=lambda inputs: tick(f"{name}: {inputs} inputs"),
+                alive=lambda inputs: tick(f"{name}: {inputs} inputs"), processes=processes,
             )  # fmt: skip
             corpora.save(name, place / FOUND)
             return entry(name, outcome, effort.seed)
 
-        with ThreadPoolExecutor(jobs) as pool:
-            return list(pool.map(one, wanted))
+        return list(pool.map(one, wanted))
 
 
-def _header(seconds: float, seed: int, place: Path, tick: Tick) -> Entry:
+def _header(seconds: float, seed: int, place: Path, tick: Tick, processes: Processes) -> Entry:
     began = time.monotonic()
     tick(f"{HEADER}: compiling")
     try:
@@ -76,7 +80,9 @@ def _header(seconds: float, seed: int, place: Path, tick: Tick) -> Entry:
         return Entry("fuzzing", HEADER, {"reached": f"not tried: {reason}"}, (), seed)
     left = max(1.0, seconds - (time.monotonic() - began))
     inputs = (*known(HEADER), *kept(HEADER), *corpora.lent(HEADER, place / "saved"))
-    outcome = header.fuzz(program, left, place, seed=seed, kept=inputs, tick=tick)
+    outcome = header.fuzz(
+        program, left, place, seed=seed, kept=inputs, tick=tick, processes=processes
+    )
     corpora.save(HEADER, place / FOUND)
     return entry(HEADER, outcome, seed, "edges")
 

@@ -11,7 +11,6 @@ import json
 import mmap
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -22,6 +21,7 @@ from pyllamakv.errors import HarnessError
 from pyllamakv.trust.fuzzing.job import HEAD, ROOM
 from pyllamakv.trust.fuzzing.loop import MOST, Finding
 from pyllamakv.trust.fuzzing.outcome import SUMS, Outcome
+from pyllamakv.trust.fuzzing.processes import Processes
 
 #: Seconds without another input after which a child is ended, and those that it gets to begin.
 _SILENCE, _BEGIN = 30.0, 120.0
@@ -32,13 +32,18 @@ _CALM = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS":
 def fuzz(
     target: str, seconds: float, *, folder: Path, seed: int = 1, kept: Iterable[Path] = (),
     alive: Callable[[int], None] = lambda _inputs: None, silence: float = _SILENCE,
-    most: int = MOST,
+    most: int = MOST, processes: Processes | None = None,
 ) -> Outcome:  # fmt: skip
     """Run a target, named "module:function", for so many seconds; begin again where it ends.
 
     ``folder`` is for its files. After ``silence`` seconds without another input a process is ended,
-    after ``most`` findings the target is left. Raises HarnessError where it cannot even begin.
+    after ``most`` findings the target is left. Raises HarnessError where it cannot even begin, or
+    when ``processes`` are ended.
     """
+    if processes is None:
+        with Processes() as processes:
+            return fuzz(target, seconds, folder=folder, seed=seed, kept=kept, alive=alive,
+                        silence=silence, most=most, processes=processes)  # fmt: skip
     outcome = Outcome()
     began = time.monotonic()
     names = [str(path) for path in kept]
@@ -48,7 +53,7 @@ def fuzz(
             break
         job = {"target": target, "seconds": left, "seed": seed + ends, "folder": str(folder),
                "kept": names, "most": most - len(outcome.findings)}  # fmt: skip
-        finding = _Child(job, folder, outcome, alive, silence).wait()
+        finding = _Child(job, folder, outcome, alive, silence, processes).wait()
         if finding is None:
             break
         outcome.add(finding)
@@ -61,21 +66,17 @@ def fuzz(
 class _Child:
     def __init__(
         self, job: dict[str, Any], folder: Path, outcome: Outcome, alive: Callable[[int], None],
-        silence: float,
+        silence: float, processes: Processes,
     ) -> None:  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         self.place, self.report, self.log = (folder / n for n in ("last", "report.json", "log"))
         self.report.unlink(missing_ok=True)
         self.place.write_bytes(bytes(HEAD.size + ROOM))
         self.outcome, self.alive, self.silence = outcome, alive, silence
-        self.patience = job["seconds"]
+        self.processes = processes
         job |= {"place": str(self.place), "report": str(self.report)}
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "pyllamakv.trust.fuzzing.job", json.dumps(job)],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **_CALM},
-                start_new_session=True,
-            )  # fmt: skip
+        command = [sys.executable, "-m", "pyllamakv.trust.fuzzing.job", json.dumps(job)]
+        self.process = processes.start(command, self.log, _CALM)
 
     def wait(self) -> Finding | None:
         """Wait for the end; return what ended it before its time."""
@@ -108,11 +109,10 @@ class _Child:
         return Finding(f"died: status {code}", self._said(1), data)
 
     def _ended(self) -> bool:
-        pid, status, used = os.wait4(self.process.pid, os.WNOHANG)
-        if pid:
-            self.process.returncode = os.waitstatus_to_exitcode(status)
+        used = self.processes.ended(self.process)
+        if used is not None:
             self.outcome.cpu += used.ru_utime + used.ru_stime
-        return bool(pid)
+        return used is not None
 
     def _said(self, lines: int = 40) -> str:
         text = self.log.read_text("utf-8", "replace").strip().splitlines()

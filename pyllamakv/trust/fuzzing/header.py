@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ from pyllamakv.trust.entry import Tick
 from pyllamakv.trust.fuzzing.job import FOUND
 from pyllamakv.trust.fuzzing.loop import MOST, Finding
 from pyllamakv.trust.fuzzing.outcome import Outcome
+from pyllamakv.trust.fuzzing.processes import Processes
 from pyllamakv.trust.fuzzing.target import memory
 
 HEADER = "llama-kv-mmap.h"
@@ -65,8 +65,16 @@ def fuzz(
     kept: Iterable[Path],
     tick: Tick,
     most: int = MOST,
+    processes: Processes | None = None,
 ) -> Outcome:
-    """Run the fuzzer for so many seconds; begin again after each fault, ``most`` times."""
+    """Run the fuzzer for so many seconds; begin again after each fault, ``most`` times.
+
+    Raises HarnessError when ``processes`` are ended.
+    """
+    if processes is None:
+        with Processes() as processes:
+            return fuzz(program, seconds, folder, seed=seed, kept=kept, tick=tick, most=most,
+                        processes=processes)  # fmt: skip
     outcome = Outcome()
     corpus, found = folder / "corpus", folder / FOUND
     for each in (corpus, found):
@@ -83,13 +91,9 @@ def fuzz(
         ]  # fmt: skip
         tick(f"{folder.name}: {outcome.inputs} inputs")
         log = folder / "log"
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                env={**os.environ, "FUZZ_FOLDER": files.name},
-            )  # fmt: skip
-            _pid, status, used = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
+        process = processes.start(command, log, {"FUZZ_FOLDER": files.name})
+        while (used := processes.ended(process)) is None:
+            time.sleep(0.05)
         outcome.cpu += used.ru_utime + used.ru_stime
         _read(log.read_text("utf-8", "replace"), outcome)
         if not process.returncode:
