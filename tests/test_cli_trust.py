@@ -10,7 +10,7 @@ from test_cli_run import cli
 
 from pyllamakv.errors import NotBuilt, UsageError
 from pyllamakv.trust import SECTIONS, document, fuzzing, leaks, sanitizers, schedules, selection
-from pyllamakv.trust.entry import Effort, Entry
+from pyllamakv.trust.entry import Effort, Entry, untried
 from pyllamakv.trust.fuzzing.outcome import Outcome, entry
 
 
@@ -148,6 +148,30 @@ def test_where_a_document_cannot_be_is_said_first(efforts, capsys, tmp_path: Pat
         assert code == UsageError.exit_code and said.startswith("UsageError: "), (name, said)
         assert not out
     assert not efforts
+
+
+def test_what_could_not_be_tried_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path
+) -> None:
+    """It does not count, and what was measured stays; alone it is an error, which says why."""
+    path = tmp_path / "RELIABILITY.md"
+    lacks = False
+
+    def entries(effort: Effort, tick: object) -> list[Entry]:
+        made = [entry(name, Outcome(inputs=9), effort.seed) for name in ("lock", "wire")]
+        made = [made[0], untried("fuzzing", "wire", "no clang")] if lacks else made
+        return [each for each in made if effort.wants(each.name)]
+
+    monkeypatch.setattr(fuzzing, "entries", entries)
+    assert cli(capsys, "trust", "fuzzing", "--write", path)[0] == 0
+    lacks = True
+    for more in ((), ("--add", "--seed", "2")):
+        code, out, said = cli(capsys, "trust", "fuzzing", "--write", path, *more)
+        assert code == 0 and "not tried: no clang |" in out
+        assert "1 tried in 0 s, nothing lost or wrong; wire not tried: no clang\n" in said
+        assert [each.row["inputs"] for each in document.read(path)][1] == "9"
+    code, _, said = cli(capsys, "trust", "fuzzing", "--only", "wire")
+    assert code and "nothing was tried: wire not tried: no clang" in said
 
 
 def test_fuzzing_adds_up_in_the_document(

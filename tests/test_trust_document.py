@@ -8,7 +8,7 @@ import pytest
 
 from pyllamakv.home import checkout
 from pyllamakv.trust import SECTIONS, document, selection
-from pyllamakv.trust.entry import Effort, Entry
+from pyllamakv.trust.entry import Effort, Entry, untried
 
 
 def entry(name: str, count: str, *defects: str, section: str = "faults") -> Entry:
@@ -26,6 +26,20 @@ def test_what_was_not_tried_again_stays(tmp_path: Path) -> None:
         entry("kill", "20"),
         entry("disk", "4"),
     ]
+
+
+def test_what_could_not_be_tried_replaces_nothing(tmp_path: Path) -> None:
+    """Its line stands only where there is no other, says why, and has no date."""
+    path = tmp_path / "RELIABILITY.md"
+    lacking = [untried("faults", name, "no clang").dated("a") for name in ("kill", "disk")]
+    document.write(path, [entry("kill", "10")])
+    document.write(path, lacking)
+    kill, disk = document.read(path)
+    assert (kill, disk.tried) == (entry("kill", "10"), False)
+    assert "| disk |  | not tried: no clang |" in path.read_text()
+    assert path.read_text().count("Measured") == 1
+    document.write(path, [entry("disk", "4")])
+    assert document.read(path)[1] == entry("disk", "4")
 
 
 def test_defects_stand_in_the_table() -> None:

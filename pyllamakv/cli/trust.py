@@ -69,8 +69,9 @@ def trust(
         _show(found, as_json)
     if broken:
         raise broken[0]
-    if not found:
-        msg = "nothing was tried: no patch, build or target that --only names is there"
+    if not any(entry.tried for entry in found):
+        why = "; ".join(f"{entry.name} {entry.undecided}" for entry in found)
+        msg = f"nothing was tried: {why or 'no patch, build or target that --only names is there'}"
         raise UsageError(msg)
     if not all(entry.passed for entry in found):
         raise typer.Exit(1)
@@ -93,17 +94,19 @@ def _run(sections: Sequence[str], run: Callable[[str, Tick], list[Entry]]) -> li
             tick("")
             began = time.monotonic()
             try:
-                tried = run(name, tick)
+                made = run(name, tick)
+                tried = [entry for entry in made if entry.tried]
                 wrong = sum(len(entry.defects) for entry in tried) or "nothing"
                 said = (
                     f"{len(tried)} tried in {time.monotonic() - began:.0f} s, {wrong} lost or wrong"
                 )
+                said += "".join(f"; {e.name} {e.undecided}" for e in made if not e.tried)
             except Exception as error:
                 broken.append(error)
                 # The first one is told at the end.
                 said = f"broke off with {type(error).__name__}"
                 said += f": {error}" if len(broken) > 1 else ""
-            progress.console.print(f"{name}: {said}", highlight=False, markup=False)
+            progress.console.print(f"{name}: {said}", highlight=False, markup=False, soft_wrap=True)
     return broken
 
 
@@ -127,7 +130,8 @@ def _added(earlier: Mapping[str, Entry], entry: Entry) -> Entry:
     """Return an entry with what the document has of its target, where that is added up."""
     from pyllamakv.trust.fuzzing.outcome import added
 
-    return added(earlier[entry.name], entry) if entry.name in earlier else entry
+    again = entry.tried and entry.name in earlier
+    return added(earlier[entry.name], entry) if again else entry
 
 
 def _earlier(kept: Sequence[Entry], effort: Effort) -> dict[str, Entry]:

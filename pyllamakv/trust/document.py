@@ -45,9 +45,14 @@ def read(path: Path) -> list[Entry]:
 
 
 def merge(old: Iterable[Entry], new: Iterable[Entry]) -> list[Entry]:
-    """Replace entries that were tried again, in the order of sections and of first appearance."""
+    """Replace entries that were tried again, in the order of sections and of first appearance.
+
+    One that could not be tried replaces none that was.
+    """
     found = {(entry.section, entry.name): entry for entry in old}
-    found.update({(entry.section, entry.name): entry for entry in new})
+    for entry in new:
+        if entry.tried or not found.get((entry.section, entry.name), entry).tried:
+            found[entry.section, entry.name] = entry
     order = list(SECTIONS)
     return sorted(found.values(), key=lambda entry: order.index(entry.section))
 
@@ -74,8 +79,9 @@ def _table(members: list[Entry]) -> Iterator[str]:
 
 
 def _measured(members: list[Entry]) -> Iterator[str]:
-    for measured in dict.fromkeys(entry.measured for entry in members):
-        names = ", ".join(entry.name for entry in members if entry.measured == measured)
+    tried = [entry for entry in members if entry.tried]
+    for measured in dict.fromkeys(entry.measured for entry in tried):
+        names = ", ".join(entry.name for entry in tried if entry.measured == measured)
         yield f"Measured {measured}: {names}.\n"
 
 

@@ -73,6 +73,11 @@ class Entry:
     undecided: str = ""
 
     @property
+    def tried(self) -> bool:
+        """Tell whether anything was; else ``undecided`` says why not, and there is nothing more."""
+        return bool(self.data or self.defects or not self.undecided)
+
+    @property
     def passed(self) -> bool:
         """Tell whether nothing was lost and nothing wrong."""
         return not self.defects
@@ -81,3 +86,8 @@ class Entry:
         """Return the entry with day, machine and command filled in."""
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
         return replace(self, measured=f"{today}, {machine()}, `{command}`")
+
+
+def untried(section: str, name: str, reason: str) -> Entry:
+    """Return the line of what cannot be tried here: no defect, and no measurement either."""
+    return Entry(section, name, {}, undecided=f"not tried: {reason}")

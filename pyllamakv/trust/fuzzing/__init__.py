@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pyllamakv.errors import Untestable
 from pyllamakv.home import checkout
-from pyllamakv.trust.entry import Effort, Entry, Tick
+from pyllamakv.trust.entry import Effort, Entry, Tick, untried
 from pyllamakv.trust.fuzzing import corpora, header
 from pyllamakv.trust.fuzzing.child import fuzz
 from pyllamakv.trust.fuzzing.job import FOUND
@@ -77,7 +77,7 @@ def _header(seconds: float, seed: int, place: Path, tick: Tick, processes: Proce
     try:
         program = header.build(place)
     except Untestable as reason:
-        return Entry("fuzzing", HEADER, {"reached": f"not tried: {reason}"}, (), seed)
+        return untried("fuzzing", HEADER, str(reason))
     left = max(1.0, seconds - (time.monotonic() - began))
     inputs = (*known(HEADER), *kept(HEADER), *corpora.lent(HEADER, place / "saved"))
     outcome = header.fuzz(

@@ -115,7 +115,8 @@ class Loop:
         if finding is not None and finding.what.startswith("Hung"):
             finding = self.judge(data, _MORE)
         if finding is None and valid and self._refusal:
-            finding = Finding(f"{_REFUSED}: {self._refusal}", _skeleton(self._refusal), data)
+            where = f"seed {self.target.seeds.index(data)}"
+            finding = Finding(f"{_REFUSED}: {self._refusal}", where, data)
         if finding is None:
             self.accepted += not self._refusal
             self.refused += bool(self._refusal)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pyllamakv.home import home
-from pyllamakv.trust.entry import Entry
+from pyllamakv.trust.entry import Entry, without_folders
 from pyllamakv.trust.fuzzing.loop import Finding
 
 #: What is counted on from one process of a target to the next, and from one run to the next.
@@ -51,7 +51,7 @@ def entry(name: str, outcome: Outcome, seed: int, unit: str = "lines") -> Entry:
         path = home() / "fuzzing" / name / hashlib.sha256(finding.data).hexdigest()[:12]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(finding.data)
-        said = f"{finding.what} {finding.where}".strip()
+        said = f"{without_folders(finding.what)} {finding.where}".strip()
         defects.append(f"{said} ({_place(name, path.name)})")
     data = {key: value for key, value in vars(outcome).items() if key != "findings"}
     data |= {"unit": unit, "seeds": [seed], "again": again}
