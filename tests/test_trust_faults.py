@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
-from pyllamakv.errors import HarnessError, WorkerTimeout
+from pyllamakv.building import variant
+from pyllamakv.errors import HarnessError, WorkerDied, WorkerTimeout
 from pyllamakv.trust import faults
 from pyllamakv.trust.entry import Effort
 from pyllamakv.trust.faults import lost, stage
@@ -122,6 +127,51 @@ def test_what_does_not_strike_is_no_fault() -> None:
     assert entry.row["faults"] == entry.row["repeats that worked"] == str(struck)
     assert entry.row["without effect"] == str(tried - struck)
     assert "4 limits of a file's size" in entry.row["of them"]
+
+
+def test_what_nothing_could_be_tried_of_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that no change of a file is seen of is wrong; one that is not built is named."""
+    found = conduct("Starved", "kill", "memory")
+    assert found["kill"].defects == ["starved, kill: no change of a file was seen"]
+    assert found["memory"].tried and not found["memory"].defects
+    assert not faults._empty(faults._entry("x", [found["kill"]], Effort()))
+    monkeypatch.setattr(variant, "find", lambda *_: None)
+    effort = Effort(seconds=1.0, only=("keeping", "matrix", "workers"))
+    lacking = faults.entries(effort, lambda _: None)
+    assert [entry.name for entry in lacking] == ["keeping", "matrix", "workers"]
+    assert all("not tried: 0.3.9+patched is not built here" in e.undecided for e in lacking)
+
+
+def test_an_entry_says_of_how_many_places() -> None:
+    """Each change is a place for each kind; those that time did not reach count as well."""
+    whole, short = (
+        conduct("Careful", "kill", "eio", seconds=30.0),
+        conduct("Careful", "eio", "kill", seconds=0.0),
+    )
+    assert whole["kill"].places == whole["kill"].tried == short["kill"].places
+    row = faults._entry("x", list(short.values()), Effort()).row
+    assert row["tried"] == f"1 of {2 * short['eio'].places} places"
+    assert faults._entry("x", [Record("workers", "lost", tried=4)], Effort()).row["tried"] == "4"
+
+
+@pytest.mark.parametrize("last", [1.0, 2.0])
+def test_the_last_repeat_must_come_to_the_same(
+    last: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing comes after it that would see what the last loss left."""
+    logits = iter([1.0, 1.0, last])
+    monkeypatch.setattr(lost, "_logits", lambda _: np.array([next(logits)]))
+    monkeypatch.setattr(lost, "_strike", lambda *_: "")
+
+    @contextlib.contextmanager
+    def opened() -> Iterator[tuple[Any, int]]:
+        yield SimpleNamespace(context=lambda **_: contextlib.nullcontext()), 0
+
+    record = Record("workers", "lost")
+    signals = {signal.SIGKILL: WorkerDied, signal.SIGABRT: WorkerDied}
+    lost._lose(record, opened, signals, 0.0, 1, lambda _: None)
+    wrong = [] if last == 1.0 else ["workers: the last repeat came to other logits"]
+    assert (record.defects, record.repeated) == (wrong, 2 - len(wrong))
 
 
 @pytest.mark.native

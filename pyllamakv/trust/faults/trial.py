@@ -41,10 +41,12 @@ class Record:
 
     ``struck`` are those of ``tried`` that anything came of: a change failed, the clock was read
     when it was wrong, a limit was met. ``repeated`` are the repeats after these that worked.
+    ``places`` says how many there are to try: changes of files, times the ways to strike at each.
     """
 
     step: str
     kind: str
+    places: int = 0
     tried: int = 0
     struck: int = 0
     repeated: int = 0
@@ -79,31 +81,38 @@ class Trial:
     def faults(self, kinds: tuple[str, ...], seed: int) -> Iterator[Fault]:
         """Yield every fault of some kinds once, the kinds in turn, each in an order of chance."""
         chance = random.Random(seed)
-        of_kinds = [list(self._all(kind)) for kind in kinds if kind not in self.step.without]
+        of_kinds = [self._all(kind) for kind in kinds if kind not in self.step.without]
         for found in of_kinds:
             chance.shuffle(found)
         for together in zip_longest(*of_kinds):
             yield from (fault for fault in together if fault is not None)
 
-    def _all(self, kind: str) -> Iterator[Fault]:
+    def _all(self, kind: str) -> list[Fault]:
         points = range(1, self.points + 1)
         if kind == "clock":
-            yield from (Fault(kind, at, jump) for at in points for jump in _JUMPS)
-        elif kind in _AMOUNTS:
-            yield from (Fault(kind, 0, size) for size in _AMOUNTS[kind])
-        else:
-            yield from (Fault(kind, at) for at in points)
+            return [Fault(kind, at, jump) for at in points for jump in _JUMPS]
+        if kind in _AMOUNTS:
+            return [Fault(kind, 0, size) for size in _AMOUNTS[kind]]
+        return [Fault(kind, at) for at in points]
 
     def walk(self, kinds: tuple[str, ...], seed: int, seconds: float) -> Iterator[Fault]:
         """Try faults until time is up or there is none left; yield each that was tried.
 
-        At least one is tried, and the first ``kinds`` come first.
+        At least one is tried, and the first ``kinds`` come first. A kind without a place to strike
+        at is a defect: nothing of it would be tried, and nothing found.
         """
         until = time.monotonic() + seconds
         if "none" in self.records:
             return
+        for kind in kinds:
+            if kind in self.step.without:
+                continue
+            record = self._record(kind)
+            record.places = len(self._all(kind))
+            if not record.places:
+                record.defects.append(f"{self.step.name}, {kind}: no change of a file was seen")
         for fault in self.faults(kinds, seed):
-            if time.monotonic() >= until and self.records:
+            if time.monotonic() >= until and any(each.tried for each in self.records.values()):
                 break
             self.try_one(fault)
             yield fault
