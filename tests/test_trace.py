@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from pathlib import Path
 
@@ -14,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyllamakv.errors import KvError, ScenarioFailed, ScriptError, TraceMismatch, WorkerDied
-from pyllamakv.harness import synthetic
-from pyllamakv.harness.traces import playing, script, trace, traced
+from pyllamakv.harness import scenario, synthetic
+from pyllamakv.harness.traces import playing, script, trace, traced, variables
 from pyllamakv.harness.traces.stage import Stage
+from pyllamakv.home import data
 
 STORY = """
 # two sequences, one leaves
@@ -175,13 +177,22 @@ def test_results_that_say_nothing_are_refused(result: str) -> None:
     "words",
     [
         '"environment": {"LD_PRELOAD": "/tmp/x.so"}',
+        '"environment": {"LLAMA_X": "1"}',
+        '"environment": {"LLAMA_SET_ROWS=1": "1"}',
+        '"environment": {"LLAMA_SET_ROWS": "1\\u0000"}',
+        '"environment": {"LLAMA_SET_ROWS": "\\ud800"}',
+        '"environment": {"LLAMA_KV_BACKING": "/tmp/x.bin"}',
+        '"environment": {"LLAMA_KV_BACKING": "x"}',
         '"variant": "/tmp/elsewhere"',
         '"variant": "path:/tmp/elsewhere"',
         '"spec": "/tmp/elsewhere"',
     ],
 )
 def test_a_trace_brings_no_code_along(words: str, tmp_path: Path) -> None:
-    """A file from elsewhere names builds by their ids, and sets nothing but LLAMA_ variables."""
+    """A file from elsewhere names builds by their ids, and sets nothing but words that are known.
+
+    mmap-kv would make and cut a file that one of them names.
+    """
     path = tmp_path / "x.jsonl"
     path.write_text(f'{{"trace": 2, {words}}}\n{{"op": "clear"}}\n')
     with pytest.raises(ScriptError, match="the head's"):
@@ -205,7 +216,9 @@ def test_another_version_or_model_is_a_mismatch(recorded: Path, tmp_path: Path) 
 
 def test_the_head_goes_through_a_file_unchanged(tmp_path: Path) -> None:
     """Usual words are left out."""
-    head = trace.Head("v", "tiny", "0.3.9+stock", "abc", {"LLAMA_X": "1"}, kind="guard", claim="so")
+    head = trace.Head(
+        "v", "tiny", "0.3.9+stock", "abc", {"LLAMA_SET_ROWS": "1"}, kind="guard", claim="so"
+    )
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps(head.to_json()) + '\n{"op": "defrag"}\n{"end": 1}\n')
     assert trace.read(path)[0] == head
@@ -215,10 +228,25 @@ def test_the_head_goes_through_a_file_unchanged(tmp_path: Path) -> None:
 def test_the_environment_of_a_recording_is_in_its_head(monkeypatch) -> None:
     """Variables that change what a library does, and no others."""
     monkeypatch.setenv("LLAMA_SET_ROWS", "1")
+    monkeypatch.setenv("LLAMA_CPP_LIB_PATH", "/x")
     monkeypatch.setenv("SECRET", "x")
-    environment = trace.here("simulated", synthetic.model("tiny")).environment
-    assert environment["LLAMA_SET_ROWS"] == "1"
-    assert "SECRET" not in environment
+    more = {"LLAMA_KV_BACKING": "mmap", "LLAMA_KV_DEFRAG_PLAN": "ordered"}
+    environment = trace.here("simulated", synthetic.model("tiny"), more).environment
+    assert environment == {"LLAMA_SET_ROWS": "1", **more}
+    assert not variables.recorded({"LLAMA_KV_BACKING": "/a/folder"}).keys() & {variables.BACKING}
+    assert not variables.wrong(environment)
+
+
+def test_a_trace_carries_what_patches_and_scenarios_know() -> None:
+    """A variable that a new patch reads is one that a replay has to set."""
+    read: set[str] = set()
+    for patch in data("patches").rglob("*.patch"):
+        read.update(re.findall(r'^\+.*getenv\("(LLAMA_\w+)"', patch.read_text("utf-8"), re.M))
+    scenarios = scenario.discover().values()
+    settings = [each for one in scenarios for each in (one, *one.settings)]
+    named = {name for each in settings for name, _ in each.environment}
+    assert read
+    assert read | named <= set(variables.KNOWN)
 
 
 @given(st.binary(max_size=200), st.booleans())

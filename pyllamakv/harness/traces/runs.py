@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyllamakv
-from pyllamakv.harness.traces import trace, traced
+from pyllamakv.harness.traces import trace, traced, variables
 from pyllamakv.harness.traces.script import Line
 from pyllamakv.harness.traces.stage import Stage
 from pyllamakv.harness.traces.trace import Head
@@ -36,7 +36,7 @@ def opened(path: Path, variant: str, model: str = "") -> Iterator[Run]:
     """
     head, lines = traced.load(path)
     if not trace.is_trace(path):
-        head = replace(head, environment={**head.environment, **trace.variables()})
+        head = replace(head, environment={**head.environment, **variables.recorded()})
     file = trace.model_file(head, model)
     with (
         pyllamakv.open(variant, isolated=True, env=head.environment) as library,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyllamakv.building import manifest as manifests
 from pyllamakv.errors import ManifestError, ScriptError, TraceMismatch
-from pyllamakv.harness.traces import identity, script
+from pyllamakv.harness.traces import identity, script, variables
 from pyllamakv.harness.traces.script import Line
 from pyllamakv.harness.traces.tracefile import TraceFile
 from pyllamakv.home import home
@@ -35,9 +35,6 @@ EXPECTS = ("ok", "recorded")
 
 #: Operations that put cells elsewhere; others change what is in them.
 _MOVING = (*script.DECODES, "defrag", "restore", "update")
-
-#: Variables of the environment that change what a library does.
-_VARIABLES = "LLAMA_"
 
 #: How a head begins that cannot be read to its end.
 _BEGINS = re.compile(rb'\s*\{\s*"trace"\s*:')
@@ -80,13 +77,7 @@ def here(variant: str, model: Path, more: Mapping[str, str] | None = None) -> He
     ``more`` are the variables that a worker has besides those of this process.
     """
     name, digest = identity.name(model), identity.identity(model)
-    return Head(variant, name, spec_of(variant), digest, variables(more))
-
-
-def variables(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return what this process, and ``more``, set of the variables that a library reads."""
-    found = {**os.environ, **(more or {})}
-    return {name: found[name] for name in sorted(found) if name.startswith(_VARIABLES)}
+    return Head(variant, name, spec_of(variant), digest, variables.recorded(more))
 
 
 def spec_of(variant: str) -> str:
@@ -249,9 +240,9 @@ def _head(path: Path, text: str) -> Head:
     if os.sep in variant or (os.sep in spec and not spec.startswith(("git:", "path:"))):
         msg = f"{path}: the head's variant and spec must name a build, not a path"
         raise ScriptError(msg, 1)
-    strange = [] if not texts else [k for k in environment if not k.startswith(_VARIABLES)]
+    strange = variables.wrong(environment) if texts else ""
     if strange:
-        msg = f"{path}: the head's environment may set {_VARIABLES}…, not {', '.join(strange)}"
+        msg = f"{path}: the head's environment {strange}"
         raise ScriptError(msg, 1)
     if not texts:
         msg = f"{path}: the head's {', '.join(_TEXTS)} and environment must be texts"
