@@ -6,12 +6,15 @@ import json
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pyllamakv.errors import ScriptError
 from pyllamakv.harness.pictures import film
 from pyllamakv.harness.pictures.cellmap import NOBODY, Picture
 from pyllamakv.harness.pictures.film import Film, Frame
+from pyllamakv.harness.traces import results
 from pyllamakv.harness.traces.script import Line
 
 OWNERS = st.lists(st.integers(-2, 4), min_size=1, max_size=24).map(tuple)
@@ -49,6 +52,15 @@ def test_a_trace_becomes_a_film() -> None:
     assert found.frames[2].caption() == "decode 2: 3 tokens; no-slot"
     assert found.frames[3].caption() == "defrag; 2 cells moved"
     assert found.cells == 4
+
+
+def test_a_film_has_bounds(monkeypatch) -> None:
+    """Few bytes of a trace name as many cells as memory has room for, each time anew."""
+    monkeypatch.setattr(results, "DRAWN", 8)
+    lines = [line(number, "clear", {"picture": runs((0, 4))}) for number in (2, 3, 4)]
+    assert len(film.of_trace(lines[:2])) == 2
+    with pytest.raises(ScriptError, match=r"line 4 \(clear\): the pictures up to here have 12"):
+        film.of_trace(lines)
 
 
 @given(OWNERS, st.randoms(use_true_random=False))

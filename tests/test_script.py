@@ -80,6 +80,8 @@ def test_the_examples_are_scripts(path: Path) -> None:
         ('{"op": "decode", "feed": {}}', "feed must be like"),
         ('{"op": "decode", "feed": {"0": 0}}', "cannot feed 0"),
         ('{"op": "decode", "feed": {"0": true}}', "cannot feed True"),
+        ('{"op": "decode", "feed": {"0": "\\ud800"}}', "cannot feed"),
+        ('{"op": "context", "model": "\\ud800"}', "model must be a text"),
         ('{"op": "decode", "feed": {"0": 1}, "expect": "fine"}', "expect must be one of"),
         ('{"op": "save", "seq": 0, "as": []}', "as must be a text"),
         ('{"op": "context", "n_ctx": "many"}', "n_ctx must be a number"),
@@ -106,6 +108,7 @@ def test_a_wrong_line_is_named(text: str, says: str) -> None:
     [
         ('{"op": "decode", "feed": {"a": 1}}', "names no sequence"),
         ('{"op": "restore", "seq": 0, "as": "x"}', "nothing was saved"),
+        ('{"op": "restore", "seq": 0, "as": "x", "state": "é"}', "state cannot be read"),
         ('{"op": "defrag"}\n{"op": "context"}', "first operation"),
         ('{"op": "context", "type_k": "f13"}', "f13"),
     ],

@@ -107,5 +107,6 @@ def test_other_models(tmp_path, monkeypatch) -> None:
     with pytest.raises(Untestable, match="PYLLAMAKV_TEST_MODEL"):
         synthetic.model("test")
     assert synthetic.identity("test") == ""
-    with pytest.raises(UsageError, match="tiny"):
-        synthetic.model("giant")
+    for name in ("giant", "a" * 5000, "a\0b", "\ud800"):
+        with pytest.raises(UsageError, match="tiny"):
+            synthetic.model(name)

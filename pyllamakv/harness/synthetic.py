@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -132,9 +133,11 @@ def model(name: str) -> Path:
             msg = f"{VARIABLE} names no model"
             raise Untestable(msg)
         name = named
-    path = Path(name)
-    if path.is_file():
-        return path
+    # A path that no system takes, too long or with a zero byte, names no model either.
+    with suppress(OSError, ValueError):
+        path = Path(name)
+        if path.is_file():
+            return path
     msg = f"there is no model {name!r}: expected a GGUF file or one of {', '.join(SHAPES)}"
     raise UsageError(msg)
 

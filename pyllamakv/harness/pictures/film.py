@@ -12,8 +12,11 @@ import numpy as np
 from pyllamakv.harness.pictures.cellmap import NOBODY, Picture
 from pyllamakv.harness.player import word
 from pyllamakv.harness.printable import printable
+from pyllamakv.harness.traces import results
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from pyllamakv.harness.traces.script import Line
 
 #: Operations in which cells of a sequence may come to lie elsewhere.
@@ -121,14 +124,25 @@ class Film:
 
 
 def of_trace(lines: Iterable[Line], title: str = "") -> Film:
-    """Return the film of a recorded trace."""
+    """Return the film of a recorded trace.
+
+    Raises ScriptError where its pictures have more cells together than memory is lent for.
+    """
     return Film(title, list(frames(lines)))
 
 
 def frames(lines: Iterable[Line]) -> Iterator[Frame]:
     """Yield a frame for every line of a trace from the first that has cells on."""
     last: Picture | None = None
+    cells = 0
     for line in lines:
+        cells += results.cells(line.result or {})
+        if cells > results.DRAWN:
+            msg = (
+                f"the pictures up to here have {cells} cells, and {results.DRAWN} are drawn at "
+                "most; a trace that ends before this line can be shown"
+            )
+            raise line.wrong(msg)
         found = after(line, line.result or {}, last)
         if found is not None:
             last = found.picture
@@ -163,26 +177,25 @@ def infer(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple[int, int
     """
     before, now = np.asarray(old), np.asarray(new)
     changed = before != now
-    pairs: list[tuple[int, int]] = []
+    pairs = [np.empty((0, 2), dtype=np.int64)]
     for owner in np.unique(before[changed & (before != NOBODY)]).tolist():
-        left = np.flatnonzero(changed & (before == owner)).tolist()
-        taken = np.flatnonzero(changed & (now == owner)).tolist()
-        pairs += zip(left, taken, strict=False)
-    yield from _runs(sorted(pairs))
+        left = np.flatnonzero(changed & (before == owner))
+        taken = np.flatnonzero(changed & (now == owner))
+        n = min(len(left), len(taken))
+        pairs.append(np.column_stack((left[:n], taken[:n])))
+    found = np.concatenate(pairs)
+    yield from _runs(found[found[:, 0].argsort()])
 
 
-def _runs(pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+def _runs(pairs: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
     """Put neighbouring (source, target) pairs together."""
-    start, length = (-1, -1), 0
-    for source, target in pairs:
-        if length and (source, target) == (start[0] + length, start[1] + length):
-            length += 1
-            continue
-        if length:
-            yield (*start, length)
-        start, length = (source, target), 1
-    if length:
-        yield (*start, length)
+    if not len(pairs):
+        return
+    breaks = (np.diff(pairs, axis=0) != 1).any(axis=1)
+    starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+    lengths = np.diff(starts, append=len(pairs))
+    for (source, target), length in zip(pairs[starts].tolist(), lengths.tolist(), strict=True):
+        yield source, target, length
 
 
 def detail(arguments: Mapping[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -164,7 +163,7 @@ def _restore(line: Line, stage: Stage, player: Player) -> dict[str, Any]:
         try:
             raw = base64.b64decode(words["state"], validate=True)
             held = staterows.parse(raw)
-        except (TypeError, binascii.Error, StateError) as error:
+        except (TypeError, ValueError, StateError) as error:
             raise line.wrong(f"its state cannot be read: {error}") from error
         positions = sorted({int(pos) for each in held.sections for pos in each.pos.tolist()})
         player.saved[words["as"]] = (raw, [(pos, -1) for pos in positions])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,8 @@ STATUS = {text: status for status, text in WORDS.items()}
 
 #: The most tokens that a count may stand for: they are made up before the library is asked.
 MOST = 1 << 20
+
+_HALF = re.compile("[\ud800-\udfff]")
 
 #: What lines that are no operations begin with: the first and the last of a trace.
 _FRAME = ("trace", "end")
@@ -166,7 +169,7 @@ def _check(line: Line) -> None:
         if name in words and not batches.whole(words[name]):
             raise line.wrong(f"{name} must be a number of 32 bits, found {words[name]!r}")
     for name in _TEXTS:
-        if not isinstance(words.get(name, ""), str):
+        if not _text(words.get(name, "")):
             raise line.wrong(f"{name} must be a text, found {words[name]!r}")
     for name in _SWITCHES:
         if words.get(name) is not None and not isinstance(words[name], bool):
@@ -186,7 +189,7 @@ def _check(line: Line) -> None:
         for what in feed.values():
             number = type(what) is int and 0 < what <= MOST
             tokens = isinstance(what, list) and what and all(map(batches.whole, what))
-            if not (number or tokens or (isinstance(what, str) and what)):
+            if not (number or tokens or (what and _text(what))):
                 expected = f"expected a count up to {MOST}, tokens or a text"
                 raise line.wrong(f"cannot feed {what!r}: {expected}")
     if line.op in ("batch", "advance"):
@@ -197,6 +200,11 @@ def _check(line: Line) -> None:
         raise line.wrong("expect must be ok or any")
     if words.get("expect", "ok") not in (*STATUS, "any") and line.op in DECODES:
         raise line.wrong(f"expect must be one of {', '.join(STATUS)}, any")
+
+
+def _text(found: Any) -> bool:
+    """Tell whether a value is a text that can be written: JSON can hold half a character."""
+    return isinstance(found, str) and not _HALF.search(found)
 
 
 def _advance(words: dict[str, Any]) -> str:

@@ -44,7 +44,7 @@ def wrong(environment: Mapping[str, str]) -> str:
     """Return what is wrong with the variables of a trace; empty when nothing is."""
     for name, value in environment.items():
         if name not in KNOWN:
-            return f"may set {', '.join(KNOWN)}, not {name!r}"
+            return f"may set {', '.join(KNOWN)}, not {name[:80]!r}"
         if not _fits(name, value):
             words = " or ".join(BACKINGS) if name == BACKING else "a word of at most 16 letters"
             return f"may set {name} to {words}, not to {value[:80]!r}"
