@@ -66,6 +66,12 @@ def test_order_is_by_date_then_number() -> None:
     assert natural("b10") > natural("b9")
 
 
+@pytest.mark.parametrize("name", ["git:a1²2", "git:a٣", "git:a" + "1" * 5000])
+def test_signs_of_a_name_that_are_no_number(name: str) -> None:
+    """A URL may hold what Unicode calls a digit, or more digits than Python takes."""
+    assert natural(name) < natural("git:b")
+
+
 @pytest.mark.parametrize("name", ["", "-x", "../x", "a/b", "a..b", "x.lock", "a b", ".x"])
 def test_unsafe_names(name: str) -> None:
     """Names that could be options, paths or broken refs are told apart."""

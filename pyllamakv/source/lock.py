@@ -7,6 +7,7 @@ in the home, so that an installed package never writes into itself.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -87,12 +88,14 @@ def _document(path: Path) -> tomlkit.TOMLDocument:
         document = tomlkit.parse(path.read_text("utf-8"))
     except FileNotFoundError:
         return tomlkit.document()
-    except (OSError, UnicodeDecodeError, TOMLKitError, RecursionError) as error:
+    except (OSError, ValueError, TOMLKitError, RecursionError) as error:
         msg = f"cannot read the lock {path}: {error}"
         raise LockFileError(msg) from error
     version = document.get("version")
     if version != _VERSION:
-        msg = f"{path} has version {version!r}; this program reads version {_VERSION}"
+        # TOML can hold numbers of more digits than Python writes.
+        found = version if version is None or version in range(1 << 32) else "that is none"
+        msg = f"{path} has version {found}; this program reads version {_VERSION}"
         raise LockFileError(msg)
     tables = document.get("release", [])
     if not isinstance(tables, list):
@@ -102,13 +105,19 @@ def _document(path: Path) -> tomlkit.TOMLDocument:
 
 
 def _release(path: Path, table: Any) -> Release:
-    facts = {key: str(value) for key, value in dict(table).items()}
+    if not isinstance(table, Mapping):
+        msg = f"{path}: `release` must be a list of tables, each under [[release]], found {table!r}"
+        raise LockFileError(msg)
+    facts = {key: str(value) for key, value in table.items() if isinstance(value, str)}
     name = facts.get("name", "?")
-    unknown = sorted(set(facts) - set(_ORDER))
+    others = sorted(set(table) - set(facts))
+    unknown = sorted(set(table) - set(_ORDER))
     missing = [key for key in _REQUIRED if not facts.get(key)]
     problem = ""
     if unknown:
         problem = f"has an unknown key `{unknown[0]}`"
+    elif others:
+        problem = f"has a `{others[0]}` that is no text"
     elif missing:
         problem = f"lacks `{missing[0]}`"
     elif facts["kind"] not in get_args(Kind):

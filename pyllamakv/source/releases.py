@@ -51,8 +51,12 @@ class Release:
 
 
 def natural(text: str) -> list[tuple[int, str]]:
-    """Split a name so that numbers sort as numbers: ``0.3.9`` before ``0.3.10``."""
-    return [(int(w), "") if w.isdigit() else (-1, w) for w in re.findall(r"\d+|\D+", text)]
+    """Split a name so that numbers sort as numbers: ``0.3.9`` before ``0.3.10``.
+
+    Only the digits of ASCII make numbers, and only so many of them as Python always takes for one.
+    """
+    words = re.findall(r"[0-9]{1,64}|[^0-9]+", text)
+    return [(int(word), "") if "0" <= word[0] <= "9" else (-1, word) for word in words]
 
 
 def is_name(name: str) -> bool:
