@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from source_kit import TREE, fill, imported, isolate, objects, refs, repository
 
-from pyllamakv.errors import FetchError, UnknownRelease, UsageError
-from pyllamakv.source import fetch, gitting, lock, sources
+from pyllamakv.errors import FetchError, SourceError, UnknownRelease, UsageError
+from pyllamakv.source import fetch, gitting, limits, lock, sources
 from pyllamakv.source.export import STAMP
 from pyllamakv.source.releases import resolve
 from pyllamakv.source.store import open_store
@@ -37,11 +38,37 @@ def test_urls_and_references(spec: str, url: str, ref: str) -> None:
     assert sources.split_git(spec) == (url, ref)
 
 
-@pytest.mark.parametrize("spec", ["git:", "git:--upload-pack=x", "git:a\nb@c"])
+@pytest.mark.parametrize(
+    "spec", ["git:", "git:--upload-pack=x", "git:a\nb@c", "git:a\0b", "git:/a\udcff@main"]
+)
 def test_urls_that_could_be_options(spec: str) -> None:
-    """A URL that git would read as an option is refused."""
+    """A URL that git would read as an option, or that no lock can hold, is refused."""
     with pytest.raises(UsageError):
         sources.split_git(spec)
+
+
+@pytest.mark.parametrize("url", ["https://me:s3cret@h/x.git", "HTTP://s:3@s3cret@h:8/x@main"])
+def test_a_password_stays_out_of_the_lock(url: str) -> None:
+    """The lock has the URLs of what was added, and is shared."""
+    with pytest.raises(UsageError, match="git credential") as caught:
+        resolve(f"git:{url}")
+    assert "s3cret" not in str(caught.value)
+    assert lock.known() == {}
+
+
+def test_a_token_stays_out_of_errors() -> None:
+    """What stands for a name in a URL may be as secret."""
+    with pytest.raises(FetchError, match=r"//\*\*\*@127") as caught:
+        resolve("git:http://s3cret@127.0.0.1:9/x@main")
+    assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("place", ["a" * 5000, "~nobody-is-here/x", "a\0b"])
+@pytest.mark.parametrize("kind", ["git", "path"])
+def test_what_no_path_can_be(kind: str, place: str) -> None:
+    """A name that is too long, and the home of nobody."""
+    with pytest.raises((SourceError, UsageError)):
+        resolve(f"{kind}:{place}")
 
 
 def test_a_git_url(tmp_path: Path) -> None:
@@ -162,6 +189,32 @@ def test_an_index_that_a_killed_git_locked(tmp_path: Path) -> None:
     (index,) = (p for p in (tmp_path / "home" / "indexes").iterdir() if not p.suffix)
     index.with_name(f"{index.name}.lock").touch()
     assert resolve(f"path:{folder}") == first
+
+
+@pytest.mark.parametrize("where", [".gitignore", ".gitattributes", ".git/include", ".git/HEAD"])
+def test_a_pipe_does_not_hold_a_folder(tmp_path: Path, monkeypatch, where: str) -> None:
+    """Git would wait for ever for somebody who writes into it."""
+    up = tmp_path / "up"
+    repository(up)
+    with (up / ".git/config").open("a") as config:
+        config.write("[include]\n\tpath = include\n")
+    (up / where).unlink(missing_ok=True)
+    os.mkfifo(up / where)
+    monkeypatch.setattr(limits, "SECONDS", 1.0)
+    with pytest.raises(SourceError, match="not done within 1 s"):
+        resolve(f"path:{up}")
+    if where.startswith(".git/"):
+        with pytest.raises(FetchError, match="not done within 1 s"):
+            resolve(f"git:{up}@main")
+
+
+def test_a_head_that_is_no_commit(tmp_path: Path) -> None:
+    """A folder is taken as it stands: its date is that of another, and no error."""
+    up = tmp_path / "up"
+    repository(up)
+    blob = gitting.git(up, "rev-parse", "HEAD:include/llama.h")
+    (up / ".git/HEAD").write_text(f"{blob}\n")
+    assert resolve(f"path:{up}").date == gitting.DATE
 
 
 def test_an_unpacked_sdist_is_a_plain_folder(tmp_path: Path) -> None:

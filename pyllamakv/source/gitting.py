@@ -9,9 +9,10 @@ and do nothing.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,8 @@ SECONDS = 1795132800
 
 #: Exit status reported when git itself cannot be started, as a shell does.
 _NOT_FOUND = 127
+#: And when it was ended for taking too long, as by `timeout`.
+TIMED_OUT = 124
 
 _SETTINGS = {
     "core.hooksPath": os.devnull,
@@ -116,13 +119,15 @@ def run(
     network: bool = False,
     hold: Sequence[int] = (),
     bounded: bool = False,
+    timeout: float | None = None,
 ) -> subprocess.CompletedProcess[bytes]:
     """Run ``git args`` in ``folder``, whatever it returns, and give back status and both outputs.
 
     ``input`` is what git reads: bytes, text, or the path of a file. ``env`` is laid over the clean
     environment (for example another ``GIT_INDEX_FILE``). ``hold`` are descriptors that it inherits,
-    to keep their locks for as long as it runs. ``bounded`` sets the limits of `limits`.
-    Raises GitError only when git cannot be started.
+    to keep their locks for as long as it runs. ``bounded`` sets the limits of `limits`; with
+    ``network`` none of address space. Raises GitError only when git cannot be started, or is not
+    done within ``timeout`` seconds: it is ended with all that it started.
     """
     full = environment(network=network)
     place = folder.resolve()
@@ -130,25 +135,37 @@ def run(
     full.update(env or {})
     command = ["git", *args]
     if bounded:
-        command = limits.command(args)
+        command = limits.command(args, memory=not network)
         full.update(limits.environment())
     try:
         with ExitStack() as stack:
-            feed: dict[str, Any] = {}
-            if isinstance(input, Path):
-                feed["stdin"] = stack.enter_context(input.open("rb"))
-            else:
-                data = input.encode("utf-8", "surrogateescape") if isinstance(input, str) else input
-                feed["input"] = data or b""
-            return subprocess.run(
-                command,
-                cwd=place,
-                env=full,
-                check=False,
-                capture_output=True,
-                pass_fds=tuple(hold),
-                **feed,
+            data = input.encode("utf-8", "surrogateescape") if isinstance(input, str) else input
+            stdin = subprocess.PIPE
+            if isinstance(data, Path):
+                stdin, data = stack.enter_context(data.open("rb")).fileno(), None
+            process = stack.enter_context(
+                subprocess.Popen(
+                    command,
+                    cwd=place,
+                    env=full,
+                    stdin=stdin,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    pass_fds=tuple(hold),
+                    process_group=None if timeout is None else 0,
+                )
             )
+            try:
+                out, said = process.communicate(data, timeout)
+            except subprocess.TimeoutExpired as error:
+                with suppress(ProcessLookupError, PermissionError):  # it is gone just now
+                    os.killpg(process.pid, signal.SIGKILL)
+                words = f"it was not done within {timeout:g} s; is there a pipe among its files?"
+                raise GitError(["git", *args], TIMED_OUT, words) from error
+            except BaseException:
+                process.kill()
+                raise
+            return subprocess.CompletedProcess(command, process.returncode, out, said)
     except FileNotFoundError as error:
         if not place.is_dir():
             raise GitError(command, _NOT_FOUND, f"there is no folder {place}") from error
@@ -166,9 +183,11 @@ def git_bytes(
     network: bool = False,
     hold: Sequence[int] = (),
     bounded: bool = False,
+    timeout: float | None = None,
 ) -> bytes:
     """Run git like `git`, but return its output as the bytes it wrote."""
-    done = run(folder, *args, input=input, env=env, network=network, hold=hold, bounded=bounded)
+    options: dict[str, Any] = {"network": network, "hold": hold, "bounded": bounded}
+    done = run(folder, *args, input=input, env=env, timeout=timeout, **options)
     if check and done.returncode != 0:
         said = (done.stderr or done.stdout).decode("utf-8", "replace")
         raise GitError(["git", *args], done.returncode, said)
@@ -184,6 +203,7 @@ def git(
     network: bool = False,
     hold: Sequence[int] = (),
     bounded: bool = False,
+    timeout: float | None = None,
 ) -> str:
     """Run ``git args`` in ``folder`` and return what it wrote, without the last line break.
 
@@ -191,7 +211,7 @@ def git(
     and its words when it fails and ``check`` is set.
     """
     options: dict[str, Any] = {"env": env, "network": network, "hold": hold, "bounded": bounded}
-    out = git_bytes(folder, *args, input=input, check=check, **options)
+    out = git_bytes(folder, *args, input=input, check=check, timeout=timeout, **options)
     return out.decode("utf-8", "surrogateescape").removesuffix("\n")
 
 
@@ -199,6 +219,7 @@ def git(
 def repository(folder: Path, *, network: bool = False) -> Iterator[Repo]:
     """Open a repository with GitPython, under the same clean environment.
 
+    It reads the repository's config by itself, without a bound: only for those of our own making.
     Raises GitError for a folder that is no repository, and for every command that fails.
     """
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")

@@ -26,6 +26,10 @@ MEMORY = 2 << 30
 #: The largest pack: a release with its whole history has a third of this.
 FILE = 1 << 30
 
+#: How long git may take over what lies on this machine. It waits for ever for a pipe that lies
+#: where it reads a file; the largest tree or pack needs a few minutes on a slow disk.
+SECONDS = 600.0
+
 #: Large files pass in pieces; threads and whole packs would take address space for nothing.
 _SETTINGS = (
     "core.bigFileThreshold=64m",

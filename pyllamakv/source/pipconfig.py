@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import configparser
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from pyllamakv.errors import UsageError
 
@@ -82,10 +82,7 @@ def files() -> list[Path]:
 
 def redacted(url: str) -> str:
     """Return a URL without the name and password in it."""
-    parts = urlsplit(url)
-    if "@" not in parts.netloc:
-        return url
-    return parts._replace(netloc="***@" + parts.netloc.rpartition("@")[2]).geturl()
+    return re.sub(r"^([^/?#]*://)[^/?#]*@", r"\1***@", url)
 
 
 def _from_files() -> dict[str, str]:

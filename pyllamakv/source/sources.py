@@ -8,7 +8,6 @@ import re
 import shutil
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from pyllamakv.errors import FetchError, GitError, UnknownRelease, UsageError
 from pyllamakv.source import bounds, era, gitting, limits
 from pyllamakv.source.export import KEEP, STAMP
 from pyllamakv.source.files import busy, disk_room
+from pyllamakv.source.pipconfig import redacted
 from pyllamakv.source.quarantine import move
 from pyllamakv.source.releases import Release
 from pyllamakv.source.store import Store, open_store
@@ -26,18 +26,30 @@ if TYPE_CHECKING:
 _API = ("include/llama.h", "llama.h")
 _HOST_ALONE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]*")
 _REF = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./+-]*")
+_PASSWORD = re.compile(r"[^/?#]*://[^/?#]*:[^/?#]*@")
+_DATE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 _INCOMING = "refs/incoming/x"
 #: Folders and files of a plain folder that are no source.
 _SKIPPED = (".git", "__pycache__")
 
 
 def split_git(spec: str) -> tuple[str, str]:
-    """Split ``git:URL@REF`` into URL and reference; without a reference it is ``HEAD``."""
+    """Split ``git:URL@REF`` into URL and reference; without a reference it is ``HEAD``.
+
+    Raises UsageError for what git or a lock cannot hold, and for a URL with a password: it would
+    stand in the lock, which people share.
+    """
     rest = spec.removeprefix("git:")
     url, at, ref = rest.rpartition("@")
     if not at or not _REF.fullmatch(ref) or not url or _HOST_ALONE.fullmatch(url) or ".." in ref:
         url, ref = rest, "HEAD"
-    if not url or url.startswith("-") or "\n" in url:
+    if _PASSWORD.match(url):
+        msg = (
+            f"git:{redacted(url)} has a password, which the lock would hold: leave it out, and "
+            "give it to git (`git credential approve`, or a helper), or use an ssh URL"
+        )
+        raise UsageError(msg)
+    if not url or url.startswith("-") or re.search("[\n\0\ud800-\udfff]", url):
         msg = f"{spec!r} is no git source; git:URL@REF is expected"
         raise UsageError(msg)
     return url, ref
@@ -58,16 +70,17 @@ def from_git(spec: str) -> Release:
 def take_git(spec: str) -> Release:
     """Fetch like `from_git`, but pin nothing."""
     url, ref = split_git(spec)
-    local = Path(url).expanduser()
-    place = os.fspath(local.resolve()) if local.exists() else url
+    place = _place(url)
     store = open_store()
     with store.scratch() as folder:
         held = Store(folder)
         try:
             commit = _bring(held, store, place, ref)
         except GitError as error:
-            limits.refuse(error, f"what {url} has under {ref}")
-            msg = f"cannot fetch {ref} from {url}: {error.output.strip()}"
+            shown = redacted(url)
+            limits.refuse(error, f"what {shown} has under {ref}")
+            said = error.output.strip().replace(url, shown)
+            msg = f"cannot fetch {ref} from {shown}: {said}"
             raise FetchError(msg) from error
         release = _described(held, Release(spec, "git", commit, "", "", "", url=place))
         move(held.path / "objects", store)
@@ -75,13 +88,23 @@ def take_git(spec: str) -> Release:
     return release
 
 
+def _place(url: str) -> str:
+    """Return the path of a repository or bundle on this machine; other URLs as they are."""
+    with suppress(OSError, RuntimeError):  # no path of this system, or the home of nobody
+        local = Path(url).expanduser()
+        if local.exists():
+            return os.fspath(local.resolve())
+    return url
+
+
 def _bring(held: Store, store: Store, place: str, ref: str) -> str:
     """Fetch into a repository that is thrown away, and sees what the store has; return the commit.
 
     So nothing is left of what is refused; a pack that never ends is given up at a limit.
     """
+    near = place.startswith(("/", "file:"))
     # A bundle holds what it holds: git cannot cut its history.
-    depth = [] if Path(place).is_file() else ["--depth=1"]
+    depth = [] if place.startswith("/") and Path(place).is_file() else ["--depth=1"]
     words = ["--quiet", "--no-tags", "--no-write-fetch-head", "--force", *depth]
     fetch = ("fetch", *words, "--", place, f"+{ref}:{_INCOMING}")
     with disk_room(store.path):
@@ -90,9 +113,13 @@ def _bring(held: Store, store: Store, place: str, ref: str) -> str:
         with suppress(FileNotFoundError):
             # Without it git would look for parents that the store does not have either.
             shutil.copyfile(store.path / "shallow", held.path / "shallow")
-        with gitting.repository(held.path, network=True) as repo:
-            repo.git.update_environment(**limits.environment())
-            repo.git.execute(limits.command(fetch, memory=False))
+        if near:
+            bound = limits.SECONDS
+            gitting.git(held.path, *fetch, network=True, bounded=True, timeout=bound)
+        else:
+            with gitting.repository(held.path, network=True) as repo:
+                repo.git.update_environment(**limits.environment())
+                repo.git.execute(limits.command(fetch, memory=False))
         return gitting.git(held.path, "rev-parse", "--verify", f"{_INCOMING}^{{commit}}")
 
 
@@ -102,8 +129,13 @@ def from_folder(spec: str) -> Release:
     Of a git work tree what git would not ignore is taken, of another folder everything but
     ``build*`` at its top. Raises UnknownRelease for a folder that holds no llama.cpp.
     """
-    folder = Path(spec.removeprefix("path:")).expanduser().resolve()
-    if not any((folder / name).is_file() for name in _API):
+    try:
+        folder = Path(spec.removeprefix("path:")).expanduser().resolve()
+        found = any((folder / name).is_file() for name in _API)
+    except (OSError, RuntimeError, ValueError) as error:  # no path of this system
+        msg = f"{spec[:200]!r} names no folder: {error}"
+        raise UnknownRelease(msg, name=spec) from error
+    if not found:
         msg = f"{folder} holds no llama.cpp: neither {_API[0]} nor {_API[1]} is there"
         raise UnknownRelease(msg, name=spec)
     store = open_store()
@@ -121,17 +153,21 @@ def _tracked(folder: Path) -> tuple[Iterable[str], str] | None:
     """Return what git would take of a work tree and when its commit was made; None for others."""
     if not (folder / ".git").exists():
         return None
+    listing = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    # Of the words for a commit this one heeds no setting that starts a program.
+    asking = ("rev-list", "-1", "--format=%cd", "--date=format-local:%Y-%m-%dT%H:%M:%SZ")
     try:
-        with gitting.repository(folder) as repo:
-            listed = repo.git.ls_files("-z", "--cached", "--others", "--exclude-standard")
-            date = ""
-            if repo.head.is_valid():
-                when = repo.head.commit.committed_datetime.astimezone(tz=UTC)
-                date = when.strftime("%Y-%m-%dT%H:%M:%SZ")
-    except GitError:
+        listed = gitting.git(folder, *listing, timeout=limits.SECONDS)
+        told = gitting.git(
+            folder, *asking, "HEAD^{commit}", "--", check=False, timeout=limits.SECONDS
+        )
+    except GitError as error:
+        if error.code == gitting.TIMED_OUT:
+            raise
         # An unpacked sdist has a link to a repository that is not there.
         return None
-    return [path for path in listed.split("\0") if path], date
+    date = told.rpartition("\n")[2]
+    return [path for path in listed.split("\0") if path], date if _DATE.fullmatch(date) else ""
 
 
 def _described(store: Store, release: Release) -> Release:
@@ -171,13 +207,14 @@ def _indexed(store: Store, folder: Path, paths: list[str], index: Path, held: in
         "GIT_WORK_TREE": str(folder),
         "GIT_INDEX_FILE": str(index),
     }
-    old = gitting.git(folder, "ls-files", "-z", "--cached", env=env).split("\0")
+    bound = limits.SECONDS
+    old = gitting.git(folder, "ls-files", "-z", "--cached", env=env, timeout=bound).split("\0")
     taken = [p for p in paths if (folder / p).is_symlink() or (folder / p).is_file()]
     gone = sorted(set(old) - set(taken) - {""})
     for words, names in ((("--force-remove",), gone), (("--add",), taken)):
         command = ("update-index", "-z", *words, "--stdin")
-        gitting.git(folder, *command, input=_nul(names), env=env, hold=(held,))
-    return gitting.git(folder, "write-tree", env=env, hold=(held,))
+        gitting.git(folder, *command, input=_nul(names), env=env, hold=(held,), timeout=bound)
+    return gitting.git(folder, "write-tree", env=env, hold=(held,), timeout=bound)
 
 
 def _nul(paths: list[str]) -> bytes:
