@@ -117,3 +117,19 @@ def test_show(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Because two is needed." in call(bench, capsys, "show", "two")[1]
     assert call(bench, capsys, "show")[0] == 0
     assert call(bench, capsys, "show", "three")[0] == 2
+
+
+def test_no_text_of_a_patch_gives_orders_to_the_terminal(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A title, a reason and a file may be anybody's."""
+    about = bench.folder / "two" / "patch.toml"
+    evil = about.read_text().replace("Because", "\\u001b[2J\\u009bBecause")
+    about.write_text(evil.replace('title = "', 'title = "\\u001b]0;x\\u0007[bold]'))
+    (bench.folder / "str\x1bay").mkdir()
+    (bench.folder / "str\x1bay" / "x.patch").write_text("")
+    for words in (["show"], ["show", "two"], ["lint"], ["status", "0.3.1"], ["drift", "0.3.2"]):
+        _, out, err = call(bench, capsys, *words)
+        assert all(sign.isprintable() or sign == "\n" for sign in out + err)
+    out = call(bench, capsys, "show", "two")[1]
+    assert "\\x1b]0;x\\x07[bold]" in out and "\\x1b[2J\\x9bBecause" in out

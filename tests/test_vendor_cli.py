@@ -66,6 +66,19 @@ def test_each_file_is_named(home: Path, capsys: pytest.CaptureFixture[str]) -> N
     run("verify")
 
 
+def test_no_name_of_a_file_gives_orders_to_the_terminal(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever makes a tree names its files."""
+    run("sync")
+    (home / "trees" / "0.3.9" / "\x1b]0;x\x07").write_text("x")
+    capsys.readouterr()
+    with pytest.raises(TreeDirty):
+        run("verify")
+    out = capsys.readouterr().out
+    assert "\\x1b]0;x\\x07" in out and "\x1b" not in out
+
+
 def test_a_release_that_moved_is_stale(home: Path) -> None:
     """When the lock now means another tree, the folder is called stale."""
     run("sync")

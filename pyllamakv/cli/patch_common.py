@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pyllamakv import errors
+from pyllamakv.harness.printable import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -84,10 +85,10 @@ def to_json(data: Any) -> None:
 
 
 def lines(found: Iterable[str]) -> None:
-    """Write lines to stdout."""
-    sys.stdout.writelines(f"{line}\n" for line in found)
+    """Write lines to stdout, without orders to the terminal: patches may be anybody's."""
+    sys.stdout.writelines(printable(line, keep="\n\t") + "\n" for line in found)
 
 
 def note(text: str) -> None:
-    """Write a line to stderr."""
-    sys.stderr.write(text + "\n")
+    """Write a line to stderr, like `lines`."""
+    sys.stderr.write(printable(text, keep="\n\t") + "\n")

@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from pyllamakv.harness.printable import printable
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -20,19 +22,24 @@ _COLOURS = {"applies": "green", "offset": "green", "fails": "red", "blocked": "y
             "not-meant": "dim", "unknown": "magenta"}  # fmt: skip
 
 
+def _safe(text: str) -> str:
+    """Return a text of a patch, which may be anybody's, without orders to the terminal or rich."""
+    return escape(printable(text, keep="\n\t"))
+
+
 def status(found: Sequence[PatchStatus], *, hunks: bool = False) -> None:
     """Draw one row per patch and release, and why it does not apply."""
     table = Table("release", "patch", "state", "text", "hunks")
     for one in found:
         colour = _COLOURS[one.state]
-        table.add_row(
-            one.release, one.id, f"[{colour}]{one.state}[/]", one.text, escape(_summary(one))
-        )
+        name, text = _safe(one.id), _safe(one.text)
+        table.add_row(one.release, name, f"[{colour}]{one.state}[/]", text, _safe(_summary(one)))
     console = Console()
     console.print(table)
     for one in found:
         if one.state in ("fails", "blocked", "unknown") or (hunks and one.state != "not-meant"):
-            console.print(f"[bold]{one.id} on {one.release}[/]: {escape(one.reason or 'applies')}")
+            name, reason = _safe(one.id), _safe(one.reason or "applies")
+            console.print(f"[bold]{name} on {one.release}[/]: {reason}")
             _hunks(console, one)
 
 
@@ -41,7 +48,7 @@ def _hunks(console: Console, one: PatchStatus) -> None:
     for place in best.placements if best else ():
         offset = f" ({place.offset:+d} lines)" if place.offset else ""
         console.print(
-            f"  {escape(place.file)}#{place.hunk} line {place.line}: {place.state}{offset}",
+            f"  {_safe(place.file)}#{place.hunk} line {place.line}: {place.state}{offset}",
             highlight=False,
         )
 
@@ -89,15 +96,16 @@ def series(found: Sequence[dict[str, Any]]) -> None:
     table = Table("patch", "title", "releases", "texts")
     for one in found:
         bases = ", ".join(text["base"] for text in one["texts"])
-        table.add_row(one["id"], escape(one["title"]), one["releases"] or "all", bases)
+        words = (one["id"], one["title"], one["releases"] or "all", bases)
+        table.add_row(*map(_safe, words))
     Console().print(table)
 
 
 def patch(definition: Definition) -> None:
     """Write what a patch is for and where it applies."""
     console = Console(soft_wrap=True, highlight=False)
-    console.print(f"[bold]{definition.id}[/]: {escape(definition.title)}\n")
-    console.print(escape(definition.why) + "\n")
+    console.print(f"[bold]{_safe(definition.id)}[/]: {_safe(definition.title)}\n")
+    console.print(_safe(definition.why) + "\n")
     pairs = {
         "origin": definition.origin,
         "upstream": definition.upstream,
@@ -106,40 +114,41 @@ def patch(definition: Definition) -> None:
         "scenarios": ", ".join(definition.scenarios),
     }
     for key, value in pairs.items():
-        console.print(f"{key}: {escape(value)}")
+        console.print(f"{key}: {_safe(value)}")
     for text in definition.texts:
         touched = ", ".join(text.patch.paths)
-        console.print(f"text for {text.base} ({text.era}): {escape(touched)}")
+        console.print(_safe(f"text for {text.base} ({text.era}): {touched}"))
         for marker in text.markers:
-            console.print(f"  where {escape(str(marker))}")
+            console.print(f"  where {_safe(str(marker))}")
 
 
 def comparison(found: Comparison) -> None:
     """Write what the second of two texts lost, and what it gained."""
     console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{found.id}: {found.one} to {found.other}: [bold]{found.change}[/]")
+    between = _safe(f"{found.id}: {found.one} to {found.other}")
+    console.print(f"{between}: [bold]{found.change}[/]")
     for title, losses in (("lost", found.lost), ("gained", found.gained)):
         for loss in losses:
             colour = "red" if title == "lost" and loss.whole else "dim"
-            console.print(f"  [{colour}]{title}[/] {escape(str(loss))}")
+            console.print(f"  [{colour}]{title}[/] {_safe(str(loss))}")
             if title == "lost" and loss.whole:
                 for line in loss.lines[:6]:
-                    console.print(f"      {escape(line)}")
+                    console.print(f"      {_safe(line)}")
 
 
 def drift(found: Sequence[Drift], named: Sequence[str] = ()) -> None:
     """Write what became of each hunk; of patches not meant for a release only when named."""
     console = Console(soft_wrap=True, highlight=False)
     for one in found:
-        against = f", text for {one.base}" if one.base else ""
+        against = _safe(f", text for {one.base}" if one.base else "")
         state = f"[{_COLOURS[one.state]}]{one.state}[/]"
-        console.print(f"[bold]{one.id}[/] on {one.release}: {state}{against}")
+        console.print(f"[bold]{_safe(one.id)}[/] on {one.release}: {state}{against}")
         if one.state == "not-meant" and one.id not in named:
-            console.print(f"  {escape(one.reason.split('; ')[0])}")
+            console.print(f"  {_safe(one.reason.split('; ')[0])}")
             continue
         told = [hunk for hunk in one.hunks if hunk.placement.state != "exact"]
         for line in _told(told):
-            console.print(f"  {escape(line)}")
+            console.print(f"  {_safe(line)}")
         exact = len(one.hunks) - len(told)
         if exact:
             console.print(f"  {_count(exact, 'other hunk' if told else 'hunk')} exact")

@@ -20,6 +20,8 @@ def progress() -> Iterator[Progress]:
     """
     from rich.console import Console
 
+    from pyllamakv.harness.printable import printable
+
     console = Console(stderr=True)
     if not console.is_terminal:
         last = ""
@@ -28,7 +30,7 @@ def progress() -> Iterator[Progress]:
             nonlocal last
             if total is None and what != last:
                 last = what
-                console.print(what, markup=False, highlight=False, soft_wrap=True)
+                console.print(printable(what), markup=False, highlight=False, soft_wrap=True)
 
         yield line
         return
@@ -41,6 +43,7 @@ def progress() -> Iterator[Progress]:
 
         def move(what: str, done: int, total: int | None) -> None:
             nonlocal task
+            what = printable(what)
             if task is None:
                 task = bars.add_task(what, total=None)
             bars.update(task, description=what, completed=done, total=total)

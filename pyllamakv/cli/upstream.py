@@ -181,12 +181,16 @@ def _line(facts: dict[str, Any]) -> str:
 def _table(rows: Sequence[dict[str, Any]]) -> None:
     from rich import box
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
+
+    from pyllamakv.harness.printable import printable
 
     table = Table("release", "era", "date", "commit", "from", "fetched", box=box.SIMPLE_HEAD)
     for row in rows:
         source = row["package"] or row["url"] or ""
         cells = [row["name"], row["era"], row["date"][:10], row["commit"][:12], source]
+        cells = [escape(printable(cell)) for cell in cells]
         table.add_row(*cells, "yes" if row["fetched"] else "no")
     # A pipe has no width: nothing may be cut there.
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200)
@@ -198,4 +202,7 @@ def _json(data: Any) -> None:
 
 
 def _lines(lines: Any) -> None:
-    sys.stdout.writelines(f"{line}\n" for line in lines)
+    from pyllamakv.harness.printable import printable
+
+    # Names of files and URLs are anybody's, and could give orders to the terminal.
+    sys.stdout.writelines(printable(line) + "\n" for line in lines)

@@ -150,4 +150,7 @@ def _json(data: Any) -> None:
 
 
 def _lines(lines: Sequence[str] | Any) -> None:
-    sys.stdout.writelines(f"{line}\n" for line in lines)
+    from pyllamakv.harness.printable import printable
+
+    # Names of files and URLs are anybody's, and could give orders to the terminal.
+    sys.stdout.writelines(printable(line) + "\n" for line in lines)
