@@ -141,6 +141,39 @@ def test_links_that_lead_out_are_refused(store: Store, tmp_path: Path, target: s
         store.export(tree, tmp_path / "out")
 
 
+@pytest.mark.parametrize("target", [b"", b"a\0b", b"a" * 5000])
+def test_links_that_are_none_are_refused(store: Store, tmp_path: Path, target: bytes) -> None:
+    """Git keeps any bytes as the target of a link; what no link can say is refused by name."""
+    blob = gitting.git(store.path, "hash-object", "-w", "--stdin", input=target)
+    tree = gitting.git(store.path, "mktree", input=f"120000 blob {blob}\todd\n")
+    with pytest.raises(SourceError, match="the link odd has a target"):
+        store.export(tree, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "name", ["n" * 256, "/".join(["n" * 100] * 6), ".pyllamakv-part", "..pyllamakv-tree.part"]
+)
+@pytest.mark.parametrize("tail", ["", "/x"])
+def test_names_that_cannot_be_written_are_refused(
+    store: Store, tmp_path: Path, name: str, tail: str
+) -> None:
+    """A name that is too long, or one that files have while they are written, is not exported."""
+    tree, _ = store.commit(None, {f"{name}{tail}": b"x", "x": b"y"}, "m")
+    with pytest.raises(SourceError, match="unsafe path"):
+        store.export(tree, tmp_path / "out")
+    with pytest.raises(SourceError, match="unsafe path"):
+        store.compare(tree, tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*"))
+
+
+def test_names_as_long_as_may_be(store: Store, tmp_path: Path) -> None:
+    """A file's name until it is written takes nothing from its own."""
+    files = {"n" * 255: b"x", "m" * 250 + "/" + "n" * 250: b"y", "a/.pyllamakv-part": b"z"}
+    tree, _ = store.commit(None, files, "m")
+    store.export(tree, tmp_path / "out")
+    assert found(tmp_path / "out") == files
+
+
 @pytest.mark.parametrize("name", ["..", ".git", ".GIT"])
 def test_unsafe_names_are_refused(store: Store, tmp_path: Path, name: str) -> None:
     """A tree with a name that could lead outside, or into git, is not exported."""
@@ -232,3 +265,17 @@ def test_a_foreign_folder_is_refused(store: Store, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"letter\.txt"):
         store.export(MAIN, tmp_path / "mine")
     assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
+
+
+def test_a_link_in_place_of_a_stamp_is_refused(store: Store, tmp_path: Path) -> None:
+    """What an early end leaves of a stamp is a file; a link there was put by somebody."""
+    victim, folder = tmp_path / "victim", tmp_path / "theirs"
+    victim.write_text("mine")
+    folder.mkdir()
+    (folder / "..pyllamakv-tree.part").symlink_to(victim)
+    with pytest.raises(UsageError, match="holds other files"):
+        store.export(MAIN, folder)
+    (folder / export.STAMP).write_text("{}")
+    store.export(MAIN, folder)
+    assert victim.read_text() == "mine"
+    assert found(folder) == TREE

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pyllamakv.errors import DiskFailed, DiskFull
+from pyllamakv.errors import DiskFailed, DiskFull, SourceError
 from pyllamakv.source.files import busy, disk_room, write_atomic, write_whole
 
 if TYPE_CHECKING:
@@ -23,6 +23,49 @@ def test_a_write_takes_over_what_a_killed_one_left(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "all"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "hard", "pipe"])
+def test_what_was_planted_where_the_part_goes_is_not_written_into(
+    tmp_path: Path, kind: str
+) -> None:
+    """A folder from elsewhere may hold a link of that name: the file it means stays as it was."""
+    victim, folder = tmp_path / "victim", tmp_path / "theirs"
+    folder.mkdir()
+    victim.write_text("mine")
+    victim.chmod(0o600)
+    part = folder / ".file.part"
+    if kind == "hard":
+        part.hardlink_to(victim)
+    elif kind == "pipe":
+        os.mkfifo(part)
+    else:
+        part.symlink_to(victim if kind == "link" else tmp_path / "new")
+    write_atomic(folder / "file", "all")
+    assert (folder / "file").read_text() == "all"
+    assert not (folder / "file").is_symlink()
+    assert [path.name for path in folder.iterdir()] == ["file"]
+    assert (victim.read_text(), victim.stat().st_mode & 0o777) == ("mine", 0o600)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_where_the_part_goes_is_told(tmp_path: Path) -> None:
+    """It is not removed: somebody may have put something there."""
+    (tmp_path / ".file.part").mkdir()
+    with pytest.raises(SourceError, match="is a folder"):
+        write_atomic(tmp_path / "file", "all")
+
+
+def test_a_file_is_as_open_as_the_umask_lets_it(tmp_path: Path) -> None:
+    """Neither what was left nor what was there before makes it readable for others."""
+    (tmp_path / ".file.part").touch(0o666)
+    (tmp_path / ".file.part").chmod(0o666)
+    before = os.umask(0o077)
+    try:
+        write_atomic(tmp_path / "file", "all")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
 
 
 def test_many_writers_leave_one_of_their_texts(tmp_path: Path) -> None:

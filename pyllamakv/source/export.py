@@ -32,11 +32,16 @@ KEEP = ("common/build-info.cpp",)
 #: The stamp lies inside the folder, so that it moves and dies with it.
 STAMP = ".pyllamakv-tree"
 
+#: What a file, and the stamp, is called until all of it is written. Both lie at the top, where no
+#: tree may have them: so a tree's own files are as long as a name may be.
 _PART = ".pyllamakv-part"
+_STAMP_PART = f".{STAMP}.part"
 _LINK = "120000"
 _BATCH = 256
 #: More folders within each other than any release has; they are walked by recursion.
 _DEPTH = 200
+#: The longest name, and path or target of a link, in bytes: some file systems take no more.
+_NAME, _PATH = 255, 512
 
 
 @dataclass(frozen=True)
@@ -80,8 +85,7 @@ def export(
         folder.mkdir(parents=True, exist_ok=True)
         _refuse_foreign(folder, keep)
         entries = store.entries(tree)
-        for entry in entries:
-            _refuse_unsafe(entry.path)
+        _refuse_unsafe(entries)
         wanted = {entry.path: entry for entry in entries}
         _refuse_twice(entries)
         stray = _strays(folder, wanted, keep)
@@ -106,8 +110,12 @@ def export(
 def compare(
     store: Store, what: Release | str, folder: Path, *, keep: Sequence[str] = KEEP
 ) -> Difference:
-    """Name the files of ``folder`` that were changed, are missing, or belong to no tree."""
+    """Name the files of ``folder`` that were changed, are missing, or belong to no tree.
+
+    Raises SourceError for a tree that `export` would refuse for a path of it.
+    """
     entries = store.entries(store.tree_of(what))
+    _refuse_unsafe(entries)
     real = _Real(folder)
     missing = [e.path for e in entries if not real.holds(e.path)]
     gone = set(missing)
@@ -134,19 +142,32 @@ def _refuse_foreign(folder: Path, keep: Sequence[str]) -> None:
     if (folder / STAMP).is_file():
         return
     # An export that was killed early has not even its stamp.
-    tops = {*(name.split("/")[0] for name in keep), f".{STAMP}.part"}
-    foreign = sorted(path.name for path in folder.iterdir() if path.name not in tops)
+    tops = {name.split("/")[0] for name in keep}
+    foreign = sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.name not in tops and not (path.name == _STAMP_PART and _is_plain(path))
+    )
     if foreign:
         msg = f"{folder} holds other files ({foreign[0]}); name an empty or a new folder"
         raise UsageError(msg)
 
 
-def _refuse_unsafe(path: str) -> None:
-    parts = path.split("/")
-    bad = any(part.lower() in ("", ".", "..", ".git") for part in parts)
-    if bad or "\\" in path or parts[0] == STAMP or len(parts) > _DEPTH:
-        msg = f"the tree holds an unsafe path {path!r}; it was not exported"
-        raise SourceError(msg)
+def _is_plain(file: Path) -> bool:
+    return stat.S_ISREG(file.lstat().st_mode)
+
+
+def _refuse_unsafe(entries: Iterable[Entry]) -> None:
+    """Refuse a tree with a path that leads out, is ours, or cannot be written."""
+    for path in (entry.path for entry in entries):
+        parts = path.split("/")
+        bad = any(part.lower() in ("", ".", "..", ".git") for part in parts)
+        ours = parts[0].lower() in (STAMP, _STAMP_PART, _PART)
+        long = len(parts) > _DEPTH or len(os.fsencode(path)) > _PATH
+        long = long or any(len(os.fsencode(part)) > _NAME for part in parts)
+        if bad or ours or long or "\\" in path:
+            msg = f"the tree holds an unsafe path {path!r}; it cannot be exported"
+            raise SourceError(msg)
 
 
 def _refuse_twice(entries: Sequence[Entry]) -> None:
@@ -247,22 +268,31 @@ def _put(folder: Path, entry: Entry, data: bytes) -> None:
     if file.is_dir() and not file.is_symlink():
         msg = f"{file} is a folder where the tree has a file; remove it"
         raise SourceError(msg)
-    part = file.with_name(f".{file.name}{_PART}")
+    part = folder / _PART
     part.unlink(missing_ok=True)
     try:
         if entry.mode == _LINK:
-            target = os.fsdecode(data)
-            if _leads_out(entry.path, target):
-                msg = f"the link {entry.path} leads outside the tree, to {target!r}"
-                raise SourceError(msg)
-            part.symlink_to(target)
+            part.symlink_to(_target(entry, data))
         else:
-            part.write_bytes(data)
+            with part.open("xb") as out:
+                out.write(data)
             part.chmod(0o755 if _is_program(entry) else 0o644)
         part.replace(file)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def _target(entry: Entry, data: bytes) -> str:
+    """Return what a link says. Raises SourceError where it leads out, or is none."""
+    target = os.fsdecode(data)
+    if _leads_out(entry.path, target):
+        msg = f"the link {entry.path} leads outside the tree, to {target[:_PATH]!r}"
+        raise SourceError(msg)
+    if not data or len(data) > _PATH or b"\0" in data:
+        msg = f"the link {entry.path} has a target that no link can have, {target[:_PATH]!r}"
+        raise SourceError(msg)
+    return target
 
 
 def _leads_out(path: str, target: str) -> bool:

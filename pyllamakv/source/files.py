@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,7 +66,6 @@ def write_whole(file: Path, data: bytes) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         handle = _own(part)
         try:
-            os.fchmod(handle, 0o644)
             with os.fdopen(os.dup(handle), "wb") as out:
                 out.write(data)
             part.replace(file)
@@ -77,21 +77,55 @@ def write_whole(file: Path, data: bytes) -> None:
 
 
 def _own(part: Path) -> int:
-    """Open an empty file for this process alone, waiting for who else writes it."""
+    """Make an empty file for this process alone, waiting for who else writes it.
+
+    It is always a new one: what lies under the name may have been planted there, in a folder that
+    came from elsewhere, as a link to a file of the user's.
+    """
     while True:
-        handle = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            # Whoever had it before has renamed or removed it: then it is not this name's any more.
-            if part.exists() and os.path.samestat(os.fstat(handle), part.stat()):
-                os.ftruncate(handle, 0)
-                return handle
-        except FileNotFoundError:
-            pass
-        except BaseException:
+        with contextlib.suppress(FileExistsError):
+            handle = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                if _lock(handle, part):
+                    return handle
+            except BaseException:
+                os.close(handle)
+                raise
             os.close(handle)
-            raise
-        os.close(handle)
+        _remove_left(part)
+
+
+def _remove_left(part: Path) -> None:
+    """Remove what lies where a part goes, once nobody writes it any more.
+
+    Raises SourceError for a folder.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        facts = part.lstat()
+        if stat.S_ISDIR(facts.st_mode):
+            msg = f"{part} is a folder where a file is to be written; remove it"
+            raise SourceError(msg)
+        if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
+            part.unlink()
+            return
+        handle = os.open(part, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if _lock(handle, part):
+                part.unlink()
+        finally:
+            os.close(handle)
+
+
+def _lock(handle: int, part: Path) -> bool:
+    """Wait for the lock of an open file; tell whether it still is what lies under its name.
+
+    Whoever had it before has renamed or removed it: then it is not this name's any more.
+    """
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        return os.path.samestat(os.fstat(handle), part.lstat())
+    except FileNotFoundError:
+        return False
 
 
 @contextlib.contextmanager
