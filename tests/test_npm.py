@@ -132,6 +132,7 @@ def test_a_pinned_commit_is_checked(tmp_path: Path) -> None:
         (b"rubbish", "no git bundle"),
         (b"# v2 git bundle\n\nPACK", "names no commit"),
         (b"# v2 git bundle\n-" + b"1" * 40 + b" x\n", "needs history"),
+        (b"# v2 git bundle\n" + b"x\n" * 5000 + b"\nPACK", "more than 1000 references"),
     ],
 )
 def test_bad_bundles(tmp_path: Path, content: bytes | None, word: str) -> None:
@@ -159,6 +160,14 @@ def test_a_damaged_bundle_leaves_nothing(tmp_path: Path) -> None:
 def test_a_strange_tag_is_not_used(tmp_path: Path) -> None:
     """A tag that is no safe name gives way to the package's version."""
     assert fetch.add(str(tarball(tmp_path, tag="../../x"))).name == "node-llama-cpp-3.7.0"
+
+
+@pytest.mark.parametrize("about", [b"[" * 60_000, b"[" * 200_000, b"\xff"])
+def test_what_a_package_says_of_itself_may_be_anything(tmp_path: Path, about: bytes) -> None:
+    """Texts that nest without end, or are none, name no tag."""
+    members = {BUNDLE: bundle(tmp_path / "up", "HEAD"), ABOUT: about}
+    file = pack(tmp_path / "node-llama-cpp-3.7.0.tgz", members)
+    assert fetch.add(str(file)).name == "node-llama-cpp-3.7.0"
 
 
 def test_a_lock_entry_names_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,23 +7,18 @@ as a plain tree instead.
 
 from __future__ import annotations
 
-import gzip
 import re
-import tarfile
-import zlib
-from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from pyllamakv.errors import ArchiveError
-from pyllamakv.source import bounds
-from pyllamakv.source.files import disk_room
 from pyllamakv.source.plain import PlainFile, import_files
 from pyllamakv.source.quarantine import quarantine
+from pyllamakv.source.tarball import content, copy_member, is_plain, open_tar
 
 if TYPE_CHECKING:
+    import tarfile
     from collections.abc import Iterator
     from pathlib import Path
-    from typing import Self
 
     from pyllamakv.source.quarantine import Quarantine
     from pyllamakv.source.store import Store
@@ -37,17 +32,8 @@ _CLONE = re.compile(
 _TREE = re.compile(r"[^/]+/vendor/llama\.cpp/(?P<path>.+)", re.DOTALL)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
-_TEXT_LIMIT = 1 << 20
-_FILE_LIMIT = 1 << 30
-_CHUNK = 1 << 20
-#: Members that are texts about the next one: long names, and extended headers.
-_TEXTS = (
-    tarfile.XHDTYPE,
-    tarfile.XGLTYPE,
-    tarfile.SOLARIS_XHDTYPE,
-    tarfile.GNUTYPE_LONGNAME,
-    tarfile.GNUTYPE_LONGLINK,
-)
+#: HEAD and the references of a clone together; upstream's tags take a third of it.
+_TEXTS = 1 << 20
 
 
 def import_sdist(
@@ -71,6 +57,7 @@ def import_sdist(
 
 def _take_clone(archive: Path, held: Quarantine) -> str:
     texts: dict[str, str] = {}
+    left = _TEXTS
     packs = []
     seen: set[str] = set()
     with open_tar(archive) as tar:
@@ -83,10 +70,11 @@ def _take_clone(archive: Path, held: Quarantine) -> str:
             if part["pack"]:
                 packs.append(copy_member(tar, member, held.folder / f"{part['pack']}.pack"))
             elif part["high"]:
-                held.add_loose(part["high"] + part["low"], _content(tar, member, _FILE_LIMIT))
+                held.add_loose(part["high"] + part["low"], content(tar, member))
             else:
                 name = part["head"] or part["ref"] or "packed-refs"
-                texts[name] = _content(tar, member, _TEXT_LIMIT).decode("ascii", "replace")
+                texts[name] = content(tar, member, left).decode("ascii", "replace")
+                left -= member.size
     if not packs and not seen - {"HEAD"}:
         return ""
     for pack in packs:
@@ -116,9 +104,9 @@ def _plain_files(archive: Path) -> Iterator[PlainFile]:
             path = found["path"]
             if member.issym():
                 yield PlainFile(path, "120000", member.linkname.encode("utf-8", "surrogateescape"))
-            elif _is_plain(member):
+            elif is_plain(member):
                 mode = "100755" if member.mode & 0o100 else "100644"
-                yield PlainFile(path, mode, _content(tar, member, _FILE_LIMIT))
+                yield PlainFile(path, mode, content(tar, member))
             else:
                 msg = f"{archive.name} holds {member.name}, which is no plain file"
                 raise ArchiveError(msg)
@@ -131,85 +119,7 @@ def _members(
         found = pattern.fullmatch(member.name)
         if not found:
             continue
-        if not _is_plain(member):
+        if not is_plain(member):
             msg = f"{member.name} in the archive is no plain file; it is not to be trusted"
             raise ArchiveError(msg)
         yield member, found
-
-
-def _is_plain(member: tarfile.TarInfo) -> bool:
-    # A sparse member is larger than what the archive holds of it.
-    return member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and not member.issparse()
-
-
-def _open(tar: tarfile.TarFile, member: tarfile.TarInfo, limit: int) -> IO[bytes]:
-    source = tar.extractfile(member) if _is_plain(member) else None
-    if source is None or member.size > limit:
-        msg = f"{member.name} in the archive is no file of a reasonable size"
-        raise ArchiveError(msg)
-    return source
-
-
-def _content(tar: tarfile.TarFile, member: tarfile.TarInfo, limit: int) -> bytes:
-    return _open(tar, member, limit).read()
-
-
-def copy_member(tar: tarfile.TarFile, member: tarfile.TarInfo, file: Path) -> Path:
-    """Copy a plain member to a file of our own naming."""
-    source = _open(tar, member, _FILE_LIMIT)
-    with disk_room(file), file.open("xb") as out:
-        while chunk := source.read(_CHUNK):
-            out.write(chunk)
-    return file
-
-
-class _Member(tarfile.TarInfo):
-    """Read a header, and refuse one whose text tarfile would take into memory as a whole."""
-
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        member = super().frombuf(buf, encoding, errors)
-        if member.type in _TEXTS and member.size > _TEXT_LIMIT:
-            msg = (
-                f"a header in the archive has {member.size} bytes of text; it is not to be trusted"
-            )
-            raise ArchiveError(msg)
-        return member
-
-
-class _Bounded:
-    """Read a stream and refuse to go on where it grows past all bounds."""
-
-    def __init__(self, stream: gzip.GzipFile) -> None:
-        self._stream = stream
-        self._left = bounds.BYTES
-
-    def read(self, size: int) -> bytes:
-        data = self._stream.read(size)
-        self._left -= len(data)
-        if self._left < 0:
-            msg = f"the archive unpacks to more than {bounds.BYTES} bytes; it is not to be trusted"
-            raise ArchiveError(msg)
-        return data
-
-
-@contextmanager
-def open_tar(archive: Path) -> Iterator[tarfile.TarFile]:
-    """Open a gzipped tar for one pass; reading it to its end checks its length and checksum.
-
-    Raises ArchiveError for what is no such archive, and as soon as more comes out than any release
-    holds.
-    """
-    try:
-        with gzip.open(archive, "rb") as file:
-            unpacked = _Bounded(file)
-            with tarfile.open(fileobj=unpacked, mode="r|", tarinfo=_Member) as tar:  # type: ignore[call-overload]
-                yield tar
-            while unpacked.read(_CHUNK):
-                pass
-    except FileNotFoundError as error:
-        msg = f"there is no archive {archive}"
-        raise ArchiveError(msg) from error
-    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        msg = f"{archive.name} is truncated or no gzipped tar archive: {error}"
-        raise ArchiveError(msg) from error

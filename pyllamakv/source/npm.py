@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import ArchiveError, FetchError, GitError, HashMismatch, ToolMissing
-from pyllamakv.source.archive import copy_member, open_tar
 from pyllamakv.source.download import file_hash
 from pyllamakv.source.quarantine import quarantine
 from pyllamakv.source.releases import is_name
+from pyllamakv.source.tarball import copy_member, open_tar
 
 if TYPE_CHECKING:
     from pyllamakv.source.store import Store
@@ -29,6 +29,8 @@ _BUNDLE = "package/llama/gitRelease.bundle"
 _ABOUT = "package/llama/llama.cpp.info.json"
 _VERSION = re.compile(r"[0-9][0-9A-Za-z.+-]*")
 _SECONDS = 900
+#: The package has one reference in its bundle, and 200 bytes about it.
+_REFERENCES, _ABOUT_BYTES = 1000, 64 << 10
 
 
 def pack(version: str, folder: Path, *, sha256: str | None) -> Path:
@@ -100,14 +102,14 @@ def import_package(
         if _BUNDLE in wanted:
             msg = f"{archive.name} holds no {_BUNDLE}; {PROJECT} ships it from 3.0 on"
             raise ArchiveError(msg)
-        head = _head(bundle, archive)
+        head, tag = _head(bundle, archive), _tag(about)
         try:
             held.git("bundle", "unbundle", str(bundle))
         except GitError as error:
             msg = f"the bundle in {archive.name} is damaged: {error.output.strip()}"
             raise ArchiveError(msg) from error
         found = held.admit(head, expected_commit=commit, expected_tree=tree)
-        return head, found, _tag(about)
+        return head, found, tag
 
 
 def _head(bundle: Path, archive: Path) -> str:
@@ -117,7 +119,12 @@ def _head(bundle: Path, archive: Path) -> str:
         if not source.readline(100).startswith((b"# v2 git bundle", b"# v3 git bundle")):
             msg = f"the bundle in {archive.name} is no git bundle"
             raise ArchiveError(msg)
+        lines = 0
         while (line := source.readline(1000).rstrip(b"\n")) != b"":
+            lines += 1
+            if lines > _REFERENCES:
+                msg = f"the bundle in {archive.name} has more than {_REFERENCES} references"
+                raise ArchiveError(msg)
             if line.startswith(b"-"):
                 msg = f"the bundle in {archive.name} needs history that it does not hold"
                 raise ArchiveError(msg)
@@ -132,8 +139,11 @@ def _head(bundle: Path, archive: Path) -> str:
 
 
 def _tag(about: Path) -> str:
+    """Return upstream's tag as the package has it, or nothing where it has none that is usable."""
     try:
-        tag = str(json.loads(about.read_text("utf-8"))["tag"])
-    except (OSError, ValueError, KeyError, TypeError):
+        with about.open("rb") as source:
+            text = source.read(_ABOUT_BYTES).decode("utf-8")
+        tag = str(json.loads(text)["tag"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
     return tag if is_name(tag) else ""

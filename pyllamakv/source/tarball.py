@@ -1,0 +1,168 @@
+"""Read the gzipped tars of others in one pass, and take of them no more than any release has.
+
+A header may claim any size, and name what tarfile takes into memory as a whole: long names,
+attributes, maps of sparse files. So what is read is counted, and what belongs to headers by itself.
+"""
+
+from __future__ import annotations
+
+import gzip
+import tarfile
+import zlib
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING
+
+from pyllamakv.errors import ArchiveError
+from pyllamakv.source import bounds
+from pyllamakv.source.files import disk_room
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+#: The largest member: more than any pack of a release.
+FILE = 1 << 30
+#: All that says something about one member; a path and its attributes take a few hundred bytes.
+HEADER = 64 << 10
+#: All headers together: those of `bounds.FILES` members of 512 bytes each.
+HEADERS = 128 << 20
+#: Attributes that hold for all members; git writes one.
+_SHARED = 16
+_CHUNK = 1 << 20
+
+
+@contextmanager
+def open_tar(archive: Path) -> Iterator[tarfile.TarFile]:
+    """Open a gzipped tar for one pass; reading it to its end checks its length and checksum.
+
+    Raises ArchiveError for what is no such archive, and as soon as more comes out than any release
+    holds.
+    """
+    try:
+        with gzip.open(archive, "rb") as file:
+            unpacked = _Stream(file)
+            with _Tar(fileobj=unpacked) as tar:  # type: ignore[arg-type]
+                yield tar
+            while unpacked.read(_CHUNK):
+                pass
+    except FileNotFoundError as error:
+        msg = f"there is no archive {archive}"
+        raise ArchiveError(msg) from error
+    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        msg = f"{archive.name} is truncated or no gzipped tar archive: {error}"
+        raise ArchiveError(msg) from error
+
+
+def is_plain(member: tarfile.TarInfo) -> bool:
+    """Tell whether a member is a file, all of which the archive holds."""
+    # A sparse member is larger than what the archive holds of it.
+    return member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and not member.issparse()
+
+
+def content(tar: tarfile.TarFile, member: tarfile.TarInfo, limit: int = FILE) -> bytes:
+    """Return the bytes of a plain member. Raises ArchiveError for another, or more than a limit."""
+    return _open(tar, member, limit).read()
+
+
+def copy_member(tar: tarfile.TarFile, member: tarfile.TarInfo, file: Path) -> Path:
+    """Copy a plain member to a file of our own naming."""
+    source = _open(tar, member, FILE)
+    with disk_room(file), file.open("xb") as out:
+        while chunk := source.read(_CHUNK):
+            out.write(chunk)
+    return file
+
+
+def _open(tar: tarfile.TarFile, member: tarfile.TarInfo, limit: int) -> IO[bytes]:
+    source = tar.extractfile(member) if is_plain(member) else None
+    if source is None or member.size > limit:
+        msg = f"{member.name} in the archive is no file of a reasonable size"
+        raise ArchiveError(msg)
+    return source
+
+
+class _Tar(tarfile.TarFile):
+    """Read one member after another and keep none of them."""
+
+    fileobj: _Stream  # type: ignore[assignment]
+    members: list[tarfile.TarInfo]
+    firstmember: tarfile.TarInfo | None
+
+    def next(self) -> tarfile.TarInfo | None:
+        self.members.clear()
+        if self.firstmember is not None:  # it was read when the archive was opened
+            return super().next()
+        # What is left of the member before is no part of the header.
+        self.fileobj.seek(max(self.fileobj.tell(), self.offset - 1))
+        try:
+            with self.fileobj.header():
+                member = super().next()
+        except (ValueError, LookupError, OverflowError, RecursionError) as error:
+            # Fields of headers that are no numbers, or none that there may be.
+            msg = f"a header cannot be read: {type(error).__name__}"
+            raise tarfile.ReadError(msg) from error
+        if len(self.pax_headers) > _SHARED:
+            msg = f"the archive has more than {_SHARED} attributes for all that is in it"
+            raise ArchiveError(msg)
+        if member is not None and member.size < 0:
+            msg = f"{member.name[:HEADER]} has a size below zero"
+            raise tarfile.ReadError(msg)
+        if member is not None and member.size > bounds.BYTES:
+            raise _endless()
+        return member
+
+
+class _Stream:
+    """Read an archive forward, and refuse to go on where it grows past all bounds."""
+
+    def __init__(self, file: gzip.GzipFile) -> None:
+        self._file = file
+        self._at = 0
+        self._texts = HEADERS
+        self._text: int | None = None
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, place: int) -> int:
+        """Read on to a place, or to the end where that comes first."""
+        if place < self._at:
+            msg = "a header leads back"
+            raise tarfile.StreamError(msg)
+        while self._at < place and self.read(min(_CHUNK, place - self._at)):
+            pass
+        return self._at
+
+    def read(self, size: int) -> bytes:
+        if size < 0:
+            msg = "a header has a size below zero"
+            raise tarfile.ReadError(msg)
+        if self._text is not None:
+            self._text -= size
+            self._texts -= size
+            if min(self._text, self._texts) < 0:
+                msg = (
+                    f"a header in the archive has more than {HEADER} bytes of text, or all of them "
+                    f"more than {HEADERS}; it is not to be trusted"
+                )
+                raise ArchiveError(msg)
+        data = self._file.read(size)
+        self._at += len(data)
+        if self._at > bounds.BYTES:
+            raise _endless()
+        return data
+
+    @contextmanager
+    def header(self) -> Iterator[None]:
+        """Count what is read meanwhile as text of one header."""
+        self._text = HEADER
+        try:
+            yield
+        finally:
+            self._text = None
+
+
+def _endless() -> ArchiveError:
+    return ArchiveError(
+        f"the archive unpacks to more than {bounds.BYTES} bytes; it is not to be trusted"
+    )
