@@ -267,6 +267,32 @@ def test_a_packed_object_without_end(
         not_fetched(f"git:{tmp_path / 'bundle'}@HEAD", "bytes for an object")
 
 
+def test_objects_that_take_git_days(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each object of a small pack may be large, and there may be many: time has a limit as well."""
+    monkeypatch.setattr(limits, "SECONDS", 1)
+    number, large = 30, packed((3, bytes(100 << 20)))[12:-20]
+    head = b"PACK" + struct.pack(">II", 2, number)
+    whole = head + large * number
+    bomb = whole + hashlib.sha1(whole).digest()
+    at = "llama_cpp_python-1.0/.git/modules/vendor/llama.cpp"
+    members = {f"{at}/HEAD": b"1" * 40, f"{at}/objects/pack/pack-{'1' * 40}.pack": bomb}
+    refused(open_store(), sdist(tmp_path, members), "processor time")
+    (tmp_path / "bundle").write_bytes(b"# v2 git bundle\n" + b"1" * 40 + b" HEAD\n\n" + bomb)
+    not_fetched(f"git:{tmp_path / 'bundle'}@HEAD", "processor time")
+
+
+def test_loose_objects_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects of a few kilobytes each are counted as they unpack."""
+    monkeypatch.setattr(bounds, "BYTES", 5 << 20)
+    at = "llama_cpp_python-1.0/.git/modules/vendor/llama.cpp/objects"
+    members = {}
+    for number in range(6):
+        content = b"blob 1048577\0" + bytes(1 << 20) + bytes([number])
+        name = hashlib.sha1(content).hexdigest()
+        members[f"{at}/{name[:2]}/{name[2:]}"] = zlib.compress(content)
+    refused(open_store(), sdist(tmp_path, members), "not packed")
+
+
 def not_fetched(spec: str, words: str) -> None:
     """Check that a source is refused, and that the store is as it was."""
     store = open_store()

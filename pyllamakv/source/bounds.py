@@ -47,7 +47,9 @@ def check(folder: Path, tree: str, env: Mapping[str, str] | None = None) -> None
             process.kill()
             raise
     if process.returncode:
-        raise GitError(["git", *words], process.returncode, f"tree {tree} cannot be listed")
+        failed = GitError(["git", *words], process.returncode, f"tree {tree} cannot be listed")
+        limits.refuse(failed, f"tree {tree}")
+        raise failed
 
 
 def within(folder: Path, paths: Iterable[str]) -> list[str]:

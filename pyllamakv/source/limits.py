@@ -1,14 +1,15 @@
-"""Bound what git may take of memory and disk while it unpacks what others made.
+"""Bound what git may take of memory, disk and time while it unpacks what others made.
 
-A few kilobytes of a pack can claim an object of gigabytes, which git would make room for. What may
-be allocated at once is told to git itself, also to those that it starts. The rest is a limit of the
-process, set by a Python that then becomes git: a fork that runs Python first may hang where there
-are threads.
+A few kilobytes of a pack can claim an object of gigabytes, which git would make room for, or
+thousands of large ones that differ by a byte. What may be allocated at once is told to git itself,
+also to those that it starts. The rest are limits of the process, set by a Python that then becomes
+git: a fork that runs Python first may hang where there are threads.
 """
 
 from __future__ import annotations
 
 import shutil
+import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,8 @@ OBJECT = 256 << 20
 MEMORY = 2 << 30
 #: The largest pack: a release with its whole history has a third of this.
 FILE = 1 << 30
+#: Processor time in seconds: a release takes a few of them.
+SECONDS = 600
 
 #: How long git may take over what lies on this machine. It waits for ever for a pipe that lies
 #: where it reads a file; the largest tree or pack needs a few minutes on a slow disk.
@@ -40,10 +43,13 @@ _SETTINGS = (
     "fetch.unpackLimit=1",
 )
 _WORDS = ("over limit", "Out of memory", "Cannot allocate memory", "File too large")
+#: How git tells of one that it started and that was ended by the limit of time.
+_ENDED = f"died of signal {signal.SIGXCPU.value}"
 
 _BECOME = """
 import os, resource, sys
-for name, wanted in (("RLIMIT_AS", int(sys.argv[1])), ("RLIMIT_FSIZE", int(sys.argv[2]))):
+for name, text in zip(("RLIMIT_AS", "RLIMIT_FSIZE", "RLIMIT_CPU"), sys.argv[1:4]):
+    wanted = int(text)
     what = getattr(resource, name)
     soft, hard = resource.getrlimit(what)
     if wanted and (soft == resource.RLIM_INFINITY or wanted < soft):
@@ -51,7 +57,7 @@ for name, wanted in (("RLIMIT_AS", int(sys.argv[1])), ("RLIMIT_FSIZE", int(sys.a
             resource.setrlimit(what, (wanted, hard))
         except (OSError, ValueError):
             pass  # not every system has every limit
-os.execv(sys.argv[3], ["git", *sys.argv[4:]])
+os.execv(sys.argv[4], ["git", *sys.argv[5:]])
 """
 
 
@@ -65,7 +71,7 @@ def command(args: Sequence[str], *, memory: bool = True) -> list[str]:
     if git is None:
         return ["git", *args]  # which says so
     settings = [word for each in _SETTINGS for word in ("-c", each)]
-    limits = [str(MEMORY if memory else 0), str(FILE)]
+    limits = [str(MEMORY if memory else 0), str(FILE), str(SECONDS)]
     return [sys.executable, "-I", "-S", "-c", _BECOME, *limits, git, *settings, *args]
 
 
@@ -76,6 +82,12 @@ def environment() -> dict[str, str]:
 
 def refuse(error: GitError, what: str) -> None:
     """Raise ArchiveError when a limit is what git failed of; ``what`` is what it unpacked."""
+    if error.code == -signal.SIGXCPU or _ENDED in error.output:
+        msg = (
+            f"{what} takes more than {SECONDS} s of processor time to unpack; no release comes "
+            "near that, so it was not taken"
+        )
+        raise ArchiveError(msg) from error
     if any(word in error.output for word in _WORDS):
         msg = (
             f"{what} takes more than {OBJECT} bytes for an object, {MEMORY} in memory or {FILE} "

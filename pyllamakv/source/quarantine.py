@@ -30,6 +30,7 @@ class Quarantine:
         self.store = store
         self.folder = folder
         self.objects = folder / "objects"
+        self._unpacked = 0
         (self.objects / "pack").mkdir(parents=True)
         self._env = {
             "GIT_OBJECT_DIRECTORY": str(self.objects),
@@ -57,13 +58,20 @@ class Quarantine:
             raise ArchiveError(msg) from error
 
     def add_loose(self, name: str, data: bytes) -> None:
-        """Add one loose object after checking that it is what its name says."""
+        """Add one loose object after checking that it is what its name says.
+
+        Raises ArchiveError where it is not, or all of them unpack to more than any release has.
+        """
         unpacker = zlib.decompressobj()
         try:
             content = unpacker.decompress(data, limits.OBJECT)
         except zlib.error as error:
             msg = f"the object {name} in the archive is damaged: {error}"
             raise ArchiveError(msg) from error
+        self._unpacked += len(content)
+        if self._unpacked > bounds.BYTES:
+            msg = f"the archive has more than {bounds.BYTES} bytes in objects that are not packed"
+            raise ArchiveError(msg)
         found = hashlib.sha1(content, usedforsecurity=False).hexdigest()
         if not unpacker.eof or found != name:
             msg = f"the object {name} in the archive is not what its name says"
