@@ -269,7 +269,7 @@ def test_a_packed_object_without_end(
 
 def test_objects_that_take_git_days(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each object of a small pack may be large, and there may be many: time has a limit as well."""
-    monkeypatch.setattr(limits, "SECONDS", 1)
+    monkeypatch.setattr(limits, "CPU_SECONDS", 1)
     number, large = 30, packed((3, bytes(100 << 20)))[12:-20]
     head = b"PACK" + struct.pack(">II", 2, number)
     whole = head + large * number
@@ -387,6 +387,46 @@ def test_a_download_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with endless as server, Index() as index, pytest.raises(FetchError, match="longer than"):
         download.download(index.session, f"{server.url}/f", tmp_path / "f", sha256=None)
     assert not list(tmp_path.glob("f*"))
+
+
+# --- what commits say ---------------------------------------------------------------------------
+
+MAKER = b"author a <a@b> 1 +0000\n"
+MADE = b"committer a <a@b> 1 +0000\n"
+ODD = {
+    "no committer": MAKER,
+    "no number": MAKER + b"committer a <a@b> z +0000\n",
+    "no field": MAKER + b"committer x\n",
+    "far away": MAKER + b"committer a <a@b> 99999999999999 +0000\n",
+    "crowd": b"",
+}
+
+
+def loose(kind: str, data: bytes) -> tuple[str, bytes]:
+    """Return the name of a git object, and the bytes of its file."""
+    whole = f"{kind} {len(data)}\0".encode() + data
+    return hashlib.sha1(whole).hexdigest(), zlib.compress(whole)
+
+
+@pytest.mark.parametrize("said", ODD)
+def test_commits_that_say_what_none_does(tmp_path: Path, said: str) -> None:
+    """A commit without a date, or with parents without number, is refused before it is taken."""
+    up = tmp_path / "up"
+    tree = f"tree {gitting.git(up, 'rev-parse', repository(up) + '^{tree}')}\n".encode()
+    parents = [loose("commit", tree + MAKER + MADE + b"\n%d\n" % n) for n in range(65)]
+    named = b"".join(f"parent {name}\n".encode() for name, _ in parents)
+    text = tree + (ODD[said] or named + MAKER + MADE) + b"\nx\n"
+    head, data = loose("commit", text)
+    for name, content in (*parents, (head, data)):
+        fill(up / ".git" / "objects", {f"{name[:2]}/{name[2:]}": content})
+    gitting.git(up, "update-ref", "refs/heads/main", head)
+    gitting.git(up, "bundle", "create", "-q", str(tmp_path / "bundle"), "HEAD")
+    file = pack(tmp_path / "node-llama-cpp-1.0.0.tgz", {BUNDLE: (tmp_path / "bundle").read_bytes()})
+    words = "65 parents" if said == "crowd" else "nothing of when"
+    for spec in (str(file), f"git:file://{up}@main", f"git:{tmp_path / 'bundle'}@HEAD"):
+        not_fetched(spec, words)
+    if said != "crowd":
+        assert fetch.add(f"path:{up}").date
 
 
 # --- run --------------------------------------------------------------------------------------

@@ -124,6 +124,28 @@ def test_publish_cuts_off_absent_parents(store: Store, tmp_path: Path) -> None:
     assert (store.path / "shallow").read_text().split() == [commit]
 
 
+def test_a_parent_is_looked_for_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit may name a parent again and again: whoever publishes it holds everybody else up."""
+    commit, tree = store.commit(None, TREE, "m")
+    said = gitting.git(store.path, "cat-file", "commit", commit).replace(
+        "author", f"parent {commit}\n" * 1000 + "author", 1
+    )
+    words = ("hash-object", "-w", "-t", "commit", "--literally", "--stdin")
+    child = gitting.git(store.path, *words, input=said + "\n")
+    assert store.parents(child) == [commit]
+    true, asked = gitting.run, []
+
+    def counted(*args: object, **options: object) -> object:
+        asked.append(args)
+        return true(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(gitting, "run", counted)
+    store.publish("refs/upstream/x", child)
+    assert len(asked) < 10
+    assert not (store.path / "shallow").exists()
+    assert tree == store.tree_of(child)
+
+
 def test_attributes_of_a_tree_change_nothing(store: Store, tmp_path: Path) -> None:
     """A tree's own .gitattributes have no power over what is exported."""
     commit, _ = store.commit(None, TREE, "m")

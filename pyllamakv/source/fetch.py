@@ -84,8 +84,8 @@ def add(
         return sources.from_folder(what)
     if what.startswith("git:"):
         release = sources.from_git(what)
-    elif Path(what).expanduser().is_file():
-        release = _add_file(Path(what).expanduser(), progress)
+    elif (file := sources.local(what)) and file.is_file():
+        release = _add_file(file, progress)
     elif bring := _brings(what):
         # The archive is taken away in the end: nobody else may be reading it then, nor look for
         # the release before it is noted.
@@ -236,17 +236,18 @@ def _add_file(file: Path, progress: Progress | None) -> Release:
         if not store.has(known[0]):
             _import(store, known[0], file, progress)
         return known[0]
+    name = sdist["version"] if sdist else file.name.removesuffix(".tgz")
+    if not is_name(name):
+        msg = f"{file.name} gives no usable name for a release"
+        raise UsageError(msg)
     (progress or telling.ignore)(f"import {file.name}", 0, None)
     if sdist:
-        name, package = sdist["version"], f"{PROJECT}=={sdist['version']}"
+        package = f"{PROJECT}=={name}"
         commit, tree = archives.import_sdist(store, file)
     elif tarball:
         package = f"{npm.PROJECT}@{tarball['version']}"
         commit, tree, tag = npm.import_package(store, file)
-        name = tag or f"{npm.PROJECT}-{tarball['version']}"
-    if not is_name(name):
-        msg = f"{file.name} gives no usable name for a release"
-        raise UsageError(msg)
+        name = tag or name
     release = Release(
         name=name,
         kind="sdist" if sdist else "npm",

@@ -27,8 +27,7 @@ MEMORY = 2 << 30
 #: The largest pack: a release with its whole history has a third of this.
 FILE = 1 << 30
 #: Processor time in seconds: a release takes a few of them.
-SECONDS = 600
-
+CPU_SECONDS = 600
 #: How long git may take over what lies on this machine. It waits for ever for a pipe that lies
 #: where it reads a file; the largest tree or pack needs a few minutes on a slow disk.
 SECONDS = 600.0
@@ -71,7 +70,7 @@ def command(args: Sequence[str], *, memory: bool = True) -> list[str]:
     if git is None:
         return ["git", *args]  # which says so
     settings = [word for each in _SETTINGS for word in ("-c", each)]
-    limits = [str(MEMORY if memory else 0), str(FILE), str(SECONDS)]
+    limits = [str(MEMORY if memory else 0), str(FILE), str(CPU_SECONDS)]
     return [sys.executable, "-I", "-S", "-c", _BECOME, *limits, git, *settings, *args]
 
 
@@ -84,7 +83,7 @@ def refuse(error: GitError, what: str) -> None:
     """Raise ArchiveError when a limit is what git failed of; ``what`` is what it unpacked."""
     if error.code == -signal.SIGXCPU or _ENDED in error.output:
         msg = (
-            f"{what} takes more than {SECONDS} s of processor time to unpack; no release comes "
+            f"{what} takes more than {CPU_SECONDS} s of processor time to unpack; no release comes "
             "near that, so it was not taken"
         )
         raise ArchiveError(msg) from error

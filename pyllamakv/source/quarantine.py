@@ -13,7 +13,7 @@ import zlib
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import ArchiveError, GitError, HashMismatch
-from pyllamakv.source import bounds, gitting, limits
+from pyllamakv.source import bounds, commits, gitting, limits
 from pyllamakv.source.files import disk_room
 
 if TYPE_CHECKING:
@@ -86,19 +86,23 @@ class Quarantine:
         """Check the commit and move all objects into the store; return the commit's tree.
 
         Raises HashMismatch when commit or tree is not the expected one, ArchiveError when the
-        commit is not whole or its tree has no bounds.
+        commit is not whole, has no date or its tree no bounds.
         """
         if expected_commit and commit != expected_commit:
             _mismatch("commit", expected_commit, commit)
         try:
             tree = self.git("rev-parse", "--verify", "--quiet", f"{commit}^{{tree}}")
             self.git("rev-list", "--objects", "--quiet", tree)
+            said = self.git("cat-file", "commit", commit)
         except GitError as error:
             msg = f"the archive lacks objects of commit {commit}: {error.output.strip()}"
             raise ArchiveError(msg) from error
         if expected_tree and tree != expected_tree:
             _mismatch("tree", expected_tree, tree)
         bounds.check(self.store.path, tree, self._env)
+        # Who takes the release asks for both, when its objects are in the store already.
+        commits.date(said)
+        commits.parents(said)
         move(self.objects, self.store)
         return tree
 

@@ -70,7 +70,8 @@ def from_git(spec: str) -> Release:
 def take_git(spec: str) -> Release:
     """Fetch like `from_git`, but pin nothing."""
     url, ref = split_git(spec)
-    place = _place(url)
+    here = local(url)
+    place = os.fspath(here.resolve()) if here else url
     store = open_store()
     with store.scratch() as folder:
         held = Store(folder)
@@ -83,18 +84,18 @@ def take_git(spec: str) -> Release:
             msg = f"cannot fetch {ref} from {shown}: {said}"
             raise FetchError(msg) from error
         release = _described(held, Release(spec, "git", commit, "", "", "", url=place))
+        held.parents(commit)  # too many are refused while nothing is in the store
         move(held.path / "objects", store)
     store.publish(f"refs/upstream/{release.key}", commit)
     return release
 
 
-def _place(url: str) -> str:
-    """Return the path of a repository or bundle on this machine; other URLs as they are."""
-    with suppress(OSError, RuntimeError):  # no path of this system, or the home of nobody
-        local = Path(url).expanduser()
-        if local.exists():
-            return os.fspath(local.resolve())
-    return url
+def local(text: str) -> Path | None:
+    """Return the file or folder that a text names on this machine, if it names one."""
+    with suppress(OSError, RuntimeError, ValueError):  # no path of this system, a home of nobody
+        place = Path(text).expanduser()
+        return place if place.exists() else None
+    return None
 
 
 def _bring(held: Store, store: Store, place: str, ref: str) -> str:

@@ -8,13 +8,12 @@ leaves nothing that anyone would find.
 from __future__ import annotations
 
 import contextlib
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pyllamakv.errors import SourceError
 from pyllamakv.home import home
-from pyllamakv.source import gitting, scratch
+from pyllamakv.source import commits, gitting, scratch
 from pyllamakv.source.files import busy, locked
 from pyllamakv.source.files import disk_room as disk_room
 from pyllamakv.source.files import write_atomic as write_atomic
@@ -147,18 +146,24 @@ class Store:
         )
 
     def parents(self, commit: str) -> list[str]:
-        """Return the parents that a commit names, also those that the store lacks."""
-        return [value for key, value in self._header(commit) if key == "parent"]
+        """Return the parents that a commit names, also those that the store lacks.
+
+        Raises ArchiveError for more than `commits.PARENTS`.
+        """
+        return commits.parents(self._said(commit))
 
     def date(self, commit: str) -> str:
-        """Return when a commit was made, ISO 8601 in UTC."""
-        stamp = next(value for key, value in self._header(commit) if key == "committer")
-        when = datetime.fromtimestamp(int(stamp.rsplit(" ", 2)[1]), tz=UTC)
-        return when.strftime("%Y-%m-%dT%H:%M:%SZ")
+        """Return when a commit was made, ISO 8601 in UTC. Raises ArchiveError where it has none."""
+        return commits.date(self._said(commit))
 
-    def _header(self, commit: str) -> list[tuple[str, str]]:
-        head = gitting.git(self.path, "cat-file", "commit", commit).split("\n\n", 1)[0]
-        return [(key, value) for key, _, value in (ln.partition(" ") for ln in head.splitlines())]
+    def _said(self, commit: str) -> str:
+        return gitting.git(self.path, "cat-file", "commit", commit)
+
+    def _lacks(self, ids: Sequence[str]) -> bool:
+        """Tell whether one of these commits is not there."""
+        asked = "".join(f"{name}^{{commit}}\n" for name in ids)
+        out = gitting.git(self.path, "cat-file", "--batch-check", input=asked) if ids else ""
+        return any(line.endswith(" missing") for line in out.splitlines())
 
     # --- writing ------------------------------------------------------------------------------
 
@@ -196,10 +201,12 @@ class Store:
         return self._write("commit-tree", tree, *options, input=text, env=env)
 
     def publish(self, name: str, commit: str) -> None:
-        """Point a ref at a commit; parents that the store lacks are cut off."""
+        """Point a ref at a commit; parents that the store lacks are cut off.
+
+        Raises ArchiveError for a commit with more parents than any has.
+        """
         with self.alone() as held:
-            parents = self.parents(commit)
-            if any(not self._resolve(f"{parent}^{{commit}}") for parent in parents):
+            if self._lacks(self.parents(commit)):
                 file = self.path / "shallow"
                 known = file.read_text("ascii").split() if file.is_file() else []
                 if commit not in known:
