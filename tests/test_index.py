@@ -8,6 +8,7 @@ import pytest
 from source_kit import index_page, isolate, pack, serving, sha256
 
 from pyllamakv.errors import FetchError
+from pyllamakv.source import bounds
 from pyllamakv.source.index import Index
 from pyllamakv.source.pipconfig import PipSettings
 
@@ -93,6 +94,24 @@ def test_a_server_fault_is_no_empty_index() -> None:
             pytest.raises(FetchError, match="503"),
         ):
             index.sdists()
+
+
+def test_a_page_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page is counted as it unpacks, from a server or a folder; other sources still answer."""
+    files = sdists(tmp_path / "f", "0.3.9")
+    monkeypatch.setattr(bounds, "PAGE", 1 << 16)
+    page = tmp_path / "local" / "llama-cpp-python" / "index.html"
+    page.parent.mkdir(parents=True)
+    page.write_bytes(bytes(1 << 17))
+    with serving({"/long/llama-cpp-python/": bytes(1 << 20)}) as server:
+        url = index_page(server, *files)
+        long = (server.url + "/long", page.parent.parent.as_uri())
+        for gone in long:
+            settings = PipSettings(index_urls=(gone,))
+            with Index(settings) as index, pytest.raises(FetchError, match="longer than"):
+                index.sdists()
+        with Index(PipSettings(index_urls=(*long, url))) as index:
+            assert [file.version for file in index.sdists()] == ["0.3.9"]
 
 
 def test_bad_certificates_are_named(tmp_path: Path) -> None:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 FILES, BYTES = 200_000, 4 << 30
 #: How long their names may be together, each with its folders.
 NAMES = 256 << 20
+#: The largest page of an index, unpacked: a hundred thousand files. What is read of it takes many
+#: times as much.
+PAGE = 16 << 20
 _CHUNK = 1 << 20
 
 

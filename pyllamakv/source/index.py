@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import InvalidVersion, Version
 
 from pyllamakv.errors import FetchError
-from pyllamakv.source import pipconfig
+from pyllamakv.source import bounds, pipconfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,6 +74,7 @@ class Index:
                 verify=_certificates(chosen.cert),
                 timeout=chosen.timeout,
                 follow_redirects=True,
+                event_hooks={"response": [_bounded]},
                 **options,
             )
             session.auth = MultiDomainBasicAuth(prompting=False, index_urls=list(chosen.index_urls))
@@ -134,6 +135,30 @@ class Index:
                     sha256=_stated_hash(link),
                     yanked=bool(link.is_yanked),
                 )
+
+
+def _bounded(response: Any) -> None:
+    """Have the client give up what it would read into memory as a whole, where that has no end.
+
+    These are pages, and what comes with redirects and refusals. A download goes piece by piece, and
+    is counted where it is written.
+    """
+    pieces, whole = response.iter_bytes, response.read
+
+    def few() -> Iterator[bytes]:
+        length = 0
+        for piece in pieces():
+            length += len(piece)
+            if length > bounds.PAGE:
+                msg = f"the page is longer than {bounds.PAGE} bytes; no index of a project is"
+                raise FetchError(msg)
+            yield piece
+
+    def read() -> bytes:
+        response.iter_bytes = few
+        return bytes(whole())
+
+    response.read = read
 
 
 def _is_version(text: str) -> bool:
