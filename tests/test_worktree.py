@@ -12,6 +12,7 @@ from patching_kit import numbered
 
 from pyllamakv.errors import GitError, PatchError
 from pyllamakv.patching import waiting, worktree
+from pyllamakv.source import gitting
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -90,6 +91,37 @@ def test_clashes(store: Store, tmp_path: Path) -> None:
     found = {clash.path: clash.kind for clash in worktree.pick(tmp_path / "t", change)}
     assert found == {"a.c": "gone", "b.c": "kept", "n.c": "both"}
     assert worktree.marked(tmp_path / "t", ["a.c", "b.c", "n.c"]) == ("n.c",)
+
+
+def linked(store: Store, parent: str, name: str, target: str) -> str:
+    """Return a commit on another one that adds a link."""
+    blob = gitting.git(store.path, "hash-object", "-w", "--stdin", input=target)
+    lines = gitting.git(store.path, "ls-tree", parent) + f"\n120000 blob {blob}\t{name}\n"
+    tree = gitting.git(store.path, "mktree", input=lines)
+    return store.commit_tree(tree, [parent], "link")
+
+
+def test_links_of_a_tree_are_plain_files(store: Store, tmp_path: Path) -> None:
+    """A person edits there, and would follow what a patch from elsewhere brings."""
+    (tmp_path / "secret").write_text("<<<<<<< mine\n")
+    base, _ = store.commit(None, FILES, "base")
+    conflict, _ = store.commit(base, {"a.c": numbered(9, l2="x")}, "change")
+    change = linked(store, conflict, "out", "../secret")
+    one = store.commit_tree(store.tree_of(change), [base], "both")
+    changed, _ = store.commit(base, {"a.c": numbered(9, l2="y")}, "onto")
+    onto = linked(store, changed, "up", "/etc/passwd")
+    folder = tmp_path / "t"
+    worktree.make(store, folder, onto)
+    assert [clash.path for clash in worktree.pick(folder, one)] == ["a.c"]
+    for name, target in (("out", "../secret"), ("up", "/etc/passwd")):
+        assert not (folder / name).is_symlink()
+        assert (folder / name).read_text() == target
+    assert set(worktree.changed(folder, onto)) == {"a.c", "out"}
+    (folder / "a.c").write_bytes(numbered(9, l2="z"))
+    modes = {entry.path: entry.mode for entry in store.entries(worktree.take(folder))}
+    assert {name for name, mode in modes.items() if mode == "120000"} == {"out", "up"}
+    (folder / "by-hand").symlink_to("../secret")
+    assert worktree.marked(folder, ["a.c", "by-hand", "out"]) == ()
 
 
 def test_other_failures_are_errors(store: Store, tmp_path: Path) -> None:

@@ -1,4 +1,9 @@
-"""Lend work trees of the store: a folder where a person sees a merge that git could not finish."""
+"""Lend work trees of the store: a folder where a person sees a merge that git could not finish.
+
+A link of a tree is a plain file there, with its target as text: whoever edits or builds in the
+folder would follow one that a patch from elsewhere brings, wherever it leads. It stays a link in
+the tree that is read back.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +28,8 @@ if TYPE_CHECKING:
 #: enough where a person looks at what does not merge.
 _LIKENESS = "-Xfind-renames=30%"
 
+_NO_LINKS = ("-c", "core.symlinks=false")
+
 _MARK = re.compile(rb"^(<{7}|\|{7}|>{7}) ", re.MULTILINE)
 #: What editors and merge tools leave behind.
 _LITTER = tuple(f":(exclude,glob)**/{name}" for name in ("*.orig", "*.rej", "*~", ".*.swp"))
@@ -42,7 +49,7 @@ class Clash:
 
 def make(store: Store, folder: Path, commit: str) -> None:
     """Check a commit of the store out into a new folder."""
-    words = ("worktree", "add", "--quiet", "--force", "--detach", str(folder), commit)
+    words = (*_NO_LINKS, "worktree", "add", "--quiet", "--force", "--detach", str(folder), commit)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with disk_room(folder), store.lock("worktrees"), _busy(folder) as held:
         done = gitting.run(store.path, *words, hold=(held,))
@@ -72,7 +79,7 @@ def pick(folder: Path, commit: str) -> tuple[Clash, ...]:
 
     Raises GitError when git fails for another reason than a conflict.
     """
-    words = ("cherry-pick", "--no-commit", _LIKENESS, commit)
+    words = (*_NO_LINKS, "cherry-pick", "--no-commit", _LIKENESS, commit)
     with disk_room(folder), _busy(folder) as held:
         done = gitting.run(folder, *words, hold=(held,))
         if not done.returncode:
@@ -101,8 +108,13 @@ def clashes(folder: Path) -> tuple[Clash, ...]:
 
 def marked(folder: Path, paths: Sequence[str]) -> tuple[str, ...]:
     """Return the files among these that still hold the marks of a conflict."""
-    files = [(path, folder / path) for path in paths]
-    return tuple(p for p, file in files if file.is_file() and _MARK.search(file.read_bytes()))
+    return tuple(path for path in paths if _is_marked(folder / path))
+
+
+def _is_marked(file: Path) -> bool:
+    # A link may have come from the person, by hand; what it leads to is not of the tree.
+    plain = file.is_file() and not file.is_symlink()
+    return plain and _MARK.search(file.read_bytes()) is not None
 
 
 def take(folder: Path) -> str:
@@ -112,13 +124,13 @@ def take(folder: Path) -> str:
     editors leave behind.
     """
     with disk_room(folder):
-        gitting.git(folder, "add", "--all", "--", ".", *_LITTER)
+        gitting.git(folder, *_NO_LINKS, "add", "--all", "--", ".", *_LITTER)
         return gitting.git(folder, "write-tree")
 
 
 def changed(folder: Path, commit: str) -> tuple[str, ...]:
     """Return the files of a work tree that differ from a commit."""
-    out = gitting.git(folder, "diff", "--name-only", "--no-renames", "-z", commit)
+    out = gitting.git(folder, *_NO_LINKS, "diff", "--name-only", "--no-renames", "-z", commit)
     return tuple(path for path in out.split("\0") if path)
 
 
