@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import struct
 from typing import TYPE_CHECKING
 
 import calm  # noqa: F401
@@ -54,6 +56,29 @@ def test_what_is_wrong_is_said(tmp_path: Path, data: bytes, message: str) -> Non
     """Check the message for each kind of damage."""
     with pytest.raises(ModelError, match=message):
         check_file(write(tmp_path, data))
+
+
+NESTED = struct.pack("<IQ", 9, 1) * 5000 + struct.pack("<IQ", 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [(8, struct.pack("<Q", 1) + b"x"), (9, struct.pack("<IQ", 4, 0)), (7, b"\1"), (4, bytes(4)),
+     (4, struct.pack("<I", 48)), (5, struct.pack("<i", -4096)), (6, struct.pack("<f", math.nan)),
+     (12, struct.pack("<d", math.inf)), (10, struct.pack("<Q", 64))],
+)  # fmt: skip
+def test_an_alignment_that_is_none(tmp_path: Path, kind: int, value: bytes) -> None:
+    """Where tensors begin cannot be told, so neither whether the file has them all."""
+    data = gguf_bytes(more=("general.alignment", kind, value))
+    for length in (len(data), len(data) - 512):
+        with pytest.raises(ModelError, match="power of two"):
+            check_file(write(tmp_path, data[:length]))
+
+
+def test_arrays_in_arrays_are_refused(tmp_path: Path) -> None:
+    """As ggml does it: they could lie in each other without end."""
+    with pytest.raises(ModelError, match="type 9"):
+        check_file(write(tmp_path, gguf_bytes(more=("x", 9, NESTED))))
 
 
 def test_missing_files_and_folders_are_said(tmp_path: Path) -> None:

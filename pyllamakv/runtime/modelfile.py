@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     import os
 
 _MAGIC = b"GGUF"
-_STRING, _ARRAY = 8, 9
+_U32, _STRING, _ARRAY = 4, 8, 9
 _FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _MOST = 1 << 32
+#: What tensors begin at multiples of: a power of two, as ggml demands, which else ends the process.
+_ALIGNMENT, _USUAL = "general.alignment", 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +78,13 @@ class _Header:
         if kind in _FORMS:
             self.skip(struct.calcsize("<" + _FORMS[kind]) * n)
             return
+        if kind != _STRING:
+            msg = f"an array has values of type {kind}; expected numbers or texts"
+            raise ModelError(msg)
         if n > len(self.data):
             raise _Short
         for _ in range(n):
-            self.value(kind)
+            self.text()
 
 
 def check_file(path: str | os.PathLike[str]) -> ModelFile:
@@ -132,13 +137,16 @@ def _read(file: Path, header: _Header) -> ModelFile:
         raise ModelError(msg)
     meta: dict[str, Any] = {}
     for _ in range(n_meta):
-        key = header.text()
-        meta[key] = header.value(header.read("I"))
+        key, kind = header.text(), header.read("I")
+        meta[key] = header.value(kind)
+        if key == _ALIGNMENT and (kind != _U32 or meta[key].bit_count() != 1):
+            msg = f"{file} has {_ALIGNMENT} {meta[key]!r}; expected a power of two in 32 bits"
+            raise ModelError(msg)
     architecture = meta.get("general.architecture")
     if not isinstance(architecture, str) or not architecture:
         msg = f"{file} names no general.architecture: it is not a language model"
         raise ModelError(msg)
-    end = _end_of_tensors(header, n_tensors, meta.get("general.alignment") or 32)
+    end = _end_of_tensors(header, n_tensors, meta.get(_ALIGNMENT, _USUAL))
     if end > len(header.data):
         msg = (
             f"{file} has {len(header.data)} bytes and its tensors need {end}: truncated; "

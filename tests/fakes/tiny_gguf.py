@@ -10,9 +10,16 @@ if TYPE_CHECKING:
 
 
 def gguf_bytes(
-    *, architecture: str | None = "llama", version: int = 3, tensor: bool = True
+    *,
+    architecture: str | None = "llama",
+    version: int = 3,
+    tensor: bool = True,
+    more: tuple[str, int, bytes] | None = None,
 ) -> bytes:
-    """Return a GGUF with one f32 tensor of 32 x 4, as little as a header needs."""
+    """Return a GGUF with one f32 tensor of 32 x 4, as little as a header needs.
+
+    ``more`` is a name, a type and the bytes of another value.
+    """
 
     def text(value: str) -> bytes:
         return struct.pack("<Q", len(value)) + value.encode()
@@ -23,6 +30,10 @@ def gguf_bytes(
     n_meta = 3
     if architecture is not None:
         meta += text("general.architecture") + struct.pack("<I", 8) + text(architecture)
+        n_meta += 1
+    if more is not None:
+        name, kind, value = more
+        meta += text(name) + struct.pack("<I", kind) + value
         n_meta += 1
     head = b"GGUF" + struct.pack("<IQQ", version, int(tensor), n_meta) + meta
     if not tensor:
