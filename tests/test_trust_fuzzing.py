@@ -61,6 +61,14 @@ def found(target: str, folder: Path, seconds: float = 20.0, silence: float = 120
 
 
 @pytest.mark.parametrize("name", READERS)
+def test_every_seed_is_taken(name: str, tmp_path: Path) -> None:
+    """What is made of one that is refused would seldom get further than it did."""
+    reader = target(name, tmp_path)
+    for seed in reader.seeds:
+        assert list(reader.run(seed)) != ["none"]
+
+
+@pytest.mark.parametrize("name", READERS)
 def test_what_was_found_stays_away(name: str, tmp_path: Path, calm: None) -> None:
     """Seeds are taken, and kept inputs are too, or refused with errors of this package."""
     loop = Loop(target(name, tmp_path))
