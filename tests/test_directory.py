@@ -55,6 +55,16 @@ def test_quilt_series(tmp_path: Path) -> None:
     assert directory.load(tmp_path).order == ("b", "a")
 
 
+@pytest.mark.parametrize("name", ["../b.patch", "sub/../../b.patch", "{folder}/b.patch"])
+def test_a_quilt_series_stays_in_its_folder(tmp_path: Path, name: str) -> None:
+    """What it lists is read."""
+    (tmp_path / "b.patch").write_bytes(ONE)
+    (tmp_path / "theirs" / "sub").mkdir(parents=True)
+    (tmp_path / "theirs" / "series").write_text(name.format(folder=tmp_path))
+    with pytest.raises(PatchFormatError, match="outside of its folder"):
+        directory.load(tmp_path / "theirs")
+
+
 def test_our_own_shape(bench: Bench) -> None:
     """A folder with series.toml is read like the shipped one."""
     bench.add_patch("one", {"0.3.1": (OLD, OLD | {"src/b.cpp": numbered(20, l9="y")})})

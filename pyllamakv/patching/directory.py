@@ -5,6 +5,7 @@ They go through the same doors as the shipped ones: applied strictly, reported h
 
 from __future__ import annotations
 
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import PatchFormatError, UsageError
@@ -66,7 +67,12 @@ def _quilt(path: Path) -> list[str]:
     if "\0" in listing:
         raise PatchFormatError(f"{path} is no list of patches: it holds zero bytes", str(path))
     lines = (line.split("#", 1)[0].split() for line in listing.splitlines())
-    return [words[0] for words in lines if words]
+    names = [words[0] for words in lines if words]
+    for name in map(PurePosixPath, names):
+        if name.is_absolute() or ".." in name.parts:
+            msg = f"{path} lists {name}, outside of its folder; list files beside or below it"
+            raise PatchFormatError(msg, str(path))
+    return names
 
 
 def _distinct(texts: list[PatchText]) -> tuple[Definition, ...]:

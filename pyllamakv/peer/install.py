@@ -23,8 +23,7 @@ from packaging.requirements import Requirement
 
 from pyllamakv.errors import ArchiveError, CommandFailed, ToolMissing, Unsupported
 from pyllamakv.home import home
-from pyllamakv.source import archive as archives
-from pyllamakv.source import fetch
+from pyllamakv.source import fetch, tarball
 from pyllamakv.source import progress as telling
 from pyllamakv.source.files import disk_room, locked, write_atomic
 from pyllamakv.source.store import open_store
@@ -133,11 +132,11 @@ def requirements(pyproject: str) -> list[str]:
 def take_suite(sdist: Path, folder: Path, release: Release) -> None:
     """Put the tests of an sdist into a folder, with the files of llama.cpp that they name."""
     (folder / "tests").mkdir(parents=True)
-    with archives.open_tar(sdist) as tar:
+    with tarball.open_tar(sdist) as tar:
         for member in tar:
             match = _TEST.fullmatch(member.name)
             if match:
-                archives.copy_member(tar, member, folder / match["path"])
+                tarball.copy_member(tar, member, folder / match["path"])
     if not (folder / "pyproject.toml").is_file() or not any((folder / "tests").iterdir()):
         msg = f"{sdist.name} holds no pyproject.toml, or no tests"
         raise ArchiveError(msg)
