@@ -7,7 +7,7 @@
 #include "llama-model.h"
 #include "llama.h"
 
-#include "around/check.h"
+#include "decode.h"
 
 #include <cstdio>
 #include <cstdlib>
@@ -34,20 +34,6 @@ Loaded load(const char *path) {
     llama_context *ctx = llama_init_from_model(model, params);
     CHECK(ctx);
     return {model, ctx};
-}
-
-void decode(llama_context *ctx, llama_seq_id seq, int first, int n) {
-    llama_batch batch = llama_batch_init(n, 0, 1);
-    batch.n_tokens = n;
-    for (int i = 0; i < n; ++i) {
-        batch.token[i] = i % 32;
-        batch.pos[i] = first + i;
-        batch.n_seq_id[i] = 1;
-        batch.seq_id[i][0] = seq;
-        batch.logits[i] = i + 1 == n;
-    }
-    CHECK(llama_decode(ctx, batch) == 0);
-    llama_batch_free(batch);
 }
 
 void scatter(llama_context *ctx) {
