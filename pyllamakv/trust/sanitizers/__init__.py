@@ -182,7 +182,7 @@ class Work:
         trial.of = "rounds"
         # ggml's own threads are left out where ggml is not instrumented: what orders them would
         # not be seen, and everything that they do look like a race.
-        threads, rounds = (3, 50) if self.long else (1, 8)
+        threads, rounds = (3, 20) if self.long else (1, 8)
         made = self.library("patched", "thread")
         trial.ran += rounds
         trial.take("the driver", drivers.threads(made, threads, rounds, self.tick))

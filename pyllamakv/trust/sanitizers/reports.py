@@ -64,6 +64,13 @@ UPSTREAM: tuple[Known, ...] = (
         "llm_graph_context has no virtual destructor, and the builders of some models, which are "
         "larger, are deleted as one",
     ),
+    Known(
+        "data race",
+        "gemm_bloc",
+        "llamafile/sgemm.cpp",
+        "from 0.3.6 to 0.3.9 the contexts of a process count the pieces of a product together "
+        "(llama.cpp #14035), so that one is computed twice, or not at all",
+    ),
 )
 
 
