@@ -219,6 +219,15 @@ def test_every_way_of_mutating_ends(calm: None) -> None:
         assert len(made) <= 500
 
 
+def test_damage_in_place_moves_nothing() -> None:
+    """The length stays, and the bytes do not."""
+    mutate, chance, data = Bytes([b"word"], 500), Random(5), bytes(range(100))
+    made = [mutate.in_place(chance, data) for _ in range(200)]
+    assert {len(each) for each in made} == {100}
+    assert len(set(made)) > 150
+    assert mutate.in_place(chance, b"") == b"" and len(mutate.in_place(chance, b"a")) == 1
+
+
 def test_entry_points_come_from_the_header() -> None:
     """All of plk.h is drawn, and what is added to it is drawn at once."""
     drawer = Drawer(entries())

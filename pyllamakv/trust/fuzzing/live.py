@@ -17,6 +17,7 @@ from pyllamakv.harness import synthetic
 from pyllamakv.runtime.ledger import POSITIONS
 from pyllamakv.trust.built import SPEC
 from pyllamakv.trust.fuzzing import filesums
+from pyllamakv.trust.fuzzing.mutate import Bytes, words
 from pyllamakv.trust.fuzzing.readers import summed
 from pyllamakv.trust.fuzzing.target import Broken, Target
 
@@ -64,7 +65,21 @@ def restored(_folder: Path) -> Target:
             if length:
                 context.decode(own.feed(range(length)))
             seeds.append(bytes([number]) + own.save())
-    return Target(run, tuple(seeds), _READ, mend=_summed, headroom=1 << 30)
+    return Target(run, tuple(seeds), _READ, _summed, _Saved(seeds).mutate, headroom=1 << 30)
+
+
+class _Saved:
+    """Damage what was saved in place, every other time: another length is refused at once."""
+
+    def __init__(self, seeds: list[bytes]) -> None:
+        self._seeds = seeds
+        self._bytes = Bytes(words(seeds, ()), 1 << 16)
+
+    def mutate(self, chance: Random, data: bytes, other: bytes) -> bytes:
+        """Return another save."""
+        if chance.random() < 0.5:
+            return self._bytes.in_place(chance, chance.choice(self._seeds))
+        return self._bytes(chance, data, other)
 
 
 def _restore(context: Context, own: Sequence, other: Sequence, saved: bytes) -> list[Hashable]:
@@ -134,8 +149,6 @@ class _Front:
     """Change what a kept file begins with: behind it lie keys and values, of which any are good."""
 
     def __init__(self, mend: filesums.Mend) -> None:
-        from pyllamakv.trust.fuzzing.mutate import Bytes
-
         self._end = mend.front
         self._bytes = Bytes([b"llama-kv", struct.pack("<I", 2)], 1 << 20)
 

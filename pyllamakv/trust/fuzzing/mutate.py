@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from random import Random
 from types import CodeType
 
@@ -28,6 +28,10 @@ def words(seeds: Iterable[bytes], codes: Iterable[CodeType]) -> list[bytes]:
     return sorted(found)
 
 
+#: Changes some bytes of the second, for which the third lends pieces.
+_Way = Callable[["Bytes", Random, bytearray, bytes], None]
+
+
 class Bytes:
     """Mutate bytes, with the words of a format at hand."""
 
@@ -37,9 +41,16 @@ class Bytes:
 
     def __call__(self, chance: Random, data: bytes, other: bytes) -> bytes:
         """Return another input; ``other`` lends pieces."""
+        return self._changed(chance, data, other, self._WAYS)
+
+    def in_place(self, chance: Random, data: bytes) -> bytes:
+        """Return another input of the same length, whose pieces lie where they did."""
+        return self._changed(chance, data, b"", self._IN_PLACE)
+
+    def _changed(self, chance: Random, data: bytes, other: bytes, ways: tuple[_Way, ...]) -> bytes:
         made = bytearray(data)
         for _ in range(chance.choice((1, 1, 1, 2, 2, 4, 8))):
-            chance.choice(self._WAYS)(self, chance, made, other)
+            chance.choice(ways)(self, chance, made, other)
         return bytes(made[: self._longest])
 
     def _flip(self, chance: Random, made: bytearray, _other: bytes) -> None:
@@ -117,6 +128,7 @@ class Bytes:
         begin = chance.randrange(len(data) + 1)
         return begin, min(len(data), begin + int(chance.paretovariate(0.8)) + 1)
 
+    _IN_PLACE = (_flip, _byte, _number)
     _WAYS = (
         _flip, _byte, _number, _number, _number, _digits, _digits, _word, _swap, _swap, _erase,
         _erase, _cut, _double, _borrow, _borrow, _line, _line, _nest,
