@@ -94,7 +94,8 @@ def _document(path: Path) -> tomlkit.TOMLDocument:
     version = document.get("version")
     if version != _VERSION:
         # TOML can hold numbers of more digits than Python writes.
-        found = version if version is None or version in range(1 << 32) else "that is none"
+        known = version is None or (isinstance(version, int) and 0 <= version < 1 << 32)
+        found = version if known else "that is none"
         msg = f"{path} has version {found}; this program reads version {_VERSION}"
         raise LockFileError(msg)
     tables = document.get("release", [])
