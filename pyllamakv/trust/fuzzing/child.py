@@ -23,8 +23,9 @@ from pyllamakv.trust.fuzzing.loop import MOST, Finding
 from pyllamakv.trust.fuzzing.outcome import SUMS, Outcome
 from pyllamakv.trust.fuzzing.processes import Processes
 
-#: Seconds without another input after which a child is ended, and those that it gets to begin.
-_SILENCE, _BEGIN = 30.0, 120.0
+#: Seconds without another input after which a child is ended; it also gets them to begin. Threads
+#: that wait for each other may take ten times as long on a busy machine.
+_SILENCE = 120.0
 #: Threads that wait for each other must not spin: there may be more of them than processors.
 _CALM = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS": "2"}
 
@@ -89,7 +90,7 @@ class _Child:
                 if count != inputs:
                     inputs, moved = count, now
                     self.alive(self.outcome.inputs + inputs)
-                if now - moved > (self.silence if inputs else max(_BEGIN, self.silence)):
+                if now - moved > (self.silence if inputs else max(_SILENCE, self.silence)):
                     hung = True
                     os.killpg(self.process.pid, signal.SIGKILL)
                     moved = now
