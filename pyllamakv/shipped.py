@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import lzma
 import shutil
 import tarfile
 import tempfile
 from functools import cache
 from pathlib import Path, PurePosixPath
+
+#: What packs texts best: the bits of a byte say more than where it lies.
+_TEXT = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "lp": 0, "pb": 0}
 
 
 @cache
@@ -49,7 +53,10 @@ def unpacked(packed: Path, home: Path) -> Path:
 
 def pack(folder: Path, file: Path) -> None:
     """Write the files below a folder but for Python's own into an archive, the same anywhere."""
-    with tarfile.open(file, "w:xz", format=tarfile.PAX_FORMAT, preset=9) as tar:
+    with (
+        lzma.open(file, "wb", filters=[_TEXT]) as packed,
+        tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar,
+    ):
         for path in sorted(folder.rglob("*")):
             if path.is_file() and path.suffix not in (".py", ".pyc"):
                 member = tarfile.TarInfo(path.relative_to(folder).as_posix())
