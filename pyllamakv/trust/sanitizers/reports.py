@@ -68,7 +68,7 @@ UPSTREAM: tuple[Known, ...] = (
         "data race",
         "gemm_bloc",
         "llamafile/sgemm.cpp",
-        "from 0.3.6 to 0.3.9 the contexts of a process count the pieces of a product together "
+        "from 0.3.6 to b5415 the contexts of a process count the pieces of a product together "
         "(llama.cpp #14035), so that one is computed twice, or not at all",
     ),
 )
