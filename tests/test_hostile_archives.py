@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import random
 import struct
 import tarfile
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
+from archive_kit import PLAIN, UNPACKED, refused, sdist
 from source_kit import (
     TREE,
     fill,
@@ -25,7 +25,7 @@ from source_kit import (
 )
 
 from pyllamakv.errors import ArchiveError, FetchError, SourceError
-from pyllamakv.source import bounds, download, fetch, gitting, limits, npm, tarball
+from pyllamakv.source import bounds, download, fetch, gitting, limits, npm
 from pyllamakv.source.archive import import_sdist
 from pyllamakv.source.index import Index
 from pyllamakv.source.store import Store, open_store
@@ -33,8 +33,6 @@ from pyllamakv.source.store import Store, open_store
 if TYPE_CHECKING:
     from pathlib import Path
 
-UNPACKED = "llama_cpp_python-1.0/vendor/llama.cpp"
-PLAIN = {f"{UNPACKED}/{name}": data for name, data in TREE.items()}
 BUNDLE = "package/llama/gitRelease.bundle"
 
 
@@ -42,20 +40,6 @@ BUNDLE = "package/llama/gitRelease.bundle"
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Give every test a home of its own."""
     return isolate(tmp_path, monkeypatch)
-
-
-def sdist(folder: Path, members: dict[str, Any]) -> Path:
-    return pack(folder / "llama_cpp_python-1.0.tar.gz", members)
-
-
-def refused(store: Store, file: Path, words: str) -> None:
-    """Check that an archive is refused, and that the store is as it was."""
-    before = objects(store)
-    with pytest.raises(ArchiveError, match=words):
-        import_sdist(store, file)
-    assert objects(store) == before
-    assert not refs(store)
-    assert not list(store.path.glob("tmp-*"))
 
 
 @pytest.mark.parametrize(
@@ -128,98 +112,11 @@ def test_an_archive_that_unpacks_without_end(
         npm.import_package(open_store(), tarball)
 
 
-@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE])
-def test_a_header_without_end(tmp_path: Path, kind: bytes) -> None:
-    """A name or an extended header of many megabytes is not taken into memory."""
-    info = tarfile.TarInfo("long")
-    info.type, info.size = kind, 3 << 30
-    refused(open_store(), sdist(tmp_path, {"x": info}), "of text")
-
-
-@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE])
-def test_headers_about_headers(tmp_path: Path, kind: bytes) -> None:
-    """A header may follow another, which tarfile goes down into, but not without end."""
-    chain = {}
-    for number in range(3000):
-        chain[str(number)] = info = tarfile.TarInfo("x")
-        info.type = kind
-    refused(open_store(), sdist(tmp_path, chain), "of text")
-
-
-def test_a_sparse_map_without_end(tmp_path: Path) -> None:
-    """Each block of the map says that there is another one."""
-    info = tarfile.TarInfo("x")
-    info.type = tarfile.GNUTYPE_SPARSE
-    head = bytearray(info.tobuf(tarfile.GNU_FORMAT))
-    head[482] = 1
-    head[148:156] = b" " * 8
-    head[148:156] = b"%06o\0 " % sum(head)
-    file = tmp_path / "llama_cpp_python-1.0.tar.gz"
-    with gzip.open(file, "wb") as out:
-        out.write(bytes(head) + (bytes(504) + b"\1" + bytes(7)) * 1000)
-    refused(open_store(), file, "of text")
-
-
-def test_headers_without_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All headers are counted together, and none of them is kept."""
-    many = {f"x/{number}": b"" for number in range(300)}
-    with tarball.open_tar(sdist(tmp_path, PLAIN | many)) as tar:
-        assert all(len(tar.members) <= 1 for _ in tar)
-    monkeypatch.setattr(tarball, "HEADERS", 128 << 10)
-    refused(open_store(), sdist(tmp_path, PLAIN | many), "of text")
-
-
-@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE])
-def test_attributes_without_number(tmp_path: Path, kind: bytes) -> None:
-    """What holds for all members is kept by tarfile: a few of them are enough."""
-    text = b"".join(b"11 k%02d=abc\n" % number for number in range(40))
-    head = tarfile.TarInfo("x")
-    head.type, head.size = kind, len(text)
-    file = tmp_path / "llama_cpp_python-1.0.tar.gz"
-    with gzip.open(file, "wb") as out:
-        out.write(head.tobuf(tarfile.GNU_FORMAT) + text.ljust(512, b"\0"))
-        info = tarfile.TarInfo(f"{UNPACKED}/src/x")
-        out.write(info.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
-    if kind == tarfile.XGLTYPE:
-        refused(open_store(), file, "attributes for all")
-    else:
-        assert import_sdist(open_store(), file)
-
-
-@pytest.mark.parametrize(
-    ("claims", "words"),
-    [
-        ({"size": str(1 << 95)}, "unpacks to more than"),
-        ({"size": str(bounds.BYTES + 1)}, "unpacks to more than"),
-        ({"size": "-5"}, "below zero"),
-        ({"size": "-5000"}, "below zero"),
-        ({"GNU.sparse.size": "x", "GNU.sparse.map": "0,0"}, "cannot be read"),
-        ({"GNU.sparse.size": "1", "GNU.sparse.map": "a,b"}, "cannot be read"),
-        ({"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}, "cannot be read"),
-    ],
-)
-@pytest.mark.parametrize("name", [f"{UNPACKED}/src/x", "elsewhere"])
-def test_a_member_that_claims_what_cannot_be(
-    tmp_path: Path, claims: dict[str, str], words: str, name: str
-) -> None:
-    """A size past all bounds is no place to read on to, and what is no number no error of ours."""
-    info = tarfile.TarInfo(name)
-    info.pax_headers = claims
-    refused(open_store(), sdist(tmp_path, PLAIN | {"x": info}), words)
-
-
 def test_references_without_end(tmp_path: Path) -> None:
     """The texts of a clone are counted together."""
     at = "llama_cpp_python-1.0/.git/modules/vendor/llama.cpp"
     members = {f"{at}/refs/heads/{number}": bytes(300 << 10) for number in range(4)}
     refused(open_store(), sdist(tmp_path, members), "reasonable size")
-
-
-def test_a_sparse_member(tmp_path: Path) -> None:
-    """A member that is larger than its content is no plain file."""
-    info = tarfile.TarInfo(f"{UNPACKED}/src/sparse")
-    info.pax_headers = {"GNU.sparse.size": str(1 << 29), "GNU.sparse.map": "0,0"}
-    refused(open_store(), sdist(tmp_path, PLAIN | {"x": info}), "no plain file")
 
 
 def test_a_loose_object_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import runtime_kit
 from fakes.simulated import SimulatedNative
 from fakes.stages import (
     FarBroken,
     FarBrokenByPatches,
     FarVanishing,
-    Keeping,
     OnDying,
     OnKeeping,
     OnRefusing,
@@ -24,21 +22,15 @@ from fakes.stages import (
     Simulated,
     Unmapped,
 )
-from hypothesis import Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-import pyllamakv
-from pyllamakv.binding.remote import Remote
 from pyllamakv.building import variant
 from pyllamakv.errors import NotBuilt, ScenarioFailed
-from pyllamakv.harness import schedules, synthetic
-from pyllamakv.harness.operations import WEIGHTS, Operations
+from pyllamakv.harness import schedules
+from pyllamakv.harness.operations import WEIGHTS
 from pyllamakv.harness.schedules import Operation
 from pyllamakv.harness.traces import replaying, trace
 from pyllamakv.harness.traces.stage import Stage as Stand
 from pyllamakv.home import home
-from pyllamakv.runtime.opening import OpenLibrary
 from pyllamakv.trust import schedules as trial
 from pyllamakv.trust.entry import Effort
 from pyllamakv.trust.schedules import combination
@@ -48,11 +40,9 @@ from pyllamakv.trust.schedules.stage import Stage
 from pyllamakv.trust.schedules.task import Played, Task
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from pyllamakv.building.variant import Variant
-    from pyllamakv.runtime.model import Model
     from pyllamakv.trust.entry import Entry
 
 PLAIN = Combination()
@@ -286,101 +276,7 @@ def test_what_is_not_built_is_said_before_anything_is_tried(
         trial.entries(Effort(only=("0.3.9", "0.3.36")), print)
 
 
-class Machine(RuleBasedStateMachine):
-    """Choose operations and their numbers as hypothesis likes, and shrink both.
-
-    A seeded draw makes the long runs: it needs no database, counts what it did, and a schedule is a
-    pure function of its seed. Hypothesis shrinks numbers as well, and steers towards what is rare.
-    """
-
-    model: Callable[[], Model]
-    options: dict[str, Any]
-
-    def __init__(self) -> None:
-        super().__init__()
-        model = self.model()
-        self.other = model.context(**self.options)
-        self.work = Operations(model.context(**self.options), self.other)
-
-    def teardown(self) -> None:
-        try:
-            self.work.do("verify", 0)
-        finally:
-            self.work.close()
-            self.other.close()
-
-
-def _rule(name: str) -> Any:
-    def do(self: Machine, number: int) -> None:
-        self.work.do(name, number)
-
-    do.__name__ = name
-    return rule(number=st.integers(0, (1 << 16) - 1))(do)
-
-
-for _name in WEIGHTS:
-    setattr(Machine, f"do_{_name}", _rule(_name))
-
-
-def test_hypothesis_finds_nothing_in_a_right_library(tmp_path: Path) -> None:
-    """Whatever it chooses, cells, ledgers, bytes and logits agree after each step."""
-    few = settings(max_examples=20, stateful_step_count=20)
-    run_state_machine_as_test(machine(tmp_path, SimulatedNative), settings=few)
-
-
-def test_hypothesis_finds_a_fault(tmp_path: Path) -> None:
-    """A cell that is left behind in an emptied cache is found; to shrink it takes minutes."""
-    quick = settings(max_examples=50, stateful_step_count=20, phases=(Phase.generate,))
-    with pytest.raises(ScenarioFailed, match="ghost"):
-        run_state_machine_as_test(machine(tmp_path, Keeping), settings=quick)
-
-
-def machine(folder: Path, native: type[SimulatedNative]) -> type[Machine]:
-    """Return the machine of a simulated library, each time a new one."""
-    runtime_kit.model(folder)
-
-    def model() -> Model:
-        library = OpenLibrary(native(heals=True), folder, None, isolated=True)
-        return library.load_model(folder / "tiny.gguf")
-
-    return on(model, n_ctx=64, n_batch=32, n_ubatch=8, n_seq_max=4)
-
-
-def on(model: Callable[[], Model], **options: Any) -> type[Machine]:
-    """Return the machine that plays on contexts of a model."""
-    return type("Schedules", (Machine,), {"model": staticmethod(model), "options": options})
-
-
 # On real builds...
-
-
-@pytest.mark.native
-@pytest.mark.parametrize("cache", ["flash f16", "flash q8_0", "plain q4_0/f16"])
-def test_hypothesis_finds_nothing_in_llama_cpp(patched: Variant, cache: str) -> None:
-    """The same machine on the library itself: what it chooses there holds as well."""
-    few = settings(max_examples=10, stateful_step_count=25, deadline=None)
-    options = {**replace(PLAIN, cache=cache).options, "defrag_policy": "on_failure"}
-    with pyllamakv.open(patched.folder, isolated=True) as library:
-        model = library.load_model(synthetic.model("grouped"))
-        run_state_machine_as_test(on(lambda: model, **options), settings=few)
-
-
-@pytest.mark.native
-def test_hypothesis_finds_a_fault_of_llama_cpp(
-    patched: Variant, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A removal of which one position is kept back is found on the library as well."""
-    right = Remote.seq_rm
-    monkeypatch.setattr(
-        Remote,
-        "seq_rm",
-        lambda native, context, seq, p0, p1: right(native, context, seq, max(p0, 1), p1),
-    )
-    quick = settings(max_examples=10, stateful_step_count=25, phases=(Phase.generate,))
-    with pyllamakv.open(patched.folder, isolated=True) as library:
-        model = library.load_model(synthetic.model("grouped"))
-        with pytest.raises(ScenarioFailed, match="ghost"):
-            run_state_machine_as_test(on(lambda: model, **PLAIN.options), settings=quick)
 
 
 @pytest.mark.native

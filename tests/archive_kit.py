@@ -1,0 +1,40 @@
+"""Make archives for the tests that have them refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from source_kit import (
+    TREE,
+    objects,
+    pack,
+    refs,
+)
+
+from pyllamakv.errors import ArchiveError
+from pyllamakv.source.archive import import_sdist
+from pyllamakv.source.store import Store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+UNPACKED = "llama_cpp_python-1.0/vendor/llama.cpp"
+
+
+PLAIN = {f"{UNPACKED}/{name}": data for name, data in TREE.items()}
+
+
+def sdist(folder: Path, members: dict[str, Any]) -> Path:
+    return pack(folder / "llama_cpp_python-1.0.tar.gz", members)
+
+
+def refused(store: Store, file: Path, words: str) -> None:
+    """Check that an archive is refused, and that the store is as it was."""
+    before = objects(store)
+    with pytest.raises(ArchiveError, match=words):
+        import_sdist(store, file)
+    assert objects(store) == before
+    assert not refs(store)
+    assert not list(store.path.glob("tmp-*"))
