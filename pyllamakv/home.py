@@ -44,6 +44,12 @@ def shim() -> Path:
     return _PACKAGE / "native" if checkout() is not None else _unpacked("native")
 
 
+def programs(folder: str) -> Path:
+    """Return the folder of the C sources that a part, as ``trust/faults``, compiles for itself."""
+    place = _PACKAGE if checkout() is not None else _unpacked("programs")
+    return place / folder / "native"
+
+
 def _unpacked(name: str) -> Path:
     from pyllamakv import shipped
 

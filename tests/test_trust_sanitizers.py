@@ -136,7 +136,7 @@ def test_planted_faults_are_seen(tmp_path: Path, kind: str, fault: str) -> None:
     """What is planted in the library is reported from a process that preloads the runtime."""
     needs_sanitizers()
     source = tmp_path / "planted.cpp"
-    source.write_text(f'#include "{instrument.NATIVE / "planted.h"}"\n')
+    source.write_text(f'#include "{instrument.native("planted.h")}"\n')
     library = tmp_path / "planted.so"
     instrument.program(source, library, kind, "-shared", "-fPIC")
     seen = playing.planted(kind, library, fault)

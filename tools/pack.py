@@ -1,4 +1,4 @@
-"""Pack patches and shim into the wheel: a hook of hatchling, before any package is there."""
+"""Pack patches and C sources into the wheel: a hook of hatchling, before any package is there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class Pack(BuildHookInterface):
-    """Put archives of ``patches`` and of the shim beside the lock in the wheel."""
+    """Put archives of the patches, the shim and the C programs beside the lock in the wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Write the archives; an editable install reads the checkout's own files."""
@@ -24,9 +24,14 @@ class Pack(BuildHookInterface):
         shipped = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(shipped)
         self._place = tempfile.TemporaryDirectory()
-        for folder in (root / "patches", root / "pyllamakv" / "native"):
-            file = Path(self._place.name) / f"{folder.name}.tar.xz"
-            shipped.pack(folder, file)
+        package = root / "pyllamakv"
+        for name, folder, pattern in (
+            ("patches", root / "patches", "**/*"),
+            ("native", package / "native", "**/*"),
+            ("programs", package, "*/**/native/*"),
+        ):
+            file = Path(self._place.name) / f"{name}.tar.xz"
+            shipped.pack(folder, file, pattern)
             build_data["force_include"][str(file)] = f"pyllamakv/data/{file.name}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:

@@ -1,4 +1,4 @@
-"""Compile what a benchmark compares with: small C files beside this one."""
+"""Compile what a benchmark compares with: small C files in ``bench/native``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 
 from pyllamakv.errors import Untestable
+from pyllamakv.home import programs
 
-NATIVE = Path(__file__).parent / "native"
 _COMPILERS = ("cc", "gcc", "clang")
 
 
@@ -18,7 +18,7 @@ def load(name: str, folder: Path) -> ctypes.CDLL:
 
     Raises Untestable where there is no compiler, or the file does not compile.
     """
-    source = NATIVE / name
+    source = programs("bench") / name
     found = [path for each in _COMPILERS if (path := shutil.which(each))]
     if not found:
         msg = f"no compiler for {name}: install gcc or clang"

@@ -19,9 +19,9 @@ import pyllamakv
 from pyllamakv.bench.workload import Round, Runner, Workload
 from pyllamakv.building.variant import Variant
 from pyllamakv.errors import CommandFailed, HarnessError, ToolMissing
+from pyllamakv.home import programs
 from pyllamakv.source.store import open_store
 
-SOURCE = Path(__file__).parent / "native" / "loop.c"
 #: Where upstream's public headers lie.
 HEADERS = ("include", "ggml/include")
 
@@ -140,7 +140,7 @@ def plain(variant: Variant, model: Path, work: Workload) -> Iterator[Runner]:
             loop.finish()
 
 
-def compiled(variant: Variant, folder: Path, source: Path = SOURCE) -> ctypes.CDLL:
+def compiled(variant: Variant, folder: Path, source: Path | None = None) -> ctypes.CDLL:
     """Compile the loops in C for a variant and load them.
 
     Raises ToolMissing without a compiler, CommandFailed with what it said.
@@ -151,7 +151,7 @@ def compiled(variant: Variant, folder: Path, source: Path = SOURCE) -> ctypes.CD
         msg = "no C compiler for the loop to compare with: install gcc or clang"
         raise ToolMissing(msg, "cc", "install gcc or clang")
     _headers(variant, folder)
-    library = folder / "loop.so"
+    library, source = folder / "loop.so", source or programs("bench") / "loop.c"
     flags = ["-std=gnu11", "-O2", "-shared", "-fPIC", *(f"-I{folder / each}" for each in HEADERS)]
     link = [f"-L{variant.dropin}", f"-Wl,-rpath,{variant.dropin}", "-lllama"]
     command = [compiler, *flags, "-o", str(library), str(source), *link]

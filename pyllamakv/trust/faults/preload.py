@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pyllamakv.errors import ToolMissing
+from pyllamakv.home import programs
 
-SOURCE = Path(__file__).with_name("preload.c")
 #: Changes, the process that stopped itself, and how often the fault struck (preload.c).
 _SHARED = struct.Struct("<qqq")
 _NAMES = ("PLF_ROOT", "PLF_SHARED", "PLF_AT", "PLF_DO", "PLF_GROUP", "PLF_CLOCK")
@@ -20,9 +20,9 @@ _NAMES = ("PLF_ROOT", "PLF_SHARED", "PLF_AT", "PLF_DO", "PLF_GROUP", "PLF_CLOCK"
 
 def compiled(folder: Path) -> Path:
     """Compile the library into a folder; raises ToolMissing where there is no C compiler."""
-    library = folder / "preload.so"
+    library, source = folder / "preload.so", programs("trust/faults") / "preload.c"
     compiler = os.environ.get("CC", "cc")
-    command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(SOURCE)]
+    command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
@@ -30,7 +30,7 @@ def compiled(folder: Path) -> Path:
         raise ToolMissing(f"{compiler} cannot be started: {error}; {cure}", "cc", cure) from error
     if done.returncode:
         cure = "use a compiler for this machine, with glibc's headers"
-        raise ToolMissing(f"{SOURCE.name} does not compile: {done.stderr}; {cure}", "cc", cure)
+        raise ToolMissing(f"{source.name} does not compile: {done.stderr}; {cure}", "cc", cure)
     return library
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from pyllamakv.errors import HarnessError, Untestable
+from pyllamakv.home import programs
 from pyllamakv.patching import series
 from pyllamakv.trust.entry import Tick
 from pyllamakv.trust.fuzzing.job import FOUND
@@ -20,7 +21,6 @@ from pyllamakv.trust.fuzzing.processes import Processes
 from pyllamakv.trust.fuzzing.target import memory
 
 HEADER = "llama-kv-mmap.h"
-SOURCE = Path(__file__).with_name("native") / "kept_header.cpp"
 _FLAGS = ("-std=c++17", "-g", "-O1", "-fsanitize=fuzzer,address,undefined",
           "-fno-sanitize-recover=all")  # fmt: skip
 _STATUS = re.compile(r"cov: (\d+) ft: \d+ corp: (\d+)/(\d+)(b|Kb|Mb)")
@@ -48,7 +48,15 @@ def build(folder: Path, text: str | None = None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / HEADER).write_text(header_text() if text is None else text, encoding="utf-8")
     program = folder / "kept_header"
-    command = [compiler(), *_FLAGS, "-I", str(folder), str(SOURCE), "-o", str(program)]
+    command = [
+        compiler(),
+        *_FLAGS,
+        "-I",
+        str(folder),
+        str(programs("trust/fuzzing") / "kept_header.cpp"),
+        "-o",
+        str(program),
+    ]
     made = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if made.returncode:
         said = made.stderr.strip().splitlines()

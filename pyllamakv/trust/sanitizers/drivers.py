@@ -74,7 +74,7 @@ def smoke(made: Sanitized, tell: Tell) -> Iterator[tuple[str, Ended]]:
 def threads(made: Sanitized, n_threads: int, rounds: int, tell: Tell) -> Ended:
     """Run the thread driver over a library; ``n_threads`` are llama.cpp's own in a context."""
     tell("threads")
-    with _linked(instrument.NATIVE / "threads.cpp", made) as program, playing.logs() as logs:
+    with _linked(instrument.native("threads.cpp"), made) as program, playing.logs() as logs:
         command = [str(program), str(synthetic.tiny()), str(n_threads), str(rounds)]
         return playing.run(command, "thread", logs)
 

@@ -21,14 +21,13 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.building import build
 from pyllamakv.errors import Untestable
-from pyllamakv.home import home, shim
+from pyllamakv.home import home, programs, shim
 from pyllamakv.trust import ninja
 
 if TYPE_CHECKING:
     from pyllamakv.building import cmake
     from pyllamakv.building.variant import Variant
 
-NATIVE = Path(__file__).parent / "native"
 #: What each kind of build is asked to notice; address and undefined behaviour share one.
 FLAGS = {
     "address": ("-fsanitize=address,undefined", "-fsanitize-recover=address,undefined"),
@@ -131,6 +130,11 @@ def instrumented(
     return made
 
 
+def native(name: str) -> Path:
+    """Return one of the C++ files that are this part's own."""
+    return programs("trust/sanitizers") / name
+
+
 def program(source: Path, output: Path, kind: str, *words: str) -> None:
     """Compile a small C or C++ program with the flags of a kind; raise Untestable if it cannot."""
     tool, standard = ("gcc", "-std=c11") if source.suffix == ".c" else ("g++", "-std=c++17")
@@ -143,7 +147,7 @@ def program(source: Path, output: Path, kind: str, *words: str) -> None:
 
 def _named(variant: Variant, kind: str, scope: str) -> Sanitized:
     """Return where the instrumented library of a variant lies: under all that it is made of."""
-    planted = (NATIVE / "planted.h").read_text(encoding="utf-8")
+    planted = native("planted.h").read_text(encoding="utf-8")
     facts = repr((FLAGS[kind], _ALWAYS, _CORE, _THREADS, planted))
     name = f"{variant.id}-{kind}-{scope}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
     folder = home() / "sanitized" / name
@@ -166,7 +170,7 @@ def _key(each: Command, deps: Mapping[str, Sequence[Path]], kind: str) -> str:
     own = (path for path in deps.get(each.output, ()) if not path.is_relative_to("/usr"))
     paths = [each.source, *own]
     if each.source.name == PLANTED:
-        paths.append(NATIVE / "planted.h")
+        paths.append(native("planted.h"))
     for path in paths:
         whole.update(path.read_bytes() if path.is_file() else b"")
     return whole.hexdigest()[:24]
@@ -181,7 +185,7 @@ def _compile(each: Command, output: Path, kind: str, job: cmake.Job) -> None:
     words[words.index("-o") + 1] = str(part)
     more = [*_ALWAYS, *FLAGS[kind]]
     if each.source.name == PLANTED:
-        more += ["-include", str(NATIVE / "planted.h")]
+        more += ["-include", str(native("planted.h"))]
     done = _ran([*words, *more], job)
     if done.returncode:
         part.unlink(missing_ok=True)

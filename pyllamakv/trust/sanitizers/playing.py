@@ -23,8 +23,6 @@ PATIENCE = 600.0
 #: The status of a program that had to be killed.
 HUNG = -9
 
-_SUPPRESSED = instrument.NATIVE / "threads.supp"
-
 
 @dataclass(frozen=True)
 class Ended:
@@ -54,12 +52,13 @@ def environment(kind: str, folder: Path, *, preload: bool) -> dict[str, str]:
     ``preload`` is for a program that is not instrumented itself, as Python is not.
     """
     common = "halt_on_error=0:exitcode=0"
+    suppressed = instrument.native("threads.supp")
     env = {
         # Leaks are `leaks`' concern, and Python keeps much until it ends.
         "ASAN_OPTIONS": f"detect_leaks=0:verify_asan_link_order=0:{common}"
         f":log_path={folder}/address.log",
         "UBSAN_OPTIONS": f"print_stacktrace=1:{common}:log_path={folder}/undefined.log",
-        "TSAN_OPTIONS": f"suppressions={_SUPPRESSED}:{common}:log_path={folder}/thread.log",
+        "TSAN_OPTIONS": f"suppressions={suppressed}:{common}:log_path={folder}/thread.log",
         # Objects of Python lie in blocks of their own, so that going past one is seen.
         "PYTHONMALLOC": "malloc",
         "GGML_NO_BACKTRACE": "1",
