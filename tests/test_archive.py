@@ -17,6 +17,7 @@ from source_kit import (
     pack,
     pinned,
     refs,
+    repository,
     sdist_members,
 )
 
@@ -211,6 +212,33 @@ def test_a_member_that_stands_twice_is_refused(
     info = tarfile.TarInfo(f"{TOP}/HEAD")
     with pytest.raises(ArchiveError, match="twice"):
         import_sdist(store, packed(tmp_path, members | {"again": info}))
+
+
+def test_two_clones_are_refused(store: Store, tmp_path: Path, members: dict[str, Any]) -> None:
+    """Two clones in folders of different names are refused like two members of one name."""
+    other = {name.replace("llama_cpp_python", "other"): data for name, data in members.items()}
+    for part in ("/HEAD", "/pack/"):
+        again = {name: data for name, data in other.items() if part in name}
+        with pytest.raises(ArchiveError, match="twice"):
+            import_sdist(store, packed(tmp_path, members | again))
+
+
+def test_a_head_that_names_a_tag_is_refused(
+    store: Store, tmp_path: Path, members: dict[str, Any]
+) -> None:
+    """A tag peels to a commit, and as a release it would stop git from fetching any other."""
+    source = tmp_path / "tagged"
+    commit = repository(source)
+    gitting.git(source, "tag", "-a", "-m", "x", "x")
+    tag = gitting.git(source, "rev-parse", "x")
+    members = {k: v for k, v in members.items() if "/objects/" not in k}
+    for file in (source / ".git" / "objects").glob("??/*"):
+        members[f"{TOP}/objects/{file.parent.name}/{file.name}"] = file.read_bytes()
+    before = objects(store)
+    with pytest.raises(ArchiveError, match="the tag"):
+        import_sdist(store, packed(tmp_path, members | {f"{TOP}/HEAD": tag.encode()}))
+    assert untouched(store, before)
+    assert import_sdist(store, packed(tmp_path, members | {f"{TOP}/HEAD": commit.encode()}))
 
 
 def test_an_archive_without_llama_cpp_is_refused(store: Store, tmp_path: Path) -> None:

@@ -124,6 +124,21 @@ def test_publish_cuts_off_absent_parents(store: Store, tmp_path: Path) -> None:
     assert (store.path / "shallow").read_text().split() == [commit]
 
 
+def test_a_history_that_breaks_off_keeps_nobody_from_fetching(store: Store, tmp_path: Path) -> None:
+    """A clone may be shallow further back, with the parent at hand and not the parent's own."""
+    commit = repository(tmp_path / "up", commits=4)
+    packed = gitting.git_bytes(
+        tmp_path / "up", "pack-objects", "--stdout", "--revs", input=f"{commit}\n^{commit}~2\n"
+    )
+    gitting.git(store.path, "index-pack", "--stdin", "--fix-thin", input=packed)
+    store.publish("refs/upstream/x", commit)
+    assert gitting.git(store.path, "rev-list", "--all") == commit
+    other = repository(tmp_path / "other", TREE | {"x": b"another\n"})
+    words = ("fetch", "-q", str(tmp_path / "other"), "HEAD:refs/upstream/y")
+    gitting.git(store.path, *words, network=True)
+    assert store.ref("refs/upstream/y") == other
+
+
 def test_a_parent_is_looked_for_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A commit may name a parent again and again: whoever publishes it holds everybody else up."""
     commit, tree = store.commit(None, TREE, "m")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _CLONE = re.compile(
     r"[^/]+/\.git/modules/vendor/llama\.cpp/"
-    r"(?:(?P<head>HEAD)|(?P<packed>packed-refs)|(?P<ref>refs/heads/[\w.-]+)"
+    r"(?P<name>HEAD|packed-refs|refs/heads/[\w.-]+"
     r"|objects/pack/pack-(?P<pack>[0-9a-f]{40})\.pack"
     r"|objects/(?P<high>[0-9a-f]{2})/(?P<low>[0-9a-f]{38}))"
 )
@@ -62,17 +62,17 @@ def _take_clone(archive: Path, held: Quarantine) -> str:
     seen: set[str] = set()
     with open_tar(archive) as tar:
         for member, found in _members(tar, _CLONE):
-            if member.name in seen:
-                msg = f"{archive.name} holds {member.name} twice; it is not to be trusted"
-                raise ArchiveError(msg)
-            seen.add(member.name)
             part = found.groupdict()
+            name = part["name"]  # of two clones, one would count here and the other there
+            if name in seen:
+                msg = f"{archive.name} holds a clone's {name} twice; it is not to be trusted"
+                raise ArchiveError(msg)
+            seen.add(name)
             if part["pack"]:
                 packs.append(copy_member(tar, member, held.folder / f"{part['pack']}.pack"))
             elif part["high"]:
                 held.add_loose(part["high"] + part["low"], content(tar, member))
             else:
-                name = part["head"] or part["ref"] or "packed-refs"
                 texts[name] = content(tar, member, left).decode("ascii", "replace")
                 left -= member.size
     if not packs and not seen - {"HEAD"}:

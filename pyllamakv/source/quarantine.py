@@ -94,9 +94,13 @@ class Quarantine:
             tree = self.git("rev-parse", "--verify", "--quiet", f"{commit}^{{tree}}")
             self.git("rev-list", "--objects", "--quiet", tree)
             said = self.git("cat-file", "commit", commit)
+            kind = self.git("cat-file", "-t", commit)
         except GitError as error:
             msg = f"the archive lacks objects of commit {commit}: {error.output.strip()}"
             raise ArchiveError(msg) from error
+        if kind != "commit":  # git peels a tag wherever it wants a commit, but not in a ref
+            msg = f"the archive names the {kind} {commit} where a commit is expected"
+            raise ArchiveError(msg)
         if expected_tree and tree != expected_tree:
             _mismatch("tree", expected_tree, tree)
         bounds.check(self.store.path, tree, self._env)

@@ -159,11 +159,10 @@ class Store:
     def _said(self, commit: str) -> str:
         return gitting.git(self.path, "cat-file", "commit", commit)
 
-    def _lacks(self, ids: Sequence[str]) -> bool:
-        """Tell whether one of these commits is not there."""
-        asked = "".join(f"{name}^{{commit}}\n" for name in ids)
-        out = gitting.git(self.path, "cat-file", "--batch-check", input=asked) if ids else ""
-        return any(line.endswith(" missing") for line in out.splitlines())
+    def _reaches_back(self, commit: str) -> bool:
+        """Tell whether the history of a commit is there, to its first commit or a shallow one."""
+        words = ("rev-list", "--quiet", commit, "--")
+        return not gitting.run(self.path, *words, bounded=True).returncode
 
     # --- writing ------------------------------------------------------------------------------
 
@@ -201,12 +200,12 @@ class Store:
         return self._write("commit-tree", tree, *options, input=text, env=env)
 
     def publish(self, name: str, commit: str) -> None:
-        """Point a ref at a commit; parents that the store lacks are cut off.
+        """Point a ref at a commit; a history that the store lacks, or has in part, is cut off.
 
-        Raises ArchiveError for a commit with more parents than any has.
+        Git would refuse to fetch anything into a store with a ref whose history it cannot walk.
         """
         with self.alone() as held:
-            if self._lacks(self.parents(commit)):
+            if not self._reaches_back(commit):
                 file = self.path / "shallow"
                 known = file.read_text("ascii").split() if file.is_file() else []
                 if commit not in known:
