@@ -139,6 +139,21 @@ def test_new_file_in_the_way() -> None:
     assert applied({}, data) == {"n": b"ours\n"}
 
 
+def test_a_folder_in_the_way() -> None:
+    """No file takes the place of a folder, which would go with all that is in it."""
+    made = diff({}, {"d": b"ours\n"})
+    moved = b"diff --git a/z b/d\nsimilarity index 100%\nrename from z\nrename to d\n"
+    for data in (made, moved, moved.replace(b"rename", b"copy")):
+        assert refused({"d/f": b"theirs\n", "z": b"1\n"}, data).found == "a file d/f"
+    below = diff({}, {"d/f": b"1\n"})
+    assert refused({}, below + made).file == "d"
+    # Git writes the file first, and empties the folder then.
+    turned = made + diff({"d/f": b"1\n"}, {})
+    assert applied({"d/f": b"1\n"}, turned) == {"d": b"ours\n"}
+    back = diff({"d": b"ours\n"}, {}) + below
+    assert applied({"d": b"ours\n"}, back) == {"d/f": b"1\n"}
+
+
 def test_deletion_wants_the_whole_file() -> None:
     """A file is deleted only when it is exactly the one that was meant."""
     data = diff({"g": numbered(3), "k": b""}, {"k": b""})

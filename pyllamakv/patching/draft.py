@@ -14,7 +14,7 @@ from pyllamakv.errors import PatchConflict
 from pyllamakv.patching import places
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from pyllamakv.patching.hunks import FilePatch, Hunk, Patch
 
@@ -69,6 +69,9 @@ class Tree(Protocol):
     def entry(self, path: str) -> Entry | None:
         """Return the file, or None where there is none."""
 
+    def paths(self) -> Iterable[str]:
+        """Return the paths of all files."""
+
 
 @dataclass(frozen=True)
 class MemoryTree:
@@ -81,6 +84,10 @@ class MemoryTree:
         found = self.files.get(path)
         return Entry(found) if isinstance(found, bytes) else found
 
+    def paths(self) -> Iterable[str]:
+        """Return the paths of all files."""
+        return self.files
+
 
 @dataclass
 class Draft:
@@ -92,6 +99,12 @@ class Draft:
     def entry(self, path: str) -> Entry | None:
         """Return the file as it is with all changes so far."""
         return self.changes[path] if path in self.changes else self.base.entry(path)
+
+    def below(self, path: str) -> str:
+        """Return a file that lies below a path, which is a folder then; nothing without any."""
+        start = f"{path}/"
+        there = (name for name in (*self.base.paths(), *self.changes) if name.startswith(start))
+        return next((name for name in there if self.entry(name) is not None), "")
 
     def copy(self) -> Draft:
         """Return a draft that can go another way."""
@@ -116,12 +129,17 @@ class Draft:
 
     def _place(self, patch: Patch) -> tuple[tuple[Placement, ...], dict[str, Entry | None]]:
         trial = self.copy()
-        placements: list[Placement] = []
+        parts: list[list[Placement]] = []
         for file in patch.files:
             found, changes = _file(trial, file)
-            placements += found
+            parts.append(found)
             trial.changes.update(changes)
-        return tuple(placements), trial.changes
+        # Only now: git writes a file before it deletes the folder that was in its place.
+        for number, file in enumerate(patch.files):
+            below = trial.below(file.path) if file.new not in (None, file.old) else ""
+            if below:
+                parts[number] = _all(file, "exists", expected="no folder", found=f"a file {below}")
+        return tuple(placement for part in parts for placement in part), trial.changes
 
 
 def conflict(bad: Placement, placements: tuple[Placement, ...], name: str) -> PatchConflict:

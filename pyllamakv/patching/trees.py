@@ -39,6 +39,10 @@ class StoreTree:
             self.fetch([path])
         return self._read[path]
 
+    def paths(self) -> Iterable[str]:
+        """Return the paths of all files."""
+        return self.modes
+
     def fetch(self, paths: Iterable[str]) -> None:
         """Read several files with one call of git."""
         wanted = [path for path in dict.fromkeys(paths) if path not in self._read]
