@@ -80,6 +80,8 @@ def test_load(tmp_path: Path) -> None:
         ('scenarios = ["some-scenario"]', "scenarios = []", "must not be empty"),
         ("[[text]]", "[text]", "list of tables"),
         ("schema = 1", "schema = ", "patch.toml"),
+        pytest.param("schema = 1", "schema = " + "9" * 5000, "patch.toml", id="digits"),
+        pytest.param("schema = 1", "a" + ".a" * 101 + " = 1", "more than 100 dots", id="dots"),
     ],
 )
 def test_each_fault_is_named(tmp_path: Path, old: str, new: str, says: str) -> None:

@@ -112,6 +112,8 @@ def test_a_half_written_tree_is_noticed(
     with pytest.raises(DiskFull):
         store.export(child, out)
     assert export.stamped(out) is None
+    (out / export.STAMP).write_text("[" * 100_000)
+    assert export.stamped(out) is None
     monkeypatch.undo()
     store.export(child, out)
     assert export.stamped(out) == tree

@@ -87,6 +87,8 @@ def test_only_some_files() -> None:
         ((b"+++ b/src/b.cpp", b"+++ b/../b.cpp"), "leaves the tree"),
         ((b"+++ b/src/b.cpp", b"+++ b/.git/hooks/x"), "leaves the tree"),
         ((b"@@ -7,7 +7,8 @@", b"@@ what @@"), "expected `@@"),
+        ((b"@@ -7,7 +7,8 @@", b"@@ -7,7 +%s,8 @@" % (b"9" * 5000)), "expected `@@"),
+        ((b"+++ b/src/b.cpp", b"+++ b/" + b"d/" * 100_000 + b"f"), "longer than 512"),
     ],
 )
 def test_damaged_patches_are_refused(change: tuple[bytes, bytes], says: str) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 
 from pyllamakv.errors import PatchFormatError
+from pyllamakv.source import bounds
 
 Ranges = tuple[int, int, int, int]
 
-_RANGE = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
+#: Python makes no number of a text without end, and no file has as many lines as nine digits say.
+_RANGE = re.compile(rb"@@ -(\d{1,9})(?:,(\d{1,9}))? \+(\d{1,9})(?:,(\d{1,9}))? @@")
 _ESCAPES = {
     b"a": b"\a", b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"v": b"\v",
 }  # fmt: skip
@@ -266,4 +269,6 @@ def _checked(reader: Reader, path: str) -> str:
     parts = path.split("/")
     if "\0" in path or any(part.lower() in ("", ".", "..", ".git") for part in parts):
         raise reader.wrong(f"the path {path!r} leaves the tree; a patch may touch its files only.")
+    if len(os.fsencode(path)) > bounds.PATH:
+        raise reader.wrong(f"the path {path[:60]!r}… is longer than {bounds.PATH} bytes.")
     return path

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 #: More than any release has, fetched or written out: llama.cpp has two thousand files, 100 MB.
 FILES, BYTES = 200_000, 4 << 30
+#: The longest path of a file, or target of a link, in bytes: some file systems take no more.
+PATH = 512
 #: How long their names may be together, each with its folders.
 NAMES = 256 << 20
 #: The largest page of an index, unpacked: a hundred thousand files. What is read of it takes many

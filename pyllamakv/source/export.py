@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import SourceError, UsageError
+from pyllamakv.source import bounds
 from pyllamakv.source.files import disk_room, write_atomic
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ _LINK = "120000"
 _BATCH = 256
 #: More folders within each other than any release has; they are walked by recursion.
 _DEPTH = 200
-#: The longest name, and path or target of a link, in bytes: some file systems take no more.
-_NAME, _PATH = 255, 512
+#: The longest name, in bytes: few file systems take more.
+_NAME = 255
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def stamped(folder: Path) -> str | None:
     try:
         facts = json.loads((folder / STAMP).read_text("utf-8"))
         return str(facts["tree"]) if facts["complete"] is True else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -163,7 +164,7 @@ def _refuse_unsafe(entries: Iterable[Entry]) -> None:
         parts = path.split("/")
         bad = any(part.lower() in ("", ".", "..", ".git") for part in parts)
         ours = parts[0].lower() in (STAMP, _STAMP_PART, _PART)
-        long = len(parts) > _DEPTH or len(os.fsencode(path)) > _PATH
+        long = len(parts) > _DEPTH or len(os.fsencode(path)) > bounds.PATH
         long = long or any(len(os.fsencode(part)) > _NAME for part in parts)
         if bad or ours or long or "\\" in path:
             msg = f"the tree holds an unsafe path {path!r}; it cannot be exported"
@@ -287,10 +288,10 @@ def _target(entry: Entry, data: bytes) -> str:
     """Return what a link says. Raises SourceError where it leads out, or is none."""
     target = os.fsdecode(data)
     if _leads_out(entry.path, target):
-        msg = f"the link {entry.path} leads outside the tree, to {target[:_PATH]!r}"
+        msg = f"the link {entry.path} leads outside the tree, to {target[: bounds.PATH]!r}"
         raise SourceError(msg)
-    if not data or len(data) > _PATH or b"\0" in data:
-        msg = f"the link {entry.path} has a target that no link can have, {target[:_PATH]!r}"
+    if not data or len(data) > bounds.PATH or b"\0" in data:
+        msg = f"the link {entry.path} has a target that no link can have, {target[: bounds.PATH]!r}"
         raise SourceError(msg)
     return target
 
