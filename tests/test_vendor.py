@@ -166,5 +166,7 @@ def test_damaged_records_count_as_absent(store: Store, release: Release) -> None
     vendored, _ = vendor.sync(store, release, release.commit, spec="0.3.9")
     record = vendor.trees() / "0.3.9.json"
     (vendor.trees() / "other.json").write_text(record.read_text())
-    (vendor.trees() / "bad.json").write_text("{")
-    assert vendor.listed() == [vendored]
+    facts = record.read_text()
+    for damage in ("{", "1", "null", "[" * 100_000, facts.replace(f'"{vendored.folder}"', "1")):
+        (vendor.trees() / "bad.json").write_text(damage)
+        assert vendor.listed() == [vendored]

@@ -141,9 +141,10 @@ def test_state_of_a_rebase(store: Store) -> None:
     written = session.write(store, phase="waiting")
     assert waiting.load(store, "one") == written
     assert waiting.ids(store) == ("one",)
-    (waiting.place(store, "one") / "state.json").write_text("{")
-    with pytest.raises(PatchError, match="--abort"):
-        waiting.load(store, "one")
+    for damage in ("{", "1", "[" * 100_000):
+        (waiting.place(store, "one") / "state.json").write_text(damage)
+        with pytest.raises(PatchError, match="--abort"):
+            waiting.load(store, "one")
     assert waiting.clear(store, "one")
     assert not waiting.clear(store, "one")
     assert waiting.ids(store) == ()

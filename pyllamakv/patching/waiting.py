@@ -77,7 +77,7 @@ def load(store: Store, id_: str) -> Session | None:
         return Session(**facts)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         msg = f"{file} cannot be read: {error}; `pyllamakv patch rebase {id_} --abort` clears it"
         raise PatchError(msg) from error
 

@@ -143,7 +143,7 @@ def _read(path: Path) -> Vendored | None:
         facts = json.loads(path.read_text("utf-8"))
         series = facts.pop("series")
         vendored = Vendored(series=None if series is None else tuple(series), **facts)
-    except (OSError, ValueError, KeyError, TypeError):
+        # A record tells only of the folder that it lies beside.
+        return vendored if _record_of(Path(vendored.folder)) == path else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    # A record tells only of the folder that it lies beside.
-    return vendored if _record_of(Path(vendored.folder)) == path else None
