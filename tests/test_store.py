@@ -60,7 +60,14 @@ def test_read_and_list(store: Store) -> None:
 
 def test_paths_with_odd_characters(store: Store) -> None:
     """Spaces, quotes and letters beyond ASCII survive in paths."""
-    files = {'a "b" c': b"1", "ä/ö.txt": b"2", "tab\there": b"3"}
+    files = {
+        'a "b" c': b"1",
+        "ä/ö.txt": b"2",
+        "tab\there": b"3",
+        "a\r": b"4",
+        "a": b"5",
+        "a\nb": b"",
+    }
     commit, _ = store.commit(None, files, "m")
     assert {path: store.read(commit, path) for path in store.ls(commit)} == files
 

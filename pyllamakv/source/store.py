@@ -106,10 +106,11 @@ class Store:
     def read_many(self, what: Release | str, paths: Sequence[str]) -> dict[str, bytes | None]:
         """Return the contents of several files of a tree; None for those it has not."""
         tree = self.tree_of(what)
-        # git is asked line by line, so that a name with a newline has to be asked for by its blob.
-        odd = any("\n" in path for path in paths)
+        # git is asked line by line, and takes a line's last carriage return for its end: such names
+        # have to be asked for by their blobs.
+        odd = {path for path in paths if "\n" in path or path.endswith("\r")}
         blobs = {entry.path: entry.blob for entry in self.entries(tree)} if odd else {}
-        names = [blobs.get(path, tree) if "\n" in path else f"{tree}:{path}" for path in paths]
+        names = [blobs.get(path, tree) if path in odd else f"{tree}:{path}" for path in paths]
         return dict(zip(paths, self._contents(names), strict=True))
 
     def blobs(self, ids: Sequence[str]) -> list[bytes]:
