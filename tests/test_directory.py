@@ -74,8 +74,9 @@ def test_our_own_shape(bench: Bench) -> None:
 
 def test_what_is_not_there_or_no_patch(tmp_path: Path) -> None:
     """Missing paths, empty folders and doubles are refused with what was expected."""
-    with pytest.raises(UsageError, match="no patch file"):
-        directory.load(tmp_path / "none.patch")
+    for name in ("none.patch", "x" * 300):
+        with pytest.raises(UsageError, match="no patch file"):
+            directory.load(tmp_path / name)
     with pytest.raises(UsageError, match="expected series"):
         directory.load(tmp_path)
     for name in ("a.patch", "A.diff"):

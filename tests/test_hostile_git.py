@@ -150,7 +150,9 @@ def test_a_reference_of_a_good_url_is_no_option(tmp_path: Path) -> None:
     assert not refs(open_store())
 
 
-@pytest.mark.parametrize("name", ["-x", "--help", "../x", "a b", "a\n", "", ".", "a/b", "x.lock"])
+@pytest.mark.parametrize(
+    "name", ["-x", "--help", "../x", "a b", "a\n", "", ".", "a/b", "x.lock", f"1.{'0' * 300}"]
+)
 def test_names_that_are_no_names(tmp_path: Path, name: str) -> None:
     """A release's name goes into refs and files: odd ones are refused wherever they come from."""
     assert not is_name(name)

@@ -85,6 +85,9 @@ def test_missing_files_and_folders_are_said(tmp_path: Path) -> None:
     """Check paths that lead to no file."""
     with pytest.raises(ModelError, match="no model file"):
         check_file(tmp_path / "absent.gguf")
+    for name in ("x\0", "x" * 300):
+        with pytest.raises(ModelError, match="cannot be read"):
+            check_file(name)
     with pytest.raises(ModelError, match="is a folder"):
         check_file(tmp_path)
 

@@ -11,7 +11,7 @@ from fakes.tiny_gguf import write_gguf
 
 from pyllamakv.building import variant
 from pyllamakv.building.manifest import Manifest
-from pyllamakv.errors import Closed, LoadError, NotBuilt, ToolMissing, UsageError
+from pyllamakv.errors import Closed, LoadError, NotBuilt, ToolMissing, UnknownRelease, UsageError
 from pyllamakv.runtime import opening
 
 
@@ -128,6 +128,9 @@ def test_a_bare_name_is_never_a_file(
     for name in ("0.3.8", "evil.so"):
         with pytest.raises(NotBuilt, match=rf"\./{name} is what lies here"):
             opening.open(name)
+    for name in ("x" * 300, "x\0"):  # no file system has room for it
+        with pytest.raises((NotBuilt, UnknownRelease)):
+            opening.located(name)
     assert opening.located("./evil.so") == Path("./evil.so")
     assert opening.located(Path("evil.so")) == Path("evil.so")
 

@@ -5,6 +5,7 @@ They go through the same doors as the shipped ones: applied strictly, reported h
 
 from __future__ import annotations
 
+import os
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -27,9 +28,9 @@ def load(path: Path) -> Series:
     begins a comment, options after the name are ignored) or plain patch files, which are taken in
     the order of their names.
     """
-    if path.is_file():
+    if os.path.isfile(path):  # noqa: PTH113 - pathlib raises where a text is no path
         return Series(_distinct(_texts(path)), path.parent)
-    if not path.is_dir():
+    if not os.path.isdir(path):  # noqa: PTH112
         raise UsageError(f"There is no patch file or folder {path}.")
     if (path / "series.toml").is_file():
         return series_module.load(path)

@@ -102,8 +102,8 @@ def check_file(path: str | os.PathLike[str]) -> ModelFile:
     except FileNotFoundError:
         msg = f"there is no model file {file}"
         raise ModelError(msg) from None
-    except OSError as error:
-        msg = f"the model file {file} cannot be read: {error.strerror or error}"
+    except (OSError, ValueError) as error:  # or no path of this system
+        msg = f"the model file {file} cannot be read: {getattr(error, 'strerror', '') or error}"
         raise ModelError(msg) from error
     except _Short:
         size = file.stat().st_size

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _SDIST = re.compile(r"llama[-_]cpp[-_]python-(?P<version>[0-9][\w.+-]*)\.tar\.gz")
 _TARBALL = re.compile(r"node-llama-cpp-(?P<version>[0-9][\w.+-]*)\.tgz")
 _VERSION = re.compile(r"[0-9]+(\.[0-9]+)+[\w.+-]*")
+#: The longest name of a version that is asked for: files are named after it.
+_LONGEST = 100
 _NPM_SPEC = re.compile(r"node-llama-cpp@(?P<version>[0-9][\w.+-]*)")
 
 
@@ -104,6 +106,8 @@ def add(
 
 
 def _brings(what: str) -> Callable[..., Release] | None:
+    if len(what) > _LONGEST:
+        return None
     if match := _NPM_SPEC.fullmatch(what):
         return partial(_add_npm, match["version"])
     return partial(_add_version, what) if _VERSION.fullmatch(what) else None
