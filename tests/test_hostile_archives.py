@@ -268,6 +268,12 @@ def test_trees_that_hold_each_other(tmp_path: Path) -> None:
     not_fetched(f"git:{tmp_path / 'bundle'}@main", "no release comes near")
 
 
+def test_folders_within_each_other(tmp_path: Path) -> None:
+    """Git walks folders by recursion, and ends where its stack does."""
+    path = f"{UNPACKED}/{'d/' * 30_000}f"
+    refused(open_store(), sdist(tmp_path, PLAIN | {path: b"x"}), "git can walk|lacks objects")
+
+
 def test_files_that_are_small_in_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bytes of a tree are counted as they would be written out."""
     monkeypatch.setattr(bounds, "BYTES", 1 << 20)

@@ -54,6 +54,9 @@ def check(folder: Path, tree: str, env: Mapping[str, str] | None = None) -> None
     if process.returncode:
         failed = GitError(["git", *words], process.returncode, f"tree {tree} cannot be listed")
         limits.refuse(failed, f"tree {tree}")
+        if process.returncode < 0:
+            msg = f"tree {tree} has more folders within each other than git can walk"
+            raise ArchiveError(msg) from failed
         raise failed
 
 
