@@ -82,6 +82,14 @@ def test_files_are_checked_before_the_library_sees_them(tmp_path: Path) -> None:
     assert opened.load_model(str(write_gguf(tmp_path / "tiny.gguf"))).info.n_layer == 2
 
 
+@pytest.mark.parametrize("layers", [-1, 2**31])
+def test_a_number_of_layers_that_is_none(tmp_path: Path, layers: int) -> None:
+    """-1 is every layer to later releases and none to earlier ones, so nobody is left to guess."""
+    path = write_gguf(tmp_path / "tiny.gguf")
+    with pytest.raises(UsageError, match=f"n_gpu_layers must be 0 or more, not {layers}"):
+        kit.library().load_model(path, n_gpu_layers=layers)
+
+
 def test_a_closed_model_is_refused(tmp_path: Path) -> None:
     """Check every use after the end."""
     model = kit.model(tmp_path)

@@ -47,7 +47,8 @@ class OpenLibrary(Library):
 
         ``rpc_servers`` is ``host:port,host:port``, whose devices take the layers in turn, with
         their K and V; ``devices`` are names of `devices`, separated by commas. ``n_gpu_layers``
-        says how many layers go there (beyond the model's number: all). ``check_tensors`` looks for
+        says how many layers go there, 0 or more (beyond the model's number: all; releases differ
+        in what -1 is, so it is refused: UsageError). ``check_tensors`` looks for
         numbers that are none. A server that is lost ends the process that uses it, so
         ``rpc_servers`` need ``isolated=True`` or ``backend="rpc"``; that is `DeviceLost` then.
         """
@@ -55,6 +56,12 @@ class OpenLibrary(Library):
             msg = (
                 "rpc_servers may end the process, should one be lost: open the library with "
                 "isolated=True, or backend='rpc'"
+            )
+            raise UsageError(msg)
+        if not 0 <= n_gpu_layers < 2**31:
+            msg = (
+                f"n_gpu_layers must be 0 or more, not {n_gpu_layers}: a number beyond those of the "
+                "model, as 999, puts all of them on the device"
             )
             raise UsageError(msg)
         params = ModelParams(
