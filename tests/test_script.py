@@ -85,6 +85,8 @@ def test_the_examples_are_scripts(path: Path) -> None:
         ('{"op": "decode", "feed": {"0": 1}, "expect": "fine"}', "expect must be one of"),
         ('{"op": "save", "seq": 0, "as": []}', "as must be a text"),
         ('{"op": "context", "n_ctx": "many"}', "n_ctx must be a number"),
+        ('{"op": "context", "n_ctx": -5}', "n_ctx must be 1 or more, found -5"),
+        ('{"op": "context", "n_threads": 0}', "n_threads must be 1 or more"),
         ('{"op": "context", "swa_full": 1}', "swa_full must be true or false"),
         ('{"op": "context", "type_k": []}', "type_k must be the name"),
         ('{"op": "context", "defrag_thold": "x"}', "defrag_thold must be a number"),

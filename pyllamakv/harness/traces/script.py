@@ -66,9 +66,9 @@ _TEXTS = ("as", "text", "label", "model", "state")
 _SWITCHES = (
     "flash_attn", "kv_unified", "swa_full", "offload_kqv", "embeddings", "guard", "interleave",
 )  # fmt: skip
+_COUNTS = ("n_ctx", "n_batch", "n_ubatch", "n_seq_max", "n_threads", "n_threads_batch")
 _NUMBERS = (
-    "n_ctx", "n_batch", "n_ubatch", "n_seq_max", "n_threads", "n_threads_batch", "defrag_plan",
-    "defrag_mover", "defrag_threads",
+    *_COUNTS, "defrag_plan", "defrag_mover", "defrag_threads",
     "seq", "into", "by", "polls", "used", "free", "holes", "largest_hole", "pos", "token", "n",
     "batch",
 )  # fmt: skip
@@ -168,6 +168,9 @@ def _check(line: Line) -> None:
             continue
         if name in words and not batches.whole(words[name]):
             raise line.wrong(f"{name} must be a number of 32 bits, found {words[name]!r}")
+    for name in _COUNTS:
+        if words.get(name, 1) < 1:
+            raise line.wrong(f"{name} must be 1 or more, found {words[name]}")
     for name in _TEXTS:
         if not _text(words.get(name, "")):
             raise line.wrong(f"{name} must be a text, found {words[name]!r}")
