@@ -27,7 +27,9 @@ def command(
     isolate: Annotated[
         str, typer.Option("--isolate", help="The verdict of this patch alone.")
     ] = "",
-    backend: Annotated[str, typer.Option("--backend", help="cpu, cuda, metal, vulkan.")] = "cpu",
+    backend: Annotated[
+        str, typer.Option("--backend", help="cpu, rpc, cuda, metal or vulkan.")
+    ] = "cpu",
     portable: Annotated[
         bool, typer.Option("--portable", help="Use builds that are not tuned for this machine.")
     ] = False,

@@ -18,7 +18,9 @@ def command(
     variant: Annotated[
         str, typer.Argument(help="A built variant: 0.3.9+patched, 0.3.9+stock.")
     ] = "0.3.9+patched",
-    backend: Annotated[str, typer.Option("--backend", help="cpu, cuda, metal or vulkan.")] = "cpu",
+    backend: Annotated[
+        str, typer.Option("--backend", help="cpu, rpc (a part of cpu), cuda, metal or vulkan.")
+    ] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print the line that makes the matching llama-cpp-python load this variant.
@@ -27,6 +29,7 @@ def command(
     """
     from pyllamakv.building import dropin
     from pyllamakv.building.variant import find, parse
+    from pyllamakv.peer.install import NO_LIBRARY
 
     found = find(variant, backend=backend)
     if found is None:
@@ -44,5 +47,7 @@ def command(
         json.dump(facts, sys.stdout, indent=2)
         sys.stdout.write("\n")
         return
-    sys.stderr.write(f"# for {described.package}: pip install {described.package}\n")
+    # Without the option pip compiles a llama.cpp that nobody loads.
+    install = f"CMAKE_ARGS={NO_LIBRARY} pip install {described.package}"
+    sys.stderr.write(f"# for {described.package}: {install}\n")
     sys.stdout.write(described.export() + "\n")
