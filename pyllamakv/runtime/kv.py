@@ -135,7 +135,7 @@ class KV:
         if Capability.DEFRAG not in context.native.about.capabilities:
             msg = (
                 "this build cannot defragment this memory; a patched variant can where the "
-                "memory is made of key/value caches (pyllamakv patch list)"
+                "memory is made of key/value caches (`pyllamakv patch show` lists them)"
             )
             raise Unsupported(msg, "DEFRAG")
         raw = context.native.defrag(context.handle)
