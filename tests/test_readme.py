@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import readme
 
+import pyllamakv
 from pyllamakv.harness import expected
 from pyllamakv.source import lock
 
@@ -44,6 +45,25 @@ def test_links_of_the_documents_lead_somewhere() -> None:
         path = readme.ROOT / document
         for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8")):
             assert (path.parent / target).exists(), f"{document}: {target}"
+
+
+def test_links_lead_to_headings() -> None:
+    """A link into a document names one of its headings, as GitHub spells them."""
+    for path in [readme.ROOT / "README.md", *(readme.ROOT / "docs").glob("*.md")]:
+        for file, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", path.read_text("utf-8")):
+            target = path.parent / file if file else path
+            titles = re.findall(r"^#+ (.*)$", target.read_text("utf-8"), re.MULTILINE)
+            spelled = {re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in titles}
+            assert anchor in spelled, f"{path.name}: {file}#{anchor}"
+
+
+def test_the_module_has_what_the_documents_call_its_own() -> None:
+    """`kv.open` is of the module, and `ctx.kv.defrag` of a context: neither is called the other."""
+    names = ("README.md", "CHANGELOG.md", *readme.DOCUMENTS, "docs/mmap-kv.md")
+    for document in names:
+        text = (readme.ROOT / document).read_text(encoding="utf-8")
+        for name in re.findall(r"`kv\.(\w+)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+            assert hasattr(pyllamakv, name), f"{document}: kv.{name}"
 
 
 def test_the_tables_show_what_is_accepted() -> None:
