@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pyllamakv.errors import DiskFailed, DiskFull, SourceError
-from pyllamakv.source.files import busy, disk_room, write_atomic, write_whole
+from pyllamakv.errors import DiskFailed, DiskFull, SourceError, UsageError
+from pyllamakv.harness import synthetic
+from pyllamakv.harness.traces import identity
+from pyllamakv.source.files import busy, disk_room, locked, write_atomic, write_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -113,6 +115,33 @@ def test_what_a_disk_says(number: int, expected: type[Exception], tmp_path: Path
     """A full disk, a limit, a broken one: each by its name; other errors are others' matter."""
     with pytest.raises(expected), disk_room(tmp_path):
         raise OSError(number, os.strerror(number))
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
+def test_a_home_of_others_is_told(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may not write the home is told what to set, before anything is done."""
+
+    def refused(*_words: object, **_options: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("pathlib.Path.mkdir", refused)
+    with pytest.raises(UsageError, match="set PYLLAMAKV_HOME"), locked(tmp_path / "a.lock"):
+        pass
+    with pytest.raises(UsageError, match="set PYLLAMAKV_HOME"):
+        synthetic.generate(synthetic.SHAPES["tiny"], tmp_path)
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
+    with pytest.raises(UsageError, match="set PYLLAMAKV_HOME"):
+        identity.find("tiny", "")
+
+
+def test_a_home_that_is_a_file_is_told(tmp_path: Path) -> None:
+    """So is who names a file as the home."""
+    (tmp_path / "home").touch()
+    for place in (tmp_path / "home" / "a.lock", tmp_path / "home" / "locks" / "a.lock"):
+        with pytest.raises(UsageError, match="cannot be written"), locked(place):
+            pass
 
 
 def test_a_lock_lasts_as_long_as_who_inherited_it(tmp_path: Path) -> None:

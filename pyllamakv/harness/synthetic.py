@@ -20,6 +20,7 @@ import gguf
 from pyllamakv.errors import Untestable, UsageError
 from pyllamakv.harness import architectures
 from pyllamakv.home import home
+from pyllamakv.source.files import writable
 
 #: Raised with every change to what `write` puts into a file.
 GENERATOR = 2
@@ -163,8 +164,9 @@ def generate(shape: Shape, folder: Path) -> Path:
     path = folder / f"{shape.name}-{shape.digest}.gguf"
     if path.is_file():
         return path
-    folder.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{shape.name}-", suffix=".gguf", dir=folder)
+    with writable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{shape.name}-", suffix=".gguf", dir=folder)
     os.close(handle)
     try:
         write(shape, Path(name))

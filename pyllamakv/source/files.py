@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import filelock
 
-from pyllamakv.errors import DiskFailed, DiskFull, GitError, SourceError
+from pyllamakv.errors import DiskFailed, DiskFull, GitError, SourceError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,9 +23,13 @@ LOCK_SECONDS = 900
 
 @contextlib.contextmanager
 def locked(file: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
-    """Hold a file lock. Raises SourceError, naming the file, when another process keeps it."""
+    """Hold a file lock of the home.
+
+    Raises SourceError, naming the file, when another process keeps it, and UsageError when the
+    home cannot be written.
+    """
     try:
-        with disk_room(file):
+        with disk_room(file), writable(file.parent):
             file.parent.mkdir(parents=True, exist_ok=True)
             held = filelock.FileLock(file).acquire(timeout=seconds)
     except filelock.Timeout as error:
@@ -126,6 +130,18 @@ def _lock(handle: int, part: Path) -> bool:
         return os.path.samestat(os.fstat(handle), part.lstat())
     except FileNotFoundError:
         return False
+
+
+@contextlib.contextmanager
+def writable(folder: Path) -> Iterator[None]:
+    """Raise UsageError where a folder of the home belongs to others, or below a file."""
+    try:
+        yield
+    except (PermissionError, NotADirectoryError, FileExistsError) as error:
+        msg = (
+            f"{folder} cannot be written: {error.strerror}; set PYLLAMAKV_HOME to a folder of yours"
+        )
+        raise UsageError(msg) from error
 
 
 @contextlib.contextmanager
