@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyllamakv.errors import ScenarioFailed, ScriptError
+from pyllamakv.harness.player import Player
 from pyllamakv.harness.traces import playing, script
 from pyllamakv.harness.traces.stage import Stage
 
@@ -138,6 +140,16 @@ def test_verify_finds_damage() -> None:
     with pytest.raises(ScenarioFailed, match="lost"):
         play(text + '\n{"op": "verify"}', Losing())
     play(text + '\n{"op": "verify"}')
+
+
+def test_verify_looks_into_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a memory with a window, the second cache has to have what the next token sees."""
+    asked: list[int] = []
+    info = SimulatedNative.context_info
+    monkeypatch.setattr(SimulatedNative, "context_info", lambda *of: replace(info(*of), n_swa=8))
+    monkeypatch.setattr(Player, "check_windows", lambda _, window: asked.append(window))
+    play('{"op": "decode", "feed": {"0": 3}}\n{"op": "verify"}')
+    assert asked == [8]
 
 
 JSON = st.recursive(

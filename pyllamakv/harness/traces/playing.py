@@ -182,6 +182,8 @@ def _defrag(_: Line, __: Stage, player: Player) -> dict[str, Any]:
 
 def _verify(_: Line, stage: Stage, player: Player) -> dict[str, Any]:
     player.check_cells()
+    if player.info.n_swa:
+        player.check_windows(player.info.n_swa)
     assert stage.reference is not None
     if not stage.foreign:
         stage.reference.catch_up()
