@@ -21,6 +21,8 @@ from fakes.stages import (
     OnVanishing,
     Simulated,
     Unmapped,
+    Unopened,
+    Unquantised,
 )
 
 from pyllamakv.building import variant
@@ -148,6 +150,21 @@ def test_a_device_that_only_patches_lose_is_a_defect(folder: Path) -> None:
     assert not lost("0.3.5", FarBroken, False)
 
 
+def test_a_cache_that_only_patches_lose_is_a_defect(folder: Path) -> None:
+    """What is absent must be so with stock, too; a backing may be what it cannot have."""
+
+    def lost(make: type[Simulated], stock: Any) -> list[str]:
+        made = trial.try_out("x", folder, Effort(600.0, seed=3), print, make, 12, stock=stock)
+        return [each for each in made.defects if "which stock has" in each]
+
+    stock = SimpleNamespace(folder=folder / "stock")
+    defects = lost(Unquantised, stock)
+    assert defects and all("cache flash q8_0" in each for each in defects)
+    assert all("no such keys here" in each for each in defects)
+    assert lost(Unquantised, SimpleNamespace(folder=folder)) == lost(Unquantised, None) == []
+    assert lost(Unmapped, stock) == []
+
+
 def test_a_backing_that_a_build_promises_must_have_been_played(folder: Path) -> None:
     """One that dropped out of the library says "absent", as one that it never had."""
 
@@ -225,7 +242,17 @@ def test_a_crash_is_a_finding_and_not_the_end(
     (defect,) = entry.defects
     assert defect.startswith("crash with ")
     assert "the process of the library ended with signal 9, after 1 operations (defrag:" in defect
+    assert defect.endswith("in the home")
     assert int(entry.row["schedules"]) == 3
+
+
+def test_a_trace_that_is_not_there_is_not_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the process ends before it records anything."""
+    monkeypatch.setattr(combination, "LENGTH", 4)
+    entry, _ = try_out(folder, Unopened, 1)
+    assert entry.defects[-1].endswith("; it could not be traced")
 
 
 def test_a_hang_is_a_finding(folder: Path) -> None:
@@ -283,7 +310,8 @@ def test_what_is_not_built_is_said_before_anything_is_tried(
 @pytest.mark.parametrize("memory", ["attention", "window", "recurrent"])
 def test_every_operation_is_done(patched: Variant, memory: str) -> None:
     """Each of them twice on a kept cache; what a memory lacks is left out, and nothing else."""
-    operations = tuple(Operation(name, 7 * n) for n in (1, 2) for name in ("decode", *WEIGHTS))
+    names = [each for name in WEIGHTS for each in ("decode", name)]
+    operations = tuple(Operation(name, 7 * n) for n in (1, 2) for name in names)
     combination = sensible(Combination(memory=memory, backing="kept"))
     with Stage(patched.folder) as stage:
         played = stage.play(Task(combination, operations))

@@ -155,3 +155,23 @@ class Unmapped(Simulated):
         if task.combination.backing != "heap":
             return Played(absent="this build keeps its cache on the heap only")
         return super().play(task)
+
+
+class Unquantised(Simulated):
+    """Have no keys of 8 bits but in the folder of stock."""
+
+    def __init__(self, folder: Path) -> None:
+        self.lacks = folder.name != "stock"
+        super().__init__(folder)
+
+    def play(self, task: Task) -> Played:
+        if self.lacks and task.combination.cache == "flash q8_0":
+            return Played(absent="no such keys here")
+        return super().play(task)
+
+
+class Unopened(Simulated):
+    """End before anything is played."""
+
+    def __init__(self, folder: Path) -> None:
+        raise SystemExit(3)

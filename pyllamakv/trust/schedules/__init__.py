@@ -107,8 +107,8 @@ def try_out(
     """Play schedules on the variant in a folder, for the effort's seconds and its operations.
 
     No more than ``most`` schedules are played, if it is not 0, in whatever time. What the build
-    ``can`` have must have been played, and a device that fails at a first batch must with
-    ``stock`` as well.
+    ``can`` have must have been played, and a device that fails at a first batch, or a cache that
+    is absent, must with ``stock`` as well.
     """
     tally, began = Tally(), time.monotonic()
     with ExitStack() as stack:
@@ -119,6 +119,7 @@ def try_out(
             enough = tally.operations >= effort.operations or hopeless
             if (spent > effort.seconds and enough) or (most and number == most):
                 lost = [*tally.never(can), *_fainted(name, tally, stock, make)]
+                lost += _lacking(folder, tally, stock, make)
                 return tally.entry(name, effort.seed, spent, lost)
             tick(f"{name}: {tally.operations} operations ({combination})")
             # The environment is that of a process.
@@ -149,11 +150,27 @@ def _fainted(name: str, tally: Tally, stock: Variant | None, make: Make) -> Iter
                 ask = f"pyllamakv build {name}+stock"
                 yield f"{why}, at a first batch; whether stock does so too is not known: {ask}"
             continue
-        plain = Combination(cache=met.cache, device=met.device, memory=met.memory, slots=met.slots)
-        with Hand(stock.folder, plain.environment, make) as hand:
-            again = hand.play(Task(plain, FIRST))
-            if again.failed is None and not again.absent:
+        with Hand(stock.folder, met.environment, make) as hand:
+            if _has(hand, met.plain):
                 yield f"{why}, at a first batch, which stock computes"
+
+
+def _lacking(folder: Path, tally: Tally, stock: Variant | None, make: Make) -> Iterator[str]:
+    """Yield a defect for what cannot be opened on the heap, and can with stock, where that is."""
+    if stock is None:
+        return
+    usual = Combination().environment
+    with Hand(folder, usual, make) as ours, Hand(stock.folder, usual, make) as theirs:
+        for (why, *_), met in tally.lacking.items():
+            # Some memories cannot be kept; that a backing is there at all, `Tally.never` says.
+            backed = met.backing != "heap" and _has(ours, replace(met, backing="heap"))
+            if not backed and _has(theirs, met.plain):
+                yield f"absent with {met}, which stock has: {why}"
+
+
+def _has(hand: Hand, combination: Combination) -> bool:
+    again = hand.play(Task(combination, FIRST))
+    return again.failed is None and not again.absent
 
 
 def _find(hand: Hand, task: Task, failed: ScenarioFailed, tally: Tally) -> None:
@@ -175,7 +192,9 @@ def _find(hand: Hand, task: Task, failed: ScenarioFailed, tally: Tally) -> None:
     task.trace.parent.mkdir(parents=True, exist_ok=True)
     again = hand.play(replace(task, operations=short)).failed
     where = f"its trace is {task.trace.relative_to(home())} in the home"
-    if again is None:
+    if not task.trace.is_file():
+        where = "it could not be traced"
+    elif again is None:
         where += ", where it did not fail once more"
     names = " ".join(f"{each.name}:{each.number}" for each in short)
     tally.told[kind] = (

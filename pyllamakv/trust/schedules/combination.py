@@ -65,6 +65,13 @@ class Combination:
     slots: str = "contiguous"
 
     @property
+    def plain(self) -> Combination:
+        """Return what stock has of it: the same cache, without what patches offer."""
+        return Combination(
+            cache=self.cache, device=self.device, memory=self.memory, slots=self.slots
+        )
+
+    @property
     def model(self) -> str:
         """Return the name of the model."""
         return MODELS[self.memory]

@@ -28,8 +28,8 @@ class Tally:
 
     ``kinds`` counts failures of a kind, and ``told`` tells of the first of each; ``absent``
     counts why a memory or a cache could not be had there, ``faint`` has the first combination of
-    each reason that is a device failing at a first batch, and ``missing`` counts the backings and
-    devices of the others.
+    each reason that is a device failing at a first batch, ``lacking`` that of the others, with each
+    cache and memory, and ``missing`` counts the backings and devices of these.
     """
 
     played: Played = field(default_factory=Played)
@@ -39,6 +39,7 @@ class Tally:
     told: dict[Kind, str] = field(default_factory=dict)
     absent: Counter[str] = field(default_factory=Counter)
     faint: dict[str, Combination] = field(default_factory=dict)
+    lacking: dict[tuple[str, str, str], Combination] = field(default_factory=dict)
     missing: Counter[str] = field(default_factory=Counter)
 
     def add(self, combination: Combination, played: Played) -> None:
@@ -49,6 +50,8 @@ class Tally:
             if played.faint:
                 self.faint.setdefault(why, combination)
             else:
+                key = why, combination.cache, combination.memory
+                self.lacking.setdefault(key, combination)
                 self.missing.update({combination.backing, combination.device})
             return
         self.played.add(played)
