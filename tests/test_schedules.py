@@ -85,6 +85,16 @@ def test_every_name_is_an_operation() -> None:
     assert all(callable(getattr(Operations, f"_{name}")) for name in WEIGHTS)
 
 
+def test_only_what_acts_is_counted(tmp_path: Path) -> None:
+    """An operation that finds nothing to do was not tried."""
+    works: list[Operations] = []
+    idle = [Operation(name, 1) for name in ("restore", "save", "thin")]
+    acts = [Operation("decode", 1), Operation("save", 1)]
+    ground = schedules.Ground(simulated_opener(tmp_path))
+    assert ground.play([*idle, *acts], works.append) is None
+    assert works[0].done == {"decode": 1, "save": 1, "verify": 1}
+
+
 @settings(max_examples=100)
 @given(
     st.lists(

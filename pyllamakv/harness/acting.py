@@ -36,7 +36,7 @@ class Actor:
     that a defragmentation leaves none between the used. Around a share of ``watched`` of the
     operations K and V are compared by their bytes; cells and ledgers always are. ``again`` opens
     the context once more, which goes on with what its file kept. ``script`` has what was done,
-    ``done`` how often each operation was, and ``ended`` how often decodes ended how.
+    ``done`` how often each operation ``acted``, and ``ended`` how often decodes ended how.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class Actor:
         self.proof = Proof(self.subject, other)
         self.heals = heals
         self.script: list[str] = []
+        self.acted = False
         self.done: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
         self._again = again
@@ -214,6 +215,7 @@ class Actor:
         self._say("decode", feed=feeds, **({"interleave": True} if woven else {}), expect="any")
 
     def _say(self, op: str, **words: Any) -> None:
+        self.acted = True
         self.script.append(json.dumps({"op": op, **words}))
 
     def _fail(self, message: str, **promise: Any) -> None:

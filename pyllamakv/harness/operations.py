@@ -66,8 +66,13 @@ class Operations(Actor):
     def do(self, name: str, number: int) -> None:
         """Do one operation and compare cells and ledgers; KvError when something is wrong."""
         if name not in self._without:
-            self.done[name] += 1
-            self._act(getattr(self, f"_{name}"), number)
+            self.acted = False
+            try:
+                self._act(getattr(self, f"_{name}"), number)
+            finally:
+                # What found nothing to do was not tried.
+                if self.acted:
+                    self.done[name] += 1
 
     # What adds tokens...
 
