@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ from pyllamakv.errors import HarnessError, WorkerDied, WorkerTimeout
 from pyllamakv.trust import faults
 from pyllamakv.trust.entry import Effort
 from pyllamakv.trust.faults import lost, stage
+from pyllamakv.trust.faults.attempt import Outcome
+from pyllamakv.trust.faults.steps.judging import Results
 from pyllamakv.trust.faults.trial import FILES, Record
 
 if TYPE_CHECKING:
@@ -140,6 +143,30 @@ def test_what_nothing_could_be_tried_of_says_why(monkeypatch: pytest.MonkeyPatch
     lacking = faults.entries(effort, lambda _: None)
     assert [entry.name for entry in lacking] == ["keeping", "matrix", "workers"]
     assert all("not tried: 0.3.9+patched is not built here" in e.undecided for e in lacking)
+
+
+def test_a_kind_that_was_left_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no disk can be mounted, limits of files alone prove little of full disks."""
+    met = [Record("x", "fsize", tried=3, struck=2)]
+    monkeypatch.setattr(faults, "_walked", lambda *_: met)
+    monkeypatch.setattr(faults, "_lost", lambda *_: [])
+    effort = Effort(only=("full disks",))
+    (entry,) = faults.entries(effort, lambda _: None)
+    assert entry.tried and entry.undecided == "not tried: disks with little room"
+    met.append(Record("x", "room", tried=1))
+    (entry,) = faults.entries(effort, lambda _: None)
+    assert not entry.undecided
+
+
+def test_a_half_result_is_seen_before_the_repeat_replaces_it(tmp_path: Path) -> None:
+    """Who reads it meanwhile would run again what is there."""
+    step, kept = Results(), tmp_path / "home" / "results" / "runs" / "one.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("{}")
+    assert step.half(tmp_path, Outcome("killed"), None) == []
+    kept.write_text('{"half')
+    (problem,) = step.half(tmp_path, Outcome("killed"), None)
+    assert problem.startswith("one.json cannot be read")
 
 
 def test_an_entry_says_of_how_many_places() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Final
@@ -85,7 +86,12 @@ def entries(effort: Effort, tick: Tick) -> list[Entry]:
         of_files = [r for r in records if r.step == name and r.kind in (*FILES, "none")]
         made.append(_entry(name, of_files, effort))
     for name, kinds in _ACROSS.items():
-        made.append(_entry(name, [r for r in records if r.kind in kinds], effort))
+        mine = [r for r in records if r.kind in kinds]
+        # A disk of its own cannot be mounted everywhere.
+        tried = {r.kind for r in mine if r.tried}
+        lack = ", ".join(_WORDS[kind] for kind in kinds if kind not in tried)
+        entry = _entry(name, mine, effort)
+        made.append(replace(entry, undecided=f"not tried: {lack}" if lack else ""))
     for name in _LOST:
         made.append(_entry(name, [r for r in records if r.step == name], effort))
     shown = [each for each in made if not _empty(each) or effort.wants(each.name)]

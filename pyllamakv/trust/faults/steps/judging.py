@@ -17,15 +17,23 @@ from pyllamakv.harness.verdict import Outcome, Verdict
 from pyllamakv.home import home
 from pyllamakv.source import gitting
 from pyllamakv.source.store import open_store
+from pyllamakv.trust.faults import attempt
 from pyllamakv.trust.faults.step import Step
 
 
 class Judging(Step):
     """Leave no result that nobody can read."""
 
+    def half(self, folder: Path, outcome: attempt.Outcome, expected: Any) -> list[str]:
+        """See that no half result lies where others read it, before a repeat replaces it."""
+        return self._unreadable(folder)
+
     def wrong(self, folder: Path) -> list[str]:
         """Find results that cannot be read: a reader would run them again for ever."""
-        found = super().wrong(folder)
+        return [*super().wrong(folder), *self._unreadable(folder)]
+
+    def _unreadable(self, folder: Path) -> list[str]:
+        found = []
         for path in (folder / "home" / "results").rglob("*.json"):
             try:
                 json.loads(path.read_text(encoding="utf-8"))
