@@ -100,6 +100,8 @@ def test_no_report_names_a_folder_of_this_machine() -> None:
     )
     (found,) = reports.parse(text)
     assert found.text == "f(int) const (libplk.so+0x12)\ng() llama.cpp/src/llama-context.cpp:7"
+    (found,) = reports.parse(text.replace("llama.cpp/src", "/some/where"))
+    assert str(found) == "heap-use-after-free in g (llama-context.cpp)"
 
 
 def test_the_same_report_counts_once(tmp_path: Path) -> None:
@@ -154,6 +156,20 @@ def test_a_blind_sanitizer_is_a_defect(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(entry.defects) == 3
     assert entry.row["ran"] == "0 faults planted and seen"
     assert all("blind" in defect for defect in entry.defects)
+
+
+def test_what_is_named_alone_brings_the_planted_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them nobody knows that a library which reports nothing would report anything."""
+    parts = {name: (kind, lambda *_: None) for name, (kind, _) in sanitizers.PARTS.items()}
+    monkeypatch.setattr(sanitizers, "PARTS", parts)
+
+    def brought(name: str) -> list[str]:
+        made = sanitizers.entries(Effort(only=(name,)), lambda _: None)
+        return [entry.name for entry in made if entry.name != name]
+
+    assert brought("C program") == ["planted, address and undefined"]
+    assert brought("threads") == ["planted, threads"]
+    assert brought("native drivers") == []
 
 
 def test_a_fault_in_what_is_run_is_a_defect(
@@ -243,7 +259,7 @@ def test_a_worker_whose_races_are_not_seen_is_a_defect(
     ):
         answers = iter([Ended(0, found=seen), Ended(code, "words", found=found)])
         monkeypatch.setattr(drivers, "worker", lambda *_, answers=answers, **__: next(answers))
-        (entry,) = sanitizers.entries(Effort(only=("worker, threads",)), lambda _: None)
+        *_, entry = sanitizers.entries(Effort(only=("worker, threads",)), lambda _: None)
         (defect,) = entry.defects
         assert wrong in defect
 
@@ -251,7 +267,8 @@ def test_a_worker_whose_races_are_not_seen_is_a_defect(
 def test_what_cannot_be_tried_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the tools the section says so, and does not pass."""
     monkeypatch.setattr(shutil, "which", lambda *_args, **_more: None)
-    (entry,) = sanitizers.entries(Effort(only=("threads",)), lambda _: None)
+    planted, entry = sanitizers.entries(Effort(only=("threads",)), lambda _: None)
+    assert "could not be tried" in planted.defects[0]
     assert "could not be tried" in entry.defects[0]
     assert "g++" in entry.defects[0]
 
@@ -278,7 +295,7 @@ def test_a_run_of_a_scenario_that_reports_is_a_defect(
         ("four", "plain f16", Outcome("absent", "", "no windows here"), []),
     ]
     monkeypatch.setattr(drivers, "scenarios", lambda *_args, **_more: iter(played))
-    (entry,) = sanitizers.entries(Effort(only=("scenarios, patched",)), lambda _: None)
+    *_, entry = sanitizers.entries(Effort(only=("scenarios, patched",)), lambda _: None)
     assert (entry.row["ran"], entry.row["scope"]) == ("2 runs of scenarios", "core")
     assert entry.row["reports"] == "2"
     assert len(entry.defects) == 3

@@ -78,12 +78,16 @@ def names() -> tuple[str, ...]:
 
 
 def entries(effort: Effort, tick: Tick) -> list[Entry]:
-    """Run what is wanted, within about ``effort.seconds`` beside what has to be built first."""
+    """Run what is wanted, within about ``effort.seconds`` beside what has to be built first.
+
+    The faults planted for a kind of sanitizer come with whatever runs under it.
+    """
     work = Work(effort, tick)
+    kinds = {kind for name, (kind, _) in PARTS.items() if effort.wants(name)}
     return [
         _entry(name, work.scope(kind) if kind else "headers", part, work)
         for name, (kind, part) in PARTS.items()
-        if effort.wants(name)
+        if effort.wants(name) or (name.startswith("planted") and kind in kinds)
     ]
 
 

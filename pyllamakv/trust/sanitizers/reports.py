@@ -34,7 +34,8 @@ class Report:
         return _NUMBERS.sub("N", self.what), self.function, self.file
 
     def __str__(self) -> str:
-        return f"{self.what} in {self.function or 'an unknown function'} ({self.file or '?'})"
+        file = Path(self.file).name or "?"
+        return f"{self.what} in {self.function or 'an unknown function'} ({file})"
 
 
 @dataclass(frozen=True)
