@@ -134,6 +134,13 @@ def test_few_operations_decide_nothing() -> None:
     assert "fds grow from" in text and "too few" not in text
 
 
+def test_a_heap_that_nobody_counts_decides_nothing() -> None:
+    """Before glibc 2.33 there is no count of it, and none never grows."""
+    blind = [each | {"heap": 0} for each in flat(100)]
+    entry = leaks.judge("x", Kind("x", 10, 512), blind, 1)
+    assert entry.passed and entry.undecided == "this libc does not count the heap"
+
+
 def test_work_that_breaks_is_a_defect_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kinds behind it are tried, and where nothing is wanted no build is looked for."""
     assert leaks.entries(Effort(only=("no such kind",)), lambda _: None) == []

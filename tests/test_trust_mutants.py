@@ -256,6 +256,15 @@ def test_every_accepted_mutant_is_one_still() -> None:
     assert entry.passed and entry.row["equivalent"] == str(len(known))
 
 
+def test_a_patch_that_a_release_is_not_given_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who names it beside another would take its silence for nothing found."""
+    prepared = SimpleNamespace(patched=SimpleNamespace(patches=("compaction",)))
+    monkeypatch.setattr(mutants, "bench", lambda *_: contextlib.nullcontext(prepared))
+    (entry,) = mutants.entries(Effort(only=("0.3.36 full-defrag",)), lambda about: None)
+    assert not entry.tried
+    assert entry.undecided == "not tried: 0.3.36 is not given this patch"
+
+
 def test_an_acceptance_names_its_place() -> None:
     """The same line elsewhere is another mutant where the line above is named."""
     anywhere = accepted.Equivalent("f.h", "x", "y", "It is the same.")

@@ -202,6 +202,7 @@ def judge(name: str, kind: Kind, samples: Sequence[Mapping[str, int]], seed: int
         if last[what] > early[what] + more:
             defects.append(f"{name}: {what} grow from {early[what]} to {last[what]}")
     few = "too few operations" if last["count"] < _FEWEST else ""
+    few = few or ("" if last["heap"] else "this libc does not count the heap")
     return Entry("leaks", name, row, tuple(defects), seed=seed, data=data, undecided=few)
 
 

@@ -24,7 +24,7 @@ from pyllamakv.home import home
 from pyllamakv.patching import apply, series, trees
 from pyllamakv.source import releases
 from pyllamakv.source.store import open_store
-from pyllamakv.trust.entry import Effort, Entry, Tick
+from pyllamakv.trust.entry import Effort, Entry, Tick, untried
 from pyllamakv.trust.headers import HEADERS
 from pyllamakv.trust.mutants import accepted, drivers, switches, trial
 from pyllamakv.trust.mutants.judging import Judge
@@ -82,7 +82,12 @@ def entries(effort: Effort, tick: Tick) -> list[Entry]:
         later = sum(len(each) for _, each in wanted[number + 1 :])
         tick(f"{name}: preparing")
         with bench(name, shipped, effort.jobs) as prepared:
-            patches = [patch for patch in patches if patch in prepared.patched.patches]
+            given = prepared.patched.patches
+            if effort.only:
+                none = f"{name} is not given this patch"
+                lack = [f"{name} {patch}" for patch in patches if patch not in given]
+                found += [untried(trial.SECTION, each, none) for each in lack]
+            patches = [patch for patch in patches if patch in given]
             for done, patch in enumerate(patches):
                 # What one patch leaves of its share is the others'.
                 now, left = time.monotonic(), len(patches) - done + later
