@@ -56,15 +56,15 @@ class Known:
         )
 
 
+_BUILDERS = (
+    "llm_graph_context has no virtual destructor, and the builders of some models, which are "
+    "larger, are deleted as one"
+)
 #: What upstream's own code does in every build, stock as well; each was looked at.
 UPSTREAM: tuple[Known, ...] = (
-    Known(
-        "new-delete-type-mismatch",
-        "llama_context::graph_build",
-        "llama-context.cpp",
-        "llm_graph_context has no virtual destructor, and the builders of some models, which are "
-        "larger, are deleted as one",
-    ),
+    Known("new-delete-type-mismatch", "llama_model::build_graph", "llama-model.cpp", _BUILDERS),
+    # Where the models' file is not instrumented, its caller is the first that is known.
+    Known("new-delete-type-mismatch", "llama_context::graph_build", "llama-context.cpp", _BUILDERS),
     Known(
         "data race",
         "gemm_bloc",
