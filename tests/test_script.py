@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pyllamakv.errors import ScenarioFailed, ScriptError
 from pyllamakv.harness.player import Player
-from pyllamakv.harness.traces import playing, script
+from pyllamakv.harness.traces import playing, script, trace
 from pyllamakv.harness.traces.stage import Stage
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -203,3 +203,13 @@ def test_positions_beyond_what_c_takes_are_an_error_of_the_line() -> None:
     far = '{"op": "step", "seq": 0, "token": 5, "pos": 2147483647}\n'
     with pytest.raises(ScriptError, match=r"line 2 \(step\): .* out of range"):
         play(far + '{"op": "step", "seq": 0, "token": 5}')
+
+
+@pytest.mark.skipif(not Path("/dev/zero").is_char_device(), reason="no endless device here")
+def test_a_script_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that never ends takes no more memory than the largest script."""
+    monkeypatch.setattr(script, "LARGEST", 1 << 20)
+    with pytest.raises(ScriptError, match="expected at most 1,048,576 bytes"):
+        script.read(Path("/dev/zero"))
+    with pytest.raises(ScriptError, match="expected at most 1,048,576 bytes"):
+        trace.read(Path("/dev/zero"))

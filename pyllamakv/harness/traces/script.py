@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
+#: The largest script or trace in bytes: a device or a pipe may have no end.
+LARGEST = 1 << 30
 #: Each operation with its arguments: a name that ends in "?" may be left out.
 OPERATIONS: Mapping[str, tuple[str, ...]] = {
     "context": (
@@ -93,13 +95,23 @@ class Line:
         return {"op": self.op, **self.arguments, **extra}
 
 
+def contents(path: Path) -> bytes:
+    """Return the bytes of a script or a trace; raise ScriptError for more than any has."""
+    with path.open("rb") as file:
+        data = file.read(LARGEST + 1)
+    if len(data) > LARGEST:
+        msg = f"{path} is neither script nor trace: expected at most {LARGEST:,} bytes"
+        raise ScriptError(msg)
+    return data
+
+
 def read(path: Path) -> list[Line]:
     """Return the lines of a script file.
 
     Raises ScriptError with the line that is wrong, or when there are none.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = contents(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         msg = f"{path} cannot be read as a script: {why}"

@@ -114,7 +114,7 @@ def read(path: Path) -> tuple[Head, list[Line]]:
     Raises ScriptError when it is none or damaged, TraceMismatch when it is of another version.
     """
     try:
-        data = path.read_bytes()
+        data = script.contents(path)
     except OSError as error:
         msg = f"{path} cannot be read: {error.strerror}"
         raise ScriptError(msg) from error
