@@ -33,24 +33,24 @@ def home() -> Path:
 
 def data(name: str) -> Path:
     """Return the path of shipped data: ``patches`` or ``vendor/upstream.lock.toml``."""
+    if name == "patches":
+        return _sources() / name
     root = checkout()
-    if root is not None:
-        return root / name
-    return _unpacked(name) if name == "patches" else _PACKAGE / "data" / name
+    return _PACKAGE / "data" / name if root is None else root / name
 
 
 def shim() -> Path:
     """Return the folder of the shim: ``plk.h``, its sources, and what CMake makes of them."""
-    return _PACKAGE / "native" if checkout() is not None else _unpacked("native")
+    return _sources() / "pyllamakv" / "native"
 
 
 def programs(folder: str) -> Path:
     """Return the folder of the C sources that a part, as ``trust/faults``, compiles for itself."""
-    place = _PACKAGE if checkout() is not None else _unpacked("programs")
-    return place / folder / "native"
+    return _sources() / "pyllamakv" / folder / "native"
 
 
-def _unpacked(name: str) -> Path:
+def _sources() -> Path:
+    """Return a folder in which patches and C sources lie as in a checkout."""
     from pyllamakv import shipped
 
-    return shipped.unpacked(_PACKAGE / "data" / f"{name}.tar.xz", home())
+    return checkout() or shipped.unpacked(_PACKAGE / "data" / "sources.tar.xz", home())

@@ -1,9 +1,8 @@
 """Unpack what an installed package ships packed, once, into the home.
 
-The texts of a patch are alike, and so are the many small sources of the shim, which a wheel cannot
-see: it compresses each file alone. Together they take a sixth of the room, and less than half, and
-are files again before anybody reads them. The programs that a part compiles for itself are packed
-beside them, not with the shim, whose digest names every build.
+The texts of a patch are alike, and so are the many small sources in C, which a wheel cannot see: it
+compresses each file alone. Together they take a sixth of the room, and less than half, and are
+files again before anybody reads them.
 """
 
 from __future__ import annotations
@@ -52,13 +51,13 @@ def unpacked(packed: Path, home: Path) -> Path:
     return place
 
 
-def pack(folder: Path, file: Path, pattern: str = "**/*") -> None:
-    """Write the files below a folder but for Python's own into an archive, the same anywhere."""
+def pack(folder: Path, file: Path, *patterns: str) -> None:
+    """Write files below a folder, but for Python's own, into an archive, the same anywhere."""
     with (
         lzma.open(file, "wb", filters=[_TEXT]) as packed,
         tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar,
     ):
-        for path in sorted(folder.glob(pattern)):
+        for path in (path for pattern in patterns for path in sorted(folder.glob(pattern))):
             if path.is_file() and path.suffix not in (".py", ".pyc"):
                 member = tarfile.TarInfo(path.relative_to(folder).as_posix())
                 member.size, member.mode = path.stat().st_size, 0o644

@@ -20,7 +20,7 @@ def packed(tmp_path: Path) -> Path:
     (folder / "a" / "0.3.9").mkdir(parents=True)
     (folder / "series.toml").write_text("order\n", encoding="utf-8")
     (folder / "a" / "0.3.9" / "a.patch").write_bytes(b"--- a\r\n\xff")
-    shipped.pack(folder, tmp_path / "packed.tar.xz")
+    shipped.pack(folder, tmp_path / "packed.tar.xz", "**/*")
     return tmp_path / "packed.tar.xz"
 
 
@@ -41,7 +41,7 @@ def test_the_archive_depends_on_the_files_alone(packed: Path, tmp_path: Path) ->
     for path in (tmp_path / "folder").rglob("*"):
         os.utime(path, (1, 1))
         path.chmod(0o700)
-    shipped.pack(tmp_path / "folder", tmp_path / "again.tar.xz")
+    shipped.pack(tmp_path / "folder", tmp_path / "again.tar.xz", "**/*")
     assert (tmp_path / "again.tar.xz").read_bytes() == packed.read_bytes()
 
 
@@ -77,15 +77,14 @@ def test_nothing_leaves_the_folder(tmp_path: Path) -> None:
     assert [path.name for path in place.rglob("*")] == ["good"]
 
 
-def test_an_installed_package_asks_for_it(
-    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_installed_package_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a checkout patches and shim are unpacked ones, and the lock lies in the package."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
     package = tmp_path / "pyllamakv"
     (package / "data").mkdir(parents=True)
-    packed.rename(package / "data" / "patches.tar.xz")
-    shipped.pack(home.shim(), package / "data" / "native.tar.xz")
+    patterns = ("pyllamakv/native/**/*", "patches/*")
+    root = Path(home.__file__).parents[1]
+    shipped.pack(root, package / "data" / "sources.tar.xz", *patterns)
     named = ("CMakeLists.txt", "*.cmake", "*.h", "*.cpp", "*.cpp.in", "*.map")
     sources = {each.relative_to(home.shim()) for name in named for each in home.shim().rglob(name)}
     monkeypatch.setattr(home, "checkout", lambda: None)

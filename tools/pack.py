@@ -11,10 +11,10 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class Pack(BuildHookInterface):
-    """Put archives of the patches, the shim and the C programs beside the lock in the wheel."""
+    """Put an archive of the patches, the shim and the C programs beside the lock in the wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Write the archives; an editable install reads the checkout's own files."""
+        """Write the archive; an editable install reads the checkout's own files."""
         if version == "editable":
             return
         root = Path(self.root)
@@ -24,17 +24,11 @@ class Pack(BuildHookInterface):
         shipped = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(shipped)
         self._place = tempfile.TemporaryDirectory()
-        package = root / "pyllamakv"
-        for name, folder, pattern in (
-            ("patches", root / "patches", "**/*"),
-            ("native", package / "native", "**/*"),
-            ("programs", package, "*/**/native/*"),
-        ):
-            file = Path(self._place.name) / f"{name}.tar.xz"
-            shipped.pack(folder, file, pattern)
-            build_data["force_include"][str(file)] = f"pyllamakv/data/{file.name}"
+        file = Path(self._place.name) / "sources.tar.xz"
+        shipped.pack(root, file, "pyllamakv/native/**/*", "pyllamakv/*/**/native/*", "patches/**/*")
+        build_data["force_include"][str(file)] = f"pyllamakv/data/{file.name}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Remove the archives."""
+        """Remove the archive."""
         if version != "editable":
             self._place.cleanup()
