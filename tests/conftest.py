@@ -8,6 +8,7 @@ Tests marked ``native`` need stock and patched builds of the default release. ``
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,3 +94,17 @@ def trained_model() -> Path:
     if not named or not Path(named).is_file():
         pytest.skip("PYLLAMAKV_TEST_MODEL names no model")
     return Path(named)
+
+
+@pytest.fixture
+def fuzz_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the processes of the fuzzer find the targets of `fuzz_kit`."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT / "tests"), str(ROOT))))
+
+
+@pytest.fixture
+def timer() -> Iterator[None]:
+    """Give back the signal that the loop of the fuzzer takes."""
+    before = signal.getsignal(signal.SIGPROF)
+    yield
+    signal.signal(signal.SIGPROF, before)

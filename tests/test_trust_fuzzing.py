@@ -27,22 +27,10 @@ from pyllamakv.trust.fuzzing.target import Broken, Target
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
 
+pytestmark = pytest.mark.usefixtures("fuzz_targets")
+
 NATIVE = ("restore", "kept", "entry-points")
 READERS = [name for name in fuzzing.TARGETS if name not in NATIVE]
-
-
-@pytest.fixture(autouse=True)
-def kit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the child find the targets of `fuzz_kit`."""
-    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{Path(__file__).parents[1]}")
-
-
-@pytest.fixture
-def calm():
-    """Give the signal back that the loop takes."""
-    before = signal.getsignal(signal.SIGPROF)
-    yield
-    signal.signal(signal.SIGPROF, before)
 
 
 def found(target: str, folder: Path, seconds: float = 20.0, silence: float = 120.0) -> list[str]:
@@ -60,7 +48,7 @@ def test_every_seed_is_taken(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_what_was_found_stays_away(name: str, tmp_path: Path, calm: None) -> None:
+def test_what_was_found_stays_away(name: str, tmp_path: Path, timer: None) -> None:
     """Seeds are taken, and kept inputs are too, or refused with errors of this package."""
     loop = Loop(target(name, tmp_path))
     loop.run(0, tuple(path.read_bytes() for path in fuzzing.kept(name)))
@@ -85,7 +73,7 @@ def test_what_was_found_in_contexts_stays_away(name: str, tmp_path: Path) -> Non
 @pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize("name", ["restore", "kept"])
 def test_a_context_that_decodes_no_more_is_found(
-    name: str, tmp_path: Path, calm: None, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, timer: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It does not pass for the refusal of an input, and later inputs are not blamed for it."""
     made = target(name, tmp_path)
@@ -161,7 +149,7 @@ def test_a_target_that_cannot_begin_is_no_finding(tmp_path: Path) -> None:
         child.fuzz("fuzz_kit:nothing", 5, folder=tmp_path)
 
 
-def test_chance_starts_where_it_is_told(tmp_path: Path, calm: None) -> None:
+def test_chance_starts_where_it_is_told(tmp_path: Path, timer: None) -> None:
     """The same seed tries the same inputs."""
 
     def tried(seed: int) -> list[bytes]:
@@ -175,7 +163,7 @@ def test_chance_starts_where_it_is_told(tmp_path: Path, calm: None) -> None:
     assert tried(1) == tried(1) != tried(2)
 
 
-def test_a_valid_input_must_be_taken(calm: None) -> None:
+def test_a_valid_input_must_be_taken(timer: None) -> None:
     """A seed that is refused is a finding; other inputs may be refused, and are counted."""
 
     def run(data: bytes) -> list[int]:
@@ -191,7 +179,7 @@ def test_a_valid_input_must_be_taken(calm: None) -> None:
     assert (loop.inputs, loop.accepted, loop.refused) == (4, 2, 1)
 
 
-def test_findings_become_smaller(tmp_path: Path, calm: None) -> None:
+def test_findings_become_smaller(tmp_path: Path, timer: None) -> None:
     """What does not belong to a fault is left out of its input."""
     import fuzz_kit
 
@@ -202,7 +190,7 @@ def test_findings_become_smaller(tmp_path: Path, calm: None) -> None:
     assert finding.data.startswith(b"PLK") and len(finding.data) < 60
 
 
-def test_every_way_of_mutating_ends(calm: None) -> None:
+def test_every_way_of_mutating_ends(timer: None) -> None:
     """Each mutation takes the empty input, and none makes one that is too long."""
     mutate = Bytes([b"word"], 500)
     for seed in range(3000):
@@ -306,7 +294,7 @@ def test_faults_of_the_header_are_found(tmp_path: Path) -> None:
     assert list((tmp_path / "found").iterdir())
 
 
-def test_a_slow_input_gets_more_time(tmp_path: Path, calm: None) -> None:
+def test_a_slow_input_gets_more_time(tmp_path: Path, timer: None) -> None:
     """Threads that spin on a loaded machine are no hang."""
     import fuzz_kit
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -20,26 +20,10 @@ from pyllamakv.trust.fuzzing import child, corpora, outcome
 from pyllamakv.trust.fuzzing.loop import Finding, Loop
 from pyllamakv.trust.fuzzing.target import Target
 
-if TYPE_CHECKING:
-    pass
-
+pytestmark = pytest.mark.usefixtures("fuzz_targets")
 
 #: What entries of documents that were written earlier do not have.
 OLDER_LACK = ("accepted", "refused", "unit", "seeds")
-
-
-@pytest.fixture(autouse=True)
-def kit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the child find the targets of `fuzz_kit`."""
-    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{Path(__file__).parents[1]}")
-
-
-@pytest.fixture
-def calm():
-    """Give the signal back that the loop takes."""
-    before = signal.getsignal(signal.SIGPROF)
-    yield
-    signal.signal(signal.SIGPROF, before)
 
 
 def test_a_platform_without_clang_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -137,7 +121,7 @@ def test_saved_inputs_have_bounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 @pytest.mark.parametrize("bad", [False, True])
-def test_what_does_harm_is_not_saved(calm: None, tmp_path: Path, bad: bool) -> None:
+def test_what_does_harm_is_not_saved(timer: None, tmp_path: Path, bad: bool) -> None:
     """A finding has a place of its own: it would be found at once by every later run."""
     kept: list[bytes] = []
 
