@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
+import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +19,7 @@ from pyllamakv.trust.mutants import (
     compiling,
     drivers,
     kept,
+    limits,
     recipe,
 )
 from pyllamakv.trust.mutants.judging import Judge
@@ -126,3 +131,24 @@ def test_joined_sources_are_read_from_the_copy(tmp_path: Path, monkeypatch) -> N
     assert f'"{tree}/src/a.cpp"' in own.read_text()
     assert units["shim.o"].words == ("c++", f"-I{tree}/src", "-O1", "-o", "{output}", "-c",
                                      str(tmp_path / "shim.cpp"))  # fmt: skip
+
+
+def test_a_byte_too_many_is_noticed(tmp_path: Path) -> None:
+    """Where the C library can check its heap, a block that was written beyond its end aborts."""
+    compiler = shutil.which("cc")
+    if compiler is None or not limits.checked_heap():
+        pytest.skip("no compiler, or no heap that is checked")
+    source = tmp_path / "beyond.c"
+    source.write_text(
+        "#include <stdlib.h>\n"
+        "int main(int n, char **v) { volatile char *p = malloc(256);\n"
+        "p[255 + n - 1] = **v; free((void *)p); return 0; }\n"
+    )
+    program = str(tmp_path / "beyond")
+    subprocess.run([compiler, "-O0", str(source), "-o", program], check=True)
+    own = {**os.environ, **limits.checked_heap()}
+    ended = [
+        subprocess.run([program, *more], env=own, capture_output=True).returncode
+        for more in ([], ["one"])
+    ]
+    assert ended == [0, -signal.SIGABRT]
