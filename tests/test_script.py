@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -213,3 +214,16 @@ def test_a_script_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         script.read(Path("/dev/zero"))
     with pytest.raises(ScriptError, match="expected at most 1,048,576 bytes"):
         trace.read(Path("/dev/zero"))
+
+
+def test_a_small_script_takes_little_memory(tmp_path: Path) -> None:
+    """What is read is taken room for, not what might come."""
+    path = tmp_path / "small.jsonl"
+    path.write_text('{"op": "clear"}\n')
+    tracemalloc.start()
+    try:
+        script.read(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 25

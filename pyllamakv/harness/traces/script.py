@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 #: The largest script or trace in bytes: a device or a pipe may have no end.
 LARGEST = 1 << 30
+#: Bytes read at a time: asked for all at once, Python takes room for the largest before it reads.
+_PIECE = 1 << 20
 #: Each operation with its arguments: a name that ends in "?" may be left out.
 OPERATIONS: Mapping[str, tuple[str, ...]] = {
     "context": (
@@ -97,12 +99,14 @@ class Line:
 
 def contents(path: Path) -> bytes:
     """Return the bytes of a script or a trace; raise ScriptError for more than any has."""
+    data = bytearray()
     with path.open("rb") as file:
-        data = file.read(LARGEST + 1)
-    if len(data) > LARGEST:
-        msg = f"{path} is neither script nor trace: expected at most {LARGEST:,} bytes"
-        raise ScriptError(msg)
-    return data
+        while piece := file.read(_PIECE):
+            data += piece
+            if len(data) > LARGEST:
+                msg = f"{path} is neither script nor trace: expected at most {LARGEST:,} bytes"
+                raise ScriptError(msg)
+    return bytes(data)
 
 
 def read(path: Path) -> list[Line]:
