@@ -40,6 +40,17 @@ def options(**more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.native
+@pytest.mark.defect(
+    "decodes and shifts took positions from 2^30 on, where sums of two positions overflow",
+    by="fuzzing",
+    of="shim",
+)
+@pytest.mark.defect(
+    "`plk_seq_div` looked at every position up to the last where shifts divide: a billion of "
+    "them took hours",
+    by="fuzzing",
+    of="shim",
+)
 def test_decodes_and_shifts_end_before(model: kv.Model) -> None:
     """The last position can be taken and left again; one more is refused, and nothing moved."""
     with model.context(**options()) as ctx:
@@ -85,6 +96,12 @@ def test_states_are_divided(release: str, name: str) -> None:
 
 
 @pytest.mark.native
+@pytest.mark.defect(
+    "a state with a position of 2^31 - 1 was refused and stayed in the cache, as llama.cpp "
+    "removes no such cell",
+    by="fuzzing",
+    of="llama.cpp",
+)
 def test_states_and_kept_files_end_before(model: kv.Model, tmp_path: Path) -> None:
     """Where a position lies too far the state, or the file, is refused as it is."""
     with model.context(**options()) as ctx:

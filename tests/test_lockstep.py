@@ -78,6 +78,12 @@ def test_a_second_one_without_room(tmp_path: Path) -> None:
     assert both(caches) == before
 
 
+@pytest.mark.defect(
+    "a decode that was cancelled over recurrent states left wrong ones to sequences that had no "
+    "part in it",
+    by="schedules",
+    of="Python",
+)
 def test_who_cannot_go_back_goes_last_or_is_saved(tmp_path: Path) -> None:
     """A memory of states is taken back by a save, and needs none when it is the last."""
     first, second = simulated(tmp_path), simulated(tmp_path)

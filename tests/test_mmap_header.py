@@ -49,6 +49,12 @@ def test_every_group_is_listed(program: Path) -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.defect(
+    "one lost bit in the header of a kept cache made it one that was never kept, and it was "
+    "begun anew",
+    by="fuzzing",
+    of="patches",
+)
 def test_header(program: Path, group: str, tmp_path: Path) -> None:
     """A group holds, breaks no memory rule, and leaves no file behind."""
     result = HEADER.run(program, group, tmp_path)

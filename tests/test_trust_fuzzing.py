@@ -48,6 +48,67 @@ def test_every_seed_is_taken(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", READERS)
+@pytest.mark.defect(
+    "answers of a worker that are no messages, or of another shape, were bare errors of Python",
+    by="fuzzing",
+    of="Python",
+)
+@pytest.mark.defect(
+    "an answer of a worker that claims a body larger than memory was a bare error of Python",
+    by="fuzzing",
+    of="Python",
+)
+@pytest.mark.defect(
+    "a saved sequence that counts fewer than no tokens, or more than there can be, was a bare "
+    "error or got past the check",
+    by="fuzzing",
+    of="Python",
+)
+@pytest.mark.defect(
+    "a saved sequence whose head nests without end was a bare RecursionError",
+    by="fuzzing",
+    of="Python",
+)
+@pytest.mark.defect(
+    "a lock, a `series.toml` or a `patch.toml` that nests without end was a bare RecursionError",
+    by="fuzzing",
+    of="Python",
+)
+@pytest.mark.defect(
+    "a `series.toml` could name a patch outside of its folder, which was then read",
+    by="fuzzing",
+    of="Python",
+)
+@pytest.mark.defect(
+    "ids, bases and names of files in a series that no file can have were bare errors of Python",
+    by="fuzzing",
+    of="Python",
+)
+@pytest.mark.defect(
+    "a quilt list of patches that is no text was a bare UnicodeDecodeError",
+    by="fuzzing",
+    of="Python",
+)
+@pytest.mark.defect(
+    "a patch with half a line where a mode or a name belongs was a bare IndexError",
+    by="fuzzing",
+    of="Python",
+)
+@pytest.mark.defect(
+    "a mode in a patch that is no text was a bare UnicodeDecodeError",
+    by="fuzzing",
+    of="Python",
+)
+@pytest.mark.defect(
+    "an author in a patch with comments within comments was a bare RecursionError",
+    by="fuzzing",
+    of="Python",
+)
+@pytest.mark.defect(
+    "an author in a patch whose encoding cannot be undone was a bare error of Python",
+    by="fuzzing",
+    of="Python",
+)
 def test_what_was_found_stays_away(name: str, tmp_path: Path, timer: None) -> None:
     """Seeds are taken, and kept inputs are too, or refused with errors of this package."""
     loop = Loop(target(name, tmp_path))
@@ -59,6 +120,29 @@ def test_what_was_found_stays_away(name: str, tmp_path: Path, timer: None) -> No
 @pytest.mark.native
 @pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.defect(
+    "a state with a position of 2^31 - 1 was refused and stayed in the cache, as llama.cpp "
+    "removes no such cell",
+    by="fuzzing",
+    of="llama.cpp",
+)
+@pytest.mark.defect(
+    "decodes and shifts took positions from 2^30 on, where sums of two positions overflow",
+    by="fuzzing",
+    of="shim",
+)
+@pytest.mark.defect(
+    "`plk_seq_div` looked at every position up to the last where shifts divide: a billion of "
+    "them took hours",
+    by="fuzzing",
+    of="shim",
+)
+@pytest.mark.defect(
+    "a state whose cells lie at other positions than its save says was restored, so that cells "
+    "and ledger differed",
+    by="fuzzing",
+    of="Python",
+)
 def test_what_was_found_in_contexts_stays_away(name: str, tmp_path: Path) -> None:
     """The same for what reaches the library: in a process of its own, which must not end."""
     made = child.fuzz(
