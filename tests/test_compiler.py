@@ -91,6 +91,12 @@ def test_pairs_stay_together(tmp_path: Path) -> None:
     assert (found.c, found.cxx) == (str(tmp_path / "clang"), str(tmp_path / "clang++"))
 
 
+@pytest.mark.defect(
+    "a compiler that lacked memory passed for one without flags for this processor, and that was "
+    "kept",
+    by="faults",
+    of="Python",
+)
 def test_a_compiler_that_could_not_answer(tmp_path: Path) -> None:
     """Without memory, say, it tells no flags: that is no answer, and is not kept."""
     dying = BODY.replace(

@@ -145,6 +145,11 @@ def test_a_version_that_is_gone(tmp_path: Path, server: Server) -> None:
         fetch.fetch(release)
 
 
+@pytest.mark.defect(
+    "two processes that added the same version took its archive away under each other",
+    by="faults",
+    of="Python",
+)
 def test_two_add_the_same_version(
     tmp_path: Path, server: Server, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

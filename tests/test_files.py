@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.defect(
+    "writes that were killed left files under names of chance, which piled up",
+    by="faults",
+    of="Python",
+)
 def test_a_write_takes_over_what_a_killed_one_left(tmp_path: Path) -> None:
     """There is one name for what is not finished, so it cannot pile up."""
     (tmp_path / ".file.part").write_text("half of something that is longer")
@@ -110,6 +115,11 @@ def test_a_write_that_fails_leaves_the_old_text(
         (errno.EROFS, DiskFailed),
         (errno.ENOENT, FileNotFoundError),
     ],
+)
+@pytest.mark.defect(
+    "a limit on file sizes and a disk that fails or is read-only were bare errors of Python",
+    by="faults",
+    of="Python",
 )
 def test_what_a_disk_says(number: int, expected: type[Exception], tmp_path: Path) -> None:
     """A full disk, a limit, a broken one: each by its name; other errors are others' matter."""

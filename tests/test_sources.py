@@ -182,6 +182,11 @@ def test_a_folder_follows_its_content(tmp_path: Path) -> None:
     assert resolve(f"path:{twin}").commit == first.commit
 
 
+@pytest.mark.defect(
+    "an index that a killed git had locked kept a folder from being read as a source again",
+    by="faults",
+    of="Python",
+)
 def test_an_index_that_a_killed_git_locked(tmp_path: Path) -> None:
     """Its lock file is no obstacle to the next who reads the folder."""
     folder = fill(tmp_path / "plain", TREE)

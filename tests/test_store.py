@@ -185,6 +185,12 @@ def test_scratch_is_removed(store: Store) -> None:
     assert not old.exists()
 
 
+@pytest.mark.defect(
+    "a clock that jumped a day ahead took the scratch folder of the store from under who worked "
+    "in it",
+    by="faults",
+    of="Python",
+)
 def test_scratch_of_others_stays_whatever_the_clock_says(store: Store) -> None:
     """What somebody works in is told by its lock: its age is that of a clock that may jump."""
     with store.scratch() as folder:
@@ -196,6 +202,11 @@ def test_scratch_of_others_stays_whatever_the_clock_says(store: Store) -> None:
 
 
 @pytest.mark.parametrize("left", ["shallow.lock", "packed-refs.lock", "refs/upstream/a.lock"])
+@pytest.mark.defect(
+    "lock files that a killed git left kept everybody from writing to the store again",
+    by="faults",
+    of="Python",
+)
 def test_what_a_killed_git_left_is_no_obstacle(store: Store, tmp_path: Path, left: str) -> None:
     """Git refuses to write where a lock file lies; who writes alone may take it away."""
     repository(tmp_path / "source", TREE)
@@ -212,6 +223,11 @@ def test_what_a_killed_git_left_is_no_obstacle(store: Store, tmp_path: Path, lef
     assert store.refs("refs") == {"refs/upstream/a": commit}
 
 
+@pytest.mark.defect(
+    "a store that was killed while it was made could not be opened any more",
+    by="faults",
+    of="Python",
+)
 def test_half_a_store_is_made_whole(tmp_path: Path) -> None:
     """Whoever made it was killed while git wrote its settings."""
     whole = open_store(tmp_path / "one" / "store.git").path

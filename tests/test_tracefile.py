@@ -34,6 +34,11 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         TraceFile(tmp_path)
 
 
+@pytest.mark.defect(
+    "two processes that recorded into one file mixed their rows",
+    by="faults",
+    of="Python",
+)
 def test_one_writer_at_a_time(tmp_path: Path) -> None:
     """Two would mix their rows; the first keeps what it wrote, and lets go when it ends."""
     path = tmp_path / "t.jsonl"

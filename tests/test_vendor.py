@@ -84,6 +84,11 @@ def test_clean_removes_only_what_lies_in_trees(
     assert out.is_dir()
 
 
+@pytest.mark.defect(
+    "`vendor clean` removed a tree that a `vendor sync` was filling",
+    by="faults",
+    of="Python",
+)
 def test_nobody_removes_what_another_fills(
     store: Store, release: Release, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +115,12 @@ def test_nobody_removes_what_another_fills(
     assert vendor.listed() == []
 
 
+@pytest.mark.defect(
+    "a `vendor sync` of a tree in place took its record away meanwhile, so that a second one did "
+    "not find it",
+    by="faults",
+    of="Python",
+)
 def test_what_is_put_in_place_again_can_be_found_all_the_time(
     store: Store, release: Release, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +142,12 @@ def test_what_is_put_in_place_again_can_be_found_all_the_time(
 
 
 @pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.defect(
+    "a tree whose export was killed early passed for a folder with files of the user, and could "
+    "not be written",
+    by="faults",
+    of="Python",
+)
 def test_a_tree_that_a_killed_export_left(store: Store, release: Release, whole: bool) -> None:
     """What it had not finished is taken over, and goes."""
     folder = vendor.trees() / "0.3.9"
@@ -142,6 +159,11 @@ def test_a_tree_that_a_killed_export_left(store: Store, release: Release, whole:
     assert not vendor.verify(store, vendored)
 
 
+@pytest.mark.defect(
+    "a `vendor clean` that was killed left half a tree, which then passed for files of the user",
+    by="faults",
+    of="Python",
+)
 def test_a_clean_that_was_killed(
     store: Store, release: Release, monkeypatch: pytest.MonkeyPatch
 ) -> None:
