@@ -119,6 +119,11 @@ def test_show(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(bench, capsys, "show", "three")[0] == 2
 
 
+@pytest.mark.defect(
+    "names of files and texts of patches could give orders to the terminal",
+    by="hostile input",
+    of="Python",
+)
 def test_no_text_of_a_patch_gives_orders_to_the_terminal(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -84,6 +84,12 @@ def test_load(tmp_path: Path) -> None:
         pytest.param("schema = 1", "a" + ".a" * 101 + " = 1", "more than 100 dots", id="dots"),
     ],
 )
+@pytest.mark.defect(
+    "a key of 100,000 parts in a series took all memory, and a number of too many digits was a "
+    "bare ValueError",
+    by="hostile input",
+    of="Python",
+)
 def test_each_fault_is_named(tmp_path: Path, old: str, new: str, says: str) -> None:
     """A wrong description names the file and what was expected."""
     bench = Bench(open_store(tmp_path / "store.git"), tmp_path / "patches")

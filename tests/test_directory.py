@@ -56,6 +56,11 @@ def test_quilt_series(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../b.patch", "sub/../../b.patch", "{folder}/b.patch"])
+@pytest.mark.defect(
+    "a quilt series could list files outside of its folder, which were then read",
+    by="hostile input",
+    of="Python",
+)
 def test_a_quilt_series_stays_in_its_folder(tmp_path: Path, name: str) -> None:
     """What it lists is read."""
     (tmp_path / "b.patch").write_bytes(ONE)
@@ -72,6 +77,11 @@ def test_our_own_shape(bench: Bench) -> None:
     assert definition.texts[0].markers
 
 
+@pytest.mark.defect(
+    "names of sources and paths that no file system can have were bare errors of Python",
+    by="hostile input",
+    of="Python",
+)
 def test_what_is_not_there_or_no_patch(tmp_path: Path) -> None:
     """Missing paths, empty folders and doubles are refused with what was expected."""
     for name in ("none.patch", "x" * 300):

@@ -139,6 +139,12 @@ def test_new_file_in_the_way() -> None:
     assert applied({}, data) == {"n": b"ours\n"}
 
 
+@pytest.mark.defect(
+    "a patch that made a file where the tree has a folder deleted the folder with all that is in "
+    "it",
+    by="hostile input",
+    of="Python",
+)
 def test_a_folder_in_the_way() -> None:
     """No file takes the place of a folder, which would go with all that is in it."""
     made = diff({}, {"d": b"ours\n"})

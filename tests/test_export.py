@@ -144,6 +144,12 @@ def test_links_that_lead_out_are_refused(store: Store, tmp_path: Path, target: s
 
 
 @pytest.mark.parametrize("target", [b"", b"a\0b", b"a" * 5000])
+@pytest.mark.defect(
+    "links and names in a tree that no file system can write were bare errors in the middle of "
+    "an export",
+    by="hostile input",
+    of="Python",
+)
 def test_links_that_are_none_are_refused(store: Store, tmp_path: Path, target: bytes) -> None:
     """Git keeps any bytes as the target of a link; what no link can say is refused by name."""
     blob = gitting.git(store.path, "hash-object", "-w", "--stdin", input=target)
@@ -156,6 +162,12 @@ def test_links_that_are_none_are_refused(store: Store, tmp_path: Path, target: b
     "name", ["n" * 256, "/".join(["n" * 100] * 6), ".pyllamakv-part", "..pyllamakv-tree.part"]
 )
 @pytest.mark.parametrize("tail", ["", "/x"])
+@pytest.mark.defect(
+    "links and names in a tree that no file system can write were bare errors in the middle of "
+    "an export",
+    by="hostile input",
+    of="Python",
+)
 def test_names_that_cannot_be_written_are_refused(
     store: Store, tmp_path: Path, name: str, tail: str
 ) -> None:
@@ -202,6 +214,11 @@ def test_a_link_in_the_way_is_not_followed(store: Store, tmp_path: Path) -> None
     assert found(out) == TREE
 
 
+@pytest.mark.defect(
+    "an export took files for written that were only seen through a link, which it then removed",
+    by="hostile input",
+    of="Python",
+)
 def test_files_behind_a_link_that_goes_are_written(store: Store, tmp_path: Path) -> None:
     """What had the right content through a link of the tree before is no file of this one."""
     out = tmp_path / "out"
@@ -224,6 +241,11 @@ def test_files_behind_a_link_that_goes_are_written(store: Store, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["100644 blob", "120000 blob"])
+@pytest.mark.defect(
+    "a tree with one name for a file and a folder was exported as one of them",
+    by="hostile input",
+    of="Python",
+)
 def test_a_name_for_two_things_is_refused(store: Store, tmp_path: Path, kind: str) -> None:
     """Git's objects may name a file and a folder alike; both cannot be written."""
     blob = gitting.git(store.path, "hash-object", "-w", "--stdin", input="b")
@@ -239,6 +261,11 @@ def test_a_name_for_two_things_is_refused(store: Store, tmp_path: Path, kind: st
     assert not (tmp_path / "out" / "a").exists()
 
 
+@pytest.mark.defect(
+    "a tree of folders within each other without end could end an export in a bare RecursionError",
+    by="hostile input",
+    of="Python",
+)
 def test_folders_without_end_are_refused(store: Store, tmp_path: Path) -> None:
     """So deep that walking them would be an error of Python's own."""
     tree = gitting.git(store.path, "hash-object", "-w", "--stdin", input="b")
@@ -269,6 +296,12 @@ def test_a_foreign_folder_is_refused(store: Store, tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
 
 
+@pytest.mark.defect(
+    "a folder from elsewhere could plant a link where a file goes while it is written, and so "
+    "replace any file of the user",
+    by="hostile input",
+    of="Python",
+)
 def test_a_link_in_place_of_a_stamp_is_refused(store: Store, tmp_path: Path) -> None:
     """What an early end leaves of a stamp is a file; a link there was put by somebody."""
     victim, folder = tmp_path / "victim", tmp_path / "theirs"

@@ -33,6 +33,12 @@ def test_a_write_takes_over_what_a_killed_one_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "hard", "pipe"])
+@pytest.mark.defect(
+    "a folder from elsewhere could plant a link where a file goes while it is written, and so "
+    "replace any file of the user",
+    by="hostile input",
+    of="Python",
+)
 def test_what_was_planted_where_the_part_goes_is_not_written_into(
     tmp_path: Path, kind: str
 ) -> None:
@@ -63,6 +69,11 @@ def test_a_folder_where_the_part_goes_is_told(tmp_path: Path) -> None:
         write_atomic(tmp_path / "file", "all")
 
 
+@pytest.mark.defect(
+    "a file could be readable for others although the umask forbids it",
+    by="hostile input",
+    of="Python",
+)
 def test_a_file_is_as_open_as_the_umask_lets_it(tmp_path: Path) -> None:
     """Neither what was left nor what was there before makes it readable for others."""
     (tmp_path / ".file.part").touch(0o666)

@@ -75,6 +75,11 @@ def test_an_absolute_path_below_the_tree_is_refused(tmp_path: Path, name: str) -
         {"a/b/up": "../..", "out": "a/b/up/../etc"},
     ],
 )
+@pytest.mark.defect(
+    "a link out of a tree by way of another link was exported",
+    by="hostile input",
+    of="Python",
+)
 def test_a_link_out_of_the_tree_is_not_exported(tmp_path: Path, links: dict[str, str]) -> None:
     """A link that leads out by itself, or by way of another link, never reaches a folder."""
     members = PLAIN | {at: link(f"{UNPACKED}/{at}", to) for at, to in links.items()}
@@ -84,6 +89,11 @@ def test_a_link_out_of_the_tree_is_not_exported(tmp_path: Path, links: dict[str,
         store.export(commit, tmp_path / "tree")
 
 
+@pytest.mark.defect(
+    "a tree could bring the file that says what a folder holds, and so pass for whole",
+    by="hostile input",
+    of="Python",
+)
 def test_a_tree_with_a_stamp_of_its_own_is_not_exported(tmp_path: Path) -> None:
     """The file that says what a folder holds is ours alone."""
     store = open_store()
@@ -96,6 +106,11 @@ def test_a_tree_with_a_stamp_of_its_own_is_not_exported(tmp_path: Path) -> None:
 # --- without end ------------------------------------------------------------------------------
 
 
+@pytest.mark.defect(
+    "an archive could unpack without end in members that are not taken",
+    by="hostile input",
+    of="Python",
+)
 def test_an_archive_that_unpacks_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +127,11 @@ def test_an_archive_that_unpacks_without_end(
         npm.import_package(open_store(), tarball)
 
 
+@pytest.mark.defect(
+    "references of a clone in an archive had a bound each, and none together",
+    by="hostile input",
+    of="Python",
+)
 def test_references_without_end(tmp_path: Path) -> None:
     """The texts of a clone are counted together."""
     at = "llama_cpp_python-1.0/.git/modules/vendor/llama.cpp"
@@ -143,6 +163,11 @@ def packed(*entries: tuple[int, bytes]) -> bytes:
 
 
 @pytest.mark.parametrize(("name", "limit"), [("OBJECT", 1 << 20), ("MEMORY", 256 << 20)])
+@pytest.mark.defect(
+    "a pack that claimed an object of any size made git take as much memory",
+    by="hostile input",
+    of="Python",
+)
 def test_a_packed_object_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, limit: int
 ) -> None:
@@ -164,6 +189,7 @@ def test_a_packed_object_without_end(
         not_fetched(f"git:{tmp_path / 'bundle'}@HEAD", "bytes for an object")
 
 
+@pytest.mark.defect("a small pack could keep git at work for days", by="hostile input", of="Python")
 def test_objects_that_take_git_days(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each object of a small pack may be large, and there may be many: time has a limit as well."""
     monkeypatch.setattr(limits, "CPU_SECONDS", 1)
@@ -178,6 +204,11 @@ def test_objects_that_take_git_days(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     not_fetched(f"git:{tmp_path / 'bundle'}@HEAD", "processor time")
 
 
+@pytest.mark.defect(
+    "small loose objects of an archive could unpack without end together",
+    by="hostile input",
+    of="Python",
+)
 def test_loose_objects_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Objects of a few kilobytes each are counted as they unpack."""
     monkeypatch.setattr(bounds, "BYTES", 5 << 20)
@@ -202,6 +233,12 @@ def not_fetched(spec: str, words: str) -> None:
     assert not list(store.path.glob("tmp-*"))
 
 
+@pytest.mark.defect(
+    "a git URL was fetched into the store itself, in any size, and left there what was then "
+    "refused",
+    by="hostile input",
+    of="Python",
+)
 def test_a_repository_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pack past the limit is given up while it comes; one of too much is not kept."""
     big = {f"src/{n}": random.Random(n).randbytes(700 << 10) for n in range(3)}
@@ -225,6 +262,11 @@ def test_a_repository_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         fetch.add(spec)
 
 
+@pytest.mark.defect(
+    "a folder as a source was read in any size before it was looked at",
+    by="hostile input",
+    of="Python",
+)
 def test_a_folder_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder is counted before anything of it is written, a work tree as well."""
     plain = fill(tmp_path / "plain", TREE)
@@ -253,6 +295,12 @@ def nested(store: Store, depth: int) -> str:
     return tree
 
 
+@pytest.mark.defect(
+    "trees that hold each other, a kilobyte in git, were taken and would have been billions of "
+    "files",
+    by="hostile input",
+    of="Python",
+)
 def test_trees_that_hold_each_other(tmp_path: Path) -> None:
     """A tree of a billion files, a kilobyte as git keeps it, is refused in an instant."""
     made = open_store(tmp_path / "made.git")
@@ -268,12 +316,24 @@ def test_trees_that_hold_each_other(tmp_path: Path) -> None:
     not_fetched(f"git:{tmp_path / 'bundle'}@main", "no release comes near")
 
 
+@pytest.mark.defect(
+    "folders within each other that git cannot walk ended it, and the error did not name the "
+    "archive as the cause",
+    by="hostile input",
+    of="Python",
+)
 def test_folders_within_each_other(tmp_path: Path) -> None:
     """Git walks folders by recursion, and ends where its stack does."""
     path = f"{UNPACKED}/{'d/' * 30_000}f"
     refused(open_store(), sdist(tmp_path, PLAIN | {path: b"x"}), "git can walk|lacks objects")
 
 
+@pytest.mark.defect(
+    "trees that hold each other, a kilobyte in git, were taken and would have been billions of "
+    "files",
+    by="hostile input",
+    of="Python",
+)
 def test_files_that_are_small_in_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bytes of a tree are counted as they would be written out."""
     monkeypatch.setattr(bounds, "BYTES", 1 << 20)
@@ -283,6 +343,11 @@ def test_files_that_are_small_in_git(tmp_path: Path, monkeypatch: pytest.MonkeyP
     refused(open_store(), sdist(tmp_path, small), "no release comes near")
 
 
+@pytest.mark.defect(
+    "a server that never ended a download filled the disk",
+    by="hostile input",
+    of="Python",
+)
 def test_a_download_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that never stops is left, and what it sent is thrown away."""
     monkeypatch.setattr(bounds, "BYTES", 1 << 16)
@@ -312,6 +377,12 @@ def loose(kind: str, data: bytes) -> tuple[str, bytes]:
 
 
 @pytest.mark.parametrize("said", ODD)
+@pytest.mark.defect(
+    "commits without a date, with one far away, or with parents without number were taken, or a "
+    "bare error",
+    by="hostile input",
+    of="Python",
+)
 def test_commits_that_say_what_none_does(tmp_path: Path, said: str) -> None:
     """A commit without a date, or with parents without number, is refused before it is taken."""
     up = tmp_path / "up"
@@ -364,6 +435,12 @@ def test_nothing_of_an_sdist_is_run(tmp_path: Path) -> None:
     assert not trace.exists()
 
 
+@pytest.mark.defect(
+    "files of a tree with a newline or a carriage return in their name could not be read, or "
+    "were taken for another",
+    by="hostile input",
+    of="Python",
+)
 def test_file_names_are_never_options(tmp_path: Path) -> None:
     """Leading dashes, blanks, quotes and newlines in names of files come through unchanged."""
     names = ["-rf", "--upload-pack=x", "a b", "a\nb", 'a"b', "a\tb", "$(x)", "`x`", ";x", "'"]

@@ -103,6 +103,12 @@ def test_config_and_hooks_of_a_repository_never_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["{url}", "ssh://h/x", "ext::sh -c touch% {trace}-ext"])
+@pytest.mark.defect(
+    "a folder's own git configuration could name a program that was started to bring objects "
+    "that it lacks",
+    by="hostile input",
+    of="Python",
+)
 def test_missing_objects_are_not_brought(tmp_path: Path, url: str) -> None:
     """A folder that says who brings what it lacks is not believed: that would run a program."""
     folder = hostile(tmp_path / "up", CONFIG + LAZY.replace("{url}", url))
@@ -153,6 +159,11 @@ def test_a_reference_of_a_good_url_is_no_option(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["-x", "--help", "../x", "a b", "a\n", "", ".", "a/b", "x.lock", f"1.{'0' * 300}"]
 )
+@pytest.mark.defect(
+    "names of sources and paths that no file system can have were bare errors of Python",
+    by="hostile input",
+    of="Python",
+)
 def test_names_that_are_no_names(tmp_path: Path, name: str) -> None:
     """A release's name goes into refs and files: odd ones are refused wherever they come from."""
     assert not is_name(name)
@@ -171,6 +182,11 @@ def test_names_that_are_no_names(tmp_path: Path, name: str) -> None:
         lock.load(kept)
 
 
+@pytest.mark.defect(
+    "git could reach other repositories where no fetch was asked for",
+    by="hostile input",
+    of="Python",
+)
 def test_git_reaches_no_other_repository_by_itself(tmp_path: Path) -> None:
     """Only a fetch that was asked for may leave the store."""
     repository(tmp_path / "up")

@@ -78,6 +78,12 @@ MAIL = "From {0:040d} Mon Sep 17 00:00:00 2001\n{1}\n\n{2}---\n"
         ("Subject: a", "b\0c\n"),
     ],
 )
+@pytest.mark.defect(
+    "an author or a subject that no commit can hold got as far as git, or was a bare error of "
+    "Python",
+    by="hostile input",
+    of="Python",
+)
 def test_what_no_commit_can_say(tmp_path: Path, words: tuple[str, str]) -> None:
     """Zero bytes, halves of characters and authors without end are refused by name."""
     with pytest.raises(PatchFormatError, match="no commit can say that"):
@@ -102,6 +108,17 @@ def test_what_no_commit_can_say(tmp_path: Path, words: tuple[str, str]) -> None:
         "From: =?utf-8?b?/w==?= <x@y>",
     ],
 )
+@pytest.mark.defect(
+    "an author or a subject that no commit can hold got as far as git, or was a bare error of "
+    "Python",
+    by="hostile input",
+    of="Python",
+)
+@pytest.mark.defect(
+    "a date in a patch that git cannot read was taken for one",
+    by="hostile input",
+    of="Python",
+)
 def test_authors_and_dates_that_are_none(tmp_path: Path, field: str) -> None:
     """What git could not read counts as not said; a line break in a name is none."""
     mail = MAIL.format(0, field, "")
@@ -117,6 +134,11 @@ def test_odd_names_stay_names(path: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["160000", "040000", "100666", "104755", "x"])
+@pytest.mark.defect(
+    "modes in a patch that are none of a file, a program or a link were taken",
+    by="hostile input",
+    of="Python",
+)
 def test_modes_that_are_none(mode: str) -> None:
     """A submodule, a folder or a mode that git does not know is refused."""
     made = creating("b/src/x").replace(b"100644", mode.encode())
@@ -146,6 +168,11 @@ def linking(at: str, to: str) -> bytes:
 
 
 @pytest.mark.parametrize("to", ["/etc", "../..", "src", "."])
+@pytest.mark.defect(
+    "a patch that made a file below a link or a file of the tree put a folder in its place",
+    by="hostile input",
+    of="Python",
+)
 def test_nothing_is_written_through_a_link(tmp_path: Path, to: str) -> None:
     """A file below a link that an earlier patch made is a conflict, wherever the link leads."""
     renaming = (

@@ -96,6 +96,11 @@ def test_a_server_fault_is_no_empty_index() -> None:
             index.sdists()
 
 
+@pytest.mark.defect(
+    "a page of an index that does not end took all memory",
+    by="hostile input",
+    of="Python",
+)
 def test_a_page_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page is counted as it unpacks, from a server or a folder; other sources still answer."""
     files = sdists(tmp_path / "f", "0.3.9")

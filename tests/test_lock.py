@@ -141,6 +141,12 @@ def test_an_absent_file_holds_nothing(tmp_path: Path) -> None:
         ("{badname}", "not safe"),
     ],
 )
+@pytest.mark.defect(
+    "entries of a lock that are no texts or tables, and a version of thousands of digits, were "
+    "bare errors of Python",
+    by="hostile input",
+    of="Python",
+)
 def test_faults_are_named(tmp_path: Path, text: str, word: str) -> None:
     """A lock that cannot be understood is refused with what is wrong in it."""
     good = (

@@ -67,6 +67,11 @@ NESTED = struct.pack("<IQ", 9, 1) * 5000 + struct.pack("<IQ", 4, 0)
      (4, struct.pack("<I", 48)), (5, struct.pack("<i", -4096)), (6, struct.pack("<f", math.nan)),
      (12, struct.pack("<d", math.inf)), (10, struct.pack("<Q", 64))],
 )  # fmt: skip
+@pytest.mark.defect(
+    "a GGUF whose alignment is none was taken, or a bare error of Python",
+    by="hostile input",
+    of="Python",
+)
 def test_an_alignment_that_is_none(tmp_path: Path, kind: int, value: bytes) -> None:
     """Where tensors begin cannot be told, so neither whether the file has them all."""
     data = gguf_bytes(more=("general.alignment", kind, value))
@@ -75,12 +80,22 @@ def test_an_alignment_that_is_none(tmp_path: Path, kind: int, value: bytes) -> N
             check_file(write(tmp_path, data[:length]))
 
 
+@pytest.mark.defect(
+    "arrays in arrays in a GGUF ended in a bare RecursionError",
+    by="hostile input",
+    of="Python",
+)
 def test_arrays_in_arrays_are_refused(tmp_path: Path) -> None:
     """As ggml does it: they could lie in each other without end."""
     with pytest.raises(ModelError, match="type 9"):
         check_file(write(tmp_path, gguf_bytes(more=("x", 9, NESTED))))
 
 
+@pytest.mark.defect(
+    "names of sources and paths that no file system can have were bare errors of Python",
+    by="hostile input",
+    of="Python",
+)
 def test_missing_files_and_folders_are_said(tmp_path: Path) -> None:
     """Check paths that lead to no file."""
     with pytest.raises(ModelError, match="no model file"):

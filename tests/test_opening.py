@@ -115,6 +115,16 @@ def test_paths_are_opened_as_they_are(tmp_path: Path) -> None:
         opening.open(str(tmp_path))
 
 
+@pytest.mark.defect(
+    "names of sources and paths that no file system can have were bare errors of Python",
+    by="hostile input",
+    of="Python",
+)
+@pytest.mark.defect(
+    "`replay` and `shrink` of a trace loaded a library of the name in it from the current folder",
+    by="hostile input",
+    of="Python",
+)
 def test_a_bare_name_is_never_a_file(
     built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,6 +67,12 @@ def test_order_is_by_date_then_number() -> None:
 
 
 @pytest.mark.parametrize("name", ["git:a1²2", "git:a٣", "git:a" + "1" * 5000])
+@pytest.mark.defect(
+    "a name in the lock with digits of other scripts, or thousands of them, made the whole lock "
+    "unreadable",
+    by="hostile input",
+    of="Python",
+)
 def test_signs_of_a_name_that_are_no_number(name: str) -> None:
     """A URL may hold what Unicode calls a digit, or more digits than Python takes."""
     assert natural(name) < natural("git:b")

@@ -123,6 +123,11 @@ def test_variants_are_named_in_words(story) -> None:
 
 
 @pytest.mark.parametrize("release", ["git:https://example.org/x.git@main", "path:/a/folder"])
+@pytest.mark.defect(
+    "a trace could make `replay` read a folder or fetch a URL",
+    by="hostile input",
+    of="Python",
+)
 def test_words_are_no_leave_to_read_or_fetch(release: str) -> None:
     """What a trace says that it was recorded on is not looked for outside of what is built."""
     head = trace.Head("git-0123456789ab-stock-cpu-0123456789abcdef", spec=f"{release}+stock")
@@ -157,6 +162,16 @@ def test_a_recorded_build_is_opened_in_its_environment(monkeypatch, tmp_path: Pa
         ({"spec": " path:evil.so"}, " path:evil.so"),
         ({"spec": "git:evil.so@main"}, "git:evil.so@main"),
     ],
+)
+@pytest.mark.defect(
+    "`replay` and `shrink` of a trace loaded a library of the name in it from the current folder",
+    by="hostile input",
+    of="Python",
+)
+@pytest.mark.defect(
+    "a trace could make `replay` read a folder or fetch a URL",
+    by="hostile input",
+    of="Python",
 )
 def test_a_trace_loads_nothing_but_what_is_built(
     capsys, monkeypatch, tmp_path: Path, head: dict[str, str], file: str, words: tuple[str, ...]

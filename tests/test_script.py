@@ -100,6 +100,12 @@ def test_the_examples_are_scripts(path: Path) -> None:
         ('{"op": "advance", "steps": [[1, 2]], "seq": [0]}', "seq must be a sequence"),
     ],
 )
+@pytest.mark.defect(
+    "names and states in a script with half a character, or too long for a file, were bare "
+    "errors of Python",
+    by="hostile input",
+    of="Python",
+)
 def test_a_wrong_line_is_named(text: str, says: str) -> None:
     """The message has the line, and what was expected."""
     with pytest.raises(ScriptError) as caught:
@@ -117,6 +123,12 @@ def test_a_wrong_line_is_named(text: str, says: str) -> None:
         ('{"op": "defrag"}\n{"op": "context"}', "first operation"),
         ('{"op": "context", "type_k": "f13"}', "f13"),
     ],
+)
+@pytest.mark.defect(
+    "names and states in a script with half a character, or too long for a file, were bare "
+    "errors of Python",
+    by="hostile input",
+    of="Python",
 )
 def test_a_line_that_cannot_be_played_is_named(text: str, says: str) -> None:
     """What only shows when it is played names its line as well."""
@@ -207,6 +219,11 @@ def test_positions_beyond_what_c_takes_are_an_error_of_the_line() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/zero").is_char_device(), reason="no endless device here")
+@pytest.mark.defect(
+    "a script or a trace that never ends, a device for one, was read until memory was gone",
+    by="hostile input",
+    of="Python",
+)
 def test_a_script_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that never ends takes no more memory than the largest script."""
     monkeypatch.setattr(script, "LARGEST", 1 << 20)

@@ -41,6 +41,11 @@ def test_urls_and_references(spec: str, url: str, ref: str) -> None:
 @pytest.mark.parametrize(
     "spec", ["git:", "git:--upload-pack=x", "git:a\nb@c", "git:a\0b", "git:/a\udcff@main"]
 )
+@pytest.mark.defect(
+    "URLs with signs that no lock can hold were taken, or ended in a bare error",
+    by="hostile input",
+    of="Python",
+)
 def test_urls_that_could_be_options(spec: str) -> None:
     """A URL that git would read as an option, or that no lock can hold, is refused."""
     with pytest.raises(UsageError):
@@ -48,6 +53,11 @@ def test_urls_that_could_be_options(spec: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["https://me:s3cret@h/x.git", "HTTP://s:3@s3cret@h:8/x@main"])
+@pytest.mark.defect(
+    "the password of a git URL was written into the lock, which is shared",
+    by="hostile input",
+    of="Python",
+)
 def test_a_password_stays_out_of_the_lock(url: str) -> None:
     """The lock has the URLs of what was added, and is shared."""
     with pytest.raises(UsageError, match="git credential") as caught:
@@ -56,6 +66,7 @@ def test_a_password_stays_out_of_the_lock(url: str) -> None:
     assert lock.known() == {}
 
 
+@pytest.mark.defect("a token in a git URL stood in errors", by="hostile input", of="Python")
 def test_a_token_stays_out_of_errors() -> None:
     """What stands for a name in a URL may be as secret."""
     with pytest.raises(FetchError, match=r"//\*\*\*@127") as caught:
@@ -65,6 +76,11 @@ def test_a_token_stays_out_of_errors() -> None:
 
 @pytest.mark.parametrize("place", ["a" * 5000, "~nobody-is-here/x", "a\0b"])
 @pytest.mark.parametrize("kind", ["git", "path"])
+@pytest.mark.defect(
+    "names of sources and paths that no file system can have were bare errors of Python",
+    by="hostile input",
+    of="Python",
+)
 def test_what_no_path_can_be(kind: str, place: str) -> None:
     """A name that is too long, and the home of nobody."""
     with pytest.raises((SourceError, UsageError)):
@@ -197,6 +213,11 @@ def test_an_index_that_a_killed_git_locked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", [".gitignore", ".gitattributes", ".git/include", ".git/HEAD"])
+@pytest.mark.defect(
+    "a pipe among the files of a folder held git, and the command with it, for ever",
+    by="hostile input",
+    of="Python",
+)
 def test_a_pipe_does_not_hold_a_folder(tmp_path: Path, monkeypatch, where: str) -> None:
     """Git would wait for ever for somebody who writes into it."""
     up = tmp_path / "up"
@@ -213,6 +234,11 @@ def test_a_pipe_does_not_hold_a_folder(tmp_path: Path, monkeypatch, where: str) 
             resolve(f"git:{up}@main")
 
 
+@pytest.mark.defect(
+    "a folder whose HEAD is no commit could not be taken, and ended in a bare TypeError",
+    by="hostile input",
+    of="Python",
+)
 def test_a_head_that_is_no_commit(tmp_path: Path) -> None:
     """A folder is taken as it stands: its date is that of another, and no error."""
     up = tmp_path / "up"

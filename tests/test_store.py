@@ -58,6 +58,12 @@ def test_read_and_list(store: Store) -> None:
     assert store.read_text(commit, "none") == ""
 
 
+@pytest.mark.defect(
+    "files of a tree with a newline or a carriage return in their name could not be read, or "
+    "were taken for another",
+    by="hostile input",
+    of="Python",
+)
 def test_paths_with_odd_characters(store: Store) -> None:
     """Spaces, quotes and letters beyond ASCII survive in paths."""
     files = {
@@ -131,6 +137,12 @@ def test_publish_cuts_off_absent_parents(store: Store, tmp_path: Path) -> None:
     assert (store.path / "shallow").read_text().split() == [commit]
 
 
+@pytest.mark.defect(
+    "a clone that was shallow further back left a store into which nothing could be fetched any "
+    "more",
+    by="hostile input",
+    of="Python",
+)
 def test_a_history_that_breaks_off_keeps_nobody_from_fetching(store: Store, tmp_path: Path) -> None:
     """A clone may be shallow further back, with the parent at hand and not the parent's own."""
     commit = repository(tmp_path / "up", commits=4)
@@ -146,6 +158,11 @@ def test_a_history_that_breaks_off_keeps_nobody_from_fetching(store: Store, tmp_
     assert store.ref("refs/upstream/y") == other
 
 
+@pytest.mark.defect(
+    "a commit that names a parent again and again held up everybody who used the store",
+    by="hostile input",
+    of="Python",
+)
 def test_a_parent_is_looked_for_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A commit may name a parent again and again: whoever publishes it holds everybody else up."""
     commit, tree = store.commit(None, TREE, "m")

@@ -95,6 +95,12 @@ def test_the_byte_vocabulary_has_every_byte() -> None:
     assert len(words) == len(set(words)) == synthetic.SHAPES["bytes"].n_vocab
 
 
+@pytest.mark.defect(
+    "names and states in a script with half a character, or too long for a file, were bare "
+    "errors of Python",
+    by="hostile input",
+    of="Python",
+)
 def test_other_models(tmp_path, monkeypatch) -> None:
     """A path is itself, `test` is the user's, anything else is refused with what there is."""
     file = tmp_path / "own.gguf"

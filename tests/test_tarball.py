@@ -27,6 +27,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE])
+@pytest.mark.defect(
+    "a long name or an extended header of an archive was taken into memory whatever its size",
+    by="hostile input",
+    of="Python",
+)
 def test_a_header_without_end(tmp_path: Path, kind: bytes) -> None:
     """A name or an extended header of many megabytes is not taken into memory."""
     info = tarfile.TarInfo("long")
@@ -35,6 +40,12 @@ def test_a_header_without_end(tmp_path: Path, kind: bytes) -> None:
 
 
 @pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE])
+@pytest.mark.defect(
+    "headers about headers, or without number, in an archive took memory without bound, or were "
+    "bare errors of Python",
+    by="hostile input",
+    of="Python",
+)
 def test_headers_about_headers(tmp_path: Path, kind: bytes) -> None:
     """A header may follow another, which tarfile goes down into, but not without end."""
     chain = {}
@@ -44,6 +55,12 @@ def test_headers_about_headers(tmp_path: Path, kind: bytes) -> None:
     refused(open_store(), sdist(tmp_path, chain), "of text")
 
 
+@pytest.mark.defect(
+    "headers about headers, or without number, in an archive took memory without bound, or were "
+    "bare errors of Python",
+    by="hostile input",
+    of="Python",
+)
 def test_a_sparse_map_without_end(tmp_path: Path) -> None:
     """Each block of the map says that there is another one."""
     info = tarfile.TarInfo("x")
@@ -58,6 +75,12 @@ def test_a_sparse_map_without_end(tmp_path: Path) -> None:
     refused(open_store(), file, "of text")
 
 
+@pytest.mark.defect(
+    "headers about headers, or without number, in an archive took memory without bound, or were "
+    "bare errors of Python",
+    by="hostile input",
+    of="Python",
+)
 def test_headers_without_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All headers are counted together, and none of them is kept."""
     many = {f"x/{number}": b"" for number in range(300)}
@@ -68,6 +91,12 @@ def test_headers_without_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE])
+@pytest.mark.defect(
+    "headers about headers, or without number, in an archive took memory without bound, or were "
+    "bare errors of Python",
+    by="hostile input",
+    of="Python",
+)
 def test_attributes_without_number(tmp_path: Path, kind: bytes) -> None:
     """What holds for all members is kept by tarfile: a few of them are enough."""
     text = b"".join(b"11 k%02d=abc\n" % number for number in range(40))
@@ -97,6 +126,11 @@ def test_attributes_without_number(tmp_path: Path, kind: bytes) -> None:
     ],
 )
 @pytest.mark.parametrize("name", [f"{UNPACKED}/src/x", "elsewhere"])
+@pytest.mark.defect(
+    "a member of an archive that claimed a size past all bounds was looked for for ever",
+    by="hostile input",
+    of="Python",
+)
 def test_a_member_that_claims_what_cannot_be(
     tmp_path: Path, claims: dict[str, str], words: str, name: str
 ) -> None:
@@ -106,6 +140,11 @@ def test_a_member_that_claims_what_cannot_be(
     refused(open_store(), sdist(tmp_path, PLAIN | {"x": info}), words)
 
 
+@pytest.mark.defect(
+    "a sparse member of an archive passed for a plain file, larger than what the archive holds",
+    by="hostile input",
+    of="Python",
+)
 def test_a_sparse_member(tmp_path: Path) -> None:
     """A member that is larger than its content is no plain file."""
     info = tarfile.TarInfo(f"{UNPACKED}/src/sparse")

@@ -177,6 +177,11 @@ def test_damaged_and_foreign_files_are_refused(recorded: Path, tmp_path: Path) -
         '"polls": "z"',
     ],
 )
+@pytest.mark.defect(
+    "results in a trace that cannot be were taken, or were bare errors of Python",
+    by="hostile input",
+    of="Python",
+)
 def test_results_that_say_nothing_are_refused(result: str) -> None:
     """In a script as well as in a trace, before anything is played or drawn."""
     with pytest.raises(ScriptError, match=r"line 1 \(clear\): its"):
@@ -197,6 +202,11 @@ def test_results_that_say_nothing_are_refused(result: str) -> None:
         '"variant": "path:/tmp/elsewhere"',
         '"spec": "/tmp/elsewhere"',
     ],
+)
+@pytest.mark.defect(
+    "a trace could set any `LLAMA_` variable, one of which fills a file of its choice with a cache",
+    by="hostile input",
+    of="Python",
 )
 def test_a_trace_brings_no_code_along(words: str, tmp_path: Path) -> None:
     """A file from elsewhere names builds by their ids, and sets nothing but words that are known.

@@ -109,6 +109,22 @@ def test_every_seed_is_taken(name: str, tmp_path: Path) -> None:
     by="fuzzing",
     of="Python",
 )
+@pytest.mark.defect(
+    "an author or a subject that no commit can hold got as far as git, or was a bare error of "
+    "Python",
+    by="hostile input",
+    of="Python",
+)
+@pytest.mark.defect(
+    "a date in a patch that git cannot read was taken for one",
+    by="hostile input",
+    of="Python",
+)
+@pytest.mark.defect(
+    "`/dev/null` passed for the name of a file that a patch renames or copies",
+    by="hostile input",
+    of="Python",
+)
 def test_what_was_found_stays_away(name: str, tmp_path: Path, timer: None) -> None:
     """Seeds are taken, and kept inputs are too, or refused with errors of this package."""
     loop = Loop(target(name, tmp_path))

@@ -183,6 +183,12 @@ def test_a_clean_that_was_killed(
     assert list(vendor.trees().iterdir()) == []
 
 
+@pytest.mark.defect(
+    "records of vendored trees and waiting rebases that are JSON of another shape were bare "
+    "errors of Python",
+    by="hostile input",
+    of="Python",
+)
 def test_damaged_records_count_as_absent(store: Store, release: Release) -> None:
     """A record that cannot be read, or that tells of another folder, is passed over."""
     vendored, _ = vendor.sync(store, release, release.commit, spec="0.3.9")

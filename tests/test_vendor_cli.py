@@ -66,6 +66,11 @@ def test_each_file_is_named(home: Path, capsys: pytest.CaptureFixture[str]) -> N
     run("verify")
 
 
+@pytest.mark.defect(
+    "names of files and texts of patches could give orders to the terminal",
+    by="hostile input",
+    of="Python",
+)
 def test_no_name_of_a_file_gives_orders_to_the_terminal(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

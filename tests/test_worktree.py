@@ -101,6 +101,12 @@ def linked(store: Store, parent: str, name: str, target: str) -> str:
     return store.commit_tree(tree, [parent], "link")
 
 
+@pytest.mark.defect(
+    "links of a tree lay as links where a rebase waits for a person, who would have edited what "
+    "they lead to",
+    by="hostile input",
+    of="Python",
+)
 def test_links_of_a_tree_are_plain_files(store: Store, tmp_path: Path) -> None:
     """A person edits there, and would follow what a patch from elsewhere brings."""
     (tmp_path / "secret").write_text("<<<<<<< mine\n")
@@ -132,6 +138,12 @@ def test_other_failures_are_errors(store: Store, tmp_path: Path) -> None:
         worktree.pick(tmp_path / "t", "0" * 39 + "1")
 
 
+@pytest.mark.defect(
+    "records of vendored trees and waiting rebases that are JSON of another shape were bare "
+    "errors of Python",
+    by="hostile input",
+    of="Python",
+)
 def test_state_of_a_rebase(store: Store) -> None:
     """The state comes back as it was written; one that is damaged is told and can be cleared."""
     session = waiting.Session(
