@@ -101,6 +101,33 @@ def child(
     )
 
 
+@pytest.mark.defect(
+    "a kept cache on 0.3.9 searched for free cells from its start, and no longer where it stopped",
+    by="mutants",
+    of="patches",
+)
+def test_a_kept_cache_searches_on_where_it_stopped(model: kv.Model, tmp_path: Path) -> None:
+    """The next token lies where it would in a cache that was never closed, past an earlier hole."""
+    keep: dict[str, Any] = {"kv_backing": tmp_path / "cache", "kv_keep": True}
+
+    def begun(**backing: Any) -> tuple[kv.Context, kv.Sequence]:
+        ctx = model.context(**backing, **context_options())
+        first, second = fill(ctx, TOKENS[:30]), fill(ctx, TOKENS[:30])
+        first.remove(10, 20)
+        ctx.prefill(second, TOKENS[:20])
+        return ctx, second
+
+    begun(**keep)[0].close()
+    stayed, second = begun()
+    with stayed, model.context(**keep, **context_options()) as kept:
+        stayed.decode(second.feed([3]))
+        kept.decode(kept.sequence(second.id).feed([3]))
+        found, expected = (ctx.kv.snapshot() for ctx in (kept, stayed))
+        # What takes any cells has filled the hole before.
+        assert not expected.contiguous or (expected.streams[0].pos[10:20] == -1).all()
+        assert np.array_equal(found.streams[0].pos, expected.streams[0].pos)
+
+
 def test_killed_in_the_middle(build: Variant, model: kv.Model, tmp_path: Path) -> None:
     """A process killed between a decode and a flush leaves a file that is reported as dirty."""
     file = tmp_path / "cache"

@@ -233,6 +233,11 @@ def test_a_script_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         trace.read(Path("/dev/zero"))
 
 
+@pytest.mark.defect(
+    "a small script or trace took room for the largest one while it was read",
+    by="fuzzing",
+    of="Python",
+)
 def test_a_small_script_takes_little_memory(tmp_path: Path) -> None:
     """What is read is taken room for, not what might come."""
     path = tmp_path / "small.jsonl"

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from pyllamakv.errors import UsageError
 from pyllamakv.source.files import write_atomic
@@ -34,7 +35,7 @@ def read(path: Path) -> list[Entry]:
         return []
     try:
         items = json.loads(kept.read_text(encoding="utf-8"))["entries"]
-        found = [Entry(**{**item, "defects": tuple(item["defects"])}) for item in items]
+        found = [_entry(item) for item in items]
         strange = [each.section for each in found if each.section not in SECTIONS]
     except (OSError, ValueError, KeyError, TypeError) as error:
         strange = [f"{type(error).__name__}: {error}"]
@@ -42,6 +43,11 @@ def read(path: Path) -> list[Entry]:
         msg = f"{kept} is not what `pyllamakv trust` wrote ({strange[0]}): choose another --write"
         raise UsageError(msg)
     return found
+
+
+def _entry(item: dict[str, Any]) -> Entry:
+    listed = {"defects": tuple(item["defects"]), "notes": tuple(item.get("notes", ()))}
+    return Entry(**{**item, **listed})
 
 
 def merge(old: Iterable[Entry], new: Iterable[Entry]) -> list[Entry]:
@@ -65,7 +71,7 @@ def render(entries: Iterable[Entry]) -> str:
         members = [entry for entry in kept if entry.section == section]
         if members:
             parts += [f"\n## {section.capitalize()}\n\n{about}\n", *_table(members)]
-            parts += ["", *_measured(members)]
+            parts += [*_listed(members), "", *_measured(members)]
     return "\n".join(parts) + "\n"
 
 
@@ -76,6 +82,13 @@ def _table(members: list[Entry]) -> Iterator[str]:
     for entry in members:
         wrong = "; ".join(entry.defects) or entry.undecided or "nothing"
         yield _row([entry.name, *(entry.row.get(name, "") for name in columns), wrong])
+
+
+def _listed(members: list[Entry]) -> Iterator[str]:
+    for entry in members:
+        if entry.notes:
+            yield f"\n{entry.name.capitalize()}:\n"
+            yield from (f"- {' '.join(note.split())}" for note in entry.notes)
 
 
 def _measured(members: list[Entry]) -> Iterator[str]:

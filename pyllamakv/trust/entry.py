@@ -60,7 +60,8 @@ class Entry:
     ``section`` is its table and ``name`` what was tried; ``row`` has a text per further column.
     ``defects`` tell what was lost or wrong, one sentence each: without any it passed. ``data`` are
     the raw numbers, ``seed`` what starts the same again. ``undecided`` says why an entry without
-    defects does not prove that nothing was lost, such as "too few operations".
+    defects does not prove that nothing was lost, such as "too few operations". ``notes`` are listed
+    below the table.
     """
 
     section: str
@@ -71,6 +72,7 @@ class Entry:
     data: dict[str, Any] = field(default_factory=dict)
     measured: str = ""
     undecided: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def tried(self) -> bool:

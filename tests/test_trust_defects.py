@@ -1,0 +1,129 @@
+"""What trust found is told by the tests that hold the cures, and these run again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pyllamakv.errors import HarnessError
+from pyllamakv.home import checkout
+from pyllamakv.trust import defects, document
+from pyllamakv.trust.entry import Effort
+
+_CONFIG = """
+[tool.pytest.ini_options]
+markers = ["defect(what, by, of): one"]
+"""
+
+_TESTS = """
+import pytest
+
+@pytest.mark.defect("keys turned the wrong way", by="schedules", of="llama.cpp")
+@pytest.mark.defect("a restore left half a state", by="fuzzing", of="shim")
+def test_both():
+    pass
+
+@pytest.mark.defect("a restore left half a state", by="fuzzing", of="shim")
+@pytest.mark.parametrize("n", [1, 2])
+def test_again(n):
+    assert n == {wanted}
+
+@pytest.mark.defect("a pipe was waited for", by="faults", of="Python")
+def test_elsewhere():
+    pytest.skip("nothing is built")
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a checkout with three tests that hold three cures."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "pyproject.toml").write_text(_CONFIG)
+    monkeypatch.setattr(defects, "checkout", lambda: tmp_path)
+    return tmp_path
+
+
+def put(root: Path, text: str) -> None:
+    """Write the tests of a checkout."""
+    (root / "tests" / "test_some.py").write_text(text)
+
+
+def test_found_and_fixed_is_what_markers_say(root: Path) -> None:
+    """Each defect counts once, where it lay; its tests run, and a cure that none ran for shows."""
+    put(root, _TESTS.replace("== {wanted}", "> 0"))
+    seen: list[str] = []
+    found = {entry.name: entry for entry in defects.entries(Effort(), seen.append)}
+    assert set(found) == set(defects.FINDERS)
+    fuzzing = found["fuzzing"]
+    assert (fuzzing.row["found and fixed"], fuzzing.row["in shim"]) == ("1", "1")
+    assert (fuzzing.row["tests that hold the cures"], fuzzing.row["passed"]) == ("2", "2")
+    assert fuzzing.notes == ("a restore left half a state (shim)",)
+    assert found["schedules"].row["in llama.cpp"] == "1"
+    assert found["faults"].undecided == "1 need what is not built here"
+    assert all(entry.passed for entry in found.values())
+    assert "test_both" in seen
+
+
+def test_a_cure_that_does_not_hold_is_a_defect(root: Path) -> None:
+    """One parameter is enough, and what another finder found is not blamed."""
+    put(root, _TESTS.replace("{wanted}", "1"))
+    effort = Effort(only=("fuzzing", "schedules"))
+    schedules, fuzzing = defects.entries(effort, str)
+    assert schedules.passed
+    assert fuzzing.defects == ("tests/test_some.py::test_again fails",)
+    assert fuzzing.row["passed"] == "1"
+
+
+def test_tests_that_cannot_be_run_break_off(root: Path) -> None:
+    """Nothing was proved then."""
+    put(root, _TESTS + "\nimport nothing_of_that_name\n")
+    with pytest.raises(HarnessError, match="pytest ended with status"):
+        defects.entries(Effort(), str)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        '"what", by="chance", of="shim"',
+        '"what", by="fuzzing", of="elsewhere"',
+        '"what", by="fuzzing"',
+        '1, by="fuzzing", of="shim"',
+        'by="fuzzing", of="shim"',
+        '"what" + str(1), by="fuzzing", of="shim"',
+        '"what", by="fuzzing", of="shim", at=1',
+    ],
+)
+def test_markers_say_all_of_it(root: Path, words: str) -> None:
+    """What was wrong, what found it and where it lay; anything else names the line."""
+    put(root, f"import pytest\n\n@pytest.mark.defect({words})\ndef test_it():\n    pass\n")
+    with pytest.raises(HarnessError, match=r"test_some\.py:3: expected defect"):
+        defects.read(root)
+
+
+def test_an_installed_package_has_no_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which says so, and replaces nothing."""
+    monkeypatch.setattr(defects, "checkout", lambda: None)
+    entry = defects.entries(Effort(only=("leaks",)), str)[0]
+    assert not entry.tried
+    assert "needs a checkout" in entry.undecided
+
+
+def test_defects_are_listed_below_the_table(root: Path, tmp_path: Path) -> None:
+    """And come back as they were written."""
+    put(root, _TESTS.replace("== {wanted}", "> 0"))
+    made = defects.entries(Effort(only=("fuzzing",)), str)
+    path = tmp_path / "RELIABILITY.md"
+    document.write(path, made)
+    assert "\nFuzzing:\n\n- a restore left half a state (shim)\n" in path.read_text()
+    assert document.read(path) == made
+
+
+def test_the_shipped_document_lists_what_the_tests_hold() -> None:
+    """A defect that a test tells of stands in RELIABILITY.md."""
+    root = checkout()
+    if root is None:
+        pytest.skip("no checkout")
+    kept = [each for each in document.read(root / "RELIABILITY.md") if each.section == "defects"]
+    noted = {(entry.name, note) for entry in kept for note in entry.notes}
+    assert noted == {(each.by, f"{each.what} ({each.of})") for each in defects.read(root)}
