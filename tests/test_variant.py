@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pyllamakv.building import variant
 from pyllamakv.building.backend import Backend
 from pyllamakv.building.compiler import Compiler
-from pyllamakv.errors import UsageError
+from pyllamakv.errors import UnknownPatch, UsageError
 from pyllamakv.source.releases import Release
 
 if TYPE_CHECKING:
@@ -142,6 +142,17 @@ def test_absent_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """What was never built is not found."""
     shop = Workshop(tmp_path, monkeypatch)
     assert variant.find(shop.spec) is None
+
+
+def test_a_patch_that_there_is_not_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not something to build; its closest name is told."""
+    shop = Workshop(tmp_path, monkeypatch)
+    release = shop.spec.partition("+")[0]
+    with pytest.raises(UnknownPatch, match="did you mean full-defrag") as caught:
+        variant.find(f"{release}+ful-defrag")
+    assert (caught.value.name, caught.value.close) == ("ful-defrag", ("full-defrag",))
 
 
 def test_find_asks_no_program_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

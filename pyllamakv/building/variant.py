@@ -180,7 +180,8 @@ def find(spec: str | Spec, *, backend: str = "cpu", native: bool | None = None) 
 
     ``native`` None prefers the tuned build and takes a portable one instead. Where there is no
     compiler, as in an image that only runs what was built elsewhere, or no GPU whose architecture
-    decides, the newest variant that fits by its manifest is taken.
+    decides, the newest variant that fits by its manifest is taken. Raises UnknownPatch for one that
+    is not built and names a patch that there is not.
     """
     parsed = parse(spec) if isinstance(spec, str) else spec
     known = backends.canonical(backend)
@@ -190,8 +191,19 @@ def find(spec: str | Spec, *, backend: str = "cpu", native: bool | None = None) 
             if found:
                 return found
     except (ToolMissing, UsageError):
-        return _newest(parsed, known, native)
+        if found := _newest(parsed, known, native):
+            return found
+    if parsed.series:
+        _known(parsed.series)
     return None
+
+
+def _known(names: Iterable[str]) -> None:
+    """Raise UnknownPatch for a name that the series does not have."""
+    from pyllamakv.patching import series
+
+    for name in names:
+        series.load().definition(name)
 
 
 def _newest(spec: Spec, backend: str, native: bool | None) -> Variant | None:

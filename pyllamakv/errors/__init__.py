@@ -52,6 +52,7 @@ from pyllamakv.errors.patching import (
     PatchFormatError,
     PatchLintError,
     RebaseWaiting,
+    UnknownPatch,
 )
 from pyllamakv.errors.runtime import (
     Cancelled,
@@ -127,6 +128,7 @@ __all__ = [
     "ToolMissing",
     "TraceMismatch",
     "TreeDirty",
+    "UnknownPatch",
     "UnknownRelease",
     "Unsupported",
     "Untestable",

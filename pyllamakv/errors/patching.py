@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.errors.base import KvError
+from pyllamakv.errors.base import KvError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -13,6 +13,17 @@ if TYPE_CHECKING:
 
 class PatchError(KvError):
     """Stand above the errors of patches."""
+
+
+class UnknownPatch(PatchError, UsageError):
+    """Name a patch that the series does not have, with the closest ids."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, name: str = "", close: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.name = name
+        self.close = tuple(close)
 
 
 class PatchFormatError(PatchError):

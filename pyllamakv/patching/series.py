@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pyllamakv import home
-from pyllamakv.errors import PatchFormatError, UsageError
+from pyllamakv.errors import PatchFormatError, UnknownPatch
 from pyllamakv.patching import definition, tables
 
 if TYPE_CHECKING:
@@ -37,13 +37,13 @@ class Series:
         return tuple(patch.id for patch in self.definitions)
 
     def definition(self, id: str) -> Definition:
-        """Return a patch by its id; raise UsageError with the closest ids."""
+        """Return a patch by its id; raise UnknownPatch with the closest ids."""
         for patch in self.definitions:
             if patch.id == id:
                 return patch
         close = difflib.get_close_matches(id, self.order, n=2)
         hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(self.order)}"
-        raise UsageError(f"There is no patch {id!r}; {hint}")
+        raise UnknownPatch(f"There is no patch {id!r}; {hint}", id, close)
 
 
 def load(folder: Path | None = None, *, missing_ok: bool = False) -> Series:

@@ -101,7 +101,7 @@ def open(
     that lies in the current folder is loaded because it has the name of a build.
     ``isolated`` loads it into a worker, where ``env`` adds variables and ``timeout`` bounds each
     call in seconds. Backends other than ``cpu`` always get a worker; ``rpc`` is the CPU variant in
-    one. Raises NotBuilt with the command that builds it, or LoadError.
+    one. Raises NotBuilt with the command that builds it, UnknownPatch, or LoadError.
     """
     isolated = isolated or backend == "rpc"
     where = located(spec, backend=backend)
@@ -140,8 +140,9 @@ def find_recorded(variant: str, spec: str) -> Path:
 def find_built(spec: str, *, backend: str = "cpu") -> Path:
     """Return the folder of the built variant that a spec or an id names, or raise NotBuilt.
 
-    Where the tools that built it are missing, the manifests decide: ``patched`` is the newest
-    variant with the most patches, a list of patches the one with the fewest others beside them.
+    Raises UnknownPatch for a patch that neither the series nor any variant has. Where the tools
+    that built it are missing, the manifests decide: ``patched`` is the newest variant with the most
+    patches, a list of patches the one with the fewest others beside them.
     """
     known = _all_built()
     if spec in known:
