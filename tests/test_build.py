@@ -97,8 +97,8 @@ def test_built_variants_are_found_without_a_compiler(
     other = build.build_patched(release, changed, native=False)
     monkeypatch.setenv("CC", "gone")
     monkeypatch.setattr(manifests, "machine_flags", lambda *_path: frozenset())
-    there = {(): stock, None: other, ("some-patch",): other, ("full-defrag",): None}
-    for series, expected in there.items():
+    every = [((), stock), (None, other), (("some-patch",), other), (("full-defrag",), None)]
+    for series, expected in every:
         assert variant.find(variant.Spec(release.name, series)) == expected
     assert variant.find(shop.spec, backend="rpc") == stock
     assert variant.find(shop.spec, native=True) is None
