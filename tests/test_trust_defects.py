@@ -54,13 +54,13 @@ def test_found_and_fixed_is_what_markers_say(root: Path) -> None:
     put(root, _TESTS.replace("== {wanted}", "> 0"))
     seen: list[str] = []
     found = {entry.name: entry for entry in defects.entries(Effort(), seen.append)}
-    assert set(found) == set(defects.FINDERS)
-    fuzzing = found["fuzzing"]
-    assert (fuzzing.row["found and fixed"], fuzzing.row["in shim"]) == ("1", "1")
+    assert tuple(found) == defects.names()
+    fuzzing = found["found by fuzzing"]
+    assert (fuzzing.row["defects fixed"], fuzzing.row["in shim"]) == ("1", "1")
     assert (fuzzing.row["tests that hold the cures"], fuzzing.row["passed"]) == ("2", "2")
     assert fuzzing.notes == ("a restore left half a state (shim)",)
-    assert found["schedules"].row["in llama.cpp"] == "1"
-    assert found["faults"].undecided == "1 need what is not built here"
+    assert found["found by schedules"].row["in llama.cpp"] == "1"
+    assert found["found by faults"].undecided == "1 need what is not built here"
     assert all(entry.passed for entry in found.values())
     assert "test_both" in seen
 
@@ -68,7 +68,7 @@ def test_found_and_fixed_is_what_markers_say(root: Path) -> None:
 def test_a_cure_that_does_not_hold_is_a_defect(root: Path) -> None:
     """One parameter is enough, and what another finder found is not blamed."""
     put(root, _TESTS.replace("{wanted}", "1"))
-    effort = Effort(only=("fuzzing", "schedules"))
+    effort = Effort(only=("found by fuzzing", "found by schedules"))
     schedules, fuzzing = defects.entries(effort, str)
     assert schedules.passed
     assert fuzzing.defects == ("tests/test_some.py::test_again fails",)
@@ -104,7 +104,7 @@ def test_markers_say_all_of_it(root: Path, words: str) -> None:
 def test_an_installed_package_has_no_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which says so, and replaces nothing."""
     monkeypatch.setattr(defects, "checkout", lambda: None)
-    entry = defects.entries(Effort(only=("leaks",)), str)[0]
+    entry = defects.entries(Effort(only=("found by leaks",)), str)[0]
     assert not entry.tried
     assert "needs a checkout" in entry.undecided
 
@@ -112,10 +112,10 @@ def test_an_installed_package_has_no_tests(monkeypatch: pytest.MonkeyPatch) -> N
 def test_defects_are_listed_below_the_table(root: Path, tmp_path: Path) -> None:
     """And come back as they were written."""
     put(root, _TESTS.replace("== {wanted}", "> 0"))
-    made = defects.entries(Effort(only=("fuzzing",)), str)
+    made = defects.entries(Effort(only=("found by fuzzing",)), str)
     path = tmp_path / "RELIABILITY.md"
     document.write(path, made)
-    assert "\nFuzzing:\n\n- a restore left half a state (shim)\n" in path.read_text()
+    assert "\nFound by fuzzing:\n\n- a restore left half a state (shim)\n" in path.read_text()
     assert document.read(path) == made
 
 
@@ -126,4 +126,6 @@ def test_the_shipped_document_lists_what_the_tests_hold() -> None:
         pytest.skip("no checkout")
     kept = [each for each in document.read(root / "RELIABILITY.md") if each.section == "defects"]
     noted = {(entry.name, note) for entry in kept for note in entry.notes}
-    assert noted == {(each.by, f"{each.what} ({each.of})") for each in defects.read(root)}
+    assert noted == {
+        (f"found by {each.by}", f"{each.what} ({each.of})") for each in defects.read(root)
+    }

@@ -49,8 +49,8 @@ class Defect:
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all finders."""
-    return FINDERS
+    """Return the names of all entries: one per finder, told from the section of that name."""
+    return tuple(f"found by {finder}" for finder in FINDERS)
 
 
 def entries(effort: Effort, tick: Tick) -> list[Entry]:
@@ -58,14 +58,17 @@ def entries(effort: Effort, tick: Tick) -> list[Entry]:
 
     Raises HarnessError for a marker that is none, and when pytest does not come to an end.
     """
-    wanted = [name for name in FINDERS if effort.wants(name)]
+    wanted = {name: by for name, by in zip(names(), FINDERS, strict=True) if effort.wants(name)}
     root = checkout()
     if root is None or importlib.util.find_spec("pytest") is None:
         lacking = "a checkout, where the tests are" if root is None else "pytest"
         return [untried("defects", name, f"needs {lacking}") for name in wanted]
-    found = [each for each in read(root) if each.by in wanted]
+    found = [each for each in read(root) if each.by in wanted.values()]
     outcomes = run(root, sorted({test for each in found for test in each.tests}), tick)
-    return [judge(name, [each for each in found if each.by == name], outcomes) for name in wanted]
+    return [
+        judge(name, [each for each in found if each.by == by], outcomes)
+        for name, by in wanted.items()
+    ]
 
 
 def read(root: Path) -> list[Defect]:
@@ -147,7 +150,7 @@ def judge(name: str, found: Collection[Defect], outcomes: dict[str, list[str]]) 
     broken = [test for test in tests if "failed" in outcomes.get(test, ["failed"])]
     passed = [test for test in tests if "passed" in outcomes.get(test, []) and test not in broken]
     unseen = [each for each in found if not _seen(each, outcomes)]
-    row = {"found and fixed": str(len(found))}
+    row = {"defects fixed": str(len(found))}
     row |= {f"in {place}": str(sum(each.of == place for each in found)) for place in PLACES}
     row["tests that hold the cures"] = str(len(tests))
     row["passed"] = str(len(passed))
