@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from test_cli_run import cli
 
 from pyllamakv.errors import NotBuilt, UsageError
 from pyllamakv.trust import SECTIONS, document, fuzzing, leaks, sanitizers, schedules, selection
-from pyllamakv.trust.entry import Effort, Entry, untried
+from pyllamakv.trust.entry import Effort, Entry, Tick, untried
 from pyllamakv.trust.fuzzing.outcome import Outcome, entry
 
 
@@ -53,6 +55,22 @@ def test_the_command_is_the_one_that_measures_it_again(efforts, capsys) -> None:
     assert efforts.pop() == Effort(90.0, operations=10)
     _, out, _ = cli(capsys, "trust", "leaks", "--only", "good")
     assert "`pyllamakv trust leaks --seconds 90 --only good`" in out
+
+
+def test_what_is_being_done_may_have_brackets(efforts, capsys, monkeypatch) -> None:
+    """They are no orders to whoever draws the progress, which went on without it."""
+    broken: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", broken.append)
+
+    def entries(effort: Effort, tick: Tick) -> list[Entry]:
+        tick("test_paths[/x]")
+        # Several times as long as between two drawings.
+        time.sleep(0.5)
+        return [Entry("leaks", "good", {})]
+
+    monkeypatch.setattr(leaks, "entries", entries)
+    assert cli(capsys, "trust", "leaks")[0] == 0
+    assert not broken
 
 
 def test_names_are_looked_at_before_anything_is_tried(efforts, capsys) -> None:

@@ -83,7 +83,8 @@ def _run(sections: Sequence[str], run: Callable[[str, Tick], list[Entry]]) -> li
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     broken: list[Exception] = []
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    about = TextColumn("{task.description}", markup=False)
+    columns = (SpinnerColumn(), about, TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("trying", total=None)
         for name in sections:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 import tempfile
@@ -131,7 +132,7 @@ def run(root: Path, tests: Sequence[str], tick: Tick) -> dict[str, list[str]]:
 
 def _told(line: str, tick: Tick) -> str:
     if line.startswith("tests/"):
-        tick(line.split("::")[-1].split()[0])
+        tick(re.split(r"\W", line.partition("::")[2])[0])
     return line
 
 
