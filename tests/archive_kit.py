@@ -13,16 +13,15 @@ from source_kit import (
 )
 
 from pyllamakv.errors import ArchiveError
+from pyllamakv.source import fetch
 from pyllamakv.source.archive import import_sdist
-from pyllamakv.source.store import Store
+from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-
+BUNDLE = "package/llama/gitRelease.bundle"
 UNPACKED = "llama_cpp_python-1.0/vendor/llama.cpp"
-
-
 PLAIN = {f"{UNPACKED}/{name}": data for name, data in TREE.items()}
 
 
@@ -37,4 +36,16 @@ def refused(store: Store, file: Path, words: str) -> None:
         import_sdist(store, file)
     assert objects(store) == before
     assert not refs(store)
+    assert not list(store.path.glob("tmp-*"))
+
+
+def not_fetched(spec: str, words: str) -> None:
+    """Check that a source is refused, and that the store is as it was."""
+    store = open_store()
+    before = objects(store)
+    with pytest.raises(ArchiveError, match=words):
+        fetch.add(spec)
+    assert objects(store) == before
+    assert not refs(store)
+    assert not (store.path / "shallow").exists()
     assert not list(store.path.glob("tmp-*"))

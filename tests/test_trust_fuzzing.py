@@ -110,17 +110,6 @@ def test_every_seed_is_taken(name: str, tmp_path: Path) -> None:
     of="Python",
 )
 @pytest.mark.defect(
-    "an author or a subject that no commit can hold got as far as git, or was a bare error of "
-    "Python",
-    by="hostile input",
-    of="Python",
-)
-@pytest.mark.defect(
-    "a date in a patch that git cannot read was taken for one",
-    by="hostile input",
-    of="Python",
-)
-@pytest.mark.defect(
     "`/dev/null` passed for the name of a file that a patch renames or copies",
     by="hostile input",
     of="Python",
@@ -136,23 +125,6 @@ def test_what_was_found_stays_away(name: str, tmp_path: Path, timer: None) -> No
 @pytest.mark.native
 @pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize("name", NATIVE)
-@pytest.mark.defect(
-    "a state with a position of 2^31 - 1 was refused and stayed in the cache, as llama.cpp "
-    "removes no such cell",
-    by="fuzzing",
-    of="llama.cpp",
-)
-@pytest.mark.defect(
-    "decodes and shifts took positions from 2^30 on, where sums of two positions overflow",
-    by="fuzzing",
-    of="shim",
-)
-@pytest.mark.defect(
-    "`plk_seq_div` looked at every position up to the last where shifts divide: a billion of "
-    "them took hours",
-    by="fuzzing",
-    of="shim",
-)
 @pytest.mark.defect(
     "a state whose cells lie at other positions than its save says was restored, so that cells "
     "and ledger differed",

@@ -202,8 +202,9 @@ def _known(names: Iterable[str]) -> None:
     """Raise UnknownPatch for a name that the series does not have."""
     from pyllamakv.patching import series
 
+    there = series.load()
     for name in names:
-        series.load().definition(name)
+        there.definition(name)
 
 
 def _newest(spec: Spec, backend: str, native: bool | None) -> Variant | None:

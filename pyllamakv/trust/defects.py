@@ -24,13 +24,11 @@ from xml.etree import ElementTree
 
 from pyllamakv.errors import HarnessError
 from pyllamakv.home import checkout
-from pyllamakv.trust import apart
+from pyllamakv.trust import SECTIONS, apart
 from pyllamakv.trust.entry import Effort, Entry, Tick, untried, without_folders
 
 #: What finds defects: the other sections, and audits that read all that reads foreign files.
-FINDERS: Final = (
-    "schedules", "mutants", "fuzzing", "faults", "sanitizers", "leaks", "hostile input",
-)  # fmt: skip
+FINDERS: Final = (*(name for name in SECTIONS if name != "defects"), "hostile input")
 #: Where a defect lies. One of llama.cpp is worked round, refused or patched here.
 PLACES: Final = ("llama.cpp", "patches", "shim", "Python")
 _OUTCOMES: Final = {"failure": "failed", "error": "failed", "skipped": "skipped"}
