@@ -141,8 +141,8 @@ def find_built(spec: str, *, backend: str = "cpu") -> Path:
     """Return the folder of the built variant that a spec or an id names, or raise NotBuilt.
 
     Raises UnknownPatch where nothing is found and the spec names a patch that there is not. Where
-    the tools that built it are missing, the manifests decide: ``patched`` is the newest variant with
-    the most patches, a list of patches the one with the fewest others beside them.
+    the tools that built it are missing, the manifests decide: ``patched`` is the newest variant
+    with the most patches, a list of patches the one with the fewest others beside them.
     """
     known = _all_built()
     if spec in known:
