@@ -46,10 +46,11 @@ def test_file(tmp_path: Path, release: str) -> None:
     assert described.value == str(tmp_path / "lib" / "libllama.so")
 
 
-def test_release_without_package(tmp_path: Path) -> None:
+@pytest.mark.parametrize("release", ["b4980", "v0.5.0"])
+def test_release_without_package(tmp_path: Path, release: str) -> None:
     """A release that no llama-cpp-python contains has no drop-in."""
-    with pytest.raises(Unsupported, match="b4980"):
-        dropin.describe(variant(tmp_path, "b4980", "libllama.so"))
+    with pytest.raises(Unsupported, match=release):
+        dropin.describe(variant(tmp_path, release, "libllama.so"))
 
 
 def test_variant_without_libraries(tmp_path: Path) -> None:

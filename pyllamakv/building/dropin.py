@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from pyllamakv.errors import Unsupported
+from pyllamakv.source.releases import sdist_version
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,12 +40,11 @@ def describe(variant: Variant) -> DropIn:
     ordinary libraries: another version's declarations would not match the library's structs.
     """
     name = variant.manifest.release
-    try:
-        version = Version(name)
-    except InvalidVersion as error:
+    version = sdist_version(name)
+    if version is None:
         raise Unsupported(
             f"release {name} belongs to no llama-cpp-python; choose one such as 0.3.9", "dropin"
-        ) from error
+        )
     library = _library(variant.dropin)
     if library is None:
         raise Unsupported(f"variant {variant.id} holds no libllama in {variant.dropin}", "dropin")

@@ -44,7 +44,9 @@ def command(
     from pyllamakv.cli import showing
     from pyllamakv.harness import bisect, matrix, remembered
     from pyllamakv.harness.cell import CellSpec
-    from pyllamakv.source import lock
+    from pyllamakv.source import lock, releases
+
+    good, bad = (releases.resolve(name).name for name in (good, bad))
 
     def spec(release: str) -> CellSpec:
         names = (scenario,) if scenario else ()

@@ -76,7 +76,7 @@ def plan(choice: Choice | None = None) -> tuple[CellSpec, ...]:
 def _names(choice: Choice) -> list[str]:
     known = lock.known()
     if choice.releases:
-        found = {name: releases.resolve(name) for name in choice.releases}
+        found = {each.name: each for each in map(releases.resolve, choice.releases)}
     else:
         found = {name: each for name, each in known.items() if each.kind in ("sdist", "npm")}
     eras = {release.era for release in known.values()}

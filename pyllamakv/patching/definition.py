@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from packaging.version import InvalidVersion, Version
 
 from pyllamakv.errors import PatchFormatError
 from pyllamakv.patching import hunks, tables
-from pyllamakv.source.releases import is_name
+from pyllamakv.source.releases import is_name, sdist_version
 
 if TYPE_CHECKING:
     from pyllamakv.patching.draft import Tree
@@ -139,9 +138,8 @@ class Definition:
 
         Only sdist versions are compared; for other releases the markers of the texts decide.
         """
-        try:
-            version = Version(name)
-        except InvalidVersion:
+        version = sdist_version(name)
+        if version is None:
             return True
         return SpecifierSet(self.releases).contains(version, prereleases=True)
 

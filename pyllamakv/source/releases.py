@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from packaging.version import InvalidVersion, Version
+
 from pyllamakv.errors import UnknownRelease
 
 Kind = Literal["sdist", "npm", "git", "path"]
@@ -64,12 +66,24 @@ def is_name(name: str) -> bool:
     return bool(_SAFE.fullmatch(name)) and ".." not in name and not name.endswith((".lock", "."))
 
 
+def sdist_version(name: str) -> Version | None:
+    """Return the version of llama-cpp-python that a release's name is, or None for another name.
+
+    A name that begins with ``v`` is a tag of llama.cpp, whose versions are not comparable.
+    """
+    try:
+        return Version(name) if name[:1].isdigit() else None
+    except InvalidVersion:
+        return None
+
+
 def resolve(spec: str) -> Release:
     """Return the release that a spec means: ``0.3.9``, ``b4980``, ``git:URL@REF``, ``path:DIR``.
 
-    Versions are looked up in the shipped lock and in what was added to the home; `fetch.ensure`
-    also asks the package index. A git reference is pinned when it is first resolved. Raises
-    UnknownRelease with the closest names.
+    Names are looked up in the shipped lock and in the lock of the data directory; `fetch.ensure`
+    also asks the package index. The exact name of a release has precedence; otherwise
+    ``llama-cpp-python==0.3.9`` and ``v0.3.9`` are spellings of ``0.3.9``. A git reference is pinned
+    when it is first resolved. Raises UnknownRelease with the closest names.
     """
     from pyllamakv.source import lock, sources
 
@@ -78,7 +92,7 @@ def resolve(spec: str) -> Release:
         return sources.from_folder(spec)
     known = lock.known()
     name = spec.removeprefix("llama-cpp-python==")
-    if re.fullmatch(r"v\d.*", name):
+    if name not in known and re.fullmatch(r"v\d.*", name):
         name = name[1:]
     if name in known:
         return known[name]
@@ -88,7 +102,7 @@ def resolve(spec: str) -> Release:
     hint = f"did you mean {', '.join(close)}? " if close else ""
     msg = (
         f"there is no release {spec!r} in the lock: {hint}`pyllamakv upstream list` shows all, "
-        f"`pyllamakv upstream add {spec}` takes a new version from the package index; "
+        f"`pyllamakv upstream add {name}` takes a new version from the package index; "
         "git:URL@REF and path:DIR name other sources"
     )
     raise UnknownRelease(msg, name=spec, close=close)

@@ -1,0 +1,101 @@
+"""Every name that `pyllamakv upstream list` prints works in every verb that takes a release."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from patching_kit import Bench, numbered
+from source_kit import isolate
+
+from pyllamakv.cli import main
+from pyllamakv.patching import series
+from pyllamakv.patching.definition import Definition
+from pyllamakv.source import era, lock
+from pyllamakv.source.releases import resolve, sdist_version
+from pyllamakv.source.store import open_store
+
+OLD = {"include/llama.h": b"// the API\n", "src/a.cpp": numbered(60)}
+NEW = OLD | {"src/a.cpp": numbered(60, l10="x")}
+NAMES = ("0.4.0", "b4980", "v0.5.0")
+
+#: The verbs that take a release, and what they exit with on a release that is not built.
+VERBS = {
+    "upstream fetch {}": 0,
+    "upstream verify {}": 0,
+    "vendor sync {}": 0,
+    "patch status {}": 0,
+    "patch apply {}": 0,
+    "patch drift {}": 0,
+    "patch obsolete {}": 0,
+    "patch export-series {}": 0,
+    "patch rebase one --onto {}": 0,
+    "matrix plan {}": 0,
+    "bisect {} 0.4.1": 125,
+    "bisect 0.4.1 {}": 125,
+    "build {} --stock": 1,
+    "check {} --quick": 125,
+    "env {}": 2,
+    "rpc serve {}": 2,
+}
+#: Each of these configures a build.
+COSTLY = ("bisect", "build", "check")
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Return a lock and a store with releases of each kind of name, and a patch for them."""
+    isolate(tmp_path, monkeypatch)
+    bench = Bench(open_store(), tmp_path / "patches")
+    for day, name in enumerate((*NAMES, "0.4.1"), 1):
+        files = OLD | {"README.md": f"llama.cpp of {name}\n".encode()}
+        kind = "sdist" if sdist_version(name) else "npm"
+        made = bench.add_release(name, files, f"2026-09-{day:02}")
+        found = era.detect(bench.store, made.tree)
+        bench.releases[name] = replace(made, kind=kind, era=found)
+        lock.save(lock.shipped(), [bench.releases[name]])
+    bench.add_patch("one", {"0.4.0": (OLD, NEW)})
+    loaded = series.load(bench.folder)
+    monkeypatch.setattr(series, "load", lambda *_: loaded)
+    return bench
+
+
+def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as left:
+        main.main([*words])
+    out, err = capsys.readouterr()
+    return int(left.value.code or 0), out, err
+
+
+def test_a_name_of_the_lock_is_never_taken_for_another(bench: Bench) -> None:
+    """`v0.5.0` and `0.5.0` are two releases; `v0.4.0`, which no release is called, is `0.4.0`."""
+    other = bench.add_release("0.5.0", {"include/llama.h": b"// 0.5.0\n"}, "2026-10-01")
+    lock.save(lock.added(), [other])
+    for name in (*NAMES, "0.5.0"):
+        assert resolve(name).commit == bench.releases[name].commit
+        assert resolve(f" {name} ").name == name
+    assert resolve("v0.4.0").name == "0.4.0"
+    assert resolve("llama-cpp-python==0.5.0").name == "0.5.0"
+
+
+@pytest.mark.parametrize("words", VERBS)
+def test_verbs(bench: Bench, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each verb finds each name that is listed, and does with it what it does with the others."""
+    _, out, _ = call(capsys, "upstream", "list", "--json")
+    listed = [row["name"] for row in json.loads(out)]
+    assert set(listed) == {*NAMES, "0.4.1"}
+    for name in ["v0.5.0"] if words.startswith(COSTLY) else listed[:-1]:
+        code, out, err = call(capsys, *words.format(name).split())
+        assert "no release" not in err, (name, err)
+        assert (code, name) == (VERBS[words], name), out + err
+
+
+def test_versions_are_those_of_llama_cpp_python(bench: Bench) -> None:
+    """A tag of llama.cpp is no version to compare with: markers decide for it, no wheel has it."""
+    assert sdist_version("v0.5.0") is sdist_version("b4980") is sdist_version("") is None
+    assert str(sdist_version("0.5.0")) == "0.5.0"
+    limited = Definition("one", "t", "w", "o", "u", "<=0.3.8", (), ())
+    assert [limited.wants(name) for name in (*NAMES, "0.3.8")] == [False, True, True, True]
