@@ -29,6 +29,18 @@ def numbered(count: int, **changed: str) -> bytes:
     ).encode()
 
 
+def code(name: str, *lines: str, count: int = 20) -> bytes:
+    """Return a function whose body is numbered lines, with others in its middle."""
+    body = [f"    {name}_{n}();" for n in range(count)]
+    body[count // 2 : count // 2] = [f"    {line}" for line in lines]
+    return "\n".join([f"static int {name}(int a, int b) {{", *body, "}", "", ""]).encode()
+
+
+#: Lines of which a hunk is made: as many as it shows, so that they match wherever they are.
+SHOWN = ("n = 1;", "m = 2;", "use(n);", "use(m);", "n = 0;", "m = 0;")
+WITH = (*SHOWN[:3], "log(n);", *SHOWN[3:])
+
+
 def fill(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write files below a folder."""
     for path, data in files.items():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from patching_kit import diff, fill, git, git_apply, numbered, repository
+from patching_kit import SHOWN, WITH, code, diff, fill, git, git_apply, numbered, repository
 
 from pyllamakv.errors import PatchConflict
 from pyllamakv.patching import hunks
@@ -204,6 +205,102 @@ def test_survey_changes_nothing_and_sees_everything() -> None:
     states = [(p.hunk, p.state) for p in draft.survey(hunks.parse(data))]
     assert states == [(1, "offset"), (2, "conflict"), (3, "offset")]
     assert draft.changes == {}
+
+
+#: Puts a line into the middle of a function.
+INTO = diff(
+    {"src/a.cpp": code("first", *SHOWN) + code("other")},
+    {"src/a.cpp": code("first", *WITH) + code("other")},
+)
+
+
+def bare(data: bytes) -> bytes:
+    """Return a patch whose hunks have no headings, as `diff -u` writes it."""
+    return re.sub(rb"(?m)^(@@ .* @@).*$", rb"\1", data)
+
+
+@pytest.mark.parametrize("above", [b"", b"// new\n" * 7])
+@pytest.mark.parametrize("count", [20, 500])
+def test_a_hunk_that_is_there_is_not_put_elsewhere(above: bytes, count: int) -> None:
+    """A hunk that its function has already is refused, though another has the unchanged lines.
+
+    Stricter than git, which takes the only place that matches.
+    """
+    tree = above + code("first", *WITH) + code("other", count=count) + code("second", *SHOWN)
+    assert git_apply({"src/a.cpp": tree}, INTO) is not None
+    (place,) = Draft(MemoryTree({"src/a.cpp": tree})).survey(hunks.parse(INTO))
+    assert (place.state, place.at) == ("already", 12 + above.count(b"\n"))
+    error = refused({"src/a.cpp": tree}, INTO)
+    assert (error.file, error.hunk, error.line) == ("src/a.cpp", 1, 12)
+    assert f"the changed lines at {place.at}, the unchanged ones only at" in str(error)
+
+
+def test_a_hunk_without_a_heading_that_is_there() -> None:
+    """Without a heading the line tells, and the neighbours say how far that moved."""
+    data = bare(INTO)
+    tree = code("first", *WITH) + code("other", count=90) + code("second", *SHOWN)
+    assert "there already" in str(refused({"src/a.cpp": tree}, data))
+    near = diff(
+        {"f.txt": numbered(20) + code("first", *SHOWN)},
+        {"f.txt": numbered(20, l10="x") + code("first", *WITH)},
+    )
+    moved = b"+\n" * 7 + numbered(20) + tree
+    assert git_apply({"f.txt": moved}, near) is not None
+    error = refused({"f.txt": moved}, near)
+    assert (error.hunk, "half patched" in str(error)) == (2, True)
+    # Nothing shows that a place is the hunk's own: the lines match once, and that is all.
+    assert not isinstance(applied({"src/a.cpp": b"+\n" * 7 + tree}, data), PatchConflict)
+
+
+def test_changed_lines_that_were_always_there() -> None:
+    """Another function may have had the changed lines all along: a hunk still moves."""
+    old = code("always", *WITH) + code("first", *SHOWN)
+    data = diff({"src/a.cpp": old}, {"src/a.cpp": code("always", *WITH) + code("first", *WITH)})
+    found = applied({"src/a.cpp": b"+\n" * 30 + old}, data)
+    assert found == {"src/a.cpp": b"+\n" * 30 + code("always", *WITH) + code("first", *WITH)}
+
+
+@pytest.mark.parametrize("above", [b"", b"// new\n" * 7])
+def test_another_function_is_refused(above: bytes) -> None:
+    """Lines that are only in another function than the hunk's are not its place.
+
+    Stricter than git, which does not read the heading. At the hunk's own line it is no better.
+    """
+    tree = {"src/a.cpp": above + code("second", *SHOWN) + code("other")}
+    assert git_apply(tree, INTO) is not None
+    (place,) = Draft(MemoryTree(tree)).survey(hunks.parse(INTO))
+    assert (place.state, place.good, place.at) == ("function", False, 12 + above.count(b"\n"))
+    error = refused(tree, INTO)
+    assert (error.patch, error.file, error.hunk, error.line) == ("p", "src/a.cpp", 1, 12)
+    assert error.expected == "a place in `static int first(int a, int b) {`"
+    assert error.found == f"line {place.at} in `static int second(int a, int b) {{`"
+    assert "patch rebase" in str(error)
+
+
+@pytest.mark.parametrize(
+    "signature",
+    [
+        b"static int first(int a, int b) {",
+        b"static bool first(int a, long b, int c) {",
+        b"int first(\n        int a,\n        int b) {",
+        b"template <typename T>\nint first(T a) {\nlabel:",
+    ],
+)
+def test_a_function_may_change_its_signature(signature: bytes) -> None:
+    """A hunk moves within its function, whatever became of the parameters."""
+    there = b"// new\n" * 7 + code("second") + code("first", *SHOWN)
+    there = there.replace(b"static int first(int a, int b) {", signature)
+    patched = there.replace(b"    use(n);\n", b"    use(n);\n    log(n);\n")
+    assert applied({"src/a.cpp": there}, INTO) == {"src/a.cpp": patched}
+
+
+def test_without_a_heading_one_match_is_enough() -> None:
+    """A patch without headings, and a file that is not C, have nothing to compare."""
+    there = code("second", *SHOWN)
+    patched = code("second", *WITH)
+    assert applied({"src/a.cpp": there}, bare(INTO)) == {"src/a.cpp": patched}
+    text = INTO.replace(b"src/a.cpp", b"docs/a.md")
+    assert applied({"docs/a.md": there}, text) == {"docs/a.md": patched}
 
 
 def test_git_does_nothing_inside_another_repository(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from patching_kit import Bench, diff, numbered
+from patching_kit import SHOWN, WITH, Bench, code, diff, numbered
 
-from pyllamakv.patching import directory, drift, hunks, places, series
+from pyllamakv.cli import patch_views
+from pyllamakv.patching import directory, drift, hunks, places, series, status
 from pyllamakv.source import lock
 from pyllamakv.source.store import open_store
 
@@ -120,6 +121,45 @@ def test_why(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         "one does not apply: src/a.cpp, hunk 2 in 36 (line 37): the lines it expects are not "
         "there; fuzz is not used; changed in 0.3.4; expected `line 37`, found `other context`"
     )
+
+
+@pytest.mark.parametrize(
+    ("there", "state", "said"),
+    [
+        ("", "function", "line 12 in `static int second(int a, int b) {`"),
+        ("first", "already", "the changed lines at 12, the unchanged ones only at 42"),
+    ],
+)
+def test_a_place_that_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    there: str,
+    state: str,
+    said: str,
+) -> None:
+    """Lines that match once, where the hunk does not belong, are reported as what they are."""
+    bench = Bench(open_store(tmp_path / "store.git"), tmp_path / "patches")
+    old, new = ({"src/a.cpp": code("first", *lines)} for lines in (SHOWN, WITH))
+    bench.add_release("0.3.1", old)
+    second = (code(there, *WITH) if there else b"") + code("second", *SHOWN)
+    bench.add_release("0.3.2", {"src/a.cpp": second}, "2025-01-02")
+    bench.add_patch("one", {"0.3.1": (old, new)}, marker=("src/a.cpp", "static int"))
+    monkeypatch.setattr(lock, "known", lambda: bench.releases)
+    loaded = series.load(bench.folder)
+    found = on(bench, "0.3.2")
+    (hunk,) = found.hunks
+    assert (found.state, hunk.placement.state, hunk.changed) == ("fails", state, "")
+    assert found.as_json()["hunks"][0]["found"] == said
+    (row,) = status.status([bench.releases["0.3.2"]], series=loaded, store=bench.store)
+    facts = row.as_json()["texts"][0]["hunks"][0]
+    assert (row.state, facts["state"], facts["found"]) == ("fails", state, said)
+    assert said in row.reason
+    patch_views.drift([found])
+    out = capsys.readouterr().out
+    assert f"{state}, expected" in out
+    assert said in out
+    assert "fuzz" not in out
 
 
 def test_blanks(bench: Bench) -> None:

@@ -177,10 +177,13 @@ def _drifted(hunk: HunkDrift) -> str:
     said = [f"{place.file}#{place.hunk} {hunk.function}".rstrip() + f": {place.state}"]
     if place.offset:
         said.append(f"{place.offset:+d} lines")
-    if not place.good:
+    if place.state in ("function", "already"):
+        said.append(f"expected {place.expected or 'the old lines'}, found {place.found}")
+    elif not place.good:
         said.append(f"would need fuzz {hunk.fuzz}" if hunk.fuzz is not None else "no fuzz helps")
         if hunk.blanks:
             said.append("only blanks differ")
+    if not place.good:
         said += _went(hunk)
     return ", ".join(said)
 

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from pyllamakv.patching import telling
+from pyllamakv.patching import headings, telling
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -204,8 +204,7 @@ def _hunk(file: FilePatch, number: int, hunk: Hunk) -> Loss:
 
 def heading(hunk: Hunk) -> str:
     """Return the function that git wrote behind a hunk's ranges, without its arguments."""
-    said = hunk.head.split(b"@@", 2)[2].decode("utf-8", "replace").strip()
-    return said.split("(", 1)[0].strip()
+    return headings.written(hunk).decode("utf-8", "replace").split("(", 1)[0].strip()
 
 
 def _counted(what: What, one: Counter[str], other: Counter[str]) -> Iterable[Loss]:

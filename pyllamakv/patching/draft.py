@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from pyllamakv.errors import PatchConflict
-from pyllamakv.patching import places
+from pyllamakv.patching import headings, places
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -20,13 +20,16 @@ if TYPE_CHECKING:
 
 FILE = "100644"
 
-State = Literal["exact", "offset", "conflict", "ambiguous", "already", "missing", "exists", "mode"]
+State = Literal[
+    "exact", "offset", "conflict", "ambiguous", "already", "function", "missing", "exists", "mode"
+]
 GOOD: frozenset[str] = frozenset({"exact", "offset"})
 #: Why a hunk has no place, in words.
 SAYS = {
     "conflict": "the lines it expects are not there; fuzz is not used",
     "ambiguous": "the lines it expects stand at several places; give it more context",
     "already": "what it would make is there already",
+    "function": "the lines it expects are in another function than the one it was written for",
     "missing": "the file is not there",
     "exists": "the file is there already",
     "mode": "the file has another mode",
@@ -149,6 +152,11 @@ def conflict(bad: Placement, placements: tuple[Placement, ...], name: str) -> Pa
     message = f"{name} does not apply to {where}: {SAYS[bad.state]}."
     if bad.expected or bad.found:
         message += f"\n  expected: {bad.expected}\n  found:    {bad.found}"
+    if bad.state == "function":
+        message += (
+            "\nCheck where the code of that function is now. `pyllamakv patch rebase` carries the "
+            "patch over by merging; a hunk that belongs here needs this function in its @@ line."
+        )
     if present and len(present) == len(placements):
         message += "\nEvery part of the patch is there already: it was applied, or upstream has it."
     elif present:
@@ -229,12 +237,13 @@ def place(data: bytes, file: FilePatch) -> tuple[list[Placement], bytes]:
     """
     lines = places.lines_of(data)
     index = places.Index(lines)
+    found = _Search(file, index)
     placements: list[Placement] = []
     out: list[bytes] = []
     done = 0
     straight = True  # every hunk so far stood exactly where it was expected
     for number, hunk in enumerate(file.hunks, 1):
-        placement = _hunk(file.path, number, hunk, index, done, straight=straight)
+        placement = found.place(number, done, straight=straight)
         placements.append(placement)
         straight = straight and placement.state == "exact"
         if placement.good:
@@ -247,28 +256,91 @@ def place(data: bytes, file: FilePatch) -> tuple[list[Placement], bytes]:
     return placements, b"".join([*out, *lines[done:]])
 
 
-def _hunk(
-    path: str, number: int, hunk: Hunk, index: places.Index, done: int, *, straight: bool
-) -> Placement:
-    old, start = hunk.old, places.start_of(hunk)
-    found = [at for at in index.find(old, hunk) if at >= done]
-    if start in found and (straight or len(found) == 1):
-        return Placement(path, number, hunk.old_start, "exact", 0, at=hunk.old_start)
-    if len(found) == 1:
-        offset = found[0] - start
-        at = hunk.old_start + offset
-        return Placement(path, number, hunk.old_start, "offset" if offset else "exact", offset,
-                         at=at)  # fmt: skip
-    if found:
-        where = ", ".join(str(at + 1) for at in found)
-        return Placement(path, number, hunk.old_start, "ambiguous", None,
-                         "one place with these lines", f"the same lines at {where}")  # fmt: skip
-    if index.find(hunk.new, hunk) and hunk.new:
-        return Placement(path, number, hunk.old_start, "already", None,
-                         _shown(next(iter(hunk.removed), b"")), "the changed lines")  # fmt: skip
-    nearest, expected, seen = index.nearest(old, start)
-    return Placement(path, number, hunk.old_start, "conflict", None, _shown(expected),
-                     _shown(seen), nearest + 1)  # fmt: skip
+class _Search:
+    """Find the places of the hunks of one file."""
+
+    def __init__(self, file: FilePatch, index: places.Index) -> None:
+        self.file = file
+        self.index = index
+        self.headings = headings.Headings(index.lines)
+        self.old = [index.find(hunk.old, hunk) for hunk in file.hunks]
+        self.offsets = [
+            found[0] - places.start_of(hunk) if len(found) == 1 else None
+            for hunk, found in zip(file.hunks, self.old, strict=True)
+        ]
+
+    def place(self, number: int, done: int, *, straight: bool) -> Placement:
+        """Return the placement of a hunk (counted from 1), after the lines that are in use."""
+        hunk = self.file.hunks[number - 1]
+        start = places.start_of(hunk)
+        found = [at for at in self.old[number - 1] if at >= done]
+        if start in found and straight:
+            return self._certain(number, hunk, start)
+        if len(found) == 1:
+            return self._certain(number, hunk, found[0])
+        if found:
+            where = "the same lines at " + ", ".join(str(at + 1) for at in found)
+            return self._bad(number, hunk, "ambiguous", "one place with these lines", where)
+        if hunk.new and self.index.find(hunk.new, hunk):
+            gone = _shown(next(iter(hunk.removed), b""))
+            return self._bad(number, hunk, "already", gone, "the changed lines")
+        nearest, expected, seen = self.index.nearest(hunk.old, start)
+        return self._bad(number, hunk, "conflict", _shown(expected), _shown(seen), nearest + 1)
+
+    def _certain(self, number: int, hunk: Hunk, at: int) -> Placement:
+        """Return the placement at the only match of the old lines, or the reason to refuse it."""
+        offset = at - places.start_of(hunk)
+        head = headings.expected(hunk, self.file.old or self.file.path)
+        other = self.headings.differs(head, at)
+        present = self._present(number, hunk, head, at, elsewhere=bool(other))
+        if present is not None:
+            expected = f"the unchanged lines near line {hunk.old_start}"
+            found = f"the changed lines at {present + 1}, the unchanged ones only at {at + 1}"
+            return self._bad(number, hunk, "already", expected, found, present + 1)
+        if other:
+            expected, found = f"a place in `{_shown(head)}`", f"line {at + 1} in `{_shown(other)}`"
+            return self._bad(number, hunk, "function", expected, found, at + 1)
+        state: State = "offset" if offset else "exact"
+        line = hunk.old_start
+        return Placement(self.file.path, number, line, state, offset, at=line + offset)
+
+    def _present(
+        self, number: int, hunk: Hunk, head: bytes, at: int, *, elsewhere: bool
+    ) -> int | None:
+        """Return where the new lines are at the hunk's original place, if ``at`` is another one.
+
+        The original place is the line in the patch, moved by the offset of a neighbouring hunk. If
+        the hunk names its function, it is any line of that function that is nearer than ``at``.
+        """
+        start = places.start_of(hunk)
+        if at == start or not hunk.new or not (hunk.added or hunk.removed):
+            return None
+        moved = self._moved(number)
+        if at - start in moved and not elsewhere:
+            return None
+        own = {line + by for line in (start, hunk.new_start - 1) for by in (0, *moved)}
+        for there in self.index.find(hunk.new, hunk):
+            if there < at + len(hunk.old) and at < there + len(hunk.new):
+                continue  # the lines overlap: this is one place
+            if head and not self.headings.same(head, there):
+                continue
+            far = min(abs(there - line) for line in own)
+            if far == 0 or (head and (elsewhere or far < abs(at - start))):
+                return there
+        return None
+
+    def _moved(self, number: int) -> set[int]:
+        """Return the offsets of the nearest hunks before and after one that match only once."""
+        sides = range(number - 2, -1, -1), range(number, len(self.offsets))
+        near = (
+            next((o for n in side if (o := self.offsets[n]) is not None), None) for side in sides
+        )
+        return {offset for offset in near if offset is not None}
+
+    def _bad(
+        self, number: int, hunk: Hunk, state: State, expected: str, found: str, at: int = 0
+    ) -> Placement:
+        return Placement(self.file.path, number, hunk.old_start, state, None, expected, found, at)
 
 
 def _shown(line: bytes) -> str:

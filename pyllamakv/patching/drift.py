@@ -189,9 +189,10 @@ def _hunk(
         return HunkDrift(place, function)
     entry = tree.entry(file.old)
     needed: Fuzz = None
-    blanks = False
+    blanks = stands = False
     if entry is not None:
         index = places.Index(places.lines_of(entry.data))
+        stands = bool(index.find(hunk.old, hunk))
         needed = fuzz(hunk, index)
         blanks = needed != 0 and _blanks(hunk, index)
     # lines that do not even stand there roughly may have gone elsewhere
@@ -205,7 +206,8 @@ def _hunk(
         needed,
         blanks,
         tuple(there for there in went if entry is None or there.likeness >= _LIKE),
-        changed(text, file, hunk, release, line, store) if place.state != "ambiguous" else "",
+        # lines that are there, at a place that is refused, changed nowhere
+        "" if stands else changed(text, file, hunk, release, line, store),
     )
 
 
