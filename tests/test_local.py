@@ -79,6 +79,7 @@ def test_contexts(native: Native, model: ModelHandle, context: ContextHandle) ->
     assert info.can_remove_partly is None
     assert info.contiguous_slots is True
     assert info.flash_attn is False
+    assert (info.n_swa, info.n_streams) == (0, 1)
     native.threads(context, 2, 3)
     with pytest.raises(NativeError, match="n_threads"):
         native.threads(context, 0, 0)

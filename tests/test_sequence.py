@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import runtime_kit as kit
 from fakes.simulated import ALL
 
-from pyllamakv.binding.protocol import Capability
+from pyllamakv.binding.protocol import Capability, Memory
 from pyllamakv.errors import (
     Closed,
     PartialRemovalRefused,
@@ -74,6 +75,43 @@ def test_streams_are_copied_whole_and_cut(tmp_path: Path) -> None:
     assert b.tokens == a.tokens[:4]
     b.shift(None, None, 5)
     assert b.positions == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("n_streams", [1, -1])
+def test_streams_that_were_not_made_are_not_relied_on(tmp_path: Path, n_streams: int) -> None:
+    """Where a request for streams was not granted, or nothing shows it, a fork shares its cells."""
+    able = ALL | Capability.STREAMS | Capability.KV_UNIFIED
+    made = kit.model(tmp_path, capabilities=able, unifies=True)
+    tell = made.native.context_info
+    made.native.context_info = lambda handle: replace(tell(handle), n_streams=n_streams)
+    ctx = made.context(n_ctx=64, n_seq_max=4, kv_unified=False)
+    assert (ctx.streams, ctx.partitions) == (False, 1 if n_streams == 1 else 4)
+    a = ctx.sequence()
+    ctx.decode(a.feed(range(10, 20)))
+    calls, copy = [], ctx.native.seq_cp
+    ctx.native.seq_cp = lambda *args: (calls.append(args[3:]), copy(*args))
+    b = a.fork(4)
+    assert calls == [(-1, 4) if n_streams == 1 else (-1, -1)]
+    for move in (lambda: b.shift(2, None, 5), lambda: a.divide(None, 3, 2)):
+        with pytest.raises(SharedCells):
+            move()
+    assert (a.positions, b.positions) == ([*range(10)], [*range(4)])
+    assert ctx.kv.stats.used == 10
+
+
+def test_a_state_may_be_shared_where_cells_are_not(tmp_path: Path) -> None:
+    """A shift would move a fork's state and none of its cells: nothing allows that."""
+    able = ALL | Capability.STREAMS | Capability.KV_UNIFIED
+    made = kit.model(tmp_path, capabilities=able)
+    tell = made.native.context_info
+    made.native.context_info = lambda handle: replace(tell(handle), memory=Memory.HYBRID)
+    ctx = made.context(n_ctx=64, n_seq_max=2, kv_unified=False)
+    a = ctx.sequence()
+    ctx.decode(a.feed(range(10, 20)))
+    b = a.fork()
+    with pytest.raises(SharedCells, match="state"):
+        b.shift(None, None, 5, allow_shared=True)
+    assert b.positions == [*range(10)]
 
 
 def test_trimming_keeps_the_first_tokens(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,13 +23,13 @@ from pyllamakv.errors import (
     Unsupported,
     UsageError,
 )
+from pyllamakv.runtime.context import Context
 from pyllamakv.runtime.kv import KV
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from pyllamakv.cache.slots.slot import SlotLease
-    from pyllamakv.runtime.context import Context
 
 
 @pytest.fixture
@@ -87,6 +88,20 @@ def test_bad_prompts_are_refused(ctx: Context) -> None:
         cache.acquire(range(16), groups=[(0, 16)])
     assert cache.stats().prompts == 0
     assert cache.acquire(cache.truncate(range(20))).rest == list(range(4, 20))
+
+
+@pytest.mark.parametrize(
+    ("n_streams", "n", "size"), [(1, 4, 16), (1, 2, 32), (4, 2, 16), (-1, 2, 16), (0, 2, 32)]
+)
+def test_slots_have_their_part_of_what_was_made(
+    tmp_path: Path, n_streams: int, n: int, size: int
+) -> None:
+    """Cells are divided as the context says, whatever was asked for; at worst once per sequence."""
+    made = kit.model(tmp_path).context(n_ctx=64, n_batch=32, n_seq_max=4)
+    made.native.context_info = lambda _: replace(made.info, n_streams=n_streams)
+    ctx = Context(made.model, made.handle, made.params)
+    with SlotCache(ctx, n_slots=n) as cache:
+        assert (cache.size, cache.lends) == (size, ctx.partitions == 1 and n < 4)
 
 
 def test_bad_options_are_refused(ctx: Context) -> None:

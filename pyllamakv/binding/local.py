@@ -64,9 +64,10 @@ class Local(Decodes):
         said = self._drain()
         handle = ContextHandle(next(self._ids))
         n_vocab = self.model_info(model).n_vocab
-        self._scratch[handle] = Scratch(out[0], model, n_vocab, params.n_seq_max)
-        self._scratch[handle].buffers = logs.buffers(said)
         self._contexts[handle] = out[0]
+        n_seq_max = self.context_info(handle).n_seq_max
+        self._scratch[handle] = Scratch(out[0], model, n_vocab, n_seq_max)
+        self._scratch[handle].buffers = logs.buffers(said)
         return handle
 
     def context_free(self, context: ContextHandle) -> None:

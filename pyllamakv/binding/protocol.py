@@ -108,9 +108,12 @@ class ModelInfo:
 class ContextParams:
     """Hold what a context is made with; ``flash_attn`` None lets llama.cpp decide.
 
-    ``type_k`` and ``type_v`` are ggml type numbers. ``guard`` False adds no check and no rollback
-    of ours to what the library does. ``kv_backing`` is a `Backing`; ``kv_keep`` 1 goes on with what
-    the file at ``kv_path`` holds, 2 begins anew, and ``kv_model`` is what it must have been for.
+    llama.cpp takes cache types, ``swa_full``, ``embeddings`` and threads as given, or makes no
+    context; it may change the sizes, flash attention and ``kv_unified``: `ContextInfo` has what it
+    made. ``type_k`` and ``type_v`` are ggml type numbers. ``guard`` False adds no check and no
+    rollback of ours to what the library does. ``kv_backing`` is a `Backing`; ``kv_keep`` 1 goes on
+    with what the file at ``kv_path`` holds, 2 begins anew, and ``kv_model`` is what it must have
+    been for.
     """
 
     n_ctx: int = 512
@@ -140,7 +143,11 @@ class ContextParams:
 
 @dataclass(frozen=True, slots=True)
 class ContextInfo:
-    """Describe a context as it was made; None where the build cannot tell."""
+    """Describe a context as it was made, not as it was asked for; None where the build cannot tell.
+
+    ``n_streams`` is the number of streams of each cache: with 1 all sequences share the cells, with
+    more each has cells of its own. It is 0 where the memory has no cells, -1 where it is unknown.
+    """
 
     n_ctx: int
     n_batch: int
@@ -155,6 +162,7 @@ class ContextInfo:
     flash_attn: bool | None
     v_transposed: bool | None
     n_swa: int = 0
+    n_streams: int = -1
 
 
 @dataclass(frozen=True, slots=True)

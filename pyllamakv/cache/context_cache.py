@@ -50,7 +50,7 @@ class ContextCache:
             raise UsageError(msg)
         info = context.info
         self.max_sequences, self.max_batch = info.n_seq_max, info.n_batch
-        self.capacity = info.n_ctx // (info.n_seq_max if context.streams else 1)
+        self.capacity = info.n_ctx // context.partitions
         try:
             for number in range(info.n_seq_max):
                 self.lanes += (context.sequence(number),)

@@ -115,7 +115,7 @@ typedef struct {
     int32_t flash_attn;    /* 0 off, 1 on, -1 decided by llama.cpp */
     int32_t type_k;        /* ggml_type number: 0 f32, 1 f16, 2 q4_0, 8 q8_0, 30 bf16, ... */
     int32_t type_v;
-    int32_t kv_unified;    /* 1: all sequences share the cells */
+    int32_t kv_unified;    /* 1: all sequences share the cells; plk_context_info.n_streams decides */
     int32_t swa_full;
     int32_t offload_kqv;
     int32_t embeddings;
@@ -146,6 +146,7 @@ typedef struct {
     int32_t flash_attn;        /* as decided; -1 unknown */
     int32_t v_transposed;      /* V cache stored by columns; -1 unknown */
     int32_t n_swa;             /* positions that a sliding-window cache keeps; 0: there is none */
+    int32_t n_streams;         /* of each cache; 1: sequences share the cells; 0: no cells; -1 unknown */
 } plk_context_info;
 
 typedef struct {

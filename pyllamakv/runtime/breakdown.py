@@ -109,9 +109,7 @@ def _logged(told: list[Buffer], *kinds: str) -> Share | None:
 
 
 def _mask(context: Context) -> Share:
-    params = context.params
-    seen = context.info.n_ctx if params.kv_unified else context.info.n_ctx // params.n_seq_max
-    lower = 4 * seen * context.info.n_ubatch
+    lower = 4 * (context.info.n_ctx // context.partitions) * context.info.n_ubatch
     return Share(lower, exact=False, known_by="at least the mask; the library did not say more")
 
 

@@ -59,9 +59,15 @@ class Context:
         #: Who holds this is at work; a second thread gets Busy.
         self.turn: Handle[Any] = Handle(handle, free, "context", model.life, exclusive=True)
         self.n_vocab, self.epoch = model.info.n_vocab, 0
-        #: Sequences that have streams of their own copy cells where others share them.
-        streams = Capability.STREAMS in native.about.capabilities
-        self.streams = streams and not params.kv_unified and self.info.n_seq_max > 1
+        n_streams = self.info.n_streams
+        #: Whether each sequence has a stream of cells of its own, as llama.cpp made the context:
+        #: LLAMA_SET_ROWS=0 makes it share the cells whatever was asked for (0.3.15 and 0.3.16).
+        self.streams = n_streams > 1
+        #: Whether a fork may have cells or a state in common with its source. A state is common to
+        #: both until one of them decodes, also where their cells are not.
+        self.shares = not self.streams or self.info.memory.keeps_states
+        #: Into how many equal parts the cells are divided; at worst one for each sequence.
+        self.partitions = self.info.n_seq_max if n_streams < 0 else max(1, n_streams)
         self.decode_one = native.decode_one  # bound once: for every token
         self._taken: set[int] = set()
         self.emptied: tuple[int, ...] = ()  # by a failed decode, where a memory cannot go back

@@ -126,8 +126,7 @@ def _largest(context: Context) -> list[Batch]:
 
 
 def _piece(context: Context) -> int:
-    lanes = context.info.n_seq_max if context.streams else 1
-    return min(context.info.n_batch, context.info.n_ctx // lanes)
+    return min(context.info.n_batch, context.info.n_ctx // context.partitions)
 
 
 def _allocate(context: Context, batch: Batch) -> None:
@@ -148,9 +147,8 @@ def _allocate(context: Context, batch: Batch) -> None:
 
 
 def _fill(context: Context) -> None:
-    lanes = context.info.n_seq_max if context.streams else 1
-    share, piece = context.info.n_ctx // lanes, _piece(context)
-    for lane in range(lanes):
+    share, piece = context.info.n_ctx // context.partitions, _piece(context)
+    for lane in range(context.partitions):
         for start in range(0, share, piece):
             n = min(piece, share - start)
             context.decode(

@@ -168,7 +168,8 @@ class Sequence:
     ) -> None:
         """Move the tokens at p0 <= p < p1 by ``delta`` positions; the cache turns their keys.
 
-        Raises SharedCells where another sequence uses the cells (it would move there as well),
+        Raises SharedCells where another sequence uses the cells (it would move there as well); also
+        with ``allow_shared`` where only a state may be shared and the cells are in streams. Raises
         Unsupported where this memory cannot shift, UsageError where positions would meet.
         """
         first, end = _check_range(p0, p1)
@@ -259,11 +260,18 @@ class Sequence:
         if not self.context.info.can_shift:
             msg = "this context's memory cannot shift positions"
             raise Unsupported(msg, "shift")
-        if allow_shared or not self.context.guard:
+        if (allow_shared and not self.context.streams) or not self.context.guard:
             return
         others = self.ledger.shared_with(enumerate(self.context.ledgers), p0, p1)
+        names = ", ".join(map(str, others))
+        if others and self.context.streams:
+            msg = (
+                f"sequence {self.id} may share its state with sequence {names}, whose state would "
+                "move and whose cells would not; restore a save of it into itself to get a state "
+                "of its own"
+            )
+            raise SharedCells(msg, others)
         if others:
-            names = ", ".join(map(str, others))
             msg = (
                 f"sequence {self.id} shares these cells with sequence {names}, where positions "
                 "would change as well; restore a save of it into itself to get cells of its own, "

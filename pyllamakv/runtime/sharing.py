@@ -31,16 +31,17 @@ def prefix(source: Sequence, other: Sequence, length: int | None) -> None:
     with context.turn:
         if context.info.n_swa:
             windows.check(context, source.id, ledger.positions[:length], "a fork")
-        if cut is None or not context.streams:
+        if cut is None or context.partitions == 1:
             native.seq_cp(context.handle, source.id, other.id, -1, -1 if cut is None else cut)
         else:
-            # Between streams llama.cpp asserts that whole sequences are copied.
+            # Between streams, or where there may be some, llama.cpp asserts that whole sequences
+            # are copied.
             native.seq_cp(context.handle, source.id, other.id, -1, -1)
             native.update(context.handle)
             if not native.seq_rm(context.handle, other.id, cut, -1):
                 raise refused(source.id, cut, None)
             context.keeper.freed()
-        other.ledger.copy_from(ledger, None, cut, share=not context.streams)
+        other.ledger.copy_from(ledger, None, cut, share=context.shares)
         if cut is None:
             other.ledger.logits_at = ledger.logits_at
             other.ledger.logits_epoch = ledger.logits_epoch

@@ -231,7 +231,7 @@ int plk_context_read(const plk_context *c, plk_context_info *out) {
     uint32_t size = out->size;
     *out = (plk_context_info) { size, c->params.n_ctx, c->params.n_batch, c->params.n_ubatch,
                                 c->params.n_seq_max, PLK_MEMORY_ATTENTION, 1, 1, -1, 1, 1,
-                                c->params.flash_attn > 0, c->params.flash_attn <= 0 };
+                                c->params.flash_attn > 0, c->params.flash_attn <= 0, 0, 1 };
     return PLK_OK;
 }
 int plk_threads(plk_context *c, int32_t n_threads, int32_t n_threads_batch) {

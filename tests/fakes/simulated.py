@@ -43,7 +43,10 @@ class _Context:
 
 
 class SimulatedNative(SimulatedModels):
-    """Simulate one library; ``heals`` defragments inside a failing decode, as the patch does."""
+    """Simulate one library; ``heals`` defragments inside a failing decode, as the patch does.
+
+    ``unifies`` makes a unified cache whatever was asked for, as LLAMA_SET_ROWS=0 does.
+    """
 
     def __init__(
         self,
@@ -53,11 +56,13 @@ class SimulatedNative(SimulatedModels):
         contiguous: bool = True,
         partial: bool = True,
         can_shift: bool = True,
+        unifies: bool = False,
     ) -> None:
         self.about = About(1, "simulated", capabilities)
         self.environment: dict[str, str] = {}
         self.heals, self.contiguous = heals, contiguous
         self.partial, self.can_shift = partial, can_shift
+        self.unifies = unifies
         self.freed: list[str] = []
         self.calls: list[str] = []
         self.closed = False
@@ -99,6 +104,7 @@ class SimulatedNative(SimulatedModels):
             params.n_ctx, min(params.n_batch, params.n_ctx), params.n_ubatch, params.n_seq_max,
             Memory.ATTENTION, 1, self.can_shift, self.partial, self.contiguous,
             Capability.DEFRAG in self.about.capabilities, params.flash_attn, not params.flash_attn,
+            n_streams=1 if self.unifies or params.kv_unified else params.n_seq_max,
         )  # fmt: skip
         return self._new(_Context(params, cache, info))
 

@@ -51,7 +51,7 @@ def capacity(context: Context) -> int | None:
     found = cells(context)
     if found is None:
         return None
-    return found.size // context.info.n_seq_max if context.streams else found.size
+    return found.size // context.partitions
 
 
 def victim(cache: PrefixCache, kept: Iterable[Node], *, frees_id: bool) -> Node | None:

@@ -65,10 +65,8 @@ class SlotCache:
         self.context = context
         self.policy = choosing.checked(policy)
         self.keep = keep
-        cells = context.info.n_ctx
-        if context.streams:
-            cells //= context.info.n_seq_max
-        self.size = min(cells // (1 if context.streams else n), cells) if size is None else size
+        cells = context.info.n_ctx // context.partitions
+        self.size = (cells if context.partitions > 1 else cells // n) if size is None else size
         if not 2 <= self.size <= cells:
             msg = f"a slot must have from 2 to {cells} tokens here, not {self.size}"
             raise UsageError(msg)
@@ -84,7 +82,9 @@ class SlotCache:
             self.close()
             raise
         #: Whether a slot may find that others have the cells that it needs.
-        self.lends = not context.streams and (n * self.size > cells or n < context.info.n_seq_max)
+        self.lends = context.partitions == 1 and (
+            n * self.size > cells or n < context.info.n_seq_max
+        )
 
     def acquire(
         self,

@@ -27,7 +27,7 @@ void complete(const plk_context &c, plk_cells_info &info) {
     }
     info.type_k = c.asked.type_k;
     info.type_v = c.asked.type_v;
-    info.v_transposed = c.asked.flash_attn > 0 ? 0 : 1;
+    info.v_transposed = plk::flash(c) > 0 ? 0 : 1;
     const auto bytes = [&](int32_t type, int32_t width) {
         const auto kind = static_cast<ggml_type>(type);
         const size_t row = ggml_type_size(kind) * static_cast<size_t>(width) /

@@ -117,7 +117,7 @@ int check(const plk_model &model, const plk_context_params &asked) {
 // Keys that serve as values as well have to be turned where there is no flash attention, and
 // quantised ones cannot: upstream reads through them as if they were floats.
 bool shares_quantised(const plk_context &handle) {
-    if (!(plk::cells::bits & PLK_CAP_CELLS) || handle.asked.flash_attn != 0 ||
+    if (!(plk::cells::bits & PLK_CAP_CELLS) || plk::flash(handle) != 0 ||
         !ggml_is_quantized(static_cast<ggml_type>(handle.asked.type_k))) {
         return false;
     }
@@ -168,6 +168,17 @@ llama_context_params fill(const plk_context_params &asked, plk_context *handle) 
 }
 
 } // namespace
+
+int32_t plk::flash(const plk_context &context) {
+    const int32_t decided = plk::settings::read(context.ctx).flash;
+    if (decided >= 0) {
+        return decided;
+    }
+    if (PLK_HAS(flash_attn, llama_context_params)) {
+        return context.asked.flash_attn > 0 ? 1 : 0; // a bool leaves llama.cpp nothing to decide
+    }
+    return context.asked.flash_attn == 0 ? 0 : -1;
+}
 
 extern "C" {
 
@@ -223,8 +234,10 @@ int plk_context_new(plk_model *model, const plk_context_params *params, plk_cont
         }
         handle->n_batch = llama_n_batch(handle->ctx);
         handle->n_ubatch = llama_n_ubatch(handle->ctx);
-        handle->n_seq_max = asked.n_seq_max;
-        handle->causal = plk::settings::read(handle->ctx).causal != 0;
+        const plk::settings::Settings decided = plk::settings::read(handle->ctx);
+        handle->n_seq_max = decided.n_seq_max > 0 ? static_cast<uint32_t>(decided.n_seq_max)
+                                                  : asked.n_seq_max;
+        handle->causal = decided.causal != 0;
         handle->model = model;
         model->users.fetch_add(1);
         *out = handle.release();
@@ -259,11 +272,15 @@ int plk_context_read(const plk_context *context, plk_context_info *out) {
         info.n_seq_max = context->n_seq_max;
         info.can_shift = plk::can_shift(*context) ? 1 : 0;
         info.can_remove_partly = info.contiguous_slots = info.v_transposed = -1;
-        info.flash_attn = plk::settings::read(context->ctx).flash;
-        if (info.flash_attn < 0 && PLK_HAS(flash_attn, llama_context_params)) {
-            info.flash_attn = context->asked.flash_attn > 0 ? 1 : 0;
-        }
+        info.n_streams = -1;
+        info.flash_attn = plk::flash(*context);
         plk::cells::describe(context->ctx, info);
+        // Of caches that cannot be seen the context knows at least whether they have one stream.
+        if (info.n_streams < 0 &&
+            (info.n_seq_max == 1 || plk::settings::read(context->ctx).unified > 0 ||
+             !PLK_HAS(kv_unified, llama_context_params))) {
+            info.n_streams = 1;
+        }
         info.defrag = plk::defrag::refusal(context->ctx, info) == nullptr ? 1 : 0;
         if (info.v_transposed < 0 && info.flash_attn >= 0) {
             info.v_transposed = info.flash_attn ? 0 : 1;

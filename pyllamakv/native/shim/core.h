@@ -116,6 +116,9 @@ struct Muted {
 // Let go of a model; the last user frees it.
 void release(plk_model *model);
 
+// Whether a context uses flash attention, as it decided: 1, 0, or -1 where nothing shows it.
+int32_t flash(const plk_context &context);
+
 // Whether a shift of this context's positions would end well.
 bool can_shift(const plk_context &context);
 

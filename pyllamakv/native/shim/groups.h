@@ -28,11 +28,13 @@ extern const uint64_t bits;
 llama_context *open(llama_model *model, llama_context_params params);
 } // namespace context
 
-// What a context decided for itself.
+// What a context decided for itself; -1 where it cannot be read.
 namespace settings {
 struct Settings {
     int32_t flash = -1;
     int32_t causal = -1;
+    int32_t n_seq_max = -1;
+    int32_t unified = -1; // every cache has one stream
 };
 Settings read(llama_context *ctx);
 // Flash attention on float32 keys or values aborts in trees that do not cast them first.
@@ -76,7 +78,8 @@ int32_t used(llama_context *ctx);
 
 namespace cells {
 extern const uint64_t bits;
-// Fill memory, n_caches, can_remove_partly, contiguous_slots, defrag and v_transposed.
+// Fill memory, n_caches, n_streams, can_remove_partly, contiguous_slots, defrag, v_transposed and
+// n_swa as far as the memory object shows them.
 void describe(llama_context *ctx, plk_context_info &info);
 int32_t count(llama_context *ctx);
 int info(llama_context *ctx, int32_t cache, plk_cells_info &out);

@@ -43,10 +43,12 @@ void describe(llama_context *ctx, plk_context_info &info) {
     if (at.cache == nullptr) {
         info.memory = at.recurrent ? PLK_MEMORY_RECURRENT : PLK_MEMORY_OTHER;
         info.can_remove_partly = at.recurrent ? 0 : -1;
+        info.n_streams = at.recurrent ? 0 : 1;
         return;
     }
     info.memory = PLK_MEMORY_ATTENTION;
     info.n_caches = 1;
+    info.n_streams = 1;
     info.can_remove_partly = 1;
     info.contiguous_slots = 1;
     info.defrag = 1;

@@ -6,6 +6,7 @@ plk::cells::Watch *const plk::cells::watch = nullptr;
 
 void plk::cells::describe(llama_context *ctx, plk_context_info &info) {
     info.memory = plk::memory::exists(ctx) ? PLK_MEMORY_OTHER : PLK_MEMORY_NONE;
+    info.n_streams = plk::memory::exists(ctx) ? -1 : 0;
     info.defrag = 1; // plk_capabilities decides
 }
 int32_t plk::cells::count(llama_context *) { return 0; }

@@ -97,6 +97,19 @@ inline std::vector<Stream> streams_of(llama_context *ctx) {
     return all;
 }
 
+// How many streams each cache has; 0 where no memory of this kind has cells, -1 where they cannot be
+// seen, or the caches differ.
+inline int32_t streams_in(const Tree &tree) {
+    if (tree.caches.empty()) {
+        return tree.kind == PLK_MEMORY_NONE || tree.kind == PLK_MEMORY_RECURRENT ? 0 : -1;
+    }
+    const uint32_t first = n_stream(*tree.caches.front().cache);
+    const bool alike = std::all_of(tree.caches.begin(), tree.caches.end(), [&](const Stream &one) {
+        return n_stream(*one.cache) == first;
+    });
+    return alike ? static_cast<int32_t>(first) : -1;
+}
+
 } // namespace plk
 
 namespace plk::cells {
@@ -126,6 +139,7 @@ void describe(llama_context *ctx, plk_context_info &info) {
     const Tree tree = tree_of(ctx);
     info.memory = tree.kind;
     info.n_caches = static_cast<int32_t>(streams_of(ctx).size());
+    info.n_streams = streams_in(tree);
     // Of a sliding window only as far as its cells are still there.
     info.can_remove_partly = tree.kind == PLK_MEMORY_ATTENTION                             ? 1
         : tree.kind == PLK_MEMORY_RECURRENT || tree.kind == PLK_MEMORY_HYBRID ? 0

@@ -150,10 +150,12 @@ void plk::cells::describe(llama_context *ctx, plk_context_info &info) {
     if (!is_array(ctx)) {
         info.memory = PLK_MEMORY_RECURRENT;
         info.can_remove_partly = 0;
+        info.n_streams = 0;
         return;
     }
     info.memory = PLK_MEMORY_ATTENTION;
     info.n_caches = 1;
+    info.n_streams = 1;
     info.can_remove_partly = 1;
     info.contiguous_slots = 1;
     info.defrag = 1;
