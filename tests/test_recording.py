@@ -196,6 +196,21 @@ def test_a_context_with_tokens_begins_with_them(tmp_path: Path) -> None:
     assert replay(head, lines, stage)[1] == []
 
 
+def test_forks_in_streams_are_decoded_each(tmp_path: Path) -> None:
+    """What a stream has is decoded for its sequence alone, also after a fork."""
+    path = tmp_path / "run.jsonl"
+    able = {"capabilities": ALL | Capability.STREAMS | Capability.KV_UNIFIED}
+    with runtime_kit.context(tmp_path, able, n_seq_max=2, kv_unified=False) as context:
+        a = context.sequence()
+        context.prefill(a, [5, 6, 7, 8])
+        a.fork(3)
+        with kv.record(context, path):
+            context.step(a, 9)
+    batch = trace.read(path)[1][1].arguments
+    found = list(zip(batch["seq"], batch["tokens"], strict=True))
+    assert sorted(found) == [(0, 5), (0, 6), (0, 7), (0, 8), (1, 5), (1, 6), (1, 7)]
+
+
 def test_states_from_before_are_in_the_trace(tmp_path: Path) -> None:
     """A save is named by its restore; a state from elsewhere is carried along."""
     path = tmp_path / "run.jsonl"

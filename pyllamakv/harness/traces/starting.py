@@ -43,10 +43,12 @@ def rows(context: Context, model: str) -> list[dict[str, Any]]:
     """
     result: dict[str, Any] = {"n_ctx": context.info.n_ctx, "at": 0}
     found = [{**words(context.params, model), "result": result}]
-    cells: dict[int, tuple[int, int, list[int]]] = {}
+    cells: dict[tuple[int, ...], tuple[int, int, list[int]]] = {}
     for number, ledger in enumerate(context.ledgers):
         for token, pos, mark in zip(ledger.tokens, ledger.positions, ledger.marks, strict=True):
-            cells.setdefault(mark, (token, pos, []))[2].append(number)
+            # No stream has a cell of another one, whatever the marks say.
+            key = (mark, number, pos) if context.streams else (mark,)
+            cells.setdefault(key, (token, pos, []))[2].append(number)
     look = looks.look(context.native, context.handle, context.info)
     if look is not None and not context.streams and look.counts["used"] != len(cells):
         msg = (
