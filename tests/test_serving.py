@@ -14,7 +14,7 @@ class Player:
     """Follow the ledger alone; every decode succeeds."""
 
     n_cells = 64
-    params = SimpleNamespace(n_batch=8)
+    info = SimpleNamespace(n_batch=8)
 
     def __init__(self) -> None:
         self.ledger = Ledger()

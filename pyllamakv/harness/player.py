@@ -65,7 +65,7 @@ class Player:
         self.n_vocab = native.model_info(model).n_vocab
         self.context = native.context_new(model, params) if context is None else context
         self.info = native.context_info(self.context)
-        self.ledger = Ledger(streams=self._has_streams())
+        self.ledger = Ledger(streams=self.info.n_streams > 1)
         self.steps: list[Step] = []
         self.saved: dict[str, tuple[bytes, list[tuple[int, int]]]] = {}
         self._closed = False
@@ -112,7 +112,7 @@ class Player:
         """Decode as many made-up tokens as asked for, in batches of at most ``n_batch``."""
         left = dict(counts)
         while any(left.values()):
-            share = max(1, self.params.n_batch // sum(1 for count in left.values() if count))
+            share = max(1, self.info.n_batch // sum(1 for count in left.values() if count))
             part = {key: min(share, count) for key, count in left.items() if count}
             self.decode(part, interleave=interleave)
             for key, count in part.items():
@@ -271,12 +271,6 @@ class Player:
 
     def _run(self, feed: Feed) -> int:
         return feed.run(self.native, self.context)
-
-    def _has_streams(self) -> bool:
-        if not self.native.about.capabilities & Capability.CELLS:
-            return False
-        numbers = range(self.info.n_caches)
-        return any(self.native.cells(self.context, number).info.stream for number in numbers)
 
     def _check_positions(self) -> None:
         for seq in self.ledger.sequences:

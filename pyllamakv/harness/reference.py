@@ -24,7 +24,6 @@ from pyllamakv.runtime import ggml_types as types
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from pyllamakv.binding.protocol import ContextParams
     from pyllamakv.harness.player import Player, Step
 
 #: A reference beyond this many cells is a fault of the scenario.
@@ -44,10 +43,10 @@ class Tolerance:
     exact: float = 0.02
     rounded: float = 0.2
 
-    def of(self, params: ContextParams) -> float:
-        """Return the bound for a context."""
+    def of(self, player: Player) -> float:
+        """Return the bound for a player's context."""
         whole = {types.number_type(name).number for name in ("f32", "f16", "bf16")}
-        coarse = params.flash_attn or params.type_k not in whole
+        coarse = player.info.flash_attn or player.params.type_k not in whole
         return self.rounded if coarse else self.exact
 
 
@@ -56,7 +55,7 @@ class Reference:
 
     def __init__(self, player: Player, tolerance: Tolerance | None = None) -> None:
         self.player = player
-        self.bound = (tolerance or Tolerance()).of(player.params)
+        self.bound = (tolerance or Tolerance()).of(player)
         self.worst = 0.0
         # Where each sequence has a stream of its own, none can share its cells.
         info = player.info
@@ -127,7 +126,7 @@ class Reference:
 
     def _keep_windows(self, context: ContextHandle) -> None:
         """Let the spare sequence, the last one, own what the others own now."""
-        native, spare = self.player.native, self.player.params.n_seq_max
+        native, spare = self.player.native, self.player.info.n_seq_max
         native.seq_rm(context, spare, -1, -1)
         for seq in range(spare):
             native.seq_cp(context, seq, spare, -1, -1)

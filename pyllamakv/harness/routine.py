@@ -33,6 +33,10 @@ GARBAGE = (b"\0", b"\1\0\0\0" * 16, bytes(range(256)))
 def routine(lab: Lab, player: Player, *, window: int = 0) -> None:
     """Decode, copy, cut, shift, save, restore, defragment; wrong input must only be refused."""
     done: dict[str, bool] = {}
+    snapshot = player.snapshot()
+    if snapshot is not None:
+        seen, told = len({each.stream for each in snapshot.streams}), player.info.n_streams
+        lab.expect(told == seen, f"the caches have {seen} streams, the context says {told}")
     player.fill({0: 40, 1: 40}, interleave=True)
     prove(lab, player, window)
     player.copy(0, 2)
@@ -96,7 +100,7 @@ def attempt(what: Callable[[], Any]) -> bool:
 def refuse(player: Player) -> None:
     """Give the library what is wrong: each must come back as an error, and nothing may change."""
     native, context = player.native, player.context
-    beyond, empty = player.params.n_seq_max, player.params.n_seq_max - 1
+    beyond, empty = player.info.n_seq_max, player.info.n_seq_max - 1
     one = np.zeros(1, dtype=np.int32)
     calls: list[Callable[[], Any]] = [
         lambda: native.seq_cp(context, 0, beyond, -1, -1),

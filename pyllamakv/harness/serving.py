@@ -67,7 +67,7 @@ class Server:
         client.answer = answer
 
     def _decode(self) -> None:
-        room = self.player.params.n_batch
+        room = self.player.info.n_batch
         feeds = {}
         for client in self.clients:
             count = min(client.prompt or min(client.answer, 1), room)

@@ -63,7 +63,7 @@ def tell(
     with (
         model.context(n_ctx=size, n_batch=size, n_seq_max=lanes, **options) as context,
         nullcontext() if trace is None else record(context, trace),
-        SlotCache(context, size=context.info.n_ctx // (lanes if context.streams else 1)) as cache,
+        SlotCache(context, size=context.info.n_ctx // context.partitions) as cache,
         Batcher(cache) as batcher,
     ):
         going = [batcher.submit(each, max_tokens, sampler=params) for each in tokens]

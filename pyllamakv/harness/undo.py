@@ -48,13 +48,14 @@ def abort(lab: Lab, player: Player, feeds: Feeds, at: int, polls: int) -> None:
     snapshot = player.snapshot()
     if snapshot is not None:
         lost, ghosts, text = differences(player.ledger.contents(), rows.contents(snapshot))
-        whole = at * len(feed.token) // polls // player.params.n_ubatch * player.params.n_ubatch
+        size = player.info.n_ubatch
+        whole = at * len(feed.token) // polls // size * size
         if lost or ghosts > whole or (ghosts and not _keeps(player)):
             evidence = {"lost": lost, "ghosts": ghosts, "allowed": whole}
             msg = f"an aborted decode left {text}"
             raise ScenarioFailed(msg, failure="lost", evidence=evidence)
         if ghosts:
-            lab.note(kept_micro_batches=ghosts // player.params.n_ubatch)
+            lab.note(kept_micro_batches=ghosts // size)
     for seq, start in starts.items():
         player.native.seq_rm(player.context, seq, start, -1)
     player.check_cells()

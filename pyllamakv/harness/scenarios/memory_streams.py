@@ -1,12 +1,17 @@
-"""Every sequence has a stream of cells of its own; a copy between streams is a real one."""
+"""Every sequence has a stream of cells of its own; a copy between streams is a real one.
+
+Contiguous slots (LLAMA_SET_ROWS=0 on 0.3.15 and 0.3.16) have no streams: llama.cpp then makes a
+unified cache, and the context has to report it.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.harness.routine import routine
-from pyllamakv.harness.scenario import CACHES, Scenario
+from pyllamakv.harness.scenario import CACHES, CONTIGUOUS, Scenario
 
 if TYPE_CHECKING:
     from pyllamakv.harness.lab import Lab
@@ -25,7 +30,6 @@ SCENARIO = Scenario(
     issue="ggml-org/llama.cpp#14363",
     run=run,
     model="grouped",
-    settings=(CACHES[0], CACHES[3], CACHES[4]),
-    # Contiguous slots have no streams.
+    settings=(CACHES[0], CACHES[3], CACHES[4], replace(CACHES[0], environment=CONTIGUOUS)),
     environment=(("LLAMA_SET_ROWS", "1"),),
 )

@@ -181,7 +181,7 @@ def _excused(recorded: dict[str, Any], result: dict[str, Any], strict: bool) -> 
 
 def _choices(then: Any, now: Any, stage: Stage, strict: bool) -> Iterator[tuple[str, Any, Any]]:
     assert stage.player is not None
-    bound = Tolerance().of(stage.player.params)
+    bound = Tolerance().of(stage.player)
     for place, choice in then.items() if isinstance(then, dict) else ():
         token, logit, margin = choice
         found = now.get(place)
