@@ -61,6 +61,10 @@ int check(const plk_model &model, const plk_context_params &asked) {
     if (asked.n_threads > max_threads || asked.n_threads_batch > max_threads) {
         return plk::refuse(PLK_EINVAL, "at most %d threads", max_threads);
     }
+    if (asked.flash_attn < -1 || asked.flash_attn > 1) {
+        return plk::refuse(PLK_EINVAL, "flash_attn is %d, expected 0 (off), 1 (on) or -1 (decided "
+                           "by llama.cpp)", asked.flash_attn);
+    }
     if (asked.defrag_plan < 0 || asked.defrag_plan > 1 || asked.defrag_mover < 0 ||
         asked.defrag_mover > 4 || asked.defrag_threads < 0 || asked.defrag_threads > max_threads) {
         return plk::refuse(PLK_EINVAL,
@@ -162,6 +166,10 @@ llama_context_params fill(const plk_context_params &asked, plk_context *handle) 
     PLK_SET(swa_full, params, asked.swa_full != 0);
     PLK_SET(no_perf, params, true);
     PLK_SET(seed, params, 0u);
+    // Zero means n_batch, and 0.3.36 asserts that there is an output for each sequence.
+    if (asked.n_seq_max > asked.n_batch || asked.n_seq_max > asked.n_ctx) {
+        PLK_SET(n_outputs_max, params, asked.n_seq_max);
+    }
     // To 0.3.5 zero meant "always", later "never"; asking for never is the same everywhere.
     PLK_SET(defrag_thold, params, asked.defrag_thold < 0.0f ? -1.0f : asked.defrag_thold);
     return params;

@@ -9,6 +9,8 @@ struct plk_sampler {
 
 namespace {
 
+constexpr int32_t max_remembered = 1 << 20; // tokens of a sampler's penalties
+
 int check(const plk_sampler *sampler, const plk_context *context) {
     if (sampler == nullptr || plk::need(context) != PLK_OK) {
         return plk::refuse(PLK_EINVAL, "the sampler or the context is NULL");
@@ -54,6 +56,11 @@ int plk_sampler_new(const plk_model *model, const plk_sampler_params *params, pl
         if (mine.penalty_last_n > 0 && mine.penalty_repeat <= 0.0f) {
             return plk::refuse(PLK_EINVAL, "penalty_repeat is %g, expected a positive number",
                                static_cast<double>(mine.penalty_repeat));
+        }
+        // Upstream allocates the room for all of them at once.
+        if (mine.penalty_last_n > max_remembered) {
+            return plk::refuse(PLK_EINVAL, "penalty_last_n is %d, expected at most %d",
+                               mine.penalty_last_n, max_remembered);
         }
         plk::sampler::Sampler *sampler = plk::sampler::open(model->model, mine);
         if (sampler == nullptr) {
