@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from pyllamakv.cache.prefixes.stats import PrefixStats
     from pyllamakv.cache.slots.cache import SlotCache
     from pyllamakv.errors import (
+        ArgumentTypeError,
         BudgetTooSmall,
         Busy,
         Cancelled,
@@ -112,6 +113,7 @@ _MODULES = {
     "cache.prefixes.stats": "PrefixStats",
     "cache.slots.cache": "SlotCache",
     "errors": (
+        "ArgumentTypeError "
         "Busy Cancelled Closed ContextError DecodeError DeviceLost KvError LoadError ModelError "
         "NativeError NoKVSlot NotBuilt NotEnoughMemory PartialRemovalRefused SharedCells "
         "StaleLogits StateError Unsupported UsageError WorkerDied WorkerTimeout BudgetTooSmall "
@@ -141,6 +143,7 @@ _WHERE = {name: module for module, names in _MODULES.items() for name in names.s
 
 __all__ = [
     "KV",
+    "ArgumentTypeError",
     "Backing",
     "Batch",
     "Batcher",

@@ -45,9 +45,9 @@ def test_tokens_may_belong_to_several_sequences() -> None:
         (([1, 2], [0, 1], 0), {"logits": [1]}, "logits"),
         (([1, 2], [0, 1], [0, 0]), {"counts": [1]}, "counts"),
         (([1, 2], [0, 1], [0]), {"counts": [1, 0]}, "at least one"),
-        (([1.5], [0], 0), {}, "whole numbers"),
-        ((["x"], [0], 0), {}, "whole numbers"),
-        (([[1]], [0], 0), {}, "flat"),
+        (([1.5], [0], 0), {}, "a whole number, not 1.5"),
+        ((["x"], [0], 0), {}, "a whole number, not 'x'"),
+        (([[1]], [0], 0), {}, "a whole number"),
         (([2**31], [0], 0), {}, "32 bits"),
     ],
 )
@@ -106,7 +106,7 @@ def test_what_is_no_feed_is_refused(tmp_path: Path) -> None:
     ctx, other = kit.context(tmp_path), kit.context(tmp_path)
     a = ctx.sequence()
     for wrong, message in (
-        ([[1, 2]], "expected feeds"),
+        ([[1, 2]], "must be feeds"),
         ([a.feed([1]), a.feed([2])], "once per batch"),
         (other.sequence().feed([1]), "another context"),
     ):

@@ -135,7 +135,7 @@ def test_bad_requests_are_refused(ctx: Context) -> None:
         ("x", {"max_tokens": -1}),
         ("x", {"stop": ""}),
         ("x" * 20, {"groups": [(0, 40)]}),
-        ("x", {"sampler": SamplerParams(seed=-1, temperature=1)}),
+        ("x", {"sampler": 1}),
     ):
         with pytest.raises(UsageError):
             batcher.submit(prompt, **options)

@@ -106,9 +106,14 @@ def test_modules_stay_small() -> None:
 
 
 def test_snapshot_needs_numpy_alone() -> None:
-    """The snapshot can be used where nothing else of the package is, the protocol's types aside."""
+    """A snapshot needs the protocol's types and the checks of arguments, nothing else of ours."""
     for name in ("snapshot", "moves"):
         for found in imported(ROOT / "runtime" / f"{name}.py"):
-            assert found.startswith(("pyllamakv.binding.protocol", "pyllamakv.runtime.moves")), (
-                found
-            )
+            assert found.startswith(
+                (
+                    "pyllamakv.binding.protocol",
+                    "pyllamakv.binding.arguments",
+                    "pyllamakv.errors",
+                    "pyllamakv.runtime.moves",
+                )
+            ), found

@@ -40,7 +40,7 @@ def test_text_becomes_tokens_and_back(tmp_path: Path) -> None:
     assert model.piece(2, special=True) == b"</s>"
     assert model.is_end(2)
     assert not model.is_end(5)
-    with pytest.raises(UsageError, match="expected text"):
+    with pytest.raises(UsageError, match="text must be text"):
         model.tokenize(b"bytes")
 
 

@@ -139,7 +139,7 @@ def test_a_bare_name_is_never_a_file(
         with pytest.raises(NotBuilt, match=rf"\./{name} is what lies here"):
             opening.open(name)
     for name in ("x" * 300, "x\0"):  # no file system has room for it
-        with pytest.raises((NotBuilt, UnknownRelease)):
+        with pytest.raises((NotBuilt, UnknownRelease, UsageError)):
             opening.located(name)
     assert opening.located("./evil.so") == Path("./evil.so")
     assert opening.located(Path("evil.so")) == Path("evil.so")

@@ -279,7 +279,7 @@ def test_only_text_and_tokens_are_fed(tmp_path: Path, wrong: object) -> None:
     """Check other kinds, and a wrong wish for logits."""
     a = filled(tmp_path)
     if wrong == "x":
-        with pytest.raises(UsageError, match="'last', 'all' or 'none'"):
+        with pytest.raises(UsageError, match="one of last, all, none"):
             a.feed([1], logits="some")
     else:
         with pytest.raises(UsageError):

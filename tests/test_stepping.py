@@ -83,7 +83,7 @@ def test_what_cannot_be_right_never_reaches_c(tmp_path: Path) -> None:
         ([a, a], [1, 1], "each of them once"),
         ([], [], "1 to 2 sequences"),
         ([a, b, c], [1, 2, 3], "1 to 2 sequences"),
-        ([a, 1], [1, 2], "not int"),
+        ([a, 1], [1, 2], "must be a Sequence, not 1"),
         ([a, other.sequence()], [1, 2], "another context"),
         ([a, b], np.array([1.0, 2.0]), "whole numbers"),
     ):
@@ -182,7 +182,7 @@ def test_many_steps_at_once_are_what_single_ones_are(tmp_path: Path) -> None:
     assert [each.tokens for each in sequences] == [each.tokens for each in singles]
     assert np.array_equal(ctx.logits_all(), other.logits_all())
     assert np.array_equal(sequences[1].logits(), singles[1].logits())
-    with pytest.raises(UsageError, match="at least 1 step"):
+    with pytest.raises(UsageError, match="steps must be a whole number from 1"):
         ctx.advance(sequences, rows[-1], 0, ctx.model.sampler())
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
-from pyllamakv.binding import loading
+from pyllamakv.binding import arguments, loading
 from pyllamakv.binding.handle import Handle
 from pyllamakv.binding.local import Local
 from pyllamakv.building import manifest as manifests
@@ -13,7 +14,6 @@ from pyllamakv.errors import LoadError, ManifestError, UsageError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
     from types import TracebackType
 
     from pyllamakv.binding.protocol import About, Native
@@ -31,6 +31,9 @@ _CURES: Final = {
 
 #: What the CUDA runtime says of a driver that is older than itself.
 _TOO_OLD: Final = "driver version is insufficient"
+
+#: The longest timeout of a call, in seconds: a year.
+LONGEST: Final = 3.2e7
 
 #: Library -> (modification time, size) when its sha256 was last found to be the manifest's.
 _checked: dict[Path, tuple[int, int]] = {}
@@ -70,7 +73,11 @@ class Library:
         A folder must hold a manifest that matches; a bare file without one is taken as it is.
         Raises LoadError, which says what to do.
         """
-        path, manifest = find(Path(where))
+        isolated = arguments.flag("isolated", isolated)
+        env = variables(env)
+        if timeout is not None:
+            timeout = arguments.number("timeout", timeout, 0.0, LONGEST)
+        path, manifest = find(arguments.path("where", where))
         if manifest is not None and manifest.backend in _APART:
             isolated = True
         if not isolated and (env or timeout is not None):
@@ -112,6 +119,21 @@ class Library:
         self.close()
 
 
+def variables(env: Mapping[str, str] | None) -> dict[str, str] | None:
+    """Return checked environment variables; None: none were given."""
+    if env is None:
+        return None
+    expected = "a mapping of names of environment variables to text, or None"
+    arguments.instance("env", env, Mapping, expected)  # type: ignore[type-abstract]
+    found = {}
+    for name, value in env.items():
+        arguments.c_text("a name in env", name)
+        if not name or "=" in name:
+            raise arguments.wrong_value("a name in env", name, "text without '='")
+        found[name] = arguments.c_text(f"env[{arguments.shown(name)}]", value)
+    return found
+
+
 def open_library(
     where: str | os.PathLike[str],
     *,
@@ -129,6 +151,14 @@ def find(where: Path) -> tuple[Path, Manifest | None]:
     Raises LoadError.
     """
     where = where.absolute()
+    try:
+        where.stat()
+    except FileNotFoundError:
+        pass  # as is said below
+    except OSError as error:
+        raise LoadError(
+            f"{arguments.shown(str(where))} cannot be read: {error.strerror}"
+        ) from error
     folder = where if where.is_dir() else where.parent
     if where.is_dir() or (folder / manifests.NAME).is_file():
         try:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
 from typing import TYPE_CHECKING, NewType, Protocol
 
+from pyllamakv.binding import records
 from pyllamakv.binding.decoder import Decoder
 from pyllamakv.binding.mapped import Mapped
 
@@ -80,6 +81,9 @@ class ModelParams:
     rpc_servers: str | None = None
     devices: str | None = None
 
+    def __post_init__(self) -> None:
+        records.check_model(self)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
@@ -139,6 +143,9 @@ class ContextParams:
     kv_keep: int = 0
     kv_huge: bool = False
     kv_model: str | None = None
+
+    def __post_init__(self) -> None:
+        records.check_context(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +278,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class SamplerParams:
-    """Hold what a sampler is made with; temperature 0 is greedy."""
+    """Hold what a sampler is made with; temperature 0 is greedy; `records` has the ranges."""
 
     seed: int = 0
     temperature: float = 0.0
@@ -280,6 +287,9 @@ class SamplerParams:
     min_p: float = 0.0
     penalty_last_n: int = 0
     penalty_repeat: float = 1.0
+
+    def __post_init__(self) -> None:
+        records.check_sampler(self)
 
 
 @dataclass(frozen=True, slots=True)

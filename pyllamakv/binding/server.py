@@ -11,8 +11,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final, Self
 
+from pyllamakv.binding import arguments
 from pyllamakv.binding.codes import Code
-from pyllamakv.binding.library import find, first_gpu
+from pyllamakv.binding.library import LONGEST, find, first_gpu, variables
 from pyllamakv.binding.remote import Remote
 from pyllamakv.errors import (
     DeviceLost,
@@ -58,10 +59,18 @@ class Server:
         Raises UsageError for a place that cannot be listened on, LoadError for a library that
         cannot be loaded, DeviceLost when the server ends or is silent for ``patience`` seconds.
         """
+        where = arguments.path("where", where)
+        host = arguments.c_text("host", host)
+        port = arguments.whole("port", port, 0, 65535)
+        device = arguments.c_text_or_none("device", device)
+        memory = arguments.whole("memory", memory, 0, 2**63 - 1)
+        threads = arguments.whole_or_none("threads", threads, 1, arguments.INT32)
+        patience = arguments.number("patience", patience, 0.0, LONGEST)
+        more = variables(env) or {}
         self.endpoint = _free(host, port)
         self._error: KvError | None = None
         path, manifest = find(where)
-        self._native = Remote(path, env={**_threads(threads), **(env or {})})
+        self._native = Remote(path, env={**_threads(threads), **more})
         try:
             if device is None and manifest is not None:
                 device = first_gpu(self._native, manifest)
@@ -91,6 +100,8 @@ class Server:
 
     def wait(self, timeout: float | None = None) -> None:
         """Return after ``timeout`` seconds; raise DeviceLost when the server ends before."""
+        if timeout is not None:
+            timeout = arguments.number("timeout", timeout, 0.0, LONGEST)
         self._thread.join(timeout)
         if not self._thread.is_alive():
             self._ended()
@@ -159,9 +170,10 @@ def _free(host: str, port: int) -> str:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(place)
             address, found = probe.getsockname()
-    except (OSError, OverflowError) as error:
+    except (OSError, UnicodeError) as error:
         message = (
-            f"cannot listen at {host}:{port} ({error}): name an IPv4 address of this machine, or a "
+            f"cannot listen at {arguments.shown(host)}:{port} ({error}): name an IPv4 "
+            "address of this machine, or a "
             "name that has one, and a port that is free (0 takes one)"
         )
         raise UsageError(message) from error
@@ -170,9 +182,4 @@ def _free(host: str, port: int) -> str:
 
 def _threads(count: int | None) -> dict[str, str]:
     """Return the variable under which the library takes the number of a server's threads."""
-    if count is None:
-        return {}
-    if count < 1:
-        message = f"threads must be at least 1, not {count}"
-        raise UsageError(message)
-    return {"PLK_RPC_THREADS": str(count)}
+    return {} if count is None else {"PLK_RPC_THREADS": str(count)}

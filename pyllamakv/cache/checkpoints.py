@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pyllamakv.errors import UsageError
+from pyllamakv.binding import arguments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,12 +44,8 @@ class Schedule:
     budget: int = 1 << 30
 
     def __post_init__(self) -> None:
-        if self.size < 0 or self.interval < 1 or self.first < 0 or self.budget < 0:
-            msg = (
-                "expected a size, a first position and a budget of 0 or more, and an interval of 1 "
-                f"or more; not {self}"
-            )
-            raise UsageError(msg)
+        for name, low in (("size", 0), ("interval", 1), ("first", 0), ("budget", 0)):
+            object.__setattr__(self, name, arguments.whole(name, getattr(self, name), low))
 
 
 class Ring:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from pyllamakv.binding import arguments
 from pyllamakv.cache import passes, room, unsharing
+from pyllamakv.cache.checkpoints import Schedule
 from pyllamakv.cache.counting import CacheStats
 from pyllamakv.cache.inspecting import check_ledgers, describe
-from pyllamakv.cache.interface import check_counts
+from pyllamakv.cache.interface import check_range
 from pyllamakv.cache.resume import Past, closing_gap, going_back
 from pyllamakv.errors import (
     KVCacheFull,
@@ -18,16 +20,16 @@ from pyllamakv.errors import (
     UsageError,
 )
 from pyllamakv.runtime.breakdown import MemoryBreakdown, memory_breakdown
+from pyllamakv.runtime.context import Context
+from pyllamakv.runtime.model import Model
 from pyllamakv.runtime.reserving import check_address_space, reserve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-    from pyllamakv.cache.checkpoints import Checkpoint, Schedule
+    from pyllamakv.cache.checkpoints import Checkpoint
     from pyllamakv.runtime import sequence as runtime
-    from pyllamakv.runtime.context import Context
-    from pyllamakv.runtime.model import Model
 
 
 class ContextCache:
@@ -41,7 +43,10 @@ class ContextCache:
     def __init__(
         self, context: Context, *, checkpoints: Schedule | None = None, rehearse: bool = False
     ) -> None:
-        self.context = context
+        self.context = arguments.instance("context", context, Context, "a Context")
+        rehearse = arguments.flag("rehearse", rehearse)
+        if checkpoints is not None:
+            arguments.instance("checkpoints", checkpoints, Schedule, "a Schedule or None")
         self.lanes: tuple[runtime.Sequence, ...] = ()
         self._owned: Context | None = None
         self._stats = CacheStats()
@@ -78,14 +83,23 @@ class ContextCache:
         ``dtype`` is the type of K and V, or one for each; ``options`` are those of `Model.context`.
         Raises NotEnoughMemory and what `Model.context` raises.
         """
-        check_counts(max_sequences=max_sequences, capacity=capacity, max_batch=max_batch)
+        arguments.instance("model", model, Model, "a Model")
+        max_sequences = arguments.whole("max_sequences", max_sequences, 1, arguments.INT32)
+        capacity = arguments.whole("capacity", capacity, 1, arguments.INT32)
+        max_batch = arguments.whole("max_batch", max_batch, 1, arguments.INT32)
+        rehearse = arguments.flag("rehearse", rehearse)
+        if checkpoints is not None:
+            arguments.instance("checkpoints", checkpoints, Schedule, "a Schedule or None")
         if max_batch > capacity:
             msg = (
                 f"a batch of {max_batch} tokens does not fit into a sequence of {capacity}: give "
                 "capacity of at least max_batch"
             )
             raise UsageError(msg)
-        type_k, type_v = (dtype, dtype) if isinstance(dtype, str) else dtype
+        pair = (dtype, dtype) if isinstance(dtype, str) else dtype
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise arguments.wrong_type("dtype", dtype, "the name of a type, or a pair of names")
+        type_k, type_v = pair
         options |= {"type_k": type_k, "type_v": type_v, "n_seq_max": max_sequences}
         cells = capacity * max_sequences
         check_address_space(model, cells, max_batch, **options)
@@ -104,8 +118,12 @@ class ContextCache:
 
     def lane(self, number: int) -> runtime.Sequence:
         """Return the runtime's sequence of a number, or raise UsageError."""
+        number = arguments.whole("sequence", number)
         if not 0 <= number < len(self.lanes):
-            msg = f"sequence {number} is out of range: there are 0..{len(self.lanes) - 1}"
+            msg = (
+                f"sequence {arguments.shown(number)} is out of range: there are "
+                f"0..{len(self.lanes) - 1}"
+            )
             raise UsageError(msg)
         return self.lanes[number]
 
@@ -117,6 +135,7 @@ class ContextCache:
         logits: Sequence[bool] | None = None,
     ) -> None:
         """Decode a batch; `Cache.start_forward` describes it."""
+        tokens, positions, sequences = passes.checked(tokens, positions, sequences)
         counts, run = passes.lay_out(self.context, self.lanes, tokens, positions, sequences, logits)
         for number, more in counts.items():
             held = len(self.lanes[number].ledger.tokens)
@@ -140,6 +159,7 @@ class ContextCache:
 
     def copy_prefix(self, source: int, target: int, length: int) -> int:
         """Share a prefix; `Cache.copy_prefix` describes it."""
+        length = arguments.whole("length", length, 0)
         kept = self.check_copy(source, target, length)
         lane, other = self.lanes[source], self.lanes[target]
         length = min(length, lane.next_pos)
@@ -158,9 +178,7 @@ class ContextCache:
     def check_copy(self, source: int, target: int, length: int) -> Checkpoint | None:
         """Raise what `copy_prefix` would; return the checkpoint that it would go by, if any."""
         lane, _ = self.lane(source), self.lane(target)
-        if length < 0:
-            msg = f"the length of a prefix must be 0 or more, not {length}"
-            raise UsageError(msg)
+        length = arguments.whole("length", length, 0)
         length = min(length, lane.next_pos)
         reason = None if source == target else going_back(lane, length)
         if reason is None:
@@ -169,13 +187,12 @@ class ContextCache:
 
     def can_resume(self, sequence: int, position: int) -> bool:
         """Tell where decoding can go on; `Cache.can_resume` describes it."""
-        if position < 0:
-            msg = f"a position is 0 or more, not {position}"
-            raise UsageError(msg)
+        position = arguments.whole("position", position, 0)
         return self.past.can_resume(self.lane(sequence), position)
 
     def prepare_restore(self, sequence: int, target: int) -> int:
         """Return where to go on at the latest; `Cache.prepare_restore` describes it."""
+        target = arguments.whole("target", target, 0)
         self.can_resume(sequence, target)
         return self.past.latest(self.lane(sequence), target)
 
@@ -183,6 +200,7 @@ class ContextCache:
         self, sequence: int, begin: int, end: int | None = None, *, unshare: bool = False
     ) -> None:
         """Remove positions and close the gap; `Cache.remove` describes it."""
+        begin, end = check_range(begin, end)
         kept = self.check_remove(sequence, begin, end, unshare=unshare)
         if begin == end:
             return
@@ -204,9 +222,8 @@ class ContextCache:
     ) -> Checkpoint | None:
         """Raise what `remove` would; return the checkpoint that it would go by, if any."""
         lane = self.lane(sequence)
-        if begin < 0 or (end is not None and end < begin):
-            msg = f"expected 0 <= begin <= end, not {begin} and {end}"
-            raise UsageError(msg)
+        begin, end = check_range(begin, end)
+        unshare = arguments.flag("unshare", unshare)
         if begin == end:
             return None
         what = f"remove positions {begin}..{'' if end is None else end} of sequence {sequence}"

@@ -7,9 +7,9 @@ whole, and be discarded as a whole. All functions are pure; groups are sorted an
 from __future__ import annotations
 
 from itertools import pairwise
-from operator import index as whole
 from typing import TYPE_CHECKING
 
+from pyllamakv.binding import arguments
 from pyllamakv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,13 +17,22 @@ if TYPE_CHECKING:
 
 Group = tuple[int, int]
 
+_GROUPS = "ranges (first, end) of the prompt"
+
 
 def checked(groups: Iterable[tuple[int, int]], length: int, largest: int) -> tuple[Group, ...]:
     """Return groups in order; UsageError for any that is empty, outside, too large or overlaps."""
-    found = sorted((whole(first), whole(end)) for first, end in groups)
+    found = []
+    for group in arguments.items("groups", groups, _GROUPS):
+        ends = arguments.items("an item of groups", group, "a pair (first, end)")
+        if len(ends) != 2:
+            raise arguments.wrong_value("an item of groups", group, "a pair (first, end)")
+        found.append((arguments.whole("first", ends[0]), arguments.whole("end", ends[1])))
+    found.sort()
     for first, end in found:
         if not 0 <= first < end <= length:
-            msg = f"group ({first}, {end}) is no range of a prompt of {length} tokens"
+            shown = arguments.shown((first, end))
+            msg = f"group {shown} is no range of a prompt of {length} tokens"
             raise UsageError(msg)
         if end - first > largest:
             msg = f"group ({first}, {end}) has {end - first} tokens; at most {largest} fit together"

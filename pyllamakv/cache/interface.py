@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from pyllamakv.binding import arguments
 from pyllamakv.errors import UsageError
+from pyllamakv.runtime.ledger import POSITIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,9 +75,14 @@ class Cache(Protocol):
         """Give everything back; a second call does nothing."""
 
 
-def check_counts(**counts: int) -> None:
-    """Raise UsageError unless these are whole numbers from 1 on."""
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            msg = f"{name} must be a whole number from 1 on, not {value!r}"
-            raise UsageError(msg)
+def check_range(begin: object, end: object) -> tuple[int, int | None]:
+    """Return a range of positions, None for an open end; UsageError for a wrong one."""
+    first = arguments.whole("begin", begin, 0)
+    last = arguments.whole_or_none("end", end, 0)
+    if last is not None and last < first:
+        msg = (
+            f"expected 0 <= begin <= end, not {arguments.shown(first)} and {arguments.shown(last)}"
+        )
+        raise UsageError(msg)
+    # Whatever lies behind all positions is as good as the first that does.
+    return min(first, POSITIONS), None if last is None else min(last, POSITIONS)

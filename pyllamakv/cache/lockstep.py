@@ -9,22 +9,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from pyllamakv.binding import arguments
 from pyllamakv.cache.checkpoints import Checkpoint
-from pyllamakv.cache.passes import lengths
+from pyllamakv.cache.context_cache import ContextCache
+from pyllamakv.cache.interface import check_range
+from pyllamakv.cache.passes import checked, lengths
 from pyllamakv.errors import KvError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from types import TracebackType
 
-    from pyllamakv.cache.context_cache import ContextCache
-
 
 class Lockstep:
     """Implement `Cache` over several of them, which close with it."""
 
     def __init__(self, caches: Iterable[ContextCache]) -> None:
-        self.caches = tuple(caches)
+        expected = "caches (ContextCache), one or more"
+        self.caches: tuple[ContextCache, ...] = tuple(arguments.items("caches", caches, expected))
+        for each in self.caches:
+            arguments.instance("an item of caches", each, ContextCache, "a ContextCache")
         if not self.caches or len(set(map(id, self.caches))) != len(self.caches):
             msg = f"expected one or more caches, each of them once, not {len(self.caches)}"
             raise UsageError(msg)
@@ -50,6 +54,7 @@ class Lockstep:
         Memories that cannot go back are saved first, but for the last of them: what its failure
         empties goes back to its last checkpoint in all of them, or is emptied in all.
         """
+        tokens, positions, sequences = checked(tokens, positions, sequences)
         numbers = tuple(lengths([self._checked(each) for each in sequences]))
         if len(tokens) > self.max_batch:
             msg = f"the batch has {len(tokens)} tokens; the smallest cache takes {self.max_batch}"
@@ -72,8 +77,8 @@ class Lockstep:
 
         Should one break off after all were asked, the target is emptied in all of them.
         """
-        for number in (source, target):
-            self._checked(number)
+        source, target = self._checked(source), self._checked(target)
+        length = arguments.whole("length", length, 0)
         for cache in self.caches:
             cache.check_copy(source, target, length)
         with self._in_step(target, 0):
@@ -81,12 +86,13 @@ class Lockstep:
 
     def can_resume(self, sequence: int, position: int) -> bool:
         """Tell whether every cache can."""
-        self._checked(sequence)
+        sequence = self._checked(sequence)
         return all(cache.can_resume(sequence, position) for cache in self.caches)
 
     def prepare_restore(self, sequence: int, target: int) -> int:
         """Return the last position up to ``target`` at which every cache can be resumed."""
-        self._checked(sequence)
+        sequence = self._checked(sequence)
+        target = arguments.whole("target", target, 0)
         while not self.can_resume(sequence, target):
             lower = min(cache.prepare_restore(sequence, target) for cache in self.caches)
             if lower >= target:
@@ -101,7 +107,8 @@ class Lockstep:
 
         Should one break off after all were asked, all of them give up what lies from ``begin`` on.
         """
-        self._checked(sequence)
+        sequence = self._checked(sequence)
+        begin, end = check_range(begin, end)
         for cache in self.caches:
             cache.check_remove(sequence, begin, end, unshare=unshare)
         with self._in_step(sequence, begin):
@@ -164,8 +171,12 @@ class Lockstep:
                 cache.remove(number, 0)
 
     def _checked(self, sequence: int) -> int:
+        sequence = arguments.whole("sequence", sequence)
         if not 0 <= sequence < self.max_sequences:
-            msg = f"sequence {sequence} is out of range: there are 0..{self.max_sequences - 1}"
+            msg = (
+                f"sequence {arguments.shown(sequence)} is out of range: there are "
+                f"0..{self.max_sequences - 1}"
+            )
             raise UsageError(msg)
         return sequence
 

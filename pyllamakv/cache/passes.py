@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import UsageError
-from pyllamakv.runtime.batch import Batch
+from pyllamakv.runtime.batch import Batch, as_int32
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -52,6 +52,17 @@ def lay_out(
         last = {number: place for place, number in enumerate(sequences)}
         wanted = [last[number] == place for place, number in enumerate(sequences)]
     return counts, partial(context.decode, Batch.of(tokens, positions, sequences, wanted))
+
+
+def checked(*lists: Any) -> tuple[list[int], ...]:
+    """Return tokens, positions and sequences as lists of whole numbers of one length."""
+    names = ("tokens", "positions", "sequences")
+    found = tuple(as_int32(one, name).tolist() for one, name in zip(lists, names, strict=True))
+    if len(set(map(len, found))) > 1:
+        counted = ", ".join(f"{len(one)} {name}" for one, name in zip(found, names, strict=True))
+        msg = f"a batch has as many tokens as positions and sequences, not {counted}"
+        raise UsageError(msg)
+    return found
 
 
 def lengths(sequences: Sequence[int]) -> dict[int, int]:

@@ -3,7 +3,7 @@
 A message says what was expected and what to do; the fields carry the state that explains it.
 """
 
-from pyllamakv.errors.base import KvError, Unsupported, UsageError
+from pyllamakv.errors.base import ArgumentTypeError, KvError, Unsupported, UsageError
 from pyllamakv.errors.binding import (
     Busy,
     Closed,
@@ -77,6 +77,7 @@ from pyllamakv.errors.source import (
 
 __all__ = [
     "ArchiveError",
+    "ArgumentTypeError",
     "BudgetTooSmall",
     "BuildError",
     "Busy",

@@ -14,6 +14,10 @@ class UsageError(KvError, ValueError):
     """Refuse an argument, before anything has been done."""
 
 
+class ArgumentTypeError(UsageError, TypeError):
+    """Refuse an argument of a wrong type: a UsageError that is a TypeError as well."""
+
+
 class Unsupported(KvError):
     """Say that this library, release or platform lacks a capability, and which one."""
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 
+from pyllamakv.binding import arguments
 from pyllamakv.binding.mapped import Backing
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import KVFileDamaged, KVFileForeign, Unsupported, UsageError
@@ -84,13 +85,17 @@ def choose(
     huge: bool,
 ) -> Choice:
     """Return a checked choice, or raise UsageError or Unsupported."""
-    if keep not in (True, False, "fresh"):
-        msg = f"kv_keep must be True, False or 'fresh', not {keep!r}"
-        raise UsageError(msg)
+    huge = arguments.flag("kv_huge", huge)
+    if isinstance(keep, str):
+        arguments.choice("kv_keep", keep, ("fresh",))
+    elif not isinstance(keep, bool | np.bool_):
+        raise arguments.wrong_type("kv_keep", keep, "True, False or 'fresh'")
+    if not isinstance(backing, str):
+        backing = arguments.path("kv_backing", backing)
     if isinstance(backing, str) and backing not in ("heap", "mmap"):
         msg = (
-            f"kv_backing must be 'heap', 'mmap' or a path, not {backing!r}: a file or a folder is "
-            f"given as pathlib.Path({backing!r})"
+            f"kv_backing must be 'heap', 'mmap' or a path, not {arguments.shown(backing)}: a file "
+            f"or a folder is given as pathlib.Path({arguments.shown(backing)})"
         )
         raise UsageError(msg)
     if keep and isinstance(backing, str):

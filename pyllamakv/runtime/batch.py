@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from pyllamakv.errors import UsageError
+from pyllamakv.binding import arguments
+from pyllamakv.errors import ArgumentTypeError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
 
 Wanted = Literal["last", "all", "none"]
+
+_NUMBERS = "a flat list of whole numbers"
+_FLAGS = "a flat list of True and False (or 1 and 0)"
+_WORK = "feeds (sequence.feed(...)) or a Batch"
 
 
 class Arrays(NamedTuple):
@@ -56,7 +61,13 @@ class Batch:
         self, token: int, pos: int, sequences: int | Iterable[int] = 0, logits: bool = False
     ) -> Batch:
         """Add a token at a position of one or several sequences (their ids); return the batch."""
-        ids = (sequences,) if isinstance(sequences, int) else tuple(map(int, sequences))
+        token = arguments.whole("token", token, -(2**31), arguments.INT32)
+        pos = arguments.whole("pos", pos, -(2**31), arguments.INT32)
+        many = sequences
+        if isinstance(sequences, int | np.integer):
+            many = (arguments.whole("sequences", sequences),)
+        ids = tuple(as_int32(many, "sequences").tolist())
+        logits = arguments.flag("logits", logits)
         if not ids:
             msg = "a token needs at least one sequence"
             raise UsageError(msg)
@@ -88,14 +99,15 @@ class Batch:
         batch = cls()
         token = as_int32(tokens, "tokens")
         seq = sequences
-        if isinstance(sequences, int):
-            seq = np.full(len(token), sequences, dtype=np.int32)
+        if isinstance(sequences, int | np.integer):
+            one = arguments.whole("sequences", sequences, -(2**31), arguments.INT32)
+            seq = np.full(len(token), one, dtype=np.int32)
         arrays = Arrays(
             token,
             as_int32(positions, "positions"),
             None if counts is None else as_int32(counts, "counts"),
             as_int32(seq, "sequences"),
-            None if logits is None else np.ascontiguousarray(logits, dtype=np.int8),
+            None if logits is None else _as_flags(logits),
         )
         _check_lengths(arrays)
         batch._arrays = arrays
@@ -119,23 +131,73 @@ class Batch:
 
 
 def as_int32(values: Any, what: str) -> NDArray[np.int32]:
-    """Return a flat int32 array, without a copy where it is one; UsageError when it cannot be."""
-    if isinstance(values, np.ndarray) and values.dtype == np.int32 and values.ndim == 1:
-        return np.ascontiguousarray(values)
-    try:
-        wide = np.asarray(values if hasattr(values, "__len__") else list(values))
-    except (TypeError, ValueError) as error:
-        msg = f"{what} must be whole numbers: {error}"
-        raise UsageError(msg) from error
+    """Return a flat int32 array, without a copy where it is one; UsageError when it cannot be.
+
+    Accepts arrays of integers and iterables of whole numbers, but no bool, float, text or bytes.
+    """
+    if isinstance(values, np.ndarray):
+        if values.dtype == np.int32 and values.ndim == 1:
+            return np.ascontiguousarray(values)
+        wide = values
+        if wide.ndim != 1 or (wide.size and wide.dtype.kind not in "iu"):
+            kind = f"an array of {wide.dtype} of shape {wide.shape}"
+            msg = f"{what} must be {_NUMBERS}, not {kind}"
+            raise ArgumentTypeError(msg)
+    else:
+        wide = _numbers(values, what)
     if not wide.size:
         return np.empty(0, dtype=np.int32)
-    if wide.ndim != 1 or wide.dtype.kind not in "iu":
-        msg = f"{what} must be a flat list of whole numbers, not {wide.dtype} of shape {wide.shape}"
-        raise UsageError(msg)
     if int(wide.min()) < -(2**31) or int(wide.max()) >= 2**31:
         msg = f"{what} must fit into 32 bits, found {int(wide.min())}..{int(wide.max())}"
         raise UsageError(msg)
     return wide.astype(np.int32)
+
+
+def _numbers(values: Any, what: str) -> NDArray[Any]:
+    """Return the whole numbers of an iterable as an array."""
+    if isinstance(values, range):
+        # The ends have to fit, or the array of what is between them would fill the memory.
+        ends = (values[0], values[-1]) if values else ()
+        if any(not -(2**31) <= end < 2**31 for end in ends) or len(values) > arguments.MOST:
+            msg = (
+                f"{what} must fit into 32 bits, and be at most {arguments.MOST}, found "
+                f"{arguments.shown(values)}"
+            )
+            raise UsageError(msg)
+        return np.asarray(values, dtype=np.int64)
+    given = values
+    if not isinstance(values, list | tuple):
+        given = arguments.items(what, values, _NUMBERS)
+    kinds = set(map(type, given))
+    if kinds != {int}:
+        for kind in kinds:
+            if kind is bool or not issubclass(kind, int | np.integer):
+                place, bad = next(item for item in enumerate(given) if type(item[1]) is kind)
+                raise arguments.wrong_type(f"{what}[{place}]", bad, "a whole number")
+        given = list(map(int, given))
+    try:
+        return np.array(given, dtype=np.int64)
+    except OverflowError:
+        bad = max(given, key=abs)
+        msg = f"{what} must fit into 32 bits, found {arguments.shown(bad)}"
+        raise UsageError(msg) from None
+
+
+def _as_flags(values: Any) -> NDArray[np.int8]:
+    """Return which logits are wanted (n,) int8, without a copy where it is that."""
+    flags = values
+    if not isinstance(values, np.ndarray):
+        given = arguments.items("logits", values, _FLAGS)
+        if not all(isinstance(each, bool | np.bool_ | int | np.integer) for each in given):
+            raise arguments.wrong_type("logits", values, _FLAGS)
+        flags = np.array([each == 1 for each in given], dtype=np.int8)
+        if any(each not in (0, 1) for each in given):
+            raise arguments.wrong_value("logits", values, _FLAGS)
+    elif flags.ndim != 1 or (flags.size and flags.dtype.kind not in "biu"):
+        raise arguments.wrong_type("logits", values, _FLAGS)
+    elif flags.size and flags.dtype.kind != "b" and (flags.min() < 0 or flags.max() > 1):
+        raise arguments.wrong_value("logits", values, _FLAGS)
+    return np.ascontiguousarray(flags, dtype=np.int8)
 
 
 def lay_out(context: Context, work: Feed | Batch | Iterable[Feed]) -> Arrays:
@@ -145,11 +207,10 @@ def lay_out(context: Context, work: Feed | Batch | Iterable[Feed]) -> Arrays:
     """
     if isinstance(work, Batch):
         return work.arrays()
-    feeds = [work] if isinstance(work, Feed) else list(work)
+    feeds = [work] if isinstance(work, Feed) else arguments.items("work", work, _WORK)
     for feed in feeds:
         if not isinstance(feed, Feed):
-            msg = f"expected feeds (sequence.feed(...)) or a Batch, not {type(feed).__name__}"
-            raise UsageError(msg)
+            raise arguments.wrong_type("an item of work", feed, _WORK)
         feed.sequence.check(context)
     return _from_feeds(feeds)
 

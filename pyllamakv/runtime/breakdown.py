@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from pyllamakv.runtime.sampler import turn
+
 if TYPE_CHECKING:
     from pyllamakv.binding.protocol import Buffer
     from pyllamakv.runtime.context import Context
@@ -66,7 +68,7 @@ class MemoryBreakdown:
 
 def memory_breakdown(context: Context) -> MemoryBreakdown:
     """Say where the bytes of a context and its model lie."""
-    with context.turn as handle:
+    with turn(context) as handle:
         told = context.native.buffers(handle)
         seen = context.kv.peek()
     k, v, states = _kept(context, told, seen)

@@ -17,7 +17,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from pyllamakv.errors import Unsupported, UsageError
+from pyllamakv.binding import arguments
+from pyllamakv.errors import Unsupported
 from pyllamakv.runtime import decoding
 
 if TYPE_CHECKING:
@@ -40,11 +41,7 @@ LOOK = 32
 
 def checked(policy: str) -> PolicyName:
     """Return the name of a policy, or raise UsageError."""
-    for known in get_args(PolicyName):
-        if policy == known:
-            return cast("PolicyName", known)
-    msg = f"defrag_policy must be one of {', '.join(get_args(PolicyName))}, not {policy!r}"
-    raise UsageError(msg)
+    return cast("PolicyName", arguments.choice("defrag_policy", policy, get_args(PolicyName)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +54,11 @@ class Costs:
 
     attend: float
     move: float
+
+    def __post_init__(self) -> None:
+        for name in ("attend", "move"):
+            value = arguments.number(name, getattr(self, name), 0.0)
+            object.__setattr__(self, name, value)
 
 
 #: By `measure_costs` on one core of an AMD EPYC, with 16 layers of 8 heads of 64 values, f16, and
@@ -170,6 +172,12 @@ def measure_costs(model: Model, *, cells: int = 4096, rounds: int = 15, **option
     ``options`` are those of `Model.context`. A few tokens are decoded near the end of the cache,
     moved to its start, and decoded there, again and again. Needs a library that defragments.
     """
+    from pyllamakv.runtime.model import Model
+
+    arguments.instance("model", model, Model, "a Model")
+    # The filler leaves one step of cells for the other sequence, and one to spare.
+    cells = arguments.whole("cells", cells, 3 * STEP, arguments.INT32)
+    rounds = arguments.whole("rounds", rounds, 1)
     near: list[float] = []
     far: list[float] = []
     moved: list[float] = []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from operator import index as whole
 from typing import TYPE_CHECKING, Any
 
+from pyllamakv.binding import arguments
 from pyllamakv.binding.handle import Handle
 from pyllamakv.binding.protocol import Capability, Status
 from pyllamakv.errors import UsageError
@@ -90,11 +90,12 @@ class Context:
 
         Raises UsageError when it is in use or out of range, or all are in use.
         """
+        number = arguments.whole_or_none("number", number)
         with self.turn:
             n, free = self.info.n_seq_max, self.vacant
             if number is not None and (number in self._taken or not 0 <= number < n):
                 why = "in use" if number in self._taken else f"out of range: there are 0..{n - 1}"
-                msg = f"sequence {number} is {why}"
+                msg = f"sequence {arguments.shown(number)} is {why}"
                 raise UsageError(msg)
             if number is None and not free:
                 msg = (
@@ -116,8 +117,12 @@ class Context:
         if isinstance(sequence, Sequence):
             sequence.check(self)
             return sequence.id
-        if not 0 <= whole(sequence) < self.info.n_seq_max:
-            msg = f"sequence {sequence} is out of range: there are 0..{self.info.n_seq_max - 1}"
+        sequence = arguments.whole("sequence", sequence)
+        if not 0 <= sequence < self.info.n_seq_max:
+            msg = (
+                f"sequence {arguments.shown(sequence)} is out of range: there are "
+                f"0..{self.info.n_seq_max - 1}"
+            )
             raise UsageError(msg)
         return sequence
 
@@ -209,9 +214,10 @@ class Context:
 
     def set_threads(self, n_threads: int, n_threads_batch: int | None = None) -> None:
         """Compute with so many threads from now on; ``n_threads_batch`` for more than a token."""
-        if n_threads < 1 or (n_threads_batch is not None and n_threads_batch < 1):
-            msg = f"expected at least 1 thread, not {n_threads} and {n_threads_batch}"
-            raise UsageError(msg)
+        n_threads = arguments.whole("n_threads", n_threads, 1, arguments.INT32)
+        n_threads_batch = arguments.whole_or_none(
+            "n_threads_batch", n_threads_batch, 1, arguments.INT32
+        )
         with self.turn as handle:
             self.native.threads(handle, n_threads, n_threads_batch or n_threads)
 
@@ -227,6 +233,8 @@ class Context:
 
         Raises StaleLogits when there are none, UsageError when that place asked for none.
         """
+        if type(index) is not int:
+            index = arguments.whole("index", index)
         with self.turn as handle:
             outputs = self.outputs
             if not outputs.every or not -outputs.n <= index < outputs.n:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from pyllamakv.binding import arguments
 from pyllamakv.errors import UsageError
 
 #: The content type under which an HTTP server hands the exposition out.
@@ -31,7 +32,15 @@ class Metric:
 
 def expose(found: Iterable[Metric], labels: Mapping[str, str] | None = None) -> str:
     """Return any metrics as Prometheus reads them; raises UsageError as `prometheus` does."""
-    found = tuple(found)
+    found = tuple(arguments.items("found", found, "metrics"))
+    for metric in found:
+        arguments.instance("an item of found", metric, Metric, "a Metric")
+    if labels is not None:
+        expected = "a mapping of labels to text, or None"
+        arguments.instance("labels", labels, Mapping, expected)  # type: ignore[type-abstract]
+        for label, said in labels.items():
+            arguments.text("a label", label)
+            arguments.text(f"labels[{arguments.shown(label)}]", said)
     check(labels or {}, [key for one in found for own, _ in one.samples for key in own])
     lines = []
     for metric in found:

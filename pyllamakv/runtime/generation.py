@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pyllamakv.binding import arguments
 from pyllamakv.binding.protocol import Capability, SamplerParams
 from pyllamakv.errors import Cancelled, UsageError
 from pyllamakv.runtime.batch import Feed
-from pyllamakv.runtime.sampler import NumpySampler, Sampler
+from pyllamakv.runtime.sampler import NumpySampler, Sampler, check_picker
+from pyllamakv.runtime.sequence import checked
 from pyllamakv.runtime.textstream import TextStream
 
 if TYPE_CHECKING:
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 def prefill(context: Context, sequence: Sequence, tokens: Any, *, logits: bool) -> None:
     """Decode tokens in pieces of n_batch; `Context.prefill` describes it."""
+    checked(sequence).check(context)
+    logits = arguments.flag("logits", logits)
     rest = sequence.feed(tokens).tokens
     cancels, size = context.cancels, context.info.n_batch
     if not len(rest):
@@ -43,10 +47,10 @@ def generate(
     stop_at_end: bool,
 ) -> Iterator[str]:
     """Yield text; `Context.generate` describes it."""
-    sequence.check(context)
-    if max_tokens is not None and max_tokens < 0:
-        msg = f"max_tokens must be 0 or more, or None; not {max_tokens}"
-        raise UsageError(msg)
+    checked(sequence).check(context)
+    max_tokens = arguments.whole_or_none("max_tokens", max_tokens, 0)
+    stop_at_end = arguments.flag("stop_at_end", stop_at_end)
+    check_picker(sampler)
     if not len(sequence):
         msg = "the sequence has no tokens to go on from; decode a prompt first"
         raise UsageError(msg)

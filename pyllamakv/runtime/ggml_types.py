@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pyllamakv.binding import arguments
 from pyllamakv.errors import UsageError
 
 
@@ -62,9 +63,15 @@ CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "
 
 def number_type(which: str | int) -> NumberType:
     """Return the type with this name or number, or raise UsageError naming those there are."""
-    found = _BY_NUMBER.get(which) if isinstance(which, int) else _BY_NAME.get(which.lower())
+    if isinstance(which, str):
+        found = _BY_NAME.get(which.lower())
+    else:
+        found = _BY_NUMBER.get(arguments.whole("a ggml type", which))
     if found is None:
-        msg = f"there is no ggml type {which!r}; known are {', '.join(sorted(_BY_NAME))}"
+        msg = (
+            f"there is no ggml type {arguments.shown(which)}; known are "
+            f"{', '.join(sorted(_BY_NAME))}"
+        )
         raise UsageError(msg)
     return found
 

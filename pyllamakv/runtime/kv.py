@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pyllamakv.binding import arguments
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import Unsupported, UsageError
 from pyllamakv.runtime import backing, repack, staterows
@@ -117,6 +118,7 @@ class KV:
         ``fallback`` is False. Raises Unsupported with the reason where neither is possible; then
         nothing was done. With ``defrag_trim`` the memory that is free now is given back.
         """
+        fallback = arguments.flag("fallback", fallback)
         with self._context.turn:
             return self.arrange(fallback=fallback)
 
@@ -183,6 +185,7 @@ class KV:
         ``cache`` 1 is the second of a model with a sliding window, whose layers count separately;
         of a hybrid model, it has the states of the recurrent layers: one row, of after ``pos``.
         """
+        layer, cache = arguments.whole("layer", layer), arguments.whole("cache", cache)
         state = self.state(sequence)
         if not state.sections:
             msg = f"sequence {sequence!r} has no cells, so it has no rows"
@@ -190,10 +193,16 @@ class KV:
         section = next((each for each in state.sections if each.cache == cache), None)
         if section is None:
             there = ", ".join(str(each.cache) for each in state.sections)
-            msg = f"cache {cache} has nothing of sequence {sequence!r}: expected one of {there}"
+            msg = (
+                f"cache {arguments.shown(cache)} has nothing of sequence {sequence!r}: expected "
+                f"one of {there}"
+            )
             raise UsageError(msg)
         if not 0 <= layer < len(section.layers):
-            msg = f"layer {layer} is out of range: this cache keeps 0..{len(section.layers) - 1}"
+            msg = (
+                f"layer {arguments.shown(layer)} is out of range: this cache keeps "
+                f"0..{len(section.layers) - 1}"
+            )
             raise UsageError(msg)
         rows = section.layers[layer]
         order = np.argsort(section.pos, kind="stable")

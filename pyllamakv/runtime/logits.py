@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from pyllamakv.errors import StaleLogits
+from pyllamakv.binding import arguments
+from pyllamakv.errors import StaleLogits, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,7 +61,7 @@ class _View(NDArrayOperatorsMixin):
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> Any:
         if copy is False:
             msg = "logits are overwritten by the next decode: they can only be copied"
-            raise ValueError(msg)
+            raise UsageError(msg)
         return np.array(self._read(), dtype=dtype)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
@@ -96,6 +97,7 @@ class Logits(_View):
 
     def top(self, n: int = 5) -> list[tuple[int, float]]:
         """Return the ``n`` most likely tokens with their logits, best first."""
+        n = arguments.whole("n", n, 0)
         values = self._read()
         best = np.argsort(-values, kind="stable")[:n]
         return [(int(token), float(values[token])) for token in best]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pyllamakv.binding import arguments
 from pyllamakv.runtime.exposition import CONTENT_TYPE, Metric, expose, spell
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ def metrics(
     ``managers`` are by a name that becomes the label ``manager``. What they count up since their
     start is known by its name, or by ``COUNTERS`` of their stats; other numbers go up and down.
     """
+    _check(stats, counters, managers)
     found = [] if stats is None else _of_cells(stats)
     if counters is not None:
         found += _of_counters(counters)
@@ -110,6 +112,7 @@ def to_json(
     managers: Mapping[str, ManagerStats] | None = None,
 ) -> dict[str, Any]:
     """Return the same numbers as plain JSON values, under ``kv``, ``counters``, ``managers``."""
+    _check(stats, counters, managers)
     found: dict[str, Any] = {}
     if stats is not None:
         found["kv"] = stats.to_json() | {"shared": stats.shared}
@@ -135,6 +138,7 @@ def rows(
     managers: Mapping[str, ManagerStats] | None = None,
 ) -> list[tuple[str, str]]:
     """Return names and values of the lines of `text`."""
+    _check(stats, counters, managers)
     rows: list[tuple[str, str]] = []
     if stats is not None:
         rows += _about_cells(stats)
@@ -150,9 +154,32 @@ def rows(
 
 def aligned(rows: Iterable[tuple[str, str]]) -> str:
     """Return names and values as lines, the values below each other."""
-    rows = list(rows)
+    rows = arguments.items("rows", rows, "pairs of text, (name, value)")
+    for row in rows:
+        pair = row if isinstance(row, tuple | list) else ()
+        if len(pair) != 2 or not all(isinstance(each, str) for each in pair):
+            raise arguments.wrong_type("an item of rows", row, "a pair of text, (name, value)")
     width = max((len(name) for name, _ in rows), default=0)
     return "".join(f"{name:<{width}}  {said}\n" for name, said in rows)
+
+
+def _check(stats: object, counters: object, managers: object) -> None:
+    """Refuse what has not the numbers that are read here."""
+    wanted = ("size", "used", "free", "shared", "holes", "largest_hole", "used_max", "to_json")
+    if stats is not None and not all(hasattr(stats, name) for name in wanted):
+        raise arguments.wrong_type("stats", stats, "statistics of cells (kv.stats), or None")
+    if counters is not None and not all(hasattr(counters, field) for field, *_ in _COUNTS):
+        raise arguments.wrong_type("counters", counters, "counters (context.counters), or None")
+    if managers is None:
+        return
+    expected = "a mapping of names to statistics of cache managers, or None"
+    arguments.instance("managers", managers, Mapping, expected)  # type: ignore[type-abstract]
+    assert isinstance(managers, Mapping)
+    for name, each in managers.items():
+        arguments.text("a name in managers", name)
+        if not callable(getattr(each, "to_json", None)) or isinstance(each, type):
+            shown = arguments.shown(name)
+            raise arguments.wrong_type(f"managers[{shown}]", each, "a manager's statistics")
 
 
 #: Name after `PREFIX`, help and value of each gauge of the cells.

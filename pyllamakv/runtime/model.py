@@ -7,12 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from pyllamakv.binding import arguments
 from pyllamakv.binding.handle import Handle
 from pyllamakv.binding.protocol import ModelParams, SamplerParams
 from pyllamakv.errors import ModelError, Unsupported, UsageError
 from pyllamakv.runtime import textstream
 from pyllamakv.runtime.backing import choose, resume
-from pyllamakv.runtime.compaction import Keeper, checked
+from pyllamakv.runtime.batch import as_int32
+from pyllamakv.runtime.compaction import Costs, Keeper, checked
 from pyllamakv.runtime.context import Context
 from pyllamakv.runtime.freeing import free_quietly
 from pyllamakv.runtime.memory import check_memory
@@ -27,9 +29,9 @@ if TYPE_CHECKING:
 
     from pyllamakv.binding.protocol import ModelHandle, ModelInfo, Native
     from pyllamakv.runtime.backing import KeepName
-    from pyllamakv.runtime.compaction import Costs, PolicyName
+    from pyllamakv.runtime.compaction import PolicyName
     from pyllamakv.runtime.modelfile import ModelFile
-    from pyllamakv.runtime.params import Mover, Plan
+    from pyllamakv.runtime.params import FlashAttn, Mover, Plan
 
 
 class Model:
@@ -72,26 +74,32 @@ class Model:
     def meta(self, key: str) -> str | None:
         """Return a value of the file's metadata as text, or None."""
         _ = self.life.raw
-        return self.native.model_meta(self.handle, key)
+        return self.native.model_meta(self.handle, arguments.c_text("key", key))
 
     def tokenize(
         self, text: str, add_special: bool = True, parse_special: bool = False
     ) -> list[int]:
         """Return the tokens of a text; ``add_special`` puts the model's first token in front."""
+        arguments.text("text", text)
+        add_special = arguments.flag("add_special", add_special)
+        parse_special = arguments.flag("parse_special", parse_special)
         self._need_vocab()
-        if not isinstance(text, str):
-            msg = f"expected text, not {type(text).__name__}"
-            raise UsageError(msg)
         return self.native.tokenize(
             self.handle, textstream.encode(text), add_special, parse_special
         )
 
     def detokenize(self, tokens: Iterable[int], special: bool = False) -> str:
         """Return tokens as text; bytes that are no text become U+FFFD."""
-        return textstream.decode(b"".join(self.piece(int(token), special) for token in tokens))
+        numbers = as_int32(tokens, "tokens").tolist()
+        special = arguments.flag("special", special)
+        return textstream.decode(b"".join(self.piece(token, special) for token in numbers))
 
     def piece(self, token: int, special: bool = False) -> bytes:
         """Return the bytes of a token; ``special`` shows tokens that stand for no text."""
+        if type(token) is not int:
+            token = arguments.whole("token", token)
+        if special is not False:
+            special = arguments.flag("special", special)
         found = self._pieces.get((token, special))
         if found is None:
             self._need_vocab()
@@ -102,6 +110,8 @@ class Model:
 
     def is_end(self, token: int) -> bool:
         """Tell whether a token ends a generation."""
+        if type(token) is not int:
+            token = arguments.whole("token", token)
         found = self._ends.get(token)
         if found is None:
             _ = self.life.raw
@@ -119,7 +129,7 @@ class Model:
         n_threads: int = 1,
         *,
         n_threads_batch: int | None = None,
-        flash_attn: bool | None = False,
+        flash_attn: FlashAttn = False,
         type_k: str | int = "f16",
         type_v: str | int = "f16",
         kv_unified: bool = True,
@@ -141,11 +151,12 @@ class Model:
         """Make a context.
 
         ``n_ctx`` cells, at most ``n_batch`` tokens per decode, computed ``n_ubatch`` at a time,
-        ``n_seq_max`` sequences. ``flash_attn`` None leaves it to llama.cpp. ``defrag_policy`` says
-        when the cache is defragmented unasked: see `compaction`. ``defrag_plan`` "ordered" keeps
-        the order of cells, so that logits are bit-identical to those of a fresh cache; "fewest"
-        moves less. ``defrag_mover`` forces a way to move, for tests and benchmarks, and
-        ``defrag_threads`` (None: n_threads) limits the threads that move; ``defrag_trim`` gives the
+        ``n_seq_max`` sequences. ``flash_attn`` is True or "on", False or "off", or None or "auto",
+        which leaves it to llama.cpp. ``defrag_policy`` says when the cache is defragmented unasked:
+        see `compaction`. ``defrag_plan`` "ordered" keeps the order of cells, so that logits are
+        bit-identical to those of a fresh cache; "fewest" moves less. ``defrag_mover`` forces a way
+        to move, for tests and benchmarks, and ``defrag_threads`` (None: n_threads) limits the
+        threads that move; ``defrag_trim`` gives the
         memory that a defragmentation has freed back. ``kv_backing`` is "heap", "mmap" or a path,
         ``kv_keep`` goes on with what that file holds ("fresh": forgets it), ``kv_huge`` asks for
         huge pages: see `backing`, which raises the classes under KVFileError. ``guard`` "off"
@@ -154,14 +165,14 @@ class Model:
         NotEnoughMemory before anything is allocated, ContextError when the library refuses.
         """
         _ = self.life.raw
-        if guard not in ("on", "off"):
-            msg = f"guard must be 'on' or 'off', not {guard!r}"
-            raise UsageError(msg)
+        arguments.choice("guard", guard, ("on", "off"))
         if guard == "off" and not self.isolated:
             msg = "guard='off' may end the process: open the library with isolated=True"
             raise UsageError(msg)
         policy = checked(defrag_policy)
-        if defrag_trim and kv_backing == "heap":
+        if defrag_costs is not None:
+            arguments.instance("defrag_costs", defrag_costs, Costs, "Costs or None")
+        if arguments.flag("defrag_trim", defrag_trim) and kv_backing == "heap":
             msg = "defrag_trim needs mapped memory: give kv_backing='mmap' or a path"
             raise UsageError(msg)
         params = context_params(
@@ -229,7 +240,10 @@ class Model:
 
     def _check_token(self, token: int) -> None:
         if not 0 <= token < self.info.n_vocab:
-            msg = f"token {token} is out of range: this model has 0..{self.info.n_vocab - 1}"
+            msg = (
+                f"token {arguments.shown(token)} is out of range: this model has "
+                f"0..{self.info.n_vocab - 1}"
+            )
             raise UsageError(msg)
 
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pyllamakv.binding import arguments
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -29,6 +31,8 @@ class Moves:
     @staticmethod
     def join(parts: Sequence[Moves]) -> Moves:
         """Put the moves of several streams together."""
+        for part in arguments.items("parts", parts, "a list of Moves"):
+            arguments.instance("an item of parts", part, Moves, "Moves")
         stream = [np.full(len(part), i, dtype=np.int64) for i, part in enumerate(parts)]
         empty = np.empty(0, dtype=np.int64)
         return Moves(

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pyllamakv.binding import arguments
 from pyllamakv.binding.library import Library
 from pyllamakv.binding.protocol import ModelParams
 from pyllamakv.building import manifest as manifests
@@ -52,18 +53,7 @@ class OpenLibrary(Library):
         numbers that are none. A server that is lost ends the process that uses it, so
         ``rpc_servers`` need ``isolated=True`` or ``backend="rpc"``; that is `DeviceLost` then.
         """
-        if rpc_servers and not self.isolated:
-            msg = (
-                "rpc_servers may end the process, should one be lost: open the library with "
-                "isolated=True, or backend='rpc'"
-            )
-            raise UsageError(msg)
-        if not 0 <= n_gpu_layers < 2**31:
-            msg = (
-                f"n_gpu_layers must be 0 or more, not {n_gpu_layers}: a number beyond those of the "
-                "model, as 999, puts all of them on the device"
-            )
-            raise UsageError(msg)
+        arguments.path("path", path)
         params = ModelParams(
             n_gpu_layers=n_gpu_layers,
             use_mmap=use_mmap,
@@ -73,6 +63,12 @@ class OpenLibrary(Library):
             rpc_servers=rpc_servers,
             devices=devices,
         )
+        if rpc_servers and not self.isolated:
+            msg = (
+                "rpc_servers may end the process, should one be lost: open the library with "
+                "isolated=True, or backend='rpc'"
+            )
+            raise UsageError(msg)
         return models.load(
             self.native, path, self.handle, params, isolated=self.isolated, kind=self.model_type
         )
@@ -103,15 +99,17 @@ def open(
     call in seconds. Backends other than ``cpu`` always get a worker; ``rpc`` is the CPU variant in
     one. Raises NotBuilt with the command that builds it, UnknownPatch, or LoadError.
     """
-    isolated = isolated or backend == "rpc"
+    isolated = arguments.flag("isolated", isolated) or backend == "rpc"
     where = located(spec, backend=backend)
     return OpenLibrary.open(where, isolated=isolated, env=env, timeout=timeout)
 
 
 def located(spec: str | os.PathLike[str], *, backend: str = "cpu") -> Path:
     """Return the path that ``spec`` is, or the folder of the built variant that it names."""
+    found = arguments.path("spec", spec)
+    arguments.text("backend", backend)
     if not isinstance(spec, str) or os.sep in spec:
-        return Path(spec)
+        return found
     try:
         return find_built(spec, backend=backend)
     except (NotBuilt, UnknownRelease) as error:

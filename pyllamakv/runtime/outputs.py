@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pyllamakv.binding import arguments
 from pyllamakv.errors import StaleLogits, UsageError
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ class Outputs:
             has = index == n - 1 if flags is None else bool(flags[index])
         if not has:
             msg = (
-                f"place {index} of the last batch has no logits: it had {n} tokens, and asked for "
+                f"place {arguments.shown(index)} of the last batch has no logits: it had "
+                f"{n} tokens, and asked for "
                 f"logits of {outputs} of them"
             )
             raise UsageError(msg)

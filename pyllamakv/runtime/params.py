@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, get_args
 
+from pyllamakv.binding import arguments
 from pyllamakv.binding.protocol import Capability, ContextParams
 from pyllamakv.errors import Unsupported, UsageError
 from pyllamakv.runtime.ggml_types import cache_type
@@ -12,11 +13,11 @@ if TYPE_CHECKING:
     from pyllamakv.binding.protocol import ModelInfo
     from pyllamakv.runtime.backing import Choice
 
-_LARGEST = 2**31 - 1
-
 #: Numbers in plk.h are places here.
 Plan = Literal["fewest", "ordered"]
 Mover = Literal["auto", "host", "gather", "graph", "staged"]
+#: True and "on", False and "off", None and "auto" are the same.
+FlashAttn = bool | Literal["auto", "on", "off"] | None
 
 
 def context_params(
@@ -29,7 +30,7 @@ def context_params(
     n_seq_max: int,
     n_threads: int,
     n_threads_batch: int | None,
-    flash_attn: bool | None,
+    flash_attn: FlashAttn,
     type_k: str | int,
     type_v: str | int,
     kv_unified: bool,
@@ -44,16 +45,13 @@ def context_params(
     backing: Choice,
 ) -> ContextParams:
     """Return the parameters, or raise UsageError or Unsupported naming the one at fault."""
-    for name, value in (
-        ("n_ctx", n_ctx),
-        ("n_batch", n_batch),
-        ("n_ubatch", n_ubatch),
-        ("n_seq_max", n_seq_max),
-        ("n_threads", n_threads),
-    ):
-        _check_count(name, value)
+    n_ctx, n_batch = _count("n_ctx", n_ctx), _count("n_batch", n_batch)
+    n_ubatch, n_seq_max = _count("n_ubatch", n_ubatch), _count("n_seq_max", n_seq_max)
+    n_threads = _count("n_threads", n_threads)
     if n_threads_batch is not None:
-        _check_count("n_threads_batch", n_threads_batch)
+        n_threads_batch = _count("n_threads_batch", n_threads_batch)
+    flash_attn = arguments.flash_attn(flash_attn)
+    kv_unified = arguments.flag("kv_unified", kv_unified)
     kind_k, kind_v = cache_type(type_k, "K"), cache_type(type_v, "V")
     if not info.is_recurrent:
         kind_k.row_bytes(info.n_embd_k_gqa)
@@ -73,7 +71,7 @@ def context_params(
     plan = _place("defrag_plan", defrag_plan, get_args(Plan))
     mover = _place("defrag_mover", defrag_mover, get_args(Mover))
     if defrag_threads is not None:
-        _check_count("defrag_threads", defrag_threads)
+        defrag_threads = _count("defrag_threads", defrag_threads)
     if Capability.DEFRAG_OPTIONS not in capabilities and (plan or mover or defrag_threads):
         msg = (
             "this build moves cells in its own way only: defrag_plan, defrag_mover and "
@@ -94,7 +92,7 @@ def context_params(
         swa_full=swa_full,
         offload_kqv=offload_kqv,
         embeddings=embeddings,
-        defrag_thold=float(defrag_thold),
+        defrag_thold=defrag_thold,
         guard=guard,
         defrag_plan=plan,
         defrag_mover=mover,
@@ -108,13 +106,8 @@ def context_params(
 
 
 def _place(name: str, value: str, known: tuple[str, ...]) -> int:
-    if value not in known:
-        msg = f"{name} must be one of {', '.join(known)}, not {value!r}"
-        raise UsageError(msg)
-    return known.index(value)
+    return known.index(arguments.choice(name, value, known))
 
 
-def _check_count(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
-        msg = f"{name} must be a whole number from 1 to {_LARGEST}, not {value!r}"
-        raise UsageError(msg)
+def _count(name: str, value: int) -> int:
+    return arguments.whole(name, value, 1, arguments.INT32)

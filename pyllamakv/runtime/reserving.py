@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pyllamakv.binding import arguments
 from pyllamakv.binding.protocol import ContextParams, Memory
 from pyllamakv.errors import Cancelled, DecodeError, NotEnoughMemory, WorkerDied
 from pyllamakv.runtime import memory
@@ -39,7 +40,9 @@ def check_address_space(model: Model, n_ctx: int, n_batch: int, **options: Any) 
     room = memory.address_space(_pid(model))
     if room is None:
         return
-    n_ubatch = min(options.get("n_ubatch", 512), n_batch, n_ctx)
+    flash_attn = arguments.flash_attn(options.get("flash_attn", False))
+    n_ubatch = arguments.whole("n_ubatch", options.get("n_ubatch", 512), 1, arguments.INT32)
+    n_ubatch = min(n_ubatch, n_batch, n_ctx)
     params = ContextParams(
         n_ctx=n_ctx,
         n_batch=n_batch,
@@ -47,7 +50,7 @@ def check_address_space(model: Model, n_ctx: int, n_batch: int, **options: Any) 
         type_k=cache_type(options.get("type_k", "f16"), "K").number,
         type_v=cache_type(options.get("type_v", "f16"), "V").number,
     )
-    attention = 4 * n_ctx * n_ubatch * (1 if options.get("flash_attn") else model.info.n_head)
+    attention = 4 * n_ctx * n_ubatch * (1 if flash_attn else model.info.n_head)
     needed = GRAPHS + memory.context_bytes(model.info, params) + attention
     if room < needed:
         msg = (
@@ -117,11 +120,13 @@ def _warm(context: Context) -> None:
 
 def _largest(context: Context) -> list[Batch]:
     n, lanes = _piece(context), context.info.n_seq_max
-    found = [Batch.of(np.zeros(n, np.int32), np.arange(n), 0, np.ones(n))]
+    found = [Batch.of(np.zeros(n, np.int32), np.arange(n), 0, np.ones(n, np.int8))]
     if 1 < lanes <= n:
         each = n // lanes
         ids, places = np.divmod(np.arange(each * lanes), each)
-        found.append(Batch.of(np.zeros(len(ids), np.int32), places, ids, np.ones(len(ids))))
+        found.append(
+            Batch.of(np.zeros(len(ids), np.int32), places, ids, np.ones(len(ids), np.int8))
+        )
     return found
 
 
@@ -152,6 +157,8 @@ def _fill(context: Context) -> None:
         for start in range(0, share, piece):
             n = min(piece, share - start)
             context.decode(
-                Batch.of(np.zeros(n, np.int32), np.arange(start, start + n), lane, np.ones(n))
+                Batch.of(
+                    np.zeros(n, np.int32), np.arange(start, start + n), lane, np.ones(n, np.int8)
+                )
             )
     context.clear()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from pyllamakv.binding import arguments
 from pyllamakv.binding.handle import Handle
 from pyllamakv.binding.protocol import Capability, SamplerParams
 from pyllamakv.errors import Unsupported, UsageError
@@ -29,18 +30,24 @@ class Picker(Protocol):
 
 
 def check_params(params: SamplerParams) -> SamplerParams:
-    """Refuse parameters that no sampler understands."""
-    for name in ("temperature", "top_p", "min_p", "penalty_repeat"):
-        if not np.isfinite(getattr(params, name)):
-            msg = f"{name} must be a finite number, not {getattr(params, name)}"
-            raise UsageError(msg)
-    if not 0 <= params.seed < 2**32:
-        msg = f"seed must be from 0 to {2**32 - 1}, not {params.seed}"
-        raise UsageError(msg)
-    if params.penalty_repeat <= 0 or params.penalty_last_n < 0:
-        msg = "penalty_repeat must be above 0 (1 is off) and penalty_last_n 0 or more"
-        raise UsageError(msg)
-    return params
+    """Return parameters, which check their values themselves."""
+    return arguments.instance("params", params, SamplerParams, "SamplerParams")
+
+
+def check_picker(sampler: Any) -> None:
+    """Refuse what can neither pick a token nor say how a sampler picks them."""
+    picks = isinstance(sampler, type) or not callable(getattr(sampler, "pick", None))
+    if picks and sampler is not None and not isinstance(sampler, SamplerParams):
+        expected = "a sampler (it has a method pick), SamplerParams or None"
+        raise arguments.wrong_type("sampler", sampler, expected)
+
+
+def turn(context: Context) -> Handle[Any]:
+    """Return the turn of a context, or raise ArgumentTypeError for what is none."""
+    try:
+        return context.turn
+    except AttributeError:
+        raise arguments.wrong_type("context", context, "a Context") from None
 
 
 def punishes(params: SamplerParams) -> bool:
@@ -62,6 +69,9 @@ class Sampler:
     """Sample in C; ends with its model."""
 
     def __init__(self, model: Model, params: SamplerParams) -> None:
+        from pyllamakv.runtime.model import Model
+
+        arguments.instance("model", model, Model, "a Model")
         if Capability.SAMPLER not in model.native.about.capabilities:
             msg = "this build has no sampler in C; use NumpySampler"
             raise Unsupported(msg, "SAMPLER")
@@ -80,7 +90,11 @@ class Sampler:
 
     def pick(self, context: Context, index: int = -1) -> int:
         """Return the token chosen from the logits at ``index`` of the last batch."""
-        with context.turn as raw, self.life as handle:
+        if type(index) is not int:
+            index = arguments.whole("index", index)
+        with turn(context) as raw, self.life as handle:
+            if context.model.native is not self._native:
+                self.check_context(context)
             context.outputs.check(index)
             return self._native.sample(handle, raw, index)
 
@@ -89,13 +103,24 @@ class Sampler:
 
         Raises UsageError where a repetition penalty would mix up several sequences.
         """
-        with context.turn as raw, self.life as handle:
+        with turn(context) as raw, self.life as handle:
+            if context.model.native is not self._native:
+                self.check_context(context)
             n = context.outputs.count()
             self.check(n)
             return self._native.sample_all(handle, raw, n)
 
+    def check_context(self, context: Context) -> None:
+        """Refuse a context of another library, whose handles mean something else here."""
+        turn(context)
+        if context.model.native is not self._native:
+            msg = "the sampler and the context are of two libraries: make both of one model"
+            raise UsageError(msg)
+
     def check(self, n: int) -> None:
         """Refuse to choose for ``n`` sequences where the tokens of one are remembered."""
+        if type(n) is not int or n < 0:
+            n = arguments.whole("n", n, 0)
         if n > 1 and self._punishes:
             check_places(self.params, n)
 
@@ -121,7 +146,7 @@ class NumpySampler:
     """Sample with numpy: repetition penalty, top-k, top-p, min-p, temperature, in this order."""
 
     def __init__(self, params: SamplerParams | None = None) -> None:
-        self.params = check_params(params or SamplerParams())
+        self.params = SamplerParams() if params is None else check_params(params)
         self.reset()
 
     def reset(self) -> None:
@@ -131,6 +156,7 @@ class NumpySampler:
 
     def pick(self, context: Context, index: int = -1) -> int:
         """Return the token chosen from the logits at ``index`` of the last batch."""
+        turn(context)
         logits = context.logits(index)
         if self.params.temperature <= 0 and not punishes(self.params):
             return logits.argmax()
@@ -138,6 +164,7 @@ class NumpySampler:
 
     def pick_all(self, context: Context) -> list[int]:
         """Return a token for each place of the last batch with logits, as `Sampler` does."""
+        turn(context)
         rows = context.logits_all()
         check_places(self.params, len(rows))
         if self.params.temperature <= 0 and not punishes(self.params):
@@ -151,7 +178,11 @@ class NumpySampler:
         return token
 
     def choose(self, logits: NDArray[np.float32]) -> int:
-        """Return the token chosen from an array of logits, which is changed."""
+        """Return the token chosen from an array of logits (n,), which is changed."""
+        good = isinstance(logits, np.ndarray) and logits.ndim == 1 and logits.dtype.kind == "f"
+        if not good or not logits.size:
+            expected = "a flat array of floats, at least one"
+            raise arguments.wrong_type("logits", logits, expected)
         params = self.params
         if punishes(params) and self._last:
             seen = np.unique(self._last)
@@ -169,7 +200,10 @@ class NumpySampler:
             chances = _softmax(logits[order].astype(np.float64))
         if params.min_p > 0:
             order = order[chances >= params.min_p * chances[0]]
-        chances = _softmax(logits[order].astype(np.float64) / params.temperature)
+        wide = logits[order].astype(np.float64)
+        # The highest becomes 0 first: divided by a tiny temperature it would not be finite.
+        with np.errstate(over="ignore"):
+            chances = _softmax((wide - wide.max()) / params.temperature)
         return int(self._random.choice(order, p=chances))
 
 

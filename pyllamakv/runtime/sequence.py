@@ -5,6 +5,9 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from pyllamakv.binding import arguments
 from pyllamakv.errors import (
     Closed,
     SharedCells,
@@ -79,17 +82,14 @@ class Sequence:
         To text in an empty sequence the model's first token is added.
         """
         self.check(self.context)
-        if logits not in ("last", "all", "none"):
-            msg = f"logits must be 'last', 'all' or 'none', not {logits!r}"
-            raise UsageError(msg)
+        arguments.choice("logits", logits, ("last", "all", "none"))
         tokens = text_or_tokens
         if isinstance(tokens, str):
             tokens = self.context.model.tokenize(tokens, add_special=not self.ledger.tokens)
         elif isinstance(tokens, bytes):
-            msg = "expected text or tokens, not bytes; decode them first"
-            raise UsageError(msg)
-        elif isinstance(tokens, int):
-            tokens = [tokens]
+            raise arguments.wrong_type("text_or_tokens", tokens, "text or tokens, decoded")
+        elif isinstance(tokens, int | np.integer):
+            tokens = [arguments.whole("text_or_tokens", tokens)]
         return Feed(self, as_int32(tokens, "tokens"), logits)
 
     def logits(self) -> Logits:
@@ -103,7 +103,7 @@ class Sequence:
     def fork(self, length: int | None = None) -> Sequence:
         """Make a sequence with the same first ``length`` tokens (None: all), sharing the cells."""
         self.check(self.context)
-        _check_length(length)
+        length = _length(length)
         other = self.context.sequence()
         try:
             sharing.prefix(self, other, length)
@@ -117,7 +117,8 @@ class Sequence:
 
         Raises UsageError where this one has tokens there, Unsupported where no part can be shared.
         """
-        return sharing.span(self, other, p0, p1)
+        _check_range(p0, p1)
+        return sharing.span(self, checked(other, "other"), p0, p1)
 
     def copy_to(self, other: Sequence, length: int | None = None) -> int:
         """Replace what ``other`` holds by the first ``length`` tokens of this one; return how many.
@@ -126,8 +127,8 @@ class Sequence:
         PartialRemovalRefused, with nothing changed.
         """
         self.check(self.context)
-        other.check(self.context)
-        _check_length(length)
+        checked(other, "other").check(self.context)
+        length = _length(length)
         if other is not self:
             with self.context.turn:
                 if length != 0:
@@ -140,7 +141,7 @@ class Sequence:
     def trim(self, length: int) -> int:
         """Keep the first ``length`` tokens; return how many were removed."""
         self.check(self.context)
-        _check_length(length)
+        length = arguments.whole("length", length, 0)
         if length >= len(self):
             return 0
         return self.remove(self.ledger.positions[length] if length else None, None)
@@ -173,8 +174,10 @@ class Sequence:
         Unsupported where this memory cannot shift, UsageError where positions would meet.
         """
         first, end = _check_range(p0, p1)
+        delta = arguments.whole("delta", delta)
+        allow_shared = arguments.flag("allow_shared", allow_shared)
         if abs(delta) >= POSITIONS:
-            msg = f"no position can be shifted by {delta}: they are 0 to 2^30 - 1"
+            msg = f"no position can be shifted by {arguments.shown(delta)}: they are 0 to 2^30 - 1"
             raise UsageError(msg)
         context = self.context
         with context.turn:
@@ -190,9 +193,8 @@ class Sequence:
     ) -> None:
         """Divide the positions p0 <= p < p1, rounding down; raises as `shift` does."""
         first, end = _check_range(p0, p1)
-        if divisor < 1:
-            msg = f"the divisor must be 1 or more, not {divisor}"
-            raise UsageError(msg)
+        divisor = arguments.whole("divisor", divisor, 1)
+        allow_shared = arguments.flag("allow_shared", allow_shared)
         context = self.context
         with context.turn:
             self.check(context)
@@ -210,7 +212,9 @@ class Sequence:
 
         Raises StateError, with nothing changed, for a state that does not fit.
         """
-        state.restore(self, saved)
+        if not isinstance(saved, bytes | bytearray | memoryview):
+            raise arguments.wrong_type("saved", saved, "the bytes that Sequence.save() returned")
+        state.restore(self, bytes(saved))
 
     def close(self) -> None:
         """Remove the tokens and give the id back; further use raises Closed."""
@@ -289,18 +293,21 @@ class Sequence:
 
 def _check_range(p0: int | None, p1: int | None) -> tuple[int, int]:
     """Return a range as llama.cpp takes it, -1 for an open end; UsageError for a wrong one."""
-    for name, value in (("p0", p0), ("p1", p1)):
-        if value is not None and value < 0:
-            msg = f"{name} must be 0 or more, or None for an open end; not {value}"
-            raise UsageError(msg)
+    p0, p1 = arguments.whole_or_none("p0", p0, 0), arguments.whole_or_none("p1", p1, 0)
     if p0 is not None and p1 is not None and p0 > p1:
-        msg = f"p0 {p0} lies behind p1 {p1}; a range is p0 <= p < p1"
+        msg = (
+            f"p0 {arguments.shown(p0)} lies behind p1 {arguments.shown(p1)}; a range is "
+            "p0 <= p < p1"
+        )
         raise UsageError(msg)
     # Whatever lies behind all positions is as good as the first that does.
     return (-1 if p0 is None else min(p0, POSITIONS), -1 if p1 is None else min(p1, POSITIONS))
 
 
-def _check_length(length: int | None) -> None:
-    if length is not None and length < 0:
-        msg = f"the number of tokens to keep must be 0 or more, not {length}"
-        raise UsageError(msg)
+def checked(value: Any, name: str = "sequence") -> Sequence:
+    """Return an argument that must be a sequence, of whatever context."""
+    return arguments.instance(name, value, Sequence, "a Sequence")
+
+
+def _length(length: int | None) -> int | None:
+    return arguments.whole_or_none("length", length, 0)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pyllamakv.binding import arguments
+from pyllamakv.errors import UsageError
 from pyllamakv.runtime.moves import Moves, find_moves
 
 if TYPE_CHECKING:
@@ -173,14 +175,16 @@ class CellMap:
 
     def has(self, sequence: int) -> NDArray[np.bool_]:
         """Return which cells a sequence uses, (n,) bool."""
-        word, bit = divmod(sequence, 64)
+        word, bit = divmod(arguments.whole("sequence", sequence, 0), 64)
         if not 0 <= word < self.seqs.shape[1]:
             return np.zeros(len(self), dtype=np.bool_)
         return np.asarray((self.seqs[:, word] & np.uint64(1 << bit)) != 0)
 
     def fits(self, n: int, contiguous: bool = True) -> bool:
         """Tell whether ``n`` more cells fit: in one hole, or anywhere."""
-        if n <= 0:
+        n = arguments.whole("n", n, 0)
+        contiguous = arguments.flag("contiguous", contiguous)
+        if n == 0:
             return True
         holes = self.holes[:, 1]
         if not holes.size:
@@ -217,6 +221,8 @@ class Snapshot:
 
         ``contiguous`` defaults to what the context said of itself, and to True where unknown.
         """
+        n = arguments.whole("n", n, 0)
+        stream = arguments.whole_or_none("stream", stream, 0)
         if contiguous is None:
             contiguous = self.contiguous is not False
         chosen = [each for each in self._main if stream is None or each.stream == stream]
@@ -225,12 +231,13 @@ class Snapshot:
     def moves_to(self, other: Snapshot) -> Moves:
         """Pair each cell here with the cell of ``other`` that holds the same tokens.
 
-        Cells are the same when position and sequences agree. Raises ValueError when the two
+        Cells are the same when position and sequences agree. Raises UsageError when the two
         snapshots are not of one shape.
         """
+        arguments.instance("other", other, Snapshot, "a Snapshot")
         if [each.seqs.shape for each in self.streams] != [e.seqs.shape for e in other.streams]:
             msg = "moves_to needs two snapshots of one context: their caches differ in size"
-            raise ValueError(msg)
+            raise UsageError(msg)
         pairs = zip(self.streams, other.streams, strict=True)
         return Moves.join([find_moves(a.pos, a.seqs, b.pos, b.seqs) for a, b in pairs])
 

@@ -6,22 +6,28 @@ what it costs in a loop of its own: plain lists, no numpy, and nothing looked up
 
 from __future__ import annotations
 
-from operator import index as whole
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from pyllamakv.binding import arguments
+from pyllamakv.binding.protocol import Status
 from pyllamakv.errors import UsageError
 from pyllamakv.runtime import decoding, sequence
 from pyllamakv.runtime.batch import as_int32
+from pyllamakv.runtime.sampler import Sampler
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.ledger import Ledger
-    from pyllamakv.runtime.sampler import Sampler
     from pyllamakv.runtime.sequence import Sequence
+
+
+#: Steps in one call of C, which needs room for the tokens of all of them.
+_STEPS = 1 << 14
+
+#: The types of the items of a list that needs no conversion.
+_WHOLE = {int}
 
 
 class Group:
@@ -34,9 +40,7 @@ class Group:
 
     def __init__(self, context: Context, sequences: list[Sequence]) -> None:
         for each in sequences:
-            if not isinstance(each, sequence.Sequence):
-                msg = f"expected sequences of this context, not {type(each).__name__}"
-                raise UsageError(msg)
+            arguments.instance("an item of sequences", each, sequence.Sequence, "a Sequence")
             each.check(context)
         #: A tuple, so that whoever has seen it knows that it is the same.
         self.ids = tuple(each.id for each in sequences)
@@ -52,26 +56,40 @@ class Group:
 
 def group(context: Context, sequences: Iterable[Sequence]) -> Group:
     """Return the group of these sequences: the last one, where they are the same."""
-    wanted, last = list(sequences), context.group
-    if last is not None and last.sequences == wanted:
-        return last
+    last = context.group
+    if type(sequences) is list:
+        wanted = sequences.copy()
+    else:
+        wanted = arguments.items("sequences", sequences, "sequences of this context")
+    try:
+        if last is not None and last.sequences == wanted:
+            return last
+    except Exception:  # what is no sequence may refuse to be compared
+        last = None
     made = context.group = Group(context, wanted)
     return made
 
 
 def check_token(context: Context, token: int) -> None:
     """Refuse a token that the vocabulary lacks."""
-    if not 0 <= token < context.n_vocab and context.guard:
-        msg = f"token {token} is out of range: this model has tokens 0..{context.n_vocab - 1}"
+    if not 0 <= token < context.n_vocab and (context.guard or abs(token) > arguments.INT32):
+        msg = (
+            f"token {arguments.shown(token)} is out of range: this model has tokens "
+            f"0..{context.n_vocab - 1}"
+        )
         raise UsageError(msg)
 
 
 def one(context: Context, sequence: Sequence, token: int) -> None:
     """Decode one token of one sequence; `Context.step` describes it."""
     with context.turn as handle:
-        if sequence.context is not context or not sequence.open:
-            sequence.check(context)
-        token = whole(token)
+        try:
+            if sequence.context is not context or not sequence.open:
+                sequence.check(context)
+        except AttributeError:
+            raise arguments.wrong_type("sequence", sequence, "a Sequence") from None
+        if type(token) is not int:
+            token = arguments.whole("token", token)
         if not 0 <= token < context.n_vocab:
             check_token(context, token)
         ledger, number, keeper = sequence.ledger, sequence.id, context.keeper
@@ -122,18 +140,18 @@ def advance(
     context: Context, sequences: Iterable[Sequence], tokens: Any, steps: int, sampler: Sampler
 ) -> list[list[int]]:
     """Decode and choose many times in one call of C; `Context.advance` describes it."""
-    if steps < 1:
-        msg = f"expected at least 1 step, not {steps}"
-        raise UsageError(msg)
+    steps = arguments.whole("steps", steps, 1, arguments.INT32)
+    arguments.instance("sampler", sampler, Sampler, "a Sampler in C (model.sampler)")
+    sampler.check_context(context)
     with context.turn as handle, sampler.life as raw:
         together = group(context, sequences)
         given, ids = _given(context, together, tokens), together.ids
         sampler.check(len(ids))
         chosen: list[list[int]] = []
-        healed = False
+        healed, cancels = False, context.cancels
         while True:
             places = _begin(context, together)
-            left = steps - len(chosen)
+            left = min(steps - len(chosen), _STEPS)
             try:
                 code, rows = context.native.run(raw, handle, given, places, ids, left, True)
             except BaseException as error:
@@ -143,7 +161,13 @@ def advance(
                 _record(context, together, row, [pos + step for pos in places])
             chosen += rows
             if not code:
-                return chosen
+                ended = len(rows) < left or any(map(context.model.is_end, rows[-1]))
+                if ended or len(chosen) == steps:
+                    return chosen
+                healed, given = False, rows[-1]
+                if context.cancels == cancels:
+                    continue
+                code = int(Status.ABORTED)
             context.epoch += 1
             context.outputs.n = 0
             # Having moved cells helps once; the next failure must have decoded something first.
@@ -154,9 +178,9 @@ def advance(
 
 
 def _given(context: Context, together: Group, tokens: Any) -> list[int]:
-    if isinstance(tokens, np.ndarray):
-        tokens = as_int32(tokens, "tokens")
-    given = list(map(whole, tokens))
+    given: list[int] = tokens
+    if type(tokens) is not list or set(map(type, tokens)) != _WHOLE:
+        given = as_int32(tokens, "tokens").tolist()
     if len(given) != len(together.ids):
         msg = f"expected one token for each of {len(together.ids)} sequences, not {len(given)}"
         raise UsageError(msg)

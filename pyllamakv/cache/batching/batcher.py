@@ -12,6 +12,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from pyllamakv.binding import arguments
 from pyllamakv.binding.protocol import SamplerParams
 from pyllamakv.cache import room
 from pyllamakv.cache.batching import feeding, request
@@ -26,6 +27,7 @@ from pyllamakv.errors import (
     UsageError,
     WorkerDied,
 )
+from pyllamakv.runtime.context import Context
 from pyllamakv.runtime.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -45,12 +47,20 @@ class Batcher:
     """
 
     def __init__(self, manager: Manager, *, n_batch: int | None = None) -> None:
+        context = getattr(manager, "context", None)
+        if not isinstance(context, Context) or not callable(getattr(manager, "acquire", None)):
+            expected = "a cache manager (PrefixCache, SlotCache, or another Manager)"
+            raise arguments.wrong_type("manager", manager, expected)
+        n_batch = arguments.whole_or_none("n_batch", n_batch)
         self.manager = manager
-        self.context = context = manager.context
+        self.context = context
         largest = context.info.n_batch
         self.n_batch = largest if n_batch is None else n_batch
         if not 1 <= self.n_batch <= largest:
-            msg = f"n_batch must be from 1 to {largest} (the context's), not {n_batch}"
+            msg = (
+                f"n_batch must be from 1 to {largest} (the context's), not "
+                f"{arguments.shown(n_batch)}"
+            )
             raise UsageError(msg)
         #: The text of tokens that were chosen before: see `Generation`.
         self.known: dict[int, str] = {}
@@ -137,6 +147,7 @@ class Batcher:
 
     def interrupt(self, generation: Generation) -> None:
         """End the decode that runs, if it is one of this generation's; from any thread."""
+        arguments.instance("generation", generation, Generation, "a Generation")
         with self._lock:
             steady = self._steady
             if steady is not None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pyllamakv.binding import arguments
 from pyllamakv.binding.protocol import Capability, SamplerParams
 from pyllamakv.cache import groups as grouping
 from pyllamakv.cache.batching import stopping
 from pyllamakv.errors import Unsupported, UsageError
 from pyllamakv.runtime.batch import as_int32
-from pyllamakv.runtime.sampler import NumpySampler, Sampler, punishes
+from pyllamakv.runtime.sampler import NumpySampler, Sampler, check_picker, punishes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -57,9 +58,9 @@ def checked(
     if wrong is not None:
         msg = f"token {wrong} is out of range: this model has tokens 0..{context.n_vocab - 1}"
         raise UsageError(msg)
-    if max_tokens is not None and max_tokens < 0:
-        msg = f"max_tokens must be 0 or more, or None; not {max_tokens}"
-        raise UsageError(msg)
+    max_tokens = arguments.whole_or_none("max_tokens", max_tokens, 0)
+    stop_at_end = arguments.flag("stop_at_end", stop_at_end)
+    check_picker(sampler)
     strings = stopping.checked(stop)
     if strings and not model.info.has_vocab:
         msg = "this model has no vocabulary: there is no text to stop at"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pyllamakv.binding import arguments
 from pyllamakv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -12,10 +13,11 @@ if TYPE_CHECKING:
 
 def checked(stop: str | Iterable[str]) -> tuple[str, ...]:
     """Return the stop strings of an argument; UsageError for an empty one, or no text."""
-    found = (stop,) if isinstance(stop, str) else tuple(stop)
+    texts = "text, or an iterable of texts"
+    found = (stop,) if isinstance(stop, str) else tuple(arguments.items("stop", stop, texts))
     for each in found:
-        if not isinstance(each, str) or not each:
-            msg = f"a stop string is text of at least one character, not {each!r}"
+        if not arguments.text("a stop string", each):
+            msg = "a stop string is text of at least one character, not ''"
             raise UsageError(msg)
     return found
 

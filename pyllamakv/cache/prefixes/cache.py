@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from pyllamakv.binding import arguments
 from pyllamakv.cache import groups as grouping
 from pyllamakv.cache.prefixes import beginning, branch_pages, checking, space
 from pyllamakv.cache.prefixes.branches import Branches
@@ -23,6 +24,7 @@ from pyllamakv.errors import (
     UsageError,
 )
 from pyllamakv.runtime.batch import as_int32
+from pyllamakv.runtime.context import Context
 from pyllamakv.runtime.decoding import outside
 
 if TYPE_CHECKING:
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pyllamakv.cache.prefixes.tree import Node
-    from pyllamakv.runtime.context import Context
 
 LOG = logging.getLogger("pyllamakv.cache")
 
@@ -53,9 +54,12 @@ class PrefixCache:
         budget: int | None = None,
         paging: str | PathLike[str] | None = None,
     ) -> None:
+        arguments.instance("context", context, Context, "a Context")
+        entries = arguments.whole_or_none("entries", entries)
+        budget = arguments.whole_or_none("budget", budget, 0)
         most = context.info.n_seq_max
         if entries is not None and not 1 <= entries <= most:
-            msg = f"entries must be 1 to {most} (n_seq_max), not {entries}"
+            msg = f"entries must be 1 to {most} (n_seq_max), not {arguments.shown(entries)}"
             raise UsageError(msg)
         self.context = context
         self.branches = Branches(context, entries or most, pager(paging))
@@ -133,6 +137,7 @@ class PrefixCache:
 
         Raises UsageError when it is not there, NotSupported where a memory's state is gone.
         """
+        arguments.text("name", name)
         key = self.key(tokens)
         self.sync()
         branches = self.branches
@@ -150,8 +155,13 @@ class PrefixCache:
 
     def unpin(self, name: str, *, missing_ok: bool = False) -> None:
         """Let a pinned beginning go when others are used more; UsageError when there is none."""
+        arguments.text("name", name)
+        missing_ok = arguments.flag("missing_ok", missing_ok)
         if name not in self.pins and not missing_ok:
-            msg = f"nothing is pinned as {name!r}; pinned are: {', '.join(self.pins) or 'none'}"
+            msg = (
+                f"nothing is pinned as {arguments.shown(name)}; pinned are: "
+                f"{', '.join(self.pins) or 'none'}"
+            )
             raise UsageError(msg)
         node = self.pins.pop(name, None)
         if node is not None:
@@ -212,6 +222,7 @@ class PrefixCache:
 
     def check_budget(self, tokens: int) -> None:
         """Raise BudgetTooSmall when so many tokens alone are more than the budget."""
+        tokens = arguments.whole("tokens", tokens, 0)
         needed = self.branches.bytes_of(tokens)
         if self.budget is not None and needed > self.budget:
             msg = (
@@ -222,6 +233,7 @@ class PrefixCache:
 
     def enforce(self, tokens: int) -> None:
         """Drop what is over the budget, were so many more tokens decoded."""
+        tokens = arguments.whole("tokens", tokens, 0)
         while self.budget is not None and self.size + self.branches.bytes_of(tokens) > self.budget:
             node = space.droppable(self)
             if node is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pyllamakv.binding import arguments
 from pyllamakv.cache import room
 from pyllamakv.cache.prefixes import space
 from pyllamakv.cache.prefixes.tree import WIDTH, pack, unpack
@@ -64,6 +65,7 @@ class PrefixLease:
         Where a memory cannot go back, states are kept on the way: where other prompts part from
         this one, before its last token, and every `STATE_EVERY` tokens.
         """
+        logits = arguments.flag("logits", logits)
         prompt = self._prompt
         for stop in [*self._stops(prompt), prompt]:
             here = len(self.ledger)
@@ -94,6 +96,8 @@ class PrefixLease:
 
         Raises KVCacheFull when it cannot, with nothing changed.
         """
+        if type(n) is not int or not 0 <= n <= arguments.INT32:
+            n = arguments.whole("n", n, 0, arguments.INT32)
         self.asked = asked = len(self.ledger.tokens) + n
         if asked > self.granted:
             self._grow(n)

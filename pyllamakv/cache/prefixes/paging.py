@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from pyllamakv.binding import arguments
 from pyllamakv.errors import PagingError
 
 _MAGIC = b"PLKPAGE1"
@@ -177,7 +178,11 @@ def pager(where: str | os.PathLike[str] | None) -> Pager | None:
     """Return what keeps pages: "memory", a folder, or None for nothing."""
     if where is None:
         return None
-    return MemoryPager() if where == "memory" else FilePager(Path(where))
+    return (
+        MemoryPager()
+        if isinstance(where, str) and where == "memory"
+        else FilePager(arguments.path("paging", where))
+    )
 
 
 def _unusable(path: Path, why: str) -> PagingError:

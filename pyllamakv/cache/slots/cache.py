@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from pyllamakv.binding import arguments
 from pyllamakv.cache import groups as grouping
 from pyllamakv.cache.room import Room
 from pyllamakv.cache.slots import choice as choosing
@@ -24,13 +25,13 @@ from pyllamakv.errors import (
     UsageError,
 )
 from pyllamakv.runtime.batch import as_int32
+from pyllamakv.runtime.context import Context
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
 
     from pyllamakv.cache.slots.choice import Policy
-    from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.ledger import Ledger
 
 _log = logging.getLogger("pyllamakv.cache")
@@ -55,20 +56,25 @@ class SlotCache:
         *,
         size: int | None = None,
     ) -> None:
+        arguments.instance("context", context, Context, "a Context")
+        n_slots = arguments.whole_or_none("n_slots", n_slots)
+        size = arguments.whole_or_none("size", size)
         n = context.info.n_seq_max if n_slots is None else n_slots
         if not 1 <= n <= context.info.n_seq_max:
             msg = (
                 f"n_slots must be from 1 to {context.info.n_seq_max} (the context's n_seq_max), "
-                f"not {n}"
+                f"not {arguments.shown(n)}"
             )
             raise UsageError(msg)
         self.context = context
         self.policy = choosing.checked(policy)
-        self.keep = keep
+        self.keep = arguments.whole("keep", keep)
         cells = context.info.n_ctx // context.partitions
         self.size = (cells if context.partitions > 1 else cells // n) if size is None else size
         if not 2 <= self.size <= cells:
-            msg = f"a slot must have from 2 to {cells} tokens here, not {self.size}"
+            msg = (
+                f"a slot must have from 2 to {cells} tokens here, not {arguments.shown(self.size)}"
+            )
             raise UsageError(msg)
         self._cells = cells
         self._counts = Counts()
@@ -100,6 +106,7 @@ class SlotCache:
         when all slots are in use; nothing was changed then.
         """
         prompt: list[int] = as_int32(tokens, "tokens").tolist()
+        keep = arguments.whole_or_none("keep", keep)
         if not prompt:
             msg = "the prompt is empty: there is nothing to evaluate"
             raise UsageError(msg)
@@ -138,6 +145,7 @@ class SlotCache:
         A prompt with groups is cut by `shifting.truncate`, which says where they are then.
         """
         prompt: list[int] = as_int32(tokens, "tokens").tolist()
+        keep = arguments.whole_or_none("keep", keep)
         return shifting.truncate(prompt, self._kept(prompt, keep), self.size)[0]
 
     def stats(self) -> SlotStats:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
-from pyllamakv.errors import UsageError
+from pyllamakv.binding import arguments
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -20,10 +20,7 @@ Policy = Literal["longest", "best"]
 
 def checked(policy: str) -> Policy:
     """Return the name of a policy, or raise UsageError."""
-    if policy not in get_args(Policy):
-        msg = f"policy must be one of {', '.join(get_args(Policy))}, not {policy!r}"
-        raise UsageError(msg)
-    return cast("Policy", policy)
+    return cast("Policy", arguments.choice("policy", policy, get_args(Policy)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from pyllamakv.binding import arguments
 from pyllamakv.cache import groups as grouping
 from pyllamakv.cache import room
 from pyllamakv.cache.slots.shifting import shift_discard
@@ -81,6 +84,8 @@ class SlotLease:
         memory cannot shift, or another sequence shares what would move: the sequence then has the
         head that stays, and the error the tokens to decode after it; `decode` does that.
         """
+        if type(n) is not int or not 0 <= n <= arguments.INT32:
+            n = arguments.whole("n", n, 0, arguments.INT32)
         if self._owed:
             left = self._owed[len(self._tokens) :]
             self._owed = []
@@ -98,13 +103,15 @@ class SlotLease:
         split no group of the prompt; when one fails those before it stay, and the next call goes on
         from there. Raises KVCacheFull where not even a defragmentation makes room.
         """
+        given: list[int] = []
+        together: tuple[Group, ...] = ()
+        if tokens is not None:
+            many = [tokens] if isinstance(tokens, int | np.integer) else tokens
+            given = as_int32(many, "tokens").tolist()
         self._repay()
         if tokens is None:
             given = self._prompt[len(self.sequence) :]
             together = self._slot.groups
-        else:
-            given = as_int32([tokens] if isinstance(tokens, int) else tokens, "tokens").tolist()
-            together = ()
         if not given:
             msg = "there is nothing to decode: no tokens"
             raise UsageError(msg)

@@ -6,19 +6,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
+from pyllamakv.binding import arguments
 from pyllamakv.harness.pictures import film
 from pyllamakv.harness.pictures.cellmap import Picture
 from pyllamakv.harness.pictures.film import Frame
 from pyllamakv.harness.pictures.screen import Screen
 from pyllamakv.harness.player import word
 from pyllamakv.harness.traces import looks
+from pyllamakv.runtime.context import Context
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from pyllamakv.binding.protocol import Native
     from pyllamakv.harness.traces.looks import Look
-    from pyllamakv.runtime.context import Context
 
 #: Calls that decode: with the context first, or behind a sampler.
 _DECODES = {"decode": "batch", "decode_one": "step", "decode_each": "batch"}
@@ -108,6 +109,12 @@ def watch(
     ``speed`` slows the run down to so many operations in a second; 0 lets it run. On anything but
     a terminal each change is printed. Raises Unsupported where the build cannot read the cells.
     """
+    arguments.instance("context", context, Context, "a Context")
+    arguments.text("title", title)
+    speed = arguments.number("speed", speed, 0.0)
+    width = arguments.whole("width", width, 1, arguments.INT32)
+    if console is not None and not callable(getattr(console, "print", None)):
+        raise arguments.wrong_type("console", console, "a console of rich, or None")
     context.kv.snapshot()
     name = title or f"{context.native.about.variant}, {context.model.path.name}"
     with Screen(name, speed=speed, width=width, console=console) as screen:

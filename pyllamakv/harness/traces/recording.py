@@ -9,17 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from pyllamakv.binding import arguments
 from pyllamakv.errors import UsageError
 from pyllamakv.harness.traces import starting, trace
 from pyllamakv.harness.traces.notes import Notes
 from pyllamakv.harness.traces.tap import Tap
+from pyllamakv.runtime.context import Context
 
 if TYPE_CHECKING:
     import os
 
     from pyllamakv.binding.protocol import Native
     from pyllamakv.errors import KvError
-    from pyllamakv.runtime.context import Context
 
 
 class Recording:
@@ -45,6 +46,7 @@ class Recording:
 
     def note(self, text: str) -> None:
         """Put a remark between the rows."""
+        arguments.text("text", text)
         now = time.perf_counter_ns()
         self._notes.rows.append(("note", (text,), now, now, None, None, None))
 
@@ -71,6 +73,9 @@ def record(
     without it, and DiskFull or ScriptError is raised at the end of the block. Raises UsageError,
     DiskFull or Unsupported before anything is recorded.
     """
+    arguments.instance("context", context, Context, "a Context")
+    path, claim = arguments.path("path", path), arguments.text("claim", claim)
+    pictures = arguments.flag("pictures", pictures)
     with context.turn:
         if _recorded(context.native):
             msg = "this context is being recorded already; end that recording first"

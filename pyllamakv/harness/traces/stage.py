@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding.protocol import ContextParams, ModelParams
-from pyllamakv.errors import WorkerDied
+from pyllamakv.errors import UsageError, WorkerDied
 from pyllamakv.harness import synthetic
 from pyllamakv.harness.player import Player
 from pyllamakv.harness.reference import Reference
@@ -78,6 +78,9 @@ def open_context(line: Line, stage: Stage) -> None:
     guard = bool(words.pop("guard", False))
     try:
         params = ContextParams(guard=guard if stage.guard is None else stage.guard, **words)
+    except (TypeError, UsageError) as error:
+        raise line.wrong(f"no context can be made of these words: {error}") from error
+    try:
         key = str(stage.file or name)
         if key not in stage.loaded:
             path = stage.file or synthetic.model(name)
