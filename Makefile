@@ -56,7 +56,8 @@ matrix: ## Judge every release, and compare with what is expected
 	@$(call own,test) && $(run) matrix $(MATRIX_ARGS)
 
 eras: ## Judge one release per era: what CI does
-	@$(call own,test) && $(run) matrix run --sample $(MATRIX_ARGS)
+	@$(call own,test) && $(run) matrix run --sample $(MATRIX_ARGS) && \
+	PYLLAMAKV_SWEEP_RELEASES=eras "$$py" -m pytest tests/test_arguments_sweep.py
 
 bench: ## Measure, and write BENCHMARKS.md
 	@$(call own,test) && $(run) bench $(BENCH_ARGS)
