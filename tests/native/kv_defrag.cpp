@@ -2,8 +2,10 @@
 // Usage: kv_defrag GROUP; exit code 0 if the group holds, else a line that says what does not.
 
 #include "check.h"
+#include "failing.h"
 #include "llama-kv-defrag.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <functional>
 #include <map>
@@ -11,21 +13,10 @@
 #include <set>
 #include <string>
 
-#include <dlfcn.h>
-#include <pthread.h>
 #include <sys/mman.h>
 
 using namespace llama_kv_defrag;
 using llama_kv_defrag::move; // not std::move
-
-// threads that were started so far
-static std::atomic<uint32_t> n_started(0);
-
-extern "C" int pthread_create(pthread_t * thread, const pthread_attr_t * attr, void * (*f)(void *), void * x) {
-    using type = int (*)(pthread_t *, const pthread_attr_t *, void * (*)(void *), void *);
-    ++n_started;
-    return ((type) dlsym(RTLD_NEXT, "pthread_create"))(thread, attr, f, x);
-}
 
 static std::mt19937 generator(20261120);
 
@@ -140,6 +131,8 @@ static void check_ordered(const std::vector<uint8_t> & used) {
         CHECK(now[i] == place[i]);
     }
 
+    CHECK(count_without_overlaps(p.moves) == without_overlaps(p.moves).size());
+
     // cut into moves that do not overlap themselves, it is still the same
     for (uint32_t i = 0; i < size; ++i) {
         now[i] = i;
@@ -201,6 +194,16 @@ static void test_plan_linear() {
     CHECK(plan_ordered(used.data(), size).moves.size() == size/2);
 }
 
+// all moves in one batch; returns the bytes that are needed beside the data
+static size_t move_data(const std::vector<layout> & layouts, const move * moves, size_t n_moves, uint32_t n_threads, size_t n_alone = 1 << 22) {
+    const bool rows = std::any_of(layouts.begin(), layouts.end(), [](const layout & l) { return l.n_rows > 1; });
+    host_moves ready(moves, n_moves, n_moves + 1, rows);
+    host_mover mover(layouts, n_threads, n_alone);
+    ready.start(moves, n_moves);
+    mover.run(ready);
+    return ready.n_scratch();
+}
+
 // the copy that needs no thought: one cell, one row, one byte at a time
 static void move_data_slowly(const layout & l, const std::vector<move> & moves) {
     for (const move & m : moves) {
@@ -245,12 +248,18 @@ static void check_data(uint32_t size, size_t cell, size_t n_rows, size_t padding
     // in batches; where no cell is source and destination any order must do, so the last one first
     const size_t n_batch = 1 + below(5);
     const size_t n = p.moves.size();
+    host_moves ready(p.moves.data(), n, n_batch, n_rows > 1);
+    host_mover mover({ { parts.data(), cell, n_rows, stride } }, 3, 0);
+    const size_t n_room = ready.n_scratch();
     for (size_t i = 0; i < n; i += n_batch) {
         const size_t end   = kept ? std::min(i + n_batch, n) : n - i;
         const size_t begin = kept ? i : end > n_batch ? end - n_batch : 0;
-        move_data({ { parts.data(), cell, n_rows, stride } }, p.moves.data() + begin, end - begin, 1);
+        ready.start(p.moves.data() + begin, end - begin);
+        mover.run(ready);
     }
     CHECK(parts == slow);
+    // the room that was made for the largest batch is enough for each of them, where they are cut alike
+    CHECK(ready.n_scratch() == n_room || (!kept && n % n_batch != 0));
 }
 
 static void test_data_rows() {
@@ -278,6 +287,41 @@ static void test_threads() {
     CHECK(threads_for(1, 0)  == 0);
     CHECK(threads_for(3, 79) == 1);
     CHECK(threads_for(3, 80) == 0); // so little is done at once
+}
+
+// each allocation and each thread fails once: the data is as it was, or it has moved, and nothing else comes of it
+static void test_faults() {
+    const std::vector<move> moves = { { 10, 0, 10 }, { 30, 10, 10 } };
+    for (const size_t n_rows : { 1, 130 }) {
+        const size_t stride = 40*4;
+        std::vector<uint8_t> before(stride*n_rows);
+        for (uint8_t & b : before) {
+            b = generator();
+        }
+        std::vector<uint8_t> after = before;
+        move_data_slowly({ after.data(), 4, n_rows, stride }, moves);
+        bool hit = true;
+        int n_failed = 0, n_moved = 0;
+        for (long at = 0; hit; ++at) {
+            std::vector<uint8_t> one = before, two = before, three = before;
+            const std::vector<layout> layouts = {
+                { one.data(), 4, n_rows, stride }, { two.data(), 4, n_rows, stride }, { three.data(), 4, n_rows, stride },
+            };
+            bool failed = false;
+            arm(at);
+            try {
+                move_data(layouts, moves.data(), moves.size(), 4, 0);
+            } catch (const std::bad_alloc &) {
+                failed = true;
+            }
+            hit = disarm();
+            for (const auto * data : { &one, &two, &three }) {
+                CHECK(*data == (failed ? before : after));
+            }
+            (failed ? n_failed : n_moved) += hit;
+        }
+        CHECK(n_failed >= 3 && n_moved >= 4); // of lists, and of threads
+    }
 }
 
 static void test_data_transposed() {
@@ -413,10 +457,16 @@ static void test_ranges() {
         }
         CHECK(want.size() == pending.size());
 
-        const auto got = remap(ranges, p.moves.data() + begin, end - begin);
+        // in two steps, which need no memory
+        auto spare = reserve_remap(ranges);
+        const size_t middle = begin + below(uint32_t(end - begin) + 1);
+        arm(0);
+        remap(ranges, spare, p.moves.data() + begin, middle - begin);
+        remap(ranges, spare, p.moves.data() + middle, end - middle);
+        CHECK(!disarm());
 
         std::set<uint32_t> cells;
-        for (const auto & range : got) {
+        for (const auto & range : ranges) {
             CHECK(range.c0 < range.c1);
             for (uint32_t c = range.c0; c < range.c1; ++c) {
                 CHECK(cells.insert(c).second);
@@ -425,8 +475,14 @@ static void test_ranges() {
         CHECK(cells == want);
     }
 
-    CHECK(remap(std::vector<some_range>(), nullptr, 0).empty());
-    CHECK(remap(std::vector<some_range>({ { 3, 5 } }), nullptr, 0).size() == 1);
+    std::vector<some_range> none, one = { { 3, 5 } };
+    auto spare = reserve_remap(none);
+    CHECK(spare.capacity() == 0);
+    remap(none, spare, nullptr, 0);
+    CHECK(none.empty());
+    spare = reserve_remap(one);
+    remap(one, spare, nullptr, 0);
+    CHECK(one.size() == 1 && one[0].c0 == 3 && one[0].c1 == 5);
 }
 
 static void test_graphs() {
@@ -519,6 +575,7 @@ int main(int argc, char ** argv) {
         { "data-transposed", test_data_transposed },
         { "data-wide",       test_data_wide       },
         { "cells",           test_cells           },
+        { "faults",          test_faults          },
         { "ranges",          test_ranges          },
         { "graphs",          test_graphs          },
         { "options",         test_options         },

@@ -1,6 +1,7 @@
 // Tests of llama-kv-defrag-ggml.h by itself: caches on hosts and devices of every ability are compared
 // byte by byte with what the moves say, and what was done for it with what was to be done.
 
+#include "failing.h"
 #include "groups.h"
 
 #include "llama-kv-defrag-ggml.h"
@@ -278,7 +279,7 @@ static void test_picks() {
         auto * where = c.where == 'h' ? ggml_backend_cpu_buffer_type() : c.where == 'd' ? &m.device : &m.remote;
         const auto tensors = one(where, c.type, c.n_embd, 64, c.trans);
         stream s(tensors, alternate(64));
-        const mover found = pick_mover(s.cells()[0], c.wanted, c.able < 0 ? nullptr : &m.how, p);
+        const mover found = pick_mover(s.cells()[0], c.wanted, c.able < 0 ? nullptr : &m.how, p, p.moves.size());
         if (found != c.expected) {
             std::printf("%s: %d, not %d\n", c.about, (int) found, (int) c.expected);
         }
@@ -310,13 +311,51 @@ static void test_worth() {
         plan p;
         p.moves  = { { 20, 2, 1 }, { 22, 4, 1 } };
         p.n_used = 2*c.worth/128;
-        CHECK(pick_mover(ct, MOVER_AUTO, &m.how, p) == MOVER_GATHER);
+        CHECK(pick_mover(ct, MOVER_AUTO, &m.how, p, 2) == MOVER_GATHER);
         p.n_used += 1;
-        CHECK(pick_mover(ct, MOVER_AUTO, &m.how, p) == MOVER_GRAPH);
-        CHECK(pick_mover(ct, MOVER_GATHER, &m.how, p) == MOVER_GATHER);
+        CHECK(pick_mover(ct, MOVER_AUTO, &m.how, p, 2) == MOVER_GRAPH);
+        CHECK(pick_mover(ct, MOVER_GATHER, &m.how, p, 2) == MOVER_GATHER);
         m.copies = false;
-        CHECK(pick_mover(ct, MOVER_AUTO, &m.how, p) == MOVER_GATHER);
+        CHECK(pick_mover(ct, MOVER_AUTO, &m.how, p, 2) == MOVER_GATHER);
     }
+}
+
+// a move that overlaps itself is many copies, and their number decides
+static void test_overlaps() {
+    const uint32_t n_cells = 3600;
+    std::vector<uint8_t> used(n_cells, 1);
+    used[7] = 0;
+    for (uint32_t i = 3592; i < n_cells; ++i) {
+        used[i] = 0;
+    }
+    const plan p = planned(used, ORDER_KEPT);
+    CHECK(p.moves.size() == 1 && p.moves[0].len == 3584 && count_without_overlaps(p.moves) == 3584);
+    for (const bool remote : { false, true }) {
+        for (const bool gathers : { false, true }) {
+            machine m(16384);
+            m.gathers = gathers;
+            const auto tensors = one(remote ? &m.remote : &m.device, GGML_TYPE_F32, 32, n_cells);
+            stream s(tensors, used);
+            options how;
+            how.order = ORDER_KEPT;
+            stats sum;
+            CHECK(carry_out(p, how, s.cells(), &m.how, 1, sum, [&](const move * moves, size_t n) { s.follow(moves, n); }) == RESULT_GRAPHS);
+            s.check(p.n_used);
+            CHECK(m.sched.n_computed[GGML_OP_CPY] == (gathers ? 0 : 3584) && m.sched.n_computed[GGML_OP_GET_ROWS] == gathers);
+            CHECK(sum.n_graphs == 1 && sum.n_moves == (gathers ? 1 : 3584));
+        }
+    }
+    // the same number of moves that do not overlap is few
+    machine m;
+    const auto tensors = one(&m.device, GGML_TYPE_F32, 4096, 256);
+    std::vector<uint8_t> far(256, 1);
+    for (uint32_t i = 3; i < 103; ++i) {
+        far[i] = 0;
+    }
+    const plan q = planned(far, ORDER_KEPT);
+    CHECK(q.moves.size() == 1 && count_without_overlaps(q.moves) == 2);
+    stream s(tensors, far);
+    CHECK(carried_out(s, q, &m, MOVER_AUTO, ORDER_KEPT).res == RESULT_GRAPHS && m.sched.n_computed[GGML_OP_CPY] == 2);
 }
 
 // graphs that computations of `n` nodes need: 12 of a tensor's part, and of numbers
@@ -352,12 +391,14 @@ static void test_moves() {
         auto & late = tensors[0]->before[0];
         late ^= 1;
         m.sched.pending.push_back([&] { tensors[0]->buf->memory[0] ^= 1; });
+        m.sched.is_clean = false;
         if (alone || p.moves.empty()) {
             ggml_backend_sched_synchronize(&m.sched);
         }
         const auto out = carried_out(s, p, alone ? nullptr : &m, wanted, kept, 1 + below(3));
         s.check(p.n_used);
         CHECK(contexts().empty() && m.sched.pending.empty() && m.sched.placed.empty());
+        CHECK(m.sched.is_clean == (m.sched.n_graphs > 0)); // what computes no graph leaves the scheduler as it is
 
         if (p.moves.empty()) {
             CHECK(out.res == RESULT_HOST && out.n_moved == 0 && out.sum.n_defrags == 0 && out.sum.n_scratch == 0);
@@ -433,15 +474,16 @@ static void test_scratch() {
     }
     const auto in_rows = one(&m.device, GGML_TYPE_F16, 4, 40, true);
     stream d(in_rows, used);
-    std::vector<uint8_t> elsewhere(8*40);
-    const layout host = { elsewhere.data(), 2, 4, 80 };
-    const int64_t beside = move_data({ host }, p.moves.data(), p.moves.size(), 1);
+    const int64_t beside = host_moves(p.moves.data(), p.moves.size(), p.moves.size(), true).n_scratch();
     CHECK(beside > 0);
     CHECK(carried_out(d, p, &m, MOVER_STAGED).sum.n_scratch == 8*40 + beside);
 
     const auto here = one(ggml_backend_cpu_buffer_type(), GGML_TYPE_F16, 4, 40, true);
     stream e(here, used);
     CHECK(carried_out(e, p, &m).sum.n_scratch == beside);
+    const auto rows_here = one(ggml_backend_cpu_buffer_type(), GGML_TYPE_F16, 4, 40);
+    stream g(rows_here, used);
+    CHECK(carried_out(g, p, &m).sum.n_scratch == 0);
     const auto copied = one(&m.device, GGML_TYPE_F16, 4, 40);
     stream f(copied, used);
     const auto out = carried_out(f, p, &m, MOVER_GRAPH);
@@ -532,6 +574,124 @@ static void test_failures() {
     }
 }
 
+// one tensor each in all memories, or in some
+static std::vector<std::unique_ptr<cache_tensor>> spread(machine & m, const std::string & where, uint32_t n_cells) {
+    std::vector<std::unique_ptr<cache_tensor>> res;
+    for (const char each : where) {
+        auto * type = each == 'h' ? ggml_backend_cpu_buffer_type() : each == 'o' ? &m.other : each == 'r' ? &m.remote : &m.device;
+        res.emplace_back(new cache_tensor(type, GGML_TYPE_F16, 4, n_cells, 1, res.size() % 2));
+    }
+    return res;
+}
+
+// Every allocation and every thread fails once. Cells and data agree: without graphs all moves are made, or none; with
+// graphs, those that were told. The process lives, and the scheduler knows nothing of what is gone.
+static void test_faults() {
+    const auto used = alternate(48);
+    const char * const places[] = { "hh", "dd", "dor", "hdohd" };
+    for (const order kept : { ORDER_FEWEST, ORDER_KEPT }) {
+        const plan p = planned(used, kept);
+        for (const mover wanted : { MOVER_AUTO, MOVER_HOST, MOVER_GATHER, MOVER_GRAPH, MOVER_STAGED }) {
+            for (const char * where : places) {
+                for (const size_t max_nodes : { 32, 4096 }) {
+                    if (max_nodes != 32 && where != places[3]) {
+                        continue;
+                    }
+                    bool hit = true;
+                    long at  = 0;
+                    int n_failed = 0;
+                    for (; hit; ++at) {
+                        machine m(max_nodes);
+                        const auto tensors = spread(m, where, 48);
+                        stream s(tensors, used);
+                        const auto cells = s.cells();
+                        options how;
+                        how.mover = wanted;
+                        how.order = kept;
+                        stats  sum;
+                        size_t n_moved = 0;
+                        arm(at);
+                        const auto res = carry_out(p, how, cells, &m.how, 3, sum, [&](const move * moves, size_t n) {
+                            const long n_seen = faults().n_seen;
+                            s.follow(moves, n);
+                            n_moved += n;
+                            CHECK(faults().n_seen == n_seen);
+                        });
+                        hit = disarm();
+                        n_failed += res == RESULT_FAILED;
+                        CHECK(hit || res != RESULT_FAILED);
+                        // the used cells hold what they did, whether they have moved or not
+                        for (uint32_t c = 0; c < s.n_cells; ++c) {
+                            for (const auto & each : tensors) {
+                                CHECK(s.free[c] || each->holds(c, s.from[c], s.n_cells));
+                            }
+                        }
+                        CHECK(sum.n_defrags == (res != RESULT_FAILED) && sum.n_cells == (res == RESULT_FAILED ? 0 : p.n_cells));
+                        if (res != RESULT_FAILED) {
+                            CHECK(sum.n_moves == (int64_t) n_moved);
+                            s.check(p.n_used);
+                        } else if (n_moved == 0 && (kept == ORDER_KEPT || sum.n_graphs == 0)) {
+                            for (const auto & each : tensors) {
+                                CHECK(each->buf->memory == each->before);
+                            }
+                        }
+                        // without copies in graphs there is but one batch
+                        CHECK(res != RESULT_FAILED || n_moved == 0 || wanted == MOVER_GRAPH);
+                        CHECK(contexts().empty() && m.sched.pending.empty() && m.sched.placed.empty());
+                    }
+                    CHECK(n_failed >= 4 && at > n_failed);
+                }
+            }
+        }
+    }
+    // so much that threads are started: where none can be, there is one less
+    for (const order kept : { ORDER_FEWEST, ORDER_KEPT }) {
+        const auto few = alternate(16);
+        const plan p = planned(few, kept);
+        uint32_t n_least = 8, n_most = 0;
+        bool hit = true;
+        for (long at = 0; hit; ++at) {
+            std::vector<std::unique_ptr<cache_tensor>> tensors;
+            for (int i = 0; i < 3; ++i) {
+                tensors.emplace_back(new cache_tensor(ggml_backend_cpu_buffer_type(), GGML_TYPE_F32, 1 << 18, 16));
+            }
+            stream s(tensors, few);
+            const auto cells = s.cells();
+            options how;
+            how.order = kept;
+            stats sum;
+            const uint32_t before = n_started;
+            arm(at);
+            const auto res = carry_out(p, how, cells, nullptr, 3, sum, [&](const move * moves, size_t n) { s.follow(moves, n); });
+            hit = disarm();
+            if (res == RESULT_FAILED) {
+                CHECK(hit && n_started == before && sum.n_defrags == 0 && tensors[0]->buf->memory == tensors[0]->before);
+            } else {
+                n_least = std::min(n_least, n_started - before);
+                n_most  = std::max(n_most, n_started - before);
+            }
+            for (uint32_t c = 0; c < 16; ++c) {
+                for (const auto & each : tensors) {
+                    CHECK(s.free[c] || each->holds(c, s.from[c], 16));
+                }
+            }
+        }
+        CHECK(n_least == 0 && n_most == 2);
+    }
+}
+
+// an exception out of a computation is a graph that failed
+static void test_throws() {
+    const auto used = alternate(48);
+    machine m;
+    m.how.compute = [](ggml_cgraph *) -> bool { throw std::bad_alloc(); };
+    const auto tensors = one(&m.device, GGML_TYPE_F16, 4, 48);
+    stream s(tensors, used);
+    const auto out = carried_out(s, planned(used), &m);
+    CHECK(out.res == RESULT_FAILED && out.n_moved == 0 && out.sum.n_graphs == 1 && tensors[0]->buf->memory == tensors[0]->before);
+    CHECK(contexts().empty() && m.sched.is_clean && m.sched.placed.empty());
+}
+
 // the moves of an ordered plan overlap: half of them can be neither resumed nor undone
 static void test_middle() {
     const auto used = alternate(48);
@@ -553,8 +713,8 @@ static void test_middle() {
 
 int main(int argc, char ** argv) {
     return run_group(argc, argv, {
-        { "cells", test_cells }, { "failures", test_failures }, { "graphs", test_graphs }, { "middle", test_middle },
-        { "moves", test_moves }, { "picks", test_picks }, { "scratch", test_scratch }, { "slices", test_slices },
-        { "worth", test_worth },
+        { "cells", test_cells }, { "failures", test_failures }, { "faults", test_faults }, { "graphs", test_graphs },
+        { "middle", test_middle }, { "moves", test_moves }, { "overlaps", test_overlaps }, { "picks", test_picks },
+        { "scratch", test_scratch }, { "slices", test_slices }, { "throws", test_throws }, { "worth", test_worth },
     });
 }

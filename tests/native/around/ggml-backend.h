@@ -36,6 +36,8 @@ struct ggml_backend_sched {
     int n_graphs = 0;
 
     bool is_clean = true; // nothing is known of earlier graphs
+    size_t n_room = 0;    // bytes for what is computed, of all graphs so far the most
+    std::set<const ggml_tensor *>                     known; // of the graph that is or may still be computed
     std::map<const ggml_tensor *, ggml_backend_t>     placed;
     std::vector<std::unique_ptr<ggml_backend_buffer>> scratch;
     std::vector<std::function<void()>>                pending;
@@ -67,7 +69,25 @@ struct ggml_backend_sched {
         }
     }
 
+    // makes room for a graph, which has been placed; false if there is no memory for it
+    bool split(ggml_cgraph * gf) {
+        GGML_ASSERT(is_clean && !gf->is_split);
+        gf->is_split = true;
+        size_t n_bytes = 0;
+        for (const auto * list : { &gf->leafs, &gf->nodes }) {
+            for (const auto * t : *list) {
+                n_bytes += t->view_src || t->data ? 0 : ggml_nbytes(t);
+            }
+        }
+        if (n_bytes > n_room && fault()) {
+            return false;
+        }
+        n_room = std::max(n_room, n_bytes);
+        return true;
+    }
+
     bool compute(ggml_cgraph * gf) {
+        const exempt ours;
         for (const auto * t : gf->nodes) {
             n_computed[t->op]++;
             pending.push_back([=] { compute_node(t); });
@@ -92,18 +112,21 @@ inline ggml_backend_t ggml_backend_sched_get_backend(ggml_backend_sched_t sched,
 }
 
 inline void ggml_backend_sched_set_tensor_backend(ggml_backend_sched_t sched, ggml_tensor * t, ggml_backend_t backend) {
+    const exempt ours;
     GGML_ASSERT(sched->is_clean);
     schedulers().insert(sched);
     sched->placed[t] = backend;
 }
 
 inline void ggml_backend_sched_synchronize(ggml_backend_sched_t sched) {
+    const exempt ours;
     for (const auto & work : sched->pending) {
         work();
     }
     sched->pending.clear();
     if (sched->is_clean) {
         sched->scratch.clear();
+        sched->known.clear();
     }
 }
 
@@ -113,12 +136,25 @@ inline void ggml_backend_sched_reset(ggml_backend_sched_t sched) {
     sched->is_clean = true;
     if (sched->pending.empty()) {
         sched->scratch.clear();
+        sched->known.clear();
     }
 }
 
+// the graph is changed by it and cannot be computed; what is allocated next needs no more memory than this
+inline bool ggml_backend_sched_reserve(ggml_backend_sched_t sched, ggml_cgraph * gf) {
+    if (sched->n_until_full == 0 || !sched->split(gf)) {
+        return false;
+    }
+    ggml_backend_sched_reset(sched);
+    return true;
+}
+
 inline bool ggml_backend_sched_alloc_graph(ggml_backend_sched_t sched, ggml_cgraph * gf) {
+    if (!sched->split(gf)) {
+        return false;
+    }
+    const exempt ours;
     schedulers().insert(sched);
-    GGML_ASSERT(sched->is_clean);
     if (sched->n_until_full >= 0 && sched->n_until_full-- == 0) {
         sched->n_until_full = 0;
         return false;
@@ -130,6 +166,7 @@ inline bool ggml_backend_sched_alloc_graph(ggml_backend_sched_t sched, ggml_cgra
                 memories.insert(t->buffer->type); // of a cache
             }
             sched->give_memory(t);
+            sched->known.insert(t);
         }
     }
     GGML_ASSERT(memories.size() <= 1);
@@ -147,7 +184,7 @@ inline bool ggml_backend_sched_alloc_graph(ggml_backend_sched_t sched, ggml_cgra
 
 inline void forget_nothing_of(const ggml_context * ctx) {
     for (const auto * sched : schedulers()) {
-        GGML_ASSERT(sched->pending.empty() && sched->is_clean);
+        GGML_ASSERT(std::none_of(sched->known.begin(), sched->known.end(), [=](const ggml_tensor * t) { return is_of(ctx, t); }));
         for (const auto & each : sched->placed) {
             GGML_ASSERT(!is_of(ctx, each.first));
         }

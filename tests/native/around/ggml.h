@@ -2,6 +2,8 @@
 // ggml lays down for each are checked here, whether this release of it checks them or not.
 #pragma once
 
+#include "faults.h"
+
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -47,6 +49,7 @@ struct ggml_cgraph {
     std::vector<ggml_tensor *> nodes;
     std::vector<ggml_tensor *> leafs;
     size_t                     size;
+    bool                       is_split; // a scheduler has changed it
 };
 
 struct ggml_context {
@@ -131,6 +134,10 @@ inline std::vector<ggml_context *> & contexts() {
 
 inline ggml_context * ggml_init(ggml_init_params params) {
     GGML_ASSERT(!params.mem_buffer && params.no_alloc);
+    if (fault()) {
+        return nullptr;
+    }
+    const exempt ours;
     contexts().push_back(new ggml_context{ nullptr, params.mem_size, {}, {} });
     return contexts().back();
 }
@@ -154,6 +161,7 @@ inline void take_room(ggml_context * ctx, size_t bytes) {
 }
 
 inline ggml_tensor * add_tensor(ggml_context * ctx, const ggml_tensor & t) {
+    const exempt ours;
     take_room(ctx, ggml_tensor_overhead());
     ctx->tensors.push_back(t);
     return &ctx->tensors.back();
@@ -247,8 +255,9 @@ inline ggml_tensor * ggml_set_rows(ggml_context * ctx, ggml_tensor * a, ggml_ten
 //
 
 inline ggml_cgraph * ggml_new_graph_custom(ggml_context * ctx, size_t size, bool) {
+    const exempt ours;
     take_room(ctx, ggml_graph_overhead_custom(size, false));
-    ctx->graphs.push_back({ {}, {}, size });
+    ctx->graphs.push_back({ {}, {}, size, false });
     return &ctx->graphs.back();
 }
 
@@ -262,6 +271,7 @@ inline void check_view(const ggml_tensor * t) {
 }
 
 inline void ggml_build_forward_expand(ggml_cgraph * gf, ggml_tensor * t) {
+    const exempt ours;
     const auto known = [=](const std::vector<ggml_tensor *> & list) { return std::find(list.begin(), list.end(), t) != list.end(); };
     if (known(gf->nodes) || known(gf->leafs)) {
         return;
