@@ -1,0 +1,106 @@
+"""Files that earlier code wrote are still read: their content, not only their head."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import formats
+import numpy as np
+import pytest
+
+import pyllamakv as kv
+from pyllamakv.building.variant import Variant
+from pyllamakv.errors import KVFileError, StateError
+from pyllamakv.harness import synthetic
+from pyllamakv.source import lock
+
+#: Flash attention is off: the same tokens in the same cells give the same bits.
+TOLERANCE = 1e-5
+
+
+def expected(model, number: int) -> np.ndarray:
+    """Return the logits after the same tokens in a fresh context."""
+    with model.context(**formats.SHAPE) as context:
+        return formats.logits_after(context, formats.fill(context)[number])
+
+
+def test_every_kind_of_file_is_kept() -> None:
+    """A kind that is added is added here as well."""
+    names = {path.name for path in formats.FOLDER.iterdir()}
+    assert names == {"lock.toml", "trace.jsonl", "sequence.save", "cache.kv"}
+
+
+def test_the_lock_is_read() -> None:
+    """All twenty releases, each with what pins it."""
+    releases = lock.load(formats.FOLDER / "lock.toml")
+    assert len(releases) == 20
+    assert all(len(one.commit) == len(one.tree) == 40 for one in releases)
+    assert {one.kind for one in releases} == {"sdist", "npm"}
+
+
+@pytest.mark.native
+def test_a_saved_sequence_is_restored(patched: Variant) -> None:
+    """Its tokens, and its state to the logits of the next token."""
+    saved = (formats.FOLDER / "sequence.save").read_bytes()
+    with kv.open(patched.folder) as lib, lib.load_model(synthetic.tiny()) as model:
+        with model.context(**formats.SHAPE) as context:
+            sequence = context.sequence(1)
+            sequence.restore(saved)
+            assert list(sequence.tokens) == formats.TOKENS[0]
+            found = formats.logits_after(context, sequence)
+        assert np.abs(found - expected(model, 0)).max() < TOLERANCE
+
+
+@pytest.mark.native
+def test_a_saved_sequence_of_another_shape_is_refused(patched: Variant) -> None:
+    """The error names what differs, and the sequence stays as it was."""
+    saved = (formats.FOLDER / "sequence.save").read_bytes()
+    with kv.open(patched.folder) as lib, lib.load_model(synthetic.tiny()) as model:
+        with model.context(**formats.SHAPE, type_k="q8_0") as context:
+            sequence = context.sequence(0)
+            with pytest.raises(StateError, match="type_k"):
+                sequence.restore(saved)
+            assert len(sequence) == 0
+
+
+@pytest.mark.native
+def test_a_kept_cache_goes_on(patched: Variant, tmp_path: Path) -> None:
+    """Tokens and cells of both sequences, and logits of the next token of each."""
+    kept = tmp_path / "cache.kv"
+    shutil.copyfile(formats.FOLDER / "cache.kv", kept)
+    with kv.open(patched.folder) as lib, lib.load_model(synthetic.tiny()) as model:
+        with model.context(**formats.SHAPE, kv_backing=kept, kv_keep=True) as context:
+            for number, tokens in formats.TOKENS.items():
+                sequence = context.sequence(number)
+                assert list(sequence.tokens) == tokens
+                found = formats.logits_after(context, sequence)
+                assert np.abs(found - expected(model, number)).max() < TOLERANCE
+
+
+@pytest.mark.native
+def test_a_kept_cache_of_another_format_is_refused(patched: Variant, tmp_path: Path) -> None:
+    """A changed version in its head is a typed error, not tokens of nobody."""
+    kept = tmp_path / "cache.kv"
+    data = bytearray((formats.FOLDER / "cache.kv").read_bytes())
+    data[8] ^= 0x7F
+    kept.write_bytes(data)
+    with kv.open(patched.folder) as lib, lib.load_model(synthetic.tiny()) as model:
+        with pytest.raises(KVFileError):
+            model.context(**formats.SHAPE, kv_backing=kept, kv_keep=True)
+
+
+@pytest.mark.native
+def test_a_trace_is_replayed(patched: Variant) -> None:
+    """On the build of today every row comes out as it was recorded."""
+    trace = formats.FOLDER / "trace.jsonl"
+    command = [sys.executable, "-m", "pyllamakv.cli.main", "replay", str(trace)]
+    done = subprocess.run(
+        [*command, "--variants", f"{patched.manifest.release}+patched"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
