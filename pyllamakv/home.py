@@ -33,24 +33,15 @@ def home() -> Path:
 
 def data(name: str) -> Path:
     """Return the path of shipped data: ``patches`` or ``vendor/upstream.lock.toml``."""
-    if name == "patches":
-        return _sources() / name
     root = checkout()
     return _PACKAGE / "data" / name if root is None else root / name
 
 
 def shim() -> Path:
     """Return the folder of the shim: ``plk.h``, its sources, and what CMake makes of them."""
-    return _sources() / "pyllamakv" / "native"
+    return _PACKAGE / "native"
 
 
 def programs(folder: str) -> Path:
     """Return the folder of the C sources that a part, as ``trust/faults``, compiles for itself."""
-    return _sources() / "pyllamakv" / folder / "native"
-
-
-def _sources() -> Path:
-    """Return a folder in which patches and C sources lie as in a checkout."""
-    from pyllamakv import shipped
-
-    return checkout() or shipped.unpacked(_PACKAGE / "data" / "sources.tar.xz", home())
+    return _PACKAGE / folder / "native"

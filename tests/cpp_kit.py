@@ -1,4 +1,4 @@
-"""Help the tests that compile C++: headers that patches add by themselves, under sanitizers."""
+"""Help the tests that compile C++: shared files by themselves, under sanitizers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pyllamakv.patching import hunks
-
 ROOT = Path(__file__).resolve().parent.parent
+SHARED = ROOT / "patches" / "shared"
 STRICT = ("-std=c++11", "-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Werror")
 
 _SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
@@ -21,7 +20,7 @@ Done = subprocess.CompletedProcess[str]
 
 @dataclass(frozen=True)
 class Header:
-    """Name a header as a patch of 0.3.9 adds it, and the program that tests it.
+    """Name a shared file, the patch that adds it, and the program that tests it.
 
     ``places`` says that each group of its tests wants a folder as well; ``needs`` are the other
     headers of the patch that it includes.
@@ -35,9 +34,7 @@ class Header:
 
     def text(self, name: str = "") -> str:
         """Return the header, or another one of the patch."""
-        path = ROOT / "patches" / self.patch / "0.3.9" / f"{self.patch}.patch"
-        (hunk,) = hunks.read(path).file(f"src/{name or self.name}").hunks
-        return "".join(added.rstrip(b"\n").decode() + "\n" for added in hunk.added)
+        return (SHARED / "src" / (name or self.name)).read_text(encoding="utf-8")
 
     def compile(
         self, folder: Path, *flags: str, source: Path | None = None, text: str | None = None

@@ -45,9 +45,8 @@ def write(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(ROOT / "vendor" / "upstream.lock.toml", folder / "lock.toml")
     with kv.open("0.3.9+patched") as lib, lib.load_model(synthetic.tiny()) as model:
-        with model.context(**SHAPE) as context:
-            with kv.record(context, folder / "trace.jsonl"):
-                fill(context)[0].remove()
+        with model.context(**SHAPE) as context, kv.record(context, folder / "trace.jsonl"):
+            fill(context)[0].remove()
         with model.context(**SHAPE) as context:
             sequence = context.sequence(0)
             context.decode(sequence.feed(TOKENS[0]))

@@ -7,15 +7,14 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyllamakv.patching import export, header
-from pyllamakv.patching.definition import Definition, PatchText
-from pyllamakv.patching.hunks import Patch
+from pyllamakv.patching import hunks, series, shared_files
 from pyllamakv.source import gitting
 from pyllamakv.source.releases import Release
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from pyllamakv.patching.definition import PatchText
     from pyllamakv.source.store import Store
 
 Files = dict[str, bytes]
@@ -108,10 +107,9 @@ upstream = "not submitted"
 releases = "{releases}"
 requires = {requires}
 scenarios = ["some-scenario"]
-logic = {logic}
-"""
+{shared}"""
 TEXT = """
-[[text]]
+[[port]]
 base = "{base}"
 era = "unified"
 markers = [{{ file = "{file}", has = "{has}" }}]
@@ -142,27 +140,26 @@ class Bench:
         *,
         requires: tuple[str, ...] = (),
         releases: str = "",
-        logic: tuple[str, ...] = (),
+        shared: tuple[str, ...] = (),
         marker: tuple[str, str] = ("src/a.cpp", "line 1"),
     ) -> None:
-        """Write a patch: for each base the files before and after; the header is generated."""
+        """Write a patch: for each base the files before and after.
+
+        The files that ``shared`` names are kept once; each base has to end with the same of them.
+        """
         place = self.folder / id
         place.mkdir()
         listed = f"{list(requires)}".replace("'", '"')
-        kept = f"{list(logic)}".replace("'", '"')
-        toml = TOML.format(id=id, releases=releases, requires=listed, logic=kept)
+        kept = f"shared = {list(shared)}\n".replace("'", '"') if shared else ""
+        toml = TOML.format(id=id, releases=releases, requires=listed, shared=kept)
         for base in texts:
             toml += TEXT.format(base=base, file=marker[0], has=marker[1])
         (place / "patch.toml").write_text(toml, encoding="utf-8")
-        shape = Definition(
-            id, f"Do what {id} does", f"Because {id} is needed.", "own work", "not submitted",
-            releases, requires, ("some-scenario",),
-        )  # fmt: skip
         for base, (old, new) in texts.items():
-            text = PatchText(id, Patch(b"", ()), base, requires=requires)
-            (place / base).mkdir()
-            data = header.write(shape, text) + diff(old, new)
-            (place / base / f"{id}.patch").write_bytes(data)
+            patch = hunks.parse(diff(old, new))
+            data, contents = shared_files.separate(patch, shared)
+            (place / f"{base}.patch").write_bytes(data)
+            fill(self.folder / shared_files.FOLDER, contents)
         self.order.append(id)
         listed = "".join(f'  "{name}",\n' for name in self.order)
         (self.folder / "series.toml").write_text(
@@ -170,8 +167,13 @@ class Bench:
         )
 
     def file(self, id: str, base: str) -> Path:
-        """Return the file of a text."""
-        return self.folder / id / base / f"{id}.patch"
+        """Return the file of a port's hooks."""
+        return self.folder / id / f"{base}.patch"
 
+    def text(self, id: str, base: str) -> PatchText:
+        """Return a port as it is composed of message, hooks and shared files."""
+        return series.load(self.folder).definition(id).text(base)
 
-assert export.FLAGS  # the kit writes files of the shape that export writes
+    def mail(self, id: str, base: str) -> bytes:
+        """Return a port as one whole patch."""
+        return self.text(id, base).patch.data

@@ -90,7 +90,7 @@ def test_nothing_changes_after_a_failure(bench: Bench) -> None:
 @pytest.mark.parametrize("number", [1, 2])
 def test_dropping_each_hunk_changes_the_tree(bench: Bench, number: int) -> None:
     """A text without one hunk makes another tree, and exactly that change is missing."""
-    text = PatchText.from_file(bench.file("one", "0.3.1"))
+    text = bench.text("one", "0.3.1")
     crippled = run(bench, [text.without("src/a.cpp", number)])
     assert crippled.patches == ("one",)
     left = numbered(60, l40="y") if number == 1 else numbered(60, l10="x")
@@ -100,7 +100,7 @@ def test_dropping_each_hunk_changes_the_tree(bench: Bench, number: int) -> None:
 
 def test_author_and_message_are_kept(bench: Bench) -> None:
     """A foreign patch keeps its author, date and message; the committer is fixed."""
-    data = bench.file("one", "0.3.1").read_bytes()
+    data = bench.mail("one", "0.3.1")
     mail = data[: data.index(b"diff --git")]
     own = (
         b"From 0123456789012345678901234567890123456789 Mon Sep 17 00:00:00 2001\n"

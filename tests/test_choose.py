@@ -131,7 +131,9 @@ def test_foreign_files_and_texts(bench: Bench, tmp_path: Path) -> None:
     file.write_bytes(diff(OLD, patched(OLD, b=numbered(20, l2="mine"))))
     found = plan(bench, "0.3.1", ["three", str(file)])
     assert [text.id for text in found.texts] == ["three", "my-fix"]
-    crippled = PatchText.from_file(bench.file("two", "0.3.1"))
+    whole = tmp_path / "whole.patch"
+    whole.write_bytes(bench.mail("two", "0.3.1"))
+    crippled = PatchText.from_file(whole)
     assert (crippled.id, crippled.base, crippled.requires) == ("two", "0.3.1", ("one",))
     assert [text.id for text in plan(bench, "0.3.1", [crippled]).texts] == ["one", "two"]
 

@@ -85,10 +85,10 @@ def test_export(bench: Bench, capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert call(bench, capsys, "export", "--check")[0] == 0
     file = bench.file("one", "0.3.1")
     data = file.read_bytes()
-    file.write_bytes(data.replace(b"Because", b"As"))
+    file.write_bytes(data.replace(b"@@ -7,7 +7,7 @@", b"@@ -6,7 +6,7 @@"))
     code, out, _ = call(bench, capsys, "export", "--check", "--json")
     assert code == 1
-    assert [row["kind"] for row in json.loads(out)] == ["header", "same"]
+    assert [row["kind"] for row in json.loads(out)] == ["positions", "same"]
     assert call(bench, capsys, "export", "one")[0] == 0
     assert file.read_bytes() == data
     fill(tmp_path / "tree", TWO | {"src/b.cpp": b"other\n"})

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from patching_kit import diff
 
 from pyllamakv import home
-from pyllamakv.patching import compare, hunks
+from pyllamakv.patching import compare, hunks, series
 from pyllamakv.patching.definition import PatchText
 
 RETRY = b"""\
@@ -94,8 +94,7 @@ def test_nothing_is_lost_against_itself(lines: list[bytes]) -> None:
 
 def test_the_shipped_patch_without_any_one_hunk() -> None:
     """Each hunk of the shipped patch that adds code is missed when it is taken out."""
-    folder = home.data("patches") / "full-defrag"
-    text = PatchText.from_file(folder / "0.3.9" / "full-defrag.patch")
+    text = series.load(home.data("patches")).definition("full-defrag").text("0.3.9")
     for file in text.patch.files:
         for number, hunk in enumerate(file.hunks, 1):
             if not any(b"(" in line for line in hunk.added) or len(hunk.added) < 6:

@@ -60,14 +60,27 @@ def test_releases(spec: str, name: str, wanted: bool) -> None:
 
 
 def test_load(tmp_path: Path) -> None:
-    """All fields arrive, and the texts with them."""
+    """All fields arrive, and the ports with them, composed of hooks and shared files."""
     bench = Bench(open_store(tmp_path / "store.git"), tmp_path / "patches")
-    bench.add_patch("one", {"0.3.1": (OLD, NEW)}, releases="<1", logic=("src/x.h",))
+    with_shared = NEW | {"src/x.h": b"// x\n"}
+    bench.add_patch("one", {"0.3.1": (OLD, with_shared)}, releases="<1", shared=("src/x.h",))
     found = definition.load(bench.folder / "one")
-    assert (found.title, found.releases, found.logic) == ("Do what one does", "<1", ("src/x.h",))
+    assert (found.title, found.releases, found.shared) == ("Do what one does", "<1", ("src/x.h",))
+    assert found.text("0.3.1").patch.paths == ("src/a.cpp", "src/x.h")
     assert found.text("0.3.1").markers == (Marker("src/a.cpp", has=("line 1",)),)
     with pytest.raises(PatchFormatError, match=r"0\.3\.1"):
         found.text("0.3.2")
+
+
+def test_hooks_leave_shared_files_alone(tmp_path: Path) -> None:
+    """Hooks that change a shared file are refused, with the file to change instead."""
+    bench = Bench(open_store(tmp_path / "store.git"), tmp_path / "patches")
+    bench.add_patch("one", {"0.3.1": (OLD, NEW | {"src/x.h": b"// x\n"})}, shared=("src/x.h",))
+    file = bench.file("one", "0.3.1")
+    file.write_bytes(file.read_bytes() + diff({"src/x.h": b"// x\n"}, {"src/x.h": b"// y\n"}))
+    with pytest.raises(PatchFormatError, match=r"change shared/src/x\.h instead") as caught:
+        definition.load(bench.folder / "one")
+    assert caught.value.path == str(file)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +91,7 @@ def test_load(tmp_path: Path) -> None:
         ('has = "line 1"', 'had = "line 1"', "unknown key 'had'"),
         ('title = "Do', 'title = "" # "Do', "must be a text"),
         ('scenarios = ["some-scenario"]', "scenarios = []", "must not be empty"),
-        ("[[text]]", "[text]", "list of tables"),
+        ("[[port]]", "[port]", "list of tables"),
         ("schema = 1", "schema = ", "patch.toml"),
         pytest.param("schema = 1", "schema = " + "9" * 5000, "patch.toml", id="digits"),
         pytest.param("schema = 1", "a" + ".a" * 101 + " = 1", "more than 100 dots", id="dots"),

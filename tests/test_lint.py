@@ -16,16 +16,17 @@ if TYPE_CHECKING:
 
 OLD = {"src/a.cpp": numbered(60)}
 OTHER = {"src/a.cpp": b"+\n" + numbered(60)}
-LOGIC = {"src/logic.h": b"// logic\n"}
-ONE = OLD | {"src/a.cpp": numbered(60, l10="x")} | LOGIC
+SHARED = {"src/shared.h": b"// shared\n"}
+ONE = OLD | {"src/a.cpp": numbered(60, l10="x"), "src/own.h": b"// own\n"} | SHARED
 
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
-    """Return a patch with two texts that share a file of logic."""
+    """Return a patch with two ports that add a shared file."""
     bench = Bench(open_store(tmp_path / "store.git"), tmp_path / "patches")
-    texts = {"0.3.1": (OLD, ONE), "0.3.2": (OTHER, OTHER | LOGIC)}
-    bench.add_patch("one", texts, logic=("src/logic.h",))
+    two = {"src/a.cpp": b"+\n" + numbered(60, l10="y")}
+    ports = {"0.3.1": (OLD, ONE), "0.3.2": (OTHER, two | SHARED)}
+    bench.add_patch("one", ports, shared=("src/shared.h",))
     return bench
 
 
@@ -40,20 +41,26 @@ def test_a_clean_series_has_no_finding(bench: Bench) -> None:
     lint.check(bench.folder)
 
 
-FILE = "one/0.3.1/one.patch"
+FILE = "one/0.3.1.patch"
+SHARED_FILE = "shared/src/shared.h"
 TOML = "one/patch.toml"
 
 
 @pytest.mark.parametrize(
     ("path", "old", "new", "expected"),
     [
-        (FILE, b"Because one", b"As one", (FILE, "header")),
+        (FILE, b"diff --git a/src/a", b"As one.\ndiff --git a/src/a", (FILE, "format")),
+        (FILE, b"+// own\n", b"+// own\n-- \n2.39\n", (FILE, "format")),
         (FILE, b"+x\n", b"+x \n", (FILE, "blanks")),
         (FILE, b"+x\n", b"+x\r\n", (FILE, "line-ends")),
-        (FILE, b"+// logic", b"+// other", ("one/0.3.2/one.patch", "logic")),
-        (FILE, b"+// logic\n", b"+// logic\n-- \n2.39\n", (FILE, "trailer")),
-        (FILE, b"+++ b/src/logic.h", b"+++ b/docs/logic.h", (FILE, "path")),
-        (FILE, b"+// logic\n", b"+// logic\n\\ No newline at end of file\n", (FILE, "last-line")),
+        (FILE, b"+++ b/src/own.h", b"+++ b/docs/own.h", (FILE, "path")),
+        (FILE, b"+// own\n", b"+// own\n\\ No newline at end of file\n", (FILE, "last-line")),
+        (SHARED_FILE, b"// shared\n", b"// shared \n", (SHARED_FILE, "blanks")),
+        (SHARED_FILE, b"// shared\n", b"// shared\r\n", (SHARED_FILE, "line-ends")),
+        (SHARED_FILE, b"// shared\n", b"// shared", (SHARED_FILE, "format")),
+        (TOML, b'["src/shared.h"]', b'["src/gone.h"]', ("shared/src/gone.h", "format")),
+        (TOML, b'["src/shared.h"]', b'["../shared.h"]', (".", "format")),
+        (TOML, b'shared = ["src/shared.h"]', b"", (SHARED_FILE, "shared")),
         (TOML, b"Do what", b"Do \xc3\xa4hnlich", (TOML, "title")),
         (TOML, b"Because", b"Because it is a very long line that goes on and on and on and on " * 2,
          (TOML, "why")),
@@ -82,12 +89,18 @@ def test_each_fault_is_found(
 
 
 def test_series_and_files_agree_both_ways(bench: Bench) -> None:
-    """A folder outside the order and a file outside the texts are both found."""
+    """A folder outside the order, and files that no port and no patch names, are found."""
     (bench.folder / "empty").mkdir()  # git would not even keep it
     (bench.folder / "stray").mkdir()
     (bench.folder / "stray" / "patch.toml").write_text("")
-    (bench.folder / "one" / "0.3.1" / "old.patch").write_text("x")
-    assert rules(bench) == [("one/0.3.1/old.patch", "series"), ("stray", "series")]
+    (bench.folder / "one" / "old.patch").write_text("x")
+    (bench.folder / "shared" / "notes").write_text("x\n")
+    assert rules(bench) == [
+        ("one/old.patch", "series"),
+        ("shared/notes", "path"),
+        ("shared/notes", "shared"),
+        ("stray", "series"),
+    ]
 
 
 def test_rename_is_found(bench: Bench) -> None:

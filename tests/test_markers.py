@@ -32,7 +32,7 @@ def test_table() -> None:
     """The table is TOML that says the same, quotes and backslashes included."""
     patch = hunks.parse(diff(OLD, NEW))
     found = markers.propose(patch, MemoryTree(OLD))
-    (text,) = tomllib.loads(markers.table("0.3.9", "unified", ["one"], found))["text"]
+    (text,) = tomllib.loads(markers.table("0.3.9", "unified", ["one"], found))["port"]
     assert (text["base"], text["era"], text["requires"]) == ("0.3.9", "unified", ["one"])
     assert text["markers"][1] == {"file": "b.h", "exists": False}
     assert text["markers"][0]["has"].encode() in OLD["a.cpp"]

@@ -1,4 +1,4 @@
-"""Patch files come out of their commits as they are."""
+"""Ports come out of their commits as they are: hooks and shared files, each in its file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from patching_kit import Bench, fill, numbered
 
-from pyllamakv.errors import UnknownRelease, UsageError
+from pyllamakv.errors import PatchFormatError, UnknownRelease, UsageError
 from pyllamakv.patching import apply, export, series
 from pyllamakv.source import fetch, releases
 from pyllamakv.source.store import open_store
@@ -44,9 +44,7 @@ def test_round_trip(bench: Bench) -> None:
     patched = apply.apply(
         bench.releases["0.3.1"], ["two"], series=series.load(bench.folder), store=bench.store
     )
-    assert (
-        export.format_patch(bench.store, patched.commit) == bench.file("two", "0.3.1").read_bytes()
-    )
+    assert export.format_patch(bench.store, patched.commit) == bench.mail("two", "0.3.1")
 
 
 def test_a_base_without_a_lock_is_fetched(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +61,6 @@ def test_a_base_without_a_lock_is_fetched(bench: Bench, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("old", "new", "kind"),
     [
-        (b"Because one", b"As one", "header"),
         (b"@@ -7,7 +7,7 @@", b"@@ -6,7 +6,7 @@", "positions"),
         (b"@@ -7,7 +7,7 @@ line 6", b"@@ -7,7 +7,7 @@ line 5", "positions"),
         (b"-line 10", b"-line 11", "failed"),
@@ -79,10 +76,10 @@ def test_any_other_byte_is_told(bench: Bench, old: bytes, new: bytes, kind: str)
 
 
 def test_writing_mends_the_file(bench: Bench) -> None:
-    """Writing gives the header and the positions that belong there; a second time, nothing."""
+    """Writing gives the positions that belong there; a second time, nothing."""
     file = bench.file("one", "0.3.1")
     data = file.read_bytes()
-    file.write_bytes(data.replace(b"Because one", b"As one").replace(b"@@ -7,7", b"@@ -6,7"))
+    file.write_bytes(data.replace(b"@@ -7,7", b"@@ -6,7"))
     loaded = series.load(bench.folder)
     assert export.write(loaded, export.chosen(loaded), store=bench.store) == (file,)
     assert file.read_bytes() == data
@@ -116,7 +113,7 @@ def test_a_folder_without_change_is_refused(bench: Bench, tmp_path: Path) -> Non
 def test_nothing_is_written_when_one_fails(bench: Bench) -> None:
     """Two texts are written, or none."""
     one, two = bench.file("one", "0.3.1"), bench.file("two", "0.3.1")
-    one.write_bytes(one.read_bytes().replace(b"Because one", b"As one"))
+    one.write_bytes(one.read_bytes().replace(b"@@ -7,7", b"@@ -6,7"))
     two.write_bytes(two.read_bytes().replace(b"-line 2", b"-line 9"))
     before = one.read_bytes()
     loaded = series.load(bench.folder)
@@ -129,3 +126,41 @@ def test_unknown_base_is_refused(bench: Bench) -> None:
     """A base without a text is a usage error."""
     with pytest.raises(UsageError, match=r"0\.9"):
         export.chosen(series.load(bench.folder), [], "0.9")
+
+
+def test_shared_files_are_written_once(bench: Bench, tmp_path: Path) -> None:
+    """An export from a folder puts a changed shared file into its one place, for every port."""
+    shared = {"src/shared.h": b"// shared\n"}
+    other = OLD | {"src/a.cpp": b"other\n" + numbered(60)}
+    bench.add_release("0.3.2", other, "2025-02-01")
+    ports = {
+        "0.3.1": (OLD, ONE | shared),
+        "0.3.2": (other, other | shared | {"src/b.cpp": numbered(20, l3="w")}),
+    }
+    bench.add_patch("three", ports, shared=("src/shared.h",))
+    file = bench.folder / "shared" / "src" / "shared.h"
+    assert file.read_bytes() == b"// shared\n"
+    assert check(bench)[2:] == [("three", "same"), ("three", "same")]
+    before = [bench.file("three", base).read_bytes() for base in ports]
+    fill(tmp_path / "tree", ONE | {"src/shared.h": b"// changed\n"})
+    loaded = series.load(bench.folder)
+    pairs = export.chosen(loaded, ["three"], "0.3.1")
+    assert export.write(loaded, pairs, tmp_path / "tree", store=bench.store) == (file,)
+    assert file.read_bytes() == b"// changed\n"
+    assert [bench.file("three", base).read_bytes() for base in ports] == before
+    for base in ports:
+        assert b"+// changed\n" in bench.mail("three", base)
+    assert check(bench)[2:] == [("three", "same"), ("three", "same")]
+
+
+def test_a_folder_without_a_shared_file_is_refused(bench: Bench, tmp_path: Path) -> None:
+    """The error names the file that is missing, and nothing is written."""
+    ports = {"0.3.1": (OLD, ONE | {"src/shared.h": b"// shared\n"})}
+    bench.add_patch("three", ports, shared=("src/shared.h",))
+    before = bench.file("three", "0.3.1").read_bytes()
+    fill(tmp_path / "tree", ONE)
+    loaded = series.load(bench.folder)
+    pairs = export.chosen(loaded, ["three"], "0.3.1")
+    with pytest.raises(PatchFormatError, match=r"does not add src/shared\.h"):
+        export.write(loaded, pairs, tmp_path / "tree", store=bench.store)
+    assert bench.file("three", "0.3.1").read_bytes() == before

@@ -1,4 +1,4 @@
-"""The texts of the patches as files: one logic everywhere, doctored texts with one fault each."""
+"""Hooks and shared files as files, and doctored patches with one fault each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pyllamakv.patching import hunks, series
 from pyllamakv.patching.definition import PatchText
 
 ROOT = Path(__file__).resolve().parent.parent
-LOGIC = "src/llama-kv-defrag.h"
+SHARED = ROOT / "patches" / "shared"
 DOCTORED = sorted((ROOT / "tests" / "data" / "doctored").glob("*.patch"))
 FOREIGN = sorted((ROOT / "tests" / "data" / "foreign").glob("*.patch"))
 # A guard holds on stock too, mostly: only a text with a fault shows that it can fail.
@@ -25,9 +25,9 @@ GUARDS = {
 }
 
 
-def texts() -> list[Path]:
-    """Return the file of every text of every patch."""
-    return sorted((ROOT / "patches").glob("*/*/*.patch"))
+def ports() -> list[Path]:
+    """Return the hooks of every port of every patch."""
+    return sorted((ROOT / "patches").glob("*/*.patch"))
 
 
 def added(patch: hunks.Patch, path: str) -> list[bytes]:
@@ -35,18 +35,9 @@ def added(patch: hunks.Patch, path: str) -> list[bytes]:
     return [line.rstrip(b"\n") for hunk in patch.file(path).hunks for line in hunk.added]
 
 
-def test_logic_is_the_same_everywhere() -> None:
-    """The header with the logic is byte-identical in every text that adds it."""
-    carriers = [path for path in texts() if LOGIC in hunks.read(path).paths]
-    assert carriers
-    bodies = {b"\n".join(added(hunks.read(path), LOGIC)) for path in carriers}
-    assert len(bodies) == 1, f"{LOGIC} differs between {', '.join(map(str, carriers))}"
-
-
-def test_logic_names_no_upstream_type() -> None:
-    """The header with the logic includes only the standard library and uses nothing of ggml."""
-    path = next(path for path in texts() if LOGIC in hunks.read(path).paths)
-    lines = added(hunks.read(path), LOGIC)
+def test_the_planner_names_no_upstream_type() -> None:
+    """It includes only the standard library and names no type of ggml or llama.cpp."""
+    lines = (SHARED / "src" / "llama-kv-defrag.h").read_bytes().split(b"\n")
     code = [line.split(b"//")[0] for line in lines]
     assert not [line for line in code if line.startswith(b'#include "')]
     assert not [line for line in code if b"ggml" in line]
@@ -54,15 +45,28 @@ def test_logic_names_no_upstream_type() -> None:
     assert b"llama_" not in words
 
 
-@pytest.mark.parametrize("path", texts(), ids=lambda path: f"{path.parent.parent.name}-{path.stem}")
-def test_text_is_clean(path: Path) -> None:
-    """A text adds no trailing blanks, no tabs and no carriage returns, and ends in a newline."""
+@pytest.mark.parametrize("path", ports(), ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_hooks_are_clean(path: Path) -> None:
+    """A port adds no trailing blanks, no tabs and no carriage returns, and no shared file."""
     patch = hunks.read(path)
     assert path.read_bytes().endswith(b"\n")
     for file in patch.files:
+        assert not (SHARED / file.path).exists()
         for line in added(patch, file.path):
             assert line == line.rstrip(), f"{file.path}: {line!r}"
             assert b"\t" not in line, f"{file.path}: {line!r}"
+
+
+@pytest.mark.parametrize("path", sorted(SHARED.rglob("*.h")), ids=lambda path: path.name)
+def test_a_shared_file_is_kept_once(path: Path) -> None:
+    """Every port that adds it composes a patch with the bytes of the one file."""
+    name = path.relative_to(SHARED).as_posix()
+    users = [one for one in series.load(ROOT / "patches") if name in one.shared]
+    assert users
+    for text in (text for one in users for text in one.texts):
+        (hunk,) = text.patch.file(name).hunks
+        assert b"".join(hunk.new) == path.read_bytes()
+        assert b"\t" not in path.read_bytes()
 
 
 def test_every_guard_has_a_doctored_text() -> None:
@@ -72,9 +76,9 @@ def test_every_guard_has_a_doctored_text() -> None:
 
 @pytest.mark.parametrize("path", [*DOCTORED, *FOREIGN], ids=lambda path: path.stem)
 def test_doctored_text_is_one_fault(path: Path) -> None:
-    """It goes on top of the shipped text, says what is wrong with it, and changes little."""
+    """It goes on top of the shipped port, says what is wrong with it, and changes little."""
     text = PatchText.from_file(path)
-    real = hunks.read(ROOT / "patches" / "full-defrag" / text.base / "full-defrag.patch")
+    real = series.load(ROOT / "patches").definition("full-defrag").text(text.base).patch
     assert text.requires == ("full-defrag",)
     assert text.title.startswith("Doctored: ")
     assert set(text.patch.paths) <= set(real.paths)

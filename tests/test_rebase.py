@@ -219,7 +219,7 @@ def test_killed(bench: Bench, monkeypatch: pytest.MonkeyPatch, moment: str) -> N
 def test_foreign_patch(bench: Bench, tmp_path: Path) -> None:
     """A patch that is no series is carried to a folder, with its own words."""
     file = tmp_path / "mine.patch"
-    file.write_bytes(bench.file("one", "0.3.1").read_bytes().replace(b"Patch: one", b"Patch: mine"))
+    file.write_bytes(bench.mail("one", "0.3.1").replace(b"Patch: one", b"Patch: mine"))
     with pytest.raises(UsageError, match="--to"):
         list(rebase.rebase(["mine"], "0.3.2", patches=file))
     (done,) = rebase.rebase(["mine"], "0.3.2", patches=file, to=tmp_path / "out")

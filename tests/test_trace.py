@@ -260,8 +260,8 @@ def test_the_environment_of_a_recording_is_in_its_head(monkeypatch) -> None:
 def test_a_trace_carries_what_patches_and_scenarios_know() -> None:
     """A variable that a new patch reads is one that a replay has to set."""
     read: set[str] = set()
-    for patch in data("patches").rglob("*.patch"):
-        read.update(re.findall(r'^\+.*getenv\("(LLAMA_\w+)"', patch.read_text("utf-8"), re.M))
+    for file in (*data("patches").rglob("*.patch"), *data("patches").rglob("*.h")):
+        read.update(re.findall(r'getenv\("(LLAMA_KV_\w+)"', file.read_text("utf-8")))
     scenarios = scenario.discover().values()
     settings = [each for one in scenarios for each in (one, *one.settings)]
     named = {name for each in settings for name, _ in each.environment}

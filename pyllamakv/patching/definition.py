@@ -1,4 +1,4 @@
-"""Describe a patch: what it is for, where it belongs, and its text for each base release."""
+"""Describe a patch: what it is for, where it belongs, and its port for each base release."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, Final
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from pyllamakv.errors import PatchFormatError
-from pyllamakv.patching import hunks, tables
+from pyllamakv.patching import header, hunks, shared_files, tables
 from pyllamakv.source.releases import is_name, sdist_version
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pyllamakv.patching.draft import Tree
     from pyllamakv.patching.hunks import Patch
 
@@ -55,9 +57,10 @@ class Marker:
 
 @dataclass(frozen=True)
 class PatchText:
-    """Hold one text of a patch: the change as written against one base release.
+    """Hold one port of a patch: the change as written against one base release.
 
-    ``requires`` lists the ids that must be applied before; ``path`` is the file it came from.
+    ``patch`` is composed of message, hooks and shared files; ``requires`` lists the ids that must
+    be applied before; ``path`` is the file of the hooks, or of the whole patch of a foreign one.
     """
 
     id: str
@@ -119,7 +122,7 @@ class PatchText:
 
 @dataclass(frozen=True)
 class Definition:
-    """Hold one patch: identity, reasons and texts (see docs/patches.md for each field)."""
+    """Hold one patch: identity, reasons and ports (see docs/patches.md for each field)."""
 
     id: str
     title: str
@@ -129,7 +132,7 @@ class Definition:
     releases: str = ""
     requires: tuple[str, ...] = ()
     scenarios: tuple[str, ...] = ()
-    logic: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
     texts: tuple[PatchText, ...] = ()
     folder: Path | None = None
 
@@ -153,13 +156,14 @@ class Definition:
 
 
 _KEYS = {"schema", "id", "title", "why", "origin", "upstream", "releases", "requires",
-         "scenarios", "logic", "text"}  # fmt: skip
+         "scenarios", "shared", "port"}  # fmt: skip
 
 
 def load(folder: Path, *, missing_ok: bool = False) -> Definition:
-    """Read ``patch.toml`` of a patch and its texts; raise PatchFormatError for what is wrong.
+    """Read ``patch.toml`` of a patch, its hooks and its shared files.
 
-    With ``missing_ok`` a text whose file is not written yet is empty.
+    With ``missing_ok`` a port whose file is not written yet is empty. Raises PatchFormatError,
+    with the file, for what is wrong.
     """
     path = folder / "patch.toml"
     table = tables.load(path, _KEYS, schema=1)
@@ -171,52 +175,67 @@ def load(folder: Path, *, missing_ok: bool = False) -> Definition:
         SpecifierSet(releases)
     except InvalidSpecifier as error:
         raise table.wrong(f"releases is {releases!r}; expected a specifier like <=0.3.8") from error
-    requires = table.strings("requires", ())
-    return Definition(
+    definition = Definition(
         id=id_,
         title=table.string("title"),
         why=table.string("why").strip(),
         origin=table.string("origin"),
         upstream=table.string("upstream"),
         releases=releases,
-        requires=requires,
+        requires=table.strings("requires", ()),
         scenarios=table.strings("scenarios"),
-        logic=table.strings("logic", ()),
-        texts=tuple(
-            _text(part, folder, id_, table.string("title"), requires, missing_ok=missing_ok)
-            for part in table.tables("text", {"base", "era", "requires", "markers"})
-        ),
+        shared=table.strings("shared", ()),
         folder=folder,
     )
+    shared = shared_files.read(folder.parent, definition.shared)
+    ports = table.tables("port", {"base", "era", "requires", "markers"})
+    texts = tuple(_port(part, definition, shared, missing_ok=missing_ok) for part in ports)
+    return replace(definition, texts=texts)
 
 
-def _text(
+def file_of(definition: Definition, base: str) -> Path:
+    """Return the file that keeps the hooks of a port."""
+    assert definition.folder is not None  # a foreign patch has no ports of its own
+    return definition.folder / f"{base}.patch"
+
+
+def _port(
     table: tables.Table,
-    folder: Path,
-    id_: str,
-    title: str,
-    requires: tuple[str, ...],
+    definition: Definition,
+    shared: Mapping[str, bytes],
     *,
     missing_ok: bool,
 ) -> PatchText:
     base = table.string("base")
     if not is_name(base):
         raise table.wrong(f"base {base!r} is no name of a release")
-    path = folder / base / f"{id_}.patch"
+    path = file_of(definition, base)
     if not path.is_file() and not missing_ok:
-        raise table.wrong(f"base {base} has no file {base}/{id_}.patch")
+        raise table.wrong(f"base {base} has no file {path.name}")
     markers = tuple(_marker(part) for part in table.tables("markers", {*_MARKER}))
     more = table.strings("requires", ())
-    return PatchText(
-        id=id_,
-        patch=hunks.read(path) if path.is_file() else hunks.Patch(b"", ()),
+    text = PatchText(
+        id=definition.id,
+        patch=hunks.Patch(b"", ()),
         base=base,
         era=table.string("era"),
         markers=markers,
-        requires=tuple(dict.fromkeys((*requires, *more))),
-        title=title,
+        requires=tuple(dict.fromkeys((*definition.requires, *more))),
+        title=definition.title,
         path=path,
     )
+    if not path.is_file():
+        return text
+    hooks = hunks.read(path)
+    if hooks.header or hooks.trailer.strip():
+        msg = f"{path} holds text beside its hooks: the message is written from patch.toml"
+        raise PatchFormatError(msg, str(path), 1)
+    for file in hooks.files:
+        if file.path in shared:
+            msg = f"{path} changes {file.path}: change {shared_files.FOLDER}/{file.path} instead"
+            raise PatchFormatError(msg, str(path), file.line)
+    head = header.write(definition, text)
+    return replace(text, patch=shared_files.compose(head, hooks, shared))
 
 
 _MARKER = ("file", "has", "lacks", "exists")

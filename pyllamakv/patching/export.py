@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from pyllamakv.errors import PatchError, PatchFormatError, UnknownRelease, UsageError
-from pyllamakv.patching import apply, choose, header, hunks, trees
+from pyllamakv.patching import apply, choose, header, hunks, shared_files, trees
+from pyllamakv.patching.definition import file_of
 from pyllamakv.patching.draft import Draft, Entry
 from pyllamakv.source import export as folders
 from pyllamakv.source import gitting, releases
@@ -103,21 +104,39 @@ def write(
     *,
     store: Store | None = None,
 ) -> tuple[Path, ...]:
-    """Write the files of texts, from their commits or from a folder; return those that changed."""
+    """Write hooks and shared files of ports, from their commits or from a folder.
+
+    Returns the files that changed. A shared file is written for every port that adds it.
+    """
     store = store or open_store()
-    made = []
+    made: dict[Path, bytes] = {}
     for definition, text in pairs:
         if folder is None:
             data = exported(series, definition, text, store=store)
         else:
             data = from_folder(series, definition, text.base, folder, store=store)
-        if text.path is None:
+        if text.path is None or definition.folder is None:
             raise UsageError(f"{text.name} has no file to write to.")
-        if data != text.patch.data:
-            made.append((text.path, data))
-    for path, data in made:  # only when every one could be made
-        write_whole(path, data)
-    return tuple(path for path, _ in made)
+        patch = hunks.parse(data, text.name)
+        made.update(parts(definition, text.base, patch))
+    changed = [path for path, data in made.items() if not _holds(path, data)]
+    for path in changed:  # only when every one could be made
+        write_whole(path, made[path])
+    return tuple(changed)
+
+
+def parts(definition: Definition, base: str, patch: hunks.Patch) -> dict[Path, bytes]:
+    """Return the files that keep a port: its hooks, and the shared files that it adds."""
+    assert definition.folder is not None
+    hooks, contents = shared_files.separate(patch, definition.shared)
+    series = definition.folder.parent
+    found = {file_of(definition, base): hooks}
+    found.update({shared_files.path_of(series, name): data for name, data in contents.items()})
+    return found
+
+
+def _holds(path: Path, data: bytes) -> bool:
+    return path.is_file() and path.read_bytes() == data
 
 
 def exported(

@@ -1,7 +1,7 @@
 """Take a patch that a user brings into the series: tried strictly on releases, then written.
 
 The files of a folder are one patch, applied in order. What is written is our shape: `patch.toml`,
-one text, and a place in the order. Who wrote it stands in `origin`.
+one port, and a place in the order. Who wrote it stands in `origin`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 import tomlkit
 
 from pyllamakv.errors import NoTextApplies, PatchConflict, UsageError
-from pyllamakv.patching import directory, export, header, hunks, lint, markers, trees
+from pyllamakv.patching import (
+    directory,
+    export,
+    header,
+    hunks,
+    lint,
+    markers,
+    shared_files,
+    trees,
+)
 from pyllamakv.patching import series as series_module
 from pyllamakv.patching.definition import Definition, PatchText
 from pyllamakv.patching.draft import Draft
@@ -152,8 +161,8 @@ def take(
     data = export.of_tree(store, chosen.commit, tree, shape, text)
     text = replace(text, patch=hunks.parse(data, f"{id_}.patch"))
     found = markers.propose(text.patch, stock)
-    file = folder / id_ / chosen.name / f"{id_}.patch"
-    write_whole(file, data)
+    file = folder / id_ / f"{chosen.name}.patch"
+    write_whole(file, shared_files.separate(text.patch, ())[0])
     write_atomic(folder / id_ / "patch.toml", _toml(shape, chosen, found))
     _order(folder / "series.toml", id_)
     faults = [f for f in lint.lint(folder) if f.path.startswith(f"{id_}/")]

@@ -1,4 +1,4 @@
-"""Check what the applier cannot: headers, style, completeness, and one logic in every base."""
+"""Check what the applier cannot: descriptions, style, and files that nothing names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pyllamakv import home
 from pyllamakv.errors import PatchFormatError, PatchLintError
-from pyllamakv.patching import header, series
+from pyllamakv.patching import series, shared_files
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -51,7 +51,7 @@ def lint(
     except PatchFormatError as error:
         path = error.path or str(folder)
         return (Finding(_shown(path, folder), error.line, "format", str(error)),)
-    findings = [*_files(found, folder), *_logic(found)]
+    findings = [*_files(found, folder), *_shared(found, folder)]
     for definition in found:
         findings += _described(definition, scenarios)
         for text in definition.texts:
@@ -69,14 +69,14 @@ def check(folder: Path | None = None, *, scenarios: Collection[str] | None = Non
 def _files(found: Series, folder: Path) -> Iterator[Finding]:
     named = {text.path for definition in found for text in definition.texts}
     for path in sorted(folder.iterdir()):
-        unlisted = path.is_dir() and path.name not in found.order
+        unlisted = path.is_dir() and path.name not in (*found.order, shared_files.FOLDER)
         if unlisted and any(file.is_file() for file in path.rglob("*")):
             yield Finding(path.name, 0, "series", "the folder is not in the order of series.toml")
     for definition in found:
         for path in sorted((folder / definition.id).rglob("*")):
             if path.is_file() and path not in named and path.name != "patch.toml":
                 shown = path.relative_to(folder).as_posix()
-                yield Finding(shown, 0, "series", "no [[text]] of patch.toml names this file")
+                yield Finding(shown, 0, "series", "no [[port]] of patch.toml names this file")
 
 
 def _described(definition: Definition, scenarios: Collection[str] | None) -> Iterator[Finding]:
@@ -98,25 +98,20 @@ def _described(definition: Definition, scenarios: Collection[str] | None) -> Ite
         yield Finding(path, 0, "upstream", f"expected to begin with one of: {', '.join(STATES)}")
     bases = [text.base for text in definition.texts]
     for base in sorted({base for base in bases if bases.count(base) > 1}):
-        yield Finding(path, 0, "base", f"two texts for {base}")
+        yield Finding(path, 0, "base", f"two ports for {base}")
     for name in definition.scenarios:
         if scenarios is not None and name not in scenarios:
             yield Finding(path, 0, "scenario", f"there is no scenario {name!r}")
 
 
 def _text(definition: Definition, text: PatchText) -> Iterator[Finding]:
-    path = f"{definition.id}/{text.base}/{definition.id}.patch"
-    patch = text.patch
-    if patch.header != header.write(definition, text):
-        at = _first_difference(patch.header, header.write(definition, text))
-        message = "the header is not the one that patch.toml gives; `patch export` writes it"
-        yield Finding(path, at, "header", message)
-    if patch.trailer.strip():
-        yield Finding(path, 0, "trailer", "text follows the last hunk (a signature?)")
-    if b"\r" in patch.data:
-        at = patch.data[: patch.data.index(b"\r")].count(b"\n") + 1
-        yield Finding(path, at, "line-ends", "carriage return; expected line feeds alone")
-    for file in patch.files:
+    path = f"{definition.id}/{text.base}.patch"
+    for file in text.patch.files:
+        if file.path in definition.shared:
+            continue  # `_shared` reads it once
+        if b"\r" in file.data:
+            at = file.line + file.data[: file.data.index(b"\r")].count(b"\n")
+            yield Finding(path, at, "line-ends", "carriage return; expected line feeds alone")
         if file.old and file.new and file.old != file.new:
             yield Finding(path, file.line, "rename", "write a deletion and a new file instead")
         if file.old is None and not file.path.startswith(PLACES):
@@ -134,33 +129,21 @@ def _lines(path: str, start: int, lines: tuple[bytes, ...]) -> Iterator[Finding]
             yield Finding(path, number, "last-line", "an added last line has no line feed")
 
 
-def _logic(found: Series) -> Iterator[Finding]:
-    """Demand that a file of shared logic is byte-identical wherever a patch adds it."""
-    first: dict[str, tuple[str, bytes]] = {}
-    for definition in found:
-        for name in definition.logic:
-            for text in definition.texts:
-                path = f"{definition.id}/{text.base}/{definition.id}.patch"
-                added = [f for f in text.patch.files if f.new == name and f.old is None]
-                if not added:
-                    if not _inherits(found, text, name):
-                        yield Finding(path, 0, "logic", f"does not add {name}")
-                    continue
-                data = b"".join(line for hunk in added[0].hunks for line in hunk.new)
-                where, expected = first.setdefault(name, (path, data))
-                if data != expected:
-                    at = added[0].line
-                    yield Finding(path, at, "logic", f"{name} differs from the one in {where}")
-
-
-def _inherits(found: Series, text: PatchText, name: str) -> bool:
-    # a patch that requires the one that adds the file need not add it again
-    return any(name in found.definition(id_).logic for id_ in text.requires)
-
-
-def _first_difference(one: bytes, other: bytes) -> int:
-    pairs = zip(one.split(b"\n"), other.split(b"\n"), strict=False)
-    return next((number for number, (a, b) in enumerate(pairs, 1) if a != b), 1)
+def _shared(found: Series, folder: Path) -> Iterator[Finding]:
+    """Check each shared file once, and that a patch lists it."""
+    listed = {name for definition in found for name in definition.shared}
+    root = folder / shared_files.FOLDER
+    for path in sorted(file for file in root.rglob("*") if file.is_file()):
+        name, shown = path.relative_to(root).as_posix(), path.relative_to(folder).as_posix()
+        if name not in listed:
+            yield Finding(shown, 0, "shared", "no patch.toml lists this file in `shared`")
+        if not name.startswith(PLACES):
+            yield Finding(shown, 0, "path", f"{name} is not below {', '.join(PLACES)}")
+        for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+            if b"\r" in line:
+                yield Finding(shown, number, "line-ends", "carriage return; expected line feeds")
+            elif line != line.rstrip():
+                yield Finding(shown, number, "blanks", "a line ends with blanks")
 
 
 def _shown(path: str, folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""Propose markers for a new text: lines that its base has and the other bases lack."""
+"""Propose markers for a new port: lines that its base has and the other bases lack."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def _line(file: FilePatch, path: str, tree: Tree, others: Sequence[Tree]) -> str
 
 
 def table(base: str, era: str, requires: Sequence[str], markers: Sequence[Marker]) -> str:
-    """Write the ``[[text]]`` of a text as it stands in ``patch.toml``."""
-    rows = [f"\n[[text]]\nbase = {_text(base)}\nera = {_text(era)}\n"]
+    """Write the ``[[port]]`` table of a port as it stands in ``patch.toml``."""
+    rows = [f"\n[[port]]\nbase = {_text(base)}\nera = {_text(era)}\n"]
     if requires:
         rows.append(f"requires = [{', '.join(map(_text, requires))}]\n")
     rows.append("markers = [\n")

@@ -1,4 +1,4 @@
-"""Put a new text into a series: its file, and its table in ``patch.toml``."""
+"""Put a new port into a series: its hooks, and its table in ``patch.toml``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import SourceError, UsageError
-from pyllamakv.patching import markers, trees
+from pyllamakv.patching import export, markers, trees
+from pyllamakv.patching.definition import file_of
 from pyllamakv.source import lock, releases
 from pyllamakv.source.files import write_atomic, write_whole
 
@@ -36,16 +37,18 @@ def put(
     definition: Definition,
     text: PatchText,
     era: str,
-    data: bytes,
     stock: trees.StoreTree,
     store: Store,
 ) -> tuple[Path, tuple[str, ...]]:
-    """Write the text's file and add its table; return the file and what a person should look at."""
+    """Write the port's files and add its table; return the hooks' file and what to review."""
     assert definition.folder is not None  # `refuse` looked
-    path = definition.folder / text.base / f"{definition.id}.patch"
+    path = file_of(definition, text.base)
     notes = []
     file = definition.folder / "patch.toml"
-    write_whole(path, data)
+    for each, data in export.parts(definition, text.base, text.patch).items():
+        if each != path and data != each.read_bytes():
+            notes.append(f"review {each}: it changed for every port of {definition.id}")
+        write_whole(each, data)
     if text.base not in [known.base for known in definition.texts]:
         found = markers.propose(text.patch, stock, _others(definition, store))
         more = [id_ for id_ in text.requires if id_ not in definition.requires]

@@ -218,7 +218,7 @@ def _finish(store: Store, session: Session, tree: str, state: State) -> Rebased:
         write_whole(path, data)
     else:
         stock = trees.StoreTree(store, store.tree_of(session.stock))
-        path, more = placing.put(definition, text, session.era, data, stock, store)
+        path, more = placing.put(definition, text, session.era, stock, store)
         notes += more
     return replace(said, path=path, comparison=compare.compare(old, text), notes=notes)
 

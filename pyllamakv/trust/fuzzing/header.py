@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from pyllamakv.errors import HarnessError, Untestable
-from pyllamakv.home import programs
-from pyllamakv.patching import series
+from pyllamakv.home import data, programs
 from pyllamakv.trust.entry import Tick
 from pyllamakv.trust.fuzzing.job import FOUND
 from pyllamakv.trust.fuzzing.loop import MOST, Finding
@@ -37,10 +36,8 @@ def compiler() -> str:
 
 
 def header_text() -> str:
-    """Return the header as the patch adds it, which is the same in every text."""
-    patch = series.load().definition("mmap-kv").texts[0].patch
-    (hunk,) = patch.file(f"src/{HEADER}").hunks
-    return "".join(line.rstrip(b"\n").decode() + "\n" for line in hunk.added)
+    """Return the shared file of mmap-kv that reads a kept file."""
+    return (data("patches") / "shared" / "src" / HEADER).read_text(encoding="utf-8")
 
 
 def build(folder: Path, text: str | None = None) -> Path:

@@ -231,9 +231,12 @@ def _patches() -> tuple[bytes, ...]:
 
 def tables(folder: Path) -> Target:
     """Return the reader of series: `series.toml`, `patch.toml`, quilt's list and the texts."""
-    text = folder / "own" / "0.3.9" / "own.patch"
+    text = folder / "own" / "0.3.9.patch"
     text.parent.mkdir(parents=True, exist_ok=True)
     text.write_bytes(_patches()[0])
+    shared = folder / "shared" / "src" / "s.h"
+    shared.parent.mkdir(parents=True, exist_ok=True)
+    shared.write_bytes(b"// shared\n")
     order, about, listing = folder / "series.toml", folder / "own" / "patch.toml", folder / "series"
 
     def run(data: bytes) -> Iterable[Hashable]:
@@ -247,16 +250,16 @@ def tables(folder: Path) -> Target:
         return [len(found), *(len(each.texts) for each in found)]
 
     series = b'schema = 1\norder = [\n  "own",\n]\n\0'
-    shown = (shipped("patches") / "mmap-kv" / "patch.toml").read_bytes().partition(b"[[text]]")[0]
+    shown = (shipped("patches") / "mmap-kv" / "patch.toml").read_bytes().partition(b"shared =")[0]
     own = shown.replace(b'id = "mmap-kv"', b'id = "own"')
-    own += b'[[text]]\nbase = "0.3.9"\nera = "unified"\nrequires = []\n'
+    own += b'shared = ["src/s.h"]\n\n[[port]]\nbase = "0.3.9"\nera = "unified"\nrequires = []\n'
     own += b'[[text.markers]]\nfile = "a.c"\nhas = ["x"]\nlacks = "y"\nexists = true\n'
     small = (
         b'schema = 1\nid = "own"\ntitle = "T"\nwhy = "W"\norigin = "o"\nupstream = "u"\n'
-        b'releases = "<=0.3.9"\nscenarios = ["s"]\nlogic = []\n' + own[own.index(b"[[text]]") :]
+        b'releases = "<=0.3.9"\nscenarios = ["s"]\nshared = []\n' + own[own.index(b"[[port]]") :]
     )
     names = ("directory", "series", "definition", "tables")
-    return Target(run, (series + own, series + small, b"# quilt\nown/0.3.9/own.patch -p1\n"),
+    return Target(run, (series + own, series + small, b"# quilt\nown/0.3.9.patch -p1\n"),
                   tuple(f"{_HERE}patching.{name}" for name in names))  # fmt: skip
 
 

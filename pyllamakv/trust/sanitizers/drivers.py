@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 from pyllamakv.errors import UsageError
 from pyllamakv.harness import lab, scenario, synthetic
 from pyllamakv.home import data, shim
-from pyllamakv.patching import hunks
-from pyllamakv.source.releases import DEFAULT
 from pyllamakv.trust.headers import HEADERS, around, native
 from pyllamakv.trust.sanitizers import instrument, playing, reports
 
@@ -42,12 +40,8 @@ def headers(tell: Tell) -> Iterator[tuple[str, str, Ended]]:
         for header in HEADERS:
             program = header.program
             tell(f"compiling {program}")
-            text = data("patches") / header.patch / DEFAULT / f"{header.patch}.patch"
-            for path in (header.path, *header.needs):
-                (hunk,) = hunks.read(text).file(path).hunks
-                (folder / Path(path).name).write_bytes(b"".join(hunk.new))
             made = folder / program
-            words = [f"-I{each}" for each in (folder, around()) if each]
+            words = [f"-I{each}" for each in (data("patches") / "shared" / "src", around()) if each]
             instrument.program(_test(f"{program}.cpp"), made, "address", *words)
             with playing.logs() as logs:
                 listed = playing.run([str(made)], "address", logs)

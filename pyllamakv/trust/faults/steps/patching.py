@@ -78,7 +78,7 @@ class Rebase(Step):
     def prepare(self, folder: Path) -> None:
         """Make two releases, and a series of one patch for the older."""
         one = folder / "patches" / "one"
-        (one / _OLD).mkdir(parents=True)
+        one.mkdir(parents=True)
         listed = 'schema = 1\norder = [\n  "one",\n]\n'
         (folder / "patches" / "series.toml").write_text(listed, encoding="utf-8")
         facts = {
@@ -90,13 +90,11 @@ class Rebase(Step):
             "releases": "",
         }
         lines = ["schema = 1", *(f'{key} = "{value}"' for key, value in facts.items())]
-        lines += ["requires = []", 'scenarios = ["some-scenario"]', "logic = []", "", "[[text]]"]
+        lines += ["requires = []", 'scenarios = ["some-scenario"]', "", "[[port]]"]
         lines += [f'base = "{_OLD}"', 'era = "monolith"']
         lines += ['markers = [{ file = "src/a.cpp", has = "line 1" }]']
         (one / "patch.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        head = "From: A <a@b.invalid>\nSubject: [PATCH] Do one thing\n\nBecause.\n---\n"
-        data = head.encode() + _patch(folder.parent / "scratch")
-        (one / _OLD / "one.patch").write_bytes(data)
+        (one / f"{_OLD}.patch").write_bytes(_patch(folder.parent / "scratch"))
         _released(folder)
 
     def run(self, folder: Path) -> Any:

@@ -1,0 +1,177 @@
+#ifndef LLAMA_KV_MMAP_GGML_H
+#define LLAMA_KV_MMAP_GGML_H
+
+// The tensors of a KV cache in mapped memory, see llama-kv-mmap.h. Only ggml's public interface is used, and the same file
+// serves every version of it.
+
+#include "llama-kv-mmap.h"
+
+#include "ggml.h"
+#include "ggml-alloc.h"
+#include "ggml-backend.h"
+
+namespace llama_kv_mmap {
+
+inline tensor describe(const ggml_tensor * t, uint32_t n_cells, uint32_t n_stream, bool v_trans) {
+    tensor res;
+
+    res.name    = t->name;
+    res.type    = ggml_type_name(t->type);
+    res.n_bytes = ggml_nbytes(t);
+
+    // "cache_k_l7", or with a tag "cache_idx_k_l7"
+    const size_t at = res.name.rfind("_l");
+
+    res.layer  = at == std::string::npos ? -1 : std::atoi(res.name.c_str() + at + 2);
+    res.is_v   = at != std::string::npos && at > 0 && res.name[at - 1] == 'v';
+    res.by_row = !(res.is_v && v_trans);
+    res.n_cell = res.by_row ? res.n_bytes/n_stream/n_cells : ggml_type_size(t->type);
+
+    return res;
+}
+
+// the tensors in mapped memory; nullptr if that is not wanted, or not possible for this buffer type
+inline ggml_backend_buffer_t alloc_mapped(std::shared_ptr<backing> & res, ggml_context * ctx, ggml_backend_buffer_type_t buft,
+        uint32_t n_cells, uint32_t n_stream, bool v_trans) {
+    const auto opts = effective();
+
+    if (opts.kind == KIND_HEAP) {
+        return nullptr;
+    }
+
+    if (buft != ggml_backend_cpu_buffer_type()) {
+        if (opts.keep != KEEP_NOT) {
+            current().failed = FAILURE_UNSUPPORTED;
+            throw error(FAILURE_UNSUPPORTED, "the KV cache lies on a device (" + std::string(ggml_backend_buft_name(buft)) +
+                ") and cannot be kept in a file: load the model with less layers there, or without offload_kqv");
+        }
+
+        return nullptr; // who asked is told: these layers are missing from what the backing lists
+    }
+
+    std::vector<ggml_tensor *> tensors;
+    std::vector<tensor>        list;
+
+    for (auto * t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
+        if (!t->view_src) {
+            tensors.push_back(t);
+            list.push_back(describe(t, n_cells, n_stream, v_trans));
+        }
+    }
+
+    if (tensors.empty()) {
+        return nullptr;
+    }
+
+    res = make(std::move(list), n_cells, n_stream);
+
+    ggml_backend_buffer_t buf = ggml_backend_cpu_buffer_from_ptr(res->data(), res->size());
+    if (!buf) {
+        return nullptr;
+    }
+
+    for (size_t i = 0; i < tensors.size(); ++i) {
+        ggml_backend_tensor_alloc(buf, tensors[i], res->data() + res->get_tensors()[i].offset);
+    }
+
+    for (auto * t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
+        if (t->view_src) {
+            ggml_backend_view_init(t);
+        }
+    }
+
+    return buf;
+}
+
+// Allocate the tensors of ctx, which are those of one cache in this buffer type: in mapped memory, if the options of this
+// thread say so, else as upstream does. What cannot be had as it is wanted is an error, never something else.
+inline ggml_backend_buffer_t alloc(std::shared_ptr<backing> & res, ggml_context * ctx, ggml_backend_buffer_type_t buft,
+        uint32_t n_cells, uint32_t n_stream, bool v_trans) {
+    ggml_backend_buffer_t buf = alloc_mapped(res, ctx, buft, n_cells, n_stream, v_trans);
+
+    return buf ? buf : ggml_backend_alloc_ctx_tensors_from_buft(ctx, buft);
+}
+
+// zeros, which a new mapping has by itself; writing them would commit every page
+inline void clear(const std::shared_ptr<backing> & mapped, ggml_backend_buffer_t buf) {
+    if (mapped && ggml_backend_buffer_get_base(buf) == mapped->data()) {
+        mapped->clear();
+    } else {
+        ggml_backend_buffer_clear(buf, 0);
+    }
+}
+
+// cells that are a position and a set of sequences each
+template <typename Cells>
+void read_sets(const Cells & cells, int32_t * pos, uint64_t * seqs, uint32_t n_words) {
+    std::fill(seqs, seqs + cells.size()*n_words, 0);
+
+    for (size_t i = 0; i < cells.size(); ++i) {
+        pos[i] = cells[i].seq_id.empty() ? -1 : cells[i].pos;
+
+        for (const auto seq : cells[i].seq_id) {
+            if (seq >= 0 && (uint32_t) seq < 64*n_words) {
+                seqs[i*n_words + seq/64] |= 1ull << seq % 64;
+            }
+        }
+    }
+}
+
+// return how many are used
+template <typename Cells>
+uint32_t write_sets(Cells & cells, const int32_t * pos, const uint64_t * seqs, uint32_t n_words) {
+    uint32_t res = 0;
+
+    for (size_t i = 0; i < cells.size(); ++i) {
+        for (uint32_t seq = 0; pos[i] >= 0 && seq < 64*n_words; ++seq) {
+            if (seqs[i*n_words + seq/64] >> seq % 64 & 1) {
+                cells[i].seq_id.insert((int32_t) seq);
+            }
+        }
+
+        if (!cells[i].seq_id.empty()) {
+            cells[i].pos = pos[i];
+            ++res;
+        }
+    }
+
+    return res;
+}
+
+// cells that are an object with functions
+template <typename Cells>
+void read_cells(const Cells & cells, int32_t * pos, uint64_t * seqs, uint32_t n_words) {
+    std::fill(seqs, seqs + (size_t) cells.size()*n_words, 0);
+
+    for (uint32_t i = 0; i < cells.size(); ++i) {
+        pos[i] = cells.is_empty(i) ? -1 : cells.pos_get(i);
+
+        for (uint32_t seq = 0; pos[i] >= 0 && seq < 64*n_words; ++seq) {
+            if (cells.seq_has(i, (int32_t) seq)) {
+                seqs[(size_t) i*n_words + seq/64] |= 1ull << seq % 64;
+            }
+        }
+    }
+}
+
+template <typename Cells>
+void write_cells(Cells & cells, const int32_t * pos, const uint64_t * seqs, uint32_t n_words) {
+    for (uint32_t i = 0; i < cells.size(); ++i) {
+        bool is_set = false;
+
+        for (uint32_t seq = 0; pos[i] >= 0 && seq < 64*n_words; ++seq) {
+            if (seqs[(size_t) i*n_words + seq/64] >> seq % 64 & 1) {
+                if (!is_set) {
+                    cells.pos_set(i, pos[i]);
+                    is_set = true;
+                }
+
+                cells.seq_add(i, (int32_t) seq);
+            }
+        }
+    }
+}
+
+} // namespace llama_kv_mmap
+
+#endif // LLAMA_KV_MMAP_GGML_H

@@ -1,0 +1,1102 @@
+#ifndef LLAMA_KV_MMAP_H
+#define LLAMA_KV_MMAP_H
+
+// Memory of a KV cache that the operating system commits page by page as cells are written, and takes back when they are
+// not needed: anonymous memory, an unlinked temporary file, or a file that outlives the process.
+//
+//   mapping  one range of such memory
+//   backing  the mapping of one cache: where its tensors lie, what trim gives back, what is written to a file and read
+//
+// The choice is made per thread before a cache is made: current(). LLAMA_KV_BACKING in the environment overrides it:
+//   heap       as upstream does it
+//   mmap       anonymous memory
+//   DIR        an unlinked temporary file in this directory
+//   FILE       this file, which is not kept
+// LLAMA_KV_BACKING_HUGE=1 asks for huge pages: faster to touch, but committed in pieces of 2 MB.
+//
+// Disk space is secured before anything is mapped, and stays so: a full disk is an error, never a SIGBUS. For the same
+// reason trim gives back the memory of a file, but not its space.
+//
+// Without LLAMA_KV_MMAP_SUPPORTED (or with LLAMA_KV_NO_MMAP) everything but the heap is refused by name.
+//
+// This file knows no type of llama.cpp or ggml and is the same for every version of them. C++11 suffices.
+
+#if !defined(LLAMA_KV_NO_MMAP) && (defined(__linux__) || defined(__APPLE__))
+#define LLAMA_KV_MMAP_SUPPORTED 1
+#else
+#define LLAMA_KV_MMAP_SUPPORTED 0
+#endif
+
+#include <algorithm>
+#include <cerrno>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#if LLAMA_KV_MMAP_SUPPORTED
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#ifdef __linux__
+#include <linux/falloc.h>
+#endif
+#endif
+
+namespace llama_kv_mmap {
+
+enum kind {
+    KIND_HEAP,
+    KIND_ANON,
+    KIND_TEMP, // a file without a name
+    KIND_FILE,
+};
+
+enum keep {
+    KEEP_NOT,
+    KEEP_IT,    // go on with what the file holds; what flush() has written outlives the process
+    KEEP_FRESH, // the same, but forget what the file holds
+};
+
+enum failure {
+    FAILURE_NONE,
+    FAILURE_UNSUPPORTED, // by the platform or the file system
+    FAILURE_MEMORY,
+    FAILURE_SPACE,   // on disk
+    FAILURE_BUSY,    // another owner
+    FAILURE_DIRTY,   // its last owner wrote to it and never finished
+    FAILURE_FOREIGN, // no cache, or that of another model, build or shape
+    FAILURE_DAMAGED,
+    FAILURE_IO,
+};
+
+struct error : std::runtime_error {
+    enum failure why;
+
+    error(enum failure reason, const std::string & text) : std::runtime_error(text), why(reason) {}
+};
+
+struct options {
+    enum kind   kind = KIND_HEAP;
+    std::string path; // the file, or the directory of a temporary one
+    enum keep   keep = KEEP_NOT;
+    bool        huge = false;
+
+    // what the content of a kept file depends on, beside its shape
+    std::string model;
+    std::string build;
+
+    uint32_t n_seq_max = 64; // sequences that a kept file can name
+
+    // answered: how many caches of one context asked, and why the last one was refused
+    uint32_t     n_asked = 0;
+    enum failure failed  = FAILURE_NONE;
+};
+
+// what the caches that this thread makes from now on shall be made of
+inline options & current() {
+    static thread_local options res;
+
+    return res;
+}
+
+// one tensor of the cache
+struct tensor {
+    std::string name;
+    std::string type;
+
+    int  layer  = -1;
+    bool is_v   = false;
+    bool by_row = true; // all values of a cell lie together; else there is a row of cells per value
+
+    size_t n_bytes = 0; // of all streams
+    size_t n_cell  = 0; // bytes of a cell; of one value of it if not by_row
+    size_t offset  = 0; // within the mapping
+
+    // bytes that the kernel counts as resident in this process, of the whole pages that the tensor lies in
+    size_t n_reserved  = 0;
+    size_t n_committed = 0;
+};
+
+// a checksum for what may be damaged by accident; four sums side by side, as fast as memory is read
+inline uint64_t checksum(const void * data, size_t n, uint64_t seed) {
+    const uint64_t a = 0x9e3779b97f4a7c15ull;
+    const uint64_t b = 0xd6e8feb86659fd93ull;
+
+    const auto mix = [=](uint64_t sum, uint64_t word) {
+        sum = (sum ^ word) * a;
+        return sum ^ (sum >> 29);
+    };
+
+    const char * at = (const char *) data;
+
+    uint64_t sums[4] = { seed ^ a, seed + b, ~seed, seed ^ (a + b) };
+    uint64_t words[4];
+
+    size_t left = n;
+
+    for (; left >= sizeof(words); left -= sizeof(words), at += sizeof(words)) {
+        std::memcpy(words, at, sizeof(words));
+
+        for (int i = 0; i < 4; ++i) {
+            sums[i] = mix(sums[i], words[i]);
+        }
+    }
+
+    std::memset(words, 0, sizeof(words));
+    std::memcpy(words, at, left);
+
+    uint64_t res = n;
+
+    for (int i = 0; i < 4; ++i) {
+        res = mix(res, mix(sums[i], words[i]));
+    }
+
+    return res ^ (res >> 32);
+}
+
+#if LLAMA_KV_MMAP_SUPPORTED
+
+inline size_t page_size() {
+    static const size_t res = (size_t) sysconf(_SC_PAGESIZE);
+
+    return res;
+}
+
+inline size_t round_up(size_t n, size_t unit) {
+    return (n + unit - 1) / unit * unit;
+}
+
+inline std::string why(const std::string & what, int code) {
+    return what + ": " + std::strerror(code);
+}
+
+inline enum failure kind_of(int code) {
+    return code == ENOSPC || code == EFBIG || code == EDQUOT ? FAILURE_SPACE :
+           code == ENOMEM                                    ? FAILURE_MEMORY :
+           code == EOPNOTSUPP || code == ENOSYS              ? FAILURE_UNSUPPORTED : FAILURE_IO;
+}
+
+// an open file with one owner
+class file {
+public:
+    file() = default;
+
+    file(const file &) = delete;
+    file & operator=(const file &) = delete;
+
+    ~file() {
+        if (fd >= 0) {
+            ::close(fd);
+        }
+    }
+
+    // a directory is where a file without a name goes
+    void open(const std::string & path) {
+#ifdef __linux__
+        struct stat st;
+
+        if (::stat(path.c_str(), &st) == 0 && S_ISDIR(st.st_mode)) {
+            fd = open_temporary(path);
+            if (fd < 0) {
+                throw error(kind_of(errno), why("no temporary file in " + path, errno));
+            }
+            return;
+        }
+
+        fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+        if (fd < 0 && errno == ENOENT) {
+            fd    = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+            is_new = fd >= 0;
+
+            // another owner has made it in between
+            if (fd < 0 && errno == EEXIST) {
+                fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+            }
+        }
+
+        if (fd < 0) {
+            throw error(kind_of(errno), why(path, errno));
+        }
+
+        if (::flock(fd, LOCK_EX | LOCK_NB) != 0) {
+            const int code = errno;
+            throw error(code == EWOULDBLOCK ? FAILURE_BUSY : kind_of(code),
+                code == EWOULDBLOCK ? path + " is in use by another context or process" : why(path, code));
+        }
+
+        if (::fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) {
+            throw error(FAILURE_UNSUPPORTED, path + " is no regular file");
+        }
+#else
+        throw error(FAILURE_UNSUPPORTED, path + ": files as memory of a KV cache need Linux, where their space can be secured");
+#endif
+    }
+
+    size_t size() const {
+        struct stat st;
+
+        return ::fstat(fd, &st) == 0 ? (size_t) st.st_size : 0;
+    }
+
+    // what it takes on disk
+    size_t size_on_disk() const {
+        struct stat st;
+
+        return ::fstat(fd, &st) == 0 ? (size_t) st.st_blocks*512 : 0;
+    }
+
+    bool read(void * data, size_t n) const {
+        return ::pread(fd, data, n, 0) == (ssize_t) n;
+    }
+
+    void empty() {
+        if (::ftruncate(fd, 0) != 0) {
+            throw error(kind_of(errno), why("emptying the file of the KV cache", errno));
+        }
+    }
+
+    // beyond the limit there would be a signal
+    static void expect(size_t n) {
+        struct rlimit limit;
+
+        if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && n > limit.rlim_cur) {
+            throw error(FAILURE_SPACE, "files may not have the " + std::to_string(n) + " bytes of the KV cache here (ulimit -f)");
+        }
+    }
+
+    // what the file begins with; to_disk: it is there when this returns
+    void begin(const void * data, size_t n, bool to_disk) {
+        const ssize_t res = ::pwrite(fd, data, n, 0);
+
+        if (res != (ssize_t) n || (to_disk && ::fsync(fd) != 0)) {
+            const int code = res >= 0 && res < (ssize_t) n ? ENOSPC : errno;
+            throw error(kind_of(code), why("beginning the file of the KV cache", code));
+        }
+    }
+
+    void secure(size_t n) {
+        expect(n);
+#ifdef __linux__
+        // not posix_fallocate: where it is not supported that writes to each block, which is no promise on all file systems
+        int code;
+        do {
+            code = ::fallocate(fd, 0, 0, (off_t) n) == 0 ? 0 : errno;
+        } while (code == EINTR);
+
+        if (code != 0) {
+            throw error(kind_of(code), why("securing " + std::to_string(n) + " bytes for the KV cache", code));
+        }
+#endif
+    }
+
+    // all zero afterwards, without memory, the space still secured; false where the file system cannot
+    bool zero(size_t offset, size_t n) {
+#ifdef __linux__
+        int code;
+        do {
+            code = ::fallocate(fd, FALLOC_FL_ZERO_RANGE | FALLOC_FL_KEEP_SIZE, (off_t) offset, (off_t) n) == 0 ? 0 : errno;
+        } while (code == EINTR);
+
+        return code == 0;
+#else
+        (void) offset;
+        (void) n;
+
+        return false;
+#endif
+    }
+
+    bool is_open() const { return fd >= 0; }
+
+    int  fd     = -1;
+    bool is_new = false; // made by open()
+
+private:
+#ifdef __linux__
+    static int open_temporary(const std::string & dir) {
+        int res = ::open(dir.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+
+        if (res < 0 && (errno == EOPNOTSUPP || errno == EISDIR || errno == EINVAL)) {
+            std::string name = dir + "/llama-kv-XXXXXX";
+
+            res = ::mkostemp(&name[0], O_CLOEXEC);
+            if (res >= 0) {
+                ::unlink(name.c_str());
+            }
+        }
+
+        return res;
+    }
+#endif
+};
+
+// a range of memory that reads as zeros until it is written
+class mapping {
+public:
+    // behind: an open file of at least len bytes, nullptr for anonymous memory
+    mapping(file * behind, size_t len, bool huge) : f(behind), n(len) {
+        // no swap space is set aside: most of a cache may never be written
+        const int flags = f ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+
+        void * res = ::mmap(nullptr, n, PROT_READ | PROT_WRITE, flags, f ? f->fd : -1, 0);
+        if (res == MAP_FAILED) {
+            throw error(kind_of(errno), why("mapping " + std::to_string(n) + " bytes for the KV cache", errno));
+        }
+
+        base = (char *) res;
+#ifdef __linux__
+        // what a huge page commits is mostly not asked for; kernels without them refuse, which is as good
+        ::madvise(base, n, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+#else
+        (void) huge;
+#endif
+    }
+
+    mapping(const mapping &) = delete;
+    mapping & operator=(const mapping &) = delete;
+
+    ~mapping() {
+        ::munmap(base, n);
+    }
+
+    char * data() const { return base; }
+    size_t size() const { return n; }
+
+    // no access: what lies before and behind is counted apart, and never mixed up
+    void guard(size_t begin, size_t end) {
+        ::mprotect(base + begin, end - begin, PROT_NONE);
+    }
+
+    // give the whole pages within a range back, after which they read as zeros; return how many bytes these are
+    size_t release(size_t offset, size_t len) {
+        const size_t begin = round_up(offset, page_size());
+        const size_t end   = (offset + len) / page_size() * page_size();
+
+        return begin < end && drop(begin, end - begin) ? end - begin : 0;
+    }
+
+    // all zero afterwards, with as little memory as possible
+    void zero(size_t offset, size_t len) {
+        const size_t n_released = release(offset, len);
+        const size_t begin      = round_up(offset, page_size());
+
+        if (n_released == 0) {
+            std::memset(base + offset, 0, len);
+            return;
+        }
+
+        std::memset(base + offset, 0, begin - offset);
+        std::memset(base + begin + n_released, 0, offset + len - begin - n_released);
+    }
+
+    void sync(size_t offset, size_t len) {
+        const size_t begin = offset / page_size() * page_size();
+
+        if (::msync(base + begin, offset + len - begin, MS_SYNC) != 0) {
+            throw error(kind_of(errno), why("writing the KV cache to its file", errno));
+        }
+    }
+
+private:
+    bool drop(size_t offset, size_t len) {
+        if (f) {
+            return f->zero(offset, len);
+        }
+#ifdef __linux__
+        return ::madvise(base + offset, len, MADV_DONTNEED) == 0;
+#else
+        // elsewhere pages that are not needed may keep what they hold
+        return ::mmap(base + offset, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED;
+#endif
+    }
+
+    file * f;
+    char * base = nullptr;
+    size_t n;
+};
+
+// how much of each tensor is resident; they are in the order of their addresses
+inline void count_committed(const char * base, std::vector<tensor> & tensors) {
+    for (auto & t : tensors) {
+        t.n_committed = 0;
+    }
+#ifdef __linux__
+    std::FILE * in = std::fopen("/proc/self/smaps", "re");
+    if (in) {
+        char line[512];
+
+        tensor * at = nullptr;
+
+        while (std::fgets(line, sizeof(line), in)) {
+            unsigned long long begin, end, kb;
+
+            if (std::sscanf(line, "%llx-%llx ", &begin, &end) == 2) {
+                at = nullptr;
+
+                for (auto & t : tensors) {
+                    const auto first = (unsigned long long) (uintptr_t) (base + t.offset);
+
+                    if (begin >= first && end <= first + t.n_reserved) {
+                        at = &t;
+                        break;
+                    }
+                }
+            } else if (at && std::sscanf(line, "Rss: %llu kB", &kb) == 1) {
+                at->n_committed += (size_t) kb*1024;
+            }
+        }
+
+        std::fclose(in);
+        return;
+    }
+#endif
+    for (auto & t : tensors) {
+#ifdef __APPLE__
+        std::vector<char> pages(t.n_reserved/page_size());
+#else
+        std::vector<unsigned char> pages(t.n_reserved/page_size());
+#endif
+        if (::mincore((void *) (uintptr_t) (base + t.offset), t.n_reserved, pages.data()) == 0) {
+            for (const auto page : pages) {
+                t.n_committed += page & 1 ? page_size() : 0;
+            }
+        }
+    }
+}
+
+// what a kept file begins with; then, of all streams, where they are searched from, the sequences, positions and tokens of
+// their cells; then the tensors
+struct header {
+    char     magic[8];
+    uint32_t format;
+    uint32_t state; // not in the sum
+
+    uint64_t sum; // of all that follows
+    uint64_t sum_cells;
+    uint64_t sum_data;
+    uint64_t generation; // how often it was flushed
+    uint64_t n_bytes;    // of the file
+    uint64_t n_page;
+    uint32_t n_cells;
+    uint32_t n_stream;
+    uint32_t n_words; // per cell, of 64 sequences each
+    uint32_t n_tensors;
+    uint64_t layout; // sum of the names, types and places of all tensors
+
+    char shape[128];
+    char model[128];
+    char build[128];
+};
+
+// marks that differ in every byte: damage does not make one of another
+enum : uint32_t {
+    STATE_SCRATCH = 0x96699669, // not kept
+    STATE_DIRTY   = 0x5aa55aa5,
+    STATE_CLEAN   = 0xc33cc33c,
+};
+
+inline const char * magic() { return "llama-kv"; }
+
+enum : uint32_t { FORMAT = 2 };
+
+// the mapping of one cache
+class backing {
+public:
+    // how the cells are seen: -1 is the position of a free one; n_words words of 64 sequences per cell
+    // head: where the search for free cells begins, so that it goes on as it would have
+    using cells_read  = std::function<uint32_t(uint32_t stream, int32_t * pos, uint64_t * seqs, uint32_t n_words)>;
+    using cells_write = std::function<void(uint32_t stream, const int32_t * pos, const uint64_t * seqs, uint32_t n_words, uint32_t head)>;
+
+    // number: of the cache within its context, the first has the file of the given name
+    backing(const options & asked, uint32_t number, std::vector<tensor> list, uint32_t cells, uint32_t streams) :
+        opts(asked), n_cells(cells), n_stream(streams), n_words((asked.n_seq_max + 63)/64), tensors(std::move(list)) {
+
+        path = number == 0 ? opts.path : opts.path + "." + std::to_string(number);
+
+        // tensors begin at pages of their own, with one between them that is never touched
+        // what it all begins with can be read in any case: the RPC backend looks there, whosever buffer it is
+        size_t n = opts.kind == KIND_ANON ? page_size() : round_up(sizeof(header) + n_meta(), page_size());
+        n_head = n;
+
+        const size_t align = opts.huge ? 2u << 20 : page_size();
+
+        for (auto & t : tensors) {
+            t.offset     = round_up(n + page_size(), align);
+            t.n_reserved = round_up(std::max<size_t>(t.n_bytes, 1), page_size());
+
+            n = t.offset + t.n_reserved;
+        }
+
+        n += page_size();
+
+        if (opts.kind != KIND_ANON) {
+            open_file(n);
+        }
+
+        map.reset(new mapping(f.is_open() ? &f : nullptr, n, opts.huge));
+
+        size_t end = n_head;
+        for (const auto & t : tensors) {
+            map->guard(end, t.offset);
+            end = t.offset + t.n_reserved;
+        }
+        map->guard(end, n);
+
+        if (has_content) {
+            verify();
+        }
+    }
+
+    backing(const backing &) = delete;
+    backing & operator=(const backing &) = delete;
+
+    ~backing() {
+        // one that never had anything in it, or was never to outlive it
+        if (f.is_new && !(get_is_kept() && is_touched)) {
+            ::unlink(path.c_str());
+        }
+    }
+
+    char * data() const { return map->data(); }
+    size_t size() const { return map->size(); }
+
+    const std::vector<tensor> & get_tensors() const { return tensors; }
+
+    enum kind get_kind()       const { return opts.kind; }
+    uint32_t  get_n_cells()    const { return n_cells; }
+    uint32_t  get_n_stream()   const { return n_stream; }
+    bool      get_is_kept()    const { return opts.keep != KEEP_NOT; }
+    bool      get_is_resumed() const { return has_content; }
+    uint64_t  get_generation() const { return f.is_open() ? head()->generation : 0; }
+    size_t    get_file_bytes() const { return f.is_open() ? f.size_on_disk() : 0; }
+
+    // the cache is made: from now on its cells can be read and written
+    void attach(cells_read f_read, cells_write f_write) {
+        is_made = true;
+        read    = std::move(f_read);
+        write   = std::move(f_write);
+
+        for (uint32_t s = 0; has_content && s < n_stream; ++s) {
+            write(s, pos(s), seqs(s), n_words, (uint32_t) std::min<uint64_t>(heads()[s], n_cells - 1));
+        }
+    }
+
+    // before the data changes: what the file holds is no longer what was flushed
+    void touch() {
+        is_touched = true;
+
+        if (get_is_kept() && head()->state == STATE_CLEAN) {
+            head()->state = STATE_DIRTY;
+            map->sync(0, sizeof(header));
+        }
+    }
+
+    // as after the cache was made; until then there is nothing to clear, or something to go on with
+    void clear() {
+        if (!is_made) {
+            return;
+        }
+
+        touch();
+
+        for (const auto & t : tensors) {
+            map->zero(t.offset, t.n_bytes);
+        }
+    }
+
+    // give the memory of the free cells behind the used ones back, in each stream; return how many bytes that was
+    // nothing may be pending: a copy that waits may need the data of cells that are free already
+    size_t trim() {
+        if (!read) {
+            return 0;
+        }
+
+        const auto before = committed();
+
+        for (uint32_t s = 0; s < n_stream; ++s) {
+            const uint32_t n_used = used_max(s);
+
+            touch();
+            each_range(s, [&](const tensor &, size_t begin, size_t n_one) {
+                map->release(begin + n_used*n_one, (n_cells - n_used)*n_one);
+            }, n_used == 0);
+        }
+
+        const auto after = committed();
+
+        return before > after ? before - after : 0;
+    }
+
+    // copy a stream as far as any is used: a copy of all of it would commit all of it
+    void copy(uint32_t src, uint32_t dst) {
+        // of any stream: this copy may be the source of another, and its own cells free again
+        uint32_t n_used = 0;
+        for (uint32_t s = 0; s < n_stream; ++s) {
+            n_used = std::max(n_used, used_max(s));
+        }
+
+        touch();
+        each_range(src, [&](const tensor & t, size_t begin, size_t n_one) {
+            const size_t n_part = t.n_bytes/n_stream;
+
+            std::memcpy(data() + begin - src*n_part + dst*n_part, data() + begin, n_used*n_one);
+        }, false);
+    }
+
+    bool owns(const void * p) const {
+        return p >= data() && p < data() + size();
+    }
+
+    // count what is resident now, tensor by tensor too
+    size_t committed() {
+        count_committed(data(), tensors);
+
+        size_t res = 0;
+        for (const auto & t : tensors) {
+            res += t.n_committed;
+        }
+
+        return res;
+    }
+
+    size_t reserved() const {
+        size_t res = 0;
+        for (const auto & t : tensors) {
+            res += t.n_reserved;
+        }
+
+        return res;
+    }
+
+    // write everything to the file, with the cells; nothing may be pending. tokens: of all cells, may be nullptr
+    void flush(const int32_t * tokens) {
+        if (!get_is_kept()) {
+            throw error(FAILURE_UNSUPPORTED, "this KV cache is not kept: there is nothing to flush");
+        }
+
+        header * h = head();
+
+        is_touched = true;
+
+        if (h->state != STATE_DIRTY) {
+            h->state = STATE_DIRTY;
+            map->sync(0, sizeof(header));
+        }
+
+        for (uint32_t s = 0; s < n_stream; ++s) {
+            heads()[s] = read(s, pos(s), seqs(s), n_words);
+        }
+
+        for (size_t i = 0; i < (size_t) n_stream*n_cells; ++i) {
+            cell_tokens()[i] = tokens ? tokens[i] : -1;
+        }
+
+        h->sum_cells = checksum((const char *) (h + 1), n_meta(), 1);
+        h->sum_data  = sum_data();
+        h->generation++;
+        h->sum = sum_header(*h);
+
+        // everything but the mark first: whatever happens before it is written, the file is dirty
+        map->sync(0, n_head);
+        for (const auto & t : tensors) {
+            map->sync(t.offset, t.n_reserved);
+        }
+
+        h->state = STATE_CLEAN;
+        map->sync(0, sizeof(header));
+    }
+
+    // what was given to flush()
+    const int32_t * get_tokens() const { return cell_tokens(); }
+
+private:
+    size_t n_meta() const {
+        return n_stream*(sizeof(uint64_t) + n_cells*(n_words*sizeof(uint64_t) + 2*sizeof(int32_t)));
+    }
+
+    header * head() const { return (header *) map->data(); }
+
+    uint64_t * heads() const { return (uint64_t *) (head() + 1); }
+
+    uint64_t * seqs(uint32_t s) const { return heads() + n_stream + (size_t) s*n_cells*n_words; }
+
+    int32_t * pos(uint32_t s) const { return (int32_t *) seqs(n_stream) + (size_t) s*n_cells; }
+
+    int32_t * cell_tokens() const { return pos(n_stream); }
+
+    // one more than the highest used cell
+    uint32_t used_max(uint32_t s) const {
+        std::vector<int32_t>  p(n_cells);
+        std::vector<uint64_t> q((size_t) n_cells*n_words);
+
+        read(s, p.data(), q.data(), n_words);
+
+        uint32_t res = n_cells;
+        while (res > 0 && p[res - 1] < 0) {
+            --res;
+        }
+
+        return res;
+    }
+
+    // call visit(tensor, where the cells of the stream begin, bytes from one to the next), row by row where cells lie in rows;
+    // whole: once per tensor, as the rows follow each other
+    template <typename F>
+    void each_range(uint32_t s, F visit, bool whole) const {
+        for (const auto & t : tensors) {
+            const size_t n_part = t.n_bytes/n_stream;
+            const size_t n_row  = n_cells*t.n_cell;
+
+            if (n_part == 0) {
+                continue;
+            }
+
+            if (whole) {
+                visit(t, t.offset + s*n_part, n_part/n_cells);
+                continue;
+            }
+
+            for (size_t at = 0; at + n_row <= n_part; at += n_row) {
+                visit(t, t.offset + s*n_part + at, t.n_cell);
+            }
+        }
+    }
+
+    uint64_t sum_data() const {
+        uint64_t res = 0;
+
+        for (uint32_t s = 0; s < n_stream; ++s) {
+            uint32_t n_used = n_cells;
+            while (n_used > 0 && pos(s)[n_used - 1] < 0) {
+                --n_used;
+            }
+
+            each_range(s, [&](const tensor &, size_t begin, size_t n_one) {
+                res = checksum(data() + begin, n_used*n_one, res);
+            }, false);
+        }
+
+        return res;
+    }
+
+    static uint64_t sum_header(const header & h) {
+        const char * begin = (const char *) &h.sum_cells;
+
+        return checksum(begin, (const char *) (&h + 1) - begin, FORMAT);
+    }
+
+    void fill_header(header * h) const {
+        std::memset((void *) h, 0, sizeof(*h));
+        std::memcpy(h->magic, magic(), sizeof(h->magic));
+
+        h->format    = FORMAT;
+        h->state     = get_is_kept() ? STATE_DIRTY : STATE_SCRATCH;
+        h->n_bytes   = n_file;
+        h->n_page    = page_size();
+        h->n_cells   = n_cells;
+        h->n_stream  = n_stream;
+        h->n_words   = n_words;
+        h->n_tensors = (uint32_t) tensors.size();
+
+        std::string type_k = "none";
+        std::string type_v = "none";
+        bool        by_row = true;
+
+        for (const auto & t : tensors) {
+            h->layout = checksum(t.name.data(), t.name.size(), h->layout);
+            h->layout = checksum(t.type.data(), t.type.size(), h->layout);
+
+            const uint64_t numbers[] = { t.by_row, t.n_bytes, t.n_cell, t.offset };
+            h->layout = checksum(numbers, sizeof(numbers), h->layout);
+
+            (t.is_v ? type_v : type_k) = t.type;
+            by_row = by_row && t.by_row;
+        }
+
+        std::snprintf(h->shape, sizeof(h->shape), "%u x %u cells, %u tensors, K %s, V %s by %s", n_stream, n_cells,
+            (unsigned) tensors.size(), type_k.c_str(), type_v.c_str(), by_row ? "rows" : "columns");
+        std::snprintf(h->model, sizeof(h->model), "%s", opts.model.c_str());
+        std::snprintf(h->build, sizeof(h->build), "%s", opts.build.c_str());
+
+        h->sum = sum_header(*h);
+    }
+
+    void open_file(size_t n) {
+        n_file = n;
+
+        f.open(path);
+
+        if (opts.kind == KIND_FILE && f.size() > 0) {
+            check_header();
+        }
+
+        if (!has_content) {
+            header h;
+            fill_header(&h);
+
+            try {
+                // whatever ends it from here on, the file says whose it is
+                f.empty();
+                f.expect(n);
+                f.begin(&h, sizeof(h), opts.kind == KIND_FILE);
+                f.secure(n);
+            } catch (...) {
+                if (f.is_new) {
+                    ::unlink(path.c_str());
+                } else if (::ftruncate(f.fd, 0) != 0) {
+                    // it holds zeros at best, which is no cache either
+                }
+                throw;
+            }
+        }
+    }
+
+    // what lies there already: go on with it, overwrite it, or leave it alone
+    void check_header() {
+        header found;
+        header want;
+
+        fill_header(&want);
+
+        const size_t n_found = std::min(f.size(), sizeof(found));
+
+        if (n_found < sizeof(found.magic) || !f.read(&found, n_found) ||
+            std::memcmp(found.magic, magic(), sizeof(found.magic)) != 0) {
+            throw error(FAILURE_FOREIGN, path + " holds something else than a KV cache and is left as it is");
+        }
+
+        // whoever made it did not come to the end of this
+        if (n_found < sizeof(found)) {
+            if (opts.keep == KEEP_FRESH) {
+                return;
+            }
+            throw dirty();
+        }
+
+        if (opts.keep == KEEP_FRESH || (opts.keep == KEEP_NOT && found.state == STATE_SCRATCH)) {
+            return;
+        }
+
+        if (opts.keep == KEEP_NOT) {
+            throw error(FAILURE_FOREIGN, path + " holds a kept KV cache: ask to keep it, or choose another file");
+        }
+
+        if (found.format != FORMAT) {
+            throw error(FAILURE_FOREIGN, path + " has format " + std::to_string(found.format) + ", expected " + std::to_string(FORMAT));
+        }
+
+        if (found.state == STATE_SCRATCH) {
+            return;
+        }
+
+        if (found.state != STATE_DIRTY && found.state != STATE_CLEAN) {
+            throw error(FAILURE_DAMAGED, path + " is damaged: nothing says in which state it is");
+        }
+
+        if (found.sum != sum_header(found)) {
+            throw found.state == STATE_DIRTY ? dirty() : error(FAILURE_DAMAGED, path + " is damaged: the sum of its header is wrong");
+        }
+
+        for (auto * text : { found.shape, found.model, found.build }) {
+            text[sizeof(found.shape) - 1] = 0;
+        }
+
+        if (std::strcmp(found.model, want.model) != 0) {
+            throw error(FAILURE_FOREIGN, path + " was kept for another model (" + found.model + ", this one is " + want.model + ")");
+        }
+
+        if (std::strcmp(found.build, want.build) != 0) {
+            throw error(FAILURE_FOREIGN, path + " was kept by another build (" + found.build + ", this one is " + want.build + ")");
+        }
+
+        if (found.n_page != want.n_page || found.n_cells != want.n_cells || found.n_stream != want.n_stream ||
+            found.n_words != want.n_words || found.n_tensors != want.n_tensors || found.layout != want.layout ||
+            found.n_bytes != want.n_bytes) {
+            throw error(FAILURE_FOREIGN, path + " has another shape: " + found.shape + ", expected " + want.shape);
+        }
+
+        if (found.state != STATE_CLEAN) {
+            throw dirty();
+        }
+
+        if (f.size() < n_file) {
+            throw error(FAILURE_DAMAGED, path + " is damaged: it has " + std::to_string(f.size()) + " bytes of " + std::to_string(n_file));
+        }
+
+        // a copy of a file may have lost the blocks that hold only zeros
+        f.secure(n_file);
+
+        has_content = true;
+    }
+
+    error dirty() const {
+        return error(FAILURE_DIRTY, path + " is dirty: its last owner wrote to it and did not finish");
+    }
+
+    void verify() const {
+        if (head()->sum_cells != checksum((const char *) (head() + 1), n_meta(), 1) || head()->sum_data != sum_data()) {
+            throw error(FAILURE_DAMAGED, path + " is damaged: the sum of its content is wrong");
+        }
+    }
+
+    const options opts;
+
+    const uint32_t n_cells;
+    const uint32_t n_stream;
+    const uint32_t n_words;
+
+    std::string path;
+
+    std::vector<tensor> tensors;
+
+    size_t n_head = 0;
+    size_t n_file = 0;
+
+    bool has_content = false;
+    bool is_made     = false;
+    bool is_touched  = false;
+
+    file f;
+
+    std::unique_ptr<mapping> map;
+
+    cells_read  read;
+    cells_write write;
+};
+
+#else
+
+// the same names, none of which ever does anything: there is no way to make one
+class backing {
+public:
+    using cells_read  = std::function<uint32_t(uint32_t, int32_t *, uint64_t *, uint32_t)>;
+    using cells_write = std::function<void(uint32_t, const int32_t *, const uint64_t *, uint32_t, uint32_t)>;
+
+    backing(const options &, uint32_t, std::vector<tensor>, uint32_t, uint32_t) {
+        throw error(FAILURE_UNSUPPORTED, "this platform has no mapped memory for the KV cache: use the heap");
+    }
+
+    char * data() const { return nullptr; }
+    size_t size() const { return 0; }
+
+    const std::vector<tensor> & get_tensors() const { return tensors; }
+
+    enum kind get_kind()       const { return KIND_HEAP; }
+    uint32_t  get_n_cells()    const { return 0; }
+    uint32_t  get_n_stream()   const { return 0; }
+    bool      get_is_kept()    const { return false; }
+    bool      get_is_resumed() const { return false; }
+    uint64_t  get_generation() const { return 0; }
+    size_t    get_file_bytes() const { return 0; }
+
+    void attach(cells_read, cells_write) {}
+    void touch() {}
+    void clear() {}
+    size_t trim() { return 0; }
+    void copy(uint32_t, uint32_t) {}
+    bool owns(const void *) const { return false; }
+    size_t committed() { return 0; }
+    size_t reserved() const { return 0; }
+    void flush(const int32_t *) {}
+    const int32_t * get_tokens() const { return nullptr; }
+
+private:
+    std::vector<tensor> tensors;
+};
+
+#endif
+
+// the options of this thread, as the environment overrides them
+inline options effective() {
+    options res = current();
+
+    const char * backing = std::getenv("LLAMA_KV_BACKING");
+    const char * huge    = std::getenv("LLAMA_KV_BACKING_HUGE");
+
+    if (backing && *backing) {
+        const std::string text = backing;
+
+        res.kind = text == "heap" ? KIND_HEAP : text == "mmap" ? KIND_ANON : KIND_FILE;
+        res.path = res.kind == KIND_FILE ? text : "";
+        res.keep = KEEP_NOT;
+    }
+
+    if (huge) {
+        res.huge = std::strcmp(huge, "1") == 0;
+    }
+
+#if LLAMA_KV_MMAP_SUPPORTED
+    struct stat st;
+
+    if (res.kind == KIND_FILE && ::stat(res.path.c_str(), &st) == 0 && S_ISDIR(st.st_mode)) {
+        res.kind = KIND_TEMP;
+    }
+#endif
+
+    return res;
+}
+
+// what this thread has made and no context has taken yet
+inline std::vector<std::weak_ptr<backing>> & made() {
+    static thread_local std::vector<std::weak_ptr<backing>> res;
+
+    return res;
+}
+
+inline std::vector<std::weak_ptr<backing>> take_made() {
+    std::vector<std::weak_ptr<backing>> res;
+
+    // contexts that were never finished leave some behind
+    for (const auto & one : made()) {
+        if (!one.expired()) {
+            res.push_back(one);
+        }
+    }
+
+    made().clear();
+
+    current().n_asked = 0;
+
+    return res;
+}
+
+// nullptr if the cache goes to the heap; throws an error, which current() remembers
+inline std::shared_ptr<backing> make(std::vector<tensor> tensors, uint32_t n_cells, uint32_t n_stream) {
+    const auto opts = effective();
+
+    if (opts.kind == KIND_HEAP) {
+        return nullptr;
+    }
+
+    try {
+        if (opts.keep != KEEP_NOT && opts.kind != KIND_FILE) {
+            throw error(FAILURE_UNSUPPORTED, "a KV cache without a file of its own cannot be kept");
+        }
+
+        const auto number = opts.kind == KIND_FILE ? current().n_asked++ : 0;
+
+        auto res = std::make_shared<backing>(opts, number, std::move(tensors), n_cells, n_stream);
+
+        made().push_back(res);
+
+        return res;
+    } catch (const error & e) {
+        current().failed = e.why;
+        throw;
+    }
+}
+
+} // namespace llama_kv_mmap
+
+#endif // LLAMA_KV_MMAP_H
