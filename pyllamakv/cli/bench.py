@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -31,6 +32,7 @@ GROUPS = {
     "mapped": False,
     "whole": False,
     "every": False,
+    "ports": False,
 }
 
 
@@ -41,14 +43,15 @@ def bench(
         help=f"{', '.join(GROUPS)}; without any: {', '.join(k for k, v in GROUPS.items() if v)}.",
     ),
     backend: str = typer.Option("cuda", help="What `hardware` builds for: cuda, vulkan or rpc."),
+    old: list[str] = typer.Option(None, help="Build of earlier patches to compare `ports` with."),
     write: Path = typer.Option(None, help="Write the figures into this document and its JSON."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Measure ratios side by side.
 
     `moving` defragments caches of some kinds, `grid` of all kinds; `whole` builds a release twice,
-    `every` judges all of them; `hardware` builds for a device, runs all scenarios on it, and
-    measures there what `devices` measures.
+    `every` judges all of them; `ports` counts the lines that ports change; `hardware` builds for a
+    device, runs all scenarios on it, and measures there what `devices` measures.
     """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -66,6 +69,7 @@ def bench(
         mapped,
         moving,
         policies,
+        ports,
         prefixes,
         recording,
         soak,
@@ -91,6 +95,7 @@ def bench(
         "mapped": mapped,
         "whole": whole,
         "every": every,
+        "ports": ports,
     }
     chosen = groups or [name for name, default in GROUPS.items() if default]
     for name in chosen:
@@ -98,6 +103,7 @@ def bench(
             msg = f"there is no benchmark {name!r}: choose from {', '.join(GROUPS)}"
             raise UsageError(msg)
     words = [f"--backend {backend}"] if "hardware" in chosen else []
+    words += [f"--old {name}" for name in old or ()]
     command = " ".join(["pyllamakv bench", *(groups or []), *words])
     console = Console(stderr=True)
     found: list[Figure] = []
@@ -114,7 +120,11 @@ def bench(
 
         for name in chosen:
             progress.update(task, description=name)
-            more = {"backend": backend, "keep": keep} if name == "hardware" else {}
+            more: dict[str, Any] = {}
+            if name == "hardware":
+                more = {"backend": backend, "keep": keep}
+            elif name == "ports":
+                more = {"old": old or ()}
             found += [figure.dated(command) for figure in measures[name].figures(tick, **more)]
     if write is not None:
         document.write(write, found)
