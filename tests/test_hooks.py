@@ -29,6 +29,13 @@ API = Header(
     places=True,
     needs=("llama-kv-mmap.h", "llama-kv-mmap-api.h"),
 )
+COMPACT = Header(
+    "llama-kv-compact-impl.h",
+    "compaction",
+    ROOT / "tests" / "native" / "kv_compact.cpp",
+    places=True,
+    needs=("llama-kv-compact.h", "llama-kv-defrag.h", "llama-kv-defrag-ggml.h"),
+)
 GROUPS = {
     DEFRAG: (
         "cells",
@@ -46,6 +53,7 @@ GROUPS = {
     ),
     GGML: ("alloc", "cells", "clear", "describe", "devices", "sets"),
     API: ("flush", "get", "gone", "trim"),
+    COMPACT: ("due", "failed", "moves", "refused", "same", "sparse"),
 }
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files need Linux")
@@ -119,6 +127,17 @@ def test_hooks(programs: dict[Header, Path], header: Header, group: str, tmp_pat
                 "get": ("out->n_committed = t.n_committed;", ""),
                 "gone": ("return one && one->get_is_kept()", "return one->get_is_kept()"),
                 "trim": ("res += one ?", "res = one ?"),
+            },
+        ),
+        (
+            COMPACT,
+            {
+                "due": ("ctx->defrag_thold > 0.0f &&", ""),
+                "failed": ("return -2;", "return 0;"),
+                "moves": ("t.mirror->get_compact_tensors(strm, tensors);", ""),
+                "refused": ("if (t.kv->get_has_shared_cells()) {", "if (false) {"),
+                "same": ("left.pos_get(i) != right.pos_get(i) ||", ""),
+                "sparse": ("n_kv >= 2048", "n_kv > 2048"),
             },
         ),
     ],

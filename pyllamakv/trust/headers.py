@@ -47,13 +47,14 @@ def native(name: str) -> Path | None:
 
 
 _DEFRAG = "src/llama-kv-defrag.h"
+_DEFRAG_GGML = "src/llama-kv-defrag-ggml.h"
 _MMAP = "src/llama-kv-mmap.h"
 
 HEADERS = (
     Header("full-defrag", _DEFRAG, "kv_defrag"),
     Header(
         "full-defrag",
-        "src/llama-kv-defrag-ggml.h",
+        _DEFRAG_GGML,
         "kv_defrag_ggml",
         in_folder=True,
         needs=(_DEFRAG,),
@@ -66,5 +67,12 @@ HEADERS = (
         "kv_mmap_api",
         in_folder=True,
         needs=(_MMAP, "src/llama-kv-mmap-api.h"),
+    ),
+    Header(
+        "compaction",
+        "src/llama-kv-compact-impl.h",
+        "kv_compact",
+        in_folder=True,
+        needs=("src/llama-kv-compact.h", _DEFRAG, _DEFRAG_GGML),
     ),
 )

@@ -42,6 +42,17 @@ void scatter(llama_context *ctx) {
     llama_memory_seq_rm(llama_get_memory(ctx), 0, 20, -1);
 }
 
+bool has_holes(llama_kv_cache *cache) {
+    const auto &cells = cache->get_compact_cells().front();
+    return cells.used_max_p1() > cells.get_used();
+}
+
+void update(llama_context *ctx, bool optimize) {
+    ctx->compact_requested = true;
+    ctx->memory_update(optimize);
+    ctx->compact_requested = false;
+}
+
 bool says(llama_context *ctx, const char *word) {
     const char *reason = llama_kv_compact_refusal(ctx);
     return reason != nullptr && std::strstr(reason, word) != nullptr;
@@ -56,15 +67,18 @@ void shared(const char *path) {
                                    true, true, 512, 2, 1, 0, LLAMA_SWA_TYPE_NONE, cache, nullptr,
                                    nullptr, nullptr);
         scatter(it.ctx);
-        CHECK(cache->get_has_holes());
+        CHECK(has_holes(cache));
         CHECK(says(it.ctx, "shared"));
         CHECK(llama_kv_compact(it.ctx) == -1);
-        it.ctx->memory_update(true);
-        CHECK(cache->get_has_holes());
+        update(it.ctx, false);
+        CHECK(has_holes(cache));
     }
     CHECK(!llama_kv_compact_refusal(it.ctx));
+    // A batch found no cells: a compact cache has no more of them.
+    update(it.ctx, true);
+    CHECK(has_holes(cache));
     CHECK(llama_kv_compact(it.ctx) == 0);
-    CHECK(!cache->get_has_holes() && cache->defrag_stats.n_cells == 50);
+    CHECK(!has_holes(cache) && cache->defrag_stats.n_cells == 50);
     CHECK(llama_kv_compact(it.ctx) == 0);
     CHECK(cache->defrag_stats.n_cells == 50);
     llama_free(it.ctx);
@@ -80,11 +94,21 @@ void mirrored(const char *path) {
     pair->get_lid()->seq_rm(1, 10, 11);
     CHECK(says(it.ctx, "mirrors"));
     CHECK(llama_kv_compact(it.ctx) == -1);
-    CHECK(pair->get_mla()->get_has_holes());
+    CHECK(has_holes(pair->get_mla()));
     pair->get_mla()->seq_rm(1, 10, 11);
+    CHECK(!llama_kv_compact_refusal(it.ctx));
+    // The same cells at the same positions, of one sequence more, then of another one.
+    pair->get_lid()->seq_cp(1, 0, 30, 31);
+    CHECK(says(it.ctx, "mirrors"));
+    pair->get_lid()->seq_rm(1, 30, 31);
+    CHECK(says(it.ctx, "mirrors"));
+    update(it.ctx, false);
+    CHECK(has_holes(pair->get_mla()));
+    pair->get_lid()->seq_cp(0, 1, 30, 31);
+    pair->get_lid()->seq_rm(0, 30, 31);
     CHECK(llama_kv_compact(it.ctx) == 0);
     CHECK(pair->get_mla()->defrag_stats.n_cells == 49);
-    CHECK(!pair->get_mla()->get_has_holes() && !pair->get_lid()->get_has_holes());
+    CHECK(!has_holes(pair->get_mla()) && !has_holes(pair->get_lid()));
     llama_free(it.ctx);
     llama_model_free(it.model);
 }
@@ -107,11 +131,11 @@ void threshold(const char *path) {
     auto *cache = dynamic_cast<llama_kv_cache *>(ctx->get_memory());
     llama_memory_seq_rm(llama_get_memory(ctx), 0, 2500, -1);
     decode(ctx, 1, 50, 1);
-    CHECK(cache->get_has_holes() && !llama_kv_compact_due(ctx, 0.5f));
+    CHECK(has_holes(cache) && !llama_kv_compact_due(ctx, 0.5f));
     llama_memory_seq_rm(llama_get_memory(ctx), 0, 1000, -1);
     CHECK(llama_kv_compact_due(ctx, 0.5f));
     decode(ctx, 1, 51, 1);
-    CHECK(!cache->get_has_holes());
+    CHECK(!has_holes(cache));
     CHECK(cache->defrag_stats.n_defrags == 1);
     decode(ctx, 1, 52, 1);
     CHECK(cache->defrag_stats.n_defrags == 1);

@@ -1,5 +1,47 @@
-// A context of which only the mapped caches are known.
+// A context of which only the mapped caches are known, or its memory and how that is updated.
 #pragma once
+
+#ifdef AROUND_MEMORY
+
+#include "ggml-backend.h"
+#include "llama-kv-cache.h"
+
+#include <functional>
+
+enum ggml_status { GGML_STATUS_FAILED = -1, GGML_STATUS_SUCCESS = 0 };
+
+struct llama_cparams {
+    int n_threads = 1;
+};
+
+struct llm_graph_result {
+    int64_t get_max_nodes() const { return 4096; }
+};
+
+struct llama_context {
+    llama_memory_i * memory = nullptr;
+
+    bool  compact_requested = false;
+    float defrag_thold      = -1.0f;
+
+    std::function<void()> update; // what memory_update() does
+    llama_cparams         cparams;
+    llm_graph_result      reserved;
+    ggml_backend_sched    sched;
+
+    ~llama_context() { schedulers().erase(&sched); }
+
+    llama_memory_i *      get_memory()         const { return memory; }
+    const llama_cparams & get_cparams()        const { return cparams; }
+    ggml_backend_sched_t  get_sched()                { return &sched; }
+    llm_graph_result *    get_gf_res_reserve()       { return &reserved; }
+
+    ggml_status graph_compute(ggml_cgraph * gf, bool) { return sched.compute(gf) ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED; }
+
+    void memory_update(bool) { update(); }
+};
+
+#else
 
 #include "llama-kv-mmap.h"
 
@@ -9,3 +51,5 @@
 struct llama_context {
     std::vector<std::weak_ptr<llama_kv_mmap::backing>> kv_mappings;
 };
+
+#endif

@@ -15,3 +15,5 @@ inline std::string & logged() {
         std::snprintf(line, sizeof(line), __VA_ARGS__);                     \
         logged() += line;                                                   \
     } while (0)
+
+#define LLAMA_LOG_DEBUG LLAMA_LOG_ERROR

@@ -1,0 +1,279 @@
+#ifndef LLAMA_KV_COMPACT_IMPL_H
+#define LLAMA_KV_COMPACT_IMPL_H
+
+// The implementation of llama-kv-compact.h, included once, by llama-kv-cache.cpp. It reaches a cache through the public
+// functions that the patch adds to llama_kv_cache. What depends on the classes of the release is defined there: get_targets()
+// and prepare().
+
+#include "llama-kv-compact.h"
+
+#include "llama-context.h"
+#include "llama-impl.h"
+#include "llama-kv-cache.h"
+#include "llama-kv-defrag-ggml.h"
+
+#include <algorithm>
+#include <typeinfo>
+#include <vector>
+
+namespace llama_kv_compaction {
+
+// a cache whose cells may move
+struct target {
+    llama_kv_cache * kv;
+
+    // a cache that has the same cells: its data moves with the data of kv, by the same plan; nullptr if there is none
+    llama_kv_cache * mirror;
+};
+
+// append the caches of a memory, without those that mirror them
+// return false for a memory that is not known to keep the numbers of cells nowhere else
+static bool get_targets(const llama_memory_i * memory, std::vector<target> & res);
+
+// make sure that the context has a scheduler, also if it has computed nothing yet
+static void prepare(llama_context * ctx);
+
+// the memory as a T, nullptr if it is anything else, be it derived from T
+template <typename T>
+const T * as(const llama_memory_i * memory) {
+    return memory && typeid(*memory) == typeid(T) ? static_cast<const T *>(memory) : nullptr;
+}
+
+// true if a used cell lies above a free one
+static bool has_holes(llama_kv_cache * kv) {
+    const auto & streams = kv->get_compact_cells();
+
+    return std::any_of(streams.begin(), streams.end(), [](const auto & cells) { return cells.used_max_p1() > cells.get_used(); });
+}
+
+// the part of the cells that attention runs over for nothing, in the worst of the streams
+static float get_sparsity(llama_kv_cache * kv) {
+    float res = 0.0f;
+
+    for (const auto & cells : kv->get_compact_cells()) {
+        // see llama_kv_cache::get_n_kv()
+        const uint32_t n_kv   = GGML_PAD(cells.used_max_p1(), 256);
+        const uint32_t n_need = GGML_PAD(cells.get_used(),    256);
+
+        // a small cache is never sparse enough to care
+        if (n_kv >= 2048) {
+            res = std::max(res, 1.0f - float(n_need)/n_kv);
+        }
+    }
+
+    return res;
+}
+
+// true if both are used by the same sequences at the same positions, cell by cell
+template <typename Cells>
+bool has_same_cells(const Cells & left, const Cells & right) {
+    if (left.size() != right.size()) {
+        return false;
+    }
+
+    for (uint32_t i = 0; i < left.size(); ++i) {
+        if (left.is_empty(i) != right.is_empty(i)) {
+            return false;
+        }
+
+        if (left.is_empty(i)) {
+            continue;
+        }
+
+        if (left.pos_get(i) != right.pos_get(i) || left.seq_count(i) != right.seq_count(i)) {
+            return false;
+        }
+
+        for (int s = 0, n = left.seq_count(i); n > 0; ++s) {
+            if (left.seq_has(i, s)) {
+                if (!right.seq_has(i, s)) {
+                    return false;
+                }
+
+                --n;
+            }
+        }
+    }
+
+    return true;
+}
+
+// why the cells have to stay as they are; nullptr if they may move
+static const char * get_refusal(const target & t) {
+    if (t.kv->get_has_shared_cells()) {
+        return "the cells are shared with the cache of another context";
+    }
+
+    if (!t.mirror) {
+        return nullptr;
+    }
+
+    const auto & left  = t.kv->get_compact_cells();
+    const auto & right = t.mirror->get_compact_cells();
+
+    const bool same = std::equal(left.begin(), left.end(), right.begin(), right.end(), [](const auto & a, const auto & b) {
+        return has_same_cells(a, b);
+    });
+
+    return same ? nullptr : "a cache that mirrors this one has other cells";
+}
+
+// the same for the caches of a context, which are returned if there is no reason
+static const char * get_refusal(const llama_context * ctx, std::vector<target> & res) {
+    if (!get_targets(ctx->get_memory(), res)) {
+        return ctx->get_memory() ? "this kind of memory has no cells, or names them by number outside of its caches" : "the context has no memory";
+    }
+
+    for (const auto & t : res) {
+        if (const char * refusal = get_refusal(t)) {
+            return refusal;
+        }
+    }
+
+    return nullptr;
+}
+
+// a cache of the context with its mirror; {} if it is a mirror itself, or belongs to no known kind of memory
+static target find_target(const llama_context * ctx, const llama_kv_cache * kv) {
+    std::vector<target> all;
+
+    if (get_targets(ctx->get_memory(), all)) {
+        for (const auto & t : all) {
+            if (t.kv == kv) {
+                return t;
+            }
+        }
+    }
+
+    return {};
+}
+
+// true if the next update of this cache is to compact it
+static bool is_due(const llama_context * ctx, const llama_kv_cache * kv) {
+    if (!ctx->compact_requested && !(ctx->defrag_thold > 0.0f && llama_kv_compact_due(ctx, ctx->defrag_thold))) {
+        return false;
+    }
+
+    const auto t = find_target(ctx, kv);
+
+    return t.kv && has_holes(t.kv) && !get_refusal(t);
+}
+
+// return false if a graph failed: then some of the cells have moved, and all of them are right
+static bool compact_stream(llama_context * ctx, const target & t, uint32_t strm) {
+    auto & stats = t.kv->defrag_stats;
+
+    const llama_kv_defrag::stopwatch watch(stats.t_ns);
+
+    const auto options = llama_kv_defrag::effective();
+
+    auto & cells = t.kv->get_compact_cells()[strm];
+
+    std::vector<uint8_t> occupied(cells.size());
+
+    for (uint32_t i = 0; i < cells.size(); ++i) {
+        occupied[i] = !cells.is_empty(i);
+    }
+
+    const auto plan = llama_kv_defrag::make_plan(occupied.data(), cells.size(), options.order, stats);
+
+    if (plan.moves.empty()) {
+        return true;
+    }
+
+    std::vector<llama_kv_defrag::cell_tensor> tensors;
+
+    t.kv->get_compact_tensors(strm, tensors);
+
+    if (t.mirror) {
+        t.mirror->get_compact_tensors(strm, tensors);
+    }
+
+    const llama_kv_defrag::graphs graphs = {
+        ctx->get_sched(),
+        (size_t) ctx->get_gf_res_reserve()->get_max_nodes(),
+        [ctx](ggml_cgraph * gf) { return ctx->graph_compute(gf, false) == GGML_STATUS_SUCCESS; },
+    };
+
+    const auto moved = [&](const llama_kv_defrag::move * moves, size_t n_moves) {
+        // the data is there: now the cells follow
+        for (size_t i = 0; i < n_moves; ++i) {
+            for (uint32_t k = 0; k < moves[i].len; ++k) {
+                cells.mv(moves[i].src + k, moves[i].dst + k);
+
+                if (t.mirror) {
+                    t.mirror->get_compact_cells()[strm].mv(moves[i].src + k, moves[i].dst + k);
+                }
+            }
+        }
+    };
+
+    const auto res = llama_kv_defrag::carry_out(plan, options, tensors, &graphs, ctx->get_cparams().n_threads, stats, moved);
+
+    const bool done = res != llama_kv_defrag::RESULT_FAILED;
+
+    if (!done) {
+        LLAMA_LOG_ERROR("%s: failed to compute a graph that moves cells\n", __func__);
+    }
+
+    LLAMA_LOG_DEBUG("%s: stream %u: %u cells in %zu moves\n", __func__, strm, plan.n_cells, plan.moves.size());
+
+    return done;
+}
+
+// compact a cache for which is_due() was true, once; return true: the memory was updated
+static bool compact(llama_context * ctx, llama_kv_cache * kv) {
+    const auto t = find_target(ctx, kv);
+
+    kv->do_compact = false;
+
+    for (uint32_t s = 0; s < t.kv->get_compact_cells().size(); ++s) {
+        if (!compact_stream(ctx, t, s)) {
+            break;
+        }
+    }
+
+    return true;
+}
+
+} // namespace llama_kv_compaction
+
+const char * llama_kv_compact_refusal(const llama_context * ctx) {
+    std::vector<llama_kv_compaction::target> targets;
+
+    return llama_kv_compaction::get_refusal(ctx, targets);
+}
+
+bool llama_kv_compact_due(const llama_context * ctx, float thold) {
+    std::vector<llama_kv_compaction::target> targets;
+
+    return llama_kv_compaction::get_targets(ctx->get_memory(), targets) && std::any_of(targets.begin(), targets.end(), [=](const auto & t) {
+        return llama_kv_compaction::get_sparsity(t.kv) > thold;
+    });
+}
+
+int32_t llama_kv_compact(llama_context * ctx) {
+    std::vector<llama_kv_compaction::target> targets;
+
+    if (llama_kv_compaction::get_refusal(ctx, targets)) {
+        return -1;
+    }
+
+    llama_kv_compaction::prepare(ctx);
+
+    ctx->memory_update(false);
+
+    ctx->compact_requested = true;
+    ctx->memory_update(false);
+    ctx->compact_requested = false;
+
+    for (const auto & t : targets) {
+        if (llama_kv_compaction::has_holes(t.kv)) {
+            return -2;
+        }
+    }
+
+    return 0;
+}
+
+#endif // LLAMA_KV_COMPACT_IMPL_H
