@@ -15,6 +15,7 @@ import pytest
 import pyllamakv as kv
 from pyllamakv.harness import synthetic
 from pyllamakv.harness.placing import ALL
+from pyllamakv.home import home
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
@@ -161,3 +162,35 @@ def test_the_verb_serves_until_it_is_ended(patched: Variant) -> None:
                 verb.kill()
             assert ("no authentication" in said) is warned
             assert verb.returncode == 130
+
+
+@pytest.mark.parametrize("mover", ["gather", "graph"])
+def test_ordered_moves_on_two_servers(patched: Variant, mover: str) -> None:
+    """Cells keep their bytes where a batch of ordered moves takes a graph per server."""
+    shape = synthetic.Shape("servers", n_layer=6, n_embd=64, n_head=2, n_head_kv=2, n_ff=32)
+    with (
+        kv.serve(patched.folder, threads=1) as one,
+        kv.serve(patched.folder, threads=1) as other,
+        kv.open(patched.folder, backend="rpc") as lib,
+        lib.load_model(
+            synthetic.generate(shape, home() / "models"),
+            n_gpu_layers=ALL,
+            rpc_servers=f"{one.endpoint},{other.endpoint}",
+        ) as model,
+        model.context(512, 128, n_seq_max=2, defrag_plan="ordered", defrag_mover=mover) as ctx,
+    ):
+        gone, kept = ctx.sequence(), ctx.sequence()
+        for token in TOKENS:
+            ctx.decode([gone.feed([token]), kept.feed([token + 1, token])])
+        gone.remove()
+        layers = range(model.info.n_layer)
+        before = [ctx.kv.rows(layer, kept) for layer in layers]
+        report = ctx.kv.defrag()
+        assert report.cells == 2 * len(TOKENS)
+        assert report.graphs is not None
+        assert report.graphs >= 2, "one for each server"
+        for old, layer in zip(before, layers, strict=True):
+            new = ctx.kv.rows(layer, kept)
+            assert (old.k == new.k).all()
+            assert (old.v == new.v).all()
+        ctx.decode(kept.feed([5]))
