@@ -1,4 +1,4 @@
-// What llama-kv-mmap-api.h declares, once per library: included by llama-context.cpp.
+// Implementation of llama-kv-mmap-api.h. Only llama-context.cpp includes this file.
 
 #include "llama-kv-mmap-api.h"
 

@@ -1,8 +1,8 @@
 #ifndef LLAMA_KV_MMAP_GGML_H
 #define LLAMA_KV_MMAP_GGML_H
 
-// The tensors of a KV cache in mapped memory, see llama-kv-mmap.h. Only ggml's public interface is used, and the same file
-// serves every version of it.
+// Allocates the tensors of a KV cache in mapped memory (llama-kv-mmap.h). This file uses only ggml's public interface
+// and is identical for all its versions.
 
 #include "llama-kv-mmap.h"
 
@@ -12,6 +12,7 @@
 
 namespace llama_kv_mmap {
 
+// Describe a cache tensor, without its offset. n_cells: per stream. v_trans: the cache stores V transposed.
 inline tensor describe(const ggml_tensor * t, uint32_t n_cells, uint32_t n_stream, bool v_trans) {
     tensor res;
 
@@ -30,7 +31,8 @@ inline tensor describe(const ggml_tensor * t, uint32_t n_cells, uint32_t n_strea
     return res;
 }
 
-// the tensors in mapped memory; nullptr if that is not wanted, or not possible for this buffer type
+// Allocate the tensors of ctx in mapped memory and set res to the backing. Return nullptr if the options select the
+// heap, or if buft is not the CPU's buffer type and the cache is not to be kept. Throws error.
 inline ggml_backend_buffer_t alloc_mapped(std::shared_ptr<backing> & res, ggml_context * ctx, ggml_backend_buffer_type_t buft,
         uint32_t n_cells, uint32_t n_stream, bool v_trans) {
     const auto opts = effective();
@@ -46,7 +48,7 @@ inline ggml_backend_buffer_t alloc_mapped(std::shared_ptr<backing> & res, ggml_c
                 ") and cannot be kept in a file: load the model with less layers there, or without offload_kqv");
         }
 
-        return nullptr; // who asked is told: these layers are missing from what the backing lists
+        return nullptr; // the caller can see this: get_tensors() lacks these layers
     }
 
     std::vector<ggml_tensor *> tensors;
@@ -83,8 +85,9 @@ inline ggml_backend_buffer_t alloc_mapped(std::shared_ptr<backing> & res, ggml_c
     return buf;
 }
 
-// Allocate the tensors of ctx, which are those of one cache in this buffer type: in mapped memory, if the options of this
-// thread say so, else as upstream does. What cannot be had as it is wanted is an error, never something else.
+// Allocate the tensors of ctx, all of one cache and with buffer type buft: in mapped memory if the options of this
+// thread request it, else with upstream's function. Throws error if mapped memory fails, instead of using the heap. If
+// mapped memory is requested, upstream's function allocates only layers on devices, of caches that are not kept.
 inline ggml_backend_buffer_t alloc(std::shared_ptr<backing> & res, ggml_context * ctx, ggml_backend_buffer_type_t buft,
         uint32_t n_cells, uint32_t n_stream, bool v_trans) {
     ggml_backend_buffer_t buf = alloc_mapped(res, ctx, buft, n_cells, n_stream, v_trans);
@@ -92,7 +95,7 @@ inline ggml_backend_buffer_t alloc(std::shared_ptr<backing> & res, ggml_context 
     return buf ? buf : ggml_backend_alloc_ctx_tensors_from_buft(ctx, buft);
 }
 
-// zeros, which a new mapping has by itself; writing them would commit every page
+// Set a buffer of the cache to zero. New mapped memory is zero already; writing zeros would commit every page.
 inline void clear(const std::shared_ptr<backing> & mapped, ggml_backend_buffer_t buf) {
     if (mapped && ggml_backend_buffer_get_base(buf) == mapped->data()) {
         mapped->clear();
@@ -101,7 +104,8 @@ inline void clear(const std::shared_ptr<backing> & mapped, ggml_backend_buffer_t
     }
 }
 
-// cells that are a position and a set of sequences each
+// Read all cells of a stream that are structs with a position and a set of sequences, in the form of
+// backing::cells_read. Sequences from 64*n_words upwards are omitted.
 template <typename Cells>
 void read_sets(const Cells & cells, int32_t * pos, uint64_t * seqs, uint32_t n_words) {
     std::fill(seqs, seqs + cells.size()*n_words, 0);
@@ -117,7 +121,8 @@ void read_sets(const Cells & cells, int32_t * pos, uint64_t * seqs, uint32_t n_w
     }
 }
 
-// return how many are used
+// Write all cells of a stream from the form of backing::cells_write. Requires that all cells are free. Return the
+// number of used cells.
 template <typename Cells>
 uint32_t write_sets(Cells & cells, const int32_t * pos, const uint64_t * seqs, uint32_t n_words) {
     uint32_t res = 0;
@@ -138,7 +143,7 @@ uint32_t write_sets(Cells & cells, const int32_t * pos, const uint64_t * seqs, u
     return res;
 }
 
-// cells that are an object with functions
+// Read all cells of a stream through the accessors of a cell class, in the form of backing::cells_read.
 template <typename Cells>
 void read_cells(const Cells & cells, int32_t * pos, uint64_t * seqs, uint32_t n_words) {
     std::fill(seqs, seqs + (size_t) cells.size()*n_words, 0);
@@ -154,6 +159,7 @@ void read_cells(const Cells & cells, int32_t * pos, uint64_t * seqs, uint32_t n_
     }
 }
 
+// Write all cells of a stream through the accessors of a cell class. Requires that all cells are free.
 template <typename Cells>
 void write_cells(Cells & cells, const int32_t * pos, const uint64_t * seqs, uint32_t n_words) {
     for (uint32_t i = 0; i < cells.size(); ++i) {

@@ -1,25 +1,25 @@
 #ifndef LLAMA_KV_MMAP_H
 #define LLAMA_KV_MMAP_H
 
-// Memory of a KV cache that the operating system commits page by page as cells are written, and takes back when they are
-// not needed: anonymous memory, an unlinked temporary file, or a file that outlives the process.
+// KV cache in mapped memory. The operating system commits each page when its cells are first written, and the cache
+// releases pages that it does not need. The memory is anonymous, an unlinked temporary file, or a persistent file.
 //
-//   mapping  one range of such memory
-//   backing  the mapping of one cache: where its tensors lie, what trim gives back, what is written to a file and read
+//   mapping  one range of mapped memory
+//   backing  the mapping of one cache: offsets of its tensors, release of free memory, reading and writing of its file
 //
-// The choice is made per thread before a cache is made: current(). LLAMA_KV_BACKING in the environment overrides it:
-//   heap       as upstream does it
+// A thread sets current() before it creates a cache. The environment variable LLAMA_KV_BACKING overrides that:
+//   heap       upstream's allocation
 //   mmap       anonymous memory
 //   DIR        an unlinked temporary file in this directory
-//   FILE       this file, which is not kept
-// LLAMA_KV_BACKING_HUGE=1 asks for huge pages: faster to touch, but committed in pieces of 2 MB.
+//   FILE       this file; its content is not kept
+// LLAMA_KV_BACKING_HUGE=1 requests huge pages, which are faster to touch but are committed in units of 2 MB.
 //
-// Disk space is secured before anything is mapped, and stays so: a full disk is an error, never a SIGBUS. For the same
-// reason trim gives back the memory of a file, but not its space.
+// Disk space is allocated before the file is mapped and is never freed while it is mapped: a full disk is an error when
+// the cache is created, never a SIGBUS later. Therefore trim() releases the memory of a file, but not its disk space.
 //
-// Without LLAMA_KV_MMAP_SUPPORTED (or with LLAMA_KV_NO_MMAP) everything but the heap is refused by name.
+// Without LLAMA_KV_MMAP_SUPPORTED (or with LLAMA_KV_NO_MMAP), all kinds except the heap fail with FAILURE_UNSUPPORTED.
 //
-// This file knows no type of llama.cpp or ggml and is the same for every version of them. C++11 suffices.
+// This file uses no type of llama.cpp or ggml and is identical for all their versions. It requires C++11.
 
 #if !defined(LLAMA_KV_NO_MMAP) && (defined(__linux__) || defined(__APPLE__))
 #define LLAMA_KV_MMAP_SUPPORTED 1
@@ -58,24 +58,24 @@ namespace llama_kv_mmap {
 enum kind {
     KIND_HEAP,
     KIND_ANON,
-    KIND_TEMP, // a file without a name
+    KIND_TEMP, // an unlinked file
     KIND_FILE,
 };
 
 enum keep {
     KEEP_NOT,
-    KEEP_IT,    // go on with what the file holds; what flush() has written outlives the process
-    KEEP_FRESH, // the same, but forget what the file holds
+    KEEP_IT,    // resume the content of the file; flush() saves the cache for a later process
+    KEEP_FRESH, // discard the content of the file, then the same as KEEP_IT
 };
 
 enum failure {
     FAILURE_NONE,
     FAILURE_UNSUPPORTED, // by the platform or the file system
     FAILURE_MEMORY,
-    FAILURE_SPACE,   // on disk
-    FAILURE_BUSY,    // another owner
-    FAILURE_DIRTY,   // its last owner wrote to it and never finished
-    FAILURE_FOREIGN, // no cache, or that of another model, build or shape
+    FAILURE_SPACE,   // the disk is full, or a quota or the file size limit is exceeded
+    FAILURE_BUSY,    // another context or process has locked the file
+    FAILURE_DIRTY,   // the last owner of the file did not finish with flush()
+    FAILURE_FOREIGN, // the file is no cache, or a cache of another model, build or shape
     FAILURE_DAMAGED,
     FAILURE_IO,
 };
@@ -88,47 +88,48 @@ struct error : std::runtime_error {
 
 struct options {
     enum kind   kind = KIND_HEAP;
-    std::string path; // the file, or the directory of a temporary one
+    std::string path; // the file, or the directory for an unlinked file
     enum keep   keep = KEEP_NOT;
     bool        huge = false;
 
-    // what the content of a kept file depends on, beside its shape
+    // Identity of a kept file besides its shape: a file with other values is refused. 127 bytes of each are stored.
     std::string model;
     std::string build;
 
-    uint32_t n_seq_max = 64; // sequences that a kept file can name
+    uint32_t n_seq_max = 64; // maximum number of sequences; a kept file stores a bit for each per cell
 
-    // answered: how many caches of one context asked, and why the last one was refused
+    // Outputs. n_asked: number of caches with a named file since take_made(). failed: reason of the last failure.
     uint32_t     n_asked = 0;
     enum failure failed  = FAILURE_NONE;
 };
 
-// what the caches that this thread makes from now on shall be made of
+// Return the options for the caches that this thread creates next. The reference stays valid in this thread.
 inline options & current() {
     static thread_local options res;
 
     return res;
 }
 
-// one tensor of the cache
+// One tensor of a cache.
 struct tensor {
     std::string name;
     std::string type;
 
     int  layer  = -1;
     bool is_v   = false;
-    bool by_row = true; // all values of a cell lie together; else there is a row of cells per value
+    bool by_row = true; // the values of a cell are contiguous; false: each value has a row of all cells (transposed V)
 
     size_t n_bytes = 0; // of all streams
-    size_t n_cell  = 0; // bytes of a cell; of one value of it if not by_row
-    size_t offset  = 0; // within the mapping
+    size_t n_cell  = 0; // bytes of a cell if by_row, else bytes of one value of a cell
+    size_t offset  = 0; // in bytes from the start of the mapping
 
-    // bytes that the kernel counts as resident in this process, of the whole pages that the tensor lies in
+    // Bytes of the pages that the tensor occupies, and how many of them are resident in this process.
     size_t n_reserved  = 0;
     size_t n_committed = 0;
 };
 
-// a checksum for what may be damaged by accident; four sums side by side, as fast as memory is read
+// Return a checksum of n bytes that detects accidental damage, not manipulation. The seed chains several ranges. Four
+// independent sums are computed in parallel, so that the function is as fast as memory is read.
 inline uint64_t checksum(const void * data, size_t n, uint64_t seed) {
     const uint64_t a = 0x9e3779b97f4a7c15ull;
     const uint64_t b = 0xd6e8feb86659fd93ull;
@@ -187,7 +188,7 @@ inline enum failure kind_of(int code) {
            code == EOPNOTSUPP || code == ENOSYS              ? FAILURE_UNSUPPORTED : FAILURE_IO;
 }
 
-// an open file with one owner
+// An open file. A named file is locked until the destructor closes it, so that it has one owner.
 class file {
 public:
     file() = default;
@@ -201,7 +202,8 @@ public:
         }
     }
 
-    // a directory is where a file without a name goes
+    // Open or create the file at path and lock it; if path is a directory, create an unlinked file there. Throws error:
+    // FAILURE_BUSY if another owner has the lock, FAILURE_UNSUPPORTED if path is no regular file or not on Linux.
     void open(const std::string & path) {
 #ifdef __linux__
         struct stat st;
@@ -219,7 +221,7 @@ public:
             fd    = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
             is_new = fd >= 0;
 
-            // another owner has made it in between
+            // another process created the file after the first open()
             if (fd < 0 && errno == EEXIST) {
                 fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
             }
@@ -249,7 +251,7 @@ public:
         return ::fstat(fd, &st) == 0 ? (size_t) st.st_size : 0;
     }
 
-    // what it takes on disk
+    // Return the bytes that are allocated on disk.
     size_t size_on_disk() const {
         struct stat st;
 
@@ -266,7 +268,7 @@ public:
         }
     }
 
-    // beyond the limit there would be a signal
+    // Throw FAILURE_SPACE if RLIMIT_FSIZE is below n bytes. Exceeding the limit raises SIGXFSZ.
     static void expect(size_t n) {
         struct rlimit limit;
 
@@ -275,7 +277,7 @@ public:
         }
     }
 
-    // what the file begins with; to_disk: it is there when this returns
+    // Write n bytes at the start of the file. to_disk: return only after they are on disk. Throws error.
     void begin(const void * data, size_t n, bool to_disk) {
         const ssize_t res = ::pwrite(fd, data, n, 0);
 
@@ -285,10 +287,11 @@ public:
         }
     }
 
+    // Allocate disk blocks for the first n bytes, so that no later write can run out of space. Throws error.
     void secure(size_t n) {
         expect(n);
 #ifdef __linux__
-        // not posix_fallocate: where it is not supported that writes to each block, which is no promise on all file systems
+        // posix_fallocate() falls back to writing to each block, which does not reserve space on every file system
         int code;
         do {
             code = ::fallocate(fd, 0, 0, (off_t) n) == 0 ? 0 : errno;
@@ -300,7 +303,7 @@ public:
 #endif
     }
 
-    // all zero afterwards, without memory, the space still secured; false where the file system cannot
+    // Make a range read as zeros, free its memory, and keep its disk space. Return false if the file system cannot.
     bool zero(size_t offset, size_t n) {
 #ifdef __linux__
         int code;
@@ -320,7 +323,7 @@ public:
     bool is_open() const { return fd >= 0; }
 
     int  fd     = -1;
-    bool is_new = false; // made by open()
+    bool is_new = false; // created by open()
 
 private:
 #ifdef __linux__
@@ -341,12 +344,13 @@ private:
 #endif
 };
 
-// a range of memory that reads as zeros until it is written
+// A range of mapped memory. It reads as zeros, or as the content of its file, until it is written.
 class mapping {
 public:
-    // behind: an open file of at least len bytes, nullptr for anonymous memory
+    // Map len bytes of the file `behind`, which is open, has at least len bytes and must outlive the mapping; nullptr
+    // maps anonymous memory. huge: request huge pages. Throws error.
     mapping(file * behind, size_t len, bool huge) : f(behind), n(len) {
-        // no swap space is set aside: most of a cache may never be written
+        // MAP_NORESERVE: most of a cache may never be written, so no swap space is reserved for it
         const int flags = f ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 
         void * res = ::mmap(nullptr, n, PROT_READ | PROT_WRITE, flags, f ? f->fd : -1, 0);
@@ -356,7 +360,8 @@ public:
 
         base = (char *) res;
 #ifdef __linux__
-        // what a huge page commits is mostly not asked for; kernels without them refuse, which is as good
+        // Without `huge`, huge pages are disabled: the first cell of a tensor would commit 2 MB. A kernel without huge
+        // pages fails this call and uses small pages, so the result is ignored.
         ::madvise(base, n, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
 #else
         (void) huge;
@@ -373,12 +378,13 @@ public:
     char * data() const { return base; }
     size_t size() const { return n; }
 
-    // no access: what lies before and behind is counted apart, and never mixed up
+    // Deny all access to a range of whole pages. The kernel then counts the memory before and after it separately, and
+    // an access beyond the pages of a tensor faults.
     void guard(size_t begin, size_t end) {
         ::mprotect(base + begin, end - begin, PROT_NONE);
     }
 
-    // give the whole pages within a range back, after which they read as zeros; return how many bytes these are
+    // Release the whole pages within a range; they read as zeros afterwards. Return the number of bytes released.
     size_t release(size_t offset, size_t len) {
         const size_t begin = round_up(offset, page_size());
         const size_t end   = (offset + len) / page_size() * page_size();
@@ -386,7 +392,7 @@ public:
         return begin < end && drop(begin, end - begin) ? end - begin : 0;
     }
 
-    // all zero afterwards, with as little memory as possible
+    // Set a range to zero. Whole pages are released if the system can, so that they use no memory.
     void zero(size_t offset, size_t len) {
         const size_t n_released = release(offset, len);
         const size_t begin      = round_up(offset, page_size());
@@ -400,6 +406,7 @@ public:
         std::memset(base + begin + n_released, 0, offset + len - begin - n_released);
     }
 
+    // Write the pages of a range to the file and wait until they are on disk. Throws error.
     void sync(size_t offset, size_t len) {
         const size_t begin = offset / page_size() * page_size();
 
@@ -416,7 +423,7 @@ private:
 #ifdef __linux__
         return ::madvise(base + offset, len, MADV_DONTNEED) == 0;
 #else
-        // elsewhere pages that are not needed may keep what they hold
+        // other systems may keep the content of pages after MADV_DONTNEED
         return ::mmap(base + offset, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED;
 #endif
     }
@@ -426,7 +433,8 @@ private:
     size_t n;
 };
 
-// how much of each tensor is resident; they are in the order of their addresses
+// Set n_committed of each tensor to its resident bytes. base: start of the mapping. Requires a guard before and after
+// each tensor, so that smaps has separate entries. Without /proc, mincore() reports which pages are in memory.
 inline void count_committed(const char * base, std::vector<tensor> & tensors) {
     for (auto & t : tensors) {
         t.n_committed = 0;
@@ -475,33 +483,33 @@ inline void count_committed(const char * base, std::vector<tensor> & tensors) {
     }
 }
 
-// what a kept file begins with; then, of all streams, where they are searched from, the sequences, positions and tokens of
-// their cells; then the tensors
+// The header of a kept file. It is followed by the search heads of all streams (uint64_t), the sequences (n_words
+// uint64_t per cell), positions (int32_t) and tokens (int32_t) of all cells, and then the tensors at their offsets.
 struct header {
     char     magic[8];
     uint32_t format;
-    uint32_t state; // not in the sum
+    uint32_t state; // not covered by sum
 
-    uint64_t sum; // of all that follows
-    uint64_t sum_cells;
-    uint64_t sum_data;
-    uint64_t generation; // how often it was flushed
-    uint64_t n_bytes;    // of the file
-    uint64_t n_page;
-    uint32_t n_cells;
+    uint64_t sum;        // of all fields after this one
+    uint64_t sum_cells;  // of the heads, sequences, positions and tokens
+    uint64_t sum_data;   // of the data, up to the last used cell of each stream
+    uint64_t generation; // number of flushes
+    uint64_t n_bytes;    // size of the file
+    uint64_t n_page;     // page size in bytes
+    uint32_t n_cells;    // per stream
     uint32_t n_stream;
-    uint32_t n_words; // per cell, of 64 sequences each
+    uint32_t n_words;    // per cell; one bit per sequence
     uint32_t n_tensors;
-    uint64_t layout; // sum of the names, types and places of all tensors
+    uint64_t layout;     // checksum of the names, types, sizes and offsets of all tensors
 
     char shape[128];
     char model[128];
     char build[128];
 };
 
-// marks that differ in every byte: damage does not make one of another
+// Values of header::state. They differ in every byte, so that a damaged byte does not turn one into another.
 enum : uint32_t {
-    STATE_SCRATCH = 0x96699669, // not kept
+    STATE_SCRATCH = 0x96699669, // the file is not kept
     STATE_DIRTY   = 0x5aa55aa5,
     STATE_CLEAN   = 0xc33cc33c,
 };
@@ -510,22 +518,24 @@ inline const char * magic() { return "llama-kv"; }
 
 enum : uint32_t { FORMAT = 2 };
 
-// the mapping of one cache
+// The mapping of one cache, and its file if it has one.
 class backing {
 public:
-    // how the cells are seen: -1 is the position of a free one; n_words words of 64 sequences per cell
-    // head: where the search for free cells begins, so that it goes on as it would have
+    // Callbacks that read and write all cells of a stream. pos: one per cell, -1 if free. seqs: n_words words per cell,
+    // one bit per sequence. head, the result of cells_read: the index where the search for free cells starts, so that a
+    // resumed cache uses the same cells.
     using cells_read  = std::function<uint32_t(uint32_t stream, int32_t * pos, uint64_t * seqs, uint32_t n_words)>;
     using cells_write = std::function<void(uint32_t stream, const int32_t * pos, const uint64_t * seqs, uint32_t n_words, uint32_t head)>;
 
-    // number: of the cache within its context, the first has the file of the given name
+    // Map the memory for the tensors `list` and set their offsets. number: index of the cache in its context; cache 0
+    // uses the file asked.path, the others asked.path + "." + number. cells: per stream. Throws error.
     backing(const options & asked, uint32_t number, std::vector<tensor> list, uint32_t cells, uint32_t streams) :
         opts(asked), n_cells(cells), n_stream(streams), n_words((asked.n_seq_max + 63)/64), tensors(std::move(list)) {
 
         path = number == 0 ? opts.path : opts.path + "." + std::to_string(number);
 
-        // tensors begin at pages of their own, with one between them that is never touched
-        // what it all begins with can be read in any case: the RPC backend looks there, whosever buffer it is
+        // Each tensor starts on a page boundary, with a guard page before it. The start of the mapping stays readable:
+        // the RPC backend reads from the start of every buffer, also of buffers of other backends.
         size_t n = opts.kind == KIND_ANON ? page_size() : round_up(sizeof(header) + n_meta(), page_size());
         n_head = n;
 
@@ -562,7 +572,7 @@ public:
     backing & operator=(const backing &) = delete;
 
     ~backing() {
-        // one that never had anything in it, or was never to outlive it
+        // remove a file that this object created, unless it is kept and was changed or flushed
         if (f.is_new && !(get_is_kept() && is_touched)) {
             ::unlink(path.c_str());
         }
@@ -581,7 +591,7 @@ public:
     uint64_t  get_generation() const { return f.is_open() ? head()->generation : 0; }
     size_t    get_file_bytes() const { return f.is_open() ? f.size_on_disk() : 0; }
 
-    // the cache is made: from now on its cells can be read and written
+    // Set the callbacks, after the cache is created, and write the cells of a resumed file to the cache.
     void attach(cells_read f_read, cells_write f_write) {
         is_made = true;
         read    = std::move(f_read);
@@ -592,7 +602,7 @@ public:
         }
     }
 
-    // before the data changes: what the file holds is no longer what was flushed
+    // Mark a kept file as dirty and wait until the mark is on disk. Call this before each change of the data.
     void touch() {
         is_touched = true;
 
@@ -602,7 +612,7 @@ public:
         }
     }
 
-    // as after the cache was made; until then there is nothing to clear, or something to go on with
+    // Set all data to zero. Does nothing before attach(): new memory is zero, and the data of a resumed file stays.
     void clear() {
         if (!is_made) {
             return;
@@ -615,8 +625,8 @@ public:
         }
     }
 
-    // give the memory of the free cells behind the used ones back, in each stream; return how many bytes that was
-    // nothing may be pending: a copy that waits may need the data of cells that are free already
+    // Release the memory of the free cells after the last used cell of each stream. Return the resident bytes released.
+    // Requires that nothing is pending: a pending copy may read the data of cells that are already free.
     size_t trim() {
         if (!read) {
             return 0;
@@ -638,9 +648,10 @@ public:
         return before > after ? before - after : 0;
     }
 
-    // copy a stream as far as any is used: a copy of all of it would commit all of it
+    // Copy the data of stream src to stream dst, up to the last cell that any stream uses: copying all cells would
+    // commit all pages of dst.
     void copy(uint32_t src, uint32_t dst) {
-        // of any stream: this copy may be the source of another, and its own cells free again
+        // the maximum of all streams: src may contain data of an earlier copy although its cells are free again
         uint32_t n_used = 0;
         for (uint32_t s = 0; s < n_stream; ++s) {
             n_used = std::max(n_used, used_max(s));
@@ -658,7 +669,7 @@ public:
         return p >= data() && p < data() + size();
     }
 
-    // count what is resident now, tensor by tensor too
+    // Return the resident bytes of all tensors, and update n_committed of each.
     size_t committed() {
         count_committed(data(), tensors);
 
@@ -679,7 +690,8 @@ public:
         return res;
     }
 
-    // write everything to the file, with the cells; nothing may be pending. tokens: of all cells, may be nullptr
+    // Write all data and cells to the file and mark it clean. tokens: one for each cell of all streams, or nullptr,
+    // which stores -1. Requires attach(), and that nothing is pending. Throws error.
     void flush(const int32_t * tokens) {
         if (!get_is_kept()) {
             throw error(FAILURE_UNSUPPORTED, "this KV cache is not kept: there is nothing to flush");
@@ -707,7 +719,7 @@ public:
         h->generation++;
         h->sum = sum_header(*h);
 
-        // everything but the mark first: whatever happens before it is written, the file is dirty
+        // the state is written last: after an interruption before that, the file is dirty
         map->sync(0, n_head);
         for (const auto & t : tensors) {
             map->sync(t.offset, t.n_reserved);
@@ -717,7 +729,7 @@ public:
         map->sync(0, sizeof(header));
     }
 
-    // what was given to flush()
+    // Return the tokens that the last flush() stored, n_cells*n_stream of them, owned by the mapping. Requires a file.
     const int32_t * get_tokens() const { return cell_tokens(); }
 
 private:
@@ -735,7 +747,7 @@ private:
 
     int32_t * cell_tokens() const { return pos(n_stream); }
 
-    // one more than the highest used cell
+    // Return the index of the last used cell plus one; 0 if no cell is used.
     uint32_t used_max(uint32_t s) const {
         std::vector<int32_t>  p(n_cells);
         std::vector<uint64_t> q((size_t) n_cells*n_words);
@@ -750,8 +762,8 @@ private:
         return res;
     }
 
-    // call visit(tensor, where the cells of the stream begin, bytes from one to the next), row by row where cells lie in rows;
-    // whole: once per tensor, as the rows follow each other
+    // Call visit(tensor, offset of the first cell, bytes per cell) for each contiguous run of all cells of stream s:
+    // once per tensor if by_row, else once per row. whole: always once per tensor, with the bytes per cell of all rows.
     template <typename F>
     void each_range(uint32_t s, F visit, bool whole) const {
         for (const auto & t : tensors) {
@@ -846,7 +858,7 @@ private:
             fill_header(&h);
 
             try {
-                // whatever ends it from here on, the file says whose it is
+                // the header is written first, so that the file is identified as a cache after an interruption
                 f.empty();
                 f.expect(n);
                 f.begin(&h, sizeof(h), opts.kind == KIND_FILE);
@@ -855,14 +867,15 @@ private:
                 if (f.is_new) {
                     ::unlink(path.c_str());
                 } else if (::ftruncate(f.fd, 0) != 0) {
-                    // it holds zeros at best, which is no cache either
+                    // ignored: the file is unchanged or empty, or its header is incomplete, dirty or scratch
                 }
                 throw;
             }
         }
     }
 
-    // what lies there already: go on with it, overwrite it, or leave it alone
+    // Check the header of an existing file. Set has_content if the file is resumed; leave it unset if the file may be
+    // overwritten. Throws error, and leaves the file unchanged, if it is dirty, foreign or damaged.
     void check_header() {
         header found;
         header want;
@@ -876,7 +889,7 @@ private:
             throw error(FAILURE_FOREIGN, path + " holds something else than a KV cache and is left as it is");
         }
 
-        // whoever made it did not come to the end of this
+        // an interrupted write left an incomplete header
         if (n_found < sizeof(found)) {
             if (opts.keep == KEEP_FRESH) {
                 return;
@@ -934,7 +947,7 @@ private:
             throw error(FAILURE_DAMAGED, path + " is damaged: it has " + std::to_string(f.size()) + " bytes of " + std::to_string(n_file));
         }
 
-        // a copy of a file may have lost the blocks that hold only zeros
+        // a copied file may be sparse, without blocks for ranges of zeros
         f.secure(n_file);
 
         has_content = true;
@@ -977,7 +990,7 @@ private:
 
 #else
 
-// the same names, none of which ever does anything: there is no way to make one
+// Stub with the same interface. The constructor throws, so no object exists and no other function is called.
 class backing {
 public:
     using cells_read  = std::function<uint32_t(uint32_t, int32_t *, uint64_t *, uint32_t)>;
@@ -1017,7 +1030,7 @@ private:
 
 #endif
 
-// the options of this thread, as the environment overrides them
+// Return current() with the overrides of the environment. A path that is a directory selects KIND_TEMP.
 inline options effective() {
     options res = current();
 
@@ -1047,17 +1060,18 @@ inline options effective() {
     return res;
 }
 
-// what this thread has made and no context has taken yet
+// Return the list of caches that this thread created since the last take_made().
 inline std::vector<std::weak_ptr<backing>> & made() {
     static thread_local std::vector<std::weak_ptr<backing>> res;
 
     return res;
 }
 
+// Return the live entries of made(), clear it, and reset n_asked. Call this once per context.
 inline std::vector<std::weak_ptr<backing>> take_made() {
     std::vector<std::weak_ptr<backing>> res;
 
-    // contexts that were never finished leave some behind
+    // contexts whose creation failed leave expired entries
     for (const auto & one : made()) {
         if (!one.expired()) {
             res.push_back(one);
@@ -1071,7 +1085,8 @@ inline std::vector<std::weak_ptr<backing>> take_made() {
     return res;
 }
 
-// nullptr if the cache goes to the heap; throws an error, which current() remembers
+// Create the backing of one cache and add it to made(). Return nullptr if the options select the heap. Throws error and
+// stores its reason in current().failed.
 inline std::shared_ptr<backing> make(std::vector<tensor> tensors, uint32_t n_cells, uint32_t n_stream) {
     const auto opts = effective();
 
