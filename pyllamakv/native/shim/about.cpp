@@ -1,4 +1,4 @@
-// What the library says about itself: identity, errors, sizes.
+// Identity, capabilities, last error and struct sizes of the library.
 #include "groups.h"
 
 #include <cstdarg>
@@ -74,8 +74,8 @@ int32_t plk_sizeof(const char *name) {
 
 } // extern "C"
 
-// The layout that Python's side was generated for (64-bit pointers). Structs may grow at their
-// ends; any other change here is a new ABI.
+// The struct layout that the Python binding was generated for (64-bit pointers). A struct may grow
+// at its end; any other change requires a new PLK_ABI.
 static_assert(sizeof(void *) != 8 || offsetof(plk_model_params, rpc_servers) == 24, "layout");
 static_assert(sizeof(void *) != 8 || sizeof(plk_model_params) == 40, "layout");
 static_assert(offsetof(plk_model_info, n_params) == 64 && sizeof(plk_model_info) == 80, "layout");

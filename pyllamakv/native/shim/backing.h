@@ -1,4 +1,4 @@
-// What a context's cache is to be made of: checked, and in force while the context is made.
+// Check the kv_* parameters of a context, and apply them while the context is created.
 #pragma once
 
 #include "groups.h"
@@ -26,11 +26,12 @@ inline int check_backing(const plk_model &model, const plk_context_params &asked
     return PLK_OK;
 }
 
-// While one lives, caches are made as this context asks for; before and after on the heap.
+// While an object exists, this thread creates caches in the memory that the context requests;
+// otherwise it creates them on the heap.
 struct Backed {
     explicit Backed(const plk_context_params &asked) { plk::mapping::choose(&asked); }
     ~Backed() { plk::mapping::choose(nullptr); }
-    // Why no context came about.
+    // Return the PLK_E code for a context that could not be created.
     int code() const {
         const int why = plk::mapping::failure();
         return why ? why : PLK_ECONTEXT;

@@ -1,11 +1,11 @@
-// The cache itself: cells, defragmentation, counters.
+// Cells, defragmentation, updates and counters of the caches of a context.
 #include "groups.h"
 
 #include <chrono>
 
 namespace {
 
-// How many occupied cells hold something else than before: what the library moved there.
+// Count the occupied cells whose content changed: the library moved it there.
 int32_t moved(const plk::Picture &before, const plk::Picture &after) {
     int32_t count = 0;
     for (size_t i = 0; i < after.pos.size() && before.pos.size() == after.pos.size(); ++i) {
@@ -17,10 +17,11 @@ int32_t moved(const plk::Picture &before, const plk::Picture &after) {
     return count;
 }
 
-// A counter that a build keeps at -1 is not counted there.
+// Return the increase of a counter, or -1 if this build does not count it.
 int64_t since(int64_t first, int64_t last) { return last < 0 ? -1 : last - first; }
 
-// Where the cache itself is out of sight: it is as it was asked for, alike in all layers.
+// Fill the fields that a release does not expose (type_k < 0): the cache has the requested types,
+// and all layers are equal.
 void complete(const plk_context &c, plk_cells_info &info) {
     if (info.type_k >= 0) {
         return;

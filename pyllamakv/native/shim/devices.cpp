@@ -1,4 +1,4 @@
-// Devices of this build, and serving one of them over RPC.
+// List the devices of this build, and serve one of them over RPC.
 #include "groups.h"
 
 extern "C" {

@@ -1,5 +1,5 @@
-// Fill upstream's structs by what they have: fields come and go from release to release, at the
-// same offset with another meaning, so each is asked for by name.
+// Fill upstream's structs by field name: releases add and remove fields, and use the same offset
+// for another meaning.
 #pragma once
 
 #include "core.h"
@@ -9,7 +9,7 @@
 #include <type_traits>
 #include <utility>
 
-// Set `name` of a struct to a value, in trees where it has such a field.
+// Define set_NAME, which sets a field of a struct. It does nothing in trees without this field.
 #define PLK_FIELD(name)                                                                            \
     template <typename Struct, typename Value, typename = void> struct set_##name {                \
         static constexpr bool exists = false;                                                      \
@@ -45,8 +45,8 @@ PLK_FIELD(use_mmap)
         target, value)
 #define PLK_HAS(name, type) (::plk::fields::set_##name<type, int>::exists)
 
-// Read a number from the model's own metadata, which is named alike in all releases; for an array
-// the first element; -1 where the key is absent.
+// Read a number from the metadata of the model, which has the same keys in all releases. Return the
+// first element of an array, and -1 if the key is absent or has no number.
 inline int64_t number(const llama_model *model, const std::string &key) {
     char text[128];
     if (llama_model_meta_val_str(model, key.c_str(), text, sizeof(text)) < 0) {
@@ -66,8 +66,8 @@ inline std::string architecture(const llama_model *model) {
     return length < 0 ? std::string() : std::string(text);
 }
 
-// Whether a model keeps a state instead of cells. The oldest releases cannot be asked, and know one
-// such architecture.
+// Return whether a model keeps a state instead of cells. The oldest releases have no function for
+// this, and support one such architecture.
 template <typename Model>
 auto ask_recurrent(const Model *model, int) -> decltype(llama_model_is_recurrent(model)) {
     return llama_model_is_recurrent(model);
@@ -77,7 +77,7 @@ template <typename Model> bool ask_recurrent(const Model *model, long) {
 }
 inline bool recurrent(const llama_model *model) { return ask_recurrent(model, 0); }
 
-// Fill what every release tells in the same way.
+// Fill the fields that all releases provide in the same way.
 inline void describe(const llama_model *model, plk_model_info &info) {
     const std::string prefix = architecture(model) + ".";
     const auto heads = static_cast<int32_t>(number(model, prefix + "attention.head_count"));

@@ -1,6 +1,6 @@
-// The groups whose sources are chosen by compile probes: one folder each, one candidate per way
-// that upstream has done it, `none.cpp` for trees that no candidate fits. Each answers `bits`, its
-// share of plk_capabilities().
+// The groups of functions whose source is chosen by compile probes. Each group has a directory with
+// one candidate per interface that upstream has had, and `none.cpp` for trees that no candidate
+// fits. `bits` is the part of plk_capabilities() that a group provides.
 #pragma once
 
 #include "core.h"
@@ -15,7 +15,7 @@ llama_model *open(const char *path, const plk_model_params &params);
 void close(llama_model *model);
 void describe(const llama_model *model, plk_model_info &info);
 bool has_encoder(const llama_model *model);
-// Whether a token has positions of several dimensions, which no release can shift.
+// Return whether a token has positions of several dimensions, which no release can shift.
 bool many_positions(const llama_model *model);
 int32_t tokenize(const llama_model *model, const char *text, int32_t length, int32_t *tokens,
                  int32_t room, bool add_special, bool parse_special);
@@ -28,7 +28,7 @@ extern const uint64_t bits;
 llama_context *open(llama_model *model, llama_context_params params);
 } // namespace context
 
-// What a context decided for itself; -1 where it cannot be read.
+// Settings that llama.cpp decides for a context; -1 if unknown.
 namespace settings {
 struct Settings {
     int32_t flash = -1;
@@ -37,7 +37,7 @@ struct Settings {
     int32_t unified = -1; // every cache has one stream
 };
 Settings read(llama_context *ctx);
-// Flash attention on float32 keys or values aborts in trees that do not cast them first.
+// False in trees whose flash attention aborts on float32 keys or values, which they do not cast.
 extern const bool flash_takes_f32;
 } // namespace settings
 
@@ -47,32 +47,34 @@ bool seq_rm(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1);
 void seq_cp(llama_context *ctx, int32_t from, int32_t to, int32_t p0, int32_t p1);
 void seq_keep(llama_context *ctx, int32_t seq);
 void seq_add(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t delta);
-// False, and nothing done, where llama.cpp would turn keys the wrong way round.
+// Return false, without a change, if llama.cpp would rotate keys in the wrong direction.
 bool seq_div(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t divisor);
 bool can_shift(llama_context *ctx);
-// Whether a shift of quantised keys works, and whether one position per token is enough for models
-// whose tokens have several: each false where llama.cpp aborts or reads beyond the batch.
+// shifts_quantized: true if a shift of quantised keys works; else llama.cpp aborts.
+// expands_positions: true if one position per token is enough for models whose tokens have several;
+// else llama.cpp reads beyond the batch.
 extern const bool shifts_quantized;
 extern const bool expands_positions;
-// Whether recurrent models can be decoded at all.
+// True if recurrent models can be decoded.
 extern const bool decodes_states;
-// Whether a recurrent state begins empty where another one lay; whether several can begin at all.
+// True if a new recurrent state is empty, even in a cell that another state used.
 extern const bool clears_states;
-// Whether a removed sequence of a recurrent model may begin again without ending the process.
+// True if a removed sequence of a recurrent model can begin again; else the process ends.
 extern const bool restarts_states;
-// Whether a saved recurrent state can be read back without ending the process.
+// True if a saved recurrent state can be restored; else the process ends.
 extern const bool restores_states;
+// True if a context can have several sequences of a recurrent model.
 extern const bool separates_states;
-// Whether a decode of a recurrent model that is broken off leaves nothing of its batch for the next,
-// which may die of it: where it does, a guarded context rather ends its decode.
+// True if an aborted decode of a recurrent model leaves nothing of its batch. Else the next decode
+// may end the process, so that a guarded context does not abort a decode.
 extern const bool ends_batches;
-// Whether a state may begin in the batch of others once there have been states.
+// True if a state can begin in a batch with other sequences after the context has had states.
 extern const bool begins_beside;
 bool exists(llama_context *ctx);
-// Positions as the library tells them; -1 for an empty sequence, -2 where it cannot tell.
+// Return the position that the library reports; -1 for an empty sequence, -2 if unknown.
 int32_t pos_min(llama_context *ctx, int32_t seq);
 int32_t pos_max(llama_context *ctx, int32_t seq);
-// Used cells as the library counts them exactly; -1 where it cannot.
+// Return the number of used cells if the library counts them exactly, else -1.
 int32_t used(llama_context *ctx);
 } // namespace memory
 
@@ -85,11 +87,11 @@ int32_t count(llama_context *ctx);
 int info(llama_context *ctx, int32_t cache, plk_cells_info &out);
 int read(llama_context *ctx, int32_t cache, int32_t room, int32_t *pos, int32_t *shift,
          uint64_t *seqs, int32_t words);
-// Whether a shift or a defragmentation waits: 1, 0, or -1 where that cannot be seen.
+// Return 1 if a shift or a defragmentation is pending, 0 if not, -1 if unknown.
 int pending(llama_context *ctx);
-// Whether the library would refuse (by an assert) to copy this range between these sequences.
+// Return whether the library copies this range between these sequences; else it asserts.
 bool can_copy(llama_context *ctx, int32_t from, int32_t to, int32_t p0, int32_t p1);
-// What must be told about shifts where it cannot be seen whether one is pending; NULL where it can.
+// Tracks shifts in releases that do not expose whether one is pending. `watch` is NULL in others.
 struct Watch {
     virtual void shifting(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1) = 0;
     virtual void applied(llama_context *ctx) = 0;
@@ -99,26 +101,26 @@ struct Watch {
     ~Watch() = default;
 };
 extern Watch *const watch;
-// Whether the graph that shifts quantised keys can be built for this cache.
+// Return whether the graph that shifts quantised keys can be built for this cache.
 bool shifts_quantized(llama_context *ctx);
-// Whether the state of a sequence can be written or read without following a null pointer.
+// Return whether saving or restoring the state of a sequence works; else it dereferences NULL.
 bool saves_sequences(llama_context *ctx);
-// Whether these bytes may be given to llama_state_seq_set_data without meeting an assert.
-// 1: yes, 0: no (last error says why), 2: it is the state of an empty sequence.
+// Check that llama_state_seq_set_data does not assert on these bytes. Return 1 if it does not, 0
+// with the last error set if it does, 2 if this is the state of an empty sequence.
 int check_state(llama_context *ctx, const uint8_t *data, size_t length);
 } // namespace cells
 
-// Apply what is pending. `safe` avoids what aborts in this tree; without it: the public call alone.
+// Apply pending updates. safe: avoid calls that abort in this tree; else make only the public call.
 namespace update {
 extern const bool present;
 void run(llama_context *ctx, bool safe);
 } // namespace update
 
-// Undo what a failed decode leaves behind, as far as llama_decode itself does not.
+// Undo the effects of a failed decode that llama_decode does not undo.
 namespace rollback {
-extern const uint64_t bits; // PLK_CAP_ROLLBACK where a batch without a slot leaves nothing
-// Whether an aborted decode can be undone: where upstream removes other tokens instead, a guarded
-// context rather ends its decode.
+extern const uint64_t bits; // PLK_CAP_ROLLBACK if a batch without a slot leaves nothing
+// True if an aborted decode can be undone. False if upstream removes other tokens: then a guarded
+// context does not abort a decode.
 extern const bool abortable;
 struct Saved {
     virtual ~Saved() = default;
@@ -129,12 +131,12 @@ void undo(plk_context &context, const llama_batch &batch, int code, Saved *saved
 
 namespace defrag {
 extern const uint64_t bits;
-// Why the memory of this context, which `info` describes, stays as it is; NULL where it need not.
+// Return why the memory of this context, described by `info`, cannot be defragmented, or NULL.
 const char *refusal(llama_context *ctx, const plk_context_info &info);
 int run(llama_context *ctx, bool safe);
 } // namespace defrag
 
-// How cells are moved in this thread from now on, by all that moves any.
+// Options for all later moves of cells in this thread.
 namespace moving {
 extern const uint64_t bits;
 void choose(const plk_context_params &asked);
@@ -143,13 +145,13 @@ void choose(const plk_context_params &asked);
 // Caches in mapped memory.
 namespace mapping {
 extern const uint64_t bits;
-// What the caches that this thread makes next are made of; NULL: the heap.
+// Select the memory of the caches that this thread creates next. NULL selects the heap.
 void choose(const plk_context_params *asked);
-// Why the last one could not be made: a PLK_E code, or 0 where this had no part in it.
+// Return the PLK_E code of the last cache that could not be mapped, or 0 if mapping did not fail.
 int failure();
-// How many caches of a context are mapped.
+// Return the number of mapped caches of a context.
 int32_t count(llama_context *ctx);
-// Why what a context was given is not what it was asked for: a PLK_E code, or 0.
+// Return a PLK_E code if the mapped caches of a context are not what `asked` requests, else 0.
 int check(llama_context *ctx, const plk_context_params &asked);
 int read(llama_context *ctx, plk_mapping &out);
 int32_t tensors(llama_context *ctx, int32_t room, int64_t *rows);
@@ -166,12 +168,13 @@ bool read(llama_context *ctx, plk_counters &out);
 namespace devices {
 int32_t count();
 bool read(int32_t index, plk_device &out);
-// Append the handles of the named devices; false with the last error set.
+// Append the handles of the named devices. Return false, with the last error set, on failure.
 bool select(const char *names, std::vector<void *> &list);
 } // namespace devices
 
 namespace rpc {
-// Append handles of the devices behind these endpoints; false with the last error set.
+// Append the handles of the devices of these servers. Return false, with the last error set, on
+// failure. `endpoints`: host:port, separated by commas.
 bool add(const char *endpoints, std::vector<void *> &list);
 int serve(const char *endpoint, const char *device, uint64_t memory);
 } // namespace rpc

@@ -1,4 +1,4 @@
-// Keep llama.cpp's log in a bounded ring until Python asks for it; nothing goes to stderr.
+// Store llama.cpp's log in a ring buffer until Python reads it; nothing is written to stderr.
 #include "core.h"
 
 #include <cstdlib>
@@ -9,14 +9,14 @@
 namespace {
 
 constexpr size_t max_records = 8192;
-constexpr size_t max_bytes = 4000; // a reader with 4096 bytes of room gets every record whole
+constexpr size_t max_bytes = 4000; // every record fits into a buffer of 4096 bytes
 
 struct Record {
     int32_t level;
     std::string text;
 };
 
-// Never destroyed: a thread of llama.cpp may log while the process ends.
+// Never destroyed: a thread of llama.cpp may log while the process exits.
 struct Ring {
     std::mutex mutex;
     std::deque<Record> records;
@@ -28,19 +28,20 @@ Ring &ring() {
     return *one;
 }
 
-// A line under construction: parts without a newline are continued by this thread's next record.
+// An incomplete line: the next record of this thread may continue a text without a newline.
 struct Line {
     int32_t level = 0;
     std::string text;
 };
 thread_local Line line;
 
-// Reasons that llama.cpp only logs; the first one is the cause, later ones say what failed of it.
+// llama.cpp only logs the reason of some failures. The first error is the cause, and later errors
+// report its consequences.
 thread_local std::string first_error;
 
 thread_local bool muted = false;
 
-// Before 0.3 the levels were numbered 2 (error) to 5 (debug), and there was no continuation.
+// Before 0.3, levels were numbered from 2 (error) to 5 (debug), and none marked a continuation.
 constexpr bool continues = static_cast<int>(GGML_LOG_LEVEL_DEBUG) == 1;
 
 int32_t level_of(int level) {
@@ -94,7 +95,7 @@ void receive(ggml_log_level level, const char *text, void *) noexcept {
             finish();
         }
     } catch (...) {
-        line.text.clear(); // out of memory: this record is lost, the caller must not notice
+        line.text.clear(); // out of memory: drop this record; llama.cpp cannot handle an exception
     }
 }
 
@@ -110,7 +111,7 @@ plk::Muted::~Muted() { muted = false; }
 
 void plk::start() {
     static const bool once = [] {
-        // A dying process would start a debugger on itself and hang.
+        // After a failed assert, ggml would start a debugger on this process, which then hangs.
         setenv("GGML_NO_BACKTRACE", "1", 0);
         llama_log_set(receive, nullptr);
         llama_backend_init();

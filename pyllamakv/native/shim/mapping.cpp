@@ -1,4 +1,4 @@
-// The cache in mapped memory: what it takes, what it gives back, and its file.
+// Operations on caches in mapped memory: memory use, trim, and the file.
 #include "groups.h"
 
 namespace {
@@ -17,7 +17,7 @@ int check_mapped(const plk_context *context) {
     return PLK_OK;
 }
 
-// Apply what is pending: a copy that waits may need the data of cells that are free already.
+// Apply pending updates: a pending copy may read the data of cells that are already free.
 void settle(plk_context &context) {
     if (plk::update::present && plk::cells::pending(context.ctx) != 0) {
         plk::update::run(context.ctx, context.guard);
@@ -49,7 +49,7 @@ int plk_mapping_read(plk_context *context, plk_mapping *out) {
                 host = host && info.host == 1;
             }
         }
-        // What is reserved is in whole pages, so this is no proof that something lies elsewhere.
+        // bytes_reserved is rounded up to whole pages, so the difference is a lower bound.
         const bool some = !host && all > mapping.bytes_reserved;
         mapping.bytes_elsewhere = some ? all - mapping.bytes_reserved : 0;
         return plk::give(mapping, out, "plk_mapping");

@@ -1,4 +1,4 @@
-// What lies in the cells of a context, cache after cache.
+// Snapshots of the cells of a context.
 #include "groups.h"
 
 bool plk::take_picture(plk_context &context, Picture &out) {

@@ -1,4 +1,4 @@
-// Operations on sequences, with upstream's asserts checked first.
+// Operations on sequences. Each checks first what upstream would assert.
 #include "groups.h"
 
 #include <set>
@@ -18,7 +18,7 @@ int check(const plk_context *c, int32_t seq, bool all = false) {
     return PLK_OK;
 }
 
-// 1 if the range holds nothing, 0 if it may, or a negative code.
+// Return 1 if the range is empty, 0 if it may contain positions, or a negative code.
 int check_range(int32_t p0, int32_t p1) {
     if (p1 >= 0 && p0 > p1) {
         return plk::refuse(PLK_EINVAL, "the range [%d, %d) runs backwards", p0, p1);
@@ -28,7 +28,8 @@ int check_range(int32_t p0, int32_t p1) {
 
 bool has(const uint64_t *seqs, int32_t seq) { return seqs[seq / 64] >> (seq % 64) & 1; }
 
-// A position as a whole sequence's cells tell it, for releases that cannot.
+// Return the largest or smallest position in the cells of a sequence, -1 if it has none, or a
+// negative code. Some releases do not report these positions.
 int32_t seen(plk_context &c, int32_t seq, bool largest) {
     std::vector<int32_t> found;
     if (!plk::take_positions(c, seq, found)) {
@@ -37,7 +38,7 @@ int32_t seen(plk_context &c, int32_t seq, bool largest) {
     return found.empty() ? -1 : largest ? found.back() : found.front();
 }
 
-// Whether the memory keeps one state per sequence, whatever it keeps beside it.
+// Return whether the memory keeps one state per sequence, with or without cells in addition.
 bool keeps_states(const plk_context &c) {
     plk_context_info info{};
     plk::cells::describe(c.ctx, info);
@@ -45,12 +46,12 @@ bool keeps_states(const plk_context &c) {
            info.memory == PLK_MEMORY_HYBRID;
 }
 
-// Copy a range, but for positions whose cells both sequences have already: several releases count
-// such a cell twice, and keep its position as the sequence's last after it has gone.
+// Copy a range, except positions whose cells both sequences share already: several releases count
+// such a cell twice, and still report its position as the last one after the cell was removed.
 void copy(plk_context &c, int32_t from, int32_t to, int32_t p0, int32_t p1) {
     std::set<int32_t> shared, alone;
     plk::Picture picture;
-    // Between streams a copy replaces everything.
+    // A copy between streams replaces the whole sequence.
     if (c.guard && from != to && plk::cells::can_copy(c.ctx, from, to, 1, 2) &&
         plk::take_picture(c, picture)) {
         for (size_t i = 0; i < picture.pos.size(); ++i) {
@@ -64,7 +65,7 @@ void copy(plk_context &c, int32_t from, int32_t to, int32_t p0, int32_t p1) {
     int32_t next = p0;
     for (const int32_t pos : shared) {
         if (alone.count(pos) > 0) {
-            continue; // the other cache, or a second cell, has yet to be shared
+            continue; // a second cell, or a cell of the other cache, is not shared yet
         }
         if (std::max(next, 0) < pos) {
             plk::memory::seq_cp(c.ctx, from, to, next, pos);
@@ -82,7 +83,7 @@ int check_shift(const plk_context *c) {
                                                           "positions");
 }
 
-// Whether a shift takes the last position of a range where none may be.
+// Return whether a shift moves the last position of a range out of the valid positions.
 bool leaves(plk_context &c, int32_t seq, int32_t p1, int32_t delta) {
     if (delta <= 0) {
         return delta <= -plk::far_away;
@@ -91,7 +92,8 @@ bool leaves(plk_context &c, int32_t seq, int32_t p1, int32_t delta) {
     return delta >= plk::far_away - std::max(p1 < 0 ? last : std::min(last, p1 - 1), 0);
 }
 
-// Divide by shifts: what is divided only moves to where others have left already.
+// Divide positions with one shift each, in ascending order: no position moves onto one that is not
+// divided yet.
 int divide(plk_context &c, int32_t seq, int32_t p0, int32_t p1, int32_t divisor) {
     std::vector<int32_t> held;
     if (!plk::take_positions(c, seq, held)) {
@@ -99,7 +101,7 @@ int divide(plk_context &c, int32_t seq, int32_t p0, int32_t p1, int32_t divisor)
     }
     const int32_t last = plk::memory::pos_max(c.ctx, seq);
     if (held.empty() || held.back() < last) {
-        held.push_back(last); // of a state, which has no cells
+        held.push_back(last); // the position of a state, which has no cells
     }
     for (const int32_t pos : held) {
         if (pos > 0 && pos >= p0 && (p1 < 0 || pos < p1)) {
@@ -114,7 +116,7 @@ int divide(plk_context &c, int32_t seq, int32_t p0, int32_t p1, int32_t divisor)
 bool plk::can_shift(const plk_context &c) {
     const auto type_k = static_cast<ggml_type>(c.asked.type_k);
     if (c.model->info.is_recurrent) {
-        return true; // a state has no positions that could be rotated
+        return true; // a state has no keys that a shift would rotate
     }
     return plk::memory::exists(c.ctx) && plk::memory::can_shift(c.ctx) &&
            !plk::load::many_positions(c.model->model) && type_k != GGML_TYPE_BF16 &&
@@ -129,7 +131,7 @@ int plk_clear(plk_context *context, int32_t data) {
         const int code = check(context, 0);
         if (code == PLK_OK) {
             if (context->guard && plk::update::present && plk::cells::pending(context->ctx) != 0) {
-                plk::update::run(context->ctx, true); // some releases keep the shifts of old cells
+                plk::update::run(context->ctx, true); // some releases keep shifts of removed cells
             }
             plk::memory::clear(context->ctx, data != 0);
             context->used_states = context->had_states = false;
@@ -147,7 +149,8 @@ int plk_seq_rm(plk_context *context, int32_t seq, int32_t p0, int32_t p1) {
         if (code != PLK_OK) {
             return code > 0 ? PLK_OK : code;
         }
-        // Releases differ in what they take for a part; one forgets the whole for its last token.
+        // Releases differ in which partial removals they refuse; one removes the whole state when
+        // only its last token is to be removed.
         if (context->guard && seq >= 0 && keeps_states(*context)) {
             const int32_t last = plk_seq_pos_max(context, seq);
             if (p0 <= last && (p0 > 0 || (p1 >= 0 && p1 <= last))) {
@@ -191,7 +194,7 @@ int plk_seq_cp(plk_context *context, int32_t from, int32_t to, int32_t p0, int32
         if (!plk::cells::can_copy(context->ctx, from, to, p0, p1) &&
             p0 <= plk_seq_pos_min(context, from) &&
             (p1 < 0 || p1 > plk_seq_pos_max(context, from))) {
-            p0 = p1 = -1; // all of it, said in the one way that upstream takes between streams
+            p0 = p1 = -1; // the only range that upstream accepts between streams
         }
         if (!plk::cells::can_copy(context->ctx, from, to, p0, p1)) {
             return plk::refuse(PLK_EREFUSED,
@@ -211,7 +214,7 @@ int plk_seq_keep(plk_context *context, int32_t seq) {
             return code;
         }
         plk::memory::seq_keep(context->ctx, seq);
-        // Upstream looks into the stream of this sequence alone.
+        // Upstream removes the others only from the stream of this sequence.
         for (uint32_t other = 0; context->guard && other < context->n_seq_max; ++other) {
             if (static_cast<int32_t>(other) != seq) {
                 plk::memory::seq_rm(context->ctx, static_cast<int32_t>(other), -1, -1);

@@ -1,4 +1,4 @@
-// States of single sequences, as upstream writes them.
+// Save and restore the state of one sequence, in upstream's format.
 #include "groups.h"
 
 namespace {
@@ -18,14 +18,15 @@ int check(const plk_context *c, int32_t seq) {
     return PLK_OK;
 }
 
-// With a shift pending, positions are new and keys are old: such a state would never fit again.
+// Apply a pending shift: until then, positions are new and keys are old, and a restored state would
+// never be correct.
 void flush(const plk_context &c) {
     if (c.guard && plk::update::present && plk::cells::pending(c.ctx) != 0) {
         plk::update::run(c.ctx, true);
     }
 }
 
-// guarded() speaks int; sizes of states do not fit.
+// Run `work` under guarded(), whose result is an int: the size of a state may not fit.
 template <typename Work> int64_t sized(Work work) {
     int64_t size = 0;
     const int code = plk::guarded([&] {
@@ -100,7 +101,7 @@ int64_t plk_state_load(plk_context *context, int32_t seq, const uint8_t *data, i
         const size_t size =
             llama_state_seq_set_data(context->ctx, data, static_cast<size_t>(length), seq);
         if (size == 0 && context->guard) {
-            // A state that ends in the middle has left its cells; the sequence's own are gone.
+            // A truncated state leaves some of its cells; those of the sequence are already gone.
             plk::memory::seq_rm(context->ctx, seq, -1, -1);
         }
         return static_cast<int64_t>(size);

@@ -1,4 +1,4 @@
-// What a context of this release understands, from the fields of its parameters.
+// Capabilities of a context, derived from the fields of its parameters.
 #pragma once
 
 #include "fields.h"

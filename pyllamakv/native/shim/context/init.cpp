@@ -1,4 +1,4 @@
-// Contexts by their present name (0.3.7 and later).
+// Create a context with llama_init_from_model (0.3.7 and later).
 #include "context/bits.h"
 
 llama_context *plk::context::open(llama_model *model, llama_context_params params) {

@@ -1,4 +1,4 @@
-// The patch kv-counters.
+// Trees with the patch kv-counters.
 #include "groups.h"
 
 #include "llama-kv-counters.h"

@@ -1,4 +1,4 @@
-// A tree without the patch kv-counters.
+// Trees without the patch kv-counters.
 #include "groups.h"
 
 const uint64_t plk::counters::bits = 0;

@@ -1,4 +1,4 @@
-// The public calls to 0.3.8.
+// llama_kv_cache_defrag (through 0.3.8).
 #include "defrag/upstream.h"
 
 const uint64_t plk::defrag::bits = PLK_CAP_DEFRAG;

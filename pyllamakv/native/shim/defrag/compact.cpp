@@ -1,4 +1,4 @@
-// A tree whose own defragmentation is gone, with the patch compaction in its place.
+// Trees without a defragmentation of their own, with the patch compaction.
 #include "groups.h"
 
 #include "llama-kv-compact.h"

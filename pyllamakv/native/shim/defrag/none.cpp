@@ -1,4 +1,4 @@
-// A release that does not defragment.
+// Releases without defragmentation.
 #include "groups.h"
 
 const uint64_t plk::defrag::bits = 0;

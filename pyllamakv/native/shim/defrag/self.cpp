@@ -1,4 +1,4 @@
-// The public calls of March to August 2025.
+// llama_kv_self_defrag (March to August 2025).
 #include "defrag/upstream.h"
 
 const uint64_t plk::defrag::bits = PLK_CAP_DEFRAG;

@@ -1,4 +1,4 @@
-// The public calls of March to August 2025 with the patch full-defrag, which serves every stream.
+// llama_kv_self_defrag (March to August 2025) with the patch full-defrag, for every stream.
 #include "groups.h"
 
 #include "llama-kv-defrag.h"

@@ -1,4 +1,4 @@
-// What upstream's own defragmentation serves: caches whose cells are in one stream.
+// Upstream's own defragmentation supports only caches with one stream.
 #pragma once
 
 #include "groups.h"

@@ -1,4 +1,4 @@
-// A release without a registry of devices (to 0.3.1).
+// Releases without a device registry (through 0.3.1).
 #include "groups.h"
 
 #include <cstdio>

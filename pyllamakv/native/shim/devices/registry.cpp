@@ -46,7 +46,7 @@ bool plk::devices::select(const char *names, std::vector<void *> &list) {
             plk::refuse(PLK_EINVAL, "there is no device '%s'", name.c_str());
             return false;
         }
-        // The processor is always used; llama.cpp asserts when it is named as one to offload to.
+        // llama.cpp always uses the CPU, and asserts if it is listed as a device to offload to.
         if (kind_of(found) != 0) {
             list.push_back(found);
         }

@@ -1,4 +1,4 @@
-// Models that answer for their vocabulary themselves (to 0.3.6).
+// Functions for the vocabulary take the model (through 0.3.6).
 #include "load/params.h"
 
 llama_model *plk::load::open(const char *path, const plk_model_params &asked) {
@@ -31,7 +31,7 @@ bool plk::load::has_encoder(const llama_model *model) { return llama_model_has_e
 
 bool plk::load::many_positions(const llama_model *model) {
     const auto rope = static_cast<int>(llama_rope_type(model));
-    return rope >= 0 && (rope & 8); // GGML_ROPE_TYPE_MROPE; GLM, which older trees number 4, is not
+    return rope >= 0 && (rope & 8); // bit of GGML_ROPE_TYPE_MROPE; GLM is 4 in older trees
 }
 
 int32_t plk::load::tokenize(const llama_model *model, const char *text, int32_t length,

@@ -1,4 +1,4 @@
-// Model parameters, common to the candidates of this group.
+// Model parameters, shared by the candidates of this group.
 #pragma once
 
 #include "fields.h"
@@ -21,14 +21,14 @@ inline void fill(Params &out, const plk_model_params &asked) {
     params.check_tensors = asked.check_tensors != 0;
     PLK_SET(use_mmap, params, asked.use_mmap != 0);
     PLK_SET(use_mlock, params, asked.use_mlock != 0);
-    // Where one field replaced the two above: 0 reads, 1 maps, and 2 more locks.
+    // In some releases one field replaces both: 0 reads the file, 1 maps it, and adding 2 locks it.
     PLK_SET(load_mode, params, (asked.use_mmap ? 1 : 0) + (asked.use_mlock ? 2 : 0));
     const bool remote = asked.rpc_servers != nullptr && *asked.rpc_servers != '\0';
     const bool named = asked.devices != nullptr && *asked.devices != '\0';
     bool good = true;
     if (remote) {
         good = plk::rpc::add(asked.rpc_servers, out.devices);
-        PLK_SET(rpc_servers, params, asked.rpc_servers); // where servers are no devices yet
+        PLK_SET(rpc_servers, params, asked.rpc_servers); // releases whose servers are not devices
     }
     if (good && named) {
         good = plk::devices::select(asked.devices, out.devices);

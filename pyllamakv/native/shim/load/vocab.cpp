@@ -1,4 +1,4 @@
-// Models and their vocabulary as an object of its own (0.3.7 and later).
+// Functions for the vocabulary take a llama_vocab (0.3.7 and later).
 #include "load/params.h"
 
 llama_model *plk::load::open(const char *path, const plk_model_params &asked) {
@@ -31,7 +31,7 @@ bool plk::load::has_encoder(const llama_model *model) { return llama_model_has_e
 
 bool plk::load::many_positions(const llama_model *model) {
     const auto rope = static_cast<int>(llama_model_rope_type(model));
-    return rope >= 0 && (rope & 8); // GGML_ROPE_TYPE_MROPE, a bit that its relatives have as well
+    return rope >= 0 && (rope & 8); // bit of GGML_ROPE_TYPE_MROPE and of its variants
 }
 
 int32_t plk::load::tokenize(const llama_model *model, const char *text, int32_t length,

@@ -1,4 +1,4 @@
-// A tree without the patch mmap-kv: every cache lies on the heap.
+// Trees without the patch mmap-kv: every cache is on the heap.
 #include "groups.h"
 
 const uint64_t plk::mapping::bits = 0;

@@ -1,4 +1,4 @@
-// The patch mmap-kv.
+// Trees with the patch mmap-kv.
 #include "groups.h"
 
 #include "llama-kv-mmap-api.h"
@@ -8,11 +8,12 @@ const uint64_t plk::mapping::bits = LLAMA_KV_MMAP_SUPPORTED ? PLK_CAP_MAPPING : 
 
 namespace {
 
-// The release that this is built from: what another one keeps in a cache need not mean the same.
+// Return the release that this library is built from. Another release may interpret the content of
+// a kept cache differently.
 std::string built_from() {
     const std::string variant = plk::built::variant;
     const size_t end = variant.find('-');
-    // Trees that are no release have no name of their own.
+    // Trees from git or a path have no release name: their whole variant id is used.
     return variant.compare(0, 3, "git") == 0 || variant.compare(0, 4, "path") == 0
         ? variant
         : variant.substr(0, end);

@@ -1,4 +1,4 @@
-// The memory of a context as `kv_cache` (to 0.3.8). A failed decode leaves its first tokens.
+// Memory functions llama_kv_cache_* (through 0.3.8). A failed decode leaves its first tokens.
 #include "fields.h"
 #include "groups.h"
 
@@ -28,7 +28,7 @@ bool plk::memory::seq_div(llama_context *ctx, int32_t seq, int32_t p0, int32_t p
 }
 
 namespace {
-// Asking became possible in 0.3.5. Before it DeepSeek aborted.
+// llama_kv_cache_can_shift exists since 0.3.5. Before that, a shift aborts for DeepSeek models.
 template <typename Context> auto ask(Context *ctx, int) -> decltype(llama_kv_cache_can_shift(ctx)) {
     return llama_kv_cache_can_shift(ctx);
 }
@@ -37,21 +37,22 @@ template <typename Context> bool ask(Context *ctx, long) {
     return !plk::fields::recurrent(model) && plk::fields::architecture(model) != "deepseek2";
 }
 
-// The CPU learnt to copy quantised rows back to floats in the month of this function (0.3.7).
+// llama_model_get_vocab was added in the month in which the CPU backend learned to copy quantised
+// rows to floats (0.3.7).
 template <typename Model, typename = void> struct Later : std::false_type {};
 template <typename Model>
 struct Later<Model, std::void_t<decltype(llama_model_get_vocab(std::declval<Model *>()))>>
     : std::true_type {};
 
-// While this was public (0.3.2), the CPU kept weights of a state's convolution where it could not
-// compute with them, and asserted.
+// While ggml_backend_cpu_buft_is_aarch64 was public (0.3.2), the CPU backend stored convolution
+// weights of recurrent models in a buffer that it could not compute with, and asserted.
 template <typename Type, typename = void> struct Misplaces : std::false_type {};
 template <typename T>
 struct Misplaces<T, std::void_t<decltype(ggml_backend_cpu_buft_is_aarch64(std::declval<T>()))>>
     : std::true_type {};
 
-// Since a state has a cell of its own (0.2.90), models can be asked whether they keep one. Before,
-// a restore asserts that its cell belongs to the sequence, which only a decode writes there.
+// llama_model_is_recurrent was added when states got cells of their own (0.2.90). Before that, a
+// restore asserts that its cell belongs to the sequence, and only a decode sets that.
 template <typename Model, typename = void> struct Owns : std::false_type {};
 template <typename Model>
 struct Owns<Model, std::void_t<decltype(llama_model_is_recurrent(std::declval<Model *>()))>>
@@ -61,13 +62,13 @@ struct Owns<Model, std::void_t<decltype(llama_model_is_recurrent(std::declval<Mo
 const bool plk::memory::shifts_quantized = Later<llama_model>::value;
 const bool plk::memory::expands_positions = false;
 const bool plk::memory::decodes_states = !Misplaces<ggml_backend_buffer_type_t>::value;
-// The oldest releases, those whose batches have this field, look for the state that was removed.
+// The oldest releases, whose batches have this field, search for the state that was removed.
 const bool plk::memory::restarts_states = !PLK_HAS(all_pos_0, llama_batch);
 const bool plk::memory::clears_states = restarts_states;
 const bool plk::memory::restores_states = Owns<llama_model>::value;
 const bool plk::memory::separates_states = true;
 const bool plk::memory::ends_batches = false;
-// A cell that a new state is to get is not marked before states are gathered, which swaps cells.
+// The cell for a new state is not marked before states are gathered, and gathering swaps cells.
 const bool plk::memory::begins_beside = false;
 
 bool plk::memory::can_shift(llama_context *ctx) { return ask(ctx, 0); }

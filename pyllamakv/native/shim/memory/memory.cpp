@@ -1,4 +1,4 @@
-// The memory of a context as an object (0.3.10 and later).
+// Memory functions llama_memory_* (0.3.10 and later).
 #include "groups.h"
 
 #if __has_include("llama-arch.h")
@@ -9,8 +9,8 @@ const bool plk::memory::shifts_quantized = true;
 const bool plk::memory::expands_positions = true;
 
 namespace {
-// For a few days of July 2025 (0.3.12) a recurrent model's batch was divided for ever, until no
-// memory was left. Nothing in a header tells but the number of architectures.
+// For a few days in July 2025 (0.3.12), splitting a batch of a recurrent model never ended and used
+// all memory. In the headers, only the number of architectures identifies these trees.
 #if __has_include("llama-arch.h")
 constexpr int architectures = LLM_ARCH_UNKNOWN;
 #else
@@ -45,7 +45,7 @@ void plk::memory::seq_add(llama_context *ctx, int32_t seq, int32_t p0, int32_t p
     llama_memory_seq_add(llama_get_memory(ctx), seq, p0, p1, delta);
 }
 
-// Since cells are a class of their own their pos_div turns keys the wrong way round.
+// pos_div of the class for cells makes the shift rotate keys in the wrong direction.
 bool plk::memory::seq_div(llama_context *, int32_t, int32_t, int32_t, int32_t) { return false; }
 
 bool plk::memory::can_shift(llama_context *ctx) {

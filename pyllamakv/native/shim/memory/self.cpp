@@ -1,12 +1,12 @@
-// The memory of a context as `kv_self` (March to May 2025).
+// Memory functions llama_kv_self_* (March to May 2025).
 #include "fields.h"
 #include "groups.h"
 
 const bool plk::memory::shifts_quantized = true;
 const bool plk::memory::expands_positions = false;
 const bool plk::memory::decodes_states = true;
-// Copying states came before clearing them, and made them look as if they were in use; b4980 did so
-// to the states of others.
+// States are copied before they are cleared, and the copy marks them as used; b4980 does so with
+// states of other sequences.
 const bool plk::memory::clears_states = false;
 const bool plk::memory::restarts_states = true;
 const bool plk::memory::restores_states = true;
@@ -42,7 +42,7 @@ bool plk::memory::exists(llama_context *) { return true; }
 int32_t plk::memory::pos_min(llama_context *, int32_t) { return -2; }
 
 int32_t plk::memory::pos_max(llama_context *ctx, int32_t seq) {
-    // Zero is also what an empty sequence answers here.
+    // These releases also return 0 for an empty sequence.
     const int32_t pos = llama_kv_self_seq_pos_max(ctx, seq);
     return pos > 0 ? pos : -2;
 }

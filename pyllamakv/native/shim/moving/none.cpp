@@ -1,4 +1,4 @@
-// Upstream moves cells in one way, where it moves any.
+// Trees without the patches full-defrag and compaction: there are no options for moving cells.
 #include "groups.h"
 
 const uint64_t plk::moving::bits = 0;

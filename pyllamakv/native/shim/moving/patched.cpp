@@ -1,4 +1,4 @@
-// Our patches full-defrag and compaction, which ask this thread how to move cells.
+// Trees with the patches full-defrag or compaction, which read options of this thread.
 #include "groups.h"
 
 #include "llama-kv-defrag.h"

@@ -1,6 +1,7 @@
-// Releases that leave ghosts, or delete what they did not write, but whose cells are public: they
-// are remembered before a decode and put back after a failed one. The data of cells that were
-// occupied is untouched by a failed decode, so putting back what describes them is enough.
+// For releases whose cells are public and in which a failed decode leaves cells of its batch, or
+// removes cells that it did not write. Positions and sequences of all cells are saved before a
+// decode and restored after a failed one. A failed decode does not change the data of occupied
+// cells, so this is enough.
 #pragma once
 
 #include "groups.h"
@@ -10,12 +11,11 @@ namespace plk::rollback {
 const uint64_t bits = 0;
 const bool abortable = true;
 
-// Defined by the candidate; NULL where the memory is no array of cells.
+// Defined by the candidate. Return NULL if the memory is not an array of cells.
 plk::Cache *cache_of(llama_context *ctx);
 
-// Positions and sequences as plk_cells_read gives them: a copy of the cells themselves, with a
-// std::set each, would cost more than many a decode. No shift is pending: a guarded decode begins
-// with applying it.
+// Positions and sequences in the form of plk_cells_read: a copy of the cells, with a std::set each,
+// often costs more than the decode. No shift is pending: a guarded decode applies it first.
 struct Cells : Saved {
     plk::Picture picture;
     uint32_t head = 0, used = 0, n = 0;
@@ -33,8 +33,8 @@ std::unique_ptr<Saved> save(plk_context &context) {
     return saved;
 }
 
-// Whether `cell` was and is occupied, by something else: then the data moved as well. Only a
-// patched decode moves cells, and it undoes itself.
+// Return whether `cell` was occupied and now has another content, so that its data moved as well.
+// Only a patched decode moves cells, and it undoes failures itself.
 inline bool moved(const plk::Picture &before, const plk::Picture &after, size_t cell) {
     if (before.pos[cell] < 0 || after.pos[cell] < 0) {
         return false;

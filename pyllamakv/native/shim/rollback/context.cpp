@@ -1,4 +1,4 @@
-// b4980: the restore takes cell numbers for positions, and removes them from every sequence.
+// b4980: upstream's restore uses cell indices as positions, and removes these from every sequence.
 #include "llama-context.h"
 #include "llama-kv-cache.h"
 

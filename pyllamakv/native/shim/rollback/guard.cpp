@@ -1,5 +1,5 @@
-// llama_decode undoes every kind of failure (0.3.9, b5415), but keeps the ranges that it undid:
-// the next failure would wipe whatever lies there by then.
+// llama_decode undoes every failure (0.3.9, b5415), but keeps the ranges that it undid: the next
+// failure would remove the cells that occupy these ranges then.
 #include "cells/private.h"
 #include "groups.h"
 

@@ -1,4 +1,4 @@
-// A release of which we do not know what a failed decode leaves.
+// Releases whose failed decodes have unknown effects.
 #include "groups.h"
 
 const uint64_t plk::rollback::bits = 0;

@@ -1,5 +1,5 @@
-// Our patches full-defrag and decode-rollback, which come together to 0.3.8 and in b4980: whatever
-// fails is undone by llama_decode itself, and cells may have moved meanwhile.
+// Trees with the patches full-defrag and decode-rollback, which are always combined through 0.3.8
+// and in b4980: llama_decode undoes every failure itself, and may have moved cells.
 #include "groups.h"
 
 #include "llama-kv-defrag.h"

@@ -1,10 +1,10 @@
-// To 0.3.5: a batch without a slot leaves its first tokens, and cells can only be counted.
+// Through 0.3.5: a batch without a slot leaves its first tokens, and cells can only be counted.
 #include "groups.h"
 
 #include <map>
 
 const uint64_t plk::rollback::bits = 0;
-// From 0.3.2 an aborted decode removes positions of every sequence, which nothing could bring back.
+// Since 0.3.2, an aborted decode removes positions of every sequence, which cannot be restored.
 const bool plk::rollback::abortable = false;
 
 namespace {
@@ -45,7 +45,7 @@ void plk::rollback::undo(plk_context &context, const llama_batch &batch, int, Sa
         }
     }
     for (const auto &[pair, count] : copies) {
-        // What stands in two cells was there before, and is worth more than a ghost.
+        // A position in two cells existed before. It is kept, although one cell is a leftover.
         if (count < 2) {
             plk::memory::seq_rm(context.ctx, pair.first, pair.second, pair.second + 1);
         }

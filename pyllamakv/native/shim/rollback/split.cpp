@@ -1,5 +1,5 @@
-// 0.3.6 to 0.3.8: a batch without a slot leaves its first micro-batches, an aborted one removes
-// positions of every sequence.
+// 0.3.6 through 0.3.8: a batch without a slot leaves its first micro-batches, and an aborted batch
+// removes positions of every sequence.
 #include "llama-context.h"
 #include "llama-kv-cache.h"
 

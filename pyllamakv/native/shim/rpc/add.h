@@ -1,4 +1,4 @@
-// Adding servers as devices one by one (0.3.5 to 0.3.16).
+// Add each server as one device (0.3.5 through 0.3.16).
 #pragma once
 
 #include "rpc/serve.h"

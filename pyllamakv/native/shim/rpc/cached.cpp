@@ -1,4 +1,4 @@
-// A server that may keep tensors in a folder (0.3.9 to 0.3.16).
+// A server that can cache tensors in a directory (0.3.9 through 0.3.16).
 #include "rpc/add.h"
 
 int plk::rpc::serve(const char *endpoint, const char *device, uint64_t memory) {

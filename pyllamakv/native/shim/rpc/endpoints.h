@@ -1,4 +1,4 @@
-// Endpoints of RPC servers. llama.cpp asserts when nobody answers, so somebody is looked for first.
+// Endpoints of RPC servers. llama.cpp asserts if no server answers, so each is tested first.
 #pragma once
 
 #include "groups.h"
@@ -13,17 +13,18 @@
 
 namespace plk::rpc {
 
-// How many threads a server computes with: PLK_RPC_THREADS, or one per processor. They wait for
-// each other in loops: two servers of two threads each on two processors hold each other up.
+// Return the number of compute threads of a server: PLK_RPC_THREADS, or one per processor. Threads
+// wait in busy loops: on two processors, two servers of two threads each slow each other down.
 inline int n_threads() {
     const char *named = getenv("PLK_RPC_THREADS");
     const int asked = named != nullptr ? atoi(named) : 0;
     return asked > 0 ? asked : static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
 }
 
+// Test once per process whether a server accepts a connection. Set the last error if none does.
 inline bool answers(const std::string &endpoint) {
-    // A server takes one client and keeps few others waiting: one that this process uses already
-    // must not be asked again and again.
+    // A server has one client, and a short queue for others: a server that this process already
+    // uses must not be tested repeatedly.
     static std::set<std::string> known;
     if (known.count(endpoint) > 0) {
         return true;
@@ -34,7 +35,7 @@ inline bool answers(const std::string &endpoint) {
         return false;
     }
     addrinfo hints{}, *found = nullptr;
-    hints.ai_family = AF_INET; // llama.cpp's own client speaks no other
+    hints.ai_family = AF_INET; // llama.cpp's client supports no other family
     hints.ai_socktype = SOCK_STREAM;
     const std::string host = endpoint.substr(0, colon), port = endpoint.substr(colon + 1);
     bool good = false;
@@ -56,7 +57,7 @@ inline bool answers(const std::string &endpoint) {
     return good;
 }
 
-// Call `use` for each of the endpoints, after each has answered.
+// Call `use` for each endpoint after it has answered. Return false at the first failure.
 template <typename Use> bool each(const std::string &all, Use use) {
     for (size_t start = 0; start <= all.size();) {
         const size_t end = std::min(all.find(',', start), all.size());

@@ -1,4 +1,4 @@
-// A server of one backend from the registry, clients by a field (0.3.2 to 0.3.6).
+// A server of one backend from the registry; clients use a field (0.3.2 through 0.3.6).
 #include "rpc/field.h"
 #include "rpc/serve.h"
 

@@ -1,4 +1,4 @@
-// Clients that name their servers in the model's parameters (to 0.3.6): nothing to register.
+// Clients name their servers in the model parameters (through 0.3.6), so no device is registered.
 #pragma once
 
 #include "rpc/endpoints.h"

@@ -1,4 +1,4 @@
-// The server's first name, from before there was a registry of devices (0.2.90).
+// start_rpc_server, from before the device registry (0.2.90).
 #include "rpc/field.h"
 
 #include "ggml-backend.h"

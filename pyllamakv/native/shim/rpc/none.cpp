@@ -1,4 +1,4 @@
-// A build without RPC, or with one that we do not know.
+// Builds without RPC, or with an unknown interface to RPC.
 #include "groups.h"
 
 bool plk::rpc::add(const char *, std::vector<void *> &) {

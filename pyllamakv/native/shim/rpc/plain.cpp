@@ -1,4 +1,4 @@
-// A server of one backend (0.3.5 to 0.3.8).
+// A server of one backend (0.3.5 through 0.3.8).
 #include "rpc/add.h"
 
 int plk::rpc::serve(const char *endpoint, const char *device, uint64_t memory) {

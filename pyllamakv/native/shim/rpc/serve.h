@@ -1,4 +1,4 @@
-// Serving a backend, for releases whose server is given one backend and its memory.
+// Serve a backend, for releases whose server takes one backend and its memory sizes.
 #pragma once
 
 #include "rpc/endpoints.h"
@@ -8,7 +8,7 @@
 
 namespace plk::rpc {
 
-// Four threads, as it would be otherwise, take a second for a small graph with fewer cores than that.
+// Set the number of threads. The default of four takes a second for a small graph on fewer cores.
 inline void set_threads(ggml_backend_dev_t device, ggml_backend_t backend) {
     using Setter = void (*)(ggml_backend_t, int);
     const auto set = reinterpret_cast<Setter>(ggml_backend_reg_get_proc_address(
@@ -18,7 +18,8 @@ inline void set_threads(ggml_backend_dev_t device, ggml_backend_t backend) {
     }
 }
 
-// `start` blocks; it returns only when the server could not listen.
+// Serve the named device, or the CPU if the name is empty. `memory`: bytes to offer; 0: as the
+// device reports. `start` blocks; it returns only if the server cannot listen.
 template <typename Start> int serve_backend(const char *device, uint64_t memory, Start start) {
     ggml_backend_t backend = nullptr;
     size_t available = 0, total = 0;
@@ -35,7 +36,7 @@ template <typename Start> int serve_backend(const char *device, uint64_t memory,
         return plk::refuse(PLK_EINVAL, "there is no device '%s' to serve", device);
     }
     if (memory > 0 || total == 0) {
-        // The processor says nothing about its memory in some releases; a client needs a number.
+        // Some releases report no memory for the CPU, but a client requires a number.
         available = total = memory > 0 ? memory : size_t(1) << 34;
     }
     start(backend, available, total);

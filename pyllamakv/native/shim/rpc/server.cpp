@@ -1,4 +1,4 @@
-// A server of several devices, added to a client as a whole (b6845, 0.3.17 and later).
+// A server of several devices, which a client adds in one call (b6845, 0.3.17 and later).
 #include "rpc/endpoints.h"
 
 #include "ggml-backend.h"

@@ -1,4 +1,4 @@
-// Penalties that need no vocabulary (0.3.5 and later).
+// Penalties without a vocabulary (0.3.5 and later).
 #include "sampler/chain.h"
 
 llama_sampler *plk::sampler::penalties(const llama_model *, const plk_sampler_params &params) {

@@ -1,4 +1,4 @@
-// Sampling by a chain of samplers; the candidates differ in how penalties are made.
+// Sampling with a chain of samplers. The candidates differ in how they create penalties.
 #pragma once
 
 #include "groups.h"

@@ -1,4 +1,4 @@
-// Penalties that are told the size of the vocabulary (0.3.36).
+// Penalties that take the size of the vocabulary (0.3.36).
 #include "sampler/chain.h"
 
 llama_sampler *plk::sampler::penalties(const llama_model *model, const plk_sampler_params &params) {

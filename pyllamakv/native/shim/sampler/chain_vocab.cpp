@@ -1,4 +1,4 @@
-// Penalties that treat line feeds and the end of a text apart (0.3.0 to 0.3.4).
+// Penalties that take the tokens for line feed and end of text (0.3.0 through 0.3.4).
 #include "sampler/chain.h"
 
 llama_sampler *plk::sampler::penalties(const llama_model *model, const plk_sampler_params &params) {

@@ -1,4 +1,4 @@
-// Sampling by functions over an array of candidates (to 0.2.90).
+// Sampling functions over an array of candidates (through 0.2.90).
 #include "groups.h"
 
 #include <deque>

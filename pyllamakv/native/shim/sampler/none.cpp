@@ -1,4 +1,4 @@
-// No way of sampling that we know.
+// Releases with an unknown interface for sampling.
 #include "groups.h"
 
 struct plk::sampler::Sampler {};

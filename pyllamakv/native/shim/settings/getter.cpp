@@ -1,4 +1,4 @@
-// A context that hands out its parameters (March 2025 and later).
+// Contexts with a getter for their parameters (March 2025 and later).
 #include "groups.h"
 
 #include "llama-context.h"

@@ -1,4 +1,4 @@
-// A context that keeps its parameters private (b4980).
+// Contexts with private parameters (b4980).
 #include "cells/private.h"
 #include "groups.h"
 

@@ -1,4 +1,4 @@
-// A context whose parameters are a public member (0.3.7 and 0.3.8).
+// Contexts with parameters in a public member (0.3.7 and 0.3.8).
 #include "groups.h"
 
 #include "llama-context.h"

@@ -1,4 +1,4 @@
-// A context that keeps its parameters to itself.
+// Contexts whose parameters cannot be read.
 #include "groups.h"
 
 const bool plk::settings::flash_takes_f32 = false;

@@ -1,4 +1,4 @@
-// The public call to 0.3.8.
+// llama_kv_cache_update (through 0.3.8).
 #include "groups.h"
 
 const bool plk::update::present = true;

@@ -1,4 +1,4 @@
-// No public call any more: the context's own (September 2025 and later).
+// memory_update of the context, because there is no public call (September 2025 and later).
 #include "groups.h"
 
 #include "llama-context.h"

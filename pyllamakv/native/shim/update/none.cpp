@@ -1,4 +1,4 @@
-// No way to update outside a decode.
+// Releases that update their memory only in a decode.
 #include "groups.h"
 
 const bool plk::update::present = false;

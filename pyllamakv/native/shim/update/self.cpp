@@ -1,4 +1,4 @@
-// The public call of March to August 2025.
+// llama_kv_self_update (March to August 2025).
 #include "groups.h"
 
 const bool plk::update::present = true;

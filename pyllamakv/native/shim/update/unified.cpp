@@ -1,5 +1,5 @@
-// A cache class that updates itself (0.3.9, b5415). The context's own update reserves a graph of
-// the worst case from wherever the head stands, and asserts if it stands too high.
+// A cache class with an update of its own (0.3.9, b5415). The context's update reserves a
+// worst-case graph at the current head, and asserts if the head is too high.
 #include "groups.h"
 
 #include "llama-context.h"
@@ -13,7 +13,7 @@ void plk::update::run(llama_context *ctx, bool safe) {
     const uint32_t reserve = std::min(params.n_ctx, params.n_ubatch);
     if (safe && cache != nullptr && std::max(cache->head, cache->used) + reserve > cache->size) {
         ctx->synchronize();
-        cache->update(*ctx); // without the reserve: the allocator grows when it must
+        cache->update(*ctx); // without the reservation: the allocator grows if required
         return;
     }
     llama_kv_self_update(ctx);
