@@ -250,7 +250,15 @@ static void check_data(uint32_t size, size_t cell, size_t n_rows, size_t padding
     const size_t n = p.moves.size();
     host_moves ready(p.moves.data(), n, n_batch, n_rows > 1);
     host_mover mover({ { parts.data(), cell, n_rows, stride } }, 3, 0);
-    const size_t n_room = ready.n_scratch();
+    size_t n_room = 0;
+    for (size_t i = 0; n_rows > 1 && i < n; i += n_batch) {
+        size_t n_cells = 0;
+        for (size_t k = i; k < std::min(i + n_batch, n); ++k) {
+            n_cells += p.moves[k].len;
+        }
+        n_room = std::max(n_room, n_cells < host_moves::LONG_RUN*(std::min(i + n_batch, n) - i) ? 8*n_cells : 0);
+    }
+    CHECK(ready.n_scratch() == n_room);
     for (size_t i = 0; i < n; i += n_batch) {
         const size_t end   = kept ? std::min(i + n_batch, n) : n - i;
         const size_t begin = kept ? i : end > n_batch ? end - n_batch : 0;

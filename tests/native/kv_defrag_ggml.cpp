@@ -445,6 +445,18 @@ static void test_graphs() {
         CHECK(out.sum.n_graphs == gathers_for(5, max_nodes) + 1 && out.n_moved == p.moves.size());
         CHECK(out.sum.n_graphs == m.sched.n_graphs && m.sched.n_computed[GGML_OP_GET_ROWS] == 6);
     }
+    // what goes by way of the host moves in the batches of the copies
+    for (const order kept : { ORDER_FEWEST, ORDER_KEPT }) {
+        machine m(16); // 5 moves per graph
+        m.all[1].can = [](const ggml_tensor * op) { return op->op == GGML_OP_CPY && op->type != GGML_TYPE_Q8_0; };
+        auto tensors = one(&m.device, GGML_TYPE_F16, 4, 40);
+        tensors.emplace_back(new cache_tensor(&m.device, GGML_TYPE_Q8_0, 32, 40));
+        stream s(tensors, used);
+        const plan q = planned(used, kept);
+        const auto out = carried_out(s, q, &m, MOVER_GRAPH, kept);
+        CHECK(out.sum.n_graphs == (int64_t) (q.moves.size() + 4)/5 && out.sum.n_graphs > 1);
+        CHECK(traffic().n_get == out.sum.n_graphs && traffic().n_set == out.sum.n_graphs);
+    }
 }
 
 // what is needed beside the cache, at most at a time

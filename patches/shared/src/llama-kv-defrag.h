@@ -295,9 +295,10 @@ public:
         size_t n_most = 0;
 
         for (size_t i = 0; i < n_all; i += n_batch) {
-            set(all + i, std::min(n_batch, n_all - i));
+            const size_t n     = std::min(n_batch, n_all - i);
+            const size_t total = count_cells(all + i, n);
 
-            n_most = std::max(n_most, is_listed() ? n_cells : 0);
+            n_most = std::max(n_most, is_listed(total, n) ? total : 0);
         }
 
         cells.reserve(n_most);
@@ -305,11 +306,13 @@ public:
 
     // the batch that apply() carries out
     void start(const move * first, size_t count) {
-        set(first, count);
+        moves   = first;
+        n_moves = count;
+        n_cells = count_cells(first, count);
 
         cells.clear();
 
-        if (is_listed()) {
+        if (is_listed(n_cells, n_moves)) {
             for (size_t i = 0; i < n_moves; ++i) {
                 for (uint32_t k = 0; k < moves[i].len; ++k) {
                     cells.push_back({ moves[i].src + k, moves[i].dst + k });
@@ -364,18 +367,18 @@ private:
         uint32_t dst;
     };
 
-    void set(const move * first, size_t count) {
-        moves   = first;
-        n_moves = count;
-        n_cells = 0;
+    static size_t count_cells(const move * first, size_t count) {
+        size_t res = 0;
 
-        for (size_t i = 0; i < n_moves; ++i) {
-            n_cells += moves[i].len;
+        for (size_t i = 0; i < count; ++i) {
+            res += first[i].len;
         }
+
+        return res;
     }
 
-    bool is_listed() const {
-        return transposed && n_cells < LONG_RUN*n_moves;
+    bool is_listed(size_t total, size_t count) const {
+        return transposed && total < LONG_RUN*count;
     }
 
     // two rows at a time share the reading of the list; rows lie a power of two apart, so that more of them would take
