@@ -1,7 +1,7 @@
-# Find the archives behind a target, and link archives whole.
+# Find the static libraries that a target links, and link static libraries as a whole.
 
-# Set `out` to the archives that `root` is made of, itself first. CMake's own closure cannot be
-# asked for at configure time, and the names differ from release to release.
+# Set `out` to the static libraries that `root` links, transitively, with `root` first. CMake does
+# not provide this list at configure time, and the names differ between releases.
 function(plk_archives root out)
     set(waiting ${root})
     set(found "")
@@ -26,7 +26,7 @@ function(plk_archives root out)
     set(${out} ${found} PARENT_SCOPE)
 endfunction()
 
-# Set `out` to what a target links, without the wrappers that CMake puts around names.
+# Set `out` to the libraries that a target links, without the generator expressions around names.
 function(plk_links name out)
     set(all "")
     foreach(property LINK_LIBRARIES INTERFACE_LINK_LIBRARIES)
@@ -43,7 +43,7 @@ function(plk_links name out)
 endfunction()
 
 # Link every object of the archives into `target`: backends register themselves, and the drop-in
-# must export what nothing inside it calls.
+# must export functions that no code in it calls.
 function(plk_link_whole target)
     foreach(archive ${ARGN})
         if(APPLE)

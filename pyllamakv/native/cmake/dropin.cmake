@@ -1,5 +1,5 @@
-# The ordinary libraries of a release from the archives that libplk is made of: one shared library
-# per archive, under upstream's own target name, which is the name that bindings look for.
+# Link the usual libraries of a release from the archives of libplk into `folder`: one shared
+# library per archive, with upstream's target name, which is the name that other bindings load.
 function(plk_dropin folder)
     add_custom_target(plk_dropin ALL)
     file(WRITE "${CMAKE_BINARY_DIR}/empty.cpp" "")
@@ -25,11 +25,11 @@ function(plk_dropin folder)
             INSTALL_RPATH "$<IF:$<PLATFORM_ID:Darwin>,@loader_path,$ORIGIN>"
             INSTALL_NAME_DIR "@rpath")
         if(GGML_CUDA)
-            # cuBLAS and the CUDA runtime lie in no folder that the loader knows.
+            # The loader does not search the directories of cuBLAS and the CUDA runtime.
             set_target_properties(${target} PROPERTIES INSTALL_RPATH_USE_LINK_PATH ON)
         endif()
         if(NOT APPLE)
-            # Unused libraries stay out of the list, as in upstream's own link by the compiler.
+            # Record only libraries that are used, as upstream's own link by the compiler does.
             target_link_options(${target} PRIVATE LINKER:--as-needed)
         endif()
         add_dependencies(plk_dropin ${target})

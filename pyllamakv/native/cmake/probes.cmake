@@ -1,14 +1,14 @@
 # Choose, for each group of the shim, the first candidate that compiles against the tree's headers.
 #
-# The compiler is called directly and only asked whether the file is right: CMake's own try_compile
-# makes a project per question. An answer is kept under a hash of everything it depends on, so
-# configuring again costs nothing, and another tree in the same build folder is asked again.
+# The compiler is called directly and only checks the file: CMake's try_compile would generate a
+# project per candidate. A result is cached under a hash of everything that it depends on: a second
+# configure run calls no compiler, and another tree in the same build directory is probed again.
 
 set(PLK_INCLUDES
     "${PLK_LLAMA_SRC}/include" "${PLK_LLAMA_SRC}/ggml/include"
     "${PLK_LLAMA_SRC}/src" "${PLK_LLAMA_SRC}/ggml/src")
 
-# Group, then its candidates, best first. `none` is the stub that stands where nothing fits.
+# The groups, and the candidates of each, best first. `none` is the stub if no candidate compiles.
 set(PLK_GROUPS
     load context settings memory cells rollback update defrag moving mapping counters
     devices sampler rpc)
@@ -27,7 +27,7 @@ set(PLK_devices registry)
 set(PLK_sampler chain chain_n_vocab chain_vocab functions)
 set(PLK_rpc server cached plain field first)
 
-# Set `out` to the chosen sources, PLK_PROBES to the JSON that plk_probes() answers.
+# Set `out` to the chosen sources, and PLK_PROBES to the JSON that plk_probes() returns.
 function(plk_choose folder out)
     plk_compiler_words(words)
     plk_headers_hash("${folder}" headers)
@@ -68,7 +68,7 @@ function(plk_choose folder out)
     set(${out} ${sources} PARENT_SCOPE)
 endfunction()
 
-# Set `out` to the command that checks a file without making anything.
+# Set `out` to the command that checks a source file without writing output.
 function(plk_compiler_words out)
     separate_arguments(flags NATIVE_COMMAND "${CMAKE_CXX_FLAGS}")
     set(words "${CMAKE_CXX_COMPILER}" ${CMAKE_CXX_COMPILER_ARG1} ${flags}
@@ -83,8 +83,8 @@ function(plk_compiler_words out)
     set(${out} ${words} PARENT_SCOPE)
 endfunction()
 
-# Set `out` to a hash of all headers that a candidate may include. The tree's are watched: a patch
-# may add one, and then ninja configures again by itself.
+# Set `out` to a hash of all headers that a candidate may include. The headers are configure
+# dependencies: after a patch adds or changes one, ninja configures again.
 function(plk_headers_hash folder out)
     set(patterns "${CMAKE_CURRENT_SOURCE_DIR}/plk.h" "${folder}/*.h" "${folder}/*/*.h")
     foreach(include ${PLK_INCLUDES})
@@ -101,6 +101,8 @@ function(plk_headers_hash folder out)
     set(${out} "${all}" PARENT_SCOPE)
 endfunction()
 
+# Set `out` to TRUE if `source` compiles, else to FALSE. The messages of the compiler are written to
+# probes/GROUP-CANDIDATE.log in the build directory.
 function(plk_probe source headers words out)
     cmake_path(GET source STEM candidate)
     cmake_path(GET source PARENT_PATH parent)
