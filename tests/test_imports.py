@@ -94,17 +94,6 @@ def test_cffi_stays_in_the_binding() -> None:
             assert not any(n.split(".")[0] in {"cffi", "_cffi_backend"} for n in names), path
 
 
-def test_modules_stay_small() -> None:
-    """A module that grows far beyond 300 lines misses a concept."""
-    long = {
-        path.relative_to(ROOT).as_posix(): count
-        for path in MODULES
-        if path.name != "_plk.py"
-        and (count := len(path.read_text(encoding="utf-8").splitlines())) > 400
-    }
-    assert not long
-
-
 def test_snapshot_needs_numpy_alone() -> None:
     """A snapshot needs the protocol's types and the checks of arguments, nothing else of ours."""
     for name in ("snapshot", "moves"):

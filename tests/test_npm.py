@@ -162,7 +162,11 @@ def test_a_strange_tag_is_not_used(tmp_path: Path) -> None:
     assert fetch.add(str(tarball(tmp_path, tag="../../x"))).name == "node-llama-cpp-3.7.0"
 
 
-@pytest.mark.parametrize("about", [b"[" * 60_000, b"[" * 200_000, b"\xff"])
+@pytest.mark.parametrize(
+    "about",
+    [b"[" * 60_000, b"[" * 200_000, b"\xff"],
+    ids=["nested", "nested deeper", "no text"],  # pytest puts an id into the environment
+)
 @pytest.mark.defect(
     "what an npm package says of itself was a bare error of Python where it nests without end or "
     "is no text",
