@@ -1,9 +1,9 @@
 #ifndef LLAMA_KV_COMPACT_IMPL_H
 #define LLAMA_KV_COMPACT_IMPL_H
 
-// The implementation of llama-kv-compact.h, included once, by llama-kv-cache.cpp. It reaches a cache through the public
-// functions that the patch adds to llama_kv_cache. What depends on the classes of the release is defined there: get_targets()
-// and prepare().
+// Implementation of llama-kv-compact.h, included only by llama-kv-cache.cpp. It accesses a cache through the public
+// members that the patch adds to llama_kv_cache. llama-kv-cache.cpp defines the functions that depend on the release's
+// classes: get_targets() and prepare().
 
 #include "llama-kv-compact.h"
 
@@ -18,35 +18,35 @@
 
 namespace llama_kv_compaction {
 
-// a cache whose cells may move
+// A cache whose cells may move.
 struct target {
     llama_kv_cache * kv;
 
-    // a cache that has the same cells: its data moves with the data of kv, by the same plan; nullptr if there is none
+    // a cache with the same cells, whose data moves with kv by the same plan; nullptr if there is none
     llama_kv_cache * mirror;
 };
 
-// append the caches of a memory, without those that mirror them
-// return false for a memory that is not known to keep the numbers of cells nowhere else
+// Append the caches of a memory, each with its mirror.
+// Return false for a memory that may keep cell indexes outside of its caches.
 static bool get_targets(const llama_memory_i * memory, std::vector<target> & res);
 
-// make sure that the context has a scheduler, also if it has computed nothing yet
+// Create the context's scheduler if the context has not computed anything yet.
 static void prepare(llama_context * ctx);
 
-// the memory as a T, nullptr if it is anything else, be it derived from T
+// Return the memory as a T; nullptr if its class is any other, including classes derived from T.
 template <typename T>
 const T * as(const llama_memory_i * memory) {
     return memory && typeid(*memory) == typeid(T) ? static_cast<const T *>(memory) : nullptr;
 }
 
-// true if a used cell lies above a free one
+// Return true if a free cell precedes a used one.
 static bool has_holes(llama_kv_cache * kv) {
     const auto & streams = kv->get_compact_cells();
 
     return std::any_of(streams.begin(), streams.end(), [](const auto & cells) { return cells.used_max_p1() > cells.get_used(); });
 }
 
-// the part of the cells that attention runs over for nothing, in the worst of the streams
+// Return the fraction of cells that attention visits unnecessarily, in the stream where it is largest.
 static float get_sparsity(llama_kv_cache * kv) {
     float res = 0.0f;
 
@@ -55,7 +55,7 @@ static float get_sparsity(llama_kv_cache * kv) {
         const uint32_t n_kv   = GGML_PAD(cells.used_max_p1(), 256);
         const uint32_t n_need = GGML_PAD(cells.get_used(),    256);
 
-        // a small cache is never sparse enough to care
+        // compaction of a small cache saves too little time
         if (n_kv >= 2048) {
             res = std::max(res, 1.0f - float(n_need)/n_kv);
         }
@@ -64,7 +64,7 @@ static float get_sparsity(llama_kv_cache * kv) {
     return res;
 }
 
-// true if both are used by the same sequences at the same positions, cell by cell
+// Return true if each cell has the same position and sequences in both.
 template <typename Cells>
 bool has_same_cells(const Cells & left, const Cells & right) {
     if (left.size() != right.size()) {
@@ -98,7 +98,7 @@ bool has_same_cells(const Cells & left, const Cells & right) {
     return true;
 }
 
-// why the cells have to stay as they are; nullptr if they may move
+// Return the reason why the cells cannot move; nullptr if they can.
 static const char * get_refusal(const target & t) {
     if (t.kv->get_has_shared_cells()) {
         return "the cells are shared with the cache of another context";
@@ -118,7 +118,7 @@ static const char * get_refusal(const target & t) {
     return same ? nullptr : "a cache that mirrors this one has other cells";
 }
 
-// the same for the caches of a context, which are returned if there is no reason
+// Return the same for all caches of a context, and append them to res. res is valid only if the result is nullptr.
 static const char * get_refusal(const llama_context * ctx, std::vector<target> & res) {
     if (!get_targets(ctx->get_memory(), res)) {
         return ctx->get_memory() ? "this kind of memory has no cells, or names them by number outside of its caches" : "the context has no memory";
@@ -133,7 +133,7 @@ static const char * get_refusal(const llama_context * ctx, std::vector<target> &
     return nullptr;
 }
 
-// a cache of the context with its mirror; {} if it is a mirror itself, or belongs to no known kind of memory
+// Return a cache of the context with its mirror; {} if the cache is a mirror or its kind of memory is unknown.
 static target find_target(const llama_context * ctx, const llama_kv_cache * kv) {
     std::vector<target> all;
 
@@ -148,7 +148,7 @@ static target find_target(const llama_context * ctx, const llama_kv_cache * kv) 
     return {};
 }
 
-// true if the next update of this cache is to compact it
+// Return true if the next update must compact this cache.
 static bool is_due(const llama_context * ctx, const llama_kv_cache * kv) {
     if (!ctx->compact_requested && !(ctx->defrag_thold > 0.0f && llama_kv_compact_due(ctx, ctx->defrag_thold))) {
         return false;
@@ -159,7 +159,7 @@ static bool is_due(const llama_context * ctx, const llama_kv_cache * kv) {
     return t.kv && has_holes(t.kv) && !get_refusal(t);
 }
 
-// return false if a graph failed: then some of the cells have moved, and all of them are right
+// Return false if a graph failed; some cells have moved then, and the cache is valid.
 static bool compact_stream(llama_context * ctx, const target & t, uint32_t strm) {
     auto & stats = t.kv->defrag_stats;
 
@@ -196,7 +196,7 @@ static bool compact_stream(llama_context * ctx, const target & t, uint32_t strm)
     };
 
     const auto moved = [&](const llama_kv_defrag::move * moves, size_t n_moves) {
-        // the data is there: now the cells follow
+        // the data has moved: move the metadata
         for (size_t i = 0; i < n_moves; ++i) {
             for (uint32_t k = 0; k < moves[i].len; ++k) {
                 cells.mv(moves[i].src + k, moves[i].dst + k);
@@ -221,7 +221,7 @@ static bool compact_stream(llama_context * ctx, const target & t, uint32_t strm)
     return done;
 }
 
-// compact a cache for which is_due() was true, once; return true: the memory was updated
+// Compact a cache for which is_due() was true. Always return true: the memory was updated.
 static bool compact(llama_context * ctx, llama_kv_cache * kv) {
     const auto t = find_target(ctx, kv);
 

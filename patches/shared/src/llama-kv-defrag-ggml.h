@@ -1,9 +1,9 @@
 #ifndef LLAMA_KV_DEFRAG_GGML_H
 #define LLAMA_KV_DEFRAG_GGML_H
 
-// Carries out a plan of llama-kv-defrag.h on the tensors of a KV cache, each by the mover that fits its memory.
+// Executes a plan of llama-kv-defrag.h on the tensors of a KV cache, with the mover that fits each tensor's memory.
 //
-// This file knows the public types of ggml, none of llama.cpp, and is the same for every version of them.
+// This file uses only public types of ggml, none of llama.cpp, and is identical for all their versions.
 
 #include "llama-kv-defrag.h"
 
@@ -16,15 +16,16 @@
 
 namespace llama_kv_defrag {
 
-// a tensor of a cache, or the part of it that is one stream, and where its cells are
+// A tensor of a cache, or one stream of it, and the location of its cells.
 struct cell_tensor {
     ggml_tensor * t;
-    size_t offs;  // of the first cell, in bytes
-    size_t size;  // of all cells, in bytes
-    layout where; // the data is valid in host memory only
+    size_t offs;  // offset of the first cell, in bytes
+    size_t size;  // size of all cells, in bytes
+    layout where; // where.data is valid only in host memory
 };
 
-// transposed: a row per value, not per cell. some layers have no tensor, or none of V
+// Append one stream of a tensor to res. transposed: the tensor has one row per value instead of one per cell. Skips
+// NULL and empty tensors: some layers have no K or V.
 inline void add_cells(std::vector<cell_tensor> & res, ggml_tensor * t, bool transposed, size_t n_cells, size_t stream = 0, size_t n_stream = 1) {
     if (!t || ggml_nelements(t) == 0) {
         return;
@@ -42,21 +43,21 @@ inline void add_cells(std::vector<cell_tensor> & res, ggml_tensor * t, bool tran
     }
 }
 
-// what is needed to compute graphs
+// Access to the scheduler that computes graphs.
 struct graphs {
     ggml_backend_sched_t sched;
     size_t max_nodes;
-    std::function<bool(ggml_cgraph *)> compute; // of an allocated graph; false if it failed
+    std::function<bool(ggml_cgraph *)> compute; // computes an allocated graph; returns false on failure
 };
 
 enum result {
     RESULT_HOST,   // done without graphs
-    RESULT_GRAPHS, // done, and the scheduler has to be reserved anew
-    RESULT_FAILED, // a graph failed, or memory was short; what was not reported as moved is where it was
+    RESULT_GRAPHS, // done, and the scheduler must be reserved again
+    RESULT_FAILED, // a graph or an allocation failed; cells that were not reported as moved are unchanged
 };
 
-// the graph of one batch of moves, over as many tensors as it has room for
-// the scheduler knows nothing of it outside of reserve() and compute()
+// The graph of one batch of moves, for as many tensors as fit.
+// The scheduler keeps no reference to it outside of reserve() and compute().
 class move_graph {
 public:
     explicit move_graph(const graphs & which) : g(which) {
@@ -76,7 +77,7 @@ public:
     move_graph(const move_graph &) = delete;
     move_graph & operator=(const move_graph &) = delete;
 
-    // numbers of cells, which have to stay until the graph was computed
+    // Return the input tensor for a list of cell indexes. `values` must stay valid until the graph is computed.
     template <typename T>
     ggml_tensor * add_input(ggml_type type, const std::vector<T> & values) {
         for (const auto & known : inputs) {
@@ -94,7 +95,7 @@ public:
         return t;
     }
 
-    // bytes of a tensor, taken for rows of a type of the same size
+    // Return a view of a tensor's bytes as rows of another type.
     ggml_tensor * add_view(ggml_tensor * t, ggml_type type, size_t offs, int64_t ne0, int64_t ne1, size_t nb1) const {
         auto * v = ggml_view_tensor(ctx, t);
 
@@ -122,13 +123,13 @@ public:
         ggml_build_forward_expand(gf, node);
     }
 
-    // where a node is computed, if not where its memory is
+    // Compute a node on the given backend instead of the one that the scheduler selects.
     void place(ggml_tensor * node, ggml_backend_t backend) {
         placed.push_back({ node, backend });
     }
 
-    // give the scheduler the memory that compute() needs; false if there is not so much
-    // the scheduler changes the graph: build it anew to compute it
+    // Reserve the memory that compute() requires; return false if it cannot be allocated.
+    // The scheduler changes the graph, so the caller must rebuild it before compute().
     bool reserve() {
         reset();
 
@@ -139,7 +140,7 @@ public:
         return done;
     }
 
-    // started: true once something may have been written
+    // Compute the graph; return false on failure. Sets started to true as soon as cells may have been written.
     bool compute(bool & started) {
         reset();
 
@@ -150,7 +151,7 @@ public:
 
             try {
                 for (const auto & each : inputs) {
-                    if (each.t->buffer) { // else no node needs it
+                    if (each.t->buffer) { // NULL if no node uses it
                         ggml_backend_tensor_set(each.t, each.data, 0, ggml_nbytes(each.t));
                     }
                 }
@@ -161,7 +162,7 @@ public:
             }
         }
 
-        // it may still be computed, and the scheduler knows its tensors
+        // the graph may still be running, and the scheduler refers to its tensors
         ggml_backend_sched_synchronize(g.sched);
         ggml_backend_sched_reset(g.sched);
 
@@ -197,10 +198,10 @@ private:
     std::vector<place_of> placed;
 };
 
-// of one batch of moves
+// The graphs of one batch of moves.
 typedef std::vector<std::unique_ptr<move_graph>> graph_list;
 
-// the backend that computes on the memory of a tensor, if the scheduler has one that can do all of `ops`
+// Return the scheduler's first backend that supports the tensor's buffer type and all of `ops`, or nullptr.
 inline ggml_backend_t backend_for(const graphs & g, const ggml_tensor * t, const std::vector<ggml_tensor *> & ops) {
     for (int i = 0; i < ggml_backend_sched_get_n_backends(g.sched); ++i) {
         auto * backend = ggml_backend_sched_get_backend(g.sched, i);
@@ -215,7 +216,7 @@ inline ggml_backend_t backend_for(const graphs & g, const ggml_tensor * t, const
 }
 
 //
-// a copy per move and tensor
+// one copy per move and tensor
 //
 
 inline ggml_tensor * copy(const move_graph & mg, const cell_tensor & ct, const move & m) {
@@ -233,7 +234,7 @@ inline ggml_tensor * copy(const move_graph & mg, const cell_tensor & ct, const m
     return ggml_cpy(mg.ctx, src, dst);
 }
 
-// false if no backend can do it: not every one copies quantised rows onto quantised rows
+// Return false if no backend supports the copy: some cannot copy quantized rows to quantized rows.
 inline bool copies_fit(const graphs & g, const cell_tensor & ct, const plan & p) {
     move_graph mg(g);
 
@@ -253,13 +254,13 @@ inline void add_copies(graph_list & res, const graphs & g, const std::vector<cel
 }
 
 //
-// cells collected by number: a few nodes per tensor, whatever the number of moves
+// cells collected by index: a few nodes per tensor, independent of the number of moves
 //
 
-// values are taken as 32-bit words or, in transposed tensors, as what has their size: they are copied bit by bit
+// Copies values bit for bit, as 32-bit words or, in transposed tensors, as a float type of the same size.
 class gather {
 public:
-    // beside the cache, for what is collected; a tensor that needs more is moved in slices of its values
+    // maximum bytes for collected cells; a tensor that needs more is moved in slices of its values
     static constexpr size_t MAX_SCRATCH = 32*1024*1024;
 
     gather(const graphs & which, const move * moves, size_t n_moves) : g(which), first(moves[0].dst) {
@@ -281,7 +282,7 @@ public:
         }
     }
 
-    // false if no backend can do it
+    // Return false if no backend supports the operations for this tensor.
     bool fits(const cell_tensor & ct) const {
         const size_t bytes = ct.where.cell;
 
@@ -303,7 +304,7 @@ public:
             }
         }
 
-        // of views, operations and the tensor itself, and of the numbers
+        // graph nodes per slice: views, operations, the tensor and the indexes
         const size_t n_each  = 12;
         const size_t n_batch = std::max<size_t>(1, (g.max_nodes - n_each)/n_each);
 
@@ -318,7 +319,7 @@ public:
         }
     }
 
-    // bytes beside the cache, at a time
+    // Return the maximum bytes that this uses at a time in addition to the cache.
     size_t n_scratch(const std::vector<cell_tensor> & tensors) const {
         size_t res = 0;
 
@@ -336,12 +337,12 @@ private:
         size_t n;
     };
 
-    // what a tensor is sliced by: words of a cell, or rows of values
+    // Return the number of units that a slice consists of: words of a cell, or rows if transposed.
     static size_t n_values(const cell_tensor & ct) {
         return ct.where.n_rows > 1 ? ct.where.n_rows : ct.where.cell/4;
     }
 
-    // of scratch, per value
+    // Return the bytes of scratch memory per value.
     size_t n_bytes(const cell_tensor & ct) const {
         return ct.where.n_rows > 1 ? ct.where.cell*(n_span + kept.size()) : 4*kept.size();
     }
@@ -350,7 +351,7 @@ private:
         return std::max<size_t>(16, std::min(n_values(ct), MAX_SCRATCH/n_bytes(ct)) & ~(size_t) 15);
     }
 
-    // false if no backend can do it
+    // Add values [v0, v0 + n) of a tensor to a graph; return false if no backend supports the operations.
     bool add(move_graph & mg, const cell_tensor & ct, size_t v0, size_t n) const {
         std::vector<ggml_tensor *> ops;
 
@@ -364,7 +365,7 @@ private:
                 return mg.add_view(ct.t, type, offs + v0*ct.where.stride, n_cells, n, ct.where.stride);
             };
 
-            // a row per cell for as long as it takes
+            // ggml_get_rows needs one row per cell, so transpose, collect, and transpose back
             auto * cells = ggml_cont(mg.ctx, ggml_transpose(mg.ctx, rows(n_span)));
             auto * words = mg.add_view(cells, GGML_TYPE_F32, 0, n*cell/4, n_span, n*cell);
             auto * found = ggml_get_rows(mg.ctx, words, mg.add_input(GGML_TYPE_I32, kept));
@@ -374,7 +375,7 @@ private:
         } else {
             auto * words = mg.add_view(ct.t, GGML_TYPE_F32, offs + 4*v0, n, n_span, cell);
 
-            // only what moves, where rows can be written by number as well
+            // copy only the cells that move if the backend has ggml_set_rows
             auto * found = ggml_get_rows(mg.ctx, words, mg.add_input(GGML_TYPE_I32, src));
             auto * moved = scatter(mg.ctx, words, found, mg.add_input(GGML_TYPE_I64, dst), 0);
 
@@ -404,7 +405,7 @@ private:
         return true;
     }
 
-    // where the tree has it
+    // The first overload exists only if the release declares ggml_set_rows; the second one returns nullptr.
     template <typename ctx_t>
     static auto scatter(ctx_t * ctx, ggml_tensor * to, ggml_tensor * rows, ggml_tensor * numbers, int) -> decltype(ggml_set_rows(ctx, to, rows, numbers)) {
         return ggml_set_rows(ctx, to, rows, numbers);
@@ -417,32 +418,32 @@ private:
 
     const graphs & g;
 
-    // all numbers of cells count from here
+    // all cell indexes are relative to this cell
     const uint32_t first;
 
-    size_t n_span; // of cells, to the last source
+    size_t n_span; // number of cells from `first` to the end of the last source
 
-    std::vector<int32_t> kept; // which cell ends up at each place, moved or not
+    std::vector<int32_t> kept; // source cell of each destination, including cells that do not move
     std::vector<int32_t> src;
     std::vector<int64_t> dst;
 };
 
 //
-// all together
+// selection of the movers and execution
 //
 
-// a copy in a graph takes so long as this many bytes take to be collected
+// Return the number of bytes that gather moves in the time of one copy node.
 inline size_t copy_worth(const cell_tensor & ct) {
     const auto * name = ggml_backend_buft_name(ggml_backend_buffer_get_type(ct.t->buffer));
 
-    // a remote device computes on processors as a rule, others launch a kernel for each copy
+    // a remote (RPC) device usually computes on CPUs; other devices launch a kernel for each copy
     const size_t worth = std::strncmp(name, "RPC", 3) == 0 ? 16*1024 : 1024*1024;
 
-    // what is transposed is turned and turned back when it is collected
+    // gather transposes a transposed tensor twice
     return ct.where.n_rows > 1 ? worth/8 : worth;
 }
 
-// a graph for each memory: in one for several, the view of a tensor may be sent to another's device
+// Group the tensors by buffer type. A graph over several buffer types may copy a view to another tensor's device.
 inline std::vector<std::vector<cell_tensor>> by_memory(const std::vector<cell_tensor> & tensors) {
     std::vector<std::vector<cell_tensor>> res;
 
@@ -463,7 +464,7 @@ inline std::vector<std::vector<cell_tensor>> by_memory(const std::vector<cell_te
     return res;
 }
 
-// n_copies: see count_without_overlaps
+// Select the mover of a tensor. n_copies: the result of count_without_overlaps().
 inline mover pick_mover(const cell_tensor & ct, mover wanted, const graphs * g, const plan & p, size_t n_copies) {
     if (wanted == MOVER_STAGED) {
         return wanted;
@@ -479,7 +480,7 @@ inline mover pick_mover(const cell_tensor & ct, mover wanted, const graphs * g, 
 
     const size_t n_bytes = p.n_used*ct.where.cell*ct.where.n_rows;
 
-    // a move that overlaps itself is as many copies as fit side by side
+    // n_copies counts a move that overlaps itself as several copies
     const bool few = n_bytes/n_copies > copy_worth(ct);
 
     const bool copies = copies_fit(*g, ct, p);
@@ -495,7 +496,7 @@ inline mover pick_mover(const cell_tensor & ct, mover wanted, const graphs * g, 
     return copies ? MOVER_GRAPH : MOVER_STAGED;
 }
 
-// the work of carry_out(); throws std::bad_alloc only between batches, when what was moved was reported
+// Implement carry_out(). Throws std::bad_alloc only between batches, after the finished moves were reported.
 template <typename moved_t>
 inline result carry_out_batches(
         const plan & p,
@@ -524,7 +525,7 @@ inline result carry_out_batches(
         n_batch = std::min(n_batch, moves_per_graph(g->max_nodes, device.size()));
     }
 
-    // all that is needed on the host: nothing of it may be missing once the first byte has moved
+    // allocate all host memory here: an allocation must not fail after the first byte has moved
     bool transposed = false;
 
     std::vector<layout> host;
@@ -560,7 +561,7 @@ inline result carry_out_batches(
     host_moves ready(moves.data(), moves.size(), n_batch, transposed);
 
     if (g) {
-        // what the last ubatch still computes has to be in the cache first
+        // the last ubatch may still be writing to the cache
         ggml_backend_sched_synchronize(g->sched);
     }
 
@@ -568,7 +569,7 @@ inline result carry_out_batches(
 
     size_t n_scratch = 0;
 
-    // what is told cannot be told again
+    // noexcept: a batch must be reported exactly once
     const auto report = [&](const move * batch, size_t n) noexcept { moved(batch, n); };
 
     for (size_t i = 0; i < moves.size(); i += n_batch) {
@@ -599,7 +600,7 @@ inline result carry_out_batches(
 
         build(todo);
 
-        // moves that overlap can be neither resumed nor undone: no graph may lack memory after another one has written
+        // overlapping moves cannot be resumed or undone: reserve all graphs before the first one writes
         if (wanted.order == ORDER_KEPT && todo.size() > 1) {
             for (const auto & each : todo) {
                 if (!each->reserve()) {
@@ -652,12 +653,12 @@ inline result carry_out_batches(
     return sum.n_graphs > n_graphs ? RESULT_GRAPHS : RESULT_HOST;
 }
 
-// Carry out a plan on the tensors of a cache, or of one stream of it.
-// What is not in host memory goes by way of the host without graphs, or where no backend can compute them.
-// A plan without moves is done at once.
-// moved(moves, n) is called when the data of these moves is where it should be, as often as it takes, in their order.
-// It must neither fail nor allocate memory. All other memory is allocated before the first byte of a batch of moves is
-// written; if it is short, the result is RESULT_FAILED. Without a mover of graphs there is one batch.
+// Execute a plan on the tensors of a cache, or of one stream of it.
+// Without graphs, or if no backend supports them, tensors outside host memory are moved through a host buffer.
+// A plan without moves returns RESULT_HOST immediately.
+// Calls moved(moves, n) once per batch, in order, after the data of these moves has moved; it must not throw or allocate
+// memory. All other memory is allocated before the first byte of a batch is written; if an allocation fails, the result
+// is RESULT_FAILED. Without MOVER_GRAPH there is one batch.
 template <typename moved_t>
 inline result carry_out(
         const plan & p,

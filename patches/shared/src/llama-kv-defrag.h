@@ -1,22 +1,22 @@
 #ifndef LLAMA_KV_DEFRAG_H
 #define LLAMA_KV_DEFRAG_H
 
-// Defragmentation of a KV cache over plain arrays: what moves where, the moves in host memory, and what follows from them.
+// Defragmentation of a KV cache over plain arrays: plans of moves, moves in host memory, and updates of the metadata.
 //
-// There are two plans. Both end with the used cells at [0, n_used), and both list their moves ascending in src and in dst:
-//   fewest   moves every used cell from n_used on into a hole below n_used, and no other. No cell is both a source and a
-//            destination, so any order of the moves is right, and data may move long before the cells are told.
-//   ordered  closes the holes: every used cell keeps its rank, so that attention adds up in the order of a fresh cache and
-//            logits are the same to the last bit. A move may overlap itself and what later moves read: ascending order
-//            is right, and no other.
-// A plan that is carried out up to some move leaves a cache that is less compact, but correct.
+// There are two plans. Both end with the used cells at [0, n_used), and both list the moves ascending in src and dst:
+//   fewest   moves each used cell at or above n_used into a hole below n_used, and no other cell. No cell is both a
+//            source and a destination, so moves may run in any order, and data may move before the metadata.
+//   ordered  closes the holes: every used cell keeps its rank, so that attention adds up in the order of a fresh cache
+//            and logits are bit-identical. A move may overlap itself and the sources of later moves: the moves must run
+//            in ascending order.
+// A plan that stops after any move leaves a cache that is less compact, but correct.
 //
-// Overrides in the environment, for tests and for programs that cannot call current():
+// Environment variables that override the options, for tests and for programs that cannot call current():
 //   LLAMA_KV_DEFRAG_PLAN=fewest|ordered
-//   LLAMA_KV_DEFRAG_MOVER=host|gather|graph|staged   see enum mover; what cannot be done is as if it were not set
+//   LLAMA_KV_DEFRAG_MOVER=host|gather|graph|staged   see enum mover; a mover that is unavailable is ignored
 //   LLAMA_KV_DEFRAG_THREADS=N
 //
-// This file knows no type of llama.cpp or ggml and is the same for every version of them. C++11 suffices.
+// This file uses no type of llama.cpp or ggml and is identical for all their versions. It requires C++11.
 
 #include <algorithm>
 #include <atomic>
@@ -37,19 +37,19 @@
 
 namespace llama_kv_defrag {
 
-// cells [src, src + len) go to [dst, dst + len); dst is below src
+// Moves cells [src, src + len) to [dst, dst + len); dst < src.
 struct move {
     uint32_t src;
     uint32_t dst;
     uint32_t len;
 };
 
-// the moves, and what they amount to
+// A list of moves with its totals.
 struct plan {
     std::vector<move> moves;
 
-    uint32_t n_used  = 0; // after the moves: cells [0, n_used) are used, all others are free
-    uint32_t n_cells = 0; // cells that move
+    uint32_t n_used  = 0; // after the moves, cells [0, n_used) are used and all others are free
+    uint32_t n_cells = 0; // number of cells that move
 };
 
 enum order {
@@ -59,28 +59,28 @@ enum order {
 
 enum mover {
     MOVER_AUTO,
-    MOVER_HOST,   // copies in place, in host memory
-    MOVER_GATHER, // collects cells by number and writes them in one piece, in one compute graph for all tensors
-    MOVER_GRAPH,  // a copy per move and tensor, in as many compute graphs as it takes
-    MOVER_STAGED, // copies each tensor to the host, moves there, copies it back
+    MOVER_HOST,   // copies in place in host memory
+    MOVER_GATHER, // collects cells by index (ggml_get_rows) and writes them back; a few graph nodes per tensor
+    MOVER_GRAPH,  // one copy per move and tensor, in as many compute graphs as needed
+    MOVER_STAGED, // copies each tensor to the host, moves its cells there, and copies it back
 };
 
-// what the caller of a defragmentation wants of it
+// Options of a defragmentation.
 struct options {
     enum order order = ORDER_FEWEST;
     enum mover mover = MOVER_AUTO;
 
-    uint32_t n_threads = 0; // at most so many; 0: as many as the context computes with
+    uint32_t n_threads = 0; // maximum number of host threads; 0: the context's number of threads
 };
 
-// the options of this thread
+// Return the options of this thread, which the caller may change.
 inline options & current() {
     static thread_local options res;
 
     return res;
 }
 
-// the options of this thread, as the environment overrides them
+// Return the options of this thread after the environment's overrides.
 inline options effective() {
     options res = current();
 
@@ -105,8 +105,8 @@ inline options effective() {
     return res;
 }
 
-// where one tensor keeps its cells: cell c of row r is the `cell` bytes at data + r*stride + c*cell
-// a tensor with one row of values per cell is one row here; a transposed one has a row per value
+// Location of the cells of one tensor: cell c of row r has `cell` bytes at data + r*stride + c*cell. A tensor that
+// stores the values of a cell contiguously is one row; a transposed tensor has one row per value.
 struct layout {
     uint8_t * data;
     size_t    cell;
@@ -114,7 +114,7 @@ struct layout {
     size_t    stride;
 };
 
-// sums over the life of a cache
+// Sums over the lifetime of a cache.
 struct stats {
     int64_t n_retries = 0; // searches repeated after a defragmentation
     int64_t n_defrags = 0; // defragmentations that moved at least one cell
@@ -122,12 +122,12 @@ struct stats {
     int64_t n_cells   = 0;
     int64_t n_bytes   = 0;
     int64_t n_graphs  = 0;
-    int64_t n_scratch = 0; // not a sum: the most bytes that one defragmentation needed beside the cache
-    int64_t t_ns      = 0; // wall time, plans that found nothing to move included
-    int64_t t_plan_ns = 0; // ... of it to find out what moves where
+    int64_t n_scratch = 0; // not a sum: maximum bytes that one defragmentation used in addition to the cache
+    int64_t t_ns      = 0; // wall time, including plans without moves
+    int64_t t_plan_ns = 0; // part of t_ns that planning took
 };
 
-// adds the time of its own life to a sum
+// Adds the time between its construction and destruction to a sum, in nanoseconds.
 class stopwatch {
 public:
     explicit stopwatch(int64_t & total) : sum(total), start(std::chrono::steady_clock::now()) {}
@@ -145,10 +145,10 @@ private:
 };
 
 //
-// plans, in linear time; used[i] != 0: cell i holds something
+// plans, in linear time; used[i] != 0: cell i is used
 //
 
-// one finger walks the holes, the other the cells that must leave
+// Plan with two indexes: dst visits the holes below n_used, src the used cells at or above it.
 inline plan plan_fewest(const uint8_t * used, uint32_t size) {
     plan res;
 
@@ -168,7 +168,7 @@ inline plan plan_fewest(const uint8_t * used, uint32_t size) {
             return res;
         }
 
-        // there are as many used cells from n_used on as holes before it, so this stops inside the cache
+        // holes below n_used and used cells at or above it are equal in number, so this stops inside the cache
         while (!used[src]) {
             ++src;
         }
@@ -216,7 +216,7 @@ inline plan make_plan(const uint8_t * used, uint32_t size, order wanted, stats &
     return wanted == ORDER_KEPT ? plan_ordered(used, size) : plan_fewest(used, size);
 }
 
-// number of moves that without_overlaps() returns
+// Return the number of moves that without_overlaps() returns.
 inline size_t count_without_overlaps(const std::vector<move> & moves) {
     size_t res = 0;
 
@@ -229,7 +229,7 @@ inline size_t count_without_overlaps(const std::vector<move> & moves) {
     return res;
 }
 
-// the same moves, none of which overlaps itself: for copies that know no direction
+// Split the moves so that none overlaps itself, for copies without a guaranteed direction.
 inline std::vector<move> without_overlaps(const std::vector<move> & moves) {
     std::vector<move> res;
 
@@ -248,8 +248,8 @@ inline std::vector<move> without_overlaps(const std::vector<move> & moves) {
 // moves in host memory
 //
 
-// copy to lower addresses, where the two may overlap
-// around: written around the caches, which spares reading what is overwritten
+// Copy to a lower address; source and destination may overlap.
+// around: use non-temporal stores, which do not read the overwritten cache lines first.
 inline void copy_down(uint8_t * dst, const uint8_t * src, size_t bytes, bool around) {
 #ifdef __SSE2__
     if (around && (((uintptr_t) dst | (uintptr_t) src | bytes) & 15) == 0) {
@@ -280,17 +280,17 @@ inline void copy_down(uint8_t * dst, const uint8_t * src, size_t bytes, bool aro
     std::memmove(dst, src, bytes);
 }
 
-// the moves of one defragmentation, made ready to be carried out on many rows, one batch after another
-// memory is allocated in the constructor only
+// Prepares batches of moves for execution on many rows.
+// Allocates memory only in the constructor.
 class host_moves {
 public:
-    // single values of many rows move faster by a list of cells than by a list of runs, until the runs get long
+    // mean run length, in cells, below which a list of cells moves single values of many rows faster than a list of runs
     static constexpr uint32_t LONG_RUN = 16;
 
-    // moves between the one that is carried out and the one whose rows are fetched
+    // prefetch distance, in moves
     static constexpr size_t AHEAD = 8;
 
-    // the batches are n_batch moves each, but for the last one; rows: a tensor has more than one
+    // n_batch: moves per batch, the last batch may have fewer; rows: some tensor has more than one row
     host_moves(const move * all, size_t n_all, size_t n_batch, bool rows) : transposed(rows) {
         size_t n_most = 0;
 
@@ -304,7 +304,7 @@ public:
         cells.reserve(n_most);
     }
 
-    // the batch that apply() carries out
+    // Set the batch that apply() executes.
     void start(const move * first, size_t count) {
         moves   = first;
         n_moves = count;
@@ -321,7 +321,7 @@ public:
         }
     }
 
-    // of the batch
+    // Return the number of cells that the batch moves.
     size_t get_n_cells() const {
         return n_cells;
     }
@@ -330,7 +330,7 @@ public:
         return cells.capacity()*sizeof(step);
     }
 
-    // rows [r0, r1) of a tensor; around: see copy_down
+    // Move the cells of rows [r0, r1) of a tensor. around: see copy_down.
     void apply(const layout & l, size_t r0, size_t r1, bool around) const {
         if (!cells.empty()) {
             switch (l.cell) {
@@ -345,7 +345,7 @@ public:
 
             for (size_t i = 0; i < n_moves; ++i) {
 #ifdef __SSE2__
-                // what lies far apart is not fetched in advance otherwise; not so close as for use at once
+                // the hardware does not prefetch scattered sources; T1, because the use is several moves away
                 if (i + AHEAD < n_moves && l.cell >= 64) {
                     for (size_t k = 0; k < l.cell; k += 64) {
                         _mm_prefetch((const char *) row + moves[i + AHEAD].src*l.cell + k, _MM_HINT_T1);
@@ -381,8 +381,8 @@ private:
         return transposed && total < LONG_RUN*count;
     }
 
-    // two rows at a time share the reading of the list; rows lie a power of two apart, so that more of them would take
-    // the same lines of the cache from each other
+    // Move single values of two rows at a time, which halves the reads of the list. Rows are often a power of two bytes
+    // apart: more rows at a time would compete for the same cache lines.
     template <typename value_t>
     void apply_values(const layout & l, size_t r0, size_t r1) const {
         size_t r = r0;
@@ -417,16 +417,16 @@ private:
     size_t n_moves = 0;
     size_t n_cells = 0;
 
-    std::vector<step> cells; // empty if runs are long
+    std::vector<step> cells; // empty if the runs are long
 };
 
-// moves the data of the cells of tensors in host memory
-// memory is allocated in the constructor only, but for threads: where they cannot be started, fewer do the work
+// Moves the data of cells of tensors in host memory.
+// Allocates memory only in the constructor, except for threads: if a thread cannot be started, run() uses fewer.
 class host_mover {
 public:
-    // n_alone: bytes that are moved before a second thread runs; less of them stay in the caches of the processor
+    // n_alone: bytes up to which one thread moves them and uses normal stores, which keep them in the CPU's caches
     host_mover(const std::vector<layout> & layouts, uint32_t n_threads, size_t n_alone = 4*1024*1024) : n_small(n_alone) {
-        // rows of a transposed tensor that one thread takes at a time
+        // rows of a transposed tensor per work item
         const size_t n_block = 64;
 
         for (const auto & l : layouts) {
@@ -440,7 +440,7 @@ public:
         n_workers = std::min((size_t) n_threads, todo.size());
     }
 
-    // all tensors, by the batch that is ready
+    // Execute the current batch on all tensors.
     void run(const host_moves & ready) noexcept {
         const size_t n_bytes = n_bytes_cell*ready.get_n_cells();
 
@@ -457,7 +457,7 @@ public:
                 others.emplace_back(work);
             }
         } catch (const std::exception &) {
-            // no thread, or no memory for one: then fewer do it
+            // a thread could not be started: continue with fewer threads
         }
 
         work();
@@ -478,7 +478,7 @@ private:
 
     const size_t n_small;
 
-    size_t n_bytes_cell = 0; // of a cell, in all tensors
+    size_t n_bytes_cell = 0; // bytes of a cell in all tensors
     size_t n_workers    = 0;
 
     std::vector<part>        todo;
@@ -489,7 +489,8 @@ private:
 // compute graphs
 //
 
-// a move of one tensor takes three nodes: two views and a copy; the tensor itself takes one per graph
+// Return the number of moves that fit into one graph, at least 1. A move of one tensor takes three nodes, two views and
+// a copy; the tensor takes one node per graph.
 inline size_t moves_per_graph(size_t max_nodes, size_t n_tensors) {
     if (n_tensors == 0 || max_nodes < 4*n_tensors) {
         return 1;
@@ -498,7 +499,7 @@ inline size_t moves_per_graph(size_t max_nodes, size_t n_tensors) {
     return (max_nodes - n_tensors)/(3*n_tensors);
 }
 
-// move what is known about the cells; all of it travels: position, sequences, a shift that is still to be applied
+// Move the metadata of the cells: position, sequences and pending shift. Free cells get a default value.
 template <typename cell_t>
 inline void move_cells(cell_t * cells, const move * moves, size_t n_moves) {
     static_assert(std::is_nothrow_move_assignable<cell_t>::value, "the data has moved: nothing may fail any more");
@@ -514,10 +515,10 @@ inline void move_cells(cell_t * cells, const move * moves, size_t n_moves) {
     }
 }
 
-// make room for remap() before anything moves; returns what it needs beside the ranges
+// Reserve the memory of remap() before anything moves. Return the second buffer that remap() requires.
 template <typename range_t>
 inline std::vector<range_t> reserve_remap(std::vector<range_t> & ranges) {
-    size_t n_cells = 0; // no range breaks into more parts than it has cells, whatever moves
+    size_t n_cells = 0; // a range of n cells splits into at most n parts
 
     for (const auto & range : ranges) {
         n_cells += range.c1 - range.c0;
@@ -531,8 +532,8 @@ inline std::vector<range_t> reserve_remap(std::vector<range_t> & ranges) {
     return spare;
 }
 
-// let the ranges [c0, c1) of cells follow the moves, which ascend in src; a range may break into several
-// allocates no memory after reserve_remap()
+// Update the ranges [c0, c1) of cells after the moves, which ascend in src; a range may split into several.
+// Allocates no memory after reserve_remap().
 template <typename range_t>
 inline void remap(std::vector<range_t> & ranges, std::vector<range_t> & spare, const move * moves, size_t n_moves) {
     auto & res = spare;
