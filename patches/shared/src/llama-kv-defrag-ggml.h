@@ -656,9 +656,9 @@ inline result carry_out_batches(
 // Execute a plan on the tensors of a cache, or of one stream of it.
 // Without graphs, or if no backend supports them, tensors outside host memory are moved through a host buffer.
 // A plan without moves returns RESULT_HOST immediately.
-// Calls moved(moves, n) once per batch, in order, after the data of these moves has moved; it must not throw or allocate
-// memory. All other memory is allocated before the first byte of a batch is written; if an allocation fails, the result
-// is RESULT_FAILED. Without MOVER_GRAPH there is one batch.
+// Calls moved(moves, n) once per batch, in order, after the data of these moves has moved; moved() must not throw or
+// allocate memory. All other memory is allocated before the first byte of a batch is written; if an allocation fails,
+// the result is RESULT_FAILED. Without MOVER_GRAPH there is one batch.
 template <typename moved_t>
 inline result carry_out(
         const plan & p,

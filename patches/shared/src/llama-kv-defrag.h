@@ -284,7 +284,7 @@ inline void copy_down(uint8_t * dst, const uint8_t * src, size_t bytes, bool aro
 // Allocates memory only in the constructor.
 class host_moves {
 public:
-    // mean run length, in cells, below which a list of cells moves single values of many rows faster than a list of runs
+    // mean run length in cells below which a list of cells moves single values of many rows faster than a list of runs
     static constexpr uint32_t LONG_RUN = 16;
 
     // prefetch distance, in moves
