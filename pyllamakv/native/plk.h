@@ -1,13 +1,13 @@
-/* plk.h: the whole C interface between Python and one build of llama.cpp.
+/* plk.h: the complete C interface between Python and one build of llama.cpp.
  *
- * Rules. Ints, pointers and flat structs only; every struct begins with `size`, the caller's
- * sizeof, so that it can grow at its end; no callbacks into Python: logs wait in a ring, a cancel
- * is a flag. No function lets a C++ exception out. Functions that return int give 0 or a positive
- * status of their own, or a negative PLK_E code; the text of the last error of this thread is
- * plk_last_error(). Arguments are checked before llama.cpp sees them: what it would assert on is
- * refused here with PLK_EINVAL.
+ * The interface uses only ints, pointers and flat structs. Every struct begins with `size`, the
+ * caller's sizeof, so that fields can be added at its end. There are no callbacks into Python: log
+ * records are kept in a ring, and a cancel sets a flag. No function throws a C++ exception.
+ * Functions that return int return 0, a positive status of their own, or a negative PLK_E code;
+ * plk_last_error() returns the text of this thread's last error. Arguments are checked before they
+ * reach llama.cpp: values on which it would assert return PLK_EINVAL.
  *
- * Between the two cdef marks stands what cffi reads: plain declarations, no preprocessor but
+ * cffi reads the part between the two cdef marks: plain declarations, and of the preprocessor only
  * `#define NAME integer`.
  */
 #ifndef PLK_H
@@ -21,51 +21,51 @@ extern "C" {
 /* cdef begin */
 #define PLK_ABI 1
 
-/* Statuses. plk_decode passes llama_decode's own 0, 1 and 2 through. */
+/* Statuses. plk_decode returns 0, 1 and 2 of llama_decode unchanged. */
 #define PLK_OK 0
 #define PLK_NO_SLOT 1
 #define PLK_ABORTED 2
 #define PLK_EINVAL -1001      /* an argument is out of range */
 #define PLK_EUNSUPPORTED -1002 /* this build lacks the capability */
-#define PLK_EEXCEPTION -1003  /* llama.cpp threw; the text is in plk_last_error() */
+#define PLK_EEXCEPTION -1003  /* C++ exception; plk_last_error() has its text */
 #define PLK_EMEMORY -1004     /* an allocation failed */
 #define PLK_EMODEL -1005      /* the model file cannot be loaded */
-#define PLK_ECONTEXT -1006    /* the context cannot be made */
-#define PLK_EREFUSED -1007    /* the memory refuses, e.g. a partial removal */
+#define PLK_ECONTEXT -1006    /* the context cannot be created */
+#define PLK_EREFUSED -1007    /* the memory cannot do this, e.g. a partial removal */
 #define PLK_ESTATE -1008      /* a state cannot be read or written */
-#define PLK_ESPACE -1009      /* no room on disk for the file of a cache */
-#define PLK_EBUSY -1010       /* the file of a cache has another owner */
-#define PLK_EDIRTY -1011      /* ... was written to, and never finished */
-#define PLK_EFOREIGN -1012    /* ... is none, or of another model, build or shape */
-#define PLK_EDAMAGED -1013    /* ... has wrong sums */
+#define PLK_ESPACE -1009      /* no disk space for the file of a cache */
+#define PLK_EBUSY -1010       /* another owner has locked the file of a cache */
+#define PLK_EDIRTY -1011      /* the file of a cache was not flushed after its last change */
+#define PLK_EFOREIGN -1012    /* not a cache file, or of another model, build or shape */
+#define PLK_EDAMAGED -1013    /* a checksum in the file of a cache is wrong */
 
-/* Bits of plk_capabilities(): what this build can do at all. */
+/* Bits of plk_capabilities(): features of this build. */
 #define PLK_CAP_DEFRAG 1          /* plk_defrag moves cells */
 #define PLK_CAP_CELLS 2           /* plk_cells_read is exact */
 #define PLK_CAP_COUNTERS 4        /* plk_counters_read works */
 #define PLK_CAP_STATES 8          /* plk_state_* work per sequence */
-#define PLK_CAP_STREAMS 16        /* a cache may have one stream per sequence */
+#define PLK_CAP_STREAMS 16        /* a cache can have one stream per sequence */
 #define PLK_CAP_SWA 32            /* sliding-window caches exist */
 #define PLK_CAP_SAMPLER 64        /* plk_sampler_* work */
 #define PLK_CAP_KV_UNIFIED 128    /* plk_context_params.kv_unified has an effect */
-#define PLK_CAP_FLASH_AUTO 256    /* flash_attn = -1 (decided by llama.cpp) is understood */
+#define PLK_CAP_FLASH_AUTO 256    /* flash_attn = -1 (llama.cpp decides) is supported */
 #define PLK_CAP_SWA_FULL 512      /* plk_context_params.swa_full has an effect */
-#define PLK_CAP_ROLLBACK 1024     /* llama_decode itself undoes a batch that found no slot */
+#define PLK_CAP_ROLLBACK 1024     /* llama_decode undoes a batch that found no slot */
 #define PLK_CAP_DEFRAG_OPTIONS 2048 /* defrag_plan, _mover and _threads have an effect */
 #define PLK_CAP_MAPPING 4096      /* kv_backing has an effect, plk_mapping_* work */
 
 /* Kinds of memory, plk_context_info.memory. */
 #define PLK_MEMORY_NONE 0
 #define PLK_MEMORY_ATTENTION 1    /* one key/value cache */
-#define PLK_MEMORY_SWA 2          /* a full one and a sliding-window one */
+#define PLK_MEMORY_SWA 2          /* a full cache and a sliding-window cache */
 #define PLK_MEMORY_RECURRENT 3    /* states, no cells per token */
 #define PLK_MEMORY_HYBRID 4       /* attention and recurrent */
 #define PLK_MEMORY_OTHER 5
 
-/* What a cache in host memory is made of, plk_context_params.kv_backing and plk_mapping.kind. */
+/* Backings of a cache in host memory, plk_context_params.kv_backing and plk_mapping.kind. */
 #define PLK_BACKING_HEAP 0
 #define PLK_BACKING_ANONYMOUS 1
-#define PLK_BACKING_TEMPORARY 2   /* an unlinked file; to ask for it name a folder */
+#define PLK_BACKING_TEMPORARY 2   /* an unlinked file; kv_path is a directory */
 #define PLK_BACKING_FILE 3
 
 typedef struct plk_model plk_model;
@@ -91,7 +91,7 @@ typedef struct {
     int32_t n_layer;
     int32_t n_head;
     int32_t n_head_kv;
-    int32_t n_embd_k_gqa; /* of the first layer; 0 where unknown */
+    int32_t n_embd_k_gqa; /* of the first layer; 0 unknown */
     int32_t n_embd_v_gqa;
     int32_t has_vocab;    /* 0: token ids only */
     int32_t token_bos;    /* -1: none */
@@ -115,20 +115,20 @@ typedef struct {
     int32_t flash_attn;    /* 0 off, 1 on, -1 decided by llama.cpp */
     int32_t type_k;        /* ggml_type number: 0 f32, 1 f16, 2 q4_0, 8 q8_0, 30 bf16, ... */
     int32_t type_v;
-    int32_t kv_unified;    /* 1: all sequences share the cells; plk_context_info.n_streams decides */
+    int32_t kv_unified;    /* 1: all sequences share the cells; see plk_context_info.n_streams */
     int32_t swa_full;
     int32_t offload_kqv;
     int32_t embeddings;
-    float defrag_thold;    /* negative: never by itself */
-    int32_t guard;         /* 1: undo failed decodes where the release does not; 0: stock */
-    int32_t defrag_plan;   /* 0: the fewest cells move, 1: cells keep their order */
-    int32_t defrag_mover;  /* 0: what fits, 1: host, 2: gather, 3: graph, 4: staged */
-    int32_t defrag_threads; /* at most so many move cells on the host; 0: n_threads */
+    float defrag_thold;    /* negative: no automatic defragmentation */
+    int32_t guard;         /* 1: undo failed decodes if the release does not; 0: stock */
+    int32_t defrag_plan;   /* 0: move the fewest cells, 1: keep the order of the cells */
+    int32_t defrag_mover;  /* 0: automatic, 1: host, 2: gather, 3: graph, 4: staged */
+    int32_t defrag_threads; /* maximum number of host threads that move cells; 0: n_threads */
     int32_t kv_backing;    /* PLK_BACKING_* */
-    const char *kv_path;   /* a file, or a folder for an unlinked one */
-    int32_t kv_keep;       /* 1: go on with what the file holds, 2: begin anew */
+    const char *kv_path;   /* a file, or a directory for an unlinked file */
+    int32_t kv_keep;       /* 1: resume from the file, 2: start empty */
     int32_t kv_huge;       /* 1: huge pages, committed 2 MB at a time */
-    const char *kv_model;  /* what the content of a kept file depends on beside its shape */
+    const char *kv_model;  /* identifies what a kept file depends on in addition to its shape */
 } plk_context_params;
 
 typedef struct {
@@ -138,14 +138,14 @@ typedef struct {
     uint32_t n_ubatch;
     uint32_t n_seq_max;
     int32_t memory;            /* PLK_MEMORY_* */
-    int32_t n_caches;          /* how many plk_cells_read can read: per cache and stream */
+    int32_t n_caches;          /* number of (cache, stream) pairs that plk_cells_read can read */
     int32_t can_shift;
     int32_t can_remove_partly; /* -1: unknown until tried */
-    int32_t contiguous_slots;  /* 1: a micro-batch needs one hole; 0: scattered; -1 unknown */
+    int32_t contiguous_slots;  /* 1: a micro-batch needs contiguous cells; 0: no; -1 unknown */
     int32_t defrag;            /* 1: plk_defrag works on this context's memory */
-    int32_t flash_attn;        /* as decided; -1 unknown */
+    int32_t flash_attn;        /* the effective value; -1 unknown */
     int32_t v_transposed;      /* V cache stored by columns; -1 unknown */
-    int32_t n_swa;             /* positions that a sliding-window cache keeps; 0: there is none */
+    int32_t n_swa;             /* positions that a sliding-window cache keeps; 0: no such cache */
     int32_t n_streams;         /* of each cache; 1: sequences share the cells; 0: no cells; -1 unknown */
 } plk_context_info;
 
@@ -161,13 +161,13 @@ typedef struct {
 
 typedef struct {
     uint32_t size;
-    int32_t stream;        /* which stream of its cache; 0 where unified */
+    int32_t stream;        /* index of the stream in its cache; 0 if unified */
     int32_t swa;           /* 1: the sliding-window cache */
     int32_t n_cells;
-    int32_t used;          /* as the library counts; -1 unknown */
+    int32_t used;          /* the library's count of used cells; -1 unknown */
     int32_t head;          /* -1 unknown */
     int32_t has_shift;     /* a shift is pending */
-    int32_t n_layer;       /* layers that keep their K and V here */
+    int32_t n_layer;       /* layers with K and V in this cache */
     int32_t type_k;
     int32_t type_v;
     int32_t v_transposed;
@@ -179,13 +179,13 @@ typedef struct {
 typedef struct {
     uint32_t size;
     int32_t passes;        /* batches of moves; -1 unknown */
-    int32_t moves;         /* runs moved; -1 unknown */
-    int32_t cells;         /* cells moved, seen from the cells before and after; -1 unknown */
+    int32_t moves;         /* number of moved runs; -1 unknown */
+    int32_t cells;         /* cells moved, by comparing the cells before and after; -1 unknown */
     int64_t bytes;         /* -1 unknown */
     int64_t graphs;        /* -1 unknown */
     int64_t ns;            /* wall time of the call */
-    int64_t plan_ns;       /* ... of finding out what moves where; -1 unknown */
-    int64_t scratch_bytes; /* the most that one yet needed beside the cache; -1 unknown */
+    int64_t plan_ns;       /* part of ns that planning took; -1 unknown */
+    int64_t scratch_bytes; /* maximum of all calls, beyond the cache; -1 unknown */
 } plk_defrag_report;
 
 typedef struct {
@@ -200,24 +200,24 @@ typedef struct {
     int64_t bytes_moved;
     int64_t graphs;
     int64_t ns;
-    int64_t plan_ns;       /* of it */
-    int64_t scratch_bytes; /* not a sum: the most that a defragmentation needed beside the cache */
+    int64_t plan_ns;       /* part of ns that planning took */
+    int64_t scratch_bytes; /* not a sum: maximum of a defragmentation, beyond the cache */
 } plk_counters;
 
 typedef struct {
     uint32_t size;
     int32_t kind;          /* PLK_BACKING_* */
     int32_t n_mappings;    /* caches in mapped memory */
-    int32_t n_tensors;     /* of all of them: rows of plk_mapping_tensors */
-    int32_t n_cells;       /* of all their streams: tokens of plk_mapping_flush */
+    int32_t n_tensors;     /* tensors in these caches: number of rows of plk_mapping_tensors */
+    int32_t n_cells;       /* cells of all their streams: n_tokens of plk_mapping_flush */
     int32_t kept;
-    int32_t resumed;       /* the file held cells, and they are here */
+    int32_t resumed;       /* 1: the context contains the cells of the file */
     int32_t reserved;
-    uint64_t generation;   /* how often the file was flushed */
+    uint64_t generation;   /* number of flushes of the file */
     uint64_t bytes_reserved;
     uint64_t bytes_committed; /* resident in this process */
     uint64_t bytes_file;      /* on disk */
-    uint64_t bytes_elsewhere; /* of K and V that are not mapped: on devices */
+    uint64_t bytes_elsewhere; /* K and V on devices, which are not mapped */
 } plk_mapping;
 
 typedef struct {
@@ -240,17 +240,17 @@ typedef struct {
     float penalty_repeat;
 } plk_sampler_params;
 
-/* The library itself. */
+/* The library. */
 uint32_t plk_abi(void);
-const char *plk_variant(void);        /* the id in the manifest beside the library */
+const char *plk_variant(void);        /* the id in the library's manifest */
 uint64_t plk_capabilities(void);
 const char *plk_probes(void);         /* JSON: group -> chosen candidate or null */
-int32_t plk_sizeof(const char *name); /* of a struct above; -1 unknown name */
-int plk_init(void);                   /* once per process; may be repeated */
+int32_t plk_sizeof(const char *name); /* sizeof a struct above; -1 unknown name */
+int plk_init(void);                   /* once per process; repeated calls do nothing */
 const char *plk_last_error(void);
 int32_t plk_log_read(int32_t *level, char *text, int32_t room); /* bytes of one record; -1 empty */
-int64_t plk_log_lost(void);           /* records that the ring dropped */
-void plk_log_level(int32_t lowest);   /* 1 debug, 2 info, 3 warn, 4 error; below: not kept */
+int64_t plk_log_lost(void);           /* number of records that the ring dropped */
+void plk_log_level(int32_t lowest);   /* minimum level to keep: 1 debug, 2 info, 3 warn, 4 error */
 int32_t plk_device_count(void);
 int plk_device_read(int32_t index, plk_device *out);
 int plk_rpc_serve(const char *endpoint, const char *device, uint64_t memory); /* blocks */
@@ -274,15 +274,15 @@ int plk_threads(plk_context *context, int32_t n_threads, int32_t n_threads_batch
 int plk_decode(plk_context *context, const plk_batch *batch);
 int plk_decode_one(plk_context *context, int32_t token, int32_t pos, int32_t seq_id);
 const float *plk_logits(plk_context *context, int32_t index); /* by place in the batch; NULL none */
-/* All rows of the last batch, one after the other, and how many; NULL where they lie apart. */
+/* All rows of the last batch and their number; NULL if the rows are not contiguous. */
 const float *plk_logits_all(plk_context *context, int32_t *rows);
 const float *plk_embeddings(plk_context *context, int32_t index);
 void plk_synchronize(plk_context *context);
-void plk_cancel(plk_context *context);                     /* from any thread */
+void plk_cancel(plk_context *context);                     /* callable from any thread */
 void plk_cancel_after(plk_context *context, int64_t polls); /* of the abort callback; < 0: never */
 int64_t plk_cancel_polls(const plk_context *context);      /* polls of the last decode */
 
-/* Sequences. p0 < 0: from the start, p1 < 0: to the end; seq < 0: every sequence. */
+/* Sequences. p0 < 0: from the start, p1 < 0: to the end; seq < 0: all sequences. */
 int plk_clear(plk_context *context, int32_t data);
 int plk_seq_rm(plk_context *context, int32_t seq, int32_t p0, int32_t p1);
 int plk_seq_cp(plk_context *context, int32_t from, int32_t to, int32_t p0, int32_t p1);
@@ -294,19 +294,19 @@ int32_t plk_seq_pos_max(plk_context *context, int32_t seq);
 
 /* The cache. */
 int plk_defrag(plk_context *context, plk_defrag_report *out);
-int plk_update(plk_context *context); /* apply what is pending: shifts, copies */
+int plk_update(plk_context *context); /* apply pending shifts and copies */
 int plk_cells_info_read(plk_context *context, int32_t cache, plk_cells_info *out);
 int plk_cells_read(plk_context *context, int32_t cache, int32_t room, int32_t *pos,
-                   int32_t *shift, uint64_t *seqs, int32_t words); /* cells; pos -1: free */
+                   int32_t *shift, uint64_t *seqs, int32_t words); /* count; pos -1: free cell */
 int plk_counters_read(plk_context *context, plk_counters *out);
 
-/* A cache in mapped memory: PLK_EUNSUPPORTED where it lies on the heap. */
+/* A cache in mapped memory; PLK_EUNSUPPORTED if the cache is on the heap. */
 int plk_mapping_read(plk_context *context, plk_mapping *out);
-/* Rows of cache, layer, 0 for K and 1 for V, bytes reserved, bytes committed; how many rows.
- * Here and in plk_mapping_tokens, too little room is PLK_EINVAL. */
+/* Write rows of cache, layer, 0 for K or 1 for V, bytes reserved, bytes committed; return their
+ * number. plk_mapping_tensors and plk_mapping_tokens return PLK_EINVAL if `room` is too small. */
 int32_t plk_mapping_tensors(plk_context *context, int32_t room, int64_t *rows);
-int64_t plk_mapping_trim(plk_context *context); /* bytes given back */
-/* Write a kept cache to its file, with a token for each cell (-1: unknown), or NULL. */
+int64_t plk_mapping_trim(plk_context *context); /* bytes released */
+/* Flush a kept cache to its file, with one token per cell (-1 unknown) or NULL. */
 int plk_mapping_flush(plk_context *context, const int32_t *tokens, int32_t n_tokens);
 int32_t plk_mapping_tokens(plk_context *context, int32_t room, int32_t *tokens); /* as flushed */
 
@@ -321,10 +321,10 @@ void plk_sampler_free(plk_sampler *sampler);
 void plk_sampler_reset(plk_sampler *sampler);
 int32_t plk_sample(plk_sampler *sampler, plk_context *context, int32_t index); /* token */
 int32_t plk_sample_all(plk_sampler *sampler, plk_context *context, int32_t *tokens,
-                       int32_t room); /* of every place with logits; count */
-/* Decode a token of each of n sequences and choose the next ones, `steps` times or, with `stop`,
- * until one of those ends a text. `tokens` has room for steps + 1 rows of n; the first is given.
- * `done` is how many steps were decoded, also where the status is not 0. */
+                       int32_t room); /* for each place with logits; count */
+/* Decode one token of each of n sequences and sample the next ones, `steps` times or, if `stop` is
+ * set, until a sampled token is an end of generation. `tokens` has steps + 1 rows of n; the caller
+ * sets the first. `done` is the number of decoded steps, also if the status is not 0. */
 int plk_run(plk_sampler *sampler, plk_context *context, int32_t n, const int32_t *seq_id,
             const int32_t *pos, int32_t *tokens, int32_t steps, int32_t stop, int32_t *done);
 /* cdef end */

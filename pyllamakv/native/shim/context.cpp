@@ -1,4 +1,4 @@
-// Contexts: what llama.cpp would assert on is checked before it sees the parameters.
+// Contexts: parameters are checked before llama.cpp sees them, because it asserts on invalid ones.
 #include "backing.h"
 #include "fields.h"
 #include "groups.h"
@@ -7,13 +7,13 @@
 
 namespace {
 
-constexpr uint32_t max_sequences = 256; // the most that any release allows (64 in some)
-constexpr int32_t max_threads = 512;     // GGML_MAX_N_THREADS, where that has a name
+constexpr uint32_t max_sequences = 256; // maximum of all releases; some allow only 64
+constexpr int32_t max_threads = 512;     // GGML_MAX_N_THREADS, which some releases do not define
 
-// What the CPU can copy float rows to, one by one; upstream aborts on any other.
+// ggml types to which the CPU can copy single float rows; llama.cpp aborts on any other type.
 constexpr int32_t cache_types[] = {0, 1, 2, 3, 6, 7, 8, 20, 30};
 
-// A key or value type must be one of these, and rows of one head must be whole blocks of it.
+// Check a key or value type: it must be in cache_types, and a head must consist of whole blocks.
 int check_type(const plk_context_params &asked, int32_t type, int32_t row, int32_t heads,
                const char *name) {
     const int32_t *end = cache_types + sizeof(cache_types) / sizeof(*cache_types);
@@ -39,8 +39,8 @@ int check_type(const plk_context_params &asked, int32_t type, int32_t row, int32
     return PLK_OK;
 }
 
-// Until windows had a cache of their own, a gemma2 of another number of layers than the published
-// ones aborted.
+// Return false if the release aborts on a gemma2 with this number of layers: releases without
+// llama_model_n_swa support only the numbers of the published models.
 template <typename Model>
 auto builds(Model *model, int32_t, int) -> decltype(llama_model_n_swa(model) == 0) {
     return true;
@@ -118,8 +118,8 @@ int check(const plk_model &model, const plk_context_params &asked) {
     return code;
 }
 
-// Keys that serve as values as well have to be turned where there is no flash attention, and
-// quantised ones cannot: upstream reads through them as if they were floats.
+// Return whether the keys are quantized and also serve as values without flash attention. Attention
+// must then transpose the keys, and llama.cpp reads quantized ones as if they were floats.
 bool shares_quantised(const plk_context &handle) {
     if (!(plk::cells::bits & PLK_CAP_CELLS) || plk::flash(handle) != 0 ||
         !ggml_is_quantized(static_cast<ggml_type>(handle.asked.type_k))) {
@@ -159,18 +159,18 @@ llama_context_params fill(const plk_context_params &asked, plk_context *handle) 
     params.embeddings = asked.embeddings != 0;
     params.abort_callback = poll;
     params.abort_callback_data = handle;
-    // Where it is a bool, llama.cpp cannot decide: -1 asks for nothing that could fail.
+    // A release with a bool cannot decide: -1 becomes false, which never fails.
     PLK_SET(flash_attn, params, asked.flash_attn > 0);
     PLK_SET(flash_attn_type, params, asked.flash_attn);
     PLK_SET(kv_unified, params, asked.kv_unified != 0);
     PLK_SET(swa_full, params, asked.swa_full != 0);
     PLK_SET(no_perf, params, true);
     PLK_SET(seed, params, 0u);
-    // Zero means n_batch, and 0.3.36 asserts that there is an output for each sequence.
+    // 0 means n_batch; 0.3.36 asserts that n_outputs_max is at least n_seq_max.
     if (asked.n_seq_max > asked.n_batch || asked.n_seq_max > asked.n_ctx) {
         PLK_SET(n_outputs_max, params, asked.n_seq_max);
     }
-    // To 0.3.5 zero meant "always", later "never"; asking for never is the same everywhere.
+    // 0 means "always" through 0.3.5 and "never" later; -1 means "never" in all releases.
     PLK_SET(defrag_thold, params, asked.defrag_thold < 0.0f ? -1.0f : asked.defrag_thold);
     return params;
 }
@@ -183,7 +183,7 @@ int32_t plk::flash(const plk_context &context) {
         return decided;
     }
     if (PLK_HAS(flash_attn, llama_context_params)) {
-        return context.asked.flash_attn > 0 ? 1 : 0; // a bool leaves llama.cpp nothing to decide
+        return context.asked.flash_attn > 0 ? 1 : 0; // with a bool, llama.cpp uses the given value
     }
     return context.asked.flash_attn == 0 ? 0 : -1;
 }
@@ -224,7 +224,7 @@ int plk_context_new(plk_model *model, const plk_context_params *params, plk_cont
                 return plk::refuse(backed.code(), "llama.cpp made no context: %s", plk::logged());
             }
         }
-        handle->asked.kv_path = handle->asked.kv_model = nullptr; // the caller's
+        handle->asked.kv_path = handle->asked.kv_model = nullptr; // owned by the caller
         code = plk::mapping::check(handle->ctx, asked);
         if (code == PLK_OK && asked.kv_keep != 0 && plk::strays(*handle)) {
             code = plk::refuse(PLK_EDAMAGED, "the kept cache has positions of 2^30 and more");
@@ -283,7 +283,7 @@ int plk_context_read(const plk_context *context, plk_context_info *out) {
         info.n_streams = -1;
         info.flash_attn = plk::flash(*context);
         plk::cells::describe(context->ctx, info);
-        // Of caches that cannot be seen the context knows at least whether they have one stream.
+        // If the cells cannot be read, the context may still show that there is only one stream.
         if (info.n_streams < 0 &&
             (info.n_seq_max == 1 || plk::settings::read(context->ctx).unified > 0 ||
              !PLK_HAS(kv_unified, llama_context_params))) {

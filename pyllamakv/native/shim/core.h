@@ -1,4 +1,4 @@
-// What every file of the shim shares: errors, handles, and the rules for structs.
+// Declarations that all files of the shim share: errors, handles, and the copying of structs.
 #pragma once
 
 #include "plk.h"
@@ -17,8 +17,9 @@
 struct plk_model {
     llama_model *model = nullptr;
     plk_model_info info{};
-    bool offloaded = false; // layers may lie on other devices than the processor
-    // The model and each of its contexts: llama.cpp aborts when a model goes before its contexts.
+    bool offloaded = false; // layers may be on devices other than the CPU
+    // References by the handle and by each context: llama.cpp aborts if a model is freed before a
+    // context that uses it.
     std::atomic<int> users{1};
 };
 
@@ -31,22 +32,23 @@ struct plk_context {
     uint32_t n_ubatch = 0;
     uint32_t n_seq_max = 0;
     bool causal = true;
-    bool used_states = false; // a recurrent state lies where a removed sequence left it
-    bool had_states = false;  // there was a recurrent state since the context was clear
+    bool used_states = false; // a removed sequence may have left its recurrent state in the memory
+    bool had_states = false;  // the memory had a recurrent state since the last clear
 
-    // The abort callback runs in llama.cpp's threads, plk_cancel in any.
+    // Atomic: the abort callback runs in llama.cpp's threads, plk_cancel in any thread.
     std::atomic<bool> cancel{false};
-    bool going = false; // a cancel between two decodes of plk_run counts for the second
-    std::atomic<bool> armed{false}; // a poll outside a decode must not abort a shift or a move
+    bool going = false; // plk_run is between two decodes: the next one must not reset `cancel`
+    std::atomic<bool> armed{false}; // false outside a decode: polls must not abort a shift or move
     std::atomic<int64_t> limit{-1};
     std::atomic<int64_t> polls{0};
 
-    // Reused by each decode; llama_batch wants one pointer per token.
+    // Buffers that each decode reuses; llama_batch requires one pointer per token.
     std::vector<int32_t> counts;
     std::vector<int32_t *> rows;
     std::vector<int8_t> flags;
 
-    // Of the last decode, if it succeeded: which places have outputs, and their first sequences.
+    // Results of the last decode, empty if it failed: the places that have outputs, and the first
+    // sequence of each place.
     std::vector<int32_t> outputs;
     std::vector<int32_t> places; // place -> 1 if it has an output
     std::vector<int32_t> owners;
@@ -59,10 +61,10 @@ extern const char *const variant;
 extern const char *const probes;
 } // namespace built
 
-// Keep the text that plk_last_error() gives to this thread, and return `code`.
+// Set the text that plk_last_error() returns in this thread, and return `code`.
 int refuse(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
-// Run `work`; whatever it throws becomes a code, so that nothing crosses into C.
+// Run `work` and convert any exception into a status, so that none reaches C.
 template <typename Work> int guarded(Work work) noexcept {
     try {
         return work();
@@ -75,7 +77,7 @@ template <typename Work> int guarded(Work work) noexcept {
     }
 }
 
-// Copy as much of the caller's struct as both sides know; the rest keeps the defaults in `mine`.
+// Copy the fields of the caller's struct that both sides have; the others keep their defaults.
 template <typename Struct> int take(const Struct *theirs, Struct &mine, const char *name) {
     if (theirs == nullptr || theirs->size < sizeof(uint32_t)) {
         return refuse(PLK_EINVAL, "%s is NULL or its size is not set", name);
@@ -85,7 +87,7 @@ template <typename Struct> int take(const Struct *theirs, Struct &mine, const ch
     return PLK_OK;
 }
 
-// Copy our answer into as much of a struct as the caller has room for.
+// Copy `mine` into the caller's struct, up to the caller's size.
 template <typename Struct> int give(const Struct &mine, Struct *theirs, const char *name) {
     if (theirs == nullptr || theirs->size < sizeof(uint32_t)) {
         return refuse(PLK_EINVAL, "%s is NULL or its size is not set", name);
@@ -100,29 +102,29 @@ inline int need(const plk_context *context) {
     return context ? PLK_OK : refuse(PLK_EINVAL, "the context is NULL");
 }
 
-// Install our log and start llama.cpp, once per process.
+// Install the log callback and initialize llama.cpp, once per process.
 void start();
 
-// The first error that llama.cpp logged in this thread since `forget_logged`; empty if none.
+// Return the first error that llama.cpp logged in this thread since `forget_logged`; "" if none.
 const char *logged();
 void forget_logged();
 
-// While one lives, what llama.cpp logs in this thread is dropped.
+// Drops what llama.cpp logs in this thread during its lifetime.
 struct Muted {
     Muted();
     ~Muted();
 };
 
-// Let go of a model; the last user frees it.
+// Release a reference to a model; the last release frees it.
 void release(plk_model *model);
 
-// Whether a context uses flash attention, as it decided: 1, 0, or -1 where nothing shows it.
+// Return whether a context uses flash attention: 1, 0, or -1 if unknown.
 int32_t flash(const plk_context &context);
 
-// Whether a shift of this context's positions would end well.
+// Return whether this context's positions can be shifted without a failure.
 bool can_shift(const plk_context &context);
 
-// The cells of all caches, one after another.
+// The cells of all caches, cache after cache.
 struct Picture {
     std::vector<int32_t> pos;
     std::vector<uint64_t> seqs;
@@ -130,11 +132,13 @@ struct Picture {
 };
 bool take_picture(plk_context &context, Picture &out);
 
-// Positions stay below: no sum of two overflows, and a range that ends nowhere has them all, which
-// for llama.cpp is one that ends before the largest number.
+// Exclusive maximum of positions. A sum of two positions cannot overflow, and a range without an
+// end, which llama.cpp ends at INT32_MAX, includes all of them.
 constexpr int32_t far_away = 1 << 30;
-bool strays(plk_context &context); // whether any cell does not
-// The positions of a sequence in all caches, each once, in their order; false where none are seen.
+// Return whether any cell has a position of far_away or more.
+bool strays(plk_context &context);
+// Append the distinct positions of a sequence in all caches, ascending; return false if the cells
+// cannot be read.
 bool take_positions(plk_context &context, int32_t seq, std::vector<int32_t> &out);
 
 } // namespace plk

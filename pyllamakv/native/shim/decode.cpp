@@ -1,5 +1,4 @@
-// Decoding: batches are checked, and what a failed decode left behind is undone where the release
-// does not do that itself.
+// Decoding: checks batches, and undoes the changes of a failed decode if the release does not.
 #include "groups.h"
 
 namespace {
@@ -83,7 +82,8 @@ int decode(plk_context &c, const llama_batch &batch) {
     c.had_states = c.model->info.is_recurrent;
     const bool waits = plk::cells::pending(c.ctx) != 0 || c.asked.defrag_thold > 0.0f;
     if (c.guard && plk::update::present && waits) {
-        // Inside llama_decode an abort would lose a shift or a move, and one release asserts after.
+        // Update before llama_decode: an abort during its update would lose a shift or a move, and
+        // one release asserts afterwards.
         plk::update::run(c.ctx, true);
     }
     const std::unique_ptr<plk::rollback::Saved> saved =
@@ -96,7 +96,7 @@ int decode(plk_context &c, const llama_batch &batch) {
         code = plk::guarded([&] { return llama_decode(c.ctx, batch); });
     }
     if (code == -3 && strstr(plk::logged(), "failed to prepare ubatch") != nullptr) {
-        code = PLK_NO_SLOT; // b4980 says a failed computation and a missing slot by one number
+        code = PLK_NO_SLOT; // b4980 returns -3 for a failed computation and for a missing slot
     }
     if (code == 0) {
         c.places.resize(batch.n_tokens);
@@ -112,12 +112,12 @@ int decode(plk_context &c, const llama_batch &batch) {
         plk::rollback::undo(c, batch, code, saved.get());
     }
     if (plk::cells::watch != nullptr && code >= 0) {
-        plk::cells::watch->applied(c.ctx); // a decode begins with what is pending
+        plk::cells::watch->applied(c.ctx); // llama_decode first applies pending changes
     }
     return code;
 }
 
-// Return the place in the batch that `index` means, or -1: negative counts from the last output.
+// Return the place of `index` in the batch, or -1; negative values count from the last output.
 int32_t place(const plk_context &c, int32_t index) {
     if (index < 0) {
         const auto count = static_cast<int32_t>(c.outputs.size());
@@ -154,7 +154,7 @@ int plk_decode(plk_context *context, const plk_batch *batch) {
             c.rows[i] = seq;
             seq += c.counts[i];
             c.flags[i] = mine.logits != nullptr ? mine.logits[i] != 0 : i == n - 1;
-            c.flags[i] = c.flags[i] || c.asked.embeddings; // later releases insist on all of them
+            c.flags[i] = c.flags[i] || c.asked.embeddings; // later releases require all outputs
         }
         c.rows[n] = nullptr;
         llama_batch theirs{};
@@ -219,7 +219,8 @@ const float *plk_logits_all(plk_context *context, int32_t *rows) {
         const std::vector<int32_t> &outputs = context->outputs;
         const auto width = static_cast<size_t>(context->model->info.n_vocab);
         bool together = true;
-        // Releases order rows differently when sequences are split over micro-batches: look.
+        // Compare pointers: the order of rows depends on the release if sequences are split over
+        // micro-batches.
         for (size_t i = 0; i < outputs.size(); ++i) {
             const float *row = llama_get_logits_ith(context->ctx, outputs[i]);
             if (row == nullptr) {

@@ -1,4 +1,4 @@
-// Models: loading, facts, vocabulary.
+// Models: loading, properties, vocabulary.
 #include "groups.h"
 
 #include <cerrno>
@@ -26,7 +26,7 @@ int plk_model_load(const char *path, const plk_model_params *params, plk_model *
         if (code != PLK_OK) {
             return code;
         }
-        // llama.cpp says in its log alone, or on stderr, that a file is absent or another kind.
+        // Check here: llama.cpp reports a missing or invalid file only in its log or on stderr.
         FILE *file = fopen(path, "rb");
         if (file == nullptr) {
             return plk::refuse(PLK_EMODEL, "cannot open %s: %s", path, strerror(errno));
@@ -94,7 +94,7 @@ int32_t plk_tokenize(const plk_model *model, const char *text, int32_t length, i
         }
         const int32_t count = plk::load::tokenize(model->model, text, length, tokens, room,
                                                   add_special != 0, parse_special != 0);
-        // INT32_MIN means that the count does not fit; as a plain negative it would ask for room.
+        // INT32_MIN means that the count overflows; other negative values are the required room.
         return count == INT_MIN ? plk::refuse(PLK_EINVAL, "the text has too many tokens") : count;
     });
 }

@@ -1,4 +1,4 @@
-// Sampling in C, over whichever sampler this release has.
+// Sampling in C, with the sampler interface of the release.
 #include "groups.h"
 
 struct plk_sampler {
@@ -9,7 +9,7 @@ struct plk_sampler {
 
 namespace {
 
-constexpr int32_t max_remembered = 1 << 20; // tokens of a sampler's penalties
+constexpr int32_t max_remembered = 1 << 20; // maximum penalty_last_n, in tokens
 
 int check(const plk_sampler *sampler, const plk_context *context) {
     if (sampler == nullptr || plk::need(context) != PLK_OK) {
@@ -21,13 +21,13 @@ int check(const plk_sampler *sampler, const plk_context *context) {
     return PLK_OK;
 }
 
-// Return the token for a place that has logits.
+// Sample the token of a place that has logits.
 int32_t choose(const plk_sampler &sampler, llama_context *ctx, int32_t at) {
     if (!sampler.greedy) {
         return plk::sampler::sample(sampler.sampler, ctx, at, sampler.n_vocab);
     }
-    // The first of the highest, as upstream's greedy sampler chooses, which first copies every
-    // logit into an array of candidates.
+    // Same result as llama.cpp's greedy sampler, the first maximum, without its copy of all logits
+    // into an array of candidates.
     const float *row = llama_get_logits_ith(ctx, at);
     return static_cast<int32_t>(std::max_element(row, row + sampler.n_vocab) - row);
 }
@@ -57,7 +57,7 @@ int plk_sampler_new(const plk_model *model, const plk_sampler_params *params, pl
             return plk::refuse(PLK_EINVAL, "penalty_repeat is %g, expected a positive number",
                                static_cast<double>(mine.penalty_repeat));
         }
-        // Upstream allocates the room for all of them at once.
+        // llama.cpp allocates the memory of all penalty_last_n tokens at once.
         if (mine.penalty_last_n > max_remembered) {
             return plk::refuse(PLK_EINVAL, "penalty_last_n is %d, expected at most %d",
                                mine.penalty_last_n, max_remembered);
@@ -133,7 +133,7 @@ int plk_run(plk_sampler *sampler, plk_context *context, int32_t n, const int32_t
             const int32_t *pos, int32_t *tokens, int32_t steps, int32_t stop, int32_t *done) {
     return plk::guarded([&]() -> int {
         if (done != nullptr) {
-            *done = 0; // before anything that can refuse
+            *done = 0; // set before any check can fail
         }
         int code = check(sampler, context);
         if (code != PLK_OK) {

@@ -1,4 +1,4 @@
-// A class whose members are all public (b4980).
+// One array of cells in a class whose members are all public (b4980).
 #include "llama-context.h"
 #include "llama-kv-cache.h"
 

@@ -1,12 +1,12 @@
-// Caches that are one array of cells with a set of sequences each (to July 2025). The candidate
-// says where the array is, by `look`; all else is the same.
+// Caches that are one array of cells, each with a set of sequences (up to July 2025). The candidate
+// defines `look`, which returns the location of the array.
 #pragma once
 
 #include "cells/state.h"
 
 namespace plk::cells {
 
-// What the candidate knows of a context. `cache` is NULL where the memory is no such array.
+// Result of the candidate's `look`. `cache` is NULL if the memory is not such an array.
 struct Look {
     plk::Cache *cache = nullptr;
     bool has_shift = false;
@@ -81,7 +81,7 @@ int read(llama_context *ctx, int32_t, int32_t, int32_t *pos, int32_t *shift, uin
         const auto &cell = cache.cells[i];
         const bool occupied = cell.pos >= 0 && !cell.seq_id.empty();
         pos[i] = occupied ? cell.pos : -1;
-        shift[i] = occupied ? cell.delta : 0; // a freed cell keeps its delta; it means nothing
+        shift[i] = occupied ? cell.delta : 0; // the delta of a free cell is stale
         for (const llama_seq_id seq : cell.seq_id) {
             if (occupied && seq >= 0 && seq < 64 * words) {
                 seqs[size_t(i) * words + seq / 64] |= uint64_t(1) << (seq % 64);

@@ -1,4 +1,4 @@
-// Cells that cannot be seen.
+// Fallback: the cells cannot be read.
 #include "groups.h"
 
 const uint64_t plk::cells::bits = 0;
@@ -7,7 +7,7 @@ plk::cells::Watch *const plk::cells::watch = nullptr;
 void plk::cells::describe(llama_context *ctx, plk_context_info &info) {
     info.memory = plk::memory::exists(ctx) ? PLK_MEMORY_OTHER : PLK_MEMORY_NONE;
     info.n_streams = plk::memory::exists(ctx) ? -1 : 0;
-    info.defrag = 1; // plk_capabilities decides
+    info.defrag = 1; // PLK_CAP_DEFRAG decides
 }
 int32_t plk::cells::count(llama_context *) { return 0; }
 int plk::cells::info(llama_context *, int32_t, plk_cells_info &) { return PLK_EUNSUPPORTED; }

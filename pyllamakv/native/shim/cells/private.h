@@ -1,5 +1,5 @@
-// Reach a member that upstream keeps private, without changing upstream: an explicit instantiation
-// may name it. A renamed member is a compile error, so the probe moves on to the next candidate.
+// Access to private members of llama.cpp's classes: an explicit template instantiation may name
+// them. A renamed member is a compile error, after which the probe tries the next candidate.
 #pragma once
 
 namespace plk {
@@ -8,7 +8,7 @@ template <typename Tag, auto Member> struct Reach {
 };
 } // namespace plk
 
-// Inside namespace plk: afterwards `object.*plk_member(tag{})` is the member.
+// Use inside namespace plk; afterwards `object.*plk_member(tag{})` is the member.
 #define PLK_PRIVATE(tag, member)                                                                   \
     struct tag {                                                                                   \
         friend auto plk_member(tag);                                                               \

@@ -1,4 +1,4 @@
-// Private arrays under a shorter name, slots scattered always (b6845, 0.3.17 to 0.3.25).
+// Private arrays in llama_kv_cache; slots are always scattered (b6845, 0.3.17 to 0.3.25).
 #include "cells/private.h"
 
 #include "llama-kv-cache-iswa.h"

@@ -1,4 +1,4 @@
-// Arrays that two caches may share (0.3.30 and later).
+// Arrays of cells that two caches may share (0.3.30 and later).
 #include "cells/private.h"
 
 #include "llama-kv-cache-iswa.h"

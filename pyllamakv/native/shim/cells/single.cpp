@@ -1,4 +1,4 @@
-// Slots that are one run always (0.3.10).
+// Slots are always contiguous (0.3.10).
 #include "cells/single.h"
 
 namespace plk {

@@ -1,4 +1,4 @@
-// One private array of cells per cache; the candidate adds `contiguous`.
+// One private array of cells per cache; the candidate defines `contiguous`.
 #pragma once
 
 #include "cells/private.h"

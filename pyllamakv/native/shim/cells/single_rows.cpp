@@ -1,5 +1,5 @@
-// Slots that are one run unless LLAMA_SET_ROWS asked for others when the cache was made (0.3.12,
-// 0.3.14).
+// Slots are contiguous unless LLAMA_SET_ROWS enabled scattered slots when the cache was created
+// (0.3.12, 0.3.14).
 #include "cells/single.h"
 
 namespace plk {

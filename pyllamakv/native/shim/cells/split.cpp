@@ -1,4 +1,4 @@
-// A struct in a public context (0.3.6 to 0.3.8).
+// One array of cells in a struct of llama_context (0.3.6 to 0.3.8).
 #include "llama-context.h"
 #include "llama-kv-cache.h"
 

@@ -1,6 +1,6 @@
-// Walk through the state of one sequence before llama.cpp reads it: a number of cells, a position
-// and sequences for each, then keys and values by layer. What upstream would assert on, or
-// believe, is found here.
+// Validation of the state of one sequence before llama.cpp reads it: a number of cells, the
+// position and sequences of each, then keys and values by layer. llama.cpp asserts on some invalid
+// states and accepts others.
 #pragma once
 
 #include "groups.h"
@@ -10,13 +10,13 @@ namespace plk::cells {
 struct StateReader {
     const uint8_t *data;
     size_t length;
-    uint32_t n_cells;   // of the cache, per stream
-    uint32_t n_stream;  // how many parts the state must have
-    bool streams;       // whether it says how many parts it has
-    uint32_t ids;       // sequence ids written per cell: 0, later 1
-    uint32_t n_values;  // layers that have values; those without write none
+    uint32_t n_cells;   // cells of the cache per stream
+    uint32_t n_stream;  // number of streams that the state must have
+    bool streams;       // whether the state begins with the number of streams
+    uint32_t ids;       // sequence ids per cell: 0, in later releases 1
+    uint32_t n_values;  // number of layers that have values; other layers write none
     size_t at = 0;
-    uint64_t found = 0; // cells
+    uint64_t found = 0; // number of cells read
 
     bool bad(const char *what) {
         plk::refuse(PLK_ESTATE, "the state is damaged or not of this model and release: %s", what);
@@ -87,7 +87,7 @@ struct StateReader {
         }
         found += count;
         if (count == 0 && streams) {
-            return true; // nothing more is written for an empty stream
+            return true; // an empty stream has no further data
         }
         if (count > n_cells) {
             return bad("it has more cells than the cache");
@@ -96,7 +96,7 @@ struct StateReader {
                (v_trans ? columns(count, n_values) : rows(count, n_values));
     }
 
-    // Read what one cache wrote.
+    // Read the part of one cache; return false after refuse().
     bool cache() {
         uint32_t parts = 1;
         if (streams && !take(parts)) {
@@ -113,7 +113,7 @@ struct StateReader {
         return true;
     }
 
-    // The answer of cells::check_state.
+    // Return the result of cells::check_state.
     int result(bool good) const { return !good ? 0 : found == 0 ? 2 : 1; }
 };
 

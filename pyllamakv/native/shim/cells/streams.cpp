@@ -1,4 +1,4 @@
-// Private arrays, one per stream (0.3.15, 0.3.16).
+// Private arrays of cells, one per stream (0.3.15, 0.3.16).
 #include "cells/private.h"
 
 #include "llama-kv-cache-unified-iswa.h"

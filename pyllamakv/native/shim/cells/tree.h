@@ -1,9 +1,9 @@
-// Memory as a tree of objects with caches among them (0.3.10 and later). The candidate defines
-// plk::Cache, the iSWA and hybrid classes' names, and how to look into one cache:
+// Memory as a tree of objects, some of which are caches (0.3.10 and later). The candidate defines
+// plk::Cache, plk::Iswa, and the access to one cache:
 //
 //   n_stream, cells_of, head_of, layers_of, transposed
-//   copies      whether a copy between streams waits
-//   contiguous  whether a micro-batch needs one hole
+//   copies          whether a copy between streams is pending
+//   contiguous      whether a micro-batch needs contiguous cells
 //   counts_streams  whether a state begins with the number of streams
 #pragma once
 
@@ -27,7 +27,7 @@
 
 namespace plk {
 
-// One stream of one cache.
+// One stream of a cache.
 struct Stream {
     Cache *cache = nullptr;
     uint32_t index = 0;
@@ -65,7 +65,7 @@ inline Tree tree_of(llama_context *ctx) {
         both(hybrid->get_mem_attn());
 #endif
     } else {
-        // Caches with an indexer beside them, whose cells are the same ones.
+        // Caches with an indexer that has the same cells.
         tree.kind = PLK_MEMORY_OTHER;
 #if __has_include("llama-kv-cache-dsa.h")
         if (auto *indexed = dynamic_cast<llama_kv_cache_dsa *>(memory)) {
@@ -86,7 +86,7 @@ inline Tree tree_of(llama_context *ctx) {
     return tree;
 }
 
-// All streams, cache after cache; `number` is what plk_cells_read calls `cache`.
+// Return all streams, cache after cache; the index is the `cache` argument of plk_cells_read.
 inline std::vector<Stream> streams_of(llama_context *ctx) {
     std::vector<Stream> all;
     for (const Stream &first : tree_of(ctx).caches) {
@@ -97,8 +97,8 @@ inline std::vector<Stream> streams_of(llama_context *ctx) {
     return all;
 }
 
-// How many streams each cache has; 0 where no memory of this kind has cells, -1 where they cannot be
-// seen, or the caches differ.
+// Return the number of streams of each cache; 0 if this kind of memory has no cells, -1 if the
+// cells cannot be read or the caches differ.
 inline int32_t streams_in(const Tree &tree) {
     if (tree.caches.empty()) {
         return tree.kind == PLK_MEMORY_NONE || tree.kind == PLK_MEMORY_RECURRENT ? 0 : -1;
@@ -114,14 +114,15 @@ inline int32_t streams_in(const Tree &tree) {
 
 namespace plk::cells {
 
-// Some caches write more per cell; where that can be, the class says so.
+// Return whether the cache writes additional data per cell into a state.
 template <typename Any> auto extended(const Any &cache, int) -> decltype(cache.has_cell_ext()) {
     return cache.has_cell_ext();
 }
 template <typename Any> bool extended(const Any &, long) { return false; }
 
-// Since keys may be rotated before they are quantised, a shift rotates back whether they were or
-// not, and needs the matrix: without one it reads through a null pointer (0.3.20 to 0.3.36).
+// Return whether a shift of quantized keys is safe. In releases that may rotate keys before
+// quantization, a shift always uses the rotation matrix and dereferences a null pointer if the
+// cache has none (0.3.20 to 0.3.36).
 template <typename Any>
 auto rotates(const Any &cache, int) -> decltype(cache.build_input_k_rot(nullptr), bool()) {
     ggml_context *scratch = ggml_init({4 * ggml_tensor_overhead(), nullptr, true});
@@ -140,7 +141,7 @@ void describe(llama_context *ctx, plk_context_info &info) {
     info.memory = tree.kind;
     info.n_caches = static_cast<int32_t>(streams_of(ctx).size());
     info.n_streams = streams_in(tree);
-    // Of a sliding window only as far as its cells are still there.
+    // -1 for a sliding window: its cells may be gone.
     info.can_remove_partly = tree.kind == PLK_MEMORY_ATTENTION                             ? 1
         : tree.kind == PLK_MEMORY_RECURRENT || tree.kind == PLK_MEMORY_HYBRID ? 0
                                                                               : -1;
@@ -149,7 +150,7 @@ void describe(llama_context *ctx, plk_context_info &info) {
         info.contiguous_slots = std::max(info.contiguous_slots, contiguous(*stream.cache) ? 1 : 0);
         info.n_swa = stream.swa ? llama_model_n_swa(llama_get_model(ctx)) : info.n_swa;
         info.v_transposed = transposed(*stream.cache) ? 1 : 0;
-        // Upstream's own defragmentation asserts that there is one stream; a patch need not.
+        // llama.cpp's own defragmentation asserts that there is one stream; a patch may not.
         info.defrag = info.defrag && n_stream(*stream.cache) == 1;
     }
 }
@@ -226,24 +227,24 @@ bool shifts_quantized(llama_context *ctx) {
                        [](const Stream &stream) { return rotates(*stream.cache, 0); });
 }
 
-// Before there were streams (0.3.14) all layers of a hybrid model were taken for recurrent ones.
+// Through 0.3.14, before streams, a state treats all layers of a hybrid model as recurrent.
 bool saves_sequences(llama_context *ctx) {
     return counts_streams || tree_of(ctx).kind != PLK_MEMORY_HYBRID;
 }
 
 int check_state(llama_context *ctx, const uint8_t *data, size_t length) {
     const Tree tree = tree_of(ctx);
-    // Others put more after the cells, or before; llama.cpp is left to read those by itself.
+    // Other kinds write data before or after the cells: only llama.cpp validates these.
     if (tree.kind != PLK_MEMORY_ATTENTION && tree.kind != PLK_MEMORY_SWA) {
         return 1;
     }
     const auto rope = static_cast<int>(llama_model_rope_type(llama_get_model(ctx)));
     if (rope >= 0 && (rope & 8)) {
-        return 1; // positions of more than one dimension are written for each cell as well
+        return 1; // the state also has multi-dimensional positions per cell
     }
     StateReader reader{data, length, 0, 1, counts_streams, 1, 0};
 #ifdef LLAMA_STATE_SEQ_FLAGS_ON_DEVICE
-    reader.at = 2 * sizeof(uint32_t); // a magic number and the sequence it was saved from
+    reader.at = 2 * sizeof(uint32_t); // skip the magic number and the id of the saved sequence
     if (length < reader.at) {
         return reader.result(reader.bad("it ends too early"));
     }

@@ -1,4 +1,4 @@
-// Public cells in a class whose flags are private (0.3.9, b5415).
+// Public cells in a class with private flags (0.3.9, b5415).
 #include "cells/private.h"
 
 #include "llama-context.h"

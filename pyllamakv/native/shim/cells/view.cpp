@@ -1,7 +1,7 @@
-// Cells through the public view alone, where everything else is inside llama.cpp (to 0.3.5).
+// Cells through the public view, the only access in releases through 0.3.5.
 //
-// The view adds a pending shift to positions that contain it already. So while one may be pending,
-// the true positions come from the states of the sequences; else the view is exact.
+// The view adds a pending shift to positions that already include it. While a shift may be pending,
+// the positions come from the states of the sequences; otherwise the view is exact.
 #include "cells/state.h"
 #include "fields.h"
 
@@ -24,9 +24,9 @@ struct View {
 
 bool is_array(llama_context *ctx) { return !plk::fields::recurrent(llama_get_model(ctx)); }
 
-// Read the positions of a sequence's cells, in the order of the cells. A state begins with their
-// number; then each has its position and, in the state of a sequence, no list of owners. Keys and
-// values would follow. There is no room for them, so llama.cpp stops there, and complains.
+// Return the positions of a sequence's cells, in the order of the cells. The state of a sequence
+// begins with the number of cells, then a position and an empty list of owners for each. The buffer
+// has no room for the keys and values that follow: llama.cpp stops there and logs an error.
 std::vector<int32_t> positions(llama_context *ctx, llama_seq_id seq, size_t count) {
     std::vector<uint32_t> words(1 + 2 * count, UINT32_MAX);
     {
@@ -41,12 +41,12 @@ std::vector<int32_t> positions(llama_context *ctx, llama_seq_id seq, size_t coun
     return found;
 }
 
-// The contexts in which a shift may be pending.
+// Contexts in which a shift may be pending.
 class Shifts : public plk::cells::Watch {
   public:
     void shifting(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1) override;
     void applied(llama_context *ctx) override {
-        // The oldest releases keep a shift for ever where there is nothing to rotate.
+        // Without RoPE, the oldest releases never apply a shift.
         if (llama_rope_type(llama_get_model(ctx)) != LLAMA_ROPE_TYPE_NONE) {
             closed(ctx);
         }
@@ -70,13 +70,13 @@ Shifts &shifts() {
     return *one;
 }
 
-// Cells and their owners below `n_seq`. A view lists a cell's owners in order, so as many columns
-// are enough; llama_n_seq_max, which counts cells here, would make it a square.
+// Cells and their owners below `n_seq`. A view lists a cell's owners in ascending order, so n_seq
+// columns suffice; llama_n_seq_max returns the number of cells in these releases.
 struct Cells {
     std::vector<int32_t> pos;   // -1 for a free cell
-    std::vector<int32_t> shift; // what of it is pending
-    std::vector<std::vector<int32_t>> of; // the cells of each sequence, in order
-    int32_t bad = -1; // a sequence whose positions are unknown
+    std::vector<int32_t> shift; // pending part of the position
+    std::vector<std::vector<int32_t>> of; // cells of each sequence, ascending
+    int32_t bad = -1; // a sequence whose positions could not be read; -1: none
 
     Cells(llama_context *ctx, int32_t n_seq) : of(n_seq) {
         const View now(ctx, n_seq);
@@ -124,7 +124,7 @@ struct Cells {
 
 void Shifts::shifting(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1) {
     if (!is_array(ctx)) {
-        return; // nothing is pending in a state
+        return; // a recurrent state has no pending shift
     }
     const Cells now(ctx, seq + 1);
     const std::vector<int32_t> &cells = now.of[seq];
@@ -195,7 +195,7 @@ int plk::cells::read(llama_context *ctx, int32_t, int32_t, int32_t *pos, int32_t
     return static_cast<int>(now.pos.size());
 }
 
-// A threshold may have asked for a defragmentation, which the view does not show.
+// Return 1 or -1 (unknown): defrag_thold may have requested a defragmentation that the view lacks.
 int plk::cells::pending(llama_context *ctx) { return shifts().any(ctx) ? 1 : -1; }
 
 bool plk::cells::can_copy(llama_context *, int32_t, int32_t, int32_t, int32_t) { return true; }
