@@ -253,7 +253,7 @@ def tables(folder: Path) -> Target:
     shown = (shipped("patches") / "mmap-kv" / "patch.toml").read_bytes().partition(b"shared =")[0]
     own = shown.replace(b'id = "mmap-kv"', b'id = "own"')
     own += b'shared = ["src/s.h"]\n\n[[port]]\nbase = "0.3.9"\nera = "unified"\nrequires = []\n'
-    own += b'[[text.markers]]\nfile = "a.c"\nhas = ["x"]\nlacks = "y"\nexists = true\n'
+    own += b'[[port.markers]]\nfile = "a.c"\nhas = ["x"]\nlacks = "y"\nexists = true\n'
     small = (
         b'schema = 1\nid = "own"\ntitle = "T"\nwhy = "W"\norigin = "o"\nupstream = "u"\n'
         b'releases = "<=0.3.9"\nscenarios = ["s"]\nshared = []\n' + own[own.index(b"[[port]]") :]
