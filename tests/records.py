@@ -182,7 +182,6 @@ COMMANDS = (
     ("patch", "diff", "full-defrag", "0.3.9", "0.3.8", "--json"),
     ("build", "0.3.9", "--json"),
     ("check", "0.3.9", "--scenario", "fragmented", "--no-maps", "--json"),
-    ("matrix", "plan", "--json"),
     ("env", "0.3.9+patched", "--json"),
 )
 
