@@ -50,7 +50,8 @@ def test_a_build_that_is_not_there() -> None:
 @pytest.mark.native
 def test_builds_are_compared_side_by_side(patched: Variant) -> None:
     """Both contexts defragment the same cells, and the ratio is of as many pairs as asked."""
-    figure = ports._ratio(patched, Cache("1B", SETTINGS[0], 1024), 3, lambda: None)
+    figure = ports._ratio(patched, Cache("1B", SETTINGS[0], 1024), 3, lambda: None, rounds=2)
     assert "0.3.9" in figure.name
-    assert len(figure.data["new"]) == len(figure.data["old"]) == 3
+    assert len(figure.data["new"]) == len(figure.data["old"]) == 6
+    assert len(figure.data["ratios"]) == 2
     assert patched.folder.name in figure.how

@@ -87,7 +87,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_it_is_small_and_whole(wheel: Path) -> None:
-    """At most 1.2 MB, with patches, lock, shim sources, scenarios, and nothing of tests or builds."""
+    """At most 1.2 MB, with patches, lock, shim sources, scenarios, and nothing of tests or builds."""  # noqa: E501
     assert wheel.stat().st_size <= LIMIT
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
