@@ -312,9 +312,6 @@ LIVE: dict[str, Callable[[World], Any]] = {
 
 #: A right argument, by call and parameter or by parameter alone.
 RIGHT: dict[str, Callable[[World], Any]] = {
-    # 0.3.10 to 0.3.14 abort in their worst-case graph if n_ubatch, rounded up to a multiple of
-    # n_seq_max, exceeds n_ctx: a defect of llama.cpp that needs no wrong argument (docs/api.md).
-    "Model.context.n_ubatch": lambda world: 8,
     "Batch.of.positions": lambda world: [0, 1, 2],
     "Batch.of.sequences": lambda world: 0,
     "Batch.of.counts": lambda world: None,

@@ -50,6 +50,15 @@ template <typename Model> bool builds(Model *model, int32_t n_layer, long) {
            n_layer == 46;
 }
 
+uint32_t n_ctx_of(const plk_model &model, const plk_context_params &asked) {
+    return asked.n_ctx > 0 ? asked.n_ctx : static_cast<uint32_t>(model.info.n_ctx_train);
+}
+
+// Return the least number of cells that a cache has: llama.cpp rounds n_ctx up to a multiple of 32.
+uint32_t least_cells(const plk_model &model, const plk_context_params &asked) {
+    return (n_ctx_of(model, asked) + 31) / 32 * 32;
+}
+
 int check(const plk_model &model, const plk_context_params &asked) {
     if (asked.n_seq_max < 1 || asked.n_seq_max > max_sequences) {
         return plk::refuse(PLK_EINVAL, "n_seq_max is %u, expected 1 to %u", asked.n_seq_max,
@@ -93,6 +102,12 @@ int check(const plk_model &model, const plk_context_params &asked) {
         return plk::refuse(PLK_EUNSUPPORTED,
                            "tokens of this model have several positions each, which this release "
                            "reads from the batch: use a later one");
+    }
+    if (plk::cells::rounds_up && asked.n_seq_max > least_cells(model, asked)) {
+        return plk::refuse(PLK_EINVAL,
+                           "this release needs at least as many cells as sequences: n_seq_max is %u, "
+                           "n_ctx %u",
+                           asked.n_seq_max, n_ctx_of(model, asked));
     }
     const plk_model_info &info = model.info;
     if (!builds(static_cast<const llama_model *>(model.model), info.n_layer, 0)) {
@@ -145,11 +160,19 @@ bool poll(void *data) {
     return context->cancel.load(std::memory_order_relaxed) || (limit >= 0 && count >= limit);
 }
 
-llama_context_params fill(const plk_context_params &asked, plk_context *handle) {
+// Return the n_ubatch to request: lower than what is asked if creating the context could abort.
+uint32_t fitting_ubatch(const plk_model &model, const plk_context_params &asked) {
+    const uint32_t n_ubatch = asked.n_ubatch > 0 ? asked.n_ubatch : asked.n_batch;
+    const uint32_t cells = least_cells(model, asked);
+    return plk::cells::rounds_up ? std::min(n_ubatch, cells - cells % asked.n_seq_max) : n_ubatch;
+}
+
+llama_context_params fill(const plk_model &model, const plk_context_params &asked,
+                          plk_context *handle) {
     llama_context_params params = llama_context_default_params();
     params.n_ctx = asked.n_ctx;
     params.n_batch = asked.n_batch;
-    params.n_ubatch = asked.n_ubatch > 0 ? asked.n_ubatch : asked.n_batch;
+    params.n_ubatch = fitting_ubatch(model, asked);
     params.n_seq_max = asked.n_seq_max;
     params.n_threads = asked.n_threads;
     params.n_threads_batch = asked.n_threads_batch;
@@ -216,7 +239,7 @@ int plk_context_new(plk_model *model, const plk_context_params *params, plk_cont
         {
             const plk::Backed backed(asked);
             try {
-                handle->ctx = plk::context::open(model->model, fill(asked, handle.get()));
+                handle->ctx = plk::context::open(model->model, fill(*model, asked, handle.get()));
             } catch (const std::exception &error) {
                 return plk::refuse(backed.code(), "%s", error.what());
             }

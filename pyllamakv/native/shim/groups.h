@@ -101,6 +101,9 @@ struct Watch {
     ~Watch() = default;
 };
 extern Watch *const watch;
+// True if creating a context reserves a graph whose tokens are rounded up to a multiple of n_seq_max
+// in a cache with one stream, and aborts if that exceeds the cells (0.3.10 to 0.3.14).
+extern const bool rounds_up;
 // Return whether the graph that shifts quantised keys can be built for this cache.
 bool shifts_quantized(llama_context *ctx);
 // Return whether saving or restoring the state of a sequence works; else it dereferences NULL.

@@ -37,6 +37,7 @@ inline bool on_host(const std::vector<ggml_tensor *> &layers) {
 const uint64_t bits = PLK_CAP_CELLS;
 
 Watch *const watch = nullptr;
+const bool rounds_up = false;
 
 void describe(llama_context *ctx, plk_context_info &info) {
     const Look at = look(ctx);

@@ -135,6 +135,7 @@ template <typename Any> bool rotates(const Any &, long) { return true; }
 const uint64_t bits = PLK_CAP_CELLS;
 
 Watch *const watch = nullptr;
+const bool rounds_up = !counts_streams; // the trees without streams
 
 void describe(llama_context *ctx, plk_context_info &info) {
     const Tree tree = tree_of(ctx);

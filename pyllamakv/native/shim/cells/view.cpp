@@ -145,6 +145,7 @@ int32_t size_of(llama_context *ctx) {
 } // namespace
 
 plk::cells::Watch *const plk::cells::watch = &shifts();
+const bool plk::cells::rounds_up = false;
 
 void plk::cells::describe(llama_context *ctx, plk_context_info &info) {
     if (!is_array(ctx)) {
