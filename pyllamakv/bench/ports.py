@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import statistics
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from pyllamakv.bench import workloads
 from pyllamakv.bench.carving import Carver
 from pyllamakv.bench.figure import Figure
-from pyllamakv.bench.measure import interleave, interval
+from pyllamakv.bench.measure import Pairs, interleave, interval
 from pyllamakv.bench.rounds import complete
 from pyllamakv.bench.stands import opened
 from pyllamakv.bench.workloads import SETTINGS, Cache
@@ -26,8 +27,8 @@ Tick = Callable[[], None]
 #: Cells of the caches that are defragmented; every other one is in use.
 CELLS = 16384
 
-#: How often the contexts of a comparison are made anew.
-ROUNDS = 12
+#: Processes of a comparison.
+ROUNDS = 30
 
 
 def figures(tick: Tick, old: Iterable[str] = (), pairs: int = 5) -> list[Figure]:
@@ -101,34 +102,25 @@ def _ratio(
 ) -> Figure:
     """Defragment the same cache with today's build of the release and with an older one.
 
-    Where the memory of a context is placed changes its times by some percent, for as long as it
-    lives. So both contexts are made anew in each round, in turn first, and the interval is that of
-    the rounds' medians.
+    Where libraries and caches are placed in memory changes times by some percent, for as long as a
+    process lives. Each round therefore runs in a new process, in which the two libraries are opened
+    in alternating order, and the interval is that of the rounds' medians.
     """
     release = old.manifest.release
-    mask = workloads.live("alternate", cache.cells)
     specs = {"new": f"{release}+patched", "old": str(old.folder)}
     times: dict[str, list[float]] = {"new": [], "old": []}
     ratios = []
-    for number in range(rounds):
-        order = list(specs) if number % 2 else list(specs)[::-1]
-        with ExitStack() as stack:
-            contexts = {name: stack.enter_context(opened(specs[name], cache)) for name in order}
-            carvers = {name: Carver(contexts[name]) for name in order}
-
-            def measured(name: str, contexts: Any = contexts, carvers: Any = carvers) -> float:
-                carvers[name].carve(mask)
-                return complete(contexts[name], mask).seconds
-
-            found = interleave(
-                lambda run=measured: run("new"),  # type: ignore[misc]
-                lambda run=measured: run("old"),  # type: ignore[misc]
-                pairs=pairs,
-                progress=tick,
-            )
-        times["new"] += found.first
-        times["old"] += found.second
-        ratios.append(found.ratio.median)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as processes:
+        for number in range(rounds):
+            order = list(specs) if number % 2 else list(specs)[::-1]
+            found = processes.submit(
+                _round, {name: specs[name] for name in order}, cache, pairs
+            ).result()
+            times["new"] += found.first
+            times["old"] += found.second
+            ratios.append(found.ratio.median)
+            tick()
     ratio = interval(ratios)
     return Figure(
         GROUP,
@@ -137,6 +129,20 @@ def _ratio(
         f"{ratio.format(3)} x {statistics.median(times['old']) * 1e3:.1f} ms",
         target="interval not entirely above 1.0",
         met=ratio.low <= 1.0,
-        how=f"{rounds} rounds of {pairs} interleaved pairs; earlier: {Path(old.folder).name}",
+        how=f"{rounds} processes of {pairs} interleaved pairs; earlier: {Path(old.folder).name}",
         data={**times, "ratios": ratios},
     )
+
+
+def _round(specs: dict[str, str], cache: Cache, pairs: int) -> Pairs:
+    """Open the libraries in the order of ``specs``, and measure pairs of "new" and "old"."""
+    mask = workloads.live("alternate", cache.cells)
+    with ExitStack() as stack:
+        contexts = {name: stack.enter_context(opened(spec, cache)) for name, spec in specs.items()}
+        carvers = {name: Carver(context) for name, context in contexts.items()}
+
+        def measured(name: str) -> float:
+            carvers[name].carve(mask)
+            return complete(contexts[name], mask).seconds
+
+        return interleave(lambda: measured("new"), lambda: measured("old"), pairs=pairs)
