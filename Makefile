@@ -9,19 +9,19 @@ CHECK_ARGS ?=
 BENCH_ARGS ?=
 MATRIX_ARGS ?=
 DROPIN_ARGS ?=
-TRUST_ARGS ?=
+QA_ARGS ?=
 
 own = py=$$(tools/bootstrap.sh own $(1))
 run = "$$py" -m pyllamakv.cli.main
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build test check rpc cuda vulkan matrix eras bench dropin trust wheel lint clean distclean
+.PHONY: help build test check rpc cuda vulkan matrix eras bench dropin qa wheel lint clean distclean
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | while IFS='	' read -r name text; do \
 		printf '  make %-10s %s\n' "$$name" "$$text"; done
-	@echo "RELEASE=$(RELEASE) BACKEND=$(BACKEND); PYTEST_ARGS, CHECK_ARGS, MATRIX_ARGS, BENCH_ARGS, DROPIN_ARGS, TRUST_ARGS are passed on"
+	@echo "RELEASE=$(RELEASE) BACKEND=$(BACKEND); PYTEST_ARGS, CHECK_ARGS, MATRIX_ARGS, BENCH_ARGS, DROPIN_ARGS, QA_ARGS are passed on"
 
 build: ## Vendor, patch and build the default release, stock and patched
 	@py=$$(tools/bootstrap.sh here test) && \
@@ -61,15 +61,15 @@ eras: ## Judge one release per era: what CI does
 	"$$py" -m pytest tests/test_records.py -k recorded_trees
 
 bench: ## Measure, and write BENCHMARKS.md
-	@$(call own,test) && $(run) bench $(BENCH_ARGS)
+	@$(call own,test) && "$$py" -m qa bench $(BENCH_ARGS)
 
 dropin: ## Run llama-cpp-python's own tests on stock and patched libraries
-	@$(call own,test) && $(run) dropin test $(DROPIN_ARGS)
+	@$(call own,test) && "$$py" -m qa peer $(DROPIN_ARGS)
 
-trust: ## Try to lose something: schedules, mutants, fuzzing, faults, sanitizers, leaks
+qa: ## Stress-test: random operations, mutation, fuzzing, faults, sanitizers, leaks
 	@$(call own,test) && \
 	$(run) build $(RELEASE) && \
-	$(run) trust $(TRUST_ARGS)
+	"$$py" -m qa stress $(QA_ARGS)
 
 wheel: ## Build the wheel, and use it outside the checkout
 	@$(call own,test) && tools/wheel.sh "$$py" $(RELEASE)

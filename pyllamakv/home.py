@@ -40,8 +40,3 @@ def data(name: str) -> Path:
 def shim() -> Path:
     """Return the folder of the shim: ``plk.h``, its sources, and what CMake makes of them."""
     return _PACKAGE / "native"
-
-
-def programs(folder: str) -> Path:
-    """Return the folder of the C sources that a part, as ``trust/faults``, compiles for itself."""
-    return _PACKAGE / folder / "native"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.building import cmake, variant
 from pyllamakv.building.manifest import Manifest
-from pyllamakv.trust.faults.steps.building import CMAKE
-from pyllamakv.trust.faults.steps.building import script as script
+from qa.faults.steps.building import CMAKE
+from qa.faults.steps.building import script as script
 
 if TYPE_CHECKING:
     import pytest

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pyllamakv.errors import StateError
-from pyllamakv.trust.fuzzing import calls
-from pyllamakv.trust.fuzzing.target import Target
+from qa.fuzzing import calls
+from qa.fuzzing.target import Target
 
 
 def key_error(_folder: Path) -> Target:

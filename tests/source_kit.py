@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from pyllamakv.source import gitting, lock
 from pyllamakv.source.releases import Release
 from pyllamakv.source.store import open_store
-from pyllamakv.trust.faults.steps import upstream
-from pyllamakv.trust.faults.steps.upstream import MODULE, clone
-from pyllamakv.trust.faults.steps.upstream import fill as fill
-from pyllamakv.trust.faults.steps.upstream import pack as pack
+from qa.faults.steps import upstream
+from qa.faults.steps.upstream import MODULE, clone
+from qa.faults.steps.upstream import fill as fill
+from qa.faults.steps.upstream import pack as pack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pyllamakv.bench import document, measure
-from pyllamakv.bench.figure import Figure
+from qa.bench import document, measure
+from qa.bench.figure import Figure
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from pyllamakv.bench import backends
 from pyllamakv.building import cuda
 from pyllamakv.errors import ToolMissing
+from qa.bench import backends
 
 
 def entry(folder: Path, text: str) -> dict[str, str]:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pyllamakv.bench import devices, workloads
-from pyllamakv.bench.devices import MOVERS, Rounds, Stand
-from pyllamakv.bench.workloads import SETTINGS, Cache
 from pyllamakv.errors import ContextError, Untestable
+from qa.bench import devices, workloads
+from qa.bench.devices import MOVERS, Rounds, Stand
+from qa.bench.workloads import SETTINGS, Cache
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant

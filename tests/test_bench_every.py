@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import IO
 
-from pyllamakv.bench import every
 from pyllamakv.home import home
+from qa.bench import every
 
 
 def test_figures_are_those_of_the_cold_and_the_warm_run(monkeypatch, tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ import pytest
 from building_kit import script
 from typer.testing import CliRunner
 
-from pyllamakv.bench import devices, hardware
-from pyllamakv.bench.figure import Figure
-from pyllamakv.bench.workloads import SETTINGS, Cache
-from pyllamakv.cli import bench as cli
 from pyllamakv.errors import ContextError
 from pyllamakv.harness import check
+from qa import benchmarks as cli
+from qa.bench import devices, hardware
+from qa.bench.figure import Figure
+from qa.bench.workloads import SETTINGS, Cache
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant

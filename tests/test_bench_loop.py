@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import pytest
 from building_kit import manifest
 
-from pyllamakv.bench import loop, peer, sides
-from pyllamakv.bench.measure import Pairs
-from pyllamakv.bench.workload import Round, Workload, check_same
 from pyllamakv.building.variant import Variant
 from pyllamakv.errors import CommandFailed, HarnessError, NotBuilt, ToolMissing, Untestable
+from qa.bench import loop, peer, sides
+from qa.bench.measure import Pairs
+from qa.bench.workload import Round, Workload, check_same
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import runtime_kit as kit
 
-from pyllamakv.bench import managers, soak
-from pyllamakv.bench.measure import Pairs
-from pyllamakv.bench.workload import Round
 from pyllamakv.errors import HarnessError, NotBuilt
+from qa.bench import managers, soak
+from qa.bench.measure import Pairs
+from qa.bench.workload import Round
 
 if TYPE_CHECKING:
     from pathlib import Path

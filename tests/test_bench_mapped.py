@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pyllamakv.bench import mapped
 from pyllamakv.harness import synthetic
+from qa.bench import mapped
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant

@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from pyllamakv.bench import (
+from pyllamakv.errors import Untestable
+from pyllamakv.harness.synthetic import Shape
+from pyllamakv.runtime.moves import Moves
+from qa.bench import (
     choices,
     compiled,
     document,
@@ -25,11 +28,8 @@ from pyllamakv.bench import (
     summary,
     workloads,
 )
-from pyllamakv.bench.rounds import Measured
-from pyllamakv.bench.workloads import PATTERNS, SETTINGS, Cache
-from pyllamakv.errors import Untestable
-from pyllamakv.harness.synthetic import Shape
-from pyllamakv.runtime.moves import Moves
+from qa.bench.rounds import Measured
+from qa.bench.workloads import PATTERNS, SETTINGS, Cache
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant

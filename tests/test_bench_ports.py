@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pyllamakv.bench import ports
-from pyllamakv.bench.workloads import SETTINGS, Cache
 from pyllamakv.building.variant import Variant
 from pyllamakv.errors import UsageError
+from qa.bench import ports
+from qa.bench.workloads import SETTINGS, Cache
 
 ROOT = Path(__file__).resolve().parent.parent
 

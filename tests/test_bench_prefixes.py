@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pyllamakv.bench import prefixes
+from qa.bench import prefixes
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import pyllamakv
-from pyllamakv.bench import recording
-from pyllamakv.bench.measure import Pairs
+from qa.bench import recording
+from qa.bench.measure import Pairs
 
 
 def test_a_figure_is_a_factor_with_its_bound() -> None:

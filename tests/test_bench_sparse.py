@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pyllamakv.bench import policies, sparse
 from pyllamakv.harness import synthetic
+from qa.bench import policies, sparse
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant

@@ -1,4 +1,4 @@
-"""The verb trust: what fails is told by its status, and what was run by its command."""
+"""`python -m qa stress`: the status says whether it failed, the command what was run."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ import time
 from pathlib import Path
 
 import pytest
-from test_cli_run import cli
 
 from pyllamakv.errors import NotBuilt, UsageError
-from pyllamakv.trust import SECTIONS, document, fuzzing, leaks, sanitizers, schedules, selection
-from pyllamakv.trust.entry import Effort, Entry, Tick, untried
-from pyllamakv.trust.fuzzing.outcome import Outcome, entry
+from qa import SECTIONS, document, fuzzing, leaks, main, sanitizers, selection
+from qa import random_operations as schedules
+from qa.entry import Effort, Entry, Tick, untried
+from qa.fuzzing.outcome import Outcome, entry
+
+
+def cli(capsys, *words: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as leaving:
+        main.main([str(word) for word in words])
+    out, err = capsys.readouterr()
+    return int(leaving.value.code or 0), out, err
 
 
 @pytest.fixture
@@ -34,9 +41,9 @@ def efforts(monkeypatch: pytest.MonkeyPatch) -> list[Effort]:
 def test_a_defect_is_a_status(efforts, capsys, tmp_path) -> None:
     """What passes ends with 0, a defect with 1, and both are written."""
     path = tmp_path / "RELIABILITY.md"
-    code, out, _ = cli(capsys, "trust", "leaks", "--only", "good", "--write", path, "--json")
+    code, out, _ = cli(capsys, "stress", "leaks", "--only", "good", "--write", path, "--json")
     assert (code, [each["name"] for each in json.loads(out)]) == (0, ["good"])
-    code, out, said = cli(capsys, "trust", "leaks", "--write", path)
+    code, out, said = cli(capsys, "stress", "leaks", "--write", path)
     assert code == 1
     assert "| bad | it leaks |" in out
     assert "leaks: 2 tried in 0 s, 1 lost or wrong\n" in said
@@ -47,14 +54,14 @@ def test_a_defect_is_a_status(efforts, capsys, tmp_path) -> None:
 def test_the_command_is_the_one_that_measures_it_again(efforts, capsys) -> None:
     """Whatever decides what is tried stands in the line; what is as usual does not."""
     options = ("--seconds", "30", "--seed", "7", "--only", "good", "--jobs", "2")
-    _, out, _ = cli(capsys, "trust", "leaks", *options)
-    assert "`pyllamakv trust leaks --seconds 30 --seed 7 --jobs 2 --only good`" in out
+    _, out, _ = cli(capsys, "stress", "leaks", *options)
+    assert "`python -m qa stress leaks --seconds 30 --seed 7 --jobs 2 --only good`" in out
     assert efforts == [Effort(30.0, 7, ("good",), 2)]
-    _, out, _ = cli(capsys, "trust", "leaks", "--operations", 10)
-    assert "`pyllamakv trust leaks --seconds 90 --operations 10`" in out
+    _, out, _ = cli(capsys, "stress", "leaks", "--operations", 10)
+    assert "`python -m qa stress leaks --seconds 90 --operations 10`" in out
     assert efforts.pop() == Effort(90.0, operations=10)
-    _, out, _ = cli(capsys, "trust", "leaks", "--only", "good")
-    assert "`pyllamakv trust leaks --seconds 90 --only good`" in out
+    _, out, _ = cli(capsys, "stress", "leaks", "--only", "good")
+    assert "`python -m qa stress leaks --seconds 90 --only good`" in out
 
 
 def test_what_is_being_done_may_have_brackets(efforts, capsys, monkeypatch) -> None:
@@ -69,7 +76,7 @@ def test_what_is_being_done_may_have_brackets(efforts, capsys, monkeypatch) -> N
         return [Entry("leaks", "good", {})]
 
     monkeypatch.setattr(leaks, "entries", entries)
-    assert cli(capsys, "trust", "leaks")[0] == 0
+    assert cli(capsys, "stress", "leaks")[0] == 0
     assert not broken
 
 
@@ -80,9 +87,12 @@ def test_names_are_looked_at_before_anything_is_tried(efforts, capsys) -> None:
         (("leaks", "--only", "goood"), "--only 'goood' names nothing of leaks: did you mean good?"),
         (("leaks", "--only", "x"), "--only 'x' names nothing of leaks: bad, good"),
         (("leaks", "fuzzing", "--only", "good", "--only", "gugf"), "leaks, fuzzing: did you mean"),
-        (("schedules", "--only", "0.3.99"), "names nothing of schedules: did you mean 0.3.9"),
+        (
+            ("random_operations", "--only", "0.3.99"),
+            "names nothing of random_operations: did you mean",
+        ),
     ):
-        code, out, error = cli(capsys, "trust", *words)
+        code, out, error = cli(capsys, "stress", *words)
         assert code == UsageError.exit_code and said in error and not out, error
     assert not efforts
 
@@ -94,14 +104,14 @@ def test_a_section_has_the_names_that_are_its_own(efforts, capsys, monkeypatch) 
             monkeypatch.setattr(selection.module(section), "entries", None)
     asked: list[Effort] = []
     monkeypatch.setattr(schedules, "entries", lambda effort, tick: asked.append(effort) or [])
-    assert cli(capsys, "trust", "--only", "good")[0] == 0
-    assert cli(capsys, "trust", "--only", "good", "--only", "0.3.9")[0] == 0
-    assert cli(capsys, "trust", "--only", "good", "--only", "path:tree")[0] == 0
+    assert cli(capsys, "stress", "--only", "good")[0] == 0
+    assert cli(capsys, "stress", "--only", "good", "--only", "0.3.9")[0] == 0
+    assert cli(capsys, "stress", "--only", "good", "--only", "path:tree")[0] == 0
     assert [each.only for each in efforts] == [("good",)] * 3
     assert [each.only for each in asked] == [("0.3.9",), ("path:tree",)]
 
 
-@pytest.mark.parametrize("section", [name for name in SECTIONS if name != "schedules"])
+@pytest.mark.parametrize("section", [name for name in SECTIONS if name != "random_operations"])
 def test_every_section_has_names(section: str) -> None:
     """Each can be asked for by --only; those of schedules are releases."""
     names = selection.module(section).names()
@@ -112,7 +122,7 @@ def test_every_section_has_names(section: str) -> None:
 def test_nothing_tried_is_refused(efforts, capsys, monkeypatch) -> None:
     """What has no build, say, does not pass for a trial."""
     monkeypatch.setattr(leaks, "entries", lambda *_: [])
-    code, out, said = cli(capsys, "trust", "leaks", "--only", "good")
+    code, out, said = cli(capsys, "stress", "leaks", "--only", "good")
     assert code and "nothing was tried" in said and not out
 
 
@@ -128,7 +138,7 @@ def test_a_section_that_breaks_takes_nothing_with_it(
 
     monkeypatch.setattr(fuzzing, "entries", breaks)
     monkeypatch.setattr(sanitizers, "entries", lambda *_: [Entry("sanitizers", "fine", {})])
-    words = ("trust", "sanitizers", "fuzzing", "leaks", "--write", path)
+    words = ("stress", "sanitizers", "fuzzing", "leaks", "--write", path)
     if isinstance(error, NotBuilt):
         code, _, _ = found = cli(capsys, *words)
         assert code == NotBuilt.exit_code
@@ -151,7 +161,7 @@ def test_what_was_found_is_told_when_somebody_interrupts(efforts, capsys, monkey
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sanitizers, "entries", interrupted)
-    code, out, _ = cli(capsys, "trust", "leaks", "sanitizers")
+    code, out, _ = cli(capsys, "stress", "leaks", "sanitizers")
     assert code == 130 and "| bad | it leaks |" in out
 
 
@@ -162,7 +172,7 @@ def test_where_a_document_cannot_be_is_said_first(efforts, capsys, tmp_path: Pat
     strange = '{"entries": [{"section": "leeks", "name": "x", "row": {}, "defects": []}]}'
     (tmp_path / "old.json").write_text(strange, encoding="utf-8")
     for name in (".", "R.json", "odd.md/R.md", "odd.md", "old.md"):
-        code, out, said = cli(capsys, "trust", "leaks", "--write", tmp_path / name)
+        code, out, said = cli(capsys, "stress", "leaks", "--write", tmp_path / name)
         assert code == UsageError.exit_code and said.startswith("UsageError: "), (name, said)
         assert not out
     assert not efforts
@@ -181,14 +191,14 @@ def test_what_could_not_be_tried_is_told(
         return [each for each in made if effort.wants(each.name)]
 
     monkeypatch.setattr(fuzzing, "entries", entries)
-    assert cli(capsys, "trust", "fuzzing", "--write", path)[0] == 0
+    assert cli(capsys, "stress", "fuzzing", "--write", path)[0] == 0
     lacks = True
     for more in ((), ("--add", "--seed", "2")):
-        code, out, said = cli(capsys, "trust", "fuzzing", "--write", path, *more)
+        code, out, said = cli(capsys, "stress", "fuzzing", "--write", path, *more)
         assert code == 0 and "not tried: no clang |" in out
         assert "1 tried in 0 s, nothing lost or wrong; wire not tried: no clang\n" in said
         assert [each.row["inputs"] for each in document.read(path)][1] == "9"
-    code, _, said = cli(capsys, "trust", "fuzzing", "--only", "wire")
+    code, _, said = cli(capsys, "stress", "fuzzing", "--only", "wire")
     assert code and "nothing was tried: wire not tried: no clang" in said
 
 
@@ -203,7 +213,7 @@ def test_fuzzing_adds_up_in_the_document(
         return [entry(name, made, effort.seed) for name in ("lock", "wire") if effort.wants(name)]
 
     monkeypatch.setattr(fuzzing, "entries", entries)
-    more = ("trust", "fuzzing", "--add", "--write", path, "--seed")
+    more = ("stress", "fuzzing", "--add", "--write", path, "--seed")
     assert cli(capsys, *more, 1)[0] == 0
     assert cli(capsys, *more, 2, "--only", "wire")[0] == 0
     assert [each.row["inputs"] for each in document.read(path)] == ["100", "200"]
@@ -211,5 +221,5 @@ def test_fuzzing_adds_up_in_the_document(
     assert code and "seed 2 was tried before on wire: choose another" in said
     assert cli(capsys, *more, 2, "--only", "lock")[0] == 0
     assert [each.row["seed"] for each in document.read(path)] == ["1, 2", "1, 2"]
-    code, _, said = cli(capsys, "trust", "--add", "--write", path)
+    code, _, said = cli(capsys, "stress", "--add", "--write", path)
     assert code and "--add is for fuzzing" in said

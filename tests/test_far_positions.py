@@ -14,7 +14,7 @@ from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import KVFileDamaged, ModelError, NativeError
 from pyllamakv.harness import synthetic
 from pyllamakv.runtime import state
-from pyllamakv.trust.fuzzing import filesums
+from qa.fuzzing import filesums
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

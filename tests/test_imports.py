@@ -7,24 +7,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent / "pyllamakv"
+CHECKOUT = Path(__file__).resolve().parent.parent
+ROOT = CHECKOUT / "pyllamakv"
 
 #: Layer -> the layers that it may import. `errors` and `home` are open to all.
 ALLOWED = {
-    "cli": {
-        "harness",
-        "bench",
-        "peer",
-        "cache",
-        "runtime",
-        "binding",
-        "building",
-        "patching",
-        "source",
-    },
+    "cli": {"harness", "cache", "runtime", "binding", "building", "patching", "source"},
     "testing": {"harness", "cache", "runtime", "binding", "building", "patching", "source"},
-    "peer": {"harness", "building", "patching", "source"},
-    "bench": {"harness", "peer", "cache", "runtime", "binding", "building", "patching", "source"},
     "harness": {"cache", "runtime", "binding", "building", "patching", "source"},
     "cache": {"runtime", "binding"},
     "runtime": {"binding"},
@@ -33,7 +22,10 @@ ALLOWED = {
     "building": {"patching", "source"},
     "patching": {"source"},
     "source": set(),
+    "errors": set(),
 }
+#: Modules at the top: the package's face, what runs it, and where its data is.
+TOP = {"__init__.py", "__main__.py", "home.py"}
 #: Modules that both sides may read.
 SHARED = {"pyllamakv.building.manifest", "pyllamakv.errors", "pyllamakv.home", "pyllamakv"}
 #: The one place where the runtime asks for a variant by its spec.
@@ -63,16 +55,20 @@ MODULES = sorted(ROOT.rglob("*.py"))
 def test_no_arrow_runs_upward(path: Path) -> None:
     """A module imports its own layer and the ones below it, nothing else."""
     relative = path.relative_to(ROOT)
-    layer = relative.parts[0] if len(relative.parts) > 1 else ""
-    if layer not in ALLOWED:
+    if len(relative.parts) == 1:
+        assert relative.name in TOP, f"{relative}: an unknown module at the top of the package"
         return
+    layer = relative.parts[0]
+    assert layer in ALLOWED, f"{relative}: the package {layer} has no place in the layers"
     for name in imported(path):
-        if name in SHARED or name.startswith(("pyllamakv.building.manifest.", "pyllamakv.errors.")):
+        if name in SHARED or name.startswith(
+            ("pyllamakv.building.manifest.", "pyllamakv.errors.", "pyllamakv.home.")
+        ):
             continue
         parts = name.split(".")
         target = parts[1] if len(parts) > 1 else ""
-        if target not in ALLOWED or target == layer:
-            continue
+        if target == layer or (len(parts) == 2 and not (ROOT / target).is_dir()):
+            continue  # a name that the package itself exports
         if (relative.as_posix(), target) in EXCEPTIONS:
             continue
         assert target in ALLOWED[layer], f"{relative} imports {name}: {layer} may not use {target}"
@@ -106,3 +102,13 @@ def test_snapshot_needs_numpy_alone() -> None:
                     "pyllamakv.runtime.moves",
                 )
             ), found
+
+
+def test_the_package_never_imports_quality_assurance() -> None:
+    """`qa` imports the package, which works without it: no wheel contains it."""
+    for path in MODULES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            assert not any(name.split(".")[0] == "qa" for name in names), path

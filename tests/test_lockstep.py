@@ -81,7 +81,7 @@ def test_a_second_one_without_room(tmp_path: Path) -> None:
 @pytest.mark.defect(
     "a decode that was cancelled over recurrent states left wrong ones to sequences that had no "
     "part in it",
-    by="schedules",
+    by="random_operations",
     of="Python",
 )
 def test_who_cannot_go_back_goes_last_or_is_saved(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def child(
 
 @pytest.mark.defect(
     "a kept cache on 0.3.9 searched for free cells from its start, and no longer where it stopped",
-    by="mutants",
+    by="mutation",
     of="patches",
 )
 def test_a_kept_cache_searches_on_where_it_stopped(model: kv.Model, tmp_path: Path) -> None:

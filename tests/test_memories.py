@@ -109,13 +109,13 @@ def test_an_aborted_decode_of_a_state_says_what_it_cost(recurrent: Any) -> None:
 @pytest.mark.defect(
     "recurrent models to 0.3.8 kept the rest of a cancelled decode for the next one, which could "
     "end the process",
-    by="schedules",
+    by="random_operations",
     of="llama.cpp",
 )
 @pytest.mark.defect(
     "recurrent models to 0.3.8 could swap the states of sequences when one began in the batch of "
     "others",
-    by="schedules",
+    by="random_operations",
     of="llama.cpp",
 )
 def test_states_of_the_older_releases_stay_apart(release: str) -> None:

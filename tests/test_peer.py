@@ -13,15 +13,16 @@ import pytest
 from building_kit import manifest, script
 from patching_kit import release as made_release
 
+from pyllamakv.building import peer as install
 from pyllamakv.building.variant import Variant
 from pyllamakv.cli import dropin as verb
 from pyllamakv.cli import main
 from pyllamakv.errors import ArchiveError, CommandFailed, ToolMissing, Unsupported, Untestable
 from pyllamakv.harness import synthetic
-from pyllamakv.peer import hub, install, slots, suite, trial
 from pyllamakv.source import fetch, releases
 from pyllamakv.source.releases import Release
 from pyllamakv.source.store import open_store
+from qa.peer import hub, slots, suite, trial
 
 pytest_plugins = ["pytester"]
 

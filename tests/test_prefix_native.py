@@ -292,7 +292,7 @@ def test_states_are_kept_where_prompts_part(late: kv.OpenLibrary) -> None:
 @pytest.mark.defect(
     "a decode that was cancelled over recurrent states left wrong ones to sequences that had no "
     "part in it",
-    by="schedules",
+    by="random_operations",
     of="Python",
 )
 def test_a_cancelled_recurrent_prompt_leaves_no_state_that_may_be_wrong(

@@ -14,15 +14,15 @@ from types import SimpleNamespace
 import pytest
 from test_trust_mutants import some
 
-from pyllamakv.trust.headers import HEADERS
-from pyllamakv.trust.mutants import (
+from qa.headers import HEADERS
+from qa.mutation import (
     compiling,
     drivers,
     kept,
     limits,
     recipe,
 )
-from pyllamakv.trust.mutants.judging import Judge
+from qa.mutation.judging import Judge
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 
 from pyllamakv.errors import HarnessError
 from pyllamakv.home import checkout
-from pyllamakv.trust import defects, document
-from pyllamakv.trust.entry import Effort
+from qa import defects, document
+from qa.entry import Effort
 
 _CONFIG = """
 [tool.pytest.ini_options]
@@ -19,7 +19,7 @@ markers = ["defect(what, by, of): one"]
 _TESTS = """
 import pytest
 
-@pytest.mark.defect("keys turned the wrong way", by="schedules", of="llama.cpp")
+@pytest.mark.defect("keys turned the wrong way", by="random_operations", of="llama.cpp")
 @pytest.mark.defect("a restore left half a state", by="fuzzing", of="shim")
 def test_both():
     pass
@@ -59,7 +59,7 @@ def test_found_and_fixed_is_what_markers_say(root: Path) -> None:
     assert (fuzzing.row["defects fixed"], fuzzing.row["in shim"]) == ("1", "1")
     assert (fuzzing.row["tests that hold the cures"], fuzzing.row["passed"]) == ("2", "2")
     assert fuzzing.notes == ("a restore left half a state (shim)",)
-    assert found["found by schedules"].row["in llama.cpp"] == "1"
+    assert found["found by random_operations"].row["in llama.cpp"] == "1"
     assert found["found by faults"].undecided == "1 need what is not built here"
     assert all(entry.passed for entry in found.values())
     assert "test_both" in seen
@@ -68,7 +68,7 @@ def test_found_and_fixed_is_what_markers_say(root: Path) -> None:
 def test_a_cure_that_does_not_hold_is_a_defect(root: Path) -> None:
     """One parameter is enough, and what another finder found is not blamed."""
     put(root, _TESTS.replace("{wanted}", "1"))
-    effort = Effort(only=("found by fuzzing", "found by schedules"))
+    effort = Effort(only=("found by fuzzing", "found by random_operations"))
     schedules, fuzzing = defects.entries(effort, str)
     assert schedules.passed
     assert fuzzing.defects == ("tests/test_some.py::test_again fails",)

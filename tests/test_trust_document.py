@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pyllamakv.home import checkout
-from pyllamakv.trust import SECTIONS, document, selection
-from pyllamakv.trust.entry import Effort, Entry, untried
+from qa import SECTIONS, document, selection
+from qa.entry import Effort, Entry, untried
 
 
 def entry(name: str, count: str, *defects: str, section: str = "faults") -> Entry:
@@ -20,9 +20,9 @@ def test_what_was_not_tried_again_stays(tmp_path: Path) -> None:
     """Entries are replaced by section and name, and come back as they were written."""
     path = tmp_path / "RELIABILITY.md"
     document.write(path, [entry("kill", "10"), entry("disk", "4")])
-    document.write(path, [entry("kill", "20"), entry("rate", "9", section="schedules")])
+    document.write(path, [entry("kill", "20"), entry("rate", "9", section="random_operations")])
     assert document.read(path) == [
-        entry("rate", "9", section="schedules"),
+        entry("rate", "9", section="random_operations"),
         entry("kill", "20"),
         entry("disk", "4"),
     ]

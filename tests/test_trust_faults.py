@@ -15,12 +15,12 @@ import pytest
 
 from pyllamakv.building import variant
 from pyllamakv.errors import HarnessError, WorkerDied, WorkerTimeout
-from pyllamakv.trust import faults
-from pyllamakv.trust.entry import Effort
-from pyllamakv.trust.faults import lost, stage
-from pyllamakv.trust.faults.attempt import Outcome
-from pyllamakv.trust.faults.steps.judging import Results
-from pyllamakv.trust.faults.trial import FILES, Record
+from qa import faults
+from qa.entry import Effort
+from qa.faults import lost, stage
+from qa.faults.attempt import Outcome
+from qa.faults.steps.judging import Results
+from qa.faults.trial import FILES, Record
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant

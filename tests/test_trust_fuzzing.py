@@ -16,13 +16,13 @@ import pyllamakv as kv
 from pyllamakv.errors import DecodeError, HarnessError, KVFileDamaged, StateError, Untestable
 from pyllamakv.harness import synthetic
 from pyllamakv.runtime.context import Context
-from pyllamakv.trust import fuzzing
-from pyllamakv.trust.fuzzing import child, filesums, header, live
-from pyllamakv.trust.fuzzing.drawing import LEFT, Drawer, unpacked
-from pyllamakv.trust.fuzzing.loop import Finding, Loop
-from pyllamakv.trust.fuzzing.mutate import Bytes
-from pyllamakv.trust.fuzzing.signatures import entries
-from pyllamakv.trust.fuzzing.target import Broken, Target
+from qa import fuzzing
+from qa.fuzzing import child, filesums, header, live
+from qa.fuzzing.drawing import LEFT, Drawer, unpacked
+from qa.fuzzing.loop import Finding, Loop
+from qa.fuzzing.mutate import Bytes
+from qa.fuzzing.signatures import entries
+from qa.fuzzing.target import Broken, Target
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
@@ -134,7 +134,7 @@ def test_what_was_found_stays_away(name: str, tmp_path: Path, timer: None) -> No
 def test_what_was_found_in_contexts_stays_away(name: str, tmp_path: Path) -> None:
     """The same for what reaches the library: in a process of its own, which must not end."""
     made = child.fuzz(
-        f"pyllamakv.trust.fuzzing.{fuzzing.TARGETS[name]}", 0.1, folder=tmp_path,
+        f"qa.fuzzing.{fuzzing.TARGETS[name]}", 0.1, folder=tmp_path,
         kept=fuzzing.kept(name),
     )  # fmt: skip
     assert not made.findings
@@ -179,7 +179,7 @@ def test_only_a_full_cache_may_refuse(patched: Variant) -> None:
 def target(name: str, folder: Path) -> Target:
     """Return a target by its name in the section."""
     module, _, function = fuzzing.TARGETS[name].partition(":")
-    made = getattr(importlib.import_module(f"pyllamakv.trust.fuzzing.{module}"), function)(folder)
+    made = getattr(importlib.import_module(f"qa.fuzzing.{module}"), function)(folder)
     assert isinstance(made, Target)
     return made
 
@@ -295,7 +295,7 @@ def test_buffers_end_where_nothing_may_be_written() -> None:
     """One element behind a buffer ends the process."""
     for at, status in ((4, 0), (5, -signal.SIGSEGV)):
         code = (
-            "from pyllamakv.trust.fuzzing.arena import Arena\n"
+            "from qa.fuzzing.arena import Arena\n"
             "from pyllamakv.native._plk import ffi\n"
             "arena = Arena(1)\n"
             f"arena.lend(ffi.typeof('int32_t'), 5, [1, -2])[{at}] = 1\n"

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from pyllamakv.trust import fuzzing
-from pyllamakv.trust.entry import Effort, Entry
-from pyllamakv.trust.faults import lost
-from pyllamakv.trust.fuzzing import child, corpora, outcome
-from pyllamakv.trust.fuzzing.loop import Finding, Loop
-from pyllamakv.trust.fuzzing.target import Target
+from qa import fuzzing
+from qa.entry import Effort, Entry
+from qa.faults import lost
+from qa.fuzzing import child, corpora, outcome
+from qa.fuzzing.loop import Finding, Loop
+from qa.fuzzing.target import Target
 
 pytestmark = pytest.mark.usefixtures("fuzz_targets")
 

@@ -10,9 +10,9 @@ import pytest
 
 from pyllamakv.errors import HarnessError
 from pyllamakv.runtime import opening
-from pyllamakv.trust import document, leaks
-from pyllamakv.trust.entry import Effort
-from pyllamakv.trust.leaks import Kind, Slope
+from qa import document, leaks
+from qa.entry import Effort
+from qa.leaks import Kind, Slope
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.building.variant import Variant
     from pyllamakv.runtime.model import Model
-from pyllamakv.trust.schedules.combination import Combination
+from qa.random_operations.combination import Combination
 
 PLAIN = Combination()
 

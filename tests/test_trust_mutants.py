@@ -17,10 +17,10 @@ from pyllamakv.harness import running, scenario
 from pyllamakv.harness.verdict import Outcome
 from pyllamakv.patching import series
 from pyllamakv.patching.hunks import Hunk
-from pyllamakv.trust import mutants
-from pyllamakv.trust.entry import Effort
-from pyllamakv.trust.headers import HEADERS
-from pyllamakv.trust.mutants import (
+from qa import mutation as mutants
+from qa.entry import Effort
+from qa.headers import HEADERS
+from qa.mutation import (
     accepted,
     drivers,
     kept,
@@ -30,10 +30,10 @@ from pyllamakv.trust.mutants import (
     trial,
     trials,
 )
-from pyllamakv.trust.mutants.judging import Judge
-from pyllamakv.trust.mutants.kept import Answer
-from pyllamakv.trust.mutants.mutant import Made, Mutant
-from pyllamakv.trust.mutants.trials import Trial
+from qa.mutation.judging import Judge
+from qa.mutation.kept import Answer
+from qa.mutation.mutant import Made, Mutant
+from qa.mutation.trials import Trial
 
 RELEASE = "0.3.9"
 

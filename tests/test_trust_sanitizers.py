@@ -12,12 +12,12 @@ from pyllamakv.errors import Untestable
 from pyllamakv.harness import scenario
 from pyllamakv.harness.verdict import Outcome
 from pyllamakv.home import data
-from pyllamakv.trust import headers, sanitizers
-from pyllamakv.trust.entry import Effort
-from pyllamakv.trust.sanitizers import drivers, instrument, playing, reports
-from pyllamakv.trust.sanitizers.instrument import Command, Sanitized
-from pyllamakv.trust.sanitizers.playing import Ended
-from pyllamakv.trust.sanitizers.reports import Known, Report
+from qa import headers, sanitizers
+from qa.entry import Effort
+from qa.sanitizers import drivers, instrument, playing, reports
+from qa.sanitizers.instrument import Command, Sanitized
+from qa.sanitizers.playing import Ended
+from qa.sanitizers.reports import Known, Report
 
 ADDRESS = """\
 ==41==ERROR: AddressSanitizer: heap-buffer-overflow on address 0x602 at pc 0x7f bp 0x7f sp 0x7f

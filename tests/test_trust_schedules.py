@@ -33,19 +33,19 @@ from pyllamakv.harness.schedules import Operation
 from pyllamakv.harness.traces import replaying, trace
 from pyllamakv.harness.traces.stage import Stage as Stand
 from pyllamakv.home import home
-from pyllamakv.trust import schedules as trial
-from pyllamakv.trust.entry import Effort
-from pyllamakv.trust.schedules import combination
-from pyllamakv.trust.schedules.combination import LENGTH, SHORT, VALUES, Combination, sensible, walk
-from pyllamakv.trust.schedules.hand import Hand
-from pyllamakv.trust.schedules.stage import Stage
-from pyllamakv.trust.schedules.task import Played, Task
+from qa import random_operations as trial
+from qa.entry import Effort
+from qa.random_operations import combination
+from qa.random_operations.combination import LENGTH, SHORT, VALUES, Combination, sensible, walk
+from qa.random_operations.hand import Hand
+from qa.random_operations.stage import Stage
+from qa.random_operations.task import Played, Task
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from pyllamakv.building.variant import Variant
-    from pyllamakv.trust.entry import Entry
+    from qa.entry import Entry
 
 PLAIN = Combination()
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pyllamakv.trust.mutants import operators, switches
-from pyllamakv.trust.mutants.mutant import HUNK, Mutant
+from qa.mutation import operators, switches
+from qa.mutation.mutant import HUNK, Mutant
 
 FILE = "src/some.h"
 TEXT = """\

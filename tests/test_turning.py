@@ -132,7 +132,7 @@ def test_the_reference_turns_as_often(work: Operations) -> None:
 @pytest.mark.defect(
     "`Sequence.divide` turned keys the wrong way round from 0.3.14 to 0.3.36, and what was "
     "decoded on top of them was wrong",
-    by="schedules",
+    by="random_operations",
     of="llama.cpp",
 )
 def test_divided_positions_turn_keys_the_right_way(spec: str) -> None:

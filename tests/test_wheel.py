@@ -155,7 +155,7 @@ def test_what_ships_is_found(outside: Path) -> None:
         "from pyllamakv.harness import scenario, synthetic;"
         "assert len(scenario.discover()) > 30;"
         "from pyllamakv.home import data;"
-        "from pyllamakv.trust.sanitizers import instrument;"
+        "from qa.sanitizers import instrument;"
         "assert 'planted' in instrument.native('planted.h').read_text();"
         "print(built(), shim_digest(), synthetic.tiny(), data('patches'))"
     )

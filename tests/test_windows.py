@@ -124,7 +124,7 @@ def test_a_state_that_cannot_go_back_is_emptied(tmp_path, monkeypatch) -> None:
 @pytest.mark.defect(
     "a decode that was cancelled over recurrent states left wrong ones to sequences that had no "
     "part in it",
-    by="schedules",
+    by="random_operations",
     of="Python",
 )
 def test_a_computation_that_ends_halfway_empties_all_states(tmp_path, monkeypatch) -> None:
@@ -152,7 +152,7 @@ def test_a_computation_that_ends_halfway_empties_all_states(tmp_path, monkeypatc
 @pytest.mark.defect(
     "a decode that found a sliding-window cache full of what sequences share was told another "
     "cause than that it is full",
-    by="schedules",
+    by="random_operations",
     of="Python",
 )
 def test_what_sequences_share_is_not_given_away(ctx, monkeypatch) -> None:

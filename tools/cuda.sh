@@ -27,4 +27,4 @@ else
     py=$(tools/bootstrap.sh own "$extras")
 fi
 "$py" -m pyllamakv.cli.main doctor || true
-"$py" -m pyllamakv.cli.main bench hardware --backend cuda --write "${1:-BENCHMARKS.md}"
+"$py" -m qa bench hardware --backend cuda --write "${1:-BENCHMARKS.md}"

@@ -28,8 +28,8 @@ def command(
     Use it as `eval "$(pyllamakv env 0.3.9+patched)"`.
     """
     from pyllamakv.building import dropin
+    from pyllamakv.building.peer import NO_LIBRARY
     from pyllamakv.building.variant import find, parse
-    from pyllamakv.peer.install import NO_LIBRARY
 
     found = find(variant, backend=backend)
     if found is None:

@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import os
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from pyllamakv import errors
@@ -35,8 +36,6 @@ VERBS = {
     "view": "Show the cells of a run: live, as a timeline, as pictures.",
     "stats": "Print the numbers of a cache after a run: text, JSON, Prometheus.",
     "shrink": "Make a failing trace minimal.",
-    "bench": "Measure and write BENCHMARKS.md.",
-    "trust": "Try to lose something: schedules, mutants, fuzzing, faults; write RELIABILITY.md.",
     "env": "Print the environment under which llama-cpp-python loads a variant.",
     "dropin": "Try llama-cpp-python on stock and patched libraries, with its own tests.",
     "rpc": "Serve this machine's devices to other processes and machines.",
@@ -47,10 +46,15 @@ VERBS = {
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run the command line and leave with its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    leave(lambda: _status(words))
+
+
+def leave(run: Callable[[], Any]) -> NoReturn:
+    """Exit with the status that ``run`` returns; errors become one message on stderr."""
     status: Any = 0
     try:
         with stdout.guarded():
-            status = _status(words)
+            status = run()
     except errors.KvError as error:
         _fail(error)
     except KeyboardInterrupt:
@@ -86,13 +90,18 @@ def _run(verb: str, words: list[str]) -> Any:
         hint = f"did you mean `{close[0]}`?" if close else "`pyllamakv --help` lists them."
         msg = f"there is no verb `{verb}`: {hint}"
         raise errors.UsageError(msg)
+    module = importlib.import_module(f"pyllamakv.cli.{verb}")
+    return invoke(module.app, f"pyllamakv {verb}", words)
+
+
+def invoke(app: Any, name: str, words: list[str]) -> Any:
+    """Run a Typer app under a name and return its exit status; usage errors are printed."""
     import typer
 
-    module = importlib.import_module(f"pyllamakv.cli.{verb}")
-    command = typer.main.get_command(module.app)
+    command = typer.main.get_command(app)
     _unwrap(command)
     try:
-        return command.main(args=words, prog_name=f"pyllamakv {verb}", standalone_mode=False)
+        return command.main(args=words, prog_name=name, standalone_mode=False)
     except typer.Exit as leaving:
         return leaving.exit_code
     except typer.Abort:

@@ -14,7 +14,7 @@ from typing import Any
 
 from pyllamakv.errors import SourceError
 from pyllamakv.source.files import locked, write_atomic
-from pyllamakv.trust.faults.step import Step
+from qa.faults.step import Step
 
 FACTS = {"numbers": list(range(200))}
 

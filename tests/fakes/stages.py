@@ -12,9 +12,9 @@ from fakes.simulated import SimulatedNative
 
 from pyllamakv.errors import Unsupported
 from pyllamakv.runtime.opening import OpenLibrary
-from pyllamakv.trust.schedules.combination import Combination
-from pyllamakv.trust.schedules.stage import Stage
-from pyllamakv.trust.schedules.task import Played, Task
+from qa.random_operations.combination import Combination
+from qa.random_operations.stage import Stage
+from qa.random_operations.task import Played, Task
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,0 +1,102 @@
+"""Run the decode loops with llama-cpp-python, in a child that answers round by round."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from pyllamakv.building import dropin
+from pyllamakv.building import peer as install
+from pyllamakv.building.variant import Variant
+from pyllamakv.errors import Untestable
+from qa.bench.workload import Round, Runner, Workload
+
+CHILD = Path(__file__).with_name("peer_child.py")
+#: Names the Python that has llama-cpp-python, where it is neither this one nor set up in the home.
+VARIABLE = "PYLLAMAKV_PEER"
+
+
+@contextmanager
+def peer(variant: Variant, model: Path, work: Workload, api: str) -> Iterator[Runner]:
+    """Run a workload with llama-cpp-python on the ordinary libraries of a variant.
+
+    ``api`` is ``generate``, ``eval`` or ``llama_decode``. Raises Untestable where the release that
+    matches is not there, and says how to get it: no library has to be compiled for it.
+    """
+    described = dropin.describe(variant)
+    set_up = install.installed(variant.manifest.release)
+    python = os.environ.get(VARIABLE) or os.fspath(set_up.python if set_up else sys.executable)
+    environment = {**os.environ, described.variable: described.value}
+    work_said = {**asdict(work), "model": str(model), "api": api, "tokens": work.tokens}
+    work_said.update(n_ctx=work.n_ctx, n_batch=work.n_batch)
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+        try:
+            child = subprocess.Popen(
+                [python, "-P", str(CHILD)],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        except OSError as error:
+            msg = f"{python}, which {VARIABLE} names, does not run: {error}"
+            raise Untestable(msg) from error
+        with child:
+            try:
+                version = _ask(child, work_said, errors, described.package)["version"]
+                if f"llama-cpp-python=={version}" != described.package:
+                    msg = f"{python} has llama-cpp-python {version}: {_cure(described.package)}"
+                    raise Untestable(msg)
+
+                def run() -> Round:
+                    answer = _ask(child, {}, errors, described.package)
+                    return Round(answer["seconds"], answer["result"])
+
+                yield run
+            finally:
+                # It ends by itself when its input does, unless it is in the middle of a round.
+                child.kill()
+
+
+def _ask(
+    child: subprocess.Popen[str], said: dict[str, Any], errors: IO[str], package: str
+) -> dict[str, Any]:
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        child.stdin.write(json.dumps(said) + "\n")
+        child.stdin.flush()
+        line = child.stdout.readline()
+    except BrokenPipeError:
+        line = ""
+        # What was not sent is still to be flushed, and would raise again when the child is left.
+        with suppress(BrokenPipeError):
+            child.stdin.close()
+    if line:
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+    child.wait()
+    errors.seek(0)
+    lines = errors.read().strip().splitlines()
+    last = lines[-1] if lines else f"it ended with {child.returncode}"
+    if "No module named" in last:
+        msg = f"llama-cpp-python is not there ({last}): {_cure(package)}"
+    else:
+        msg = f"llama-cpp-python failed: {last}"
+    raise Untestable(msg)
+
+
+def _cure(package: str) -> str:
+    return (
+        f"`pyllamakv dropin setup {package.rpartition('==')[2]}` installs {package} and compiles "
+        f"nothing; {VARIABLE} may name another Python that has it"
+    )

@@ -1,0 +1,134 @@
+"""`python -m qa bench`: measure, print, and write BENCHMARKS.md."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from pyllamakv.errors import UsageError
+
+app = typer.Typer(add_completion=False)
+
+#: Group -> whether it runs when no group is named; `grid` and `every` take most of an hour.
+GROUPS = {
+    "calls": True,
+    "loop": True,
+    "recording": True,
+    "moving": True,
+    "grid": False,
+    "sparse": False,
+    "policies": False,
+    "prefixes": False,
+    "managers": True,
+    "soak": False,
+    "devices": False,
+    "backends": False,
+    "hardware": False,
+    "mapped": False,
+    "whole": False,
+    "every": False,
+    "ports": False,
+}
+
+
+@app.command()
+def bench(
+    groups: list[str] = typer.Argument(
+        None,
+        help=f"{', '.join(GROUPS)}; without any: {', '.join(k for k, v in GROUPS.items() if v)}.",
+    ),
+    backend: str = typer.Option("cuda", help="What `hardware` builds for: cuda, vulkan or rpc."),
+    old: list[str] = typer.Option(None, help="Build of earlier patches to compare `ports` with."),
+    write: Path = typer.Option(None, help="Write the figures into this document and its JSON."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+) -> None:
+    """Measure ratios side by side.
+
+    `moving` defragments caches of some kinds, `grid` of all kinds; `whole` builds a release twice,
+    `every` judges all of them; `ports` counts the lines that ports change; `hardware` builds for a
+    device, runs all scenarios on it, and measures there what `devices` measures.
+    """
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from qa.bench import (
+        backends,
+        calls,
+        devices,
+        document,
+        every,
+        grid,
+        hardware,
+        loop,
+        managers,
+        mapped,
+        moving,
+        policies,
+        ports,
+        prefixes,
+        recording,
+        soak,
+        sparse,
+        whole,
+    )
+    from qa.bench.figure import Figure
+
+    measures = {
+        "calls": calls,
+        "loop": loop,
+        "recording": recording,
+        "moving": moving,
+        "grid": grid,
+        "sparse": sparse,
+        "policies": policies,
+        "prefixes": prefixes,
+        "managers": managers,
+        "soak": soak,
+        "devices": devices,
+        "backends": backends,
+        "hardware": hardware,
+        "mapped": mapped,
+        "whole": whole,
+        "every": every,
+        "ports": ports,
+    }
+    chosen = groups or [name for name, default in GROUPS.items() if default]
+    for name in chosen:
+        if name not in GROUPS:
+            msg = f"there is no benchmark {name!r}: choose from {', '.join(GROUPS)}"
+            raise UsageError(msg)
+    words = [f"--backend {backend}"] if "hardware" in chosen else []
+    words += [f"--old {name}" for name in old or ()]
+    command = " ".join(["python -m qa bench", *(groups or []), *words])
+    console = Console(stderr=True)
+    found: list[Figure] = []
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("measuring", total=None)
+
+        def tick() -> None:
+            progress.advance(task)
+
+        def keep(figures: list[Figure]) -> None:
+            if write is not None:
+                document.write(write, [figure.dated(command) for figure in figures])
+
+        for name in chosen:
+            progress.update(task, description=name)
+            more: dict[str, Any] = {}
+            if name == "hardware":
+                more = {"backend": backend, "keep": keep}
+            elif name == "ports":
+                more = {"old": old or ()}
+            found += [figure.dated(command) for figure in measures[name].figures(tick, **more)]
+    if write is not None:
+        document.write(write, found)
+    if as_json:
+        sys.stdout.write(json.dumps([asdict(figure) for figure in found], indent=1) + "\n")
+    else:
+        sys.stdout.write(document.render(found))

@@ -1,0 +1,168 @@
+"""List what the other sections found, and run the tests that hold the cures.
+
+A test says by a marker what was wrong, what found it, and where it lay::
+
+    @pytest.mark.defect("a restore left half a state", by="fuzzing", of="shim")
+
+Several tests may hold one cure, and one test several. The markers are read from the sources of the
+tests, which lie in a checkout and in no wheel.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+from xml.etree import ElementTree
+
+from pyllamakv.errors import HarnessError
+from pyllamakv.home import checkout
+from qa import SECTIONS, apart
+from qa.entry import Effort, Entry, Tick, untried, without_folders
+
+#: What finds defects: the other sections, and audits that read all that reads foreign files.
+FINDERS: Final = (*(name for name in SECTIONS if name != "defects"), "hostile input")
+#: Where a defect lies. One of llama.cpp is worked round, refused or patched here.
+PLACES: Final = ("llama.cpp", "patches", "shim", "Python")
+_OUTCOMES: Final = {"failure": "failed", "error": "failed", "skipped": "skipped"}
+
+
+@dataclass(frozen=True)
+class Defect:
+    """Say what was wrong, what found it, where it lay, and which tests hold the cure.
+
+    ``tests`` are named as pytest does, ``tests/test_x.py::test_y``, without parameters.
+    """
+
+    what: str
+    by: str
+    of: str
+    tests: tuple[str, ...]
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all entries: one per finder, told from the section of that name."""
+    return tuple(f"found by {finder}" for finder in FINDERS)
+
+
+def entries(effort: Effort, tick: Tick) -> list[Entry]:
+    """Run every test that holds a cure, once, however long it takes; return an entry per finder.
+
+    Raises HarnessError for a marker that is none, and when pytest does not come to an end.
+    """
+    wanted = {name: by for name, by in zip(names(), FINDERS, strict=True) if effort.wants(name)}
+    root = checkout()
+    if root is None or importlib.util.find_spec("pytest") is None:
+        lacking = "a checkout, where the tests are" if root is None else "pytest"
+        return [untried("defects", name, f"needs {lacking}") for name in wanted]
+    found = [each for each in read(root) if each.by in wanted.values()]
+    outcomes = run(root, sorted({test for each in found for test in each.tests}), tick)
+    return [
+        judge(name, [each for each in found if each.by == by], outcomes)
+        for name, by in wanted.items()
+    ]
+
+
+def read(root: Path) -> list[Defect]:
+    """Return what the markers of all tests below ``root`` say, each defect once."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for path in sorted((root / "tests").glob("test_*.py")):
+        for what, by, of, test in _marks(path):
+            found.setdefault((what, by, of), []).append(f"tests/{path.name}::{test}")
+    return [Defect(*key, tuple(tests)) for key, tests in found.items()]
+
+
+def _marks(path: Path) -> Iterator[tuple[str, str, str, str]]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        for mark in reversed(node.decorator_list):
+            if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.defect":
+                yield *_mark(mark, f"{path.name}:{mark.lineno}"), node.name
+
+
+def _mark(mark: ast.Call, place: str) -> tuple[str, str, str]:
+    try:
+        (what,) = (ast.literal_eval(each) for each in mark.args)
+        said = {str(each.arg): ast.literal_eval(each.value) for each in mark.keywords}
+    except ValueError:
+        what, said = None, {}
+    by, of = said.pop("by", None), said.pop("of", None)
+    if said or not isinstance(what, str) or by not in FINDERS or of not in PLACES:
+        msg = (
+            f'{place}: expected defect("what was wrong", by=..., of=...) with by one of '
+            f"{', '.join(FINDERS)} and of one of {', '.join(PLACES)}: {ast.unparse(mark)}"
+        )
+        raise HarnessError(msg)
+    return what, by, of
+
+
+def run(root: Path, tests: Sequence[str], tick: Tick) -> dict[str, list[str]]:
+    """Run tests; return of each the outcomes (passed, failed, skipped) of all its parameters."""
+    if not tests:
+        return {}
+    with tempfile.TemporaryDirectory(prefix="pyllamakv-defects-") as folder:
+        report = Path(folder) / "report.xml"
+        options = ["-v", "-o", "junit_family=xunit1", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", *tests]
+        with subprocess.Popen(
+            command, cwd=root, env=apart.environment(), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        ) as process:  # fmt: skip
+            assert process.stdout is not None
+            try:
+                said = [_told(line, tick) for line in process.stdout]
+            except BaseException:
+                process.kill()
+                raise
+        if process.returncode not in (0, 1):
+            text = without_folders("".join(said)[-600:])
+            raise HarnessError(f"pytest ended with status {process.returncode}: {text}")
+        return _outcomes(ElementTree.parse(report).iter("testcase"))
+
+
+def _told(line: str, tick: Tick) -> str:
+    if line.startswith("tests/"):
+        tick(re.split(r"\W", line.partition("::")[2])[0])
+    return line
+
+
+def _outcomes(cases: Iterator[ElementTree.Element]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for case in cases:
+        test = f"{case.get('file')}::{case.get('name', '').split('[')[0]}"
+        ends = [_OUTCOMES[part.tag] for part in case if part.tag in _OUTCOMES]
+        found.setdefault(test, []).append(ends[0] if ends else "passed")
+    return found
+
+
+def judge(name: str, found: Collection[Defect], outcomes: dict[str, list[str]]) -> Entry:
+    """Return the entry of one finder: a cure is held when a test of it passed and none failed."""
+    tests = sorted({test for each in found for test in each.tests})
+    broken = [test for test in tests if "failed" in outcomes.get(test, ["failed"])]
+    passed = [test for test in tests if "passed" in outcomes.get(test, []) and test not in broken]
+    unseen = [each for each in found if not _seen(each, outcomes)]
+    row = {"defects fixed": str(len(found))}
+    row |= {f"in {place}": str(sum(each.of == place for each in found)) for place in PLACES}
+    row["tests that hold the cures"] = str(len(tests))
+    row["passed"] = str(len(passed))
+    return Entry(
+        "defects",
+        name,
+        row,
+        tuple(f"{test} fails" for test in broken),
+        data={"found": [{**asdict(each), "tests": [*each.tests]} for each in found]},
+        undecided=f"{len(unseen)} need what is not built here" if unseen else "",
+        notes=tuple(f"{each.what} ({each.of})" for each in found),
+    )
+
+
+def _seen(defect: Defect, outcomes: dict[str, list[str]]) -> bool:
+    return any(outcome != "skipped" for test in defect.tests for outcome in outcomes.get(test, ()))

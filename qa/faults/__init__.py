@@ -1,0 +1,198 @@
+"""Inject faults and repeat: nothing may be lost, wrong, left half done, or locked for ever.
+
+One part of the product at a time (`steps`) runs in a child in which the n-th change of a file goes
+wrong (`preload`, `attempt`). Which n comes next is chance, and mostly time ends before all were
+tried (`trial`); an entry says how many of how many. What is lost otherwise, workers and servers, is
+in `lost`. Only what struck counts as a fault.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Final
+
+from pyllamakv.source.releases import DEFAULT
+from qa.built import SPEC, STOCK
+from qa.entry import Effort, Entry, Tick, untried
+from qa.faults.trial import FILES, Record
+
+_STEPS: Final = "qa.faults.steps"
+#: Steps by the name of their entry; the native ones need a built variant and a model, the last one
+#: stock and the release's sources.
+_ALONE: Final = {
+    "fetch from an index": "fetching:FetchIndex",
+    "fetch files without a clone": "fetching:FetchPlain",
+    "fetch from git": "fetching:FetchGit",
+    "apply and vendor": "patching:Apply",
+    "rebase": "patching:Rebase",
+    "build": "building:Build",
+    "compile and link": "building:Compile",
+    "vendor and clean": "building:SyncAndClean",
+    "results": "judging:Results",
+}
+_NATIVE: Final = {
+    "recording": "caching:Recording",
+    "paging": "caching:Paging",
+    "keeping": "caching:Keeping",
+}
+_JUDGED: Final = {"matrix": "judging:Matrix"}
+_LOST: Final = ("workers", "servers")
+#: Entries about one kind of fault on all steps.
+_ACROSS: Final = {
+    "two at once": ("stop",),
+    "jumping clocks": ("clock",),
+    "full disks": ("room", "fsize"),
+    "little memory": ("memory",),
+}
+#: What part of the time workers and servers get, each.
+_SHARE: Final = 0.08
+_WORDS: Final = {
+    "kill": "kills of everything",
+    "one": "kills of one process",
+    "full": "disks full from there on",
+    "once": "writes without room",
+    "eio": "I/O errors",
+    "stop": "second runs beside a stopped one",
+    "clock": "jumps",
+    "room": "disks with little room",
+    "fsize": "limits of a file's size",
+    "memory": "limits of memory",
+    "lost": "lost",
+}
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all families of faults."""
+    return (*_ALONE, *_NATIVE, *_JUDGED, *_ACROSS, *_LOST)
+
+
+def entries(effort: Effort, tick: Tick) -> list[Entry]:
+    """Inject faults for about ``effort.seconds``; return an entry per family.
+
+    One of which nothing was tried says why.
+    """
+    from pyllamakv.building import variant
+
+    patched, stock = variant.find(SPEC), variant.find(STOCK)
+    sides = [found.folder if found else None for found in (stock, patched)]
+    lacks = _lacks(*sides)
+    records = [*_walked(effort, sides, lacks, tick), *_lost(effort, sides[1], tick)]
+    made = []
+    for name in (*_ALONE, *_NATIVE, *_JUDGED):
+        of_files = [r for r in records if r.step == name and r.kind in (*FILES, "none")]
+        made.append(_entry(name, of_files, effort))
+    for name, kinds in _ACROSS.items():
+        mine = [r for r in records if r.kind in kinds]
+        # A disk of its own cannot be mounted everywhere.
+        tried = {r.kind for r in mine if r.tried}
+        lack = ", ".join(_WORDS[kind] for kind in kinds if kind not in tried)
+        entry = _entry(name, mine, effort)
+        made.append(replace(entry, undecided=f"not tried: {lack}" if lack else ""))
+    for name in _LOST:
+        made.append(_entry(name, [r for r in records if r.step == name], effort))
+    shown = [each for each in made if not _empty(each) or effort.wants(each.name)]
+    late = "the time was over; give it more with --seconds"
+    return [
+        untried("faults", each.name, lacks.get(each.name, late)) if _empty(each) else each
+        for each in shown
+    ]
+
+
+def _empty(entry: Entry) -> bool:
+    return not entry.data["tried"] and not entry.defects
+
+
+def _lacks(stock: Path | None, patched: Path | None) -> dict[str, str]:
+    """Return what cannot be tried here, and why."""
+    from pyllamakv.source import releases
+    from pyllamakv.source.store import open_store
+
+    build = f"run: pyllamakv build {DEFAULT}"
+    if patched is None:
+        return dict.fromkeys((*_NATIVE, *_JUDGED, *_LOST), f"{SPEC} is not built here; {build}")
+    if stock is None:
+        return dict.fromkeys(_JUDGED, f"{STOCK} is not built here; {build}")
+    if not open_store().has(releases.resolve(DEFAULT)):
+        return dict.fromkeys(_JUDGED, f"the sources of {DEFAULT} are not here; {build}")
+    return {}
+
+
+def _walked(
+    effort: Effort, sides: Sequence[Path | None], lacks: Mapping[str, str], tick: Tick
+) -> list[Record]:
+    """Try the kinds of fault that are wanted on the steps that are wanted."""
+    from pyllamakv.harness import synthetic
+    from qa.faults import stage
+
+    across = [kind for name, kinds in _ACROSS.items() if effort.wants(name) for kind in kinds]
+    everywhere = any(effort.wants(name) for name in _ACROSS)
+    steps = {
+        name: place for name, place in (_ALONE | _NATIVE | _JUDGED).items() if name not in lacks
+    }
+    wanted: list[tuple[str, list[str]]] = []
+    for name, place in steps.items():
+        if not (everywhere or effort.wants(name)):
+            continue
+        given = [str(sides[1]), str(synthetic.tiny())] if name in _NATIVE else []
+        given = [str(side) for side in sides] if name in _JUDGED else given
+        wanted.append((f"{_STEPS}.{place}", given))
+    files = FILES if any(map(effort.wants, steps)) else ()
+    kinds = [kind for pair in zip_longest(files, across) for kind in pair if kind is not None]
+    if not wanted or not kinds:
+        return []
+    seconds = effort.seconds * (1 - 2 * _SHARE)
+    return stage.conduct(wanted, kinds, seconds=seconds, seed=effort.seed, tick=tick)
+
+
+def _lost(effort: Effort, folder: Path | None, tick: Tick) -> list[Record]:
+    """Lose what is wanted, where there is something to lose."""
+    from qa.faults import lost
+
+    if folder is None:
+        return []
+    losing = zip(_LOST, (lost.workers, lost.servers), strict=True)
+    seconds = effort.seconds * _SHARE
+    return [lose(folder, seconds, effort.seed, tick) for name, lose in losing if effort.wants(name)]
+
+
+def _entry(name: str, records: Sequence[Record], effort: Effort) -> Entry:
+    """Return the line of a family."""
+    places = sum(record.places for record in records)
+    tried = sum(record.tried for record in records)
+    struck = sum(record.struck for record in records)
+    kinds: Tally[str] = Tally()
+    errors: Tally[str] = Tally()
+    for record in records:
+        kinds[record.kind] += record.struck
+        errors += record.errors
+    repeated = sum(record.repeated for record in records)
+    seconds = sum(record.seconds for record in records)
+    listed = ", ".join(f"{count} {_WORDS[kind]}" for kind, count in kinds.items() if count)
+    return Entry(
+        section="faults",
+        name=name,
+        row={
+            "faults": f"{struck:,}",
+            "of them": listed,
+            "tried": f"{tried:,} of {places:,} places" if places else f"{tried:,}",
+            "without effect": f"{tried - struck:,}",
+            "repeats that worked": f"{repeated:,}",
+            "seconds": f"{seconds:.0f}",
+            "seed": str(effort.seed),
+        },
+        defects=tuple(defect for record in records for defect in record.defects),
+        seed=effort.seed,
+        data={
+            "faults": struck,
+            "tried": tried,
+            "places": places,
+            "repeated": repeated,
+            "kinds": dict(kinds),
+            "errors": dict(errors),
+            "seconds": round(seconds, 1),
+        },
+    )

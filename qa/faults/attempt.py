@@ -1,0 +1,155 @@
+"""Run a step once in a child of its own, with one fault, and tell how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pyllamakv.errors import KvError
+from pyllamakv.runtime.memory import mapped
+from qa.faults import preload
+
+#: No step takes a second; one that takes this long waits for something that never comes.
+PATIENCE: Final = 60.0
+
+Ending = Literal["done", "error", "killed", "hung"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Name one fault.
+
+    ``kind`` is "kill" (everything), "one" (the process that makes the change, git for example),
+    "full" (no room from then on), "once" (no room, once), "eio", "stop" (and go on, after a second
+    run beside it), "clock", "memory", "room" (on the disk) or "fsize" (of one file); "none" only
+    counts. ``at`` is the change where it strikes; ``amount`` are the seconds that the clock jumps,
+    or the bytes that there are.
+    """
+
+    kind: str = "none"
+    at: int = 0
+    amount: int = 0
+
+    def __str__(self) -> str:
+        amount = f" by {self.amount}" if self.amount else ""
+        return f"{self.kind}{amount} at change {self.at}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Tell how an attempt ended: its result, or the error and whether that is one of ours."""
+
+    ending: Ending
+    result: Any = None
+    error: str = ""
+    typed: bool = True
+
+
+class Child:
+    """Own one child that runs a step, from its fork until it was reaped."""
+
+    def __init__(self, work: Callable[[], Any], fault: Fault, root: Path, counter: Path) -> None:
+        self._said, says = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self._said)
+            _run(work, fault, root, counter, says)
+        os.close(says)
+        with contextlib.suppress(OSError):
+            os.setpgid(self.pid, self.pid)
+        self._status: int | None = None
+
+    def wait(self, seconds: float) -> bool:
+        """Tell whether it ended within some seconds."""
+        until = time.monotonic() + seconds
+        pause = 0.001
+        while self._status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._status = status
+            elif time.monotonic() > until:
+                return False
+            else:
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.05)
+        return True
+
+    def end(self, seconds: float = PATIENCE) -> Outcome:
+        """Wait for the child, kill what is left of it, and return how it ended."""
+        in_time = self.wait(seconds)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait(PATIENCE)
+        # A grandchild that lives on would keep the pipe open: what the child said is there.
+        os.set_blocking(self._said, False)
+        said = b""
+        with contextlib.suppress(BlockingIOError):
+            while piece := os.read(self._said, 1 << 16):
+                said += piece
+        os.close(self._said)
+        if not in_time:
+            return Outcome("hung", error=f"it had not ended after {seconds:.0f} s")
+        if self._status == 0 and said:
+            return Outcome(**json.loads(said))
+        return Outcome("killed", error=f"status {self._status}")
+
+
+def _run(work: Callable[[], Any], fault: Fault, root: Path, counter: Path, says: int) -> None:
+    """Be the child: never returns."""
+    try:
+        os.setpgid(0, 0)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(nothing, stream)
+        words = {"PLF_ROOT": str(root), "PLF_SHARED": str(counter), "PLF_AT": str(fault.at)}
+        if fault.kind == "clock":
+            words["PLF_CLOCK"] = str(fault.amount)
+        elif fault.kind == "memory":
+            _limit(resource.RLIMIT_AS, mapped() + fault.amount)
+        elif fault.kind == "fsize":
+            _limit(resource.RLIMIT_FSIZE, fault.amount)
+        elif fault.kind not in ("none", "room"):
+            words["PLF_DO"] = fault.kind
+        preload.arm({**words, "PLF_GROUP": str(os.getpid())})
+        said: dict[str, Any]
+        try:
+            said = {"ending": "done", "result": work()}
+        except BaseException as error:
+            _unlimited()  # to tell it takes memory as well
+            typed = isinstance(error, KvError | MemoryError)
+            if fault.kind == "memory":
+                # Without any the interpreter itself ends an import in words of its own.
+                lacks = isinstance(error, OSError) and error.errno == errno.ENOMEM
+                typed = typed or lacks or isinstance(error, ImportError | SystemError)
+            where = traceback.extract_tb(error.__traceback__)
+            last = f"{Path(where[-1].filename).name}:{where[-1].lineno}" if where else ""
+            text = f"{type(error).__name__}: {error} ({last})"
+            said = {"ending": "error", "error": text, "typed": typed}
+        preload.arm({})
+        _unlimited()
+        os.write(says, json.dumps(said).encode())
+    finally:
+        os._exit(0)
+
+
+def _unlimited() -> None:
+    for what in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE):
+        _limit(what, resource.RLIM_INFINITY)
+
+
+def _limit(what: int, size: int) -> None:
+    """Bound what this process and its children may take; the bound may be taken away."""
+    resource.setrlimit(what, (size, resource.getrlimit(what)[1]))

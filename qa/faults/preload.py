@@ -1,0 +1,70 @@
+"""Compile and arm what makes the n-th change of files go wrong (preload.c)."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import struct
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from pyllamakv.errors import ToolMissing
+
+#: Changes, the process that stopped itself, and how often the fault struck (preload.c).
+_SHARED = struct.Struct("<qqq")
+_NAMES = ("PLF_ROOT", "PLF_SHARED", "PLF_AT", "PLF_DO", "PLF_GROUP", "PLF_CLOCK")
+
+
+def compiled(folder: Path) -> Path:
+    """Compile the library into a folder; raises ToolMissing where there is no C compiler."""
+    library, source = folder / "preload.so", Path(__file__).parent / "native" / "preload.c"
+    compiler = os.environ.get("CC", "cc")
+    command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        cure = "install a C compiler, or name one in CC"
+        raise ToolMissing(f"{compiler} cannot be started: {error}; {cure}", "cc", cure) from error
+    if done.returncode:
+        cure = "use a compiler for this machine, with glibc's headers"
+        raise ToolMissing(f"{source.name} does not compile: {done.stderr}; {cure}", "cc", cure)
+    return library
+
+
+def arm(words: Mapping[str, str]) -> None:
+    """Take ``PLF_…`` variables for this process and its children; needs the library loaded."""
+    for name in _NAMES:
+        os.environ.pop(name, None)
+    os.environ.update(words)
+    ctypes.CDLL(None).plf_arm()
+
+
+class Counter:
+    """Own the file in which all processes of one attempt count."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.write_bytes(bytes(_SHARED.size))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), _SHARED.size)
+
+    def reset(self) -> None:
+        """Begin again at nothing."""
+        self._map[:] = bytes(_SHARED.size)
+
+    @property
+    def changes(self) -> int:
+        """Return how many changes there were."""
+        return int(_SHARED.unpack(self._map[:])[0])
+
+    @property
+    def stopped(self) -> int:
+        """Return the process that stopped itself, 0 before."""
+        return int(_SHARED.unpack(self._map[:])[1])
+
+    @property
+    def hits(self) -> int:
+        """Return how often the fault struck, or a limit was met."""
+        return int(_SHARED.unpack(self._map[:])[2])

@@ -1,0 +1,166 @@
+"""Record a run, page branches out and in, and keep a cache in a file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import resource
+import shutil
+from pathlib import Path
+from typing import Any, Final
+
+import pyllamakv as kv
+from pyllamakv.errors import KvError, KVFileDirty, PagingError
+from pyllamakv.harness.traces import trace
+from qa.faults.attempt import Outcome
+from qa.faults.step import Step
+
+# Imported before the forks, once: attributes of the package are looked up when they are used.
+_open, _record, _prefix_cache = kv.open, kv.record, kv.PrefixCache
+
+_BEGINNING: Final = [1 + n % 20 for n in range(40)]
+
+
+def _digest(logits: Any) -> str:
+    return hashlib.sha256(logits.copy().tobytes()).hexdigest()[:16]
+
+
+class Native(Step):
+    """Work with a built variant and a model, which lie outside the folder."""
+
+    def __init__(self, variant: Path, model: Path) -> None:
+        self.variant, self.model = variant, model
+
+    def open(self) -> Any:
+        """Open the variant: in a worker where memory is short, since llama.cpp aborts there."""
+        short = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+        return _open(self.variant, isolated=short)
+
+    def context(self, library: Any, **options: Any) -> Any:
+        """Return a small context with one thread: the same result to the last bit."""
+        model = library.load_model(self.model)
+        shape = {"n_ctx": 256, "n_batch": 64, "n_seq_max": 4, "n_threads": 1}
+        return model.context(**{**shape, **options})
+
+
+class Recording(Native):
+    """Record a run; what is left of a trace is read as far as it goes."""
+
+    name = "recording"
+    refuses = ("UsageError",)
+
+    def run(self, folder: Path) -> Any:
+        """Record, with many flushes, and read the trace."""
+        path = folder / "run.jsonl"
+        with self.open() as library:
+            ctx = self.context(library)
+            with _record(ctx, path) as recording:
+                a, b = ctx.sequence(), ctx.sequence()
+                for token in range(12):
+                    ctx.step_all([a, b], [token + 1, token + 2])
+                    recording.flush()
+                a.remove()
+                ctx.kv.defrag()
+                ctx.decode(b.feed([1, 2, 3]))
+        return self._rows(path)
+
+    def _rows(self, path: Path) -> list[str]:
+        return [f"{line.op} {json.dumps(line.arguments)}" for line in trace.read(path)[1]]
+
+    def half(self, folder: Path, outcome: Outcome, expected: Any) -> list[str]:
+        """See that a trace has the first rows, all of them whole."""
+        path = folder / "run.jsonl"
+        lines = path.read_bytes().count(b"\n") if path.is_file() else 0
+        if lines < 3:
+            return []
+        try:
+            rows = self._rows(path)
+        except KvError as error:
+            return [f"what is left of the trace cannot be read: {error}"]
+        right = rows == expected[: len(rows)]
+        return [] if right else ["what is left of the trace differs from what was recorded"]
+
+
+class Paging(Native):
+    """Page branches out to files and in again."""
+
+    name = "paging"
+    # After a crash this folder is left behind and may be deleted (docs/prefix-cache.md).
+    leaves = (r"home(/pages)?", r"home/pages/prefixes-\w+(/.*)?")
+
+    def run(self, folder: Path) -> Any:
+        """Fill a cache, page out, and go on with every branch."""
+        found: list[Any] = []
+        with self.open() as library:
+            ctx = self.context(library)
+            with _prefix_cache(ctx, paging=folder / "home" / "pages") as cache:
+                prompts = [_BEGINNING + [n] * 3 for n in (21, 22, 23)]
+                for prompt in prompts:
+                    with cache.acquire(prompt) as lease:
+                        lease.prefill()
+                for prompt in prompts:
+                    self._page_out(cache, prompt)
+                for prompt in prompts:
+                    with cache.acquire([*prompt, 24]) as lease:
+                        cached = lease.cached
+                        lease.prefill()
+                        found.append([cached, _digest(lease.sequence.logits())])
+                cache.check()
+                found.append(cache.stats().damaged)
+        return found
+
+    def _page_out(self, cache: Any, prompt: list[int]) -> None:
+        try:
+            cache.page_out(prompt)
+        except PagingError:
+            cache.check()
+            with cache.acquire([*prompt, 25]) as lease:
+                assert lease.cached == len(prompt), "a branch was lost with its page"
+            raise
+
+    def half(self, folder: Path, outcome: Outcome, expected: Any) -> list[str]:
+        """See that only what was killed leaves pages behind."""
+        left = list((folder / "home" / "pages").glob("*/*"))
+        # No process reads the pages of another.
+        shutil.rmtree(folder / "home", ignore_errors=True)
+        ended = outcome.ending in ("killed", "hung")
+        return [] if ended or not left else [f"pages are left behind: {left[0].name}"]
+
+
+class Keeping(Native):
+    """Keep a cache in a file over several flushes, and go on from what an earlier run left."""
+
+    name = "keeping"
+    refuses = ("KVFileBusy",)
+    _MORE: Final = (5, 6, 7, 8)
+
+    def run(self, folder: Path) -> Any:
+        """Open what is there, bring it to its end, and tell what a next token gives."""
+        path = folder / "chat.kv"
+        with self.open() as library:
+            try:
+                ctx = self.context(library, kv_backing=path, kv_keep=True)
+            except KVFileDirty:
+                ctx = self.context(library, kv_backing=path, kv_keep="fresh")
+            chat = ctx.sequence(0)
+            whole = [*_BEGINNING, *self._MORE]
+            there = len(chat.tokens)
+            assert chat.tokens == whole[:there], "a kept cache came back with other tokens"
+            assert there in (0, len(_BEGINNING), len(whole)), "a kept cache was never flushed so"
+            if not there:
+                ctx.prefill(chat, _BEGINNING)
+                ctx.kv.flush()
+                there = len(_BEGINNING)
+            if there < len(whole):
+                for token in self._MORE:
+                    ctx.step(chat, token)
+                ctx.kv.flush()
+            kept = chat.tokens
+            ctx.close()
+            ctx = self.context(library, kv_backing=path, kv_keep=True)
+            chat = ctx.sequence(0)
+            ctx.step(chat, 9)
+            answer = _digest(ctx.logits())
+            chat.trim(len(whole))
+            ctx.close()
+        return [kept, answer]

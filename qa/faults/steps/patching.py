@@ -1,0 +1,116 @@
+"""Apply a patch and put the tree into place; carry a patch over to another release."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, Final
+
+from pyllamakv.patching import apply, rebase, series, waiting
+from pyllamakv.patching.definition import PatchText
+from pyllamakv.source import gitting, releases, vendor
+from pyllamakv.source.store import open_store
+from qa.faults.step import GIT_LEAVES, Step
+from qa.faults.steps import upstream
+
+_OLD: Final = "9.0.1"
+_NEW: Final = "9.0.2"
+
+
+def _lines(**changed: str) -> bytes:
+    return "".join(changed.get(f"l{n}", f"line {n}") + "\n" for n in range(1, 61)).encode()
+
+
+_BEFORE: Final = upstream.TREE | {"src/a.cpp": _lines()}
+_AFTER: Final = _BEFORE | {"src/a.cpp": _lines(l10="x", l40="y"), "src/new.cpp": b"int new;\n"}
+#: What strict apply refuses and git merges.
+_NEAR: Final = _BEFORE | {"src/a.cpp": _lines(l13="upstream", l30="up")}
+
+
+def _patch(scratch: Path) -> bytes:
+    """Let git write the patch."""
+    upstream.repository(scratch, _BEFORE)
+    for name in ("src/a.cpp", "src/new.cpp"):
+        (scratch / name).write_bytes(_AFTER[name])
+    gitting.git(scratch, "add", "-A", "-f")
+    return gitting.git_bytes(scratch, "diff", "--cached", "--full-index", "--no-renames")
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+class Apply(Step):
+    """Apply a patch to a release and put the patched tree into its folder."""
+
+    name = "apply and vendor"
+    leaves = GIT_LEAVES
+
+    def prepare(self, folder: Path) -> None:
+        """Make a home with the release, at the place where it is worked with."""
+        data = _patch(folder.parent / "scratch")
+        (folder / "one.patch").write_bytes(data)
+        _released(folder)
+
+    def run(self, folder: Path) -> Any:
+        """Apply, and sync the tree."""
+        text = PatchText.from_file(folder / "one.patch", "one")
+        release = releases.resolve(_OLD)
+        done = apply.apply(release, [text])
+        spec = f"{_OLD}+one"
+        store = open_store()
+        vendored, _ = vendor.sync(store, release, done.commit, spec=spec, series=("one",))
+        difference = vendor.verify(store, vendor.find(spec))
+        files = _hashes(Path(vendored.folder))
+        return [done.commit, done.tree, str(difference), files, store.refs("refs")]
+
+
+class Rebase(Step):
+    """Carry a patch over to a release whose lines around it changed."""
+
+    name = "rebase"
+    leaves = GIT_LEAVES
+
+    def prepare(self, folder: Path) -> None:
+        """Make two releases, and a series of one patch for the older."""
+        one = folder / "patches" / "one"
+        one.mkdir(parents=True)
+        listed = 'schema = 1\norder = [\n  "one",\n]\n'
+        (folder / "patches" / "series.toml").write_text(listed, encoding="utf-8")
+        facts = {
+            "id": "one",
+            "title": "Do one thing",
+            "why": "Because it is needed.",
+            "origin": "own work",
+            "upstream": "not submitted",
+            "releases": "",
+        }
+        lines = ["schema = 1", *(f'{key} = "{value}"' for key, value in facts.items())]
+        lines += ["requires = []", 'scenarios = ["some-scenario"]', "", "[[port]]"]
+        lines += [f'base = "{_OLD}"', 'era = "monolith"']
+        lines += ['markers = [{ file = "src/a.cpp", has = "line 1" }]']
+        (one / "patch.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        (one / f"{_OLD}.patch").write_bytes(_patch(folder.parent / "scratch"))
+        _released(folder)
+
+    def run(self, folder: Path) -> Any:
+        """Rebase, unless that was done before; the series is what counts."""
+        patches = folder / "patches"
+        store = open_store()
+        if waiting.ids(store):
+            rebase.abort("one", store=store)
+        states = [each.state for each in rebase.rebase(["one"], _NEW, patches=patches)]
+        assert states in (["clean"], ["applies"]), states
+        done = apply.apply(releases.resolve(_NEW), ["one"], series=series.load(patches))
+        return [done.tree, _hashes(patches)]
+
+
+def _released(folder: Path) -> None:
+    """Put both releases into a home of the folder."""
+    with upstream.at_home(folder / "home"):
+        upstream.release(_OLD, _BEFORE, "2025-01-01")
+        upstream.release(_NEW, _NEAR, "2025-01-02")

@@ -1,0 +1,94 @@
+"""Feed bytes and arguments that nobody would write to everything that reads them.
+
+`readers` are those in Python, `live` puts states and kept files into contexts, `calls` are the
+entry points of plk.h, and `header` is the C++ that reads a kept file. Each target runs in a process
+of its own; what ends it, hangs, or answers with anything but success or an error of this package is
+a finding.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from pyllamakv.errors import Untestable
+from pyllamakv.home import checkout
+from qa.entry import Effort, Entry, Tick, untried
+from qa.fuzzing import corpora, header
+from qa.fuzzing.child import fuzz
+from qa.fuzzing.job import FOUND
+from qa.fuzzing.outcome import entry, known
+from qa.fuzzing.processes import Processes
+from qa.fuzzing.target import memory
+
+#: What is fuzzed, by the names of entries and of the folders of their corpora.
+TARGETS = {
+    "gguf": "readers:gguf",
+    "states": "readers:states",
+    "state-rows": "readers:rows",
+    "traces": "readers:traces",
+    "lock": "readers:locks",
+    "patches": "readers:patches",
+    "series": "readers:tables",
+    "wire": "readers:messages",
+    "restore": "live:restored",
+    "kept": "live:kept",
+    "entry-points": "calls:entry_points",
+}
+HEADER = "kept-header"
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all targets."""
+    return (*TARGETS, HEADER)
+
+
+def entries(effort: Effort, tick: Tick) -> list[Entry]:
+    """Fuzz every target that is wanted, each for its share of the time."""
+    wanted = [name for name in (*TARGETS, HEADER) if effort.wants(name)]
+    jobs = min(effort.jobs, max(1, len(wanted)))
+    seconds = effort.shared(len(wanted)).seconds * jobs
+    with (
+        tempfile.TemporaryDirectory(prefix="pyllamakv-fuzz-", dir=memory()) as folder,
+        ThreadPoolExecutor(jobs) as pool,
+        Processes() as processes,  # the inner one: the threads wait for them
+    ):
+
+        def one(name: str) -> Entry:
+            place = Path(folder) / name
+            if name == HEADER:
+                return _header(seconds, effort.seed, place, tick, processes)
+            outcome = fuzz(
+                f"{__name__}.{TARGETS[name]}", seconds, folder=place, seed=effort.seed,
+                kept=(*known(name), *kept(name), *corpora.lent(name, place / "saved")),
+                alive=lambda inputs: tick(f"{name}: {inputs} inputs"), processes=processes,
+            )  # fmt: skip
+            corpora.save(name, place / FOUND)
+            return entry(name, outcome, effort.seed)
+
+        return list(pool.map(one, wanted))
+
+
+def _header(seconds: float, seed: int, place: Path, tick: Tick, processes: Processes) -> Entry:
+    began = time.monotonic()
+    tick(f"{HEADER}: compiling")
+    try:
+        program = header.build(place)
+    except Untestable as reason:
+        return untried("fuzzing", HEADER, str(reason))
+    left = max(1.0, seconds - (time.monotonic() - began))
+    inputs = (*known(HEADER), *kept(HEADER), *corpora.lent(HEADER, place / "saved"))
+    outcome = header.fuzz(
+        program, left, place, seed=seed, kept=inputs, tick=tick, processes=processes
+    )
+    corpora.save(HEADER, place / FOUND)
+    return entry(HEADER, outcome, seed, "edges")
+
+
+def kept(name: str) -> list[Path]:
+    """Return the inputs of a target that the repository keeps; none where there is no checkout."""
+    root = checkout()
+    folder = root / "tests" / "data" / "corpora" / name if root else None
+    return sorted(folder.iterdir()) if folder is not None and folder.is_dir() else []

@@ -1,0 +1,214 @@
+"""Do one thing very often and look whether memory, descriptors and threads stay flat.
+
+Each kind of work runs in a process of its own (`churn`), where Python and C share one malloc, so
+that its count of bytes given out has everything but mappings; those are in the resident anonymous
+memory, or, where they are shared or a file's, only in their number. All are sampled a hundred
+times, after a garbage collection and `malloc_trim`. Flat means that the slope over the second half
+is below a bound per operation (`Slope`, `Kind.most`), and that mappings, descriptors and threads
+are at the end what they were after the first tenth.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from pyllamakv.errors import HarnessError
+from qa import apart
+from qa.built import SPEC
+from qa.entry import Effort, Entry, Tick, without_folders
+
+_CHURN: Final = "qa.leaks.churn"
+#: Seconds beyond its share that a kind may take to start, to finish a round, and to end.
+_GRACE: Final = 120.0
+#: Bytes by which memory may grow in a run of any length. Caches of Python and pools of malloc grow
+#: once, by some 20 KB on the heap (240 workers: after the first 40 nothing more). The heap is an
+#: exact count; what is resident is whole pages, that malloc touches anew as its blocks break up: by
+#: up to 141 KB within 32,000 failing decodes whose heap grew by 12 KB, and by 210 KB in 650,000.
+_ONCE: Final = {"heap": 32 * 1024, "resident": 512 * 1024}
+#: The largest single step that is taken for one of these: CPython's table of interned strings, into
+#: which `pathlib` puts each name of a page, grew by 536 KB after 3,200 prompts, and never again.
+_STEP: Final = 1024 * 1024
+#: Operations below which nothing is said of memory: with fewer, 10 KB lost by each would pass for
+#: what grows once.
+_FEWEST: Final = 100
+#: By how many these may grow. No kind of work was seen with one mapping more, but malloc takes
+#: what is large from a mapping of its own, and a pool may become so.
+_MORE: Final = {"maps": 4, "fds": 0, "threads": 0}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Name one kind of work: its function in `churn`, and how often the long run does it.
+
+    ``bound`` bytes per operation are what may seem to be lost, by pages and by fragments: about
+    five times what ten seconds show on two cores that are busy otherwise.
+    """
+
+    work: str
+    target: int
+    bound: float
+
+    def most(self, what: str, operations: int) -> float:
+        """Return the bytes per operation above which ``what`` leaks, over so many operations.
+
+        What grows once is spread over all of them: the fewer there are, the more each may take.
+        """
+        return max(self.bound, _ONCE[what] / operations)
+
+
+KINDS: Final = {
+    "contexts": Kind(f"{_CHURN}:contexts", 10_000, 256),
+    "contexts in mapped memory": Kind(f"{_CHURN}:mapped", 10_000, 256),
+    "refused contexts": Kind(f"{_CHURN}:refused", 10_000, 16),
+    "libraries and models": Kind(f"{_CHURN}:models", 1_000, 512),
+    "decodes": Kind(f"{_CHURN}:decodes", 1_000_000, 0.5),
+    "decodes in C": Kind(f"{_CHURN}:advances", 1_000_000, 0.5),
+    "failing decodes": Kind(f"{_CHURN}:failing", 100_000, 4),
+    "defragmentations": Kind(f"{_CHURN}:defrags", 20_000, 16),
+    "saves and restores": Kind(f"{_CHURN}:saves", 20_000, 16),
+    "snapshots": Kind(f"{_CHURN}:snapshots", 20_000, 8),
+    "recordings": Kind(f"{_CHURN}:recordings", 5_000, 256),
+    "slot cache prompts": Kind(f"{_CHURN}:slots", 10_000, 16),
+    "prefix cache prompts": Kind(f"{_CHURN}:prefixes", 10_000, 64),
+    "workers": Kind(f"{_CHURN}:workers", 1_000, 512),
+}
+
+
+@dataclass(frozen=True)
+class Slope:
+    """Hold a slope in bytes per operation, and what noise alone may make of it.
+
+    It is the median of the slopes between all pairs of samples (Theil and Sen), after the largest
+    step up between neighbours is taken out: a pool that grows once is no leak, and in the middle of
+    the samples it would move the median. ``noise`` is three standard errors, from the median
+    distance of the samples to the line.
+    """
+
+    value: float
+    noise: float
+
+    @classmethod
+    def of(cls, counts: Sequence[float], sizes: Sequence[float]) -> Slope:
+        """Fit a line through samples; there must be three at least."""
+        x, y = np.asarray(counts, dtype=float), _without_step(np.asarray(sizes, dtype=float))
+        first, second = np.triu_indices(len(x), 1)
+        value = float(np.median((y[second] - y[first]) / (x[second] - x[first])))
+        rest = y - value * x
+        spread = 1.4826 * float(np.median(np.abs(rest - np.median(rest))))
+        return cls(value, 3 * spread / (float(x.std()) * len(x) ** 0.5))
+
+    def exceeds(self, bound: float) -> bool:
+        """Tell whether more than a bound is lost, and that is not noise."""
+        return self.value > bound and self.value > self.noise
+
+    def __str__(self) -> str:
+        return f"{self.value:.3g} ± {self.noise:.2g} B"
+
+
+def _without_step(sizes: np.ndarray) -> np.ndarray:
+    """Return samples without the largest step up, where that may be a pool's."""
+    steps = np.diff(sizes)
+    largest = int(np.argmax(steps))
+    level = sizes.copy()
+    if 0 < steps[largest] <= _STEP:
+        level[largest + 1 :] -= steps[largest]
+    return level
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all kinds of work."""
+    return tuple(KINDS)
+
+
+def entries(effort: Effort, tick: Tick) -> list[Entry]:
+    """Churn for about ``effort.seconds``; return an entry per kind. Raises NotBuilt.
+
+    Work that breaks is a defect of its kind, and the others follow.
+    """
+    from pyllamakv.runtime.opening import find_built
+
+    wanted = {name: kind for name, kind in KINDS.items() if effort.wants(name)}
+    if not wanted:
+        return []
+    variant = find_built(SPEC)
+    share = effort.shared(len(wanted)).seconds
+    made = []
+    for name, kind in wanted.items():
+        tick(name)
+        try:
+            made.append(judge(name, kind, churn(kind, variant, share), effort.seed))
+        except HarnessError as error:
+            broken = f"{name}: {without_folders(str(error))}"
+            made.append(Entry("leaks", name, {"operations": "broke"}, (broken,), effort.seed))
+    return made
+
+
+def churn(kind: Kind, variant: Path, seconds: float) -> list[dict[str, int]]:
+    """Work in a process of its own until time is up or the target reached; return the samples.
+
+    A sample has ``count`` operations, ``heap`` and ``resident`` bytes, ``maps``, ``fds`` and
+    ``threads``. Raises HarnessError when the work breaks.
+    """
+    env = apart.environment(PYTHONMALLOC="malloc", MALLOC_ARENA_MAX="1")
+    with tempfile.TemporaryDirectory(prefix="pyllamakv-leaks-") as folder:
+        words = [kind.work, str(variant), str(seconds), str(kind.target), folder]
+        command = [sys.executable, "-m", _CHURN, *words]
+        try:
+            done = subprocess.run(
+                command, env=env, capture_output=True, text=True, timeout=seconds + _GRACE
+            )
+        except subprocess.TimeoutExpired as error:
+            raise HarnessError(f"{kind.work} did not end within {error.timeout:.0f} s") from error
+    if done.returncode:
+        said = done.stderr.strip()[-600:]
+        raise HarnessError(f"{kind.work} ended with status {done.returncode}: {said}")
+    samples: list[dict[str, int]] = json.loads(next(reversed(done.stdout.splitlines()), "[]"))
+    if not samples:
+        raise HarnessError(f"{kind.work} ended without a sample")
+    return samples
+
+
+def judge(name: str, kind: Kind, samples: Sequence[Mapping[str, int]], seed: int) -> Entry:
+    """Return the line of a kind: what its samples say."""
+    counts = [sample["count"] for sample in samples]
+    last = samples[-1]
+    early = next(sample for sample in samples if sample["count"] >= last["count"] / 10)
+    second = [sample for sample in samples if sample["count"] >= last["count"] / 2]
+    row = {"operations": f"{counts[-1]:,}", "resident at 10 %": _mib(early["resident"])}
+    row |= {"at the end": _mib(last["resident"])}
+    defects = []
+    data: dict[str, Any] = {"samples": len(samples), "early": dict(early), "last": dict(last)}
+    if len(second) < 3:
+        defects.append(f"{name}: too few samples in the time there was")
+    for what in ("heap", "resident") if len(second) >= 3 else ():
+        slope = Slope.of([each["count"] for each in second], [each[what] for each in second])
+        row[f"{what} per operation"] = str(slope)
+        data[what] = [slope.value, slope.noise]
+        most = kind.most(what, second[-1]["count"] - second[0]["count"])
+        row[f"{what} bound"] = f"{_bytes(most)} B"
+        if slope.exceeds(most):
+            defects.append(f"{name}: {what} memory grows by {slope} each, not {_bytes(most)}")
+    for what, more in _MORE.items():
+        row[what] = f"{early[what]} to {last[what]}"
+        if last[what] > early[what] + more:
+            defects.append(f"{name}: {what} grow from {early[what]} to {last[what]}")
+    few = "too few operations" if last["count"] < _FEWEST else ""
+    few = few or ("" if last["heap"] else "this libc does not count the heap")
+    return Entry("leaks", name, row, tuple(defects), seed=seed, data=data, undecided=few)
+
+
+def _bytes(size: float) -> str:
+    return f"{size:,.0f}" if size >= 10 else f"{size:.3g}"
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):.1f} MiB"

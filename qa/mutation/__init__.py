@@ -1,0 +1,188 @@
+"""Make the shipped patches wrong on purpose: each mutant must be caught, best by a scenario.
+
+Mutants of every patch of a series are built and judged one after another, in an order that the
+seed decides, until the time is up; what came of each is kept in the home. One that nobody catches
+is a defect, unless ``patches/equivalent-mutants.toml`` says why it changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyllamakv.building import variant
+from pyllamakv.building.build import build
+from pyllamakv.errors import HarnessError
+from pyllamakv.harness import scenario
+from pyllamakv.home import home
+from pyllamakv.patching import apply, series, trees
+from pyllamakv.source import releases
+from pyllamakv.source.store import open_store
+from qa.entry import Effort, Entry, Tick, untried
+from qa.headers import HEADERS
+from qa.mutation import accepted, drivers, switches, trial
+from qa.mutation.judging import Judge
+from qa.mutation.mutant import HUNK, Made, Mutant, make
+from qa.mutation.trials import SwitchedLibrary
+from qa.mutation.workshop import Workshop
+
+if TYPE_CHECKING:
+    from pyllamakv.building.variant import Variant
+    from pyllamakv.patching.apply import Patched
+    from pyllamakv.patching.series import Series
+    from pyllamakv.source.releases import Release
+
+#: One per era, the default first. The others are tried if they are named, or in a long run where
+#: they are built.
+RELEASES = ("0.3.9", "0.3.36", "b6845", "0.3.16", "0.3.14", "b4980", "0.3.8", "0.3.5")
+
+#: From so many seconds on every mutant of every release that is built is tried, until time is up.
+LONG = 900.0
+
+#: Mutants of a patch that a shorter run tries: the same on a fast machine as on a slow one.
+SIZED = 4
+
+#: Seconds that each patch has, however long it took to prepare.
+_LEAST = 15.0
+
+#: The entry that says whether the accepted mutants are mutants still.
+ACCEPTED = "accepted"
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of entries: each release with each patch, whether it is for it or not."""
+    patches = series.load().order
+    return (*(f"{name} {patch}" for name in RELEASES for patch in patches), ACCEPTED)
+
+
+def entries(effort: Effort, tick: Tick) -> list[Entry]:
+    """Try mutants of every patch of each release of `RELEASES`; an entry is ``0.3.9 full-defrag``.
+
+    Builds the patched variant where it is missing, and needs its objects.
+    """
+    shipped, known = series.load(), accepted.load()
+    long = effort.seconds >= LONG
+    found: list[Entry] = []
+    end = time.monotonic() + effort.seconds
+    wanted = [
+        (name, [p.id for p in shipped if effort.wants(f"{name} {p.id}")])
+        for name in RELEASES
+        if effort.only
+        or name == releases.DEFAULT
+        or (long and variant.find(f"{name}+patched") is not None)
+    ]
+    wanted = [(name, patches) for name, patches in wanted if patches]
+    for number, (name, patches) in enumerate(wanted):
+        later = sum(len(each) for _, each in wanted[number + 1 :])
+        tick(f"{name}: preparing")
+        with bench(name, shipped, effort.jobs) as prepared:
+            given = prepared.patched.patches
+            if effort.only:
+                none = f"{name} is not given this patch"
+                lack = [f"{name} {patch}" for patch in patches if patch not in given]
+                found += [untried(trial.SECTION, each, none) for each in lack]
+            patches = [patch for patch in patches if patch in given]
+            for done, patch in enumerate(patches):
+                # What one patch leaves of its share is the others'.
+                now, left = time.monotonic(), len(patches) - done + later
+                what = f"{name} {patch}"
+                tally = trial.run(
+                    prepared.made[patch],
+                    known,
+                    prepared.judges(shipped.definition(patch).scenarios),
+                    seed=effort.seed,
+                    deadline=now + max((end - now) / left, _LEAST),
+                    most=None if long or effort.only else SIZED,
+                    tick=functools.partial(_about, tick, what),
+                )
+                found.append(tally.entry(what, effort.seed))
+    if effort.wants(ACCEPTED):
+        found.append(_accepted(known, shipped))
+    return found
+
+
+def _about(tick: Tick, what: str, about: str) -> None:
+    tick(f"{what} {about}")
+
+
+def _accepted(known: tuple[accepted.Equivalent, ...], shipped: Series) -> Entry:
+    stale = accepted.stale(known, shipped)
+    defects = tuple(f"{each} is accepted, and is no mutant of any patch" for each in stale)
+    return Entry(trial.SECTION, ACCEPTED, {"equivalent": str(len(known))}, defects)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Hold what all patches of a release are judged with."""
+
+    release: Release
+    patched: Patched
+    variant: Variant
+    workshops: tuple[Workshop, ...]
+    logic: dict[str, drivers.Driver]
+    made: dict[str, Made]
+    switched: SwitchedLibrary | None
+    stock: Variant | None
+
+    def judges(self, own: tuple[str, ...]) -> list[Judge]:
+        """Return a judge per workshop, for a patch that names its scenarios."""
+        every = list(scenario.discover().values())
+        return [
+            Judge(self.variant, shop, every, own, self.logic, self.switched, self.stock)
+            for shop in self.workshops
+        ]
+
+
+@contextlib.contextmanager
+def bench(name: str, shipped: Series, jobs: int = 1) -> Iterator[Bench]:
+    """Prepare a release: build it patched, and open workshops in a passing folder of the home."""
+    spec = f"{name}+patched"
+    built = build(spec)
+    release, store = releases.resolve(name), open_store()
+    patched = apply.apply(release, series=shipped, store=store)
+    if built.manifest.patched_tree != patched.tree:
+        msg = f"{built.id} is of another tree than the patches make now: build {name} again"
+        raise HarnessError(msg)
+    tree = trees.StoreTree(store, patched.tree)
+    parent = home() / "objects"
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"mutants-{release.key}-", dir=parent) as folder:
+        shops = tuple(Workshop(Path(folder) / str(job), spec, patched) for job in range(jobs))
+        made = {patch: make(store, release, patched, patch) for patch in patched.patches}
+        logic = dict(_drivers(tree))
+        library = _switched(shops[0], [m for each in made.values() for m in each.mutants], tree)
+        for header, driver in logic.items():
+            if library is not None and header in library.files:
+                driver.switch(library.files[header])
+        stock = variant.find(f"{name}+stock")
+        yield Bench(release, patched, built, shops, logic, made, library, stock)
+
+
+def _switched(
+    shop: Workshop, mutants: Sequence[Mutant], tree: trees.StoreTree
+) -> SwitchedLibrary | None:
+    """Build the library that has all mutants in it."""
+    files = {}
+    for path in {each.file for each in mutants if each.operator != HUNK}:
+        entry = tree.entry(path)
+        if entry is not None and switches.CPP.match(path):
+            files[path] = entry.data
+    found = shop.switched(
+        lambda refused: switches.switch(mutants, files, refused), shop.folder / "switched"
+    )
+    return SwitchedLibrary.of(*found, shop.objects.name) if found else None
+
+
+def _drivers(tree: trees.StoreTree) -> Iterator[tuple[str, drivers.Driver]]:
+    for header in HEADERS:
+        entry, source = tree.entry(header.path), header.source
+        if entry is not None and source is not None:
+            needs = {Path(path).name: tree.entry(path) for path in header.needs}
+            beside = {name: each.data for name, each in needs.items() if each is not None}
+            yield header.path, drivers.Driver(header, entry.data, source, beside)

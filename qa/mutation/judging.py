@@ -1,0 +1,204 @@
+"""Find who catches a mutant: the tests of its header, scenario after scenario, the compiler.
+
+A scenario catches what it fails on the mutant, as `check` counts failures, and passes with the
+patches as they are. The patch's own come first, and of these the ones that caught most so far;
+what none of them sees meets all the others, then a device behind a server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyllamakv.harness import running
+from pyllamakv.harness.verdict import Pair
+from qa.mutation import compiling, drivers, kept
+from qa.mutation.compiling import Broken
+from qa.mutation.kept import UNFINISHED, UNJUDGED, Answer
+from qa.mutation.mutant import HUNK
+from qa.mutation.trials import Benches, SwitchedLibrary, Trial
+
+if TYPE_CHECKING:
+    from pyllamakv.building.variant import Variant
+    from pyllamakv.harness.scenario import Scenario
+    from pyllamakv.harness.verdict import Outcome
+    from qa.mutation.mutant import Mutant
+    from qa.mutation.workshop import Workshop
+
+#: Who catches what does not compile: what it says of one text stays the same.
+COMPILER = "the compiler"
+
+
+@dataclass
+class Judge:
+    """Judge the mutants of a patched release by all scenarios, a patch's own first.
+
+    ``own`` are the ids that a patch names, ``logic`` the drivers of its headers by path. Mutants
+    that are in the ``switched`` library need no build of their own. Where ``stock`` is not built,
+    what a mutant cannot run at all is taken for what stock cannot run either.
+    """
+
+    patched: Variant
+    workshop: Workshop
+    scenarios: Sequence[Scenario]
+    own: Sequence[str]
+    logic: dict[str, drivers.Driver]
+    switched: SwitchedLibrary | None = None
+    stock: Variant | None = None
+    caught: Counter[str] = field(default_factory=Counter)
+
+    def answer(self, mutant: Mutant, deadline: float) -> Answer:
+        """Return what comes of a mutant, and keep it for `recall`."""
+        try:
+            found = self._ask(mutant, deadline)
+        except Broken as error:
+            found = Answer(UNJUDGED, message=str(error))
+        kept.remember(self._key(mutant, found), found, self._digests(mutant))
+        self.caught[found.by] += found.caught
+        return found
+
+    def recall(self, mutant: Mutant) -> Answer | None:
+        """Return what came of a mutant before, if that is known."""
+        digests = self._digests(mutant)
+        for outcome in ("driver", "scenario"):
+            found = kept.recall(self._key(mutant, Answer(outcome)), digests)
+            if found is not None and (found.by != COMPILER or compiling.refusal(found.message)):
+                return found
+        return None
+
+    def _key(self, mutant: Mutant, answer: Answer) -> str:
+        if answer.outcome == "driver":
+            # A header is the same in every release, and so is what its tests say.
+            return kept.key("driver", mutant.file, _text(mutant))
+        return kept.key("failed scenario", self.patched.id, mutant.id)
+
+    def _digests(self, mutant: Mutant) -> dict[str, str]:
+        """Return the digest of everybody who may answer; of nobody's, all together."""
+        found = {each.id: each.digest for each in self.scenarios}
+        if mutant.file in self.logic:
+            driver = self.logic[mutant.file]
+            found[driver.source.stem] = driver.digest
+        # Who saw nothing may see something by what runs them, or beside stock.
+        texts = "".join(found.values()) + running.code_digest()
+        texts += self.stock.id if self.stock is not None else ""
+        every = hashlib.sha256(texts.encode()).hexdigest()
+        return found | {"": every, COMPILER: ""}
+
+    def _ask(self, mutant: Mutant, deadline: float) -> Answer:
+        number = self.switched.numbers.get(mutant.id) if self.switched else None
+        found = self._by_header(mutant, number)
+        if found is None and number is not None and self.switched is not None:
+            found = self._by_number(self.switched, number, deadline)
+        if found is not None:
+            return found
+        place = self.workshop.folder / "mutant"
+        built = self.workshop.build(mutant.files, place, all_of_it=mutant.operator == HUNK)
+        try:
+            if built.error:
+                return Answer("compiler", COMPILER, built.error)
+            if built.library is None:
+                return Answer("same code")
+            if number is not None:
+                return Answer("survivor")
+            return self._by_itself(built.library, deadline)
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+
+    def _by_header(self, mutant: Mutant, number: int | None) -> Answer | None:
+        """Ask the tests of a header, where the mutant is in one."""
+        driver = self.logic.get(mutant.file) if mutant.operator != HUNK else None
+        if driver is None:
+            return None
+        said = driver.choose(number) if number is not None else None
+        if said is None:
+            said = driver.judge(mutant.files[mutant.file] or b"")
+        if said.error:
+            return Answer("compiler", COMPILER, said.error)
+        return Answer("driver", driver.source.stem, said.group) if said.group else None
+
+    def _by_number(self, library: SwitchedLibrary, number: int, deadline: float) -> Answer | None:
+        """Ask the trials that come by a mutant of the switched library; None: nobody minds."""
+        unjudged = None
+        with library.benches(number) as benches:
+            for trial in self._trials():
+                if time.monotonic() > deadline:
+                    return Answer(UNFINISHED)
+                if number in library.met(trial):
+                    outcome = benches.run(trial)
+                    if self._fails(trial, outcome):
+                        return _said(trial, outcome)
+                    if outcome.status == "fault":
+                        unjudged = _said(trial, outcome)
+        return unjudged
+
+    def _by_itself(self, library: Path, deadline: float) -> Answer:
+        """Ask every trial about a mutant that was built by itself."""
+        unjudged = None
+        with Benches(library) as benches:
+            for trial in self._trials():
+                if time.monotonic() > deadline:
+                    return Answer(UNFINISHED)
+                outcome = benches.run(trial)
+                if self._fails(trial, outcome) and self._passes(trial):
+                    return _said(trial, outcome)
+                if outcome.status == "fault":
+                    unjudged = _said(trial, outcome)
+        return unjudged or Answer("survivor")
+
+    def _fails(self, trial: Trial, outcome: Outcome) -> bool:
+        """Tell whether a mutant's run is what `check` would count as a failure."""
+        stock = outcome
+        if self.stock is not None and outcome.status in ("absent", "skip"):
+            task = self._task(trial, self.stock, "stock")
+            stock = running.run_tasks([task])[task].outcome
+        each = trial.scenario
+        return Pair(each.id, each.kind, trial.setting.name, stock, outcome).broken
+
+    def _passes(self, trial: Trial) -> bool:
+        """Tell whether the patches as they are pass a run; remembered like any other run."""
+        task = self._task(trial, self.patched)
+        return running.run_tasks([task])[task].outcome.status == "pass"
+
+    def _trials(self) -> Iterator[Trial]:
+        """Return all runs in their order: the patch's own scenarios before all others.
+
+        First a few settings of each, then the rest; behind a server only the patch's own.
+        """
+        ours = [each for each in self.scenarios if each.id in self.own]
+        others = [each for each in self.scenarios if each.id not in self.own]
+        for group in (ours, others):
+            group.sort(key=lambda each: (-self.caught[each.id], self._seconds(each)))
+            yield from (Trial(each, setting) for each in group for setting in each.few)
+            for each in group:
+                left = [setting for setting in each.settings if setting not in each.few]
+                yield from (Trial(each, setting) for setting in left)
+        for each in ours:
+            yield from (Trial(each, setting, "rpc") for setting in each.few)
+
+    def _seconds(self, each: Scenario) -> float:
+        """Return how long a scenario took with the patches as they are, where that is known."""
+        tasks = [self._task(Trial(each, setting), self.patched) for setting in each.few]
+        known = [running.recall(task.key) for task in tasks]
+        return sum(run.seconds for run in known if run)
+
+    def _task(self, trial: Trial, built: Variant, side: str = "patched") -> running.Task:
+        digest = built.manifest.library_sha256
+        return running.Task(
+            side, built.folder, digest, trial.scenario, trial.setting, trial.backend
+        )
+
+
+def _said(trial: Trial, outcome: Outcome) -> Answer:
+    kind = UNJUDGED if outcome.status == "fault" else "scenario"
+    said = f"{trial.name} {outcome.failure or outcome.status}: {outcome.message}"
+    return Answer(kind, trial.scenario.id, " ".join(said.split())[:300])
+
+
+def _text(mutant: Mutant) -> str:
+    return hashlib.sha256(mutant.files[mutant.file] or b"").hexdigest()

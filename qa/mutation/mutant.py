@@ -1,0 +1,154 @@
+"""Make the mutants of a patch: one hunk less, or one of its lines a little wrong."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pyllamakv.errors import PatchConflict, PatchError
+from pyllamakv.patching import choose, trees
+from qa.mutation import lines, operators
+
+if TYPE_CHECKING:
+    from pyllamakv.patching.apply import Patched
+    from pyllamakv.patching.definition import PatchText
+    from pyllamakv.patching.hunks import Hunk
+    from pyllamakv.source.releases import Release
+    from pyllamakv.source.store import Store
+
+HUNK = "hunk dropped"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Hold one mutant: which line of which file became what, and the files that it changes.
+
+    ``above`` is the code above that line. ``files`` maps paths of the patched tree to their new
+    content (None: no longer there). A dropped hunk has no line, unless one is all it changes.
+    """
+
+    patch: str
+    file: str
+    line: int
+    operator: str
+    was: str = ""
+    now: str = ""
+    above: str = ""
+    files: dict[str, bytes | None] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def id(self) -> str:
+        """Return a name that only the mutated text decides."""
+        whole = hashlib.sha256(f"{self.patch}\0{self.operator}".encode())
+        for path, data in sorted(self.files.items()):
+            whole.update(path.encode() + b"\0" + (b"\1" + data if data is not None else b"\0"))
+        return whole.hexdigest()[:20]
+
+    def __str__(self) -> str:
+        what = f"`{self.was.strip()}` became `{self.now.strip()}`" if self.was else ""
+        return ": ".join(part for part in (f"{self.file}:{self.line}", self.operator, what) if part)
+
+
+@dataclass(frozen=True)
+class Made:
+    """Hold the mutants of a patch, and how many of its lines were left out for which reason."""
+
+    mutants: tuple[Mutant, ...]
+    left_out: dict[str, int]
+
+
+def make(store: Store, release: Release, patched: Patched, patch: str) -> Made:
+    """Return all mutants of one patch of a patched release, dropped hunks first."""
+    reasons: Counter[str] = Counter()
+    stock = trees.StoreTree(store, store.tree_of(release))
+    tree = trees.StoreTree(store, patched.tree)
+    found: list[Mutant] = list(_without_hunks(store, release, patched, patch, tree, reasons))
+    for path, content in lines.follow(patched.steps, stock).items():
+        if not any(line.patch == patch for line in content):
+            continue
+        entry = tree.entry(path)
+        assert entry is not None
+        # Counted from what the steps say; the tree itself is the judge of it.
+        assert entry.data == b"".join(line.data for line in content), path
+        found += _wrong_lines(path, content, patch, reasons)
+    return Made(tuple({each.id: each for each in found}.values()), dict(reasons))
+
+
+def listed(text: PatchText) -> Iterator[Mutant]:
+    """Return the mutants of the lines of a text alone, without what they make of any tree."""
+    for file in text.patch.files:
+        for hunk in file.hunks:
+            content = tuple(
+                lines.Line(line[1:], text.id if line[:1] == b"+" else "")
+                for line in hunk.lines
+                if line[:1] in (b"+", b" ")
+            )
+            yield from _wrong_lines(file.path, content, text.id, Counter())
+
+
+def _wrong_lines(
+    path: str, content: tuple[lines.Line, ...], patch: str, reasons: Counter[str]
+) -> Iterator[Mutant]:
+    above = ""
+    begin: list[bytes] = [line.data for line in content]
+    for number, line in enumerate(content):
+        text = line.data.decode("utf-8", "replace").rstrip("\r\n")
+        if line.patch == patch:
+            why = operators.left_out(text)
+            made = operators.changes(text, above)
+            if not made:
+                reasons[why or "no operator"] += 1
+            for change in made:
+                wrong = [*begin[:number], change.now.encode() + b"\n", *begin[number + 1 :]]
+                files: dict[str, bytes | None] = {path: b"".join(wrong)}
+                yield Mutant(
+                    patch, path, number + 1, change.operator, text, change.now, above, files
+                )
+        if operators.left_out(text) not in ("comment", "preprocessor") and text.strip():
+            above = operators.code_of(text)
+
+
+def _without_hunks(
+    store: Store,
+    release: Release,
+    patched: Patched,
+    patch: str,
+    tree: trees.StoreTree,
+    reasons: Counter[str],
+) -> Iterator[Mutant]:
+    text = next(each for each in patched.texts if each.id == patch)
+    for file in text.patch.files:
+        for number, hunk in enumerate(file.hunks, 1):
+            if not hunk.added:
+                # It only takes away: what is left is a declaration that nobody uses.
+                reasons["hunk adds nothing"] += 1
+                continue
+            texts = [
+                each.without(file.path, number) if each is text else each for each in patched.texts
+            ]
+            try:
+                plan = choose.plan_release(release, texts, store=store)
+            except (PatchConflict, PatchError):
+                reasons["hunk that others rest on"] += 1
+                continue
+            changed = plan.draft.changes
+            files: dict[str, bytes | None] = {}
+            for path in {*changed, *(p for each in patched.texts for p in each.patch.paths)}:
+                now, was = plan.draft.entry(path), tree.entry(path)
+                if now != was:
+                    files[path] = None if now is None else now.data
+            yield Mutant(patch, file.path, hunk.new_start, HUNK, _only(hunk), files=files)
+
+
+def _only(hunk: Hunk) -> str:
+    """Return the line of code that is all a hunk changes, nothing for any other.
+
+    Only the loss of such a hunk is the loss of its line, and accepted with that.
+    """
+    added = [line.decode("utf-8", "replace").rstrip("\n") for line in hunk.added]
+    found = [text for text in added if operators.left_out(text) not in ("no code", "comment")]
+    alone = len(found) == 1 and not hunk.removed and not operators.left_out(found[0])
+    return found[0] if alone else ""

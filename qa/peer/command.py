@@ -1,0 +1,76 @@
+"""`python -m qa peer`: run llama-cpp-python's tests on stock and patched libraries."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pyllamakv.errors import UsageError
+from pyllamakv.source.releases import DEFAULT
+
+if TYPE_CHECKING:
+    from qa.peer.trial import Trial
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def peer(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[RELEASE]…")] = None,
+    *,
+    sample: Annotated[bool, typer.Option("--sample", help="One release per era as well.")] = False,
+    backend: Annotated[str, typer.Option("--backend", help="cpu (default), cuda, ….")] = "cpu",
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the table of docs/drop-in.md.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Run its own tests on stock and on patched, and decode where free cells lie scattered.
+
+    Exit status 1 when a test passes on stock and not on patched, or patched finds no slot.
+    """
+    from pyllamakv.cli import showing
+    from pyllamakv.source import releases
+    from qa.peer import trial
+
+    if as_json and markdown:
+        raise UsageError("choose one of --json and --markdown")
+    wanted = [*(names or ([] if sample else [DEFAULT])), *(_one_per_era() if sample else ())]
+    chosen = {release.name: release for release in map(releases.resolve, wanted)}
+    found: list[Trial] = []
+    with showing.progress() as progress:
+        for release in sorted(chosen.values(), key=lambda release: release.order):
+            one = trial.run(release, backend=backend, progress=progress)
+            found.append(one)
+            if not (as_json or markdown):
+                sys.stdout.write(_text(one))
+    if as_json:
+        json.dump([one.to_json() for one in found], sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    if markdown:
+        sys.stdout.write(trial.markdown(found))
+    if any(one.faults for one in found):
+        raise typer.Exit(1)
+
+
+def _one_per_era() -> list[str]:
+    """Return the releases of `matrix --sample` that are a llama-cpp-python, oldest first."""
+    from pyllamakv.source import lock
+
+    chosen: dict[str, str] = {}
+    for release in lock.load(lock.shipped()):
+        if release.kind == "sdist" and chosen.get(release.era) != DEFAULT:
+            chosen[release.era] = release.name
+    return list(chosen.values())
+
+
+def _text(one: Trial) -> str:
+    lines = [f"llama-cpp-python {one.release}"]
+    for name, side in (("stock", one.stock), ("patched", one.patched)):
+        lines.append(f"  {name:<8} its own tests: {side.suite}")
+        lines.append(f"  {'':<8} scattered cells: {side.slots}")
+    lines += [f"  FAULT    {fault}" for fault in one.faults]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,207 @@
+"""Play random schedules on every combination, and shrink what fails to a trace.
+
+A schedule is operations as `harness.operations` does them, each checked against a ledger; around a
+share of them, drawn by chance, K and V are compared byte by byte, and every now and then all logits
+with those of a rebuilt context. Combinations come in an order that the seed decides. What fails is
+made as short as it can be, and written as a trace that `pyllamakv replay` plays.
+
+Left out: caches of several streams, where a decode finds its cells by sequence, which the ledger's
+count of free cells cannot promise (the scenario memory-streams has them).
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyllamakv.building import variant
+from pyllamakv.errors import NotBuilt
+from pyllamakv.harness import matrix, schedules
+from pyllamakv.home import home
+from pyllamakv.source import lock
+from pyllamakv.source.releases import DEFAULT
+from qa.entry import Effort, Entry, Tick, without_folders
+from qa.random_operations.combination import Combination, walk
+from qa.random_operations.hand import Hand, Make
+from qa.random_operations.stage import Stage
+from qa.random_operations.tally import Tally
+from qa.random_operations.task import Task
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pyllamakv.building.manifest import Manifest
+    from pyllamakv.building.variant import Variant
+    from pyllamakv.errors import ScenarioFailed
+
+#: The share of operations around which bytes are compared.
+WATCHED = 0.2
+#: From so many seconds on one release per era is tried, and not the default one alone.
+LONG = 1800.0
+#: Seeds of schedules lie so far apart that no two runs have one in common.
+SEEDS = 1_000_003
+#: Seconds that the search for a shorter schedule may take.
+SEARCH = 120.0
+#: The ways back (`Manifest.probes`) that are llama.cpp's own, patched or not. With the others it is
+#: the shim that undoes a broken-off decode: from 0.3.10 on its finished micro-batches stay.
+UNDOING = ("guard", "patched")
+#: Releases whose RPC server ends over a quantised cache, stock as well, where that is not built.
+FAINT = ("0.3.5",)
+#: What a first batch is, for a device that may not even do that.
+FIRST = (schedules.Operation("prefill", 1),)
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all releases."""
+    return tuple(lock.known())
+
+
+def entries(effort: Effort, tick: Tick) -> list[Entry]:
+    """Play schedules on each release for its share of the seconds; an entry for each.
+
+    Raises NotBuilt before anything is tried.
+    """
+    wanted = effort.only or tuple(_releases(effort.seconds))
+    found = {name: variant.find(f"{name}+patched") for name in wanted}
+    missing = [name for name, each in found.items() if each is None]
+    if missing:
+        build = " && ".join(f"pyllamakv build {name}" for name in missing)
+        msg = f"schedules need {', '.join(missing)}, patched: {build}"
+        raise NotBuilt(msg)
+    share = effort.shared(len(found))
+    return [
+        try_out(
+            name,
+            each.folder,
+            share,
+            tick,
+            undoes=each.manifest.probes.get("rollback") in UNDOING,
+            can=_can(each.manifest),
+            stock=variant.find(f"{name}+stock"),
+        )
+        for name, each in found.items()
+        if each is not None
+    ]
+
+
+def _releases(seconds: float) -> list[str]:
+    if seconds < LONG:
+        return [DEFAULT]
+    return [spec.release for spec in matrix.plan(matrix.Choice(sample=True))]
+
+
+def _can(manifest: Manifest) -> tuple[str, ...]:
+    """Return the backings and devices that a build promises."""
+    mapped = ("mmap", "file", "kept") if "mmap-kv" in manifest.patches else ()
+    return (*mapped, *({"rpc"} & {*manifest.capabilities}))
+
+
+def try_out(
+    name: str, folder: Path, effort: Effort, tick: Tick, make: Make = Stage, most: int = 0, *,
+    undoes: bool = True, can: Sequence[str] = (), stock: Variant | None = None,
+) -> Entry:  # fmt: skip
+    """Play schedules on the variant in a folder, for the effort's seconds and its operations.
+
+    No more than ``most`` schedules are played, if it is not 0, in whatever time. What the build
+    ``can`` have must have been played, and a device that fails at a first batch, or a cache that
+    is absent, must with ``stock`` as well.
+    """
+    tally, began = Tally(), time.monotonic()
+    with ExitStack() as stack:
+        hands: dict[str, Hand] = {}
+        for number, combination in enumerate(walk(effort.seed, undoes=undoes)):
+            spent = time.monotonic() - began
+            hopeless = bool(tally.absent) and not tally.operations
+            enough = tally.operations >= effort.operations or hopeless
+            if (spent > effort.seconds and enough) or (most and number == most):
+                lost = [*tally.never(can), *_fainted(name, tally, stock, make)]
+                lost += _lacking(folder, tally, stock, make)
+                return tally.entry(name, effort.seed, spent, lost)
+            tick(f"{name}: {tally.operations} operations ({combination})")
+            # The environment is that of a process.
+            if combination.slots not in hands:
+                hand = Hand(folder, combination.environment, make)
+                hands[combination.slots] = stack.enter_context(hand)
+            hand = hands[combination.slots]
+            operations = schedules.draw(effort.seed * SEEDS + number, combination.length)
+            task = Task(combination, operations, watched=WATCHED)
+            played = hand.play(task)
+            if played.failed is not None and played.failed.failure == "hang":
+                # A machine that was busy or asleep looks the same; a real hang comes again.
+                played = hand.play(task)
+            tally.add(combination, played)
+            if played.failed is not None:
+                tick(f"{name}: shortening a failure ({combination})")
+                trace = home() / "trust" / "schedules" / name / f"{effort.seed}-{number}.jsonl"
+                _find(hand, replace(task, trace=trace), played.failed, tally)
+    msg = "walks have no end"
+    raise AssertionError(msg)
+
+
+def _fainted(name: str, tally: Tally, stock: Variant | None, make: Make) -> Iterator[str]:
+    """Yield a defect for each device that fails at a first batch, and not so with stock."""
+    for why, met in tally.faint.items():
+        if stock is None:
+            if name not in FAINT:
+                ask = f"pyllamakv build {name}+stock"
+                yield f"{why}, at a first batch; whether stock does so too is not known: {ask}"
+            continue
+        with Hand(stock.folder, met.environment, make) as hand:
+            if _has(hand, met.plain):
+                yield f"{why}, at a first batch, which stock computes"
+
+
+def _lacking(folder: Path, tally: Tally, stock: Variant | None, make: Make) -> Iterator[str]:
+    """Yield a defect for what cannot be opened on the heap, and can with stock, where that is."""
+    if stock is None:
+        return
+    usual = Combination().environment
+    with Hand(folder, usual, make) as ours, Hand(stock.folder, usual, make) as theirs:
+        for (why, *_), met in tally.lacking.items():
+            # Some memories cannot be kept; that a backing is there at all, `Tally.never` says.
+            backed = met.backing != "heap" and _has(ours, replace(met, backing="heap"))
+            if not backed and _has(theirs, met.plain):
+                yield f"absent with {met}, which stock has: {why}"
+
+
+def _has(hand: Hand, combination: Combination) -> bool:
+    again = hand.play(Task(combination, FIRST))
+    return again.failed is None and not again.absent
+
+
+def _find(hand: Hand, task: Task, failed: ScenarioFailed, tally: Tally) -> None:
+    """Shorten what failed and write its trace, unless its kind is known."""
+    # Whichever operation it was that met it.
+    kind = failed.failure, re.sub(r"\d+", "#", re.sub(r"^\w+: ", "", _text(failed)))
+    tally.kinds[kind] += 1
+    if kind in tally.told:
+        return
+    assert task.trace is not None
+    until = time.monotonic() + SEARCH
+    short, failed = schedules.shorten(
+        lambda less: hand.play(replace(task, operations=tuple(less), trace=None)).failed,
+        task.operations,
+        failed,
+        revives=True,
+        enough=lambda: time.monotonic() > until,
+    )
+    task.trace.parent.mkdir(parents=True, exist_ok=True)
+    again = hand.play(replace(task, operations=short)).failed
+    where = f"its trace is {task.trace.relative_to(home())} in the home"
+    if not task.trace.is_file():
+        where = "it could not be traced"
+    elif again is None:
+        where += ", where it did not fail once more"
+    names = " ".join(f"{each.name}:{each.number}" for each in short)
+    tally.told[kind] = (
+        f"{failed.failure} with {task.combination}: {_text(failed)}, "
+        f"after {len(short)} operations ({names}); {where}"
+    )
+
+
+def _text(failed: ScenarioFailed) -> str:
+    return without_folders(next(iter(str(failed).strip().splitlines()), "without a word"))

@@ -1,0 +1,238 @@
+"""Run the native side under the address, undefined-behaviour and thread sanitizers.
+
+Every kind of sanitizer has to see the faults that are planted in the library before what it does
+not report counts for anything. A sized run sees the shim and what the patches touch, the long one
+all of llama.cpp and ggml.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from pyllamakv.errors import KvError
+from pyllamakv.source.releases import DEFAULT
+from qa.entry import Effort, Entry, Tick
+from qa.sanitizers import drivers, instrument, playing, reports
+
+if TYPE_CHECKING:
+    from qa.sanitizers.instrument import Sanitized
+    from qa.sanitizers.playing import Ended
+    from qa.sanitizers.reports import Report
+
+#: From so many seconds on everything is instrumented, and every scenario runs in every setting.
+LONG = 900.0
+#: What a sized run plays first: where memory is mapped, taken back and restored.
+FIRST = (
+    "mmap-story",
+    "fail-between-ubatches",
+    "restore-fragmented",
+    "mmap-trim",
+    "abort-mid-shift",
+    "retry-between-ubatches",
+    "restore-after-shift",
+    "mmap-clear",
+    "quantised-defrag",
+    "fork-then-defrag",
+    "shift-then-defrag",
+)
+PLANTED = {"address": ("heap", "overflow", "shift"), "thread": ("race",)}
+#: What a report of each planted fault must say.
+SAYS = {
+    "heap": "heap-buffer-overflow",
+    "overflow": "signed integer overflow",
+    "shift": "shift exponent",
+    "race": "data race",
+}
+
+
+@dataclass
+class Trial:
+    """Collect what one part ran, what was reported meanwhile, and what went wrong besides."""
+
+    ran: int = 0
+    of: str = "runs"
+    found: list[Report] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    def add(self, found: Iterable[Report]) -> None:
+        """Take the reports that were not there yet."""
+        known = {report.key for report in self.found}
+        for report in found:
+            if report.key not in known:
+                known.add(report.key)
+                self.found.append(report)
+
+    def take(self, what: str, ended: Ended) -> None:
+        """Take what was reported of a program, and that it failed."""
+        self.add(ended.found)
+        if ended.code:
+            self.wrong.append(f"{what} ends with {ended.code}: {ended.said}")
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all parts."""
+    return tuple(PARTS)
+
+
+def entries(effort: Effort, tick: Tick) -> list[Entry]:
+    """Run what is wanted, within about ``effort.seconds`` beside what has to be built first.
+
+    The faults planted for a kind of sanitizer come with whatever runs under it.
+    """
+    work = Work(effort, tick)
+    kinds = {kind for name, (kind, _) in PARTS.items() if effort.wants(name)}
+    return [
+        _entry(name, work.scope(kind) if kind else "headers", part, work)
+        for name, (kind, part) in PARTS.items()
+        if effort.wants(name) or (name.startswith("planted") and kind in kinds)
+    ]
+
+
+def _entry(name: str, scope: str, part: Part, work: Work) -> Entry:
+    trial = Trial()
+    built = work.building
+    start = time.monotonic()
+    try:
+        part(work, trial)
+    except KvError as error:
+        trial.wrong.append(f"it could not be tried: {error}")
+    spent = time.monotonic() - start - (work.building - built)
+    ours, theirs = reports.split(trial.found)
+    if not trial.ran and not trial.wrong:
+        trial.wrong.append("nothing was run")
+    row = {
+        "scope": scope,
+        "ran": f"{trial.ran} {trial.of}",
+        "reports": str(len(ours)),
+        "upstream's own": str(len(theirs)),
+        "seconds": f"{spent:.0f}",
+    }
+    data = {
+        "reports": [[str(report), report.text] for report in trial.found],
+        "building": round(work.building - built, 1),
+        "scope": scope,
+    }
+    defects = [*trial.wrong, *(str(report) for report in ours)]
+    return Entry("sanitizers", name, row, tuple(defects), work.effort.seed, data)
+
+
+class Work:
+    """Do the parts; a library is built when it is first asked for."""
+
+    def __init__(self, effort: Effort, tick: Tick) -> None:
+        self.effort = effort
+        self.tick = tick
+        #: Seconds that went into building, which are spent once.
+        self.building = 0.0
+        self._built: dict[tuple[str, str], Sanitized] = {}
+
+    @property
+    def long(self) -> bool:
+        """Tell whether everything is to be seen and run."""
+        return self.effort.seconds >= LONG
+
+    def scope(self, kind: str) -> str:
+        """Return how much of the library is instrumented (`instrument.Command.chosen`)."""
+        return "whole" if self.long else "core" if kind == "address" else "threads"
+
+    def library(self, side: str, kind: str) -> Sanitized:
+        """Return the instrumented library of a side."""
+        if (side, kind) not in self._built:
+            start = time.monotonic()
+            instrument.runtimes(kind)
+            self._built[side, kind] = instrument.instrumented(
+                f"{DEFAULT}+{side}", kind, self.scope(kind), tell=self.tick
+            )
+            self.building += time.monotonic() - start
+        return self._built[side, kind]
+
+    def plant(self, trial: Trial, kind: str) -> None:
+        """Load the library with each planted fault: what is not reported makes it blind."""
+        trial.of = "faults planted and seen"
+        library = self.library("patched", kind).library
+        for fault in PLANTED[kind]:
+            self.tick(f"planted {fault}")
+            seen = playing.planted(kind, library, fault)
+            if any(SAYS[fault] in report.what for report in seen):
+                trial.ran += 1
+            else:
+                trial.wrong.append(f"the sanitizer is blind: it does not see a planted {fault}")
+        clean = playing.planted(kind, library, "nothing")
+        trial.add(clean)
+
+    def drive(self, trial: Trial) -> None:
+        """Run the tests of the patches' headers, without llama.cpp."""
+        trial.of = "groups of tests"
+        for name, group, ended in drivers.headers(self.tick):
+            trial.ran += bool(group)
+            trial.take(f"{name} {group}".strip(), ended)
+            if not group and not ended.out.split():
+                trial.wrong.append(f"{name} lists no groups of tests")
+
+    def smoke(self, trial: Trial) -> None:
+        """Run the C program over both libraries."""
+        trial.of = "runs"
+        for side in ("patched", "stock"):
+            made = self.library(side, "address")
+            for settings, ended in drivers.smoke(made, self.tick):
+                trial.ran += 1
+                trial.take(f"smoke on {side} ({settings})", ended)
+
+    def threads(self, trial: Trial) -> None:
+        """Use the log ring, cancel and several contexts from several threads."""
+        trial.of = "rounds"
+        # ggml's own threads are left out where ggml is not instrumented: what orders them would
+        # not be seen, and everything that they do look like a race.
+        threads, rounds = (3, 20) if self.long else (1, 8)
+        made = self.library("patched", "thread")
+        trial.ran += rounds
+        trial.take("the driver", drivers.threads(made, threads, rounds, self.tick))
+
+    def worker(self, trial: Trial) -> None:
+        """Use a worker from several threads, where a planted race has to be seen first."""
+        trial.of = "rounds"
+        rounds = 20 if self.long else 3
+        folder = self.library("patched", "thread").folder
+        seen = drivers.worker(folder, 1, self.tick, fault="race")
+        if not any(SAYS["race"] in report.what for report in seen.found):
+            trial.wrong.append("the sanitizer is blind: it does not see a planted race in a worker")
+        trial.ran += rounds
+        trial.take("the driver", drivers.worker(folder, rounds, self.tick))
+
+    def play(self, trial: Trial, side: str) -> None:
+        """Run scenarios in a worker under the sanitizer, as long as there is time."""
+        trial.of = "runs of scenarios"
+        made = self.library(side, "address")
+        seconds = self.effort.seconds / (2 if self.effort.only else 4)
+        for name, setting, outcome, found in self._runs(made, seconds):
+            trial.ran += outcome.status not in ("skip", "absent")
+            # What ends a worker by an assertion of the C++ library is only in its last words.
+            trial.add([*found, *reports.parse(outcome.message)])
+            # Stock may fail what patches are for; that it cannot be judged says nothing of it.
+            if outcome.status == "fault" or (side == "patched" and outcome.failed):
+                trial.wrong.append(f"{name} [{setting}]: {outcome.failure} {outcome.message}")
+
+    def _runs(self, made: Sanitized, seconds: float) -> Iterator[drivers.Played]:
+        until = time.monotonic() + seconds
+        for played in drivers.scenarios(made, FIRST, self.tick, whole=self.long):
+            yield played
+            if time.monotonic() > until:
+                return
+
+
+Part = Callable[[Work, Trial], None]
+#: What is run, by the name of its entry, and the kind of library that it loads: none, or one that
+#: `Work.scope` knows.
+PARTS: Final[dict[str, tuple[str, Part]]] = {
+    "planted, address and undefined": ("address", lambda work, t: work.plant(t, "address")),
+    "planted, threads": ("thread", lambda work, t: work.plant(t, "thread")),
+    "native drivers": ("", Work.drive),
+    "C program": ("address", Work.smoke),
+    "threads": ("thread", Work.threads),
+    "worker, threads": ("thread", Work.worker),
+    "scenarios, patched": ("address", lambda work, t: work.play(t, "patched")),
+    "scenarios, stock": ("address", lambda work, t: work.play(t, "stock")),
+}

@@ -1,0 +1,53 @@
+"""Choose sections, and of each the entries that are named; everything is checked beforehand."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from pyllamakv.errors import UsageError
+from qa import SECTIONS
+
+#: Names that a message lists where none is close: schedules have a release each.
+_LISTED = 20
+
+
+def module(section: str) -> Any:
+    """Return the module of a section, with its ``entries`` and ``names``."""
+    return importlib.import_module(f"qa.{section}")
+
+
+def select(sections: Sequence[str], only: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return the sections to run (all without any), each with what of ``only`` is its own.
+
+    A section that has none of the names is left out. Raises UsageError for a section that there is
+    not, and for a name that none of the chosen sections has.
+    """
+    chosen = tuple(dict.fromkeys(sections or SECTIONS))
+    for section in chosen:
+        if section not in SECTIONS:
+            msg = f"there is no section {section!r}: choose from {', '.join(SECTIONS)}"
+            raise UsageError(msg)
+    if not only:
+        return dict.fromkeys(chosen, ())
+    names = {section: module(section).names() for section in chosen}
+    known = [name for each in names.values() for name in each]
+    for name in only:
+        if not any(_has(section, names[section], name) for section in chosen):
+            close = difflib.get_close_matches(name, known, n=3)
+            some = [*known[:_LISTED], *(["..."] if len(known) > _LISTED else [])]
+            hint = f"did you mean {' or '.join(close)}?" if close else ", ".join(some)
+            msg = f"--only {name!r} names nothing of {', '.join(chosen)}: {hint}"
+            raise UsageError(msg)
+    own = {
+        section: tuple(name for name in only if _has(section, names[section], name))
+        for section in chosen
+    }
+    return {section: wanted for section, wanted in own.items() if wanted}
+
+
+def _has(section: str, names: Sequence[str], name: str) -> bool:
+    """Tell whether a section has an entry of a name, or of a source that no lock knows."""
+    return name in names or (section == "random_operations" and name.startswith(("path:", "git:")))

@@ -1,0 +1,148 @@
+"""`python -m qa stress`: run sections, print what they found, and write RELIABILITY.md."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from pyllamakv.errors import UsageError
+from qa import SECTIONS
+
+if TYPE_CHECKING:
+    from qa.entry import Effort, Entry, Tick
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def stress(
+    sections: list[str] = typer.Argument(None, help=f"{', '.join(SECTIONS)}; all without any."),
+    seconds: float = typer.Option(90.0, min=1.0, help="Maximum number of seconds per section."),
+    operations: int = typer.Option(0, min=0, help="Minimum number of operations per release."),
+    seed: int = typer.Option(1, min=0, help="Random seed."),
+    only: list[str] = typer.Option(None, help="Run only the named entries."),
+    jobs: int = typer.Option(1, min=1, help="Maximum number of processes (mutation, fuzzing)."),
+    write: Path = typer.Option(None, help="Write into this document and its JSON."),
+    add: bool = typer.Option(False, help="Add fuzzing to the results of other seeds."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+) -> None:
+    """Stress-test the package; exits 1 if a defect is found.
+
+    `random_operations` compares random operations with a ledger, `mutation` runs the tests on
+    mutants of the patches, `fuzzing` fuzzes every parser and C entry point, `faults` injects
+    faults, `sanitizers` and `leaks` check memory, `defects` runs the regression tests.
+    """
+    from qa import document, selection
+    from qa.entry import Effort
+
+    chosen = selection.select(sections or (), only or ())
+    if add and (write is None or [*chosen] != ["fuzzing"]):
+        msg = "--add is for fuzzing and a document: python -m qa stress fuzzing --add --write FILE"
+        raise UsageError(msg)
+    effort = Effort(seconds, seed, tuple(only or ()), jobs, operations)
+    command = shlex.join(["python", "-m", "qa", "stress", *(sections or []), *effort.options])
+    kept = document.read(write) if write is not None else []
+    earlier = _earlier(kept, effort) if add else {}
+    found: list[Entry] = []
+
+    def run(name: str, tick: Tick) -> list[Entry]:
+        entries = selection.module(name).entries(replace(effort, only=chosen[name]), tick)
+        tried = [_added(earlier, entry.dated(command)) for entry in entries]
+        found.extend(tried)
+        if write is not None:
+            # Each section as it ends: the long run takes hours.
+            document.write(write, found)
+        return tried
+
+    try:
+        broken = _run([*chosen], run)
+    finally:
+        # Whatever ended it, what was found before that is told.
+        _show(found, as_json)
+    if broken:
+        raise broken[0]
+    if not any(entry.tried for entry in found):
+        why = "; ".join(f"{entry.name} {entry.undecided}" for entry in found)
+        msg = f"nothing was tried: {why or 'no patch, build or target that --only names is there'}"
+        raise UsageError(msg)
+    if not all(entry.passed for entry in found):
+        raise typer.Exit(1)
+
+
+def _run(sections: Sequence[str], run: Callable[[str, Tick], list[Entry]]) -> list[Exception]:
+    """Run one section after the other; return the errors of those that broke off."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    broken: list[Exception] = []
+    about = TextColumn("{task.description}", markup=False)
+    columns = (SpinnerColumn(), about, TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("trying", total=None)
+        for name in sections:
+
+            def tick(about: str, section: str = name) -> None:
+                progress.update(task, description=f"{section}: {about}", advance=1)
+
+            tick("")
+            began = time.monotonic()
+            try:
+                made = run(name, tick)
+                tried = [entry for entry in made if entry.tried]
+                wrong = sum(len(entry.defects) for entry in tried) or "nothing"
+                said = (
+                    f"{len(tried)} tried in {time.monotonic() - began:.0f} s, {wrong} lost or wrong"
+                )
+                said += "".join(f"; {e.name} {e.undecided}" for e in made if not e.tried)
+            except Exception as error:
+                broken.append(error)
+                # The first one is told at the end.
+                said = f"broke off with {type(error).__name__}"
+                said += f": {error}" if len(broken) > 1 else ""
+            progress.console.print(f"{name}: {said}", highlight=False, markup=False, soft_wrap=True)
+    return broken
+
+
+def _show(found: Sequence[Entry], as_json: bool) -> None:
+    """Print what was tried, and what was lost or wrong."""
+    from qa import document
+
+    if as_json:
+        sys.stdout.write(json.dumps([asdict(entry) for entry in found], indent=1) + "\n")
+    elif found:
+        sys.stdout.write(document.render(found))
+    defects = [(entry, defect) for entry in found for defect in entry.defects]
+    if defects:
+        # Once more at the end, where somebody looks who sees only the last lines of a log.
+        sys.stderr.write(f"lost or wrong: {len(defects)}\n")
+        for entry, defect in defects:
+            sys.stderr.write(f"  {entry.section}, {entry.name}: {defect}\n")
+
+
+def _added(earlier: Mapping[str, Entry], entry: Entry) -> Entry:
+    """Return an entry with what the document has of its target, where that is added up."""
+    from qa.fuzzing.outcome import added
+
+    again = entry.tried and entry.name in earlier
+    return added(earlier[entry.name], entry) if again else entry
+
+
+def _earlier(kept: Sequence[Entry], effort: Effort) -> dict[str, Entry]:
+    """Return what a document has of targets that are to be fuzzed again; of another seed."""
+    from qa.fuzzing.outcome import seeds
+
+    found = {each.name: each for each in kept if each.section == "fuzzing"}
+    found = {name: each for name, each in found.items() if effort.wants(name)}
+    again = [name for name, each in found.items() if effort.seed in seeds(each)]
+    if again:
+        msg = f"seed {effort.seed} was tried before on {', '.join(again)}: choose another"
+        raise UsageError(msg)
+    return found
