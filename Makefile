@@ -60,7 +60,7 @@ eras: ## Judge one release per era: what CI does
 	PYLLAMAKV_SWEEP_RELEASES=eras "$$py" -m pytest tests/test_arguments_sweep.py && \
 	"$$py" -m pytest tests/test_records.py -k recorded_trees
 
-bench: ## Measure, and write BENCHMARKS.md
+bench: ## Measure, and write qa/results/benchmarks.md
 	@$(call own,test) && "$$py" -m qa bench $(BENCH_ARGS)
 
 dropin: ## Run llama-cpp-python's own tests on stock and patched libraries

@@ -1,4 +1,4 @@
-"""`python -m qa bench`: measure, print, and write BENCHMARKS.md."""
+"""`python -m qa bench`: measure, print, and write qa/results/benchmarks.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write what was tried into RELIABILITY.md and its JSON, keeping what was not tried again."""
+"""Write results into a document and its JSON, keeping those that were not measured again."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from qa.entry import Entry
 
 HEAD = """# Reliability
 
-Written by `python -m qa stress --write RELIABILITY.md`: what was tested, how often, and what was
-found. `make qa` runs a sized version of all of it.
+Written by `python -m qa stress --write qa/results/reliability.md`: what was tested, how often, and
+what was found. `make qa` runs a sized version of all of it.
 """
 
 
@@ -28,7 +28,7 @@ def read(path: Path) -> list[Entry]:
     kept = path.with_suffix(".json")
     if path == kept or path.is_dir() or path.parent.is_file():
         msg = (
-            f"expected a file such as RELIABILITY.md, which has RELIABILITY.json beside it: {path}"
+            f"expected a file such as reliability.md, which has reliability.json beside it: {path}"
         )
         raise UsageError(msg)
     if not kept.exists():

@@ -55,7 +55,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Entry:
-    """Hold one line of RELIABILITY.md.
+    """Hold one line of qa/results/reliability.md.
 
     ``section`` is its table and ``name`` what was tried; ``row`` has a text per further column.
     ``defects`` tell what was lost or wrong, one sentence each: without any it passed. ``data`` are

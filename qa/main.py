@@ -1,4 +1,4 @@
-"""The command line of quality assurance: `python -m qa stress|bench|peer`.
+"""The command line of quality assurance: `python -m qa stress|bench|peer|summary`.
 
 Errors and exit codes are those of `pyllamakv`: 0 if all passed, 1 if a defect was found, 2 for
 invalid usage, 4 for network errors.
@@ -17,6 +17,7 @@ from pyllamakv.errors import UsageError
 COMMANDS = {
     "stress": ("qa.stress", "Stress-test the package; exits 1 if a defect is found."),
     "bench": ("qa.benchmarks", "Measure ratios side by side."),
+    "summary": ("qa.summary", "Write BENCHMARKS.md and RELIABILITY.md from the results."),
     "peer": ("qa.peer.command", "Run the tests of llama-cpp-python on stock and patched."),
 }
 

@@ -1,4 +1,4 @@
-"""`python -m qa stress`: run sections, print what they found, and write RELIABILITY.md."""
+"""`python -m qa stress`: run sections, print what they found, and write it into a document."""
 
 from __future__ import annotations
 

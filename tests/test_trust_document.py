@@ -56,7 +56,7 @@ def test_the_shipped_document_has_no_names_of_before(section: str) -> None:
     root = checkout()
     if root is None:
         pytest.skip("no checkout")
-    kept = document.read(root / "RELIABILITY.md")
+    kept = document.read(root / "qa" / "results" / "reliability.md")
     names = {entry.name for entry in kept if entry.section == section}
     assert names and names <= set(selection.module(section).names())
 

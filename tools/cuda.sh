@@ -1,8 +1,8 @@
 #!/bin/sh
 # Build for the NVIDIA GPU of this machine, run all scenarios on it, and measure: ten minutes.
-# Date, driver, toolkit and figures go into BENCHMARKS.md.
+# Date, driver, toolkit and figures go into qa/results/benchmarks.md.
 #
-#   tools/cuda.sh [FILE]        FILE: another document than BENCHMARKS.md
+#   tools/cuda.sh [FILE]        FILE: another document than qa/results/benchmarks.md
 #
 # Where the system has no nvcc, the toolkit comes from wheels: the extra `cuda`.
 # PYLLAMAKV_PYTHON names a Python that has the package's dependencies, where none can be installed;
@@ -27,4 +27,4 @@ else
     py=$(tools/bootstrap.sh own "$extras")
 fi
 "$py" -m pyllamakv.cli.main doctor || true
-"$py" -m qa bench hardware --backend cuda --write "${1:-BENCHMARKS.md}"
+"$py" -m qa bench hardware --backend cuda --write "${1:-qa/results/benchmarks.md}"

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 RECIPE = 1
 
 #: What lies beside the patches and their code, and decides no build and no result.
-NO_INPUT = (".pyc", "expected.toml", "equivalent-mutants.toml")
+NO_INPUT = (".pyc", "expected.toml")
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")

@@ -1,1 +1,1 @@
-"""The benchmarks behind BENCHMARKS.md."""
+"""The benchmarks behind qa/results/benchmarks.md."""

@@ -1,4 +1,4 @@
-"""Write figures into BENCHMARKS.md and its JSON, keeping those that were not measured again."""
+"""Write figures into a document and its JSON, keeping those that were not measured again."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from qa.bench.figure import Figure
 
 HEAD = """# Benchmarks
 
-Written by `python -m qa bench --write BENCHMARKS.md`. Every ratio was measured side by side in one
-run; brackets are the 95 % confidence interval of a median over interleaved pairs. Absolute times
-drift with the machine: read the ratios. A figure that missed its target says so.
+Written by `python -m qa bench --write qa/results/benchmarks.md`. Every ratio was measured side by
+side in one run; brackets are the 95 % confidence interval of a median over interleaved pairs.
+Absolute times drift with the machine: read the ratios. A figure that missed its target says so.
 """
 
 #: The columns of a table of figures that have no columns of their own.

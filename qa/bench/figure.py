@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Figure:
-    """Hold one line of BENCHMARKS.md.
+    """Hold one line of qa/results/benchmarks.md.
 
     ``value`` is text with its unit and bounds, ``target`` what was promised or empty, ``met``
     whether it holds, ``limit`` the physical limit beside it, ``data`` the raw numbers.

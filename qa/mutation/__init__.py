@@ -2,7 +2,7 @@
 
 Mutants of every patch of a series are built and judged one after another, in an order that the
 seed decides, until the time is up; what came of each is kept in the home. One that nobody catches
-is a defect, unless ``patches/equivalent-mutants.toml`` says why it changes nothing.
+is a defect, unless ``qa/mutation/equivalent.toml`` says why it changes nothing.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import PatchFormatError
-from pyllamakv.home import data
 from pyllamakv.patching import tables
 from qa.mutation.mutant import listed
 
@@ -16,8 +15,8 @@ if TYPE_CHECKING:
     from pyllamakv.patching.series import Series
     from qa.mutation.mutant import Mutant
 
-#: The file beside the patches.
-NAME = "equivalent-mutants.toml"
+#: The shipped list.
+FILE = Path(__file__).with_name("equivalent.toml")
 
 _KEYS = {"file", "above", "was", "now", "why"}
 
@@ -51,7 +50,7 @@ class Equivalent:
 
 def load(path: Path | None = None) -> tuple[Equivalent, ...]:
     """Read the file; raises PatchFormatError for one without a reason, or one twice."""
-    path = path or data("patches") / NAME
+    path = path or FILE
     table = tables.load(path, {"schema", "mutant"}, schema=1)
     found = tuple(
         Equivalent(

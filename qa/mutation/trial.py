@@ -32,7 +32,7 @@ class Tally:
         return sum(answer.outcome == outcome for _, answer in self.answers)
 
     def entry(self, name: str, seed: int) -> Entry:
-        """Return the line of RELIABILITY.md; a survivor, or one not judged, is a defect."""
+        """Return the row of the results; a survivor, or a mutant not judged, is a defect."""
         catchers = Counter(a.by for _, a in self.answers if a.outcome == "scenario")
         counts = {outcome: self.count(outcome) for outcome in (*OUTCOMES, *PASSING)}
         tried = len(self.answers) - sum(counts[outcome] for outcome in PASSING)

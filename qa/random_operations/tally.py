@@ -1,4 +1,4 @@
-"""Count what was tried on one release, and make its line of RELIABILITY.md."""
+"""Count what was tried on one release, and make its line of qa/results/reliability.md."""
 
 from __future__ import annotations
 

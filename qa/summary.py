@@ -1,0 +1,354 @@
+"""`python -m qa summary`: write BENCHMARKS.md and RELIABILITY.md from the results.
+
+Each page has one row per claim: the figure with its target, what limits it, and the command that
+measured it. All figures are in ``qa/results``. Targets that were missed are listed whether a claim
+covers them or not.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+import qa
+from pyllamakv.errors import UsageError
+from pyllamakv.source.files import write_atomic
+from qa import document as stress
+from qa.bench import document as bench
+from qa.bench.figure import Figure
+from qa.entry import Entry
+
+app = typer.Typer(add_completion=False)
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "qa" / "results"
+
+_HEAD = "| claim | figure | target | limit | command |\n|---|---|---|---|---|"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A sentence about the package, and the figures that support it: their group and names.
+
+    ``name`` is a regular expression that must match at least one figure with a target. With several
+    figures, the row shows the range of their first numbers, and the target is met if all meet it.
+    """
+
+    text: str
+    group: str
+    name: str
+
+
+CLAIMS = (
+    Claim(
+        "Importing the package costs little beside its dependencies",
+        "What Python costs",
+        "`import pyllamakv`",
+    ),
+    Claim(
+        "A decode call with its logits adds microseconds to the same call from C",
+        "What Python costs",
+        "one decode call",
+    ),
+    Claim(
+        "A snapshot of 4,096 cells with statistics takes under 200 µs",
+        "What Python costs",
+        "a snapshot",
+    ),
+    Claim(
+        "Decoding from Python is as fast as plain C",
+        "The decode loop",
+        r"(greedy|logits only), 8 sequences(, 16 steps a call)?$",
+    ),
+    Claim(
+        "Defragmentation with flash attention is as fast as copying the rows",
+        "Complete defragmentations of every kind",
+        "with flash attention, .* over a strided copy",
+    ),
+    Claim(
+        "Defragmentation without flash attention stays near memory speed",
+        "Complete defragmentations of every kind",
+        "no flash attention, alternate cells, over memcpy",
+    ),
+    Claim(
+        "Defragmentation is never slower than the published algorithm",
+        "Complete defragmentations of every kind",
+        "every workload: the published algorithm over ours",
+    ),
+    Claim(
+        "Planning takes at most 2 % of a defragmentation",
+        "Complete defragmentations of every kind",
+        "the plan, as a part",
+    ),
+    Claim(
+        "A patched library decodes as fast as stock if nothing is defragmented",
+        "A complete defragmentation",
+        "decode without defragmentation, patched over stock",
+    ),
+    Claim(
+        "Compaction restores the decode speed of a fresh cache",
+        "A sparse cache",
+        "32768 cells, 200 live at the end, no flash",
+    ),
+    Claim(
+        "Defragmentation over RPC is never slower than the published algorithm",
+        "Devices",
+        "RPC, .*, alternate, flash attention",
+    ),
+    Claim(
+        "The cache managers cost at most 5 % of the decodes by hand",
+        "Cache managers",
+        "",
+    ),
+    Claim(
+        "The longest cached prefix among 1,000 is found within 1 ms",
+        "Prefixes",
+        "find the longest beginning",
+    ),
+    Claim(
+        "A cached prompt is faster than evaluating it",
+        "Prefixes",
+        "a prompt of 1000 tokens",
+    ),
+    Claim(
+        "A memory-mapped cache decodes as fast as one on the heap",
+        "Mapped memory",
+        "decoding behind",
+    ),
+    Claim(
+        "A kept cache replaces the evaluation of a prompt after a restart",
+        "Mapped memory",
+        "the next token after a prompt",
+    ),
+    Claim(
+        "Recording a trace costs at most 3 %",
+        "Recording",
+        "",
+    ),
+    Claim(
+        "20,000 decodes of four clients find a slot each time",
+        "The soak",
+        "",
+    ),
+    Claim(
+        "`pyllamakv check` takes minutes from an empty home",
+        "Whole commands",
+        "from an empty home",
+    ),
+    Claim(
+        "The matrix of all pinned releases takes about an hour",
+        "The matrix of every release",
+        "from an empty home",
+    ),
+    Claim(
+        "The shared headers are as fast as the ports that they replaced",
+        "Ports",
+        "complete defragmentation",
+    ),
+)
+
+#: Section of `python -m qa stress` -> its claim, the column that counts the trials and their unit,
+#: and what the section cannot show.
+SECTIONS: dict[str, tuple[str, str, str, str]] = {
+    "random_operations": (
+        "Operations in any order lose no K/V bytes, cells or logits",
+        "operations",
+        "operations",
+        "streams, shifts in sliding windows and partial states are left out",
+    ),
+    "mutation": (
+        "Scenarios and header tests detect each single change of the patches",
+        "tried",
+        "mutants",
+        "operators at one place each; equivalent mutants are listed with reasons",
+    ),
+    "fuzzing": (
+        "No input of a parser or C entry point ends or hangs the process",
+        "inputs",
+        "inputs",
+        "random inputs, guided by coverage where it can be counted",
+    ),
+    "faults": (
+        "Kills, full disks and I/O errors leave a state that the next run repairs",
+        "faults",
+        "faults",
+        "Linux; faults of the file system calls of one process tree",
+    ),
+    "sanitizers": (
+        "Sanitizers report nothing in the shim and in the patches",
+        "",
+        "runs of programs and scenarios",
+        "gcc, on Linux; OpenMP is off, as in every build",
+    ),
+    "leaks": (
+        "Memory, file descriptors and threads do not grow",
+        "operations",
+        "operations",
+        "bounds per operation are in the table of results",
+    ),
+    "defects": (
+        "Defects that were found stay fixed",
+        "defects fixed",
+        "defects with regression tests",
+        "tests of releases that are not built are skipped",
+    ),
+}
+
+
+@app.command()
+def summary(
+    check: bool = typer.Option(False, "--check", help="Compare only; exits 1 if a page is stale."),
+) -> None:
+    """Write BENCHMARKS.md and RELIABILITY.md from qa/results."""
+    stale = [
+        name
+        for name, text in pages().items()
+        if (ROOT / name).read_text(encoding="utf-8") != text
+    ]  # fmt: skip
+    if check:
+        sys.stdout.write("".join(f"stale: {name}\n" for name in stale))
+        raise typer.Exit(1 if stale else 0)
+    for name, text in pages().items():
+        write_atomic(ROOT / name, text)
+        sys.stdout.write(f"{name}\n")
+
+
+def pages() -> dict[str, str]:
+    """Return the text of each page by its file name."""
+    return {
+        "BENCHMARKS.md": benchmarks(bench.read(RESULTS / "benchmarks.md")),
+        "RELIABILITY.md": reliability(stress.read(RESULTS / "reliability.md")),
+    }
+
+
+def benchmarks(figures: Iterable[Figure], claims: Iterable[Claim] = CLAIMS) -> str:
+    """Return the page of performance claims; raises UsageError for a claim without a figure."""
+    known = list(figures)
+    rows = [_row(claim.text, _figures(claim, known)) for claim in claims]
+    missed = [each for each in known if each.met is False]
+    return "\n".join(
+        [
+            "# Benchmarks",
+            "",
+            "Written by `python -m qa summary` from [all figures](qa/results/benchmarks.md).",
+            "Ratios are measured side by side in one run; brackets are 95 % confidence intervals.",
+            "A range covers several settings. `make bench` measures the main groups again.",
+            "",
+            _HEAD,
+            *rows,
+            "",
+            "## Missed targets",
+            "",
+            "| figure | measured | target | limit |",
+            "|---|---|---|---|",
+            *(_line(f"{e.group}: {e.name}", e.value, e.target, e.limit) for e in missed),
+            "",
+        ]
+    )
+
+
+def _figures(claim: Claim, figures: list[Figure]) -> list[Figure]:
+    found = [
+        each
+        for each in figures
+        if each.group == claim.group and each.target and re.search(claim.name, each.name)
+    ]
+    if not found:
+        msg = f"no figure with a target supports {claim.text!r} ({claim.group}: {claim.name!r})"
+        raise UsageError(msg)
+    return found
+
+
+def _row(text: str, figures: list[Figure]) -> str:
+    first = figures[0]
+    value = first.value
+    if len(figures) > 1:
+        values = sorted((_number(each.value), each.value) for each in figures)
+        value = f"{_short(values[0][1])} to {_short(values[-1][1])}"
+        if values[0] == values[-1]:
+            value = values[0][1]
+    met = all(each.met for each in figures)
+    missed = sum(not each.met for each in figures)
+    target = f"{first.target} ({'met' if met else f'**{missed} of {len(figures)} missed**'})"
+    return _line(text, value, target, first.limit, _command(first.measured))
+
+
+def _number(text: str) -> float:
+    found = re.search(r"\d+(?:\.\d+)?", text)
+    return float(found.group()) if found else 0.0
+
+
+def _short(text: str) -> str:
+    """Return the first number of a value, with its interval and unit."""
+    found = re.match(r"\d+(?:\.\d+)?(?: \[[^]]*\])?(?: (?:x|us|ms|s)\b)?", text)
+    return found.group() if found else text
+
+
+def reliability(entries: Iterable[Entry]) -> str:
+    """Return the page of reliability claims."""
+    known = list(entries)
+    rows = [
+        _line(claim, _counted(members, column, unit), _verdict(members), limit, _last(members))
+        for section, (claim, column, unit, limit) in SECTIONS.items()
+        if (members := [each for each in known if each.section == section])
+    ]
+    return "\n".join(
+        [
+            "# Reliability",
+            "",
+            "Written by `python -m qa summary` from [all results](qa/results/reliability.md),",
+            "which name each defect that was found and fixed. `make qa` runs a sized version.",
+            "",
+            _HEAD.replace("target", "defects (target: none)"),
+            *rows,
+            "",
+            "What each section does:",
+            "",
+            *(f"- *{section}*: {qa.SECTIONS[section]}" for section in SECTIONS),
+            "",
+            *_open(known),
+        ]
+    )
+
+
+def _counted(members: list[Entry], column: str, unit: str) -> str:
+    if not column:
+        total = sum(int(found[0]) for e in members if (found := re.findall(r"\d+", e.row["ran"])))
+    else:
+        total = sum(int(e.row[column].replace(",", "")) for e in members if column in e.row)
+    return f"{total:,} {unit} ({len(members)} entries)"
+
+
+def _verdict(members: list[Entry]) -> str:
+    found = sum(len(each.defects) for each in members)
+    open_ = sum(bool(each.undecided) for each in members)
+    return f"{found or 'none'}" + (f"; {open_} undecided" if open_ else "")
+
+
+def _open(entries: list[Entry]) -> Iterator[str]:
+    lines = [
+        f"- {each.section}, {each.name}: {text}"
+        for each in entries
+        for text in (*each.defects, *([each.undecided] if each.undecided else []))
+    ]
+    if lines:
+        yield from ("## Open", "", *lines, "")
+
+
+def _last(members: list[Entry]) -> str:
+    newest: Callable[[Entry], str] = lambda each: each.measured[:10]  # noqa: E731
+    return _command(max(members, key=newest).measured)
+
+
+def _command(measured: str) -> str:
+    found = re.search(r"`([^`]+)`$", measured.strip())
+    return f"{measured[:10]}: `{found.group(1)}`" if found else measured
+
+
+def _line(*cells: str) -> str:
+    return "| " + " | ".join(" ".join(each.split()).replace("|", "\\|") for each in cells) + " |"
