@@ -57,7 +57,7 @@ matrix: ## Judge every release, and compare with what is expected
 
 eras: ## Judge one release per era: what CI does
 	@$(call own,test) && $(run) matrix run --sample $(MATRIX_ARGS) && \
-	PYLLAMAKV_SWEEP_RELEASES=eras "$$py" -m pytest tests/test_arguments_sweep.py && \
+	PYLLAMAKV_SWEEP_RELEASES=eras "$$py" -m pytest tests/binding/test_arguments_sweep.py && \
 	"$$py" -m pytest tests/test_records.py -k recorded_trees
 
 bench: ## Measure, and write qa/results/benchmarks.md

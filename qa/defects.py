@@ -73,9 +73,10 @@ def entries(effort: Effort, tick: Tick) -> list[Entry]:
 def read(root: Path) -> list[Defect]:
     """Return what the markers of all tests below ``root`` say, each defect once."""
     found: dict[tuple[str, str, str], list[str]] = {}
-    for path in sorted((root / "tests").glob("test_*.py")):
+    for path in sorted((root / "tests").rglob("test_*.py")):
         for what, by, of, test in _marks(path):
-            found.setdefault((what, by, of), []).append(f"tests/{path.name}::{test}")
+            name = path.relative_to(root).as_posix()
+            found.setdefault((what, by, of), []).append(f"{name}::{test}")
     return [Defect(*key, tuple(tests)) for key, tests in found.items()]
 
 

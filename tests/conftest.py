@@ -99,7 +99,7 @@ def trained_model() -> Path:
 @pytest.fixture
 def fuzz_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the processes of the fuzzer find the targets of `fuzz_kit`."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT / "tests"), str(ROOT))))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT / "tests" / "kits"), str(ROOT))))
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """What earlier code promised is kept: trees, interface, command line, exit codes, JSON, verdicts.
 
-Each test says what differs. A wanted change goes into the record with `python tests/records.py
+Each test says what differs. A wanted change goes into the record with `python tests/kits/records.py
 NAME`, and its reason into the commit.
 """
 
@@ -34,7 +34,7 @@ def differences(kept: Any, now: Any, at: str = "") -> list[str]:
 def compare(name: str, now: Any) -> None:
     """Fail with every difference between a record and what is there now."""
     found = differences(records.read(name), json.loads(json.dumps(now)))
-    hint = f"\nif wanted: python tests/records.py {name}, with the reason in the commit"
+    hint = f"\nif wanted: python tests/kits/records.py {name}, with the reason in the commit"
     assert not found, "\n".join(found[:40]) + hint
 
 

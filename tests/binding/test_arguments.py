@@ -1,0 +1,239 @@
+"""Check the checks: what each accepts, and that every refusal names the argument and the value."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import runtime_kit as kit
+from native_kit import built
+
+from pyllamakv.binding import arguments
+from pyllamakv.binding.protocol import ContextParams, ModelParams, SamplerParams
+from pyllamakv.cache.context_cache import ContextCache
+from pyllamakv.errors import ArgumentTypeError, KvError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(__file__).resolve().parents[2]
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3)])
+def test_whole_numbers(value: Any) -> None:
+    """An int or a numpy integer becomes an int."""
+    found = arguments.whole("n", value, 0, 5)
+    assert (found, type(found)) == (3, int)
+    assert arguments.whole_or_none("n", None) is None
+
+
+@pytest.mark.parametrize("value", [True, np.True_, 2.0, np.float32(2), NAN, "2", b"2", None, [2]])
+def test_what_is_no_whole_number(value: Any) -> None:
+    """A bool or a float is none, not even 2.0; the error is a TypeError and a UsageError."""
+    with pytest.raises(TypeError, match="n must be a whole number from 0 to 5, not") as caught:
+        arguments.whole("n", value, 0, 5)
+    assert isinstance(caught.value, UsageError)
+    if value is not None:
+        with pytest.raises(ArgumentTypeError, match="or None"):
+            arguments.whole_or_none("n", value, 0, 5)
+
+
+def test_limits_are_included() -> None:
+    """Check the ends of a range, and a number that cannot be printed."""
+    assert [arguments.whole("n", n, 1, 3) for n in (1, 3)] == [1, 3]
+    for n in (0, 4, -(10**30), 10**5000):
+        with pytest.raises(UsageError, match="from 1 to 3") as caught:
+            arguments.whole("n", n, 1, 3)
+        assert not isinstance(caught.value, TypeError)
+
+
+def test_numbers_are_finite() -> None:
+    """Check floats, and that a bool is none."""
+    assert arguments.number("x", 1) == 1.0
+    assert arguments.number("x", np.float32(0.5)) == 0.5
+    for wrong in (NAN, INF, -INF, 1e300, 10**400):
+        with pytest.raises(UsageError, match="a finite number"):
+            arguments.number("x", wrong)
+    for kind in (True, "1", None, 1j):
+        with pytest.raises(ArgumentTypeError):
+            arguments.number("x", kind)
+
+
+def test_flags_and_flash_attention() -> None:
+    """Exactly the two, or three, answers are accepted, in the ways that are documented."""
+    assert arguments.flag("f", np.True_) is True
+    for wrong in (1, 0, None, "on"):
+        with pytest.raises(ArgumentTypeError, match="True or False"):
+            arguments.flag("f", wrong)
+    right = {True: True, False: False, None: None, "auto": None, "on": True, "off": False}
+    assert {each: arguments.flash_attn(each) for each in right} == right
+    for wrong in (0, 1, 2, -5, 10**6, np.int64(3), 1.0, "yes", b"on", ""):
+        with pytest.raises(UsageError, match="flash_attn must be True"):
+            arguments.flash_attn(wrong)
+
+
+def test_text_that_c_reads() -> None:
+    """C would read up to a NUL; a lone surrogate has no UTF-8."""
+    assert arguments.c_text("t", "\u00e4\U0001f600") == "\u00e4\U0001f600"
+    assert arguments.c_text("t", "") == ""
+    for wrong in ("a\0b", "\ud800"):
+        with pytest.raises(UsageError, match="NUL"):
+            arguments.c_text("t", wrong)
+    with pytest.raises(ArgumentTypeError):
+        arguments.c_text("t", b"bytes")
+
+
+def test_paths_and_items(tmp_path: Path) -> None:
+    """Check paths of text alone, and lists that are not endless."""
+    assert arguments.path("p", tmp_path) == arguments.path("p", str(tmp_path)) == tmp_path
+    for wrong in ("", "a\0b", b"bytes", 3, None):
+        with pytest.raises(UsageError, match="p must be"):
+            arguments.path("p", wrong)
+    assert arguments.items("i", (n for n in (1, 2)), "numbers") == [1, 2]
+    for wrong in ("text", b"bytes", {1: 2}, 5, range(2**62), range(2**70)):
+        with pytest.raises(UsageError, match="i must be numbers"):
+            arguments.items("i", wrong, "numbers")
+
+
+class _Sulky:
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+def test_any_value_can_be_shown() -> None:
+    """A message stays short, whatever the value."""
+    long = ("x" * 10**6, b"x" * 10**6, 10**5000, -(10**5000), [0] * 10**6, np.zeros(10**6))
+    for value in (*long, range(2**70), _Sulky(), dict.fromkeys(range(1000))):
+        assert len(arguments.shown(value)) <= 80
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        *((ContextParams, {"flash_attn": wrong}) for wrong in (2, 3, -2, 10**6, np.int64(3), 1)),
+        *((ContextParams, {name: 1.0}) for name in ("n_ctx", "n_batch", "type_k", "defrag_plan")),
+        *((ContextParams, {name: -1}) for name in ("n_ctx", "n_threads", "type_v", "kv_keep")),
+        *((ContextParams, {name: 1}) for name in ("kv_unified", "guard", "kv_huge", "embeddings")),
+        *((ContextParams, {name: 2**31}) for name in ("n_seq_max", "n_ubatch", "kv_backing")),
+        *((ContextParams, {"defrag_thold": wrong}) for wrong in (NAN, INF, "0", None)),
+        *((ContextParams, {name: "a\0b"}) for name in ("kv_path", "kv_model")),
+        *((ModelParams, {"n_gpu_layers": wrong}) for wrong in (-1, 2**31, 1.0, True, None)),
+        *((ModelParams, {name: 1}) for name in ("use_mmap", "use_mlock", "vocab_only")),
+        *((ModelParams, {name: b"a"}) for name in ("rpc_servers", "devices")),
+        *((SamplerParams, {"seed": wrong}) for wrong in (-1, 2**32, 1.5, None)),
+        *((SamplerParams, {"temperature": wrong}) for wrong in (-1.0, NAN, INF, 1e300, "1")),
+        *((SamplerParams, {name: 1.1}) for name in ("top_p", "min_p", "top_k")),
+        *((SamplerParams, {"penalty_last_n": wrong}) for wrong in (-1, 2**31 - 1, 1.0)),
+        *((SamplerParams, {"penalty_repeat": wrong}) for wrong in (0.0, -1.0, NAN, 1e30)),
+    ],
+)
+def test_records_check_every_field(kind: Callable[..., Any], words: dict[str, Any]) -> None:
+    """Check types and ranges; the message names the field."""
+    with pytest.raises(UsageError, match=next(iter(words))):
+        kind(**words)
+
+
+def test_numpy_values_become_those_of_python() -> None:
+    """What C or a worker is given is plain."""
+    params = ContextParams(n_ctx=np.int64(64), kv_unified=np.True_, flash_attn="on")
+    assert (type(params.n_ctx), params.kv_unified, params.flash_attn) == (int, True, True)
+    assert type(SamplerParams(temperature=np.float32(1)).temperature) is float
+
+
+def test_nonsense_that_was_accepted(tmp_path: Path) -> None:
+    """Each of these changed something, or meant something else."""
+    ctx = kit.context(tmp_path)
+    a, b = ctx.sequence(), ctx.sequence()
+    ctx.prefill(a, [1, 2, 3])
+    ctx.prefill(b, [1, 2])
+    for wrong in (
+        lambda: ctx.step_all([a, b], b"ab"),
+        lambda: ctx.step_all([a, b], [1, True]),
+        lambda: ctx.step(a, True),
+        lambda: ctx.step(5, 1),
+        lambda: a.remove(1, NAN),
+        lambda: a.trim(1.5),
+        lambda: a.shift(0, None, 2.0),
+        lambda: ctx.model.piece(1.0),
+        lambda: ctx.model.context(flash_attn=2),
+        lambda: ctx.sequence(True),
+        lambda: a.feed([1, True]),
+    ):
+        with pytest.raises(TypeError):
+            wrong()
+    with pytest.raises(TypeError, match=r"the bytes that Sequence\.save"):
+        a.restore("path")
+    assert (a.tokens, b.tokens) == ([1, 2, 3], [1, 2])
+    a.close()
+    b.close()
+    cache = ContextCache(ctx)
+    cache.start_forward([1, 2, 3], [0, 1, 2], [0, 0, 0])
+    for wrong in (
+        lambda: cache.remove(0, 1, NAN),
+        lambda: cache.copy_prefix(0, 1, 2.5),
+        lambda: cache.length(0.0),
+        lambda: cache.start_forward([1], [3.0], [0]),
+    ):
+        with pytest.raises(TypeError):
+            wrong()
+    assert [cache.length(n) for n in range(2)] == [3, 0]
+
+
+#: Parameters that only C checks, because the record in Python has been changed: each ended the
+#: process, or took 8 GiB.
+NATIVE = """
+import sys
+import pyllamakv as kv
+from pyllamakv.binding.protocol import ContextParams, ModelParams, SamplerParams
+from pyllamakv.harness import synthetic
+native = kv.open(sys.argv[1]).native
+model = native.model_load(str(synthetic.tiny()), ModelParams())
+def changed(record, name, value):
+    object.__setattr__(record, name, value)
+    return record
+for value in (2, -2, 10**6):
+    try:
+        native.context_new(model, changed(ContextParams(n_ctx=64), "flash_attn", value))
+    except kv.KvError as error:
+        assert "flash_attn" in str(error), error
+    else:
+        raise SystemExit(f"flash_attn {value} was accepted")
+try:
+    native.sampler_new(model, changed(SamplerParams(), "penalty_last_n", 2**31 - 1))
+except kv.KvError as error:
+    assert "penalty_last_n" in str(error), error
+else:
+    raise SystemExit("penalty_last_n was accepted")
+many = native.context_new(model, ContextParams(n_ctx=64, n_batch=8, n_ubatch=8, n_seq_max=40))
+assert native.decode_one(many, 1, 0, 0) == 0
+print("ends by itself")
+"""
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("kind", ["stock", "patched"])
+@pytest.mark.parametrize("release", ["0.3.9", "0.3.16", "0.3.36"])
+def test_c_checks_what_could_end_the_process(release: str, kind: str) -> None:
+    """Check what reaches C past Python's own checks, and more sequences than a batch has tokens."""
+    built(f"{release}+{kind}")
+    done = subprocess.run(
+        [sys.executable, "-c", NATIVE, f"{release}+{kind}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.stdout == "ends by itself\n", done.stderr[-500:]
+
+
+def test_everything_refused_is_an_error_of_ours() -> None:
+    """The class for types is caught as all others are."""
+    assert issubclass(ArgumentTypeError, KvError)
+    assert issubclass(ArgumentTypeError, TypeError)
+    assert issubclass(ArgumentTypeError, ValueError)

@@ -1,0 +1,165 @@
+"""No argument of a public call ends the process, changes what it refuses, or escapes its check.
+
+`sweep_kit` says what is called. By default a part of the calls is made on the default release: the
+same ones each time, others on stock than on patched. ``PYLLAMAKV_SWEEP_RELEASES`` names other
+releases, separated by commas; ``eras`` stands for one release per era. ``PYLLAMAKV_SWEEP_PARTS`` is
+how many runs make up the whole (1: make all calls).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sweep_kit
+from native_kit import DEFAULT_RELEASE, built
+
+TESTS = Path(__file__).resolve().parents[1]
+#: The calls of a variant are made in so many runs, of which a test makes one.
+PARTS = 4
+#: Seconds after which a call counts as one that never ends.
+SILENCE = 120
+#: The most memory that a worker may have taken, in MiB.
+MEMORY = 1500
+#: Calls that end a worker are found one by one, up to so many.
+ENDS = 10
+
+
+def releases() -> list[str]:
+    """Return the releases to sweep."""
+    named = os.environ.get("PYLLAMAKV_SWEEP_RELEASES", DEFAULT_RELEASE)
+    if named != "eras":
+        return named.split(",")
+    from pyllamakv.harness import matrix
+
+    return [cell.release for cell in matrix.plan(matrix.Choice(sample=True))]
+
+
+@dataclass
+class Swept:
+    """Hold what a sweep found, and its numbers."""
+
+    found: list[str] = field(default_factory=list)
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+
+def sweep(spec: str, folder: Path, part: int, parts: int) -> Swept:
+    """Run workers until all calls are made; one that dies is followed by another."""
+    swept, first = Swept(), 0
+    for _ in range(ENDS):
+        last = _one_worker(spec, folder, first, part, parts, swept)
+        if swept.numbers:
+            return swept
+        first = last + 1
+    return swept
+
+
+def _one_worker(spec: str, folder: Path, first: int, part: int, parts: int, swept: Swept) -> int:
+    """Run a worker from a call on; return the number of the last call that it made."""
+    command = [sys.executable, str(TESTS / "kits" / "sweep_kit.py"), spec, str(first)]
+    path = os.pathsep.join(
+        (str(TESTS / "kits"), str(TESTS.parent), os.environ.get("PYTHONPATH", ""))
+    )
+    with subprocess.Popen(
+        [*command, str(part), str(parts)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+    ) as worker:
+        lines: queue.Queue[str | None] = queue.Queue()
+        errors: list[str] = []
+        readers = [
+            threading.Thread(target=_read, args=(worker.stdout, lines)),
+            threading.Thread(target=lambda: errors.extend(worker.stderr or ())),
+        ]
+        for each in readers:
+            each.start()
+        last, name = first, "the start"
+        try:
+            while (line := lines.get(timeout=SILENCE)) is not None:
+                mark, _, text = line.rstrip().partition(" ")
+                if mark == ">":
+                    number, _, name = text.partition(" ")
+                    last = int(number)
+                elif mark == "!":
+                    swept.found.append(text)
+                elif mark == "=":
+                    swept.numbers = json.loads(text)
+        except queue.Empty:
+            swept.found.append(f"{name} did not end in {SILENCE} s")
+            worker.kill()
+        code = worker.wait()
+        for each in readers:
+            each.join()
+    if not swept.numbers and code:
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"status {code}"
+        swept.found.append(f"{name} ended the process ({how}): {''.join(errors)[-300:]}")
+    return last
+
+
+def _read(pipe: Any, lines: queue.Queue[str | None]) -> None:
+    for line in pipe:
+        lines.put(line)
+    lines.put(None)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("kind", ["stock", "patched"])
+@pytest.mark.parametrize("release", releases())
+def test_no_argument_escapes(release: str, kind: str, tmp_path: Path) -> None:
+    """Replace each argument of each call by wrong ones, and look at what comes out."""
+    built(f"{release}+{kind}")
+    parts = int(os.environ.get("PYLLAMAKV_SWEEP_PARTS", PARTS))
+    part = 0 if kind == "stock" else parts // 2
+    swept = sweep(f"{release}+{kind}", tmp_path, part, parts)
+    assert not swept.found, "\n".join(swept.found[:40])
+    numbers = swept.numbers
+    assert numbers["refused"] > numbers["accepted"] > 0
+    assert numbers["peak_mib"] < MEMORY
+    if release == DEFAULT_RELEASE and kind == "patched":
+        # What is refused with right arguments is refused before the wrong one is looked at.
+        assert numbers["failing"] == []
+
+
+def test_every_public_class_is_swept_or_excluded() -> None:
+    """Check that exclusions name what there is, and that every class has a live object."""
+    public = sweep_kit.classes()
+    assert sweep_kit.excluded(sweep_kit.NOT_CONSTRUCTED) <= set(public)
+    for name in sweep_kit.excluded(sweep_kit.NOT_CALLED):
+        owner, _, method = name.partition(".")
+        assert callable(getattr(public[owner], method)), name
+    for call in sweep_kit.calls():
+        if call.owner and call.method:
+            assert call.owner in sweep_kit.LIVE, f"{call.name}: tell LIVE how a live one is had"
+    swept = {call.name for call in sweep_kit.calls()}
+    assert {"Sequence.remove", "Batch.of", "open", "ContextCache", "metrics.expose"} <= swept
+
+
+def test_a_worker_that_dies_is_told_of(tmp_path: Path) -> None:
+    """The call that ends a process is named, and the next worker goes on after it."""
+    worker = tmp_path / "sweep_kit.py"
+    worker.write_text(
+        "import os, sys\n"
+        "if int(sys.argv[2]) < 4:\n"
+        "    print('> 3 Thing.call(n=-1)', flush=True)\n"
+        "    os.abort()\n"
+        "print('= {\"calls\": 1}', flush=True)\n",
+        encoding="utf-8",
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "TESTS", tmp_path)
+        swept = sweep("none", tmp_path, 0, 1)
+    assert swept.numbers == {"calls": 1}
+    assert len(swept.found) == 1
+    assert swept.found[0].startswith("Thing.call(n=-1) ended the process (signal SIGABRT)")

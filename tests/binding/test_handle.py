@@ -1,0 +1,192 @@
+"""Native things are given back once, in order, and never while they are used."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from pyllamakv.binding.handle import Handle
+from pyllamakv.errors import Busy, Closed
+
+
+class Tree:
+    """Make a library with two models, contexts and a sampler; remember what was freed."""
+
+    def __init__(self) -> None:
+        self.freed: list[int] = []
+        free = self.freed.append
+        self.library = Handle(0, free, "library")
+        self.models = [Handle(10 * i, free, "model", self.library) for i in (1, 2)]
+        self.contexts = [
+            Handle(11, free, "context", self.models[0], exclusive=True),
+            Handle(12, free, "context", self.models[0], exclusive=True),
+            Handle(21, free, "context", self.models[1], exclusive=True),
+        ]
+
+    def all(self) -> list[Handle[int]]:
+        """Return every handle."""
+        return [self.library, *self.models, *self.contexts]
+
+
+def in_thread(call: object) -> BaseException | None:
+    """Call in another thread and return what it raised."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).exception(120)  # type: ignore[arg-type]
+
+
+def before(freed: list[int], first: int, then: int) -> bool:
+    """Tell whether one was freed before the other."""
+    return freed.index(first) < freed.index(then)
+
+
+def test_any_order_of_closing() -> None:
+    """Whoever is closed first, children go before their parents, and each goes once."""
+    for order in itertools.permutations(range(6)):
+        tree = Tree()
+        handles = tree.all()
+        for index in order:
+            handles[index].close()
+        assert sorted(tree.freed) == [0, 10, 11, 12, 20, 21], order
+        for first, then in ((11, 10), (12, 10), (21, 20), (10, 0), (20, 0)):
+            assert before(tree.freed, first, then), order
+
+
+def test_use_after_close() -> None:
+    """A closed handle, and one whose parent was closed, says so."""
+    tree = Tree()
+    tree.models[0].close()
+    for handle in (tree.models[0], *tree.contexts[:2]):
+        assert handle.closed
+        with pytest.raises(Closed, match="was closed"), handle:
+            pass
+        with pytest.raises(Closed):
+            _ = handle.raw
+        with pytest.raises(Closed):
+            handle.interrupt(lambda raw: raw)
+        handle.close()
+    assert not tree.contexts[2].closed
+    with tree.contexts[2] as raw:
+        assert raw == 21
+
+
+def test_children_of_the_closed() -> None:
+    """What is made on a closed parent is freed at once."""
+    tree = Tree()
+    tree.models[1].close()
+    del tree.freed[:]
+    with pytest.raises(Closed, match="model was closed"):
+        Handle(22, tree.freed.append, "context", tree.models[1])
+    assert tree.freed == [22]
+
+
+def test_second_thread_is_busy() -> None:
+    """An exclusive handle belongs to one thread at a time, which may enter again."""
+    tree = Tree()
+    context = tree.contexts[0]
+
+    def use() -> None:
+        with context:
+            pass
+
+    with context as raw, context as again:
+        assert raw == again == 11
+        assert isinstance(in_thread(use), Busy)
+        assert in_thread(lambda: context.interrupt(lambda raw: raw)) is None
+    assert in_thread(use) is None
+
+
+def test_closing_what_is_used() -> None:
+    """Closing a parent of something at work closes nothing at all."""
+    tree = Tree()
+    for used in (tree.contexts[1], tree.models[0], tree.library):
+        with used:
+            for handle in (tree.library, used):
+                with pytest.raises(Busy, match="at work"):
+                    handle.close()
+                assert isinstance(in_thread(handle.close), Busy)
+    assert tree.freed == []
+    tree.library.close()
+    assert tree.freed[-1] == 0
+
+
+def test_shared_handles_are_shared() -> None:
+    """A model may be used by many threads at once."""
+    model = Tree().models[0]
+    barrier = threading.Barrier(4)
+
+    def use() -> int:
+        with model as raw:
+            barrier.wait(120)
+            return raw
+
+    with ThreadPoolExecutor(4) as pool:
+        assert [job.result(120) for job in [pool.submit(use) for _ in range(4)]] == [10] * 4
+
+
+def test_dropped_handles_are_given_back() -> None:
+    """Without close, a child that is dropped is freed, and its parent only after it."""
+    tree = Tree()
+    freed = tree.freed
+    del tree.contexts[0]
+    gc.collect()
+    assert freed == [11]
+    del tree
+    gc.collect()
+    assert sorted(freed) == [0, 10, 11, 12, 20, 21]
+    assert before(freed, 12, 10)
+    assert before(freed, 10, 0)
+
+
+def test_cycles_are_given_back_in_order() -> None:
+    """The collector's own order does not matter."""
+    tree = Tree()
+    freed = tree.freed
+    for handle in tree.all():
+        handle.cycle = tree  # type: ignore[attr-defined]
+    del tree, handle
+    gc.collect()
+    assert sorted(freed) == [0, 10, 11, 12, 20, 21]
+    assert before(freed, 11, 10)
+    assert before(freed, 20, 0)
+
+
+EXIT = """
+import threading
+from pyllamakv.binding.handle import Handle
+say = lambda raw: print(raw, flush=True)
+library = Handle(0, say, "library")
+model = Handle(1, say, "model", library)
+context = Handle(2, say, "context", model, exclusive=True)
+other = Handle(5, say, "library")
+used = Handle(6, say, "context", other, exclusive=True)
+entered = threading.Event()
+def work():
+    with used:
+        entered.set()
+        threading.Event().wait()
+threading.Thread(target=work, daemon=True).start()
+entered.wait()
+"""
+
+
+def test_the_interpreter_s_end(tmp_path: Path) -> None:
+    """What is left is freed in order; what a daemon thread uses is left alone, and its parent."""
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(root)!r})\n{EXIT}"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == ["2", "1", "0"]

@@ -1,0 +1,244 @@
+"""A library that does not fit is refused with what to do, before anything runs in it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from fakes.build import fake
+from library_kit import variant
+
+from pyllamakv.binding import library as opening
+from pyllamakv.binding import loading
+from pyllamakv.binding.library import Library, open_library
+from pyllamakv.binding.local import Local
+from pyllamakv.binding.protocol import ContextParams, ModelParams
+from pyllamakv.binding.remote import Remote
+from pyllamakv.errors import Busy, Closed, LoadError, NativeError, UsageError
+from pyllamakv.native._plk import ffi
+
+
+def refused(where: Path, match: str) -> None:
+    """Expect a LoadError, from this process and from a worker."""
+    for isolated in (False, True):
+        with pytest.raises(LoadError, match=match):
+            open_library(where, isolated=isolated)
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_folder_file_and_text(tmp_path: Path, isolated: bool) -> None:
+    """A variant opens by its folder or its file; a bare file needs no manifest."""
+    folder = variant(tmp_path / "v")
+    for where in (folder, str(folder), folder / "libplk.so"):
+        with open_library(where, isolated=isolated) as opened:
+            assert opened.manifest is not None
+            assert opened.manifest.variant == opened.about.variant == "fake"
+            assert opened.path == folder / "libplk.so"
+            assert isinstance(opened.native, Remote if isolated else Local)
+            assert opened.isolated == isolated
+    with open_library(fake()) as opened:
+        assert opened.manifest is None
+
+
+def test_subclasses_open_as_themselves() -> None:
+    """The runtime's library is what it asked for."""
+
+    class Mine(Library):
+        pass
+
+    with Mine.open(fake()) as opened:
+        assert type(opened) is Mine
+
+
+def test_struct_sizes_are_c_s() -> None:
+    """Every struct has the same size for cffi and the C compiler."""
+    native = Local(fake())
+    names = loading.struct_names()
+    assert len(names) == 11
+    for name in names:
+        assert native._lib.plk_sizeof(name.encode()) == ffi.sizeof(name)
+    assert native._lib.plk_sizeof(b"nothing") == -1
+    native.close()
+
+
+def test_missing(tmp_path: Path) -> None:
+    """Nothing there: say how to build it."""
+    refused(tmp_path / "nowhere", "pyllamakv build")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "manifest")
+
+
+def test_damaged_manifest(tmp_path: Path) -> None:
+    """A manifest that cannot be read is no manifest."""
+    folder = variant(tmp_path / "v")
+    (folder / "manifest.json").write_text("{", encoding="utf-8")
+    refused(folder, "build")
+
+
+def test_changed_library(tmp_path: Path) -> None:
+    """A library whose bytes are not the manifest's is refused, also when it was right before."""
+    folder = variant(tmp_path / "v")
+    open_library(folder, isolated=True).close()
+    with (folder / "libplk.so").open("ab") as file:
+        file.write(b"x")
+    refused(folder, "sha256")
+    (folder / "libplk.so").unlink()
+    refused(folder, "cannot be read")
+
+
+def test_other_variant(tmp_path: Path) -> None:
+    """The id inside the library must be the manifest's."""
+    refused(variant(tmp_path / "v", variant="another"), "another")
+
+
+def test_other_interface(tmp_path: Path) -> None:
+    """Another interface number is refused from the manifest, and from the library itself."""
+    refused(variant(tmp_path / "v", abi=99), "interface 99")
+    refused(fake("FAKE_ABI=7"), "interface 7")
+
+
+def test_other_struct() -> None:
+    """A struct of another size is refused by its name."""
+    refused(fake("FAKE_SIZE=72"), "plk_counters for 72 bytes")
+
+
+def test_cpu_flags(tmp_path: Path) -> None:
+    """Code for another processor is refused before it can fault."""
+    refused(variant(tmp_path / "v", cpu_flags=("sse2", "no_such_flag")), "no_such_flag")
+    refused(variant(tmp_path / "w", machine="vax"), "vax")
+
+
+def test_not_a_library(tmp_path: Path) -> None:
+    """Text, and libraries of others, are refused."""
+    text = tmp_path / "libplk.so"
+    text.write_text("not an ELF file", encoding="utf-8")
+    refused(text, "cannot load")
+    other = Path(__import__("_cffi_backend").__file__)
+    refused(other, "not a libplk")
+
+
+def test_missing_function(tmp_path: Path) -> None:
+    """A library that lacks a function of the header is refused when it is opened, not later."""
+    text = (Path(__file__).parents[1] / "kits" / "fakes" / "fake_plk.c").read_text(encoding="utf-8")
+    assert "plk_threads(" in text
+    refused(fake("plk_threads=plk_renamed"), "plk_threads")
+
+
+@pytest.mark.parametrize(
+    ("text", "cure"),
+    [
+        ("libcuda.so.1: cannot open shared object file", "no NVIDIA driver"),
+        ("libcublas.so.12: cannot open shared object file", "CUDA toolkit"),
+        ("libvulkan.so.1: cannot open shared object file", "Vulkan loader"),
+        ("version `GLIBC_2.99' not found", "newer C library"),
+    ],
+)
+def test_what_the_loader_misses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, cure: str
+) -> None:
+    """A dependency that is not there is named by its cure."""
+    target = tmp_path / "libplk.so"
+    target.write_bytes(b"x")
+
+    class Loader:
+        """Stand in for cffi, whose loader finds everything here."""
+
+        RTLD_NOW = RTLD_LOCAL = 0
+        error = ffi.error
+
+        def dlopen(self, name: str, flags: int) -> object:
+            """Fail as the loader does."""
+            raise OSError(f"cannot load library '{name}': {text}")
+
+    monkeypatch.setattr(loading, "ffi", Loader())
+    with pytest.raises(LoadError, match=cure):
+        loading.load(target)
+
+
+def test_a_path_that_names_a_driver(tmp_path: Path) -> None:
+    """The words of the path are not taken for the loader's."""
+    folder = tmp_path / "libcuda.so"
+    folder.mkdir()
+    (folder / "libplk.so").write_bytes(b"x")
+    with pytest.raises(LoadError) as caught:
+        loading.load(folder / "libplk.so")
+    assert "NVIDIA" not in str(caught.value)
+
+
+def test_replaced_library(tmp_path: Path) -> None:
+    """The loader would give the old library again: refuse, and a worker gets the new one."""
+    target = tmp_path / "libplk.so"
+    shutil.copy(fake(), target)
+    open_library(target).close()
+    new = tmp_path / "new.so"
+    shutil.copy(fake('FAKE_VARIANT="newer"'), new)
+    os.replace(new, target)  # noqa: PTH105
+    with pytest.raises(LoadError, match="was replaced"):
+        open_library(target)
+    with open_library(target, isolated=True) as opened:
+        assert opened.about.variant == "newer"
+
+
+def test_two_variants_side_by_side() -> None:
+    """Each library keeps its own names and state."""
+    with open_library(fake()) as one, open_library(fake('FAKE_VARIANT="b"')) as two:
+        assert (one.about.variant, two.about.variant) == ("fake", "b")
+        model = one.native.model_load("m", ModelParams())
+        other = two.native.model_load("m", ModelParams())
+        one.native.context_new(model, ContextParams())
+        assert one.native.model_meta(model, "fake.alive") == "2"
+        assert two.native.model_meta(other, "fake.alive") == "1"
+
+
+def test_init_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that cannot start says why."""
+    monkeypatch.setenv("FAKE_PLK_INIT", "fail")
+    for isolated in (False, True):
+        with pytest.raises(NativeError, match="no backend"):
+            open_library(fake(), isolated=isolated)
+
+
+def test_options_of_a_worker() -> None:
+    """An environment needs a process to hold it."""
+    for options in ({"env": {"A": "b"}}, {"timeout": 3.0}):
+        with pytest.raises(UsageError, match="isolated=True"):
+            open_library(fake(), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", sorted(opening._APART))
+def test_devices_get_a_worker(tmp_path: Path, backend: str) -> None:
+    """A backend that can end the process always lives in one of its own."""
+    folder = variant(tmp_path / "v", fake("FAKE_KIND=1"), backend=backend)
+    with open_library(folder) as opened:
+        assert opened.isolated
+
+
+@pytest.mark.parametrize("backend", sorted(opening._APART))
+def test_a_device_that_is_not_there(tmp_path: Path, backend: str) -> None:
+    """A variant for a device does not compute on the processor in silence."""
+    with pytest.raises(LoadError, match=f"is for {backend}, and finds no such device here"):
+        open_library(variant(tmp_path / "v", backend=backend))
+
+
+def test_a_driver_that_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the CUDA runtime says of it becomes the cure, with the toolkit's version."""
+    said = "ggml_cuda_init: CUDA driver version is insufficient for CUDA runtime version"
+    monkeypatch.setenv("FAKE_PLK_LOG", said)
+    folder = variant(tmp_path / "v", backend="cuda", options={"PLK_CUDA_VERSION": "13.0.88"})
+    with pytest.raises(LoadError, match=r"too old for the toolkit 13\.0\.88: update it") as caught:
+        open_library(folder)
+    assert said in caught.value.log
+
+
+def test_closing() -> None:
+    """A closed library is closed, and one at work is not closed."""
+    opened = open_library(fake())
+    with opened.handle, pytest.raises(Busy):
+        opened.close()
+    opened.close()
+    opened.close()
+    assert opened.closed
+    with pytest.raises(Closed):
+        _ = opened.handle.raw

@@ -1,0 +1,148 @@
+"""A server has a process of its own, says where it listens, and ends with its owner."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.build import ROOT, fake
+from library_kit import variant
+
+import pyllamakv as kv
+from pyllamakv.binding.remote import Remote
+from pyllamakv.binding.server import Server
+from pyllamakv.errors import DeviceLost, LoadError, UsageError
+
+LONG = 120.0
+
+
+def connect(endpoint: str) -> socket.socket:
+    """Connect to a server as a client does."""
+    host, _, port = endpoint.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=LONG)
+
+
+def gone(endpoint: str) -> bool:
+    """Wait until nobody answers any more."""
+    until = time.monotonic() + LONG
+    while time.monotonic() < until:
+        try:
+            connect(endpoint).close()
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_server_answers_until_it_is_closed() -> None:
+    """It listens when it is there, on loopback, and no longer after its end."""
+    with Server(fake(), threads=1) as server:
+        assert server.alive
+        assert not server.open_to_others
+        connect(server.endpoint).close()
+        server.wait(0.01)
+        assert server.endpoint in repr(server)
+    assert gone(server.endpoint)
+    server.close()
+
+
+def test_a_variant_for_a_gpu_serves_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the processor; a device that is named stands, and without any it is refused."""
+    asked: list[str | None] = []
+    serve = Remote.rpc_serve
+
+    def note(self: Remote, endpoint: str, device: str | None, memory: int) -> None:
+        asked.append(device)
+        serve(self, endpoint, device, memory)
+
+    monkeypatch.setattr(Remote, "rpc_serve", note)
+    gpu = variant(tmp_path / "gpu", fake("FAKE_KIND=1"), backend="cuda")
+    for where, device in ((gpu, None), (gpu, "FAKE"), (variant(tmp_path / "cpu"), None)):
+        kv.serve(where, device=device).close()
+    assert asked == ["FAKE", "FAKE", None]
+    with pytest.raises(LoadError, match="finds no such device here"):
+        kv.serve(variant(tmp_path / "none", backend="cuda"))
+
+
+def test_names_become_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp knows addresses alone, and they tell whether others can reach a server."""
+    with Server(fake(), host="localhost") as server:
+        assert server.endpoint.startswith("127.0.0.1:")
+        assert not server.open_to_others
+    asked = socket.getaddrinfo
+    places = {"here.example": "127.0.0.2", "everywhere.example": "0.0.0.0"}
+
+    def resolve(host: str, *words: Any) -> Any:
+        return asked(places.get(host, host), *words)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(Server, "_await", lambda *_words: None)
+    for name, address in places.items():
+        with Server(fake(), host=name) as server:
+            assert server.endpoint.startswith(f"{address}:")
+            assert server.open_to_others == (address == "0.0.0.0")
+
+
+def test_a_server_that_dies_is_lost() -> None:
+    """Whoever waits for it learns that it was killed; closing it is still fine."""
+    with Server(fake()) as server:
+        os.kill(server.pid, signal.SIGKILL)
+        with pytest.raises(DeviceLost, match=r"SIGKILL"):
+            server.wait(LONG)
+        assert not server.alive
+
+
+def test_a_server_that_aborts_is_lost() -> None:
+    """What a client makes it do ends the server, and nothing else."""
+    with Server(fake()) as server:
+        with connect(server.endpoint) as client:
+            client.send(b"x")
+        with pytest.raises(DeviceLost, match=r"SIGABRT"):
+            server.wait(LONG)
+
+
+def test_a_place_that_is_taken() -> None:
+    """A port in use, a strange host and an unknown device are refused with what to do."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(UsageError, match="port that is free"):
+            Server(fake(), port=other.getsockname()[1])
+    with pytest.raises(UsageError, match="IPv4"):
+        Server(fake(), host="no.such.host.invalid")
+    with pytest.raises(UsageError, match="no such device"):
+        Server(fake(), device="abacus")
+    with pytest.raises(UsageError, match="threads"):
+        Server(fake(), threads=0)
+
+
+def test_a_library_that_is_not_there(tmp_path: Path) -> None:
+    """The library's own error comes through."""
+    with pytest.raises(LoadError):
+        Server(tmp_path / "libplk.so")
+
+
+def test_a_server_ends_with_its_owner() -> None:
+    """A program that is killed leaves no server behind."""
+    code = (
+        "import sys, time; from pathlib import Path; from pyllamakv.binding.server import Server;"
+        "server = Server(Path(sys.argv[1])); print(server.endpoint, flush=True); time.sleep(600)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(fake())], stdout=subprocess.PIPE, text=True, env=env
+    ) as owner:
+        assert owner.stdout is not None
+        endpoint = owner.stdout.readline().strip()
+        connect(endpoint).close()
+        owner.kill()
+    assert gone(endpoint)

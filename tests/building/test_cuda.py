@@ -1,0 +1,212 @@
+"""A CUDA toolkit is found in the system or made of wheels; the architecture is never guessed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+import time
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+from building_kit import script
+
+from pyllamakv.building import cuda
+from pyllamakv.errors import ToolMissing, UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+NVCC = "echo 'Cuda compilation tools, release 13.0, V13.0.88'\n"
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the toolkit and the wheels that this machine may have."""
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(cuda, "USUAL", tmp_path / "usual")
+    monkeypatch.setattr(cuda, "_wheel_folders", list)
+
+
+def toolkit(root: Path, *, cublas: bool = True) -> dict[str, str]:
+    """Write a stand-in for a toolkit and return the environment that names it."""
+    script(root / "bin" / "nvcc", NVCC)
+    (root / "include").mkdir(parents=True)
+    if cublas:
+        (root / "include" / "cublas_v2.h").touch()
+    return {"PATH": "", "CUDA_HOME": str(root), cuda.ARCHITECTURE: "90-real"}
+
+
+def test_absent(tmp_path: Path) -> None:
+    """Without nvcc the message names the wheels, for the interpreter that looks for them."""
+    said = re.escape(f"{shlex.quote(sys.executable)} -m pip install 'nvidia-cuda-nvcc")
+    with pytest.raises(ToolMissing, match=said):
+        cuda.find({"PATH": str(tmp_path)})
+
+
+def test_the_extra_is_what_the_message_names() -> None:
+    """Both lists are one."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert tuple(project["optional-dependencies"]["cuda"]) == cuda.WHEELS
+
+
+def test_system(tmp_path: Path) -> None:
+    """A toolkit of the system gives version, architecture and places."""
+    found = cuda.find(toolkit(tmp_path / "cuda"))
+    assert found.version == "13.0.88"
+    assert found.options["CMAKE_CUDA_ARCHITECTURES"] == "90-real"
+    assert found.places["CUDAToolkit_ROOT"] == str(tmp_path / "cuda")
+
+
+def test_stub_of_the_driver(tmp_path: Path) -> None:
+    """With the toolkit's stub the driver's library is linked, without it memory mapping is off."""
+    env = toolkit(tmp_path / "cuda")
+    stub = tmp_path / "cuda" / "lib64" / "stubs" / "libcuda.so"
+    stub.parent.mkdir(parents=True)
+    stub.touch()
+    found = cuda.find(env)
+    assert found.places["CUDA_cuda_driver_LIBRARY"] == str(stub)
+    assert "GGML_CUDA_NO_VMM" not in found.options
+
+
+def test_script_before_nvcc(tmp_path: Path) -> None:
+    """A script on PATH that calls nvcc is looked through: CMake needs the real folder."""
+    toolkit(tmp_path / "cuda")
+    script(tmp_path / "bin" / "nvcc", "")
+    text = f'#!/bin/sh\nexec {tmp_path}/cuda/bin/nvcc "$@"\n'
+    (tmp_path / "bin" / "nvcc").write_text(text, encoding="utf-8")
+    assert cuda.compiler({"PATH": str(tmp_path / "bin")}) == tmp_path / "cuda/bin/nvcc"
+
+
+def test_cublas_is_looked_for(tmp_path: Path) -> None:
+    """A toolkit without cuBLAS says how to get it."""
+    with pytest.raises(ToolMissing, match=r"pip install 'nvidia-cublas==13\.\*'"):
+        cuda.find(toolkit(tmp_path / "cuda", cublas=False))
+
+
+def test_cublas_from_its_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cuBLAS wheel completes a toolkit of the system."""
+    wheel = tmp_path / "site" / "nvidia" / "cu13"
+    (wheel / "include").mkdir(parents=True)
+    (wheel / "include" / "cublas_v2.h").touch()
+    (wheel / "lib").mkdir()
+    older = wheel.parent / "cublas"
+    shutil.copytree(wheel, older)
+    monkeypatch.setattr(cuda, "_wheel_folders", lambda: [wheel.parent])
+    for name in ("libcublas.so", "libcublasLt.so"):
+        (older / "lib" / f"{name}.12").touch()
+    env = toolkit(tmp_path / "cuda", cublas=False)
+    with pytest.raises(ToolMissing, match="cuBLAS of CUDA 13"):
+        cuda.find(env)
+    for name in ("libcublas.so", "libcublasLt.so"):
+        (wheel / "lib" / f"{name}.13").touch()
+    places = cuda.find(env).places
+    assert places["CUDA_cublas_LIBRARY"] == str(wheel / "lib" / "libcublas.so.13")
+    assert places["CUDA_cublasLt_LIBRARY"] == str(wheel / "lib" / "libcublasLt.so.13")
+
+
+def test_wheels_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wheels are laid out as a toolkit once: lib64, and names without versions."""
+    wheel = tmp_path / "site" / "nvidia" / "cu13"
+    toolkit(wheel)
+    (wheel / "lib").mkdir()
+    (wheel / "lib" / "libcudart.so.13").write_bytes(b"library")
+    monkeypatch.setattr(cuda, "_wheel_folders", lambda: [wheel.parent])
+    env = {"PATH": "", cuda.ARCHITECTURE: "90-real"}
+    found = cuda.find(env)
+    root = found.nvcc.parent.parent
+    assert root.is_relative_to(tmp_path / "home")
+    assert (root / "lib64" / "libcudart.so").read_bytes() == b"library"
+    assert cuda.find(env) == found
+
+
+def wheels(site: Path, version: str, root: str = "cu13") -> Path:
+    """Install stand-ins for wheels of a version into a folder, and return `nvidia`."""
+    place = site / "nvidia" / root
+    if not place.exists():
+        toolkit(place)
+        (place / "lib").mkdir()
+    for old in site.glob("nvidia_*.dist-info"):
+        old.rmdir()
+    (site / f"nvidia_cuda_runtime-{version}.dist-info").mkdir()
+    (place / "lib" / "libcudart.so.13").unlink(missing_ok=True)
+    (place / "lib" / "libcudart.so.13").write_text(version, encoding="utf-8")
+    return place.parent
+
+
+def test_other_wheels_are_another_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upgrade is laid out anew; what a killed process left behind is not taken for one."""
+    monkeypatch.setattr(cuda, "_wheel_folders", lambda: [wheels(tmp_path, "13.0.96")])
+    first = cuda.compiler({"PATH": ""})
+    assert first is not None
+    monkeypatch.setattr(cuda, "_wheel_folders", lambda: [wheels(tmp_path, "13.0.97")])
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(cuda, "_link_or_copy", Mock(side_effect=KeyboardInterrupt))
+        cuda.compiler({"PATH": ""})
+    second = cuda.compiler({"PATH": ""})
+    assert second is not None
+    said = [(path.parents[1] / "lib64/libcudart.so").read_text("utf-8") for path in (first, second)]
+    assert said == ["13.0.96", "13.0.97"]
+    assert not list((tmp_path / "home" / "objects").glob(".*"))
+
+
+def test_two_processes_lay_out_one_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second waits, and finds it whole."""
+    folder = wheels(tmp_path, "13.0.96")
+    slow = cuda._link_or_copy
+
+    def link(source: str, target: str) -> None:
+        time.sleep(0.05)
+        slow(source, target)
+
+    monkeypatch.setattr(cuda, "_link_or_copy", link)
+    with ThreadPoolExecutor(2) as pool:
+        made = list(pool.map(lambda _: cuda.prepare_wheels(folder / "cu13"), range(2)))
+    assert made[0] == made[1]
+    assert (made[0] / "lib64" / "libcudart.so").read_text("utf-8") == "13.0.96"
+
+
+def test_the_newest_toolkit_of_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers count, and folders of single wheels of CUDA 12 are no toolkits."""
+    for name in ("cu9", "cu13", "cuda_nvcc"):
+        folder = wheels(tmp_path, "1", name)
+    monkeypatch.setattr(cuda, "_wheel_folders", lambda: [folder])
+    assert [root.name for root in cuda._wheel_roots()] == ["cu13", "cu9"]
+
+
+@pytest.mark.parametrize("value", ["90", "90-real", "86;90-virtual", "90a-real"])
+def test_named_architecture(value: str) -> None:
+    """The environment names the architecture where no GPU can be asked."""
+    assert cuda.architecture({"PATH": "", cuda.ARCHITECTURE: value}) == value
+
+
+@pytest.mark.parametrize("value", ["hopper", "90 86", "native", "9"])
+def test_wrong_architecture(value: str) -> None:
+    """Anything else is refused before CMake sees it."""
+    with pytest.raises(UsageError, match="90-real"):
+        cuda.architecture({"PATH": "", cuda.ARCHITECTURE: value})
+
+
+def test_architecture_of_the_gpu(tmp_path: Path) -> None:
+    """All GPUs of the machine are asked, each capability once."""
+    script(tmp_path / "nvidia-smi", "printf '9.0\\n8.6\\n9.0\\n12.0\\n'\n")
+    assert cuda.architecture({"PATH": str(tmp_path)}) == "120-real;86-real;90-real"
+
+
+@pytest.mark.parametrize("body", ["echo 'No devices were found'; exit 6\n", "echo [N/A]\n"])
+def test_no_gpu(tmp_path: Path, body: str) -> None:
+    """Without a GPU the message says how to name the architecture; nothing is assumed."""
+    script(tmp_path / "nvidia-smi", body)
+    with pytest.raises(UsageError, match=cuda.ARCHITECTURE):
+        cuda.architecture({"PATH": str(tmp_path)})
+
+
+def test_not_nvcc(tmp_path: Path) -> None:
+    """A program that does not speak as nvcc is refused."""
+    env = toolkit(tmp_path / "cuda")
+    script(tmp_path / "cuda" / "bin" / "nvcc", "echo hello\n")
+    with pytest.raises(ToolMissing, match="does not tell its version"):
+        cuda.find(env)

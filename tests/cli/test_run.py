@@ -1,0 +1,185 @@
+"""The verbs run, view and replay, over a simulated library."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from cli_kit import EXAMPLE, Opened, cli
+from fakes.rolling import Rolling
+
+import pyllamakv
+
+#: What scripts are judged under.
+JUDGED = {"LLAMA_SET_ROWS": "0"}
+
+
+@pytest.fixture
+def opened(monkeypatch, tmp_path) -> list[tuple[str, dict]]:
+    """Let ``stock`` be a library that fails, and every other one that heals."""
+    asked: list[tuple[str, dict]] = []
+
+    def open_(spec, **options):
+        asked.append((str(spec), options))
+        return Opened(Rolling(heals=not str(spec).endswith("stock")))
+
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
+    monkeypatch.setattr(pyllamakv, "open", open_, raising=False)
+    monkeypatch.setattr("pyllamakv.runtime.opening.find_recorded", lambda *_: tmp_path)
+    return asked
+
+
+def test_run_plays_a_script_and_draws(opened, capsys) -> None:
+    """Each line with its result, and the cells at each snapshot; always in a worker."""
+    code, out, _ = cli(capsys, "run", EXAMPLE)
+    assert code == 0
+    assert "used=128 holes=128 largest_hole=1" in out
+    assert "after: 144 of 256 cells used" in out
+    assert opened == [("0.3.9+patched", {"isolated": True, "env": JUDGED})]
+
+
+def test_run_tells_what_stock_does(opened, capsys) -> None:
+    """An expectation that is not met is exit 1, with its line."""
+    code, _, err = cli(capsys, "run", EXAMPLE, "--variant", "stock")
+    assert code == 1
+    assert "line 7 (decode)" in err
+
+
+def test_run_prints_json_lines(opened, capsys) -> None:
+    """One object per line, each with its result."""
+    code, out, _ = cli(capsys, "run", EXAMPLE, "--json")
+    told = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [each["op"] for each in told][:2] == ["context", "decode"]
+    assert all("result" in each for each in told)
+
+
+def test_trace_view_replay(opened, capsys, tmp_path: Path) -> None:
+    """What was recorded is drawn, and replays the same; on another build differences are named."""
+    trace = tmp_path / "trace.jsonl"
+    assert cli(capsys, "run", EXAMPLE, "--trace", trace)[0] == 0
+
+    code, out, _ = cli(capsys, "view", trace)
+    assert code == 0
+    assert "after: 144 of 256 cells used" in out
+    code, out, _ = cli(capsys, "view", trace, "--json", "--line", 4)
+    assert json.loads(out)[0]["holes"] == 128
+    assert cli(capsys, "view", trace, "--line", 999)[0] == 2
+    code, out, _ = cli(capsys, "view", trace, "--svg", tmp_path / "pictures")
+    assert code == 0
+    assert all(Path(name).read_text().startswith("<svg") for name in out.split())
+
+    code, out, _ = cli(capsys, "replay", trace)
+    assert code == 0
+    assert "nowhere" in out
+    code, out, _ = cli(capsys, "replay", trace, "--variant", "other-stock", "--json")
+    # Both call themselves "simulated": the recorded build itself came out otherwise.
+    assert code == 1
+    divergence = json.loads(out)["replays"][0]["divergences"][0]
+    assert (divergence["row"], divergence["what"]) == (7, "status")
+    assert (divergence["recorded"], divergence["found"]) == (0, 1)
+    assert divergence["before"] == {"used": 128, "holes": 128, "largest_hole": 1}
+    # A trace is a script.
+    assert cli(capsys, "run", trace)[0] == 0
+
+
+def test_a_script_is_played_as_it_is_judged(opened, capsys, tmp_path, monkeypatch) -> None:
+    """By every verb, and so is its trace, which says so; who sets the variable has his way."""
+    trace = tmp_path / "trace.jsonl"
+    assert cli(capsys, "run", EXAMPLE, "--trace", trace)[0] == 0
+    for verb in ("view", "stats"):
+        assert cli(capsys, verb, EXAMPLE)[0] == 0
+    monkeypatch.setenv("LLAMA_SET_ROWS", "1")
+    code, out, _ = cli(capsys, "replay", trace)
+    assert code == 0
+    assert "under LLAMA_SET_ROWS=0\n" in out
+    assert [options["env"] for _, options in opened] == [JUDGED] * 4
+    assert cli(capsys, "run", EXAMPLE)[0] == 0
+    assert opened[-1][1]["env"] == {"LLAMA_SET_ROWS": "1"}
+
+
+@pytest.mark.parametrize("verb", ["run", "view", "stats"])
+def test_a_model_that_is_named_is_played_on(opened, capsys, monkeypatch, verb) -> None:
+    """The script names one, and the command line comes first; one that is not there is refused."""
+    loaded = []
+    load = Rolling.model_load
+
+    def loading(self, path, params):
+        loaded.append(Path(path).name)
+        return load(self, path, params)
+
+    monkeypatch.setattr(Rolling, "model_load", loading)
+    assert cli(capsys, verb, EXAMPLE, "--model", "bytes")[0] == 0
+    assert loaded[0].startswith("bytes-")
+    opened.clear()
+    code, _, err = cli(capsys, verb, EXAMPLE, "--model", "/nowhere/x.gguf")
+    assert code == 2 and "x.gguf" in err
+    assert not opened
+
+
+def test_a_replay_says_what_it_cannot_undo(opened, capsys, tmp_path, monkeypatch) -> None:
+    """A variable of this process that the recording did not have."""
+    trace = tmp_path / "trace.jsonl"
+    assert cli(capsys, "run", EXAMPLE, "--trace", trace)[0] == 0
+    monkeypatch.setenv("LLAMA_KV_DEFRAG_PLAN", "ordered")
+    _, out, _ = cli(capsys, "replay", trace)
+    assert "under LLAMA_KV_DEFRAG_PLAN=ordered LLAMA_SET_ROWS=0\n" in out
+    assert "not so when it was recorded: LLAMA_KV_DEFRAG_PLAN\n" in out
+    _, out, _ = cli(capsys, "replay", trace, "--json")
+    assert json.loads(out)["environment"]["LLAMA_SET_ROWS"] == "0"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("x.jsonl", "--prompt", "hi"),
+        ("--prompt", "hi"),
+        (EXAMPLE, "--max-tokens", 8),
+        (EXAMPLE, "--seed", 0),
+        (EXAMPLE, "--flash-attn", "--threads", 2),
+    ],
+)
+def test_run_refuses_what_makes_no_sense(opened, capsys, words) -> None:
+    """A usage error, before anything is opened."""
+    assert cli(capsys, "run", *words)[0] == 2
+    assert not opened
+
+
+@pytest.mark.native
+def test_run_continues_prompts_side_by_side(patched, capsys) -> None:
+    """Two prompts in one cache say what each says alone."""
+    from pyllamakv.harness import synthetic
+
+    options = ["--variant", patched.folder, "--model", synthetic.model("bytes"), "--json"]
+    options += ["--max-tokens", 12]
+    one, other = ["--prompt", "the cat"], ["--prompt", "a dog ran"]
+    code, out, _ = cli(capsys, "run", *options, *one, *other)
+    assert code == 0
+    both = json.loads(out)
+    assert both["cache"]["used"] > 20
+    for prompt, told in zip((one, other), both["told"], strict=True):
+        alone = json.loads(cli(capsys, "run", *options, *prompt)[1])["told"][0]
+        assert alone["text"] == told["text"]
+
+
+@pytest.mark.native
+def test_the_example_fails_on_stock_and_passes_on_patched(stock, patched, capsys) -> None:
+    """The documentation's example shows what it says."""
+    assert cli(capsys, "run", EXAMPLE, "--variant", stock.folder)[0] == 1
+    assert cli(capsys, "run", EXAMPLE, "--variant", patched.folder)[0] == 0
+
+
+@pytest.mark.parametrize("verb", ["view", "shrink", "stats"])
+def test_help_has_no_ragged_lines(verb, capsys, monkeypatch) -> None:
+    """Paragraphs fill the terminal: a line ends where the next word would not fit."""
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = cli(capsys, verb, "--help")
+    assert code == 0
+    prose = out[: out.index("Arguments")].splitlines()[2:-1]
+    for line, following in pairwise(prose):
+        word = following.split(maxsplit=1)[0] if following.strip() else ""
+        if word and line.strip():
+            assert len(line.rstrip()) + 1 + len(word) > 78, line

@@ -1,0 +1,97 @@
+"""What the command line does when its result can go nowhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pyllamakv.errors import DiskFull, UsageError
+
+TRACE = Path(__file__).resolve().parents[2] / "examples" / "stock-fails.jsonl"
+WORDS = [["--help"], ["view", "--help"], ["stats", str(TRACE)], ["view", str(TRACE), "--plain"]]
+
+
+def run(words: list[str], stdout: int | None, *, unbuffered: bool) -> tuple[int, str]:
+    """Return status and stderr of a command; without ``stdout`` it is closed."""
+    command = [sys.executable, "-m", "pyllamakv.cli.main", *words]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1" if unbuffered else ""}
+    if stdout is None:
+        command = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+    done = subprocess.run(
+        command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment, check=False
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("unbuffered", [True, False])
+@pytest.mark.parametrize("words", WORDS)
+def test_a_reader_that_leaves_is_no_regression(words, unbuffered) -> None:
+    """Click and rich say 1, and Python 120 when it ends; nothing is wrong with the run."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        code, err = run(words, writing, unbuffered=unbuffered)
+    finally:
+        os.close(writing)
+    assert code == 0, err
+    assert "Traceback" not in err and "Exception" not in err
+
+
+@pytest.mark.parametrize("unbuffered", [True, False])
+def test_what_is_wrong_is_told_all_the_same(unbuffered, tmp_path) -> None:
+    """A reader that leaves hides no exit status that was there before."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        code, err = run(["view", str(tmp_path / "none")], writing, unbuffered=unbuffered)
+        assert code == 2 and "ScriptError" in err
+    finally:
+        os.close(writing)
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_a_closed_stdout_takes_everything(words) -> None:
+    """As `print` has it."""
+    code, err = run(words, None, unbuffered=True)
+    assert code == 0 and "Traceback" not in err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("unbuffered", [True, False])
+@pytest.mark.parametrize("words", WORDS)
+def test_a_full_disk_is_said(words, unbuffered) -> None:
+    """One line that says so, with the exit status of a full disk."""
+    with Path("/dev/full").open("wb") as full:
+        code, err = run(words, full.fileno(), unbuffered=unbuffered)
+    assert code == DiskFull.exit_code
+    assert "cannot be written to stdout: No space left" in err
+    assert "Traceback" not in err and "Exception" not in err
+
+
+def test_an_exit_status_outlives_a_broken_pipe(monkeypatch) -> None:
+    """A verdict that was there before the last flush stands, and so does an error."""
+    from pyllamakv.cli import main
+
+    reading, writing = os.pipe()
+    os.close(reading)
+    for ending, expected in ((lambda *_: 1, 1), (_refuse, 2)):
+
+        def verb(name, words, ending=ending) -> int:
+            sys.stdout.write("said\n")
+            return ending(name, words)
+
+        monkeypatch.setattr(main, "_run", verb)
+        with os.fdopen(os.dup(writing), "w") as pipe, monkeypatch.context() as patched:
+            patched.setattr(sys, "stdout", pipe)
+            with pytest.raises(SystemExit) as leaving:
+                main.main(["stats"])
+        assert leaving.value.code == expected
+    os.close(writing)
+
+
+def _refuse(*_) -> int:
+    raise UsageError("no")

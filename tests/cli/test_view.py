@@ -1,0 +1,244 @@
+"""The verbs view and stats, over a simulated library."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+from cli_kit import EXAMPLE, Opened, cli
+from fakes.rolling import Rolling
+from metrics_kit import parse
+
+import pyllamakv
+from pyllamakv.harness.pictures import raster
+
+
+@pytest.fixture(autouse=True)
+def opened(monkeypatch, tmp_path) -> list[str]:
+    """Let ``…stock`` be a library that fails, and every other one that heals."""
+    asked: list[str] = []
+
+    def open_(spec, **_):
+        asked.append(str(spec))
+        return Opened(Rolling(heals=not str(spec).endswith("stock")))
+
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
+    monkeypatch.setattr(pyllamakv, "open", open_, raising=False)
+    return asked
+
+
+@pytest.fixture
+def trace(opened, capsys, tmp_path) -> Path:
+    """Record the example."""
+    path = tmp_path / "trace.jsonl"
+    assert cli(capsys, "run", EXAMPLE, "--trace", path)[0] == 0
+    opened.clear()
+    return path
+
+
+def test_a_trace_is_shown_without_any_library(trace, opened, capsys) -> None:
+    """What was recorded is enough."""
+    code, out, _ = cli(capsys, "view", trace)
+    assert code == 0 and not opened
+    assert "before: 128 of 256 cells used" in out
+    assert "after: 144 of 256 cells used" in out
+    assert "decode 0: 16 tokens" in out
+
+
+def test_a_script_is_shown_while_it_runs(opened, capsys) -> None:
+    """On the patched default, or on the variant that is named."""
+    code, out, _ = cli(capsys, "view", EXAMPLE)
+    assert code == 0 and opened == ["0.3.9+patched"]
+    assert "after: 144 of 256 cells used" in out
+
+
+def test_what_fails_is_shown_before_it_is_told(opened, capsys) -> None:
+    """The operation that ended the script is the last one, and the exit status says it."""
+    code, out, err = cli(capsys, "view", EXAMPLE, "--variant", "stock")
+    assert code == 1
+    assert "decode 0: 16 tokens; no-slot" in out.splitlines()[-1]
+    assert "line 7 (decode)" in err
+
+
+def test_a_trace_is_played_where_asked(trace, opened, capsys) -> None:
+    """With a variant, what that one does is shown, not what was recorded."""
+    code, out, _ = cli(capsys, "view", trace, "--variant", "other-stock")
+    assert code == 1 and opened == ["other-stock"]
+    assert "no-slot" in out
+
+
+def test_a_timeline_is_written(trace, capsys, tmp_path) -> None:
+    """As SVG, with its name on stdout; of a failing run as well."""
+    target = tmp_path / "new" / "line.svg"
+    code, out, _ = cli(capsys, "view", trace, "--timeline", target)
+    assert (code, out) == (0, f"{target}\n")
+    assert ET.parse(target).getroot().tag.endswith("svg")
+    code, out, _ = cli(capsys, "view", EXAMPLE, "--variant", "stock", "--timeline", target)
+    assert code == 1
+    assert "no-slot" in target.read_text(encoding="utf-8")
+
+
+def test_png_is_written(trace, capsys, tmp_path) -> None:
+    """A timeline, and a picture for each change, where Pillow is."""
+    pytest.importorskip("PIL")
+    code, out, _ = cli(
+        capsys,
+        "view",
+        trace,
+        "--timeline",
+        tmp_path / "line.png",
+        "--png",
+        tmp_path / "all",
+        "--dark",
+    )
+    assert code == 0
+    files = [Path(line) for line in out.splitlines()]
+    assert len(files) >= 4
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
+
+
+def test_without_pillow_nothing_is_played(opened, capsys, tmp_path, monkeypatch) -> None:
+    """The error comes before a long run, not after it."""
+
+    def missing():
+        raise raster.Unsupported("PNG pictures need Pillow", "pictures")
+
+    monkeypatch.setattr(raster, "_pillow", missing)
+    code, _, err = cli(capsys, "view", EXAMPLE, "--timeline", tmp_path / "line.png")
+    assert code == 2 and "Pillow" in err and not opened
+
+
+@pytest.mark.parametrize("words", [("--timeline", "x.gif"), ("--svg", EXAMPLE), ("--png", EXAMPLE)])
+def test_what_cannot_be_written_is_refused_first(opened, capsys, words) -> None:
+    """A usage error that says what would do."""
+    code, _, err = cli(capsys, "view", EXAMPLE, *words)
+    assert code == 2 and ("folder" in err or ".svg" in err)
+    assert not opened
+
+
+def test_json_has_every_change(trace, capsys) -> None:
+    """With numbers, and what moved."""
+    code, out, _ = cli(capsys, "view", trace, "--json")
+    told = json.loads(out)
+    assert code == 0
+    assert [each["op"] for each in told if each["moved"]] == ["decode"]
+    assert told[-1]["used"] == 144
+
+
+@pytest.mark.parametrize("form", ["text", "json", "prometheus"])
+def test_stats_of_a_trace_and_of_a_run_agree(trace, capsys, form) -> None:
+    """What the recorded cells say is what the library's cells say."""
+    found = []
+    for words in ((trace,), (EXAMPLE, "--variant", "patched")):
+        code, out, _ = cli(capsys, "stats", *words, "--format", form)
+        assert code == 0
+        if form == "prometheus":
+            kinds, samples = parse(out)
+            assert kinds["pyllamakv_run_operations_total"] == "counter"
+            found.append({key[0]: value for key, value in samples.items() if "_kv_" in key[0]})
+        elif form == "json":
+            raw = json.loads(out)
+            assert raw["run"]["operations"] == {"decode": 2, "remove": 1}
+            found.append(raw["kv"])
+        else:
+            found.append(dict(line.split("  ", 1) for line in out.splitlines()))
+    recorded, played = found
+    if form == "text":
+        assert recorded["used"].strip() == played["used"].strip() == "144 (56%)"
+    else:
+        assert recorded.items() <= played.items()
+
+
+def test_stats_take_labels(trace, opened, capsys) -> None:
+    """For every metric; wrong ones are refused before anything is played, whatever the format."""
+    code, out, _ = cli(
+        capsys, "stats", trace, "--format", "prometheus", "--label", 'host=a"b', "--label", "x=y=z"
+    )
+    _, samples = parse(out)
+    assert code == 0
+    assert all({("host", 'a"b'), ("x", "y=z")} <= set(labels) for _, labels in samples)
+    opened.clear()
+    for wrong in ("host", "op=x", "1=2", "__x=y", "a-b=c", "ü=x", "=x", "manager=x"):
+        for form in ("text", "json", "prometheus"):
+            words = ("stats", EXAMPLE, "--format", form, "--label", wrong)
+            assert cli(capsys, *words)[0] == 2
+    assert not opened
+    code, out, _ = cli(capsys, "stats", trace, "--label", "host=a\x1b[31mb")
+    assert code == 0 and "a\\x1b[31mb" in out
+
+
+def test_stats_of_a_run_that_fails(capsys) -> None:
+    """The numbers up to there, the failure among them, and exit 1."""
+    code, out, _ = cli(capsys, "stats", EXAMPLE, "--variant", "stock", "--json")
+    assert code == 1
+    raw = json.loads(out)
+    assert raw["run"]["failures"] == {"decode: no-slot": 1}
+    assert raw["kv"]["largest_hole"] == 1
+
+
+@pytest.mark.parametrize("option", ["--timeline", "--svg"])
+def test_pictures_that_cannot_be_written_are_a_usage_error(option, trace, capsys, tmp_path) -> None:
+    """A file stands where a folder should be."""
+    (tmp_path / "file").write_text("")
+    code, _, err = cli(capsys, "view", trace, option, tmp_path / "file" / "x.svg")
+    assert code == 2
+    assert "cannot be written" in err
+
+
+def test_a_failed_decode_is_not_said_to_be_unseen(opened, capsys, tmp_path) -> None:
+    """`run --trace` looks at the cells after each line; one that changed none has no picture."""
+    path = tmp_path / "failed.jsonl"
+    assert cli(capsys, "run", EXAMPLE, "--variant", "stock", "--trace", path)[0] == 1
+    code, out, err = cli(capsys, "view", path)
+    assert code == 0 and "no-slot" in out
+    assert "kept no cells" not in err
+
+
+def test_a_line_without_cells_names_those_that_have_some(trace, capsys) -> None:
+    """Beyond the end of the run, or before its first cells."""
+    code, _, err = cli(capsys, "view", trace, "--line", 999)
+    assert code == 2
+    assert "lines 2 to 10 have" in err
+
+
+def test_nothing_in_a_run_gives_orders_to_the_terminal(opened, capsys, tmp_path) -> None:
+    """Control characters of labels, names, notes and heads are spelled, also in pictures."""
+    evil = "\x1b[2J\x07\x9b\r\u202e"
+    lines = [
+        {"op": "context", "n_ctx": 64},
+        {"op": "decode", "feed": {"0": 4}},
+        {"op": "save", "seq": 0, "as": evil},
+        {"op": "snapshot", "label": evil},
+        {"op": "note", "text": evil},
+    ]
+    script, trace = tmp_path / f"a{evil[:4]}.jsonl", tmp_path / "trace.jsonl"
+    script.write_text("\n".join(map(json.dumps, lines)))
+    assert cli(capsys, "run", script, "--trace", trace)[0] == 0
+    head, *rest = trace.read_text().splitlines()
+    named = json.dumps({**json.loads(head), "variant": evil, "spec": evil})
+    trace.write_text("\n".join([named, *rest]) + "\n")
+    svg = tmp_path / "line.svg"
+    said = ""
+    for words in (
+        ("run", script),
+        ("view", script),
+        ("view", trace),
+        ("view", trace, "--timeline", svg),
+        ("view", trace, "--svg", tmp_path / "all"),
+        ("stats", trace),
+        ("replay", trace, "--variant", "x"),
+    ):
+        code, out, err = cli(capsys, *words)
+        assert code == 0, err
+        said += out + err
+    script.write_text(json.dumps({"op": evil}))
+    code, _, err = cli(capsys, "run", script)
+    assert code == 2
+    said += err
+    assert "\\x1b[2J\\x07" in said
+    assert all(sign.isprintable() or sign == "\n" for sign in said)
+    assert ET.parse(svg).getroot().tag.endswith("svg")
+    for picture in (tmp_path / "all").iterdir():
+        ET.parse(picture)

@@ -1,0 +1,133 @@
+"""Run the code of the documents, compare with the output they print, and refresh it.
+
+Every ``python`` block is run, and so are the ``pyllamakv`` commands of a ``sh`` block in the README
+or before a ``text`` block, which holds their output. It must be the same up to numbers, which
+differ between machines and days. ``python tests/readme.py --write`` puts the present output in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = (
+    "README.md",
+    "docs/api.md",
+    "docs/backends.md",
+    "docs/cache.md",
+    "docs/harness.md",
+    "docs/patches.md",
+    "docs/pictures.md",
+    "docs/plugin.md",
+    "docs/prefix-cache.md",
+    "docs/scripts.md",
+    "docs/slot-cache.md",
+    "docs/traces.md",
+)
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+@dataclass(frozen=True)
+class Example:
+    """Hold a block of a document, its line, and where the output that it promises stands."""
+
+    document: str
+    line: int
+    language: str
+    code: str
+    output: str | None
+    span: tuple[int, int] | None
+
+
+def examples(document: str) -> list[Example]:
+    """Return the blocks of a document that can be run."""
+    path = ROOT / document
+    if not path.is_file():
+        return []
+    text = path.read_text(encoding="utf-8")
+    fences = list(FENCE.finditer(text))
+    found = []
+    for index, fence in enumerate(fences):
+        language, code = fence.groups()
+        if language == "sh":
+            code = "".join(
+                line + "\n" for line in code.splitlines() if line.startswith("pyllamakv ")
+            )
+        if language not in {"python", "sh"} or not code:
+            continue
+        output = span = None
+        if index + 1 < len(fences):
+            after = fences[index + 1]
+            between = text[fence.end() : after.start()].strip()
+            if after[1] == "text" and not between:
+                output, span = after[2], after.span(2)
+        if language == "sh" and span is None and document != "README.md":
+            continue  # a reference of verbs, some of which take hours
+        line = text.count("\n", 0, fence.start()) + 1
+        found.append(Example(document, line, language, code, output, span))
+    return found
+
+
+def run(example: Example) -> str:
+    """Run a block from the root of the repository and return what it prints on stdout."""
+    environment = dict(os.environ, COLUMNS="100", NO_COLOR="1", PYTHONPATH=str(ROOT))
+    environment.pop("FORCE_COLOR", None)
+    if example.language == "python":
+        commands = [[sys.executable, "-c", example.code]]
+    else:
+        commands = [
+            [sys.executable, "-m", *shlex.split(line, comments=True)]
+            for line in example.code.splitlines()
+        ]
+    said = ""
+    for command in commands:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=800,
+            check=False,
+        )
+        if done.returncode:
+            message = f"{command[-1]!r} exited with {done.returncode}:\n{done.stdout}{done.stderr}"
+            raise RuntimeError(message)
+        said += done.stdout
+    return said
+
+
+def shape(text: str) -> str:
+    """Return a text without its numbers and the widths that hang on them."""
+    lines = (re.sub(r"\s+", " ", NUMBER.sub("#", line)).strip() for line in text.splitlines())
+    return "\n".join(line for line in lines if line)
+
+
+def write() -> None:
+    """Put the present output of every block into its document."""
+    for document in DOCUMENTS:
+        path = ROOT / document
+        for example in reversed(examples(document)):
+            if example.span is None:
+                continue
+            text = path.read_text(encoding="utf-8")
+            start, end = example.span
+            said = "".join(line.rstrip() + "\n" for line in run(example).strip("\n").splitlines())
+            path.write_text(text[:start] + said + text[end:], encoding="utf-8")
+            sys.stderr.write(f"{document}:{example.line}\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", required=True)
+    parser.parse_args()
+    write()

@@ -1,0 +1,41 @@
+"""Record a script on a simulated library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fakes.simulated import SimulatedNative
+
+from pyllamakv.harness import synthetic
+from pyllamakv.harness.traces import playing, script, trace
+from pyllamakv.harness.traces.stage import Stage
+
+STORY = """
+# two sequences, one leaves
+{"op": "context", "n_ctx": 64, "n_ubatch": 16, "n_seq_max": 4}
+{"op": "decode", "feed": {"0": 16, "1": 16}, "interleave": true}
+{"op": "copy", "seq": 0, "into": 2, "to": 4}
+{"op": "save", "seq": 1, "as": "kept"}
+{"op": "remove", "seq": 1}
+{"op": "shift", "seq": 0, "from": 8, "by": 2}
+{"op": "snapshot", "label": "holes"}
+{"op": "defrag"}
+{"op": "restore", "seq": 1, "as": "kept"}
+{"op": "batch", "tokens": [5, 6, 7], "seq": [0, [0, 3], 1], "logits": "all"}
+{"op": "step", "seq": 2, "token": 9}
+{"op": "advance", "steps": [[1, 2], [3, 4]], "seq": [0, 1]}
+{"op": "decode", "feed": {"0": 60}, "expect": "no-slot"}
+{"op": "note", "text": "still there"}
+"""
+
+
+def record(path: Path, text: str = STORY, native=None) -> Path:
+    """Play a script and record it."""
+    stage = Stage(native or SimulatedNative())
+    recorder = trace.Recorder(path, trace.here("simulated", synthetic.model("tiny"), {}), stage)
+    try:
+        playing.play(script.parse(text.splitlines()), stage, recorder.observe)
+    finally:
+        recorder.close()
+        stage.close()
+    return path

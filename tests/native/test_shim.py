@@ -1,0 +1,111 @@
+"""Check the native library from C, without Python between: behaviour, exports, drop-in."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pyllamakv.building.variant import Variant
+
+NATIVE = Path(__file__).resolve().parents[2] / "pyllamakv" / "native"
+SHIM = NATIVE / "shim"
+SMOKE = Path(__file__).resolve().parents[1] / "native" / "smoke.c"
+
+#: Flash attention, type of K, type of V.
+SETTINGS = (("0", "1", "1"), ("1", "1", "1"), ("1", "8", "8"), ("1", "2", "8"))
+
+
+def _tool(name: str, variable: str = "") -> str:
+    found = shutil.which(os.environ.get(variable, name) if variable else name)
+    if found is None:
+        pytest.skip(f"{name} is not here")
+    return found
+
+
+def _functions() -> set[str]:
+    """Return the names of all functions that plk.h declares."""
+    text = (NATIVE / "plk.h").read_text(encoding="utf-8")
+    text = re.sub(r"/\*.*?\*/", "", text[text.index("cdef begin") :], flags=re.S)
+    return set(re.findall(r"\b(plk_\w+)\(", text))
+
+
+@pytest.fixture(scope="module")
+def smoke(variant: Variant, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compile the C program against a variant."""
+    program = tmp_path_factory.mktemp("smoke") / "smoke"
+    library = Path(variant.library)
+    command = [_tool("cc", "CC"), "-std=c11", f"-I{NATIVE}", str(SMOKE), str(library)]
+    command += ["-lm", f"-Wl,-rpath,{library.parent}", "-o", str(program)]
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, timeout=300)
+    return program
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("settings", SETTINGS, ids=":".join)
+@pytest.mark.defect(
+    "`plk_run` did not say how many steps were decoded when it was refused at once",
+    by="fuzzing",
+    of="shim",
+)
+def test_smoke(smoke: Path, tiny_model: Path, settings: tuple[str, ...]) -> None:
+    """A C program loads, decodes, defragments, restores, and is refused what would abort."""
+    command = [str(smoke), str(tiny_model), *settings]
+    result = subprocess.run(
+        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=600
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "ok\n"
+
+
+@pytest.mark.native
+@pytest.mark.skipif(sys.platform != "linux", reason="nm -D speaks of ELF")
+def test_exports(variant: Variant) -> None:
+    """The library exports the functions of plk.h and nothing else."""
+    command = [_tool("nm"), "-D", "--defined-only", "--format=posix", str(variant.library)]
+    listed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    exported = {line.split()[0] for line in listed.stdout.splitlines() if line.strip()}
+    assert exported == _functions()
+
+
+@pytest.mark.native
+@pytest.mark.skipif(sys.platform != "linux", reason="nm -D speaks of ELF")
+def test_no_symbol_is_shared_between_libraries(variant: Variant) -> None:
+    """No symbol is unique per process: two variants would share it."""
+    listed = subprocess.run(
+        [_tool("nm"), str(variant.library)], check=True, capture_output=True, text=True, timeout=120
+    )
+    assert not re.search(r"^\S+ u ", listed.stdout, re.M)
+
+
+def test_every_candidate_is_listed() -> None:
+    """Each source of a group stands in probes.cmake, and each listed name has a source."""
+    text = (NATIVE / "cmake" / "probes.cmake").read_text(encoding="utf-8")
+    groups = re.search(r"set\(PLK_GROUPS\s+([\w\s]+)\)", text)
+    assert groups is not None
+    assert {folder.name for folder in SHIM.iterdir() if folder.is_dir()} == set(groups[1].split())
+    for group in groups[1].split():
+        listed = re.search(rf"set\(PLK_{group} ([\w\s]+)\)", text)
+        assert listed is not None, group
+        files = {path.stem for path in (SHIM / group).glob("*.cpp")}
+        assert files - {"none"} == set(listed[1].split()), group
+
+
+@pytest.mark.native
+def test_probes_agree_with_the_manifest(variant: Variant) -> None:
+    """What the library says was chosen is what CMake wrote down, and 0.3.9 lacks no group."""
+    import pyllamakv
+
+    with pyllamakv.open(variant.folder) as library:
+        probes = library.native.about.probes
+    optional = {"counters", "mapping", "moving"}  # only patches bring them
+    assert {group for group, choice in probes.items() if choice is None} <= optional
+    assert probes["cells"] == "unified", json.dumps(probes)

@@ -1,0 +1,109 @@
+"""Hooks and shared files as files, and doctored patches with one fault each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pyllamakv.patching import hunks, series
+from pyllamakv.patching.definition import PatchText
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARED = ROOT / "patches" / "shared"
+DOCTORED = sorted((ROOT / "tests" / "data" / "doctored").glob("*.patch"))
+FOREIGN = sorted((ROOT / "tests" / "data" / "foreign").glob("*.patch"))
+# A guard holds on stock too, mostly: only a text with a fault shows that it can fail.
+GUARDS = {
+    "abort-after-defrag",
+    "abort-mid-decode",
+    "fail-between-ubatches",
+    "fork-then-defrag",
+    "nothing-to-move",
+    "restore-shifted",
+    "shift-then-defrag",
+}
+
+
+def ports() -> list[Path]:
+    """Return the hooks of every port of every patch."""
+    return sorted((ROOT / "patches").glob("*/*.patch"))
+
+
+def added(patch: hunks.Patch, path: str) -> list[bytes]:
+    """Return the lines that a patch adds to a file, without their ends."""
+    return [line.rstrip(b"\n") for hunk in patch.file(path).hunks for line in hunk.added]
+
+
+def test_the_planner_names_no_upstream_type() -> None:
+    """It includes only the standard library and names no type of ggml or llama.cpp."""
+    lines = (SHARED / "src" / "llama-kv-defrag.h").read_bytes().split(b"\n")
+    code = [line.split(b"//")[0] for line in lines]
+    assert not [line for line in code if line.startswith(b'#include "')]
+    assert not [line for line in code if b"ggml" in line]
+    words = b" ".join(code).replace(b"llama_kv_defrag", b"").replace(b"LLAMA_KV_DEFRAG", b"")
+    assert b"llama_" not in words
+
+
+@pytest.mark.parametrize("path", ports(), ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_hooks_are_clean(path: Path) -> None:
+    """A port adds no trailing blanks, no tabs and no carriage returns, and no shared file."""
+    patch = hunks.read(path)
+    assert path.read_bytes().endswith(b"\n")
+    for file in patch.files:
+        assert not (SHARED / file.path).exists()
+        for line in added(patch, file.path):
+            assert line == line.rstrip(), f"{file.path}: {line!r}"
+            assert b"\t" not in line, f"{file.path}: {line!r}"
+
+
+@pytest.mark.parametrize("path", sorted(SHARED.rglob("*.h")), ids=lambda path: path.name)
+def test_a_shared_file_is_kept_once(path: Path) -> None:
+    """Every port that adds it composes a patch with the bytes of the one file."""
+    name = path.relative_to(SHARED).as_posix()
+    users = [one for one in series.load(ROOT / "patches") if name in one.shared]
+    assert users
+    for text in (text for one in users for text in one.texts):
+        (hunk,) = text.patch.file(name).hunks
+        assert b"".join(hunk.new) == path.read_bytes()
+        assert b"\t" not in path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "patches" / "full-defrag").glob("*.patch")), ids=lambda path: path.stem
+)
+def test_hooks_are_call_sites(path: Path) -> None:
+    """A port of full-defrag leaves upstream's code in the tree, also what nothing calls any more.
+
+    The 11 ports remove 2 to 13 lines and change 133 to 198; they removed 278 to 300 once.
+    """
+    lines = [line for file in hunks.read(path).files for hunk in file.hunks for line in hunk.lines]
+    removed = [line for line in lines if line[:1] == b"-"]
+    changed = [line for line in lines if line[:1] in (b"+", b"-")]
+    assert 0 < len(removed) <= 13
+    assert len(changed) <= 200
+
+
+def test_every_guard_has_a_doctored_text() -> None:
+    """Each guard is shown by at least one fault that it must catch."""
+    assert {path.stem.split("--")[0] for path in DOCTORED} >= GUARDS
+
+
+@pytest.mark.parametrize("path", [*DOCTORED, *FOREIGN], ids=lambda path: path.stem)
+def test_doctored_text_is_one_fault(path: Path) -> None:
+    """It goes on top of the shipped port, says what is wrong with it, and changes little."""
+    text = PatchText.from_file(path)
+    real = series.load(ROOT / "patches").definition("full-defrag").text(text.base).patch
+    assert text.requires == ("full-defrag",)
+    assert text.title.startswith("Doctored: ")
+    assert set(text.patch.paths) <= set(real.paths)
+    lines = [line for file in text.patch.files for hunk in file.hunks for line in hunk.lines]
+    assert 1 <= sum(line[:1] in (b"+", b"-") for line in lines) <= 16
+
+
+@pytest.mark.parametrize("path", DOCTORED, ids=lambda path: path.stem)
+def test_doctored_text_names_what_must_catch_it(path: Path) -> None:
+    """Its file and its header name one scenario, which is one of the patch."""
+    scenario = path.stem.split("--")[0]
+    assert scenario in series.load(ROOT / "patches").definition("full-defrag").scenarios
+    assert f"Scenario: {scenario}\n".encode() in PatchText.from_file(path).patch.header

@@ -1,0 +1,126 @@
+"""What runs on a GPU machine runs here on an RPC server: build, scenarios, benchmarks."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+from building_kit import script
+from typer.testing import CliRunner
+
+from pyllamakv.errors import ContextError
+from pyllamakv.harness import check
+from qa import benchmarks as cli
+from qa.bench import devices, hardware
+from qa.bench.figure import Figure
+from qa.bench.workloads import SETTINGS, Cache
+
+if TYPE_CHECKING:
+    from pyllamakv.building.variant import Variant
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.native
+def test_all_steps_on_a_server(
+    stock: Variant, patched: Variant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tools, both builds, the verdict and the figures stand in one group, with the whole time."""
+    whole = check.check
+
+    def some(question: check.Question, **more):
+        few = dataclasses.replace(question, scenarios=("fragmented",), quick=True)
+        return whole(few, **more)
+
+    monkeypatch.setattr(hardware.check, "check", some)
+    monkeypatch.setattr(devices, "RPC_PLAN", ((Cache("1B", SETTINGS[0], 256), "alternate"),))
+    ticks: list[None] = []
+    found = hardware.figures(lambda: ticks.append(None), "rpc", patched.manifest.release)
+    assert {figure.group for figure in found} == {"On a device: rpc"}
+    tools, first, second, judged, moved, time = found
+    assert "loopback" in tools.value
+    assert first.name.endswith("stock")
+    assert second.name.endswith("patched")
+    assert judged.met
+    assert judged.value.startswith("needed: stock fails 2 of 2 runs")
+    assert "interleaved rounds" in moved.how
+    assert time.met is not None
+    assert ticks
+
+
+def test_what_fails_late_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step is handed on as it ends, and a verdict or a benchmark that fails is a row."""
+
+    def fail(*_words, **_more):
+        raise ContextError("no room on the device\nmore")
+
+    def build(_spec, **_more):
+        return SimpleNamespace(manifest=SimpleNamespace(cpu_seconds=1.0))
+
+    monkeypatch.setattr(hardware, "build", build)
+    monkeypatch.setattr(hardware.check, "check", fail)
+    monkeypatch.setattr(hardware.devices, "on", fail)
+    kept: list[list[str]] = []
+    found = hardware.figures(
+        lambda: None, "rpc", keep=lambda figures: kept.append([each.name for each in figures])
+    )
+    assert [len(each) for each in kept] == [1, 2, 3, 4, 5, 6]
+    assert kept[-1] == [each.name for each in found]
+    assert [each.value for each in found[3:5]] == [
+        "no verdict: no room on the device",
+        "not measured: no room on the device",
+    ]
+    assert not found[3].met
+    assert not found[4].met
+
+
+def test_the_document_grows_with_each_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A step that ends the command leaves what was measured before it."""
+
+    def figures(_tick, backend, keep):
+        keep([Figure(f"On a device: {backend}", "tools", "there")])
+        raise ContextError("no room on the device")
+
+    monkeypatch.setattr(hardware, "figures", figures)
+    target = tmp_path / "B.md"
+    done = CliRunner().invoke(
+        cli.app, ["hardware", "--backend", "rpc", "--write", str(target)], catch_exceptions=True
+    )
+    assert isinstance(done.exception, ContextError)
+    assert "| tools | there |" in target.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_the_script_installs_a_toolkit(tmp_path: Path, there: bool) -> None:
+    """Its wheels come along where there is no nvcc."""
+    tools = tmp_path / "tools"
+    text = (ROOT / "tools" / "cuda.sh").read_text(encoding="utf-8")
+    script(tools / "cuda.sh", text.replace("/usr/local/cuda", str(tmp_path / "cuda")))
+    script(tools / "bootstrap.sh", f'echo "$*" >{tmp_path}/asked; echo true\n')
+    script(tmp_path / "bin" / "nvidia-smi", "exit 0\n")
+    if there:
+        script(tmp_path / "bin" / "nvcc", "exit 0\n")
+    for name in ("dirname", "sh"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name))
+    env = {"PATH": str(tmp_path / "bin")}
+    subprocess.run([tools / "cuda.sh"], env=env, check=False, capture_output=True, timeout=120)
+    asked = (tmp_path / "asked").read_text(encoding="utf-8")
+    assert asked == ("own test\n" if there else "own test,cuda\n")
+
+
+def test_the_script_wants_a_gpu(tmp_path: Path) -> None:
+    """Without one it says so and builds nothing."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n", encoding="utf-8")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
+    done = subprocess.run(
+        [ROOT / "tools" / "cuda.sh"], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2
+    assert "no GPU" in done.stderr

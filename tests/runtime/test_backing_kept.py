@@ -1,0 +1,309 @@
+"""A cache in a file, over real builds: kept across processes, one owner, refused when damaged."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mapping_kit
+import numpy as np
+import pytest
+from mapping_kit import TOKENS, context_options, fill, logits, three
+
+import pyllamakv as kv
+from pyllamakv.errors import KVFileBusy, KVFileDamaged, KVFileDirty, KVFileForeign, KVFileFull
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pyllamakv.building.variant import Variant
+
+build, model = mapping_kit.build, mapping_kit.model
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.skipif(sys.platform != "linux", reason="files and smaps need Linux"),
+]
+
+
+@pytest.fixture
+def speaking(build: Variant) -> Iterator[kv.Model]:
+    """Load another model."""
+    from pyllamakv.harness import synthetic
+
+    with kv.open(build.folder) as library:
+        yield library.load_model(synthetic.model("bytes"))
+
+
+def test_kept_across_processes(build: Variant, model: kv.Model, tmp_path: Path) -> None:
+    """A cache that another process kept goes on: sequences, tokens and logits to the last bit."""
+    file = tmp_path / "cache"
+    script = """
+        with model.context(kv_backing=Path(sys.argv[2]), kv_keep=True, **options) as ctx:
+            *_, fork = three(ctx)
+            ctx.kv.flush()
+            ctx.prefill(fork, [9, 8, 7])
+    """
+    done = child(build, model, file, script)
+    assert done.returncode == 0, done.stderr
+
+    options = context_options()
+    with model.context(**options) as ctx:
+        first, second, fork = three(ctx)
+        ctx.prefill(fork, [9, 8, 7])
+        expected = [(s.id, s.tokens, s.positions) for s in (first, second, fork)]
+        wanted = logits(ctx, [first, second, fork])
+
+    for generation in (2, 3):
+        with model.context(kv_backing=file, kv_keep=True, **options) as ctx:
+            memory = ctx.kv.memory
+            assert memory.resumed and memory.kept and memory.generation == generation
+            assert memory.file >= memory.reserved
+            sequences = [ctx.sequence(number) for number, _tokens, _positions in expected]
+            assert [(s.id, s.tokens, s.positions) for s in sequences] == expected
+            assert sequences[0].ledger.marks[:10] == sequences[2].ledger.marks[:10]
+            found = logits(ctx, sequences)
+            assert all(np.array_equal(a, b) for a, b in zip(wanted, found, strict=True))
+            for sequence, (_number, tokens, _positions) in zip(sequences, expected, strict=True):
+                sequence.trim(len(tokens))
+
+
+def child(
+    build: Variant, model: kv.Model, file: Path, script: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script in a process of its own, with a model, tokens, options and `three`."""
+    begin = f"""
+        import os, signal, sys
+        from pathlib import Path
+        import pyllamakv as kv
+        from mapping_kit import three
+        tokens = {TOKENS!r}
+        options = {context_options()!r}
+        library = kv.open(Path(sys.argv[1]))
+        model = library.load_model(Path(sys.argv[3]))
+    """
+    code = textwrap.dedent(begin) + textwrap.dedent(script)
+    kits = Path(__file__).resolve().parents[1] / "kits"
+    paths = [str(kits.parents[1]), str(kits), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.run(
+        [sys.executable, "-c", code, str(build.folder), str(file), str(model.path)],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=300,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )
+
+
+@pytest.mark.defect(
+    "a kept cache on 0.3.9 searched for free cells from its start, and no longer where it stopped",
+    by="mutation",
+    of="patches",
+)
+def test_a_kept_cache_searches_on_where_it_stopped(model: kv.Model, tmp_path: Path) -> None:
+    """The next token lies where it would in a cache that was never closed, past an earlier hole."""
+    keep: dict[str, Any] = {"kv_backing": tmp_path / "cache", "kv_keep": True}
+
+    def begun(**backing: Any) -> tuple[kv.Context, kv.Sequence]:
+        ctx = model.context(**backing, **context_options())
+        first, second = fill(ctx, TOKENS[:30]), fill(ctx, TOKENS[:30])
+        first.remove(10, 20)
+        ctx.prefill(second, TOKENS[:20])
+        return ctx, second
+
+    begun(**keep)[0].close()
+    stayed, second = begun()
+    with stayed, model.context(**keep, **context_options()) as kept:
+        stayed.decode(second.feed([3]))
+        kept.decode(kept.sequence(second.id).feed([3]))
+        found, expected = (ctx.kv.snapshot() for ctx in (kept, stayed))
+        # What takes any cells has filled the hole before.
+        assert not expected.contiguous or (expected.streams[0].pos[10:20] == -1).all()
+        assert np.array_equal(found.streams[0].pos, expected.streams[0].pos)
+
+
+def test_killed_in_the_middle(build: Variant, model: kv.Model, tmp_path: Path) -> None:
+    """A process killed between a decode and a flush leaves a file that is reported as dirty."""
+    file = tmp_path / "cache"
+    keep: dict[str, Any] = {"kv_backing": file, "kv_keep": True, **context_options()}
+    with model.context(**keep) as ctx:
+        fill(ctx, TOKENS)
+    script = """
+        ctx = model.context(kv_backing=Path(sys.argv[2]), kv_keep=True, **options)
+        {work}
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    # Killed before it changed anything, or after another flush, it leaves what was flushed.
+    for work in ("pass", "ctx.decode(ctx.sequence(0).feed([1])); ctx.kv.flush()"):
+        done = child(build, model, file, script.format(work=work))
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        with model.context(**keep) as ctx:
+            assert ctx.kv.memory.resumed
+            sequence = ctx.sequence(0)
+            assert sequence.tokens[: len(TOKENS)] == TOKENS
+            sequence.trim(len(TOKENS))
+            again = logits(ctx, [sequence])[0]
+            sequence.trim(len(TOKENS))
+        with model.context(**context_options()) as ctx:
+            assert np.array_equal(logits(ctx, [fill(ctx, TOKENS)])[0], again)
+    work = (
+        "import threading; sequence = ctx.sequence(1); "
+        "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
+        "        while True:\n"
+        "            ctx.prefill(sequence, tokens)\n"
+        "            sequence.remove()"
+    )
+    done = child(build, model, file, script.format(work=work))
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    for _ in range(2):
+        with pytest.raises(KVFileDirty, match="fresh"):
+            model.context(**keep)
+    with model.context(**{**keep, "kv_keep": "fresh"}) as ctx:
+        assert not ctx.kv.memory.resumed
+        assert not any(len(ledger) for ledger in ctx.ledgers)
+        fill(ctx, TOKENS[:5])
+    with model.context(**keep) as ctx:
+        assert ctx.sequence(0).tokens == TOKENS[:5]
+
+
+def test_one_owner(build: Variant, model: kv.Model, tmp_path: Path) -> None:
+    """A second opener is refused, in this process and in another, and harms nothing."""
+    file = tmp_path / "cache"
+    keep: dict[str, Any] = {"kv_backing": file, "kv_keep": True, **context_options()}
+    with model.context(**keep) as ctx:
+        sequence = fill(ctx, TOKENS[:50])
+        for again in (keep, {**keep, "kv_keep": "fresh"}, {**keep, "kv_keep": False}):
+            with pytest.raises(KVFileBusy, match="in use"):
+                model.context(**again)
+        done = child(
+            build,
+            model,
+            file,
+            """
+            try:
+                model.context(kv_backing=Path(sys.argv[2]), kv_keep=True, **options)
+            except kv.errors.KVFileBusy:
+                sys.exit(7)
+            """,
+        )
+        assert done.returncode == 7, done.stderr
+        ctx.decode(sequence.feed([4]))
+    with model.context(**keep) as ctx:
+        assert ctx.sequence(0).tokens == [*TOKENS[:50], 4]
+
+
+def test_other_models_and_shapes_are_refused(
+    model: kv.Model, speaking: kv.Model, tmp_path: Path
+) -> None:
+    """A kept cache of another model, size, type or layout is refused and stays as it is."""
+    file = tmp_path / "cache"
+    options = context_options()
+    with model.context(kv_backing=file, kv_keep=True, **options) as ctx:
+        fill(ctx, TOKENS[:50])
+    before = file.read_bytes()
+    with pytest.raises(KVFileForeign, match="another model"):
+        speaking.context(kv_backing=file, kv_keep=True, **options)
+    for change in (
+        {"n_ctx": 2048},
+        {"type_k": "q8_0"},
+        {"type_v": "q8_0"},
+        {"flash_attn": False},
+        {"n_seq_max": 100},
+    ):
+        with pytest.raises(KVFileForeign, match="shape"):
+            model.context(kv_backing=file, kv_keep=True, **{**options, **change})
+    with pytest.raises(KVFileForeign, match="kept"):
+        model.context(kv_backing=file, **options)
+    assert file.read_bytes() == before
+    alien = tmp_path / "alien"
+    alien.write_bytes(b"something else")
+    for keep in (True, False, "fresh"):
+        with pytest.raises(KVFileForeign, match="something else"):
+            model.context(kv_backing=alien, kv_keep=keep, **options)
+    assert alien.read_bytes() == b"something else"
+
+
+def test_damage_is_seen(model: kv.Model, tmp_path: Path) -> None:
+    """A bit that changed in what cells use is found before anything is computed with it."""
+    file = tmp_path / "cache"
+    keep: dict[str, Any] = {"kv_backing": file, "kv_keep": True, **context_options()}
+    with model.context(**keep) as ctx:
+        fill(ctx, TOKENS)
+    whole = bytearray(file.read_bytes())
+    used = [i for i in range(len(whole) - 1, 0, -1) if whole[i]][:2000:500]
+    for at in (40, 600, *used):
+        changed = bytearray(whole)
+        changed[at] ^= 4
+        file.write_bytes(changed)
+        with pytest.raises(KVFileDamaged):
+            model.context(**keep)
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(KVFileDamaged, match="bytes"):
+        model.context(**keep)
+    file.write_bytes(whole)
+    with model.context(**keep) as ctx:
+        assert ctx.sequence(0).tokens == TOKENS
+
+
+def test_a_full_disk_is_an_error(build: Variant, model: kv.Model, tmp_path: Path) -> None:
+    """Where there is no room nothing is made, and nobody gets a signal."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = shutil.which("mount")
+    done = mount and subprocess.run(
+        [mount, "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)],
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    if not done or done.returncode:
+        pytest.skip("no small file system can be mounted here")
+    try:
+        options = {**context_options(), "n_ctx": 65536}
+        for backing in (small, small / "cache"):
+            with pytest.raises(KVFileFull, match="No space left"):
+                model.context(kv_backing=backing, **options)
+            assert not list(small.iterdir())
+        # What fits works to its last cell: its space was there before it was touched.
+        options["n_ctx"] = 4096
+        with model.context(kv_backing=small / "cache", **options) as ctx:
+            room = shutil.disk_usage(small).free
+            (small / "rest").write_bytes(b"x" * room)
+            sequence = fill(ctx, [1] * 4095)
+            sequence.trim(100)
+            ctx.kv.trim()
+            assert shutil.disk_usage(small).free == 0
+            ctx.prefill(sequence, [2] * 3000)
+            ctx.clear()
+            fill(ctx, [3] * 4000)
+    finally:
+        subprocess.run(["umount", str(small)], capture_output=True, timeout=120, check=False)
+
+
+def test_a_limit_on_files_is_an_error(build: Variant, model: kv.Model, tmp_path: Path) -> None:
+    """A file that may not be that large is refused; the signal for it never comes."""
+    done = child(
+        build,
+        model,
+        tmp_path / "cache",
+        """
+        import resource
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50000, resource.RLIM_INFINITY))
+        for backing in (Path(sys.argv[2]), Path(sys.argv[2]).parent):
+            try:
+                model.context(kv_backing=backing, **options)
+            except kv.errors.KVFileFull:
+                continue
+            sys.exit(1)
+        sys.exit(7)
+        """,
+    )
+    assert done.returncode == 7, done.stderr
+    assert not list(tmp_path.iterdir())

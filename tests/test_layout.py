@@ -1,0 +1,40 @@
+"""Tests mirror the packages: the file of a test follows from the name of the module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
+
+#: Folders without test modules of a package: helpers, data, and the C++ programs with their tests.
+OTHER = {"kits", "data", "native"}
+FILES = sorted(
+    path.relative_to(TESTS)
+    for path in TESTS.rglob("test_*.py")
+    if path.relative_to(TESTS).parts[0] not in OTHER and path.parent != TESTS
+)
+
+
+def package(folder: Path) -> Path:
+    """Return the package that a folder of tests mirrors."""
+    return ROOT / folder if folder.parts[0] == "qa" else ROOT / "pyllamakv" / folder
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_a_test_is_named_for_a_module(file: Path) -> None:
+    """``test_NAME.py`` or ``test_NAME_ASPECT.py``; a topic that several modules share is a package's.
+
+    NAME is a module or subpackage of the package that the folder mirrors, or the package itself.
+    """
+    mirrored = package(file.parent)
+    assert (mirrored / "__init__.py").is_file(), f"no package {mirrored.relative_to(ROOT)}"
+    names = {path.stem for path in mirrored.glob("*.py")} | {mirrored.name}
+    names |= {path.parent.name for path in mirrored.glob("*/__init__.py")}
+    name = file.stem.removeprefix("test_")
+    assert any(name == known or name.startswith(f"{known}_") for known in names), (
+        f"tests/{file}: no module of {mirrored.relative_to(ROOT)} has this name; "
+        f"rename it for the module that it tests"
+    )
