@@ -15,13 +15,13 @@ from patching_kit import release as made_release
 
 from pyllamakv.building import peer as install
 from pyllamakv.building.variant import Variant
-from pyllamakv.cli import dropin as verb
-from pyllamakv.cli import main
 from pyllamakv.errors import ArchiveError, CommandFailed, ToolMissing, Unsupported, Untestable
 from pyllamakv.harness import synthetic
 from pyllamakv.source import fetch, releases
 from pyllamakv.source.releases import Release
 from pyllamakv.source.store import open_store
+from qa import main
+from qa.peer import command as verb
 from qa.peer import hub, slots, suite, trial
 
 pytest_plugins = ["pytester"]
@@ -306,7 +306,7 @@ def test_the_verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 
     def call(*words: str) -> int:
         with pytest.raises(SystemExit) as leaving:
-            main.main(["dropin", "test", *words])
+            main.main(["peer", *words])
         return int(leaving.value.code or 0)
 
     assert call() == 0 and tried == ["0.3.9"]
