@@ -1,7 +1,7 @@
 # The doors of the project. Every target sets up what it needs and may be run first.
 #   make build    vendor, patch and build the default release, stock and patched
 #   make check    judge the patches on the default release: the main job
-#   make test     set up, build, and run the tests
+#   make test     set up, build, and run the quick tests; make test-all runs every test
 RELEASE ?= 0.3.9
 BACKEND ?= cpu
 PYTEST_ARGS ?=
@@ -13,13 +13,15 @@ QA_ARGS ?=
 
 own = py=$$(tools/bootstrap.sh own $(1))
 run = "$$py" -m pyllamakv.cli.main
+# A worker per core; tests of one file share fixtures, and so a worker.
+parallel = -n auto --dist loadfile
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build test check rpc cuda vulkan matrix eras bench dropin qa wheel lint clean distclean
+.PHONY: help build test test-all check rpc cuda vulkan matrix eras bench dropin qa wheel lint clean distclean
 
 help: ## Show the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | while IFS='	' read -r name text; do \
+	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | while IFS='	' read -r name text; do \
 		printf '  make %-10s %s\n' "$$name" "$$text"; done
 	@echo "RELEASE=$(RELEASE) BACKEND=$(BACKEND); PYTEST_ARGS, CHECK_ARGS, MATRIX_ARGS, BENCH_ARGS, DROPIN_ARGS, QA_ARGS are passed on"
 
@@ -28,11 +30,16 @@ build: ## Vendor, patch and build the default release, stock and patched
 	$(run) build $(RELEASE) --backend $(BACKEND) && \
 	tools/bootstrap.sh hint "$$py"
 
-test: ## Set up, build, and run the tests
+test: ## Set up, build, and run the quick tests: at most 5 minutes
+	@$(call own,test) && \
+	$(run) build $(RELEASE) --backend cpu && \
+	PYLLAMAKV_REQUIRE_NATIVE=1 "$$py" -m pytest --quick $(parallel) $(PYTEST_ARGS)
+
+test-all: ## Set up, build, and run every test
 	@$(call own,test) && \
 	$(run) build $(RELEASE) --backend cpu && \
 	tools/bootstrap.sh peer "$$py" && \
-	PYLLAMAKV_REQUIRE_NATIVE=1 "$$py" -m pytest $(PYTEST_ARGS)
+	PYLLAMAKV_REQUIRE_NATIVE=1 "$$py" -m pytest $(parallel) $(PYTEST_ARGS)
 
 check: ## Judge the patches on the default release: stock against patched
 	@$(call own,test) && \

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 
+pytest_plugins = ["long_tests", "pytester"]
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Stop with the line that sets everything up when the package is not installed."""

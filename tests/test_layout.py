@@ -25,7 +25,7 @@ def package(folder: Path) -> Path:
 
 @pytest.mark.parametrize("file", FILES, ids=str)
 def test_a_test_is_named_for_a_module(file: Path) -> None:
-    """``test_NAME.py`` or ``test_NAME_ASPECT.py``; a topic that several modules share is a package's.
+    """``test_NAME.py`` or ``test_NAME_ASPECT.py``.
 
     NAME is a module or subpackage of the package that the folder mirrors, or the package itself.
     """

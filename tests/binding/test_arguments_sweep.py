@@ -148,7 +148,8 @@ def test_every_public_class_is_swept_or_excluded() -> None:
 
 def test_a_worker_that_dies_is_told_of(tmp_path: Path) -> None:
     """The call that ends a process is named, and the next worker goes on after it."""
-    worker = tmp_path / "sweep_kit.py"
+    worker = tmp_path / "kits" / "sweep_kit.py"
+    worker.parent.mkdir()
     worker.write_text(
         "import os, sys\n"
         "if int(sys.argv[2]) < 4:\n"

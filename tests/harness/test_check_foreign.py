@@ -18,7 +18,7 @@ from pyllamakv.harness import schedules, synthetic
 from pyllamakv.home import home
 
 RELEASE = foreign_kit.RELEASE
-pytestmark = [pytest.mark.native, pytest.mark.slow]
+pytestmark = pytest.mark.native
 
 #: Checks patches, and returns the exit status with the answer as JSON.
 Check = Callable[..., tuple[int, dict[str, Any]]]

@@ -37,7 +37,7 @@ CURED_SINCE = {"quantised-defrag": "0.3.8", "mixed-types": "0.3.8"}
 TO_COME = ("window-kept", "compact-then-decode", "compact-streams", "compact-window")
 CURES = [each.id for each in JUDGED if each.kind == "cure" and each.id not in TO_COME]
 
-pytestmark = [pytest.mark.native, pytest.mark.slow]
+pytestmark = pytest.mark.native
 
 
 def shipped() -> PatchText:

@@ -66,7 +66,6 @@ def test_without_distributed_the_cure_is_named(monkeypatch) -> None:
         pass
 
 
-@pytest.mark.slow
 def test_two_worker_processes(monkeypatch, tmp_path: Path) -> None:
     """Two processes on loopback judge a matrix, by the address alone."""
     distributed = pytest.importorskip("distributed")

@@ -1,7 +1,8 @@
 """Write one file of each kind that outlives a process: trace, lock, kept cache, saved sequence.
 
-``python tests/kits/formats.py FOLDER`` wrote what is in `tests/data/formats`; the code of today has to
-read it, or to refuse it with an error that says why. Write again only when a format changes.
+``python tests/kits/formats.py FOLDER`` wrote what is in `tests/data/formats`. The current code must
+read it, or refuse it with an error that states the reason. Write it again only when a format
+changes.
 """
 
 from __future__ import annotations

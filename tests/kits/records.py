@@ -1,8 +1,8 @@
 """Gather what later changes must keep, and write it below `tests/data/records`.
 
-``python tests/kits/records.py [NAME…]`` writes the records again. Change one on purpose only, and state
-the reason in the commit. Records of trees hold for every release that is fetched; those of others
-stay as they are.
+``python tests/kits/records.py [NAME…]`` writes the records again. Change one on purpose only, and
+state the reason in the commit. Records of trees hold for every release that is fetched; those of
+other releases stay as they are.
 """
 
 from __future__ import annotations

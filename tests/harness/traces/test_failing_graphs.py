@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).resolve().parents[2] / "data" / "failing"
 
-pytestmark = [pytest.mark.native, pytest.mark.slow]
+pytestmark = pytest.mark.native
 
 
 def doctored(name: str) -> Iterator[Variant]:

@@ -1,0 +1,99 @@
+"""A pytest plugin: leave out long tests with `--quick`, and record how long each test takes.
+
+`make test` passes `--quick`; `make test-all` runs every test. Durations are measured on two cores
+and kept in ``tests/data/durations.json``, which `--record-durations` writes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FILE = Path(__file__).resolve().parents[1] / "data" / "durations.json"
+
+#: Seconds from which a test is long, and from which a duration is recorded.
+LONG = 1.0
+RECORDED = 0.5
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the two options."""
+    group = parser.getgroup("long tests")
+    group.addoption("--quick", action="store_true", help="Leave out long tests.")
+    group.addoption(
+        "--record-durations", action="store_true", help=f"Write {FILE.name} after a whole run."
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Add the marker, and what records durations where they arrive: not in xdist's workers."""
+    config.addinivalue_line("markers", f"long: takes {LONG:g} seconds or more ({FILE.name})")
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Summary(config), "long-tests-summary")
+
+
+def durations() -> dict[str, float]:
+    """Return the recorded seconds by node id; a test that is not listed is quick."""
+    found: dict[str, float] = json.loads(FILE.read_text(encoding="utf-8"))
+    return found
+
+
+def long_ones(ids: list[str], known: dict[str, float]) -> set[str]:
+    """Return which of the collected tests are long; the quickest of each module never is."""
+    modules: dict[str, list[str]] = defaultdict(list)
+    for each in ids:
+        modules[each.partition("::")[0]].append(each)
+    kept = {min(members, key=lambda each: known.get(each, 0.0)) for members in modules.values()}
+    return {each for each in ids if known.get(each, 0.0) >= LONG} - kept
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark long tests; with `--quick` deselect them."""
+    long = long_ones([item.nodeid for item in items], durations())
+    for item in items:
+        if item.nodeid in long:
+            item.add_marker("long")
+    if config.getoption("--quick") and long:
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in long])
+        items[:] = [item for item in items if item.nodeid not in long]
+        config.stash[LEFT_OUT] = sorted(long)
+        if hasattr(config, "workeroutput"):
+            config.workeroutput["long"] = sorted(long)
+
+
+LEFT_OUT = pytest.StashKey[list[str]]()
+
+
+class Summary:
+    """Count durations, and list at the end what was left out."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Add the time of each phase."""
+        self.seconds[report.nodeid] += report.duration
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        """Take over what a worker of xdist left out: the controller collects nothing."""
+        self.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("long", [])
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """List what was left out, the longest first, and write durations if asked."""
+        left_out = self.config.stash.get(LEFT_OUT, [])
+        if left_out:
+            known = durations()
+            terminalreporter.section(f"{len(left_out)} long tests left out (make test-all)")
+            for each in sorted(left_out, key=lambda name: -known[name]):
+                terminalreporter.write_line(f"{known[each]:7.1f} s  {each}")
+        if self.config.getoption("--record-durations"):
+            kept = {k: round(v, 1) for k, v in sorted(self.seconds.items()) if v >= RECORDED}
+            FILE.write_text(json.dumps(kept, indent=0) + "\n", encoding="utf-8")
+            terminalreporter.write_line(f"{len(kept)} durations in {FILE}")
