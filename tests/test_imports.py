@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 ROOT = CHECKOUT / "pyllamakv"
@@ -112,3 +115,29 @@ def test_the_package_never_imports_quality_assurance() -> None:
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [each.name for each in node.names] if isinstance(node, ast.Import) else []
             assert not any(name.split(".")[0] == "qa" for name in names), path
+
+
+def test_every_dependency_is_used() -> None:
+    """Each is imported, or is a program that is run; what is imported is a dependency or extra."""
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text("utf-8"))["project"]
+    modules = {"gitpython": "git", "pillow": "PIL", "llama-cpp-python": "llama_cpp"}
+    programs = {"cmake", "ninja"}
+
+    def named(requirements: list[str]) -> set[str]:
+        names = {Requirement(each).name.lower() for each in requirements}
+        return {modules.get(name, name) for name in names}
+
+    found = set()
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                found.add((node.module or "").split(".")[0])
+    needed = named(project["dependencies"])
+    assert needed - found == programs
+    text = (ROOT / "building" / "cmake.py").read_text("utf-8")
+    assert all(f'binary("{name}")' in text for name in programs)
+    extras = set().union(*map(named, project["optional-dependencies"].values()))
+    foreign = found - set(sys.stdlib_module_names) - {"pyllamakv", "_cffi_backend"}
+    assert not foreign - needed - extras

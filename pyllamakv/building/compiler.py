@@ -110,15 +110,23 @@ def find(cache: Path | None = None, environ: Mapping[str, str] | None = None) ->
     c, cxx = _paths(env)
     stamp = _stamp(c, cxx)
     known = _read(cache)
-    entry = known.get(stamp)
-    if isinstance(entry, dict):
-        with contextlib.suppress(TypeError, KeyError):
-            return Compiler(**{**entry, "native_flags": tuple(entry["native_flags"])})
+    if kept := _kept(known, stamp):
+        return kept
     found = _ask(c, cxx)
     if cache is not None:
         known[stamp] = dataclasses.asdict(found)
         _write(cache, known)
     return found
+
+
+def recall(cache: Path, environ: Mapping[str, str] | None = None) -> Compiler | None:
+    """Return what `find` would, if ``cache`` tells; None where it does not. No program is run."""
+    env = os.environ if environ is None else environ
+    try:
+        stamp = _stamp(*_paths(env))
+    except (ToolMissing, OSError, ValueError):
+        return None
+    return _kept(_read(cache), stamp)
 
 
 def launcher(environ: Mapping[str, str] | None = None) -> str | None:
@@ -184,6 +192,14 @@ def _stamp(c: str, cxx: str) -> str:
         status = real.stat()
         facts += [path, str(real), status.st_size, status.st_mtime_ns]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _kept(known: Mapping[str, Any], stamp: str) -> Compiler | None:
+    entry = known.get(stamp)
+    if isinstance(entry, dict):
+        with contextlib.suppress(TypeError, KeyError):
+            return Compiler(**{**entry, "native_flags": tuple(entry["native_flags"])})
+    return None
 
 
 def _read(cache: Path | None) -> dict[str, Any]:

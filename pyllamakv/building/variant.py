@@ -2,7 +2,8 @@
 
 A *request* (release, series, backend, options, compiler) is cheap to compute; the id needs the
 patched tree. An index from requests to ids makes a repeated build instant; it is a cache, and
-removing it costs one strict apply.
+removing it costs one strict apply. What is built is found without its compiler as well: the
+manifest tells the compiler's part of the request, and the index confirms all of it.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from typing import TYPE_CHECKING
 from pyllamakv.building import backend as backends
 from pyllamakv.building import compiler as compilers
 from pyllamakv.building import manifest as manifests
-from pyllamakv.errors import ManifestError, ToolMissing, UsageError
+from pyllamakv.errors import LoadError, ManifestError, ToolMissing, Unsupported, UsageError
 from pyllamakv.home import data, home, shim
 from pyllamakv.source.files import write_atomic
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from pyllamakv.building.backend import Backend
     from pyllamakv.building.compiler import Compiler
@@ -104,9 +105,7 @@ class Request:
     @cached_property
     def key(self) -> str:
         """Return the digest that the index is kept under."""
-        texts = () if self.spec.series == () else (data("patches"), _PACKAGE / "patching")
-        digest = files_digest(texts, without=NO_INPUT)
-        return _digest([self._base(), self.release.commit, self.spec.series, digest])
+        return _key(self._base(), self.release.commit, self.spec.series, _texts(self.spec))
 
     def variant_id(self, patched_tree: str) -> str:
         """Return the content-addressed id of the variant with this patched tree."""
@@ -129,7 +128,7 @@ class Request:
         return [self.backend.name, self.backend.options, self.compiler.identity, self.cpu_flags]
 
     def _base(self) -> list[object]:
-        return [RECIPE, self.shim, *self._options()]
+        return _inputs(self.shim, self._options())
 
 
 @dataclass(frozen=True)
@@ -171,31 +170,45 @@ def request(spec: str | Spec, *, backend: str = "cpu", native: bool = True) -> R
 def request_of(release: Release, spec: Spec, *, backend: str, native: bool) -> Request:
     """Return the request for a release that is resolved already."""
     chosen = backends.choose(backend, native=native)
-    found = compilers.find(home() / "objects" / "compilers.json")
+    found = compilers.find(_answers())
     return Request(spec, release, chosen, found, native)
 
 
 def find(spec: str | Spec, *, backend: str = "cpu", native: bool | None = None) -> Variant | None:
     """Return the built variant that a spec names on this machine, or None.
 
-    ``native`` None prefers the tuned build and takes a portable one instead. Where there is no
-    compiler, as in an image that only runs what was built elsewhere, or no GPU whose architecture
-    decides, the newest variant that fits by its manifest is taken. Raises UnknownPatch for one that
+    Release, patches, the code that applies them, shim and options must be those of the build; no
+    compiler is asked or needed. ``native`` None prefers the tuned build and takes a portable one
+    instead. Of builds by several compilers, that of the compiler here comes first, if it was asked
+    before; then the newest that runs on this processor. Where there are no tools for a backend, or
+    no GPU whose architecture decides, its options are not compared. Raises UnknownPatch for what
     is not built and names a patch that there is not.
     """
+    from pyllamakv.source import releases
+
     parsed = parse(spec) if isinstance(spec, str) else spec
     known = backends.canonical(backend)
-    try:
-        for tuned in (True, False) if native is None else (native,):
-            found = lookup(request(parsed, backend=backend, native=tuned))
+    release = releases.resolve(parsed.release)
+    ways = (True, False) if native is None else (native,)
+    chosen = {tuned: _chosen(known, tuned) for tuned in ways}
+    compiler = compilers.recall(_answers())
+    for tuned, options in chosen.items():
+        if compiler and options:
+            found = lookup(Request(parsed, release, options, compiler, tuned))
             if found:
                 return found
-    except (ToolMissing, UsageError):
-        if found := _newest(parsed, known, native):
-            return found
+    if found := _newest(parsed, release, known, chosen):
+        return found
     if parsed.series:
         _known(parsed.series)
     return None
+
+
+def release_name(text: str) -> str:
+    """Return a release's name as the lock and manifests spell it: ``0.3.9`` for ``v0.3.9``."""
+    from pyllamakv.source import lock, releases
+
+    return releases.spelled(text, lock.known())
 
 
 def _known(names: Iterable[str]) -> None:
@@ -207,41 +220,61 @@ def _known(names: Iterable[str]) -> None:
         there.definition(name)
 
 
-def _newest(spec: Spec, backend: str, native: bool | None) -> Variant | None:
-    from pyllamakv.source import releases
+def _chosen(backend: str, native: bool) -> Backend | None:
+    """Return the backend with its options, or None where this machine cannot tell them."""
+    try:
+        return backends.choose(backend, native=native)
+    except (ToolMissing, Unsupported, UsageError):
+        return None
 
-    commit = releases.resolve(spec.release).commit
 
-    def fits(manifest: Manifest) -> bool:
-        if spec.series is None:
-            same = not manifest.stock
-        else:
-            same = set(manifest.patches) == set(spec.series)
-        wanted = {None: ("ON", "OFF"), True: ("ON",), False: ("OFF",)}[native]
-        tuned = manifest.options.get("GGML_NATIVE") in wanted
-        runs = not manifest.missing_flags()
-        return same and tuned and runs and (manifest.commit, manifest.backend) == (commit, backend)
+def _newest(
+    spec: Spec, release: Release, backend: str, chosen: Mapping[bool, Backend | None]
+) -> Variant | None:
+    """Return the newest variant by any compiler, tuned ones first, that the index confirms.
 
-    found = [variant for folder in built().glob("[!.]*") if (variant := at(folder.name))]
-    return max(
-        (variant for variant in found if fits(variant.manifest)),
-        key=lambda variant: variant.manifest.created,
-        default=None,
-    )
+    Whoever built it asked for what its manifest records, with the patches and the shim of then. The
+    index has it under the digest of that, which is another when one of these has changed.
+    """
+    shim, texts = shim_digest(), _texts(spec)
+
+    def fits(found: Variant) -> bool:
+        made = found.manifest
+        if (made.commit, made.backend) != (release.commit, backend) or not _runs(made):
+            return False
+        tuned = made.options.get("GGML_NATIVE") == "ON"
+        if tuned not in chosen:
+            return False
+        wanted = chosen[tuned]
+        if wanted and wanted.options != made.options:
+            return False
+        base = _inputs(shim, [made.backend, made.options, made.compiler, made.cpu_flags])
+        return _named(_key(base, release.commit, spec.series, texts)) == found.id
+
+    def rank(found: Variant) -> tuple[bool, str]:
+        return found.manifest.options["GGML_NATIVE"] == "ON", found.manifest.created
+
+    there = (at(folder.name) for folder in built().glob("[!.]*"))
+    return max((found for found in there if found and fits(found)), key=rank, default=None)
+
+
+def _runs(manifest: Manifest) -> bool:
+    try:
+        manifest.check_machine()
+    except LoadError:
+        return False
+    return True
 
 
 def lookup(wanted: Request) -> Variant | None:
     """Return the variant that the index holds for a request, if it is still whole."""
-    try:
-        name = _index(wanted).read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
+    name = _named(wanted.key)
     return at(name) if name else None
 
 
 def remember(wanted: Request, variant: Variant) -> None:
     """Note in the index which variant answers a request."""
-    write_atomic(_index(wanted), variant.id + "\n")
+    write_atomic(_index(wanted.key), variant.id + "\n")
 
 
 def at(name: str) -> Variant | None:
@@ -277,8 +310,35 @@ def files_digest(roots: Iterable[Path], without: tuple[str, ...] = (".pyc",)) ->
     return whole.hexdigest()
 
 
-def _index(wanted: Request) -> Path:
-    return built() / ".index" / wanted.key
+def _answers() -> Path:
+    """Return the file that keeps what compilers answered."""
+    return home() / "objects" / "compilers.json"
+
+
+def _named(key: str) -> str:
+    """Return the id that the index holds under a key, or an empty text."""
+    try:
+        return _index(key).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def _index(key: str) -> Path:
+    return built() / ".index" / key
+
+
+def _inputs(shim: str, options: list[object]) -> list[object]:
+    return [RECIPE, shim, *options]
+
+
+def _key(base: list[object], commit: str, series: tuple[str, ...] | None, texts: str) -> str:
+    return _digest([base, commit, series, texts])
+
+
+def _texts(spec: Spec) -> str:
+    """Return the digest of what makes the tree of a spec out of its release."""
+    roots = () if spec.series == () else (data("patches"), _PACKAGE / "patching")
+    return files_digest(roots, without=NO_INPUT)
 
 
 def _digest(facts: object) -> str:

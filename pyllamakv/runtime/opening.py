@@ -11,7 +11,7 @@ from pyllamakv.binding import arguments
 from pyllamakv.binding.library import Library
 from pyllamakv.binding.protocol import ModelParams
 from pyllamakv.building import manifest as manifests
-from pyllamakv.errors import BuildError, ManifestError, NotBuilt, UnknownRelease, UsageError
+from pyllamakv.errors import ManifestError, NotBuilt, UnknownRelease, UsageError
 from pyllamakv.home import home
 from pyllamakv.runtime import model as models
 from pyllamakv.runtime.model import Model
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 #: A release that is looked up in the lock by its name, with patches or without.
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\+[a-z0-9,-]+)?")
+
+#: No file system takes a longer name.
+_LONGEST = 255
 
 
 class OpenLibrary(Library):
@@ -131,41 +134,47 @@ def find_recorded(variant: str, spec: str) -> Path:
     if _PLAIN.fullmatch(spec):
         return find_built(spec)
     if spec:
-        return _among(known, spec, "cpu")
+        return _among(known, spec)
     raise _not_built(known, variant, "cpu")
 
 
 def find_built(spec: str, *, backend: str = "cpu") -> Path:
     """Return the folder of the built variant that a spec or an id names, or raise NotBuilt.
 
-    Raises UnknownPatch where nothing is found and the spec names a patch that there is not. Where
-    the tools that built it are missing, the manifests decide: ``patched`` is the newest variant
-    with the most patches, a list of patches the one with the fewest others beside them.
+    No compiler is asked or needed: see `building.variant.find`, which also says which of several
+    builds is meant. Raises UnknownPatch where nothing is found and the spec names a patch that
+    there is not.
     """
-    known = _all_built()
-    if spec in known:
-        return home() / "built" / spec
+    folder = home() / "built" / spec
+    if _is_id(spec) and _read(folder / manifests.NAME):
+        return folder
     from pyllamakv.building import variant
 
-    try:
-        found = variant.find(spec, backend=backend)
-    except BuildError:
-        return _among(known, spec, backend)
+    found = variant.find(spec, backend=backend)
     if found is None:
-        raise _not_built(known, spec, backend)
+        raise _not_built(_all_built(), spec, backend)
     return found.folder
 
 
-def _among(known: dict[str, Manifest], spec: str, backend: str) -> Path:
+def _is_id(spec: str) -> bool:
+    """Say whether a text can be an id: a plain file name, and no folder still being written."""
+    return bool(_PLAIN.fullmatch(spec)) and len(spec) <= _LONGEST
+
+
+def _among(known: dict[str, Manifest], spec: str) -> Path:
+    """Return the folder of the CPU variant that a spec names, by the manifests alone.
+
+    ``patched`` is the newest with the most patches, a list of patches the one with the fewest
+    others beside them.
+    """
     release, names = _parse(spec)
-    built = "cpu" if backend == "rpc" else backend
     fitting = {
         key: each
         for key, each in known.items()
-        if each.release == release and each.backend == built and _has(each, names)
+        if each.release == release and each.backend == "cpu" and _has(each, names)
     }
     if not fitting:
-        raise _not_built(known, spec, backend)
+        raise _not_built(known, spec, "cpu")
     most = names == ("patched",)
 
     def rank(key: str) -> tuple[int, str]:
@@ -176,8 +185,10 @@ def _among(known: dict[str, Manifest], spec: str, backend: str) -> Path:
 
 
 def _not_built(known: dict[str, Manifest], spec: str, backend: str) -> NotBuilt:
+    from pyllamakv.building import variant
+
     there = {key: each.release for key, each in known.items() if each.backend == backend}
-    wanted = spec.rpartition("+")[0] or spec
+    wanted = variant.release_name(spec.rpartition("+")[0] or spec)
     same = sorted(key for key, release in there.items() if release == wanted)
     built = ""
     if same:
@@ -212,8 +223,13 @@ def _all_built() -> dict[str, Manifest]:
         # A folder with a dot in front is still being written.
         if file.parent.name.startswith("."):
             continue
-        try:
-            found[file.parent.name] = manifests.load(file)
-        except ManifestError:
-            continue
+        if manifest := _read(file):
+            found[file.parent.name] = manifest
     return found
+
+
+def _read(file: Path) -> Manifest | None:
+    try:
+        return manifests.load(file)
+    except ManifestError:
+        return None

@@ -30,6 +30,8 @@ _HEAD = (
 )
 _HEX40 = re.compile(r"[0-9a-f]{40}")
 _HEX64 = re.compile(r"[0-9a-f]{64}")
+#: What was read from each file, and the state that the file was in before.
+_KEPT: dict[Path, tuple[tuple[int, ...], list[Release]]] = {}
 _ORDER = [f.name for f in fields(Release)]
 _REQUIRED = ("name", "kind", "commit", "tree", "era", "date")
 
@@ -53,8 +55,21 @@ def known() -> dict[str, Release]:
 def load(path: Path) -> list[Release]:
     """Return the releases of a lock file, ordered by date; none when there is no such file.
 
-    Raises LockFileError, naming the file and the entry, when it cannot be understood.
+    A file that did not change is parsed once. Raises LockFileError, naming the file and the entry,
+    when it cannot be understood.
     """
+    try:
+        status = path.stat()
+    except (OSError, ValueError):
+        return _parsed(path)
+    stamp = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    kept = _KEPT.get(path)
+    if kept is None or kept[0] != stamp:
+        kept = _KEPT[path] = (stamp, _parsed(path))
+    return list(kept[1])
+
+
+def _parsed(path: Path) -> list[Release]:
     releases = [_release(path, table) for table in _document(path).get("release", [])]
     names = [release.name for release in releases]
     twice = sorted({name for name in names if names.count(name) > 1})

@@ -5,11 +5,14 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from packaging.version import InvalidVersion, Version
 
 from pyllamakv.errors import UnknownRelease
+
+if TYPE_CHECKING:
+    from collections.abc import Container
 
 Kind = Literal["sdist", "npm", "git", "path"]
 
@@ -77,6 +80,15 @@ def sdist_version(name: str) -> Version | None:
         return None
 
 
+def spelled(name: str, known: Container[str]) -> str:
+    """Return a release's name as the lock spells it: ``0.3.9`` for ``v0.3.9``.
+
+    A name in ``known`` is returned as it is.
+    """
+    name = name.removeprefix("llama-cpp-python==")
+    return name[1:] if name not in known and re.fullmatch(r"v\d.*", name) else name
+
+
 def resolve(spec: str) -> Release:
     """Return the release that a spec means: ``0.3.9``, ``b4980``, ``git:URL@REF``, ``path:DIR``.
 
@@ -91,9 +103,7 @@ def resolve(spec: str) -> Release:
     if spec.startswith("path:"):
         return sources.from_folder(spec)
     known = lock.known()
-    name = spec.removeprefix("llama-cpp-python==")
-    if name not in known and re.fullmatch(r"v\d.*", name):
-        name = name[1:]
+    name = spelled(spec, known)
     if name in known:
         return known[name]
     if spec.startswith("git:"):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from pyllamakv.errors import SourceError, UnknownRelease
 from pyllamakv.home import home
 from pyllamakv.source.files import disk_room, locked, write_atomic
-from pyllamakv.source.releases import natural
+from pyllamakv.source.releases import natural, spelled
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -84,10 +84,21 @@ def listed() -> list[Vendored]:
 
 
 def find(spec: str) -> Vendored:
-    """Return the record of a spec. Raises UnknownRelease, naming what there is."""
+    """Return the record of a spec. Raises UnknownRelease, naming what there is.
+
+    ``0.3.9+stock`` is ``0.3.9``, and so are ``v0.3.9`` and ``llama-cpp-python==0.3.9``, unless the
+    lock has a release of that name.
+    """
+    from pyllamakv.source import lock
+
     there = listed()
     for vendored in there:
         if spec in (vendored.spec, Path(vendored.folder).name):
+            return vendored
+    release, plus, names = spec.removesuffix("+stock").partition("+")
+    plain = spelled(release, lock.known()) + plus + names
+    for vendored in there:
+        if plain in (vendored.spec, Path(vendored.folder).name):
             return vendored
     names = ", ".join(v.spec for v in there) or "none"
     msg = f"{spec!r} is not vendored (there is: {names}); run `pyllamakv vendor sync {spec}`"

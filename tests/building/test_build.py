@@ -95,6 +95,10 @@ def test_built_variants_are_found_without_a_compiler(
     stock = build.build(shop.spec, native=False)
     release, changed = patched(shop, b"// patched\n")
     other = build.build_patched(release, changed, native=False)
+    for series in (None, ("some-patch",)):
+        spec = variant.Spec(release.name, series)
+        wanted = variant.request_of(release, spec, backend="cpu", native=False)
+        variant.remember(wanted, other)
     monkeypatch.setenv("CC", "gone")
     monkeypatch.setattr(manifests, "machine_flags", lambda *_path: frozenset())
     every = [((), stock), (None, other), (("some-patch",), other), (("full-defrag",), None)]

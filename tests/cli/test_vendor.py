@@ -115,6 +115,26 @@ def test_stock_is_upstream(home: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert plain["tree"] == stock["tree"]
 
 
+def test_other_spellings_of_a_release(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What `sync` takes for 0.3.9 the others take too; a name of its own comes first."""
+    run("sync", "0.3.9")
+    spellings = ("v0.3.9", "v0.3.9+stock", "0.3.9+stock", "llama-cpp-python==0.3.9")
+    for spec in spellings:
+        assert answer(capsys, "verify", spec) == {"0.3.9": []}
+    for spec in spellings:
+        assert answer(capsys, "clean", spec) == [str(home / "trees" / "0.3.9")]
+        run("sync", spec)
+        assert answer(capsys, "verify", "0.3.9") == {spec: []}
+    tag = imported(open_store(), "v0.3.9", {**TREE, "tag": b""}, "2025-01-02T00:00:00Z")
+    lock.save(lock.shipped(), [tag])
+    for verb in ("verify", "clean"):
+        for spec in ("v0.3.9", "v0.3.9+stock"):
+            with pytest.raises(UnknownRelease, match=r"'v0\.3\.9.* is not vendored"):
+                run(verb, spec)
+    run("sync", "v0.3.9")
+    assert answer(capsys, "clean", "v0.3.9") == [str(home / "trees" / "v0.3.9")]
+
+
 def test_a_folder_as_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder of sources can be vendored under a name that is safe."""
     for path, data in TREE.items():

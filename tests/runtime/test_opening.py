@@ -11,7 +11,7 @@ from fakes.tiny_gguf import write_gguf
 
 from pyllamakv.building import variant
 from pyllamakv.building.manifest import Manifest
-from pyllamakv.errors import Closed, LoadError, NotBuilt, ToolMissing, UnknownRelease, UsageError
+from pyllamakv.errors import Closed, LoadError, NotBuilt, UnknownRelease, UsageError
 from pyllamakv.runtime import opening
 
 
@@ -41,15 +41,6 @@ def publish(folder: Path, name: str, **more: Any) -> Path:
     return folder / name
 
 
-def no_tools(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the compiler away."""
-
-    def missing(*args: object, **options: object) -> None:
-        raise ToolMissing("no compiler here")
-
-    monkeypatch.setattr(variant, "find", missing)
-
-
 def test_the_builder_is_asked_first(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check what it finds, what it does not, and an id, for which it is not asked."""
     folder = publish(built, "0.3.9-stock-cpu-1")
@@ -70,41 +61,41 @@ def test_the_builder_is_asked_first(built: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(variant, "find", lambda *_, **__: None)
     with pytest.raises(NotBuilt, match=r"build 0\.3\.9; built are 0\.3\.9-stock-cpu-1, of other"):
         opening.find_built("0.3.9")
+    with pytest.raises(NotBuilt, match=r"build v0\.3\.9; built are 0\.3\.9-stock-cpu-1, of other"):
+        opening.find_built("v0.3.9")
     with pytest.raises(NotBuilt, match=r"0\.3\.8; built are variants of 0\.3\.9$"):
         opening.find_built("0.3.8")
     with pytest.raises(NotBuilt, match=r"--backend rpc"):
         opening.find_built("0.3.9+patched", backend="rpc")
 
 
-def test_without_tools_the_manifests_decide(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check stock, patched, lists of patches, and the newest of several."""
-    no_tools(monkeypatch)
+def test_without_tools_the_manifests_decide(built: Path) -> None:
+    """Check stock, patched, patches and the newest of several, where no source may be read."""
     names = {
         "old": {"created": "2026-01-01"},
         "new": {"created": "2026-02-01"},
         "one": {"patches": ("full-defrag",)},
         "two": {"patches": ("full-defrag", "kv-counters")},
         "cuda": {"backend": "cuda", "created": "2027"},
-        "other": {"release": "0.3.8", "created": "2027"},
+        "other": {"release": "path:/b", "created": "2027"},
     }
     for name, facts in names.items():
-        publish(built, name, **facts)
+        publish(built, name, **{"release": "path:/a", **facts})
     for spec, name in (
-        ("0.3.9", "new"),
-        ("0.3.9+stock", "new"),
-        ("0.3.9+patched", "two"),
-        ("0.3.9+full-defrag", "one"),
-        ("0.3.9+kv-counters", "two"),
-        ("0.3.8", "other"),
+        ("path:/a", "new"),
+        ("path:/a+stock", "new"),
+        ("path:/a+patched", "two"),
+        ("path:/a+full-defrag", "one"),
+        ("path:/a+kv-counters", "two"),
+        ("path:/b", "other"),
     ):
-        assert opening.find_built(spec) == built / name, spec
-    assert opening.find_built("0.3.9", backend="cuda") == built / "cuda"
-    for spec in ("0.3.9+absent", "0.3.7", "0.3.8+patched"):
+        assert opening.find_recorded("gone", spec) == built / name, spec
+    for spec in ("path:/a+absent", "path:/c", "path:/b+patched"):
         with pytest.raises(NotBuilt):
-            opening.find_built(spec)
-    for spec in ("", "+patched", "0.3.9+"):
+            opening.find_recorded("gone", spec)
+    for spec in ("+patched", "path:/a+"):
         with pytest.raises(UsageError):
-            opening.find_built(spec)
+            opening.find_recorded("gone", spec)
 
 
 def test_paths_are_opened_as_they_are(tmp_path: Path) -> None:
@@ -130,8 +121,12 @@ def test_a_bare_name_is_never_a_file(
 ) -> None:
     """What lies in the current folder is loaded by a path alone: its name may be a build's."""
     monkeypatch.chdir(tmp_path)
-    no_tools(monkeypatch)
-    folder = publish(built, "0.3.9-stock-cpu-1")
+    folder, find = publish(built, "0.3.9-stock-cpu-1"), variant.find
+
+    def known(spec: str, backend: str) -> variant.Variant | None:
+        return variant.Variant(folder) if spec == "0.3.9" else find(spec, backend=backend)
+
+    monkeypatch.setattr(variant, "find", known)
     for name in ("0.3.9", "0.3.8", "evil.so"):
         (tmp_path / name).write_bytes(b"native code")
     assert opening.located("0.3.9") == folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -188,3 +189,24 @@ def test_the_shipped_lock_names_no_host() -> None:
     """No registry's address stands in the lock."""
     text = (ROOT / "vendor" / "upstream.lock.toml").read_text()
     assert "://" not in text
+
+
+def test_a_lock_is_parsed_once_and_never_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of the same size and time of change in its place is another one."""
+    path, other, parsed = tmp_path / "lock.toml", tmp_path / "other.toml", []
+    release = lock.load(data("vendor/upstream.lock.toml"))[0]
+    lock.save(path, [release])
+    lock.save(other, [replace(release, commit="d" * 40)])
+    os.utime(other, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+    assert other.stat().st_size == path.stat().st_size
+    read = lock._parsed
+    monkeypatch.setattr(lock, "_parsed", lambda path: parsed.append(path) or read(path))
+    lock.load(path).clear()
+    assert lock.load(path) == [release]
+    assert parsed == [path]
+    other.replace(path)
+    assert lock.load(path) == [replace(release, commit="d" * 40)]
+    path.unlink()
+    assert lock.load(path) == []
