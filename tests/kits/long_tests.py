@@ -15,9 +15,8 @@ import pytest
 
 FILE = Path(__file__).resolve().parents[1] / "data" / "durations.json"
 
-#: Seconds from which a test is long, and from which a duration is recorded.
-LONG = 1.0
-RECORDED = 0.5
+#: Seconds from which a test is long, and its duration is recorded.
+LONG = 0.5
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -94,6 +93,6 @@ class Summary:
             for each in sorted(left_out, key=lambda name: -known[name]):
                 terminalreporter.write_line(f"{known[each]:7.1f} s  {each}")
         if self.config.getoption("--record-durations"):
-            kept = {k: round(v, 1) for k, v in sorted(self.seconds.items()) if v >= RECORDED}
+            kept = {k: round(v, 1) for k, v in sorted(self.seconds.items()) if v >= LONG}
             FILE.write_text(json.dumps(kept, indent=0) + "\n", encoding="utf-8")
             terminalreporter.write_line(f"{len(kept)} durations in {FILE}")
