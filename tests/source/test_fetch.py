@@ -252,7 +252,6 @@ def test_a_release_without_an_archive() -> None:
 
 
 @pytest.mark.network
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_real_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reference release comes from the configured index and is what the lock says."""

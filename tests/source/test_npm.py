@@ -190,7 +190,6 @@ def test_a_lock_entry_names_its_version(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.network
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_real_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reference release comes from the registry that npm is configured for."""

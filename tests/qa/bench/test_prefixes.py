@@ -23,7 +23,6 @@ def test_prompts_have_just_so_many_tokens_in_common() -> None:
 
 
 @pytest.mark.native
-@pytest.mark.slow
 def test_every_figure_is_there(patched: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure a little of everything: what is counted is met, what is timed has a target."""
     monkeypatch.setattr(prefixes, "ENTRIES", 40)

@@ -153,7 +153,6 @@ def test_work_that_breaks_is_a_defect_of_its_kind(monkeypatch: pytest.MonkeyPatc
     assert steady.passed
 
 
-@pytest.mark.slow
 @pytest.mark.native
 def test_every_kind_works(patched: Variant) -> None:
     """Each kind of work runs some rounds and is flat in descriptors and threads."""

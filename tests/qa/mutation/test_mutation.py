@@ -300,7 +300,6 @@ def bench(patched):
 
 
 @pytest.mark.native
-@pytest.mark.slow
 def test_a_mutant_from_end_to_end(bench, patched, tmp_path, monkeypatch) -> None:
     """A flag that is not cleared is caught by a scenario, and by nobody where there is none."""
     made = bench.made["full-defrag"]
