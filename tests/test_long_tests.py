@@ -41,15 +41,15 @@ def test_quick_reports_what_it_left_out(pytester: pytest.Pytester, parallel: tup
 
 
 def test_durations_are_recorded(pytester: pytest.Pytester) -> None:
-    """Those of half a second and more, for every phase together."""
+    """Those of half a second and more, every phase together; other tests keep their record."""
     shutil.copy(long_tests.__file__, pytester.mkdir("kits"))
-    (pytester.mkdir("data") / "durations.json").write_text("{}", "utf-8")
+    (pytester.mkdir("data") / "durations.json").write_text('{"test_b.py::test_z": 3.0}', "utf-8")
     pytester.makeini("[pytest]\npythonpath = kits\n")
     pytester.makeconftest('pytest_plugins = ["long_tests"]')
     pytester.makepyfile(test_a="import time\ndef test_x(): time.sleep(0.6)\ndef test_y(): pass\n")
     pytester.runpytest_subprocess("--record-durations").assert_outcomes(passed=2)
     found = json.loads((pytester.path / "data" / "durations.json").read_text("utf-8"))
-    assert list(found) == ["test_a.py::test_x"]
+    assert list(found) == ["test_a.py::test_x", "test_b.py::test_z"], "test_b did not run"
     assert found["test_a.py::test_x"] >= 0.6
 
 
