@@ -56,6 +56,7 @@ def bench(
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+    from qa import summary
     from qa.bench import (
         backends,
         calls,
@@ -128,6 +129,7 @@ def bench(
             found += [figure.dated(command) for figure in measures[name].figures(tick, **more)]
     if write is not None:
         document.write(write, found)
+        summary.written(write)
     if as_json:
         sys.stdout.write(json.dumps([asdict(figure) for figure in found], indent=1) + "\n")
     else:

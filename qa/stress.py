@@ -40,7 +40,7 @@ def stress(
     mutants of the patches, `fuzzing` fuzzes every parser and C entry point, `faults` injects
     faults, `sanitizers` and `leaks` check memory, `defects` runs the regression tests.
     """
-    from qa import document, selection
+    from qa import document, selection, summary
     from qa.entry import Effort
 
     chosen = selection.select(sections or (), only or ())
@@ -60,6 +60,7 @@ def stress(
         if write is not None:
             # Each section as it ends: the long run takes hours.
             document.write(write, found)
+            summary.written(write)
         return tried
 
     try:

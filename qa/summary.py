@@ -165,7 +165,7 @@ SECTIONS: dict[str, tuple[str, str, str, str]] = {
         "Scenarios and header tests detect each single change of the patches",
         "tried",
         "mutants",
-        "operators at one place each; equivalent mutants are listed with reasons",
+        "one change per mutant; run before the ports were reduced to hooks on 2026-11-24",
     ),
     "fuzzing": (
         "No input of a parser or C entry point ends or hangs the process",
@@ -182,7 +182,7 @@ SECTIONS: dict[str, tuple[str, str, str, str]] = {
     "sanitizers": (
         "Sanitizers report nothing in the shim and in the patches",
         "",
-        "runs of programs and scenarios",
+        "planted faults, test groups, rounds and runs",
         "gcc, on Linux; OpenMP is off, as in every build",
     ),
     "leaks": (
@@ -213,9 +213,22 @@ def summary(
     if check:
         sys.stdout.write("".join(f"stale: {name}\n" for name in stale))
         raise typer.Exit(1 if stale else 0)
-    for name, text in pages().items():
-        write_atomic(ROOT / name, text)
+    for name in write():
         sys.stdout.write(f"{name}\n")
+
+
+def write() -> list[str]:
+    """Write the pages, and return their names."""
+    made = pages()
+    for name, text in made.items():
+        write_atomic(ROOT / name, text)
+    return [*made]
+
+
+def written(path: Path) -> None:
+    """Write the pages if ``path``, a document that was just written, is one of the results."""
+    if path.resolve().parent == RESULTS:
+        write()
 
 
 def pages() -> dict[str, str]:
@@ -266,16 +279,18 @@ def _figures(claim: Claim, figures: list[Figure]) -> list[Figure]:
 
 def _row(text: str, figures: list[Figure]) -> str:
     first = figures[0]
-    value = first.value
+    value, limit = first.value, first.limit
     if len(figures) > 1:
         values = sorted((_number(each.value), each.value) for each in figures)
         value = f"{_short(values[0][1])} to {_short(values[-1][1])}"
         if values[0] == values[-1]:
             value = values[0][1]
+        limit = limit if {each.limit for each in figures} == {limit} else ""  # of one setting alone
     met = all(each.met for each in figures)
     missed = sum(not each.met for each in figures)
     target = f"{first.target} ({'met' if met else f'**{missed} of {len(figures)} missed**'})"
-    return _line(text, value, target, first.limit, _command(first.measured))
+    oldest = min(figures, key=lambda each: each.measured)
+    return _line(text, value, target, limit, _command(oldest.measured))
 
 
 def _number(text: str) -> float:

@@ -36,6 +36,17 @@ def test_check_reports_a_stale_page(monkeypatch, tmp_path, capsys) -> None:
     assert "stale: PAGE.md" in capsys.readouterr().out
 
 
+def test_new_results_renew_the_pages(monkeypatch, tmp_path) -> None:
+    """What `--write` puts among the results does; a document elsewhere changes no page."""
+    monkeypatch.setattr(summary, "ROOT", tmp_path)
+    monkeypatch.setattr(summary, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(summary, "pages", lambda: {"PAGE.md": "new\n"})
+    summary.written(tmp_path / "elsewhere" / "reliability.md")
+    assert not (tmp_path / "PAGE.md").exists()
+    summary.written(tmp_path / "results" / "reliability.md")
+    assert (tmp_path / "PAGE.md").read_text("utf-8") == "new\n"
+
+
 def test_a_missed_target_is_always_listed() -> None:
     """A row says how many of its figures missed; a figure without a claim is listed as well."""
     measured = "2026-11-24, a machine, `python -m qa bench loop`"
@@ -47,6 +58,9 @@ def test_a_missed_target_is_always_listed() -> None:
     assert "0.9 [0.8, 1.0] x to 1.2 [1.1, 1.3] x" in row
     assert "**1 of 2 missed**" in row
     assert "2026-11-24: `python -m qa bench loop`" in row
+    assert "| C: 1 |" in row, "the limit of both"
+    apart = summary.benchmarks([good, dataclasses.replace(bad, limit="C: 2")], [CLAIM])
+    assert "C: 1" not in apart.partition("## Missed targets")[0], "a limit of one of two settings"
     missed = page.partition("## Missed targets")[2]
     assert "Loop: greedy, 8" in missed
     assert "Other: slow" in missed
