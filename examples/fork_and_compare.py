@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import pyllamakv as kv
-from pyllamakv.harness import synthetic
+from pyllamakv.scenarios import synthetic
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

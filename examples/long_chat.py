@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 
 import pyllamakv as kv
-from pyllamakv.harness import synthetic
+from pyllamakv.scenarios import synthetic
 
 HEAD = "Once upon a time, there was a little girl named Lily. She loved to play outside."
 LENGTH = 600

@@ -14,9 +14,9 @@ import tempfile
 from pathlib import Path
 
 import pyllamakv as kv
-from pyllamakv.harness import synthetic
-from pyllamakv.harness.pictures import drawing, onstage, timeline
-from pyllamakv.harness.traces import replaying, trace
+from pyllamakv.record import onstage, replaying, trace
+from pyllamakv.scenarios import synthetic
+from pyllamakv.view import drawing, timeline
 
 
 def serve(context: kv.Context) -> None:

@@ -75,8 +75,7 @@ if TYPE_CHECKING:
         WorkerDied,
         WorkerTimeout,
     )
-    from pyllamakv.harness.pictures.watching import watch
-    from pyllamakv.harness.traces.recording import Recording, record
+    from pyllamakv.record.recording import Recording, record
     from pyllamakv.runtime import metrics
     from pyllamakv.runtime.backing import KVMemory, LayerMemory
     from pyllamakv.runtime.batch import Batch
@@ -92,6 +91,7 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.sequence import Sequence
     from pyllamakv.runtime.serving import serve
     from pyllamakv.runtime.snapshot import CellMap, KVStats, Snapshot
+    from pyllamakv.view.live import watch
 
 __version__ = "0.1.0"
 
@@ -120,8 +120,8 @@ _MODULES = {
         "KVCacheFull NoSlotAvailable NotSupported PagingError ReprocessNeeded TraceMismatch "
         "KVFileBusy KVFileDamaged KVFileDirty KVFileError KVFileForeign KVFileFull"
     ),
-    "harness.traces.recording": "Recording record",
-    "harness.pictures.watching": "watch",
+    "record.recording": "Recording record",
+    "view.live": "watch",
     "runtime.backing": "KVMemory LayerMemory",
     "runtime.batch": "Batch",
     "runtime.breakdown": "MemoryBreakdown memory_breakdown",

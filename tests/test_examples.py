@@ -96,7 +96,7 @@ def test_fragment_fail_defragment(stock, patched) -> None:
 
 def test_record_and_replay(stock, patched, tmp_path) -> None:
     """Stock replays the same; patched comes out otherwise at the row that failed alone."""
-    from pyllamakv.harness import synthetic
+    from pyllamakv.scenarios import synthetic
 
     said = run("record_and_replay", synthetic.model("bytes"), tmp_path)
     wanted, free = numbers(r"no slot for (\d+) tokens with (\d+) cells free", said)

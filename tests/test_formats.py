@@ -14,7 +14,7 @@ import pytest
 import pyllamakv as kv
 from pyllamakv.building.variant import Variant
 from pyllamakv.errors import KVFileError, StateError
-from pyllamakv.harness import synthetic
+from pyllamakv.scenarios import synthetic
 from pyllamakv.source import lock
 
 #: Flash attention is off: the same tokens in the same cells give the same bits.

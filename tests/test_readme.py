@@ -10,8 +10,8 @@ import pytest
 import readme
 
 import pyllamakv
-from pyllamakv.harness import expected
 from pyllamakv.source import lock
+from pyllamakv.verification import expected
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant

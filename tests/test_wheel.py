@@ -152,7 +152,7 @@ def test_what_ships_is_found(outside: Path) -> None:
     assert lint.returncode == 0, lint.stdout + lint.stderr
     code = (
         "from pyllamakv.building.variant import built, shim_digest;"
-        "from pyllamakv.harness import scenario, synthetic;"
+        "from pyllamakv.scenarios import scenario, synthetic;"
         "assert len(scenario.discover()) > 30;"
         "from pyllamakv.home import data;"
         "print(built(), shim_digest(), synthetic.tiny(), data('patches'))"

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from pyllamakv.harness.bisect import Step
-    from pyllamakv.harness.cell import CellResult
+    from pyllamakv.verification.bisect import Step
+    from pyllamakv.verification.cell import CellResult
 
 app = typer.Typer(add_completion=False)
 
@@ -42,9 +42,9 @@ def command(
     """
     from pyllamakv.building import backend as backends
     from pyllamakv.cli import showing
-    from pyllamakv.harness import bisect, matrix, remembered
-    from pyllamakv.harness.cell import CellSpec
     from pyllamakv.source import lock, releases
+    from pyllamakv.verification import bisect, matrix, result_cache
+    from pyllamakv.verification.cell import CellSpec
 
     good, bad = (releases.resolve(name).name for name in (good, bad))
 
@@ -59,10 +59,10 @@ def command(
         )
 
     def known(release: str) -> Step | None:
-        kept = remembered.recall(remembered.key(spec(release)))
+        kept = result_cache.recall(result_cache.key(spec(release)))
         if kept is None and scenario:
             # A whole matrix has judged this scenario too.
-            kept = remembered.recall(remembered.key(replace(spec(release), scenarios=())))
+            kept = result_cache.recall(result_cache.key(replace(spec(release), scenarios=())))
             rows = [row for row in kept.scenarios if row.id == scenario] if kept else []
             return bisect.Step(release, rows[0].verdict, rows[0].stock) if rows else None
         return _step(kept) if kept else None
@@ -84,6 +84,6 @@ def command(
 
 
 def _step(result: CellResult) -> Step:
-    from pyllamakv.harness.bisect import Step
+    from pyllamakv.verification.bisect import Step
 
     return Step(result.spec.release, result.verdict, result.reason)

@@ -12,7 +12,7 @@ import typer
 from pyllamakv.source.releases import DEFAULT
 
 if TYPE_CHECKING:
-    from pyllamakv.harness.check import Answer
+    from pyllamakv.verification.check import Answer
 
 app = typer.Typer(add_completion=False)
 
@@ -62,8 +62,8 @@ def command(
     Exit status: 0 needed, redundant or native; 1 harmful, ineffective or broken; 125 untestable;
     128 a fault of the harness.
     """
-    from pyllamakv.harness import check, report
-    from pyllamakv.harness import scenario as scenarios
+    from pyllamakv.scenarios import scenario as scenarios
+    from pyllamakv.verification import check, check_report
 
     question = check.Question(
         release=release,
@@ -79,7 +79,7 @@ def command(
     )
     answer = _answer(question)
     if junit is not None:
-        junit.write_text(report.junit(answer), encoding="utf-8")
+        junit.write_text(check_report.junit(answer), encoding="utf-8")
     if as_json:
         json.dump(answer.to_json(), sys.stdout, indent=2)
         sys.stdout.write("\n")
@@ -87,14 +87,14 @@ def command(
         from rich.console import Console
 
         known = scenarios.discover(question.folders)
-        report.show(answer, known, Console(), maps)
+        check_report.show(answer, known, Console(), maps)
     raise typer.Exit(answer.judgement.exit_code)
 
 
 def _answer(question: Any) -> Answer:
     from pyllamakv.cli import showing
     from pyllamakv.errors import HarnessError, KvError
-    from pyllamakv.harness import check
+    from pyllamakv.verification import check
 
     try:
         with showing.progress() as progress:

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from concurrent.futures import Executor
 
-    from pyllamakv.harness.cell import CellSpec
+    from pyllamakv.verification.cell import CellSpec
 
 
 def judge(specs: Sequence[CellSpec], fresh: bool, scheduler: str, wanted: views.Wanted) -> None:
     """Judge cells and write what is wanted; leave with 1 when something is worse than accepted."""
-    from pyllamakv.harness import matrix
+    from pyllamakv.verification import matrix
 
     try:
         with showing.progress() as progress, _executor(scheduler, specs) as executor:
@@ -37,7 +37,7 @@ def _executor(scheduler: str, specs: Sequence[CellSpec]) -> Iterator[Executor | 
     if not scheduler:
         yield None
         return
-    from pyllamakv.harness import cluster
+    from pyllamakv.verification import cluster
 
     with cluster.connect(scheduler) as found:
         for cure in found.lacking({spec.backend for spec in specs}):

@@ -153,7 +153,7 @@ def _say(text: str) -> None:
 def _fail(error: errors.KvError) -> NoReturn:
     if os.environ.get("PYLLAMAKV_TRACEBACK"):
         raise error
-    from pyllamakv.harness.printable import printable
+    from pyllamakv.printable import printable
 
     sys.stderr.write(printable(f"{type(error).__name__}: {error}", keep="\n\t") + "\n")
     sys.exit(error.exit_code)

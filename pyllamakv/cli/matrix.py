@@ -15,8 +15,8 @@ from pyllamakv.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pyllamakv.harness.cell import CellResult, CellSpec
-    from pyllamakv.harness.matrix import Choice
+    from pyllamakv.verification.cell import CellResult, CellSpec
+    from pyllamakv.verification.matrix import Choice
 
 app = typer.Typer(add_completion=False)
 
@@ -77,7 +77,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """List the cells that a run would judge, and which were judged before."""
-    from pyllamakv.harness import matrix, outputs
+    from pyllamakv.verification import matrix, matrix_reports
 
     if format_ not in ("text", "json", "github"):
         msg = f"expected --format text, json or github, found {format_!r}"
@@ -86,7 +86,7 @@ def plan(
         _choice(names, era, backend, series, isolate, each, scenario, portable, sample)
     )
     if format_ == "github":
-        views.compact(outputs.github(specs))
+        views.compact(matrix_reports.github(specs))
         return
     views.plan(specs, as_json or format_ == "json")
 
@@ -112,7 +112,7 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Judge releases; exit 1 when something is worse than accepted."""
-    from pyllamakv.harness import matrix
+    from pyllamakv.verification import matrix
 
     specs = matrix.plan(
         _choice(names, era, backend, series, isolate, each, scenario, portable, sample)
@@ -161,7 +161,7 @@ def report(
 
     Without an option the HTML page is written to the home and its path printed.
     """
-    from pyllamakv.harness import outputs
+    from pyllamakv.verification import matrix_reports
 
     results, specs = _judged(merge, names, era, backend, series, isolate, each)
     views.missing(specs, results)
@@ -169,7 +169,7 @@ def report(
         msg = "nothing was judged yet; run `pyllamakv matrix run`"
         raise UsageError(msg)
     if markdown:
-        sys.stdout.write(outputs.markdown(results))
+        sys.stdout.write(matrix_reports.markdown(results))
     asked = views.Wanted(expected, html, junit, github, as_json, quiet=True)
     if not (html or junit or github or as_json or markdown):
         asked = views.Wanted(expected, views.default_page(), quiet=True)
@@ -197,9 +197,9 @@ def watch(
     was added before and never judged comes along.
     """
     from pyllamakv.cli import showing
-    from pyllamakv.harness import matrix
     from pyllamakv.source import fetch
     from pyllamakv.source import watch as watching
+    from pyllamakv.verification import matrix
 
     news = watching.look()
     fresh = (*news.unpinned, *news.new) if unpinned else news.new
@@ -231,7 +231,7 @@ def accept(
     as_json: Json = False,
 ) -> None:
     """Accept what was judged last: write it to the file that runs are compared with."""
-    from pyllamakv.harness import expected as accepting
+    from pyllamakv.verification import expected as accepting
 
     found, specs = _judged(merge, names, era, backend, series, isolate, each)
     results = [result for result in found if stale or not result.stale]
@@ -251,22 +251,22 @@ def _judged(
 
     With ``merge`` what these files of other runs have, and no cells: they were chosen there.
     """
-    from pyllamakv.harness import matrix, outputs, remembered
+    from pyllamakv.verification import matrix, matrix_reports, result_cache
 
     if merge:
-        return outputs.merge(merge), ()
+        return matrix_reports.merge(merge), ()
     specs = matrix.plan(_choice(*chosen))
-    return remembered.latest_of(specs), specs
+    return result_cache.latest_of(specs), specs
 
 
 def _unjudged(backend: Sequence[str] | None) -> list[str]:
     """Return the added releases without any result: a watch was ended before it judged them."""
-    from pyllamakv.harness import matrix, remembered
     from pyllamakv.source import lock
+    from pyllamakv.verification import matrix, result_cache
 
     names = [release.name for release in lock.load(lock.added()) if release.kind == "sdist"]
     specs = matrix.plan(_choice(names, None, backend)) if names else ()
-    return list(dict.fromkeys(s.release for s in specs if remembered.latest(s) is None))
+    return list(dict.fromkeys(s.release for s in specs if result_cache.latest(s) is None))
 
 
 def _choice(
@@ -280,7 +280,7 @@ def _choice(
     portable: bool = False,
     sample: bool = False,
 ) -> Choice:
-    from pyllamakv.harness.matrix import Choice
+    from pyllamakv.verification.matrix import Choice
 
     if series and (isolate or each):
         msg = "choose one of --series, --isolate and --each"

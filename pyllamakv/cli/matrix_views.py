@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from pyllamakv.harness.cell import CellResult, CellSpec
-    from pyllamakv.harness.expected import Comparison
     from pyllamakv.source.watch import News
+    from pyllamakv.verification.cell import CellResult, CellSpec
+    from pyllamakv.verification.expected import Comparison
 
 
 @dataclass(frozen=True)
@@ -32,23 +32,24 @@ class Wanted:
 
 def finish(results: Sequence[CellResult], wanted: Wanted) -> bool:
     """Write everything that is wanted; tell whether something is worse than accepted."""
-    from pyllamakv.harness import expected, outputs, page
     from pyllamakv.source.files import write_atomic
+    from pyllamakv.verification import expected, matrix_reports
+    from pyllamakv.view import page
 
     compared = expected.compare(results, expected.load(wanted.expected))
     if wanted.html:
         write_atomic(wanted.html, page.render(results, compared))
         _say(f"the page is {wanted.html}")
     if wanted.junit:
-        write_atomic(wanted.junit, outputs.junit(results, compared))
+        write_atomic(wanted.junit, matrix_reports.junit(results, compared))
     if wanted.as_json:
-        _json(outputs.document(results, compared))
+        _json(matrix_reports.document(results, compared))
     elif not wanted.quiet:
         _table(results, compared)
     if wanted.github:
         # Workflow commands are read from both streams; JSON must stay JSON.
         out = sys.stderr if wanted.as_json else sys.stdout
-        out.writelines(f"{line}\n" for line in outputs.workflow(compared))
+        out.writelines(f"{line}\n" for line in matrix_reports.workflow(compared))
     return any(one.regression for one in compared)
 
 
@@ -59,11 +60,11 @@ def default_page() -> Path:
 
 def plan(specs: Sequence[CellSpec], as_json: bool) -> None:
     """Show the cells of a plan, and what is known of them."""
-    from pyllamakv.harness import remembered
+    from pyllamakv.verification import result_cache
 
     rows: list[dict[str, Any]] = []
     for spec in specs:
-        kept = remembered.latest(spec)
+        kept = result_cache.latest(spec)
         state = "to judge" if kept is None else "to judge again" if kept.stale else "judged"
         verdict = kept.verdict if kept else None
         rows.append({"name": spec.name, "state": state, "verdict": verdict, "spec": spec.to_json()})
@@ -114,7 +115,7 @@ def _table(results: Sequence[CellResult], compared: Sequence[Comparison]) -> Non
     from rich.table import Table
     from rich.text import Text
 
-    from pyllamakv.harness import page
+    from pyllamakv.view import page
 
     styles = {"good": "green", "idle": "cyan", "bad": "red", "dim": "yellow"}
     # A pipe has no width: nothing may be cut there.

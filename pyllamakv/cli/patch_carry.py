@@ -163,11 +163,11 @@ def obsolete(
     The behaviour is that of stock when `pyllamakv matrix run` judged the release last.
     """
     from pyllamakv.cli import showing
-    from pyllamakv.harness import remembered
     from pyllamakv.patching import obsolete as judging
+    from pyllamakv.verification import result_cache
 
     series = series_of(patches)
-    seen = remembered.stock(release)
+    seen = result_cache.stock(release)
     stock = {
         patch.id: {name: how for name, how in seen.items() if name in patch.scenarios}
         for patch in series

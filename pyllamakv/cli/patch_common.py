@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pyllamakv import errors
-from pyllamakv.harness.printable import printable
+from pyllamakv.printable import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -60,7 +60,7 @@ def scenarios(*, features: bool = True) -> frozenset[str] | None:
     Features are what certain patches bring; of others nobody expects them.
     """
     try:
-        from pyllamakv.harness import scenario
+        from pyllamakv.scenarios import scenario
     except ImportError:
         return None
     found = scenario.discover()

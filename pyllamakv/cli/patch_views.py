@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pyllamakv.harness.printable import printable
+from pyllamakv.printable import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

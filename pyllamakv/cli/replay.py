@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from pyllamakv.harness.traces.replaying import Replay
-    from pyllamakv.harness.traces.trace import Head
+    from pyllamakv.record.replaying import Replay
+    from pyllamakv.record.trace import Head
 
 app = typer.Typer(add_completion=False)
 
@@ -40,8 +40,8 @@ def command(
     the likeliest tokens are compared. The variables LLAMA_… are those of the recording, and told.
     """
     from pyllamakv.cli import showing
-    from pyllamakv.harness.traces import builds, replaying, variables
-    from pyllamakv.harness.traces import trace as traces
+    from pyllamakv.record import builds, replaying, variables
+    from pyllamakv.record import trace as traces
 
     head, lines = traces.read(trace)
     if not head.complete:
@@ -73,8 +73,8 @@ def command(
 
 def _show_environment(head: Head) -> None:
     """Say which variables it was played under, and which of them no recording asked for."""
-    from pyllamakv.harness.printable import printable
-    from pyllamakv.harness.traces import variables
+    from pyllamakv.printable import printable
+    from pyllamakv.record import variables
 
     played = variables.recorded(head.environment)
     if played:
@@ -87,7 +87,7 @@ def _show_environment(head: Head) -> None:
 
 
 def _show(found: list[Replay]) -> None:
-    from pyllamakv.harness.printable import printable
+    from pyllamakv.printable import printable
 
     columns = ("variant", "rows", "diverges at", "recorded", "now", "cells before", "cells after")
     table: list[tuple[str, ...]] = [columns]

@@ -13,7 +13,7 @@ import typer
 from pyllamakv.errors import UsageError
 
 if TYPE_CHECKING:
-    from pyllamakv.harness.traces.script import Line
+    from pyllamakv.record.script import Line
 
 #: Options that a script knows nothing of.
 _OF_PROMPTS = ("max_tokens", "n_ctx", "threads", "flash_attn", "temperature", "seed")
@@ -92,8 +92,8 @@ def _check_options(context: typer.Context) -> None:
 def _play(path: Path, variant: str, model: str, trace: Path | None, as_json: bool) -> None:
     from contextlib import ExitStack, closing
 
-    from pyllamakv.harness.traces import playing, runs
-    from pyllamakv.harness.traces import trace as traces
+    from pyllamakv.record import playing, runs
+    from pyllamakv.record import trace as traces
 
     with ExitStack() as stack:
         played = stack.enter_context(runs.opened(path, variant, model))
@@ -116,7 +116,7 @@ def _play(path: Path, variant: str, model: str, trace: Path | None, as_json: boo
 def _show(line: Line, result: dict[str, Any], stage: Any) -> None:
     from rich.console import Console
 
-    from pyllamakv.harness.pictures import cellmap
+    from pyllamakv.view import cell_drawing
 
     words = " ".join(f"{key}={json.dumps(value)}" for key, value in line.arguments.items())
     found = " ".join(
@@ -127,7 +127,7 @@ def _show(line: Line, result: dict[str, Any], stage: Any) -> None:
     snapshot = stage.player.snapshot() if line.op == "snapshot" else None
     if snapshot is not None:
         label = str(line.arguments.get("label", ""))
-        Console().print(cellmap.draw(cellmap.Picture.of(snapshot, label)))
+        Console().print(cell_drawing.draw(cell_drawing.Picture.of(snapshot, label)))
 
 
 def _tell(
@@ -141,8 +141,8 @@ def _tell(
     **options: Any,
 ) -> None:
     import pyllamakv
-    from pyllamakv.harness import synthetic
-    from pyllamakv.harness.telling import tell
+    from pyllamakv.record.completion import tell
+    from pyllamakv.scenarios import synthetic
 
     with (
         pyllamakv.open(variant) as library,

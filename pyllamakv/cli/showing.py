@@ -20,7 +20,7 @@ def progress() -> Iterator[Progress]:
     """
     from rich.console import Console
 
-    from pyllamakv.harness.printable import printable
+    from pyllamakv.printable import printable
 
     console = Console(stderr=True)
     if not console.is_terminal:

@@ -38,8 +38,8 @@ def command(
     ends the search and writes what was found by then.
     """
     from pyllamakv.cli import showing
-    from pyllamakv.harness.traces import builds, failing, traced, tracefile
-    from pyllamakv.harness.traces import trace as traces
+    from pyllamakv.record import builds, minimize, traced, tracefile
+    from pyllamakv.record import trace as traces
 
     head, lines = traced.load(trace)
     file = traces.model_file(head, model)
@@ -55,8 +55,8 @@ def command(
             done = len(lines) - left
             progress(f"{left} of {len(lines)} operations left, {runs} runs", done, len(lines))
 
-        found = failing.shrink(head, lines, folder, model=file, told=told)
-    failing.record(head, found.lines, target, spec=spec, model=file)
+        found = minimize.shrink(head, lines, folder, model=file, told=told)
+    minimize.record(head, found.lines, target, spec=spec, model=file)
     facts = {
         "trace": str(target),
         "failure": found.failure,

@@ -14,7 +14,7 @@ from pyllamakv.errors import ScenarioFailed, ScriptError, UsageError
 
 if TYPE_CHECKING:
     from pyllamakv.binding.protocol import Counters
-    from pyllamakv.harness.pictures.film import Film
+    from pyllamakv.record.playback import Film
     from pyllamakv.runtime.metrics import CellStats
 
 app = typer.Typer(add_completion=False)
@@ -52,12 +52,11 @@ def command(
     Of a trace what it recorded; a script is played first, and tells the library's counters as well.
     Exit 1 when the script does not end as it expects, after its numbers up to there.
     """
-    from pyllamakv.harness.pictures import film as films
-    from pyllamakv.harness.pictures import onstage
-    from pyllamakv.harness.pictures.tally import LABELS, PictureStats
-    from pyllamakv.harness.traces import runs
-    from pyllamakv.harness.traces import trace as traces
+    from pyllamakv.record import onstage, runs
+    from pyllamakv.record import playback as films
+    from pyllamakv.record import trace as traces
     from pyllamakv.runtime import exposition
+    from pyllamakv.view.frame_statistics import LABELS, PictureStats
 
     form = Format.JSON if as_json else format
     labels = dict(_label(each) for each in label or ())
@@ -96,18 +95,18 @@ def _formatted(
     counters: Counters | None,
     labels: dict[str, str],
 ) -> str:
-    from pyllamakv.harness.pictures import tally
-    from pyllamakv.harness.printable import printable
+    from pyllamakv.printable import printable
     from pyllamakv.runtime import metrics
+    from pyllamakv.view import frame_statistics
 
     if form is Format.PROMETHEUS:
-        found = (*metrics.metrics(stats, counters), *tally.of_film(film))
+        found = (*metrics.metrics(stats, counters), *frame_statistics.of_film(film))
         return metrics.expose(found, {"variant": film.title, **labels})
     if form is Format.JSON:
         raw = {
             "variant": film.title,
             **metrics.to_json(stats, counters),
-            "run": tally.to_json(film),
+            "run": frame_statistics.to_json(film),
         }
         return json.dumps(raw | ({"labels": labels} if labels else {}), indent=2) + "\n"
     named = {"variant": film.title, **labels}
@@ -115,7 +114,7 @@ def _formatted(
         [
             *((name, printable(value)) for name, value in named.items()),
             *metrics.rows(stats, counters),
-            *((name, printable(value)) for name, value in tally.rows(film)),
+            *((name, printable(value)) for name, value in frame_statistics.rows(film)),
         ]
     )
 

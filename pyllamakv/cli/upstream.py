@@ -184,7 +184,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from pyllamakv.harness.printable import printable
+    from pyllamakv.printable import printable
 
     table = Table("release", "era", "date", "commit", "from", "fetched", box=box.SIMPLE_HEAD)
     for row in rows:
@@ -202,7 +202,7 @@ def _json(data: Any) -> None:
 
 
 def _lines(lines: Any) -> None:
-    from pyllamakv.harness.printable import printable
+    from pyllamakv.printable import printable
 
     # Names of files and URLs are anybody's, and could give orders to the terminal.
     sys.stdout.writelines(printable(line) + "\n" for line in lines)

@@ -150,7 +150,7 @@ def _json(data: Any) -> None:
 
 
 def _lines(lines: Sequence[str] | Any) -> None:
-    from pyllamakv.harness.printable import printable
+    from pyllamakv.printable import printable
 
     # Names of files and URLs are anybody's, and could give orders to the terminal.
     sys.stdout.writelines(printable(line) + "\n" for line in lines)

@@ -12,7 +12,7 @@ import typer
 from pyllamakv.errors import ScenarioFailed, ScriptError, UsageError
 
 if TYPE_CHECKING:
-    from pyllamakv.harness.pictures.film import Film
+    from pyllamakv.record.playback import Film
 
 app = typer.Typer(add_completion=False)
 
@@ -87,12 +87,11 @@ def _follow(
 
     from rich.console import Console
 
-    from pyllamakv.harness.pictures import film as films
-    from pyllamakv.harness.pictures import onstage
-    from pyllamakv.harness.pictures.screen import Screen
-    from pyllamakv.harness.printable import printable
-    from pyllamakv.harness.traces import runs
-    from pyllamakv.harness.traces import trace as traces
+    from pyllamakv.printable import printable
+    from pyllamakv.record import onstage, runs
+    from pyllamakv.record import playback as films
+    from pyllamakv.record import trace as traces
+    from pyllamakv.view.screen import Screen
 
     def screen(title: str) -> Screen | nullcontext[None]:
         live = False if plain else None
@@ -138,7 +137,7 @@ def _check(timeline: Path | None, svg: Path | None, png: Path | None) -> None:
         if folder is not None and folder.exists() and not folder.is_dir():
             raise UsageError(f"{folder} is a file; --svg and --png take a folder")
     if png is not None or (timeline is not None and timeline.suffix == ".png"):
-        from pyllamakv.harness.pictures import raster
+        from pyllamakv.view import raster
 
         raster.check()
 
@@ -146,8 +145,8 @@ def _check(timeline: Path | None, svg: Path | None, png: Path | None) -> None:
 def _write(
     film: Film, timeline: Path | None, svg: Path | None, png: Path | None, width: int, *, dark: bool
 ) -> list[Path]:
-    from pyllamakv.harness.pictures import cellmap, drawing, raster
-    from pyllamakv.harness.pictures import timeline as timelines
+    from pyllamakv.view import cell_drawing, drawing, raster
+    from pyllamakv.view import timeline as timelines
 
     written = []
     if timeline is not None:
@@ -163,7 +162,7 @@ def _write(
             continue
         folder.mkdir(parents=True, exist_ok=True)
         for frame in film.changes():
-            made = cellmap.paint(frame.picture, width)
+            made = cell_drawing.paint(frame.picture, width)
             path = folder / f"{frame.number:04d}{suffix}"
             if suffix == ".svg":
                 path.write_text(drawing.svg(made), encoding="utf-8")
@@ -174,7 +173,7 @@ def _write(
 
 
 def _print(film: Film, width: int) -> None:
-    from pyllamakv.harness.pictures.screen import Screen
+    from pyllamakv.view.screen import Screen
 
     with Screen(film.title, width=width, live=False) as screen:
         for frame in film.frames:

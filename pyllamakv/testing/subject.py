@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pyllamakv.building import backend as backends
 from pyllamakv.building import variant as variants
 from pyllamakv.errors import UsageError
-from pyllamakv.harness.placing import Place
+from pyllamakv.scenarios.device_placement import Place
 from pyllamakv.source.releases import DEFAULT
 
 if TYPE_CHECKING:
@@ -121,10 +121,10 @@ def _is_path(word: str) -> bool:
 def context(library: PlacedLibrary, asked: Mapping[str, Any]) -> Iterator[Context]:
     """Make a context as a marker asks for it.
 
-    ``model`` is a path, or the name of a generated model: `pyllamakv.harness.synthetic` has them.
+    ``model`` is a path, or the name of a generated model: `pyllamakv.scenarios.synthetic` has them.
     On a GPU its wide twin stands for it.
     """
-    from pyllamakv.harness import synthetic
+    from pyllamakv.scenarios import synthetic
 
     left = {key: value for key, value in asked.items() if key not in ("model", "env", "timeout")}
     path = synthetic.model(library.place.model(str(asked.get("model", "tiny"))))

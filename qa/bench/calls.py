@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pyllamakv
 from pyllamakv.errors import Untestable
-from pyllamakv.harness import synthetic
 from pyllamakv.home import shim
+from pyllamakv.scenarios import synthetic
 from pyllamakv.source.releases import DEFAULT
 from qa.bench.figure import Figure
 from qa.bench.measure import Interval, Pairs, clock, interleave, interval

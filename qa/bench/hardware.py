@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pyllamakv.building import cuda, nvidia, probing
 from pyllamakv.building.build import build
 from pyllamakv.errors import KvError
-from pyllamakv.harness import check
 from pyllamakv.source.releases import DEFAULT
+from pyllamakv.verification import check
 from qa.bench import devices
 from qa.bench.figure import Figure
 

@@ -11,7 +11,7 @@ import numpy as np
 
 import pyllamakv
 from pyllamakv.errors import Untestable
-from pyllamakv.harness import synthetic
+from pyllamakv.scenarios import synthetic
 from qa.bench import workloads
 from qa.bench.carving import NEXT, Carver
 from qa.bench.figure import Figure

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from pyllamakv.building import variant as variants
 from pyllamakv.errors import NotBuilt, Untestable
-from pyllamakv.harness import synthetic
 from pyllamakv.home import home
+from pyllamakv.scenarios import synthetic
 from qa.bench.figure import Figure
 from qa.bench.measure import Interval, Pairs, interleave, interval
 from qa.bench.peer import peer

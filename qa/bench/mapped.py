@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 import pyllamakv
-from pyllamakv.harness import synthetic
 from pyllamakv.home import home
+from pyllamakv.scenarios import synthetic
 from qa.bench.figure import Figure
 from qa.bench.measure import Pairs, clock, interleave
 from qa.bench.sparse import WIDE

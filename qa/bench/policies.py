@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pyllamakv
-from pyllamakv.harness import synthetic
 from pyllamakv.home import home
+from pyllamakv.scenarios import synthetic
 from qa.bench import sparse
 from qa.bench.figure import Figure
 from qa.bench.measure import MINIMUM_PAIRS, Interval, interleave

@@ -20,7 +20,7 @@ from pyllamakv.cache.batching.generation import Generation
 from pyllamakv.cache.slots.cache import SlotCache
 from pyllamakv.cache.slots.stats import ghost_cells
 from pyllamakv.errors import NotBuilt
-from pyllamakv.harness import synthetic
+from pyllamakv.scenarios import synthetic
 from qa.bench.figure import Figure
 
 GROUP = "The soak"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pyllamakv
-from pyllamakv.harness import synthetic
 from pyllamakv.home import home
+from pyllamakv.scenarios import synthetic
 from qa.bench.figure import Figure
 from qa.bench.measure import Interval, Pairs, interleave
 

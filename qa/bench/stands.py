@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pyllamakv
-from pyllamakv.harness import synthetic
 from pyllamakv.home import home
 from pyllamakv.runtime.memory import available_bytes
+from pyllamakv.scenarios import synthetic
 from qa.bench import compiled, workloads
 from qa.bench.limits import Limits
 from qa.bench.rounds import Measured, Stand

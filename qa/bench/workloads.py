@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pyllamakv.harness.synthetic import Shape
 from pyllamakv.runtime.ggml_types import number_type
+from pyllamakv.scenarios.synthetic import Shape
 
 Live = NDArray[np.bool_]
 

@@ -125,7 +125,7 @@ def _walked(
     effort: Effort, sides: Sequence[Path | None], lacks: Mapping[str, str], tick: Tick
 ) -> list[Record]:
     """Try the kinds of fault that are wanted on the steps that are wanted."""
-    from pyllamakv.harness import synthetic
+    from pyllamakv.scenarios import synthetic
     from qa.faults import stage
 
     across = [kind for name, kinds in _ACROSS.items() if effort.wants(name) for kind in kinds]

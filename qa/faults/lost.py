@@ -16,8 +16,8 @@ import numpy as np
 
 import pyllamakv as kv
 from pyllamakv.errors import DeviceLost, KvError, WorkerDied, WorkerTimeout
-from pyllamakv.harness import synthetic
-from pyllamakv.harness.placing import ALL
+from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios.device_placement import ALL
 from qa.entry import Tick
 from qa.faults.trial import Record
 

@@ -13,8 +13,8 @@ import numpy as np
 
 import pyllamakv
 from pyllamakv.errors import KvError, KVFileError, NoKVSlot
-from pyllamakv.harness import synthetic
 from pyllamakv.runtime.ledger import POSITIONS
+from pyllamakv.scenarios import synthetic
 from qa.built import SPEC
 from qa.fuzzing import filesums
 from qa.fuzzing.mutate import Bytes, words

@@ -14,11 +14,11 @@ import numpy as np
 
 from pyllamakv.binding import protocol, wire
 from pyllamakv.errors import StateError
-from pyllamakv.harness import synthetic
-from pyllamakv.harness.traces import trace
 from pyllamakv.home import data as shipped
 from pyllamakv.patching import directory, header, hunks
+from pyllamakv.record import trace
 from pyllamakv.runtime import modelfile, state, staterows
+from pyllamakv.scenarios import synthetic
 from pyllamakv.source import lock
 from qa.fuzzing.target import Broken, Target, lines
 
@@ -136,7 +136,7 @@ def traces(folder: Path) -> Target:
         return [head.complete]
 
     names = ("trace", "script", "batches", "results")
-    modules = tuple(f"{_HERE}harness.traces.{name}" for name in names)
+    modules = tuple(f"{_HERE}record.{name}" for name in names)
     return Target(run, _traces(), modules)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from pyllamakv.binding import loading
-from pyllamakv.harness import synthetic
-from pyllamakv.harness.ledger import Content, Ledger
 from pyllamakv.native._plk import ffi
+from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios.ledger import Content, Ledger
 from qa.fuzzing.arena import FILLED, Arena
 from qa.fuzzing.signatures import Parameter, fields
 from qa.fuzzing.target import Broken

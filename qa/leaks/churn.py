@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pyllamakv as kv
-from pyllamakv.harness import synthetic
+from pyllamakv.scenarios import synthetic
 from qa.leaks import sampling
 
 _TOKENS: Final = [1 + n % 20 for n in range(40)]

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 from pyllamakv.building import variant
 from pyllamakv.building.build import build
 from pyllamakv.errors import HarnessError
-from pyllamakv.harness import scenario
 from pyllamakv.home import home
 from pyllamakv.patching import apply, series, trees
+from pyllamakv.scenarios import scenario
 from pyllamakv.source import releases
 from pyllamakv.source.store import open_store
 from qa.entry import Effort, Entry, Tick, untried

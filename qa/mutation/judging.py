@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyllamakv.harness import running
-from pyllamakv.harness.verdict import Pair
+from pyllamakv.verification import parallel_runs
+from pyllamakv.verification.verdict import Pair
 from qa.mutation import compiling, drivers, kept
 from qa.mutation.compiling import Broken
 from qa.mutation.kept import UNFINISHED, UNJUDGED, Answer
@@ -26,8 +26,8 @@ from qa.mutation.trials import Benches, SwitchedLibrary, Trial
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
-    from pyllamakv.harness.scenario import Scenario
-    from pyllamakv.harness.verdict import Outcome
+    from pyllamakv.scenarios.scenario import Scenario
+    from pyllamakv.verification.verdict import Outcome
     from qa.mutation.mutant import Mutant
     from qa.mutation.workshop import Workshop
 
@@ -85,7 +85,7 @@ class Judge:
             driver = self.logic[mutant.file]
             found[driver.source.stem] = driver.digest
         # Who saw nothing may see something by what runs them, or beside stock.
-        texts = "".join(found.values()) + running.code_digest()
+        texts = "".join(found.values()) + parallel_runs.code_digest()
         texts += self.stock.id if self.stock is not None else ""
         every = hashlib.sha256(texts.encode()).hexdigest()
         return found | {"": every, COMPILER: ""}
@@ -156,14 +156,14 @@ class Judge:
         stock = outcome
         if self.stock is not None and outcome.status in ("absent", "skip"):
             task = self._task(trial, self.stock, "stock")
-            stock = running.run_tasks([task])[task].outcome
+            stock = parallel_runs.run_tasks([task])[task].outcome
         each = trial.scenario
         return Pair(each.id, each.kind, trial.setting.name, stock, outcome).broken
 
     def _passes(self, trial: Trial) -> bool:
         """Tell whether the patches as they are pass a run; remembered like any other run."""
         task = self._task(trial, self.patched)
-        return running.run_tasks([task])[task].outcome.status == "pass"
+        return parallel_runs.run_tasks([task])[task].outcome.status == "pass"
 
     def _trials(self) -> Iterator[Trial]:
         """Return all runs in their order: the patch's own scenarios before all others.
@@ -184,12 +184,12 @@ class Judge:
     def _seconds(self, each: Scenario) -> float:
         """Return how long a scenario took with the patches as they are, where that is known."""
         tasks = [self._task(Trial(each, setting), self.patched) for setting in each.few]
-        known = [running.recall(task.key) for task in tasks]
+        known = [parallel_runs.recall(task.key) for task in tasks]
         return sum(run.seconds for run in known if run)
 
-    def _task(self, trial: Trial, built: Variant, side: str = "patched") -> running.Task:
+    def _task(self, trial: Trial, built: Variant, side: str = "patched") -> parallel_runs.Task:
         digest = built.manifest.library_sha256
-        return running.Task(
+        return parallel_runs.Task(
             side, built.folder, digest, trial.scenario, trial.setting, trial.backend
         )
 

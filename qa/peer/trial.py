@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pyllamakv.building import peer as install
 from pyllamakv.building.build import build
 from pyllamakv.building.variant import Spec
-from pyllamakv.harness import synthetic
+from pyllamakv.scenarios import synthetic
 from pyllamakv.source import progress as telling
 from qa.peer import slots, suite
 

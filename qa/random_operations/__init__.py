@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.building import variant
 from pyllamakv.errors import NotBuilt
-from pyllamakv.harness import matrix, schedules
 from pyllamakv.home import home
 from pyllamakv.source import lock
 from pyllamakv.source.releases import DEFAULT
+from pyllamakv.verification import matrix
 from qa.entry import Effort, Entry, Tick, without_folders
+from qa.random_operations import schedules
 from qa.random_operations.combination import Combination, walk
 from qa.random_operations.hand import Hand, Make
 from qa.random_operations.stage import Stage

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.harness.scenario import CACHES
+from pyllamakv.scenarios.scenario import CACHES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -18,17 +18,17 @@ from pyllamakv.errors import (
     Unsupported,
     WorkerDied,
 )
-from pyllamakv.harness import synthetic
-from pyllamakv.harness.classes import classify
-from pyllamakv.harness.placing import ALL
-from pyllamakv.harness.schedules import Ground
+from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios.device_placement import ALL
+from pyllamakv.scenarios.outcome import classify
 from qa.random_operations import tracing
+from qa.random_operations.schedules import Ground
 from qa.random_operations.task import Played, Task
 
 if TYPE_CHECKING:
-    from pyllamakv.harness.operations import Operations
     from pyllamakv.runtime.model import Model
     from qa.random_operations.combination import Combination
+    from qa.random_operations.operations import Operations
 
 #: Opens a library, in a worker of its own or in this process, which is one already.
 Open = Callable[[Path, "Combination", bool], Any]

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from pyllamakv.errors import ScenarioFailed
-from pyllamakv.harness.schedules import Operation
 from qa.random_operations.combination import Combination
+from qa.random_operations.schedules import Operation
 
 if TYPE_CHECKING:
-    from pyllamakv.harness.operations import Operations
+    from qa.random_operations.operations import Operations
 
 
 @dataclass(frozen=True)

@@ -12,19 +12,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from pyllamakv.harness.schedules import Ground
-from pyllamakv.harness.traces import starting, trace
-from pyllamakv.harness.traces.notes import Notes
-from pyllamakv.harness.traces.script import DECODES
-from pyllamakv.harness.traces.tap import Tap
+from pyllamakv.record import initial_state, trace
+from pyllamakv.record.notes import Notes
+from pyllamakv.record.recording_native import Tap
+from pyllamakv.record.script import DECODES
+from qa.random_operations.schedules import Ground
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from pyllamakv.binding.protocol import Native
     from pyllamakv.errors import ScenarioFailed
-    from pyllamakv.harness.operations import Operations
     from pyllamakv.runtime.context import Context
+    from qa.random_operations.operations import Operations
     from qa.random_operations.task import Task
 
 #: Which rows have the result that a promise names.
@@ -71,7 +71,7 @@ def _begin(context: Context, task: Task) -> Notes:
     variant, model = context.native.about.variant, context.model.path
     head = trace.here(variant, model, task.combination.environment)
     head = replace(head, claim=f"A random schedule passes ({task.combination}).")
-    return Notes(task.trace, head, starting.rows(context, head.model), pictures=True)
+    return Notes(task.trace, head, initial_state.rows(context, head.model), pictures=True)
 
 
 def _tap(context: Context, notes: Notes) -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import UsageError
-from pyllamakv.harness import lab, scenario, synthetic
 from pyllamakv.home import data, shim
+from pyllamakv.scenarios import lab, scenario, synthetic
 from qa.headers import HEADERS, around, native
 from qa.sanitizers import instrument, playing, reports
 
 if TYPE_CHECKING:
-    from pyllamakv.harness.verdict import Outcome
+    from pyllamakv.verification.verdict import Outcome
     from qa.sanitizers.instrument import Sanitized
     from qa.sanitizers.playing import Ended
     from qa.sanitizers.reports import Report

@@ -191,7 +191,7 @@ NATIVE = """
 import sys
 import pyllamakv as kv
 from pyllamakv.binding.protocol import ContextParams, ModelParams, SamplerParams
-from pyllamakv.harness import synthetic
+from pyllamakv.scenarios import synthetic
 native = kv.open(sys.argv[1]).native
 model = native.model_load(str(synthetic.tiny()), ModelParams())
 def changed(record, name, value):

@@ -12,8 +12,8 @@ from native_kit import built
 import pyllamakv as kv
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import KVFileDamaged, ModelError, NativeError
-from pyllamakv.harness import synthetic
 from pyllamakv.runtime import state
+from pyllamakv.scenarios import synthetic
 from qa.fuzzing import filesums
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from native_kit import built
 
 import pyllamakv as kv
 from pyllamakv.errors import NativeError
-from pyllamakv.harness import synthetic
+from pyllamakv.scenarios import synthetic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

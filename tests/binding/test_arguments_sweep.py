@@ -39,7 +39,7 @@ def releases() -> list[str]:
     named = os.environ.get("PYLLAMAKV_SWEEP_RELEASES", DEFAULT_RELEASE)
     if named != "eras":
         return named.split(",")
-    from pyllamakv.harness import matrix
+    from pyllamakv.verification import matrix
 
     return [cell.release for cell in matrix.plan(matrix.Choice(sample=True))]
 

@@ -14,7 +14,7 @@ from native_kit import built
 
 import pyllamakv as kv
 from pyllamakv.errors import KVCacheFull, NotSupported, SharedCells
-from pyllamakv.harness import synthetic
+from pyllamakv.scenarios import synthetic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,7 +18,7 @@ from pyllamakv.errors import (
     SharedCells,
     UsageError,
 )
-from pyllamakv.harness import synthetic
+from pyllamakv.scenarios import synthetic
 
 if TYPE_CHECKING:
     from pathlib import Path

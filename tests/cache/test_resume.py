@@ -12,7 +12,7 @@ from native_kit import built
 import pyllamakv as kv
 from pyllamakv.cache.checkpoints import Schedule
 from pyllamakv.errors import NotSupported, StateError
-from pyllamakv.harness import synthetic
+from pyllamakv.scenarios import synthetic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

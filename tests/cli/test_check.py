@@ -12,7 +12,7 @@ from fakes.rolling import Rolling
 
 from pyllamakv.cli import main
 from pyllamakv.errors import CommandFailed
-from pyllamakv.harness import report
+from pyllamakv.verification import check_report
 
 
 @pytest.fixture
@@ -70,11 +70,11 @@ def test_the_command_tells_bisect(world: World, capsys) -> None:
 
 def test_summaries() -> None:
     """A side's settings in a few words."""
-    from pyllamakv.harness.verdict import Outcome
+    from pyllamakv.verification.verdict import Outcome
 
     good, skip, lost = Outcome("pass"), Outcome("skip"), Outcome("fail", "lost")
-    assert report.summary([good, skip]) == "passes 1"
-    assert report.summary([good, lost]) == "fails 1/2: lost"
-    assert report.summary([skip]) == "skipped"
-    assert report.summary([None]) == "not patched"
-    assert report.summary([Outcome("absent")]) == "absent 1/1"
+    assert check_report.summary([good, skip]) == "passes 1"
+    assert check_report.summary([good, lost]) == "fails 1/2: lost"
+    assert check_report.summary([skip]) == "skipped"
+    assert check_report.summary([None]) == "not patched"
+    assert check_report.summary([Outcome("absent")]) == "absent 1/1"

@@ -13,10 +13,10 @@ from fakes.judging import result
 
 from pyllamakv.cli import main
 from pyllamakv.errors import FetchError
-from pyllamakv.harness import cell, expected, matrix, outputs, remembered
-from pyllamakv.harness.cell import CellSpec
 from pyllamakv.source import fetch, lock, watch
 from pyllamakv.source.watch import News
+from pyllamakv.verification import cell, expected, matrix, matrix_reports, result_cache
+from pyllamakv.verification.cell import CellSpec
 
 SOME = ("0.3.5", "0.3.6", "0.3.9", "0.3.36")
 Run = Callable[..., tuple[int, str, str]]
@@ -30,7 +30,7 @@ def run(monkeypatch, tmp_path: Path, capsys) -> Run:
     monkeypatch.setattr(lock, "known", lambda: known)
     monkeypatch.setattr(matrix.releases, "resolve", lambda name: known[name])
     monkeypatch.setattr(matrix.shipped, "load", judging.Series)
-    monkeypatch.setattr(remembered, "key", lambda spec, where="here": spec.name)
+    monkeypatch.setattr(result_cache, "key", lambda spec, where="here": spec.name)
     monkeypatch.setattr(expected, "shipped", lambda: tmp_path / "expected.toml")
     monkeypatch.setattr(expected, "own", lambda: tmp_path / "expected.toml")
 
@@ -83,7 +83,7 @@ def test_json_is_the_schema_s(run: Run) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     code, out, _ = run("matrix", "--json")
     assert code == 1
-    jsonschema.validate(json.loads(out), outputs.schema())
+    jsonschema.validate(json.loads(out), matrix_reports.schema())
     assert len(json.loads(out)["cells"]) == 4
 
 
@@ -252,7 +252,7 @@ def test_the_memory_of_a_whole_matrix_serves_bisect(run: Run) -> None:
 def test_no_scheduler(run: Run) -> None:
     """A scheduler that does not answer is told with what to do."""
     pytest.importorskip("distributed")
-    from pyllamakv.harness import cluster
+    from pyllamakv.verification import cluster
 
     old, cluster._PATIENCE = cluster._PATIENCE, 1
     try:
@@ -266,7 +266,7 @@ def test_no_scheduler(run: Run) -> None:
 def test_stale_results_are_not_accepted_by_themselves(run: Run, monkeypatch) -> None:
     """A verdict on other inputs is shown as old, and accepted only on request."""
     run("matrix", "run", "0.3.9")
-    monkeypatch.setattr(remembered, "key", lambda spec, where="here": f"new {spec.name}")
+    monkeypatch.setattr(result_cache, "key", lambda spec, where="here": f"new {spec.name}")
     assert "(old)" in run("matrix", "show", "0.3.9")[1]
     assert "to judge again (needed)" in run("matrix", "plan", "0.3.9")[1]
     assert run("matrix", "accept", "0.3.9")[0] == 2

@@ -10,10 +10,10 @@ from patching_kit import Bench, diff, numbered
 
 from pyllamakv import home
 from pyllamakv.cli import main
-from pyllamakv.harness import remembered
 from pyllamakv.patching import series
 from pyllamakv.source import lock
 from pyllamakv.source.store import open_store
+from pyllamakv.verification import result_cache
 
 OLD = {"src/a.cpp": numbered(60), "src/b.cpp": numbered(20)}
 ONE = OLD | {"src/a.cpp": numbered(60, l10="x", l40="y")}
@@ -109,7 +109,7 @@ def test_obsolete(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
 def test_obsolete_by_behaviour(bench: Bench, capsys, monkeypatch) -> None:
     """What the last matrix saw of stock is the third sign; other patches' scenarios are none."""
     seen = {"some-scenario": "pass", "other": "fail"}
-    monkeypatch.setattr(remembered, "stock", lambda _release: seen)
+    monkeypatch.setattr(result_cache, "stock", lambda _release: seen)
     assert "behaviour: yes (stock passes some-scenario)" in call(capsys, "obsolete", "0.3.1")[1]
     seen["some-scenario"] = "fail"
     assert "behaviour: no (stock fails some-scenario)" in call(capsys, "obsolete", "0.3.1")[1]

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import pyllamakv as kv
-from pyllamakv.harness import synthetic
-from pyllamakv.harness.placing import ALL
 from pyllamakv.home import home
+from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios.device_placement import ALL
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant

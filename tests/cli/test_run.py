@@ -151,7 +151,7 @@ def test_run_refuses_what_makes_no_sense(opened, capsys, words) -> None:
 @pytest.mark.native
 def test_run_continues_prompts_side_by_side(patched, capsys) -> None:
     """Two prompts in one cache say what each says alone."""
-    from pyllamakv.harness import synthetic
+    from pyllamakv.scenarios import synthetic
 
     options = ["--variant", patched.folder, "--model", synthetic.model("bytes"), "--json"]
     options += ["--max-tokens", 12]

@@ -12,7 +12,7 @@ from fakes.rolling import Rolling
 from metrics_kit import parse
 
 import pyllamakv
-from pyllamakv.harness.pictures import raster
+from pyllamakv.view import raster
 
 
 @pytest.fixture(autouse=True)

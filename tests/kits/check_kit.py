@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 from fakes.rolling import Opener, Rolling
 
-from pyllamakv.harness import check as checking
-from pyllamakv.harness import lab
-from pyllamakv.harness.check import Question, check
+from pyllamakv.scenarios import lab
+from pyllamakv.verification import check as checking
+from pyllamakv.verification.check import Question, check
 
 #: Scenarios that the world's libraries can run: a cure and a guard.
 SOME = ("fragmented", "fork-then-defrag")

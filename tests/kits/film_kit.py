@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pyllamakv.harness.pictures.cellmap import NOBODY, SEVERAL, Picture
-from pyllamakv.harness.pictures.film import Film, Frame
+from pyllamakv.record.playback import Film, Frame
+from pyllamakv.view.cell_drawing import NOBODY, SEVERAL, Picture
 
 
 def frame(number: int, owner: list[int], op: str = "decode", **more) -> Frame:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyllamakv as kv
-from pyllamakv.harness import synthetic
+from pyllamakv.scenarios import synthetic
 
 if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context

@@ -111,7 +111,7 @@ def cli() -> dict[str, Any]:
 def exit_codes() -> dict[str, int]:
     """Return the exit status of every error and verdict."""
     from pyllamakv import errors
-    from pyllamakv.harness.verdict import Verdict
+    from pyllamakv.verification.verdict import Verdict
 
     classes = [errors.KvError]
     for one in classes:
@@ -123,9 +123,9 @@ def exit_codes() -> dict[str, int]:
 
 def schemas() -> dict[str, Any]:
     """Return the JSON schemas that ship, and the shape of what verbs print with ``--json``."""
-    from pyllamakv.harness import outputs
+    from pyllamakv.verification import matrix_reports
 
-    found: dict[str, Any] = {"matrix.schema.json": outputs.schema()}
+    found: dict[str, Any] = {"matrix.schema.json": matrix_reports.schema()}
     for words in COMMANDS:
         done = run(*words)
         found[" ".join(words)] = {"exit": done.returncode, "shape": shape(json.loads(done.stdout))}
@@ -247,7 +247,7 @@ def _parameter(one: Any) -> dict[str, Any]:
 
 
 def _verdict_codes(verdict: Any) -> dict[str, int]:
-    from pyllamakv.harness.verdict import Judgement
+    from pyllamakv.verification.verdict import Judgement
 
     return {word.value: Judgement(word, "").exit_code for word in verdict}
 

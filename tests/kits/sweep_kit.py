@@ -482,8 +482,8 @@ def classes() -> dict[str, type]:
     """Return the public classes, and those whose objects public calls return."""
     from pyllamakv.cache.prefixes.lease import PrefixLease
     from pyllamakv.cache.slots.slot import SlotLease
-    from pyllamakv.harness.pictures.screen import Screen
     from pyllamakv.runtime.snapshot import PerSequence
+    from pyllamakv.view.screen import Screen
 
     found = {name: getattr(kv, name) for name in kv.__all__}
     public = {name: each for name, each in found.items() if isinstance(each, type)}
@@ -680,7 +680,7 @@ class Worker:
     """Make the calls of a variant, one after the other."""
 
     def __init__(self, spec: str, first: int, part: int, every: int) -> None:
-        from pyllamakv.harness import synthetic
+        from pyllamakv.scenarios import synthetic
 
         self.lib = kv.open(spec)
         self.path = synthetic.model("bytes")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from fakes.simulated import SimulatedNative
 
-from pyllamakv.harness import synthetic
-from pyllamakv.harness.traces import playing, script, trace
-from pyllamakv.harness.traces.stage import Stage
+from pyllamakv.record import playing, script, trace
+from pyllamakv.record.stage import Stage
+from pyllamakv.scenarios import synthetic
 
 STORY = """
 # two sequences, one leaves

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from inside_kit import run_inside
 
-from pyllamakv.harness import synthetic
+from pyllamakv.scenarios import synthetic
 
 
 @pytest.mark.native

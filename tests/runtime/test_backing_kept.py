@@ -34,7 +34,7 @@ pytestmark = [
 @pytest.fixture
 def speaking(build: Variant) -> Iterator[kv.Model]:
     """Load another model."""
-    from pyllamakv.harness import synthetic
+    from pyllamakv.scenarios import synthetic
 
     with kv.open(build.folder) as library:
         yield library.load_model(synthetic.model("bytes"))

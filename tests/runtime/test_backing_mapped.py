@@ -151,7 +151,7 @@ def test_in_a_worker(build: Variant, tiny_model: Path, tmp_path: Path) -> None:
 
 def test_a_sliding_window_keeps_two_files(build: Variant, tmp_path: Path) -> None:
     """A model with a window has two caches, each in a file; both must be of one flush."""
-    from pyllamakv.harness import synthetic
+    from pyllamakv.scenarios import synthetic
 
     file = tmp_path / "cache"
     keep: dict[str, Any] = {"kv_backing": file, "kv_keep": True, **context_options()}
@@ -228,7 +228,7 @@ def test_the_environment_chooses(build: Variant, tiny_model: Path, tmp_path: Pat
 @pytest.mark.parametrize("flash", [False, True])
 def test_random_schedules(model: kv.Model, flash: bool) -> None:
     """Whatever happens to sequences in mapped memory, every step is proved as on the heap."""
-    from pyllamakv.harness import schedules
+    from qa.random_operations import schedules
 
     def make() -> kv.Context:
         return model.context(256, 96, 32, 5, flash_attn=flash, kv_backing="mmap", defrag_trim=True)
@@ -239,7 +239,7 @@ def test_random_schedules(model: kv.Model, flash: bool) -> None:
 
 def test_layers_on_devices_stay_there(build: Variant, tmp_path: Path) -> None:
     """What lies on a device is not mapped: it is counted, and where nothing is left, refused."""
-    from pyllamakv.harness import synthetic
+    from pyllamakv.scenarios import synthetic
 
     with (
         kv.serve(build.folder, threads=1) as server,

@@ -12,8 +12,8 @@ from native_kit import built
 import pyllamakv as kv
 from pyllamakv.binding import logs
 from pyllamakv.binding.protocol import Buffer, Memory
-from pyllamakv.harness import synthetic
 from pyllamakv.runtime.breakdown import ROUNDING
+from pyllamakv.scenarios import synthetic
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -38,7 +38,7 @@ def model(opened: kv.OpenLibrary, tiny_model: Path) -> kv.Model:
 @pytest.fixture
 def speaking(opened: kv.OpenLibrary) -> kv.Model:
     """Load a model with a vocabulary of bytes."""
-    from pyllamakv.harness import synthetic
+    from pyllamakv.scenarios import synthetic
 
     return opened.load_model(synthetic.model("bytes"))
 

@@ -12,8 +12,8 @@ from native_kit import built
 import pyllamakv
 from pyllamakv.binding.protocol import Memory
 from pyllamakv.errors import Cancelled, PartialRemovalRefused, Unsupported
-from pyllamakv.harness import scenario, synthetic
-from pyllamakv.harness.lab import Bench
+from pyllamakv.scenarios import scenario, synthetic
+from pyllamakv.scenarios.lab import Bench
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

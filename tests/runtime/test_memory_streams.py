@@ -16,7 +16,7 @@ import pyllamakv as kv
 from pyllamakv.binding.protocol import Memory
 from pyllamakv.cache.slots.cache import SlotCache
 from pyllamakv.errors import ContextError, ModelError, SharedCells, StateError
-from pyllamakv.harness import synthetic
+from pyllamakv.scenarios import synthetic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

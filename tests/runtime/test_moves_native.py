@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import pyllamakv as kv
-from pyllamakv.harness import synthetic
 from pyllamakv.home import home
+from pyllamakv.scenarios import synthetic
 
 if TYPE_CHECKING:
     from pathlib import Path

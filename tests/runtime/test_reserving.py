@@ -12,8 +12,8 @@ from native_kit import built
 
 import pyllamakv as kv
 from pyllamakv.binding.protocol import Capability
-from pyllamakv.harness import synthetic
 from pyllamakv.runtime import memory, reserving
+from pyllamakv.scenarios import synthetic
 
 MIB = 1 << 20
 SIZES = {"max_sequences": 2, "capacity": 2048, "max_batch": 1024, "n_ubatch": 512}

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pyllamakv.errors import DiskFailed, DiskFull, SourceError, UsageError
-from pyllamakv.harness import synthetic
-from pyllamakv.harness.traces import identity
+from pyllamakv.record import identity
+from pyllamakv.scenarios import synthetic
 from pyllamakv.source.files import busy, disk_room, locked, write_atomic, write_whole
 
 if TYPE_CHECKING:

@@ -116,8 +116,8 @@ def test_caches_lie_on_the_device(project: pytest.Pytester, patched: Variant) ->
     project.makepyfile(
         """
         import pytest
-        from pyllamakv.harness import synthetic
-        from pyllamakv.harness.placing import ALL, Place
+        from pyllamakv.scenarios import synthetic
+        from pyllamakv.scenarios.device_placement import ALL, Place
         from pyllamakv.binding.protocol import ModelParams
 
         def host(context):

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import pyllamakv as kv
 from pyllamakv.errors import KvError, KVFileDirty, PagingError
-from pyllamakv.harness.traces import trace
+from pyllamakv.record import trace
 from qa.faults.attempt import Outcome
 from qa.faults.step import Step
 

@@ -11,12 +11,12 @@ from typing import Any, Final
 
 from pyllamakv.building import variant
 from pyllamakv.errors import Untestable
-from pyllamakv.harness import cell, matrix, remembered, running
-from pyllamakv.harness.lab import Run
-from pyllamakv.harness.verdict import Outcome, Verdict
 from pyllamakv.home import home
+from pyllamakv.scenarios.lab import Run
 from pyllamakv.source import gitting
 from pyllamakv.source.store import open_store
+from pyllamakv.verification import cell, matrix, parallel_runs, result_cache
+from pyllamakv.verification.verdict import Outcome, Verdict
 from qa.faults import attempt
 from qa.faults.step import Step
 
@@ -97,16 +97,16 @@ class Results(Judging):
         for number in range(4):
             key = hashlib.sha256(b"run %d" % number).hexdigest()
             run = Run(f"scenario-{number}", "plain", Outcome("pass"), notes={"n": "x" * 9000})
-            kept = running.recall(key)
+            kept = parallel_runs.recall(key)
             if kept is None:
-                running.remember(key, run)
+                parallel_runs.remember(key, run)
                 kept = run
-            found.append(running.to_json(kept))
+            found.append(parallel_runs.to_json(kept))
         spec = cell.CellSpec("9.0.1")
         key = hashlib.sha256(b"cell").hexdigest()
-        kept_cell = remembered.recall(key)
+        kept_cell = result_cache.recall(key)
         if kept_cell is None:
             made = cell.untestable(spec, "tried")
             kept_cell = dataclasses.replace(made, verdict=Verdict.NEEDED)
-            remembered.remember(key, kept_cell)
+            result_cache.remember(key, kept_cell)
         return [found, kept_cell.to_json()]

@@ -12,7 +12,7 @@ from prefix_kit import serve
 import pyllamakv as kv
 from pyllamakv.building import variant as variants
 from pyllamakv.cache.prefixes.cache import PrefixCache
-from pyllamakv.harness import synthetic
+from pyllamakv.scenarios import synthetic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

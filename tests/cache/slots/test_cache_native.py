@@ -15,7 +15,7 @@ from pyllamakv.cache.prefixes.cache import PrefixCache
 from pyllamakv.cache.slots.cache import SlotCache
 from pyllamakv.cache.slots.choice import checked
 from pyllamakv.errors import ReprocessNeeded
-from pyllamakv.harness import synthetic
+from pyllamakv.scenarios import synthetic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pyllamakv.errors import UsageError
-from pyllamakv.harness.cell import CellResult, CellSpec, Failing, Row
+from pyllamakv.verification.cell import CellResult, CellSpec, Failing, Row
 
 #: Verdicts by release that a fake judge gives; everything else is needed.
 VERDICTS = {"0.3.6": "ineffective", "b4980": "untestable", "0.3.36": "native"}

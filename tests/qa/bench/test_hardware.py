@@ -15,7 +15,7 @@ from building_kit import script
 from typer.testing import CliRunner
 
 from pyllamakv.errors import ContextError
-from pyllamakv.harness import check
+from pyllamakv.verification import check
 from qa import benchmarks as cli
 from qa.bench import devices, hardware
 from qa.bench.figure import Figure

@@ -193,8 +193,8 @@ def test_a_child_that_cannot_is_untestable(
 @pytest.mark.native
 def test_ours_and_plain_c_come_to_the_same(patched: Variant) -> None:
     """Check every workload, shortened, on the generated model."""
-    from pyllamakv.harness import synthetic
     from pyllamakv.home import home
+    from pyllamakv.scenarios import synthetic
 
     model = synthetic.generate(loop.SHAPE, home() / "models")
     for work in loop.WORKLOADS:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from pyllamakv.errors import Untestable
-from pyllamakv.harness.synthetic import Shape
 from pyllamakv.runtime.moves import Moves
+from pyllamakv.scenarios.synthetic import Shape
 from qa.bench import (
     choices,
     compiled,

@@ -22,7 +22,7 @@ def test_a_figure_is_a_factor_with_its_bound() -> None:
 @pytest.mark.native
 def test_every_loop_is_measured(patched, tmp_path: Path, monkeypatch) -> None:
     """Each decodes its tokens on both contexts, one of them recorded."""
-    from pyllamakv.harness import synthetic
+    from pyllamakv.scenarios import synthetic
 
     monkeypatch.setattr(recording, "TOKENS", 16)
     ticks: list[None] = []

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pyllamakv.harness import synthetic
+from pyllamakv.scenarios import synthetic
 from qa.bench import policies, sparse
 
 if TYPE_CHECKING:

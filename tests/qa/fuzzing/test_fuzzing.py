@@ -14,8 +14,8 @@ import pytest
 
 import pyllamakv as kv
 from pyllamakv.errors import DecodeError, HarnessError, KVFileDamaged, StateError, Untestable
-from pyllamakv.harness import synthetic
 from pyllamakv.runtime.context import Context
+from pyllamakv.scenarios import synthetic
 from qa import fuzzing
 from qa.fuzzing import child, filesums, header, live
 from qa.fuzzing.drawing import LEFT, Drawer, unpacked

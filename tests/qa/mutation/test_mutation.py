@@ -14,10 +14,11 @@ import pytest
 from mutation_kit import some
 
 from pyllamakv.errors import PatchFormatError
-from pyllamakv.harness import running, scenario
-from pyllamakv.harness.verdict import Outcome
 from pyllamakv.patching import series
 from pyllamakv.patching.hunks import Hunk
+from pyllamakv.scenarios import scenario
+from pyllamakv.verification import parallel_runs
+from pyllamakv.verification.verdict import Outcome
 from qa import mutation as mutants
 from qa.entry import Effort
 from qa.headers import HEADERS
@@ -179,7 +180,7 @@ def test_a_catch_is_what_check_counts(
     assert found.outcome == comes_of_it
     assert (judge.recall(some()) == found) is (comes_of_it != kept.UNJUDGED)
     # A catch is its catcher's word; that nobody minds is also what ran them.
-    monkeypatch.setattr(running, "code_digest", lambda: "another")
+    monkeypatch.setattr(parallel_runs, "code_digest", lambda: "another")
     assert (judge.recall(some()) == found) is (comes_of_it == "scenario")
     entry = trial.Tally(Made((some(),), {}), 0, ((some(), found),)).entry("p", 1)
     assert entry.passed is (comes_of_it == "scenario")

@@ -16,7 +16,7 @@ from patching_kit import release as made_release
 from pyllamakv.building import peer as install
 from pyllamakv.building.variant import Variant
 from pyllamakv.errors import ArchiveError, CommandFailed, ToolMissing, Unsupported, Untestable
-from pyllamakv.harness import synthetic
+from pyllamakv.scenarios import synthetic
 from pyllamakv.source import fetch, releases
 from pyllamakv.source.releases import Release
 from pyllamakv.source.store import open_store

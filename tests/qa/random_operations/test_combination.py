@@ -18,9 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 import pyllamakv
 from pyllamakv.binding.remote import Remote
 from pyllamakv.errors import ScenarioFailed
-from pyllamakv.harness import synthetic
-from pyllamakv.harness.operations import WEIGHTS, Operations
 from pyllamakv.runtime.opening import OpenLibrary
+from pyllamakv.scenarios import synthetic
+from qa.random_operations.operations import WEIGHTS, Operations
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -27,17 +27,16 @@ from fakes.stages import (
 
 from pyllamakv.building import variant
 from pyllamakv.errors import NotBuilt, ScenarioFailed
-from pyllamakv.harness import schedules
-from pyllamakv.harness.operations import WEIGHTS
-from pyllamakv.harness.schedules import Operation
-from pyllamakv.harness.traces import replaying, trace
-from pyllamakv.harness.traces.stage import Stage as Stand
 from pyllamakv.home import home
+from pyllamakv.record import replaying, trace
+from pyllamakv.record.stage import Stage as Stand
 from qa import random_operations as trial
 from qa.entry import Effort
-from qa.random_operations import combination
+from qa.random_operations import combination, schedules
 from qa.random_operations.combination import LENGTH, SHORT, VALUES, Combination, sensible, walk
 from qa.random_operations.hand import Hand
+from qa.random_operations.operations import WEIGHTS
+from qa.random_operations.schedules import Operation
 from qa.random_operations.stage import Stage
 from qa.random_operations.task import Played, Task
 

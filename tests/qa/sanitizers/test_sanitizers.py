@@ -9,9 +9,9 @@ import pytest
 from fakes.build import ROOT, SOURCE
 
 from pyllamakv.errors import Untestable
-from pyllamakv.harness import scenario
-from pyllamakv.harness.verdict import Outcome
 from pyllamakv.home import data
+from pyllamakv.scenarios import scenario
+from pyllamakv.verification.verdict import Outcome
 from qa import headers, sanitizers
 from qa.entry import Effort
 from qa.sanitizers import drivers, instrument, playing, reports

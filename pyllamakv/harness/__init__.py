@@ -1,1 +1,0 @@
-"""The harness: scenarios, the lab they run in, and the verdict that they lead to."""

@@ -1,1 +1,0 @@
-"""What a cache looks like and what can be counted of it: cells, films, timelines."""

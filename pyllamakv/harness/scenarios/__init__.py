@@ -1,1 +1,0 @@
-"""The scenarios: one small file each, found by `pyllamakv.harness.scenario.discover`."""

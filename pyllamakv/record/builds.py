@@ -1,0 +1,66 @@
+"""Name the builds that a trace is played on, and open them as it was recorded."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyllamakv
+from pyllamakv.errors import UsageError
+from pyllamakv.runtime import opening
+from pyllamakv.source import releases
+
+if TYPE_CHECKING:
+    from pyllamakv.record.trace import Head
+
+#: A patch's name, which goes on a spec, as in 0.3.9+full-defrag,kv-counters.
+_PATCH = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)+")
+#: Words for variants of the recorded release, and for the recorded one itself.
+RECORDED = "recorded"
+
+_NAMELESS = "this trace does not say which build recorded it: name one with --variant"
+
+
+def specs(head: Head, texts: list[str]) -> list[str]:
+    """Return the variants that lists of words name: ``stock,patched`` are of the recorded release.
+
+    Others are specs, ids or folders as `pyllamakv.open` takes them; none named is the recorded one.
+    """
+    found: list[str] = []
+    for text in texts:
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            if _PATCH.fullmatch(part) and found and "+" in found[-1]:
+                found[-1] += f",{part}"
+            elif part in ("stock", "patched"):
+                found.append(f"{_release(head, part)}+{part}")
+            else:
+                found.append(part)
+    return found or [RECORDED]
+
+
+def opened(spec: str, head: Head) -> pyllamakv.OpenLibrary:
+    """Open a variant in a worker, in the environment of the recording."""
+    where = folder(spec, head) if spec == RECORDED else spec
+    return pyllamakv.open(where, isolated=True, env=head.environment)
+
+
+def folder(spec: str, head: Head) -> Path:
+    """Return where the library of a variant lies, or raise NotBuilt."""
+    if spec != RECORDED:
+        return opening.located(spec)
+    if not head.variant and not head.spec:
+        raise UsageError(_NAMELESS)
+    return opening.find_recorded(head.variant, head.spec)
+
+
+def _release(head: Head, word: str) -> str:
+    release = head.spec.partition("+")[0] or re.sub(r"-(stock|patched)-.*", "", head.variant)
+    if not release:
+        msg = f"this trace does not name the release that recorded it: say 0.3.9+{word}"
+        raise UsageError(msg)
+    if not releases.is_name(release):
+        # To look it up would be to read or to fetch what the trace names.
+        msg = f"this trace was recorded on {release!r}, no pinned release: name a variant in full"
+        raise UsageError(msg)
+    return release

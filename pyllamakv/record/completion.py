@@ -1,0 +1,75 @@
+"""Continue several prompts side by side in one cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pyllamakv.binding.protocol import SamplerParams
+from pyllamakv.cache.batching.batcher import Batcher
+from pyllamakv.cache.slots.cache import SlotCache
+from pyllamakv.errors import UsageError
+from pyllamakv.record.recording import record
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyllamakv.runtime.model import Model
+
+#: How many are continued at once; the others wait.
+LANES = 32
+
+
+@dataclass(frozen=True)
+class Told:
+    """Hold one prompt with what the model made of it."""
+
+    prompt: str
+    text: str
+    tokens: int
+    ended: bool
+
+
+def tell(
+    model: Model,
+    prompts: Sequence[str],
+    *,
+    max_tokens: int = 64,
+    n_ctx: int = 0,
+    temperature: float = 0.0,
+    seed: int = 0,
+    trace: Path | None = None,
+    **options: Any,
+) -> tuple[list[Told], dict[str, Any]]:
+    """Return each prompt's continuation, and the statistics of the cache in the end.
+
+    ``n_ctx`` 0 makes the cache as large as it may have to be; the run is recorded in ``trace``.
+    ``options`` go to the context.
+    """
+    if not prompts:
+        msg = "there is nothing to continue: pass at least one --prompt"
+        raise UsageError(msg)
+    tokens = [model.tokenize(prompt) for prompt in prompts]
+    empty = next((n for n, each in enumerate(tokens) if not each), None)
+    if empty is not None:
+        msg = f"prompt {empty + 1} has no tokens"
+        raise UsageError(msg)
+    total = sum(map(len, tokens)) + len(prompts) * max_tokens
+    size = n_ctx or -(-total // 256) * 256
+    lanes = min(len(prompts), LANES)
+    params = SamplerParams(temperature=temperature, seed=seed)
+    with (
+        model.context(n_ctx=size, n_batch=size, n_seq_max=lanes, **options) as context,
+        nullcontext() if trace is None else record(context, trace),
+        SlotCache(context, size=context.info.n_ctx // context.partitions) as cache,
+        Batcher(cache) as batcher,
+    ):
+        going = [batcher.submit(each, max_tokens, sampler=params) for each in tokens]
+        batcher.run()
+        stats = context.kv.stats.to_json()
+        return [
+            Told(prompt, each.result(), len(each.tokens), each.reason == "end")
+            for prompt, each in zip(prompts, going, strict=True)
+        ], stats

@@ -1,0 +1,254 @@
+"""Read traces, and record scripts: a head, a row per operation, an end (docs/traces.md).
+
+A trace without its last rows, as a crash leaves it, is a shorter trace. A trace that has been
+damaged anywhere else, or is none, is refused with the line that is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyllamakv.building import manifest as manifests
+from pyllamakv.errors import ManifestError, ScriptError, TraceMismatch
+from pyllamakv.home import home
+from pyllamakv.record import identity, script, variables
+from pyllamakv.record.script import Line
+from pyllamakv.record.tracefile import TraceFile
+
+if TYPE_CHECKING:
+    from pyllamakv.record.stage import Stage
+    from pyllamakv.scenarios.cell_samples import Look
+
+#: The version of the file's shape.
+SCHEMA = 2
+
+#: What a claim may ask of decodes: that each finds its cells when enough are free, or that each
+#: ends as it was recorded.
+EXPECTS = ("ok", "recorded")
+
+#: Operations that put cells elsewhere; others change what is in them.
+_MOVING = (*script.DECODES, "defrag", "restore", "update")
+
+#: How a head begins that cannot be read to its end.
+_BEGINS = re.compile(rb'\s*\{\s*"trace"\s*:')
+
+_TEXTS = ("variant", "spec", "model", "identity", "start", "expect", "kind", "claim", "issue")
+
+
+@dataclass(frozen=True)
+class Head:
+    """Hold the first line of a trace: where it was recorded, and what it claims as a scenario.
+
+    ``spec`` names the variant where its id is not built, ``identity`` is the model's digest.
+    ``start`` is "rebuilt" where the context had tokens already: they are decoded again, and may
+    lie elsewhere. ``complete`` tells whether the trace has its end.
+    """
+
+    variant: str = ""
+    model: str = "tiny"
+    spec: str = ""
+    identity: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    start: str = "empty"
+    expect: str = "ok"
+    kind: str = "cure"
+    claim: str = ""
+    issue: str = ""
+    complete: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the line as it stands in a file; what is as always is left out."""
+        usual = vars(Head())
+        words = {name: value for name, value in vars(self).items() if value != usual[name]}
+        words.pop("complete", None)
+        return {"trace": SCHEMA, "variant": self.variant, "model": self.model, **words}
+
+
+def here(variant: str, model: Path, more: Mapping[str, str] | None = None) -> Head:
+    """Return the head of a trace of this variant and this model file.
+
+    ``more`` are the variables that a worker has besides those of this process.
+    """
+    name, digest = identity.name(model), identity.identity(model)
+    return Head(variant, name, spec_of(variant), digest, variables.recorded(more))
+
+
+def spec_of(variant: str) -> str:
+    """Return release and patches of a built variant, empty where it is not built here."""
+    try:
+        made = manifests.load(home() / "built" / variant)
+    except ManifestError:
+        return ""
+    return f"{made.release}+{'stock' if made.stock else ','.join(made.patches)}"
+
+
+def is_trace(path: Path) -> bool:
+    """Tell whether the first line of a file is the head of a trace of any version, or begins so.
+
+    What can be read but once, a pipe for one, is not looked into: it is a script.
+    """
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            first = file.readline(1 << 16)
+    except (OSError, ValueError):
+        return False
+    try:
+        head = json.loads(first)
+    except (ValueError, RecursionError):
+        return _BEGINS.match(first) is not None  # damaged, and to be refused as a trace
+    return isinstance(head, dict) and "trace" in head and "op" not in head
+
+
+def read(path: Path) -> tuple[Head, list[Line]]:
+    """Return head and rows of a trace.
+
+    Raises ScriptError when it is none or damaged, TraceMismatch when it is of another version.
+    """
+    try:
+        data = script.contents(path)
+    except OSError as error:
+        msg = f"{path} cannot be read: {error.strerror}"
+        raise ScriptError(msg) from error
+    whole, _, torn = data.rpartition(b"\n")
+    if not whole and torn:
+        whole, torn = torn, b""
+    try:
+        text = whole.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        msg = f"{path} is no trace: line {line} is not text; it is another file, or damaged"
+        raise ScriptError(msg, line) from error
+    first, *rest = text.split("\n")
+    head = _head(path, first)
+    rows = list(script.parse(["", *rest]))
+    ended = _end(rest[-1]) if rest and not torn else None
+    if ended is not None and ended != len(rows):
+        msg = f"{path} is damaged: its end counts {ended} rows, and {len(rows)} are there"
+        raise ScriptError(msg, len(rest) + 1)
+    if not rows:
+        msg = f"{path} was cut short: it has a head and no rows, so there is nothing to play"
+        raise ScriptError(msg, 1)
+    return Head(**{**vars(head), "complete": ended is not None}), rows
+
+
+def model_file(head: Head, given: str = "") -> Path:
+    """Return the file of a trace's model, or of the one that is given instead.
+
+    Raises TraceMismatch when it is another model, UsageError when there is none.
+    """
+    path = identity.find(given or head.model, head.identity)
+    found = identity.identity(path)
+    if head.identity and found != head.identity:
+        msg = (
+            f"this trace was recorded on another model ({head.model}, digest {head.identity}) than "
+            f"{path} (digest {found}); name the right one with --model"
+        )
+        raise TraceMismatch(msg, 1, expected=head.identity, found=found)
+    return path
+
+
+class Recorder:
+    """Write a trace while a script is played: its `observe` goes into `playing.play`."""
+
+    def __init__(self, path: Path, head: Head, stage: Stage) -> None:
+        self._file = TraceFile(path)
+        self._stage = stage
+        self._before: Look | None = None
+        self._rows = 0
+        self._start = self._last = time.perf_counter_ns()
+        self._file.write([json.dumps(head.to_json())])
+
+    def observe(self, line: Line, result: dict[str, Any]) -> None:
+        """Write one line with its result, and the cells where they changed."""
+        now, look = time.perf_counter_ns(), self._stage.look
+        written = dict(result)
+        if look is not None:
+            before, self._before = self._before, look
+            label = str(line.arguments.get("label", line.op))
+            written |= seen(line.op, before, look, label=label)
+        written |= {"at": (self._last - self._start) // 1000, "us": (now - self._last) // 1000}
+        row = Line(line.number, line.op, line.arguments, written)
+        self._file.write([json.dumps(row.to_json())])
+        self._rows += 1
+        self._last = time.perf_counter_ns()
+
+    def close(self) -> None:
+        """Write the end, and close the file."""
+        try:
+            if not self._file.closed:
+                self._file.write([end(self._rows)])
+        finally:
+            self._file.close()
+
+
+def seen(op: str, before: Look | None, look: Look, *, label: str) -> dict[str, Any]:
+    """Return what a row says of the cells: before, after, what moved, and a picture."""
+    words: dict[str, Any] = dict(look.counts)
+    if before is not None and before.counts != look.counts:
+        words["before"] = before.counts
+    changed = before is None or (before.owner != look.owner).any()
+    if changed or op == "snapshot":
+        words["picture"] = {"label": label, "runs": look.runs()}
+    moved = look.moved(before) if before is not None and op in _MOVING else []
+    if moved:
+        words["moved"] = moved
+    return words
+
+
+def end(rows: int) -> str:
+    """Return the last line of a trace."""
+    return json.dumps({"end": rows})
+
+
+def _end(text: str) -> int | None:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    ended = found.get("end") if isinstance(found, dict) else None
+    return ended if type(ended) is int else None
+
+
+def _head(path: Path, text: str) -> Head:
+    try:
+        raw = json.loads(text)
+        schema = raw["trace"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        msg = f'{path} is no trace: its first line must be like {{"trace": {SCHEMA}, …}}'
+        raise ScriptError(msg, 1) from error
+    if schema != SCHEMA:
+        msg = (
+            f"{path} is a trace of schema {schema}, this package reads {SCHEMA}: record it again, "
+            "or use the package that recorded it"
+        )
+        raise TraceMismatch(msg, 1, expected=str(SCHEMA), found=str(schema))
+    words = {name: raw[name] for name in _TEXTS if name in raw}
+    environment = raw.get("environment", {})
+    texts = isinstance(environment, dict) and all(
+        isinstance(each, str) for each in (*words.values(), *environment.values())
+    )
+    variant, spec = (words.get("variant", ""), words.get("spec", "")) if texts else ("", "")
+    if os.sep in variant or (os.sep in spec and not spec.startswith(("git:", "path:"))):
+        msg = f"{path}: the head's variant and spec must name a build, not a path"
+        raise ScriptError(msg, 1)
+    strange = variables.wrong(environment) if texts else ""
+    if strange:
+        msg = f"{path}: the head's environment {strange}"
+        raise ScriptError(msg, 1)
+    if not texts:
+        msg = f"{path}: the head's {', '.join(_TEXTS)} and environment must be texts"
+        raise ScriptError(msg, 1)
+    for name, known in (("expect", EXPECTS), ("kind", ("cure", "guard", "feature"))):
+        if words.get(name, known[0]) not in known:
+            msg = f"{path}: {name} must be one of {', '.join(known)}, found {words[name]!r}"
+            raise ScriptError(msg, 1)
+    return Head(**words, environment=environment)

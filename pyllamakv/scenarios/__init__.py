@@ -1,0 +1,1 @@
+"""Scenarios, the models and caches they run on, and the reference that they are compared with."""

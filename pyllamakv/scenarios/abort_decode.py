@@ -1,0 +1,70 @@
+"""Abort decodes at chosen moments, and settle what a release documents to leave behind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.binding.protocol import Status
+from pyllamakv.errors import ScenarioFailed, Untestable
+from pyllamakv.scenarios import kv_rows
+from pyllamakv.scenarios.ledger import differences
+from pyllamakv.scenarios.player import Player, word
+
+if TYPE_CHECKING:
+    from pyllamakv.scenarios.feeding import Feeds
+    from pyllamakv.scenarios.lab import Lab
+
+
+def polls_of(player: Player, feeds: Feeds) -> int:
+    """Return how often a decode polls whether it shall end, and take its tokens back."""
+    feed = player.feed(feeds)
+    starts = {owners[0]: player.ledger.next(owners[0]) for owners in feed.owners}
+    player.decode(feed)
+    polls = player.native.cancel_polls(player.context)
+    for seq, start in starts.items():
+        player.remove(seq, start)
+    if polls < 8:
+        msg = f"this backend polls only {polls} times in a decode: it cannot be aborted inside"
+        raise Untestable(msg)
+    return polls
+
+
+def abort(lab: Lab, player: Player, feeds: Feeds, at: int, polls: int) -> None:
+    """Abort a decode at a poll of all its polls, and prove that nothing else was touched.
+
+    Newer releases keep the micro-batches that were done before, and leave it to the caller to
+    remove them; those are allowed here and removed. The one that was at work, or a token of
+    another sequence, never is.
+    """
+    feed = player.feed(feeds)
+    starts = {owners[0]: player.ledger.next(owners[0]) for owners in feed.owners}
+    player.cancel_after(at)
+    status = player.decode(feed, expect=None)
+    player.cancel_after(-1)
+    lab.expect(
+        status == Status.ABORTED,
+        f"a decode cancelled at poll {at} of {polls} ended with {word(status)}, expected aborted",
+    )
+    snapshot = player.snapshot()
+    if snapshot is not None:
+        lost, ghosts, text = differences(player.ledger.contents(), kv_rows.contents(snapshot))
+        size = player.info.n_ubatch
+        whole = at * len(feed.token) // polls // size * size
+        if lost or ghosts > whole or (ghosts and not _keeps(player)):
+            evidence = {"lost": lost, "ghosts": ghosts, "allowed": whole}
+            msg = f"an aborted decode left {text}"
+            raise ScenarioFailed(msg, failure="lost", evidence=evidence)
+        if ghosts:
+            lab.note(kept_micro_batches=ghosts // size)
+    for seq, start in starts.items():
+        player.native.seq_rm(player.context, seq, start, -1)
+    player.check_cells()
+
+
+def _keeps(player: Player) -> bool:
+    """Tell whether llama.h lets an aborted decode keep the micro-batches that it had finished.
+
+    It says so from 0.3.10 on, where caches became memories; before that, everything goes back.
+    """
+    scattered = player.info.contiguous_slots is False
+    return scattered or player.native.about.probes.get("memory") == "memory"

@@ -1,0 +1,47 @@
+"""A decode defragments after its first micro-batch, and is aborted in a later one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.scenarios.abort_decode import abort, polls_of
+from pyllamakv.scenarios.scenario import PLAIN, Scenario
+
+if TYPE_CHECKING:
+    from pyllamakv.scenarios.lab import Lab
+    from pyllamakv.scenarios.player import Player
+
+
+def run(lab: Lab) -> None:
+    """Abort in the third of four micro-batches, behind the defragmentation."""
+    # Where nothing can be aborted, stock would fail before that could be seen.
+    polls_of(lab.player(256, n_ubatch=32), {0: 128})
+    measured = _scattered(lab)
+    polls = polls_of(measured, {3: 112})
+    player = _scattered(lab)
+    lab.picture(player, "before")
+    with player.unchanged("the aborted decode"):
+        abort(lab, player, {3: 112}, polls * 5 // 8, polls)
+    lab.picture(player, "after")
+    lab.verify(player)
+    player.decode({3: 112})
+    lab.verify(player)
+
+
+def _scattered(lab: Lab) -> Player:
+    player = lab.player(256, n_ubatch=32)
+    player.fill({1: 108, 2: 108}, interleave=True)
+    player.fill({0: 40})
+    player.remove(0)
+    player.remove(1, 0, 80)
+    return player
+
+
+SCENARIO = Scenario(
+    id="abort-after-defrag",
+    kind="guard",
+    claim="A decode aborted after it defragmented leaves every sequence as it was.",
+    issue="ggml-org/llama.cpp#12695",
+    run=run,
+    settings=PLAIN,
+)

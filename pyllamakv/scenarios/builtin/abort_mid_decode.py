@@ -1,0 +1,34 @@
+"""A decode is aborted at several moments: no other sequence loses a token, no ghost stays."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.scenarios.abort_decode import abort, polls_of
+from pyllamakv.scenarios.scenario import PLAIN, Scenario
+
+if TYPE_CHECKING:
+    from pyllamakv.scenarios.lab import Lab
+
+
+def run(lab: Lab) -> None:
+    """Abort a batch of four micro-batches early, in its middle and late."""
+    player = lab.player(256, n_ubatch=32)
+    player.fill({0: 40, 1: 40}, interleave=True)
+    polls = polls_of(player, {2: 128})
+    for quarter in (0, 1, 2, 3):
+        with player.unchanged("the aborted decode"):
+            abort(lab, player, {2: 128}, max(1, polls * (2 * quarter + 1) // 8), polls)
+        lab.verify(player)
+    player.decode({2: 128})
+    lab.verify(player)
+
+
+SCENARIO = Scenario(
+    id="abort-mid-decode",
+    kind="guard",
+    claim="An aborted decode takes nothing from other sequences and leaves no ghosts.",
+    issue="ggml-org/llama.cpp#9525",
+    run=run,
+    settings=PLAIN,
+)

@@ -1,0 +1,43 @@
+"""A decode is aborted while it applies a shift: the keys must not stay half rotated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.scenarios.abort_decode import abort, polls_of
+from pyllamakv.scenarios.scenario import PLAIN, Scenario
+
+if TYPE_CHECKING:
+    from pyllamakv.scenarios.lab import Lab
+    from pyllamakv.scenarios.player import Player
+
+
+def run(lab: Lab) -> None:
+    """Abort at the first polls, where the shift is applied before any token is decoded."""
+    twin = _shifted(lab)
+    polls = polls_of(twin, {2: 8})
+    for at in (1, 2, 3):
+        player = _shifted(lab)
+        abort(lab, player, {2: 8}, at, polls)
+        lab.verify(player)
+        player.decode({2: 8})
+        lab.verify(player)
+
+
+def _shifted(lab: Lab) -> Player:
+    player = lab.player(256, n_ubatch=32)
+    player.fill({0: 64, 1: 32})
+    player.remove(0, 8, 24)
+    player.shift(0, 24, -1, -16)
+    return player
+
+
+SCENARIO = Scenario(
+    id="abort-mid-shift",
+    kind="cure",
+    claim="An aborted decode leaves a shift applied or pending, never in between.",
+    issue="ggml-org/llama.cpp#9525",
+    run=run,
+    model="deep",
+    settings=PLAIN,
+)

@@ -1,0 +1,19 @@
+"""An indexer with keys of its own picks the cells to attend to: two caches with the same cells."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from pyllamakv.scenarios.builtin._compacting import stay_behind
+from pyllamakv.scenarios.scenario import CACHES, MOVERS, Scenario
+
+SCENARIO = Scenario(
+    id="compact-indexed",
+    kind="cure",
+    claim="A cache and the indexer that mirrors it move by one plan, cell for cell.",
+    issue="ggml-org/llama.cpp#21149",
+    # States keep more than rows.
+    run=partial(stay_behind, rows=False),
+    model="indexed",
+    settings=(CACHES[0], CACHES[3], *MOVERS[:1]),
+)

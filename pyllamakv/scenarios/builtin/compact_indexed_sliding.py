@@ -1,0 +1,19 @@
+"""Every other layer has a window, the others an indexer: three caches, of which two are alike."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from pyllamakv.scenarios.builtin._compacting import stay_behind
+from pyllamakv.scenarios.scenario import CACHES, MOVERS, Scenario
+
+SCENARIO = Scenario(
+    id="compact-indexed-sliding",
+    kind="cure",
+    claim="A cache and its indexer's move by one plan, and that of the windows by its own.",
+    issue="ggml-org/llama.cpp#27060",
+    # States keep more than rows.
+    run=partial(stay_behind, rows=False),
+    model="indexed-sliding",
+    settings=(CACHES[0], CACHES[3], *MOVERS[:1]),
+)

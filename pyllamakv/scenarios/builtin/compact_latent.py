@@ -1,0 +1,16 @@
+"""Latent attention keeps one compressed row per token, which is key and value, and no V."""
+
+from __future__ import annotations
+
+from pyllamakv.scenarios.builtin._compacting import stay_behind
+from pyllamakv.scenarios.scenario import CACHES, MOVERS, Scenario
+
+SCENARIO = Scenario(
+    id="compact-latent",
+    kind="cure",
+    claim="A cache without values is compacted like any other.",
+    issue="ggml-org/llama.cpp#20993",
+    run=stay_behind,
+    model="latent",
+    settings=(CACHES[0], CACHES[3], *MOVERS[:1]),
+)

@@ -1,0 +1,41 @@
+"""A position may be a place in a picture too: cells know row and column, and states keep them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.errors import Unsupported
+from pyllamakv.scenarios.builtin._compacting import defrag, stay_behind
+from pyllamakv.scenarios.scenario import CACHES, MOVERS, Scenario
+
+if TYPE_CHECKING:
+    from pyllamakv.scenarios.lab import Lab
+
+
+def run(lab: Lab) -> None:
+    """Compact, and save a sequence before and after: it moves as one, so its state is the same."""
+    if lab.native.about.probes.get("defrag") != "compact":
+        # The first releases that knew such models read batches of text beyond their end.
+        msg = "this library does not compact"
+        raise Unsupported(msg, capability="defrag")
+    stay_behind(lab, rows=False)
+    player = lab.player(256)
+    player.fill({0: 100})
+    player.fill({1: 40})
+    player.remove(0)
+    before = player.native.state_save(player.context, 1)
+    defrag(lab, player, rows=False)
+    after = player.native.state_save(player.context, 1)
+    lab.expect(before == after, "the state of a sequence is another one after its cells moved")
+    lab.verify(player)
+
+
+SCENARIO = Scenario(
+    id="compact-places",
+    kind="cure",
+    claim="What a cell knows of a place in a picture moves with it.",
+    issue="ggml-org/llama.cpp#20993",
+    run=run,
+    model="places",
+    settings=(CACHES[0], CACHES[3], *MOVERS[:1]),
+)

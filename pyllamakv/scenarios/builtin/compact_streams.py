@@ -1,0 +1,38 @@
+"""Each sequence has a stream of cells of its own, and each stream is compacted by itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.scenarios.builtin._compacting import defrag
+from pyllamakv.scenarios.scenario import CACHES, MOVERS, Scenario
+
+if TYPE_CHECKING:
+    from pyllamakv.scenarios.lab import Lab
+
+
+def run(lab: Lab) -> None:
+    """Leave the end of two streams and all of a third, copy one whole, and compact them all."""
+    player = lab.player(4096, n_ubatch=128, n_batch=512, n_seq_max=4, kv_unified=False)
+    player.fill({0: 700, 1: 700, 2: 100})
+    player.remove(0, 0, 600)
+    player.remove(1, 300, 500)
+    defrag(lab, player)
+    player.decode({0: 8, 1: 8, 2: 8})
+    # The copy of a stream waits for the next update: it goes before the cells move.
+    player.remove(1, 0, 300)
+    player.copy(1, 3)
+    defrag(lab, player, rows=False)
+    player.decode({1: 4, 3: 4})
+    lab.verify(player)
+
+
+SCENARIO = Scenario(
+    id="compact-streams",
+    kind="cure",
+    claim="Streams are compacted one by one, after what is to be copied between them.",
+    issue="ggml-org/llama.cpp#14363",
+    run=run,
+    settings=(CACHES[0], CACHES[3], CACHES[4], *MOVERS[:2]),
+    environment=(),
+)

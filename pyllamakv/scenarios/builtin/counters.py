@@ -1,0 +1,87 @@
+"""The counters tell what a context did: slot searches, failures, defragmentations, moves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.binding.protocol import Capability, Status
+from pyllamakv.scenarios.scenario import PLAIN, Scenario
+
+if TYPE_CHECKING:
+    from pyllamakv.binding.protocol import Counters
+    from pyllamakv.scenarios.lab import Lab
+    from pyllamakv.scenarios.player import Player
+
+
+def run(lab: Lab) -> None:
+    """Count a decode, a failure and a defragmentation, and compare with what the cells show."""
+    lab.needs(Capability.COUNTERS)
+    player = lab.player(256, n_ubatch=32)
+    start = lab.counters(player)
+    player.fill({0: 64, 1: 64}, interleave=True)
+    filled = lab.counters(player) - start
+    lab.expect(filled.slot_searches >= 4, f"128 tokens in fours of 32 counted {filled}")
+    lab.expect(filled.slot_failures == 0, f"nothing failed, counted {filled.slot_failures}")
+
+    before = lab.counters(player)
+    player.decode({2: 160}, expect=Status.NO_SLOT)
+    failed = lab.counters(player) - before
+    lab.expect(failed.slot_failures >= 1, "a decode without room counted no slot failure")
+
+    player.remove(1)
+    if not lab.native.about.capabilities & Capability.DEFRAG:
+        return
+    there = player.snapshot()
+    before = lab.counters(player)
+    player.defrag()
+    worked = lab.counters(player) - before
+    after = player.snapshot()
+    lab.expect(worked.defrags == 1, f"one defragmentation counted as {worked.defrags}")
+    if there is not None and after is not None:
+        moved = int((there.streams[0].used & ~after.streams[0].used).sum())
+        lab.expect(
+            worked.cells_moved >= moved and worked.moves >= 1,
+            f"{moved} cells were left, counted {worked.cells_moved} in {worked.moves} moves",
+        )
+    _compare(lab, player, worked)
+    lab.note(moves=worked.moves, cells=worked.cells_moved, bytes=worked.bytes_moved)
+
+
+def _compare(lab: Lab, player: Player, worked: Counters) -> None:
+    """Compare what a defragmentation counted with what that takes; then let a decode need one."""
+    info = player.native.cells(player.context, 0).info
+    row = (info.bytes_k + info.bytes_v) // info.n_cells
+    lab.expect(
+        worked.bytes_moved == row * worked.cells_moved,
+        f"{worked.cells_moved} cells of {row} bytes each counted {worked.bytes_moved} bytes",
+    )
+    lab.expect(worked.ns >= worked.plan_ns > 0, f"{worked.ns} ns hold {worked.plan_ns} of the plan")
+    lab.expect(worked.ns < 60 * 10**9, f"a defragmentation took {worked.ns} ns")
+    # As they are since the start: -1 is what nobody counted.
+    graphs, most = lab.counters(player).graphs, lab.counters(player).scratch_bytes
+    right = graphs > 0 if info.host == 0 else graphs == 0
+    lab.expect(
+        right, f"{graphs} graphs moved memory of {'a device' if info.host == 0 else 'the host'}"
+    )
+    lab.expect(0 <= most <= 1 << 20, f"{worked.cells_moved} cells took {most} bytes beside them")
+
+    player.fill({1: 64, 2: 64}, interleave=True)
+    player.remove(1)
+    before = lab.counters(player)
+    player.decode({3: 100})
+    again = lab.counters(player) - before
+    # Where a batch may lie in scattered cells both are none.
+    lab.expect(
+        again.decode_retries == again.defrags,
+        f"{again.defrags} defragmentations of a decode counted {again.decode_retries} retries",
+    )
+
+
+SCENARIO = Scenario(
+    id="counters",
+    kind="feature",
+    claim="The counters tell slot searches, failures, defragmentations and moves.",
+    issue="ggml-org/llama.cpp#13653",
+    run=run,
+    settings=PLAIN,
+)

@@ -1,0 +1,57 @@
+"""A defragmentation that the caller asks for is done, whether a shift is pending or not.
+
+For some days in June 2025 upstream did it only when there was a shift to apply as well.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.binding.protocol import Capability
+from pyllamakv.scenarios.scenario import CACHES, SCATTERED, Scenario
+
+if TYPE_CHECKING:
+    from pyllamakv.scenarios.lab import Lab
+    from pyllamakv.scenarios.player import Player
+
+
+def run(lab: Lab) -> None:
+    """Defragment without a shift, with one, and once more when it has been applied."""
+    lab.needs(Capability.CELLS)
+    player = lab.player(256, n_ubatch=32)
+    player.fill({0: 64, 1: 64, 2: 64}, interleave=True)
+    player.remove(2)
+    lab.picture(player, "before")
+    with player.unchanged():
+        _defrag(lab, player, "without a shift")
+    player.remove(0, 4, 20)
+    player.shift(0, 20, -1, -16)
+    _defrag(lab, player, "with a pending shift")
+    player.remove(1, 8, 24)
+    with player.unchanged():
+        _defrag(lab, player, "after the shift")
+    lab.picture(player, "after")
+    lab.verify(player)
+
+
+def _defrag(lab: Lab, player: Player, when: str) -> None:
+    player.defrag()
+    player.check_cells()
+    snapshot = player.snapshot()
+    assert snapshot is not None
+    stats = snapshot.stats
+    lab.expect(
+        stats.largest_hole == stats.free,
+        f"{when} a defragmentation left {stats.holes} holes, the largest of {stats.largest_hole} "
+        f"of {stats.free} free cells",
+    )
+
+
+SCENARIO = Scenario(
+    id="defrag-without-shift",
+    kind="guard",
+    claim="A defragmentation that is asked for leaves one hole, with a pending shift or without.",
+    issue="ggml-org/llama.cpp#14189",
+    run=run,
+    settings=(CACHES[0], CACHES[3], SCATTERED),
+)

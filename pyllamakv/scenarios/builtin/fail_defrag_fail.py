@@ -1,0 +1,43 @@
+"""A decode fails, the caller defragments by hand and tries again: both failures are undone.
+
+What the first failure noted down to be undone names cells by their place; after the
+defragmentation other sequences live there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.binding.protocol import Status
+from pyllamakv.scenarios.scenario import Scenario
+
+if TYPE_CHECKING:
+    from pyllamakv.scenarios.lab import Lab
+
+
+def run(lab: Lab) -> None:
+    """Ask twice for more cells than are free, with a defragmentation between."""
+    player = lab.player(256, n_ubatch=32)
+    player.fill({0: 60})
+    player.fill({1: 166})
+    player.remove(0)
+    # 90 cells are free: 60 in front, 30 at the end. The first micro-batch finds a place.
+    player.decode({2: 96}, expect=Status.NO_SLOT)
+    player.check_cells()
+    lab.picture(player, "before")
+    with player.unchanged():
+        player.defrag()
+    player.decode({2: 96}, expect=Status.NO_SLOT)
+    lab.picture(player, "after")
+    player.check_cells()
+    player.decode({2: 64})
+    lab.verify(player)
+
+
+SCENARIO = Scenario(
+    id="fail-defrag-fail",
+    kind="cure",
+    claim="A decode that fails after a defragmentation takes no tokens of other sequences.",
+    issue="ggml-org/llama.cpp#12695",
+    run=run,
+)

@@ -1,0 +1,41 @@
+"""Two sequences lie cell by cell among each other, one leaves, and a batch needs more than a hole.
+
+Half the cache is free and its largest hole is one cell.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.scenarios.scenario import CACHES, MOVERS, ORDERED, SCATTERED, Scenario
+
+if TYPE_CHECKING:
+    from pyllamakv.scenarios.lab import Lab
+
+
+def run(lab: Lab) -> None:
+    """Decode into a cache that has room, but no two free cells side by side."""
+    player = lab.player(256)
+    player.fill({0: 128, 1: 128}, interleave=True)
+    player.remove(1)
+    lab.picture(player, "before")
+    lab.logs()
+    with player.unchanged("the decode"):
+        player.decode({0: 16})
+    lines = lab.logs()
+    lab.expect(not lines, f"a decode that found its cells logged: {lines[0] if lines else ''}")
+    lab.picture(player, "after")
+    # All but the one cell that the proof needs, in one call.
+    player.decode({2: 111})
+    lab.verify(player)
+
+
+SCENARIO = Scenario(
+    id="fragmented",
+    kind="cure",
+    claim="A decode finds its cells whenever enough are free, however they are scattered.",
+    issue="ollama/ollama#7545",
+    run=run,
+    settings=(*CACHES, *MOVERS, *ORDERED, SCATTERED),
+    film=True,
+)

@@ -1,0 +1,31 @@
+"""A hybrid model keeps cells for its attention and states for the rest: both go together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.scenarios.memory_checks import prove, routine, twins
+from pyllamakv.scenarios.scenario import CACHES, SCATTERED, Scenario
+
+if TYPE_CHECKING:
+    from pyllamakv.scenarios.lab import Lab
+
+
+def run(lab: Lab) -> None:
+    """Do everything to a hybrid memory; then a batch of several micro-batches."""
+    player = lab.player(256, n_ubatch=32, n_seq_max=4)
+    twins(lab, player)
+    routine(lab, player)
+    player.decode({0: 80, 2: 80}, interleave=True)
+    prove(lab, player)
+
+
+SCENARIO = Scenario(
+    id="memory-hybrid",
+    kind="guard",
+    claim="Cells and states of a hybrid model agree after all that can be done to them.",
+    issue="ggml-org/llama.cpp#19794",
+    run=run,
+    model="hybrid",
+    settings=(CACHES[0], CACHES[4], SCATTERED),
+)

@@ -1,0 +1,62 @@
+"""A recurrent model keeps one state per sequence and no cells: all of it is exact, or refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.binding.protocol import Status
+from pyllamakv.errors import Unsupported
+from pyllamakv.scenarios.memory_checks import attempt, prove, routine, twins
+from pyllamakv.scenarios.scenario import PLAIN, Scenario
+
+if TYPE_CHECKING:
+    from pyllamakv.scenarios.lab import Lab
+    from pyllamakv.scenarios.player import Player
+
+
+def run(lab: Lab) -> None:
+    """Do everything to a recurrent memory; then a batch of two micro-batches."""
+    player = lab.player(256, n_ubatch=128, n_seq_max=4)
+    counted = player.counters()
+    lab.expect(counted is None, f"a memory without cells counted {counted}")
+    _no_cells_to_move(lab, player)
+    twins(lab, player)
+    routine(lab, player)
+    lab.note(split=attempt(lambda: player.decode({0: 160})))
+    prove(lab, player)
+    if player.native.about.probes.get("rollback") == "patched":
+        _aborted(lab)
+
+
+def _no_cells_to_move(lab: Lab, player: Player) -> None:
+    """Defragment, which is refused: nothing here lies in cells."""
+    try:
+        player.defrag()
+    except Unsupported:
+        return
+    lab.expect(False, "a memory without cells was defragmented")
+
+
+def _aborted(lab: Lab) -> None:
+    """Abort a decode: the state is half moved, and none of the tokens in it may be left.
+
+    So it was upstream to 0.3.8, where the rollback is a patch's; later releases leave such states.
+    """
+    player = lab.player(256, n_ubatch=128, n_seq_max=4)
+    player.fill({0: 20})
+    player.fill({1: 12})
+    player.cancel_after(3)
+    player.decode({0: 24}, expect=Status.ABORTED)
+    left = [player.native.seq_pos_max(player.context, seq) for seq in (0, 1)]
+    lab.expect(left == [-1, -1], f"an aborted decode left states of {left} as last positions")
+
+
+SCENARIO = Scenario(
+    id="memory-recurrent",
+    kind="guard",
+    claim="States of a recurrent model are right after all that can be done to them.",
+    issue="ggml-org/llama.cpp#19794",
+    run=run,
+    model="recurrent",
+    settings=PLAIN[:1],
+)

@@ -1,0 +1,31 @@
+"""A sliding-window model has two caches, of which one forgets: what a window shows is exact."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios.memory_checks import routine
+from pyllamakv.scenarios.scenario import CACHES, SCATTERED, Scenario
+
+if TYPE_CHECKING:
+    from pyllamakv.scenarios.lab import Lab
+
+WINDOW = synthetic.SHAPES["sliding"].window
+
+
+def run(lab: Lab) -> None:
+    """Do everything to a pair of caches, the small one as small as it goes and as large."""
+    for full in (False, True):
+        routine(lab, lab.player(512, n_seq_max=4, swa_full=full), window=WINDOW)
+
+
+SCENARIO = Scenario(
+    id="memory-sliding",
+    kind="guard",
+    claim="Both caches of a sliding-window model are right after all that can be done to them.",
+    issue="ggml-org/llama.cpp#13194",
+    run=run,
+    model="sliding",
+    settings=(CACHES[0], CACHES[4], SCATTERED),
+)

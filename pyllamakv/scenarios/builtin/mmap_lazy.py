@@ -1,0 +1,40 @@
+"""A large context costs no more memory than the cells that were written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.scenarios.builtin._mapped import committed, expect_little, mapped, reserved
+from pyllamakv.scenarios.scenario import CACHES, Scenario
+
+if TYPE_CHECKING:
+    from pyllamakv.scenarios.lab import Lab
+
+#: Attention reads so many cells at once; what it reads beyond those written costs nothing.
+STEP = 256
+
+
+def run(lab: Lab) -> None:
+    """Make a context of 65536 cells, decode 64 tokens, and go on in other sequences."""
+    player = mapped(lab, 65536, n_batch=512, n_ubatch=64)
+    lab.expect(committed(player) == 0, f"{committed(player)} bytes are resident before any token")
+    player.fill({0: 64})
+    expect_little(lab, player, STEP, "after 64 tokens")
+    lab.note(reserved=reserved(player))
+    lab.expect(
+        committed(player) <= reserved(player) // 20,
+        f"64 tokens of 65536 made {committed(player)} of {reserved(player)} bytes resident",
+    )
+    player.fill({1: 300, 2: 300}, interleave=True)
+    expect_little(lab, player, 664 + STEP, "after 664 tokens")
+    lab.verify(player)
+
+
+SCENARIO = Scenario(
+    id="mmap-lazy",
+    kind="feature",
+    claim="Memory is committed as cells are first written, not when the context is made.",
+    issue="ggml-org/llama.cpp#11580",
+    run=run,
+    settings=CACHES,
+)

@@ -1,0 +1,48 @@
+"""A shift rotates what is used, and leaves the rest of the cache alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.scenarios.builtin._mapped import committed, expect_little, mapped, must_shift
+from pyllamakv.scenarios.scenario import CACHES, Scenario
+
+if TYPE_CHECKING:
+    from pyllamakv.scenarios.lab import Lab
+
+
+def run(lab: Lab) -> None:
+    """Cut the head off two sequences in a large cache, shift them, and go on."""
+    player = mapped(lab, 32768, n_batch=512, n_ubatch=64)
+    must_shift(player)
+    player.fill({0: 200})
+    player.fill({1: 200})
+    before = committed(player)
+    for seq in (0, 1):
+        player.remove(seq, 0, 50)
+        player.shift(seq, 50, -1, -50)
+    player.update()
+    lab.expect(
+        committed(player) <= before,
+        f"a shift of 400 tokens made {committed(player) - before} more bytes resident",
+    )
+    player.decode({0: 20, 1: 20})
+    expect_little(lab, player, 440 + 256, "after a shift")
+    lab.verify(player)
+    # Nothing is left to shift, but it is pending all the same.
+    player.shift(0, 0, -1, 3)
+    player.remove(0)
+    player.remove(1)
+    player.update()
+    player.decode({2: 30})
+    lab.verify(player)
+
+
+SCENARIO = Scenario(
+    id="mmap-shift",
+    kind="feature",
+    claim="A shift commits no page of cells that are not used.",
+    issue="ggml-org/llama.cpp#11580",
+    run=run,
+    settings=CACHES,
+)

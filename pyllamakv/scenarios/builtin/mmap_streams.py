@@ -1,0 +1,49 @@
+"""A copy between the streams of two sequences goes as far as cells are used, and no further."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.binding.protocol import Capability
+from pyllamakv.errors import Untestable
+from pyllamakv.scenarios.builtin._mapped import enough, expect_little, mapped, must_shift
+from pyllamakv.scenarios.scenario import CACHES, Scenario
+
+if TYPE_CHECKING:
+    from pyllamakv.scenarios.lab import Lab
+
+
+def run(lab: Lab) -> None:
+    """Copy a sequence, drop its source, shift the copy, and give back what is free."""
+    lab.needs(Capability.MAPPING)
+    if not lab.native.about.capabilities & Capability.KV_UNIFIED:
+        msg = "all sequences share one stream in this release"
+        raise Untestable(msg)
+    player = mapped(lab, 32768, n_batch=512, n_ubatch=64, n_seq_max=4, kv_unified=False)
+    must_shift(player)
+    player.fill({0: 300, 1: 100})
+    player.copy(0, 2)
+    # A copy of the copy, whose source is gone before either has been made.
+    player.copy(2, 3)
+    player.remove(2)
+    player.update()
+    expect_little(lab, player, 300 + 256, "after two copies")
+    player.remove(0)
+    player.shift(3, 0, -1, 10)
+    player.update()
+    player.native.mapping_trim(player.context)
+    lab.note(enough=enough(player, 300))
+    expect_little(lab, player, 300 + 256, "after giving back")
+    player.decode({1: 8, 3: 8})
+    lab.verify(player)
+
+
+SCENARIO = Scenario(
+    id="mmap-streams",
+    kind="feature",
+    claim="A copy between streams commits no page of cells that are not used.",
+    issue="ggml-org/llama.cpp#14363",
+    run=run,
+    settings=(CACHES[0], CACHES[3], CACHES[4]),
+    environment=(),
+)

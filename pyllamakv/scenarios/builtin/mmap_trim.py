@@ -1,0 +1,55 @@
+"""What sequences leave behind goes back to the system, and what stays is right."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.binding.protocol import Capability
+from pyllamakv.scenarios.builtin._mapped import committed, expect_little, mapped
+from pyllamakv.scenarios.scenario import CACHES, Scenario
+
+if TYPE_CHECKING:
+    from pyllamakv.scenarios.lab import Lab
+
+
+def run(lab: Lab) -> None:
+    """Fill half a cache, remove most of it, defragment, and give the rest back; go on, again."""
+    player = mapped(lab, 8192, n_batch=512, n_ubatch=128)
+    for _ in range(2):
+        player.fill({0: 2000})
+        player.fill({1: 50, 2: 50}, interleave=True)
+        player.fill({3: 2000})
+        full = committed(player)
+        player.remove(0)
+        player.remove(2)
+        player.remove(3, 100)
+        if lab.native.about.capabilities & Capability.DEFRAG:
+            with player.unchanged():
+                player.defrag()
+        with player.unchanged("giving memory back"):
+            back = player.native.mapping_trim(player.context)
+        lab.expect(
+            committed(player) == full - back,
+            f"{back} bytes were said to go of {full}, {committed(player)} are left",
+        )
+        snapshot = player.snapshot()
+        assert snapshot is not None  # whoever maps memory sees cells
+        expect_little(lab, player, snapshot.stats.used_max, "after giving back")
+        player.check_cells()
+        again = player.native.mapping_trim(player.context)
+        lab.expect(again == 0, f"a second time {again} bytes went, where nothing had come")
+        # What was given back is written again, between and behind what stayed.
+        player.decode({1: 60, 3: 60})
+        lab.verify(player)
+        player.remove(1)
+        player.remove(3)
+
+
+SCENARIO = Scenario(
+    id="mmap-trim",
+    kind="feature",
+    claim="Memory behind the last used cell is given back, and the cells keep what they hold.",
+    issue="ggml-org/llama.cpp#11580",
+    run=run,
+    settings=CACHES,
+)

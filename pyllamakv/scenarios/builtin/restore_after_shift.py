@@ -1,0 +1,43 @@
+"""A sequence leaves while its shift is pending, and another is restored into its cells.
+
+The shift belonged to the tokens that left: it must not rotate the keys that came.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.scenarios.scenario import Scenario
+
+if TYPE_CHECKING:
+    from pyllamakv.scenarios.lab import Lab
+
+
+def run(lab: Lab) -> None:
+    """Shift, remove the shifted sequence or all, restore, decode."""
+    for everything in (False, True):
+        player = lab.player(256)
+        player.fill({2: 64})
+        player.save(2, "kept")
+        player.remove(2)
+        player.fill({0: 96})
+        player.fill({1: 32})
+        player.remove(0, 4, 12)
+        player.shift(0, 12, -1, -8)
+        if everything:
+            player.clear()
+        else:
+            player.remove(0)
+        player.restore(2, "kept")
+        player.check_cells()
+        player.decode({2: 8})
+        lab.verify(player)
+
+
+SCENARIO = Scenario(
+    id="restore-after-shift",
+    kind="cure",
+    claim="A shift that was pending for tokens that left does not reach those restored there.",
+    issue="ggml-org/llama.cpp#9201",
+    run=run,
+)

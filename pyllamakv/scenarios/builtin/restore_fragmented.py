@@ -1,0 +1,45 @@
+"""A saved sequence comes back into a cache that has room for it in single holes only.
+
+Part of it is still there: some cells that it alone has, which count as free, and some that another
+sequence shares, which do not.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.scenarios import kv_rows
+from pyllamakv.scenarios.scenario import CACHES, SCATTERED, Scenario
+
+if TYPE_CHECKING:
+    from pyllamakv.scenarios.lab import Lab
+
+
+def run(lab: Lab) -> None:
+    """Restore as many tokens as there are free cells, in the place of what was left of them."""
+    player = lab.player(256)
+    player.fill({2: 64})
+    player.copy(2, 3, 0, 24)
+    player.save(2, "kept")
+    saved = player.rows()
+    player.remove(2, 32)
+    player.fill({0: 112, 1: 112}, interleave=True)
+    player.remove(1, 0, 56)
+    lab.picture(player, "before")
+    with player.unchanged("the restore"):
+        player.restore(2, "kept")
+    lab.picture(player, "after")
+    kv_rows.compare(saved, player.rows(), "the restore")
+    player.check_cells()
+    player.remove(1, 56, 64)
+    lab.verify(player)
+
+
+SCENARIO = Scenario(
+    id="restore-fragmented",
+    kind="cure",
+    claim="A saved sequence can be restored whenever enough cells are free.",
+    issue="ggml-org/llama.cpp#17527",
+    run=run,
+    settings=(*CACHES, SCATTERED),
+)

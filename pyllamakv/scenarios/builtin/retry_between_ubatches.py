@@ -1,0 +1,37 @@
+"""A batch of several micro-batches, of which a later one finds no cells side by side.
+
+The first micro-batch lies where the defragmentation will move cells, and must move with them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.scenarios.scenario import CACHES, MOVERS, ORDERED, Scenario
+
+if TYPE_CHECKING:
+    from pyllamakv.scenarios.lab import Lab
+
+
+def run(lab: Lab) -> None:
+    """Fill a cache whose free cells are one hole of 40 and 80 single cells."""
+    player = lab.player(256, n_ubatch=32)
+    player.fill({1: 108, 2: 108}, interleave=True)
+    player.fill({0: 40})
+    player.remove(0)
+    player.remove(1, 0, 80)
+    lab.picture(player, "before")
+    with player.unchanged("the decode"):
+        player.decode({3: 119})
+    lab.picture(player, "after")
+    lab.verify(player)
+
+
+SCENARIO = Scenario(
+    id="retry-between-ubatches",
+    kind="cure",
+    claim="A decode defragments between its micro-batches when a later one finds no cells.",
+    issue="ggml-org/llama.cpp#10873",
+    run=run,
+    settings=CACHES + MOVERS + ORDERED,
+)

@@ -1,0 +1,66 @@
+"""A trained model tells a story while another leaves the cache, and goes on word for word.
+
+Damage to the cache of a trained model shows as broken text, where anyone can see it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pyllamakv.scenarios.scenario import CACHES, Scenario
+
+if TYPE_CHECKING:
+    from pyllamakv.scenarios.lab import Lab
+    from pyllamakv.scenarios.player import Player
+
+LENGTH = 60
+
+
+def run(lab: Lab) -> None:
+    """Tell two stories in turn, drop one, let a long text in, and let the other go on."""
+    alone = lab.player(512, n_ubatch=256)
+    prompt = lab.tokenize("Once upon a time, there was a little girl")
+    told = _tell(alone, {0: prompt}, 2 * LENGTH)[0]
+
+    player = lab.player(256, n_ubatch=256)
+    other = lab.tokenize("The big dog ran to the park")
+    half = _tell(player, {0: prompt, 1: other}, LENGTH)[0]
+    player.remove(1)
+    lab.picture(player, "before")
+    free = player.n_cells - player.ledger.used
+    player.decode({2: free - LENGTH - 4})
+    lab.picture(player, "after")
+    rest = _tell(player, {0: half[-1:]}, LENGTH)[0]
+    words = lab.text([*prompt, *half, *rest])
+    lab.note(story=words)
+    lab.expect(
+        [*half, *rest][: len(told)] == told,
+        f"the story went another way: {words!r}, expected {lab.text([*prompt, *told])!r}",
+    )
+    lab.verify(player)
+
+
+def _tell(player: Player, first: dict[int, list[int]], count: int) -> dict[int, list[int]]:
+    """Feed each sequence, and continue each with its most likely tokens."""
+    said: dict[int, list[int]] = {seq: [] for seq in first}
+    feeds = first
+    while len(next(iter(said.values()))) < count:
+        player.decode(feeds)
+        rows = player.steps[-1].logits
+        for seq, (_, logits) in zip(said, sorted(rows.items()), strict=True):
+            said[seq].append(int(np.argmax(logits)))
+        feeds = {seq: tokens[-1:] for seq, tokens in said.items()}
+    return said
+
+
+SCENARIO = Scenario(
+    id="story",
+    kind="cure",
+    claim="A trained model continues its text word for word after a defragmentation.",
+    issue="ollama/ollama#7545",
+    run=run,
+    model="test",
+    settings=(CACHES[0], CACHES[3]),
+)

@@ -1,0 +1,37 @@
+"""Prompts are a little too long, are cut to a client's share, and fill the cache to the last cell.
+
+Whoever answers has no room from the first token on: half the share slides out, while the next
+prompt comes in.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.scenarios.client_workload import Server
+from pyllamakv.scenarios.scenario import CACHES, SCATTERED, Scenario
+
+if TYPE_CHECKING:
+    from pyllamakv.scenarios.lab import Lab
+
+
+def run(lab: Lab) -> None:
+    """Serve four clients whose prompts are four tokens longer than their shares."""
+    player = lab.player(256, n_batch=32)
+    server = Server(player, 4)
+    long = server.share + 4
+    server.serve([(long, 10), (30, 40), (long, 50), (36, 42), (long, 5), (long, 20), (long, 3)])
+    lab.picture(player, "all answers")
+    lab.note(cut=server.cut, slid=server.slid)
+    player.remove(0, 0, 16)
+    lab.verify(player)
+
+
+SCENARIO = Scenario(
+    id="truncated-prompts",
+    kind="cure",
+    claim="Prompts that are cut to a share, and shares that slide, never lack cells.",
+    issue="ollama/ollama#7930",
+    run=run,
+    settings=(CACHES[0], CACHES[3], SCATTERED),
+)

@@ -1,0 +1,99 @@
+"""Look at the cells of a context now, and say later, in plain values, what was seen.
+
+A look costs a copy of a few arrays. Counting holes, drawing and finding moves cost more, and are
+done when the look is written down.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pyllamakv.binding.protocol import Capability
+from pyllamakv.runtime.snapshot import CellMap, Snapshot
+from pyllamakv.view.cell_drawing import owners
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from pyllamakv.binding.protocol import ContextHandle, ContextInfo, Native
+
+#: What a trace says of the cells at a moment.
+COUNTS = ("used", "holes", "largest_hole")
+
+
+@dataclass(frozen=True, eq=False)
+class Look:
+    """Hold the cells of a context at one moment."""
+
+    snapshot: Snapshot
+
+    @property
+    def bytes(self) -> int:
+        """Return the memory that it holds."""
+        return sum(each.pos.nbytes * 2 + each.seqs.nbytes for each in self.snapshot.streams)
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """Return used cells, holes and the largest hole."""
+        stats = self.snapshot.stats
+        return {name: int(getattr(stats, name)) for name in COUNTS}
+
+    @cached_property
+    def free(self) -> int:
+        """Return the free cells of the cache or stream that has fewest."""
+        streams = self.snapshot.streams
+        return min(len(each.pos) - int(np.count_nonzero(each.used)) for each in streams)
+
+    @cached_property
+    def hole(self) -> int:
+        """Return the largest hole of the cache or stream whose largest is smallest."""
+        return min(int(each.holes[:, 1].max(initial=0)) for each in self.snapshot.streams)
+
+    @cached_property
+    def owner(self) -> NDArray[np.int64]:
+        """Return the owner of each cell, its streams one after the other, as a `Picture` has it."""
+        return np.concatenate([owners(each) for each in self.snapshot.streams])
+
+    def runs(self) -> list[list[int]]:
+        """Return [owner, length] of each run of cells with one owner."""
+        owner = self.owner
+        starts = np.flatnonzero(np.diff(owner, prepend=owner[0] - 1))
+        lengths = np.diff(np.append(starts, len(owner)))
+        found: list[list[int]] = np.column_stack((owner[starts], lengths)).tolist()
+        return found
+
+    def moved(self, before: Look) -> list[list[int]]:
+        """Return [from, to, length] of each run of cells that lay elsewhere ``before``.
+
+        Cells are numbered through all streams, as in `runs`.
+        """
+        moves = before.snapshot.moves_to(self.snapshot)
+        if not len(moves):
+            return []
+        starts = np.cumsum([0, *(len(each) for each in self.snapshot.streams)])[moves.stream]
+        pairs = np.column_stack((moves.source + starts, moves.target + starts))
+        first = np.flatnonzero(np.any(np.diff(pairs, axis=0, prepend=pairs[:1] - 2) != 1, axis=1))
+        lengths = np.diff(np.append(first, len(pairs)))
+        found: list[list[int]] = np.column_stack((pairs[first], lengths)).tolist()
+        return found
+
+
+def look(native: Native, context: ContextHandle, info: ContextInfo) -> Look | None:
+    """Look at the cells, or return None where the build cannot read them or has none."""
+    if Capability.CELLS not in native.about.capabilities or not info.n_caches:
+        return None
+    raw = [native.cells(context, cache) for cache in range(info.n_caches)]
+    streams = tuple(CellMap(each.pos, each.shift, each.seqs, each.info) for each in raw)
+    return Look(Snapshot(streams, info.contiguous_slots))
+
+
+def best(row: NDArray[np.float32]) -> list[Any]:
+    """Return the likeliest token, its logit, and by how much the next one is behind."""
+    token = int(row.argmax())
+    top = float(row[token])
+    second = float(np.partition(row, -2)[-2]) if len(row) > 1 else top
+    return [token, round(top, 4), round(top - second, 4)]

@@ -1,0 +1,90 @@
+"""Serve clients side by side from one cache, as servers do.
+
+Each client has a sequence and its share of the cells. A prompt comes in pieces, as much as a batch
+has room for; who is answering adds a token per batch. An answer leaves its cells behind until the
+next request takes the sequence over, and what the two have in common stays.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pyllamakv.scenarios.player import Player
+
+#: Tokens that every prompt begins with, and that stay when a client's share is full.
+HEAD = 5
+
+
+@dataclass
+class Client:
+    """Follow one request: how many tokens of its prompt and of its answer are still to come."""
+
+    seq: int
+    prompt: int = 0
+    answer: int = 0
+
+    @property
+    def busy(self) -> bool:
+        """Tell whether there is anything left to decode."""
+        return self.prompt + self.answer > 0
+
+
+class Server:
+    """Give each of ``clients`` sequences an equal share of a player's cells."""
+
+    def __init__(self, player: Player, clients: int) -> None:
+        self.player = player
+        self.share = player.n_cells // clients
+        self.clients = [Client(seq) for seq in range(clients)]
+        self.cut = 0
+        self.slid = 0
+
+    def serve(self, requests: Iterable[tuple[int, int]]) -> None:
+        """Answer (prompt, answer) counts of tokens, in order; a prompt is longer than `HEAD`.
+
+        All shares together are the cache, so every decode has its cells and must succeed. What
+        does not fit into a share is cut from the prompt, or slides out while answering.
+        """
+        waiting = deque(requests)
+        while waiting or any(client.busy for client in self.clients):
+            for client in self.clients:
+                if waiting and not client.busy:
+                    self._begin(client, *waiting.popleft())
+            # Whoever answers comes first: nobody waits for the prompts of others.
+            self.clients.sort(key=lambda client: client.prompt)
+            self._decode()
+        self.player.check_cells()
+
+    def _begin(self, client: Client, prompt: int, answer: int) -> None:
+        self.player.remove(client.seq, HEAD)
+        self.cut += max(0, prompt - self.share)
+        client.prompt = min(prompt, self.share) - self.player.ledger.next(client.seq)
+        client.answer = answer
+
+    def _decode(self) -> None:
+        room = self.player.info.n_batch
+        feeds = {}
+        for client in self.clients:
+            count = min(client.prompt or min(client.answer, 1), room)
+            if not count:
+                continue
+            if self.player.ledger.next(client.seq) == self.share:
+                self._slide(client.seq)
+            feeds[client.seq] = count
+            room -= count
+            if client.prompt:
+                client.prompt -= count
+            else:
+                client.answer -= count
+        self.player.decode(feeds)
+
+    def _slide(self, seq: int) -> None:
+        gone = (self.share - HEAD) // 2
+        self.player.remove(seq, HEAD, HEAD + gone)
+        self.player.shift(seq, HEAD + gone, -1, -gone)
+        self.slid += 1

@@ -1,0 +1,81 @@
+"""Say where the cache of a run lies: in host memory, on a device, or behind an RPC server.
+
+A scenario does not know. Its model is loaded so that every layer, with its K and V, goes to the
+device; a run whose cache stays in host memory all the same proves nothing, and says so.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pyllamakv.binding.protocol import ModelParams
+from pyllamakv.errors import Untestable
+from pyllamakv.scenarios import synthetic
+
+if TYPE_CHECKING:
+    from pyllamakv.runtime.snapshot import Snapshot
+
+#: More layers than any model has: all of them go to the device.
+ALL = 999
+
+#: What Vulkan runs with, unless the user says otherwise. Later releases pass over devices that are
+#: processors unless they are named. Mesa's own (llvmpipe) gets stock's logits wrong now and then
+#: with two threads: 11 of 40 decodes of 64 tokens, none of 40 with one.
+_VULKAN = {"GGML_VK_VISIBLE_DEVICES": "0", "LP_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Name a backend as runs use it."""
+
+    backend: str = "cpu"
+
+    @property
+    def host(self) -> bool:
+        """Tell whether caches lie in the memory of the worker."""
+        return self.backend == "cpu"
+
+    @property
+    def remote(self) -> bool:
+        """Tell whether a run needs a server."""
+        return self.backend == "rpc"
+
+    @property
+    def apart(self) -> bool:
+        """Tell whether other kernels than the processor's compute; they may be wrong themselves."""
+        return self.backend not in ("cpu", "rpc")
+
+    def model(self, name: str) -> str:
+        """Return the name of the model that stands for a named one there."""
+        twin = name + synthetic.WIDE
+        return twin if self.apart and twin in synthetic.SHAPES else name
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return the variables that a worker needs to see the device, and to get it right."""
+        if self.backend != "vulkan":
+            return {}
+        return {name: value for name, value in _VULKAN.items() if name not in os.environ}
+
+    @property
+    def patience(self) -> float | None:
+        """Return the seconds that one call may take, where the usual ones are too few."""
+        # The first graphs compile hundreds of pipelines.
+        return 600.0 if self.backend == "vulkan" else None
+
+    def params(self, endpoint: str | None = None) -> ModelParams:
+        """Return how a model is loaded."""
+        if self.backend == "cpu":
+            return ModelParams()
+        return ModelParams(n_gpu_layers=ALL, rpc_servers=endpoint)
+
+    def check(self, snapshot: Snapshot | None) -> None:
+        """Raise Untestable when a cache that belongs on a device lies in host memory."""
+        if self.backend == "cpu" or snapshot is None:
+            return
+        # Where a build cannot tell, `host` is negative.
+        if any(cells.info.host > 0 and cells.info.n_layer for cells in snapshot.streams):
+            msg = f"the cache lies in host memory, not on a {self.backend} device"
+            raise Untestable(msg)

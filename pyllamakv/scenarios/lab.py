@@ -1,0 +1,282 @@
+"""Run one scenario in one setting on one library, and say how it ended.
+
+A run happens in a worker: what crashes or hangs loses that run alone, and the next one gets a
+fresh worker. A worker that did nothing wrong is kept for the next run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from pyllamakv.binding.protocol import (
+    Capability,
+    ContextParams,
+    Counters,
+    ModelHandle,
+    Native,
+)
+from pyllamakv.errors import (
+    ContextError,
+    HarnessError,
+    KvError,
+    ScenarioFailed,
+    Unsupported,
+    Untestable,
+)
+from pyllamakv.runtime import ggml_types as types
+from pyllamakv.scenarios.control import Controls
+from pyllamakv.scenarios.device_placement import Place
+from pyllamakv.scenarios.frames import FilmedPlayer, films
+from pyllamakv.scenarios.outcome import classify
+from pyllamakv.scenarios.player import Player
+from pyllamakv.scenarios.reference import Reference, Tolerance
+from pyllamakv.scenarios.workers import Opener, Workers
+from pyllamakv.verification.verdict import Outcome
+from pyllamakv.view.cell_drawing import Picture
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from pyllamakv.record.playback import Film
+    from pyllamakv.runtime.snapshot import Snapshot
+    from pyllamakv.scenarios.scenario import Scenario, Setting
+
+#: Seconds that one call into the library may take; the slowest of a scenario takes well under one.
+PATIENCE = 120.0
+
+#: Failures after which a worker is not used again: it is gone, or may have written anywhere.
+SPOILED = ("data", "crash", "hang")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Hold how one scenario in one setting ended on one side, with what was noted on the way."""
+
+    scenario: str
+    setting: str
+    outcome: Outcome
+    seconds: float = 0.0
+    difference: float = 0.0
+    notes: dict[str, Any] = field(default_factory=dict)
+    pictures: tuple[Picture, ...] = ()
+    films: tuple[Film, ...] = ()
+
+
+class Lab:
+    """Give a scenario what it works with; lives for one run."""
+
+    def __init__(
+        self,
+        native: Native,
+        model: ModelHandle,
+        setting: Setting,
+        *,
+        tolerance: Tolerance | None = None,
+        film: bool = False,
+        place: Place | None = None,
+    ) -> None:
+        self.player_type: type[Player] = FilmedPlayer if film else Player
+        self.place = place or Place()
+        self.native = native
+        self.model = model
+        self.setting = setting
+        self.tolerance = tolerance or Tolerance()
+        self.notes: dict[str, Any] = {}
+        self.pictures: list[Picture] = []
+        self.players: list[Player] = []
+        self._references: dict[int, Reference] = {}
+
+    def player(self, n_ctx: int = 256, **options: Any) -> Player:
+        """Make a context in this run's setting; ``options`` are those of `ContextParams`.
+
+        Flash attention pads the cache to multiples of 256 cells: ``n_ctx`` is such a multiple, or
+        the cache of some settings is larger than the scenario thinks.
+        """
+        if n_ctx % 256:
+            msg = f"n_ctx must be a multiple of 256, found {n_ctx}"
+            raise HarnessError(msg)
+        options = {"n_batch": n_ctx, "n_ubatch": 32, "n_seq_max": 8, **options}
+        params = ContextParams(
+            n_ctx=n_ctx,
+            flash_attn=self.setting.flash_attn,
+            type_k=types.cache_type(self.setting.type_k, "K").number,
+            type_v=types.cache_type(self.setting.type_v, "V").number,
+            guard=False,
+            **options,
+        )
+        try:
+            player = self.player_type(self.native, self.model, params)
+        except (ContextError, Unsupported) as error:
+            if isinstance(error, Unsupported) and "kv_backing" in options and self.place.host:
+                # Only a device keeps a cache out of mapped memory; here the library lacks it.
+                raise
+            msg = f"no context with {self.setting.name} here: {error}"
+            raise Untestable(msg) from error
+        return self.adopt(player)
+
+    def adopt(self, player: Player) -> Player:
+        """Take care of a player: its reference, the picture when it fails, its end."""
+        self.players.append(player)
+        self._references[id(player)] = Reference(player, self.tolerance)
+        self.place.check(player.snapshot())
+        return player
+
+    def reference(self, player: Player) -> Reference:
+        """Return the reference that follows a player."""
+        return self._references[id(player)]
+
+    def verify(self, player: Player) -> None:
+        """Prove that a cache holds what it should: its cells, then the logits it leads to.
+
+        Needs one free cell, for the token that is decoded and taken back.
+        """
+        player.check_cells()
+        reference = self.reference(player)
+        reference.catch_up()
+        reference.check_next()
+        player.check_cells()
+
+    def expect(self, holds: bool, message: str, **evidence: Any) -> None:
+        """Break the claim with a message unless something holds."""
+        if not holds:
+            raise ScenarioFailed(message, failure="claim", evidence=evidence)
+
+    def needs(self, capability: Capability) -> None:
+        """Raise Unsupported unless the library has a capability."""
+        if not self.native.about.capabilities & capability:
+            name = capability.name or str(capability)
+            msg = f"this build lacks {name.lower()}"
+            raise Unsupported(msg, capability=name.lower())
+
+    def counters(self, player: Player) -> Counters:
+        """Return a player's counters; raises Unsupported where the build does not count."""
+        found = player.counters()
+        if found is None:
+            msg = "this build does not count (the patch kv-counters is not in it)"
+            raise Unsupported(msg, capability="counters")
+        return found
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the tokens of a text, with what the model wants in front."""
+        return self.native.tokenize(self.model, text.encode(), True, False)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        pieces = (self.native.token_piece(self.model, token, False) for token in tokens)
+        return b"".join(pieces).decode("utf-8", "replace")
+
+    def note(self, **facts: Any) -> None:
+        """Keep numbers for the report."""
+        self.notes |= facts
+
+    def picture(self, player: Player, label: str) -> Snapshot | None:
+        """Keep the cells as they lie for the report, and return them."""
+        snapshot = player.snapshot()
+        if snapshot is not None:
+            self.pictures.append(Picture.of(snapshot, label))
+        return snapshot
+
+    def last_picture(self) -> None:
+        """Keep the cells as they lie when a run failed, if they can still be read."""
+        try:
+            if self.players:
+                self.picture(self.players[-1], "when it failed")
+        except KvError:
+            return
+
+    def logs(self, lowest: int = 3) -> list[str]:
+        """Drain the log and return its lines from a level on: 3 warnings, 4 errors."""
+        return [text for level, text in self.native.logs() if level >= lowest]
+
+    @property
+    def difference(self) -> float:
+        """Return the largest difference of logits seen in this run."""
+        worst = max((ref.worst for ref in self._references.values()), default=0.0)
+        return worst if np.isfinite(worst) else -1.0
+
+    def close(self) -> None:
+        """Give the contexts back."""
+        for reference in self._references.values():
+            reference.close()
+        for player in self.players:
+            player.close()
+
+
+class Bench:
+    """Run scenarios one by one, on a worker per library and environment."""
+
+    def __init__(self, opener: Opener | None = None, place: Place | None = None) -> None:
+        self._place = place or Place()
+        self._workers = Workers(opener or open_worker, self._place)
+        self._controls = Controls()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers."""
+        self._workers.close()
+
+    def cut(self) -> None:
+        """End the workers under a run that is at work in another thread: it fails at once."""
+        self._workers.cut()
+
+    def run(self, path: Path, scenario: Scenario, setting: Setting) -> Run:
+        """Run a scenario in a setting on the library at ``path``."""
+        environment = {**dict(scenario.environment), **dict(setting.environment)}
+        environment |= self._place.environment
+        key = (str(path), tuple(sorted(environment.items())))
+        started = time.monotonic()
+        lab: Lab | None = None
+        try:
+            native = self._workers.open(key).native
+            model = self._workers.model(key, scenario.model)
+            if self._place.apart:
+                self._controls.check(
+                    (key, scenario.model, setting),
+                    lambda: Lab(native, model, setting, place=self._place),
+                )
+            # One film of a scenario is enough to look at.
+            film = scenario.film and setting == scenario.settings[0]
+            lab = Lab(native, model, setting, film=film, place=self._place)
+            scenario.run(lab)
+            outcome = Outcome("pass")
+        except Exception as error:
+            outcome = classify(error)
+            if lab is not None and outcome.failed:
+                lab.last_picture()
+        if outcome.failure in SPOILED or outcome.status == "fault":
+            self._workers.drop(key)
+        elif lab is not None:
+            lab.close()
+        return Run(
+            scenario.id,
+            setting.name,
+            outcome,
+            round(time.monotonic() - started, 3),
+            lab.difference if lab else 0.0,
+            lab.notes if lab else {},
+            tuple(lab.pictures) if lab else (),
+            films(lab.players) if lab else (),
+        )
+
+
+def open_worker(path: Path, environment: dict[str, str]) -> Any:
+    """Open a library in a worker of its own, with an environment of its own."""
+    from pyllamakv.binding.library import open_library
+
+    return open_library(path, isolated=True, env=environment, timeout=PATIENCE)

@@ -1,0 +1,147 @@
+"""Do to a memory all that can be done to one, and prove after each step that it is right.
+
+Some memories refuse some of it; then nothing may have changed. Scenarios run this once for each
+kind of memory that llama.cpp has had.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pyllamakv.errors import (
+    NativeError,
+    PartialRemovalRefused,
+    Unsupported,
+    Untestable,
+    WorkerDied,
+)
+from pyllamakv.scenarios.reference import distance
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pyllamakv.scenarios.lab import Lab
+    from pyllamakv.scenarios.player import Player
+
+#: Bytes that are no state.
+GARBAGE = (b"\0", b"\1\0\0\0" * 16, bytes(range(256)))
+
+
+def routine(lab: Lab, player: Player, *, window: int = 0) -> None:
+    """Decode, copy, cut, shift, save, restore, defragment; wrong input must only be refused."""
+    done: dict[str, bool] = {}
+    snapshot = player.snapshot()
+    if snapshot is not None:
+        seen, told = len({each.stream for each in snapshot.streams}), player.info.n_streams
+        lab.expect(told == seen, f"the caches have {seen} streams, the context says {told}")
+    player.fill({0: 40, 1: 40}, interleave=True)
+    prove(lab, player, window)
+    player.copy(0, 2)
+    attempt(player.update)
+    prove(lab, player, window)
+    done["end removed"] = player.remove(1, 34)
+    prove(lab, player, window)
+    done["middle removed"] = player.remove(1, 8, 16)
+    if done["middle removed"] and player.info.can_shift:
+        done["shifted"] = attempt(lambda: player.shift(1, 16, -1, -8))
+    prove(lab, player, window)
+    refuse(player)
+    player.save(2, "kept")
+    player.remove(2)
+    player.restore(3, "kept")
+    prove(lab, player, window)
+    player.fill({0: 24})
+    player.remove(1)
+    if player.info.defrag:
+        with player.unchanged(window=window):
+            done["defragmented"] = attempt(player.defrag)
+    prove(lab, player, window)
+    if player.ledger.streams:
+        # What llama.cpp keeps then is what the stream has; the other streams are left alone.
+        for seq in player.ledger.sequences:
+            if seq != 3:
+                player.remove(seq)
+    else:
+        player.keep(3)
+    prove(lab, player, window)
+    player.clear()
+    player.fill({1: 8})
+    prove(lab, player, window)
+    lab.note(memory=player.info.memory.name.lower(), **done)
+
+
+def prove(lab: Lab, player: Player, window: int = 0) -> None:
+    """Compare cells, rows and logits with the ledger and the reference."""
+    if window:
+        player.check_windows(window)
+    for seq, state in player.rows().items():
+        expected = [pos for pos, _ in player.ledger.of(seq)]
+        for section in state.sections:
+            found = np.sort(section.pos).tolist()
+            # A window has its end, a state is that after the last token.
+            some = section.cache == 1 or not player.info.n_caches
+            right = found == expected[len(expected) - len(found) :] if some else found == expected
+            lab.expect(right, f"the rows of sequence {seq} are of {found}, expected {expected}")
+    lab.verify(player)
+
+
+def attempt(what: Callable[[], Any]) -> bool:
+    """Do something that a memory may refuse; tell whether it was done."""
+    try:
+        what()
+    except (Unsupported, PartialRemovalRefused):
+        return False
+    return True
+
+
+def refuse(player: Player) -> None:
+    """Give the library what is wrong: each must come back as an error, and nothing may change."""
+    native, context = player.native, player.context
+    beyond, empty = player.info.n_seq_max, player.info.n_seq_max - 1
+    one = np.zeros(1, dtype=np.int32)
+    calls: list[Callable[[], Any]] = [
+        lambda: native.seq_cp(context, 0, beyond, -1, -1),
+        lambda: native.seq_rm(context, beyond, -1, -1),
+        lambda: native.seq_add(context, 0, 8, 4, 1),
+        lambda: native.seq_div(context, 0, -1, -1, 0),
+        lambda: native.decode(context, one, one, None, one + beyond, None),
+        lambda: native.decode(context, one + player.n_vocab, one, None, one, None),
+        lambda: native.decode(context, one, one - 1, None, one, None),
+        lambda: native.cells(context, player.info.n_caches),
+        lambda: native.state_save(context, beyond),
+    ]
+    calls += [partial(native.state_load, context, empty, data) for data in GARBAGE]
+    for number, call in enumerate(calls):
+        try:
+            answer = call()
+        except WorkerDied:
+            raise
+        except (NativeError, Unsupported, PartialRemovalRefused):
+            continue
+        # A state that llama.cpp itself reads is refused by reading nothing.
+        if not isinstance(answer, int) or answer > 0:
+            msg = f"wrong input {number} was accepted with {answer!r}"
+            raise NativeError(msg)
+
+
+def twins(lab: Lab, player: Player, tokens: int = 40) -> None:
+    """Raise Untestable where two sequences of the same tokens do not get the same logits.
+
+    A reference on the same library would be just as wrong. Notes whether a sequence that begins
+    where another one was removed is clean; `routine` begins none there.
+    """
+    same = [number % player.n_vocab for number in range(tokens)]
+    player.decode({0: same})
+    player.decode({1: same})
+    player.remove(0)
+    clean = attempt(lambda: player.decode({0: same}))
+    one, other, *more = (next(iter(step.logits.values())) for step in player.steps if step.logits)
+    found = distance(one, other)
+    if found > lab.tolerance.exact:
+        msg = f"this release mixes up the states of its sequences: logits differ by {found:.3g}"
+        raise Untestable(msg)
+    lab.note(clean=clean and distance(one, more[0]) <= lab.tolerance.exact)
+    player.clear()

@@ -1,0 +1,296 @@
+"""Play operations on one context, and keep the ledger of what must be in it.
+
+A player speaks to `binding.protocol.Native` directly: nothing of ours stands between an operation
+and what the library makes of it. Scenarios, scripts and replays all drive one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pyllamakv.binding.protocol import (
+    Capability,
+    ContextHandle,
+    ContextParams,
+    Counters,
+    Memory,
+    ModelHandle,
+    Native,
+    RawDefrag,
+    Status,
+)
+from pyllamakv.errors import NativeError, ScenarioFailed, Unsupported, WorkerDied
+from pyllamakv.runtime.snapshot import CellMap, Snapshot
+from pyllamakv.scenarios import kv_rows
+from pyllamakv.scenarios.feeding import Feed, Feeds, compose
+from pyllamakv.scenarios.ledger import Content, Ledger, differences, windows
+
+if TYPE_CHECKING:
+    from collections import Counter
+
+    from numpy.typing import NDArray
+
+#: Words for the statuses of a decode, as scripts and messages use them.
+WORDS = {Status.OK: "ok", Status.NO_SLOT: "no-slot", Status.ABORTED: "aborted"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """Hold one operation that changed the cache, so that a reference can repeat it."""
+
+    op: str
+    arguments: tuple[Any, ...]
+    logits: dict[int, NDArray[np.float32]] = field(default_factory=dict, compare=False)
+
+
+class Player:
+    """Drive ``context``, or a new one; ``n_vocab`` bounds the tokens that it makes up."""
+
+    def __init__(
+        self,
+        native: Native,
+        model: ModelHandle,
+        params: ContextParams,
+        context: ContextHandle | None = None,
+    ) -> None:
+        self.native = native
+        self.model = model
+        self.params = params
+        self.n_vocab = native.model_info(model).n_vocab
+        self.context = native.context_new(model, params) if context is None else context
+        self.info = native.context_info(self.context)
+        self.ledger = Ledger(streams=self.info.n_streams > 1)
+        self.steps: list[Step] = []
+        self.saved: dict[str, tuple[bytes, list[tuple[int, int]]]] = {}
+        self._closed = False
+
+    def close(self) -> None:
+        """Give the context back."""
+        if not self._closed:
+            self._closed = True
+            self.native.context_free(self.context)
+
+    # --- decoding ---------------------------------------------------------------------------
+
+    def feed(self, feeds: Feeds, *, interleave: bool = False) -> Feed:
+        """Return a batch that continues each sequence; the last token of each asks for logits."""
+        return compose(self.ledger, feeds, self.n_vocab, interleave=interleave)
+
+    def decode(
+        self,
+        feeds: Feeds | Feed,
+        *,
+        interleave: bool = False,
+        expect: Status | None = Status.OK,
+    ) -> int:
+        """Decode one batch and return llama.cpp's status; the ledger follows what succeeded.
+
+        Raises ScenarioFailed ("claim") when the status is not the expected one; None expects any.
+        """
+        feed = feeds if isinstance(feeds, Feed) else self.feed(feeds, interleave=interleave)
+        status = self._run(feed)
+        if status == Status.OK:
+            logits = feed.read(self.native, self.context, self.n_vocab)
+            self.ledger.add(feed.token.tolist(), feed.pos.tolist(), feed.owners)
+            self.steps.append(Step("decode", (feed,), logits))
+        if expect is not None and status != expect:
+            free = self.n_cells - self.ledger.used
+            msg = (
+                f"a decode of {len(feed.token)} tokens with {free} free cells ended with "
+                f"{word(status)}, expected {word(expect)}"
+            )
+            raise ScenarioFailed(msg, failure="claim", evidence={"status": status, "free": free})
+        return status
+
+    def fill(self, counts: Mapping[Any, int], *, interleave: bool = False) -> None:
+        """Decode as many made-up tokens as asked for, in batches of at most ``n_batch``."""
+        left = dict(counts)
+        while any(left.values()):
+            share = max(1, self.info.n_batch // sum(1 for count in left.values() if count))
+            part = {key: min(share, count) for key, count in left.items() if count}
+            self.decode(part, interleave=interleave)
+            for key, count in part.items():
+                left[key] -= count
+
+    # --- sequences --------------------------------------------------------------------------
+
+    def remove(self, seq: int, p0: int = -1, p1: int = -1) -> bool:
+        """Remove positions of a sequence; False when the memory refuses a part."""
+        done = self.native.seq_rm(self.context, seq, p0, p1)
+        if done:
+            self.ledger.remove(seq, p0, p1)
+            self._step("remove", seq, p0, p1)
+        return done
+
+    def copy(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
+        """Let ``dst`` share the cells of ``src``."""
+        self.native.seq_cp(self.context, src, dst, p0, p1)
+        self.ledger.copy(src, dst, p0, p1)
+        self._step("copy", src, dst, p0, p1)
+
+    def keep(self, seq: int) -> None:
+        """Remove every other sequence."""
+        self.native.seq_keep(self.context, seq)
+        self.ledger.keep(seq)
+        self._step("keep", seq)
+
+    def shift(self, seq: int, p0: int, p1: int, delta: int) -> None:
+        """Move positions; the keys follow with the next update or decode."""
+        self.native.seq_add(self.context, seq, p0, p1, delta)
+        self.ledger.shift(seq, p0, p1, delta)
+        self._step("shift", seq, p0, p1, delta)
+
+    def divide(self, seq: int, p0: int, p1: int, divisor: int) -> None:
+        """Divide positions; the keys follow with the next update or decode."""
+        self.native.seq_div(self.context, seq, p0, p1, divisor)
+        self.ledger.divide(seq, p0, p1, divisor)
+        self._step("divide", seq, p0, p1, divisor)
+
+    def clear(self) -> None:
+        """Empty the cache."""
+        self.native.clear(self.context, True)
+        self.ledger.clear()
+        self._step("clear")
+
+    def save(self, seq: int, name: str) -> None:
+        """Keep the state of a sequence under a name."""
+        state = self.native.state_save(self.context, seq)
+        self.saved[name] = (state, self.ledger.of(seq))
+        self._step("save", seq, name)
+
+    def restore(self, seq: int, name: str, *, must: bool = True) -> bool:
+        """Put a saved state into a sequence; with ``must`` a refusal breaks the claim."""
+        state, cells = self.saved[name]
+        try:
+            done = self.native.state_load(self.context, seq, state) > 0
+        except WorkerDied:
+            raise
+        except NativeError:
+            done = False
+        if done:
+            self.ledger.replace(seq, cells)
+            self._step("restore", seq, name)
+        elif must:
+            others = sum(cell.seqs != {seq} for cell in self.ledger.cells)
+            free = self.n_cells - others
+            msg = f"a state of {len(cells)} tokens was refused with {free} free cells"
+            raise ScenarioFailed(msg, failure="claim", evidence={"done": False})
+        return done
+
+    # --- the cache --------------------------------------------------------------------------
+
+    def defrag(self) -> RawDefrag:
+        """Defragment now; raises Unsupported where the build cannot."""
+        return self.native.defrag(self.context)
+
+    def update(self) -> None:
+        """Apply what is pending."""
+        self.native.update(self.context)
+        self._step("update")
+
+    def cancel_after(self, polls: int) -> None:
+        """Abort later decodes at this poll of the abort callback; negative: never."""
+        self.native.cancel_after(self.context, polls)
+
+    @cached_property
+    def n_cells(self) -> int:
+        """Return the size of the cache in cells."""
+        snapshot = self.snapshot()
+        return self.info.n_ctx if snapshot is None else int(snapshot.stats.size)
+
+    def snapshot(self) -> Snapshot | None:
+        """Return the cells as they lie, or None where the build cannot read them."""
+        if not self.native.about.capabilities & Capability.CELLS or not self.info.n_caches:
+            return None
+        raw = [self.native.cells(self.context, cache) for cache in range(self.info.n_caches)]
+        return Snapshot(
+            tuple(CellMap(each.pos, each.shift, each.seqs, each.info) for each in raw),
+            self.info.contiguous_slots,
+        )
+
+    def counters(self) -> Counters | None:
+        """Return what the context counted, or None where the build does not count."""
+        if not self.native.about.capabilities & Capability.COUNTERS:
+            return None
+        try:
+            return self.native.counters(self.context)
+        except Unsupported:
+            return None
+
+    def rows(self) -> kv_rows.Rows:
+        """Return K and V of every sequence, position and layer, as stored."""
+        return kv_rows.read(self.native, self.context, self.ledger.sequences)
+
+    # --- proofs -----------------------------------------------------------------------------
+
+    def check_cells(self) -> None:
+        """Raise ScenarioFailed ("lost") unless the cells hold what the ledger says, and no more."""
+        snapshot = self.snapshot()
+        if snapshot is None:
+            self._check_positions()
+            return
+        found: Counter[Content] = kv_rows.contents(snapshot)
+        lost, ghosts, text = differences(self.ledger.contents(), found)
+        if lost or ghosts:
+            evidence = {"lost": lost, "ghosts": ghosts, "used": found.total()}
+            raise ScenarioFailed(text, failure="lost", evidence=evidence)
+        for cells in snapshot.streams:
+            counted, used = cells.info.used, cells.stats.used
+            if counted >= 0 and counted != used:
+                msg = f"the library counts {counted} used cells, {used} are in use"
+                raise ScenarioFailed(msg, failure="lost", evidence={"used": counted})
+
+    def check_windows(self, window: int) -> None:
+        """Raise ScenarioFailed ("lost") unless a sliding-window cache has what the next tokens see.
+
+        Releases without such a cache keep everything in the one they have.
+        """
+        snapshot = self.snapshot()
+        found = None if snapshot is None else kv_rows.sliding(snapshot)
+        text = "" if found is None else windows(self.ledger, found, window)
+        if text:
+            raise ScenarioFailed(text, failure="lost")
+
+    @contextmanager
+    def unchanged(self, what: str = "a defragmentation", *, window: int = 0) -> Iterator[None]:
+        """Raise ScenarioFailed unless K and V of all that was there survive what is done inside.
+
+        Rows that are not there any more are "lost", rows with other bytes are "data". Only without
+        a pending shift: applying one rewrites K, as it should. A sliding-window cache has to keep
+        what the next tokens see through their ``window``.
+        """
+        before = self.rows()
+        yield
+        kv_rows.compare(before, self.rows(), what, window=window)
+
+    def _run(self, feed: Feed) -> int:
+        return feed.run(self.native, self.context)
+
+    def _check_positions(self) -> None:
+        for seq in self.ledger.sequences:
+            expected = [pos for pos, _ in self.ledger.of(seq)]
+            found = self.native.seq_pos_max(self.context, seq)
+            if found != expected[-1] and not self.ambiguous(found, expected[-1]):
+                msg = f"sequence {seq} ends at position {found}, expected {expected[-1]}"
+                raise ScenarioFailed(msg, failure="lost")
+
+    def ambiguous(self, found: int, expected: int) -> bool:
+        """Tell whether a position 0 passes for none: so it does in states of earlier releases."""
+        return found == -1 and expected == 0 and self.info.memory is Memory.RECURRENT
+
+    def _step(self, op: str, *arguments: Any) -> None:
+        self.steps.append(Step(op, arguments))
+
+
+def word(status: int) -> str:
+    """Return the word for a decode's status."""
+    try:
+        return WORDS[Status(status)]
+    except ValueError:
+        return f"status {status}"

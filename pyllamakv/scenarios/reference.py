@@ -1,0 +1,202 @@
+"""Rebuild what a player did on a roomy context, where nothing has to move, and compare logits.
+
+The reference runs on the same library, in the same worker, and repeats only what succeeded: no
+defragmentation, no decode that failed. Its cache is so large that every slot is found at once.
+
+Cells that a sliding window has passed are given away, in a cache of full size as well, once a
+removal lets llama.cpp search from the start again. But no cell is that two sequences own: in the
+reference of such a model a spare sequence owns what the others do.
+Logits are never compared across libraries: their kernels differ from release to release.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pyllamakv.binding.protocol import ContextHandle, Status
+from pyllamakv.errors import HarnessError, NativeError, ScenarioFailed, Unsupported, WorkerDied
+from pyllamakv.runtime import ggml_types as types
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from pyllamakv.scenarios.player import Player, Step
+
+#: A reference beyond this many cells is a fault of the scenario.
+LIMIT = 1 << 17
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Bound the difference of two logits that a correct cache may show.
+
+    Correct defragmentations differ by up to 6e-3; with flash attention and an f16 V by up to 5e-2,
+    because its f16 accumulators see the cells in another order; in a quantised cache by up to 3e-2,
+    where the last bit of one layer turns into another step of the next layer's keys. A damaged
+    cache shows 0.3 to 11.
+    """
+
+    exact: float = 0.02
+    rounded: float = 0.2
+
+    def of(self, player: Player) -> float:
+        """Return the bound for a player's context."""
+        whole = {types.number_type(name).number for name in ("f32", "f16", "bf16")}
+        coarse = player.info.flash_attn or player.params.type_k not in whole
+        return self.rounded if coarse else self.exact
+
+
+class Reference:
+    """Follow a player step by step; `catch_up` compares the logits of all decodes since."""
+
+    def __init__(self, player: Player, tolerance: Tolerance | None = None) -> None:
+        self.player = player
+        self.bound = (tolerance or Tolerance()).of(player)
+        self.worst = 0.0
+        # Where each sequence has a stream of its own, none can share its cells.
+        info = player.info
+        self._spares = info.n_swa > 0 and info.n_caches > 1 and not player.ledger.streams
+        self._room = 1
+        self._context: ContextHandle | None = None
+        self._done = 0
+        self._saved: dict[str, bytes] = {}
+
+    def close(self) -> None:
+        """Give the reference's context back."""
+        if self._context is not None:
+            self.player.native.context_free(self._context)
+            self._context = None
+
+    def catch_up(self) -> None:
+        """Repeat what the player did since the last time; raise ScenarioFailed on other logits."""
+        while not self._advance():
+            self._grow()
+
+    def check_next(self) -> None:
+        """Decode one more token of every sequence on both sides, compare, and take it back.
+
+        Where the memory keeps states, the token stays: none can go back, and one release forgets
+        the sequence when it is asked to.
+        """
+        player = self.player
+        stays = player.info.memory.keeps_states
+        for seq in player.ledger.sequences:
+            start = player.ledger.next(seq)
+            player.decode({seq: 1})
+            self.catch_up()
+            if not stays:
+                player.remove(seq, start, start + 1)
+        self.catch_up()
+
+    def _advance(self) -> bool:
+        if self._context is None:
+            self._context = self._open()
+        steps = self.player.steps
+        while self._done < len(steps):
+            if not self._repeat(steps[self._done]):
+                return False
+            self._done += 1
+        return True
+
+    def _open(self) -> ContextHandle:
+        player = self.player
+        tokens = sum(len(s.arguments[0].token) for s in player.steps if s.op == "decode")
+        cells = self._room * -(-(tokens + player.info.n_ctx) // 256) * 256
+        if cells > LIMIT:
+            msg = f"the reference would need {cells} cells; make the scenario smaller"
+            raise HarnessError(msg)
+        # It lies on the heap, so that nothing of mapped memory, nor a file's lock, is in it.
+        params = replace(
+            player.params, n_ctx=cells, swa_full=True, kv_backing=0, kv_path=None, kv_keep=0
+        )
+        if self._spares:
+            # In one micro-batch: between two of them nobody could own what the first one wrote.
+            params = replace(params, n_ubatch=params.n_batch, n_seq_max=params.n_seq_max + 1)
+        return player.native.context_new(player.model, params)
+
+    def _grow(self) -> None:
+        self.close()
+        self._room *= 2
+        self._done = 0
+        self._saved.clear()
+
+    def _keep_windows(self, context: ContextHandle) -> None:
+        """Let the spare sequence, the last one, own what the others own now."""
+        native, spare = self.player.native, self.player.info.n_seq_max
+        native.seq_rm(context, spare, -1, -1)
+        for seq in range(spare):
+            native.seq_cp(context, seq, spare, -1, -1)
+
+    def _repeat(self, step: Step) -> bool:
+        native, context = self.player.native, self._context
+        assert context is not None
+        if self._spares and step.op in ("decode", "restore"):
+            self._keep_windows(context)
+        match step.op:
+            case "decode":
+                feed = step.arguments[0]
+                status = feed.run(native, context)
+                if status == Status.NO_SLOT:
+                    return False
+                if status != Status.OK:
+                    msg = f"the reference's decode ended with status {status}"
+                    raise HarnessError(msg)
+                self._compare(step, feed.read(native, context, self.player.n_vocab))
+            case "remove":
+                native.seq_rm(context, *step.arguments)
+            case "copy":
+                native.seq_cp(context, *step.arguments)
+            case "keep":
+                native.seq_keep(context, *step.arguments)
+            case "shift":
+                native.seq_add(context, *step.arguments)
+            case "divide":
+                native.seq_div(context, *step.arguments)
+            case "clear":
+                native.clear(context, True)
+            case "update":
+                with suppress(Unsupported):
+                    native.update(context)
+            case "save":
+                seq, name = step.arguments
+                self._saved[name] = native.state_save(context, seq)
+            case "restore":
+                seq, name = step.arguments
+                # A restore must not meet a shift that is pending: here it never does.
+                with suppress(Unsupported):
+                    native.update(context)
+                try:
+                    return native.state_load(context, seq, self._saved[name]) > 0
+                except WorkerDied:
+                    raise
+                except NativeError:
+                    return False
+            case _:
+                msg = f"the reference does not know the operation {step.op!r}"
+                raise HarnessError(msg)
+        return True
+
+    def _compare(self, step: Step, logits: dict[int, NDArray[np.float32]]) -> None:
+        for place, seen in step.logits.items():
+            difference = distance(seen, logits[place])
+            self.worst = max(self.worst, difference)
+            if difference > self.bound:
+                owners = step.arguments[0].owners[place]
+                pos = int(step.arguments[0].pos[place])
+                msg = (
+                    f"logits at position {pos} of sequence {owners[0]} differ from the "
+                    f"reference by {difference:.3g}, allowed {self.bound:g}"
+                )
+                evidence = {"difference": difference, "sequence": owners[0], "position": pos}
+                raise ScenarioFailed(msg, failure="data", evidence=evidence)
+
+
+def distance(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
+    """Return the largest difference of two rows of logits; infinity where one is not a number."""
+    with np.errstate(invalid="ignore"):
+        largest = float(np.max(np.abs(one - other))) if len(one) else 0.0
+    return largest if np.isfinite(largest) else float("inf")

@@ -1,0 +1,1 @@
+"""Run scenarios on stock and patched builds, and decide the verdict of a patch."""

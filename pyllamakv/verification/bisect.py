@@ -1,0 +1,129 @@
+"""Find the release where a verdict changed, over the chain of releases.
+
+A plain bisect asks halfway and believes that there was one change. Verdicts over years of upstream
+go from good to bad and back, so both ends are judged first: without a difference between them there
+is nothing to find. What is known of other releases and does not fit one change is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pyllamakv.errors import Untestable, UsageError
+from pyllamakv.verification.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class Step:
+    """Hold the verdict on one release."""
+
+    release: str
+    verdict: str
+    reason: str = ""
+
+    @property
+    def testable(self) -> bool:
+        """Tell whether the release could be judged."""
+        return self.verdict != Verdict.UNTESTABLE
+
+
+@dataclass(frozen=True)
+class Found:
+    """Hold where a verdict changed: ``first`` has another than ``last``, the one before it.
+
+    ``suspects`` are the untestable releases between the two, any of which may have changed it
+    first. ``odd`` are known verdicts that do not fit one single change.
+    """
+
+    last: Step
+    first: Step
+    steps: tuple[Step, ...]
+    suspects: tuple[str, ...] = ()
+    odd: tuple[Step, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for ``--json``."""
+        return {"schema": 1, **asdict(self)}
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.first.release} is the first release that is {self.first.verdict}; "
+            f"{self.last.release} is {self.last.verdict}.",
+            f"  {self.first.release}: {self.first.reason}",
+        ]
+        if self.suspects:
+            names = ", ".join(self.suspects)
+            lines.append(f"It may have changed in {names} already, which cannot be judged here.")
+        if self.odd:
+            names = ", ".join(f"{step.release} is {step.verdict}" for step in self.odd)
+            lines.append(f"There was more than one change: {names}. Bisect between these as well.")
+        return "\n".join(lines)
+
+
+def bisect(
+    good: str,
+    bad: str,
+    chain: Sequence[str],
+    judge: Callable[[str], Step],
+    known: Callable[[str], Step | None] = lambda _: None,
+) -> Found:
+    """Find the first release on the way from ``good`` to ``bad`` whose verdict is not good's.
+
+    ``chain`` has the releases in order; the way may go back in time. ``known`` tells verdicts that
+    need not be judged. Raises UsageError where the ends are the same release, are not in the chain
+    or have one verdict, Untestable where one of them cannot be judged.
+    """
+    way = _way(good, bad, chain)
+    steps = {good: _end(good, judge), bad: _end(bad, judge)}
+    before, after = steps[good].verdict, steps[bad].verdict
+    if before == after:
+        msg = (
+            f"{good} and {bad} are both {before}, so there is no one change to find between them; "
+            "`pyllamakv matrix show` has the releases in between"
+        )
+        raise UsageError(msg)
+    low, high = 0, len(way) - 1
+    while True:
+        open_ = [n for n in range(low + 1, high) if way[n] not in steps]
+        if not open_:
+            break
+        middle = min(open_, key=lambda n: abs(2 * n - low - high))
+        step = steps[way[middle]] = judge(way[middle])
+        if not step.testable:
+            continue
+        low, high = (middle, high) if step.verdict == before else (low, middle)
+    facts = [(place, steps.get(name) or known(name)) for place, name in enumerate(way)]
+    odd = tuple(
+        step
+        for place, step in facts
+        if step and step.testable and (step.verdict == before) != (place <= low)
+    )
+    return Found(
+        steps[way[low]],
+        steps[way[high]],
+        tuple(steps[name] for name in way if name in steps),
+        tuple(way[low + 1 : high]),
+        odd,
+    )
+
+
+def _way(good: str, bad: str, chain: Sequence[str]) -> list[str]:
+    for name in (good, bad):
+        if name not in chain:
+            msg = f"{name} is not in the chain of releases: {', '.join(chain)}"
+            raise UsageError(msg)
+    start, end = chain.index(good), chain.index(bad)
+    if start == end:
+        msg = f"there is nothing between {good} and {bad}; name two releases"
+        raise UsageError(msg)
+    return list(chain[start : end + 1] if start < end else chain[end : start + 1][::-1])
+
+
+def _end(name: str, judge: Callable[[str], Step]) -> Step:
+    step = judge(name)
+    if not step.testable:
+        msg = f"{name} cannot be judged here, so it is no end to search from: {step.reason}"
+        raise Untestable(msg)
+    return step

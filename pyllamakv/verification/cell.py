@@ -1,0 +1,300 @@
+"""Judge one cell of the matrix: a release, a series and a backend, as a pure function of its spec.
+
+Spec and result are plain values that go through JSON unchanged, so that a cell can be judged by any
+executor: in this process, in another, on another machine. What keeps a cell from being judged is a
+result too: untestable, with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from pyllamakv.building import variant as variants
+from pyllamakv.building.build import build
+from pyllamakv.errors import HarnessError, KvError
+from pyllamakv.patching import drift
+from pyllamakv.scenarios import scenario
+from pyllamakv.source import fetch
+from pyllamakv.verification import check as checking
+from pyllamakv.verification import check_report, locks
+from pyllamakv.verification.verdict import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pyllamakv.source.progress import Progress
+    from pyllamakv.source.releases import Release
+    from pyllamakv.verification.check import Answer
+    from pyllamakv.verification.verdict import Outcome
+
+
+@dataclass(frozen=True)
+class CellSpec:
+    """Name a cell: a release, shipped patches (none named: all that apply) and a backend.
+
+    ``isolate`` judges one shipped patch by its own scenarios; ``scenarios`` limits what is run.
+    """
+
+    release: str
+    series: tuple[str, ...] = ()
+    isolate: str = ""
+    backend: str = "cpu"
+    native: bool = True
+    scenarios: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Return the cell in a few words: ``0.3.9``, ``0.3.9 [kv-counters] cuda``."""
+        return self.what if self.backend == "cpu" else f"{self.what} {self.backend}"
+
+    @property
+    def what(self) -> str:
+        """Return the cell in a few words, without its backend."""
+        words = [self.release]
+        if self.isolate or self.series:
+            words.append(f"[{self.isolate or ','.join(self.series)}]")
+        if self.scenarios:
+            words.append(f"({','.join(self.scenarios)})")
+        return " ".join(words if self.native else [*words, "portable"])
+
+    def question(self, *, fresh: bool = False) -> checking.Question:
+        """Return what `check` is asked for this cell."""
+        return checking.Question(
+            release=self.release,
+            series=self.series,
+            isolate=self.isolate,
+            scenarios=self.scenarios,
+            backend=self.backend,
+            fresh=fresh,
+            native=self.native,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the spec as plain JSON values."""
+        raw = asdict(self)
+        return raw | {"series": list(self.series), "scenarios": list(self.scenarios)}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> CellSpec:
+        """Return the spec that `to_json` described."""
+        lists = {key: tuple(raw[key]) for key in ("series", "scenarios")}
+        return cls(**{**raw, **lists})
+
+
+@dataclass(frozen=True)
+class Row:
+    """Hold one scenario of a cell; ``word`` is its verdict as people read it."""
+
+    id: str
+    kind: str
+    verdict: str
+    word: str
+    stock: str
+    patched: str
+    claim: str = ""
+    issue: str = ""
+
+    @property
+    def on_stock(self) -> str:
+        """Return how stock ended in a word: "pass", "fail", or "skip" where that says nothing."""
+        ended = self.stock.split(" ", 1)[0]
+        lacks = ended == "absent" and self.kind == "feature"
+        return "pass" if ended == "passes" else "fail" if ended == "fails" or lacks else "skip"
+
+
+@dataclass(frozen=True)
+class Failing:
+    """Hold one run that patched did not pass."""
+
+    scenario: str
+    setting: str
+    failure: str
+    message: str
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """Hold what a cell came to. Drift and pictures are kept as the JSON that their owners write."""
+
+    spec: CellSpec
+    verdict: str
+    reason: str
+    era: str = ""
+    date: str = ""
+    commit: str = ""
+    runs: int = 0
+    stock_failed: int = 0
+    patched_failed: int = 0
+    patches: tuple[str, ...] = ()
+    skipped: dict[str, str] = field(default_factory=dict)
+    variants: dict[str, str] = field(default_factory=dict)
+    scenarios: tuple[Row, ...] = ()
+    failing: tuple[Failing, ...] = ()
+    drift: tuple[dict[str, Any], ...] = ()
+    pictures: tuple[dict[str, Any], ...] = ()
+    films: tuple[dict[str, Any], ...] = ()
+    seconds: float = 0.0
+    machine: str = ""
+    #: When it was judged, ISO 8601 in UTC; `date` is the release's.
+    judged: str = ""
+    #: A verdict on inputs that have changed since.
+    stale: bool = False
+
+    @property
+    def measured(self) -> str:
+        """Return the counts behind the verdict in a line."""
+        if not self.runs:
+            return self.reason.splitlines()[0] if self.reason else ""
+        if self.variants.get("patched"):
+            return (
+                f"stock fails {self.stock_failed} of {self.runs} runs, "
+                f"patched {self.patched_failed}"
+            )
+        return f"stock fails {self.stock_failed} of {self.runs} runs, not patched"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as plain JSON values."""
+        raw = asdict(self) | {"spec": self.spec.to_json()}
+        return {
+            key: list(value) if isinstance(value, tuple) else value for key, value in raw.items()
+        }
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> CellResult:
+        """Return the result that `to_json` described; raises ValueError when it is none."""
+        try:
+            facts = dict(raw)
+            facts["spec"] = CellSpec.from_json(raw["spec"])
+            facts["scenarios"] = tuple(Row(**row) for row in raw["scenarios"])
+            facts["failing"] = tuple(Failing(**run) for run in raw["failing"])
+            for key in ("patches", "drift", "pictures"):
+                facts[key] = tuple(raw[key])
+            facts["films"] = tuple(raw.get("films", ()))
+            facts["verdict"] = str(Verdict(raw["verdict"]))
+            return cls(**facts)
+        except (KeyError, TypeError) as error:
+            msg = f"this is no result of a cell: {type(error).__name__}: {error}"
+            raise ValueError(msg) from error
+
+
+def run_cell(
+    spec: CellSpec, *, fresh: bool = False, progress: Progress | None = None
+) -> CellResult:
+    """Judge a cell, fetching and building what is missing; ``fresh`` runs everything again."""
+    started = time.monotonic()
+    release: Release | None = None
+    try:
+        with locks.one_builder(progress):
+            release = fetch.ensure(spec.release, progress=progress)
+            _build(spec, progress)
+            drifted = _drift(spec, release)
+        answer = checking.check(spec.question(fresh=fresh), progress=progress)
+        result = _result(spec, answer, drifted)
+    except HarnessError as error:
+        result = untestable(spec, f"a fault of the harness: {error}")
+    except KvError as error:
+        result = untestable(spec, str(error))
+    except Exception as error:
+        # One cell must not take the others down; what is said here is told as a regression.
+        result = untestable(spec, f"a fault of the harness: {type(error).__name__}: {error}")
+    known = {} if release is None else _facts(release)
+    taken = {
+        "seconds": round(time.monotonic() - started, 1),
+        "machine": os.uname().machine,
+        "judged": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    return CellResult(**{**vars(result), **known, **taken})
+
+
+def judge(raw: dict[str, Any], fresh: bool = False) -> dict[str, Any]:
+    """Judge a cell from JSON to JSON: what executors of other processes are given."""
+    return run_cell(CellSpec.from_json(raw), fresh=fresh).to_json()
+
+
+def untestable(spec: CellSpec, reason: str) -> CellResult:
+    """Return the result of a cell that cannot be judged here."""
+    return CellResult(spec, str(Verdict.UNTESTABLE), reason)
+
+
+def _facts(release: Release) -> dict[str, str]:
+    return {"era": release.era, "date": release.date, "commit": release.commit}
+
+
+def _result(spec: CellSpec, answer: Answer, drifted: tuple[dict[str, Any], ...]) -> CellResult:
+    found = answer.judgement
+    return CellResult(
+        spec=spec,
+        verdict=str(found.verdict),
+        reason=found.reason,
+        runs=found.runs,
+        stock_failed=found.stock_failed,
+        patched_failed=found.patched_failed,
+        patches=answer.patches,
+        skipped=dict(answer.skipped),
+        variants=dict(answer.variants),
+        scenarios=_rows(answer),
+        failing=tuple(
+            Failing(
+                pair.scenario,
+                pair.setting,
+                pair.patched.failure or pair.patched.status,
+                pair.patched.message,
+            )
+            for pair in answer.pairs
+            if pair.patched is not None and _told(pair.patched, pair.stock)
+        ),
+        drift=drifted,
+        pictures=tuple(
+            {"side": side, **picture.to_json()} for side, picture in check_report.pictures(answer)
+        ),
+        films=tuple(
+            {"scenario": name, "side": side, **film.to_json()}
+            for name, side, film in check_report.films(answer)
+        ),
+    )
+
+
+def _told(patched: Outcome, stock: Outcome) -> bool:
+    """Tell whether a run that patched did not pass is to be told; both may lack a capability."""
+    return patched.failed or (patched.status == "absent" and stock.status != "absent")
+
+
+def _rows(answer: Answer) -> tuple[Row, ...]:
+    known = scenario.discover(answer.question.folders)
+    rows = []
+    for name, verdict in answer.judgement.scenarios.items():
+        mine = [pair for pair in answer.pairs if pair.scenario == name]
+        row = Row(
+            name,
+            mine[0].kind,
+            str(verdict),
+            check_report.word(verdict, mine[0].kind),
+            check_report.summary([pair.stock for pair in mine]),
+            check_report.summary([pair.patched for pair in mine]),
+            known[name].claim if name in known else "",
+            known[name].issue if name in known else "",
+        )
+        rows.append(row)
+    return tuple(rows)
+
+
+def _build(spec: CellSpec, progress: Progress | None) -> None:
+    """Build both sides; what fails here is told by `check`, which meets it again."""
+    series = (spec.isolate,) if spec.isolate else (spec.series or None)
+    with contextlib.suppress(KvError):
+        for wanted in (variants.Spec(spec.release, ()), variants.Spec(spec.release, series)):
+            build(wanted, backend=spec.backend, native=spec.native, progress=progress)
+
+
+def _drift(spec: CellSpec, release: Release) -> tuple[dict[str, Any], ...]:
+    ids = (spec.isolate,) if spec.isolate else spec.series
+    try:
+        return tuple(one.as_json() for one in drift.drift(release, ids))
+    except KvError:
+        # Where the verdict can be had without it, a report without drift is better than none.
+        return ()

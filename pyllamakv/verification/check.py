@@ -1,0 +1,278 @@
+"""Judge a patch series on a release: build both sides, run the scenarios, say the verdict."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyllamakv.building import variant as variants
+from pyllamakv.building.build import build, build_patched
+from pyllamakv.errors import (
+    BuildError,
+    CommandFailed,
+    HarnessError,
+    NoTextApplies,
+    PatchConflict,
+    SourceError,
+    UsageError,
+)
+from pyllamakv.patching import apply, drift, series
+from pyllamakv.scenarios import scenario
+from pyllamakv.source import fetch, releases
+from pyllamakv.verification import parallel_runs
+from pyllamakv.verification.parallel_runs import Task
+from pyllamakv.verification.verdict import Judgement, Pair, harms, judge
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pyllamakv.building.variant import Variant
+    from pyllamakv.patching.apply import Patched
+    from pyllamakv.patching.series import Series
+    from pyllamakv.scenarios.lab import Run
+    from pyllamakv.scenarios.scenario import Scenario
+    from pyllamakv.source.progress import Progress
+    from pyllamakv.source.releases import Release
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Question:
+    """Hold what is asked: a release, which patches, which scenarios.
+
+    ``series`` are ids of the shipped series (empty: all that apply), ``patches`` foreign files or
+    folders, ``isolate`` the one patch that is judged by its own scenarios.
+    """
+
+    release: str
+    series: tuple[str, ...] = ()
+    patches: tuple[Path, ...] = ()
+    isolate: str = ""
+    scenarios: tuple[str, ...] = ()
+    folders: tuple[Path, ...] = ()
+    backend: str = "cpu"
+    fresh: bool = False
+    native: bool = True
+    #: Run each scenario in a few settings only.
+    quick: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Hold a verdict with everything that led to it; ``runs`` by side."""
+
+    question: Question
+    judgement: Judgement
+    pairs: tuple[Pair, ...] = ()
+    runs: dict[str, tuple[Run, ...]] = field(default_factory=dict)
+    variants: dict[str, str] = field(default_factory=dict)
+    patches: tuple[str, ...] = ()
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the answer as plain JSON values (docs/harness.md describes them)."""
+        found = self.judgement
+        return {
+            "schema": 1,
+            "release": self.question.release,
+            "backend": self.question.backend,
+            "verdict": str(found.verdict),
+            "reason": found.reason,
+            "exit_code": found.exit_code,
+            "runs": found.runs,
+            "stock_failed": found.stock_failed,
+            "patched_failed": found.patched_failed,
+            "patches": list(self.patches),
+            "skipped": self.skipped,
+            "variants": self.variants,
+            "scenarios": {name: str(verdict) for name, verdict in found.scenarios.items()},
+            "results": {
+                side: [parallel_runs.to_json(run) for run in runs]
+                for side, runs in self.runs.items()
+            },
+        }
+
+
+@dataclass(frozen=True)
+class Patching:
+    """Hold how the patched side came about: a variant, or why there is none."""
+
+    variant: Variant | None = None
+    patches: tuple[str, ...] = ()
+    skipped: dict[str, str] = field(default_factory=dict)
+    conflict: str = ""
+    build_error: str = ""
+
+
+def check(question: Question, *, progress: Progress | None = None) -> Answer:
+    """Answer a question. Raises UsageError for a wrong one, HarnessError for a fault of ours.
+
+    What cannot be fetched or built without any patch is an answer too: untestable.
+    """
+    chosen = scenario.select(scenario.discover(question.folders), question.scenarios)
+    shipped = series.load()
+    names = _names(question)
+    claimed = {patch.id: set(patch.scenarios) for patch in shipped}
+    own = _own(question, shipped)
+    if own is not None:
+        chosen = _narrowed(chosen, own)
+    try:
+        release = fetch.fetch(releases.resolve(question.release), progress=progress)
+        stock = build(
+            f"{question.release}+stock",
+            backend=question.backend,
+            native=question.native,
+            progress=progress,
+        )
+        made = _patch(question, release, names, progress)
+    except CommandFailed as error:
+        return Answer(question, judge((), untestable=f"stock does not build: {error}"))
+    except BuildError as error:
+        return Answer(question, judge((), untestable=f"no build here: {error}"))
+    except SourceError as error:
+        if error.exit_code != SourceError.exit_code:
+            raise
+        return Answer(question, judge((), untestable=f"cannot be fetched here: {error}"))
+    if not question.scenarios:
+        brought = {name for patch in made.patches for name in claimed.get(patch, ())}
+        chosen = [each for each in chosen if each.kind != "feature" or each.id in brought]
+    sides = {"stock": stock} | ({"patched": made.variant} if made.variant else {})
+    tasks = [
+        Task(side, built.folder, built.manifest.library_sha256, each, setting, question.backend)
+        for each in chosen
+        for setting in (each.few if question.quick else each.settings)
+        for side, built in sides.items()
+        if side == "stock" or not _left_out(each.id, made, claimed)
+    ]
+    try:
+        results = parallel_runs.run_tasks(tasks, fresh=question.fresh, progress=progress)
+    except parallel_runs.CannotLoad as error:
+        where = f"stock cannot be loaded here: {error}"
+        if error.library == stock.folder:
+            return Answer(question, judge((), untestable=where))
+        tasks = [task for task in tasks if task.side == "stock"]
+        results = parallel_runs.run_tasks(tasks, fresh=question.fresh, progress=progress)
+        made = replace(made, build_error=f"the patched library does not load: {error}")
+    runs = {
+        side: tuple(run for task, run in results.items() if task.side == side) for side in sides
+    }
+    faults = [run for each in runs.values() for run in each if run.outcome.status == "fault"]
+    if faults:
+        msg = f"{faults[0].scenario} [{faults[0].setting}]: {faults[0].outcome.message}"
+        raise HarnessError(msg)
+    pairs = pair_up(chosen, runs)
+    if own is not None:
+        # What another patch is there to cure says nothing about this one, unless it harms.
+        pairs = [p for p in pairs if p.scenario in own or harms(p) or not _fails(p)]
+    judgement = judge(pairs, conflict=made.conflict, build_error=made.build_error)
+    ids = {side: built.id for side, built in sides.items()}
+    return Answer(question, judgement, tuple(pairs), runs, ids, made.patches, made.skipped)
+
+
+def pair_up(scenarios: Sequence[Scenario], runs: dict[str, tuple[Run, ...]]) -> list[Pair]:
+    """Return each scenario and setting with its outcome on both sides."""
+    kinds = {each.id: each.kind for each in scenarios}
+    patched = {(run.scenario, run.setting): run.outcome for run in runs.get("patched", ())}
+    return [
+        Pair(
+            run.scenario,
+            kinds[run.scenario],
+            run.setting,
+            run.outcome,
+            patched.get((run.scenario, run.setting)),
+        )
+        for run in runs["stock"]
+    ]
+
+
+def _names(question: Question) -> list[str] | None:
+    given = [bool(question.series), bool(question.patches), bool(question.isolate)]
+    if sum(given) > 1:
+        msg = "choose one of --patch, --series and --isolate"
+        raise UsageError(msg)
+    if question.isolate:
+        return [question.isolate]
+    if question.patches:
+        missing = next((path for path in question.patches if not path.exists()), None)
+        if missing is not None:
+            msg = f"there is no patch file or folder {missing}"
+            raise UsageError(msg)
+        return [str(path.resolve()) for path in question.patches]
+    return list(question.series) or None
+
+
+def _own(question: Question, shipped: Series) -> set[str] | None:
+    """Return the scenarios that prove the patches asked for; None when all are to be judged.
+
+    Of foreign patches only folders of our shape name any.
+    """
+    if question.patches:
+        named = [_named(path) for path in question.patches]
+        return set().union(*named) if all(named) else None
+    asked = (question.isolate,) if question.isolate else question.series
+    if not asked:
+        return None
+    own = {name for patch in asked for name in shipped.definition(patch).scenarios}
+    # What no patch names is the caller's own, and asked for by name it is meant for these patches.
+    claimed = {name for patch in shipped for name in patch.scenarios}
+    return own | (set(question.scenarios) - claimed)
+
+
+def _named(path: Path) -> set[str]:
+    if not (path / "series.toml").is_file():
+        return set()
+    return {name for patch in series.load(path) for name in patch.scenarios}
+
+
+def _narrowed(chosen: list[Scenario], own: set[str]) -> list[Scenario]:
+    """Return the scenarios that prove some patches, as cures of theirs, and all guards.
+
+    A guard or a feature of the whole series is the very thing that one patch is there to bring.
+    """
+    return [
+        replace(each, kind="cure") if each.id in own else each
+        for each in chosen
+        if each.id in own or each.kind == "guard"
+    ]
+
+
+def _fails(pair: Pair) -> bool:
+    return pair.patched is not None and pair.patched.status != "pass"
+
+
+def _patch(
+    question: Question, release: Release, names: list[str] | None, progress: Progress | None
+) -> Patching:
+    try:
+        patched: Patched = apply.apply(release, names)
+    except (PatchConflict, NoTextApplies) as error:
+        first = str(error).split("\n", 1)[0]
+        return Patching(conflict=drift.why(release, names) or first)
+    skipped = {each.id: each.reason for each in patched.skipped}
+    torn = {each.id: each.reason for each in patched.skipped if each.conflicts}
+    conflict = "; ".join(torn.values())
+    if torn:
+        conflict = drift.why(release, list(torn)) or conflict
+    try:
+        backend, native = question.backend, question.native
+        if question.patches:
+            built = build_patched(
+                release, patched, backend=backend, native=native, progress=progress
+            )
+        else:
+            kept = None if names is None else tuple(names)
+            spec = variants.Spec(question.release, kept)
+            built = build(spec, backend=backend, native=native, progress=progress)
+    except CommandFailed as error:
+        first = error.first_error or str(error)
+        return Patching(patches=patched.patches, skipped=skipped, build_error=first)
+    return Patching(built, patched.patches, skipped, conflict)
+
+
+def _left_out(name: str, made: Patching, claimed: dict[str, set[str]]) -> bool:
+    """Tell whether a scenario proves only patches that were left out."""
+    owners = {patch for patch, names in claimed.items() if name in names}
+    return bool(owners) and owners <= set(made.skipped)

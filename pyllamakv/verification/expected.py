@@ -1,0 +1,241 @@
+"""Hold what is accepted: a verdict per cell in ``expected.toml``, and compare results with it.
+
+A cell that nobody accepted is expected to be good. Anything worse than accepted is a regression,
+in the verdict of a release or of one of its scenarios; anything better is told.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import tomlkit
+from tomlkit.exceptions import TOMLKitError
+
+from pyllamakv import home
+from pyllamakv.errors import UsageError
+from pyllamakv.source.files import write_atomic
+from pyllamakv.verification.cell import CellResult, CellSpec
+from pyllamakv.verification.verdict import GOOD, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+Outcome = Literal["same", "new", "changed", "better", "worse"]
+
+_SCHEMA = 1
+_HEAD = (
+    "What is accepted, per release and backend; anything worse is a regression. Written by\n"
+    "`pyllamakv matrix accept`; comments are kept. `bad` names the scenarios that are accepted as\n"
+    "they are although they are not good."
+)
+
+#: From harmless to harmful; good verdicts are as good as each other. What fails loudly (no text,
+#: no build) is less bad than a patch that seems to work and does not.
+_RANK = {
+    **dict.fromkeys(GOOD, 0),
+    Verdict.UNTESTABLE: 1,
+    Verdict.BROKEN_APPLY: 2,
+    Verdict.BROKEN_BUILD: 3,
+    Verdict.INEFFECTIVE: 4,
+    Verdict.HARMFUL: 5,
+}
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Hold what is accepted of a cell; ``bad`` maps scenarios to verdicts that are not good."""
+
+    verdict: str
+    bad: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Say how a result stands to what is accepted."""
+
+    spec: CellSpec
+    outcome: Outcome
+    expected: str
+    found: str
+    why: str = ""
+
+    @property
+    def regression(self) -> bool:
+        """Tell whether it is worse than accepted."""
+        return self.outcome == "worse"
+
+    def __str__(self) -> str:
+        expected = self.expected or "a good verdict"
+        line = f"{self.spec.name}: {self.outcome}: expected {expected}, found {self.found}"
+        return f"{line}: {self.why}" if self.why else line
+
+
+Table = dict[str, Accepted]
+
+
+def rank(verdict: str) -> int:
+    """Return how bad a verdict is: 0 for good ones."""
+    return _RANK[Verdict(verdict)]
+
+
+def shipped() -> Path:
+    """Return the file beside the patches."""
+    return home.data("patches") / "expected.toml"
+
+
+def own() -> Path:
+    """Return the file that `accept` writes: the checkout's, else one in the home."""
+    path = shipped()
+    root = home.checkout()
+    writable = root is not None and os.access(path if path.exists() else path.parent, os.W_OK)
+    return path if writable else home.home() / "expected.toml"
+
+
+def load(path: Path | None = None) -> Table:
+    """Return what is accepted by cell; without a path the shipped file and the home's on top."""
+    if path is not None:
+        return _read(path)
+    return {
+        name: one for file in dict.fromkeys((shipped(), own())) for name, one in _read(file).items()
+    }
+
+
+def name_of(spec: CellSpec) -> str:
+    """Return the name under which a cell is accepted: the same for tuned and portable builds."""
+    patches = spec.isolate or ",".join(spec.series) or "patched"
+    return f"{spec.release}+{patches} {spec.backend}"
+
+
+def compare(results: Iterable[CellResult], table: Table) -> list[Comparison]:
+    """Compare results with what is accepted, one by one."""
+    return [_compare(result, table.get(name_of(result.spec))) for result in results]
+
+
+def _compare(result: CellResult, accepted: Accepted | None) -> Comparison:
+    expected = accepted.verdict if accepted else ""
+    worse = _worse(result, accepted)
+    outcome: Outcome = "same"
+    if worse:
+        outcome = "worse"
+    elif accepted is None:
+        outcome = "new"
+    elif rank(result.verdict) < rank(expected) or _healed(result, accepted):
+        outcome = "better"
+    elif result.verdict != expected:
+        outcome = "changed"
+    why = worse or ("" if outcome == "same" else result.measured)
+    return Comparison(result.spec, outcome, expected, result.verdict, why)
+
+
+def _worse(result: CellResult, accepted: Accepted | None) -> str:
+    bound = rank(accepted.verdict) if accepted else 0
+    if rank(result.verdict) > bound:
+        return result.reason
+    for row in result.scenarios:
+        # A scenario that has no patched side, or skips itself, is no scenario that broke.
+        if row.verdict == Verdict.UNTESTABLE:
+            continue
+        allowed = accepted.bad.get(row.id) if accepted else None
+        if rank(row.verdict) > (rank(allowed) if allowed else 0):
+            return f"{row.id} is {row.verdict}: stock {row.stock}, patched {row.patched}"
+    return ""
+
+
+def _healed(result: CellResult, accepted: Accepted) -> bool:
+    now = {row.id: row.verdict for row in result.scenarios}
+    return any(name in now and rank(now[name]) < rank(bad) for name, bad in accepted.bad.items())
+
+
+def accept(results: Iterable[CellResult], path: Path | None = None) -> list[str]:
+    """Write results as accepted, keep comments and other cells; return what changed, in words."""
+    path = path or own()
+    document = _document(path)
+    if "schema" not in document:
+        for line in _HEAD.splitlines():
+            document.add(tomlkit.comment(line))
+        document.add("schema", tomlkit.item(_SCHEMA))
+        document.add(tomlkit.nl())
+    if "cell" not in document:
+        document.add("cell", tomlkit.aot())
+    tables = document["cell"]
+    changed = []
+    for result in results:
+        before = _read_tables(path, tables).get(name_of(result.spec))
+        now = Accepted(result.verdict, _bad(result))
+        if before == now:
+            continue
+        was = f" (was {before.verdict})" if before and before.verdict != now.verdict else ""
+        changed.append(f"{result.spec.name}: {now.verdict}{was}")
+        _put(path, tables, result.spec, now)
+    if changed:
+        write_atomic(path, tomlkit.dumps(document))
+    return changed
+
+
+def _bad(result: CellResult) -> dict[str, str]:
+    rows = [row for row in result.scenarios if row.verdict != Verdict.UNTESTABLE]
+    return {row.id: row.verdict for row in rows if rank(row.verdict)}
+
+
+def _put(path: Path, tables: Any, spec: CellSpec, now: Accepted) -> None:
+    patches = spec.isolate or ",".join(spec.series)
+    for table in tables:
+        if _name(table) == name_of(spec):
+            break
+    else:
+        table = tomlkit.table()
+        table.add("release", spec.release)
+        if patches:
+            table.add("patches", patches)
+        if spec.backend != "cpu":
+            table.add("backend", spec.backend)
+        table.add("verdict", now.verdict)
+        table.add(tomlkit.nl())
+        tables.append(table)
+    table["verdict"] = now.verdict
+    table.pop("bad", None)
+    if now.bad:
+        inline = tomlkit.inline_table()
+        inline.update(now.bad)
+        table.add("bad", inline)
+
+
+def _name(table: Any) -> str:
+    release, patches = table["release"], table.get("patches", "patched")
+    return f"{release}+{patches} {table.get('backend', 'cpu')}"
+
+
+def _read(path: Path) -> Table:
+    return _read_tables(path, _document(path).get("cell", []))
+
+
+def _read_tables(path: Path, tables: Any) -> Table:
+    return dict(_entries(path, tables))
+
+
+def _entries(path: Path, tables: Any) -> Iterator[tuple[str, Accepted]]:
+    for table in tables:
+        try:
+            bad = {str(key): str(Verdict(value)) for key, value in table.get("bad", {}).items()}
+            yield _name(table), Accepted(str(Verdict(table["verdict"])), bad)
+        except (KeyError, ValueError, AttributeError, TypeError) as error:
+            words = ", ".join(Verdict)
+            msg = f"{path}: a [[cell]] needs a release and a verdict ({words}); {error!r}"
+            raise UsageError(msg) from error
+
+
+def _document(path: Path) -> tomlkit.TOMLDocument:
+    try:
+        document = tomlkit.parse(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return tomlkit.document()
+    except (OSError, UnicodeDecodeError, TOMLKitError) as error:
+        msg = f"cannot read {path}: {error}"
+        raise UsageError(msg) from error
+    if document.get("schema") != _SCHEMA or not isinstance(document.get("cell", []), list):
+        msg = f"{path}: expected `schema = {_SCHEMA}` and a list of [[cell]] tables"
+        raise UsageError(msg)
+    return document

@@ -1,0 +1,227 @@
+"""Plan the matrix, and judge its cells on any executor; what was judged before costs nothing.
+
+On one machine cells are judged one after another: a build takes every processor, and so do the
+scenarios, which run in parallel inside a cell. An executor of other machines takes all cells at
+once; each of its machines fetches and builds for itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, as_completed
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pyllamakv.building import backend as backends
+from pyllamakv.errors import UsageError
+from pyllamakv.patching import series as shipped
+from pyllamakv.source import lock, releases
+from pyllamakv.verification import cell as cells
+from pyllamakv.verification import locks, result_cache
+from pyllamakv.verification.cell import CellResult, CellSpec
+
+if TYPE_CHECKING:
+    from pyllamakv.source.progress import Progress
+
+#: Judges a cell from JSON to JSON; a function of a module, so that it can be sent anywhere.
+Judge = Callable[[dict[str, Any], bool], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Hold what a matrix is asked for; nothing named means all of it.
+
+    ``isolate`` names shipped patches that are judged alone, by their own scenarios; ``each`` adds
+    all of them so. ``sample`` takes one release per era: the default one, else the newest.
+    """
+
+    releases: tuple[str, ...] = ()
+    eras: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ("cpu",)
+    series: tuple[str, ...] = ()
+    scenarios: tuple[str, ...] = ()
+    isolate: tuple[str, ...] = ()
+    each: bool = False
+    native: bool = True
+    sample: bool = False
+
+
+def plan(choice: Choice | None = None) -> tuple[CellSpec, ...]:
+    """Return the cells of a matrix, oldest release first; releases of one commit are one.
+
+    Raises UsageError or UnknownRelease for names that do not exist, PatchFormatError where the
+    series cannot be read: none of these is a matter of one cell.
+    """
+    choice = choice or Choice()
+    series = shipped.load()
+    for name in (*choice.series, *choice.isolate):
+        series.definition(name)
+    alone = ("", *series.order) if choice.each else choice.isolate or ("",)
+    return tuple(
+        CellSpec(
+            release,
+            () if patch else choice.series,
+            patch,
+            backends.known(backend),
+            choice.native,
+            choice.scenarios,
+        )
+        for backend in choice.backends
+        for release in _names(choice)
+        for patch in alone
+    )
+
+
+def _names(choice: Choice) -> list[str]:
+    known = lock.known()
+    if choice.releases:
+        found = {each.name: each for each in map(releases.resolve, choice.releases)}
+    else:
+        found = {name: each for name, each in known.items() if each.kind in ("sdist", "npm")}
+    eras = {release.era for release in known.values()}
+    strange = next((era for era in choice.eras if era not in eras), None)
+    if strange is not None:
+        msg = f"there is no era {strange!r}: {', '.join(sorted(eras))}"
+        raise UsageError(msg)
+    names, commits = [], set()
+    for name, release in sorted(found.items(), key=lambda item: item[1].order):
+        if choice.eras and release.era not in choice.eras:
+            continue
+        if release.commit not in commits or choice.releases:
+            names.append(name)
+        commits.add(release.commit)
+    if choice.sample:
+        names = _one_per_era(names, {name: found[name].era for name in names})
+    if not names:
+        msg = "no release is left to judge; `pyllamakv upstream list` shows what there is"
+        raise UsageError(msg)
+    return names
+
+
+def _one_per_era(names: Iterable[str], eras: Mapping[str, str]) -> list[str]:
+    chosen: dict[str, str] = {}
+    for name in names:
+        if chosen.get(eras[name]) != releases.DEFAULT:
+            chosen[eras[name]] = name
+    return list(chosen.values())
+
+
+@dataclass
+class Pace:
+    """Count the cells that are done, and estimate how long the others take."""
+
+    total: int
+    remembered: int = 0
+    done: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    def left(self, now: float | None = None) -> float | None:
+        """Return the seconds that are left at the pace so far, or None before the first cell."""
+        if not self.done:
+            return None
+        spent = (time.monotonic() if now is None else now) - self.started
+        return spent / self.done * (self.total - self.remembered - self.done)
+
+    def __str__(self) -> str:
+        text = f"{self.remembered + self.done} of {self.total}"
+        left = self.left()
+        if left is None or self.remembered + self.done == self.total:
+            return text
+        minutes = round(left / 60)
+        return f"{text}, about {minutes} min left" if minutes else f"{text}, under a minute left"
+
+
+def run(
+    specs: Sequence[CellSpec],
+    *,
+    executor: Executor | None = None,
+    fresh: bool = False,
+    judge: Judge | None = None,
+    where: str | None = None,
+    progress: Progress | None = None,
+) -> tuple[CellResult, ...]:
+    """Judge cells and return their results in the same order.
+
+    Every result is kept as soon as it is there: after a kill the next run goes on behind it. Two
+    runs at once share the cells: what the other has at work comes last, and is taken over.
+    ``where`` names the kind of machine for the memory; by default "here" without an executor.
+    """
+    place = where or ("here" if executor is None else "elsewhere")
+    keys = {spec: result_cache.key(spec, place) for spec in specs}
+    found: dict[CellSpec, CellResult] = {}
+    for spec in specs:
+        kept = None if fresh else result_cache.recall(keys[spec])
+        if kept is not None:
+            found[spec] = kept
+    left = [spec for spec in dict.fromkeys(specs) if spec not in found]
+    pace = Pace(len(left) + len(found), len(found))
+
+    def take(spec: CellSpec, result: CellResult) -> None:
+        # The inputs may have changed while the cell was judged: then the result has no key.
+        same = result_cache.key(spec, place) == keys[spec]
+        result_cache.remember(keys[spec] if same else None, result)
+        found[spec] = result
+        pace.done += 1
+        if progress:
+            progress(f"{spec.name}: {result.verdict} ({pace})", 0, None)
+
+    if executor is None:
+        for spec, wait in _in_turn(left, found):
+            with locks.claim(keys[spec], wait=wait) as mine:
+                if not mine:
+                    continue
+                kept = None if fresh else result_cache.recall(keys[spec])
+                take(spec, kept or _here(spec, fresh, judge, progress and _told(progress, pace)))
+    elif left:
+        _elsewhere(left, executor, fresh, judge or cells.judge, take)
+    return tuple(found[spec] for spec in specs)
+
+
+def _in_turn(
+    specs: Sequence[CellSpec], found: Mapping[CellSpec, CellResult]
+) -> Iterator[tuple[CellSpec, bool]]:
+    """Yield each cell, and once more, to wait for it, where that led to no result."""
+    for wait in (False, True):
+        for spec in specs:
+            if spec not in found:
+                yield spec, wait
+
+
+def _here(
+    spec: CellSpec, fresh: bool, judge: Judge | None, progress: Progress | None
+) -> CellResult:
+    if judge is None:
+        return cells.run_cell(spec, fresh=fresh, progress=progress)
+    return CellResult.from_json(judge(spec.to_json(), fresh))
+
+
+def _elsewhere(
+    specs: Iterable[CellSpec],
+    executor: Executor,
+    fresh: bool,
+    judge: Judge,
+    take: Callable[[CellSpec, CellResult], None],
+) -> None:
+    futures: dict[Future[dict[str, Any]], CellSpec] = {}
+    try:
+        for spec in specs:
+            futures[executor.submit(judge, spec.to_json(), fresh)] = spec
+        for future in as_completed(futures):
+            take(futures[future], _of(futures[future], future))
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        raise
+
+
+def _of(spec: CellSpec, future: Future[dict[str, Any]]) -> CellResult:
+    try:
+        return CellResult.from_json(future.result())
+    except Exception as error:
+        # The worker is gone, or sent what is no result: that says nothing about the release.
+        return cells.untestable(spec, f"a worker was lost: {type(error).__name__}: {error}")
+
+
+def _told(progress: Progress, pace: Pace) -> Progress:
+    return lambda what, done, total: progress(f"[{pace}] {what}", done, total)

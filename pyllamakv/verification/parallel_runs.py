@@ -1,0 +1,253 @@
+"""Run scenarios on both sides, two workers at a time, and remember what ran already.
+
+A result is a function of the library, the scenario's file, the setting and this package's own
+code; its key is a digest of these, so a warm run reads files and starts nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor, as_completed, wait
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from threading import Event, local
+from typing import TYPE_CHECKING, Any
+
+from pyllamakv.errors import KvError, LoadError
+from pyllamakv.home import home
+from pyllamakv.record.playback import Film
+from pyllamakv.scenarios import lab, synthetic
+from pyllamakv.scenarios.device_placement import Place
+from pyllamakv.scenarios.lab import Bench, Run
+from pyllamakv.scenarios.workers import Opener
+from pyllamakv.source.files import write_atomic
+from pyllamakv.verification.verdict import Outcome
+from pyllamakv.view.cell_drawing import Picture
+
+if TYPE_CHECKING:
+    from pyllamakv.scenarios.scenario import Scenario, Setting
+    from pyllamakv.source.progress import Progress
+
+#: Parts of this package that decide a result beside the library and the scenario.
+_CODE = ("harness", "harness/traces", "harness/pictures", "runtime", "binding")
+_PACKAGE = Path(__file__).resolve().parents[1]
+#: Modules that only tell what came out: a word changed in a report runs nothing again.
+_TELLING = {
+    f"{name}.py"
+    for name in (
+        "bisect",
+        "cell",
+        "check",
+        "cluster",
+        "drawing",
+        "expected",
+        "locks",
+        "matrix",
+        "onstage",
+        "outputs",
+        "page",
+        "palette",
+        "plot",
+        "printable",
+        "raster",
+        "remembered",
+        "report",
+        "runs",
+        "screen",
+        "tally",
+        "timeline",
+        "verdict",
+        "watching",
+    )
+}
+
+#: Outcomes that may not come again and so are never remembered.
+_PASSING = ("hang",)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Name one run: a side's library, a scenario and a setting."""
+
+    side: str
+    library: Path
+    digest: str
+    scenario: Scenario
+    setting: Setting
+    backend: str = "cpu"
+
+    @property
+    def key(self) -> str:
+        """Return the name under which the result is remembered."""
+        facts = [
+            self.digest,
+            self.scenario.id,
+            self.scenario.digest,
+            synthetic.identity(self.scenario.model),
+            asdict(self.setting),
+            self.scenario.environment,
+            self.backend,
+            code_digest(),
+        ]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+@cache
+def code_digest() -> str:
+    """Return the digest of the code that runs scenarios."""
+    whole = hashlib.sha256()
+    for part in _CODE:
+        for path in sorted((_PACKAGE / part).glob("*.py")):
+            if part.startswith("harness") and path.name in _TELLING:
+                continue
+            whole.update(path.name.encode() + b"\0" + path.read_bytes())
+    return whole.hexdigest()
+
+
+class CannotLoad(LoadError):
+    """Report which of the sides' libraries cannot be loaded here."""
+
+    def __init__(self, library: Path, error: LoadError) -> None:
+        super().__init__(str(error), code=error.code, log=error.log)
+        self.library = library
+
+
+def run_tasks(
+    tasks: Sequence[Task],
+    *,
+    fresh: bool = False,
+    workers: int | None = None,
+    opener: Opener | None = None,
+    executor: Executor | None = None,
+    progress: Progress | None = None,
+) -> dict[Task, Run]:
+    """Return the result of every task; ``fresh`` ignores what is remembered.
+
+    The two sides of a scenario run in the same call, shuffled by nothing: the longest first, on
+    ``workers`` threads that each keep their own worker processes; all on one backend. An interrupt
+    ends runs at once, and what was at work is not remembered.
+    """
+    done: dict[Task, Run] = {}
+    for task in tasks:
+        found = None if fresh else recall(task.key)
+        if found is not None:
+            done[task] = found
+    left = [task for task in tasks if task not in done]
+    if not left:
+        return done
+    for library in dict.fromkeys(task.library for task in left):
+        try_to_load(library, opener, Place(left[0].backend))
+    # Deep models take longest; started last they would leave one worker alone with them.
+    groups = _groups(left)
+    groups.sort(key=lambda group: -len(group) * synthetic.cost(group[0].scenario.model))
+    benches: list[Bench] = []
+    mine = local()
+    ended: list[Task] = []
+    stop = Event()
+
+    def work(group: list[Task]) -> list[tuple[Task, Run]]:
+        bench = getattr(mine, "bench", None)
+        if bench is None:
+            bench = mine.bench = Bench(opener, Place(left[0].backend))
+            benches.append(bench)
+        results = []
+        for task in group:
+            run = bench.run(task.library, task.scenario, task.setting)
+            if run.outcome.failure == "hang" and not stop.is_set():
+                # A machine that was busy or asleep looks the same; a real hang comes again.
+                run = bench.run(task.library, task.scenario, task.setting)
+            if stop.is_set():
+                break  # what was cut off tells nothing
+            remember(task.key, run)
+            results.append((task, run))
+            if progress:
+                ended.append(task)
+                progress(f"run {task.side} {task.scenario.id}", len(ended), len(left))
+        return results
+
+    count = workers or default_workers()
+    pool = executor or ThreadPoolExecutor(count, thread_name_prefix="scenario")
+    futures = [pool.submit(work, group) for group in groups]
+    try:
+        for future in as_completed(futures):
+            done |= dict(future.result())
+    except BaseException:
+        stop.set()
+        while left_over := [each for each in futures if not each.cancel() and not each.done()]:
+            for bench in benches:
+                bench.cut()
+            wait(left_over, timeout=0.2)
+        raise
+    finally:
+        if executor is None:
+            pool.shutdown()
+        for bench in benches:
+            bench.close()
+    return {task: done[task] for task in tasks}
+
+
+def try_to_load(library: Path, opener: Opener | None, place: Place) -> None:
+    """Open a library once in a worker, as runs do, and close it; raises CannotLoad.
+
+    A library that cannot be loaded here has nothing to say about any scenario.
+    """
+    try:
+        (opener or lab.open_worker)(library, place.environment).close()
+    except LoadError as error:
+        raise CannotLoad(library, error) from error
+
+
+def default_workers() -> int:
+    """Return how many runs to have at once: the processors that we may use, eight at most."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(usable or 1, 8))
+
+
+def recall(key: str) -> Run | None:
+    """Return a remembered result, or None when there is none that can be read."""
+    try:
+        raw = json.loads(_file(key).read_text(encoding="utf-8"))
+        return from_json(raw)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def remember(key: str, run: Run) -> None:
+    """Keep a result, unless it may end differently the next time."""
+    if run.outcome.status == "fault" or run.outcome.failure in _PASSING:
+        return
+    # A home that cannot be written costs the memory, not the verdict.
+    with contextlib.suppress(OSError, KvError):
+        write_atomic(_file(key), json.dumps(to_json(run)))
+
+
+def to_json(run: Run) -> dict[str, Any]:
+    """Return a result as plain JSON values."""
+    raw = asdict(run)
+    raw["pictures"] = [picture.to_json() for picture in run.pictures]
+    raw["films"] = [film.to_json() for film in run.films]
+    return raw
+
+
+def from_json(raw: dict[str, Any]) -> Run:
+    """Return the result that `to_json` described."""
+    pictures = tuple(Picture.from_json(each) for each in raw["pictures"])
+    films = tuple(Film.from_json(each) for each in raw["films"])
+    outcome = Outcome(**raw["outcome"])
+    return Run(**{**raw, "outcome": outcome, "pictures": pictures, "films": films})
+
+
+def _file(key: str) -> Path:
+    return home() / "results" / "runs" / key[:2] / f"{key}.json"
+
+
+def _groups(tasks: Sequence[Task]) -> list[list[Task]]:
+    groups: dict[tuple[str, str], list[Task]] = {}
+    for task in tasks:
+        groups.setdefault((str(task.library), task.scenario.id), []).append(task)
+    return list(groups.values())

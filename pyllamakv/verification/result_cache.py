@@ -1,0 +1,143 @@
+"""Keep the results of cells by what went into them, and the latest of each cell beside.
+
+A result is a function of the release, the patches, the shim, the scenarios, this package's code
+and the kind of machine. Its key is a digest of these: a matrix that was killed goes on where it
+was, and one that ran through runs again for nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyllamakv.building import backend as backends
+from pyllamakv.building import compiler, variant
+from pyllamakv.errors import KvError
+from pyllamakv.home import data, home
+from pyllamakv.scenarios import scenario, synthetic
+from pyllamakv.source import releases
+from pyllamakv.source.files import write_atomic
+from pyllamakv.verification import parallel_runs
+from pyllamakv.verification.cell import CellResult, CellSpec
+from pyllamakv.verification.verdict import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_SCHEMA = 1
+_PACKAGE = Path(__file__).resolve().parents[1]
+#: Modules that turn runs into results, beside those that decide the runs.
+_JUDGING = ("cell.py", "check.py", "verdict.py", "report.py")
+
+#: Verdicts that say more about this machine at this moment than about the release.
+_PASSING = (Verdict.UNTESTABLE, Verdict.BROKEN_BUILD)
+
+
+def key(spec: CellSpec, where: str = "here") -> str | None:
+    """Return the name of a cell's result, or None when it cannot be told without running.
+
+    ``where`` other than "here" stands for other machines, whose kind is not known here.
+    """
+    try:
+        release = releases.resolve(spec.release)
+        chosen = scenario.select(scenario.discover(), spec.scenarios)
+        facts: list[Any] = [
+            _SCHEMA,
+            spec.to_json(),
+            release.commit,
+            release.tree,
+            _texts(),
+            variant.RECIPE,
+            variant.shim_digest(),
+            _code(),
+            [(each.id, each.digest, synthetic.identity(each.model)) for each in chosen],
+            where,
+        ]
+        if where == "here":
+            options = backends.choose(spec.backend, native=spec.native).options
+            found = compiler.find(home() / "objects" / "compilers.json")
+            facts += [sorted(options.items()), found.identity, list(found.native_flags)]
+    except KvError:
+        return None
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def recall(name: str | None) -> CellResult | None:
+    """Return the result kept under a key, or None when there is none that can be read."""
+    if name is None:
+        return None
+    try:
+        return CellResult.from_json(json.loads(_file(name).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None
+
+
+def remember(name: str | None, result: CellResult) -> None:
+    """Keep a result as its cell's latest, and by its key unless it may not come again."""
+    text = json.dumps(result.to_json(), ensure_ascii=False)
+    try:
+        # First the latest: what is found by its key is never written again.
+        write_atomic(_latest(result.spec), text)
+        if name is not None and not _passes(result):
+            write_atomic(_file(name), text)
+    except (OSError, KvError):
+        # A home that cannot be written costs the memory, not the verdict.
+        return
+
+
+def latest(spec: CellSpec) -> CellResult | None:
+    """Return what a cell came to when it was last judged, marked where inputs changed since."""
+    for where in ("here", "elsewhere"):
+        found = recall(key(spec, where))
+        if found is not None:
+            return found
+    try:
+        raw = json.loads(_latest(spec).read_text(encoding="utf-8"))
+        found = CellResult.from_json(raw)
+    except (OSError, ValueError):
+        return None
+    return replace(found, stale=not _passes(found))
+
+
+def latest_of(specs: Iterable[CellSpec]) -> tuple[CellResult, ...]:
+    """Return the latest results of cells, without those that were never judged."""
+    return tuple(found for spec in specs if (found := latest(spec)) is not None)
+
+
+def stock(release: str) -> dict[str, str]:
+    """Return how each scenario ended on a stock release, as far as it was judged."""
+    found = latest(CellSpec(release))
+    return {row.id: row.on_stock for row in found.scenarios} if found else {}
+
+
+def _passes(result: CellResult) -> bool:
+    hung = any(run.failure == "hang" for run in result.failing)
+    return hung or result.verdict in _PASSING
+
+
+def _texts() -> str:
+    """Return the digest of the patches and of the code that applies them.
+
+    What is accepted lies beside the patches; it is compared with results and decides none.
+    """
+    roots = (data("patches"), _PACKAGE / "patching")
+    return variant.files_digest(roots, without=variant.NO_INPUT)
+
+
+def _code() -> str:
+    whole = hashlib.sha256(parallel_runs.code_digest().encode())
+    for name in _JUDGING:
+        whole.update((_PACKAGE / "harness" / name).read_bytes())
+    return whole.hexdigest()
+
+
+def _file(name: str) -> Path:
+    return home() / "results" / "cells" / f"{name}.json"
+
+
+def _latest(spec: CellSpec) -> Path:
+    name = hashlib.sha256(json.dumps(spec.to_json(), sort_keys=True).encode()).hexdigest()[:16]
+    return home() / "results" / "latest" / f"{name}.json"

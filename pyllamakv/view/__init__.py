@@ -1,0 +1,1 @@
+"""Draw caches: in the terminal, as SVG and PNG, and in the HTML page of a matrix."""

@@ -1,0 +1,128 @@
+"""Watch a context while a script of yours uses it: its cells, live in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+from pyllamakv.binding import arguments
+from pyllamakv.record import playback
+from pyllamakv.record.playback import Frame
+from pyllamakv.runtime.context import Context
+from pyllamakv.scenarios import cell_samples
+from pyllamakv.scenarios.player import word
+from pyllamakv.view.cell_drawing import Picture
+from pyllamakv.view.screen import Screen
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from pyllamakv.binding.protocol import Native
+    from pyllamakv.scenarios.cell_samples import Look
+
+#: Calls that decode: with the context first, or behind a sampler.
+_DECODES = {"decode": "batch", "decode_one": "step", "decode_each": "batch"}
+#: Calls that change the cells otherwise, as traces name them.
+_CHANGES = {
+    "clear": "clear",
+    "seq_rm": "remove",
+    "seq_cp": "copy",
+    "seq_keep": "keep",
+    "seq_add": "shift",
+    "seq_div": "divide",
+    "state_load": "restore",
+    "defrag": "defrag",
+    "update": "update",
+}
+
+
+class _Window:
+    """Pass every call on to a library, and show the cells after those that change them."""
+
+    def __init__(self, context: Context, screen: Screen) -> None:
+        self.inner = context.native
+        self.about = context.native.about
+        self._mine, self._info, self._screen = context.handle, context.info, screen
+        self._last: Look | None = None
+        self._number = 0
+        self._show("context", "", 0)
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self.inner, name)
+        if name in _DECODES:
+            return self._decoding(call, _DECODES[name])
+        return self._changing(call, _CHANGES[name]) if name in _CHANGES else call
+
+    def run(self, sampler: Any, context: Any, *words: Any) -> Any:
+        """Decode and choose many times."""
+        found = self.inner.run(sampler, context, *words)
+        if context == self._mine:
+            self._show("advance", f"{len(found[1])} steps", found[0])
+        return found
+
+    def _decoding(self, call: Any, op: str) -> Any:
+        def decode(context: Any, token: Any, *words: Any) -> Any:
+            status = call(context, token, *words)
+            if context == self._mine:
+                n = 1 if isinstance(token, int) else len(token)
+                self._show(op, f"{n} tokens" if n != 1 else "1 token", status)
+            return status
+
+        return decode
+
+    def _changing(self, call: Any, op: str) -> Any:
+        def change(context: Any, *words: Any) -> Any:
+            found = call(context, *words)
+            if context == self._mine:
+                plain = (str(each) for each in words if isinstance(each, int) and each != -1)
+                self._show(op, ", ".join(plain) if op not in ("clear", "restore") else "", 0)
+            return found
+
+        return change
+
+    def _show(self, op: str, detail: str, status: int) -> None:
+        now = cell_samples.look(self.inner, self._mine, self._info)
+        if now is None:
+            return
+        moves: tuple[tuple[int, int, int], ...] = ()
+        if self._last is not None and op in playback.MOVING:
+            moves = tuple((a, b, n) for a, b, n in now.moved(self._last))
+        self._last, self._number = now, self._number + 1
+        moved = sum(length for *_, length in moves)
+        failed = word(status) if status else ""
+        picture = Picture.of(now.snapshot)
+        self._screen.show(Frame(self._number, op, detail, picture, failed, moves, moved))
+
+
+@contextmanager
+def watch(
+    context: Context,
+    *,
+    title: str = "",
+    speed: float = 0.0,
+    width: int = 64,
+    console: Console | None = None,
+) -> Iterator[Screen]:
+    """Show the cells of a context in the terminal from here to the end of the block.
+
+    ``speed`` slows the run down to so many operations in a second; 0 lets it run. On anything but
+    a terminal each change is printed. Raises Unsupported where the build cannot read the cells.
+    """
+    arguments.instance("context", context, Context, "a Context")
+    arguments.text("title", title)
+    speed = arguments.number("speed", speed, 0.0)
+    width = arguments.whole("width", width, 1, arguments.INT32)
+    if console is not None and not callable(getattr(console, "print", None)):
+        raise arguments.wrong_type("console", console, "a console of rich, or None")
+    context.kv.snapshot()
+    name = title or f"{context.native.about.variant}, {context.model.path.name}"
+    with Screen(name, speed=speed, width=width, console=console) as screen:
+        with context.turn:
+            native, one = context.native, context.decode_one
+            window = _Window(context, screen)
+            context.native, context.decode_one = cast("Native", window), window.decode_one
+        try:
+            yield screen
+        finally:
+            context.native, context.decode_one = native, one

@@ -1,0 +1,155 @@
+"""Write the matrix as one HTML page that needs nothing from outside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyllamakv.record.playback import Film
+from pyllamakv.verification.verdict import GOOD, Verdict
+from pyllamakv.view import cell_drawing, drawing, timeline
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pyllamakv.verification.cell import CellResult, Failing
+    from pyllamakv.verification.expected import Comparison
+
+TEMPLATE = Path(__file__).with_name("page.html.j2")
+
+#: Columns of a cell map: wide enough to see, narrow enough for a phone.
+_COLUMNS = 32
+
+#: Meanings of the verdicts, in the order in which people read them.
+WORDS = {
+    Verdict.NEEDED: "stock fails, patched passes",
+    Verdict.REDUNDANT: "the patch applies, stock passes every cure",
+    Verdict.NATIVE: "no text applies, stock passes every cure",
+    Verdict.INEFFECTIVE: "patched still fails what stock fails",
+    Verdict.HARMFUL: "patched fails in a way that stock does not",
+    Verdict.BROKEN_APPLY: "no text applies, and stock fails: a port is due",
+    Verdict.BROKEN_BUILD: "the patched tree does not build",
+    Verdict.UNTESTABLE: "cannot be judged here",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Hold one cell as the page shows it."""
+
+    result: CellResult
+    compared: Comparison
+    anchor: str
+    failing: tuple[tuple[Failing, list[str]], ...]
+    maps: tuple[tuple[str, str], ...]
+    films: tuple[tuple[str, str], ...]
+    drift: tuple[dict[str, Any], ...]
+
+    @property
+    def tone(self) -> str:
+        """Return the class of the verdict's colour."""
+        return tone(self.result.verdict)
+
+
+def render(results: Sequence[CellResult], compared: Sequence[Comparison]) -> str:
+    """Return the page for results and how they stand to what is accepted."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    pairs = zip(results, compared, strict=True)
+    parts = [_part(number, *pair) for number, pair in enumerate(pairs, 1)]
+    verdicts = [result.verdict for result in results]
+    return template.render(
+        parts=parts,
+        counts=[
+            (str(word), verdicts.count(word), tone(word)) for word in WORDS if word in verdicts
+        ],
+        words=[(str(word), meaning, tone(word)) for word, meaning in WORDS.items()],
+        regressions=[one for one in compared if one.regression],
+        created=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        tone=tone,
+        colours=drawing.style(),
+    )
+
+
+def tone(verdict: str) -> str:
+    """Return the class of a verdict's colour: good, idle, bad or dim."""
+    if verdict in ("needed", "holds", "works"):
+        return "good"
+    if verdict in GOOD:
+        return "idle"
+    return "dim" if verdict == Verdict.UNTESTABLE else "bad"
+
+
+def _part(number: int, result: CellResult, compared: Comparison) -> Part:
+    anchor = f"cell-{number}"
+    maps, films, drift = tuple(_maps(result)), tuple(_films(result)), tuple(_drift(result))
+    return Part(result, compared, anchor, tuple(_failing(result)), maps, films, drift)
+
+
+def _failing(result: CellResult) -> Iterable[tuple[Failing, list[str]]]:
+    """Yield what patched fails, by scenario and class: the first run, and all the settings."""
+    found: dict[tuple[str, str], list[Failing]] = {}
+    for run in result.failing:
+        found.setdefault((run.scenario, run.failure), []).append(run)
+    return ((runs[0], [run.setting for run in runs]) for runs in found.values())
+
+
+def _maps(result: CellResult) -> Iterable[tuple[str, str]]:
+    """Yield caption and map of each picture; the caption is text, so that it can wrap."""
+    for raw in result.pictures:
+        picture = cell_drawing.Picture.from_json(raw)
+        label = f"{raw['side']}, {picture.label}" if picture.label else str(raw["side"])
+        named = cell_drawing.Picture(label, picture.owner)
+        step, _ = named.scaled(_COLUMNS * _COLUMNS)
+        more = f", {step} cells to a place" if step > 1 else ""
+        made = cell_drawing.paint(named, _COLUMNS, caption=False)
+        yield named.caption() + more, drawing.svg(made, inside=True)
+
+
+def _films(result: CellResult) -> Iterable[tuple[str, str]]:
+    """Yield caption and timeline of each film."""
+    for raw in result.films:
+        film = Film.from_json(raw)
+        if film.cells:
+            made = timeline.paint(film, f"{raw['scenario']}, {raw['side']}")
+            failed = next((frame for frame in film.frames if frame.failed), None)
+            moved = sum(frame.moved for frame in film.frames)
+            told = f"{raw['side']}: {f'{moved} cells moved' if moved else 'nothing moved'}"
+            if failed:
+                told += f", and operation {failed.number} ended with {failed.failed}"
+            yield told, drawing.svg(made, inside=True)
+
+
+def _drift(result: CellResult) -> Iterable[dict[str, Any]]:
+    """Yield each patch's drift, its hunks by file and in words."""
+    for one in result.drift:
+        files: dict[str, list[dict[str, Any]]] = {}
+        for hunk in one["hunks"]:
+            files.setdefault(hunk["file"], []).append({**hunk, "words": _words(hunk)})
+        bad = sum(hunk["state"] not in _PLACED for hunk in one["hunks"])
+        yield {**one, "files": files, "bad": bad}
+
+
+#: States of a hunk that has a certain place.
+_PLACED = ("exact", "offset")
+
+
+def _words(hunk: dict[str, Any]) -> str:
+    said = []
+    if hunk["offset"]:
+        said.append(f"moved by {hunk['offset']:+d} lines")
+    if hunk["fuzz"]:
+        said.append(f"would need fuzz {hunk['fuzz']}")
+    if hunk["blanks"]:
+        said.append("only blanks differ")
+    if hunk["changed_in"]:
+        said.append(f"changed in {hunk['changed_in']}")
+    for moved in hunk["moved_to"]:
+        said.append(f"perhaps gone to {moved['file']} ({moved['likeness']:.0%} alike)")
+    return ", ".join(said)

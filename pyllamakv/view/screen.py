@@ -1,0 +1,167 @@
+"""Show a film in the terminal, frame by frame as it comes: cells, what moves, numbers.
+
+Where the output is no terminal, each frame that changed something is printed once instead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, Self
+
+from pyllamakv.printable import printable
+from pyllamakv.view import cell_drawing, palette
+from pyllamakv.view.cell_drawing import NOBODY, Picture
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from rich.console import Console, RenderableType
+    from rich.live import Live
+    from rich.text import Text
+
+    from pyllamakv.record.playback import Frame
+
+#: Pictures in which moving cells are shown on their way, and seconds that each may take at most.
+_STEPS, _TICK = 12, 0.06
+#: Operations that stay readable below the cells.
+_LINES = 4
+#: How a cell looks that has just arrived: against the terminal's paper, dark or light.
+_ARRIVED = "bold reverse"
+#: Columns beside the cells, and lines above and below them.
+_BESIDE, _AROUND = 8, 9
+
+
+class Screen:
+    """Show frames on a console, ``speed`` of them in a second; 0: as fast as they come.
+
+    A context manager. ``width`` is how many cells stand in a line at most.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        *,
+        console: Console | None = None,
+        speed: float = 0.0,
+        width: int = 64,
+        live: bool | None = None,
+        sleep: Callable[[float], Any] = time.sleep,
+    ) -> None:
+        from rich.console import Console
+
+        self.title = printable(title)
+        self.console = console or Console()
+        self._live_wanted = self.console.is_terminal if live is None else live
+        self._speed, self._width, self._sleep = speed, width, sleep
+        self._live: Live | None = None
+        self._last: Picture | None = None
+        self._told: deque[tuple[str, str]] = deque(maxlen=_LINES)
+        self._failures = self._moved = self._count = 0
+
+    def __enter__(self) -> Self:
+        if self._live_wanted:
+            from rich.live import Live
+
+            self._live = Live(console=self.console, auto_refresh=False, transient=False)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def show(self, frame: Frame) -> None:
+        """Show a frame; moving cells on their way where there is time."""
+        self._count += 1
+        self._failures += bool(frame.failed)
+        self._moved += frame.moved
+        mood = "red" if frame.failed else "cyan" if frame.moved else ""
+        self._told.append((f"{frame.number:>6} {frame.caption()}", mood))
+        if self._live is None:
+            self._print(frame)
+        else:
+            self._animate(frame)
+        self._last = frame.picture
+
+    def _print(self, frame: Frame) -> None:
+        changed = self._last is None or self._last.owner != frame.picture.owner
+        said, mood = self._told[-1]
+        self.console.print(said, style=mood, markup=False, highlight=False, soft_wrap=True)
+        if changed or frame.op == "snapshot":
+            self.console.print(cell_drawing.draw(frame.picture, self._width), soft_wrap=True)
+
+    def _animate(self, frame: Frame) -> None:
+        budget = 1 / self._speed if self._speed else 0.0
+        steps = min(_STEPS, len(frame.moves)) if budget else 0
+        tick = min(_TICK, budget / (2 * steps)) if steps else 0.0
+        if self._last is not None and len(self._last.owner) == len(frame.picture.owner):
+            for step in range(1, steps):
+                gone = frame.moves[: step * len(frame.moves) // steps]
+                picture, arrived = on_the_way(self._last, gone)
+                self._refresh(picture, dict.fromkeys(arrived, _ARRIVED))
+                self._sleep(tick)
+        self._refresh(frame.picture, {})
+        if budget:
+            self._sleep(max(0.0, budget - tick * max(0, steps - 1)))
+
+    def _refresh(self, picture: Picture, styles: dict[int, str]) -> None:
+        assert self._live is not None
+        self._live.update(self._compose(picture, styles), refresh=True)
+
+    def _compose(self, picture: Picture, styles: dict[int, str]) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
+        width = max(8, min(self._width, self.console.width - _BESIDE))
+        rows = max(2, self.console.height - _AROUND - _LINES)
+        step, shown = picture.scaled(width * rows)
+        places = {cell // step: style for cell, style in styles.items()}
+        head = Text(self.title, style="bold")
+        head.append(f"  operation {self._count}", style="dim")
+        if self._failures:
+            head.append(f"  {self._failures} failed", style="red")
+        if self._moved:
+            head.append(f"  {self._moved} cells moved", style="cyan")
+        numbers = Text(picture.numbers())
+        if step > 1:
+            numbers.append(f" ({step} cells to a place)", style="dim")
+        told = [
+            Text(said, style=mood, no_wrap=True, overflow="ellipsis") for said, mood in self._told
+        ]
+        cells = cell_drawing.cells(shown, width, step, places)
+        return Group(head, Text(), cells, Text(), numbers, legend(picture), Text(), *told)
+
+
+def legend(picture: Picture) -> Text:
+    """Return what the letters and colours of a picture stand for, in a line."""
+    from rich.text import Text
+
+    text = Text(no_wrap=True, overflow="ellipsis")
+    owners = sorted(set(picture.owner), key=lambda each: (each < 0, each))
+    for owner in owners:
+        text.append(cell_drawing.letter(owner), style=cell_drawing.ink(owner))
+        name = palette.name(owner) if owner < 0 or len(owners) <= 6 else str(owner)
+        text.append(f" {name}   ", style="dim")
+    return text
+
+
+def on_the_way(
+    before: Picture, moves: tuple[tuple[int, int, int], ...]
+) -> tuple[Picture, list[int]]:
+    """Return the cells with some moves done, and those that have arrived."""
+    owner = list(before.owner)
+    for source, _, length in moves:
+        owner[source : source + length] = [NOBODY] * length
+    arrived: list[int] = []
+    for source, target, length in moves:
+        owner[target : target + length] = before.owner[source : source + length]
+        arrived += range(target, target + length)
+    return Picture(before.label, tuple(owner), before.streams), arrived

@@ -1,0 +1,239 @@
+"""Draw a film as a timeline: operations to the right, cells upward, a colour per sequence.
+
+Between two columns, bands lead from where cells were to where they went. Above them stand a cross
+where an operation failed and a diamond where cells moved; below, how much is free, and how much of
+that lies together, which is what a batch can get where slots are contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pyllamakv.errors import UsageError
+from pyllamakv.record.playback import Film
+from pyllamakv.view import palette
+from pyllamakv.view.cell_drawing import NOBODY, SEVERAL
+from pyllamakv.view.drawing import Area, Band, Box, Drawing, Line, Mark, Tip, Words
+from pyllamakv.view.plot import LEFT, RIGHT, TOP, Plot, lay_out, round_step, runs_of, ticks
+
+#: Height of the numbers below the cells.
+_STRIP = 48.0
+#: As many operations still have their names below them.
+_NAMED = 32
+#: Letters of one size are about so wide, in sizes.
+_LETTER = 0.55
+
+
+def paint(film: Film, title: str = "") -> Drawing:
+    """Return the timeline of a film as a drawing. Raises UsageError when it has no cells."""
+    if not film.cells:
+        msg = "a timeline needs cells: record the run with `pyllamakv run SCRIPT --trace FILE`"
+        raise UsageError(msg)
+    film = Film(film.title, film.deeds() or film.frames)
+    plot = lay_out(film)
+    owners = sorted({owner for frame in film.frames for owner in frame.picture.owner})
+    below = plot.bottom + 14
+    named = len(film) <= _NAMED and len(plot.columns) == len(film)
+    names = 11 * _LETTER * max(len(frame.op) for frame in film.frames)
+    turned = names > plot.pitch - 4
+    axis = below + _STRIP + (14 + names if named and turned else 18 if named else 32)
+    legend = _legend(plot, owners, LEFT + plot.width, axis + 26)
+    made = Drawing(LEFT + plot.width + RIGHT, legend[1] + 14, title or film.title or "cells")
+    made.add(
+        Words(title or film.title or "The cells of a cache", 16, 27, "ink", 15, bold=True),
+        Words(_subtitle(film, plot), 16, 45),
+        *_grid(plot),
+        *_cells(plot),
+        *_bands(plot),
+        *_streams(plot),
+        *_marks(plot),
+        *_strip(plot, below),
+        *_axis(plot, below + _STRIP, named=named, turned=turned),
+        *legend[0],
+        *_tips(plot, below + _STRIP),
+    )
+    return made
+
+
+def _subtitle(film: Film, plot: Plot) -> str:
+    parts = [f"{film.cells} cells", f"{len(film)} operations"]
+    if len(plot.columns) < len(film):
+        parts.append(f"{len(plot.columns[0].frames)} of them to a column")
+    if plot.step > 1:
+        parts.append(f"{plot.step} cells to a row, in the colour of most of them")
+    failed = sum(bool(frame.failed) for frame in film.frames)
+    moved = sum(frame.moved for frame in film.frames)
+    if failed:
+        parts.append(f"{failed} failed")
+    if moved:
+        parts.append(f"{moved} cells moved")
+    return " · ".join(parts)
+
+
+def _boxes(plot: Plot) -> Iterator[tuple[int, Box]]:
+    """Yield owner and rectangle of each run of cells; equal ones side by side are one."""
+    open_: dict[tuple[int, int, int], int] = {}
+
+    def close(run: tuple[int, int, int], first: int, last: int) -> tuple[int, Box]:
+        owner, start, length = run
+        left, right = plot.left(first), plot.right(last)
+        return owner, (left, plot.y(start + length), right - left, length * plot.cell)
+
+    for number, column in enumerate(plot.columns):
+        runs = set(runs_of(column.picture, plot.step))
+        ended = [run for run in open_ if plot.gap or run not in runs]
+        for run in ended:
+            yield close(run, open_.pop(run), number - 1)
+        for run in sorted(runs - open_.keys()):
+            open_[run] = number
+    for run, first in open_.items():
+        yield close(run, first, len(plot.columns) - 1)
+
+
+def _cells(plot: Plot) -> Iterator[Area]:
+    boxes: dict[int, list[Box]] = {}
+    for owner, box in _boxes(plot):
+        boxes.setdefault(owner, []).append(box)
+    # Free first: what is used lies on top where pixels do not divide.
+    for owner in sorted(boxes, key=lambda each: (each != NOBODY, each)):
+        yield Area(palette.role(owner), tuple(boxes[owner]))
+
+
+def _bands(plot: Plot) -> Iterator[Band]:
+    """Yield, where there is room, bands from the cells that moved to where they went."""
+    if plot.gap < 6:
+        return
+    for number, column in enumerate(plot.columns[1:], start=1):
+        edges: dict[int, list[tuple[float, float, float, float, float, float]]] = {}
+        (frame,) = column.frames
+        for source, target, length in frame.moves:
+            if target >= len(frame.picture.owner):
+                continue
+            edges.setdefault(frame.picture.owner[target], []).append(
+                (
+                    plot.right(number - 1),
+                    plot.y(source + length),
+                    plot.y(source),
+                    plot.left(number),
+                    plot.y(target + length),
+                    plot.y(target),
+                )
+            )
+        for owner, each in edges.items():
+            yield Band(palette.role(owner), tuple(each), 0.45)
+
+
+def _streams(plot: Plot) -> Iterator[Line]:
+    for start in plot.columns[-1].picture.starts:
+        y = plot.y(start)
+        yield Line("paper", ((LEFT, y), (LEFT + plot.width, y)), 2)
+
+
+def _marks(plot: Plot) -> Iterator[Line | Mark | Words]:
+    y = TOP - 12
+    for number, column in enumerate(plot.columns):
+        x = plot.middle(number)
+        both = column.failed and column.moved > 0
+        if column.moved:
+            at = x + 8 if both else x
+            yield Mark("move", "diamond", at, y, 4.5 if plot.pitch >= 10 else 3)
+        if column.failed:
+            at = x - 8 if both else x
+            yield Line("bad", ((x, TOP - 4), (x, plot.bottom)), 1, dash=True)
+            yield Mark("bad", "cross", at, y, 4 if plot.pitch >= 10 else 2.5)
+
+
+def _grid(plot: Plot) -> Iterator[Line | Words]:
+    for cell in ticks(plot.cells):
+        y = plot.y(cell)
+        yield Line("line", ((LEFT - 5, y), (LEFT, y)))
+        yield Words(str(cell), LEFT - 9, y + 4, anchor="end")
+    yield Words("cells", 14, TOP + plot.height / 2, anchor="middle", turned=True)
+
+
+def _strip(plot: Plot, top: float) -> Iterator[Area | Line | Words]:
+    """Yield how much is free, and of it the largest hole, column by column."""
+    free, together = [], []
+    bottom = top + _STRIP
+    for number, column in enumerate(plot.columns):
+        left, width = plot.left(number), plot.right(number) - plot.left(number)
+        size = max(1, len(column.picture.owner))
+        unused = (size - column.picture.used) / size * _STRIP
+        hole = column.picture.holes[1] / size * _STRIP
+        free.append((left, bottom - unused, width, unused))
+        together.append((left, bottom - hole, width, hole))
+    yield Area("free", tuple(free))
+    yield Area("hole", tuple(together))
+    yield Line("line", ((LEFT, bottom), (LEFT + plot.width, bottom)))
+    yield Words("free", 14, top + _STRIP / 2, anchor="middle", turned=True)
+    yield Words(str(plot.cells), LEFT - 9, top + 8, anchor="end")
+    yield Words("0", LEFT - 9, bottom + 4, anchor="end")
+
+
+def _axis(plot: Plot, top: float, *, named: bool, turned: bool) -> Iterator[Words | Line]:
+    if named:
+        for number, column in enumerate(plot.columns):
+            op, x = column.frames[0].op, plot.middle(number)
+            bad = column.failed
+            role = "bad" if bad else "soft"
+            if turned:
+                yield Words(op, x + 4, top + 10, role, anchor="end", turned=True, bold=bad)
+            else:
+                yield Words(op, x, top + 18, role, anchor="middle", bold=bad)
+        return
+    lines = plot.columns[-1].frames[-1].number
+    every = round_step(plot.width / lines)
+    done = 0
+    for number, column in enumerate(plot.columns):
+        reached = column.frames[-1].number // every * every
+        if reached > done:
+            done = reached
+            yield Line("line", ((plot.middle(number), top), (plot.middle(number), top + 4)))
+            yield Words(str(reached), plot.middle(number), top + 16, anchor="middle")
+    yield Words("line of the trace", LEFT + plot.width, top + 30, anchor="end")
+
+
+def _legend(
+    plot: Plot, owners: list[int], right: float, y: float
+) -> tuple[list[Area | Mark | Words], float]:
+    """Return the legend's items from ``y`` down, and where it ends."""
+    kinds: dict[str, list[int]] = {}
+    for owner in owners:
+        if owner >= 0:
+            kinds.setdefault(palette.role(owner), []).append(owner)
+    entries: list[tuple[str, str]] = []
+    for role, mine in sorted(kinds.items()):
+        entries.append((role, f"sequence {', '.join(map(str, mine))}"))
+    if SEVERAL in owners:
+        entries.append(("shared", "shared"))
+    entries.append(("free", "free"))
+    entries.append(("hole", "largest hole"))
+    if any(column.failed for column in plot.columns):
+        entries.append(("cross", "failed"))
+    if any(column.moved for column in plot.columns):
+        entries.append(("diamond", "cells moved"))
+    items: list[Area | Mark | Words] = []
+    x = LEFT
+    for role, text in entries:
+        width = 18 + 11 * _LETTER * len(text) + 14
+        if x + width - 14 > right + RIGHT and x > LEFT:
+            x, y = LEFT, y + 20
+        if role == "cross":
+            items.append(Mark("bad", "cross", x + 6, y - 4, 4))
+        elif role == "diamond":
+            items.append(Mark("move", "diamond", x + 6, y - 4, 4))
+        else:
+            items.append(Area(role, ((x, y - 10, 12, 12),)))
+        items.append(Words(text, x + 18, y))
+        x += width
+    return items, y
+
+
+def _tips(plot: Plot, bottom: float) -> Iterator[Tip]:
+    for number, column in enumerate(plot.columns):
+        said = [f"line {frame.number}: {frame.caption()}" for frame in column.frames[:5]]
+        if len(column.frames) > 5:
+            said.append(f"and {len(column.frames) - 5} more")
+        left = plot.left(number)
+        box = (left, TOP, plot.pitch, bottom - TOP)
+        yield Tip(box, "\n".join([*said, column.picture.numbers()]))

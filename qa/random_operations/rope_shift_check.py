@@ -1,0 +1,101 @@
+"""Prove that a shift turned every key by as much as its position moved, to the last bit.
+
+A shift is pending until a decode or an update turns the keys, row by row: neither where a cell lies
+nor how many moves made up the way shows in the result. So the keys have to become those of a twin:
+the same state in a context of its own, moved there in one go, with nothing else in the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from pyllamakv.runtime import staterows
+from pyllamakv.scenarios import kv_rows
+from pyllamakv.scenarios.player import Step
+
+if TYPE_CHECKING:
+    from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.staterows import SequenceState
+    from pyllamakv.scenarios.ledger import Cell
+    from qa.random_operations.subject import Subject
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Hold a sequence as it was before it moved: its state, and its cells at their positions."""
+
+    state: bytes
+    cells: tuple[tuple[int, Cell], ...]
+
+
+class Turning:
+    """Watch the moves of ``subject``; twins live in ``other``. ``proved`` counts sequences."""
+
+    def __init__(self, subject: Subject, other: Context) -> None:
+        self.subject = subject
+        self.other = other
+        self.waits = False
+        self.proved = 0
+        self._held: dict[int, _Held] = {}
+
+    @property
+    def pending(self) -> bool:
+        """Tell whether a shift waits: positions are new, and keys old."""
+        snapshot = self.subject.snapshot()
+        return snapshot is not None and any(each.shift.any() for each in snapshot.streams)
+
+    def begin(self, *, watching: bool) -> None:
+        """Take note before a move: of what there is, unless an earlier move waits still."""
+        self.settle()
+        if self.waits:
+            return
+        self.waits = True
+        if not watching or self.subject.snapshot() is None:
+            return
+        native, cells = self.other.native, self.subject.ledger.cells
+        for seq in self.subject.ledger.sequences:
+            mine = sorted(((c.pos, c) for c in cells if seq in c.seqs), key=lambda each: each[0])
+            self._held[seq] = _Held(native.state_save(self.subject.context, seq), tuple(mine))
+
+    def settle(self) -> None:
+        """Compare with twins once no move waits any more; raise ScenarioFailed ("data")."""
+        if not self.waits or self.pending:
+            return
+        self.waits = False
+        held, self._held = self._held, {}
+        # What turned the keys may have been a decode that failed, which the reference leaves out,
+        # and quantised keys are rounded at each turn: turned as often they lead to logits that
+        # differ by 0.03 at most, and by up to 1.2 otherwise (measured, of 100 operations each).
+        self.subject.steps.append(Step("update", ()))
+        there = {id(cell) for cell in self.subject.ledger.cells}
+        for seq, each in held.items():
+            left = [(was, c) for was, c in each.cells if id(c) in there and seq in c.seqs]
+            if left:
+                expected = self._twin(each, left)
+                now = kv_rows.read(self.other.native, self.subject.context, [seq])
+                kv_rows.compare({seq: expected}, now, "a shift")
+                self.proved += 1
+
+    def _twin(self, held: _Held, left: list[tuple[int, Cell]]) -> SequenceState:
+        """Return K and V of what is left of a sequence, moved by itself."""
+        native, context = self.other.native, self.other.handle
+        self.other.clear()
+        with self.other.sequence() as twin:
+            native.state_load(context, twin.id, held.state)
+            kept = {was for was, _ in left}
+            for was, _ in held.cells:
+                if was not in kept:
+                    native.seq_rm(context, twin.id, was, was + 1)
+            # Order is kept, so nobody meets anybody: who goes down goes first to last.
+            runs = [
+                (by, [was for was, _ in run])
+                for by, run in groupby(left, key=lambda each: each[1].pos - each[0])
+            ]
+            down = [run for run in runs if run[0] < 0]
+            up = [run for run in reversed(runs) if run[0] > 0]
+            for by, places in (*down, *up):
+                native.seq_add(context, twin.id, places[0], places[-1] + 1, by)
+            native.update(context)
+            return staterows.parse(native.state_save(context, twin.id))

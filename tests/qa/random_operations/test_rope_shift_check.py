@@ -1,0 +1,153 @@
+"""Keys that a shift did not turn by as much as positions moved are found, to the last bit."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import runtime_kit
+from fakes.simulated import SimulatedNative
+from native_kit import built
+
+import pyllamakv as kv
+from pyllamakv.binding.protocol import Status
+from pyllamakv.errors import ScenarioFailed
+from pyllamakv.runtime import staterows
+from pyllamakv.scenarios import synthetic
+from qa.random_operations import schedules
+from qa.random_operations.operations import Operations
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from pyllamakv.building.variant import Variant
+
+
+def test_a_wrong_turn_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of the simulated library tell nothing of its rows, and other bytes stay alone."""
+
+    def update(native: Any, context: int) -> None:
+        cache = native._get(context).cache
+        turned = np.flatnonzero(cache.shift)
+        cache.rows[-1, turned[turned >= 16]] += 1
+        cache.shift[:] = 0
+
+    monkeypatch.setattr(SimulatedNative, "update", update)
+    model = runtime_kit.model(tmp_path, heals=True)
+    ground = schedules.Ground(lambda: model.context(n_ctx=64, n_batch=32, n_ubatch=8, n_seq_max=4))
+    found = (ground.play(schedules.draw(seed, 30)) for seed in range(20))
+    failed = next(each for each in found if each is not None)
+    assert failed.failure == "data"
+    assert "a shift changed" in str(failed)
+
+
+@pytest.fixture(params=["q8_0", "q4_0", "f16"])
+def work(patched: Variant, request: pytest.FixtureRequest) -> Iterator[Operations]:
+    """Play on the default release with keys of some type."""
+    with kv.open(patched.folder, isolated=True) as library:
+        yield opened(library, type_k=request.param)
+
+
+def opened(library: Any, **options: Any) -> Operations:
+    """Return what plays on a context that has two sequences with a gap in the first."""
+    model = library.load_model(synthetic.model("grouped"))
+    context = partial(model.context, n_ctx=256, n_batch=96, n_ubatch=32, n_seq_max=3)
+    work = Operations(context(**options), context(**options))
+    work.subject.decode({1: 5})
+    work.subject.decode({0: 40})
+    work.subject.remove(0, 1, 4)
+    return work
+
+
+@pytest.mark.native
+def test_moves_that_wait_are_turned_at_once(work: Operations) -> None:
+    """However they add up, one turn by the sum is what a twin shows; what was removed is gone."""
+    subject, turning = work.subject, work.proof.turning
+    turning.begin(watching=True)
+    subject.shift(0, 4, -1, 9)
+    turning.begin(watching=True)
+    subject.shift(0, 13, -1, -12)
+    subject.remove(0, 9, 12)
+    subject.fork(0, 2, 20)
+    turning.begin(watching=True)
+    subject.divide(0, 20, -1, 1)
+    turning.settle()
+    assert turning.waits and not turning.proved
+    subject.decode({1: 1})
+    turning.settle()
+    assert not turning.waits and turning.proved == 2
+    work.do("verify", 0)
+
+
+@pytest.mark.native
+def test_turning_twice_rounds_twice(work: Operations) -> None:
+    """Even that shows: positions are right, keys are all but right."""
+    subject, turning = work.subject, work.proof.turning
+    turning.begin(watching=True)
+    for first, by in ((4, 9), (13, -12)):
+        subject.native.seq_add(subject.context, 0, first, -1, by)
+        subject.native.update(subject.context)
+    subject.ledger.shift(0, 4, -1, -3)
+    with pytest.raises(ScenarioFailed, match=r"a shift changed .* K rows") as caught:
+        turning.settle()
+    assert caught.value.failure == "data"
+
+
+@pytest.mark.native
+def test_the_reference_judges_keys_that_were_shifted(work: Operations) -> None:
+    """Damage to a sequence is told by its logits after a shift, of quantised keys as well."""
+    subject = work.subject
+    work.proof.turning.begin(watching=True)
+    subject.shift(0, 4, -1, -3)
+    subject.update()
+    work.do("verify", 0)
+    state = bytearray(subject.native.state_save(subject.context, 0))
+    keys = staterows.parse(bytes(state)).sections[0].layers[0].k.tobytes()
+    place = state.find(keys)
+    state[place : place + len(keys)] = keys[len(keys) // 2 :] + keys[: len(keys) // 2]
+    assert subject.native.state_load(subject.context, 0, bytes(state))
+    with pytest.raises(ScenarioFailed, match="differ from the reference"):
+        work.proof.check_logits()
+
+
+@pytest.mark.native
+def test_the_reference_turns_as_often(work: Operations) -> None:
+    """A decode that fails turns keys too: what rounds once more here rounds once more there."""
+    subject = work.subject
+    for by in (-1, 1) * 8:
+        work.proof.turning.begin(watching=False)
+        subject.shift(0, 4, -1, by)
+        subject.cancel_after(3)
+        assert subject.decode({1: 40}, expect=None) == Status.ABORTED
+        subject.cancel_after(-1)
+        work.proof.turning.settle()
+    work.proof.check_logits()
+    assert work.proof.reference.worst < 0.05
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("spec", ["0.3.9+patched", "0.3.14+patched", "0.3.36+patched"])
+@pytest.mark.defect(
+    "`Sequence.divide` turned keys the wrong way round from 0.3.14 to 0.3.36, and what was "
+    "decoded on top of them was wrong",
+    by="random_operations",
+    of="llama.cpp",
+)
+def test_divided_positions_turn_keys_the_right_way(spec: str) -> None:
+    """Left to itself llama.cpp turns them the other way, wherever cells are a class."""
+    with kv.open(built(spec).folder, isolated=True) as library:
+        work = opened(library)
+        for by in (2, 3):
+            work.proof.turning.begin(watching=True)
+            for pos in work.subject.sequences[0].positions:
+                if pos % by:
+                    work.subject.remove(0, pos, pos + 1)
+            work.subject.divide(0, 0, -1, by)
+            assert work.proof.pending
+            work.subject.update()
+            work.proof.turning.settle()
+        assert work.proof.turning.proved == 4
+        work.do("verify", 0)

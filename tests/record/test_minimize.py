@@ -1,0 +1,234 @@
+"""A failing trace is shrunk to what matters, and fails in the same way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import trace_kit
+from fakes.rolling import Opener, Rolling
+
+import pyllamakv
+from pyllamakv.cli import main
+from pyllamakv.errors import UsageError, WorkerDied
+from pyllamakv.record import builds, minimize, trace, traced, tracefile
+from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios.lab import Bench
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "stock-fails.jsonl"
+
+LONG = "\n".join(
+    [
+        '{"op": "context", "n_ctx": 256, "n_ubatch": 64, "n_seq_max": 4}',
+        '{"op": "decode", "feed": {"2": "hello"}}',
+        *['{"op": "batch", "tokens": [5, 6], "seq": [0, 1], "logits": "all"}'] * 100,
+        '{"op": "save", "seq": 0, "as": "x"}',
+        '{"op": "remove", "seq": 1}',
+        '{"op": "note", "text": "now"}',
+        '{"op": "copy", "seq": 0, "into": 3}',
+        f'{{"op": "batch", "tokens": {[7] * 64}, "seq": 1, "expect": "any"}}',
+        *['{"op": "step", "seq": 0, "token": 5}'] * 5,
+    ]
+)
+
+
+@pytest.fixture(autouse=True)
+def _home(request, tmp_path, monkeypatch) -> None:
+    if request.node.get_closest_marker("native"):
+        return  # builds lie in the real one
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
+
+
+def shrink(path: Path, make=Rolling, **options):
+    head, lines = traced.load(path)
+    model = synthetic.model("tiny")
+    return minimize.shrink(head, lines, Path("lib"), model=model, opener=Opener(make), **options)
+
+
+def words(found) -> list[dict]:
+    return [{k: v for k, v in line.to_json().items() if k != "result"} for line in found.lines]
+
+
+def test_what_matters_is_left(tmp_path: Path) -> None:
+    """A fill, a removal and the batch that finds no cells, of as few tokens as can be."""
+    path = trace_kit.record(tmp_path / "long.jsonl", LONG, Rolling())
+    told: list[tuple[int, int]] = []
+    found = shrink(path, told=lambda left, runs: told.append((left, runs)))
+    assert (found.failure, found.before, found.minimal) == ("claim", 111, True)
+    assert "ended with no-slot, expected ok" in found.message
+    operations = words(found)
+    assert [each["op"] for each in operations] == ["context", "batch", "remove", "batch"]
+    assert told[-1] == (3, told[-1][1])
+    assert told[-1][1] <= found.runs
+    # It fails, and fails no more with a token less anywhere.
+    head, _ = traced.load(path)
+    first, *rest = found.lines
+    with Bench(Opener(Rolling)) as bench:
+        work = minimize.Failing(head, first, Path("lib"), synthetic.model("tiny"), bench)
+        items = tuple(json.dumps(line.to_json()) for line in rest)
+        wanted = minimize.kind(work.outcome(items))
+        assert wanted[0] == "claim"
+        for place, item in enumerate(items):
+            less = [(*items[:place], *items[place + 1 :])]
+            n = minimize._size(item)
+            if n > 1:
+                less.append((*items[:place], minimize._cut(item, n - 1), *items[place + 1 :]))
+            for some in less:
+                assert minimize.kind(work.outcome(some)) != wanted
+
+
+def test_a_script_is_shrunk_as_well(tmp_path: Path) -> None:
+    """A decode that must succeed, in feeds of counts, lists and texts."""
+    path = tmp_path / "mine.jsonl"
+    path.write_text(
+        '{"op": "context", "n_ctx": 64, "n_batch": 64, "n_seq_max": 4}\n'
+        '{"op": "decode", "feed": {"0": 20, "1": [5, 6, 7], "2": "abc"}, "interleave": true}\n'
+        '{"op": "decode", "feed": {"0": 18, "1": 18}, "interleave": true}\n'
+        '{"op": "snapshot"}\n{"op": "remove", "seq": 1}\n'
+        '{"op": "decode", "feed": {"3": 15}}\n'
+    )
+    found = shrink(path)
+    assert {line.op for line in found.lines} == {"context", "decode", "remove"}
+    assert found.lines[-1].arguments["feed"].keys() == {"3"}
+
+
+def test_another_failure_is_not_taken_for_it(tmp_path: Path) -> None:
+    """What crashes stays a crash, though less of it loses cells."""
+
+    class Bad(Rolling):
+        def update(self, context):
+            cache = self._get(context).cache
+            if (cache.pos >= 0).sum() >= 9:
+                raise WorkerDied("the worker was killed by signal 11")
+            cache.drop(cache.has(0), 0)
+
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"op": "decode", "feed": {"0": 30}}\n{"op": "clear"}\n' * 2 +
+                    '{"op": "decode", "feed": {"0": 30}}\n{"op": "update"}\n')  # fmt: skip
+    found = shrink(path, Bad)
+    assert found.failure == "crash"
+    assert words(found)[1:] == [{"op": "decode", "feed": {"0": 9}}, {"op": "update"}]
+
+
+def test_several_steps_in_one_call_are_cut_too(tmp_path: Path) -> None:
+    """By whole steps."""
+
+    class Lossy(Rolling):
+        def decode(self, context, token, pos, *rest):
+            status = super().decode(context, token, pos, *rest)
+            cache = self._get(context).cache
+            if int(pos[0]) == 4 and int(token[0]) == 9:
+                cache.drop(cache.ranged(0, 2, 3), 0)
+            return status
+
+    path = tmp_path / "lossy.jsonl"
+    path.write_text('{"op": "advance", "steps": [[5], [6], [7], [8], [9], [10], [11]], "seq": [0]}')
+    found = shrink(path, Lossy)
+    assert found.failure == "lost"
+    assert words(found)[1]["steps"] == [[5], [6], [7], [8], [9]]
+
+
+def test_what_does_not_fail_is_not_shrunk(tmp_path: Path) -> None:
+    """It says so, and why where it cannot be played."""
+    path = trace_kit.record(tmp_path / "long.jsonl", LONG, Rolling())
+    with pytest.raises(UsageError, match="does not fail there"):
+        shrink(path, lambda: Rolling(heals=True))
+
+
+def test_an_interrupt_keeps_what_was_found(tmp_path: Path) -> None:
+    """The shortest so far, which is said not to be minimal."""
+    path = trace_kit.record(tmp_path / "long.jsonl", LONG, Rolling())
+
+    def told(left: int, _: int) -> None:
+        if left < 60:
+            raise KeyboardInterrupt
+
+    found = shrink(path, told=told)
+    assert not found.minimal
+    assert 3 < len(found.lines) - 1 < 60
+
+
+@pytest.mark.parametrize(("at", "left"), [(1, None), (2, 111)])
+def test_an_interrupt_of_the_first_runs(tmp_path: Path, at: int, left: int | None) -> None:
+    """Before it is known how the trace fails there is nothing to keep; then there is all of it."""
+    path = trace_kit.record(tmp_path / "long.jsonl", LONG, Rolling())
+    runs = []
+
+    class Interrupted(Rolling):
+        def context_new(self, model, params):
+            if params.n_seq_max == 4:
+                runs.append(1)
+                if len(runs) == at:
+                    raise KeyboardInterrupt
+            return super().context_new(model, params)
+
+    if left is None:
+        with pytest.raises(KeyboardInterrupt):
+            shrink(path, Interrupted)
+    else:
+        found = shrink(path, Interrupted)
+        assert (len(found.lines) - 1, found.minimal) == (left, False)
+
+
+def cli(capsys, *words: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as leaving:
+        main.main([str(word) for word in words])
+    out, err = capsys.readouterr()
+    return int(leaving.value.code or 0), out, err
+
+
+def test_the_verb_writes_a_trace(capsys, monkeypatch, tmp_path: Path) -> None:
+    """Beside the old one, with results of the build that it fails on."""
+
+    class Opened:
+        def __init__(self) -> None:
+            self.native = Rolling()
+            self.about = self.native.about
+
+        def __enter__(self) -> Opened:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(pyllamakv, "open", lambda *_, **__: Opened(), raising=False)
+    monkeypatch.setattr(builds, "folder", lambda *_: Path("lib"))
+    monkeypatch.setattr(minimize, "Bench", lambda _: Bench(Opener(Rolling)))
+    path = trace_kit.record(tmp_path / "long.jsonl", LONG, Rolling())
+    code, out, _ = cli(capsys, "shrink", path)
+    assert code == 0
+    assert "111 operations became 3" in out
+    head, lines = trace.read(tmp_path / "long.min.jsonl")
+    assert head.complete
+    assert lines[-1].result["status"] == 1
+    code, out, _ = cli(capsys, "shrink", path, "--json", "-o", tmp_path / "x.jsonl")
+    assert json.loads(out)["operations"] == 3
+    assert (tmp_path / "x.jsonl").is_file()
+    monkeypatch.setattr(minimize, "Bench", lambda _: Bench(Opener(lambda: Rolling(heals=True))))
+    assert cli(capsys, "shrink", path)[0] == 2
+
+
+@pytest.mark.native
+def test_the_example_shrinks_on_stock(stock, patched, capsys, tmp_path: Path) -> None:
+    """To a fill, a removal and the batch that fails; patched still places it."""
+    target = tmp_path / "small.jsonl"
+    code, _, _ = cli(capsys, "shrink", EXAMPLE, "--variant", stock.folder, "-o", target)
+    assert code == 0
+    _, lines = trace.read(target)
+    assert [line.op for line in lines] == ["context", "batch", "remove", "batch"]
+    code, out, _ = cli(capsys, "replay", target, "--variants", f"{patched.folder}", "--json")
+    assert code == 0
+    assert json.loads(out)["replays"][0]["divergences"][0]["what"] == "status"
+
+
+def test_shrink_refuses_before_it_searches(capsys, tmp_path) -> None:
+    """No search whose result could not be kept, and none on two builds."""
+    with pytest.raises(UsageError, match="cannot be written"):
+        tracefile.check(tmp_path / "none" / "x.jsonl")
+    tracefile.check(tmp_path / "x.jsonl")
+    assert not (tmp_path / "x.jsonl").exists()
+    with pytest.raises(SystemExit) as leaving:
+        main.main(["shrink", str(EXAMPLE), "--variant", "stock,patched"])
+    assert leaving.value.code == 2
+    assert "one build" in capsys.readouterr().err

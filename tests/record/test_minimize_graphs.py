@@ -1,0 +1,120 @@
+"""What a device fails at or refuses, while cells are moved, loses nothing: never wrong data."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import pyllamakv as kv
+from pyllamakv.building.build import build_patched
+from pyllamakv.patching import apply
+from pyllamakv.patching.definition import PatchText
+from pyllamakv.scenarios import synthetic
+from pyllamakv.source import releases
+from pyllamakv.source.releases import DEFAULT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pyllamakv.building.variant import Variant
+
+FOLDER = Path(__file__).resolve().parents[1] / "data" / "failing"
+
+pytestmark = pytest.mark.native
+
+
+def doctored(name: str) -> Iterator[Variant]:
+    """Build the patched release with a patch of the folder on top."""
+    release = releases.resolve(DEFAULT)
+    text = PatchText.from_file(FOLDER / name)
+    built = build_patched(release, apply.apply(release, [text]))
+    yield built
+    shutil.rmtree(built.folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def failing(patched: Variant) -> Iterator[Variant]:
+    """Build graphs that write, and then say that they failed."""
+    yield from doctored("graphs-fail.patch")
+
+
+@pytest.fixture(scope="module")
+def refusing(patched: Variant) -> Iterator[Variant]:
+    """Build backends that refuse to copy quantised rows."""
+    yield from doctored("device-refuses.patch")
+
+
+def scattered(ctx: kv.Context) -> kv.Sequence:
+    """Leave every other cell to a sequence that fills the cache with one that leaves."""
+    keep, gone = ctx.sequence(), ctx.sequence()
+    for i in range(128):
+        ctx.decode([keep.feed([i % 32]), gone.feed([i % 31])])
+    gone.close()
+    return keep
+
+
+@pytest.mark.parametrize("mover", ["gather", "graph"])
+@pytest.mark.parametrize("flash_attn", [False, True])
+def test_the_default_plan_loses_nothing(failing: Variant, mover: Any, flash_attn: bool) -> None:
+    """K, V, positions and logits are what they were, and the decode that needed room says so."""
+    with kv.open(failing.folder) as library, library.load_model(synthetic.tiny()) as model:
+        options: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 3, "flash_attn": flash_attn}
+        with model.context(**options, defrag_mover=mover) as ctx, model.context(**options) as fresh:
+            keep = scattered(ctx)
+            before, cells = ctx.kv.rows(0, keep), ctx.kv.snapshot()
+            other = fresh.sequence()
+            other.restore(keep.save())
+            with pytest.raises(kv.NoKVSlot) as caught:
+                ctx.decode(ctx.sequence().feed(list(range(16))))
+            assert caught.value.cause == "fragmented"
+            assert np.array_equal(ctx.kv.snapshot().streams[0].pos, cells.streams[0].pos)
+            after = ctx.kv.rows(0, keep)
+            assert np.array_equal(before.k, after.k)
+            assert np.array_equal(before.v, after.v)
+            ctx.step(keep, 5)
+            fresh.step(other, 5)
+            assert np.allclose(ctx.logits().copy(), fresh.logits().copy(), atol=0.05)
+
+
+def test_the_ordered_plan_ends_the_process(failing: Variant) -> None:
+    """What overlaps cannot be undone: the worker dies, and the script goes on."""
+    with (
+        kv.open(failing.folder, isolated=True) as library,
+        library.load_model(synthetic.tiny()) as model,
+        model.context(256, n_seq_max=3, defrag_mover="gather", defrag_plan="ordered") as ctx,
+    ):
+        scattered(ctx)
+        with pytest.raises(kv.WorkerDied):
+            ctx.kv.defrag()
+
+
+@pytest.mark.parametrize("mover", ["gather", "graph"])
+@pytest.mark.parametrize(
+    ("type_k", "type_v"), [("q8_0", "q8_0"), ("q4_0", "q8_0"), ("q8_0", "f16"), ("f16", "f16")]
+)
+def test_what_a_device_refuses_goes_by_way_of_the_host(
+    refusing: Variant, mover: Any, type_k: str, type_v: str
+) -> None:
+    """Rows of 34 and of 18 bytes can be neither copied nor collected there; whole words can."""
+    options: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 3, "flash_attn": True}
+    options |= {"type_k": type_k, "type_v": type_v, "defrag_mover": mover}
+    with (
+        # What no backend can compute ends the process.
+        kv.open(refusing.folder, isolated=True) as library,
+        library.load_model(synthetic.tiny()) as model,
+        model.context(**options) as ctx,
+    ):
+        keep = scattered(ctx)
+        before = ctx.kv.rows(0, keep)
+        report = ctx.kv.defrag()
+        assert report.moves
+        assert bool(report.graphs) == ("f16" in (type_k, type_v))
+        assert ctx.kv.snapshot().stats.holes == 1
+        after = ctx.kv.rows(0, keep)
+        assert np.array_equal(before.k, after.k)
+        assert np.array_equal(before.v, after.v)
+        ctx.step(keep, 5)

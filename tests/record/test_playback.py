@@ -1,0 +1,96 @@
+"""A film has what a trace has: the owner of each cell after each operation, failures and moves."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pyllamakv.errors import ScriptError
+from pyllamakv.record import playback, results
+from pyllamakv.record.playback import Film, Frame
+from pyllamakv.record.script import Line
+from pyllamakv.view.cell_drawing import NOBODY, Picture
+
+OWNERS = st.lists(st.integers(-2, 4), min_size=1, max_size=24).map(tuple)
+
+
+def line(number: int, op: str, result: dict, **arguments) -> Line:
+    return Line(number, op, arguments, result)
+
+
+def runs(*pairs: tuple[int, int]) -> dict:
+    return {"label": "", "runs": [list(pair) for pair in pairs]}
+
+
+def test_a_trace_becomes_a_film() -> None:
+    """Rows without cells keep the last ones; what failed and what moved is told."""
+    lines = [
+        line(2, "context", {}, n_ctx=4),
+        line(3, "decode", {"picture": runs((0, 2), (1, 2)), "status": 0}, feed={"0": 2, "1": "hi"}),
+        line(4, "remove", {"picture": runs((-1, 2), (1, 2)), "done": True}, seq=0),
+        line(5, "decode", {"status": 1}, feed={"2": [1, 2, 3]}),
+        line(6, "note", {}, text="now"),
+        line(7, "defrag", {"picture": runs((1, 2), (-1, 2)), "cells": 2}),
+        line(8, "defrag", {"picture": runs((1, 2), (-1, 2)), "moved": [[2, 0, 2]]}),
+        line(9, "restore", {"done": False}, seq=0),
+    ]
+    found = playback.of_trace(lines, "it")
+    assert [frame.number for frame in found.frames] == [3, 4, 5, 6, 7, 8, 9]
+    assert [frame.number for frame in found.changes()] == [3, 4, 7]
+    found.frames = found.deeds()
+    assert [frame.number for frame in found.frames] == [3, 4, 5, 7, 8, 9]
+    assert [frame.failed for frame in found.frames] == ["", "", "no-slot", "", "", "refused"]
+    assert found.frames[2].picture is found.frames[1].picture
+    assert found.frames[3].moves == found.frames[4].moves == ((2, 0, 2),)
+    assert found.frames[0].detail == '0: 2 tokens, 1: "hi"'
+    assert found.frames[2].caption() == "decode 2: 3 tokens; no-slot"
+    assert found.frames[3].caption() == "defrag; 2 cells moved"
+    assert found.cells == 4
+
+
+@pytest.mark.defect(
+    "a few bytes of a trace could name as many cells as memory has room for, in one picture "
+    "after the other",
+    by="hostile input",
+    of="Python",
+)
+def test_a_film_has_bounds(monkeypatch) -> None:
+    """Few bytes of a trace name as many cells as memory has room for, each time anew."""
+    monkeypatch.setattr(results, "DRAWN", 8)
+    lines = [line(number, "clear", {"picture": runs((0, 4))}) for number in (2, 3, 4)]
+    assert len(playback.of_trace(lines[:2])) == 2
+    with pytest.raises(ScriptError, match=r"line 4 \(clear\): the pictures up to here have 12"):
+        playback.of_trace(lines)
+
+
+@given(OWNERS, st.randoms(use_true_random=False))
+def test_moves_are_found_again(owners: tuple[int, ...], chance) -> None:
+    """Owners after the inferred moves are the owners that were seen, cells that came aside."""
+    after = list(owners)
+    chance.shuffle(after)
+    moved = list(owners)
+    found = list(playback.infer(owners, tuple(after)))
+    for source, _, length in found:
+        moved[source : source + length] = [NOBODY] * length
+    for source, target, length in found:
+        moved[target : target + length] = owners[source : source + length]
+    assert moved == after
+    assert sum(length for *_, length in found) <= int(np.sum(np.array(owners) != after))
+
+
+@given(st.lists(st.tuples(OWNERS, st.sampled_from(["", "no-slot"])), max_size=6))
+def test_films_survive_json(told) -> None:
+    """What is written can be read again, and cells that did not change are written once."""
+    made = Film("x")
+    for number, (owners, failed) in enumerate(told, 1):
+        picture = Picture("", owners)
+        made.frames.append(Frame(number, "decode", "d", picture, failed, ((0, 1, 2),), 2))
+    raw = made.to_json()
+    assert Film.from_json(json.loads(json.dumps(raw))) == made
+    changes = sum(a != b for (a, _), (b, _) in pairwise(told)) + bool(told)
+    assert sum("picture" in frame for frame in raw["frames"]) == changes

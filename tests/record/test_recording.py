@@ -1,0 +1,374 @@
+"""Recording misses nothing and disturbs nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+import runtime_kit
+from fakes.simulated import ALL, SimulatedNative
+from rich.console import Console
+
+import pyllamakv as kv
+from pyllamakv.binding.protocol import Capability
+from pyllamakv.errors import NativeError, NoKVSlot, UsageError
+from pyllamakv.record import trace, watch
+from pyllamakv.record.recording_native import Tap
+from pyllamakv.record.replaying import replay
+from pyllamakv.record.stage import Stage
+
+
+def rows(path: Path) -> list[dict]:
+    """Return what stands in a trace, its head first."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def operations(path: Path) -> list[str]:
+    return [row["op"] for row in rows(path) if "op" in row]
+
+
+def everything(context) -> None:
+    """Do to a context whatever can be done to one."""
+    with context.model.sampler() as sampler:
+        a, b = context.sequence(), context.sequence()
+        context.decode([a.feed([5, 6, 7]), b.feed([8, 9])])
+        context.decode(a.feed([4]))
+        context.prefill(a, list(range(5, 15)))
+        context.step(b, 10)
+        context.step_all([a, b], [11, 12])
+        context.advance([a, b], [13, 14], 3, sampler)
+        list(context.generate(a, max_tokens=2, stop_at_end=False))
+        batch = kv.Batch.of([5], [b.next_pos], b.id)
+        context.decode(batch)
+        fork = a.fork(4)
+        fork.remove(1, 2)
+        saved = b.save()
+        b.trim(2)
+        b.restore(saved)
+        b.shift(2, None, 3)
+        b.divide(0, 1, 2)
+        context.kv.update()
+        context.kv.defrag()
+        context.set_threads(2)
+        fork.close()
+        context.clear()
+
+
+ALL_OPERATIONS = {
+    "context", "batch", "step", "advance", "copy", "remove", "save", "restore", "shift", "divide",
+    "update", "defrag", "threads", "clear",
+}  # fmt: skip
+
+
+def test_every_operation_is_a_row(tmp_path: Path) -> None:
+    """Whatever goes to the library through a context is there, and the trace replays exactly."""
+    path = tmp_path / "run.jsonl"
+    with runtime_kit.context(tmp_path) as context:
+        native = context.native
+        with kv.record(context, path) as recording:
+            assert isinstance(context.native, Tap)
+            everything(context)
+            context.native.seq_keep(context.handle, 0)
+            context.native.cancel_after(context.handle, 3)
+            recording.note("so far")
+        assert context.native is native
+        assert context.decode_one == native.decode_one
+        count = recording.rows
+    assert set(operations(path)) == {*ALL_OPERATIONS, "keep", "cancel", "note"}
+    head, lines = trace.read(path)
+    assert (len(lines), head.complete, head.variant) == (count, True, "simulated")
+    assert all(line.result["at"] >= 0 for line in lines)
+    stage = Stage(SimulatedNative(), file=tmp_path / "tiny.gguf")
+    assert replay(head, lines, stage) == (count, [])
+
+
+def test_rows_say_what_happened_to_the_cells(tmp_path: Path) -> None:
+    """Before, after and moves stand in rows that change cells; a picture where they changed."""
+    path = tmp_path / "run.jsonl"
+    with runtime_kit.context(tmp_path) as context, kv.record(context, path):
+        a, b = context.sequence(), context.sequence()
+        for token in range(8):
+            context.step_all([a, b], [token, token])
+        b.remove()
+        context.kv.defrag()
+    removed, defragged = rows(path)[-3]["result"], rows(path)[-2]["result"]
+    assert removed["before"] == {"used": 16, "holes": 1, "largest_hole": 48}
+    assert (removed["used"], removed["holes"], removed["done"]) == (8, 8, True)
+    assert removed["picture"]["runs"][:4] == [[0, 1], [-1, 1], [0, 1], [-1, 1]]
+    assert (defragged["used"], defragged["holes"], defragged["cells"]) == (8, 1, 4)
+    assert sum(length for _, _, length in defragged["moved"]) == 4
+    assert [row["result"]["used"] for row in rows(path)[2:10]] == list(range(2, 18, 2))
+
+
+def test_a_decode_that_moves_cells_is_seen(tmp_path: Path) -> None:
+    """A library that defragments inside a decode is caught by the number of free cells."""
+    path = tmp_path / "run.jsonl"
+    with runtime_kit.context(tmp_path, {"heals": True}) as context, kv.record(context, path):
+        a, b = context.sequence(), context.sequence()
+        for token in range(32):
+            context.step_all([a, b], [token, token])
+        b.remove()
+        context.decode(b.feed(list(range(20))))
+    last = rows(path)[-2]
+    assert last["op"] == "batch"
+    assert last["result"]["moved"]
+    assert last["result"]["before"]["holes"] == 32
+
+
+def test_failures_are_rows_too(tmp_path: Path) -> None:
+    """A decode without a slot, one that was aborted after so many polls, one that threw."""
+    path = tmp_path / "run.jsonl"
+    with runtime_kit.context(tmp_path) as context, kv.record(context, path):
+        a, b = context.sequence(), context.sequence()
+        for token in range(32):
+            context.step_all([a, b], [token, token])
+        b.remove()
+        with pytest.raises(NoKVSlot):
+            context.decode(b.feed([1, 2, 3]))
+        context.native.fail_next.append(2)
+        assert context.try_decode(a.feed([1])) == 2
+        context.native.fail_next.append(NativeError("threw", code=-3))
+        with pytest.raises(kv.DecodeError):
+            context.decode(b.feed([1, 2]))
+    results = [row["result"] for row in rows(path) if row.get("op") in ("batch", "step")][-3:]
+    assert [each.get("status") for each in results] == [1, 2, None]
+    assert "polls" in results[1]
+    assert results[2]["error"] == "NativeError"
+
+
+def test_likely_tokens_are_noted_now_and_then(tmp_path: Path) -> None:
+    """Of the first decode, soon after cells changed, and every few: enough to find wrong data."""
+    path = tmp_path / "run.jsonl"
+    with runtime_kit.context(tmp_path, n_ctx=256) as context, kv.record(context, path):
+        a = context.sequence()
+        for token in range(5, 105):
+            context.step(a, token)
+        # A batch that asks for no logits has none.
+        context.prefill(a, [5] * 20, logits=False)
+    steps = [row for row in rows(path) if row.get("op") == "step"]
+    noted = [place for place, row in enumerate(steps) if "best" in row["result"]]
+    assert noted == [0, watch.SAMPLE, 2 * watch.SAMPLE, 3 * watch.SAMPLE]
+    token, logit, margin = steps[0]["result"]["best"]["0"]
+    assert 0 <= token < 259
+    assert logit == 5.0
+    assert margin > 0
+
+
+def test_arrays_may_be_changed_in_place(tmp_path: Path) -> None:
+    """A row has what was decoded, not what stands in the arrays later."""
+    path = tmp_path / "run.jsonl"
+    tokens, positions = np.array([5, 6], np.int32), np.array([0, 1], np.int32)
+    with runtime_kit.context(tmp_path) as context, kv.record(context, path):
+        batch = kv.Batch.of(tokens, positions, 0)
+        context.decode(batch)
+        tokens += 2
+        positions += 2
+        context.decode(batch)
+    assert [row["tokens"] for row in rows(path)[2:4]] == [[5, 6], [7, 8]]
+
+
+def test_a_context_with_tokens_begins_with_them(tmp_path: Path) -> None:
+    """They are decoded again, and shared cells are shared; the head says so."""
+    path = tmp_path / "run.jsonl"
+    with runtime_kit.context(tmp_path) as context:
+        a = context.sequence()
+        context.prefill(a, list(range(5, 45)))
+        fork = a.fork(10)
+        a.remove(20, 30)
+        with kv.record(context, path):
+            context.step(fork, 5)
+        with kv.record(context, path):
+            context.clear()
+        context.native.seq_cp(context.handle, 0, 1, 0, 5)
+        context.native.decode_one(context.handle, 5, 0, 3)
+        with pytest.raises(UsageError, match="clear it"), kv.record(context, path):
+            pass
+    head, lines = trace.read(path)
+    assert head.start == "rebuilt"
+    assert [line.op for line in lines] == ["context", "batch", "clear"]
+    assert len(lines[1].arguments["tokens"]) == 31
+    assert lines[1].arguments["seq"][:11] == [*[[0, 1]] * 10, 0]
+    stage = Stage(SimulatedNative(), file=tmp_path / "tiny.gguf")
+    assert replay(head, lines, stage)[1] == []
+
+
+def test_forks_in_streams_are_decoded_each(tmp_path: Path) -> None:
+    """What a stream has is decoded for its sequence alone, also after a fork."""
+    path = tmp_path / "run.jsonl"
+    able = {"capabilities": ALL | Capability.STREAMS | Capability.KV_UNIFIED}
+    with runtime_kit.context(tmp_path, able, n_seq_max=2, kv_unified=False) as context:
+        a = context.sequence()
+        context.prefill(a, [5, 6, 7, 8])
+        a.fork(3)
+        with kv.record(context, path):
+            context.step(a, 9)
+    batch = trace.read(path)[1][1].arguments
+    found = list(zip(batch["seq"], batch["tokens"], strict=True))
+    assert sorted(found) == [(0, 5), (0, 6), (0, 7), (0, 8), (1, 5), (1, 6), (1, 7)]
+
+
+def test_states_from_before_are_in_the_trace(tmp_path: Path) -> None:
+    """A save is named by its restore; a state from elsewhere is carried along."""
+    path = tmp_path / "run.jsonl"
+    with runtime_kit.context(tmp_path) as context:
+        a, b = context.sequence(), context.sequence()
+        context.prefill(a, list(range(5, 15)))
+        before = a.save()
+        context.clear()
+        with kv.record(context, path):
+            a.restore(before)
+            now = a.save()
+            b.restore(now)
+    states = [row for row in rows(path) if row.get("op") in ("save", "restore")]
+    assert [("state" in row) for row in states] == [True, False, False]
+    assert states[1]["as"] == states[2]["as"]
+
+
+@pytest.mark.parametrize("capability", [Capability.CELLS])
+def test_builds_that_show_no_cells_are_recorded(tmp_path: Path, capability) -> None:
+    """Then rows have no counts and no pictures, and everything else."""
+    path = tmp_path / "run.jsonl"
+    native = {"capabilities": ALL & ~capability}
+    with runtime_kit.context(tmp_path, native) as context, kv.record(context, path):
+        a = context.sequence()
+        context.prefill(a, list(range(5, 45)))
+        context.step(a, 5)
+        a.trim(3)
+    assert operations(path) == ["context", "batch", "batch", "step", "remove"]
+    assert not any("used" in row["result"] for row in rows(path) if "op" in row)
+
+
+def test_the_variables_of_a_worker_are_in_the_head(tmp_path: Path, monkeypatch) -> None:
+    """Those it was opened with come before those of this process; others are nobody's business."""
+    monkeypatch.setenv("LLAMA_SET_ROWS", "1")
+    path = tmp_path / "run.jsonl"
+    with runtime_kit.context(tmp_path) as context:
+        context.native.environment = {"LLAMA_SET_ROWS": "0", "SECRET": "x"}
+        with kv.record(context, path):
+            context.step(context.sequence(), 5)
+    assert trace.read(path)[0].environment == {"LLAMA_SET_ROWS": "0"}
+
+
+def test_pictures_can_be_left_out(tmp_path: Path) -> None:
+    """The counts stay."""
+    path = tmp_path / "run.jsonl"
+    with runtime_kit.context(tmp_path) as context, kv.record(context, path, pictures=False):
+        a = context.sequence()
+        context.prefill(a, [5, 6, 7])
+        a.trim(1)
+    assert '"picture"' not in "".join(path.read_text().splitlines()[2:])
+    assert rows(path)[-2]["result"]["used"] == 1
+
+
+def test_one_recording_at_a_time(tmp_path: Path) -> None:
+    """A second one on the same context is refused; another context does not show up."""
+    with runtime_kit.context(tmp_path) as context, kv.record(context, tmp_path / "a"):
+        with pytest.raises(UsageError, match="already"), kv.record(context, tmp_path / "b"):
+            pass
+        other = context.model.context(n_ctx=64)
+        context.native.decode_one(other.handle, 5, 0, 0)
+        context.native.seq_rm(other.handle, 0, -1, -1)
+        context.native.state_load(other.handle, 0, context.native.state_save(other.handle, 0))
+    assert operations(tmp_path / "a") == ["context"]
+
+
+@pytest.mark.parametrize("order", ["watch, record", "record, watch", "watch, record, watch"])
+def test_a_watched_context_is_recorded(tmp_path: Path, order: str) -> None:
+    """Whichever comes first: all is shown, all is a row, and then the context is as before."""
+    path, screen = tmp_path / "run.jsonl", io.StringIO()
+    console = Console(file=screen, width=200, force_terminal=False, _environ={})
+    with runtime_kit.context(tmp_path) as context:
+        native, one = context.native, context.decode_one
+        with ExitStack() as stack:
+            for what in order.split(", "):
+                opened = (
+                    kv.record(context, path)
+                    if what == "record"
+                    else kv.watch(context, console=console)
+                )
+                stack.enter_context(opened)
+            everything(context)
+            with pytest.raises(UsageError, match="already"), kv.record(context, path):
+                pass
+        assert (context.native, context.decode_one) == (native, one)
+    assert set(operations(path)) == ALL_OPERATIONS
+    assert "defrag" in screen.getvalue()
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("flash", [False, True])
+def test_random_schedules_replay_exactly(variant, tmp_path: Path, flash: bool) -> None:
+    """Hundreds of operations, failures and aborts among them: the same cells, moves and logits."""
+    from pyllamakv.scenarios import synthetic
+    from qa.random_operations import schedules
+    from qa.random_operations.operations import Operations
+
+    path, stock = tmp_path / "run.jsonl", variant.manifest.stock
+    options = {"flash_attn": flash} | ({"type_k": "q8_0", "type_v": "q8_0"} if flash else {})
+    for seed in (1, 2):
+        with kv.open(variant.folder) as lib, lib.load_model(synthetic.model("grouped")) as model:
+            one, other = (model.context(256, 96, 32, 5, **options) for _ in range(2))
+            with kv.record(one, path):
+                work = Operations(one, other, heals=not stock)
+                for operation in schedules.draw(seed, 30):
+                    work.do(operation.name, operation.number)
+                work.proof.close()
+        head, lines = trace.read(path)
+        assert head.variant == variant.id
+        with kv.open(variant.folder, isolated=True) as lib:
+            stage = Stage(lib.native, file=trace.model_file(head))
+            assert replay(head, lines, stage) == (len(lines), [])
+            stage.close()
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("manager", ["slots", "prefixes"])
+def test_what_a_cache_manager_does_is_recorded(patched, tmp_path: Path, manager: str) -> None:
+    """Nothing that it does to the context is missing: the trace replays without it."""
+    from pyllamakv.cache.batching.batcher import Batcher
+    from pyllamakv.cache.prefixes.cache import PrefixCache
+    from pyllamakv.cache.slots.cache import SlotCache
+    from pyllamakv.scenarios import synthetic
+
+    path = tmp_path / "run.jsonl"
+    with (
+        kv.open(patched.folder) as lib,
+        lib.load_model(synthetic.model("bytes")) as model,
+        model.context(n_ctx=256, n_batch=64, n_ubatch=32, n_seq_max=4) as context,
+        kv.record(context, path),
+    ):
+        made = SlotCache(context) if manager == "slots" else PrefixCache(context)
+        with Batcher(made) as batcher:
+            prompts = [[1, *range(40, 90)], [1, *range(40, 70), 7], [1, 5, 6], [1, *range(9, 50)]]
+            told = [batcher.submit(prompt, max_tokens=12) for prompt in prompts]
+            for each in told:
+                assert isinstance("".join(each), str)
+    head, lines = trace.read(path)
+    assert len(lines) > 10
+    with kv.open(patched.folder, isolated=True) as lib:
+        stage = Stage(lib.native, file=trace.model_file(head))
+        assert replay(head, lines, stage) == (len(lines), [])
+        stage.close()
+
+
+@pytest.mark.native
+def test_where_the_cache_lies_is_no_part_of_a_trace(patched, tmp_path: Path) -> None:
+    """A context over a file is recorded and replayed like any other; the file is not named."""
+    from pyllamakv.scenarios import synthetic
+
+    path = tmp_path / "run.jsonl"
+    with (
+        kv.open(patched.folder) as lib,
+        lib.load_model(synthetic.model("bytes")) as model,
+        model.context(n_ctx=256, n_seq_max=2, kv_backing=tmp_path / "kept.kv") as context,
+        kv.record(context, path),
+    ):
+        context.decode(context.sequence().feed([5, 6, 7]))
+    assert "kept.kv" not in path.read_text(encoding="utf-8")
+    head, lines = trace.read(path)
+    assert lines[0].arguments["n_ctx"] == 256
+    assert head.model == "bytes"

@@ -1,0 +1,86 @@
+"""Shrinking finds lists that are minimal, whatever makes them fail."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from zlib import crc32
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pyllamakv.record.shrink import Shrinker, Sizes
+
+#: An item is a name and a size.
+Item = tuple[str, int]
+
+
+def join(one: Item, other: Item) -> Item | None:
+    return (one[0], one[1] + other[1]) if one[0] == other[0] else None
+
+
+SIZES: Sizes[Item] = Sizes(lambda item: item[1], lambda item, n: (item[0], n), join)
+NEVER: Sizes[Item] = Sizes(lambda item: 0, lambda item, n: item, lambda one, other: None)
+
+NAMES = "abcd"
+ITEMS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(1, 9)), max_size=14)
+
+
+def sums(items: tuple[Item, ...]) -> dict[str, int]:
+    return {name: sum(n for each, n in items if each == name) for name in NAMES}
+
+
+@given(ITEMS, st.dictionaries(st.sampled_from(NAMES), st.integers(1, 9)))
+def test_what_is_needed_stays_and_nothing_else(items: list[Item], need: dict[str, int]) -> None:
+    """A failure that needs so much of each name keeps exactly that, in as few items."""
+
+    def fails(some: tuple[Item, ...]) -> bool:
+        return all(sums(some)[name] >= n for name, n in need.items())
+
+    if not fails(tuple(items)):
+        return
+    best = Shrinker(items, fails, SIZES).run()
+    assert sums(best) == {**dict.fromkeys(NAMES, 0), **need}
+    assert all(one[0] != two[0] for one, two in pairwise(best))
+
+
+@given(st.lists(st.integers(0, 30), unique=True, max_size=16), st.data())
+def test_a_subset_is_found(values: list[int], data: st.DataObject) -> None:
+    """Delta debugging on plain items: the guilty ones, in their order."""
+    guilty = data.draw(st.sets(st.sampled_from(values))) if values else set()
+    items = [("a", value) for value in values]
+    found = Shrinker(items, lambda some: guilty <= {n for _, n in some}, NEVER).run()
+    assert [n for _, n in found] == [n for n in values if n in guilty]
+
+
+@given(ITEMS, st.integers(0, 2**16))
+def test_the_result_is_minimal_for_any_failure(items: list[Item], seed: int) -> None:
+    """Brute force agrees: no item can be left out, none can be smaller by one."""
+    asked: dict[tuple[Item, ...], bool] = {tuple(items): True}
+
+    def fails(some: tuple[Item, ...]) -> bool:
+        # As arbitrary as can be, but always the same.
+        return asked.setdefault(some, crc32(repr((some, seed)).encode()) % 3 == 0)
+
+    told: list[tuple[Item, ...]] = []
+    shrinker = Shrinker(items, fails, SIZES, told.append)
+    best = shrinker.run()
+    assert fails(best)
+    for place, (name, n) in enumerate(best):
+        assert not fails((*best[:place], *best[place + 1 :]))
+        if n > 1:
+            assert not fails((*best[:place], (name, n - 1), *best[place + 1 :]))
+    assert not told or told[-1] == best
+    assert shrinker.runs < len(asked)
+
+
+def test_no_list_is_asked_about_twice() -> None:
+    """Runs are dear: each list is played once."""
+    asked: list[tuple[Item, ...]] = []
+
+    def fails(some: tuple[Item, ...]) -> bool:
+        asked.append(some)
+        return sums(some)["a"] >= 3
+
+    shrinker = Shrinker([("a", 2), ("b", 5), ("a", 9), ("c", 1)], fails, SIZES)
+    assert shrinker.run() == (("a", 3),)
+    assert len(asked) == len(set(asked)) == shrinker.runs

@@ -1,0 +1,308 @@
+"""Traces are read as strictly as they can be, and shorter ones as far as they go."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+from pathlib import Path
+
+import pytest
+from fakes.rolling import Rolling
+from fakes.simulated import SimulatedNative
+from hypothesis import given
+from hypothesis import strategies as st
+from trace_kit import STORY, record
+
+from pyllamakv.errors import KvError, ScenarioFailed, ScriptError, TraceMismatch, WorkerDied
+from pyllamakv.home import data
+from pyllamakv.record import playing, script, trace, traced, variables
+from pyllamakv.record.stage import Stage
+from pyllamakv.scenarios import scenario, synthetic
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """Return a trace of a script."""
+    return record(tmp_path / "trace.jsonl")
+
+
+def test_a_script_is_recorded_as_it_stands(recorded: Path) -> None:
+    """Its lines, with results, times, and the cells where they changed."""
+    head, lines = trace.read(recorded)
+    assert (head.model, head.complete, head.environment) == ("tiny", True, {})
+    expected = [line.to_json() for line in script.parse(STORY.splitlines())]
+    assert [{**line.to_json(), "result": None} for line in lines] == [
+        {**each, "result": None} for each in expected
+    ]
+    assert all({"at", "us"} <= set(line.result) for line in lines)
+    labels = [line.result["picture"]["label"] for line in lines if "picture" in line.result]
+    assert labels[:4] == ["context", "decode", "copy", "remove"]
+    assert "holes" in labels
+    assert lines[4].result["before"]["used"] == 32
+    defragged = next(line for line in lines if line.op == "defrag")
+    assert defragged.result["moved"]
+
+
+def test_what_ends_a_script_is_its_last_row(tmp_path: Path) -> None:
+    """A decode that fails, a restore that is refused, a worker that dies."""
+    text = '{"op": "decode", "feed": {"0": 60}}\n{"op": "save", "seq": 0, "as": "x"}\n'
+    full = '{"op": "decode", "feed": {"1": 200}}'
+    with pytest.raises(ScenarioFailed, match=r"line 3 \(decode\)"):
+        record(tmp_path / "a", text + full)
+    assert trace.read(tmp_path / "a")[1][-1].result["status"] == 1
+
+    class Dying(SimulatedNative):
+        def defrag(self, context):
+            raise WorkerDied("the worker was killed")
+
+    with pytest.raises(WorkerDied):
+        record(tmp_path / "b", text + '{"op": "defrag"}', Dying())
+    assert trace.read(tmp_path / "b")[1][-1].result["error"] == "WorkerDied"
+
+    class Refusing(SimulatedNative):
+        def state_load(self, context, seq, state):
+            return 0
+
+    with pytest.raises(ScenarioFailed, match="refused"):
+        record(tmp_path / "c", text + '{"op": "restore", "seq": 1, "as": "x"}', Refusing())
+    assert trace.read(tmp_path / "c")[1][-1].result["done"] is False
+
+
+def test_a_trace_without_its_end_is_a_shorter_trace(recorded: Path) -> None:
+    """As a crash leaves it: cut between rows, or in the middle of one."""
+    whole = recorded.read_bytes()
+    rows = trace.read(recorded)[1]
+    lines = whole.splitlines(keepends=True)
+    recorded.write_bytes(b"".join(lines[:5]))
+    head, found = trace.read(recorded)
+    assert (head.complete, found) == (False, rows[:4])
+    recorded.write_bytes(b"".join(lines[:5]) + lines[5][:20])
+    assert trace.read(recorded)[1] == rows[:4]
+
+
+def test_damaged_and_foreign_files_are_refused(recorded: Path, tmp_path: Path) -> None:
+    """With what is wrong and where."""
+    lines = recorded.read_bytes().splitlines(keepends=True)
+
+    def refused(data: bytes, says: str, line: int | None = None) -> None:
+        path = tmp_path / "x.jsonl"
+        path.write_bytes(data)
+        with pytest.raises(ScriptError, match=says) as caught:
+            trace.read(path)
+        assert line is None or caught.value.line == line
+
+    refused(b"".join(lines[:3] + lines[4:]), "rows are there|are there")
+    refused(b"".join([*lines[:3], b"\xff\xfe\n", *lines[3:]]), "line 4 is not text", 4)
+    refused(b"".join([*lines[:3], b"{\n", *lines[3:]]), "line 4: not JSON", 4)
+    refused(b"".join([*lines[:3], b'{"op": "step"}\n', *lines[3:]]), "'seq' is missing", 4)
+    refused(b"GGUF\x03\x00\x00", "no trace")
+    refused(bytes(range(256)), "no trace")
+    refused(b"", "no trace")
+    refused(b'{"op": "defrag"}\n', "no trace", 1)
+    refused(lines[0], "no rows")
+    refused(lines[0][:10], "no trace", 1)
+    refused(b"[" * 100_000 + b"\n", "no trace", 1)
+    refused(b'{"trace": 2, "variant": 7}\n{"op": "defrag"}\n', "must be texts", 1)
+    refused(b'{"trace": 2, "kind": "hope"}\n{"op": "defrag"}\n', "kind must be one of", 1)
+    refused(lines[0] + b'{"op": "defrag", "result": 3}\n', "result must be an object", 2)
+    for result in ('{"status": "ok"}', '{"best": {"0": 3}}', '{"best": {"x": [1, 2, 3]}}'):
+        refused(lines[0] + b'{"op": "defrag", "result": %s}\n' % result.encode(), "its", 2)
+    with pytest.raises(ScriptError, match="cannot be read"):
+        trace.read(tmp_path / "missing.jsonl")
+    with pytest.raises(ScriptError, match="cannot be read"):
+        trace.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        '"picture": 5',
+        '"picture": {"runs": [[0, 4]]}',
+        '"picture": {"label": "", "runs": 3}',
+        '"picture": {"label": "", "runs": []}',
+        '"picture": {"label": "", "runs": [[0, "x"]]}',
+        '"picture": {"label": "", "runs": [[0, -4]]}',
+        '"picture": {"label": "", "runs": [[-9, 4]]}',
+        '"picture": {"label": "", "runs": [[0, 16777217]]}',
+        '"picture": {"label": "", "runs": [[0, 16777216], [1, 1]]}',
+        '"picture": {"label": "", "runs": [[0, 8]], "streams": [9, 9]}',
+        '"moved": 3',
+        '"moved": [[1, 2]]',
+        '"moved": [[0, -1, 2]]',
+        '"moved": [[0, 1, 16777217]]',
+        '"cells": "x"',
+        '"cells": true',
+        '"status": 2147483648',
+        '"best": 3',
+        '"best": [1, 2, 3]',
+        '"best": {"²": [1, 2, 3]}',
+        f'"best": {{"{"9" * 5000}": [1, 2, 3]}}',
+        f'"best": {{"0": [1, {10**400}, 3]}}',
+        '"polls": "z"',
+    ],
+)
+@pytest.mark.defect(
+    "results in a trace that cannot be were taken, or were bare errors of Python",
+    by="hostile input",
+    of="Python",
+)
+def test_results_that_say_nothing_are_refused(result: str) -> None:
+    """In a script as well as in a trace, before anything is played or drawn."""
+    with pytest.raises(ScriptError, match=r"line 1 \(clear\): its"):
+        list(script.parse([f'{{"op": "clear", "result": {{{result}}}}}']))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        '"environment": {"LD_PRELOAD": "/tmp/x.so"}',
+        '"environment": {"LLAMA_X": "1"}',
+        '"environment": {"LLAMA_SET_ROWS=1": "1"}',
+        '"environment": {"LLAMA_SET_ROWS": "1\\u0000"}',
+        '"environment": {"LLAMA_SET_ROWS": "\\ud800"}',
+        '"environment": {"LLAMA_KV_BACKING": "/tmp/x.bin"}',
+        '"environment": {"LLAMA_KV_BACKING": "x"}',
+        '"variant": "/tmp/elsewhere"',
+        '"variant": "path:/tmp/elsewhere"',
+        '"spec": "/tmp/elsewhere"',
+    ],
+)
+@pytest.mark.defect(
+    "a trace could set any `LLAMA_` variable, one of which fills a file of its choice with a cache",
+    by="hostile input",
+    of="Python",
+)
+def test_a_trace_brings_no_code_along(words: str, tmp_path: Path) -> None:
+    """A file from elsewhere names builds by their ids, and sets nothing but words that are known.
+
+    mmap-kv would make and cut a file that one of them names.
+    """
+    path = tmp_path / "x.jsonl"
+    path.write_text(f'{{"trace": 2, {words}}}\n{{"op": "clear"}}\n')
+    with pytest.raises(ScriptError, match="the head's"):
+        trace.read(path)
+
+
+def test_another_version_or_model_is_a_mismatch(recorded: Path, tmp_path: Path) -> None:
+    """Both sides are named, and nothing is guessed."""
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"trace": 1, "variant": "x", "model": "tiny"}\n{"op": "defrag"}\n')
+    with pytest.raises(TraceMismatch, match="schema 1, this package reads 2") as caught:
+        trace.read(path)
+    assert (caught.value.expected, caught.value.found) == ("2", "1")
+    head, _ = trace.read(recorded)
+    assert trace.model_file(head) == synthetic.model("tiny")
+    with pytest.raises(TraceMismatch, match="another model") as caught:
+        trace.model_file(head, "grouped")
+    assert caught.value.expected == head.identity
+    assert caught.value.found != head.identity
+
+
+def test_the_head_goes_through_a_file_unchanged(tmp_path: Path) -> None:
+    """Usual words are left out."""
+    head = trace.Head(
+        "v", "tiny", "0.3.9+stock", "abc", {"LLAMA_SET_ROWS": "1"}, kind="guard", claim="so"
+    )
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps(head.to_json()) + '\n{"op": "defrag"}\n{"end": 1}\n')
+    assert trace.read(path)[0] == head
+    assert "start" not in head.to_json()
+
+
+def test_the_environment_of_a_recording_is_in_its_head(monkeypatch) -> None:
+    """Variables that change what a library does, and no others."""
+    monkeypatch.setenv("LLAMA_SET_ROWS", "1")
+    monkeypatch.setenv("LLAMA_CPP_LIB_PATH", "/x")
+    monkeypatch.setenv("SECRET", "x")
+    more = {"LLAMA_KV_BACKING": "mmap", "LLAMA_KV_DEFRAG_PLAN": "ordered"}
+    environment = trace.here("simulated", synthetic.model("tiny"), more).environment
+    assert environment == {"LLAMA_SET_ROWS": "1", **more}
+    assert not variables.recorded({"LLAMA_KV_BACKING": "/a/folder"}).keys() & {variables.BACKING}
+    assert not variables.wrong(environment)
+
+
+def test_a_trace_carries_what_patches_and_scenarios_know() -> None:
+    """A variable that a new patch reads is one that a replay has to set."""
+    read: set[str] = set()
+    for file in (*data("patches").rglob("*.patch"), *data("patches").rglob("*.h")):
+        read.update(re.findall(r'getenv\("(LLAMA_KV_\w+)"', file.read_text("utf-8")))
+    scenarios = scenario.discover().values()
+    settings = [each for one in scenarios for each in (one, *one.settings)]
+    named = {name for each in settings for name, _ in each.environment}
+    assert read
+    assert read | named <= set(variables.KNOWN)
+
+
+@given(st.binary(max_size=200), st.booleans())
+def test_junk_is_a_typed_error(tmp_path_factory, junk: bytes, headed: bool) -> None:
+    """Whatever stands in a file, reading it gives a trace or an error of ours."""
+    path = tmp_path_factory.getbasetemp() / "junk.jsonl"
+    path.write_bytes((b'{"trace": 2}\n{"op": "defrag"}\n' if headed else b"") + junk)
+    try:
+        head, lines = trace.read(path)
+    except KvError:
+        return
+    assert headed
+    assert lines[0].op == "defrag"
+    assert isinstance(head, trace.Head)
+
+
+def test_what_failed_then_and_not_now_is_undone(tmp_path: Path) -> None:
+    """The rows after it find the cache as it was recorded, and the same batch may come again."""
+    text = f"""
+{{"op": "context", "n_ctx": 64, "n_batch": 64, "n_seq_max": 4}}
+{{"op": "decode", "feed": {{"0": 24, "1": 24}}, "interleave": true}}
+{{"op": "remove", "seq": 1}}
+{{"op": "batch", "tokens": {[7] * 18}, "seq": 2, "expect": "any"}}
+{{"op": "expect", "used": 24}}
+"""
+    path = record(tmp_path / "x.jsonl", text, Rolling())
+    _, lines = trace.read(path)
+    assert lines[3].result["status"] == 1
+    stage = Stage(Rolling(heals=True))
+    playing.play(lines, stage)
+    assert stage.player is not None
+    assert stage.player.ledger.used == 24
+
+
+@pytest.mark.parametrize(
+    ("first", "is_one"),
+    [
+        (b'{"trace": 2, "variant": "x", "model": "tiny"}', True),
+        (b'{"variant": "x", "trace": 2}', True),
+        (b'{"trace": 99}', True),
+        (b'{"trace": 2, "vari', True),
+        (b'{"op": "snapshot", "label": "trace"}', False),
+        (b'{"op": "note", "text": "trace", "trace": 1}', False),
+        (b'["trace"]', False),
+        (b'# "trace"', False),
+        (b"\x00\xff\xfe" + b'"trace"', False),
+        (b"[" * 60_000 + b'"trace"', False),
+        (b"", False),
+    ],
+)
+def test_a_trace_is_known_by_its_head(tmp_path: Path, first: bytes, is_one: bool) -> None:
+    """Not by a word that stands in it."""
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(first + b"\n")
+    assert trace.is_trace(path) is is_one
+
+
+def test_what_is_no_file_is_no_trace(tmp_path: Path) -> None:
+    """Nobody waits for a pipe, or takes from one what is to be played."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path, tmp_path / "none", Path("/dev/null"), Path("a\0b")):
+        assert not trace.is_trace(path)
+    text = '{"op": "clear"}\n'
+    writer = threading.Thread(target=pipe.write_text, args=(text,))
+    writer.start()
+    assert [line.op for line in traced.load(pipe)[1]] == ["clear"]
+    writer.join()

@@ -1,0 +1,157 @@
+"""A device that computes wrongly by itself is found before a patch is judged on it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fakes.rolling import Opener, Rolling
+
+from pyllamakv.errors import WorkerDied, WorkerTimeout
+from pyllamakv.scenarios import scenario
+from pyllamakv.scenarios.control import TOKENS
+from pyllamakv.scenarios.device_placement import Place
+from pyllamakv.scenarios.lab import Bench
+from pyllamakv.scenarios.scenario import CACHES
+from pyllamakv.verification.verdict import Pair, harms
+
+
+class Device(Rolling):
+    """Keep the cache away from host memory."""
+
+    def cells(self, context, cache):
+        raw = super().cells(context, cache)
+        return replace(raw, info=replace(raw.info, host=0))
+
+
+class Crooked(Device):
+    """Give other logits for single tokens than for batches, wherever they lie."""
+
+    def decode(self, context, token, pos, seq_count, seq_id, logits):
+        status = super().decode(context, token, pos, seq_count, seq_id, logits)
+        if len(token) == 1:
+            held = self._get(context)
+            held.logits = [each + 1 for each in held.logits]
+        return status
+
+
+class Ending(Device):
+    """End the worker with the first single token."""
+
+    def decode(self, context, token, pos, seq_count, seq_id, logits):
+        if len(token) == 1:
+            raise WorkerDied("ended by SIGABRT", signal=6)
+        return super().decode(context, token, pos, seq_count, seq_id, logits)
+
+
+class NoContext(Device):
+    """End the worker with the first context."""
+
+    def context_new(self, *args, **options):
+        raise WorkerDied("ended by SIGSEGV", signal=11)
+
+
+class Slow(Device):
+    """Never come to the end of the first single token."""
+
+    def decode(self, context, token, pos, seq_count, seq_id, logits):
+        if len(token) == 1:
+            raise WorkerTimeout("no answer")
+        return super().decode(context, token, pos, seq_count, seq_id, logits)
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
+
+
+def run(make, backend: str, times: int = 1):
+    """Run a scenario on a backend; return the outcome, and what the last worker was asked."""
+    opener = Opener(make)
+    with Bench(opener, Place(backend)) as bench:
+        for _ in range(times):
+            found = bench.run(Path("lib"), scenario.find("fragmented"), CACHES[0])
+        return found.outcome, opener.opened[-1].native.calls, len(opener.opened)
+
+
+def test_a_setting_that_the_device_computes_wrongly_is_skipped() -> None:
+    """The reason has the difference; the scenario itself does not run."""
+    outcome, calls, _ = run(lambda: Crooked(heals=True), "vulkan")
+    assert outcome.status == "skip"
+    assert "before anything is moved: logits of the same tokens differ by 1" in outcome.message
+    assert calls.count(f"decode {TOKENS}") == 1
+    assert calls[1:] == ["decode 1"] * TOKENS
+
+
+def test_a_device_that_is_right_is_tried_once() -> None:
+    """The second run in the same setting takes the first one's word."""
+    outcome, calls, _ = run(lambda: Device(heals=True), "cuda", times=2)
+    assert outcome.status == "pass", outcome.message
+    assert calls.count(f"decode {TOKENS}") == 1
+
+
+def test_a_device_that_has_not_the_cache_is_tried_once() -> None:
+    """The control's context is given back, and the second run takes its word."""
+    made: list[Rolling] = []
+
+    def make() -> Rolling:
+        made.append(Rolling(heals=True))
+        return made[-1]
+
+    outcome, _, opened = run(make, "vulkan", times=2)
+    assert (outcome.status, opened) == ("skip", 1)
+    assert "host memory" in outcome.message
+    assert made[0].freed.count("context") == 1
+
+
+@pytest.mark.parametrize("backend", ["cpu", "rpc"])
+def test_processors_are_not_tried(backend: str) -> None:
+    """Where the processor computes, every failure counts."""
+    place = Place(backend)
+    assert not place.apart
+    assert place.model("tiny") == "tiny"
+    if backend == "cpu":
+        outcome, calls, _ = run(lambda: Rolling(heals=True), backend)
+        assert outcome.status == "pass"
+        assert f"decode {TOKENS}" not in calls
+
+
+def test_a_worker_that_the_control_ends_is_replaced() -> None:
+    """What the device cannot do by itself is not judged, and the next run has a worker."""
+    outcome, _, opened = run(Ending, "vulkan", times=2)
+    assert (outcome.status, outcome.failure, opened) == ("skip", "crash", 2)
+    assert "ends the process before anything is moved: ended by SIGABRT" in outcome.message
+
+
+def test_a_context_that_ends_the_worker_is_not_judged() -> None:
+    """Before any token there is nothing that a patch could be judged by."""
+    outcome, calls, _ = run(NoContext, "vulkan")
+    assert (outcome.status, outcome.failure) == ("skip", "crash")
+    assert not any(call.startswith("decode") for call in calls)
+
+
+def test_a_device_that_is_slow_is_tried_again() -> None:
+    """A hang is told as one: a busy machine looks the same."""
+    outcome, _, opened = run(Slow, "vulkan", times=2)
+    assert (outcome.status, outcome.failure, opened) == ("fail", "hang", 2)
+
+
+def test_a_patch_that_spoils_the_device_is_not_excused() -> None:
+    """What stock computes rightly and patched does not is patched's failure."""
+    stock, _, _ = run(lambda: Device(heals=True), "vulkan")
+    patched, _, _ = run(lambda: Crooked(heals=True), "vulkan")
+    pair = Pair("fragmented", "guard", "plain f16", stock, patched)
+    assert pair.patched is not None
+    assert pair.patched.failed
+
+
+def test_a_patch_that_ends_the_process_is_not_excused_either() -> None:
+    """It crashes where stock does not, though stock breaks its claim, too."""
+    stock, _, _ = run(Device, "vulkan")
+    patched, _, _ = run(Ending, "vulkan")
+    pair = Pair("fragmented", "cure", "plain f16", stock, patched)
+    assert pair.stock.failure == "claim"
+    assert pair.patched is not None
+    assert pair.patched.failure == "crash"
+    assert harms(pair)

@@ -1,0 +1,68 @@
+"""A filmed player plays like any other, and its film has every operation."""
+
+from __future__ import annotations
+
+import json
+
+from fakes.rolling import Rolling
+from fakes.simulated import SimulatedNative
+
+from pyllamakv.binding.protocol import ContextParams, ModelParams
+from pyllamakv.record.playback import Film
+from pyllamakv.scenarios import scenario
+from pyllamakv.scenarios.frames import LONGEST, FilmedPlayer, films
+from pyllamakv.scenarios.lab import Lab, Run
+from pyllamakv.verification import parallel_runs
+from pyllamakv.verification.verdict import Outcome
+
+
+def player(native: SimulatedNative, path) -> FilmedPlayer:
+    model = native.model_load(str(path), ModelParams())
+    return FilmedPlayer(native, model, ContextParams(n_ctx=32, n_batch=32, n_seq_max=4))
+
+
+def test_every_operation_is_a_frame(tiny_model) -> None:
+    """Decodes that fail as well, with what moved where."""
+    made = player(SimulatedNative(), tiny_model)
+    made.fill({0: 16, 1: 16}, interleave=True)
+    made.remove(1)
+    made.decode({2: 8}, expect=None)
+    made.defrag()
+    made.copy(0, 3, 0, 4)
+    ops = [(frame.op, frame.failed, frame.moved) for frame in made.film.frames]
+    assert ops == [
+        ("decode", "", 0),
+        ("remove", "", 0),
+        ("decode", "no-slot", 0),
+        ("defrag", "", 8),
+        ("copy", "", 0),
+    ]
+    assert made.film.frames[0].detail == "0: 16 tokens, 1: 16 tokens"
+    assert sorted(made.film.frames[-1].picture.owner)[:5] == [-2, -2, -2, -2, -1]
+
+
+def test_a_film_ends_when_it_is_long_enough(tiny_model) -> None:
+    """A scenario of thousands of operations keeps no thousands of frames."""
+    made = player(SimulatedNative(), tiny_model)
+    for _ in range(LONGEST + 5):
+        made.decode({0: 1})
+        made.remove(0)
+    assert len(made.film) == LONGEST
+
+
+def test_one_run_of_a_scenario_is_filmed(tiny_model) -> None:
+    """Where the scenario asks for it; the film is kept with the run's result."""
+    native = Rolling(heals=True)
+    model = native.model_load(str(tiny_model), ModelParams())
+    fragmented = scenario.find("fragmented")
+    assert fragmented.film
+    lab = Lab(native, model, fragmented.settings[0], film=True)
+    fragmented.run(lab)
+    (film,) = films(lab.players)
+    assert sum(frame.moved for frame in film.frames) > 0
+    run = Run("fragmented", "x", Outcome("pass"), films=(film,))
+    again = parallel_runs.from_json(json.loads(json.dumps(parallel_runs.to_json(run))))
+    assert again.films == (Film("", film.frames),)
+    plain = Lab(native, model, fragmented.settings[0])
+    fragmented.run(plain)
+    assert not films(plain.players)

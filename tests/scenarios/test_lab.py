@@ -1,0 +1,278 @@
+"""The lab finds what a library does wrong, class by class, and loses nothing but the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fakes.rolling import Opener, Rolling
+from fakes.simulated import SimulatedNative
+
+from pyllamakv.binding.protocol import Capability, ModelParams
+from pyllamakv.errors import (
+    HarnessError,
+    PartialRemovalRefused,
+    ScenarioFailed,
+    Unsupported,
+    Untestable,
+    WorkerDied,
+    WorkerTimeout,
+)
+from pyllamakv.scenarios import scenario
+from pyllamakv.scenarios.device_placement import Place
+from pyllamakv.scenarios.lab import Bench, Lab
+from pyllamakv.scenarios.outcome import classify
+from pyllamakv.scenarios.scenario import CACHES, Scenario
+
+#: What stock does wrong on purpose, and a build that heals does right.
+CURES = (
+    "fragmented",
+    "restore-fragmented",
+    "retry-between-ubatches",
+    "parallel-clients",
+    "truncated-prompts",
+)
+GUARDS = (
+    "fork-then-defrag",
+    "fail-between-ubatches",
+    "shift-then-defrag",
+    "defrag-without-shift",
+    "used-count",
+)
+
+
+class Forgetful(Rolling):
+    """Lose the cells of the highest sequence when defragmenting."""
+
+    def defrag(self, context):
+        report = super().defrag(context)
+        cache = self._get(context).cache
+        cache.drop(cache.has(1), 1)
+        return report
+
+
+class Swapping(Rolling):
+    """Swap the data of two cells when defragmenting, and leave their labels."""
+
+    def defrag(self, context):
+        report = super().defrag(context)
+        cache = self._get(context).cache
+        cache.rows[:, [0, 1]] = cache.rows[:, [1, 0]]
+        return report
+
+
+class Ghostly(SimulatedNative):
+    """Leave the first micro-batches of a failed decode behind."""
+
+
+class Crashing(Rolling):
+    """End the worker in a defragmentation."""
+
+    def defrag(self, context):
+        raise WorkerDied("ended by SIGABRT", signal=6)
+
+
+class Dying(Rolling):
+    """End the worker in a restore."""
+
+    def state_load(self, context, seq, data):
+        raise WorkerDied("ended by SIGABRT", signal=6)
+
+
+class Hanging(Rolling):
+    """Never come back from a defragmentation."""
+
+    def defrag(self, context):
+        raise WorkerTimeout("no answer")
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
+
+
+def run(make, name: str, setting=CACHES[0]):
+    with Bench(Opener(make)) as bench:
+        return bench.run(Path("lib"), scenario.find(name), setting)
+
+
+@pytest.mark.parametrize("name", CURES)
+def test_cures_turn_from_red_to_green(name: str) -> None:
+    """A library that defragments when it must passes what one that does not fails."""
+    assert run(lambda: Rolling(), name).outcome.failure == "claim"
+    healed = run(lambda: Rolling(heals=True), name)
+    assert healed.outcome.status == "pass", healed.outcome.message
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_guards_hold_on_a_library_that_is_right(name: str) -> None:
+    """A guard has nothing against a library without faults."""
+    found = run(lambda: Rolling(heals=True), name)
+    assert found.outcome.status == "pass", found.outcome.message
+    assert found.pictures
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "failure"),
+    [
+        (Forgetful, "fork-then-defrag", "lost"),
+        (Swapping, "fork-then-defrag", "data"),
+        (Ghostly, "fail-between-ubatches", "lost"),
+        (Crashing, "fork-then-defrag", "crash"),
+        (Dying, "restore-fragmented", "crash"),
+        (Hanging, "fork-then-defrag", "hang"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_each_class_of_failure_is_told_apart(make, name: str, failure: str) -> None:
+    """What goes wrong has the right name."""
+    found = run(make, name)
+    assert (found.outcome.status, found.outcome.failure) == ("fail", failure)
+    assert found.outcome.message
+
+
+def test_logits_alone_give_damage_away() -> None:
+    """Where bytes cannot be compared, the reference's logits find what was damaged."""
+
+    class Mute(Rolling):
+        def decode(self, *arguments):
+            status = super().decode(*arguments)
+            cache = self._get(arguments[0]).cache
+            if cache.size == 256 and (cache.pos >= 0).sum() > 200:
+                cache.token[0] += 1
+            return status
+
+    def workload(lab: Lab) -> None:
+        player = lab.player(256)
+        player.fill({0: 220})
+        lab.verify(player)
+
+    with Bench(Opener(Mute)) as bench:
+        found = bench.run(Path("lib"), Scenario("x", "guard", "", "", workload), CACHES[0])
+    assert found.outcome.failure == "data"
+    assert found.difference > 1
+
+
+def test_a_crash_loses_its_own_run_only() -> None:
+    """The next run gets a fresh worker, and a claim that fails keeps the old one."""
+    opener = Opener(Crashing)
+    with Bench(opener) as bench:
+        crashing, claiming = scenario.find("fork-then-defrag"), scenario.find("fragmented")
+        assert bench.run(Path("lib"), claiming, CACHES[0]).outcome.failure == "claim"
+        assert bench.run(Path("lib"), claiming, CACHES[1]).outcome.failure == "claim"
+        assert len(opener.opened) == 1
+        assert bench.run(Path("lib"), crashing, CACHES[0]).outcome.failure == "crash"
+        assert opener.opened[0].closed
+        assert bench.run(Path("lib"), claiming, CACHES[0]).outcome.failure == "claim"
+        assert len(opener.opened) == 2
+    assert opener.opened[1].closed
+
+
+def test_an_environment_gets_a_worker_of_its_own() -> None:
+    """Variables are read once per process, so they are not mixed."""
+    opener = Opener(lambda: Rolling(heals=True))
+    with Bench(opener) as bench:
+        for setting in (CACHES[0], scenario.MOVERS[0], CACHES[0]):
+            bench.run(Path("lib"), scenario.find("fragmented"), setting)
+    always = dict(scenario.CONTIGUOUS)
+    assert opener.environments == [always, always | dict(scenario.MOVERS[0].environment)]
+
+
+def test_a_setting_overrides_the_environment_of_its_scenario() -> None:
+    """A release that can scatter a batch is asked to, where the setting says so."""
+    opener = Opener(lambda: Rolling(heals=True))
+    with Bench(opener) as bench:
+        bench.run(Path("lib"), scenario.find("fragmented"), scenario.SCATTERED)
+    assert opener.environments == [{"LLAMA_SET_ROWS": "1"}]
+
+
+def test_contexts_are_given_back() -> None:
+    """A run leaves no context behind in its worker."""
+    opener = Opener(lambda: Rolling(heals=True))
+    with Bench(opener) as bench:
+        bench.run(Path("lib"), scenario.find("fragmented"), CACHES[0])
+        native = opener.opened[0].native
+        assert native.freed.count("context") == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "failure"),
+    [
+        (ScenarioFailed("x", failure="lost"), "fail", "lost"),
+        (Untestable("x"), "skip", ""),
+        (Unsupported("x"), "absent", ""),
+        (PartialRemovalRefused("x"), "absent", ""),
+        (WorkerTimeout("x"), "fail", "hang"),
+        (WorkerDied("x"), "fail", "crash"),
+        (HarnessError("x"), "fault", ""),
+        (KeyError("x"), "fault", ""),
+    ],
+)
+def test_errors_have_one_meaning_each(error, status: str, failure: str) -> None:
+    """A fault of ours is never taken for a failure of the library."""
+    outcome = classify(error)
+    assert (outcome.status, outcome.failure) == (status, failure)
+
+
+def test_a_missing_capability_is_absent() -> None:
+    """What a build cannot do at all is not a failure."""
+    none = Capability(0)
+    assert run(lambda: Rolling(capabilities=none), "counters").outcome.status == "absent"
+
+
+@pytest.mark.parametrize(("backend", "error"), [("cpu", Unsupported), ("cuda", Untestable)])
+def test_what_keeps_no_cache_in_mapped_memory_lacks_it(backend: str, error: type) -> None:
+    """On a device nobody expects it; in host memory it is a feature that the patch has lost."""
+
+    class Unmapped(Rolling):
+        def context_new(self, model, params):
+            raise Unsupported("kv_backing has no effect here")
+
+    native = Unmapped()
+    lab = Lab(native, native.model_load("tiny", ModelParams()), CACHES[0], place=Place(backend))
+    with pytest.raises(error, match="has no effect here"):
+        lab.player(256, kv_backing=1)
+    with pytest.raises(Untestable):
+        lab.player(256)
+
+
+def test_without_readable_cells_positions_are_checked() -> None:
+    """A library whose cells cannot be read is still judged, by its sequences' ends."""
+
+    class Blind(Forgetful):
+        def __init__(self) -> None:
+            super().__init__(capabilities=Capability.DEFRAG | Capability.STATES)
+
+    with Bench(Opener(Blind)) as bench:
+
+        def workload(lab: Lab) -> None:
+            player = lab.player(256)
+            player.fill({0: 16, 1: 16}, interleave=True)
+            player.remove(0, 0, 8)
+            player.defrag()
+            player.check_cells()
+
+        found = bench.run(Path("lib"), Scenario("x", "guard", "", "", workload), CACHES[0])
+    assert found.outcome.failure == "lost"
+
+
+def test_a_scenario_that_asks_for_the_wrong_size_is_a_fault() -> None:
+    """Flash attention would pad the cache, and the scenario would mean another thing there."""
+
+    def workload(lab: Lab) -> None:
+        lab.player(100)
+
+    with Bench(Opener(Rolling)) as bench:
+        found = bench.run(Path("lib"), Scenario("x", "guard", "", "", workload), CACHES[0])
+    assert found.outcome.status == "fault"
+    assert "256" in found.outcome.message
+
+
+def test_distance_of_logits() -> None:
+    """What is not a number is infinitely far away."""
+    from pyllamakv.scenarios.reference import distance
+
+    one = np.zeros(4, dtype=np.float32)
+    assert distance(one, one + 0.5) == 0.5
+    assert distance(one, np.array([0, np.nan, 0, 0], dtype=np.float32)) == float("inf")

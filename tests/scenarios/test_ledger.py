@@ -1,0 +1,68 @@
+"""The harness's ledger knows what must be in a cache, wherever it lies."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pyllamakv.scenarios.ledger import Ledger, differences
+
+
+def filled(**seqs: int) -> Ledger:
+    ledger = Ledger()
+    for name, count in seqs.items():
+        seq = int(name[1:])
+        ledger.add(range(count), range(count), [[seq]] * count)
+    return ledger
+
+
+def test_removal_frees_only_what_nobody_owns() -> None:
+    """A shared cell stays with its other owners."""
+    ledger = filled(s0=4)
+    ledger.copy(0, 1, 0, 2)
+    ledger.remove(0)
+    assert ledger.used == 2
+    assert ledger.of(1) == [(0, 0), (1, 1)]
+    assert ledger.next(1) == 2
+    assert ledger.next(0) == 0
+
+
+def test_open_bounds() -> None:
+    """Negative bounds are open, as in llama.cpp."""
+    ledger = filled(s0=6)
+    ledger.remove(0, 4)
+    assert ledger.used == 4
+    ledger.remove(0, -1, 1)
+    assert [pos for pos, _ in ledger.of(0)] == [1, 2, 3]
+    ledger.remove(-1)
+    assert ledger.used == 0
+
+
+def test_a_shift_below_zero_frees_the_cell() -> None:
+    """llama.cpp drops such cells, whoever else owned them."""
+    ledger = filled(s0=4)
+    ledger.shift(0, -1, -1, -2)
+    assert ledger.of(0) == [(0, 2), (1, 3)]
+
+
+def test_keep_divide_clear_replace() -> None:
+    """The rarer operations do what llama.cpp's do."""
+    ledger = filled(s0=2, s1=4)
+    ledger.keep(1)
+    assert ledger.sequences == [1]
+    ledger.divide(1, 2, -1, 2)
+    assert [pos for pos, _ in ledger.of(1)] == [0, 1, 1, 1]
+    ledger.replace(1, [(5, 9)])
+    assert ledger.of(1) == [(5, 9)]
+    ledger.clear()
+    assert not ledger.cells
+
+
+def test_differences_name_what_is_lost_and_what_is_a_ghost() -> None:
+    """Both directions are told apart, and named."""
+    expected = Counter({(0, (0,)): 1, (1, (0, 1)): 1})
+    found = Counter({(0, (0,)): 1, (7, (2,)): 1})
+    lost, ghosts, text = differences(expected, found)
+    assert (lost, ghosts) == (1, 1)
+    assert "position 1 of sequence 0+1" in text
+    assert "position 7 of sequence 2" in text
+    assert differences(expected, expected) == (0, 0, "")

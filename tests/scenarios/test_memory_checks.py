@@ -1,0 +1,118 @@
+"""The routine that proves a memory catches each lie that a library may tell about it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pyllamakv.binding.protocol import ModelParams
+from pyllamakv.errors import NativeError, ScenarioFailed, WorkerDied
+from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios.lab import Lab
+from pyllamakv.scenarios.ledger import Ledger, windows
+from pyllamakv.scenarios.memory_checks import routine
+from pyllamakv.scenarios.scenario import Setting
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Liar:
+    """Pass everything on to a library, but answer one call for the first context by itself."""
+
+    def __init__(self, native: Any, name: str, answer: Callable[..., Any]) -> None:
+        self._native, self._name, self._answer = native, name, answer
+        self._first: Any = None
+
+    def context_new(self, *arguments: Any) -> Any:
+        """Make a context, and remember the first."""
+        made = self._native.context_new(*arguments)
+        self._first = made if self._first is None else self._first
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        true = getattr(self._native, name)
+        if name != self._name:
+            return true
+
+        def lie(context: Any, *arguments: Any) -> Any:
+            if context != self._first:
+                return true(context, *arguments)
+            return self._answer(true, context, *arguments)
+
+        return lie
+
+
+def run(native: Any) -> None:
+    """Run the routine on a tiny model in this process."""
+    model = native.model_load(str(synthetic.tiny()), ModelParams())
+    lab = Lab(native, model, Setting())
+    try:
+        routine(lab, lab.player(256, n_seq_max=4))
+    finally:
+        lab.close()
+        native.model_free(model)
+
+
+@pytest.mark.native
+def test_a_true_library_passes(library: Any) -> None:
+    """Without a lie nothing is found."""
+    run(library.native)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("seq_rm", lambda true, *a: True),
+        ("seq_cp", lambda true, *a: None),
+        ("seq_add", lambda true, *a: None),
+        ("seq_keep", lambda true, *a: None),
+        ("state_load", lambda true, context, seq, data: len(data)),
+        ("state_save", lambda true, context, seq: true(context, (seq + 1) % 2)),
+        ("seq_rm", lambda true, context, seq, p0, p1: true(context, seq, p0, -1)),
+    ],
+    ids=["removes-not", "copies-not", "shifts-not", "keeps-all", "loads-not", "other-rows", "more"],
+)
+def test_each_lie_is_found(library: Any, name: str, answer: Callable[..., Any]) -> None:
+    """Cells, rows or logits give it away."""
+    with pytest.raises((ScenarioFailed, NativeError)):
+        run(Liar(library.native, name, answer))
+
+
+@pytest.mark.native
+def test_a_worker_that_dies_of_wrong_input_has_not_refused_it(library: Any) -> None:
+    """What ends a worker comes out as that, not as a refusal of whatever is tried next."""
+
+    def dies(*_: Any) -> Any:
+        raise WorkerDied("ended by SIGABRT", signal=6)
+
+    with pytest.raises(WorkerDied):
+        run(Liar(library.native, "state_load", dies))
+
+
+def test_what_a_window_must_have() -> None:
+    """The last positions must be there, older ones may; gaps, strangers and doubles may not."""
+    ledger = Ledger()
+    ledger.add(range(20), range(20), [(0,)] * 20)
+    assert windows(ledger, {0: list(range(13, 20))}, 8) == ""
+    assert windows(ledger, {0: list(range(20))}, 8) == ""
+    assert "lost" in windows(ledger, {0: list(range(14, 20))}, 8)
+    assert "lost" in windows(ledger, {0: [5, *range(13, 20)]}, 8)
+    assert "ghost" in windows(ledger, {0: list(range(13, 21))}, 8)
+    assert "ghost" in windows(ledger, {0: [13, *range(13, 20)]}, 8)
+    assert "ghost" in windows(ledger, {0: list(range(13, 20)), 1: [0]}, 8)
+    assert "lost" in windows(ledger, {}, 8)
+
+
+def test_copies_between_streams_have_cells_of_their_own() -> None:
+    """Where a sequence has a stream, a copy replaces what was there and shares nothing."""
+    ledger = Ledger(streams=True)
+    ledger.add([1, 2, 3], [0, 1, 2], [(0,)] * 3)
+    ledger.add([9], [0], [(1,)])
+    ledger.copy(0, 1)
+    assert ledger.used == 6
+    assert ledger.of(1) == ledger.of(0)
+    ledger.remove(0)
+    assert ledger.of(1) == [(0, 1), (1, 2), (2, 3)]

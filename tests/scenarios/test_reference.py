@@ -1,0 +1,125 @@
+"""The reference repeats what was done, and its windows lose nothing; nor do shared tokens fail."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import runtime_kit
+from native_kit import built
+
+import pyllamakv as kv
+from pyllamakv.errors import ScenarioFailed, UsageError
+from pyllamakv.runtime.batch import Batch
+from pyllamakv.scenarios import kv_rows, synthetic
+from pyllamakv.scenarios.player import Player
+from pyllamakv.scenarios.reference import Reference
+from qa.random_operations.acting import Actor
+from qa.random_operations.subject import Subject
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+OPTIONS = {"n_ctx": 256, "n_batch": 96, "n_ubatch": 32, "n_seq_max": 5}
+
+
+def behind(reference: Reference) -> Player:
+    """Return a player of the context that a reference has."""
+    player = reference.player
+    return Player(player.native, player.model, player.params, reference._context)
+
+
+# Without a build...
+
+
+def test_other_logits_are_found(tmp_path: Path) -> None:
+    """What a player saw is compared with what the reference sees."""
+    player = Subject(runtime_kit.context(tmp_path))
+    reference = Reference(player)
+    player.decode({0: 6})
+    reference.catch_up()
+    player.decode({0: 1})
+    player.steps[-1].logits[0] = player.steps[-1].logits[0] + 1
+    with pytest.raises(ScenarioFailed, match="position 6 of sequence 0"):
+        reference.catch_up()
+
+
+@pytest.mark.parametrize("n_caches", [1, 2])
+def test_a_cell_of_a_window_has_two_owners(tmp_path: Path, n_caches: int) -> None:
+    """Only where a second cache gives cells away; what was removed has none."""
+    player = Subject(runtime_kit.context(tmp_path))
+    player.info = replace(player.info, n_swa=8, n_caches=n_caches)
+    reference = Reference(player)
+    player.decode({0: 12, 1: 9})
+    player.remove(1, 4)
+    player.decode({2: 3})
+    reference.catch_up()
+    snapshot = behind(reference).snapshot()
+    assert snapshot is not None
+    (cells,) = snapshot.streams
+    assert sorted(cells.sharers[cells.used].tolist()) == [1] * 3 + [n_caches] * 16
+    # Nor has a batch a second part that could take cells of its first.
+    whole = behind(reference).info.n_ubatch == player.params.n_batch
+    assert whole == (n_caches == 2)
+
+
+def test_who_lost_a_part_of_its_window_shares_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others share where they begin and end alike."""
+    actor = Actor(*(runtime_kit.context(tmp_path) for _ in range(2)))
+    subject = actor.subject
+    subject.decode({0: 10, 1: 10, 2: 10})
+    assert actor._ends() == [(0, 9), (0, 9), (0, 9), ()]
+    subject.info = replace(subject.info, n_swa=8)
+    left = {0: list(range(10)), 1: list(range(4, 10)), 2: list(range(10))}
+    monkeypatch.setattr(kv_rows, "sliding", lambda _: left)
+    assert actor._ends() == [(0, 9), (1,), (0, 9), ()]
+    actor.close()
+
+
+# On real builds...
+
+
+@pytest.fixture(scope="module")
+def sliding() -> Iterator[kv.Model]:
+    """Load a model with a sliding window into a release that has a cache of its own for it."""
+    with kv.open(built("0.3.36+patched").folder) as library:
+        yield library.load_model(synthetic.model("sliding"))
+
+
+@pytest.mark.native
+def test_the_reference_keeps_what_a_window_has_passed(sliding: kv.Model) -> None:
+    """Although llama.cpp searches on from the first cell that was freed, over cells behind it."""
+    with sliding.context(**OPTIONS) as context:
+        subject = Subject(context)
+        reference = Reference(subject)
+        subject.decode({1: 8})
+        subject.decode({0: 60})
+        subject.remove(1)
+        subject.decode({2: 40})
+        reference.catch_up()
+        snapshot = behind(reference).snapshot()
+        assert snapshot is not None
+        assert sorted((kv_rows.sliding(snapshot) or {})[0]) == list(range(60))
+        assert reference.worst < reference.bound
+        reference.close()
+
+
+@pytest.mark.native
+def test_a_token_for_other_windows_is_refused(sliding: kv.Model) -> None:
+    """A restored sequence has its window only, and the one that was saved has all it had."""
+    with sliding.context(**OPTIONS) as context:
+        one, other = context.sequence(), context.sequence()
+        context.decode(one.feed(list(range(3, 63))))
+        other.restore(one.save())
+        batch: Any = Batch.of([5], [60], [0, 1], counts=[2])
+        with pytest.raises(UsageError, match="sliding-window cache"):
+            context.decode(batch)
+        assert (len(one), len(other)) == (60, 60)
+        other.close()
+        other = one.fork()
+        context.decode(batch)
+        assert (len(one), len(other)) == (61, 61)

@@ -1,0 +1,160 @@
+"""Scenarios are found in the package and outside it, and say what they are for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pyllamakv.errors import UsageError
+from pyllamakv.scenarios import scenario, synthetic
+from pyllamakv.scenarios.lab import Bench
+from pyllamakv.scenarios.scenario import CACHES, MOVERS, PLAIN, Scenario, Setting
+
+ALL = scenario.discover()
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "harness.md"
+
+OWN = '''
+from pyllamakv.scenarios.scenario import Scenario
+
+def run(lab):
+    """Do nothing."""
+
+SCENARIO = Scenario("{id}", "guard", "It holds.", "none", run)
+'''
+
+
+@pytest.mark.parametrize("name", list(ALL))
+def test_each_scenario_says_what_it_is_for(name: str) -> None:
+    """One sentence of claim, a public issue, a kind, a known model, distinct settings."""
+    each = ALL[name]
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", each.id)
+    assert each.source is not None
+    assert each.source.stem == each.id.replace("-", "_")
+    assert each.kind in ("cure", "guard", "feature")
+    assert each.claim[0].isupper()
+    assert each.claim.count(".") == 1
+    assert each.claim.endswith(".")
+    assert re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", each.issue)
+    assert each.model in (*synthetic.SHAPES, synthetic.TEST)
+    names = [setting.name for setting in each.settings]
+    assert len(set(names)) == len(names) >= 1
+    assert len(each.digest) == 64
+
+
+def page() -> str:
+    """Return docs/harness.md, or skip where only the package is."""
+    if not PAGE.is_file():
+        pytest.skip("no documents here")
+    return PAGE.read_text(encoding="utf-8")
+
+
+def test_the_page_lists_every_scenario() -> None:
+    """With its kind and the public issue that it stands for, and no other."""
+    rows = re.findall(r"^\| ([a-z0-9-]+) \| (cure|guard|feature) \| (\S+ #\d+) \|", page(), re.M)
+    known = [(each.id, each.kind, each.issue.split("/")[1]) for each in ALL.values()]
+    assert sorted((name, kind, issue.replace(" ", "")) for name, kind, issue in rows) == sorted(
+        known
+    )
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Scenario:
+    """Return the scenario that the page writes, from a folder outside the package."""
+    text = re.search(r"Save this as `(\w+\.py)`.*?^```python\n(.*?)^```", page(), re.S | re.M)
+    assert text
+    (tmp_path / text[1]).write_text(text[2], encoding="utf-8")
+    return scenario.find(text[1].removesuffix(".py").replace("_", "-"), [tmp_path])
+
+
+def test_the_page_writes_a_scenario(example: Scenario) -> None:
+    """The example is a scenario as it stands, under an id that is still free."""
+    assert example.kind == "cure"
+    assert example.id not in ALL
+
+
+@pytest.mark.native
+def test_the_scenario_of_the_page_is_a_cure(example: Scenario, stock, patched) -> None:
+    """It is red on stock and green on patched, as the page says."""
+    with Bench() as bench:
+        for setting in PLAIN:
+            assert bench.run(stock.folder, example, setting).outcome.failure == "claim"
+            assert bench.run(patched.folder, example, setting).outcome.status == "pass"
+
+
+def test_the_scenarios_that_the_series_needs_are_there() -> None:
+    """Every id that a patch names as its proof exists."""
+    from pyllamakv.patching import series
+
+    for patch in series.load():
+        for name in patch.scenarios:
+            assert name in ALL, f"{patch.id} names the scenario {name}, which does not exist"
+
+
+def test_setting_names() -> None:
+    """Names are short and tell every setting from every other."""
+    assert Setting().name == "plain f16"
+    assert CACHES[1].name == "plain q8_0/f16"
+    assert CACHES[5].name == "flash q4_0"
+    every = [*CACHES, *MOVERS]
+    assert len({setting.name for setting in every}) == len(every)
+
+
+def test_a_folder_of_ones_own(tmp_path: Path, monkeypatch) -> None:
+    """Scenarios outside the package are found by argument and by environment."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.mkdir()
+    other.mkdir()
+    (one / "mine.py").write_text(OWN.format(id="mine"))
+    (one / "_helper.py").write_text("raise SystemExit")
+    (other / "theirs.py").write_text(OWN.format(id="theirs"))
+    monkeypatch.setenv(scenario.VARIABLE, str(other))
+    found = scenario.discover([one])
+    assert {"mine", "theirs", "fragmented"} <= set(found)
+    assert found["mine"].source == one / "mine.py"
+
+
+def test_a_changed_file_is_another_scenario(tmp_path: Path) -> None:
+    """The digest follows the file, so that results are never remembered for another text."""
+    path = tmp_path / "mine.py"
+    path.write_text(OWN.format(id="mine"))
+    before = scenario.discover([tmp_path])["mine"].digest
+    path.write_text(OWN.format(id="mine") + "# changed\n")
+    assert scenario.discover([tmp_path])["mine"].digest != before
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("1 / 0", "ZeroDivisionError"),
+        ("x = 1", "SCENARIO"),
+        (OWN.format(id="fragmented"), "another scenario"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, text: str, says: str) -> None:
+    """The message names the file and what is expected of it."""
+    (tmp_path / "wrong.py").write_text(text)
+    with pytest.raises(UsageError, match=says) as caught:
+        scenario.discover([tmp_path])
+    assert "wrong.py" in str(caught.value)
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    """A folder that is not there is a usage error, not an empty list."""
+    with pytest.raises(UsageError, match="nowhere"):
+        scenario.discover([tmp_path / "nowhere"])
+
+
+def test_selection() -> None:
+    """Names choose, no names choose all, a wrong name gets the closest."""
+    assert [each.id for each in scenario.select(ALL, ["fragmented"])] == ["fragmented"]
+    assert len(scenario.select(ALL)) == len(ALL)
+    with pytest.raises(UsageError, match="fragmented"):
+        scenario.select(ALL, ["fragmentd"])
+    assert scenario.find("many-moves").model == "deep"
+
+
+def test_a_scenario_without_a_file_has_a_digest() -> None:
+    """Scenarios made in a test can be run like any other."""
+    assert Scenario("x", "guard", "It holds.", "none", lambda _lab: None).digest

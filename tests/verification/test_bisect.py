@@ -1,0 +1,98 @@
+"""Bisect asks few releases, passes over what cannot be judged, and tells what does not fit."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pyllamakv.errors import Untestable, UsageError
+from pyllamakv.verification.bisect import Step, bisect
+
+CHAIN = [f"r{n}" for n in range(16)]
+
+
+def world(verdicts: dict[str, str] | list[str]):
+    """Return a judge that counts what it is asked."""
+    known = dict(zip(CHAIN, verdicts, strict=True)) if isinstance(verdicts, list) else verdicts
+    asked: list[str] = []
+
+    def judge(name: str) -> Step:
+        asked.append(name)
+        return Step(name, known[name], f"why {name}")
+
+    return judge, asked
+
+
+def test_one_change_in_few_questions() -> None:
+    """Both ends first, then halves."""
+    judge, asked = world(["needed"] * 11 + ["native"] * 5)
+    found = bisect("r0", "r15", CHAIN, judge)
+    assert (found.last.release, found.first.release) == ("r10", "r11")
+    assert asked[:2] == ["r0", "r15"]
+    assert len(asked) <= 6
+    assert not found.suspects and not found.odd
+    assert "r11 is the first release that is native; r10 is needed." in str(found)
+    assert found.to_json()["first"]["release"] == "r11"
+
+
+def test_back_in_time() -> None:
+    """The older end may be the bad one."""
+    judge, _ = world(["broken-apply"] * 3 + ["needed"] * 13)
+    found = bisect("r15", "r0", CHAIN, judge)
+    assert (found.last.release, found.first.release) == ("r3", "r2")
+
+
+def test_untestable_releases_are_passed_over() -> None:
+    """Those at the change itself are suspects."""
+    verdicts = ["needed"] * 6 + ["untestable"] * 4 + ["native"] * 6
+    judge, _ = world(verdicts)
+    found = bisect("r0", "r15", CHAIN, judge)
+    assert (found.last.release, found.first.release) == ("r5", "r10")
+    assert found.suspects == ("r6", "r7", "r8", "r9")
+    assert "r6, r7, r8, r9 already, which cannot be judged" in str(found)
+
+
+def test_more_than_one_change_is_told() -> None:
+    """What is remembered and does not fit is named, without being judged."""
+    verdicts = ["needed"] * 4 + ["native"] * 8 + ["ineffective"] * 4
+    verdicts[13] = "needed"
+    judge, asked = world(verdicts)
+    memory = {"r13": Step("r13", "needed")}
+    found = bisect("r0", "r15", CHAIN, judge, memory.get)
+    assert found.first.release == "r4"
+    assert found.odd == (Step("r13", "needed"),)
+    assert "more than one change: r13 is needed" in str(found)
+    assert "r13" not in asked
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "error", "says"),
+    [
+        ("r0", "r1", UsageError, "both needed"),
+        ("r0", "r0", UsageError, "nothing between"),
+        ("r0", "r99", UsageError, "not in the chain"),
+        ("r0", "r15", Untestable, "r15 cannot be judged here"),
+    ],
+)
+def test_ends_that_give_no_search(good: str, bad: str, error: type, says: str) -> None:
+    """A search that would mislead is refused."""
+    judge, _ = world(["needed"] * 15 + ["untestable"])
+    with pytest.raises(error, match=says):
+        bisect(good, bad, CHAIN, judge)
+
+
+@given(st.lists(st.sampled_from(["needed", "native", "untestable"]), min_size=16, max_size=16))
+def test_the_change_is_real(verdicts: list[str]) -> None:
+    """Whatever the verdicts: the two releases differ, and only untestable ones lie between."""
+    verdicts[0], verdicts[15] = "needed", "native"
+    judge, asked = world(verdicts)
+    found = bisect("r0", "r15", CHAIN, judge)
+    last, first = CHAIN.index(found.last.release), CHAIN.index(found.first.release)
+    assert (verdicts[last], verdicts[first]) == ("needed", "native")
+    assert last < first
+    assert set(verdicts[last + 1 : first]) <= {"untestable"}
+    assert len(asked) == len(set(asked))
+    assert all(CHAIN.index(a.release) < CHAIN.index(b.release) for a, b in pairwise(found.steps))

@@ -1,0 +1,148 @@
+"""A cell goes through JSON, and whatever happens in it is a result."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from fakes.judging import failing, result
+
+from pyllamakv.errors import FetchError, HarnessError, ToolMissing
+from pyllamakv.scenarios.lab import Run
+from pyllamakv.source.releases import Release
+from pyllamakv.verification import cell as cells
+from pyllamakv.verification.cell import CellResult, CellSpec
+from pyllamakv.verification.check import Answer, Question
+from pyllamakv.verification.verdict import Outcome, Pair, judge
+from pyllamakv.view.cell_drawing import Picture
+
+RELEASE = Release("0.3.9", "sdist", "1" * 40, "2" * 40, "unified", "2025-05-08T00:00:00Z")
+FAIL, PASS = Outcome("fail", "claim", "no slot"), Outcome("pass")
+
+
+def answer(question: Question) -> Answer:
+    """Answer as the check would: a cure that is needed, a guard that holds, a failing setting."""
+    pairs = (
+        Pair("fragmented", "cure", "plain f16", FAIL, PASS),
+        Pair("fork-then-defrag", "guard", "plain f16", PASS, PASS),
+        Pair("many-moves", "cure", "flash f16", FAIL, FAIL),
+    )
+    picture = Picture("after", (0, 0, -1))
+    runs = {"patched": (Run("fragmented", "plain f16", PASS, pictures=(picture,)),)}
+    ids = {"stock": "s", "patched": "p"}
+    return Answer(question, judge(pairs), pairs, runs, ids, ("full-defrag",), {"x": "why"})
+
+
+@pytest.fixture
+def world(monkeypatch, tmp_path: Path) -> SimpleNamespace:
+    """Replace everything below the cell; errors in its fields are raised."""
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
+    world = SimpleNamespace(fetch=None, build=None, check=None, drift=None, built=[], asked=[])
+
+    def trouble(name: str) -> None:
+        if isinstance(getattr(world, name), BaseException):
+            raise getattr(world, name)
+
+    def ensure(spec, **_):
+        trouble("fetch")
+        return RELEASE
+
+    def build(spec, **_):
+        world.built.append(str(spec))
+        trouble("build")
+
+    def check(question, **_):
+        world.asked.append(question)
+        trouble("check")
+        return answer(question)
+
+    def drift(release, ids, **_):
+        trouble("drift")
+        return [SimpleNamespace(as_json=lambda: {"patch": "full-defrag", "hunks": []})]
+
+    monkeypatch.setattr(cells.fetch, "ensure", ensure)
+    monkeypatch.setattr(cells, "build", build)
+    monkeypatch.setattr(cells.checking, "check", check)
+    monkeypatch.setattr(cells.drift, "drift", drift)
+    return world
+
+
+def test_a_cell_is_judged(world) -> None:
+    """Verdict, counts, rows, drift, pictures and the release's facts are in the result."""
+    found = cells.run_cell(CellSpec("0.3.9"))
+    assert (found.verdict, found.era, found.commit) == ("ineffective", "unified", "1" * 40)
+    assert (found.runs, found.stock_failed, found.patched_failed) == (3, 2, 1)
+    assert [row.word for row in found.scenarios] == ["needed", "holds", "ineffective"]
+    assert found.scenarios[0].claim
+    assert found.failing == (cells.Failing("many-moves", "flash f16", "claim", "no slot"),)
+    assert found.pictures == ({"side": "patched", "label": "after", "runs": [[0, 2], [-1, 1]]},)
+    assert found.drift == ({"patch": "full-defrag", "hunks": []},)
+    assert found.skipped == {"x": "why"}
+    assert world.built == ["0.3.9+stock", "0.3.9+patched"]
+    assert found.measured == "stock fails 2 of 3 runs, patched 1"
+
+
+def test_spec_and_result_survive_json() -> None:
+    """What goes over a wire comes back equal."""
+    spec = CellSpec("b4980", ("a", "b"), backend="cuda", native=False, scenarios=("fragmented",))
+    assert CellSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+    whole = result(spec=spec, failing=(failing(),))
+    assert CellResult.from_json(json.loads(json.dumps(whole.to_json()))) == whole
+    assert spec.name == "b4980 [a,b] (fragmented) portable cuda"
+
+
+@pytest.mark.parametrize(
+    "raw", [{}, {"spec": {}}, {**result().to_json(), "verdict": "splendid"}, {"x": 1}]
+)
+def test_what_is_no_result_is_refused(raw) -> None:
+    """A file of another shape is a ValueError, whatever it lacks."""
+    with pytest.raises(ValueError, match=r"no result|splendid"):
+        CellResult.from_json(raw)
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "says"),
+    [
+        ("fetch", FetchError("no network"), "no network"),
+        ("check", ToolMissing("no compiler"), "no compiler"),
+        ("check", HarnessError("odd"), "a fault of the harness: odd"),
+        ("check", ZeroDivisionError("odd"), "a fault of the harness: ZeroDivisionError: odd"),
+    ],
+)
+def test_trouble_is_a_result(world, where: str, error: Exception, says: str) -> None:
+    """Nothing that happens in a cell ends the matrix."""
+    setattr(world, where, error)
+    found = cells.run_cell(CellSpec("0.3.9"))
+    assert (found.verdict, found.reason) == ("untestable", says)
+    assert found.measured == says
+
+
+def test_a_failed_build_and_no_drift_leave_the_verdict_to_the_check(world) -> None:
+    """A build that fails is met again, and told, by the check."""
+    world.build, world.drift = ToolMissing("no compiler"), FetchError("gone")
+    found = cells.run_cell(CellSpec("0.3.9", isolate="full-defrag", backend="cuda"))
+    assert found.verdict == "ineffective"
+    assert world.built == ["0.3.9+stock"]
+    assert found.drift == ()
+    assert (world.asked[0].isolate, world.asked[0].backend) == ("full-defrag", "cuda")
+
+
+def test_an_interrupt_is_not_swallowed(world) -> None:
+    """The person at the keyboard ends the whole matrix."""
+    world.check = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        cells.run_cell(CellSpec("0.3.9"))
+
+
+def test_judge_is_run_cell_in_json(world) -> None:
+    """Executors of other processes get plain values only."""
+    raw = cells.judge(CellSpec("0.3.9").to_json(), True)
+    assert CellResult.from_json(json.loads(json.dumps(raw))).verdict == "ineffective"
+    assert world.asked[0].fresh
+
+
+def test_counts_without_a_patched_side() -> None:
+    """A release that nothing applies to says so."""
+    assert result(variants={"stock": "s"}).measured == "stock fails 55 of 77 runs, not patched"

@@ -1,0 +1,111 @@
+"""Patches of strangers get the verdicts that ours get, through the command that users run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import foreign_kit
+import pytest
+
+import pyllamakv as kv
+from pyllamakv.cli import main
+from pyllamakv.home import home
+from pyllamakv.scenarios import synthetic
+from qa.random_operations import schedules
+
+RELEASE = foreign_kit.RELEASE
+pytestmark = pytest.mark.native
+
+#: Checks patches, and returns the exit status with the answer as JSON.
+Check = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def check(stock, capsys: pytest.CaptureFixture[str]) -> Iterator[Check]:
+    """Lend the command; the variants that it builds are taken away again."""
+    made = []
+
+    def ask(*words: str) -> tuple[int, dict[str, Any]]:
+        with pytest.raises(SystemExit) as left:
+            main.main(["check", RELEASE, "--json", *words])
+        answer = json.loads(capsys.readouterr().out)
+        if "patched" in answer["variants"]:
+            made.append(home() / "built" / answer["variants"]["patched"])
+        assert answer["variants"]["stock"] == stock.id
+        return int(left.value.code or 0), answer
+
+    yield ask
+    for folder in made:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def failing(answer: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the runs that patched failed."""
+    return [run for run in answer["results"]["patched"] if run["outcome"]["status"] == "fail"]
+
+
+def test_a_lost_retry_hunk_is_ineffective(check: Check, tmp_path: Path) -> None:
+    """It applies, builds and harms nothing, and what it is there for still fails."""
+    code, answer = check("--patch", str(foreign_kit.retry_lost(tmp_path)))
+    assert (code, answer["verdict"]) == (1, "ineffective")
+    assert "fragmented [" in answer["reason"]
+    assert "free cells ended with no-slot" in answer["reason"]
+    scenarios = answer["scenarios"]
+    assert scenarios["fragmented"] == scenarios["retry-between-ubatches"] == "ineffective"
+    assert scenarios["restore-fragmented"] == "needed"
+    assert "harmful" not in scenarios.values()
+    assert {run["outcome"]["failure"] for run in failing(answer)} == {"claim"}
+
+
+def test_a_corrupted_v_under_flash_attention_is_harmful(check: Check, tmp_path: Path) -> None:
+    """It applies and builds, decodes find their slots, and the values are wrong afterwards."""
+    code, answer = check("--patch", str(foreign_kit.values_by_column(tmp_path)))
+    assert (code, answer["verdict"]) == (1, "harmful")
+    assert answer["patches"] == ["defrag", "cleanup"]
+    assert answer["scenarios"]["fragmented"] == "harmful"
+    assert "fragmented" in answer["reason"]
+    # A story told from a damaged cache has other words, which is its claim.
+    wrong = [run for run in failing(answer) if run["scenario"] != "story"]
+    assert {run["outcome"]["failure"] for run in wrong} == {"data"}
+    assert {run["setting"].split()[0] for run in wrong} == {"flash"}
+    assert any("V rows of layer 0" in run["outcome"]["message"] for run in wrong)
+    assert not any("K rows" in run["outcome"]["message"] for run in wrong)
+    with kv.open(home() / "built" / answer["variants"]["patched"]) as library:
+        model = library.load_model(synthetic.model("grouped"))
+        for flash, found in ((True, {"data"}), (False, set())):
+            opener = partial(model.context, 256, 96, 32, 5, flash_attn=flash)
+            failed = [schedules.Ground(opener).play(schedules.draw(seed, 25)) for seed in range(4)]
+            assert {each.failure for each in failed if each is not None} == found
+
+
+def test_what_does_not_apply_names_the_hunk(check: Check, tmp_path: Path) -> None:
+    """The place, what was expected and what stands there are the reason; nothing is built."""
+    text = foreign_kit.change(foreign_kit.shipped())
+    old = b"        // find KV slot\n"
+    assert text.count(old) == 1
+    file = tmp_path / "old.diff"
+    file.write_bytes(text.replace(old, b"        // find a slot\n"))
+    code, answer = check("--patch", str(file), "--scenario", "fragmented")
+    assert (code, answer["verdict"]) == (1, "broken-apply")
+    assert "old does not apply: src/llama-context.cpp, hunk 2 in " in answer["reason"]
+    assert "expected `// find a slot`, found `// find KV slot`" in answer["reason"]
+    assert "stock fails fragmented" in answer["reason"]
+    assert "patched" not in answer["variants"]
+
+
+def test_what_does_not_build_keeps_the_first_error(check: Check, tmp_path: Path) -> None:
+    """The first error of the compiler is the reason."""
+    text = foreign_kit.change(foreign_kit.shipped())
+    old = b"+        bool found = kv_self->find_slot(ubatch);\n"
+    assert text.count(old) == 1
+    file = tmp_path / "typo.diff"
+    file.write_bytes(text.replace(old, old.replace(b"kv_self", b"kv_selves")))
+    code, answer = check("--patch", str(file), "--scenario", "fragmented")
+    assert (code, answer["verdict"]) == (1, "broken-build")
+    assert "llama-context.cpp" in answer["reason"]
+    assert "kv_selves" in answer["reason"]

@@ -1,0 +1,229 @@
+"""Every cure is red on stock and green on patched, and every hunk of the patch is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pyllamakv.building import variant as variants
+from pyllamakv.building.build import build_patched
+from pyllamakv.errors import CommandFailed, KvError
+from pyllamakv.patching import apply, series
+from pyllamakv.patching.definition import PatchText
+from pyllamakv.scenarios import scenario
+from pyllamakv.scenarios.lab import Bench, Run
+from pyllamakv.scenarios.scenario import Scenario, Setting
+from pyllamakv.source import releases
+from pyllamakv.source.store import open_store
+from pyllamakv.verification import parallel_runs
+from pyllamakv.verification.check import pair_up
+from pyllamakv.verification.verdict import GOOD, Verdict, judge
+
+RELEASE = "0.3.9"
+DOCTORED = Path(__file__).resolve().parents[1] / "data" / "doctored"
+ALL = scenario.discover()
+#: Features belong to patches of their own.
+JUDGED = [each for each in ALL.values() if each.kind != "feature"]
+#: Cures of what upstream cured before the default release, and the last release that is ill.
+CURED_SINCE = {"quantised-defrag": "0.3.8", "mixed-types": "0.3.8"}
+#: Cures of what came later.
+TO_COME = ("window-kept", "compact-then-decode", "compact-streams", "compact-window")
+CURES = [each.id for each in JUDGED if each.kind == "cure" and each.id not in TO_COME]
+
+pytestmark = pytest.mark.native
+
+
+def shipped() -> PatchText:
+    return series.load().definition("full-defrag").text(RELEASE)
+
+
+def run_side(side: str, variant, chosen: list[tuple[Scenario, Setting]]) -> tuple[Run, ...]:
+    digest = variant.manifest.library_sha256
+    tasks = [parallel_runs.Task(side, variant.folder, digest, one, how) for one, how in chosen]
+    return tuple(parallel_runs.run_tasks(tasks).values())
+
+
+@pytest.fixture(scope="module")
+def pairs(stock, patched):
+    chosen = [(each, setting) for each in JUDGED for setting in each.settings]
+    runs = {
+        "stock": run_side("stock", stock, chosen),
+        "patched": run_side("patched", patched, chosen),
+    }
+    return pair_up(JUDGED, runs)
+
+
+@pytest.mark.parametrize("name", [name for name in CURES if name not in CURED_SINCE])
+def test_a_cure_is_red_on_stock_and_green_on_patched(pairs, patched, name: str) -> None:
+    """In every setting that can run here; a cure that cannot run at all is skipped."""
+    known = series.load()
+    if not any(name in known.definition(each).scenarios for each in patched.manifest.patches):
+        pytest.skip("no patch of this release names it")
+    mine = [pair for pair in pairs if pair.scenario == name and pair.stock.status != "skip"]
+    if not mine:
+        pytest.skip("cannot run here")
+    for pair in mine:
+        assert pair.stock.status == "fail", f"stock passes {name} [{pair.setting}]"
+        assert pair.patched.status == "pass", f"{name} [{pair.setting}]: {pair.patched.message}"
+
+
+@pytest.mark.parametrize("name", CURED_SINCE)
+def test_what_upstream_cured_is_green_on_both_sides(pairs, name: str) -> None:
+    """The default release has upstream's own cure, and the patch does not spoil it."""
+    for pair in (each for each in pairs if each.scenario == name):
+        assert pair.stock.status == "pass", f"[{pair.setting}]: {pair.stock.message}"
+        assert pair.patched.status == "pass", f"[{pair.setting}]: {pair.patched.message}"
+
+
+@pytest.mark.parametrize("name", CURED_SINCE)
+def test_what_upstream_cured_was_red_before(name: str) -> None:
+    """Where the last release that is ill is built, stock fails there and patched passes."""
+    release = CURED_SINCE[name]
+    sides = {side: variants.find(f"{release}+{side}") for side in ("stock", "patched")}
+    if None in sides.values():
+        pytest.skip(f"{release} is not built here")
+    chosen = [(ALL[name], setting) for setting in ALL[name].settings]
+    runs = {side: run_side(side, variant, chosen) for side, variant in sides.items()}
+    for pair in pair_up([ALL[name]], runs):
+        assert pair.stock.failure == "data", f"stock [{pair.setting}]: {pair.stock}"
+        assert pair.patched.status == "pass", f"[{pair.setting}]: {pair.patched.message}"
+
+
+@pytest.mark.parametrize("name", [each.id for each in JUDGED if each.kind == "guard"])
+def test_a_guard_holds_on_patched(pairs, name: str) -> None:
+    """In every setting that can run here."""
+    for pair in pairs:
+        if pair.scenario == name and pair.patched.status not in ("skip", "absent"):
+            assert pair.patched.status == "pass", f"[{pair.setting}]: {pair.patched.message}"
+
+
+def test_the_release_needs_the_patch(pairs) -> None:
+    """The default release's verdict is needed."""
+    assert judge(pairs).verdict is Verdict.NEEDED
+
+
+def test_the_same_run_twice_gives_the_same(patched) -> None:
+    """Scenarios are deterministic: nothing but the time differs."""
+    with Bench() as bench:
+        for name in ("fragmented", "abort-after-defrag"):
+            each = ALL[name]
+            one = bench.run(patched.folder, each, each.settings[0])
+            other = bench.run(patched.folder, each, each.settings[0])
+            assert one.outcome == other.outcome
+            assert one.pictures == other.pictures
+            assert one.difference == other.difference
+
+
+@pytest.fixture
+def building() -> Iterator:
+    """Build a text in the release's shared build folder, and take the variant away again."""
+    made = []
+
+    def build(text: PatchText):
+        release = releases.resolve(RELEASE)
+        variant = build_patched(release, apply.apply(release, [text]))
+        made.append(variant)
+        return variant
+
+    yield build
+    for variant in made:
+        shutil.rmtree(variant.folder, ignore_errors=True)
+
+
+def verdict_of(stock, variant, chosen: list[tuple[Scenario, Setting]]) -> Verdict:
+    """Return what check would say about a variant."""
+    runs = {
+        "stock": run_side("stock", stock, chosen),
+        "patched": run_side("patched", variant, chosen),
+    }
+    return judge(pair_up([each for each, _ in chosen], runs)).verdict
+
+
+def caught_by(path: Path) -> Scenario:
+    """Return the scenario that a doctored patch says must catch it."""
+    found = re.search(r"^Scenario: (\S+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert found, f"{path} names no scenario"
+    return ALL[found.group(1)]
+
+
+@pytest.mark.parametrize("path", sorted(DOCTORED.glob("*.patch")), ids=lambda path: path.stem)
+def test_a_doctored_patch_is_caught(stock, building, path: Path) -> None:
+    """A patch with one deliberate fault applies and builds, and its scenario says so."""
+    scenario = caught_by(path)
+    chosen = [(scenario, setting) for setting in scenario.settings]
+    found = verdict_of(stock, building(PatchText.from_file(path)), chosen)
+    assert found in {Verdict.HARMFUL, Verdict.INEFFECTIVE}
+
+
+def test_every_guard_has_a_doctored_patch() -> None:
+    """A guard that nothing can break guards nothing."""
+    if not DOCTORED.is_dir():
+        pytest.skip("no doctored patches here")
+    caught = {caught_by(path).id for path in DOCTORED.glob("*.patch")}
+    # Those of no patch are shown to fail by test_routine.
+    own = series.load().definition("full-defrag").scenarios
+    assert {each.id for each in JUDGED if each.kind == "guard" and each.id in own} <= caught
+
+
+def hunks() -> list[tuple[str, int]]:
+    try:
+        text = shipped()
+    except KvError:
+        return []
+    # One that only takes away leaves a declaration that nobody uses, which no workload can tell.
+    return [
+        (file.path, number)
+        for file in text.patch.files
+        for number, hunk in enumerate(file.hunks, start=1)
+        if hunk.added
+    ]
+
+
+def breaks_the_build(text: PatchText, tmp_path: Path, objects: Path) -> bool:
+    """Compile what the patch changes, without making code: an error here is one in the build.
+
+    A header that does not fit would cost a whole build of everything behind it.
+    """
+    release = releases.resolve(RELEASE)
+    tree = tmp_path / "tree"
+    open_store().export(apply.apply(release, [text]).tree, tree)
+    for entry in json.loads((objects / "compile_commands.json").read_text(encoding="utf-8")):
+        source = Path(entry["file"])
+        if source.name not in ("llama-kv-cache.cpp", "llama-context.cpp"):
+            continue
+        root = str(source.parent.parent)
+        words = shlex.split(entry["command"].replace(root, str(tree)))
+        if Path(words[0]).name == "ccache":
+            del words[0]
+        words[words.index("-o") + 1] = os.devnull
+        words += ["-fsyntax-only"]
+        done = subprocess.run(words, cwd=entry["directory"], capture_output=True, check=False)
+        if done.returncode:
+            return True
+    return False
+
+
+@pytest.mark.parametrize(("file", "hunk"), hunks(), ids=lambda value: str(value).split("/")[-1])
+def test_a_series_without_one_hunk_is_red(
+    stock, building, tmp_path: Path, file: str, hunk: int
+) -> None:
+    """Whatever hunk a rebase loses, check says so: it does not build, or a scenario fails."""
+    text = shipped().without(file, hunk)
+    objects = variants.request(f"{RELEASE}+stock").objects
+    if (objects / "compile_commands.json").is_file() and breaks_the_build(text, tmp_path, objects):
+        return
+    try:
+        variant = building(text)
+    except CommandFailed as error:
+        assert error.first_error
+        return
+    first = [(each, each.settings[0]) for each in JUDGED]
+    assert verdict_of(stock, variant, first) not in GOOD

@@ -1,0 +1,141 @@
+"""What is accepted: regressions, improvements, and the file that holds them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fakes.judging import result, row
+
+from pyllamakv.errors import UsageError
+from pyllamakv.verification import expected
+from pyllamakv.verification.cell import CellSpec
+from pyllamakv.verification.expected import Accepted, accept, compare, load, name_of
+
+NAME = "0.3.9+patched cpu"
+
+
+def outcome(verdict: str, accepted: Accepted | None, *rows) -> str:
+    more = {"scenarios": rows} if rows else {"scenarios": ()}
+    table = {NAME: accepted} if accepted else {}
+    return compare([result(verdict=verdict, **more)], table)[0].outcome
+
+
+@pytest.mark.parametrize(
+    ("found", "accepted", "says"),
+    [
+        ("needed", "needed", "same"),
+        ("redundant", "needed", "changed"),
+        ("native", "redundant", "changed"),
+        ("needed", None, "new"),
+        ("ineffective", None, "worse"),
+        ("untestable", "needed", "worse"),
+        ("untestable", None, "worse"),
+        ("untestable", "untestable", "same"),
+        ("needed", "untestable", "better"),
+        ("broken-apply", "broken-apply", "same"),
+        ("ineffective", "broken-apply", "worse"),
+        ("broken-apply", "ineffective", "better"),
+        ("harmful", "ineffective", "worse"),
+        ("native", "broken-apply", "better"),
+    ],
+)
+def test_verdicts_are_ranked(found: str, accepted: str | None, says: str) -> None:
+    """Worse is a regression, better is told, one good verdict for another is a change."""
+    assert outcome(found, Accepted(accepted) if accepted else None) == says
+
+
+def test_scenarios_count_by_themselves() -> None:
+    """An accepted failure does not cover another one."""
+    bad = row("many-moves", "ineffective")
+    known = Accepted("ineffective", {"many-moves": "ineffective"})
+    assert outcome("ineffective", known, row(), bad) == "same"
+    assert outcome("ineffective", known, row(), row("many-moves")) == "better"
+    assert outcome("ineffective", known, row("story", "ineffective"), bad) == "worse"
+    assert outcome("ineffective", known, row("many-moves", "harmful")) == "worse"
+    assert outcome("needed", Accepted("needed"), row(verdict="untestable")) == "same"
+
+
+def test_a_regression_says_what_broke() -> None:
+    """The line names the cell, both verdicts and the reason."""
+    one = compare([result(verdict="ineffective", scenarios=(row("x", "ineffective"),))], {})[0]
+    assert one.regression
+    assert str(one).startswith("0.3.9: worse: expected a good verdict, found ineffective: ")
+
+
+def test_accept_writes_what_load_reads(tmp_path: Path) -> None:
+    """Cells are added and changed in place; comments and other cells stay."""
+    path = tmp_path / "expected.toml"
+    bad = result("0.3.6", "ineffective", scenarios=(row("many-moves", "ineffective"), row()))
+    cuda = result(spec=CellSpec("0.3.9", backend="cuda"))
+    alone = result(spec=CellSpec("0.3.9", isolate="full-defrag"))
+    assert accept([result(), bad, cuda, alone], path)[1] == "0.3.6: ineffective"
+    assert load(path) == {
+        NAME: Accepted("needed"),
+        "0.3.6+patched cpu": Accepted("ineffective", {"many-moves": "ineffective"}),
+        "0.3.9+patched cuda": Accepted("needed"),
+        "0.3.9+full-defrag cpu": Accepted("needed"),
+    }
+    path.write_text(path.read_text().replace("[[cell]]", "# ours\n[[cell]]", 1))
+    healed = result("0.3.6", "needed", scenarios=())
+    assert accept([result(), healed], path) == ["0.3.6: needed (was ineffective)"]
+    assert load(path)["0.3.6+patched cpu"] == Accepted("needed")
+    assert "# ours" in path.read_text()
+    assert len(load(path)) == 4
+    before = path.read_text()
+    assert accept([result()], path) == []
+    assert path.read_text() == before
+
+
+def test_what_was_accepted_is_as_expected(tmp_path: Path) -> None:
+    """Accepting makes any result good enough, and only this one."""
+    path = tmp_path / "expected.toml"
+    bad = result(verdict="harmful", scenarios=(row("a", "harmful"), row("b", "ineffective")))
+    accept([bad], path)
+    assert compare([bad], load(path))[0].outcome == "same"
+
+
+def test_portable_builds_are_accepted_with_tuned_ones() -> None:
+    """CI judges portable builds against the same file."""
+    assert name_of(CellSpec("0.3.9", native=False)) == name_of(CellSpec("0.3.9")) == NAME
+
+
+def test_an_installed_package_writes_to_the_home(monkeypatch, tmp_path: Path) -> None:
+    """Without a checkout the home's file lies on top of the shipped one."""
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(expected.home, "checkout", lambda: None)
+    monkeypatch.setattr(expected, "shipped", lambda: tmp_path / "shipped.toml")
+    accept([result(), result("0.3.6", "ineffective", scenarios=())], tmp_path / "shipped.toml")
+    accept([result("0.3.6", "needed", scenarios=())])
+    assert (tmp_path / "home" / "expected.toml").is_file()
+    assert {name: one.verdict for name, one in load().items()} == {
+        NAME: "needed",
+        "0.3.6+patched cpu": "needed",
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "schema = 2",
+        "schema = 1\ncell = 3",
+        "schema = 1\n[[cell]]\nrelease = '0.3.9'",
+        "schema = 1\n[[cell]]\nrelease = '0.3.9'\nverdict = 'splendid'",
+        "schema = 1\n[[cell]]\nrelease = '0.3.9'\nverdict = 'needed'\nbad = 3",
+        "schema =",
+    ],
+)
+def test_a_file_of_another_shape_is_refused(tmp_path: Path, text: str) -> None:
+    """The message names the file."""
+    path = tmp_path / "expected.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=r"expected\.toml"):
+        load(path)
+
+
+def test_the_shipped_file_can_be_read() -> None:
+    """Every verdict in it is one, and every release is in the lock."""
+    from pyllamakv.source import lock
+
+    for name in load(expected.shipped()):
+        assert name.partition("+")[0] in lock.known()

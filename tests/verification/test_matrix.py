@@ -1,0 +1,202 @@
+"""The matrix: what is planned, on which executor, and what a killed run leaves."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+from fakes import judging
+
+from pyllamakv.errors import UnknownRelease, UsageError
+from pyllamakv.source import lock, releases
+from pyllamakv.verification import matrix, result_cache
+from pyllamakv.verification.cell import CellSpec
+from pyllamakv.verification.matrix import Choice, Pace, plan
+
+SOME = ("0.3.5", "0.3.6", "b4980", "0.3.9", "0.3.36")
+
+
+@pytest.fixture(autouse=True)
+def trace(monkeypatch, tmp_path: Path) -> Path:
+    """Give every test a home of its own, and a folder that tells what was judged."""
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
+    folder = tmp_path / "trace"
+    folder.mkdir()
+    monkeypatch.setenv(judging.TRACE, str(folder))
+    # Keys read every source; tests of the key itself are with `remembered`.
+    monkeypatch.setattr(result_cache, "key", lambda spec, where="here": f"{spec.release}-{where}")
+    monkeypatch.setattr(matrix.shipped, "load", judging.Series)
+    return folder
+
+
+def judged(trace: Path) -> list[str]:
+    return sorted(file.read_text() for file in trace.iterdir())
+
+
+def specs(*names: str) -> tuple[CellSpec, ...]:
+    return tuple(CellSpec(name) for name in names or SOME)
+
+
+def test_plan_has_every_release_once() -> None:
+    """The default is the whole lock, oldest first, one cell per upstream commit."""
+    cells = plan()
+    known = lock.known()
+    names = [cell.release for cell in cells]
+    assert names == [n for n in known if n in names]
+    assert {known[n].commit for n in names} == {r.commit for r in known.values()}
+    assert len(names) == len({known[n].commit for n in names})
+
+
+def test_plan_is_narrowed() -> None:
+    """By release, era, backend and patch."""
+    assert [c.release for c in plan(Choice(("0.3.10", "0.3.9")))] == ["0.3.9", "0.3.10"]
+    eras = {lock.known()[c.release].era for c in plan(Choice(eras=("split",)))}
+    assert eras == {"split"}
+    assert [c.backend for c in plan(Choice(("0.3.9",), backends=("cpu", "cuda")))] == [
+        "cpu",
+        "cuda",
+    ]
+    alone = plan(Choice(("0.3.9",), each=True))
+    assert alone[0].isolate == ""
+    assert "full-defrag" in [c.isolate for c in alone]
+    assert [c.isolate for c in plan(Choice(("0.3.9",), isolate=("full-defrag",)))] == [
+        "full-defrag"
+    ]
+    assert plan(Choice(("0.3.9",), series=("full-defrag",)))[0].series == ("full-defrag",)
+
+
+@pytest.mark.parametrize(
+    ("choice", "error"),
+    [
+        (Choice(("0.3.99",)), UnknownRelease),
+        (Choice(eras=("bronze",)), UsageError),
+        (Choice(("0.3.9",), eras=("split",)), UsageError),
+        (Choice(backends=("abacus",)), UsageError),
+        (Choice(series=("nonsense",)), UsageError),
+        (Choice(isolate=("nonsense",)), UsageError),
+    ],
+)
+def test_a_wrong_plan_is_refused(choice: Choice, error: type[Exception]) -> None:
+    """Names are checked before anything is built."""
+    with pytest.raises(error):
+        plan(choice)
+
+
+def test_in_this_process() -> None:
+    """Without an executor cells are judged one by one, in order."""
+    said = []
+    found = matrix.run(
+        specs(), judge=judging.judge, progress=lambda what, done, total: said.append(what)
+    )
+    assert [r.spec.release for r in found] == list(SOME)
+    assert [r.verdict for r in found] == ["needed", "ineffective", "untestable", "needed", "native"]
+    assert said[0].startswith("0.3.5: needed (1 of 5")
+    assert said[-1] == "0.3.36: native (5 of 5)"
+
+
+def test_on_threads_and_on_processes(trace: Path) -> None:
+    """Any executor will do; the order of results is that of the cells."""
+    with ThreadPoolExecutor(3) as pool:
+        first = matrix.run(specs(), executor=pool, judge=judging.judge)
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        second = matrix.run(specs(), executor=pool, judge=judging.judge, fresh=True)
+    assert first == second
+    assert [r.spec.release for r in second] == list(SOME)
+    assert len(judged(trace)) == 10
+
+
+def test_what_was_judged_is_not_judged_again(trace: Path) -> None:
+    """A second run starts nothing but what is untestable; --fresh judges all."""
+    first = matrix.run(specs(), judge=judging.judge)
+    assert matrix.run(specs(), judge=judging.judge) == first
+    assert judged(trace) == sorted([*SOME, "b4980"])
+    matrix.run(specs("0.3.9"), judge=judging.judge, fresh=True)
+    assert judged(trace).count("0.3.9") == 2
+
+
+def test_results_of_other_machines_are_kept_apart(trace: Path) -> None:
+    """What another kind of machine found is not this machine's result."""
+    with ThreadPoolExecutor(1) as pool:
+        matrix.run(specs("0.3.9"), executor=pool, judge=judging.judge)
+    matrix.run(specs("0.3.9"), judge=judging.judge)
+    assert judged(trace) == ["0.3.9", "0.3.9"]
+
+
+def test_a_killed_run_goes_on_where_it_was(trace: Path) -> None:
+    """Each result is kept when it is there; the next run judges the rest."""
+    with pytest.raises(KeyboardInterrupt):
+        matrix.run(specs(), judge=judging.judge_then_be_killed)
+    assert judged(trace) == ["0.3.5"]
+    matrix.run(specs(), judge=judging.judge)
+    assert judged(trace) == sorted(SOME)
+
+
+def test_two_runs_at_once_share_the_cells(trace: Path) -> None:
+    """A cell that the other run has at work is left to it, and its result is taken over."""
+    first, *others = cells = specs("0.3.5", "0.3.8", "0.3.9")
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slowly(raw, fresh):
+        begun.set()
+        assert go_on.wait(120)
+        return judging.judge(raw, fresh)
+
+    results = []
+    one = threading.Thread(target=lambda: results.extend(matrix.run([first], judge=slowly)))
+    one.start()
+    assert begun.wait(120)
+
+    def let_go(raw, fresh):
+        if raw == others[-1].to_json():
+            go_on.set()
+        return judging.judge(raw, fresh)
+
+    found = matrix.run(cells, judge=let_go)
+    one.join(120)
+    assert found[0] == results[0]
+    assert judged(trace) == sorted(spec.name for spec in cells)
+
+
+def test_a_lost_worker_costs_no_more_than_it_had() -> None:
+    """Cells whose worker died are untestable, with the reason, and judged again next time."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        found = matrix.run(specs(), executor=pool, judge=judging.judge_and_die)
+    lost = {r.spec.release: r for r in found}["0.3.9"]
+    assert lost.verdict == "untestable"
+    assert lost.reason.startswith("a worker was lost: BrokenProcessPool")
+    again = matrix.run(specs("0.3.9"), judge=judging.judge)
+    assert again[0].verdict == "needed"
+
+
+def test_inputs_that_change_meanwhile_leave_no_key(monkeypatch, trace: Path) -> None:
+    """A result is never kept under inputs that it was not judged on."""
+    keys = iter(["before", "after"])
+    monkeypatch.setattr(result_cache, "key", lambda *_: next(keys))
+    matrix.run(specs("0.3.9"), judge=judging.judge)
+    assert result_cache.recall("before") is None
+    assert result_cache.recall("after") is None
+
+
+def test_pace() -> None:
+    """The estimate is the mean of the cells so far, and says nothing before the first."""
+    pace = Pace(10, 4, started=100.0)
+    assert pace.left(160.0) is None
+    assert str(pace) == "4 of 10"
+    pace.done = 2
+    assert pace.left(220.0) == 240.0
+    pace.done = 6
+    assert str(pace) == "10 of 10"
+
+
+def test_sample_is_one_release_per_era() -> None:
+    """Plan the default release for its era, and the newest of every other."""
+    names = [spec.release for spec in plan(Choice(sample=True))]
+    known = lock.known()
+    eras = [known[name].era for name in names]
+    assert sorted(eras) == sorted({release.era for release in known.values()})
+    assert releases.DEFAULT in names
+    newest = max(known.values(), key=lambda release: release.order)
+    assert newest.name in names

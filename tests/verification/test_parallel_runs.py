@@ -1,0 +1,130 @@
+"""Runs are shared out, remembered, and cut off by an interrupt without a trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import threading
+from pathlib import Path
+
+import pytest
+from fakes.rolling import Opener, Rolling
+
+from pyllamakv.errors import WorkerDied, WorkerTimeout
+from pyllamakv.scenarios import scenario
+from pyllamakv.scenarios.lab import Run
+from pyllamakv.verification import parallel_runs
+from pyllamakv.verification.parallel_runs import Task
+from pyllamakv.verification.verdict import Outcome
+
+PATIENCE = 120
+
+
+class Stuck(Rolling):
+    """Compute without an end, until somebody ends the worker."""
+
+    def __init__(self, *words, **more) -> None:
+        super().__init__(*words, **more)
+        self.ended = threading.Event()
+        self.at_work = threading.Event()
+
+    def decode(self, *_):
+        self.at_work.set()
+        assert self.ended.wait(PATIENCE)
+        raise WorkerDied("ended by SIGKILL", signal=9)
+
+    def close(self) -> None:
+        self.ended.set()
+
+
+@pytest.fixture(autouse=True)
+def _home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
+
+
+def task(side: str, name: str) -> Task:
+    found = scenario.find(name)
+    return Task(side, Path("/nowhere") / side, side, found, found.settings[0])
+
+
+def test_an_interrupt_ends_a_run_at_once() -> None:
+    """The run that was at work tells nothing; what had ended is remembered."""
+    stuck = Stuck()
+
+    def make(path: Path) -> Rolling:
+        return stuck if path.name == "stuck" else Rolling(heals=True)
+
+    make.by_path = True
+
+    def interrupt(*_: object) -> None:
+        assert stuck.at_work.wait(PATIENCE)
+        raise KeyboardInterrupt
+
+    quick, slow = task("patched", "fragmented"), task("stuck", "fragmented")
+    with pytest.raises(KeyboardInterrupt):
+        parallel_runs.run_tasks([slow, quick], workers=2, opener=Opener(make), progress=interrupt)
+    assert parallel_runs.recall(quick.key).outcome.status == "pass"
+    assert parallel_runs.recall(slow.key) is None
+
+
+class Silent(Rolling):
+    """Answer nothing in time."""
+
+    def decode(self, *_):
+        raise WorkerTimeout("no answer within 120 s")
+
+
+@pytest.mark.parametrize(("silent", "ended"), [(1, "pass"), (2, "fail")])
+def test_a_hang_is_believed_when_it_comes_twice(silent: int, ended: str) -> None:
+    """A worker that was silent once may have stood on a machine that slept."""
+    made = iter(range(9))
+    opener = Opener(
+        lambda: (
+            Silent() if 0 < next(made) <= silent else Rolling(heals=True)
+        )  # 0 only tries to load
+    )
+    one = task("patched", "fragmented")
+    run = parallel_runs.run_tasks([one], workers=1, opener=opener)[one]
+    assert run.outcome.status == ended
+    assert (parallel_runs.recall(one.key) is None) is (ended == "fail")
+
+
+def test_a_full_disk_costs_the_memory_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A result that cannot be written is not remembered; nothing is left and nothing raised."""
+    run = Run("a", "b", Outcome("pass"))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("pathlib.Path.replace", full)
+        parallel_runs.remember("key", run)
+    assert parallel_runs.recall("key") is None
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    parallel_runs.remember("key", run)
+    assert parallel_runs.recall("key") == run
+
+
+def test_a_library_is_tried_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later releases find no software device of Vulkan without the variable that names it."""
+    monkeypatch.delenv("GGML_VK_VISIBLE_DEVICES", raising=False)
+    opener = Opener(lambda: Rolling(heals=True))
+    one = dataclasses.replace(task("patched", "fragmented"), backend="vulkan")
+    parallel_runs.run_tasks([one], workers=1, opener=opener)
+    assert {each.get("GGML_VK_VISIBLE_DEVICES") for each in opener.environments} == {"0"}
+
+
+def test_what_is_remembered_is_not_run_again() -> None:
+    """Until it is asked for afresh."""
+    opener = Opener(lambda: Rolling(heals=True))
+    words = {"workers": 1, "opener": opener}
+    tasks = [task("patched", "fragmented"), task("patched", "fork-then-defrag")]
+    first = parallel_runs.run_tasks(tasks, **words)
+    count = len(opener.opened)
+    again = parallel_runs.run_tasks(tasks, **words)
+    assert [run.outcome for run in again.values()] == [run.outcome for run in first.values()]
+    assert len(opener.opened) == count
+    parallel_runs.run_tasks(tasks, fresh=True, **words)
+    assert len(opener.opened) > count

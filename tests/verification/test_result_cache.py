@@ -1,0 +1,130 @@
+"""Results are found again by content, and only by content."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fakes.judging import failing, result, row
+
+from pyllamakv.errors import ToolMissing
+from pyllamakv.verification import result_cache
+from pyllamakv.verification.cell import CellSpec
+
+SPEC = CellSpec("0.3.9")
+
+
+@pytest.fixture(autouse=True)
+def place(monkeypatch, tmp_path: Path) -> Path:
+    """Give every test a home of its own, and patches that it may change."""
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
+    patches = tmp_path / "patches"
+    patches.mkdir()
+    (patches / "a.patch").write_text("a")
+    monkeypatch.setattr(result_cache, "data", lambda name: tmp_path / name)
+    return patches
+
+
+def test_the_key_depends_on_what_decides(place: Path) -> None:
+    """Another spec, patch or kind of machine is another key; what is accepted is not."""
+    first = result_cache.key(SPEC)
+    assert first and first == result_cache.key(SPEC)
+    (place / "expected.toml").write_text("schema = 1")
+    assert result_cache.key(SPEC) == first
+    assert result_cache.key(SPEC, "elsewhere") != first
+    assert result_cache.key(replace(SPEC, scenarios=("fragmented",))) != first
+    assert result_cache.key(CellSpec("0.3.8")) != first
+    (place / "a.patch").write_text("b")
+    assert result_cache.key(SPEC) != first
+
+
+def test_no_key_without_tools(monkeypatch) -> None:
+    """Where nothing can be built nothing is remembered either."""
+
+    def missing(*_):
+        raise ToolMissing("no compiler")
+
+    monkeypatch.setattr(result_cache.compiler, "find", missing)
+    assert result_cache.key(SPEC) is None
+    assert result_cache.key(CellSpec("nonsense")) is None
+    assert result_cache.recall(None) is None
+
+
+def test_what_stock_did(place: Path) -> None:
+    """Each scenario ended well or badly on stock; a cure that nobody can run says nothing."""
+    assert result_cache.stock("0.3.9") == {}
+    rows = (
+        row("a", stock="passes 6"),
+        row("b", stock="fails 1/6: data"),
+        row("c", stock="absent 2/2"),
+        row("d", kind="feature", stock="absent 2/2"),
+        row("e", stock="skipped"),
+    )
+    result_cache.remember(None, result(scenarios=rows))
+    ended = {"a": "pass", "b": "fail", "c": "skip", "d": "fail", "e": "skip"}
+    assert result_cache.stock("0.3.9") == ended
+
+
+def test_latest_is_marked_when_inputs_changed(place: Path) -> None:
+    """An old result is shown as what it is."""
+    assert result_cache.latest(SPEC) is None
+    result_cache.remember(result_cache.key(SPEC), result())
+    assert result_cache.latest(SPEC) == result()
+    (place / "a.patch").write_text("c")
+    assert result_cache.latest(SPEC) == result(stale=True)
+    assert result_cache.latest_of([SPEC, CellSpec("0.3.8")]) == (result(stale=True),)
+
+
+@pytest.mark.parametrize(
+    "passing",
+    [
+        result(verdict="untestable"),
+        result(verdict="broken-build"),
+        result(verdict="harmful", failing=(replace(failing(), failure="hang"),)),
+    ],
+)
+def test_what_may_not_come_again_is_judged_again(passing) -> None:
+    """A machine's trouble of the moment is shown, but never taken for the result."""
+    name = result_cache.key(SPEC)
+    result_cache.remember(name, passing)
+    assert result_cache.recall(name) is None
+    assert result_cache.latest(SPEC) == passing
+
+
+@pytest.mark.defect(
+    "a result whose writing was killed was found by its key and never became the latest",
+    by="faults",
+    of="Python",
+)
+def test_who_is_found_by_its_key_is_the_latest_too(monkeypatch) -> None:
+    """What is found is not written again: whoever is killed in between has written neither."""
+    real, written = result_cache.write_atomic, []
+
+    def killed(file: Path, text: str) -> None:
+        if written:
+            raise KeyboardInterrupt
+        written.append(file)
+        real(file, text)
+
+    monkeypatch.setattr(result_cache, "write_atomic", killed)
+    with pytest.raises(KeyboardInterrupt):
+        result_cache.remember("a key", result())
+    assert result_cache.recall("a key") is None
+
+
+def test_damage_is_no_result(place: Path) -> None:
+    """A half-written or foreign file is as good as none."""
+    name = result_cache.key(SPEC)
+    result_cache.remember(name, result())
+    for file in (place.parent / "home" / "results").rglob("*.json"):
+        file.write_text("{")
+    assert result_cache.recall(name) is None
+    assert result_cache.latest(SPEC) is None
+
+
+def test_a_home_that_cannot_be_written_costs_no_verdict(monkeypatch, tmp_path: Path) -> None:
+    """Keeping is best effort."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "file"))
+    result_cache.remember("0" * 64, result())

@@ -1,0 +1,241 @@
+"""The verdict is the design's table, line by line."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pyllamakv.verification.verdict import (
+    FAILURES,
+    GOOD,
+    HARM,
+    SEVERITY,
+    Outcome,
+    Pair,
+    Verdict,
+    harms,
+    judge,
+    judge_scenario,
+    worst,
+)
+
+PASS = Outcome("pass")
+SKIP = Outcome("skip", "", "no such cache here")
+ABSENT = Outcome("absent", "", "lacks counters")
+
+
+def fail(kind: str = "claim") -> Outcome:
+    return Outcome("fail", kind, f"a {kind}")
+
+
+def pair(stock, patched, kind="cure", scenario="one", setting="plain f16") -> Pair:
+    return Pair(scenario, kind, setting, stock, patched)
+
+
+def test_needed_when_stock_fails_and_patched_passes() -> None:
+    """The usual case, with the line that check prints."""
+    pairs = [pair(fail(), PASS), pair(PASS, PASS, setting="flash f16")]
+    found = judge(pairs)
+    assert found.verdict is Verdict.NEEDED
+    assert str(found) == "needed: stock fails 1 of 2 runs, patched passes all"
+    assert found.exit_code == 0
+
+
+def test_redundant_when_stock_passes_every_cure() -> None:
+    """Upstream does it by itself, and the patch does no harm."""
+    found = judge([pair(PASS, PASS)])
+    assert found.verdict is Verdict.REDUNDANT
+    assert found.exit_code == 0
+
+
+def test_ineffective_when_patched_still_fails_a_cure() -> None:
+    """One setting that fails is enough."""
+    found = judge([pair(fail(), fail()), pair(fail(), PASS, setting="flash f16")])
+    assert found.verdict is Verdict.INEFFECTIVE
+    assert found.exit_code == 1
+    assert "a claim" in found.reason
+
+
+def test_the_reason_names_a_cure_first() -> None:
+    """What the patch is there for tells more than a guard, whatever its name."""
+    pairs = [pair(fail(), fail(), "guard", "abort"), pair(fail(), fail(), "cure", "fragmented")]
+    assert judge(pairs).reason.endswith(": fragmented [plain f16] (and abort): claim: a claim")
+
+
+@pytest.mark.parametrize("kind", HARM)
+@pytest.mark.parametrize("stock", [PASS, fail("claim")], ids=["passes", "fails"])
+def test_harmful_when_patched_shows_a_class_that_stock_does_not(kind: str, stock: Outcome) -> None:
+    """Wrong data, crash, hang and lost tokens are worse than a failed claim."""
+    found = judge([pair(stock, fail(kind))])
+    assert found.verdict is Verdict.HARMFUL
+    assert found.exit_code == 1
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.permutations(HARM, 2)))
+def test_another_class_of_harm_is_harm(one: str, other: str) -> None:
+    """A hang in the place of a crash is a new class."""
+    assert harms(pair(fail(one), fail(other)))
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_the_same_class_is_no_new_harm(kind: str) -> None:
+    """What stock does as well was not brought by the patch: it is not cured, though."""
+    assert judge_scenario([pair(fail(kind), fail(kind))]) is Verdict.INEFFECTIVE
+
+
+def test_a_guard_that_breaks_only_on_patched_is_harmful() -> None:
+    """A broken claim of a guard where stock keeps it is the patch's doing."""
+    assert judge_scenario([pair(PASS, fail("claim"), "guard")]) is Verdict.HARMFUL
+
+
+def test_a_guard_that_stock_breaks_makes_nothing_needed() -> None:
+    """Only cures say that a patch is needed."""
+    assert judge_scenario([pair(fail(), PASS, "guard")]) is Verdict.REDUNDANT
+
+
+def test_a_guard_must_hold_on_patched() -> None:
+    """A guard that both break alike is not good enough to ship."""
+    assert judge_scenario([pair(fail("lost"), fail("lost"), "guard")]) is Verdict.INEFFECTIVE
+
+
+def test_a_feature_that_patched_lacks_is_ineffective() -> None:
+    """The capability must be there on patched."""
+    assert judge_scenario([pair(ABSENT, ABSENT, "feature")]) is Verdict.INEFFECTIVE
+    assert judge_scenario([pair(ABSENT, PASS, "feature")]) is Verdict.REDUNDANT
+
+
+def test_a_missing_capability_fails_a_cure() -> None:
+    """A feature judged by itself is a cure of its patch."""
+    assert judge_scenario([pair(ABSENT, PASS)]) is Verdict.NEEDED
+
+
+def test_untestable_comes_first() -> None:
+    """Where nothing can run, nothing else is said, and git bisect skips."""
+    found = judge([], untestable="no compiler")
+    assert (found.verdict, found.exit_code) == (Verdict.UNTESTABLE, 125)
+    assert "no compiler" in str(found)
+
+
+def test_untestable_when_every_run_is_skipped() -> None:
+    """The reason of the first skip is the reason."""
+    found = judge([pair(SKIP, SKIP)])
+    assert found.verdict is Verdict.UNTESTABLE
+    assert "no such cache" in found.reason
+
+
+def test_skipped_settings_do_not_count() -> None:
+    """A setting that cannot run here takes nothing from the others."""
+    found = judge([pair(fail(), PASS), pair(SKIP, SKIP, setting="flash q8_0")])
+    assert found.verdict is Verdict.NEEDED
+    assert found.runs == 1
+
+
+@pytest.mark.parametrize(
+    ("stock", "verdict"), [(PASS, Verdict.HARMFUL), (fail(), Verdict.INEFFECTIVE)]
+)
+def test_what_only_patched_cannot_run_is_its_failure(stock: Outcome, verdict: Verdict) -> None:
+    """A patch that keeps a model from loading is not saved by the scenarios of other models."""
+    found = judge([pair(stock, SKIP), pair(fail(), PASS, scenario="other")])
+    assert found.verdict is verdict
+    assert "cannot run what stock can: no such cache here" in found.reason
+
+
+def test_broken_apply_when_nothing_applies_and_stock_fails() -> None:
+    """A port is due."""
+    found = judge([pair(fail(), None)], conflict="src/a.cpp hunk 3")
+    assert (found.verdict, found.exit_code) == (Verdict.BROKEN_APPLY, 1)
+    assert "hunk 3" in found.reason
+    assert "one" in found.reason
+
+
+def test_native_when_nothing_applies_and_stock_passes() -> None:
+    """Upstream does it itself: nothing is due, whatever the guards say."""
+    pairs = [pair(PASS, None), pair(fail(), None, "guard", "other")]
+    found = judge(pairs, conflict="src/a.cpp hunk 3")
+    assert (found.verdict, found.exit_code) == (Verdict.NATIVE, 0)
+    assert "all 1 runs" in found.reason
+    assert "hunk 3" in found.reason
+
+
+def test_nothing_applies_and_no_cure_runs() -> None:
+    """Without a cure that runs there is no saying."""
+    assert judge([pair(SKIP, None)], conflict="x").verdict is Verdict.UNTESTABLE
+
+
+def test_broken_build_keeps_the_first_error() -> None:
+    """A patched tree that does not compile is the patch's fault."""
+    found = judge([pair(fail(), None)], build_error="error: no member named head")
+    assert (found.verdict, found.exit_code) == (Verdict.BROKEN_BUILD, 1)
+    assert "no member" in found.reason
+
+
+def test_a_part_of_the_series_that_does_not_apply_is_seen() -> None:
+    """What did apply does not hide what did not."""
+    pairs = [pair(PASS, PASS, "guard", "applied"), pair(fail(), None, "cure", "left out")]
+    assert judge(pairs, conflict="a hunk").verdict is Verdict.BROKEN_APPLY
+
+
+def test_needed_beats_redundant() -> None:
+    """A release takes its worst scenario, and needed counts for more than redundant."""
+    pairs = [pair(PASS, PASS, scenario="a"), pair(fail(), PASS, scenario="b")]
+    found = judge(pairs)
+    assert found.verdict is Verdict.NEEDED
+    assert found.scenarios == {"a": Verdict.REDUNDANT, "b": Verdict.NEEDED}
+
+
+@given(st.lists(st.sampled_from(SEVERITY), min_size=1))
+def test_worst_takes_the_first_of_the_order(verdicts: list[Verdict]) -> None:
+    """The order is total and every verdict is in it."""
+    assert set(SEVERITY) == set(Verdict)
+    found = worst(verdicts)
+    assert all(SEVERITY.index(found) <= SEVERITY.index(each) for each in verdicts)
+
+
+OUTCOMES = st.sampled_from([PASS, SKIP, ABSENT, *map(fail, FAILURES)])
+
+
+@given(
+    st.lists(
+        st.builds(
+            pair,
+            OUTCOMES,
+            OUTCOMES,
+            st.sampled_from(["cure", "guard", "feature"]),
+            st.sampled_from(["a", "b"]),
+        ),
+        max_size=6,
+    )
+)
+def test_a_good_verdict_means_that_patched_failed_nothing(pairs: list[Pair]) -> None:
+    """Whatever the mix, no failure on patched hides behind a good verdict."""
+    found = judge(pairs)
+    failed = any(each.patched.failed for each in pairs)
+    assert not (found.verdict in GOOD and failed)
+    assert not (found.verdict is Verdict.NEEDED and found.stock_failed == 0)
+    assert found.exit_code in (0, 1, 125)
+
+
+def test_what_exists_on_neither_side_says_nothing() -> None:
+    """A scenario that asks for a defragmentation that no side has is left out of the verdict."""
+    none = Outcome("absent", "", "no defragmentation here")
+    good = Outcome("pass")
+    both = Pair("many-moves", "cure", "plain", none, none)
+    stock_alone = Pair("many-moves", "cure", "plain", none, None)
+    fine = Pair("fragmented", "cure", "plain", good, good)
+    assert judge([both, fine]).verdict is Verdict.REDUNDANT
+    assert judge([both, fine]).runs == 1
+    assert judge([stock_alone, Pair("fragmented", "cure", "plain", good)]).verdict is Verdict.NATIVE
+    cured = Pair("many-moves", "cure", "plain", none, good)
+    assert judge([cured, fine]).verdict is Verdict.NEEDED
+
+
+def test_what_neither_side_can_run_here_is_no_harm() -> None:
+    """A feature that stock lacks and that this device has no use for says nothing."""
+    absent = Outcome("absent", "", "no such option")
+    skipped = Outcome("skip", "", "the cache lies on a device")
+    found = judge([Pair("lazy", "feature", "plain f16", absent, skipped)])
+    assert found.verdict == Verdict.UNTESTABLE
+    assert found.patched_failed == 0

@@ -1,0 +1,61 @@
+"""Pictures of cells tell what lies where, with and without colours."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree as ET
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pyllamakv.runtime.snapshot import CellMap, Snapshot
+from pyllamakv.view.cell_drawing import NOBODY, SEVERAL, Picture, draw, letter, plain, svg
+
+
+def snapshot() -> Snapshot:
+    pos = np.array([0, 1, -1, 0, -1, -1, 5, 6], dtype=np.int32)
+    seqs = np.array([[1], [3], [0], [2], [0], [0], [1], [1 << 63]], dtype=np.uint64)
+    return Snapshot((CellMap(pos, np.zeros(8, dtype=np.int32), seqs),))
+
+
+def test_owners_of_a_snapshot() -> None:
+    """A cell shows its only owner, that it is shared, or that it is free."""
+    picture = Picture.of(snapshot(), "now")
+    assert picture.owner == (0, SEVERAL, NOBODY, 1, NOBODY, NOBODY, 0, 63)
+    assert picture.used == 5
+    assert picture.holes == (2, 2)
+    assert picture.caption() == "now: 5 of 8 cells used, 2 holes, largest 2"
+
+
+def test_the_terminal_picture_without_colours() -> None:
+    """Letters alone tell the sequences apart."""
+    lines = plain(Picture.of(snapshot()), width=4).splitlines()
+    assert [line.split()[-1] for line in lines[1:]] == ["0#·1", "··01"]
+    assert "5 of 8" in lines[0]
+
+
+def test_a_large_cache_shares_places() -> None:
+    """A place is free only when all its cells are, and the picture keeps to its size."""
+    picture = Picture("", tuple([NOBODY] * 3 + [7]) * 1000)
+    step, shown = picture.scaled(100)
+    assert step == 40
+    assert set(shown) == {7}
+    assert "40 cells to a place" in draw(picture, 10, 10).plain
+
+
+def test_svg_is_well_formed_and_complete() -> None:
+    """Every owner's cells say whose they are, and labels are escaped."""
+    text = svg(Picture("a < b & c", (0, 0, NOBODY, SEVERAL)), columns=2)
+    root = ET.fromstring(text)
+    names = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert names[1:] == ["shared", "free", "sequence 0"]
+    assert "a < b & c" in (names[0] or "")
+
+
+@given(st.lists(st.integers(-2, 70), max_size=200))
+def test_pictures_survive_json(owners: list[int]) -> None:
+    """What is written can be read again, and runs cover every cell."""
+    picture = Picture("x", tuple(owners))
+    assert Picture.from_json(picture.to_json()) == picture
+    assert sum(length for _, length in picture.runs()) == len(owners)
+    assert all(len(letter(owner)) == 1 for owner in owners)

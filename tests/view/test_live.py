@@ -1,0 +1,60 @@
+"""Whoever watches a context sees every change, and the context does not notice."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+import pyllamakv as kv
+from pyllamakv.scenarios import synthetic
+
+pytestmark = pytest.mark.native
+
+
+def test_a_script_of_ones_own_is_watched(stock) -> None:
+    """Decodes, failures, removals and moves are shown as they happen; then all is as before."""
+    target = Console(file=io.StringIO(), width=200, force_terminal=False, _environ={})
+    with (
+        kv.open(stock.folder) as library,
+        library.load_model(synthetic.tiny()) as model,
+        model.context(n_ctx=64, n_batch=64, n_seq_max=4) as context,
+    ):
+        native, one = context.native, context.decode_one
+        with kv.watch(context, title="mine", console=target):
+            a, b, c = context.sequence(), context.sequence(), context.sequence()
+            for token in range(32):
+                context.decode([a.feed([token]), b.feed([token])])
+            b.remove()
+            assert context.try_decode(c.feed([1] * 8)) == kv.Status.NO_SLOT
+            context.kv.defrag()
+            context.step(c, 1)
+            context.advance([c], [2], 3, model.sampler())
+            fork = a.fork(4)
+            fork.close()
+        assert (context.native, context.decode_one) == (native, one)
+        used = context.kv.stats.used
+        context.step(a, 5)
+        assert context.kv.stats.used == used + 1
+    said = target.file.getvalue()
+    assert "batch 8 tokens; no-slot" in said
+    assert "defrag; 16 cells moved" in said
+    assert "step 1 token\n33 of 64 cells used, 1 hole, largest 31" in said
+    assert "advance 3 steps" in said
+    assert "copy 0, 3, 4\n36 of 64 cells used" in said
+    assert said.rstrip().endswith("·" * 27)
+
+
+def test_it_ends_with_the_block_also_for_an_error(stock) -> None:
+    """What was put in between is taken out again."""
+    target = Console(file=io.StringIO(), force_terminal=False, _environ={})
+    with (
+        kv.open(stock.folder) as library,
+        library.load_model(synthetic.tiny()) as model,
+        model.context(n_ctx=64) as context,
+    ):
+        native = context.native
+        with pytest.raises(ZeroDivisionError), kv.watch(context, console=target):
+            raise ZeroDivisionError
+        assert context.native is native

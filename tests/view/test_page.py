@@ -1,0 +1,134 @@
+"""The page is one file, well formed, complete, and nothing in it is taken for markup."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from fakes.judging import failing, result, row
+
+from pyllamakv.verification.cell import Failing
+from pyllamakv.verification.expected import Accepted, compare
+from pyllamakv.verification.verdict import Verdict
+from pyllamakv.view import page
+
+RESULTS = (
+    result(),
+    result("0.3.6", "ineffective", failing=(failing(),), reason="<b>bold</b> & co"),
+    result(
+        "b4980",
+        "untestable",
+        runs=0,
+        scenarios=(),
+        drift=(),
+        pictures=(),
+        films=(),
+        reason="no npm",
+    ),
+    result("0.3.36", "native", stale=True, scenarios=(row("x", "native"),)),
+)
+_VOID = {"meta", "rect", "br", "link"}
+
+
+class Reader(HTMLParser):
+    """Check that tags nest, and collect ids, links and attributes that load something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.loads: list[str] = []
+
+    def handle_starttag(self, tag, attrs) -> None:
+        facts = dict(attrs)
+        if "id" in facts:
+            self.ids.append(facts["id"])
+        if tag == "a":
+            self.links.append(facts["href"])
+        self.loads += [facts[key] for key in ("src", "srcset", "data") if key in facts]
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag) -> None:
+        if tag not in _VOID:
+            assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def html() -> str:
+    """Return a page with something of everything."""
+    return page.render(RESULTS, compare(RESULTS, {"b4980+patched cpu": Accepted("untestable")}))
+
+
+def test_it_is_well_formed_and_needs_nothing(html: str) -> None:
+    """Every tag is closed, every link leads somewhere inside, nothing is loaded."""
+    reader = Reader()
+    reader.feed(html)
+    assert not reader.open
+    assert len(set(reader.ids)) == len(reader.ids)
+    assert {link.removeprefix("#") for link in reader.links} <= set(reader.ids)
+    assert not reader.loads
+    addresses = set(re.findall(r"https?://[^\s\"'<]+", html))
+    assert addresses <= {"http://www.w3.org/2000/svg"}
+    assert "@import" not in html and "url(" not in html
+
+
+def test_everything_is_there(html: str) -> None:
+    """Verdicts, scenarios, drift of every hunk, maps, and what is worse than accepted."""
+    for word in ("0.3.9", "ineffective", "untestable", "native", "holds", "fork-then-defrag"):
+        assert word in html
+    assert "moved by +12 lines" in html
+    assert "changed in 0.3.10, perhaps gone to src/llama-memory.cpp (60% alike)" in html
+    assert "1 of 2 hunks have a place" in html
+    assert html.count("<svg") == (2 + 1) * 3
+    assert "stock: nothing moved, and operation 2 ended with no-slot" in html
+    assert "line 2: decode &lt;1&gt;; no-slot" in html
+    assert "stock, when it failed: 128 of 256 cells used" in html
+    assert "1 worse than accepted" in html
+    assert "inputs changed since" in html
+
+
+def test_runs_that_fail_alike_are_told_once() -> None:
+    """With all their settings; a capability that is only absent is no alarm."""
+    wrong = [replace(failing(), setting=name) for name in ("plain f16", "flash f16")]
+    lacks = Failing("story", "plain f16", "absent", "no such model")
+    results = (result("0.3.9", "harmful", failing=(*wrong, lacks)),)
+    html = page.render(results, compare(results, {}))
+    assert html.count("layer 0 differs") == 1
+    assert "in plain f16, flash f16</span>" in html
+    assert '<span class="tag dim">absent</span> no such model' in html
+
+
+def test_messages_are_text(html: str) -> None:
+    """What a library says cannot become markup."""
+    assert "<b>bold</b>" not in html
+    assert "&lt;b&gt;bold&lt;/b&gt; &amp; co" in html
+    assert "layer 0 differs &lt;here&gt;" in html
+    assert "requires &lt;more&gt; &amp; better" in html
+
+
+def test_it_fits_phones_and_both_schemes(html: str) -> None:
+    """The viewport is the device's, and there are colours for a dark scheme."""
+    assert 'name="viewport" content="width=device-width' in html
+    assert "prefers-color-scheme: dark" in html
+    assert "@media (max-width:" in html
+
+
+def test_every_verdict_has_a_tone_and_a_meaning() -> None:
+    """A verdict that is added later cannot be forgotten here."""
+    assert set(page.WORDS) == set(Verdict)
+    tones = {str(verdict): page.tone(verdict) for verdict in Verdict}
+    assert tones["needed"] == page.tone("holds") == "good"
+    assert tones["native"] == tones["redundant"] == "idle"
+    assert tones["untestable"] == "dim"
+    assert {tones[v] for v in ("harmful", "ineffective", "broken-apply", "broken-build")} == {"bad"}
+
+
+def test_an_empty_matrix_is_a_page_too() -> None:
+    """Nothing judged yet is no reason to fail."""
+    reader = Reader()
+    reader.feed(page.render((), ()))
+    assert not reader.open

@@ -1,0 +1,59 @@
+"""A PNG shows what the SVG shows, and says what to install where it cannot be made."""
+
+from __future__ import annotations
+
+import builtins
+import io
+
+import pytest
+from film_kit import film
+
+from pyllamakv.errors import Unsupported
+from pyllamakv.view import cell_drawing, palette, raster, timeline
+from pyllamakv.view.cell_drawing import NOBODY, SEVERAL, Picture
+
+
+def rgb(colour: str) -> tuple[int, ...]:
+    return tuple(int(colour[at : at + 2], 16) for at in (1, 3, 5))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_cells_have_their_colours(scheme) -> None:
+    """In the middle of each cell is the colour of its owner, in either scheme."""
+    image_module = pytest.importorskip("PIL.Image")
+    owners = (0, SEVERAL, NOBODY, 7)
+    made = cell_drawing.paint(Picture("x", owners), columns=2, side=10, caption=False)
+    image = image_module.open(io.BytesIO(raster.png(made, scheme=scheme, scale=3)))
+    assert image.format == "PNG"
+    assert image.size == (57, 57)
+    roles = palette.THEMES[scheme].roles
+    for place, owner in enumerate(owners):
+        x, y = 30 * (place % 2) + 13, 30 * (place // 2) + 13
+        assert image.getpixel((x, y)) == rgb(roles[palette.role(owner)])
+
+
+def test_a_timeline_is_painted_whole() -> None:
+    """Bands, marks, turned words and dashed lines are all on the picture."""
+    image_module = pytest.importorskip("PIL.Image")
+    made = timeline.paint(film())
+    image = image_module.open(io.BytesIO(raster.png(made, scale=1)))
+    assert image.size == (round(made.width), round(made.height))
+    colours = {colour for _, colour in image.getcolors(1 << 20)}
+    wanted = palette.LIGHT.roles
+    assert {rgb(wanted[role]) for role in ("paper", "s0", "s1", "s2", "free", "shared")} <= colours
+    assert len(colours) > 50  # smooth edges and letters
+
+
+def test_without_pillow_the_error_says_what_to_install(monkeypatch) -> None:
+    """The command stands in the message, and SVG is named as what needs nothing."""
+    real = builtins.__import__
+
+    def refuse(name, *rest, **more):
+        if name.startswith("PIL"):
+            raise ImportError(name)
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(Unsupported, match=r"pip install 'pyllamakv\[pictures\]'") as error:
+        raster.png(timeline.paint(film()))
+    assert error.value.capability == "pictures"

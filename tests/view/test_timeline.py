@@ -1,0 +1,117 @@
+"""A timeline shows every operation, every cell, and what failed and moved."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from xml.etree import ElementTree as ET
+
+import pytest
+from film_kit import film, frame
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pyllamakv.errors import UsageError
+from pyllamakv.record.playback import Film
+from pyllamakv.view import drawing, plot, timeline
+from pyllamakv.view.cell_drawing import NOBODY
+from pyllamakv.view.drawing import Area, Band, Mark, Words
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def areas(made: drawing.Drawing) -> dict[str, float]:
+    """Return how much of the cells each role covers, legend and strip left out."""
+    top, bottom = 74.0, 74.0 + 4 * 64
+    covered: dict[str, float] = {}
+    for item in made.items:
+        if isinstance(item, Area):
+            for _, y, width, height in item.boxes:
+                if top <= y < bottom:
+                    covered[item.role] = covered.get(item.role, 0) + width * height
+    return covered
+
+
+def test_each_cell_of_each_operation_is_painted_once() -> None:
+    """Every role covers as much as its cells, and all of them the whole."""
+    made = timeline.paint(film())
+    covered = areas(made)
+    whole = sum(covered.values())
+    cells = {role: round(20 * part / whole) for role, part in covered.items()}
+    assert cells == {"s0": 2 + 2 + 2 + 2 + 1, "s1": 2, "s2": 2, "free": 6, "shared": 1}
+
+
+def test_failures_and_moves_are_marked() -> None:
+    """A cross above the operation that failed, a diamond and a band where a cell moved."""
+    made = timeline.paint(film())
+    marks = [item for item in made.items if isinstance(item, Mark)]
+    assert [mark.kind for mark in marks] == ["diamond" if n else "cross" for n in (0, 1, 0, 1)]
+    failed, moved = marks[:2]
+    assert failed.x < moved.x
+    (band,) = [item for item in made.items if isinstance(item, Band)]
+    assert band.role == "s0"
+    x1, top1, _, x2, top2, _ = band.edges[0]
+    assert x1 < x2 and top1 < top2  # from cell 2 down to cell 1
+
+
+def test_axes_and_legend_say_what_is_what() -> None:
+    """Cells on one axis, operations on the other, and a name for each colour."""
+    said = [item.text for item in timeline.paint(film()).items if isinstance(item, Words)]
+    assert {"cells", "free", "0", "4", "decode", "remove", "defrag"} <= set(said)
+    assert {"sequence 0", "sequence 1", "sequence 2", "shared", "failed"} <= set(said)
+    assert "4 cells · 5 operations · 1 failed · 1 cells moved" in said
+
+
+def test_it_is_one_svg_that_needs_nothing() -> None:
+    """Well formed, with words to hover, in the colours of either scheme, nothing loaded."""
+    text = drawing.svg(timeline.paint(film()))
+    root = ET.fromstring(text)
+    titles = [each.text for each in root.iter(f"{SVG}title")]
+    assert titles[0] == "a < b"
+    assert "line 3: decode; no-slot\n2 of 4 cells used, 2 holes, largest 1" in titles
+    assert "prefers-color-scheme:dark" in text
+    assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}
+    used = set(re.findall(r'class="([fl]-\w+)"', text))
+    assert all(f".{name}{{" in text for name in used)
+
+
+def test_a_page_has_the_colours_once() -> None:
+    """Inside a page a drawing has neither rules nor paper of its own."""
+    text = drawing.svg(timeline.paint(film()), inside=True)
+    assert "<style" not in text and "f-paper" not in text
+
+
+def test_a_long_film_stays_a_picture() -> None:
+    """Thousands of operations on thousands of cells share columns and rows; marks are kept."""
+    frames = [frame(n, [n % 3] * n + [NOBODY] * (4000 - n)) for n in range(1, 2001)]
+    frames[777] = frame(778, [1] * 778 + [NOBODY] * (4000 - 778), failed="no-slot")
+    made = timeline.paint(Film("long", frames))
+    assert made.width < 1000 and made.height < 600
+    assert sum(isinstance(item, Mark) for item in made.items) == 2  # in the plot and the legend
+    assert len(drawing.svg(made)) < 400_000
+
+
+def test_no_cells_no_timeline() -> None:
+    """A trace without pictures is refused, with what to do."""
+    with pytest.raises(UsageError, match="--trace"):
+        timeline.paint(Film("empty"))
+
+
+@given(st.integers(1, 100_000))
+def test_ticks_are_few_and_round(cells: int) -> None:
+    """Whatever the size, some numbers stand at the axis, in order, the last near the top."""
+    found = plot.ticks(cells)
+    assert 2 <= len(found) <= 6 and found[0] == 0 and found[-1] > cells / 2
+    assert all(one < other for one, other in pairwise(found))
+
+
+@given(st.lists(st.lists(st.integers(-2, 12), min_size=6, max_size=6), min_size=1, max_size=40))
+def test_any_film_is_painted(owners: list[list[int]]) -> None:
+    """Whatever the cells hold, the drawing is well formed and inside its own size."""
+    made = timeline.paint(Film("any", [frame(n, each) for n, each in enumerate(owners, 1)]))
+    ET.fromstring(drawing.svg(made))
+    for item in made.items:
+        if isinstance(item, Area):
+            for x, y, width, height in item.boxes:
+                assert x >= 0 and y >= 0 and width > 0
+                assert x + width <= made.width + 0.01 and y + height <= made.height + 0.01
