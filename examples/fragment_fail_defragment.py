@@ -10,13 +10,13 @@ from __future__ import annotations
 import sys
 
 import pyllamakv as kv
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import cell_picture, synthetic
 from pyllamakv.view import cell_drawing
 
 
 def show(context: kv.Context, what: str) -> None:
     """Print the cells and what they are."""
-    print(cell_drawing.plain(cell_drawing.Picture.of(context.kv.snapshot(), what)), end="\n\n")
+    print(cell_drawing.plain(cell_picture.Picture.of(context.kv.snapshot(), what)), end="\n\n")
 
 
 def main(path: str) -> None:

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 import pyllamakv as kv
-from pyllamakv.record import onstage, replaying, trace
+from pyllamakv.record import playback, replaying, trace
 from pyllamakv.scenarios import synthetic
 from pyllamakv.view import drawing, timeline
 
@@ -47,7 +47,7 @@ def main(path: str, folder: Path) -> None:
     for side in ("stock", "patched"):
         replay = replaying.on(f"0.3.9+{side}", head, lines, model=path)
         picture = folder / f"{side}.svg"
-        film = onstage.film_of(recorded, f"0.3.9+{side}", path)
+        film = playback.film_of(recorded, f"0.3.9+{side}", path)
         picture.write_text(
             drawing.svg(timeline.paint(film, f"One client of three leaves: {side}")),
             encoding="utf-8",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pyllamakv.source.releases import DEFAULT
+from pyllamakv.verification import discovery
 
 if TYPE_CHECKING:
     from pyllamakv.verification.check import Answer
@@ -62,7 +63,6 @@ def command(
     Exit status: 0 needed, redundant or native; 1 harmful, ineffective or broken; 125 untestable;
     128 a fault of the harness.
     """
-    from pyllamakv.scenarios import scenario as scenarios
     from pyllamakv.verification import check, check_report
 
     question = check.Question(
@@ -86,7 +86,7 @@ def command(
     else:
         from rich.console import Console
 
-        known = scenarios.discover(question.folders)
+        known = discovery.discover(question.folders)
         check_report.show(answer, known, Console(), maps)
     raise typer.Exit(answer.judgement.exit_code)
 

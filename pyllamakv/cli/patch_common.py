@@ -60,10 +60,10 @@ def scenarios(*, features: bool = True) -> frozenset[str] | None:
     Features are what certain patches bring; of others nobody expects them.
     """
     try:
-        from pyllamakv.scenarios import scenario
+        from pyllamakv.verification import discovery
     except ImportError:
         return None
-    found = scenario.discover()
+    found = discovery.discover()
     return frozenset(name for name, one in found.items() if features or one.kind != "feature")
 
 

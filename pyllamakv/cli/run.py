@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pyllamakv.errors import UsageError
+from pyllamakv.scenarios import cell_picture
 
 if TYPE_CHECKING:
     from pyllamakv.record.script import Line
@@ -127,7 +128,7 @@ def _show(line: Line, result: dict[str, Any], stage: Any) -> None:
     snapshot = stage.player.snapshot() if line.op == "snapshot" else None
     if snapshot is not None:
         label = str(line.arguments.get("label", ""))
-        Console().print(cell_drawing.draw(cell_drawing.Picture.of(snapshot, label)))
+        Console().print(cell_drawing.draw(cell_picture.Picture.of(snapshot, label)))
 
 
 def _tell(

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pyllamakv.errors import ScenarioFailed, ScriptError, UsageError
+from pyllamakv.record import playback
+from pyllamakv.scenarios import frames
 
 if TYPE_CHECKING:
     from pyllamakv.binding.protocol import Counters
-    from pyllamakv.record.playback import Film
     from pyllamakv.runtime.metrics import CellStats
+    from pyllamakv.scenarios.frames import Film
 
 app = typer.Typer(add_completion=False)
 
@@ -52,8 +54,8 @@ def command(
     Of a trace what it recorded; a script is played first, and tells the library's counters as well.
     Exit 1 when the script does not end as it expects, after its numbers up to there.
     """
-    from pyllamakv.record import onstage, runs
     from pyllamakv.record import playback as films
+    from pyllamakv.record import runs
     from pyllamakv.record import trace as traces
     from pyllamakv.runtime import exposition
     from pyllamakv.view.frame_statistics import LABELS, PictureStats
@@ -70,9 +72,9 @@ def command(
             stats = PictureStats(film.frames[-1].picture)
     else:
         with runs.opened(run, variant or "0.3.9+patched", model) as played:
-            film = films.Film(played.variant)
+            film = frames.Film(played.variant)
             try:
-                onstage.play(played.lines, played.stage, film.frames.append)
+                playback.play(played.lines, played.stage, film.frames.append)
             except ScenarioFailed as error:
                 broken = error
             player = played.stage.player

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pyllamakv.errors import ScenarioFailed, ScriptError, UsageError
+from pyllamakv.record import playback
+from pyllamakv.scenarios import frames
 
 if TYPE_CHECKING:
-    from pyllamakv.record.playback import Film
+    from pyllamakv.scenarios.frames import Film
 
 app = typer.Typer(add_completion=False)
 
@@ -88,8 +90,8 @@ def _follow(
     from rich.console import Console
 
     from pyllamakv.printable import printable
-    from pyllamakv.record import onstage, runs
     from pyllamakv.record import playback as films
+    from pyllamakv.record import runs
     from pyllamakv.record import trace as traces
     from pyllamakv.view.screen import Screen
 
@@ -99,9 +101,9 @@ def _follow(
 
     if traces.is_trace(run) and not variant:
         head, lines = traces.read(run)
-        title = onstage.title(run, head.spec or head.variant)
+        title = playback.title(run, head.spec or head.variant)
         film = films.of_trace(lines, title)
-        unseen = onstage.unseen(lines)
+        unseen = playback.unseen(lines)
         if unseen:
             said = f"{unseen} decodes kept no cells: --variant {head.spec or 'SPEC'} shows them"
             Console(stderr=True).print(
@@ -114,16 +116,16 @@ def _follow(
         return film, None
 
     with runs.opened(run, variant or "0.3.9+patched", model) as played:
-        film = films.Film(onstage.title(run, played.variant))
+        film = frames.Film(playback.title(run, played.variant))
         with screen(film.title) as shown:
 
-            def show(frame: films.Frame) -> None:
+            def show(frame: frames.Frame) -> None:
                 film.frames.append(frame)
                 if shown:
                     shown.show(frame)
 
             try:
-                onstage.play(played.lines, played.stage, show)
+                playback.play(played.lines, played.stage, show)
             except ScenarioFailed as error:
                 return film, error
     return film, None

@@ -14,14 +14,13 @@ from pyllamakv.record import batches, builds, playing, script, trace, traced
 from pyllamakv.record.script import Line
 from pyllamakv.record.shrink import Shrinker, Sizes
 from pyllamakv.record.stage import Stage
-from pyllamakv.scenarios.lab import Bench
-from pyllamakv.scenarios.workers import Opener
+from pyllamakv.scenarios.runner import Bench, Opener
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from pyllamakv.record.trace import Head
-    from pyllamakv.verification.verdict import Outcome
+    from pyllamakv.scenarios.outcome import Outcome
 
 #: Results that say what is expected of a line; the others are made anew.
 _EXPECTED = ("status", "done", "error", "polls")

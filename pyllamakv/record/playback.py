@@ -1,126 +1,26 @@
-"""Follow a cache from operation to operation: what was done, and where the cells lie after it."""
+"""Show a trace or a script frame by frame: one that was recorded, or one that is played now."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pyllamakv.printable import printable
-from pyllamakv.record import results
+from pyllamakv.record import playing, results, runs, script
+from pyllamakv.scenarios.cell_picture import NOBODY, Picture
+from pyllamakv.scenarios.frames import MOVING, Film, Frame, detail
 from pyllamakv.scenarios.player import word
-from pyllamakv.view.cell_drawing import NOBODY, Picture
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pyllamakv.record.script import Line
-
-#: Operations in which cells of a sequence may come to lie elsewhere.
-MOVING = ("decode", "step", "batch", "advance", "defrag", "update")
-
-#: Operations that neither do anything to the cells nor tell of them.
-_SILENT = ("context", "note", "expect", "cancel", "threads", "snapshot", "verify")
-
-#: Arguments that say nothing at a glance.
-_LONG = ("interleave", "expect", "pos", "logits", "state")
-
-
-@dataclass(frozen=True)
-class Frame:
-    """Hold one operation and the cells after it.
-
-    ``failed`` says in a word how it failed, and is empty when it did not; ``moves`` are (source,
-    target, cells) of each run of cells that it moved, ``moved`` how many cells that were.
-    """
-
-    number: int
-    op: str
-    detail: str
-    picture: Picture
-    failed: str = ""
-    moves: tuple[tuple[int, int, int], ...] = ()
-    moved: int = 0
-
-    def caption(self) -> str:
-        """Return what was done, and how it ended, in one line."""
-        parts = [f"{self.op} {self.detail}".rstrip()]
-        if self.moved:
-            plural = "cell" if self.moved == 1 else "cells"
-            parts.append(f"{self.moved} {plural} moved")
-        if self.failed:
-            parts.append(self.failed)
-        return printable("; ".join(parts))
-
-
-@dataclass
-class Film:
-    """Hold the frames of a run, with a title that names it."""
-
-    title: str
-    frames: list[Frame] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.frames)
-
-    @property
-    def cells(self) -> int:
-        """Return how many cells the cache has."""
-        return max((len(frame.picture.owner) for frame in self.frames), default=0)
-
-    def deeds(self) -> list[Frame]:
-        """Return the frames of operations that do something to the cells."""
-        return [frame for frame in self.frames if frame.op not in _SILENT]
-
-    def changes(self) -> list[Frame]:
-        """Return the frames whose cells differ from those before, and all that have a label."""
-        found: list[Frame] = []
-        last: tuple[int, ...] | None = None
-        for frame in self.frames:
-            if frame.picture.owner != last or frame.op == "snapshot":
-                found.append(frame)
-            last = frame.picture.owner
-        return found
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the film as plain JSON values; a picture that did not change is left out."""
-        frames = []
-        last: tuple[int, ...] | None = None
-        for frame in self.frames:
-            raw = {
-                key: value
-                for key, value in vars(frame).items()
-                if value and key not in ("picture", "moves")
-            }
-            raw |= {"moves": [list(each) for each in frame.moves]} if frame.moves else {}
-            if frame.picture.owner != last:
-                raw["picture"] = frame.picture.to_json()
-                last = frame.picture.owner
-            frames.append(raw)
-        return {"title": self.title, "frames": frames}
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> Film:
-        """Return the film that `to_json` described."""
-        film, last = cls(str(raw["title"])), Picture("", ())
-        for each in raw["frames"]:
-            if "picture" in each:
-                last = Picture.from_json(each["picture"])
-            film.frames.append(
-                Frame(
-                    int(each["number"]),
-                    str(each["op"]),
-                    str(each.get("detail", "")),
-                    last,
-                    str(each.get("failed", "")),
-                    tuple((int(a), int(b), int(n)) for a, b, n in each.get("moves", ())),
-                    int(each.get("moved", 0)),
-                )
-            )
-        return film
+    from pyllamakv.record.stage import Stage
+    from pyllamakv.scenarios.cell_samples import Look
 
 
 def of_trace(lines: Iterable[Line], title: str = "") -> Film:
@@ -198,28 +98,6 @@ def _runs(pairs: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
         yield source, target, length
 
 
-def detail(arguments: Mapping[str, Any]) -> str:
-    """Return the arguments of a line in few words."""
-    words = []
-    for key, value in arguments.items():
-        if key == "feed" and isinstance(value, dict):
-            words += [f"{seq}: {_fed(what)}" for seq, what in value.items()]
-        elif key in ("tokens", "steps") and isinstance(value, list):
-            words.append(f"{len(value)} {key if len(value) != 1 else key[:-1]}")
-        elif key in ("label", "text", "as"):
-            words.append(str(value))
-        elif key not in _LONG and not (isinstance(value, list) and len(value) > 8):
-            words.append(f"{key} {json.dumps(value)}")
-    return ", ".join(words)
-
-
-def _fed(what: Any) -> str:
-    if isinstance(what, str):
-        return json.dumps(what)
-    n = what if isinstance(what, int) else len(what)
-    return f"{n} tokens" if n != 1 else "1 token"
-
-
 def _failed(result: Mapping[str, Any]) -> str:
     status = result.get("status", 0)
     if isinstance(status, int) and status:
@@ -227,3 +105,50 @@ def _failed(result: Mapping[str, Any]) -> str:
     if result.get("error"):
         return str(result["error"])
     return "refused" if result.get("done") is False else ""
+
+
+def title(path: Path, variant: str) -> str:
+    """Return what a picture of a run is called."""
+    return printable(f"{path.stem}, {variant}" if variant else path.stem)
+
+
+def film_of(path: Path, variant: str, model: str = "") -> Film:
+    """Return the film of a script or a trace on a build, whatever its operations come to."""
+    with runs.opened(path, variant, model) as run:
+        run.stage.lenient = True
+        made = Film(title(path, run.variant))
+        play(run.lines, run.stage, made.frames.append)
+    return made
+
+
+def unseen(lines: list[Line]) -> int:
+    """Count the decodes of a trace that kept no cells: a recording looks where they may move.
+
+    One that failed was looked at, and has no picture when it changed nothing.
+    """
+    decodes = (line.result for line in lines if line.op in script.DECODES and line.result)
+    return sum("picture" not in result and not result.get("status") for result in decodes)
+
+
+def play(lines: list[Line], stage: Stage, show: Callable[[Frame], None]) -> None:
+    """Play lines and show a frame of each, also of one that ends the run.
+
+    Raises what `playing.play` raises, after that frame.
+    """
+    last: Look | None = None
+
+    def observe(line: Line, result: dict[str, Any]) -> None:
+        nonlocal last
+        look = stage.look
+        if look is None:
+            return
+        words = dict(result)
+        if last is not None and line.op in MOVING:
+            words["moved"] = look.moved(last)
+        last = look
+        picture = Picture.of(look.snapshot, str(line.arguments.get("label", "")))
+        frame = after(line, words, picture)
+        if frame is not None:
+            show(frame)
+
+    playing.play(lines, stage, observe)

@@ -1,4 +1,4 @@
-"""Say which keys and tensors a generated model of an architecture has.
+"""Define which keys and tensors a generated model of an architecture has.
 
 One architecture per kind of memory that llama.cpp has had. The tensors' names are those of every
 release that knows the architecture.
@@ -6,16 +6,244 @@ release that knows the architecture.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pyllamakv.scenarios import indexed, weights
-from pyllamakv.scenarios.weights import Tensors
+#: Raised with every change to what `write` puts into a file.
+GENERATOR = 2
 
-if TYPE_CHECKING:
-    from pyllamakv.scenarios.synthetic import Shape
+
+@dataclass(frozen=True)
+class Shape:
+    """Describe a model to generate; widths are counted in elements.
+
+    A head is ``n_embd / n_head`` wide, of a llama or gemma2 ``head`` where that is not 0.
+    ``n_head_kv`` heads (a K or V row) are a multiple of 32, a block of q8_0 and q4_0.
+    ``vocab`` is "none" (token ids only) or "bytes" (SentencePiece with one token per byte).
+    ``window`` is how many positions a sliding layer sees.
+    """
+
+    name: str
+    n_layer: int = 1
+    n_embd: int = 32
+    n_head: int = 1
+    n_head_kv: int = 1
+    n_ff: int = 32
+    n_vocab: int = 64
+    n_ctx: int = 8192
+    vocab: str = "none"
+    seed: int = 20261120
+    architecture: str = "llama"
+    window: int = 0
+    head: int = 0
+
+    @property
+    def digest(self) -> str:
+        """Return what tells this shape, as this module writes it, from every other."""
+        facts = asdict(self)
+        if not self.head:
+            del facts["head"]  # which files had names before there was such a width
+        text = json.dumps([GENERATOR, facts], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+Tensor = NDArray[np.float32]
+Tensors = dict[str, Tensor]
+
+
+class Draw:
+    """Draw weights, always the same for a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = np.random.default_rng(seed)
+
+    def matrix(self, *shape: int, scale: float = 1.0) -> Tensor:
+        """Return weights whose products have ``scale`` times the size of what they multiply."""
+        values = self._generator.standard_normal(shape) * (scale / np.sqrt(shape[-1]))
+        return np.asarray(values, dtype=np.float32)
+
+
+def gain(shape: Shape) -> float:
+    """Return the size of what a layer adds, next to what all of them add."""
+    # The residual stream of a deep model must not drown what a single layer's cache says.
+    return float(1.0 / np.sqrt(shape.n_layer))
+
+
+def ones(n: int, value: float = 1.0) -> Tensor:
+    """Return as many weights of one value."""
+    return np.full(n, value, dtype=np.float32)
+
+
+def attention(shape: Shape, draw: Draw) -> Tensors:
+    """Return the tensors of attention with heads of queries, keys and values."""
+    width, size = shape.n_embd, head(shape)
+    inner, kv = size * shape.n_head, size * max(shape.n_head_kv, 1)
+    return {
+        "attn_norm.weight": ones(width),
+        # Attention neither flat (damage would average out) nor on one cell alone (damage
+        # elsewhere would not show).
+        "attn_q.weight": draw.matrix(inner, width, scale=1.3),
+        "attn_k.weight": draw.matrix(kv, width, scale=1.3),
+        "attn_v.weight": draw.matrix(kv, width, scale=2.0),
+        "attn_output.weight": draw.matrix(width, inner, scale=3.0 * gain(shape)),
+    }
+
+
+def forward(shape: Shape, draw: Draw) -> Tensors:
+    """Return the tensors of a dense network behind the attention."""
+    width, ff = shape.n_embd, shape.n_ff
+    return {
+        "ffn_norm.weight": ones(width),
+        "ffn_gate.weight": draw.matrix(ff, width),
+        "ffn_up.weight": draw.matrix(ff, width),
+        "ffn_down.weight": draw.matrix(width, ff, scale=gain(shape)),
+    }
+
+
+def head(shape: Shape) -> int:
+    """Return the width of a head."""
+    return shape.head or shape.n_embd // shape.n_head
+
+
+#: Ranks and widths of multi-head latent attention: what is kept per token is LATENT + ROTATED wide.
+LATENT, ROTATED, PLAIN, RANK = 32, 32, 32, 32
+
+#: Heads of an indexer (with few of them many cells score 0 alike), width of its key, cells picked.
+INDEXERS, INDEXED, PICKED = 16, 128, 64
+
+#: Positions in a block, blocks that are picked, experts of a layer, width of its indexer's key.
+BLOCK, BLOCKS, EXPERTS, NARROW = 32, 2, 2, 32
+
+
+def deepseek2_keys(shape: Shape) -> dict[str, Any]:
+    """Return the keys of multi-head latent attention."""
+    return {
+        "rope.dimension_count": ROTATED,
+        "rope.scaling.yarn_log_multiplier": 0.1,
+        # All layers are dense; what they would say of experts must be there all the same.
+        "leading_dense_block_count": shape.n_layer,
+        "expert_feed_forward_length": shape.n_ff,
+        "expert_shared_count": 1,
+        "expert_weights_scale": 1.0,
+        "attention.q_lora_rank": RANK,
+        "attention.kv_lora_rank": LATENT,
+        "attention.key_length": LATENT + ROTATED,
+        "attention.value_length": LATENT,
+        "attention.key_length_mla": PLAIN + ROTATED,
+        "attention.value_length_mla": PLAIN,
+    }
+
+
+def deepseek2(shape: Shape, draw: Draw, _: int) -> Tensors:
+    """Return a layer of multi-head latent attention."""
+    width, heads = shape.n_embd, shape.n_head
+    return {
+        "attn_norm.weight": ones(width),
+        "attn_q_a.weight": draw.matrix(RANK, width),
+        "attn_q_a_norm.weight": ones(RANK),
+        "attn_q_b.weight": draw.matrix(heads * (PLAIN + ROTATED), RANK, scale=1.3),
+        "attn_kv_a_mqa.weight": draw.matrix(LATENT + ROTATED, width, scale=1.3),
+        "attn_kv_a_norm.weight": ones(LATENT),
+        "attn_k_b.weight": draw.matrix(heads, LATENT, PLAIN, scale=1.3),
+        "attn_v_b.weight": draw.matrix(heads, PLAIN, LATENT, scale=2.0),
+        "attn_output.weight": draw.matrix(width, heads * PLAIN, scale=3.0 * gain(shape)),
+    } | forward(shape, draw)
+
+
+def deepseek32_keys(shape: Shape) -> dict[str, Any]:
+    """Return the keys of the same with an indexer."""
+    return deepseek2_keys(shape) | {
+        "expert_gating_func": 2,
+        "attention.indexer.head_count": INDEXERS,
+        "attention.indexer.key_length": INDEXED,
+        "attention.indexer.top_k": PICKED,
+    }
+
+
+def deepseek32(shape: Shape, draw: Draw, layer: int) -> Tensors:
+    """Return a layer of the same with an indexer."""
+    return deepseek2(shape, draw, layer) | {
+        "indexer.k_norm.weight": ones(INDEXED),
+        "indexer.k_norm.bias": ones(INDEXED, 0.0),
+        "indexer.proj.weight": draw.matrix(INDEXERS, shape.n_embd),
+        "indexer.attn_k.weight": draw.matrix(INDEXED, shape.n_embd),
+        "indexer.attn_q_b.weight": draw.matrix(INDEXERS * INDEXED, RANK),
+    }
+
+
+def dots3note_keys(shape: Shape) -> dict[str, Any]:
+    """Return the keys of the same where every other layer has a window and no indexer."""
+    windows = [layer % 2 == 1 for layer in range(shape.n_layer)]
+    return deepseek32_keys(shape) | {
+        "attention.kv_lora_rank_swa": LATENT,
+        "attention.key_length_mla_swa": PLAIN + ROTATED,
+        "attention.value_length_mla_swa": PLAIN,
+        "attention.sliding_window": shape.window,
+        "attention.sliding_window_pattern": windows,
+        "rope.freq_base_swa": 10000.0,
+        "attention.indexer.types": [not window for window in windows],
+    }
+
+
+def dots3note(shape: Shape, draw: Draw, layer: int) -> Tensors:
+    """Return a layer with an indexer, or with a window."""
+    made = deepseek2 if layer % 2 else deepseek32
+    return made(shape, draw, layer) | {
+        "attn_k_norm.weight": ones(ROTATED),
+        "attn_gate.weight": draw.matrix(shape.n_head, shape.n_embd),
+    }
+
+
+def minimax_m3_keys(shape: Shape) -> dict[str, Any]:
+    """Return the keys of attention to blocks that an indexer picks, behind a dense layer."""
+    return {
+        "rope.dimension_count": head(shape) // 2,
+        "attention.key_length": head(shape),
+        "attention.value_length": head(shape),
+        "leading_dense_block_count": 1,
+        "expert_count": EXPERTS,
+        "expert_used_count": 1,
+        "expert_feed_forward_length": shape.n_ff,
+        "expert_shared_count": 1,
+        "expert_gating_func": 2,
+        "attention.indexer.head_count": shape.n_head_kv,
+        "attention.indexer.key_length": NARROW,
+        "attention.indexer.top_k": BLOCKS,
+        "attention.indexer.block_size": BLOCK,
+        "attention.indexer.local_blocks": 1,
+    }
+
+
+def minimax_m3(shape: Shape, draw: Draw, layer: int) -> Tensors:
+    """Return a dense layer, or one with experts whose indexer picks blocks."""
+    size, width, ff = head(shape), shape.n_embd, shape.n_ff
+    found = attention(shape, draw) | {
+        "attn_q_norm.weight": ones(size),
+        "attn_k_norm.weight": ones(size),
+    }
+    if not layer:
+        return found | forward(shape, draw)
+    shared = forward(shape, draw)
+    return found | {
+        "ffn_norm.weight": shared.pop("ffn_norm.weight"),
+        **{name.replace(".weight", "_shexp.weight"): tensor for name, tensor in shared.items()},
+        "ffn_gate_inp.weight": draw.matrix(EXPERTS, width),
+        "exp_probs_b.bias": ones(EXPERTS, 0.0),
+        "ffn_gate_exps.weight": draw.matrix(EXPERTS, ff, width),
+        "ffn_up_exps.weight": draw.matrix(EXPERTS, ff, width),
+        "ffn_down_exps.weight": draw.matrix(EXPERTS, width, ff, scale=gain(shape)),
+        "indexer.q_proj.weight": draw.matrix(shape.n_head_kv * NARROW, width),
+        "indexer.k_proj.weight": draw.matrix(NARROW, width),
+        "indexer.q_norm.weight": ones(NARROW),
+        "indexer.k_norm.weight": ones(NARROW),
+    }
+
 
 #: Sizes of a recurrent state: columns of the convolution, width of the state, rank of the step.
 SSM_CONV, SSM_STATE, SSM_RANK = 4, 16, 8
@@ -38,7 +266,7 @@ def keys(shape: Shape) -> dict[str, Any]:
 
 def tensors(shape: Shape) -> Tensors:
     """Return the weights of a shape, f32, by name."""
-    draw = weights.Draw(shape.seed)
+    draw = Draw(shape.seed)
     width = shape.n_embd
     # A gemma multiplies its embeddings by this by itself.
     size = 1.0 if shape.architecture == "gemma2" else np.sqrt(width)
@@ -56,49 +284,49 @@ def tensors(shape: Shape) -> Tensors:
 
 
 def _llama_keys(shape: Shape) -> dict[str, Any]:
-    keys = {"rope.dimension_count": weights.head(shape)}
+    keys = {"rope.dimension_count": head(shape)}
     if shape.head:
         keys |= {"attention.key_length": shape.head, "attention.value_length": shape.head}
     return keys
 
 
-def _llama(shape: Shape, draw: weights.Draw, _: int) -> Tensors:
-    return weights.attention(shape, draw) | weights.forward(shape, draw)
+def _llama(shape: Shape, draw: Draw, _: int) -> Tensors:
+    return attention(shape, draw) | forward(shape, draw)
 
 
 def _qwen2vl_keys(shape: Shape) -> dict[str, Any]:
     # Of each head's pairs some turn by the time of a position, some by its row, some by its column.
-    pairs = weights.head(shape) // 2
+    pairs = head(shape) // 2
     rows = 3 * pairs // 8
     return _llama_keys(shape) | {"rope.dimension_sections": [pairs - 2 * rows, rows, rows, 0]}
 
 
-def _qwen2vl(shape: Shape, draw: weights.Draw, layer: int) -> Tensors:
+def _qwen2vl(shape: Shape, draw: Draw, layer: int) -> Tensors:
     found = _llama(shape, draw, layer)
     biases = {f"attn_{name}.bias": draw.matrix(len(found[f"attn_{name}.weight"])) for name in "qkv"}
     return found | biases
 
 
 def _gemma2_keys(shape: Shape) -> dict[str, Any]:
-    head = weights.head(shape)
+    width = head(shape)
     return {
-        "attention.key_length": head,
-        "attention.value_length": head,
+        "attention.key_length": width,
+        "attention.value_length": width,
         "attention.sliding_window": shape.window,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     }
 
 
-def _gemma2(shape: Shape, draw: weights.Draw, layer: int) -> Tensors:
+def _gemma2(shape: Shape, draw: Draw, layer: int) -> Tensors:
     # What a layer adds is as large as the weights of the norm that follows it. One sliding and one
     # full layer speak, the others whisper: the noise of so many quantised layers would add up.
     size = 4.0 if layer < 2 else 0.1
     after = {
-        "post_attention_norm.weight": weights.ones(shape.n_embd, size),
-        "post_ffw_norm.weight": weights.ones(shape.n_embd, size / 2),
+        "post_attention_norm.weight": ones(shape.n_embd, size),
+        "post_ffw_norm.weight": ones(shape.n_embd, size / 2),
     }
-    return weights.attention(shape, draw) | weights.forward(shape, draw) | after
+    return attention(shape, draw) | forward(shape, draw) | after
 
 
 def _ssm_keys(shape: Shape) -> dict[str, Any]:
@@ -114,21 +342,21 @@ def _mamba_keys(shape: Shape) -> dict[str, Any]:
     return _ssm_keys(shape) | {"attention.head_count": 0, "attention.head_count_kv": 0}
 
 
-def _mamba(shape: Shape, draw: weights.Draw, _: int) -> Tensors:
+def _mamba(shape: Shape, draw: Draw, _: int) -> Tensors:
     width, inner = shape.n_embd, 2 * shape.n_embd
     decay = -np.arange(1, SSM_STATE + 1, dtype=np.float32)
     return {
-        "attn_norm.weight": weights.ones(width),
+        "attn_norm.weight": ones(width),
         "ssm_in.weight": draw.matrix(2 * inner, width),
         "ssm_conv1d.weight": draw.matrix(inner, SSM_CONV),
-        "ssm_conv1d.bias": weights.ones(inner, 0.0),
+        "ssm_conv1d.bias": ones(inner, 0.0),
         "ssm_x.weight": draw.matrix(SSM_RANK + 2 * SSM_STATE, inner, scale=2.0),
         "ssm_dt.weight": draw.matrix(inner, SSM_RANK),
         # Steps so small that a state remembers some dozens of tokens.
-        "ssm_dt.bias": weights.ones(inner, -3.0),
+        "ssm_dt.bias": ones(inner, -3.0),
         "ssm_a": np.repeat(decay[None], inner, axis=0),
-        "ssm_d": weights.ones(inner),
-        "ssm_out.weight": draw.matrix(width, inner, scale=3.0 * weights.gain(shape)),
+        "ssm_d": ones(inner),
+        "ssm_out.weight": draw.matrix(width, inner, scale=3.0 * gain(shape)),
     }
 
 
@@ -141,19 +369,19 @@ def _attends(layer: int) -> bool:
     return layer % 2 == 1
 
 
-def _jamba(shape: Shape, draw: weights.Draw, layer: int) -> Tensors:
+def _jamba(shape: Shape, draw: Draw, layer: int) -> Tensors:
     if _attends(layer):
-        return weights.attention(shape, draw) | weights.forward(shape, draw)
+        return attention(shape, draw) | forward(shape, draw)
     norms = {
-        "ssm_dt_norm.weight": weights.ones(SSM_RANK),
-        "ssm_b_norm.weight": weights.ones(SSM_STATE),
-        "ssm_c_norm.weight": weights.ones(SSM_STATE),
+        "ssm_dt_norm.weight": ones(SSM_RANK),
+        "ssm_b_norm.weight": ones(SSM_STATE),
+        "ssm_c_norm.weight": ones(SSM_STATE),
     }
-    return _mamba(shape, draw, layer) | norms | weights.forward(shape, draw)
+    return _mamba(shape, draw, layer) | norms | forward(shape, draw)
 
 
 _Keys = Callable[["Shape"], dict[str, Any]]
-_Block = Callable[["Shape", weights.Draw, int], Tensors]
+_Block = Callable[["Shape", Draw, int], Tensors]
 
 _ARCHITECTURES: dict[str, tuple[_Keys, _Block]] = {
     "llama": (_llama_keys, _llama),
@@ -161,8 +389,8 @@ _ARCHITECTURES: dict[str, tuple[_Keys, _Block]] = {
     "gemma2": (_gemma2_keys, _gemma2),
     "mamba": (_mamba_keys, _mamba),
     "jamba": (_jamba_keys, _jamba),
-    "deepseek2": (indexed.deepseek2_keys, indexed.deepseek2),
-    "deepseek32": (indexed.deepseek32_keys, indexed.deepseek32),
-    "dots3note": (indexed.dots3note_keys, indexed.dots3note),
-    "minimax-m3": (indexed.minimax_m3_keys, indexed.minimax_m3),
+    "deepseek2": (deepseek2_keys, deepseek2),
+    "deepseek32": (deepseek32_keys, deepseek32),
+    "dots3note": (dots3note_keys, dots3note),
+    "minimax-m3": (minimax_m3_keys, minimax_m3),
 }

@@ -14,7 +14,7 @@ import numpy as np
 
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
-from pyllamakv.view.cell_drawing import owners
+from pyllamakv.scenarios.cell_picture import owners
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

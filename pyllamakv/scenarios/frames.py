@@ -1,20 +1,125 @@
-"""Film a player: keep the cells after every operation, also after one that failed."""
+"""Keep the cells of a cache after every operation of a run, also after one that failed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.record import playback
-from pyllamakv.record.playback import Film, Frame
+from pyllamakv.printable import printable
 from pyllamakv.scenarios import cell_samples
+from pyllamakv.scenarios.cell_picture import Picture
 from pyllamakv.scenarios.player import Player, word
-from pyllamakv.view.cell_drawing import Picture
 
 if TYPE_CHECKING:
     from pyllamakv.binding.protocol import RawDefrag
     from pyllamakv.scenarios.cell_samples import Look
     from pyllamakv.scenarios.feeding import Feed
+
+#: Operations in which cells of a sequence may come to lie elsewhere.
+MOVING = ("decode", "step", "batch", "advance", "defrag", "update")
+
+#: Operations that neither do anything to the cells nor tell of them.
+_SILENT = ("context", "note", "expect", "cancel", "threads", "snapshot", "verify")
+
+#: Arguments that say nothing at a glance.
+_LONG = ("interleave", "expect", "pos", "logits", "state")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Hold one operation and the cells after it.
+
+    ``failed`` says in a word how it failed, and is empty when it did not; ``moves`` are (source,
+    target, cells) of each run of cells that it moved, ``moved`` how many cells that were.
+    """
+
+    number: int
+    op: str
+    detail: str
+    picture: Picture
+    failed: str = ""
+    moves: tuple[tuple[int, int, int], ...] = ()
+    moved: int = 0
+
+    def caption(self) -> str:
+        """Return what was done, and how it ended, in one line."""
+        parts = [f"{self.op} {self.detail}".rstrip()]
+        if self.moved:
+            plural = "cell" if self.moved == 1 else "cells"
+            parts.append(f"{self.moved} {plural} moved")
+        if self.failed:
+            parts.append(self.failed)
+        return printable("; ".join(parts))
+
+
+@dataclass
+class Film:
+    """Hold the frames of a run, with a title that names it."""
+
+    title: str
+    frames: list[Frame] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.frames)
+
+    @property
+    def cells(self) -> int:
+        """Return how many cells the cache has."""
+        return max((len(frame.picture.owner) for frame in self.frames), default=0)
+
+    def deeds(self) -> list[Frame]:
+        """Return the frames of operations that do something to the cells."""
+        return [frame for frame in self.frames if frame.op not in _SILENT]
+
+    def changes(self) -> list[Frame]:
+        """Return the frames whose cells differ from those before, and all that have a label."""
+        found: list[Frame] = []
+        last: tuple[int, ...] | None = None
+        for frame in self.frames:
+            if frame.picture.owner != last or frame.op == "snapshot":
+                found.append(frame)
+            last = frame.picture.owner
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the film as plain JSON values; a picture that did not change is left out."""
+        frames = []
+        last: tuple[int, ...] | None = None
+        for frame in self.frames:
+            raw = {
+                key: value
+                for key, value in vars(frame).items()
+                if value and key not in ("picture", "moves")
+            }
+            raw |= {"moves": [list(each) for each in frame.moves]} if frame.moves else {}
+            if frame.picture.owner != last:
+                raw["picture"] = frame.picture.to_json()
+                last = frame.picture.owner
+            frames.append(raw)
+        return {"title": self.title, "frames": frames}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Film:
+        """Return the film that `to_json` described."""
+        film, last = cls(str(raw["title"])), Picture("", ())
+        for each in raw["frames"]:
+            if "picture" in each:
+                last = Picture.from_json(each["picture"])
+            film.frames.append(
+                Frame(
+                    int(each["number"]),
+                    str(each["op"]),
+                    str(each.get("detail", "")),
+                    last,
+                    str(each.get("failed", "")),
+                    tuple((int(a), int(b), int(n)) for a, b, n in each.get("moves", ())),
+                    int(each.get("moved", 0)),
+                )
+            )
+        return film
+
 
 #: A film keeps no more frames: it is there to be looked at.
 LONGEST = 400
@@ -43,7 +148,7 @@ class FilmedPlayer(Player):
         for owners in feed.owners:
             name = "+".join(map(str, owners))
             fed[name] = fed.get(name, 0) + 1
-        self._take("decode", playback.detail({"feed": fed}), word(status) if status else "")
+        self._take("decode", detail({"feed": fed}), word(status) if status else "")
         return status
 
     def _step(self, op: str, *arguments: Any) -> None:
@@ -57,7 +162,7 @@ class FilmedPlayer(Player):
         if now is None:
             return
         moves: tuple[tuple[int, int, int], ...] = ()
-        if self._before is not None and op in playback.MOVING:
+        if self._before is not None and op in MOVING:
             moves = tuple((a, b, n) for a, b, n in now.moved(self._before))
         number = len(self.film) + 1
         moved = sum(length for *_, length in moves)
@@ -69,4 +174,26 @@ class FilmedPlayer(Player):
 def films(players: Iterable[Player]) -> tuple[Film, ...]:
     """Return what was filmed of players, of those that were."""
     filmed = (each.film for each in players if isinstance(each, FilmedPlayer))
-    return tuple(film for film in filmed if len(playback))
+    return tuple(film for film in filmed if len(film))
+
+
+def detail(arguments: Mapping[str, Any]) -> str:
+    """Return the arguments of a line in few words."""
+    words = []
+    for key, value in arguments.items():
+        if key == "feed" and isinstance(value, dict):
+            words += [f"{seq}: {_fed(what)}" for seq, what in value.items()]
+        elif key in ("tokens", "steps") and isinstance(value, list):
+            words.append(f"{len(value)} {key if len(value) != 1 else key[:-1]}")
+        elif key in ("label", "text", "as"):
+            words.append(str(value))
+        elif key not in _LONG and not (isinstance(value, list) and len(value) > 8):
+            words.append(f"{key} {json.dumps(value)}")
+    return ", ".join(words)
+
+
+def _fed(what: Any) -> str:
+    if isinstance(what, str):
+        return json.dumps(what)
+    n = what if isinstance(what, int) else len(what)
+    return f"{n} tokens" if n != 1 else "1 token"

@@ -1,16 +1,9 @@
-"""Run one scenario in one setting on one library, and say how it ended.
-
-A run happens in a worker: what crashes or hangs loses that run alone, and the next one gets a
-fresh worker. A worker that did nothing wrong is kept for the next run.
-"""
+"""Provide what a scenario works with: players, references, evidence and notes of one run."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,42 +23,15 @@ from pyllamakv.errors import (
     Untestable,
 )
 from pyllamakv.runtime import ggml_types as types
-from pyllamakv.scenarios.control import Controls
+from pyllamakv.scenarios.cell_picture import Picture
 from pyllamakv.scenarios.device_placement import Place
-from pyllamakv.scenarios.frames import FilmedPlayer, films
-from pyllamakv.scenarios.outcome import classify
+from pyllamakv.scenarios.frames import FilmedPlayer
 from pyllamakv.scenarios.player import Player
 from pyllamakv.scenarios.reference import Reference, Tolerance
-from pyllamakv.scenarios.workers import Opener, Workers
-from pyllamakv.verification.verdict import Outcome
-from pyllamakv.view.cell_drawing import Picture
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
-    from pyllamakv.record.playback import Film
     from pyllamakv.runtime.snapshot import Snapshot
-    from pyllamakv.scenarios.scenario import Scenario, Setting
-
-#: Seconds that one call into the library may take; the slowest of a scenario takes well under one.
-PATIENCE = 120.0
-
-#: Failures after which a worker is not used again: it is gone, or may have written anywhere.
-SPOILED = ("data", "crash", "hang")
-
-
-@dataclass(frozen=True)
-class Run:
-    """Hold how one scenario in one setting ended on one side, with what was noted on the way."""
-
-    scenario: str
-    setting: str
-    outcome: Outcome
-    seconds: float = 0.0
-    difference: float = 0.0
-    notes: dict[str, Any] = field(default_factory=dict)
-    pictures: tuple[Picture, ...] = ()
-    films: tuple[Film, ...] = ()
+    from pyllamakv.scenarios.scenario import Setting
 
 
 class Lab:
@@ -206,77 +172,3 @@ class Lab:
             reference.close()
         for player in self.players:
             player.close()
-
-
-class Bench:
-    """Run scenarios one by one, on a worker per library and environment."""
-
-    def __init__(self, opener: Opener | None = None, place: Place | None = None) -> None:
-        self._place = place or Place()
-        self._workers = Workers(opener or open_worker, self._place)
-        self._controls = Controls()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the workers."""
-        self._workers.close()
-
-    def cut(self) -> None:
-        """End the workers under a run that is at work in another thread: it fails at once."""
-        self._workers.cut()
-
-    def run(self, path: Path, scenario: Scenario, setting: Setting) -> Run:
-        """Run a scenario in a setting on the library at ``path``."""
-        environment = {**dict(scenario.environment), **dict(setting.environment)}
-        environment |= self._place.environment
-        key = (str(path), tuple(sorted(environment.items())))
-        started = time.monotonic()
-        lab: Lab | None = None
-        try:
-            native = self._workers.open(key).native
-            model = self._workers.model(key, scenario.model)
-            if self._place.apart:
-                self._controls.check(
-                    (key, scenario.model, setting),
-                    lambda: Lab(native, model, setting, place=self._place),
-                )
-            # One film of a scenario is enough to look at.
-            film = scenario.film and setting == scenario.settings[0]
-            lab = Lab(native, model, setting, film=film, place=self._place)
-            scenario.run(lab)
-            outcome = Outcome("pass")
-        except Exception as error:
-            outcome = classify(error)
-            if lab is not None and outcome.failed:
-                lab.last_picture()
-        if outcome.failure in SPOILED or outcome.status == "fault":
-            self._workers.drop(key)
-        elif lab is not None:
-            lab.close()
-        return Run(
-            scenario.id,
-            setting.name,
-            outcome,
-            round(time.monotonic() - started, 3),
-            lab.difference if lab else 0.0,
-            lab.notes if lab else {},
-            tuple(lab.pictures) if lab else (),
-            films(lab.players) if lab else (),
-        )
-
-
-def open_worker(path: Path, environment: dict[str, str]) -> Any:
-    """Open a library in a worker of its own, with an environment of its own."""
-    from pyllamakv.binding.library import open_library
-
-    return open_library(path, isolated=True, env=environment, timeout=PATIENCE)

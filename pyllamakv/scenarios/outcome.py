@@ -1,8 +1,10 @@
-"""Say which class of failure an exception of a run stands for."""
+"""Define how a run of a scenario can end, and classify the exceptions that end one."""
 
 from __future__ import annotations
 
 import traceback
+from dataclasses import dataclass
+from typing import Literal
 
 from pyllamakv.errors import (
     DecodeError,
@@ -15,7 +17,33 @@ from pyllamakv.errors import (
     WorkerDied,
     WorkerTimeout,
 )
-from pyllamakv.verification.verdict import Outcome
+
+Kind = Literal["cure", "guard", "feature"]
+Status = Literal["pass", "fail", "absent", "skip", "fault"]
+
+#: What a run can do worse than not keeping its claim.
+HARM = ("data", "crash", "hang", "lost")
+FAILURES = (*HARM, "claim")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Hold how one run of a scenario ended.
+
+    ``status`` is "pass", "fail", "absent" (the capability does not exist there), "skip" (the
+    setting cannot be judged there) or "fault" (of the harness). ``failure`` is empty or one of
+    "data" (K, V or logits wrong), "crash", "hang", "lost" (tokens lost or ghosts left), "claim";
+    that of a skipped run is what kept it from being judged.
+    """
+
+    status: Status
+    failure: str = ""
+    message: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Tell whether the run broke the claim of its scenario."""
+        return self.status == "fail"
 
 
 def classify(error: Exception) -> Outcome:

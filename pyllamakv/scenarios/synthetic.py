@@ -8,11 +8,10 @@ file and two processes that generate the same one agree.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import tempfile
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -20,10 +19,8 @@ import gguf
 from pyllamakv.errors import Untestable, UsageError
 from pyllamakv.home import home
 from pyllamakv.scenarios import architectures
+from pyllamakv.scenarios.architectures import Shape
 from pyllamakv.source.files import writable
-
-#: Raised with every change to what `write` puts into a file.
-GENERATOR = 2
 
 #: The name of a real model that the user has, and the variable that says where it lies.
 TEST = "test"
@@ -31,40 +28,6 @@ VARIABLE = "PYLLAMAKV_TEST_MODEL"
 
 #: Where bytes begin in the vocabulary of `Shape.vocab` "bytes", after unknown, start and end.
 BYTE_OFFSET = 3
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Describe a model to generate; widths are counted in elements.
-
-    A head is ``n_embd / n_head`` wide, of a llama or gemma2 ``head`` where that is not 0.
-    ``n_head_kv`` heads (a K or V row) are a multiple of 32, a block of q8_0 and q4_0.
-    ``vocab`` is "none" (token ids only) or "bytes" (SentencePiece with one token per byte).
-    ``window`` is how many positions a sliding layer sees.
-    """
-
-    name: str
-    n_layer: int = 1
-    n_embd: int = 32
-    n_head: int = 1
-    n_head_kv: int = 1
-    n_ff: int = 32
-    n_vocab: int = 64
-    n_ctx: int = 8192
-    vocab: str = "none"
-    seed: int = 20261120
-    architecture: str = "llama"
-    window: int = 0
-    head: int = 0
-
-    @property
-    def digest(self) -> str:
-        """Return what tells this shape, as this module writes it, from every other."""
-        facts = asdict(self)
-        if not self.head:
-            del facts["head"]  # which files had names before there was such a width
-        text = json.dumps([GENERATOR, facts], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 #: The models that scenarios name.

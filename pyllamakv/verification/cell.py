@@ -18,19 +18,18 @@ from pyllamakv.building import variant as variants
 from pyllamakv.building.build import build
 from pyllamakv.errors import HarnessError, KvError
 from pyllamakv.patching import drift
-from pyllamakv.scenarios import scenario
 from pyllamakv.source import fetch
 from pyllamakv.verification import check as checking
-from pyllamakv.verification import check_report, locks
+from pyllamakv.verification import check_report, discovery, locks
 from pyllamakv.verification.verdict import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from pyllamakv.scenarios.outcome import Outcome
     from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
     from pyllamakv.verification.check import Answer
-    from pyllamakv.verification.verdict import Outcome
 
 
 @dataclass(frozen=True)
@@ -265,7 +264,7 @@ def _told(patched: Outcome, stock: Outcome) -> bool:
 
 
 def _rows(answer: Answer) -> tuple[Row, ...]:
-    known = scenario.discover(answer.question.folders)
+    known = discovery.discover(answer.question.folders)
     rows = []
     for name, verdict in answer.judgement.scenarios.items():
         mine = [pair for pair in answer.pairs if pair.scenario == name]

@@ -19,9 +19,8 @@ from pyllamakv.errors import (
     UsageError,
 )
 from pyllamakv.patching import apply, drift, series
-from pyllamakv.scenarios import scenario
 from pyllamakv.source import fetch, releases
-from pyllamakv.verification import parallel_runs
+from pyllamakv.verification import discovery, parallel_runs
 from pyllamakv.verification.parallel_runs import Task
 from pyllamakv.verification.verdict import Judgement, Pair, harms, judge
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
     from pyllamakv.patching.apply import Patched
     from pyllamakv.patching.series import Series
-    from pyllamakv.scenarios.lab import Run
+    from pyllamakv.scenarios.runner import Run
     from pyllamakv.scenarios.scenario import Scenario
     from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
@@ -112,7 +111,7 @@ def check(question: Question, *, progress: Progress | None = None) -> Answer:
 
     What cannot be fetched or built without any patch is an answer too: untestable.
     """
-    chosen = scenario.select(scenario.discover(question.folders), question.scenarios)
+    chosen = discovery.select(discovery.discover(question.folders), question.scenarios)
     shipped = series.load()
     names = _names(question)
     claimed = {patch.id: set(patch.scenarios) for patch in shipped}

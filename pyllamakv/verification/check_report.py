@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
 
-from pyllamakv.verification.verdict import GOOD, Outcome, Verdict
+from pyllamakv.scenarios import cell_picture
+from pyllamakv.scenarios.outcome import Outcome
+from pyllamakv.verification.verdict import GOOD, Verdict
 from pyllamakv.view import cell_drawing
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from pyllamakv.record.playback import Film
-    from pyllamakv.scenarios.lab import Run
+    from pyllamakv.scenarios.frames import Film
+    from pyllamakv.scenarios.runner import Run
     from pyllamakv.scenarios.scenario import Scenario
     from pyllamakv.verification.check import Answer
 
@@ -145,7 +147,7 @@ def junit(answer: Answer) -> str:
     return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def pictures(answer: Answer) -> Iterator[tuple[str, cell_drawing.Picture]]:
+def pictures(answer: Answer) -> Iterator[tuple[str, cell_picture.Picture]]:
     """Yield the pictures of the first run of each side that shows a defragmentation."""
     for side in ("stock", "patched"):
         for run in answer.runs.get(side, ()):
@@ -173,7 +175,7 @@ def _show_maps(answer: Answer, console: Console) -> None:
     for side, picture in pictures(answer):
         console.print()
         console.print(
-            cell_drawing.draw(cell_drawing.Picture(f"{side}, {picture.label}", picture.owner))
+            cell_drawing.draw(cell_picture.Picture(f"{side}, {picture.label}", picture.owner))
         )
     console.print()
 

@@ -20,51 +20,30 @@ from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import KvError, LoadError
 from pyllamakv.home import home
-from pyllamakv.record.playback import Film
-from pyllamakv.scenarios import lab, synthetic
+from pyllamakv.scenarios import runner, synthetic
+from pyllamakv.scenarios.cell_picture import Picture
 from pyllamakv.scenarios.device_placement import Place
-from pyllamakv.scenarios.lab import Bench, Run
-from pyllamakv.scenarios.workers import Opener
+from pyllamakv.scenarios.frames import Film
+from pyllamakv.scenarios.outcome import Outcome
+from pyllamakv.scenarios.runner import Bench, Opener, Run
 from pyllamakv.source.files import write_atomic
-from pyllamakv.verification.verdict import Outcome
-from pyllamakv.view.cell_drawing import Picture
 
 if TYPE_CHECKING:
     from pyllamakv.scenarios.scenario import Scenario, Setting
     from pyllamakv.source.progress import Progress
 
-#: Parts of this package that decide a result beside the library and the scenario.
-_CODE = ("harness", "harness/traces", "harness/pictures", "runtime", "binding")
+#: Packages and modules that decide a result, beside the library and the scenario.
+_CODE = (
+    "scenarios/*.py",
+    "record/*.py",
+    "runtime/*.py",
+    "binding/*.py",
+    "verification/discovery.py",
+    "verification/parallel_runs.py",
+)
 _PACKAGE = Path(__file__).resolve().parents[1]
-#: Modules that only tell what came out: a word changed in a report runs nothing again.
-_TELLING = {
-    f"{name}.py"
-    for name in (
-        "bisect",
-        "cell",
-        "check",
-        "cluster",
-        "drawing",
-        "expected",
-        "locks",
-        "matrix",
-        "onstage",
-        "outputs",
-        "page",
-        "palette",
-        "plot",
-        "printable",
-        "raster",
-        "remembered",
-        "report",
-        "runs",
-        "screen",
-        "tally",
-        "timeline",
-        "verdict",
-        "watching",
-    )
-}
+#: Modules of these packages that decide none: a changed word there runs no scenario again.
+_NO_INPUT = ("record/completion.py", "record/playback.py")
 
 #: Outcomes that may not come again and so are never remembered.
 _PASSING = ("hang",)
@@ -102,10 +81,10 @@ def code_digest() -> str:
     """Return the digest of the code that runs scenarios."""
     whole = hashlib.sha256()
     for part in _CODE:
-        for path in sorted((_PACKAGE / part).glob("*.py")):
-            if part.startswith("harness") and path.name in _TELLING:
-                continue
-            whole.update(path.name.encode() + b"\0" + path.read_bytes())
+        for path in sorted(_PACKAGE.glob(part)):
+            name = path.relative_to(_PACKAGE).as_posix()
+            if name not in _NO_INPUT:
+                whole.update(name.encode() + b"\0" + path.read_bytes())
     return whole.hexdigest()
 
 
@@ -197,7 +176,7 @@ def try_to_load(library: Path, opener: Opener | None, place: Place) -> None:
     A library that cannot be loaded here has nothing to say about any scenario.
     """
     try:
-        (opener or lab.open_worker)(library, place.environment).close()
+        (opener or runner.open_worker)(library, place.environment).close()
     except LoadError as error:
         raise CannotLoad(library, error) from error
 

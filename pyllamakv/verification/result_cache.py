@@ -17,10 +17,10 @@ from pyllamakv.building import backend as backends
 from pyllamakv.building import compiler, variant
 from pyllamakv.errors import KvError
 from pyllamakv.home import data, home
-from pyllamakv.scenarios import scenario, synthetic
+from pyllamakv.scenarios import synthetic
 from pyllamakv.source import releases
 from pyllamakv.source.files import write_atomic
-from pyllamakv.verification import parallel_runs
+from pyllamakv.verification import discovery, parallel_runs
 from pyllamakv.verification.cell import CellResult, CellSpec
 from pyllamakv.verification.verdict import Verdict
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _SCHEMA = 1
 _PACKAGE = Path(__file__).resolve().parents[1]
 #: Modules that turn runs into results, beside those that decide the runs.
-_JUDGING = ("cell.py", "check.py", "verdict.py", "report.py")
+_JUDGING = ("cell.py", "check.py", "verdict.py", "check_report.py")
 
 #: Verdicts that say more about this machine at this moment than about the release.
 _PASSING = (Verdict.UNTESTABLE, Verdict.BROKEN_BUILD)
@@ -43,7 +43,7 @@ def key(spec: CellSpec, where: str = "here") -> str | None:
     """
     try:
         release = releases.resolve(spec.release)
-        chosen = scenario.select(scenario.discover(), spec.scenarios)
+        chosen = discovery.select(discovery.discover(), spec.scenarios)
         facts: list[Any] = [
             _SCHEMA,
             spec.to_json(),
@@ -130,7 +130,7 @@ def _texts() -> str:
 def _code() -> str:
     whole = hashlib.sha256(parallel_runs.code_digest().encode())
     for name in _JUDGING:
-        whole.update((_PACKAGE / "harness" / name).read_bytes())
+        whole.update((_PACKAGE / "verification" / name).read_bytes())
     return whole.hexdigest()
 
 

@@ -7,17 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
+
+from pyllamakv.scenarios.outcome import HARM, Kind, Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-Kind = Literal["cure", "guard", "feature"]
-Status = Literal["pass", "fail", "absent", "skip", "fault"]
-
-#: What a run can do worse than not keeping its claim.
-HARM = ("data", "crash", "hang", "lost")
-FAILURES = (*HARM, "claim")
 
 
 class Verdict(StrEnum):
@@ -47,26 +42,6 @@ SEVERITY = (
 
 #: Verdicts under which nothing has to be done.
 GOOD = frozenset({Verdict.NEEDED, Verdict.REDUNDANT, Verdict.NATIVE})
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Hold how one run of a scenario ended.
-
-    ``status`` is "pass", "fail", "absent" (the capability does not exist there), "skip" (the
-    setting cannot be judged there) or "fault" (of the harness). ``failure`` is empty or one of
-    "data" (K, V or logits wrong), "crash", "hang", "lost" (tokens lost or ghosts left), "claim";
-    that of a skipped run is what kept it from being judged.
-    """
-
-    status: Status
-    failure: str = ""
-    message: str = ""
-
-    @property
-    def failed(self) -> bool:
-        """Tell whether the run broke the claim of its scenario."""
-        return self.status == "fail"
 
 
 @dataclass(frozen=True)

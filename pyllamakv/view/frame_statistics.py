@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from pyllamakv.runtime.metrics import PREFIX, Metric
 from pyllamakv.runtime.snapshot import SequenceStats
-from pyllamakv.view.cell_drawing import NOBODY, SEVERAL
+from pyllamakv.scenarios.cell_picture import NOBODY, SEVERAL
 
 if TYPE_CHECKING:
-    from pyllamakv.record.playback import Film
-    from pyllamakv.view.cell_drawing import Picture
+    from pyllamakv.scenarios.cell_picture import Picture
+    from pyllamakv.scenarios.frames import Film
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from pyllamakv.binding import arguments
-from pyllamakv.record import playback
-from pyllamakv.record.playback import Frame
 from pyllamakv.runtime.context import Context
-from pyllamakv.scenarios import cell_samples
+from pyllamakv.scenarios import cell_samples, frames
+from pyllamakv.scenarios.cell_picture import Picture
+from pyllamakv.scenarios.frames import Frame
 from pyllamakv.scenarios.player import word
-from pyllamakv.view.cell_drawing import Picture
 from pyllamakv.view.screen import Screen
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ class _Window:
         if now is None:
             return
         moves: tuple[tuple[int, int, int], ...] = ()
-        if self._last is not None and op in playback.MOVING:
+        if self._last is not None and op in frames.MOVING:
             moves = tuple((a, b, n) for a, b, n in now.moved(self._last))
         self._last, self._number = now, self._number + 1
         moved = sum(length for *_, length in moves)

@@ -7,7 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.record.playback import Film
+from pyllamakv.scenarios import cell_picture
+from pyllamakv.scenarios.frames import Film
 from pyllamakv.verification.verdict import GOOD, Verdict
 from pyllamakv.view import cell_drawing, drawing, timeline
 
@@ -103,9 +104,9 @@ def _failing(result: CellResult) -> Iterable[tuple[Failing, list[str]]]:
 def _maps(result: CellResult) -> Iterable[tuple[str, str]]:
     """Yield caption and map of each picture; the caption is text, so that it can wrap."""
     for raw in result.pictures:
-        picture = cell_drawing.Picture.from_json(raw)
+        picture = cell_picture.Picture.from_json(raw)
         label = f"{raw['side']}, {picture.label}" if picture.label else str(raw["side"])
-        named = cell_drawing.Picture(label, picture.owner)
+        named = cell_picture.Picture(label, picture.owner)
         step, _ = named.scaled(_COLUMNS * _COLUMNS)
         more = f", {step} cells to a place" if step > 1 else ""
         made = cell_drawing.paint(named, _COLUMNS, caption=False)

@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-#: Owner of a free cell, and of one that several sequences share.
-NOBODY, SEVERAL = -1, -2
+from pyllamakv.scenarios.cell_picture import NOBODY, SEVERAL
 
 Scheme = Literal["light", "dark"]
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, groupby
 
-from pyllamakv.record.playback import Film, Frame
-from pyllamakv.view.cell_drawing import Picture, most_frequent
+from pyllamakv.scenarios.cell_picture import Picture, most_frequent
+from pyllamakv.scenarios.frames import Film, Frame
 
 #: Room around the cells: on the left for their numbers, on the right, above for the marks.
 LEFT, RIGHT, TOP = 52.0, 20.0, 74.0

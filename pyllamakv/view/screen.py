@@ -10,8 +10,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Self
 
 from pyllamakv.printable import printable
+from pyllamakv.scenarios.cell_picture import NOBODY, Picture
 from pyllamakv.view import cell_drawing, palette
-from pyllamakv.view.cell_drawing import NOBODY, Picture
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
 
-    from pyllamakv.record.playback import Frame
+    from pyllamakv.scenarios.frames import Frame
 
 #: Pictures in which moving cells are shown on their way, and seconds that each may take at most.
 _STEPS, _TICK = 12, 0.06

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pyllamakv.errors import UsageError
-from pyllamakv.record.playback import Film
+from pyllamakv.scenarios.cell_picture import NOBODY, SEVERAL
+from pyllamakv.scenarios.frames import Film
 from pyllamakv.view import palette
-from pyllamakv.view.cell_drawing import NOBODY, SEVERAL
 from pyllamakv.view.drawing import Area, Band, Box, Drawing, Line, Mark, Tip, Words
 from pyllamakv.view.plot import LEFT, RIGHT, TOP, Plot, lay_out, round_step, runs_of, ticks
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from pyllamakv.building import variant as variants
 from pyllamakv.errors import NotBuilt, Untestable
 from pyllamakv.home import home
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import architectures, synthetic
 from qa.bench.figure import Figure
 from qa.bench.measure import Interval, Pairs, interleave, interval
 from qa.bench.peer import peer
@@ -55,7 +55,7 @@ NAMES = {
 }
 
 #: The shape of the trained model of 260 thousand parameters, for who has it not.
-SHAPE = synthetic.Shape(
+SHAPE = architectures.Shape(
     "loop", n_layer=5, n_embd=64, n_head=8, n_head_kv=4, n_ff=172, n_vocab=512, vocab="bytes"
 )
 

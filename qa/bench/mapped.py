@@ -15,7 +15,7 @@ import numpy as np
 
 import pyllamakv
 from pyllamakv.home import home
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import architectures, synthetic
 from qa.bench.figure import Figure
 from qa.bench.measure import Pairs, clock, interleave
 from qa.bench.sparse import WIDE
@@ -38,7 +38,7 @@ def figures(
     patched: str | Path = "0.3.9+patched",
     pairs: int = 30,
     large: int = LARGE,
-    shape: synthetic.Shape = WIDE,
+    shape: architectures.Shape = WIDE,
 ) -> list[Figure]:
     """Measure each claim of the patch mmap-kv."""
     with (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyllamakv
 from pyllamakv.home import home
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import architectures, synthetic
 from qa.bench import sparse
 from qa.bench.figure import Figure
 from qa.bench.measure import MINIMUM_PAIRS, Interval, interleave
@@ -73,7 +73,7 @@ def figures(
     spec: str | Path = f"{sparse.RELEASE}+patched",
     pairs: int = MINIMUM_PAIRS,
     cells: int = CELLS,
-    shape: synthetic.Shape = sparse.WIDE,
+    shape: architectures.Shape = sparse.WIDE,
 ) -> list[Figure]:
     """Measure each workload with and without flash attention, one thread."""
     model = synthetic.generate(shape, home() / "models")

@@ -11,6 +11,7 @@ from typing import Any
 import pyllamakv
 from pyllamakv.home import home
 from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios.architectures import Shape
 from qa.bench.figure import Figure
 from qa.bench.measure import Interval, Pairs, interleave
 
@@ -22,7 +23,7 @@ States = tuple[bytes, bytes]
 RELEASE = "0.3.36"
 
 #: The K and V rows of a model of a billion parameters; everything else is small.
-WIDE = synthetic.Shape("wide", n_layer=16, n_embd=512, n_head=8, n_head_kv=8, n_ff=32, n_vocab=64)
+WIDE = Shape("wide", n_layer=16, n_embd=512, n_head=8, n_head_kv=8, n_ff=32, n_vocab=64)
 
 SIZES = (8192, 32768)
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -41,7 +42,7 @@ def figures(
     patched: str | Path = f"{RELEASE}+patched",
     pairs: int = 30,
     sizes: tuple[int, ...] = SIZES,
-    shape: synthetic.Shape = WIDE,
+    shape: Shape = WIDE,
 ) -> list[Figure]:
     """Measure each size with and without flash attention, one thread."""
     model = synthetic.generate(shape, home() / "models")

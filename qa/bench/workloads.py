@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyllamakv.runtime.ggml_types import number_type
-from pyllamakv.scenarios.synthetic import Shape
+from pyllamakv.scenarios.architectures import Shape
 
 Live = NDArray[np.bool_]
 

@@ -21,9 +21,9 @@ from pyllamakv.building.build import build
 from pyllamakv.errors import HarnessError
 from pyllamakv.home import home
 from pyllamakv.patching import apply, series, trees
-from pyllamakv.scenarios import scenario
 from pyllamakv.source import releases
 from pyllamakv.source.store import open_store
+from pyllamakv.verification import discovery
 from qa.entry import Effort, Entry, Tick, untried
 from qa.headers import HEADERS
 from qa.mutation import accepted, drivers, switches, trial
@@ -132,7 +132,7 @@ class Bench:
 
     def judges(self, own: tuple[str, ...]) -> list[Judge]:
         """Return a judge per workshop, for a patch that names its scenarios."""
-        every = list(scenario.discover().values())
+        every = list(discovery.discover().values())
         return [
             Judge(self.variant, shop, every, own, self.logic, self.switched, self.stock)
             for shop in self.workshops

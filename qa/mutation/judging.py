@@ -26,8 +26,8 @@ from qa.mutation.trials import Benches, SwitchedLibrary, Trial
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
+    from pyllamakv.scenarios.outcome import Outcome
     from pyllamakv.scenarios.scenario import Scenario
-    from pyllamakv.verification.verdict import Outcome
     from qa.mutation.mutant import Mutant
     from qa.mutation.workshop import Workshop
 

@@ -13,15 +13,15 @@ from pyllamakv.binding.library import open_library
 from pyllamakv.binding.remote import Remote
 from pyllamakv.home import home
 from pyllamakv.scenarios.device_placement import Place
-from pyllamakv.scenarios.lab import Bench
+from pyllamakv.scenarios.runner import Bench
 from pyllamakv.verification.parallel_runs import code_digest
 from qa.mutation import limits, switches
 
 if TYPE_CHECKING:
     from typing import Self
 
+    from pyllamakv.scenarios.outcome import Outcome
     from pyllamakv.scenarios.scenario import Scenario, Setting
-    from pyllamakv.verification.verdict import Outcome
     from qa.mutation.switches import Switched
 
 #: Seconds that one call of a scenario may take; the slowest takes under one.

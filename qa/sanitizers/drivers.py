@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.errors import UsageError
 from pyllamakv.home import data, shim
-from pyllamakv.scenarios import lab, scenario, synthetic
+from pyllamakv.scenarios import runner, synthetic
+from pyllamakv.verification import discovery
 from qa.headers import HEADERS, around, native
 from qa.sanitizers import instrument, playing, reports
 
 if TYPE_CHECKING:
-    from pyllamakv.verification.verdict import Outcome
+    from pyllamakv.scenarios.outcome import Outcome
     from qa.sanitizers.instrument import Sanitized
     from qa.sanitizers.playing import Ended
     from qa.sanitizers.reports import Report
@@ -86,9 +87,9 @@ def scenarios(
     made: Sanitized, first: Sequence[str], tell: Tell, *, whole: bool
 ) -> Iterator[Played]:
     """Run scenarios in a worker: those of ``first``, then the others; all settings if ``whole``."""
-    known = scenario.discover()
+    known = discovery.discover()
     order = [*first, *(name for name in known if name not in first)]
-    with playing.logs() as logs, lab.Bench(playing.opener("address", logs)) as bench:
+    with playing.logs() as logs, runner.Bench(playing.opener("address", logs)) as bench:
         for name in order:
             chosen = known[name]
             for setting in chosen.settings if whole else chosen.few:

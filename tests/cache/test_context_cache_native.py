@@ -14,7 +14,7 @@ from native_kit import built
 
 import pyllamakv as kv
 from pyllamakv.errors import KVCacheFull, NotSupported, SharedCells
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import architectures, synthetic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -288,7 +288,7 @@ def windowed(library: kv.OpenLibrary, window: int) -> kv.Model:
     """Load a model whose every other layer sees so many positions."""
     from pyllamakv.home import home
 
-    shape = synthetic.Shape(f"window{window}", n_layer=26, architecture="gemma2", window=window)
+    shape = architectures.Shape(f"window{window}", n_layer=26, architecture="gemma2", window=window)
     return library.load_model(synthetic.generate(shape, home() / "models"))
 
 

@@ -12,7 +12,7 @@ from native_kit import built
 import pyllamakv as kv
 from pyllamakv.cache.checkpoints import Schedule
 from pyllamakv.errors import NotSupported, StateError
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import architectures, synthetic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,7 +47,7 @@ def window() -> str:
     """Return the model of a narrow window, whose loss shows in the logits."""
     from pyllamakv.home import home
 
-    shape = synthetic.Shape("narrow", n_layer=26, architecture="gemma2", window=8)
+    shape = architectures.Shape("narrow", n_layer=26, architecture="gemma2", window=8)
     return str(synthetic.generate(shape, home() / "models"))
 
 

@@ -70,7 +70,7 @@ def test_the_command_tells_bisect(world: World, capsys) -> None:
 
 def test_summaries() -> None:
     """A side's settings in a few words."""
-    from pyllamakv.verification.verdict import Outcome
+    from pyllamakv.scenarios.outcome import Outcome
 
     good, skip, lost = Outcome("pass"), Outcome("skip"), Outcome("fail", "lost")
     assert check_report.summary([good, skip]) == "passes 1"

@@ -14,7 +14,7 @@ import pytest
 
 import pyllamakv as kv
 from pyllamakv.home import home
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import architectures, synthetic
 from pyllamakv.scenarios.device_placement import ALL
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def test_the_verb_serves_until_it_is_ended(patched: Variant) -> None:
 @pytest.mark.parametrize("mover", ["gather", "graph"])
 def test_ordered_moves_on_two_servers(patched: Variant, mover: str) -> None:
     """Cells keep their bytes where a batch of ordered moves takes a graph per server."""
-    shape = synthetic.Shape("servers", n_layer=6, n_embd=64, n_head=2, n_head_kv=2, n_ff=32)
+    shape = architectures.Shape("servers", n_layer=6, n_embd=64, n_head=2, n_head_kv=2, n_ff=32)
     with (
         kv.serve(patched.folder, threads=1) as one,
         kv.serve(patched.folder, threads=1) as other,

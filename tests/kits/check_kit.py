@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from fakes.rolling import Opener, Rolling
 
-from pyllamakv.scenarios import lab
+from pyllamakv.scenarios import runner
 from pyllamakv.verification import check as checking
 from pyllamakv.verification.check import Question, check
 
@@ -77,7 +77,7 @@ def make(monkeypatch: pytest.MonkeyPatch, home: Path) -> World:
     monkeypatch.setattr(checking.drift, "why", lambda *_: world.why)
     monkeypatch.setattr(checking.fetch, "fetch", fetch)
     monkeypatch.setattr(checking.releases, "resolve", lambda name: SimpleNamespace(name=name))
-    monkeypatch.setattr(lab, "open_worker", world.opener)
+    monkeypatch.setattr(runner, "open_worker", world.opener)
     return world
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pyllamakv.record.playback import Film, Frame
-from pyllamakv.view.cell_drawing import NOBODY, SEVERAL, Picture
+from pyllamakv.scenarios.cell_picture import NOBODY, SEVERAL, Picture
+from pyllamakv.scenarios.frames import Film, Frame
 
 
 def frame(number: int, owner: list[int], op: str = "decode", **more) -> Frame:

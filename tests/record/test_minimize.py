@@ -14,7 +14,7 @@ from pyllamakv.cli import main
 from pyllamakv.errors import UsageError, WorkerDied
 from pyllamakv.record import builds, minimize, trace, traced, tracefile
 from pyllamakv.scenarios import synthetic
-from pyllamakv.scenarios.lab import Bench
+from pyllamakv.scenarios.runner import Bench
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "stock-fails.jsonl"
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from pyllamakv.errors import ScriptError
 from pyllamakv.record import playback, results
-from pyllamakv.record.playback import Film, Frame
 from pyllamakv.record.script import Line
-from pyllamakv.view.cell_drawing import NOBODY, Picture
+from pyllamakv.scenarios.cell_picture import NOBODY, Picture
+from pyllamakv.scenarios.frames import Film, Frame
 
 OWNERS = st.lists(st.integers(-2, 4), min_size=1, max_size=24).map(tuple)
 

@@ -19,7 +19,8 @@ from pyllamakv.errors import KvError, ScenarioFailed, ScriptError, TraceMismatch
 from pyllamakv.home import data
 from pyllamakv.record import playing, script, trace, traced, variables
 from pyllamakv.record.stage import Stage
-from pyllamakv.scenarios import scenario, synthetic
+from pyllamakv.scenarios import synthetic
+from pyllamakv.verification import discovery
 
 
 @pytest.fixture(autouse=True)
@@ -233,7 +234,7 @@ def test_a_trace_carries_what_patches_and_scenarios_know() -> None:
     read: set[str] = set()
     for file in (*data("patches").rglob("*.patch"), *data("patches").rglob("*.h")):
         read.update(re.findall(r'getenv\("(LLAMA_KV_\w+)"', file.read_text("utf-8")))
-    scenarios = scenario.discover().values()
+    scenarios = discovery.discover().values()
     settings = [each for one in scenarios for each in (one, *one.settings)]
     named = {name for each in settings for name, _ in each.environment}
     assert read

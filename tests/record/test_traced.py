@@ -11,8 +11,9 @@ from fakes.rolling import Opener, Rolling
 
 from pyllamakv.errors import NativeError, ScriptError, UsageError, WorkerDied
 from pyllamakv.record import trace, traced
-from pyllamakv.scenarios import scenario, synthetic
-from pyllamakv.scenarios.lab import Bench
+from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios.runner import Bench
+from pyllamakv.verification import discovery
 
 FRAGMENTED = """
 {"op": "context", "n_ctx": 256, "n_ubatch": 64, "n_seq_max": 4}
@@ -28,7 +29,7 @@ def _home(request, tmp_path, monkeypatch) -> None:
     if request.node.get_closest_marker("native"):
         return  # builds lie in the real one
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv(scenario.VARIABLE, raising=False)
+    monkeypatch.delenv(discovery.VARIABLE, raising=False)
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def recorded(tmp_path: Path) -> Path:
 
 def run(path: Path, make=Rolling):
     """Play the scenario of a file on a library and return its outcome."""
-    one = scenario.read(path)
+    one = discovery.read(path)
     with Bench(Opener(make)) as bench:
         return bench.run(Path("lib"), one, one.settings[0]).outcome
 
@@ -66,12 +67,12 @@ def test_a_recorded_failure_is_a_cure(recorded: Path) -> None:
 
 def test_the_head_says_the_claim(recorded: Path) -> None:
     """What it is called, which kind it is, and whether decodes must end as they did."""
-    plain = scenario.read(recorded)
+    plain = discovery.read(recorded)
     assert (plain.id, plain.kind, plain.claim) == ("stock-fails", "cure", traced.CLAIM)
     assert plain.model == "tiny"
     assert plain.environment == ()
     edit(recorded, claim="It holds.", kind="guard", issue="a/b#1", expect="recorded")
-    one = scenario.read(recorded)
+    one = discovery.read(recorded)
     assert (one.claim, one.kind, one.issue) == ("It holds.", "guard", "a/b#1")
     assert run(recorded).status == "pass"
     outcome = run(recorded, healing)
@@ -144,26 +145,26 @@ def test_a_script_is_a_scenario_too(tmp_path: Path) -> None:
     assert run(path, healing).status == "pass"
     path.write_text("# nothing\n")
     with pytest.raises(ScriptError, match="no operations"):
-        scenario.read(path)
+        discovery.read(path)
 
 
 def test_traces_are_found_beside_scenarios(recorded: Path, monkeypatch) -> None:
     """In a folder, by the environment, or by the name of the file."""
-    assert "stock-fails" in scenario.discover([recorded.parent])
-    monkeypatch.setenv(scenario.VARIABLE, str(recorded.parent))
-    known = scenario.discover()
+    assert "stock-fails" in discovery.discover([recorded.parent])
+    monkeypatch.setenv(discovery.VARIABLE, str(recorded.parent))
+    known = discovery.discover()
     assert known["stock-fails"].source == recorded
-    monkeypatch.delenv(scenario.VARIABLE)
-    (chosen,) = scenario.select(scenario.discover(), [str(recorded)])
+    monkeypatch.delenv(discovery.VARIABLE)
+    (chosen,) = discovery.select(discovery.discover(), [str(recorded)])
     assert (chosen.id, chosen.source) == ("stock-fails", recorded)
     before = chosen.digest
     edit(recorded, claim="Other.")
-    assert scenario.read(recorded).digest != before
+    assert discovery.read(recorded).digest != before
     with pytest.raises(UsageError, match="no scenario file"):
-        scenario.select(scenario.discover(), ["nowhere.jsonl"])
+        discovery.select(discovery.discover(), ["nowhere.jsonl"])
     recorded.write_text('{"trace": 2}\n{"op": "nothing"}\n')
     with pytest.raises(ScriptError, match=r"Stock_fails\.jsonl: line 2"):
-        scenario.discover([recorded.parent])
+        discovery.discover([recorded.parent])
 
 
 def test_a_trace_of_a_model_that_is_not_here_is_untestable(recorded: Path) -> None:
@@ -227,7 +228,7 @@ def test_a_trace_recorded_on_stock_is_needed(stock, patched, tmp_path) -> None:
         a.restore(saved)
     head, _ = trace.read(path)
     assert head.spec == "0.3.9+stock"
-    one = scenario.read(path)
+    one = discovery.read(path)
     with Bench() as bench:
         assert bench.run(stock.folder, one, one.settings[0]).outcome.failure == "claim"
         assert bench.run(patched.folder, one, one.settings[0]).outcome.status == "pass"

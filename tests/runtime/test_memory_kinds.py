@@ -12,8 +12,9 @@ from native_kit import built
 import pyllamakv
 from pyllamakv.binding.protocol import Memory
 from pyllamakv.errors import Cancelled, PartialRemovalRefused, Unsupported
-from pyllamakv.scenarios import scenario, synthetic
-from pyllamakv.scenarios.lab import Bench
+from pyllamakv.scenarios import architectures, synthetic
+from pyllamakv.scenarios.runner import Bench
+from pyllamakv.verification import discovery
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +30,7 @@ KINDS = ["memory-sliding", "memory-recurrent", "memory-latent", "sliding-window"
 @pytest.mark.parametrize("name", KINDS)
 def test_patched_holds_what_each_kind_of_memory_promises(patched: Variant, name: str) -> None:
     """The scenarios that the matrix runs on every release hold on this one."""
-    one = scenario.find(name)
+    one = discovery.find(name)
     with Bench() as bench:
         ends = {each.name: bench.run(patched.folder, one, each).outcome for each in one.settings}
     assert {outcome.status for outcome in ends.values()} == {"pass"}, ends
@@ -37,7 +38,7 @@ def test_patched_holds_what_each_kind_of_memory_promises(patched: Variant, name:
 
 def test_an_unknown_architecture_is_skipped(stock: Variant) -> None:
     """The hybrid model came later: that says nothing about a patch."""
-    one = scenario.find("memory-hybrid")
+    one = discovery.find("memory-hybrid")
     with Bench() as bench:
         outcome = bench.run(stock.folder, one, one.settings[0]).outcome
     assert outcome.status == "skip"
@@ -183,7 +184,7 @@ def test_a_window_without_a_cache_of_its_own(library: Any) -> None:
 
 def test_a_model_that_aborts_is_refused_before(library: Any, tmp_path: Path) -> None:
     """A gemma2 of three layers ended the process in this release."""
-    shape = synthetic.Shape("odd", n_layer=3, architecture="gemma2", window=32)
+    shape = architectures.Shape("odd", n_layer=3, architecture="gemma2", window=32)
     path = synthetic.generate(shape, tmp_path)
     assert gguf.GGUFReader(path).fields["gemma2.block_count"].contents() == 3
     with library.load_model(path) as model, pytest.raises(Unsupported, match="26, 42 and 46"):

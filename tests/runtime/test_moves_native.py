@@ -11,6 +11,7 @@ import pytest
 import pyllamakv as kv
 from pyllamakv.home import home
 from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios.architectures import Shape
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.native
 
 #: Rows of 64 values, so that a row of blocks is a whole number of words; two heads, three layers.
-SHAPE = synthetic.Shape("movers", n_layer=3, n_embd=64, n_head=2, n_head_kv=2, n_ff=32, n_vocab=64)
+SHAPE = Shape("movers", n_layer=3, n_embd=64, n_head=2, n_head_kv=2, n_ff=32, n_vocab=64)
 PLANS = ("fewest", "ordered")
 MOVERS = ("host", "gather", "graph", "staged")
 KINDS: dict[str, dict[str, Any]] = {

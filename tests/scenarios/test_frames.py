@@ -8,12 +8,11 @@ from fakes.rolling import Rolling
 from fakes.simulated import SimulatedNative
 
 from pyllamakv.binding.protocol import ContextParams, ModelParams
-from pyllamakv.record.playback import Film
-from pyllamakv.scenarios import scenario
-from pyllamakv.scenarios.frames import LONGEST, FilmedPlayer, films
-from pyllamakv.scenarios.lab import Lab, Run
-from pyllamakv.verification import parallel_runs
-from pyllamakv.verification.verdict import Outcome
+from pyllamakv.scenarios.frames import LONGEST, Film, FilmedPlayer, films
+from pyllamakv.scenarios.lab import Lab
+from pyllamakv.scenarios.outcome import Outcome
+from pyllamakv.scenarios.runner import Run
+from pyllamakv.verification import discovery, parallel_runs
 
 
 def player(native: SimulatedNative, path) -> FilmedPlayer:
@@ -54,7 +53,7 @@ def test_one_run_of_a_scenario_is_filmed(tiny_model) -> None:
     """Where the scenario asks for it; the film is kept with the run's result."""
     native = Rolling(heals=True)
     model = native.model_load(str(tiny_model), ModelParams())
-    fragmented = scenario.find("fragmented")
+    fragmented = discovery.find("fragmented")
     assert fragmented.film
     lab = Lab(native, model, fragmented.settings[0], film=True)
     fragmented.run(lab)

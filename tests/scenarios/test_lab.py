@@ -21,9 +21,11 @@ from pyllamakv.errors import (
 )
 from pyllamakv.scenarios import scenario
 from pyllamakv.scenarios.device_placement import Place
-from pyllamakv.scenarios.lab import Bench, Lab
+from pyllamakv.scenarios.lab import Lab
 from pyllamakv.scenarios.outcome import classify
+from pyllamakv.scenarios.runner import Bench
 from pyllamakv.scenarios.scenario import CACHES, Scenario
+from pyllamakv.verification import discovery
 
 #: What stock does wrong on purpose, and a build that heals does right.
 CURES = (
@@ -94,7 +96,7 @@ def _home(tmp_path, monkeypatch) -> None:
 
 def run(make, name: str, setting=CACHES[0]):
     with Bench(Opener(make)) as bench:
-        return bench.run(Path("lib"), scenario.find(name), setting)
+        return bench.run(Path("lib"), discovery.find(name), setting)
 
 
 @pytest.mark.parametrize("name", CURES)
@@ -158,7 +160,7 @@ def test_a_crash_loses_its_own_run_only() -> None:
     """The next run gets a fresh worker, and a claim that fails keeps the old one."""
     opener = Opener(Crashing)
     with Bench(opener) as bench:
-        crashing, claiming = scenario.find("fork-then-defrag"), scenario.find("fragmented")
+        crashing, claiming = discovery.find("fork-then-defrag"), discovery.find("fragmented")
         assert bench.run(Path("lib"), claiming, CACHES[0]).outcome.failure == "claim"
         assert bench.run(Path("lib"), claiming, CACHES[1]).outcome.failure == "claim"
         assert len(opener.opened) == 1
@@ -174,7 +176,7 @@ def test_an_environment_gets_a_worker_of_its_own() -> None:
     opener = Opener(lambda: Rolling(heals=True))
     with Bench(opener) as bench:
         for setting in (CACHES[0], scenario.MOVERS[0], CACHES[0]):
-            bench.run(Path("lib"), scenario.find("fragmented"), setting)
+            bench.run(Path("lib"), discovery.find("fragmented"), setting)
     always = dict(scenario.CONTIGUOUS)
     assert opener.environments == [always, always | dict(scenario.MOVERS[0].environment)]
 
@@ -183,7 +185,7 @@ def test_a_setting_overrides_the_environment_of_its_scenario() -> None:
     """A release that can scatter a batch is asked to, where the setting says so."""
     opener = Opener(lambda: Rolling(heals=True))
     with Bench(opener) as bench:
-        bench.run(Path("lib"), scenario.find("fragmented"), scenario.SCATTERED)
+        bench.run(Path("lib"), discovery.find("fragmented"), scenario.SCATTERED)
     assert opener.environments == [{"LLAMA_SET_ROWS": "1"}]
 
 
@@ -191,7 +193,7 @@ def test_contexts_are_given_back() -> None:
     """A run leaves no context behind in its worker."""
     opener = Opener(lambda: Rolling(heals=True))
     with Bench(opener) as bench:
-        bench.run(Path("lib"), scenario.find("fragmented"), CACHES[0])
+        bench.run(Path("lib"), discovery.find("fragmented"), CACHES[0])
         native = opener.opened[0].native
         assert native.freed.count("context") == 2
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from pyllamakv.errors import UsageError
-from pyllamakv.scenarios import scenario, synthetic
-from pyllamakv.scenarios.lab import Bench
+from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios.runner import Bench
 from pyllamakv.scenarios.scenario import CACHES, MOVERS, PLAIN, Scenario, Setting
+from pyllamakv.verification import discovery
 
-ALL = scenario.discover()
+ALL = discovery.discover()
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "harness.md"
 
 OWN = '''
@@ -65,7 +66,7 @@ def example(tmp_path: Path) -> Scenario:
     text = re.search(r"Save this as `(\w+\.py)`.*?^```python\n(.*?)^```", page(), re.S | re.M)
     assert text
     (tmp_path / text[1]).write_text(text[2], encoding="utf-8")
-    return scenario.find(text[1].removesuffix(".py").replace("_", "-"), [tmp_path])
+    return discovery.find(text[1].removesuffix(".py").replace("_", "-"), [tmp_path])
 
 
 def test_the_page_writes_a_scenario(example: Scenario) -> None:
@@ -109,8 +110,8 @@ def test_a_folder_of_ones_own(tmp_path: Path, monkeypatch) -> None:
     (one / "mine.py").write_text(OWN.format(id="mine"))
     (one / "_helper.py").write_text("raise SystemExit")
     (other / "theirs.py").write_text(OWN.format(id="theirs"))
-    monkeypatch.setenv(scenario.VARIABLE, str(other))
-    found = scenario.discover([one])
+    monkeypatch.setenv(discovery.VARIABLE, str(other))
+    found = discovery.discover([one])
     assert {"mine", "theirs", "fragmented"} <= set(found)
     assert found["mine"].source == one / "mine.py"
 
@@ -119,9 +120,9 @@ def test_a_changed_file_is_another_scenario(tmp_path: Path) -> None:
     """The digest follows the file, so that results are never remembered for another text."""
     path = tmp_path / "mine.py"
     path.write_text(OWN.format(id="mine"))
-    before = scenario.discover([tmp_path])["mine"].digest
+    before = discovery.discover([tmp_path])["mine"].digest
     path.write_text(OWN.format(id="mine") + "# changed\n")
-    assert scenario.discover([tmp_path])["mine"].digest != before
+    assert discovery.discover([tmp_path])["mine"].digest != before
 
 
 @pytest.mark.parametrize(
@@ -136,23 +137,23 @@ def test_a_wrong_file_is_named(tmp_path: Path, text: str, says: str) -> None:
     """The message names the file and what is expected of it."""
     (tmp_path / "wrong.py").write_text(text)
     with pytest.raises(UsageError, match=says) as caught:
-        scenario.discover([tmp_path])
+        discovery.discover([tmp_path])
     assert "wrong.py" in str(caught.value)
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     """A folder that is not there is a usage error, not an empty list."""
     with pytest.raises(UsageError, match="nowhere"):
-        scenario.discover([tmp_path / "nowhere"])
+        discovery.discover([tmp_path / "nowhere"])
 
 
 def test_selection() -> None:
     """Names choose, no names choose all, a wrong name gets the closest."""
-    assert [each.id for each in scenario.select(ALL, ["fragmented"])] == ["fragmented"]
-    assert len(scenario.select(ALL)) == len(ALL)
+    assert [each.id for each in discovery.select(ALL, ["fragmented"])] == ["fragmented"]
+    assert len(discovery.select(ALL)) == len(ALL)
     with pytest.raises(UsageError, match="fragmented"):
-        scenario.select(ALL, ["fragmentd"])
-    assert scenario.find("many-moves").model == "deep"
+        discovery.select(ALL, ["fragmentd"])
+    assert discovery.find("many-moves").model == "deep"
 
 
 def test_a_scenario_without_a_file_has_a_digest() -> None:

@@ -10,13 +10,14 @@ import pytest
 from fakes.judging import failing, result
 
 from pyllamakv.errors import FetchError, HarnessError, ToolMissing
-from pyllamakv.scenarios.lab import Run
+from pyllamakv.scenarios.cell_picture import Picture
+from pyllamakv.scenarios.outcome import Outcome
+from pyllamakv.scenarios.runner import Run
 from pyllamakv.source.releases import Release
 from pyllamakv.verification import cell as cells
 from pyllamakv.verification.cell import CellResult, CellSpec
 from pyllamakv.verification.check import Answer, Question
-from pyllamakv.verification.verdict import Outcome, Pair, judge
-from pyllamakv.view.cell_drawing import Picture
+from pyllamakv.verification.verdict import Pair, judge
 
 RELEASE = Release("0.3.9", "sdist", "1" * 40, "2" * 40, "unified", "2025-05-08T00:00:00Z")
 FAIL, PASS = Outcome("fail", "claim", "no slot"), Outcome("pass")

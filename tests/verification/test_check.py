@@ -23,7 +23,7 @@ from pyllamakv.errors import (
 )
 from pyllamakv.home import data
 from pyllamakv.patching import series
-from pyllamakv.scenarios import scenario
+from pyllamakv.verification import discovery
 from pyllamakv.verification.verdict import Verdict
 
 
@@ -37,7 +37,7 @@ def test_needed(world: World) -> None:
     """Stock fails, patched passes, every run is kept."""
     answer = ask()
     assert answer.judgement.verdict is Verdict.NEEDED
-    runs = len(scenario.find(SOME[0]).settings) + len(scenario.find(SOME[1]).settings)
+    runs = len(discovery.find(SOME[0]).settings) + len(discovery.find(SOME[1]).settings)
     assert answer.judgement.runs == runs
     assert [len(answer.runs[side]) for side in ("stock", "patched")] == [runs, runs]
     assert answer.variants == {"stock": "id-stock", "patched": "id-patched"}
@@ -165,7 +165,7 @@ def test_isolate_takes_the_patches_own_scenarios_and_the_guards(world: World) ->
 
 def test_a_scenario_of_ones_own_is_asked_of_one_patch(world: World, tmp_path: Path) -> None:
     """No shipped patch names it; asked for by name it is judged all the same."""
-    text = scenario.find("fragmented").source.read_text(encoding="utf-8")
+    text = discovery.find("fragmented").source.read_text(encoding="utf-8")
     (tmp_path / "mine.py").write_text(text.replace('id="fragmented"', 'id="mine"'))
     folders = (tmp_path,)
     answer = ask(isolate="full-defrag", scenarios=("mine", "counters"), folders=folders)

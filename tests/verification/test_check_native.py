@@ -18,18 +18,17 @@ from pyllamakv.building.build import build_patched
 from pyllamakv.errors import CommandFailed, KvError
 from pyllamakv.patching import apply, series
 from pyllamakv.patching.definition import PatchText
-from pyllamakv.scenarios import scenario
-from pyllamakv.scenarios.lab import Bench, Run
+from pyllamakv.scenarios.runner import Bench, Run
 from pyllamakv.scenarios.scenario import Scenario, Setting
 from pyllamakv.source import releases
 from pyllamakv.source.store import open_store
-from pyllamakv.verification import parallel_runs
+from pyllamakv.verification import discovery, parallel_runs
 from pyllamakv.verification.check import pair_up
 from pyllamakv.verification.verdict import GOOD, Verdict, judge
 
 RELEASE = "0.3.9"
 DOCTORED = Path(__file__).resolve().parents[1] / "data" / "doctored"
-ALL = scenario.discover()
+ALL = discovery.discover()
 #: Features belong to patches of their own.
 JUDGED = [each for each in ALL.values() if each.kind != "feature"]
 #: Cures of what upstream cured before the default release, and the last release that is ill.

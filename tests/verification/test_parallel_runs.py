@@ -11,11 +11,10 @@ import pytest
 from fakes.rolling import Opener, Rolling
 
 from pyllamakv.errors import WorkerDied, WorkerTimeout
-from pyllamakv.scenarios import scenario
-from pyllamakv.scenarios.lab import Run
-from pyllamakv.verification import parallel_runs
+from pyllamakv.scenarios.outcome import Outcome
+from pyllamakv.scenarios.runner import Run
+from pyllamakv.verification import discovery, parallel_runs
 from pyllamakv.verification.parallel_runs import Task
-from pyllamakv.verification.verdict import Outcome
 
 PATIENCE = 120
 
@@ -43,7 +42,7 @@ def _home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def task(side: str, name: str) -> Task:
-    found = scenario.find(name)
+    found = discovery.find(name)
     return Task(side, Path("/nowhere") / side, side, found, found.settings[0])
 
 

@@ -8,12 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pyllamakv.scenarios.outcome import FAILURES, HARM, Outcome
 from pyllamakv.verification.verdict import (
-    FAILURES,
     GOOD,
-    HARM,
     SEVERITY,
-    Outcome,
     Pair,
     Verdict,
     harms,

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
-from pyllamakv.view.cell_drawing import NOBODY, SEVERAL, Picture, draw, letter, plain, svg
+from pyllamakv.scenarios.cell_picture import NOBODY, SEVERAL, Picture
+from pyllamakv.view.cell_drawing import draw, letter, plain, svg
 
 
 def snapshot() -> Snapshot:

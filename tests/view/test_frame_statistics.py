@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from pyllamakv.runtime import metrics
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
+from pyllamakv.scenarios.cell_picture import Picture
 from pyllamakv.view import frame_statistics
-from pyllamakv.view.cell_drawing import Picture
 from pyllamakv.view.frame_statistics import PictureStats
 
 #: The sequences of each cell, as bits; 0 is free.

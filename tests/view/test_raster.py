@@ -9,8 +9,8 @@ import pytest
 from film_kit import film
 
 from pyllamakv.errors import Unsupported
+from pyllamakv.scenarios.cell_picture import NOBODY, SEVERAL, Picture
 from pyllamakv.view import cell_drawing, palette, raster, timeline
-from pyllamakv.view.cell_drawing import NOBODY, SEVERAL, Picture
 
 
 def rgb(colour: str) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pyllamakv.record.playback import infer
-from pyllamakv.view.cell_drawing import NOBODY, SEVERAL, Picture
+from pyllamakv.scenarios.cell_picture import NOBODY, SEVERAL, Picture
 from pyllamakv.view.screen import Screen, legend, on_the_way
 
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyllamakv.errors import UsageError
-from pyllamakv.record.playback import Film
+from pyllamakv.scenarios.cell_picture import NOBODY
+from pyllamakv.scenarios.frames import Film
 from pyllamakv.view import drawing, plot, timeline
-from pyllamakv.view.cell_drawing import NOBODY
 from pyllamakv.view.drawing import Area, Band, Mark, Words
 
 SVG = "{http://www.w3.org/2000/svg}"

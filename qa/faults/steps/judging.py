@@ -12,11 +12,12 @@ from typing import Any, Final
 from pyllamakv.building import variant
 from pyllamakv.errors import Untestable
 from pyllamakv.home import home
-from pyllamakv.scenarios.lab import Run
+from pyllamakv.scenarios.outcome import Outcome
+from pyllamakv.scenarios.runner import Run
 from pyllamakv.source import gitting
 from pyllamakv.source.store import open_store
 from pyllamakv.verification import cell, matrix, parallel_runs, result_cache
-from pyllamakv.verification.verdict import Outcome, Verdict
+from pyllamakv.verification.verdict import Verdict
 from qa.faults import attempt
 from qa.faults.step import Step
 

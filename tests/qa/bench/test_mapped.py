@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import architectures
 from qa.bench import mapped
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
 
-SMALL = synthetic.Shape("small-wide", n_layer=2, n_embd=64, n_head=2, n_head_kv=2, n_vocab=64)
+SMALL = architectures.Shape("small-wide", n_layer=2, n_embd=64, n_head=2, n_head_kv=2, n_vocab=64)
 
 
 @pytest.mark.native

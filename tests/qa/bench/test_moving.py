@@ -13,7 +13,7 @@ import pytest
 
 from pyllamakv.errors import Untestable
 from pyllamakv.runtime.moves import Moves
-from pyllamakv.scenarios.synthetic import Shape
+from pyllamakv.scenarios.architectures import Shape
 from qa.bench import (
     choices,
     compiled,

@@ -17,8 +17,8 @@ from pyllamakv.errors import PatchFormatError
 from pyllamakv.patching import series
 from pyllamakv.patching.hunks import Hunk
 from pyllamakv.scenarios import scenario
-from pyllamakv.verification import parallel_runs
-from pyllamakv.verification.verdict import Outcome
+from pyllamakv.scenarios.outcome import Outcome
+from pyllamakv.verification import discovery, parallel_runs
 from qa import mutation as mutants
 from qa.entry import Effort
 from qa.headers import HEADERS
@@ -168,7 +168,9 @@ def test_a_catch_is_what_check_counts(
     """A fault of the harness catches nothing, nor does what stock cannot run either."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
     monkeypatch.setattr(
-        running, "run_tasks", lambda tasks: {task: SimpleNamespace(outcome=stock) for task in tasks}
+        parallel_runs,
+        "run_tasks",
+        lambda tasks: {task: SimpleNamespace(outcome=stock) for task in tasks},
     )
     built = SimpleNamespace(id="v", folder=tmp_path, manifest=SimpleNamespace(library_sha256="d"))
     made = SimpleNamespace(error="", library=tmp_path)
@@ -315,7 +317,7 @@ def test_a_mutant_from_end_to_end(bench, patched, tmp_path, monkeypatch) -> None
     broken = some("#error wrong", file=kept_ranges.file, patch="full-defrag")
     broken.files.clear()
     broken.files[kept_ranges.file] = b"#error wrong\n"
-    every = scenario.discover()
+    every = discovery.discover()
     own = ("abort-after-defrag", "fail-defrag-fail", "fail-between-ubatches")
     monkeypatch.setattr(kept, "_folder", lambda: tmp_path)
     (shop,) = bench.workshops

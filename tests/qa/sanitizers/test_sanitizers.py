@@ -10,8 +10,8 @@ from fakes.build import ROOT, SOURCE
 
 from pyllamakv.errors import Untestable
 from pyllamakv.home import data
-from pyllamakv.scenarios import scenario
-from pyllamakv.verification.verdict import Outcome
+from pyllamakv.scenarios.outcome import Outcome
+from pyllamakv.verification import discovery
 from qa import headers, sanitizers
 from qa.entry import Effort
 from qa.sanitizers import drivers, instrument, playing, reports
@@ -299,7 +299,7 @@ def test_a_run_of_a_scenario_that_reports_is_a_defect(
     assert (entry.row["ran"], entry.row["scope"]) == ("2 runs of scenarios", "core")
     assert entry.row["reports"] == "2"
     assert len(entry.defects) == 3
-    assert set(sanitizers.FIRST) <= set(scenario.discover())
+    assert set(sanitizers.FIRST) <= set(discovery.discover())
 
 
 def test_another_compiler_is_refused() -> None:

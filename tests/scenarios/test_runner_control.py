@@ -9,11 +9,10 @@ import pytest
 from fakes.rolling import Opener, Rolling
 
 from pyllamakv.errors import WorkerDied, WorkerTimeout
-from pyllamakv.scenarios import scenario
-from pyllamakv.scenarios.control import TOKENS
 from pyllamakv.scenarios.device_placement import Place
-from pyllamakv.scenarios.lab import Bench
+from pyllamakv.scenarios.runner import TOKENS, Bench
 from pyllamakv.scenarios.scenario import CACHES
+from pyllamakv.verification import discovery
 from pyllamakv.verification.verdict import Pair, harms
 
 
@@ -71,7 +70,7 @@ def run(make, backend: str, times: int = 1):
     opener = Opener(make)
     with Bench(opener, Place(backend)) as bench:
         for _ in range(times):
-            found = bench.run(Path("lib"), scenario.find("fragmented"), CACHES[0])
+            found = bench.run(Path("lib"), discovery.find("fragmented"), CACHES[0])
         return found.outcome, opener.opened[-1].native.calls, len(opener.opened)
 
 

@@ -1,0 +1,272 @@
+"""Run scenarios in workers, one library and environment each, and return how they ended.
+
+A run happens in a worker: what crashes or hangs loses that run alone, and the next one gets a
+fresh worker. A worker whose run did nothing wrong is kept for the next run. Where caches are
+behind RPC, each worker has a server of its own: a server takes one client.
+
+On a device, a control run comes before the scenarios, while nothing is moved. A device whose
+kernels are wrong without any move would fail scenarios for which no patch can help. So the control
+evaluates the same tokens twice: in one batch at the start of a cache, and one at a time after it.
+What the device cannot do without ending the process is not judged either; where stock can do it,
+patched has failed (`verdict.Pair`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from pyllamakv.binding.library import open_library
+from pyllamakv.binding.server import Server
+from pyllamakv.errors import (
+    HarnessError,
+    KvError,
+    ModelError,
+    Untestable,
+    WorkerDied,
+    WorkerTimeout,
+)
+from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios.cell_picture import Picture
+from pyllamakv.scenarios.device_placement import Place
+from pyllamakv.scenarios.frames import Film, films
+from pyllamakv.scenarios.lab import Lab
+from pyllamakv.scenarios.outcome import Outcome, classify
+from pyllamakv.scenarios.reference import distance
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from pyllamakv.binding.protocol import ModelHandle
+    from pyllamakv.scenarios.scenario import Scenario, Setting
+
+#: Seconds that one call into the library may take; the slowest of a scenario takes well under one.
+PATIENCE = 120.0
+
+#: Failures after which a worker is not used again: it is gone, or may have written anywhere.
+SPOILED = ("data", "crash", "hang")
+
+#: Opens the library at a path with an environment, in a worker.
+Opener = Callable[[Path, dict[str, str]], Any]
+#: A library and the environment of its worker.
+Key = tuple[str, tuple[tuple[str, str], ...]]
+#: More than a micro-batch; the second half of the cells then begins at odd numbers as well.
+TOKENS = 40
+
+
+@dataclass(frozen=True)
+class Run:
+    """Hold how one scenario in one setting ended on one side, with what was noted on the way."""
+
+    scenario: str
+    setting: str
+    outcome: Outcome
+    seconds: float = 0.0
+    difference: float = 0.0
+    notes: dict[str, Any] = field(default_factory=dict)
+    pictures: tuple[Picture, ...] = ()
+    films: tuple[Film, ...] = ()
+
+
+class Workers:
+    """Open workers when they are first needed, and end those that a run spoiled."""
+
+    def __init__(self, opener: Opener, place: Place) -> None:
+        self._opener = opener
+        self._place = place
+        self._open: dict[Key, Any] = {}
+        self._servers: dict[Key, Server] = {}
+        self._models: dict[tuple[Key, str], ModelHandle] = {}
+
+    def open(self, key: Key) -> Any:
+        """Return the library of a worker."""
+        library = self._open.get(key)
+        if library is None:
+            library = self._open[key] = self._opener(Path(key[0]), dict(key[1]))
+            if self._place.patience is not None:
+                library.native.timeout = self._place.patience
+        return library
+
+    def model(self, key: Key, name: str) -> ModelHandle:
+        """Return a named model in a worker; raises Untestable where it cannot be loaded."""
+        name = self._place.model(name)
+        found = self._models.get((key, name))
+        if found is None:
+            path = synthetic.model(name)
+            params = self._place.params(self._endpoint(key))
+            try:
+                found = self.open(key).native.model_load(str(path), params)
+            except ModelError as error:
+                if "RPC server" in str(error):
+                    msg = f"{name} cannot be loaded: {error}"
+                    raise HarnessError(msg) from error
+                # An architecture that came later: nothing that a patch could be judged by.
+                msg = f"the model {name} cannot be loaded here: {error}"
+                raise Untestable(msg) from error
+            self._models[key, name] = found
+        return found
+
+    def drop(self, key: Key) -> None:
+        """End a worker and its server; the next run gets others."""
+        library, server = self._open.pop(key, None), self._servers.pop(key, None)
+        self._models = {k: v for k, v in self._models.items() if k[0] != key}
+        if library is not None:
+            _close(library)
+        if server is not None:
+            server.close()
+
+    def cut(self) -> None:
+        """End the workers under runs that are at work in other threads."""
+        for library in list(self._open.values()):
+            library.native.close()
+
+    def close(self) -> None:
+        """End all."""
+        for key in list(self._open):
+            self.drop(key)
+
+    def _endpoint(self, key: Key) -> str | None:
+        if not self._place.remote:
+            return None
+        server = self._servers.get(key)
+        if server is None:
+            # One thread: as many runs as processors are at work, and threads spin while they wait.
+            try:
+                server = self._servers[key] = Server(Path(key[0]), threads=1)
+            except KvError as error:
+                msg = f"no RPC server for {key[0]}: {error}"
+                raise HarnessError(msg) from error
+        return server.endpoint
+
+
+def _close(library: Any) -> None:
+    try:
+        library.close()
+    except KvError:
+        # A worker that died has nothing left to give back.
+        return
+
+
+class Controls:
+    """Remember for each key what the control found."""
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, Untestable | None] = {}
+
+    def check(self, key: Hashable, make: Callable[[], Lab]) -> None:
+        """Raise Untestable where a control fails, with the reason; it is played once per key."""
+        if key not in self._found:
+            self._found[key] = _tried(make)
+        reason = self._found[key]
+        if reason is not None:
+            raise reason
+
+
+def _tried(make: Callable[[], Lab]) -> Untestable | None:
+    """Play the control in a lab of its own; return why nothing can be judged there, if so."""
+    lab = make()
+    try:
+        wrong = control(lab)
+        reason = Untestable(wrong) if wrong else None
+    except Untestable as error:
+        reason = error
+    except WorkerTimeout:
+        # Another time it may be in time.
+        raise
+    except WorkerDied as error:
+        msg = f"the device ends the process before anything is moved: {error}"
+        return Untestable(msg, failure="crash")
+    lab.close()
+    return reason
+
+
+def control(lab: Lab) -> str:
+    """Return what the device does wrong, or nothing."""
+    player = lab.player()
+    same = [number % player.n_vocab for number in range(TOKENS)]
+    player.decode({0: same})
+    for token in same:
+        player.decode({1: [token]})
+    one, *_, other = (next(iter(step.logits.values())) for step in player.steps)
+    found, bound = distance(one, other), lab.reference(player).bound
+    if found <= bound:
+        return ""
+    return (
+        "the device computes this wrongly before anything is moved: logits of the same tokens "
+        f"differ by {found:.3g}, allowed {bound:g}"
+    )
+
+
+class Bench:
+    """Run scenarios one by one, on a worker per library and environment."""
+
+    def __init__(self, opener: Opener | None = None, place: Place | None = None) -> None:
+        self._place = place or Place()
+        self._workers = Workers(opener or open_worker, self._place)
+        self._controls = Controls()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers."""
+        self._workers.close()
+
+    def cut(self) -> None:
+        """End the workers under a run that is at work in another thread: it fails at once."""
+        self._workers.cut()
+
+    def run(self, path: Path, scenario: Scenario, setting: Setting) -> Run:
+        """Run a scenario in a setting on the library at ``path``."""
+        environment = {**dict(scenario.environment), **dict(setting.environment)}
+        environment |= self._place.environment
+        key = (str(path), tuple(sorted(environment.items())))
+        started = time.monotonic()
+        lab: Lab | None = None
+        try:
+            native = self._workers.open(key).native
+            model = self._workers.model(key, scenario.model)
+            if self._place.apart:
+                self._controls.check(
+                    (key, scenario.model, setting),
+                    lambda: Lab(native, model, setting, place=self._place),
+                )
+            # One film of a scenario is enough to look at.
+            film = scenario.film and setting == scenario.settings[0]
+            lab = Lab(native, model, setting, film=film, place=self._place)
+            scenario.run(lab)
+            outcome = Outcome("pass")
+        except Exception as error:
+            outcome = classify(error)
+            if lab is not None and outcome.failed:
+                lab.last_picture()
+        if outcome.failure in SPOILED or outcome.status == "fault":
+            self._workers.drop(key)
+        elif lab is not None:
+            lab.close()
+        return Run(
+            scenario.id,
+            setting.name,
+            outcome,
+            round(time.monotonic() - started, 3),
+            lab.difference if lab else 0.0,
+            lab.notes if lab else {},
+            tuple(lab.pictures) if lab else (),
+            films(lab.players) if lab else (),
+        )
+
+
+def open_worker(path: Path, environment: dict[str, str]) -> Any:
+    """Open a library in a worker of its own, with an environment of its own."""
+    return open_library(path, isolated=True, env=environment, timeout=PATIENCE)
