@@ -64,6 +64,7 @@ def command(
     128 a fault of the harness.
     """
     from pyllamakv.verification import check, check_report
+    from pyllamakv.view import check_console
 
     question = check.Question(
         release=release,
@@ -87,7 +88,7 @@ def command(
         from rich.console import Console
 
         known = discovery.discover(question.folders)
-        check_report.show(answer, known, Console(), maps)
+        check_console.show(answer, known, Console(), maps)
     raise typer.Exit(answer.judgement.exit_code)
 
 

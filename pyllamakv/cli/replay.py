@@ -40,7 +40,7 @@ def command(
     the likeliest tokens are compared. The variables LLAMA_… are those of the recording, and told.
     """
     from pyllamakv.cli import showing
-    from pyllamakv.record import builds, replaying, variables
+    from pyllamakv.record import builds, replaying
     from pyllamakv.record import trace as traces
 
     head, lines = traces.read(trace)
@@ -60,7 +60,7 @@ def command(
         recorded = {
             "trace": str(trace),
             "recorded": head.variant,
-            "environment": variables.recorded(head.environment),
+            "environment": traces.recorded(head.environment),
             "rows": len(lines),
         }
         json.dump({**recorded, "replays": [each.to_json() for each in found]}, sys.stdout, indent=2)
@@ -74,9 +74,8 @@ def command(
 def _show_environment(head: Head) -> None:
     """Say which variables it was played under, and which of them no recording asked for."""
     from pyllamakv.printable import printable
-    from pyllamakv.record import variables
 
-    played = variables.recorded(head.environment)
+    played = traces.recorded(head.environment)
     if played:
         said = " ".join(f"{name}={value}" for name, value in played.items())
         sys.stdout.write(f"under {printable(said)}\n")

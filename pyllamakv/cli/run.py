@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pyllamakv.errors import UsageError
+from pyllamakv.record import builds
 from pyllamakv.scenarios import cell_picture
 
 if TYPE_CHECKING:
@@ -93,11 +94,11 @@ def _check_options(context: typer.Context) -> None:
 def _play(path: Path, variant: str, model: str, trace: Path | None, as_json: bool) -> None:
     from contextlib import ExitStack, closing
 
-    from pyllamakv.record import playing, runs
+    from pyllamakv.record import playing
     from pyllamakv.record import trace as traces
 
     with ExitStack() as stack:
-        played = stack.enter_context(runs.opened(path, variant, model))
+        played = stack.enter_context(builds.open_run(path, variant, model))
         stage, recorder = played.stage, None
         if trace is not None:
             about = traces.here(played.variant, played.model, played.head.environment)

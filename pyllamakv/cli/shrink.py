@@ -38,7 +38,7 @@ def command(
     ends the search and writes what was found by then.
     """
     from pyllamakv.cli import showing
-    from pyllamakv.record import builds, minimize, traced, tracefile
+    from pyllamakv.record import builds, minimize, traced
     from pyllamakv.record import trace as traces
 
     head, lines = traced.load(trace)
@@ -48,7 +48,7 @@ def command(
         raise UsageError("--variant takes one build: a trace is shrunk where it fails")
     folder = builds.folder(spec, head)
     target = output or trace.with_name(f"{trace.name.removesuffix('.jsonl')}.min.jsonl")
-    tracefile.check(target)
+    traces.check(target)
     with showing.progress() as progress:
 
         def told(left: int, runs: int) -> None:

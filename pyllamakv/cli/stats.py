@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pyllamakv.errors import ScenarioFailed, ScriptError, UsageError
-from pyllamakv.record import playback
+from pyllamakv.record import builds, playback
 from pyllamakv.scenarios import frames
 
 if TYPE_CHECKING:
@@ -55,7 +55,6 @@ def command(
     Exit 1 when the script does not end as it expects, after its numbers up to there.
     """
     from pyllamakv.record import playback as films
-    from pyllamakv.record import runs
     from pyllamakv.record import trace as traces
     from pyllamakv.runtime import exposition
     from pyllamakv.view.frame_statistics import LABELS, PictureStats
@@ -71,7 +70,7 @@ def command(
         if film.frames:
             stats = PictureStats(film.frames[-1].picture)
     else:
-        with runs.opened(run, variant or "0.3.9+patched", model) as played:
+        with builds.open_run(run, variant or "0.3.9+patched", model) as played:
             film = frames.Film(played.variant)
             try:
                 playback.play(played.lines, played.stage, film.frames.append)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pyllamakv.errors import ScenarioFailed, ScriptError, UsageError
-from pyllamakv.record import playback
+from pyllamakv.record import builds, playback
 from pyllamakv.scenarios import frames
 
 if TYPE_CHECKING:
@@ -91,7 +91,6 @@ def _follow(
 
     from pyllamakv.printable import printable
     from pyllamakv.record import playback as films
-    from pyllamakv.record import runs
     from pyllamakv.record import trace as traces
     from pyllamakv.view.screen import Screen
 
@@ -115,7 +114,7 @@ def _follow(
                     shown.show(frame)
         return film, None
 
-    with runs.opened(run, variant or "0.3.9+patched", model) as played:
+    with builds.open_run(run, variant or "0.3.9+patched", model) as played:
         film = frames.Film(playback.title(run, played.variant))
         with screen(film.title) as shown:
 

@@ -3,16 +3,55 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyllamakv
 from pyllamakv.errors import UsageError
+from pyllamakv.record import trace, traced
+from pyllamakv.record.script import Line
+from pyllamakv.record.stage import Stage
+from pyllamakv.record.trace import Head
 from pyllamakv.runtime import opening
 from pyllamakv.source import releases
 
 if TYPE_CHECKING:
     from pyllamakv.record.trace import Head
+
+
+@dataclass(frozen=True)
+class Run:
+    """Hold a script or a trace that is about to be played, and the variant it is played on."""
+
+    head: Head
+    lines: list[Line]
+    stage: Stage
+    variant: str
+    model: Path
+
+
+@contextmanager
+def open_run(path: Path, variant: str, model: str = "") -> Iterator[Run]:
+    """Open a build in a worker for a script or a trace, until the end of the block.
+
+    A trace is played on the model, and in the environment, that it was recorded in; a script as
+    it is judged, unless this process's environment says otherwise. ``model`` is played on instead
+    of the one that either names. Raises ScriptError, UsageError, TraceMismatch and what
+    `pyllamakv.open` raises before anything is played.
+    """
+    head, lines = traced.load(path)
+    if not trace.is_trace(path):
+        head = replace(head, environment={**head.environment, **trace.recorded()})
+    file = trace.model_file(head, model)
+    with (
+        pyllamakv.open(variant, isolated=True, env=head.environment) as library,
+        closing(Stage(library.native, file=file)) as stage,
+    ):
+        yield Run(head, lines, stage, library.about.variant, file)
+
 
 #: A patch's name, which goes on a spec, as in 0.3.9+full-defrag,kv-counters.
 _PATCH = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)+")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import KvError
 from pyllamakv.record import batches, trace
-from pyllamakv.record.tracefile import TraceFile
+from pyllamakv.record.trace import TraceFile
 
 if TYPE_CHECKING:
     from pathlib import Path

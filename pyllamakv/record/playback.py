@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyllamakv.printable import printable
-from pyllamakv.record import playing, results, runs, script
+from pyllamakv.record import builds, playing, script
 from pyllamakv.scenarios.cell_picture import NOBODY, Picture
 from pyllamakv.scenarios.frames import MOVING, Film, Frame, detail
 from pyllamakv.scenarios.player import word
@@ -36,10 +36,10 @@ def frames(lines: Iterable[Line]) -> Iterator[Frame]:
     last: Picture | None = None
     cells = 0
     for line in lines:
-        cells += results.cells(line.result or {})
-        if cells > results.DRAWN:
+        cells += script.cells(line.result or {})
+        if cells > script.DRAWN:
             msg = (
-                f"the pictures up to here have {cells} cells, and {results.DRAWN} are drawn at "
+                f"the pictures up to here have {cells} cells, and {script.DRAWN} are drawn at "
                 "most; a trace that ends before this line can be shown"
             )
             raise line.wrong(msg)
@@ -114,7 +114,7 @@ def title(path: Path, variant: str) -> str:
 
 def film_of(path: Path, variant: str, model: str = "") -> Film:
     """Return the film of a script or a trace on a build, whatever its operations come to."""
-    with runs.opened(path, variant, model) as run:
+    with builds.open_run(path, variant, model) as run:
         run.stage.lenient = True
         made = Film(title(path, run.variant))
         play(run.lines, run.stage, made.frames.append)

@@ -6,9 +6,13 @@ damaged anywhere else, or is none, is refused with the line that is wrong.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
 import os
 import re
+import stat
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,15 +20,151 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.building import manifest as manifests
-from pyllamakv.errors import ManifestError, ScriptError, TraceMismatch
+from pyllamakv.errors import DiskFull, ManifestError, ScriptError, TraceMismatch, UsageError
 from pyllamakv.home import home
-from pyllamakv.record import identity, script, variables
+from pyllamakv.record import identity, script
 from pyllamakv.record.script import Line
-from pyllamakv.record.tracefile import TraceFile
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
     from pyllamakv.record.stage import Stage
     from pyllamakv.scenarios.cell_samples import Look
+
+
+#: What the system says when there is no room: on the disk, in a quota, for one file.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def check(path: Path) -> None:
+    """Raise UsageError where no trace can be written: before a long search, not after it."""
+    new = not path.exists()
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
+    except OSError as error:
+        raise _refused(path, error) from error
+    if new:
+        path.unlink(missing_ok=True)
+
+
+def _refused(path: Path, error: OSError) -> UsageError:
+    return UsageError(
+        f"{path} cannot be written: {error.strerror}; name a file in a folder of yours"
+    )
+
+
+def _opened(path: Path) -> int:
+    """Open an empty file for one writer; BlockingIOError when it has one."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if stat.S_ISREG(os.fstat(handle).st_mode):
+            os.ftruncate(handle, 0)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+class TraceFile:
+    """Write lines to a new file at ``path``, which replaces what was there."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file; raises UsageError where that cannot be or another writes, DiskFull."""
+        self.path = path
+        self._size = 0
+        try:
+            self._handle = _opened(path)
+        except BlockingIOError as error:
+            msg = f"{path} is being recorded by another; wait for it, or name another file"
+            raise UsageError(msg) from error
+        except OSError as error:
+            if error.errno in _FULL:
+                raise self._full(error) from error
+            raise _refused(path, error) from error
+
+    @property
+    def closed(self) -> bool:
+        """Tell whether nothing more is written."""
+        return self._handle < 0
+
+    def write(self, lines: Sequence[str]) -> None:
+        """Append lines, all or none of them. Raises DiskFull, or ScriptError for other faults."""
+        if not lines:
+            return
+        data = memoryview(("\n".join(lines) + "\n").encode())
+        left = data
+        try:
+            while left:
+                left = left[os.write(self._handle, left) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._handle, self._size)
+                os.lseek(self._handle, self._size, os.SEEK_SET)
+            if error.errno in _FULL:
+                raise self._full(error) from error
+            msg = f"{self.path} cannot be written: {error.strerror}; it has the rows before"
+            raise ScriptError(msg) from error
+        self._size += len(data)
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if not self.closed:
+            handle, self._handle = self._handle, -1
+            os.close(handle)
+
+    def _full(self, error: OSError) -> DiskFull:
+        return DiskFull(
+            f"no room left for the trace {self.path}: {error.strerror}; it ends with the last "
+            "rows that fitted, and what was recorded goes on unrecorded; make room and record again"
+        )
+
+
+BACKING = "LLAMA_KV_BACKING"
+
+#: What the patches read, and what llama.cpp reads itself and computes by.
+KNOWN = (
+    "LLAMA_ATTN_ROT_DISABLE",
+    "LLAMA_GRAPH_REUSE_DISABLE",
+    BACKING,
+    "LLAMA_KV_BACKING_HUGE",
+    "LLAMA_KV_CACHE_DEBUG",
+    "LLAMA_KV_DEFRAG_MOVER",
+    "LLAMA_KV_DEFRAG_PLAN",
+    "LLAMA_KV_DEFRAG_THREADS",
+    "LLAMA_SET_ROWS",
+)
+
+#: mmap-kv takes any other word for a file, which it would make and cut to its size.
+BACKINGS = ("heap", "mmap")
+
+_WORD = re.compile(r"[A-Za-z0-9_-]{0,16}", re.ASCII)
+
+
+def recorded(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return what this process, and ``more``, set of the variables that a trace carries.
+
+    A path in `BACKING` stays out of it: to replay a trace writes no file.
+    """
+    found = {**os.environ, **(more or {})}
+    return {name: found[name] for name in KNOWN if name in found and _fits(name, found[name])}
+
+
+def wrong(environment: Mapping[str, str]) -> str:
+    """Return what is wrong with the variables of a trace; empty when nothing is."""
+    for name, value in environment.items():
+        if name not in KNOWN:
+            return f"may set {', '.join(KNOWN)}, not {name[:80]!r}"
+        if not _fits(name, value):
+            words = " or ".join(BACKINGS) if name == BACKING else "a word of at most 16 letters"
+            return f"may set {name} to {words}, not to {value[:80]!r}"
+    return ""
+
+
+def _fits(name: str, value: str) -> bool:
+    return value in BACKINGS if name == BACKING else _WORD.fullmatch(value) is not None
+
 
 #: The version of the file's shape.
 SCHEMA = 2
@@ -77,7 +217,7 @@ def here(variant: str, model: Path, more: Mapping[str, str] | None = None) -> He
     ``more`` are the variables that a worker has besides those of this process.
     """
     name, digest = identity.name(model), identity.identity(model)
-    return Head(variant, name, spec_of(variant), digest, variables.recorded(more))
+    return Head(variant, name, spec_of(variant), digest, recorded(more))
 
 
 def spec_of(variant: str) -> str:
@@ -240,7 +380,7 @@ def _head(path: Path, text: str) -> Head:
     if os.sep in variant or (os.sep in spec and not spec.startswith(("git:", "path:"))):
         msg = f"{path}: the head's variant and spec must name a build, not a path"
         raise ScriptError(msg, 1)
-    strange = variables.wrong(environment) if texts else ""
+    strange = wrong(environment) if texts else ""
     if strange:
         msg = f"{path}: the head's environment {strange}"
         raise ScriptError(msg, 1)

@@ -14,22 +14,75 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+import filelock
+
 from pyllamakv.building import variant as variants
 from pyllamakv.building.build import build
 from pyllamakv.errors import HarnessError, KvError
+from pyllamakv.home import home
 from pyllamakv.patching import drift
 from pyllamakv.source import fetch
 from pyllamakv.verification import check as checking
-from pyllamakv.verification import check_report, discovery, locks
+from pyllamakv.verification import check_report, discovery
 from pyllamakv.verification.verdict import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from pyllamakv.scenarios.outcome import Outcome
     from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
     from pyllamakv.verification.check import Answer
+
+
+@contextlib.contextmanager
+def claim(name: str | None, *, wait: bool) -> Iterator[bool]:
+    """Lend the cell of a key to one process of this home at a time.
+
+    False, where another process has it and ``wait`` is not set. A killed process has nothing.
+    """
+    if name is None:
+        yield True
+        return
+    folder = home() / "locks"
+    lock = filelock.FileLock(folder / f"cell-{name[:16]}.lock")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=-1 if wait else 0)
+    except filelock.Timeout:
+        yield False
+        return
+    except OSError:
+        # A home that cannot be written remembers nothing either.
+        yield True
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def one_builder(progress: Progress | None) -> Iterator[None]:
+    """Let one cell of this machine fetch and build at a time: a build takes every processor."""
+    folder = home() / "locks"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(folder / "matrix.lock")
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            if progress:
+                progress("waiting for the build of another cell", 0, None)
+            lock.acquire()
+    except OSError:
+        # A home that cannot be written may hold all that is needed; `check` says if it does not.
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @dataclass(frozen=True)
@@ -188,7 +241,7 @@ def run_cell(
     started = time.monotonic()
     release: Release | None = None
     try:
-        with locks.one_builder(progress):
+        with one_builder(progress):
             release = fetch.ensure(spec.release, progress=progress)
             _build(spec, progress)
             drifted = _drift(spec, release)

@@ -17,8 +17,8 @@ from pyllamakv.building import backend as backends
 from pyllamakv.errors import UsageError
 from pyllamakv.patching import series as shipped
 from pyllamakv.source import lock, releases
+from pyllamakv.verification import cell, result_cache
 from pyllamakv.verification import cell as cells
-from pyllamakv.verification import locks, result_cache
 from pyllamakv.verification.cell import CellResult, CellSpec
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def run(
 
     if executor is None:
         for spec, wait in _in_turn(left, found):
-            with locks.claim(keys[spec], wait=wait) as mine:
+            with cell.claim(keys[spec], wait=wait) as mine:
                 if not mine:
                     continue
                 kept = None if fresh else result_cache.recall(keys[spec])

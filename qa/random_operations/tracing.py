@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from pyllamakv.record import initial_state, trace
+from pyllamakv.record import recording, trace
 from pyllamakv.record.notes import Notes
 from pyllamakv.record.recording_native import Tap
 from pyllamakv.record.script import DECODES
@@ -71,7 +71,7 @@ def _begin(context: Context, task: Task) -> Notes:
     variant, model = context.native.about.variant, context.model.path
     head = trace.here(variant, model, task.combination.environment)
     head = replace(head, claim=f"A random schedule passes ({task.combination}).")
-    return Notes(task.trace, head, initial_state.rows(context, head.model), pictures=True)
+    return Notes(task.trace, head, recording.rows(context, head.model), pictures=True)
 
 
 def _tap(context: Context, notes: Notes) -> None:

@@ -12,7 +12,7 @@ from fakes.rolling import Opener, Rolling
 import pyllamakv
 from pyllamakv.cli import main
 from pyllamakv.errors import UsageError, WorkerDied
-from pyllamakv.record import builds, minimize, trace, traced, tracefile
+from pyllamakv.record import builds, minimize, trace, traced
 from pyllamakv.scenarios import synthetic
 from pyllamakv.scenarios.runner import Bench
 
@@ -225,8 +225,8 @@ def test_the_example_shrinks_on_stock(stock, patched, capsys, tmp_path: Path) ->
 def test_shrink_refuses_before_it_searches(capsys, tmp_path) -> None:
     """No search whose result could not be kept, and none on two builds."""
     with pytest.raises(UsageError, match="cannot be written"):
-        tracefile.check(tmp_path / "none" / "x.jsonl")
-    tracefile.check(tmp_path / "x.jsonl")
+        trace.check(tmp_path / "none" / "x.jsonl")
+    trace.check(tmp_path / "x.jsonl")
     assert not (tmp_path / "x.jsonl").exists()
     with pytest.raises(SystemExit) as leaving:
         main.main(["shrink", str(EXAMPLE), "--variant", "stock,patched"])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyllamakv.errors import ScriptError
-from pyllamakv.record import playback, results
+from pyllamakv.record import playback, script
 from pyllamakv.record.script import Line
 from pyllamakv.scenarios.cell_picture import NOBODY, Picture
 from pyllamakv.scenarios.frames import Film, Frame
@@ -61,7 +61,7 @@ def test_a_trace_becomes_a_film() -> None:
 )
 def test_a_film_has_bounds(monkeypatch) -> None:
     """Few bytes of a trace name as many cells as memory has room for, each time anew."""
-    monkeypatch.setattr(results, "DRAWN", 8)
+    monkeypatch.setattr(script, "DRAWN", 8)
     lines = [line(number, "clear", {"picture": runs((0, 4))}) for number in (2, 3, 4)]
     assert len(playback.of_trace(lines[:2])) == 2
     with pytest.raises(ScriptError, match=r"line 4 \(clear\): the pictures up to here have 12"):

@@ -12,7 +12,7 @@ import runtime_kit
 
 import pyllamakv as kv
 from pyllamakv.errors import DiskFull
-from pyllamakv.record import trace, tracefile, watch
+from pyllamakv.record import trace, watch
 from pyllamakv.record.recording_native import Tap
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +28,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_run(tmp_path, monkeypatch, c
             raise OSError(28, "No space left on device")
         return real(handle, data)
 
-    monkeypatch.setattr(tracefile.os, "write", write)
+    monkeypatch.setattr(trace.os, "write", write)
     with runtime_kit.context(tmp_path) as context:
         a = context.sequence()
         with pytest.raises(DiskFull, match="make room"), kv.record(context, path) as recording:
@@ -48,7 +48,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_run(tmp_path, monkeypatch, c
         assert (head.complete, len(lines)) == (False, 2)
         # An error of the run is not covered by that of the recording.
         full.append(True)
-        monkeypatch.setattr(tracefile.os, "write", lambda *_: real(*_))
+        monkeypatch.setattr(trace.os, "write", lambda *_: real(*_))
         with pytest.raises(ZeroDivisionError), kv.record(context, path):
             raise ZeroDivisionError
 

@@ -17,7 +17,7 @@ from trace_kit import STORY, record
 
 from pyllamakv.errors import KvError, ScenarioFailed, ScriptError, TraceMismatch, WorkerDied
 from pyllamakv.home import data
-from pyllamakv.record import playing, script, trace, traced, variables
+from pyllamakv.record import playing, script, trace, traced
 from pyllamakv.record.stage import Stage
 from pyllamakv.scenarios import synthetic
 from pyllamakv.verification import discovery
@@ -225,8 +225,8 @@ def test_the_environment_of_a_recording_is_in_its_head(monkeypatch) -> None:
     more = {"LLAMA_KV_BACKING": "mmap", "LLAMA_KV_DEFRAG_PLAN": "ordered"}
     environment = trace.here("simulated", synthetic.model("tiny"), more).environment
     assert environment == {"LLAMA_SET_ROWS": "1", **more}
-    assert not variables.recorded({"LLAMA_KV_BACKING": "/a/folder"}).keys() & {variables.BACKING}
-    assert not variables.wrong(environment)
+    assert not trace.recorded({"LLAMA_KV_BACKING": "/a/folder"}).keys() & {trace.BACKING}
+    assert not trace.wrong(environment)
 
 
 def test_a_trace_carries_what_patches_and_scenarios_know() -> None:
@@ -238,7 +238,7 @@ def test_a_trace_carries_what_patches_and_scenarios_know() -> None:
     settings = [each for one in scenarios for each in (one, *one.settings)]
     named = {name for each in settings for name, _ in each.environment}
     assert read
-    assert read | named <= set(variables.KNOWN)
+    assert read | named <= set(trace.KNOWN)
 
 
 @given(st.binary(max_size=200), st.booleans())

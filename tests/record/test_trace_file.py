@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pyllamakv.errors import DiskFull, ScriptError, UsageError
-from pyllamakv.record import tracefile
-from pyllamakv.record.tracefile import TraceFile
+from pyllamakv.record import trace
+from pyllamakv.record.trace import TraceFile
 
 
 def test_lines_are_there_at_once(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_full_disk_leaves_the_rows_before(tmp_path, monkeypatch, number, expec
             raise OSError(number, os.strerror(number))
         return real(handle, data[: len(data) // 2])
 
-    monkeypatch.setattr(tracefile.os, "write", half)
+    monkeypatch.setattr(trace.os, "write", half)
     with pytest.raises(expected) as caught:
         file.write(["second", "third"])
     assert str(path) in str(caught.value)

@@ -1,0 +1,89 @@
+"""Show the answer of a check in the terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.scenarios import cell_picture
+from pyllamakv.verification import check_report
+from pyllamakv.verification.verdict import Verdict
+from pyllamakv.view import cell_drawing
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from pyllamakv.scenarios.scenario import Scenario
+    from pyllamakv.verification.check import Answer
+
+_STYLES = {
+    Verdict.HARMFUL: "bold red",
+    Verdict.INEFFECTIVE: "red",
+    Verdict.BROKEN_APPLY: "red",
+    Verdict.BROKEN_BUILD: "red",
+    Verdict.NEEDED: "green",
+    Verdict.REDUNDANT: "cyan",
+    Verdict.NATIVE: "cyan",
+    Verdict.UNTESTABLE: "yellow",
+}
+#: Longest message that the list of failures shows; JSON has all of it.
+_LONGEST = 300
+
+
+def show(answer: Answer, scenarios: dict[str, Scenario], console: Console, maps: bool) -> None:
+    """Print the table of scenarios, what patched fails, cell maps and the verdict."""
+    from rich.table import Table
+
+    if answer.judgement.scenarios:
+        table = Table(box=None, pad_edge=False)
+        for head in ("scenario", "kind", "stock", "patched", "verdict"):
+            # a narrow terminal may fold the counts, never a name or a verdict
+            table.add_column(head, no_wrap=head not in ("stock", "patched"))
+        for name, verdict in answer.judgement.scenarios.items():
+            mine = [pair for pair in answer.pairs if pair.scenario == name]
+            kind = scenarios[name].kind if name in scenarios else mine[0].kind
+            table.add_row(
+                name,
+                kind,
+                check_report.summary([pair.stock for pair in mine]),
+                check_report.summary([pair.patched for pair in mine]),
+                f"[{_STYLES[verdict]}]{check_report.word(verdict, kind)}[/]",
+            )
+        console.print(table)
+    for (name, what), runs in _failing(answer).items():
+        console.print(f"\npatched: {name}: {what}", style="red", markup=False)
+        console.print(f"  {runs[0][1][:_LONGEST]}", markup=False)
+        settings = ", ".join(setting for setting, _ in runs)
+        console.print(f"  in {len(runs)}: {settings}", style="dim", markup=False, highlight=False)
+    if maps:
+        _show_maps(answer, console)
+    for run in answer.runs.get("patched", ()):
+        if "story" in run.notes:
+            console.print(f"the story that patched told ({run.setting}):", style="dim")
+            console.print(f"  {' '.join(run.notes['story'].split())}", markup=False)
+            break
+    for name, reason in answer.skipped.items():
+        console.print(f"left out: {name}: {reason}", style="dim", markup=False)
+    if answer.patches:
+        console.print(f"patches: {', '.join(answer.patches)}", style="dim", markup=False)
+    style = _STYLES[answer.judgement.verdict]
+    console.print(str(answer.judgement), style=style, markup=False, soft_wrap=True)
+
+
+def _failing(answer: Answer) -> dict[tuple[str, str], list[tuple[str, str]]]:
+    """Return what patched fails: by scenario and class, for settings mostly fail alike."""
+    found: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for pair in answer.pairs:
+        one = pair.patched
+        if one is not None and one.status not in ("pass", "skip"):
+            key = pair.scenario, one.failure or one.status
+            found.setdefault(key, []).append((pair.setting, one.message))
+    return found
+
+
+def _show_maps(answer: Answer, console: Console) -> None:
+    for side, picture in check_report.pictures(answer):
+        console.print()
+        console.print(
+            cell_drawing.draw(cell_picture.Picture(f"{side}, {picture.label}", picture.owner))
+        )
+    console.print()
