@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 
 import pyllamakv as kv
-from pyllamakv.record import playback, replaying, trace
 from pyllamakv.scenarios import synthetic
+from pyllamakv.traces import playback, replaying, trace
 from pyllamakv.view import drawing, timeline
 
 

@@ -75,7 +75,6 @@ if TYPE_CHECKING:
         WorkerDied,
         WorkerTimeout,
     )
-    from pyllamakv.record.recording import Recording, record
     from pyllamakv.runtime import metrics
     from pyllamakv.runtime.backing import KVMemory, LayerMemory
     from pyllamakv.runtime.batch import Batch
@@ -91,6 +90,7 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.sequence import Sequence
     from pyllamakv.runtime.serving import serve
     from pyllamakv.runtime.snapshot import CellMap, KVStats, Snapshot
+    from pyllamakv.traces.recording import Recording, record
     from pyllamakv.view.live import watch
 
 __version__ = "0.1.0"
@@ -120,7 +120,7 @@ _MODULES = {
         "KVCacheFull NoSlotAvailable NotSupported PagingError ReprocessNeeded TraceMismatch "
         "KVFileBusy KVFileDamaged KVFileDirty KVFileError KVFileForeign KVFileFull"
     ),
-    "record.recording": "Recording record",
+    "traces.recording": "Recording record",
     "view.live": "watch",
     "runtime.backing": "KVMemory LayerMemory",
     "runtime.batch": "Batch",

@@ -16,11 +16,11 @@ ROOT = CHECKOUT / "pyllamakv"
 #: Layer -> the layers that it may import. `errors` and `home` are open to all.
 _ENGINE = {"cache", "runtime", "binding", "building", "patching", "source"}
 ALLOWED = {
-    "cli": {"view", "testing", "verification", "record", "scenarios", *_ENGINE},
-    "testing": {"verification", "record", "scenarios", *_ENGINE},
-    "view": {"verification", "record", "scenarios", *_ENGINE},
-    "verification": {"record", "scenarios", *_ENGINE},
-    "record": {"scenarios", *_ENGINE},
+    "cli": {"view", "testing", "verification", "traces", "scenarios", *_ENGINE},
+    "testing": {"verification", "traces", "scenarios", *_ENGINE},
+    "view": {"verification", "traces", "scenarios", *_ENGINE},
+    "verification": {"traces", "scenarios", *_ENGINE},
+    "traces": {"scenarios", *_ENGINE},
     "scenarios": _ENGINE,
     "cache": {"runtime", "binding"},
     "runtime": {"binding"},

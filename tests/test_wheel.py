@@ -152,8 +152,8 @@ def test_what_ships_is_found(outside: Path) -> None:
     assert lint.returncode == 0, lint.stdout + lint.stderr
     code = (
         "from pyllamakv.building.variant import built, shim_digest;"
-        "from pyllamakv.scenarios import scenario, synthetic;"
-        "assert len(scenario.discover()) > 30;"
+        "from pyllamakv.scenarios import synthetic; from pyllamakv.verification import discovery;"
+        "assert len(discovery.discover()) > 30;"
         "from pyllamakv.home import data;"
         "print(built(), shim_digest(), synthetic.tiny(), data('patches'))"
     )

@@ -38,7 +38,7 @@ pyllamakv build "$release" >&2
 python - "$release" "$place" <<'PYTHON'
 import pathlib, sys
 import pyllamakv as kv
-from pyllamakv.harness import synthetic
+from pyllamakv.scenarios import synthetic
 from pyllamakv.home import home
 
 release, place = sys.argv[1:]

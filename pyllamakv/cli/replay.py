@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from pyllamakv.record.replaying import Replay
-    from pyllamakv.record.trace import Head
+    from pyllamakv.traces.replaying import Replay
+    from pyllamakv.traces.trace import Head
 
 app = typer.Typer(add_completion=False)
 
@@ -40,8 +40,8 @@ def command(
     the likeliest tokens are compared. The variables LLAMA_… are those of the recording, and told.
     """
     from pyllamakv.cli import showing
-    from pyllamakv.record import builds, replaying
-    from pyllamakv.record import trace as traces
+    from pyllamakv.traces import builds, replaying
+    from pyllamakv.traces import trace as traces
 
     head, lines = traces.read(trace)
     if not head.complete:
@@ -74,8 +74,9 @@ def command(
 def _show_environment(head: Head) -> None:
     """Say which variables it was played under, and which of them no recording asked for."""
     from pyllamakv.printable import printable
+    from pyllamakv.traces import trace
 
-    played = traces.recorded(head.environment)
+    played = trace.recorded(head.environment)
     if played:
         said = " ".join(f"{name}={value}" for name, value in played.items())
         sys.stdout.write(f"under {printable(said)}\n")

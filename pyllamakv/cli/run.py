@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pyllamakv.errors import UsageError
-from pyllamakv.record import builds
 from pyllamakv.scenarios import cell_picture
+from pyllamakv.traces import builds
 
 if TYPE_CHECKING:
-    from pyllamakv.record.script import Line
+    from pyllamakv.traces.script import Line
 
 #: Options that a script knows nothing of.
 _OF_PROMPTS = ("max_tokens", "n_ctx", "threads", "flash_attn", "temperature", "seed")
@@ -94,8 +94,8 @@ def _check_options(context: typer.Context) -> None:
 def _play(path: Path, variant: str, model: str, trace: Path | None, as_json: bool) -> None:
     from contextlib import ExitStack, closing
 
-    from pyllamakv.record import playing
-    from pyllamakv.record import trace as traces
+    from pyllamakv.traces import playing
+    from pyllamakv.traces import trace as traces
 
     with ExitStack() as stack:
         played = stack.enter_context(builds.open_run(path, variant, model))
@@ -143,8 +143,8 @@ def _tell(
     **options: Any,
 ) -> None:
     import pyllamakv
-    from pyllamakv.record.completion import tell
     from pyllamakv.scenarios import synthetic
+    from pyllamakv.traces.completion import tell
 
     with (
         pyllamakv.open(variant) as library,

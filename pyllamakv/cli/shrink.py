@@ -38,8 +38,8 @@ def command(
     ends the search and writes what was found by then.
     """
     from pyllamakv.cli import showing
-    from pyllamakv.record import builds, minimize, traced
-    from pyllamakv.record import trace as traces
+    from pyllamakv.traces import builds, minimize, traced
+    from pyllamakv.traces import trace as traces
 
     head, lines = traced.load(trace)
     file = traces.model_file(head, model)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pyllamakv.errors import ScenarioFailed, ScriptError, UsageError
-from pyllamakv.record import builds, playback
 from pyllamakv.scenarios import frames
+from pyllamakv.traces import builds, playback
 
 if TYPE_CHECKING:
     from pyllamakv.binding.protocol import Counters
@@ -54,9 +54,9 @@ def command(
     Of a trace what it recorded; a script is played first, and tells the library's counters as well.
     Exit 1 when the script does not end as it expects, after its numbers up to there.
     """
-    from pyllamakv.record import playback as films
-    from pyllamakv.record import trace as traces
     from pyllamakv.runtime import exposition
+    from pyllamakv.traces import playback as films
+    from pyllamakv.traces import trace as traces
     from pyllamakv.view.frame_statistics import LABELS, PictureStats
 
     form = Format.JSON if as_json else format

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pyllamakv.errors import ScenarioFailed, ScriptError, UsageError
-from pyllamakv.record import builds, playback
 from pyllamakv.scenarios import frames
+from pyllamakv.traces import builds, playback
 
 if TYPE_CHECKING:
     from pyllamakv.scenarios.frames import Film
@@ -90,8 +90,8 @@ def _follow(
     from rich.console import Console
 
     from pyllamakv.printable import printable
-    from pyllamakv.record import playback as films
-    from pyllamakv.record import trace as traces
+    from pyllamakv.traces import playback as films
+    from pyllamakv.traces import trace as traces
     from pyllamakv.view.screen import Screen
 
     def screen(title: str) -> Screen | nullcontext[None]:

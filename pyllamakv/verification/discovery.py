@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import pyllamakv.scenarios.builtin
 from pyllamakv.errors import UsageError
-from pyllamakv.record import traced
 from pyllamakv.scenarios.scenario import Scenario
+from pyllamakv.traces import traced
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

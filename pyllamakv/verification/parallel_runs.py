@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 #: Packages and modules that decide a result, beside the library and the scenario.
 _CODE = (
     "scenarios/*.py",
-    "record/*.py",
+    "traces/*.py",
     "runtime/*.py",
     "binding/*.py",
     "verification/discovery.py",
@@ -43,7 +43,7 @@ _CODE = (
 )
 _PACKAGE = Path(__file__).resolve().parents[1]
 #: Modules of these packages that decide none: a changed word there runs no scenario again.
-_NO_INPUT = ("record/completion.py", "record/playback.py")
+_NO_INPUT = ("traces/completion.py", "traces/playback.py")
 
 #: Outcomes that may not come again and so are never remembered.
 _PASSING = ("hang",)

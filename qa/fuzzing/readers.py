@@ -16,10 +16,10 @@ from pyllamakv.binding import protocol, wire
 from pyllamakv.errors import StateError
 from pyllamakv.home import data as shipped
 from pyllamakv.patching import directory, header, hunks
-from pyllamakv.record import trace
 from pyllamakv.runtime import modelfile, state, staterows
 from pyllamakv.scenarios import synthetic
 from pyllamakv.source import lock
+from pyllamakv.traces import trace
 from qa.fuzzing.target import Broken, Target, lines
 
 _HERE = "pyllamakv."
@@ -136,7 +136,7 @@ def traces(folder: Path) -> Target:
         return [head.complete]
 
     names = ("trace", "script", "batches", "results")
-    modules = tuple(f"{_HERE}record.{name}" for name in names)
+    modules = tuple(f"{_HERE}traces.{name}" for name in names)
     return Target(run, _traces(), modules)
 
 

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from pyllamakv.record import recording, trace
-from pyllamakv.record.notes import Notes
-from pyllamakv.record.recording_native import Tap
-from pyllamakv.record.script import DECODES
+from pyllamakv.traces import recording, trace
+from pyllamakv.traces.notes import Notes
+from pyllamakv.traces.recording_native import Tap
+from pyllamakv.traces.script import DECODES
 from qa.random_operations.schedules import Ground
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from fakes.simulated import SimulatedNative
 
-from pyllamakv.record import playing, script, trace
-from pyllamakv.record.stage import Stage
 from pyllamakv.scenarios import synthetic
+from pyllamakv.traces import playing, script, trace
+from pyllamakv.traces.stage import Stage
 
 STORY = """
 # two sequences, one leaves

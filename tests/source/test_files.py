@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pyllamakv.errors import DiskFailed, DiskFull, SourceError, UsageError
-from pyllamakv.record import identity
 from pyllamakv.scenarios import synthetic
 from pyllamakv.source.files import busy, disk_room, locked, write_atomic, write_whole
+from pyllamakv.traces import identity
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from pyllamakv.record.playback import infer
 from pyllamakv.scenarios.cell_picture import NOBODY, SEVERAL, Picture
+from pyllamakv.traces.playback import infer
 from pyllamakv.view.screen import Screen, legend, on_the_way
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import pyllamakv as kv
 from pyllamakv.errors import KvError, KVFileDirty, PagingError
-from pyllamakv.record import trace
+from pyllamakv.traces import trace
 from qa.faults.attempt import Outcome
 from qa.faults.step import Step
 

@@ -28,8 +28,8 @@ from fakes.stages import (
 from pyllamakv.building import variant
 from pyllamakv.errors import NotBuilt, ScenarioFailed
 from pyllamakv.home import home
-from pyllamakv.record import replaying, trace
-from pyllamakv.record.stage import Stage as Stand
+from pyllamakv.traces import replaying, trace
+from pyllamakv.traces.stage import Stage as Stand
 from qa import random_operations as trial
 from qa.entry import Effort
 from qa.random_operations import combination, schedules

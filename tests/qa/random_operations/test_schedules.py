@@ -17,8 +17,8 @@ from native_kit import built
 
 import pyllamakv as kv
 from pyllamakv.errors import ScenarioFailed, Unsupported
-from pyllamakv.record import script
 from pyllamakv.scenarios import synthetic
+from pyllamakv.traces import script
 from qa.random_operations import schedules
 from qa.random_operations.operations import WEIGHTS, Operations
 from qa.random_operations.schedules import Operation

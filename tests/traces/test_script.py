@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyllamakv.errors import ScenarioFailed, ScriptError
-from pyllamakv.record import playing, script, trace
-from pyllamakv.record.stage import Stage
 from pyllamakv.scenarios.player import Player
+from pyllamakv.traces import playing, script, trace
+from pyllamakv.traces.stage import Stage
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

@@ -12,12 +12,12 @@ from fakes.simulated import SimulatedNative
 import pyllamakv
 from pyllamakv.cli import main
 from pyllamakv.errors import UsageError, WorkerDied
-from pyllamakv.record import builds, minimize, trace
-from pyllamakv.record.replaying import replay
-from pyllamakv.record.stage import Stage
 from pyllamakv.runtime import opening
 from pyllamakv.runtime.opening import OpenLibrary
 from pyllamakv.source import sources
+from pyllamakv.traces import builds, minimize, trace
+from pyllamakv.traces.replaying import replay
+from pyllamakv.traces.stage import Stage
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "stock-fails.jsonl"
 

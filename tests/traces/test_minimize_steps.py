@@ -8,7 +8,7 @@ from zlib import crc32
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyllamakv.record.minimize import Shrinker, Sizes
+from pyllamakv.traces.minimize import Shrinker, Sizes
 
 #: An item is a name and a size.
 Item = tuple[str, int]

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pyllamakv.binding import arguments
 from pyllamakv.errors import UsageError
-from pyllamakv.record import batches, trace
-from pyllamakv.record.notes import Notes
-from pyllamakv.record.recording_native import Tap
 from pyllamakv.runtime import ggml_types as types
 from pyllamakv.runtime.context import Context
 from pyllamakv.scenarios import cell_samples
+from pyllamakv.traces import batches, trace
+from pyllamakv.traces.notes import Notes
+from pyllamakv.traces.recording_native import Tap
 
 if TYPE_CHECKING:
     import os

@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pyllamakv.errors import KvError, UsageError
-from pyllamakv.record import batches, builds, playing, script, trace, traced
-from pyllamakv.record.script import Line
-from pyllamakv.record.stage import Stage
 from pyllamakv.scenarios.runner import Bench, Opener
+from pyllamakv.traces import batches, builds, playing, script, trace, traced
+from pyllamakv.traces.script import Line
+from pyllamakv.traces.stage import Stage
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pyllamakv.record.trace import Head
     from pyllamakv.scenarios.outcome import Outcome
+    from pyllamakv.traces.trace import Head
 
 
 #: Results that say what is expected of a line; the others are made anew.

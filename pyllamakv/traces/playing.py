@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding.protocol import Status
 from pyllamakv.errors import KvError, ScenarioFailed, ScriptError, StateError, UsageError
-from pyllamakv.record import batches
-from pyllamakv.record.script import STATUS, Line
-from pyllamakv.record.stage import Stage, open_context
 from pyllamakv.runtime import staterows
 from pyllamakv.scenarios import cell_samples
 from pyllamakv.scenarios.player import Player
+from pyllamakv.traces import batches
+from pyllamakv.traces.script import STATUS, Line
+from pyllamakv.traces.stage import Stage, open_context
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -15,14 +15,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import KvError
-from pyllamakv.record import batches, trace
-from pyllamakv.record.trace import TraceFile
+from pyllamakv.traces import batches, trace
+from pyllamakv.traces.trace import TraceFile
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pyllamakv.record.trace import Head
     from pyllamakv.scenarios.cell_samples import Look
+    from pyllamakv.traces.trace import Head
 
 log = logging.getLogger(__name__)
 

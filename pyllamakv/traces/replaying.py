@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding.protocol import Status
 from pyllamakv.errors import NativeError, ScenarioFailed, Unsupported, UsageError, WorkerDied
-from pyllamakv.record import builds, playing, trace
-from pyllamakv.record.script import DECODES
-from pyllamakv.record.stage import Stage
 from pyllamakv.scenarios import cell_samples
 from pyllamakv.scenarios.player import word
 from pyllamakv.scenarios.reference import Tolerance
+from pyllamakv.traces import builds, playing, trace
+from pyllamakv.traces.script import DECODES
+from pyllamakv.traces.stage import Stage
 
 if TYPE_CHECKING:
-    from pyllamakv.record.script import Line
-    from pyllamakv.record.trace import Head
+    from pyllamakv.traces.script import Line
+    from pyllamakv.traces.trace import Head
 
 #: Results that another build may rightly have otherwise: how much it moved, and where to.
 _WORK = ("moves", "cells", "moved", "picture", "bytes", "holes", "largest_hole")

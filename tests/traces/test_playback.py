@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyllamakv.errors import ScriptError
-from pyllamakv.record import playback, script
-from pyllamakv.record.script import Line
 from pyllamakv.scenarios.cell_picture import NOBODY, Picture
 from pyllamakv.scenarios.frames import Film, Frame
+from pyllamakv.traces import playback, script
+from pyllamakv.traces.script import Line
 
 OWNERS = st.lists(st.integers(-2, 4), min_size=1, max_size=24).map(tuple)
 

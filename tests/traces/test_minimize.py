@@ -12,9 +12,9 @@ from fakes.rolling import Opener, Rolling
 import pyllamakv
 from pyllamakv.cli import main
 from pyllamakv.errors import UsageError, WorkerDied
-from pyllamakv.record import builds, minimize, trace, traced
 from pyllamakv.scenarios import synthetic
 from pyllamakv.scenarios.runner import Bench
+from pyllamakv.traces import builds, minimize, trace, traced
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "stock-fails.jsonl"
 

@@ -24,18 +24,18 @@ from pyllamakv.errors import (
     UsageError,
     WorkerDied,
 )
-from pyllamakv.record import identity, playing, script, trace
-from pyllamakv.record.script import DECODES
-from pyllamakv.record.stage import Stage, model_name
 from pyllamakv.scenarios.player import word
 from pyllamakv.scenarios.reference import LIMIT
 from pyllamakv.scenarios.scenario import CONTIGUOUS, Scenario, Setting
+from pyllamakv.traces import identity, playing, script, trace
+from pyllamakv.traces.script import DECODES
+from pyllamakv.traces.stage import Stage, model_name
 
 if TYPE_CHECKING:
-    from pyllamakv.record.script import Line
-    from pyllamakv.record.trace import Head
     from pyllamakv.scenarios.lab import Lab
     from pyllamakv.scenarios.player import Player
+    from pyllamakv.traces.script import Line
+    from pyllamakv.traces.trace import Head
 
 #: So many decodes keep their logits for the reference; of later ones every few do.
 KEPT, FEW = 256, 16

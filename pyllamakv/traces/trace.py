@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Any
 from pyllamakv.building import manifest as manifests
 from pyllamakv.errors import DiskFull, ManifestError, ScriptError, TraceMismatch, UsageError
 from pyllamakv.home import home
-from pyllamakv.record import identity, script
-from pyllamakv.record.script import Line
+from pyllamakv.traces import identity, script
+from pyllamakv.traces.script import Line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from pyllamakv.record.stage import Stage
     from pyllamakv.scenarios.cell_samples import Look
+    from pyllamakv.traces.stage import Stage
 
 
 #: What the system says when there is no room: on the disk, in a quota, for one file.

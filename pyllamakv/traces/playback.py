@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyllamakv.printable import printable
-from pyllamakv.record import builds, playing, script
 from pyllamakv.scenarios.cell_picture import NOBODY, Picture
 from pyllamakv.scenarios.frames import MOVING, Film, Frame, detail
 from pyllamakv.scenarios.player import word
+from pyllamakv.traces import builds, playing, script
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from pyllamakv.record.script import Line
-    from pyllamakv.record.stage import Stage
     from pyllamakv.scenarios.cell_samples import Look
+    from pyllamakv.traces.script import Line
+    from pyllamakv.traces.stage import Stage
 
 
 def of_trace(lines: Iterable[Line], title: str = "") -> Film:

@@ -11,7 +11,7 @@ from pyllamakv.binding.protocol import SamplerParams
 from pyllamakv.cache.batching.batcher import Batcher
 from pyllamakv.cache.slots.cache import SlotCache
 from pyllamakv.errors import UsageError
-from pyllamakv.record.recording import record
+from pyllamakv.traces.recording import record
 
 if TYPE_CHECKING:
     from pathlib import Path

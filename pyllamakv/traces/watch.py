@@ -12,14 +12,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import KvError
-from pyllamakv.record.notes import whole
 from pyllamakv.scenarios import cell_samples
+from pyllamakv.traces.notes import whole
 
 if TYPE_CHECKING:
     from pyllamakv.binding.protocol import ContextHandle
-    from pyllamakv.record.notes import Notes, Seen
     from pyllamakv.runtime.context import Context
     from pyllamakv.scenarios.cell_samples import Look
+    from pyllamakv.traces.notes import Notes, Seen
 
 #: Rows that are written at once, and the nanoseconds after which fewer are.
 CHUNK, PATIENCE = 512, 2_000_000_000

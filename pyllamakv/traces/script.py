@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import ScriptError
-from pyllamakv.record import batches
-from pyllamakv.record.batches import whole
 from pyllamakv.scenarios.player import WORDS
+from pyllamakv.traces import batches
+from pyllamakv.traces.batches import whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pyllamakv.errors import DiskFull, ScriptError, UsageError
-from pyllamakv.record import trace
-from pyllamakv.record.trace import TraceFile
+from pyllamakv.traces import trace
+from pyllamakv.traces.trace import TraceFile
 
 
 def test_lines_are_there_at_once(tmp_path: Path) -> None:

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 import pyllamakv
 from pyllamakv.errors import UsageError
-from pyllamakv.record import trace, traced
-from pyllamakv.record.script import Line
-from pyllamakv.record.stage import Stage
-from pyllamakv.record.trace import Head
 from pyllamakv.runtime import opening
 from pyllamakv.source import releases
+from pyllamakv.traces import trace, traced
+from pyllamakv.traces.script import Line
+from pyllamakv.traces.stage import Stage
+from pyllamakv.traces.trace import Head
 
 if TYPE_CHECKING:
-    from pyllamakv.record.trace import Head
+    from pyllamakv.traces.trace import Head
 
 
 @dataclass(frozen=True)

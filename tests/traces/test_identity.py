@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pyllamakv.errors import UsageError
-from pyllamakv.record import identity
 from pyllamakv.scenarios import synthetic
+from pyllamakv.traces import identity
 
 
 @pytest.fixture(autouse=True)

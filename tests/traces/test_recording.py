@@ -16,10 +16,10 @@ from rich.console import Console
 import pyllamakv as kv
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import NativeError, NoKVSlot, UsageError
-from pyllamakv.record import trace, watch
-from pyllamakv.record.recording_native import Tap
-from pyllamakv.record.replaying import replay
-from pyllamakv.record.stage import Stage
+from pyllamakv.traces import trace, watch
+from pyllamakv.traces.recording_native import Tap
+from pyllamakv.traces.replaying import replay
+from pyllamakv.traces.stage import Stage
 
 
 def rows(path: Path) -> list[dict]:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding.protocol import ContextParams, ModelParams
 from pyllamakv.errors import UsageError, WorkerDied
-from pyllamakv.record.script import Line
 from pyllamakv.runtime import ggml_types as types
 from pyllamakv.scenarios import synthetic
 from pyllamakv.scenarios.player import Player
 from pyllamakv.scenarios.reference import Reference
+from pyllamakv.traces.script import Line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -12,8 +12,8 @@ import runtime_kit
 
 import pyllamakv as kv
 from pyllamakv.errors import DiskFull
-from pyllamakv.record import trace, watch
-from pyllamakv.record.recording_native import Tap
+from pyllamakv.traces import trace, watch
+from pyllamakv.traces.recording_native import Tap
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,7 +67,7 @@ CRASH = """
 import os, sys
 sys.path.insert(0, {tests!r})
 import runtime_kit, pathlib, pyllamakv as kv
-from pyllamakv.record import watch
+from pyllamakv.traces import watch
 watch.CHUNK = 64
 context = runtime_kit.context(pathlib.Path({folder!r}), n_ctx=2048)
 with kv.record(context, {path!r}):

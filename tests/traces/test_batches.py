@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyllamakv.errors import UsageError
-from pyllamakv.record import batches
+from pyllamakv.traces import batches
 
 LANE = st.integers(0, 5) | st.lists(st.integers(0, 5), min_size=2, max_size=3, unique=True)
 ROW = st.tuples(st.integers(0, 99), st.integers(0, 40), LANE, st.integers(0, 1))

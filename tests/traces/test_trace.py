@@ -17,9 +17,9 @@ from trace_kit import STORY, record
 
 from pyllamakv.errors import KvError, ScenarioFailed, ScriptError, TraceMismatch, WorkerDied
 from pyllamakv.home import data
-from pyllamakv.record import playing, script, trace, traced
-from pyllamakv.record.stage import Stage
 from pyllamakv.scenarios import synthetic
+from pyllamakv.traces import playing, script, trace, traced
+from pyllamakv.traces.stage import Stage
 from pyllamakv.verification import discovery
 
 

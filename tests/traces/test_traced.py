@@ -10,9 +10,9 @@ import trace_kit
 from fakes.rolling import Opener, Rolling
 
 from pyllamakv.errors import NativeError, ScriptError, UsageError, WorkerDied
-from pyllamakv.record import trace, traced
 from pyllamakv.scenarios import synthetic
 from pyllamakv.scenarios.runner import Bench
+from pyllamakv.traces import trace, traced
 from pyllamakv.verification import discovery
 
 FRAGMENTED = """
@@ -189,7 +189,7 @@ def test_long_traces_keep_few_logits(tmp_path: Path, monkeypatch) -> None:
 
 def test_every_decode_has_a_size() -> None:
     """Texts have none that is known without the model."""
-    from pyllamakv.record.script import Line
+    from pyllamakv.traces.script import Line
 
     def size(op: str, **words: object) -> int:
         return traced.size(Line(1, op, words))

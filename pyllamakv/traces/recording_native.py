@@ -7,15 +7,15 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding.protocol import Native
-from pyllamakv.record.watch import Watch, clock
+from pyllamakv.traces.watch import Watch, clock
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from pyllamakv.binding.protocol import ContextHandle, RawDefrag, SamplerHandle
-    from pyllamakv.record.notes import Notes
     from pyllamakv.runtime.context import Context
+    from pyllamakv.traces.notes import Notes
 
 
 class Tap(Watch):
