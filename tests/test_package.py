@@ -33,7 +33,8 @@ def test_decoding_needs_numpy_and_cffi_alone() -> None:
     """Check that opening a library by its path loads nothing of git, building or the harness."""
     code = (
         "import sys, pyllamakv; pyllamakv.open, pyllamakv.Context;"
-        "heavy = {'git', 'gguf', 'typer', 'rich', 'jinja2', 'unearth', 'pyllamakv.scenarios', 'pyllamakv.traces', 'pyllamakv.verification'};"
+        "heavy = {'git', 'gguf', 'typer', 'rich', 'jinja2', 'unearth', 'pyllamakv.scenarios',"
+        "'pyllamakv.traces', 'pyllamakv.verification'};"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
