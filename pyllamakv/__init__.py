@@ -27,17 +27,17 @@ if TYPE_CHECKING:
         Status,
     )
     from pyllamakv.binding.server import Server
-    from pyllamakv.cache.batching.batcher import Batcher
-    from pyllamakv.cache.batching.generation import Generation
+    from pyllamakv.cache.batcher import Batcher
     from pyllamakv.cache.checkpoints import Schedule
     from pyllamakv.cache.context_cache import ContextCache
     from pyllamakv.cache.counting import CacheStats
+    from pyllamakv.cache.generation import Generation
     from pyllamakv.cache.interface import Cache
     from pyllamakv.cache.lease import Lease, Manager
     from pyllamakv.cache.lockstep import Lockstep
-    from pyllamakv.cache.prefixes.cache import PrefixCache
-    from pyllamakv.cache.prefixes.stats import PrefixStats
-    from pyllamakv.cache.slots.cache import SlotCache
+    from pyllamakv.cache.prefix_cache import PrefixCache
+    from pyllamakv.cache.prefix_stats import PrefixStats
+    from pyllamakv.cache.slot_cache import SlotCache
     from pyllamakv.errors import (
         ArgumentTypeError,
         BudgetTooSmall,
@@ -81,8 +81,8 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.backing import KVMemory, LayerMemory
     from pyllamakv.runtime.batch import Batch
     from pyllamakv.runtime.breakdown import MemoryBreakdown, memory_breakdown
-    from pyllamakv.runtime.compaction import Costs, measure_costs
     from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.defrag_policy import Costs, measure_costs
     from pyllamakv.runtime.kv import KV, DefragReport
     from pyllamakv.runtime.logits import Logits, LogitsRows
     from pyllamakv.runtime.model import Model
@@ -101,17 +101,17 @@ _MODULES = {
         "Capability ContextInfo ContextParams Counters Device Memory ModelInfo SamplerParams Status"
     ),
     "binding.server": "Server",
-    "cache.batching.batcher": "Batcher",
+    "cache.batcher": "Batcher",
     "cache.checkpoints": "Schedule",
     "cache.context_cache": "ContextCache",
     "cache.counting": "CacheStats",
-    "cache.batching.generation": "Generation",
+    "cache.generation": "Generation",
     "cache.interface": "Cache",
     "cache.lease": "Lease Manager",
     "cache.lockstep": "Lockstep",
-    "cache.prefixes.cache": "PrefixCache",
-    "cache.prefixes.stats": "PrefixStats",
-    "cache.slots.cache": "SlotCache",
+    "cache.prefix_cache": "PrefixCache",
+    "cache.prefix_stats": "PrefixStats",
+    "cache.slot_cache": "SlotCache",
     "errors": (
         "ArgumentTypeError "
         "Busy Cancelled Closed ContextError DecodeError DeviceLost KvError LoadError ModelError "
@@ -125,7 +125,7 @@ _MODULES = {
     "runtime.backing": "KVMemory LayerMemory",
     "runtime.batch": "Batch",
     "runtime.breakdown": "MemoryBreakdown memory_breakdown",
-    "runtime.compaction": "Costs measure_costs",
+    "runtime.defrag_policy": "Costs measure_costs",
     "runtime.context": "Context",
     "runtime.kv": "KV DefragReport",
     "runtime.logits": "Logits LogitsRows",

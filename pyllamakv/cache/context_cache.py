@@ -9,7 +9,7 @@ from pyllamakv.binding import arguments
 from pyllamakv.cache import passes, room, unsharing
 from pyllamakv.cache.checkpoints import Schedule
 from pyllamakv.cache.counting import CacheStats
-from pyllamakv.cache.inspecting import check_ledgers, describe
+from pyllamakv.cache.inspection import check_ledgers, describe
 from pyllamakv.cache.interface import check_range
 from pyllamakv.cache.resume import Past, closing_gap, going_back
 from pyllamakv.errors import (
@@ -22,7 +22,7 @@ from pyllamakv.errors import (
 from pyllamakv.runtime.breakdown import MemoryBreakdown, memory_breakdown
 from pyllamakv.runtime.context import Context
 from pyllamakv.runtime.model import Model
-from pyllamakv.runtime.reserving import check_address_space, reserve
+from pyllamakv.runtime.reservation import check_address_space, reserve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,7 +13,7 @@ from pyllamakv.errors import UsageError
 from pyllamakv.runtime import decoding, generation, stepping
 from pyllamakv.runtime.backing import Kept
 from pyllamakv.runtime.batch import Batch, Feed, lay_out
-from pyllamakv.runtime.compaction import Keeper
+from pyllamakv.runtime.defrag_policy import Keeper
 from pyllamakv.runtime.freeing import free_quietly
 from pyllamakv.runtime.kv import KV
 from pyllamakv.runtime.ledger import Ledger

@@ -14,11 +14,11 @@ from pyllamakv.errors import ModelError, Unsupported, UsageError
 from pyllamakv.runtime import textstream
 from pyllamakv.runtime.backing import choose, resume
 from pyllamakv.runtime.batch import as_int32
-from pyllamakv.runtime.compaction import Costs, Keeper, checked
 from pyllamakv.runtime.context import Context
+from pyllamakv.runtime.defrag_policy import Costs, Keeper, checked
 from pyllamakv.runtime.freeing import free_quietly
+from pyllamakv.runtime.gguf_file import check_file
 from pyllamakv.runtime.memory import check_memory
-from pyllamakv.runtime.modelfile import check_file
 from pyllamakv.runtime.params import context_params
 from pyllamakv.runtime.sampler import Sampler
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from pyllamakv.binding.protocol import ModelHandle, ModelInfo, Native
     from pyllamakv.runtime.backing import KeepName
-    from pyllamakv.runtime.compaction import PolicyName
-    from pyllamakv.runtime.modelfile import ModelFile
+    from pyllamakv.runtime.defrag_policy import PolicyName
+    from pyllamakv.runtime.gguf_file import ModelFile
     from pyllamakv.runtime.params import FlashAttn, Mover, Plan
 
 
