@@ -29,14 +29,11 @@ if TYPE_CHECKING:
     from pyllamakv.binding.server import Server
     from pyllamakv.cache.batcher import Batcher
     from pyllamakv.cache.checkpoints import Schedule
-    from pyllamakv.cache.context_cache import ContextCache
-    from pyllamakv.cache.counting import CacheStats
+    from pyllamakv.cache.context_cache import CacheStats, ContextCache
     from pyllamakv.cache.generation import Generation
-    from pyllamakv.cache.interface import Cache
-    from pyllamakv.cache.lease import Lease, Manager
+    from pyllamakv.cache.interface import Cache, Lease, Manager
     from pyllamakv.cache.lockstep import Lockstep
-    from pyllamakv.cache.prefix_cache import PrefixCache
-    from pyllamakv.cache.prefix_stats import PrefixStats
+    from pyllamakv.cache.prefix_cache import PrefixCache, PrefixStats
     from pyllamakv.cache.slot_cache import SlotCache
     from pyllamakv.errors import (
         ArgumentTypeError,
@@ -86,12 +83,10 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.kv import KV, DefragReport
     from pyllamakv.runtime.logits import Logits, LogitsRows
     from pyllamakv.runtime.model import Model
-    from pyllamakv.runtime.moves import Moves
-    from pyllamakv.runtime.opening import OpenLibrary, open
+    from pyllamakv.runtime.opening import OpenLibrary, open, serve
     from pyllamakv.runtime.sampler import NumpySampler, Sampler
     from pyllamakv.runtime.sequence import Sequence
-    from pyllamakv.runtime.serving import serve
-    from pyllamakv.runtime.snapshot import CellMap, KVStats, Snapshot
+    from pyllamakv.runtime.snapshot import CellMap, KVStats, Moves, Snapshot
 
 __version__ = "0.1.0"
 
@@ -103,14 +98,11 @@ _MODULES = {
     "binding.server": "Server",
     "cache.batcher": "Batcher",
     "cache.checkpoints": "Schedule",
-    "cache.context_cache": "ContextCache",
-    "cache.counting": "CacheStats",
+    "cache.context_cache": "CacheStats ContextCache",
     "cache.generation": "Generation",
-    "cache.interface": "Cache",
-    "cache.lease": "Lease Manager",
+    "cache.interface": "Cache Lease Manager",
     "cache.lockstep": "Lockstep",
-    "cache.prefix_cache": "PrefixCache",
-    "cache.prefix_stats": "PrefixStats",
+    "cache.prefix_cache": "PrefixCache PrefixStats",
     "cache.slot_cache": "SlotCache",
     "errors": (
         "ArgumentTypeError "
@@ -130,12 +122,10 @@ _MODULES = {
     "runtime.kv": "KV DefragReport",
     "runtime.logits": "Logits LogitsRows",
     "runtime.model": "Model",
-    "runtime.opening": "OpenLibrary open",
+    "runtime.opening": "OpenLibrary open serve",
     "runtime.sampler": "NumpySampler Sampler",
     "runtime.sequence": "Sequence",
-    "runtime.serving": "serve",
-    "runtime.moves": "Moves",
-    "runtime.snapshot": "CellMap KVStats Snapshot",
+    "runtime.snapshot": "CellMap KVStats Moves Snapshot",
 }
 #: Names that are modules themselves.
 _WHOLE = {"errors": "errors", "metrics": "runtime.metrics"}

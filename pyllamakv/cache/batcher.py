@@ -9,33 +9,44 @@ iterates over a generation, or calls `Batcher.step`, does the work.
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
-from typing import TYPE_CHECKING
+from collections import deque
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from pyllamakv.binding import arguments
 from pyllamakv.binding.protocol import SamplerParams
-from pyllamakv.cache import feeding, request, room
-from pyllamakv.cache.generation import Generation
-from pyllamakv.cache.roster import BatcherStats, Roster
-from pyllamakv.cache.steady import ENDED, GOING, Steady
+from pyllamakv.cache import groups as grouping
+from pyllamakv.cache import room
+from pyllamakv.cache.generation import Generation, checked_request, make_sampler
 from pyllamakv.errors import (
     Cancelled,
     Closed,
     DecodeError,
+    KVCacheFull,
+    KvError,
     NoKVSlot,
+    NoSlotAvailable,
+    PartialRemovalRefused,
+    ReprocessNeeded,
     UsageError,
     WorkerDied,
 )
+from pyllamakv.runtime.batch import Feed
 from pyllamakv.runtime.context import Context
 from pyllamakv.runtime.sampler import Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Sequence
     from types import TracebackType
 
-    from pyllamakv.cache.feeding import Portion
-    from pyllamakv.cache.lease import Manager
-    from pyllamakv.runtime.sampler import Picker
+    from pyllamakv.cache.generation import Reason
+    from pyllamakv.cache.interface import Manager
+    from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.sampler import NumpySampler, Picker, Sampler
 
 
 class Batcher:
@@ -64,7 +75,7 @@ class Batcher:
         #: The text of tokens that were chosen before: see `Generation`.
         self.known: dict[int, str] = {}
         self._roster = Roster(manager)
-        self._greedy = request.make_sampler(context.model, SamplerParams())
+        self._greedy = make_sampler(context.model, SamplerParams())
         self._feeding: list[Portion] = []
         #: Those who are continued, while nobody comes, goes or is cancelled.
         self._steady: Steady | None = None
@@ -90,7 +101,7 @@ class Batcher:
         ``groups`` of tokens are decoded in one batch. Raises UsageError for what cannot be right;
         a prompt that the manager refuses fails alone, when its turn comes.
         """
-        asked = request.checked(
+        asked = checked_request(
             self.context, self._greedy, self.n_batch, prompt, max_tokens=max_tokens, stop=stop,
             sampler=sampler, groups=groups, stop_at_end=stop_at_end,
         )  # fmt: skip
@@ -215,11 +226,11 @@ class Batcher:
         self._strike_out(tuple(self._roster))
         self._sweep()
         for one in self._roster.active:
-            feeding.restore_logits(one)
+            restore_logits(one)
         self._roster.admit(self._steps)
         # In place: of those who were fed together another one comes first the next time.
         self._roster.active.sort(key=lambda one: one.served)
-        portions = feeding.plan(self._roster.active, self.n_batch, self._steps)
+        portions = plan(self._roster.active, self.n_batch, self._steps)
         self._steps += 1
         portions = [each for each in portions if self._room(*each)]
         if portions:
@@ -241,7 +252,7 @@ class Batcher:
     def _room(self, one: Generation, n: int) -> bool:
         """Make room for ``n`` tokens; False when they cannot be decoded in this step."""
         try:
-            return feeding.make_room(one, n)
+            return make_room(one, n)
         except NoKVSlot as error:
             self._no_room(one, error)
             return False
@@ -257,7 +268,7 @@ class Batcher:
         """Decode, and choose the next tokens."""
         self._feeding = portions
         try:
-            feeding.decode(self.context, portions)
+            decode(self.context, portions)
         except DecodeError as error:
             self._failed(error, portions, healed=healed)
             return
@@ -307,3 +318,273 @@ class Batcher:
             for one in ready:
                 one.choose(context)
         self._strike_out(ready)
+
+
+#: Steps after which whoever was left out goes before those that are being continued.
+PATIENCE = 8
+
+Portion = tuple["Generation", int]
+
+
+def plan(active: Sequence[Generation], n_batch: int, steps: int) -> list[Portion]:
+    """Share a batch out: who was left out too long, then who needs one token, then the prompts.
+
+    Of each kind the one first that was fed longest ago. Groups of a prompt are not split.
+    """
+    if len(active) <= n_batch and all(
+        len(each.stream) - len(each.ledger.tokens) == 1 for each in active
+    ):
+        return [(each, 1) for each in active]
+    late, single, others = [], [], []
+    for each in sorted(active, key=lambda one: one.served):
+        if steps - each.served > PATIENCE:
+            late.append(each)
+        elif len(each.stream) - len(each.ledger.tokens) == 1:
+            single.append(each)
+        else:
+            others.append(each)
+    found: list[Portion] = []
+    for each in (*late, *single, *others):
+        have = len(each.ledger.tokens)
+        n = min(len(each.stream) - have, n_batch)
+        if each.groups and have + n < len(each.prompt):
+            n = grouping.floor(each.groups, have + n) - have
+        if n > 0:
+            found.append((each, n))
+            n_batch -= n
+    return found
+
+
+def make_room(one: Generation, n: int) -> bool:
+    """Make room for ``n`` tokens; False when others have to be decoded again before them.
+
+    ``one.stream`` follows what the lease discards. Raises NoKVSlot when there is no room.
+    """
+    ledger, lease = one.ledger, one.lease
+    have = len(ledger.tokens)
+    assert lease is not None
+    try:
+        lease.make_room(n)
+    except ReprocessNeeded as needed:
+        one.stream = [*ledger.tokens, *needed.tokens, *one.stream[have:]]
+        return False
+    if len(ledger.tokens) != have:
+        one.stream = [*ledger.tokens, *one.stream[have:]]
+    return True
+
+
+def decode(context: Context, portions: Sequence[Portion]) -> None:
+    """Decode one batch, with logits where all of a stream is decoded then."""
+    if all(n == 1 == len(one.stream) - len(one.ledger.tokens) for one, n in portions):
+        if len(portions) == 1:
+            one = portions[0][0]
+            context.step(one.sequence, one.stream[-1])
+        else:
+            context.step_all(
+                [one.sequence for one, _ in portions], [one.stream[-1] for one, _ in portions]
+            )
+        return
+    feeds = []
+    for one, n in portions:
+        have = len(one.ledger.tokens)
+        piece = np.array(one.stream[have : have + n], dtype=np.int32)
+        wants = have + n == len(one.stream) and one.max_tokens != 0
+        feeds.append(Feed(one.sequence, piece, "last" if wants else "none"))
+    context.decode(feeds)
+
+
+def restore_logits(one: Generation) -> None:
+    """Take the last token back, where none was chosen after it: an exception came between."""
+    if one.sequence.open and len(one.stream) == len(one.ledger.tokens):
+        try:
+            one.sequence.trim(len(one.stream) - 1)
+        except PartialRemovalRefused:
+            one.sequence.remove()
+
+
+@dataclass(frozen=True, slots=True)
+class BatcherStats:
+    """Count what a batcher did: batches and their tokens, generations by how they ended.
+
+    ``slot_failures`` are decodes that found no cells; most of them are cured, and fail nobody.
+    """
+
+    waiting: int
+    active: int
+    decodes: int
+    decoded_tokens: int
+    chosen_tokens: int
+    slot_failures: int
+    finished: int
+    cancelled: int
+    failed: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the numbers as plain JSON values."""
+        return asdict(self)
+
+
+class Roster:
+    """Hold the generations of a batcher that have not ended, and count how the others did."""
+
+    def __init__(self, manager: Manager) -> None:
+        self.manager = manager
+        self.waiting: deque[Generation] = deque()
+        self.active: list[Generation] = []
+        self.ended: dict[Reason, int] = dict.fromkeys(
+            ("end", "stop", "length", "cancelled", "failed"), 0
+        )
+        #: Nobody gets in until fewer than so many are active.
+        self._crowded: int | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.active or self.waiting)
+
+    def __iter__(self) -> Iterator[Generation]:
+        return iter((*self.active, *self.waiting))
+
+    @property
+    def full(self) -> bool:
+        """Tell whether those who wait have to until somebody ends."""
+        return bool(self.active and self._crowded is not None and len(self.active) >= self._crowded)
+
+    def admit(self, steps: int) -> None:
+        """Let in who waits, as far as the manager has leases; ``steps`` is when.
+
+        Who is refused for good fails; so does who finds no room although nobody can make any.
+        """
+        while self.waiting and not self.full:
+            self._crowded = None
+            first = self.waiting[0]
+            try:
+                lease = self.manager.acquire(first.prompt, groups=first.groups)
+            except (NoSlotAvailable, KVCacheFull) as error:
+                if self.active:
+                    self._crowded = len(self.active)
+                else:
+                    self.end(first, "failed", error)
+            except (Closed, WorkerDied):
+                raise
+            except KvError as error:
+                self.end(first, "failed", error)
+            else:
+                self.waiting.popleft()
+                first.begin(lease, steps)
+                self.active.append(first)
+
+    def set_back(self, one: Generation) -> None:
+        """Let one wait again, as the first, until another has ended."""
+        self.active.remove(one)
+        self.waiting.appendleft(one)
+        self._crowded = len(self.active)
+        one.give_back()
+
+    def end(self, one: Generation, reason: Reason, error: Exception | None = None) -> None:
+        """End one; raises what giving its lease back does, with it struck out."""
+        try:
+            one.end(reason, error)
+        finally:
+            self.left(one)
+
+    def end_all(self, reason: Reason, error: Exception | None = None) -> None:
+        """End all of them; what giving a lease back raises is raised when all have ended."""
+        with ExitStack() as stack:
+            # Last in, first out; a stack goes on where one of them raises.
+            for each in reversed((*self.active, *self.waiting)):
+                stack.callback(self.end, each, reason, error)
+
+    def left(self, one: Generation) -> None:
+        """Strike out one that has ended."""
+        for those in (self.active, self.waiting):
+            if one in those:
+                those.remove(one)
+        if one.reason is not None:
+            self.ended[one.reason] += 1
+
+
+class StepOutcome(Enum):
+    """Say what became of a step: all go on, somebody ended, or nothing was decoded."""
+
+    GOING = 0
+    ENDED = 1
+    NOTHING = 2
+
+
+GOING, ENDED, NOTHING = StepOutcome
+
+
+class Steady:
+    """Hold generations that need one token each.
+
+    ``steps`` counts what was decoded, ``decoding`` says that it is being done, and another number
+    than the context's in ``cancels`` ends it before the next step.
+    """
+
+    __slots__ = (
+        "_alike", "_context", "_greedy", "_rooms", "_sequences", "cancels",
+        "decoding", "generations", "portions", "steps",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        context: Context,
+        greedy: Sampler | NumpySampler,
+        generations: Sequence[Generation],
+        cancels: int,
+    ) -> None:
+        self.generations = tuple(generations)
+        self.portions = [(one, 1) for one in generations]
+        self.steps = 0
+        self.cancels = cancels
+        self.decoding = False
+        self._context = context
+        self._greedy = greedy
+        #: Whether all of them have the greedy sampler, which chooses for all in one call.
+        self._alike = all(one.sampler is greedy for one in generations)
+        self._sequences = [one.sequence for one in generations]
+        self._rooms = [(one, one.ledger, one.lease.make_room) for one in generations if one.lease]
+
+    def step(self) -> StepOutcome:
+        """Make room, decode a token of each, and let each take its next one.
+
+        NOTHING when that has to be done in the general way. Raises DecodeError.
+        """
+        context = self._context
+        if context.cancels != self.cancels:
+            return NOTHING
+        tokens = []
+        for one, ledger, make_room in self._rooms:
+            have = len(ledger.tokens)
+            if len(one.stream) != have + 1:
+                return NOTHING
+            try:
+                make_room(1)
+            except ReprocessNeeded as needed:
+                one.stream = [*ledger.tokens, *needed.tokens, one.stream[-1]]
+                return NOTHING
+            except NoKVSlot:
+                return NOTHING
+            token = one.stream[-1]
+            if len(ledger.tokens) != have:
+                one.stream = [*ledger.tokens, token]
+            tokens.append(token)
+        self.decoding = True
+        if len(tokens) == 1:
+            context.step(self._sequences[0], token)
+        else:
+            context.step_all(self._sequences, tokens)
+        self.decoding = False
+        self.steps += 1
+        outcome = GOING
+        if self._alike:
+            if len(tokens) == 1:
+                return GOING if one.take(self._greedy.pick(context)) else ENDED
+            chosen = self._greedy.pick_all(context)
+            for one, token in zip(self.generations, chosen, strict=True):
+                if not one.take(token):
+                    outcome = ENDED
+        else:
+            for one in self.generations:
+                if not one.choose(context):
+                    outcome = ENDED
+        return outcome

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import Capability
-from pyllamakv.cache import branch_pages
+from pyllamakv.cache import branches
 from pyllamakv.cache.room import Room
 from pyllamakv.errors import (
     NativeError,
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pyllamakv.cache.paging import Page
-    from pyllamakv.cache.prefix_cache import PrefixCache
-    from pyllamakv.cache.prefix_lease import PrefixLease
+    from pyllamakv.cache.prefix_cache import PrefixCache, PrefixLease
     from pyllamakv.cache.prefix_tree import Node
     from pyllamakv.errors import KVCacheFull
     from pyllamakv.runtime.context import Context
@@ -142,7 +141,7 @@ def make_page_room(cache: PrefixCache, node: Node) -> bool:
     """Make room for the pages that a node needs; False when there is none."""
     above = node.path[:-1]
     pages: list[Page] = []
-    while pages != (pages := branch_pages.missing(cache.branches, node)):
+    while pages != (pages := branches.missing(cache.branches, node)):
         wanted = sum(page.end - page.start for page in pages)
         short = shortage(cache, wanted, None)
         if short > 0 and short > cache.branches.reclaimable(above):

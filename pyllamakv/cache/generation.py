@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-from pyllamakv.cache.stopping import Stops
+from pyllamakv.binding import arguments
+from pyllamakv.binding.protocol import Capability, SamplerParams
+from pyllamakv.cache import groups as grouping
+from pyllamakv.errors import Unsupported, UsageError
+from pyllamakv.runtime.batch import as_int32
+from pyllamakv.runtime.sampler import NumpySampler, Sampler, check_picker, punishes
 from pyllamakv.runtime.textstream import TextStream
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from pyllamakv.cache.batcher import Batcher
-    from pyllamakv.cache.lease import Lease
-    from pyllamakv.cache.request import Request
+    from pyllamakv.cache.groups import Group
+    from pyllamakv.cache.interface import Lease
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.ledger import Ledger
+    from pyllamakv.runtime.model import Model
+    from pyllamakv.runtime.sampler import Picker
     from pyllamakv.runtime.sequence import Sequence
 
 Reason = Literal["end", "stop", "length", "cancelled", "failed"]
@@ -28,7 +36,7 @@ class Generation:
     string), "length" (``max_tokens``), "cancelled" or "failed", with ``error``.
     """
 
-    def __init__(self, batcher: Batcher, asked: Request) -> None:
+    def __init__(self, batcher: Batcher, asked: GenerationRequest) -> None:
         self.prompt = asked.prompt
         #: The tokens that were chosen, the one that ended it left out.
         self.tokens: list[int] = []
@@ -176,3 +184,121 @@ class Generation:
                 text += self._stops.flush()
         if text:
             self._parts.append(text)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerationRequest:
+    """Hold a prompt, and how it is to be continued; ``owned`` is a sampler made for it alone."""
+
+    prompt: list[int]
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    stop_at_end: bool
+    groups: tuple[Group, ...]
+    sampler: Picker
+    owned: Sampler | None
+
+
+def checked_request(
+    context: Context,
+    greedy: Picker,
+    n_batch: int,
+    prompt: str | Iterable[int],
+    *,
+    max_tokens: int | None,
+    stop: str | Iterable[str],
+    sampler: Picker | SamplerParams | None,
+    groups: Iterable[tuple[int, int]],
+    stop_at_end: bool,
+) -> GenerationRequest:
+    """Return a request, or raise UsageError or Unsupported for what cannot be right."""
+    model = context.model
+    tokens = model.tokenize(prompt) if isinstance(prompt, str) else prompt
+    given: list[int] = as_int32(tokens, "tokens").tolist()
+    if not given:
+        msg = "the prompt is empty: there is nothing to continue"
+        raise UsageError(msg)
+    wrong = next((token for token in given if not 0 <= token < context.n_vocab), None)
+    if wrong is not None:
+        msg = f"token {wrong} is out of range: this model has tokens 0..{context.n_vocab - 1}"
+        raise UsageError(msg)
+    max_tokens = arguments.whole_or_none("max_tokens", max_tokens, 0)
+    stop_at_end = arguments.flag("stop_at_end", stop_at_end)
+    check_picker(sampler)
+    strings = checked_stops(stop)
+    if strings and not model.info.has_vocab:
+        msg = "this model has no vocabulary: there is no text to stop at"
+        raise Unsupported(msg, "vocabulary")
+    together = grouping.checked(groups, len(given), n_batch)
+    picker, owned = _picker(model, greedy, sampler)
+    return GenerationRequest(given, max_tokens, strings, stop_at_end, together, picker, owned)
+
+
+def make_sampler(model: Model, params: SamplerParams) -> Sampler | NumpySampler:
+    """Return a sampler in C where the build has one, else in Python."""
+    if Capability.SAMPLER in model.native.about.capabilities:
+        return Sampler(model, params)
+    return NumpySampler(params)
+
+
+def _picker(model: Model, greedy: Picker, sampler: Any) -> tuple[Picker, Sampler | None]:
+    if sampler is None:
+        return greedy, None
+    if not isinstance(sampler, SamplerParams):
+        return sampler, None
+    if sampler.temperature <= 0 and not punishes(sampler):
+        return greedy, None
+    made = make_sampler(model, sampler)
+    return made, made if isinstance(made, Sampler) else None
+
+
+def checked_stops(stop: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the stop strings of an argument; UsageError for an empty one, or no text."""
+    texts = "text, or an iterable of texts"
+    found = (stop,) if isinstance(stop, str) else tuple(arguments.items("stop", stop, texts))
+    for each in found:
+        if not arguments.text("a stop string", each):
+            msg = "a stop string is text of at least one character, not ''"
+            raise UsageError(msg)
+    return found
+
+
+class Stops:
+    """Let text through up to the first stop string; what may become one is held back."""
+
+    __slots__ = ("_held", "_longest", "_stop", "found")
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        self._stop = stop
+        self._longest = max(map(len, stop))
+        self._held = ""
+        #: The stop string that ended the text.
+        self.found: str | None = None
+
+    def feed(self, text: str) -> str:
+        """Return what of the text may go out; `found` says whether it ends there."""
+        data = self._held + text
+        # The one that is complete first: wherever pieces are cut, the text is the same.
+        first = min(
+            ((at + len(each), at, each) for each in self._stop if (at := data.find(each)) >= 0),
+            default=None,
+        )
+        if first is not None:
+            self.found, self._held = first[2], ""
+            return data[: first[1]]
+        held = self._half(data)
+        self._held = data[len(data) - held :]
+        return data[: len(data) - held]
+
+    def flush(self) -> str:
+        """Return what was held back, once nothing follows."""
+        held, self._held = self._held, ""
+        return held
+
+    def _half(self, data: str) -> int:
+        """Return the length of the longest end of ``data`` that begins a stop string."""
+        longest = min(len(data), self._longest - 1)
+        ends = (
+            n for n in range(longest, 0, -1) if any(s.startswith(data[-n:]) for s in self._stop)
+        )
+        return next(ends, 0)

@@ -7,22 +7,16 @@ of a context. A prompt gets a sequence with the longest beginning that any of th
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding import arguments
-from pyllamakv.cache import branch_pages, eviction, prefix_checking, prefix_match
+from pyllamakv.cache import branches, eviction, prefix_match, room
 from pyllamakv.cache import groups as grouping
 from pyllamakv.cache.branches import Branches
 from pyllamakv.cache.paging import pager
-from pyllamakv.cache.prefix_lease import PrefixLease
-from pyllamakv.cache.prefix_stats import COUNTED, PrefixStats, draw, measure
-from pyllamakv.cache.prefix_tree import WIDTH
-from pyllamakv.errors import (
-    BudgetTooSmall,
-    Closed,
-    PagingError,
-    UsageError,
-)
+from pyllamakv.cache.prefix_tree import WIDTH, pack, unpack
+from pyllamakv.errors import BudgetTooSmall, Closed, PagingError, UsageError
 from pyllamakv.runtime.batch import as_int32
 from pyllamakv.runtime.context import Context
 from pyllamakv.runtime.decoding import outside
@@ -33,6 +27,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pyllamakv.cache.prefix_tree import Node
+    from pyllamakv.runtime.sequence import Sequence
 
 LOG = logging.getLogger("pyllamakv.cache")
 
@@ -191,7 +186,7 @@ class PrefixCache:
             if not eviction.make_page_room(self, node):
                 msg = f"no room for a branch of {node.end} tokens: release leases or unpin others"
                 raise PagingError(msg)
-            branch_pages.page_in(self.branches, node)
+            branches.page_in(self.branches, node)
             self.counts["paged_in"] += 1
 
     def _branch(self, tokens: Iterable[int]) -> Node:
@@ -285,7 +280,7 @@ class PrefixCache:
 
     def check(self) -> None:
         """Raise AssertionError naming the invariant that does not hold."""
-        prefix_checking.check(self)
+        check(self)
 
     def _check_open(self) -> None:
         self.context.check()
@@ -314,3 +309,295 @@ class PrefixCache:
 
     def __repr__(self) -> str:
         return f"<PrefixCache {'closed' if self.closed else self.stats()}>"
+
+
+#: Room is asked for so many tokens at a time where it costs nobody anything.
+AHEAD = 64
+
+#: States of memories that cannot go back are kept so many tokens apart.
+STATE_EVERY = 2048
+
+
+class PrefixLease:
+    """Hold the sequence; `PrefixCache.acquire` makes it. Leaving it as a context releases it."""
+
+    def __init__(
+        self, cache: PrefixCache, sequence: Sequence, key: bytes, cached: int, known: int
+    ) -> None:
+        self.cache = cache
+        self.sequence = sequence
+        self.cached = cached
+        self.rest = unpack(key[cached * WIDTH :])
+        self._key = key
+        #: How long the sequence may become before room has to be made again, and how long it was
+        #: asked for to become; what is between them was granted ahead and may be taken back.
+        self.granted = self.asked = self._prompt = len(key) // WIDTH
+        #: How much of the prompt the tree has, where a state may be missing.
+        self._known = known
+        self.ledger = sequence.ledger
+        self._seen: tuple[int, ...] = ()
+        self._whole = True
+        branches = cache.branches
+        self.node = branches.tree.insert(key[: cached * WIDTH])
+        branches.lease(self.node, self)
+        branches.tree.touch(self.node)
+        branches.tidy(self.node)
+        cache.leases.append(self)
+
+    @property
+    def released(self) -> bool:
+        """Tell whether this was released."""
+        return self not in self.cache.leases
+
+    @property
+    def promised(self) -> int:
+        """Return how many tokens may still be decoded without asking for room."""
+        return max(0, self.granted - len(self.ledger))
+
+    def prefill(self, *, logits: bool = True) -> None:
+        """Decode the rest of the prompt in pieces of n_batch; what was decoded stays if one fails.
+
+        Called again it goes on from there, from the beginning where a failure emptied the sequence.
+        Where a memory cannot go back, states are kept on the way: where other prompts part from
+        this one, before its last token, and every `STATE_EVERY` tokens.
+        """
+        logits = arguments.flag("logits", logits)
+        prompt = self._prompt
+        for stop in [*self._stops(prompt), prompt]:
+            here = len(self.ledger)
+            if here < stop:
+                tokens = unpack(self._key[here * WIDTH : stop * WIDTH])
+                self._decode(tokens, logits=logits and stop == prompt)
+            if stop < prompt:
+                self.cache.sync()
+                eviction.keep_state(self.cache, self)
+
+    def _decode(self, tokens: list[int], *, logits: bool) -> None:
+        """Decode tokens; other leases may have taken the hole that was there for them."""
+        context, sequence, start = self.cache.context, self.sequence, len(self.ledger)
+
+        def go_on() -> None:
+            context.prefill(sequence, tokens[len(self.ledger) - start :], logits=logits)
+
+        room.decode(context, go_on, {sequence.id: len(tokens)})
+
+    def _stops(self, prompt: int) -> list[int]:
+        if self.cache.branches.partial:
+            return []
+        places = {self._known, prompt - 1, *range(STATE_EVERY, prompt - 1, STATE_EVERY)}
+        return sorted(each for each in places if self.cached < each < prompt)
+
+    def make_room(self, n: int) -> None:
+        """Make room for ``n`` more tokens; others are paged out or dropped for it.
+
+        Raises KVCacheFull when it cannot, with nothing changed.
+        """
+        if type(n) is not int or not 0 <= n <= arguments.INT32:
+            n = arguments.whole("n", n, 0, arguments.INT32)
+        self.asked = asked = len(self.ledger.tokens) + n
+        if asked > self.granted:
+            self._grow(n)
+
+    def yield_room(self) -> None:
+        """Give up what was granted ahead, because others need it."""
+        self.granted = min(self.granted, max(self._prompt, self.asked))
+
+    def _grow(self, n: int) -> None:
+        cache = self.cache
+        cache.sync()
+        here = len(self.ledger)
+        ahead = n + AHEAD
+        longest = cache.size_limit
+        near = longest is not None and here + ahead > longest
+        roomy = not near and (
+            eviction.plenty(cache, ahead, self) or eviction.shortage(cache, ahead, self) <= 0
+        )
+        wanted = ahead if roomy else n
+        eviction.make_cells(cache, wanted, self)
+        self.granted = max(self.granted, here + wanted)
+        cache.enforce(n)
+
+    def follow(self) -> None:
+        """Move to the node where the tokens of the sequence end now."""
+        ledger, branches = self.ledger, self.cache.branches
+        count = len(ledger) if self.sequence.open else 0
+        seen = (count, ledger.next, ledger.marks[-1] if count else -1, ledger.moved)
+        if seen == self._seen:
+            return
+        self._seen = seen
+        # Tokens that were shifted, or have a gap, are no beginning of any prompt.
+        self._whole = self.sequence.open and ledger.next == count and not ledger.moved
+        before = self.node
+        self.node = branches.tree.insert(pack(ledger.tokens) if self._whole and count else b"")
+        if self.node is not before:
+            branches.lease(self.node, self)
+            branches.unlease(before, self)
+            branches.tidy(before)
+        branches.tidy(self.node)
+
+    def release(self) -> None:
+        """Give the sequence back; what it holds stays for later prompts. Twice does nothing."""
+        cache = self.cache
+        if cache.closed or cache.context.closed or self.released:
+            return
+        self.follow()
+        branches, node = cache.branches, self.node
+        cache.leases.remove(self)
+        branches.unlease(node, self)
+        # Others may have decoded the same; what is longer holds this as well.
+        known = node.held if branches.partial else node.entry is not None
+        if node.parent is None or not self._whole or known:
+            branches.close(self.sequence)
+        else:
+            branches.keep(node, self.sequence)
+        branches.tree.touch(node)
+        branches.tidy(node)
+        cache.enforce(0)
+
+    def __enter__(self) -> PrefixLease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        state = "released" if self.released else f"sequence {self.sequence.id}"
+        return f"<PrefixLease {state}, {self.cached} cached, {len(self.rest)} to decode>"
+
+
+#: What is counted as it happens.
+COUNTED = (
+    *("hits", "misses", "reused", "asked"),
+    *("evicted", "paged_out", "paged_in", "damaged"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixStats:
+    """Hold the numbers of a prefix cache.
+
+    ``resident`` branches have a sequence, ``paged`` pages lie outside of the cache, ``leased``
+    sequences are in use. ``tokens`` are in the tree, ``cells`` of them in the cache, each once.
+    ``reused`` of the ``asked`` tokens of all prompts were known. ``evicted`` branches were dropped,
+    ``damaged`` pages could not be read back.
+    """
+
+    resident: int
+    paged: int
+    leased: int
+    pinned: int
+    nodes: int
+    tokens: int
+    cells: int
+    resident_bytes: int
+    paged_bytes: int
+    bytes: int
+    budget: int | None
+    hits: int
+    misses: int
+    reused: int
+    asked: int
+    evicted: int
+    paged_out: int
+    paged_in: int
+    damaged: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the numbers as plain JSON values."""
+        return asdict(self)
+
+
+def measure(cache: PrefixCache) -> PrefixStats:
+    """Count what a cache has."""
+    branches = cache.branches
+    tree = branches.tree
+    resident, paged = branches.resident_bytes, branches.paged_bytes
+    return PrefixStats(
+        resident=branches.taken - len(cache.leases),
+        paged=branches.pager.count if branches.pager is not None else 0,
+        leased=len(cache.leases),
+        pinned=len(cache.pins),
+        nodes=tree.nodes,
+        tokens=tree.tokens,
+        cells=tree.held_tokens if branches.sharing else sum(map(len, branches.sequences())),
+        resident_bytes=resident,
+        paged_bytes=paged,
+        bytes=resident + paged,
+        budget=cache.budget,
+        **cache.counts,
+    )
+
+
+def draw(cache: PrefixCache) -> str:
+    """Draw the tree: positions, what holds each node, when it was last used."""
+    lines = [repr(cache.stats())]
+    waiting: list[tuple[Node, int]] = [(cache.branches.tree.root, 0)]
+    while waiting:
+        node, depth = waiting.pop()
+        if node.parent is not None:
+            lines.append("  " * depth + " ".join(_facts(node)))
+        children = sorted(node.children.items(), reverse=True)
+        waiting += [(child, depth + 1) for _, child in children]
+    return "\n".join(lines)
+
+
+def _facts(node: Node) -> list[str]:
+    facts = [f"{node.start}..{node.end}"]
+    if node.entry is not None:
+        facts.append(f"sequence {node.entry.id}")
+    facts += [f"leased {lease.sequence.id}" for lease in node.leases]
+    if node.page is not None:
+        facts.append(f"page {node.page.start}..{node.page.end}")
+    facts += [f"pinned {name}" for name in sorted(node.pins)]
+    return [*facts, f"used {node.used}"]
+
+
+def check(cache: PrefixCache) -> None:
+    """Raise AssertionError naming the invariant that does not hold; it is our bug."""
+    cache.sync()
+    branches = cache.branches
+    tree = branches.tree
+    tree.check()
+    nodes = list(tree.walk())
+    for node in nodes:
+        _check_node(cache, node)
+    sequences = list(branches.sequences())
+    assert branches.taken == len(sequences), f"{len(sequences)} sequences, {branches.taken} counted"
+    assert len({each.id for each in sequences}) == len(sequences), "a sequence is at two nodes"
+    pages = {id(node.page): node.page for node in nodes if node.page is not None}
+    size = sum(page.size for page in pages.values())
+    assert branches.paged_bytes == size, f"pages of {size} bytes, {branches.paged_bytes} counted"
+    pinned = {name: node for node in nodes for name in node.pins}
+    assert pinned == cache.pins, f"pinned are {pinned}, not {cache.pins}"
+    _check_cells(cache)
+
+
+def _check_node(cache: PrefixCache, node: Node) -> None:
+    branches, entry = cache.branches, node.entry
+    if entry is not None:
+        assert entry.open, f"the sequence of {node} was closed"
+        assert pack(entry.ledger.tokens) == node.key, f"the sequence of {node} has other tokens"
+        assert entry.positions == list(range(node.end)), f"the sequence of {node} has gaps"
+        assert entry.pos_max == node.end - 1, f"the cache has not all of {node}"
+    if branches.partial:
+        assert not (node.held and node.page), f"{node} is resident and paged out"
+    if branches.sharing:
+        page = node.page
+        there = node.held or (page and page.start <= node.start and node.end <= page.end)
+        assert there, f"the tokens of {node} are nowhere"
+    if not node.children:
+        kept = entry is not None or node.leases or node.page is not None
+        assert kept, f"{node} is a leaf that keeps nothing"
+
+
+def _check_cells(cache: PrefixCache) -> None:
+    branches, context = cache.branches, cache.context
+    stats = eviction.cells(context)
+    if cache.leases or not branches.sharing or stats is None:
+        return
+    ours = {each.id for each in branches.sequences()}
+    if {i for i, ledger in enumerate(context.ledgers) if len(ledger)} <= ours:
+        held = branches.tree.held_tokens
+        assert stats.used == held, f"{held} tokens are held and {stats.used} cells are used"

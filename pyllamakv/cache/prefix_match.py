@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from pyllamakv.cache import branch_pages, eviction
+from pyllamakv.cache import branches, eviction
 from pyllamakv.cache import groups as grouping
-from pyllamakv.cache.branch_pages import DamagedPage
+from pyllamakv.cache.branches import DamagedPage
 from pyllamakv.cache.prefix_tree import WIDTH
 from pyllamakv.errors import PagingError, PartialRemovalRefused
 
@@ -97,11 +97,11 @@ def _page_in(cache: PrefixCache, node: Node | None) -> bool:
     try:
         if not eviction.make_page_room(cache, node):
             return False
-        branch_pages.page_in(cache.branches, node)
+        branches.page_in(cache.branches, node)
     except DamagedPage as error:
         LOG.warning("%s; the branch is given up", error)
         cache.counts["damaged"] += 1
-        branch_pages.discard(cache.branches, error.page)
+        branches.discard(cache.branches, error.page)
         return False
     except PagingError as error:
         LOG.warning("%s", error)

@@ -8,15 +8,15 @@ cache has not, and none in the cache that no slot has.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from pyllamakv.binding import arguments
 from pyllamakv.cache import groups as grouping
-from pyllamakv.cache import shifting
-from pyllamakv.cache import slot_choice as choosing
+from pyllamakv.cache import room, slot_choice
 from pyllamakv.cache.room import Room
-from pyllamakv.cache.slot import Slot, SlotLease
-from pyllamakv.cache.slot_stats import Counts, SlotStats, draw, examine
 from pyllamakv.errors import (
     Closed,
     NoSlotAvailable,
@@ -28,11 +28,15 @@ from pyllamakv.runtime.batch import as_int32
 from pyllamakv.runtime.context import Context
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from types import TracebackType
 
+    from pyllamakv.cache.groups import Group
     from pyllamakv.cache.slot_choice import Policy
+    from pyllamakv.runtime import sequence as runtime
+    from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.ledger import Ledger
+    from pyllamakv.runtime.model import Model
 
 _log = logging.getLogger("pyllamakv.cache")
 
@@ -67,7 +71,7 @@ class SlotCache:
             )
             raise UsageError(msg)
         self.context = context
-        self.policy = choosing.checked(policy)
+        self.policy = slot_choice.checked(policy)
         self.keep = arguments.whole("keep", keep)
         cells = context.info.n_ctx // context.partitions
         self.size = (cells if context.partitions > 1 else cells // n) if size is None else size
@@ -118,10 +122,10 @@ class SlotCache:
             raise UsageError(msg)
         largest = min(self.context.info.n_batch, self.size - 1)
         together = grouping.checked(groups, len(prompt), largest)
-        kept = shifting.head(self.size, self._kept(prompt, keep), together)
+        kept = head(self.size, self._kept(prompt, keep), together)
         with self.context.turn:
             self._check_open()
-            found = choosing.choose([self._candidate(each, prompt) for each in self._slots],
+            found = slot_choice.choose([self._candidate(each, prompt) for each in self._slots],
                                     self.policy)  # fmt: skip
             if found is None:
                 self._counts.refused += 1
@@ -142,11 +146,11 @@ class SlotCache:
     def truncate(self, tokens: Iterable[int], keep: int | None = None) -> list[int]:
         """Return a prompt that fits into a slot: its head, and the end of it.
 
-        A prompt with groups is cut by `shifting.truncate`, which says where they are then.
+        A prompt with groups is cut by `truncate`, which says where they are then.
         """
         prompt: list[int] = as_int32(tokens, "tokens").tolist()
         keep = arguments.whole_or_none("keep", keep)
-        return shifting.truncate(prompt, self._kept(prompt, keep), self.size)[0]
+        return truncate(prompt, self._kept(prompt, keep), self.size)[0]
 
     def stats(self) -> SlotStats:
         """Count slots, tokens, and what happened so far."""
@@ -257,8 +261,8 @@ class SlotCache:
             return len(prompt)
         return wanted + (info.add_bos and prompt[:1] == [info.token_bos])
 
-    def _candidate(self, slot: Slot, prompt: list[int]) -> choosing.Candidate:
-        common, length = choosing.count_common(slot.tokens, prompt), len(slot.tokens)
+    def _candidate(self, slot: Slot, prompt: list[int]) -> slot_choice.Candidate:
+        common, length = slot_choice.count_common(slot.tokens, prompt), len(slot.tokens)
         exact = slot.sequence.ledger.exact
         if exact is not None:
             # What follows was evaluated behind tokens that a shift has discarded since: it is no
@@ -266,7 +270,7 @@ class SlotCache:
             common = min(common, exact)
         if self.context.info.can_remove_partly is False and not common == length < len(prompt):
             common = 0
-        return choosing.Candidate(length, common, slot.lease is not None, slot.last_used)
+        return slot_choice.Candidate(length, common, slot.lease is not None, slot.last_used)
 
     def _bring(self, slot: Slot, source: int | None, wanted: int) -> int:
         """Give a slot the first ``wanted`` tokens of itself or another; return how many it has."""
@@ -307,3 +311,320 @@ class SlotCache:
 def _cells(ledgers: Iterable[Ledger]) -> int:
     """Return how many cells these ledgers use, shared ones once."""
     return len(set().union(*(each.marks for each in ledgers)))
+
+
+class Slot:
+    """Hold a sequence, whose ledger is the slot's token list, and what is known of it.
+
+    Positions are places in the list: they begin at 0 and have no gap.
+    """
+
+    __slots__ = ("groups", "last_used", "lease", "sequence")
+
+    def __init__(self, sequence: runtime.Sequence) -> None:
+        self.sequence = sequence
+        self.lease: SlotLease | None = None
+        self.last_used = 0
+        self.groups: tuple[Group, ...] = ()
+
+    @property
+    def tokens(self) -> list[int]:
+        """Return the slot's own list of tokens, which the runtime keeps: not to be changed."""
+        return self.sequence.ledger.tokens
+
+    def trim(self, length: int) -> int:
+        """Keep the first tokens, or none where the memory keeps no part; return how many."""
+        if length < len(self.sequence):
+            try:
+                self.sequence.trim(length)
+            except PartialRemovalRefused:
+                self.sequence.remove()
+                length = 0
+        return length
+
+
+class SlotLease:
+    """Hold a slot for one prompt. `SlotCache.acquire` makes it; leaving it releases.
+
+    ``cached`` of the prompt's tokens are there already, ``rest`` are to be decoded. The first
+    ``keep`` tokens survive a shift.
+    """
+
+    def __init__(
+        self, cache: SlotCache, slot: Slot, prompt: list[int], cached: int, keep: int
+    ) -> None:
+        self.sequence = slot.sequence
+        self.cached = cached
+        self.rest = prompt[cached:]
+        self._prompt = prompt
+        #: What the sequence is to have again before anything else is decoded, after a shift that
+        #: was not done in place.
+        self._owed: list[int] = []
+        self.keep = keep
+        self._cache = cache
+        self._slot = slot
+        self._size = cache.size
+        self._lends = cache.lends
+        self._tokens = slot.sequence.ledger
+        self.released = False
+
+    def make_room(self, n: int = 1) -> None:
+        """Make room for ``n`` more tokens: shift, and evict where slots share all cells.
+
+        Raises KVCacheFull with nothing changed when it cannot. Raises ReprocessNeeded where the
+        memory cannot shift, or another sequence shares what would move: the sequence then has the
+        head that stays, and the error the tokens to decode after it; `decode` does that.
+        """
+        if type(n) is not int or not 0 <= n <= arguments.INT32:
+            n = arguments.whole("n", n, 0, arguments.INT32)
+        if self._owed:
+            left = self._owed[len(self._tokens) :]
+            self._owed = []
+            msg = f"the last shift was not finished: decode these {len(left)} tokens first"
+            raise ReprocessNeeded(msg, left)
+        if len(self._tokens.tokens) + n > self._size:
+            self._shift(n)
+        if self._lends:
+            self._cache.reserve(n, self._slot)
+
+    def decode(self, tokens: int | Iterable[int] | None = None) -> None:
+        """Decode tokens, what is left of the prompt by default, with logits of the last.
+
+        Makes room first, and decodes again what that could not keep. In pieces of n_batch that
+        split no group of the prompt; when one fails those before it stay, and the next call goes on
+        from there. Raises KVCacheFull where not even a defragmentation makes room.
+        """
+        given: list[int] = []
+        together: tuple[Group, ...] = ()
+        if tokens is not None:
+            many = [tokens] if isinstance(tokens, int | np.integer) else tokens
+            given = as_int32(many, "tokens").tolist()
+        self._repay()
+        if tokens is None:
+            given = self._prompt[len(self.sequence) :]
+            together = self._slot.groups
+        if not given:
+            msg = "there is nothing to decode: no tokens"
+            raise UsageError(msg)
+        context, start = self._cache.context, len(self.sequence)
+        at, end, size = start, start + len(given), context.info.n_batch
+        while at < end:
+            upto = grouping.floor(together, min(at + size, end))
+            self._room(upto - at)
+            piece = given[at - start : upto - start]
+            room.decode_feed(context, self.sequence.feed(piece, "last" if upto == end else "none"))
+            at = upto
+
+    def release(self) -> None:
+        """Give the slot back; what it holds stays for later prompts. Twice does nothing."""
+        if not self.released:
+            self.released = True
+            self._cache.give_back(self._slot)
+
+    def __enter__(self) -> SlotLease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        state = "released" if self.released else f"{len(self._tokens)} of {self._size} tokens"
+        return f"<SlotLease of sequence {self.sequence.id}, {state}>"
+
+    def _room(self, n: int) -> None:
+        try:
+            self.make_room(n)
+        except ReprocessNeeded as needed:
+            self._owed = [*self.sequence.tokens, *needed.tokens]
+            self._repay()
+
+    def _repay(self) -> None:
+        """Decode again what a shift could not keep; when a piece fails the next call goes on."""
+        context, owed = self._cache.context, self._owed
+        while (have := len(self.sequence)) < len(owed):
+            piece = owed[have : have + context.info.n_batch]
+            room.decode_feed(context, self.sequence.feed(piece, "none"))
+        self._owed = []
+
+    def _shift(self, n: int) -> None:
+        slot, keep, have = self._slot, self.keep, len(self._tokens)
+        if keep + n > self._size:
+            msg = (
+                f"no room for {n} tokens in a slot of {self._size} whose first {keep} stay: decode "
+                "fewer at once, keep fewer, or make the cache with larger slots"
+            )
+            raise room.Room(self._size, have).full(msg, n)
+        discard = shift_discard(self._size, keep, have, slot.groups, wanted=n)
+        self._cache.discard(slot, keep, discard)
+
+
+#: How much of a slot's beginning and end a line of `draw` shows.
+SHOWN = 24
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStats:
+    """Hold the numbers of a slot cache.
+
+    Of ``prompts`` with ``prompt_tokens``, ``cached_tokens`` were there already; ``hits`` had any.
+    ``forks`` copied a beginning, ``evictions`` threw a history away, ``refused`` found all slots in
+    use. ``shifts`` were done in place, ``reprocessed`` tokens had to be decoded again.
+    """
+
+    slots: int
+    in_use: int
+    size: int
+    tokens: int
+    prompts: int
+    hits: int
+    misses: int
+    prompt_tokens: int
+    cached_tokens: int
+    forks: int
+    evictions: int
+    shifts: int
+    reprocessed: int
+    refused: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the numbers as plain JSON values."""
+        return asdict(self)
+
+
+class Counts:
+    """Count what happens."""
+
+    def __init__(self) -> None:
+        self.prompts = self.hits = self.prompt_tokens = self.cached_tokens = 0
+        self.forks = self.evictions = self.shifts = self.reprocessed = self.refused = 0
+
+    def take(self, evicts: bool, cached: int, length: int) -> None:
+        """Count a prompt that got a slot."""
+        self.prompts += 1
+        self.hits += cached > 0
+        self.evictions += evicts
+        self.cached_tokens += cached
+        self.prompt_tokens += length
+
+    def stats(self, slots: Sequence[Slot], size: int) -> SlotStats:
+        """Return the numbers, with those of the slots."""
+        return SlotStats(
+            slots=len(slots),
+            in_use=sum(each.lease is not None for each in slots),
+            size=size,
+            tokens=sum(len(each.tokens) for each in slots),
+            misses=self.prompts - self.hits,
+            **vars(self),
+        )
+
+
+def draw(slots: Sequence[Slot], size: int, model: Model) -> str:
+    """Return a line per slot: its state, how full it is, and how it begins and ends."""
+    order = {id(each): n for n, each in enumerate(sorted(slots, key=lambda one: one.last_used))}
+    lines = []
+    for number, each in enumerate(slots):
+        state = "in use" if each.lease is not None else "free" if each.tokens else "empty"
+        exact = each.sequence.ledger.exact
+        shifted = "" if exact is None else f", shifted from {exact} on"
+        lines.append(
+            f"slot {number}: sequence {each.sequence.id}, {state}, {len(each.tokens)} of {size} "
+            f"tokens{shifted}, age {len(slots) - order[id(each)]}: {_shown(each.tokens, model)}"
+        )
+    return "\n".join(lines)
+
+
+def _shown(tokens: list[int], model: Model) -> str:
+    if not model.info.has_vocab:
+        head = " ".join(map(str, tokens[:8]))
+        return head + (" ..." if len(tokens) > 8 else "")
+    if len(tokens) <= 2 * SHOWN:
+        return repr(model.detokenize(tokens))
+    return f"{model.detokenize(tokens[:SHOWN])!r} ... {model.detokenize(tokens[-SHOWN:])!r}"
+
+
+def examine(slots: Sequence[Slot], size: int, context: Context) -> None:
+    """Raise AssertionError unless slots, ledgers and cells agree; the context's turn is held."""
+    ids = [each.sequence.id for each in slots]
+    _hold(len(set(ids)) == len(ids), f"two slots have one sequence: {ids}")
+    for slot in slots:
+        name, tokens = f"sequence {slot.sequence.id}", slot.tokens
+        _hold(slot.sequence.open, f"{name} was closed")
+        _hold(len(tokens) <= size, f"{name} has {len(tokens)} tokens in a slot of {size}")
+        places = list(range(len(tokens)))
+        _hold(slot.sequence.positions == places, f"{name} has gaps between its positions")
+        last = slot.sequence.pos_max
+        _hold(last == len(tokens) - 1, f"{name} ends at {last} and has {len(tokens)} tokens")
+    ghosts = ghost_cells(context)
+    _hold(not ghosts, f"cells that no ledger knows, or that are missing: {ghosts}")
+
+
+def ghost_cells(context: Context) -> dict[int, int]:
+    """Return by sequence how many positions its ledger and the cells do not have in common.
+
+    The context's turn is held. What a sliding window has given away is no ghost. Empty where cells
+    cannot be seen.
+    """
+    snapshot = context.kv.peek()
+    if snapshot is None or not snapshot.streams:
+        return {}
+    found: dict[int, int] = {}
+    main = [each for each in snapshot.streams if not each.swa]
+    for number, ledger in enumerate(context.ledgers):
+        there = np.concatenate([each.pos[each.has(number)] for each in main])
+        known = np.asarray(ledger.positions, dtype=np.int32)
+        wrong = len(np.setxor1d(there, known)) + len(there) - len(np.unique(there))
+        if wrong:
+            found[number] = wrong
+    # Cells that belong to nobody.
+    lost = sum(int(np.count_nonzero(each.used & (each.sharers == 0))) for each in main)
+    return {**found, -1: lost} if lost else found
+
+
+def _hold(fact: bool, otherwise: str) -> None:
+    if not fact:
+        raise AssertionError(otherwise)
+
+
+def shift_discard(
+    size: int, keep: int, length: int, groups: Sequence[Group] = (), *, wanted: int = 0
+) -> int:
+    """Return how many tokens behind the first ``keep`` to discard of ``length`` in ``size`` places.
+
+    Half of ``size - keep`` is free afterwards, and at least ``wanted``; a group at the end of what
+    is discarded goes as a whole.
+    """
+    target = max((size - keep) // 2, 1, wanted)
+    discard = min(max(target - (size - length), 0), max(length - keep, 0))
+    return grouping.ceil(groups, keep + discard) - keep if discard else 0
+
+
+def head(size: int, keep: int, groups: Sequence[Group] = ()) -> int:
+    """Return how many tokens stay: ``keep``, fewer than ``size``, and no part of a group."""
+    limited = min(max(keep, 0), size - 1)
+    whole = grouping.ceil(groups, limited)
+    return whole if whole < size else grouping.floor(groups, limited)
+
+
+def truncate(
+    tokens: Iterable[int], keep: int, size: int, groups: Iterable[tuple[int, int]] = ()
+) -> tuple[list[int], tuple[Group, ...]]:
+    """Return a prompt that fits into ``size``, and its groups: cut out behind its first ``keep``.
+
+    Raises UsageError when what may not be split leaves nothing to cut.
+    """
+    given = list(tokens)
+    whole = grouping.checked(groups, len(given), len(given))
+    over = len(given) - size
+    if over <= 0:
+        return given, whole
+    first = head(size, keep, whole)
+    end = grouping.ceil(whole, first + over)
+    if end >= len(given):
+        msg = (
+            f"a prompt of {len(given)} tokens cannot be cut to {size} with its first {first} kept: "
+            "the group at its end would go; keep fewer, or make the group smaller"
+        )
+        raise UsageError(msg)
+    return given[:first] + given[end:], grouping.without(whole, first, end)

@@ -57,11 +57,11 @@ def command(
     from pyllamakv.harness.pictures.tally import LABELS, PictureStats
     from pyllamakv.harness.traces import runs
     from pyllamakv.harness.traces import trace as traces
-    from pyllamakv.runtime import exposition
+    from pyllamakv.runtime import metrics
 
     form = Format.JSON if as_json else format
     labels = dict(_label(each) for each in label or ())
-    exposition.check(labels, LABELS)
+    metrics.check(labels, LABELS)
     stats: CellStats | None = None
     counters = broken = None
     if traces.is_trace(run) and not variant:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pyllamakv
 from pyllamakv.errors import KvError, Untestable
 from pyllamakv.harness.placing import ALL, Place
-from pyllamakv.runtime.params import Mover
+from pyllamakv.runtime.model import Mover
 from pyllamakv.source.releases import DEFAULT
 from qa.bench import workloads
 from qa.bench.carving import Carver

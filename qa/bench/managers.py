@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import pyllamakv
 from pyllamakv.building import variant as variants
 from pyllamakv.cache.batcher import Batcher
-from pyllamakv.cache.lease import Manager
+from pyllamakv.cache.interface import Manager
 from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.cache.slot_cache import SlotCache
 from pyllamakv.errors import NotBuilt

@@ -17,8 +17,7 @@ import pyllamakv
 from pyllamakv.building import variant as variants
 from pyllamakv.cache.batcher import Batcher
 from pyllamakv.cache.generation import Generation
-from pyllamakv.cache.slot_cache import SlotCache
-from pyllamakv.cache.slot_stats import ghost_cells
+from pyllamakv.cache.slot_cache import SlotCache, ghost_cells
 from pyllamakv.errors import NotBuilt
 from pyllamakv.harness import synthetic
 from qa.bench.figure import Figure

@@ -8,8 +8,7 @@ import pytest
 import runtime_kit as kit
 from batching_kit import PROMPTS, Fixed, alone
 
-from pyllamakv.cache import feeding
-from pyllamakv.cache.batcher import Batcher
+from pyllamakv.cache.batcher import PATIENCE, Batcher
 from pyllamakv.cache.slot_cache import SlotCache
 from pyllamakv.errors import DecodeError, KVCacheFull, NativeError, NoSlotAvailable, UsageError
 
@@ -184,7 +183,7 @@ def test_prompts_do_not_starve(ctx: Context) -> None:
     for _ in range(4):
         batcher.step()
     late = batcher.submit("Hello", 1)
-    for _ in range(6 * feeding.PATIENCE):
+    for _ in range(6 * PATIENCE):
         batcher.step()
     assert late.done
     assert not any(each.done for each in going)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyllamakv.cache.stopping import Stops, checked
+from pyllamakv.cache.generation import Stops, checked_stops
 from pyllamakv.errors import UsageError
 
 
@@ -41,11 +41,11 @@ def test_nothing_that_may_be_a_stop_string_comes_out() -> None:
 
 def test_wrong_stop_strings_are_refused() -> None:
     """An empty one would stop at once."""
-    assert checked("ab") == ("ab",)
-    assert checked(["a", "b"]) == ("a", "b")
+    assert checked_stops("ab") == ("ab",)
+    assert checked_stops(["a", "b"]) == ("a", "b")
     for wrong in ("", [""], [b"a"], [1]):
         with pytest.raises(UsageError):
-            checked(wrong)  # type: ignore[arg-type]
+            checked_stops(wrong)  # type: ignore[arg-type]
 
 
 letters = st.text("ab", max_size=12)

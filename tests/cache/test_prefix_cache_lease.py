@@ -10,8 +10,7 @@ from fakes.simulated import ALL
 from prefix_kit import serve
 
 from pyllamakv.binding.protocol import Capability, Memory
-from pyllamakv.cache.prefix_cache import PrefixCache
-from pyllamakv.cache.prefix_lease import AHEAD
+from pyllamakv.cache.prefix_cache import AHEAD, PrefixCache
 from pyllamakv.errors import KVCacheFull, StateError, Unsupported
 
 if TYPE_CHECKING:
@@ -162,7 +161,7 @@ def test_a_state_that_cannot_be_kept_fails_no_prompt(
 
 def test_nobody_makes_way_for_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prompt keeps states on its way while sequences are vacant, and evicts no other."""
-    monkeypatch.setattr("pyllamakv.cache.prefix_lease.STATE_EVERY", 4)
+    monkeypatch.setattr("pyllamakv.cache.prefix_cache.STATE_EVERY", 4)
     cache = recurrent(tmp_path)
     for number in (5, 6):
         with cache.acquire([number]) as lease:

@@ -29,7 +29,7 @@ from pyllamakv.runtime.kv import KV
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pyllamakv.cache.slot import SlotLease
+    from pyllamakv.cache.slot_cache import SlotLease
 
 
 @pytest.fixture

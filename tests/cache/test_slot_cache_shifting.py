@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyllamakv.cache import groups
-from pyllamakv.cache.shifting import head, shift_discard, truncate
+from pyllamakv.cache.slot_cache import head, shift_discard, truncate
 from pyllamakv.errors import UsageError
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from pyllamakv.cache.prefix_lease import PrefixLease
+    from pyllamakv.cache.prefix_cache import PrefixLease
     from pyllamakv.runtime.context import Context
 
 

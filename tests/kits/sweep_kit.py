@@ -480,8 +480,8 @@ def methods(owner: type) -> list[Call]:
 
 def classes() -> dict[str, type]:
     """Return the public classes, and those whose objects public calls return."""
-    from pyllamakv.cache.prefix_lease import PrefixLease
-    from pyllamakv.cache.slot import SlotLease
+    from pyllamakv.cache.prefix_cache import PrefixLease
+    from pyllamakv.cache.slot_cache import SlotLease
     from pyllamakv.harness.pictures.screen import Screen
     from pyllamakv.runtime.snapshot import PerSequence
 

@@ -13,7 +13,7 @@ import pytest
 
 from pyllamakv.errors import Untestable
 from pyllamakv.harness.synthetic import Shape
-from pyllamakv.runtime.moves import Moves
+from pyllamakv.runtime.snapshot import Moves
 from qa.bench import (
     choices,
     compiled,

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from snapshot_kit import CELLS, cell_map
 
-from pyllamakv.runtime.moves import Moves, find_moves
-from pyllamakv.runtime.snapshot import Snapshot
+from pyllamakv.runtime.snapshot import Moves, Snapshot, find_moves
 
 
 def key(cell: tuple | None) -> tuple | None:
