@@ -17,9 +17,8 @@ from pyllamakv.cache.branches import Branches
 from pyllamakv.cache.paging import pager
 from pyllamakv.cache.prefix_tree import WIDTH, pack, unpack
 from pyllamakv.errors import BudgetTooSmall, Closed, PagingError, UsageError
-from pyllamakv.runtime.batch import as_int32
+from pyllamakv.runtime.batch import as_int32, outside
 from pyllamakv.runtime.context import Context
-from pyllamakv.runtime.decoding import outside
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

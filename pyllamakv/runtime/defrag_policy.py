@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from pyllamakv.binding import arguments
 from pyllamakv.errors import Unsupported
-from pyllamakv.runtime import decoding
+from pyllamakv.runtime import decode_failure
 
 if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
@@ -67,7 +67,7 @@ FLASH = Costs(attend=0.013e-9, move=0.19e-9)
 PLAIN = Costs(attend=0.23e-9, move=0.6e-9)
 
 
-class Keeper:
+class DefragPolicy:
     """Watch one context and defragment it by a policy. The context's turn is held in every call."""
 
     def __init__(
@@ -108,11 +108,11 @@ class Keeper:
     def heal(self, ids: list[int] | tuple[int, ...], n_tokens: int | None = None) -> bool:
         """Defragment after a decode that found no cells; True when it may be tried again.
 
-        The arguments are those of `decoding.failure`.
+        The arguments are those of `decode_failure.failure`.
         """
         if self.policy == "never":
             return False
-        error = decoding.failure(self._context, 1, ids, n_tokens)
+        error = decode_failure.failure(self._context, 1, ids, n_tokens)
         return getattr(error, "cause", "") == "fragmented" and self._defrag()
 
     def _look(self) -> None:

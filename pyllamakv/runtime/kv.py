@@ -125,7 +125,7 @@ class KV:
     def arrange(self, *, fallback: bool) -> DefragReport:
         """Defragment like `defrag`, while the turn is held."""
         report = self._arrange(fallback=fallback)
-        if self._context.keeper.trims:
+        if self._context.defrag_policy.trims:
             self._context.native.mapping_trim(self._context.handle)
         return report
 

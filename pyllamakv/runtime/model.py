@@ -15,7 +15,7 @@ from pyllamakv.runtime import textstream
 from pyllamakv.runtime.backing import choose, resume
 from pyllamakv.runtime.batch import as_int32
 from pyllamakv.runtime.context import Context
-from pyllamakv.runtime.defrag_policy import Costs, Keeper, checked
+from pyllamakv.runtime.defrag_policy import Costs, DefragPolicy, checked
 from pyllamakv.runtime.freeing import free_quietly
 from pyllamakv.runtime.ggml_types import cache_type
 from pyllamakv.runtime.gguf_file import check_file
@@ -201,7 +201,7 @@ class Model:
             check_memory(self.info, params, uneven=self.file.uneven)
         with self.life as model:
             context = Context(self, self.native.context_new(model, params), params)
-        context.keeper = Keeper(context, policy, defrag_costs, trims=defrag_trim)
+        context.defrag_policy = DefragPolicy(context, policy, defrag_costs, trims=defrag_trim)
         if context.kept:
             resume(context)
         return context

@@ -163,7 +163,7 @@ class Sequence:
                 windows.check(context, self.id, self.ledger.without(p0, p1), "removing them")
             if not context.native.seq_rm(context.handle, self.id, first, end):
                 raise _refused(self.id, p0, p1)
-            context.keeper.freed()
+            context.defrag_policy.freed()
             return self.ledger.remove(p0, p1)
 
     def shift(
@@ -230,7 +230,7 @@ class Sequence:
             # With its worker gone there is nothing left to remove.
             with suppress(WorkerDied):
                 context.native.seq_rm(context.handle, self.id, -1, -1)
-            context.keeper.freed()
+            context.defrag_policy.freed()
             self.ledger.clear()
             self.open = False
             context.forget(self)
@@ -343,11 +343,10 @@ def _share_prefix(source: Sequence, other: Sequence, length: int | None) -> None
             native.update(context.handle)
             if not native.seq_rm(context.handle, other.id, cut, -1):
                 raise _refused(source.id, cut, None)
-            context.keeper.freed()
+            context.defrag_policy.freed()
         other.ledger.copy_from(ledger, None, cut, share=context.shares)
         if cut is None:
-            other.ledger.logits_at = ledger.logits_at
-            other.ledger.logits_epoch = ledger.logits_epoch
+            other.ledger.take_logits(ledger)
 
 
 def _share_span(sequence: Sequence, other: Sequence, p0: int | None, p1: int | None) -> int:

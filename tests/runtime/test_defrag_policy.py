@@ -108,9 +108,9 @@ def test_a_cache_that_is_filled_again_is_left_alone(tmp_path: Path) -> None:
     steps(ctx, live, 3)
     filler = ctx.sequence()
     ctx.prefill(filler, [1] * 590)
-    assert ctx.keeper.dirty
+    assert ctx.defrag_policy.dirty
     steps(ctx, live, defrag_policy.LOOK)
-    assert not ctx.keeper.dirty
+    assert not ctx.defrag_policy.dirty
     steps(ctx, live, 200)
     assert not seen
 

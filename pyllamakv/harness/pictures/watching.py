@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding import arguments
 from pyllamakv.harness.pictures import film
@@ -13,12 +13,11 @@ from pyllamakv.harness.pictures.film import Frame
 from pyllamakv.harness.pictures.screen import Screen
 from pyllamakv.harness.player import word
 from pyllamakv.harness.traces import looks
-from pyllamakv.runtime.context import Context
+from pyllamakv.runtime.context import Context, intercept
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from pyllamakv.binding.protocol import Native
     from pyllamakv.harness.traces.looks import Look
 
 #: Calls that decode: with the context first, or behind a sampler.
@@ -117,12 +116,8 @@ def watch(
         raise arguments.wrong_type("console", console, "a console of rich, or None")
     context.kv.snapshot()
     name = title or f"{context.native.about.variant}, {context.model.path.name}"
-    with Screen(name, speed=speed, width=width, console=console) as screen:
-        with context.turn:
-            native, one = context.native, context.decode_one
-            window = _Window(context, screen)
-            context.native, context.decode_one = cast("Native", window), window.decode_one
-        try:
-            yield screen
-        finally:
-            context.native, context.decode_one = native, one
+    with (
+        Screen(name, speed=speed, width=width, console=console) as screen,
+        intercept(context, lambda: _Window(context, screen)),
+    ):
+        yield screen
