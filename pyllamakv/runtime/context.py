@@ -16,13 +16,13 @@ from pyllamakv.errors import Cancelled, DecodeError, KvError, NativeError, Stale
 from pyllamakv.runtime import decode_failure
 from pyllamakv.runtime.backing import Kept
 from pyllamakv.runtime.batch import Batch, Feed, as_int32, check_batch, lay_out
+from pyllamakv.runtime.capabilities import require
 from pyllamakv.runtime.decode_failure import roll_back
 from pyllamakv.runtime.defrag_policy import DefragPolicy
 from pyllamakv.runtime.freeing import free_quietly
 from pyllamakv.runtime.kv import KV
 from pyllamakv.runtime.ledger import Ledger, record_batch, record_step
 from pyllamakv.runtime.logits import Logits, LogitsRows
-from pyllamakv.runtime.needs import require
 from pyllamakv.runtime.sampler import NumpySampler, Sampler, check_picker
 from pyllamakv.runtime.sequence import Sequence, checked
 from pyllamakv.runtime.textstream import TextStream

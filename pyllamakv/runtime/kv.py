@@ -12,7 +12,7 @@ from pyllamakv.binding import arguments
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import Unsupported, UsageError
 from pyllamakv.runtime import backing, repack, staterows
-from pyllamakv.runtime.needs import require
+from pyllamakv.runtime.capabilities import require
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import numpy as np
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import NativeError, StateError, WorkerDied
 from pyllamakv.runtime import staterows
-from pyllamakv.runtime.needs import require
+from pyllamakv.runtime.capabilities import require
 from pyllamakv.runtime.snapshot import Snapshot
 
 if TYPE_CHECKING:
