@@ -21,7 +21,15 @@ from pyllamakv.binding import arguments
 from pyllamakv.binding.protocol import SamplerParams
 from pyllamakv.cache import groups as grouping
 from pyllamakv.cache import room
-from pyllamakv.cache.generation import Generation, checked_request, make_sampler
+from pyllamakv.cache.generation import (
+    Generation,
+    checked_request,
+    follow_ledger,
+    make_room,
+    make_sampler,
+    mark_served,
+    restore_logits,
+)
 from pyllamakv.errors import (
     Cancelled,
     Closed,
@@ -30,7 +38,6 @@ from pyllamakv.errors import (
     KvError,
     NoKVSlot,
     NoSlotAvailable,
-    PartialRemovalRefused,
     ReprocessNeeded,
     UsageError,
     WorkerDied,
@@ -211,8 +218,7 @@ class Batcher:
             self._decodes += steady.steps
             self._tokens += steady.steps * len(steady.portions)
             self._chosen += steady.steps * len(steady.portions)
-            for one in steady.generations:
-                one.served = self._steps
+            mark_served(steady.generations, self._steps)
 
     def _strike_out(self, those: Iterable[Generation]) -> None:
         for one in those:
@@ -300,8 +306,8 @@ class Batcher:
 
     def _choose(self, fed: list[Generation]) -> None:
         context, greedy, ready = self.context, self._greedy, []
+        mark_served(fed, self._steps)
         for one in fed:
-            one.served = self._steps
             if len(one.stream) == len(one.ledger.tokens):
                 if one.max_tokens == 0:
                     self._roster.end(one, "length")
@@ -355,24 +361,6 @@ def plan(active: Sequence[Generation], n_batch: int, steps: int) -> list[Portion
     return found
 
 
-def make_room(one: Generation, n: int) -> bool:
-    """Make room for ``n`` tokens; False when others have to be decoded again before them.
-
-    ``one.stream`` follows what the lease discards. Raises NoKVSlot when there is no room.
-    """
-    ledger, lease = one.ledger, one.lease
-    have = len(ledger.tokens)
-    assert lease is not None
-    try:
-        lease.make_room(n)
-    except ReprocessNeeded as needed:
-        one.stream = [*ledger.tokens, *needed.tokens, *one.stream[have:]]
-        return False
-    if len(ledger.tokens) != have:
-        one.stream = [*ledger.tokens, *one.stream[have:]]
-    return True
-
-
 def decode(context: Context, portions: Sequence[Portion]) -> None:
     """Decode one batch, with logits where all of a stream is decoded then."""
     if all(n == 1 == len(one.stream) - len(one.ledger.tokens) for one, n in portions):
@@ -391,15 +379,6 @@ def decode(context: Context, portions: Sequence[Portion]) -> None:
         wants = have + n == len(one.stream) and one.max_tokens != 0
         feeds.append(Feed(one.sequence, piece, "last" if wants else "none"))
     context.decode(feeds)
-
-
-def restore_logits(one: Generation) -> None:
-    """Take the last token back, where none was chosen after it: an exception came between."""
-    if one.sequence.open and len(one.stream) == len(one.ledger.tokens):
-        try:
-            one.sequence.trim(len(one.stream) - 1)
-        except PartialRemovalRefused:
-            one.sequence.remove()
 
 
 @dataclass(frozen=True, slots=True)
@@ -553,20 +532,20 @@ class Steady:
         if context.cancels != self.cancels:
             return NOTHING
         tokens = []
-        for one, ledger, make_room in self._rooms:
+        for one, ledger, reserve in self._rooms:
             have = len(ledger.tokens)
             if len(one.stream) != have + 1:
                 return NOTHING
             try:
-                make_room(1)
+                reserve(1)
             except ReprocessNeeded as needed:
-                one.stream = [*ledger.tokens, *needed.tokens, one.stream[-1]]
+                follow_ledger(one, have, needed.tokens)
                 return NOTHING
             except NoKVSlot:
                 return NOTHING
             token = one.stream[-1]
             if len(ledger.tokens) != have:
-                one.stream = [*ledger.tokens, token]
+                follow_ledger(one, have)
             tokens.append(token)
         self.decoding = True
         if len(tokens) == 1:

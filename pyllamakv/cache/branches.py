@@ -103,28 +103,24 @@ class Branches:
 
     def attach(self, node: Node, sequence: Sequence) -> None:
         """Let a sequence be the entry of a node whose tokens it holds."""
-        node.entry = sequence
-        self._held(node)
+        self.tree.attach(node, sequence)
+        self._forget_pages(node)
 
     def detach(self, node: Node) -> Sequence:
         """Take the entry from a node."""
-        sequence: Sequence = node.entry
-        node.entry = None
-        self.tree.let_go(node)
+        sequence: Sequence = self.tree.detach(node)
         return sequence
 
     def lease(self, node: Node, lease: object) -> None:
         """Let a lease work at a node."""
-        node.leases.append(lease)
-        self._held(node)
+        self.tree.lease(node, lease)
+        self._forget_pages(node)
 
     def unlease(self, node: Node, lease: object) -> None:
         """Take a lease from a node; what is useless without it stays to be pruned."""
-        node.leases.remove(lease)
-        self.tree.let_go(node)
+        self.tree.unlease(node, lease)
 
-    def _held(self, node: Node) -> None:
-        self.tree.hold(node)
+    def _forget_pages(self, node: Node) -> None:
         # What is in the cache is on no page. A state at the end of a node says nothing of above.
         for each in node.path if self.partial else [node]:
             self.forget_page(each)

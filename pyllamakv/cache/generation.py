@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pyllamakv.binding import arguments
 from pyllamakv.binding.protocol import Capability, SamplerParams
 from pyllamakv.cache import groups as grouping
-from pyllamakv.errors import Unsupported, UsageError
+from pyllamakv.errors import PartialRemovalRefused, ReprocessNeeded, Unsupported, UsageError
 from pyllamakv.runtime.batch import as_int32
 from pyllamakv.runtime.sampler import NumpySampler, Sampler, check_picker, punishes
 from pyllamakv.runtime.textstream import TextStream
@@ -184,6 +184,47 @@ class Generation:
                 text += self._stops.flush()
         if text:
             self._parts.append(text)
+
+
+def follow_ledger(one: Generation, have: int, again: Iterable[int] = ()) -> None:
+    """Begin a generation's stream with the tokens that its sequence holds now.
+
+    ``have`` is how many tokens of the stream were decoded before; ``again`` are decoded next.
+    """
+    one.stream = [*one.ledger.tokens, *again, *one.stream[have:]]
+
+
+def mark_served(those: Iterable[Generation], step: int) -> None:
+    """Record the step in which generations were fed last."""
+    for one in those:
+        one.served = step
+
+
+def make_room(one: Generation, n: int) -> bool:
+    """Make room for ``n`` tokens; False when others have to be decoded again before them.
+
+    ``one.stream`` follows what the lease discards. Raises NoKVSlot when there is no room.
+    """
+    ledger, lease = one.ledger, one.lease
+    have = len(ledger.tokens)
+    assert lease is not None
+    try:
+        lease.make_room(n)
+    except ReprocessNeeded as needed:
+        follow_ledger(one, have, needed.tokens)
+        return False
+    if len(ledger.tokens) != have:
+        follow_ledger(one, have)
+    return True
+
+
+def restore_logits(one: Generation) -> None:
+    """Take the last token back, where none was chosen after it: an exception came between."""
+    if one.sequence.open and len(one.stream) == len(one.ledger.tokens):
+        try:
+            one.sequence.trim(len(one.stream) - 1)
+        except PartialRemovalRefused:
+            one.sequence.remove()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -34,6 +34,12 @@ class Page(Protocol):
     size: int
     refs: int
 
+    def add_ref(self) -> None:
+        """Count a node that needs the page."""
+
+    def drop_ref(self) -> int:
+        """Count a node less; return how many are left."""
+
     def read(self) -> bytes:
         """Return what was saved, or raise PagingError."""
 
@@ -54,11 +60,28 @@ class Pager(Protocol):
         """Give up everything that is left."""
 
 
-class MemoryPage:
+class CountedPage:
+    """Count the nodes that need a page."""
+
+    def __init__(self) -> None:
+        self.refs = 0
+
+    def add_ref(self) -> None:
+        """Count a node that needs the page."""
+        self.refs += 1
+
+    def drop_ref(self) -> int:
+        """Count a node less; return how many are left."""
+        self.refs -= 1
+        return self.refs
+
+
+class MemoryPage(CountedPage):
     """Hold a page in host memory."""
 
     def __init__(self, pager: MemoryPager, saved: bytes, start: int, end: int) -> None:
-        self.start, self.end, self.size, self.refs = start, end, len(saved), 0
+        super().__init__()
+        self.start, self.end, self.size = start, end, len(saved)
         self._pager, self._saved = pager, saved
         pager.size += self.size
         pager.count += 1
@@ -88,11 +111,12 @@ class MemoryPager:
         """Do nothing: pages go with those who hold them."""
 
 
-class FilePage:
+class FilePage(CountedPage):
     """Hold a page in a file."""
 
     def __init__(self, pager: FilePager, path: Path, start: int, end: int, size: int) -> None:
-        self.start, self.end, self.size, self.refs = start, end, size, 0
+        super().__init__()
+        self.start, self.end, self.size = start, end, size
         self.path = path
         self._pager = pager
         pager.size += size

@@ -189,7 +189,7 @@ class Tree:
         if node.page is not None and node.page is not child.page:
             return False
         if node.page is not None:
-            node.page.refs -= 1
+            node.page.drop_ref()
             node.page = None
         child.run = node.run + child.run
         child.start, child.parent = node.start, parent
@@ -207,6 +207,27 @@ class Tree:
             self.tokens -= len(node)
             node = parent
         self.merge(node)
+
+    def attach(self, node: Node, entry: Any) -> None:
+        """Set the entry of a node."""
+        node.entry = entry
+        self.hold(node)
+
+    def detach(self, node: Node) -> Any:
+        """Take the entry from a node and return it."""
+        entry, node.entry = node.entry, None
+        self.let_go(node)
+        return entry
+
+    def lease(self, node: Node, lease: Any) -> None:
+        """Add a lease to a node."""
+        node.leases.append(lease)
+        self.hold(node)
+
+    def unlease(self, node: Node, lease: Any) -> None:
+        """Take a lease from a node."""
+        node.leases.remove(lease)
+        self.let_go(node)
 
     def hold(self, node: Node) -> None:
         """Count an entry or a lease at a node."""
@@ -226,11 +247,10 @@ class Tree:
         """Set the page of a node (None: none); return the one that no node needs any more."""
         old, node.page = node.page, page
         if page is not None:
-            page.refs += 1
+            page.add_ref()
         if old is None:
             return None
-        old.refs -= 1
-        return None if old.refs else old
+        return None if old.drop_ref() else old
 
     def touch(self, node: Node) -> None:
         """Take note that the tokens up to the end of a node were used."""

@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from pyllamakv.cache.paging import CountedPage
 from pyllamakv.cache.prefix_tree import Node, Tree, common, pack, unpack
 
 WORDS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
 
-@dataclass
-class Sheet:
+class Sheet(CountedPage):
     """Stand for a page."""
 
-    start: int
-    end: int
-    refs: int = 0
+    def __init__(self, start: int, end: int) -> None:
+        super().__init__()
+        self.start, self.end = start, end
 
 
 def entered(tree: Tree, tokens: list[int]) -> Node:
     """Let a node keep something, so that it stays."""
     node = tree.insert(pack(tokens))
     if node.entry is None:
-        node.entry = tuple(tokens)
-        tree.hold(node)
+        tree.attach(node, tuple(tokens))
     return node
 
 
 def parted(tree: Tree, node: Node) -> None:
     """Take away what a node keeps."""
-    node.entry = None
-    tree.let_go(node)
+    tree.detach(node)
     tree.prune(node)
     tree.merge(node)
 
