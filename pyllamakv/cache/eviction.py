@@ -65,7 +65,7 @@ def victim(cache: PrefixCache, kept: Iterable[Node], *, frees_id: bool) -> Node 
 def evict(cache: PrefixCache, node: Node, keep: int = 0) -> Sequence | None:
     """Page a node out, or drop it where there are no pages; its sequence with ``keep`` tokens."""
     kept = cache.branches.evict(node, keep)
-    cache.counts["evicted" if cache.branches.pager is None else "paged_out"] += 1
+    cache.counts.add("evicted" if cache.branches.pager is None else "paged_out")
     return kept
 
 
@@ -107,7 +107,7 @@ def keep_state(cache: PrefixCache, lease: PrefixLease) -> None:
         elif branches.pager is not None:
             page = branches.pager.write(lease.sequence.save(), 0, node.end)
             branches.tree.set_page(node, page)
-            cache.counts["paged_out"] += 1
+            cache.counts.add("paged_out")
     except WorkerDied:
         raise
     except (NativeError, Unsupported, PagingError, MemoryError) as error:

@@ -64,7 +64,7 @@ class PrefixCache:
         self._emptied = context.emptied
         self.leases: list[PrefixLease] = []
         self.closed = False
-        self.counts = dict.fromkeys(COUNTED, 0)
+        self.counts = PrefixCounts()
         self.check_budget(1)
 
     # Prompts...
@@ -101,9 +101,9 @@ class PrefixCache:
 
     def _count(self, prompt: int, length: int) -> None:
         counts = self.counts
-        counts["hits" if length else "misses"] += 1
-        counts["reused"] += length
-        counts["asked"] += prompt
+        counts.add("hits" if length else "misses")
+        counts.add("reused", length)
+        counts.add("asked", prompt)
         if LOG.isEnabledFor(logging.INFO):
             stats = self.stats()
             LOG.info(
@@ -186,7 +186,7 @@ class PrefixCache:
                 msg = f"no room for a branch of {node.end} tokens: release leases or unpin others"
                 raise PagingError(msg)
             branches.page_in(self.branches, node)
-            self.counts["paged_in"] += 1
+            self.counts.add("paged_in")
 
     def _branch(self, tokens: Iterable[int]) -> Node:
         key = self.key(tokens)
@@ -203,7 +203,7 @@ class PrefixCache:
         node = eviction.droppable(self)
         if node is not None:
             self.branches.drop(node)
-            self.counts["evicted"] += 1
+            self.counts.add("evicted")
         self.settle()
         return node is not None
 
@@ -233,7 +233,7 @@ class PrefixCache:
             if node is None:
                 break
             self.branches.drop(node)
-            self.counts["evicted"] += 1
+            self.counts.add("evicted")
 
     @property
     def size(self) -> int:
@@ -471,6 +471,17 @@ COUNTED = (
     *("hits", "misses", "reused", "asked"),
     *("evicted", "paged_out", "paged_in", "damaged"),
 )
+
+
+class PrefixCounts(dict[str, int]):
+    """Count what a prefix cache does, by the names in `COUNTED`."""
+
+    def __init__(self) -> None:
+        super().__init__(dict.fromkeys(COUNTED, 0))
+
+    def add(self, name: str, n: int = 1) -> None:
+        """Count something that happened ``n`` times."""
+        self[name] += n
 
 
 @dataclass(frozen=True, slots=True)

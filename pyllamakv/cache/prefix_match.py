@@ -100,13 +100,13 @@ def _page_in(cache: PrefixCache, node: Node | None) -> bool:
         branches.page_in(cache.branches, node)
     except DamagedPage as error:
         LOG.warning("%s; the branch is given up", error)
-        cache.counts["damaged"] += 1
+        cache.counts.add("damaged")
         branches.discard(cache.branches, error.page)
         return False
     except PagingError as error:
         LOG.warning("%s", error)
         return False
-    cache.counts["paged_in"] += 1
+    cache.counts.add("paged_in")
     return True
 
 

@@ -46,7 +46,7 @@ class SlotCache:
 
     ``n_slots`` slots (None: as many as the context has sequences) of ``size`` tokens each (None:
     the cells divided by the slots; more means that they lend each other cells, and that the
-    history that was used longest ago makes way). ``policy`` chooses a slot: see `choice.choose`.
+    history that was used longest ago makes way). ``policy`` chooses a slot: see `slot_choice.choose`.
     ``keep`` is how many tokens at the beginning of a prompt a shift leaves: negative means all of
     it, and the model's first token is never counted.
     """

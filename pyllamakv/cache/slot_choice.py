@@ -39,7 +39,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SlotChoice:
     """Name a slot, what of the prompt it will hold, and the slot that this is copied from."""
 
     slot: int
@@ -64,7 +64,7 @@ def count_common(a: Sequence[Hashable], b: Sequence[Hashable]) -> int:
     return low
 
 
-def choose(slots: Sequence[Candidate], policy: Policy) -> Choice | None:
+def choose(slots: Sequence[Candidate], policy: Policy) -> SlotChoice | None:
     """Choose for a prompt; None when all slots are in use.
 
     "longest" goes on with a slot of whose history at least half is common, throws the rest away,
@@ -81,8 +81,8 @@ def choose(slots: Sequence[Candidate], policy: Policy) -> Choice | None:
     source = max(sources, key=lambda n: (slots[n].common, n == target))
     evicts = slots[target].loses > 0
     if source == target:
-        return Choice(target, slots[target].common, None, evicts)
-    return Choice(target, slots[source].common, source, evicts)
+        return SlotChoice(target, slots[target].common, None, evicts)
+    return SlotChoice(target, slots[source].common, source, evicts)
 
 
 def _to_go_on_with(slots: Sequence[Candidate], free: list[int], policy: Policy) -> int | None:

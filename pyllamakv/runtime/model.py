@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pyllamakv.binding.protocol import ModelHandle, ModelInfo, Native
-    from pyllamakv.runtime.backing import Choice, KeepName
+    from pyllamakv.runtime.backing import BackingChoice, KeepName
     from pyllamakv.runtime.defrag_policy import PolicyName
     from pyllamakv.runtime.gguf_file import ModelFile
 
@@ -299,7 +299,7 @@ def context_params(
     defrag_mover: Mover,
     defrag_threads: int | None,
     guard: bool,
-    backing: Choice,
+    backing: BackingChoice,
 ) -> ContextParams:
     """Return the parameters, or raise UsageError or Unsupported naming the one at fault."""
     n_ctx, n_batch = _count("n_ctx", n_ctx), _count("n_batch", n_batch)

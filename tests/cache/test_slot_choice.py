@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyllamakv.cache.slot_choice import Candidate, Choice, Policy, checked, choose, count_common
+from pyllamakv.cache.slot_choice import Candidate, Policy, SlotChoice, checked, choose, count_common
 from pyllamakv.errors import UsageError
 
 Slot = tuple[list[int], bool, int]
 
 
-def chosen(slots: list[Slot], prompt: list[int], policy: Policy) -> Choice | None:
+def chosen(slots: list[Slot], prompt: list[int], policy: Policy) -> SlotChoice | None:
     """Choose among slots of (tokens, in use, last used)."""
     candidates = [
         Candidate(len(tokens), count_common(tokens, prompt), in_use, used)
@@ -91,28 +91,28 @@ def test_a_first_token_in_common_is_no_conversation() -> None:
     The original's "longest" takes slot 0 for it, and throws 4 tokens away while slot 1 is empty.
     """
     slots: list[Slot] = [([1, 5, 6, 7, 8], False, 9), ([], False, 0)]
-    assert chosen(slots, [1, 9, 9], "longest") == Choice(1, 1, 0)
-    assert chosen(slots, [1, 9, 9], "best") == Choice(1, 1, 0)
+    assert chosen(slots, [1, 9, 9], "longest") == SlotChoice(1, 1, 0)
+    assert chosen(slots, [1, 9, 9], "best") == SlotChoice(1, 1, 0)
 
 
 def test_a_short_history_does_not_hide_a_long_one() -> None:
     """What a slot lacks is copied from the one that has it."""
     slots: list[Slot] = [([1, 2, 3, 9, 9, 9, 9, 9], False, 9), ([1], False, 1)]
-    assert chosen(slots, [1, 2, 3, 4], "longest") == Choice(1, 3, 0)
-    assert chosen(slots, [1, 2, 3, 4], "best") == Choice(1, 3, 0)
+    assert chosen(slots, [1, 2, 3, 4], "longest") == SlotChoice(1, 3, 0)
+    assert chosen(slots, [1, 2, 3, 4], "best") == SlotChoice(1, 3, 0)
 
 
 def test_best_takes_a_slot_that_loses_nothing() -> None:
     """A slot that the prompt begins with makes way before the one that was used longest ago."""
     slots: list[Slot] = [([1, 2, 3], True, 3), ([1, 2], False, 2), ([7, 8], False, 1)]
-    assert chosen(slots, [1, 2, 3, 4], "best") == Choice(1, 3, 0)
+    assert chosen(slots, [1, 2, 3, 4], "best") == SlotChoice(1, 3, 0)
 
 
 def test_of_equals_the_one_that_loses_least() -> None:
     """A longer history with the same beginning is another conversation."""
     slots: list[Slot] = [([1, 2, 9, 9], False, 1), ([1, 2], False, 5)]
     for policy in ("longest", "best"):
-        assert chosen(slots, [1, 2, 3], checked(policy)) == Choice(1, 2)
+        assert chosen(slots, [1, 2, 3], checked(policy)) == SlotChoice(1, 2)
 
 
 def test_an_unknown_policy_is_refused() -> None:
