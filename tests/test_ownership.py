@@ -107,6 +107,24 @@ def test_no_module_writes_the_fields_of_others(path: Path) -> None:
     assert not wrong, f"{relative} assigns to attributes that it does not own: {wrong}"
 
 
+def test_no_module_reads_private_attributes_of_others() -> None:
+    """An attribute with an underscore is read where its class is; `super()` is its own class."""
+    wrong = []
+    for path in MODULES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        own = declared(tree) | {
+            each.name for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)
+        }
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute) or not node.attr.startswith("_"):
+                continue
+            base = ast.unparse(node.value)
+            if base not in {"self", "cls", "super()", "os"} and not node.attr.endswith("__"):
+                found = f"{path.relative_to(ROOT)}, line {node.lineno}: {base}.{node.attr}"
+                wrong += [] if node.attr in own else [found]
+    assert not wrong
+
+
 #: What the classes of the runtime and of the cache have.
 STATE = set().union(
     *(

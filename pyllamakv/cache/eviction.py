@@ -1,7 +1,7 @@
-"""Find room for tokens, sequences and bytes: who goes first, and what can be had at all.
+"""Evict branches of a prefix cache to make room for tokens, sequences and bytes.
 
-Who was used longest ago goes first, then the deepest, then the largest; never a branch point or
-what a lease stands on. With pages they are paged out, without they are dropped.
+The branch used longest ago is evicted first, then the deepest, then the largest; never a branch
+point or a node with a lease. A branch is paged out if the cache has a pager, else dropped.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import Capability
-from pyllamakv.cache import branches
 from pyllamakv.cache.room import Room
 from pyllamakv.errors import (
     NativeError,
@@ -141,7 +140,7 @@ def make_page_room(cache: PrefixCache, node: Node) -> bool:
     """Make room for the pages that a node needs; False when there is none."""
     above = node.path[:-1]
     pages: list[Page] = []
-    while pages != (pages := branches.missing(cache.branches, node)):
+    while pages != (pages := cache.branches.missing(node)):
         wanted = sum(page.end - page.start for page in pages)
         short = shortage(cache, wanted, None)
         if short > 0 and short > cache.branches.reclaimable(above):

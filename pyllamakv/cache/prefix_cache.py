@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding import arguments
-from pyllamakv.cache import branches, eviction, prefix_match, room
+from pyllamakv.cache import eviction, prefix_match, room
 from pyllamakv.cache import groups as grouping
 from pyllamakv.cache.branches import Branches
 from pyllamakv.cache.paging import pager
@@ -185,7 +185,7 @@ class PrefixCache:
             if not eviction.make_page_room(self, node):
                 msg = f"no room for a branch of {node.end} tokens: release leases or unpin others"
                 raise PagingError(msg)
-            branches.page_in(self.branches, node)
+            self.branches.page_in(node)
             self.counts.add("paged_in")
 
     def _branch(self, tokens: Iterable[int]) -> Node:

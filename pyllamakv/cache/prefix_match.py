@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from pyllamakv.cache import branches, eviction
+from pyllamakv.cache import eviction
 from pyllamakv.cache import groups as grouping
 from pyllamakv.cache.branches import DamagedPage
 from pyllamakv.cache.prefix_tree import WIDTH
@@ -97,11 +97,11 @@ def _page_in(cache: PrefixCache, node: Node | None) -> bool:
     try:
         if not eviction.make_page_room(cache, node):
             return False
-        branches.page_in(cache.branches, node)
+        cache.branches.page_in(node)
     except DamagedPage as error:
         LOG.warning("%s; the branch is given up", error)
         cache.counts.add("damaged")
-        branches.discard(cache.branches, error.page)
+        cache.branches.discard(error.page)
         return False
     except PagingError as error:
         LOG.warning("%s", error)
