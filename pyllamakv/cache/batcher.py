@@ -1,9 +1,10 @@
 """Continue several prompts at once: a small loop of continuous batching over a cache manager.
 
-A step decodes one batch: a token of each sequence that is being continued, and as much of the
-prompts that wait as there is room for beside them. Who was fed longest ago comes first, so that
-nobody waits for a long prompt, and no prompt waits forever. There are no threads here: whoever
-iterates over a generation, or calls `Batcher.step`, does the work.
+A step decodes one batch: a token of each active sequence, then as much of the waiting prompts as
+fits (`plan`). The sequence that was fed longest ago comes first, so a long prompt delays nothing
+else and every prompt is reached. `Roster` admits generations in the order of submission. `Steady`
+is the fast path for steps in which every generation needs one token. There are no threads:
+`Batcher.step`, or iterating over a generation, does the work.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Keep a ring of checkpoints of a sequence whose memory cannot go back by itself.
+"""Resume sequences at earlier positions, from checkpoints where their memory cannot remove tokens.
 
-Pure bookkeeping: what a checkpoint holds is bytes, whoever made them. A checkpoint at position p
-holds everything up to and with p, so that who restores it goes on at p + 1.
+A checkpoint at position p holds everything up to and including p: decoding continues at p + 1.
+`Ring` keeps the checkpoints of one sequence and knows only their bytes; `Past` saves and restores
+the sequences of a context.
 """
 
 from __future__ import annotations

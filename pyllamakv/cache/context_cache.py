@@ -1,4 +1,9 @@
-"""Be a `Cache` over one context: all is reserved at the start, and a refusal leaves no trace."""
+"""Implement `Cache` over one context, with all memory reserved at the start.
+
+A call that raises leaves the cache unchanged. Closing a gap in a sequence moves cells, and a cell
+has one position for all sequences that share it: shared cells are replaced by copies first, or the
+call is refused.
+"""
 
 from __future__ import annotations
 

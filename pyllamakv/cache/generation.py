@@ -1,4 +1,8 @@
-"""Hold one prompt in a `Batcher`, and the text that comes of it."""
+"""Continue one prompt in a `Batcher`: its request, its tokens and text, and its stop strings.
+
+The request is checked before anything is decoded. Text passes through `Stops`, which holds back
+what may become a stop string.
+"""
 
 from __future__ import annotations
 

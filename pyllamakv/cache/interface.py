@@ -1,4 +1,8 @@
-"""Say what a cache does for who runs a model: `Cache`, over one context or several in lock-step."""
+"""Define the protocols of cache managers.
+
+`Cache` is used by sequence number, `Manager` and `Lease` by prompt.
+`ContextCache` and `Lockstep` implement `Cache`; `PrefixCache` and `SlotCache` are managers.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 A slot is a sequence, and its token list is the sequence's ledger, which changes only after the
 library has agreed. So a decode that fails, or is cancelled, leaves no token in a slot that the
-cache has not, and none in the cache that no slot has.
+cache has not, and none in the cache that no slot has. A full slot is shifted: half of the tokens
+behind a head that stays are discarded at once, so that it does not happen for every token.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class SlotCache:
 
     ``n_slots`` slots (None: as many as the context has sequences) of ``size`` tokens each (None:
     the cells divided by the slots; more means that they lend each other cells, and that the
-    history that was used longest ago makes way). ``policy`` chooses a slot: see `slot_choice.choose`.
+    history that was used longest ago is evicted). ``policy`` chooses a slot: `slot_choice.choose`.
     ``keep`` is how many tokens at the beginning of a prompt a shift leaves: negative means all of
     it, and the model's first token is never counted.
     """

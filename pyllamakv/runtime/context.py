@@ -1,4 +1,8 @@
-"""Decode tokens of several sequences in one context, and own its KV cache."""
+"""Decode tokens of several sequences in one context, and own its KV cache.
+
+`Context` owns all state of decoding: its methods alone change it. `intercept` replaces its library
+for a block, to record or to watch every call.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load a model: its facts, its tokens, and the contexts made of it."""
+"""Load a model: its facts, its tokens, and the contexts made of it with checked parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Open a built variant by its name, by its id or by its path."""
+"""Open a built variant by its name, its id or its path; serve one of its devices over RPC."""
 
 from __future__ import annotations
 
