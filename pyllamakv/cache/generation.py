@@ -40,7 +40,7 @@ class Generation:
     string), "length" (``max_tokens``), "cancelled" or "failed", with ``error``.
     """
 
-    def __init__(self, batcher: Batcher, asked: GenerationRequest) -> None:
+    def __init__(self, batcher: Batcher, asked: Request) -> None:
         self.prompt = asked.prompt
         #: The tokens that were chosen, the one that ended it left out.
         self.tokens: list[int] = []
@@ -232,7 +232,7 @@ def restore_logits(one: Generation) -> None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GenerationRequest:
+class Request:
     """Hold a prompt, and how it is to be continued; ``owned`` is a sampler made for it alone."""
 
     prompt: list[int]
@@ -255,7 +255,7 @@ def checked_request(
     sampler: Picker | SamplerParams | None,
     groups: Iterable[tuple[int, int]],
     stop_at_end: bool,
-) -> GenerationRequest:
+) -> Request:
     """Return a request, or raise UsageError or Unsupported for what cannot be right."""
     model = context.model
     tokens = model.tokenize(prompt) if isinstance(prompt, str) else prompt
@@ -276,7 +276,7 @@ def checked_request(
         raise Unsupported(msg, "vocabulary")
     together = grouping.checked(groups, len(given), n_batch)
     picker, owned = _picker(model, greedy, sampler)
-    return GenerationRequest(given, max_tokens, strings, stop_at_end, together, picker, owned)
+    return Request(given, max_tokens, strings, stop_at_end, together, picker, owned)
 
 
 def make_sampler(model: Model, params: SamplerParams) -> Sampler | NumpySampler:
