@@ -27,17 +27,14 @@ if TYPE_CHECKING:
         Status,
     )
     from pyllamakv.binding.server import Server
-    from pyllamakv.cache.batching.batcher import Batcher
-    from pyllamakv.cache.batching.generation import Generation
+    from pyllamakv.cache.batcher import Batcher
     from pyllamakv.cache.checkpoints import Schedule
-    from pyllamakv.cache.context_cache import ContextCache
-    from pyllamakv.cache.counting import CacheStats
-    from pyllamakv.cache.interface import Cache
-    from pyllamakv.cache.lease import Lease, Manager
+    from pyllamakv.cache.context_cache import CacheStats, ContextCache
+    from pyllamakv.cache.generation import Generation
+    from pyllamakv.cache.interface import Cache, Lease, Manager
     from pyllamakv.cache.lockstep import Lockstep
-    from pyllamakv.cache.prefixes.cache import PrefixCache
-    from pyllamakv.cache.prefixes.stats import PrefixStats
-    from pyllamakv.cache.slots.cache import SlotCache
+    from pyllamakv.cache.prefix_cache import PrefixCache, PrefixStats
+    from pyllamakv.cache.slot_cache import SlotCache
     from pyllamakv.errors import (
         ArgumentTypeError,
         BudgetTooSmall,
@@ -79,17 +76,15 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.backing import KVMemory, LayerMemory
     from pyllamakv.runtime.batch import Batch
     from pyllamakv.runtime.breakdown import MemoryBreakdown, memory_breakdown
-    from pyllamakv.runtime.compaction import Costs, measure_costs
     from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.defrag_policy import Costs, measure_costs
     from pyllamakv.runtime.kv import KV, DefragReport
     from pyllamakv.runtime.logits import Logits, LogitsRows
     from pyllamakv.runtime.model import Model
-    from pyllamakv.runtime.moves import Moves
-    from pyllamakv.runtime.opening import OpenLibrary, open
+    from pyllamakv.runtime.opening import OpenLibrary, open, serve
     from pyllamakv.runtime.sampler import NumpySampler, Sampler
     from pyllamakv.runtime.sequence import Sequence
-    from pyllamakv.runtime.serving import serve
-    from pyllamakv.runtime.snapshot import CellMap, KVStats, Snapshot
+    from pyllamakv.runtime.snapshot import CellMap, KVStats, Moves, Snapshot
     from pyllamakv.traces.recording import Recording, record
     from pyllamakv.view.live import watch
 
@@ -101,17 +96,14 @@ _MODULES = {
         "Capability ContextInfo ContextParams Counters Device Memory ModelInfo SamplerParams Status"
     ),
     "binding.server": "Server",
-    "cache.batching.batcher": "Batcher",
+    "cache.batcher": "Batcher",
     "cache.checkpoints": "Schedule",
-    "cache.context_cache": "ContextCache",
-    "cache.counting": "CacheStats",
-    "cache.batching.generation": "Generation",
-    "cache.interface": "Cache",
-    "cache.lease": "Lease Manager",
+    "cache.context_cache": "CacheStats ContextCache",
+    "cache.generation": "Generation",
+    "cache.interface": "Cache Lease Manager",
     "cache.lockstep": "Lockstep",
-    "cache.prefixes.cache": "PrefixCache",
-    "cache.prefixes.stats": "PrefixStats",
-    "cache.slots.cache": "SlotCache",
+    "cache.prefix_cache": "PrefixCache PrefixStats",
+    "cache.slot_cache": "SlotCache",
     "errors": (
         "ArgumentTypeError "
         "Busy Cancelled Closed ContextError DecodeError DeviceLost KvError LoadError ModelError "
@@ -125,17 +117,15 @@ _MODULES = {
     "runtime.backing": "KVMemory LayerMemory",
     "runtime.batch": "Batch",
     "runtime.breakdown": "MemoryBreakdown memory_breakdown",
-    "runtime.compaction": "Costs measure_costs",
+    "runtime.defrag_policy": "Costs measure_costs",
     "runtime.context": "Context",
     "runtime.kv": "KV DefragReport",
     "runtime.logits": "Logits LogitsRows",
     "runtime.model": "Model",
-    "runtime.opening": "OpenLibrary open",
+    "runtime.opening": "OpenLibrary open serve",
     "runtime.sampler": "NumpySampler Sampler",
     "runtime.sequence": "Sequence",
-    "runtime.serving": "serve",
-    "runtime.moves": "Moves",
-    "runtime.snapshot": "CellMap KVStats Snapshot",
+    "runtime.snapshot": "CellMap KVStats Moves Snapshot",
 }
 #: Names that are modules themselves.
 _WHOLE = {"errors": "errors", "metrics": "runtime.metrics"}

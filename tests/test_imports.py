@@ -105,16 +105,10 @@ def test_cffi_stays_in_the_binding() -> None:
 
 def test_snapshot_needs_numpy_alone() -> None:
     """A snapshot needs the protocol's types and the checks of arguments, nothing else of ours."""
-    for name in ("snapshot", "moves"):
-        for found in imported(ROOT / "runtime" / f"{name}.py"):
-            assert found.startswith(
-                (
-                    "pyllamakv.binding.protocol",
-                    "pyllamakv.binding.arguments",
-                    "pyllamakv.errors",
-                    "pyllamakv.runtime.moves",
-                )
-            ), found
+    for found in imported(ROOT / "runtime" / "snapshot.py"):
+        assert found.startswith(
+            ("pyllamakv.binding.protocol", "pyllamakv.binding.arguments", "pyllamakv.errors")
+        ), found
 
 
 def test_the_package_never_imports_quality_assurance() -> None:

@@ -1,35 +1,44 @@
-"""Be a `Cache` over one context: all is reserved at the start, and a refusal leaves no trace."""
+"""Implement `Cache` over one context, with all memory reserved at the start.
+
+A call that raises leaves the cache unchanged. Closing a gap in a sequence moves cells, and a cell
+has one position for all sequences that share it: shared cells are replaced by copies first, or the
+call is refused.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding import arguments
-from pyllamakv.cache import passes, room, unsharing
-from pyllamakv.cache.checkpoints import Schedule
-from pyllamakv.cache.counting import CacheStats
-from pyllamakv.cache.inspecting import check_ledgers, describe
+from pyllamakv.cache import room
+from pyllamakv.cache.checkpoints import Past, Schedule, closing_gap, going_back
+from pyllamakv.cache.inspection import check_ledgers, describe
 from pyllamakv.cache.interface import check_range
-from pyllamakv.cache.resume import Past, closing_gap, going_back
+from pyllamakv.cache.room import no_room
 from pyllamakv.errors import (
     KVCacheFull,
     KvError,
     NotSupported,
+    SharedCells,
+    StateError,
     Unsupported,
     UsageError,
 )
+from pyllamakv.runtime.batch import Batch, as_int32
 from pyllamakv.runtime.breakdown import MemoryBreakdown, memory_breakdown
 from pyllamakv.runtime.context import Context
 from pyllamakv.runtime.model import Model
-from pyllamakv.runtime.reserving import check_address_space, reserve
+from pyllamakv.runtime.reservation import check_address_space, reserve
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from pyllamakv.cache.checkpoints import Checkpoint
     from pyllamakv.runtime import sequence as runtime
+    from pyllamakv.runtime.context import Context
 
 
 class ContextCache:
@@ -135,8 +144,8 @@ class ContextCache:
         logits: Sequence[bool] | None = None,
     ) -> None:
         """Decode a batch; `Cache.start_forward` describes it."""
-        tokens, positions, sequences = passes.checked(tokens, positions, sequences)
-        counts, run = passes.lay_out(self.context, self.lanes, tokens, positions, sequences, logits)
+        tokens, positions, sequences = checked_pass(tokens, positions, sequences)
+        counts, run = lay_out(self.context, self.lanes, tokens, positions, sequences, logits)
         for number, more in counts.items():
             held = len(self.lanes[number].ledger.tokens)
             if held + more > self.capacity:
@@ -209,7 +218,7 @@ class ContextCache:
             self.past.restore(lane, kept)
             self._stats.restores += 1
         elif end is not None and end < lane.next_pos:
-            unsharing.close_gap(lane, begin, end)
+            _close_gap(lane, begin, end)
         elif begin == 0:
             self.past.empty(lane)
         elif begin < lane.next_pos:
@@ -231,7 +240,7 @@ class ContextCache:
             reason = closing_gap(lane, begin, end)
             if reason is not None:
                 raise _refused(what, reason)
-            unsharing.check(lane, end, unshare=unshare)
+            _check_unshared(lane, end, unshare=unshare)
             return None
         if begin > lane.next_pos:
             return self.past.kept(lane, begin)  # after a failure that emptied the sequence
@@ -286,3 +295,117 @@ class ContextCache:
 
 def _refused(what: str, reason: str) -> NotSupported:
     return NotSupported(f"cannot {what}: {reason}; nothing was changed", reason)
+
+
+def lay_out(
+    context: Context,
+    lanes: tuple[runtime.Sequence, ...],
+    tokens: Sequence[int],
+    positions: Sequence[int],
+    sequences: Sequence[int],
+    logits: Sequence[bool] | None,
+) -> tuple[dict[int, int], Callable[[], None]]:
+    """Return how many tokens each sequence gets, and what decodes them.
+
+    Raises UsageError for a sequence that is not there, and for a single token in the wrong place;
+    the rest is checked by the decode.
+    """
+    counts = lengths(sequences)
+    for number in counts:
+        if not 0 <= number < len(lanes):
+            msg = f"sequence {number} is out of range: there are 0..{len(lanes) - 1}"
+            raise UsageError(msg)
+    n = len(tokens)
+    if logits is None and 0 < n == len(counts) == len(positions) == len(sequences):
+        # A token for each: what generation does, over and over.
+        chosen = [lanes[number] for number in sequences]
+        for lane, pos in zip(chosen, positions, strict=True):
+            if pos != lane.ledger.next:
+                msg = (
+                    f"sequence {lane.id} goes on at position {lane.ledger.next}, not {pos}: "
+                    "positions follow each other without a gap"
+                )
+                raise UsageError(msg)
+        if n == 1:
+            return counts, partial(context.step, chosen[0], tokens[0])
+        return counts, partial(context.step_all, chosen, tokens)
+    wanted = logits
+    if wanted is None:
+        last = {number: place for place, number in enumerate(sequences)}
+        wanted = [last[number] == place for place, number in enumerate(sequences)]
+    return counts, partial(context.decode, Batch.of(tokens, positions, sequences, wanted))
+
+
+def checked_pass(*lists: Any) -> tuple[list[int], ...]:
+    """Return tokens, positions and sequences as lists of whole numbers of one length."""
+    names = ("tokens", "positions", "sequences")
+    found = tuple(as_int32(one, name).tolist() for one, name in zip(lists, names, strict=True))
+    if len(set(map(len, found))) > 1:
+        counted = ", ".join(f"{len(one)} {name}" for one, name in zip(found, names, strict=True))
+        msg = f"a batch has as many tokens as positions and sequences, not {counted}"
+        raise UsageError(msg)
+    return found
+
+
+def lengths(sequences: Sequence[int]) -> dict[int, int]:
+    """Count the tokens of each sequence in a batch."""
+    found: dict[int, int] = {}
+    for each in sequences:
+        found[each] = found.get(each, 0) + 1
+    return found
+
+
+def _check_unshared(lane: runtime.Sequence, end: int, *, unshare: bool) -> None:
+    """Raise SharedCells, or KVCacheFull, unless the positions from ``end`` on can move."""
+    others = _sharers(lane, end)
+    if not others:
+        return
+    if not unshare:
+        names = ", ".join(map(str, others))
+        msg = (
+            f"positions from {end} on of sequence {lane.id} lie in cells that sequence {names} has "
+            "as well, where they would move too; nothing was changed: give unshare=True for cells "
+            "of its own"
+        )
+        raise SharedCells(msg, others)
+    ledgers = lane.context.ledgers
+    theirs = {mark for each in ledgers if each is not lane.ledger for mark in each.marks}
+    needed = sum(mark in theirs for mark in lane.ledger.marks)
+    with lane.context.turn:
+        seen = lane.context.kv.peek()
+    if seen is not None and seen.stats.free < needed:
+        raise no_room(lane, needed, f"{needed} shared cells, {seen.stats.free} free ones")
+
+
+def _close_gap(lane: runtime.Sequence, begin: int, end: int) -> None:
+    """Remove begin <= p < end, and let the positions behind close up, in cells of their own."""
+    if _sharers(lane, end):
+        try:
+            lane.restore(lane.save())
+        except StateError as error:
+            raise no_room(lane, len(lane), error) from error
+    lane.remove(begin, end)
+    lane.shift(end, None, begin - end)
+
+
+def _sharers(lane: runtime.Sequence, end: int) -> tuple[int, ...]:
+    return lane.ledger.shared_with(enumerate(lane.context.ledgers), end, None)
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """Count what a `ContextCache` did, and the checkpoints that it has."""
+
+    forwards: int = 0
+    decoded_tokens: int = 0
+    full: int = 0
+    defrags: int = 0
+    copies: int = 0
+    removals: int = 0
+    restores: int = 0
+    checkpoints: int = 0
+    checkpoint_bytes: int = 0
+
+    def to_json(self) -> dict[str, int]:
+        """Return the numbers as plain JSON values."""
+        return asdict(self)

@@ -1,4 +1,8 @@
-"""Say what a cache does for who runs a model: `Cache`, over one context or several in lock-step."""
+"""Define the protocols of cache managers.
+
+`Cache` is used by sequence number, `Manager` and `Lease` by prompt.
+`ContextCache` and `Lockstep` implement `Cache`; `PrefixCache` and `SlotCache` are managers.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,11 @@ from pyllamakv.errors import UsageError
 from pyllamakv.runtime.ledger import POSITIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+    from types import TracebackType
+
+    from pyllamakv.runtime import sequence as runtime
+    from pyllamakv.runtime.context import Context
 
 
 class Cache(Protocol):
@@ -86,3 +94,58 @@ def check_range(begin: object, end: object) -> tuple[int, int | None]:
         raise UsageError(msg)
     # Whatever lies behind all positions is as good as the first that does.
     return min(first, POSITIONS), None if last is None else min(last, POSITIONS)
+
+
+class Lease(Protocol):
+    """Hold a sequence for one prompt, with as much of the prompt as the cache had.
+
+    A context manager: leaving it releases. Whoever holds it feeds ``sequence`` with ``rest`` and
+    with what follows; what the sequence holds when it is released stays for later prompts.
+    """
+
+    @property
+    def sequence(self) -> runtime.Sequence:
+        """Return the sequence to feed."""
+
+    @property
+    def cached(self) -> int:
+        """Return how many of the prompt's tokens the sequence holds already."""
+
+    @property
+    def rest(self) -> list[int]:
+        """Return the prompt's tokens from ``cached`` on, never empty."""
+
+    def make_room(self, n: int) -> None:
+        """Make room for ``n`` more tokens in the sequence and in the cache: evict, shift.
+
+        Raises KVCacheFull when it cannot; ReprocessNeeded when the sequence has to be decoded
+        again, with the tokens to decode next: it holds what comes before them.
+        """
+
+    def release(self) -> None:
+        """Give the sequence back; a second call does nothing."""
+
+    def __enter__(self) -> Lease: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None: ...
+
+
+class Manager(Protocol):
+    """Own the cache of a context, and hand out its sequences prompt by prompt."""
+
+    @property
+    def context(self) -> Context:
+        """Return the context whose cache this owns."""
+
+    def acquire(self, tokens: Iterable[int], *, groups: Iterable[tuple[int, int]] = ()) -> Lease:
+        """Return a lease for a prompt, with what the cache has of it already.
+
+        ``groups`` are ranges (first, end) of the prompt that are never split by a shift. Raises
+        UsageError (an empty prompt, one longer than a sequence can be), NoSlotAvailable when all
+        sequences are in use, KVCacheFull; the cache is as it was then.
+        """
+
+    def close(self) -> None:
+        """Free what the manager holds, the context's sequences; a second call does nothing."""

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.binding import arguments
 from pyllamakv.cache.checkpoints import Checkpoint
-from pyllamakv.cache.context_cache import ContextCache
+from pyllamakv.cache.context_cache import ContextCache, checked_pass, lengths
 from pyllamakv.cache.interface import check_range
-from pyllamakv.cache.passes import checked, lengths
 from pyllamakv.errors import KvError, UsageError
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class Lockstep:
         Memories that cannot go back are saved first, but for the last of them: what its failure
         empties goes back to its last checkpoint in all of them, or is emptied in all.
         """
-        tokens, positions, sequences = checked(tokens, positions, sequences)
+        tokens, positions, sequences = checked_pass(tokens, positions, sequences)
         numbers = tuple(lengths([self._checked(each) for each in sequences]))
         if len(tokens) > self.max_batch:
             msg = f"the batch has {len(tokens)} tokens; the smallest cache takes {self.max_batch}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pyllamakv.cache.inspecting import describe
+from pyllamakv.cache.inspection import describe
 from pyllamakv.errors import KVCacheFull, NoKVSlot, Unsupported
 
 if TYPE_CHECKING:

@@ -54,14 +54,14 @@ def command(
     Of a trace what it recorded; a script is played first, and tells the library's counters as well.
     Exit 1 when the script does not end as it expects, after its numbers up to there.
     """
-    from pyllamakv.runtime import exposition
+    from pyllamakv.runtime import metrics
     from pyllamakv.traces import playback as films
     from pyllamakv.traces import trace as traces
     from pyllamakv.view.frame_statistics import LABELS, PictureStats
 
     form = Format.JSON if as_json else format
     labels = dict(_label(each) for each in label or ())
-    exposition.check(labels, LABELS)
+    metrics.check(labels, LABELS)
     stats: CellStats | None = None
     counters = broken = None
     if traces.is_trace(run) and not variant:

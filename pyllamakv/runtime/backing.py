@@ -36,7 +36,7 @@ _PIECE: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class BackingChoice:
     """Hold a checked choice, as `ContextParams` takes it; ``what`` is how it was given."""
 
     kind: Backing = Backing.HEAP
@@ -83,7 +83,7 @@ def choose(
     backing: str | os.PathLike[str],
     keep: bool | KeepName,
     huge: bool,
-) -> Choice:
+) -> BackingChoice:
     """Return a checked choice, or raise UsageError or Unsupported."""
     huge = arguments.flag("kv_huge", huge)
     if isinstance(keep, str):
@@ -105,7 +105,7 @@ def choose(
         if huge:
             msg = "kv_huge needs mapped memory: give kv_backing='mmap' or a path"
             raise UsageError(msg)
-        return Choice()
+        return BackingChoice()
     if Capability.MAPPING not in model.native.about.capabilities:
         msg = (
             "this build keeps its cache on the heap only: kv_backing needs a variant with the "
@@ -113,13 +113,13 @@ def choose(
         )
         raise Unsupported(msg, "MAPPING")
     if backing == "mmap":
-        return Choice(Backing.ANONYMOUS, huge=huge)
+        return BackingChoice(Backing.ANONYMOUS, huge=huge)
     path = Path(backing).absolute()
     if keep and path.is_dir():
         msg = f"{path} is a folder; to keep the cache name a file in it"
         raise UsageError(msg)
     number = 0 if not keep else 2 if keep == "fresh" else 1
-    return Choice(Backing.FILE, str(path), number, huge, identity(model) if keep else None)
+    return BackingChoice(Backing.FILE, str(path), number, huge, identity(model) if keep else None)
 
 
 def identity(model: Model) -> str:

@@ -1,4 +1,4 @@
-"""Say what to decode: tokens that follow in sequences (`Feed`), or placed ones (`Batch`)."""
+"""Describe and check what to decode: tokens that follow (`Feed`), or placed ones (`Batch`)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from pyllamakv.binding import arguments
 from pyllamakv.errors import ArgumentTypeError, UsageError
+from pyllamakv.runtime import windows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -260,3 +261,76 @@ def _check_lengths(arrays: Arrays) -> None:
     if arrays.counts is not None and n and int(arrays.counts.min()) < 1:
         msg = "a token needs at least one sequence: counts must be 1 or more"
         raise UsageError(msg)
+
+
+def check_batch(context: Context, batch: Arrays, *, positions: bool = True) -> None:
+    """Refuse a batch that llama.cpp would assert on, misread or silently place wrong.
+
+    ``positions`` False leaves out what holds already when feeds were laid out.
+    """
+    n = len(batch.token)
+    if n == 0:
+        msg = "there is nothing to decode: the batch has no tokens"
+        raise UsageError(msg)
+    if n > context.info.n_batch:
+        msg = (
+            f"the batch has {n} tokens and n_batch is {context.info.n_batch}; decode it in pieces "
+            "(context.prefill does), or make the context with a larger n_batch"
+        )
+        raise UsageError(msg)
+    bad = outside(batch.token, context.n_vocab)
+    if bad is not None:
+        msg = f"token {bad} is out of range: this model has tokens 0..{context.n_vocab - 1}"
+        raise UsageError(msg)
+    bad = outside(batch.seq, context.info.n_seq_max)
+    if bad is not None:
+        msg = (
+            f"sequence {bad} is out of range: this context has sequences "
+            f"0..{context.info.n_seq_max - 1} (n_seq_max)"
+        )
+        raise UsageError(msg)
+    if positions:
+        _check_positions(context, batch)
+
+
+def outside(values: NDArray[np.int32], end: int) -> int | None:
+    """Return a value that is not in 0 <= value < end, None when all are."""
+    # A negative number is a large one without its sign: one pass finds both.
+    if np.maximum.reduce(values.view(np.uint32)) < end:
+        return None
+    low = int(values.min())
+    return low if low < 0 else int(values.max())
+
+
+def _check_positions(context: Context, batch: Arrays) -> None:
+    expected: dict[int, int] = {}
+    shared: set[tuple[int, ...]] = set()
+    for pos, ids in placed(batch):
+        if len(ids) > 1:
+            shared.add(tuple(ids))
+        if len(ids) != len(set(ids)):
+            msg = f"the token at position {pos} names a sequence twice: {ids}"
+            raise UsageError(msg)
+        for each in ids:
+            there = expected.get(each, -1)
+            if there < 0:
+                there = context.ledgers[each].next
+            if pos != there:
+                msg = (
+                    f"sequence {each} goes on at position {there}, not {pos}: positions follow "
+                    "each other without a gap"
+                )
+                raise UsageError(msg)
+            expected[each] = pos + 1
+    for owners in sorted(shared):
+        windows.check_shared(context, owners)
+
+
+def placed(batch: Arrays) -> Iterable[tuple[int, list[int]]]:
+    """Return position and sequence ids of each token."""
+    seq = batch.seq.tolist()
+    if batch.counts is None:
+        return ((pos, [i]) for pos, i in zip(batch.pos.tolist(), seq, strict=True))
+    ends = batch.counts.cumsum().tolist()
+    starts = [0, *ends[:-1]]
+    return ((pos, seq[a:b]) for pos, a, b in zip(batch.pos.tolist(), starts, ends, strict=True))

@@ -1,43 +1,126 @@
-"""Decode tokens of several sequences in one context, and own its KV cache."""
+"""Decode tokens of several sequences in one context, and own its KV cache.
+
+`Context` owns all state of decoding: its methods alone change it. `intercept` replaces its library
+for a block, to record or to watch every call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pyllamakv.binding import arguments
 from pyllamakv.binding.handle import Handle
-from pyllamakv.binding.protocol import Capability, Status
-from pyllamakv.errors import UsageError
-from pyllamakv.runtime import decoding, generation, stepping
+from pyllamakv.binding.protocol import Capability, SamplerParams, Status
+from pyllamakv.errors import Cancelled, DecodeError, KvError, NativeError, StaleLogits, UsageError
+from pyllamakv.runtime import decode_failure
 from pyllamakv.runtime.backing import Kept
-from pyllamakv.runtime.batch import Batch, Feed, lay_out
-from pyllamakv.runtime.compaction import Keeper
+from pyllamakv.runtime.batch import Batch, Feed, as_int32, check_batch, lay_out
+from pyllamakv.runtime.capabilities import require
+from pyllamakv.runtime.decode_failure import roll_back
+from pyllamakv.runtime.defrag_policy import DefragPolicy
 from pyllamakv.runtime.freeing import free_quietly
 from pyllamakv.runtime.kv import KV
-from pyllamakv.runtime.ledger import Ledger
+from pyllamakv.runtime.ledger import Ledger, record_batch, record_step
 from pyllamakv.runtime.logits import Logits, LogitsRows
-from pyllamakv.runtime.needs import require
-from pyllamakv.runtime.outputs import Outputs
-from pyllamakv.runtime.sequence import Sequence
+from pyllamakv.runtime.sampler import NumpySampler, Sampler, check_picker
+from pyllamakv.runtime.sequence import Sequence, checked
+from pyllamakv.runtime.textstream import TextStream
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
     from types import TracebackType
+
+    from numpy.typing import NDArray
 
     from pyllamakv.binding.protocol import (
         ContextHandle,
         ContextInfo,
         ContextParams,
         Counters,
-        SamplerParams,
     )
-    from pyllamakv.runtime.batch import Arrays
+    from pyllamakv.runtime.batch import Arrays, Wanted
     from pyllamakv.runtime.model import Model
-    from pyllamakv.runtime.sampler import Picker, Sampler
+    from pyllamakv.runtime.sampler import Picker
 
 Work = Feed | Batch | Iterable[Feed]
+
+#: Steps in one call of C, which needs room for the tokens of all of them.
+_STEPS = 1 << 14
+
+#: The types of the items of a list that needs no conversion.
+_INTEGERS = {int}
+
+
+class StepGroup:
+    """Hold sequences that step together.
+
+    Raises UsageError for what is no sequence of the context, for none or too many, and one twice.
+    """
+
+    __slots__ = ("ids", "ledgers", "sequences")
+
+    def __init__(self, context: Context, sequences: list[Sequence]) -> None:
+        for each in sequences:
+            arguments.instance("an item of sequences", each, Sequence, "a Sequence")
+            each.check(context)
+        #: A tuple, so that whoever has seen it knows that it is the same.
+        self.ids = tuple(each.id for each in sequences)
+        if not 0 < len(self.ids) <= context.info.n_batch or len(set(self.ids)) != len(self.ids):
+            msg = (
+                f"expected 1 to {context.info.n_batch} sequences (n_batch), each of them once, "
+                f"not {list(self.ids)}"
+            )
+            raise UsageError(msg)
+        self.sequences = sequences
+        self.ledgers: list[Ledger] = [each.ledger for each in sequences]
+
+
+class Outputs:
+    """Hold how many tokens the last batch had (0: it failed) and which asked for logits.
+
+    ``every`` stands for all of them; else ``flags`` None stands for the last token alone.
+    """
+
+    __slots__ = ("every", "flags", "n")
+
+    def __init__(self) -> None:
+        self.n = 0
+        self.every = False
+        self.flags: NDArray[np.int8] | None = None
+
+    def take(self, batch: Arrays) -> None:
+        """Take over what a decoded batch asked for."""
+        self.n, self.flags, self.every = len(batch.token), batch.logits, False
+
+    def count(self) -> int:
+        """Return how many places have logits; StaleLogits when none can have any."""
+        if self.n == 0:
+            msg = "there are no logits: nothing was decoded yet, or the last decode failed"
+            raise StaleLogits(msg)
+        if self.every:
+            return self.n
+        return 1 if self.flags is None else int(np.count_nonzero(self.flags))
+
+    def check(self, index: int) -> None:
+        """Refuse a place without logits; a negative one counts from the last that has any."""
+        n, flags = self.n, self.flags
+        outputs = self.count()
+        if self.every or not 0 <= index < n:
+            has = -outputs <= index < (n if self.every else 0)
+        else:
+            has = index == n - 1 if flags is None else bool(flags[index])
+        if not has:
+            msg = (
+                f"place {arguments.shown(index)} of the last batch has no logits: it had "
+                f"{n} tokens, and asked for "
+                f"logits of {outputs} of them"
+            )
+            raise UsageError(msg)
 
 
 class Context:
@@ -75,8 +158,8 @@ class Context:
         #: How often `cancel` was called.
         self.cancels = 0
         self.outputs = Outputs()
-        self.keeper = Keeper(self, "never")  # defragments by itself, as the policy says
-        self.group: stepping.Group | None = None  # that stepped last
+        self.defrag_policy = DefragPolicy(self, "never")
+        self._group: StepGroup | None = None  # that stepped last
 
     @property
     def kv(self) -> KV:
@@ -129,7 +212,7 @@ class Context:
     def forget(self, sequence: Sequence) -> None:
         """Take back a closed sequence's id; `Sequence.close` calls this, the turn is held."""
         self._taken.discard(sequence.id)
-        self.group = None
+        self._group = None
 
     def new_marks(self, n: int) -> int:
         """Reserve marks for ``n`` cells and return the first; the turn is held."""
@@ -158,7 +241,7 @@ class Context:
             batch = lay_out(self, work)
             code = self._run(batch, positions=isinstance(work, Batch))
             if code:
-                raise decoding.failure(self, code, batch.seq.tolist(), len(batch.token))
+                raise decode_failure.failure(self, code, batch.seq.tolist(), len(batch.token))
 
     def try_decode(self, work: Work) -> Status:
         """Decode like `decode`, and return the status where that would raise for 1 and 2."""
@@ -166,19 +249,61 @@ class Context:
             batch = lay_out(self, work)
             code = self._run(batch, positions=isinstance(work, Batch))
             if code not in (0, 1, 2):
-                raise decoding.failure(self, code, batch.seq.tolist(), len(batch.token))
+                raise decode_failure.failure(self, code, batch.seq.tolist(), len(batch.token))
             return Status(code)
 
     def step(self, sequence: Sequence, token: int) -> None:
         """Decode one token that follows in a sequence, with logits: `decode` at its cheapest."""
-        stepping.one(self, sequence, token)
+        with self.turn as handle:
+            try:
+                if sequence.context is not self or not sequence.open:
+                    sequence.check(self)
+            except AttributeError:
+                raise arguments.wrong_type("sequence", sequence, "a Sequence") from None
+            if type(token) is not int:
+                token = arguments.whole("token", token)
+            if not 0 <= token < self.n_vocab:
+                self._check_token(token)
+            ledger, number, policy = sequence.ledger, sequence.id, self.defrag_policy
+            if policy.dirty:
+                policy.before_decode()
+            self.epoch = epoch = self.epoch + 1
+            outputs = self.outputs
+            outputs.n = 0
+            pos = ledger.next
+            try:
+                code = self.decode_one(handle, token, pos, number)
+                if code == 1 and policy.heal((number,)):
+                    code = self.decode_one(handle, token, pos, number)
+            except BaseException as error:
+                self._rollback_after_error(error, (number,))
+                raise
+            if code:
+                raise self._failed(code, (number,))
+            mark = self._marks
+            self._marks = mark + 1
+            ledger.append_next(token, mark, 0, epoch)
+            outputs.n, outputs.every = 1, True
 
     def step_all(self, sequences: Iterable[Sequence], tokens: Any) -> None:
         """Decode one token that follows in each of these sequences, in one batch, all with logits.
 
         Place i is sequence i's, also for `logits_all` and ``pick_all``. Raises as `decode` does.
         """
-        stepping.each(self, sequences, tokens)
+        with self.turn as handle:
+            group = self._group_of(sequences)
+            given, ids = self._given(group, tokens), group.ids
+            places = self._begin(group)
+            try:
+                code = self.native.decode_each(handle, given, places, ids)
+                if code == 1 and self.defrag_policy.heal(ids):
+                    code = self.native.decode_each(handle, given, places, ids)
+            except BaseException as error:
+                self._rollback_after_error(error, ids)
+                raise
+            if code:
+                raise self._failed(code, ids)
+            self._record_step(group, given)
 
     def advance(
         self, sequences: Iterable[Sequence], tokens: Any, steps: int, sampler: Sampler
@@ -188,14 +313,60 @@ class Context:
         Returns the tokens chosen after each step; decode the last of them next. Ends early after
         a step that chose an end of generation. When a step fails, those before it stay.
         """
-        return stepping.advance(self, sequences, tokens, steps, sampler)
+        steps = arguments.whole("steps", steps, 1, arguments.INT32)
+        arguments.instance("sampler", sampler, Sampler, "a Sampler in C (model.sampler)")
+        sampler.check_context(self)
+        with self.turn as handle, sampler.life as raw:
+            group = self._group_of(sequences)
+            given, ids = self._given(group, tokens), group.ids
+            sampler.check(len(ids))
+            chosen: list[list[int]] = []
+            healed, cancels = False, self.cancels
+            while True:
+                places = self._begin(group)
+                left = min(steps - len(chosen), _STEPS)
+                try:
+                    code, rows = self.native.run(raw, handle, given, places, ids, left, True)
+                except BaseException as error:
+                    self._rollback_after_error(error, ids)
+                    raise
+                for row in [given, *rows][: len(rows)]:
+                    self._record_step(group, row)
+                chosen += rows
+                if not code:
+                    ended = len(rows) < left or any(map(self.model.is_end, rows[-1]))
+                    if ended or len(chosen) == steps:
+                        return chosen
+                    healed, given = False, rows[-1]
+                    if self.cancels == cancels:
+                        continue
+                    code = int(Status.ABORTED)
+                self.epoch += 1
+                self.outputs.n = 0
+                # Having moved cells helps once; the next failure must have decoded something first.
+                if code != 1 or (healed and not rows) or not self.defrag_policy.heal(ids):
+                    raise self._failed(code, ids)
+                healed, given = True, rows[-1] if rows else given
 
     def prefill(self, sequence: Sequence, tokens: Any, *, logits: bool = True) -> None:
         """Decode any number of tokens in pieces of n_batch; logits of the very last one.
 
         When a piece fails, those before it stay, and ``len(sequence)`` says how far it came.
         """
-        generation.prefill(self, sequence, tokens, logits=logits)
+        checked(sequence).check(self)
+        logits = arguments.flag("logits", logits)
+        rest = sequence.feed(tokens).tokens
+        cancels, size = self.cancels, self.info.n_batch
+        if not len(rest):
+            msg = "there is nothing to decode: no tokens"
+            raise UsageError(msg)
+        for start in range(0, len(rest), size):
+            if cancels != self.cancels:
+                msg = f"cancelled with {len(rest) - start} tokens left; the others stay"
+                raise Cancelled(msg, code=2)
+            final = start + size >= len(rest)
+            wanted: Wanted = "last" if logits and final else "none"
+            self.decode(Feed(sequence, rest[start : start + size], wanted))
 
     def generate(
         self,
@@ -210,7 +381,14 @@ class Context:
         Ends after ``max_tokens`` (None: without limit), or at an end-of-generation token, which is
         not kept. What was yielded is in the sequence. ``sampler`` None is greedy.
         """
-        return generation.generate(self, sequence, max_tokens, sampler, stop_at_end)
+        checked(sequence).check(self)
+        max_tokens = arguments.whole_or_none("max_tokens", max_tokens, 0)
+        stop_at_end = arguments.flag("stop_at_end", stop_at_end)
+        check_picker(sampler)
+        if not len(sequence):
+            msg = "the sequence has no tokens to go on from; decode a prompt first"
+            raise UsageError(msg)
+        return self._generate(sequence, max_tokens, sampler, stop_at_end)
 
     def set_threads(self, n_threads: int, n_threads_batch: int | None = None) -> None:
         """Compute with so many threads from now on; ``n_threads_batch`` for more than a token."""
@@ -288,21 +466,169 @@ class Context:
 
     def _run(self, batch: Arrays, *, positions: bool) -> int:
         if self.guard:
-            decoding.check_batch(self, batch, positions=positions)
-        if self.keeper.dirty:
-            self.keeper.before_decode()
+            check_batch(self, batch, positions=positions)
+        if self.defrag_policy.dirty:
+            self.defrag_policy.before_decode()
         self.epoch += 1
         self.outputs.n = 0
         try:
             code = self.native.decode(self.handle, *batch)
-            if code == 1 and self.keeper.heal(batch.seq.tolist(), len(batch.token)):
+            if code == 1 and self.defrag_policy.heal(batch.seq.tolist(), len(batch.token)):
                 code = self.native.decode(self.handle, *batch)
         except BaseException as error:
-            decoding.threw(self, error, batch.seq.tolist())
+            self._rollback_after_error(error, batch.seq.tolist())
             raise
         if code == 0:
-            self._marks = decoding.record(self.ledgers, batch, self._marks, self.epoch)
+            self._marks = record_batch(self.ledgers, batch, self._marks, self.epoch)
             self.outputs.take(batch)
         else:
-            self.emptied = decoding.settle(self, batch.seq.tolist(), halfway=code != 1)
+            self.emptied = roll_back(self, batch.seq.tolist(), halfway=code != 1)
         return code
+
+    # One token of each of several sequences: plain lists, no numpy, and nothing looked up twice.
+    # Between two decodes the processor's caches hold the model, so every line here costs several
+    # times what it costs in a loop of its own.
+
+    def _group_of(self, sequences: Iterable[Sequence]) -> StepGroup:
+        """Return the group of these sequences: the last one, where they are the same."""
+        last = self._group
+        if type(sequences) is list:
+            wanted = sequences.copy()
+        else:
+            wanted = arguments.items("sequences", sequences, "sequences of this context")
+        try:
+            if last is not None and last.sequences == wanted:
+                return last
+        except Exception:  # what is no sequence may refuse to be compared
+            last = None
+        made = self._group = StepGroup(self, wanted)
+        return made
+
+    def _check_token(self, token: int) -> None:
+        """Raise UsageError for a token that the vocabulary lacks."""
+        if not 0 <= token < self.n_vocab and (self.guard or abs(token) > arguments.INT32):
+            msg = (
+                f"token {arguments.shown(token)} is out of range: this model has tokens "
+                f"0..{self.n_vocab - 1}"
+            )
+            raise UsageError(msg)
+
+    def _given(self, group: StepGroup, tokens: Any) -> list[int]:
+        """Return the checked tokens of a step."""
+        given: list[int] = tokens
+        if type(tokens) is not list or set(map(type, tokens)) != _INTEGERS:
+            given = as_int32(tokens, "tokens").tolist()
+        if len(given) != len(group.ids):
+            msg = f"expected one token for each of {len(group.ids)} sequences, not {len(given)}"
+            raise UsageError(msg)
+        if min(given) < 0 or max(given) >= self.n_vocab:
+            for token in given:
+                self._check_token(token)
+        return given
+
+    def _begin(self, group: StepGroup) -> list[int]:
+        """Begin a step; return the position of each sequence's next token."""
+        if self.defrag_policy.dirty:
+            self.defrag_policy.before_decode()
+        self.epoch += 1
+        self.outputs.n = 0
+        return [ledger.next for ledger in group.ledgers]
+
+    def _record_step(self, group: StepGroup, tokens: list[int]) -> None:
+        n, mark, outputs = len(tokens), self._marks, self.outputs
+        self._marks = mark + n
+        record_step(group.ledgers, tokens, mark, self.epoch)
+        outputs.n, outputs.every = n, True
+
+    # Decodes that fail...
+
+    def _failed(self, code: int, ids: tuple[int, ...]) -> KvError:
+        """Roll back a step that returned ``code``, and return the error for it."""
+        self.emptied = roll_back(self, ids, halfway=code != 1)
+        return decode_failure.failure(self, code, ids)
+
+    def _rollback_after_error(self, error: BaseException, ids: Iterable[int]) -> None:
+        """Roll back a decode that raised or was interrupted.
+
+        Raises DecodeError for the library's own exceptions; the caller raises the others again.
+        """
+        if type(error) is NativeError:
+            self.emptied = roll_back(self, ids, halfway=True)
+            raise DecodeError(str(error), code=error.code, log=error.log) from error
+        if not isinstance(error, KvError):
+            # Ctrl-C, or what another signal's handler raised. Python raises it when C has returned:
+            # the decode may well have succeeded, and its tokens are not recorded.
+            with suppress(KvError):
+                self.native.cancel(self.handle)  # a worker may still be decoding
+            self.emptied = roll_back(self, ids, halfway=True)
+
+    # Generation...
+
+    def _generate(
+        self,
+        sequence: Sequence,
+        max_tokens: int | None,
+        sampler: Picker | SamplerParams | None,
+        stop_at_end: bool,
+    ) -> Iterator[str]:
+        picker, mine = self._picker(sampler)
+        stream, cancels, model = TextStream(), self.cancels, self.model
+        try:
+            token = -1
+            left = max_tokens
+            while left is None or left > 0:
+                if token < 0:
+                    self._refresh(sequence)
+                    token = picker.pick(self, sequence.ledger.logits_at)
+                if stop_at_end and model.is_end(token):
+                    break
+                if cancels != self.cancels:
+                    msg = "the generation was cancelled; what was yielded is in the sequence"
+                    raise Cancelled(msg, code=2)
+                self.step(sequence, token)
+                text = stream.feed(model.piece(token))
+                left = None if left is None else left - 1
+                # The next token is chosen before the caller gets this one, and may decode others.
+                token = picker.pick(self) if left is None or left else -1
+                if text:
+                    yield text
+            rest = stream.flush()
+            if rest:
+                yield rest
+        finally:
+            if mine is not None:
+                mine.close()
+
+    def _picker(self, sampler: Picker | SamplerParams | None) -> tuple[Picker, Sampler | None]:
+        """Return what chooses tokens, and the sampler to close afterwards if one was made."""
+        if sampler is not None and not isinstance(sampler, SamplerParams):
+            return sampler, None
+        params = sampler or SamplerParams()
+        if Capability.SAMPLER in self.native.about.capabilities:
+            made = Sampler(self.model, params)
+            return made, made
+        return NumpySampler(params), None
+
+    def _refresh(self, sequence: Sequence) -> None:
+        """Decode the last token again when its logits were overwritten."""
+        if sequence.ledger.logits_epoch == self.epoch:
+            return
+        last = sequence.ledger.tokens[-1]
+        sequence.trim(len(sequence) - 1)
+        self.step(sequence, last)
+
+
+@contextmanager
+def intercept(context: Context, make: Callable[[], Any]) -> Iterator[None]:
+    """Replace a context's library by what ``make`` returns, to the end of the block.
+
+    The replacement passes each call on. The context's turn is held while ``make`` runs.
+    """
+    with context.turn:
+        native, decode_one = context.native, context.decode_one
+        replacement = make()
+        context.native, context.decode_one = replacement, replacement.decode_one
+    try:
+        yield
+    finally:
+        context.native, context.decode_one = native, decode_one

@@ -12,7 +12,7 @@ from pyllamakv.binding import arguments
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import Unsupported, UsageError
 from pyllamakv.runtime import backing, repack, staterows
-from pyllamakv.runtime.needs import require
+from pyllamakv.runtime.capabilities import require
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class KV:
     def arrange(self, *, fallback: bool) -> DefragReport:
         """Defragment like `defrag`, while the turn is held."""
         report = self._arrange(fallback=fallback)
-        if self._context.keeper.trims:
+        if self._context.defrag_policy.trims:
             self._context.native.mapping_trim(self._context.handle)
         return report
 

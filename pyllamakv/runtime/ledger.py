@@ -11,9 +11,12 @@ from bisect import bisect_left
 from typing import TYPE_CHECKING, Final
 
 from pyllamakv.errors import UsageError
+from pyllamakv.runtime.batch import placed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
+
+    from pyllamakv.runtime.batch import Arrays
 
 #: Where positions end, as plk.h has it: llama.cpp cannot remove the last ones that an int32 holds.
 POSITIONS: Final = 1 << 30
@@ -59,6 +62,15 @@ class Ledger:
         self.marks.append(mark)
         self.next = pos + 1
 
+    def append_next(self, token: int, mark: int, place: int, epoch: int) -> None:
+        """Add a decoded token that follows; its logits are at a place of the batch of an epoch."""
+        pos = self.next
+        self.tokens.append(token)
+        self.positions.append(pos)
+        self.marks.append(mark)
+        self.next = pos + 1
+        self.logits_at, self.logits_epoch = place, epoch
+
     def extend(self, tokens: Iterable[int], positions: Iterable[int], marks: Iterable[int]) -> None:
         """Add decoded tokens; positions may come in any order."""
         first = len(self.positions)
@@ -71,6 +83,22 @@ class Ledger:
             if self.exact is not None:
                 self.exact = 0  # some of these came before, nobody knows how many
         self._settle()
+
+    def replace(
+        self,
+        tokens: Iterable[int],
+        positions: Iterable[int],
+        marks: Iterable[int],
+        exact: int | None,
+    ) -> None:
+        """Record other tokens, in the order of their positions; ``exact`` as of the ledger."""
+        self.clear()
+        self.extend(tokens, positions, marks)
+        self.exact = exact
+
+    def renew_marks(self, first: int) -> None:
+        """Give every entry a mark of its own, from ``first`` on: its cells are shared with none."""
+        self.marks = list(range(first, first + len(self.marks)))
 
     def span(self, p0: int | None, p1: int | None) -> tuple[int, int]:
         """Return which entries lie at positions p0 <= p < p1, as a slice."""
@@ -98,6 +126,10 @@ class Ledger:
             # Entries may go between those that are here: then nothing is known of any.
             self._touched(max(other.exact - start, 0) if not self.positions else 0)
         self.extend(other.tokens[start:end], other.positions[start:end], marks)
+
+    def take_logits(self, other: Ledger) -> None:
+        """Have the logits of another sequence that ends with the same token."""
+        self.logits_at, self.logits_epoch = other.logits_at, other.logits_epoch
 
     def marks_in(self, p0: int | None, p1: int | None) -> set[int]:
         """Return the marks of the entries at p0 <= p < p1."""
@@ -178,3 +210,42 @@ class Ledger:
         if self.exact is not None and self.exact >= len(self.positions):
             self.exact = None
         self.logits_epoch = -1
+
+
+def record_batch(ledgers: Sequence[Ledger], batch: Arrays, mark: int, epoch: int) -> int:
+    """Write a decoded batch into the ledgers of a context; return the next free mark."""
+    tokens, seq = batch.token.tolist(), batch.seq.tolist()
+    end = mark + len(tokens)
+    flags = [0] * (len(tokens) - 1) + [1] if batch.logits is None else batch.logits.tolist()
+    if batch.counts is not None:
+        for place, (token, flag, (pos, ids)) in enumerate(
+            zip(tokens, flags, placed(batch), strict=True)
+        ):
+            for each in ids:
+                ledger = ledgers[each]
+                ledger.append(token, pos, mark + place)
+                ledger.logits_at, ledger.logits_epoch = (place, epoch) if flag else (-1, -1)
+    elif len(seq) > 1 and seq.count(seq[0]) == len(seq):
+        # A piece of one prompt: whole lists, where a long one would take its time one by one.
+        ledger = ledgers[seq[0]]
+        ledger.extend(tokens, batch.pos.tolist(), range(mark, end))
+        ledger.logits_at, ledger.logits_epoch = (len(seq) - 1, epoch) if flags[-1] else (-1, -1)
+    else:
+        places = zip(seq, tokens, batch.pos.tolist(), flags, strict=True)
+        for place, (each, token, pos, flag) in enumerate(places):
+            ledger = ledgers[each]
+            ledger.append(token, pos, mark + place)
+            ledger.logits_at, ledger.logits_epoch = (place, epoch) if flag else (-1, -1)
+    return end
+
+
+def record_step(ledgers: Sequence[Ledger], tokens: Iterable[int], mark: int, epoch: int) -> None:
+    """Write one decoded token of each ledger, with logits; their marks begin with ``mark``."""
+    # Every line costs: this runs between two decodes.
+    for place, (ledger, token) in enumerate(zip(ledgers, tokens, strict=True)):
+        pos = ledger.next
+        ledger.tokens.append(token)
+        ledger.positions.append(pos)
+        ledger.marks.append(mark + place)
+        ledger.next = pos + 1
+        ledger.logits_at, ledger.logits_epoch = place, epoch

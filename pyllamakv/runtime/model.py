@@ -1,25 +1,25 @@
-"""Load a model: its facts, its tokens, and the contexts made of it."""
+"""Load a model: its facts, its tokens, and the contexts made of it with checked parameters."""
 
 from __future__ import annotations
 
 import hashlib
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pyllamakv.binding import arguments
 from pyllamakv.binding.handle import Handle
-from pyllamakv.binding.protocol import ModelParams, SamplerParams
+from pyllamakv.binding.protocol import Capability, ContextParams, ModelParams, SamplerParams
 from pyllamakv.errors import ModelError, Unsupported, UsageError
 from pyllamakv.runtime import textstream
 from pyllamakv.runtime.backing import choose, resume
 from pyllamakv.runtime.batch import as_int32
-from pyllamakv.runtime.compaction import Costs, Keeper, checked
 from pyllamakv.runtime.context import Context
+from pyllamakv.runtime.defrag_policy import Costs, DefragPolicy, checked
 from pyllamakv.runtime.freeing import free_quietly
+from pyllamakv.runtime.ggml_types import cache_type
+from pyllamakv.runtime.gguf_file import check_file
 from pyllamakv.runtime.memory import check_memory
-from pyllamakv.runtime.modelfile import check_file
-from pyllamakv.runtime.params import context_params
 from pyllamakv.runtime.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -28,10 +28,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pyllamakv.binding.protocol import ModelHandle, ModelInfo, Native
-    from pyllamakv.runtime.backing import KeepName
-    from pyllamakv.runtime.compaction import PolicyName
-    from pyllamakv.runtime.modelfile import ModelFile
-    from pyllamakv.runtime.params import FlashAttn, Mover, Plan
+    from pyllamakv.runtime.backing import BackingChoice, KeepName
+    from pyllamakv.runtime.defrag_policy import PolicyName
+    from pyllamakv.runtime.gguf_file import ModelFile
 
 
 class Model:
@@ -202,7 +201,7 @@ class Model:
             check_memory(self.info, params, uneven=self.file.uneven)
         with self.life as model:
             context = Context(self, self.native.context_new(model, params), params)
-        context.keeper = Keeper(context, policy, defrag_costs, trims=defrag_trim)
+        context.defrag_policy = DefragPolicy(context, policy, defrag_costs, trims=defrag_trim)
         if context.kept:
             resume(context)
         return context
@@ -269,3 +268,103 @@ def load(
         raise ModelError(msg, code=error.code, log=error.log) from error
     on_host = params.n_gpu_layers == 0 and not params.rpc_servers
     return kind(native, handle, file, parent, isolated=isolated, on_host=on_host)
+
+
+#: Numbers in plk.h are places here.
+Plan = Literal["fewest", "ordered"]
+Mover = Literal["auto", "host", "gather", "graph", "staged"]
+#: True and "on", False and "off", None and "auto" are the same.
+FlashAttn = bool | Literal["auto", "on", "off"] | None
+
+
+def context_params(
+    info: ModelInfo,
+    capabilities: Capability,
+    *,
+    n_ctx: int,
+    n_batch: int,
+    n_ubatch: int,
+    n_seq_max: int,
+    n_threads: int,
+    n_threads_batch: int | None,
+    flash_attn: FlashAttn,
+    type_k: str | int,
+    type_v: str | int,
+    kv_unified: bool,
+    swa_full: bool,
+    offload_kqv: bool,
+    embeddings: bool,
+    defrag_thold: float,
+    defrag_plan: Plan,
+    defrag_mover: Mover,
+    defrag_threads: int | None,
+    guard: bool,
+    backing: BackingChoice,
+) -> ContextParams:
+    """Return the parameters, or raise UsageError or Unsupported naming the one at fault."""
+    n_ctx, n_batch = _count("n_ctx", n_ctx), _count("n_batch", n_batch)
+    n_ubatch, n_seq_max = _count("n_ubatch", n_ubatch), _count("n_seq_max", n_seq_max)
+    n_threads = _count("n_threads", n_threads)
+    if n_threads_batch is not None:
+        n_threads_batch = _count("n_threads_batch", n_threads_batch)
+    flash_attn = arguments.flash_attn(flash_attn)
+    kv_unified = arguments.flag("kv_unified", kv_unified)
+    kind_k, kind_v = cache_type(type_k, "K"), cache_type(type_v, "V")
+    if not info.is_recurrent:
+        kind_k.row_bytes(info.n_embd_k_gqa)
+        kind_v.row_bytes(info.n_embd_v_gqa)
+    if kind_v.quantized and flash_attn is False:
+        msg = (
+            f"a V cache of {kind_v.name} needs flash attention, because V is stored by columns "
+            "without it; give flash_attn=True or type_v='f16'"
+        )
+        raise UsageError(msg)
+    if flash_attn is None and Capability.FLASH_AUTO not in capabilities:
+        msg = "this build cannot decide about flash attention by itself; give True or False"
+        raise Unsupported(msg, "FLASH_AUTO")
+    if not kv_unified and n_seq_max > 1 and Capability.KV_UNIFIED not in capabilities:
+        msg = "all sequences share the cells in this build; give kv_unified=True"
+        raise Unsupported(msg, "KV_UNIFIED")
+    plan = _index("defrag_plan", defrag_plan, get_args(Plan))
+    mover = _index("defrag_mover", defrag_mover, get_args(Mover))
+    if defrag_threads is not None:
+        defrag_threads = _count("defrag_threads", defrag_threads)
+    if Capability.DEFRAG_OPTIONS not in capabilities and (plan or mover or defrag_threads):
+        msg = (
+            "this build moves cells in its own way only: defrag_plan, defrag_mover and "
+            "defrag_threads need a patched variant (full-defrag or compaction)"
+        )
+        raise Unsupported(msg, "DEFRAG_OPTIONS")
+    return ContextParams(
+        n_ctx=n_ctx,
+        n_batch=n_batch,
+        n_ubatch=min(n_ubatch, n_batch),
+        n_seq_max=n_seq_max,
+        n_threads=n_threads,
+        n_threads_batch=n_threads_batch or n_threads,
+        flash_attn=flash_attn,
+        type_k=kind_k.number,
+        type_v=kind_v.number,
+        kv_unified=kv_unified,
+        swa_full=swa_full,
+        offload_kqv=offload_kqv,
+        embeddings=embeddings,
+        defrag_thold=defrag_thold,
+        guard=guard,
+        defrag_plan=plan,
+        defrag_mover=mover,
+        defrag_threads=defrag_threads or 0,
+        kv_backing=int(backing.kind),
+        kv_path=backing.path,
+        kv_keep=backing.keep,
+        kv_huge=backing.huge,
+        kv_model=backing.model,
+    )
+
+
+def _index(name: str, value: str, known: tuple[str, ...]) -> int:
+    return known.index(arguments.choice(name, value, known))
+
+
+def _count(name: str, value: int) -> int:
+    return arguments.whole(name, value, 1, arguments.INT32)

@@ -1,4 +1,4 @@
-"""Open a built variant by its name, by its id or by its path."""
+"""Open a built variant by its name, its id or its path; serve one of its devices over RPC."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pyllamakv.binding import arguments
 from pyllamakv.binding.library import Library
 from pyllamakv.binding.protocol import ModelParams
+from pyllamakv.binding.server import Server
 from pyllamakv.building import manifest as manifests
 from pyllamakv.errors import ManifestError, NotBuilt, UnknownRelease, UsageError
 from pyllamakv.home import home
@@ -233,3 +234,25 @@ def _read(file: Path) -> Manifest | None:
         return manifests.load(file)
     except ManifestError:
         return None
+
+
+def serve(
+    spec: str | os.PathLike[str],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    device: str | None = None,
+    memory: int = 0,
+    threads: int | None = None,
+    backend: str = "cpu",
+) -> Server:
+    """Serve a device of a built variant over RPC; ``.endpoint`` goes into ``rpc_servers``.
+
+    The server lives until it is closed or this process ends. Clients must be of the same release.
+    The protocol has no authentication: a ``host`` other than loopback is open to everybody who can
+    reach it. ``backend`` names the variant to serve from: ``cuda`` for a GPU, whose first one is
+    served unless ``device`` names another. Raises NotBuilt, LoadError (also where a variant for a
+    GPU finds none), UsageError, or DeviceLost when the server ends at once.
+    """
+    where = located(spec, backend=backend)
+    return Server(where, host=host, port=port, device=device, memory=memory, threads=threads)

@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyllamakv.binding import arguments
+from pyllamakv.binding.protocol import Memory
 from pyllamakv.errors import (
     Closed,
+    PartialRemovalRefused,
     SharedCells,
     StaleLogits,
     Unsupported,
     UsageError,
     WorkerDied,
 )
-from pyllamakv.runtime import sharing, state, windows
+from pyllamakv.runtime import state, windows
 from pyllamakv.runtime.batch import Feed, as_int32
 from pyllamakv.runtime.ledger import POSITIONS
 
@@ -106,7 +108,7 @@ class Sequence:
         length = _length(length)
         other = self.context.sequence()
         try:
-            sharing.prefix(self, other, length)
+            _share_prefix(self, other, length)
         except BaseException:
             other.close()
             raise
@@ -118,7 +120,7 @@ class Sequence:
         Raises UsageError where this one has tokens there, Unsupported where no part can be shared.
         """
         _check_range(p0, p1)
-        return sharing.span(self, checked(other, "other"), p0, p1)
+        return _share_span(self, checked(other, "other"), p0, p1)
 
     def copy_to(self, other: Sequence, length: int | None = None) -> int:
         """Replace what ``other`` holds by the first ``length`` tokens of this one; return how many.
@@ -132,10 +134,10 @@ class Sequence:
         if other is not self:
             with self.context.turn:
                 if length != 0:
-                    sharing.check(self, length)
+                    _check_fork(self, length)
                 other.remove()
                 if length != 0 and len(self):
-                    sharing.prefix(self, other, length)
+                    _share_prefix(self, other, length)
         return len(other)
 
     def trim(self, length: int) -> int:
@@ -160,8 +162,8 @@ class Sequence:
             if context.info.n_swa:
                 windows.check(context, self.id, self.ledger.without(p0, p1), "removing them")
             if not context.native.seq_rm(context.handle, self.id, first, end):
-                raise sharing.refused(self.id, p0, p1)
-            context.keeper.freed()
+                raise _refused(self.id, p0, p1)
+            context.defrag_policy.freed()
             return self.ledger.remove(p0, p1)
 
     def shift(
@@ -228,7 +230,7 @@ class Sequence:
             # With its worker gone there is nothing left to remove.
             with suppress(WorkerDied):
                 context.native.seq_rm(context.handle, self.id, -1, -1)
-            context.keeper.freed()
+            context.defrag_policy.freed()
             self.ledger.clear()
             self.open = False
             context.forget(self)
@@ -311,3 +313,72 @@ def checked(value: Any, name: str = "sequence") -> Sequence:
 
 def _length(length: int | None) -> int | None:
     return arguments.whole_or_none("length", length, 0)
+
+
+def _check_fork(source: Sequence, length: int | None) -> None:
+    """Raise PartialRemovalRefused unless the first ``length`` tokens can be had alone."""
+    context, positions = source.context, source.ledger.positions
+    if length is None or length >= len(positions):
+        return
+    if context.info.can_remove_partly is False:
+        raise _refused(source.id, positions[length], None)
+    if context.info.n_swa:
+        with context.turn:
+            windows.check(context, source.id, positions[:length], "a fork")
+
+
+def _share_prefix(source: Sequence, other: Sequence, length: int | None) -> None:
+    """Let an empty sequence have the first ``length`` tokens of another (None: all)."""
+    context, native, ledger = source.context, source.context.native, source.ledger
+    cut = None if length is None or length >= len(ledger) else ledger.positions[length]
+    with context.turn:
+        if context.info.n_swa:
+            windows.check(context, source.id, ledger.positions[:length], "a fork")
+        if cut is None or context.partitions == 1:
+            native.seq_cp(context.handle, source.id, other.id, -1, -1 if cut is None else cut)
+        else:
+            # Between streams, or where there may be some, llama.cpp asserts that whole sequences
+            # are copied.
+            native.seq_cp(context.handle, source.id, other.id, -1, -1)
+            native.update(context.handle)
+            if not native.seq_rm(context.handle, other.id, cut, -1):
+                raise _refused(source.id, cut, None)
+            context.defrag_policy.freed()
+        other.ledger.copy_from(ledger, None, cut, share=context.shares)
+        if cut is None:
+            other.ledger.take_logits(ledger)
+
+
+def _share_span(sequence: Sequence, other: Sequence, p0: int | None, p1: int | None) -> int:
+    """Share a range of another sequence's cells; `Sequence.share` describes it."""
+    context = sequence.context
+    with context.turn:
+        sequence.check(context)
+        other.check(context)
+        if context.streams or context.info.memory is not Memory.ATTENTION:
+            why = "each sequence has cells of its own" if context.streams else "it keeps states"
+            msg = f"a part of a sequence cannot be shared in this memory: {why}; fork all of it"
+            raise Unsupported(msg, "share")
+        start, end = other.ledger.span(p0, p1)
+        if start == end:
+            return 0
+        first, last = other.ledger.positions[start], other.ledger.positions[end - 1]
+        taken = sequence.ledger.span(first, last + 1)
+        if other is sequence or taken[0] != taken[1]:
+            msg = (
+                f"sequence {sequence.id} has tokens at positions {first}..{last} already; remove "
+                "them first"
+            )
+            raise UsageError(msg)
+        context.native.seq_cp(context.handle, other.id, sequence.id, first, last + 1)
+        sequence.ledger.copy_from(other.ledger, first, last + 1, share=True)
+        return end - start
+
+
+def _refused(number: int, p0: int | None, p1: int | None) -> PartialRemovalRefused:
+    """Make the error for a memory that keeps a sequence whole or not at all."""
+    msg = (
+        f"this memory cannot remove a part of sequence {number} (positions {p0}..{p1}); nothing "
+        "was changed: remove the whole sequence and decode again what shall stay"
+    )
+    return PartialRemovalRefused(msg)

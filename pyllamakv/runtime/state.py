@@ -13,7 +13,7 @@ import numpy as np
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import NativeError, StateError, WorkerDied
 from pyllamakv.runtime import staterows
-from pyllamakv.runtime.needs import require
+from pyllamakv.runtime.capabilities import require
 from pyllamakv.runtime.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -111,15 +111,14 @@ def restore(sequence: Sequence, saved: bytes) -> None:
         elif not context.native.seq_rm(context.handle, sequence.id, -1, -1):
             msg = "the memory refuses to remove the sequence; nothing was changed"
             raise StateError(msg)
-        context.keeper.freed()
+        context.defrag_policy.freed()
         first = context.new_marks(len(content.tokens))
-        sequence.ledger.clear()
-        sequence.ledger.extend(
+        sequence.ledger.replace(
             content.tokens.tolist(),
             content.positions.tolist(),
             range(first, first + len(content.tokens)),
+            content.exact,
         )
-        sequence.ledger.exact = content.exact
 
 
 def _load(sequence: Sequence, content: Saved) -> None:
@@ -172,9 +171,7 @@ def _put_back(sequence: Sequence, backup: bytes) -> bool:
     """Load what the sequence had; its cells are its own then, also where they were shared."""
     if not _try(sequence, backup):
         return False
-    marks = sequence.ledger.marks
-    first = sequence.context.new_marks(len(marks))
-    marks[:] = range(first, first + len(marks))
+    sequence.ledger.renew_marks(sequence.context.new_marks(len(sequence.ledger)))
     return True
 
 

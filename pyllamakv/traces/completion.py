@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding.protocol import SamplerParams
-from pyllamakv.cache.batching.batcher import Batcher
-from pyllamakv.cache.slots.cache import SlotCache
+from pyllamakv.cache.batcher import Batcher
+from pyllamakv.cache.slot_cache import SlotCache
 from pyllamakv.errors import UsageError
 from pyllamakv.traces.recording import record
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding import arguments
 from pyllamakv.errors import UsageError
 from pyllamakv.runtime import ggml_types as types
-from pyllamakv.runtime.context import Context
+from pyllamakv.runtime.context import Context, intercept
 from pyllamakv.scenarios import cell_samples
 from pyllamakv.traces import batches, trace
 from pyllamakv.traces.notes import Notes
@@ -21,7 +21,7 @@ from pyllamakv.traces.recording_native import Tap
 if TYPE_CHECKING:
     import os
 
-    from pyllamakv.binding.protocol import ContextParams, Native
+    from pyllamakv.binding.protocol import ContextParams
     from pyllamakv.errors import KvError
     from pyllamakv.runtime.context import Context
 
@@ -133,24 +133,20 @@ def record(
     arguments.instance("context", context, Context, "a Context")
     path, claim = arguments.path("path", path), arguments.text("claim", claim)
     pictures = arguments.flag("pictures", pictures)
-    with context.turn:
-        if _recorded(context.native):
-            msg = "this context is being recorded already; end that recording first"
-            raise UsageError(msg)
-        head = trace.here(
-            context.native.about.variant, context.model.path, context.native.environment
-        )
-        first = rows(context, head.model)
-        start = "rebuilt" if len(first) > 1 else "empty"
-        notes = Notes(Path(path), replace(head, claim=claim, start=start), first, pictures=pictures)
-        native, one = context.native, context.decode_one
-        tap = Tap(context, notes)
-        context.native = cast("Native", tap)
-        context.decode_one = tap.decode_one
-    try:
+    with ExitStack() as stack:
+        with context.turn:
+            if _recorded(context.native):
+                msg = "this context is being recorded already; end that recording first"
+                raise UsageError(msg)
+            head = trace.here(
+                context.native.about.variant, context.model.path, context.native.environment
+            )
+            first = rows(context, head.model)
+            start = "rebuilt" if len(first) > 1 else "empty"
+            head = replace(head, claim=claim, start=start)
+            notes = Notes(Path(path), head, first, pictures=pictures)
+            stack.callback(notes.close)
+            stack.enter_context(intercept(context, lambda: Tap(context, notes)))
         yield Recording(Path(path), notes)
-    finally:
-        context.native, context.decode_one = native, one
-        notes.close()
     if notes.error is not None:
         raise notes.error

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding import arguments
-from pyllamakv.runtime.context import Context
+from pyllamakv.runtime.context import Context, intercept
 from pyllamakv.scenarios import cell_samples, frames
 from pyllamakv.scenarios.cell_picture import Picture
 from pyllamakv.scenarios.frames import Frame
@@ -17,7 +17,6 @@ from pyllamakv.view.screen import Screen
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from pyllamakv.binding.protocol import Native
     from pyllamakv.scenarios.cell_samples import Look
 
 #: Calls that decode: with the context first, or behind a sampler.
@@ -116,12 +115,8 @@ def watch(
         raise arguments.wrong_type("console", console, "a console of rich, or None")
     context.kv.snapshot()
     name = title or f"{context.native.about.variant}, {context.model.path.name}"
-    with Screen(name, speed=speed, width=width, console=console) as screen:
-        with context.turn:
-            native, one = context.native, context.decode_one
-            window = _Window(context, screen)
-            context.native, context.decode_one = cast("Native", window), window.decode_one
-        try:
-            yield screen
-        finally:
-            context.native, context.decode_one = native, one
+    with (
+        Screen(name, speed=speed, width=width, console=console) as screen,
+        intercept(context, lambda: _Window(context, screen)),
+    ):
+        yield screen

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pyllamakv
 from pyllamakv.errors import KvError, Untestable
-from pyllamakv.runtime.params import Mover
+from pyllamakv.runtime.model import Mover
 from pyllamakv.scenarios.device_placement import ALL, Place
 from pyllamakv.source.releases import DEFAULT
 from qa.bench import workloads

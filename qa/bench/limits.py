@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyllamakv.errors import NotEnoughMemory
-from pyllamakv.runtime.moves import Moves
+from pyllamakv.runtime.snapshot import Moves
 from qa.bench.measure import clock
 from qa.bench.workloads import Cache
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import pyllamakv
 from pyllamakv.building import variant as variants
-from pyllamakv.cache.batching.batcher import Batcher
-from pyllamakv.cache.lease import Manager
-from pyllamakv.cache.prefixes.cache import PrefixCache
-from pyllamakv.cache.slots.cache import SlotCache
+from pyllamakv.cache.batcher import Batcher
+from pyllamakv.cache.interface import Manager
+from pyllamakv.cache.prefix_cache import PrefixCache
+from pyllamakv.cache.slot_cache import SlotCache
 from pyllamakv.errors import NotBuilt
 from qa.bench.figure import Figure
 from qa.bench.loop import model_file

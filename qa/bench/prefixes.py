@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from itertools import count
 
 import pyllamakv
-from pyllamakv.cache.prefixes.cache import PrefixCache
-from pyllamakv.cache.prefixes.tree import Tree, pack
+from pyllamakv.cache.prefix_cache import PrefixCache
+from pyllamakv.cache.prefix_tree import Tree, pack
 from qa.bench.figure import Figure
 from qa.bench.loop import model_file
 from qa.bench.measure import MINIMUM_PAIRS, Pairs, clock, interleave, interval

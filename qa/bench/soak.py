@@ -15,10 +15,9 @@ from typing import Any
 
 import pyllamakv
 from pyllamakv.building import variant as variants
-from pyllamakv.cache.batching.batcher import Batcher
-from pyllamakv.cache.batching.generation import Generation
-from pyllamakv.cache.slots.cache import SlotCache
-from pyllamakv.cache.slots.stats import ghost_cells
+from pyllamakv.cache.batcher import Batcher
+from pyllamakv.cache.generation import Generation
+from pyllamakv.cache.slot_cache import SlotCache, ghost_cells
 from pyllamakv.errors import NotBuilt
 from pyllamakv.scenarios import synthetic
 from qa.bench.figure import Figure

@@ -16,7 +16,7 @@ from pyllamakv.binding import protocol, wire
 from pyllamakv.errors import StateError
 from pyllamakv.home import data as shipped
 from pyllamakv.patching import directory, header, hunks
-from pyllamakv.runtime import modelfile, state, staterows
+from pyllamakv.runtime import gguf_file, state, staterows
 from pyllamakv.scenarios import synthetic
 from pyllamakv.source import lock
 from pyllamakv.traces import trace
@@ -31,11 +31,11 @@ def gguf(folder: Path) -> Target:
 
     def run(data: bytes) -> Iterable[Hashable]:
         path.write_bytes(data)
-        found = modelfile.check_file(path)
+        found = gguf_file.check_file(path)
         return [("uneven", found.uneven)]
 
     seeds = tuple(_small(synthetic.model(name)) for name in ("tiny", "bytes"))
-    return Target(run, (*seeds, _header()), (_HERE + "runtime.modelfile",))
+    return Target(run, (*seeds, _header()), (_HERE + "runtime.gguf_file",))
 
 
 def _small(path: Path) -> bytes:

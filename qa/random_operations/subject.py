@@ -114,7 +114,7 @@ class Subject(Player):
         for number, ledger in enumerate(self.runtime.ledgers):
             if number != seq:
                 ledger.clear()
-        self.runtime.keeper.freed()
+        self.runtime.defrag_policy.freed()
         self.ledger.keep(seq)
         self._step("keep", seq)
 

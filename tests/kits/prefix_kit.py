@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import runtime_kit as kit
 
-from pyllamakv.cache.prefixes.cache import PrefixCache
+from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.errors import KvError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from pyllamakv.cache.prefixes.lease import PrefixLease
+    from pyllamakv.cache.prefix_cache import PrefixLease
     from pyllamakv.runtime.context import Context
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import runtime_kit as kit
 
-from pyllamakv.cache.slots.cache import SlotCache
+from pyllamakv.cache.slot_cache import SlotCache
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,7 +6,7 @@ process is known by name. What is called is found by introspection from ``pyllam
 public method needs no entry here as long as the names and annotations of its parameters are known.
 
 Objects that hang on public attributes but serve other parts of the package (a context's turn,
-keeper, outputs and ledgers, a cache's branches and rings, `Native`) are not called here.
+defrag policy, outputs and ledgers, a cache's branches and rings, `Native`) are not called here.
 """
 
 from __future__ import annotations
@@ -480,8 +480,8 @@ def methods(owner: type) -> list[Call]:
 
 def classes() -> dict[str, type]:
     """Return the public classes, and those whose objects public calls return."""
-    from pyllamakv.cache.prefixes.lease import PrefixLease
-    from pyllamakv.cache.slots.slot import SlotLease
+    from pyllamakv.cache.prefix_cache import PrefixLease
+    from pyllamakv.cache.slot_cache import SlotLease
     from pyllamakv.runtime.snapshot import PerSequence
     from pyllamakv.view.screen import Screen
 

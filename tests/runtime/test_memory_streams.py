@@ -14,7 +14,7 @@ from native_kit import built
 
 import pyllamakv as kv
 from pyllamakv.binding.protocol import Memory
-from pyllamakv.cache.slots.cache import SlotCache
+from pyllamakv.cache.slot_cache import SlotCache
 from pyllamakv.errors import ContextError, ModelError, SharedCells, StateError
 from pyllamakv.scenarios import synthetic
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from metrics_kit import parse
 
 from pyllamakv.binding.protocol import Counters
-from pyllamakv.cache.batching.roster import BatcherStats
-from pyllamakv.cache.counting import CacheStats
-from pyllamakv.cache.prefixes.stats import PrefixStats
-from pyllamakv.cache.slots.stats import SlotStats
+from pyllamakv.cache.batcher import BatcherStats
+from pyllamakv.cache.context_cache import CacheStats
+from pyllamakv.cache.prefix_cache import PrefixStats
+from pyllamakv.cache.slot_cache import SlotStats
 from pyllamakv.errors import UsageError
 from pyllamakv.runtime import metrics
 from pyllamakv.runtime.snapshot import CellMap, KVStats, Snapshot

@@ -12,7 +12,7 @@ import runtime_kit
 
 from pyllamakv.binding.protocol import Memory
 from pyllamakv.errors import Cancelled, NoKVSlot, PartialRemovalRefused, UsageError
-from pyllamakv.runtime import decoding, windows
+from pyllamakv.runtime import decode_failure, windows
 from pyllamakv.runtime.batch import Batch
 from pyllamakv.runtime.kv import KV
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
@@ -96,11 +96,11 @@ def test_a_failed_decode_empties_what_cannot_go_back(ctx, monkeypatch) -> None:
     other.ledger.extend(range(4), range(4), range(40, 44))
     lost = sliding({0: list(range(26, 30)), 1: list(range(4))})
     monkeypatch.setattr(KV, "peek", lambda _: lost)
-    ctx.emptied = decoding.settle(ctx, [0, 1])
+    ctx.emptied = decode_failure.roll_back(ctx, [0, 1])
     assert ctx.emptied == (0,)
     assert len(ctx.ledgers[0]) == 0
     assert len(other) == 4
-    error = decoding.failure(ctx, 2, None, 0)
+    error = decode_failure.failure(ctx, 2, None, 0)
     assert "sequences 0 were emptied" in str(error)
 
 
@@ -116,7 +116,7 @@ def test_a_state_that_cannot_go_back_is_emptied(tmp_path, monkeypatch) -> None:
 
     monkeypatch.setattr(context.native, "seq_rm", seq_rm)
     monkeypatch.setattr(context.native, "seq_pos_max", lambda *_: 9)
-    assert decoding.settle(context, [0]) == (0,)
+    assert decode_failure.roll_back(context, [0]) == (0,)
     assert removed == [(4, -1), (-1, -1)]
     assert len(context.ledgers[0]) == 0
 
@@ -166,7 +166,7 @@ def test_what_sequences_share_is_not_given_away(ctx, monkeypatch) -> None:
     assert windows.room(shared.streams[0], WINDOW) == 5
     base = CellMap(np.full(40, -1, np.int32), np.zeros(40, np.int32), np.zeros((40, 1), np.uint64))
     monkeypatch.setattr(KV, "peek", lambda _: Snapshot((base, *shared.streams)))
-    error = decoding.failure(ctx, 1, [0] * 6)
+    error = decode_failure.failure(ctx, 1, [0] * 6)
     assert (error.cause, error.stats.free) == ("full", 40)
     assert "5 of the 19 cells for sliding windows" in str(error)
-    assert decoding.failure(ctx, 1, [0] * 5).cause == "other"
+    assert decode_failure.failure(ctx, 1, [0] * 5).cause == "other"

@@ -329,9 +329,9 @@ def test_random_schedules_replay_exactly(variant, tmp_path: Path, flash: bool) -
 @pytest.mark.parametrize("manager", ["slots", "prefixes"])
 def test_what_a_cache_manager_does_is_recorded(patched, tmp_path: Path, manager: str) -> None:
     """Nothing that it does to the context is missing: the trace replays without it."""
-    from pyllamakv.cache.batching.batcher import Batcher
-    from pyllamakv.cache.prefixes.cache import PrefixCache
-    from pyllamakv.cache.slots.cache import SlotCache
+    from pyllamakv.cache.batcher import Batcher
+    from pyllamakv.cache.prefix_cache import PrefixCache
+    from pyllamakv.cache.slot_cache import SlotCache
     from pyllamakv.scenarios import synthetic
 
     path = tmp_path / "run.jsonl"

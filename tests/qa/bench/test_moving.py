@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pyllamakv.errors import Untestable
-from pyllamakv.runtime.moves import Moves
+from pyllamakv.runtime.snapshot import Moves
 from pyllamakv.scenarios.architectures import Shape
 from qa.bench import (
     choices,

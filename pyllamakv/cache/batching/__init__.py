@@ -1,1 +1,0 @@
-"""Continue several prompts at once, in batches over any cache manager."""

@@ -1,0 +1,427 @@
+"""Hold sequences of a context at the nodes of a prefix tree, page them out and in, part with them.
+
+In a unified attention cache sequences share the cells of what they have in common, so the sequence
+at a leaf holds every node above it, and a page has the tokens that nothing else holds. Other
+memories keep whole sequences: their pages do too. Recurrent states cannot go back, so that only
+the very end of what was decoded can be gone on from.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pyllamakv.binding.protocol import Memory
+from pyllamakv.cache.prefix_tree import Tree, pack
+from pyllamakv.errors import (
+    NativeError,
+    PagingError,
+    PartialRemovalRefused,
+    Unsupported,
+    UsageError,
+    WorkerDied,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from pyllamakv.cache.paging import Page, Pager
+    from pyllamakv.cache.prefix_tree import Node
+    from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.sequence import Sequence
+
+
+class Branches:
+    """Hold the tree and the sequences in it, at most ``limit``.
+
+    ``partial`` says that a sequence can be cut anywhere, ``cuttable`` that it is worth trying (a
+    window may have passed), ``sharing`` that pages and entries share what they have in common.
+    """
+
+    def __init__(self, context: Context, limit: int, pager: Pager | None) -> None:
+        self.context, self.limit, self.pager = context, limit, pager
+        memory = context.info.memory
+        self.cuttable = memory in (Memory.ATTENTION, Memory.SWA)
+        self.partial = self.cuttable and (memory is Memory.ATTENTION or context.params.swa_full)
+        self.sharing = memory is Memory.ATTENTION and not context.streams
+        self.tree = Tree(whole_pages=not self.sharing)
+        self.taken = 0
+        self.cell_bytes = _cell_bytes(context)
+        #: Bytes that a sequence needs whatever its length: its states.
+        self.state_bytes = 0
+
+    # Sequences...
+
+    @property
+    def vacant(self) -> int:
+        """Return how many more sequences may be made now."""
+        return max(0, min(self.limit - self.taken, len(self.context.vacant)))
+
+    @property
+    def alone(self) -> bool:
+        """Tell whether the context has no other sequences than these."""
+        return self.context.info.n_seq_max - len(self.context.vacant) == self.taken
+
+    def foreign(self) -> int:
+        """Return how many tokens others' sequences have, at most."""
+        ours = {each.id for each in self.sequences()}
+        return sum(len(own) for i, own in enumerate(self.context.ledgers) if i not in ours)
+
+    def new(self) -> Sequence:
+        """Make an empty sequence, one of the vacant ones."""
+        if not self.cuttable and len(self.context.vacant) == self.context.info.n_seq_max:
+            # Some releases begin no recurrent sequence where another was, unless all is cleared.
+            self.context.clear()
+        sequence = self.context.sequence()
+        self.taken += 1
+        return sequence
+
+    def fork(self, donor: Sequence, length: int) -> Sequence:
+        """Make a sequence of the first tokens of another, one of the vacant ones."""
+        sequence = donor.fork(length)
+        self.taken += 1
+        return sequence
+
+    def close(self, sequence: Sequence) -> None:
+        """Give a sequence back."""
+        sequence.close()
+        self.taken -= 1
+
+    def provider(self, node: Node, beside: Node | None = None) -> Sequence:
+        """Return a sequence that holds a node, not one at or below ``beside``; an entry if any."""
+        waiting, leased = [node], None
+        while waiting:
+            each = waiting.pop()
+            if each.entry is not None:
+                return each.entry  # type: ignore[no-any-return]
+            if each.leases and leased is None:
+                leased = each.leases[0].sequence
+            waiting += [low for low in each.children.values() if low.held and low is not beside]
+        assert leased is not None, f"{node} is not held"
+        return leased  # type: ignore[no-any-return]
+
+    def attach(self, node: Node, sequence: Sequence) -> None:
+        """Let a sequence be the entry of a node whose tokens it holds."""
+        self.tree.attach(node, sequence)
+        self._forget_pages(node)
+
+    def detach(self, node: Node) -> Sequence:
+        """Take the entry from a node."""
+        sequence: Sequence = self.tree.detach(node)
+        return sequence
+
+    def lease(self, node: Node, lease: object) -> None:
+        """Let a lease work at a node."""
+        self.tree.lease(node, lease)
+        self._forget_pages(node)
+
+    def unlease(self, node: Node, lease: object) -> None:
+        """Take a lease from a node; what is useless without it stays to be pruned."""
+        self.tree.unlease(node, lease)
+
+    def _forget_pages(self, node: Node) -> None:
+        # What is in the cache is on no page. A state at the end of a node says nothing of above.
+        for each in node.path if self.partial else [node]:
+            self.forget_page(each)
+
+    def forget_page(self, node: Node) -> None:
+        """Take the page from a node, and drop it when no other needs it."""
+        unused = self.tree.set_page(node, None)
+        if unused is not None:
+            unused.drop()
+
+    def keep(self, node: Node, sequence: Sequence) -> None:
+        """Let a sequence that was leased be the entry of a node, sharing all cells that it can."""
+        if self.sharing:
+            self._share(node, sequence)
+        self.attach(node, sequence)
+        if not self.partial and not self.state_bytes:
+            try:
+                saved = len(sequence.save())
+            except (NativeError, Unsupported, MemoryError):
+                saved = 0  # no more than an estimate: not worth losing a sequence for
+            self.state_bytes = max(1, saved - len(sequence) * self.cell_bytes)
+        # Where sequences can be cut, the longer one holds the shorter ones.
+        for above in node.path[:-1] if self.partial else ():
+            if above.entry is not None:
+                self.close(self.detach(above))
+
+    def _share(self, node: Node, sequence: Sequence) -> None:
+        """Give up cells of tokens that other entries hold, and share theirs.
+
+        Prompts that are decoded at the same time do not see each other's tokens; leases may still
+        have such cells, so that only entries are shared with.
+        """
+        for each in reversed([above for above in node.path if above.held]):
+            other = next((below.entry for below in each.walk() if below.entry is not None), None)
+            if other is None:
+                continue
+            mine, theirs = sequence.ledger.marks[: each.end], other.ledger.marks[: each.end]
+            if mine != theirs:
+                first = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
+                sequence.remove(first, each.end)
+                sequence.share(other, first, each.end)
+            return
+
+    def tidy(self, node: Node) -> None:
+        """Remove what keeps nothing and join what need not be apart, from a node up."""
+        path = node.path
+        self.tree.prune(node)
+        for each in path:
+            self.tree.merge(each)
+
+    # Parting...
+
+    def removable(self, node: Node, *, frees_id: bool) -> bool:
+        """Tell whether a node's sequence can be paged out, or dropped where there are no pages."""
+        if node.entry is None or node.leases or (self.partial and node.held != 1):
+            return False
+        if self.pager is not None:
+            return True
+        if node.pins or len(node.children) > (0 if self.partial else 1):
+            return False
+        return not (frees_id and self.heir(node))
+
+    def evict(self, node: Node, keep: int = 0) -> Sequence | None:
+        """Page a removable node out, or drop it; return its sequence of ``keep`` tokens, if any."""
+        if self.pager is not None:
+            return self.page_out(node, keep)
+        return self.drop(node, keep)
+
+    def drop(self, node: Node, keep: int = 0) -> Sequence | None:
+        """Part with what a node keeps; return its sequence with ``keep`` tokens, if any."""
+        heir, kept = self.heir(node), None
+        if node.entry is not None:
+            sequence: Sequence = node.entry
+            if keep or heir is not None:
+                sequence.trim(keep or heir.end)  # type: ignore[union-attr]
+            self.detach(node)
+            if keep:
+                kept = sequence
+            elif heir is not None:
+                self.attach(heir, sequence)
+            else:
+                self.close(sequence)
+        self.forget_page(node)
+        self.tidy(node)
+        return kept
+
+    def heir(self, node: Node) -> Node | None:
+        """Return the node above that keeps the sequence of a dropped one, if it needs one."""
+        parent = node.parent
+        if not self.partial or node.entry is None or parent is None or parent.parent is None:
+            return None
+        needed = parent.pins or (self.sharing and len(parent.children) > 1)
+        return parent if needed and parent.held == 1 else None
+
+    def forget_emptied(self) -> None:
+        """Part with entries that a broken-off decode emptied, and with pins that no page has."""
+        entries = [node for node in self.tree.walk() if node.entry is not None]
+        lost = [node for node in entries if node.end and not len(node.entry.ledger)]
+        for node in lost:
+            self.close(self.detach(node))
+            if node.page is None:
+                node.pins.clear()
+        for node in lost:
+            self.tidy(node)
+
+    # Pages: where cells are shared, a page has what nothing else holds: the runs of the nodes from
+    # which on a sequence was alone. It is read into a sequence of its own, which then shares what
+    # is above. Pages may overlap, and a page serves every node whose run it holds.
+
+    def discard(self, page: Page) -> None:
+        """Part with all that cannot be had without a page; nothing of it is held."""
+        top = next(node for node in self.tree.walk() if node.page is page)
+        above = top.parent
+        for each in list(top.walk())[::-1] if self.sharing else [top]:
+            each.pins.clear()
+            self.forget_page(each)
+            self.tree.prune(each)
+        if above is not None:
+            self.tidy(above)
+
+    def page_out(self, node: Node, keep: int = 0) -> Sequence | None:
+        """Save what only this node's sequence holds, then close it, or cut it to ``keep`` tokens.
+
+        Raises PagingError with nothing changed.
+        """
+        assert self.pager is not None
+        sequence: Sequence = node.entry
+        chain = [node]
+        while self.sharing and (above := chain[-1].parent) is not None and above.held == 1:
+            if above.parent is None:
+                break
+            chain.append(above)
+        start = chain[-1].start if self.sharing else 0
+        page = self.pager.write(self._save(sequence, chain[-1], start), start, node.end)
+        try:
+            if keep:
+                sequence.trim(keep)
+        except PartialRemovalRefused:
+            page.drop()
+            raise
+        self.detach(node)
+        for each in chain:
+            self.tree.set_page(each, page)
+        self.tidy(node)
+        if keep:
+            return sequence
+        self.close(sequence)
+        return None
+
+    def _save(self, sequence: Sequence, top: Node, start: int) -> bytes:
+        assert top.parent is not None
+        beside = self.provider(top.parent, top) if start else None
+        try:
+            if beside is None:
+                return sequence.save()
+            sequence.remove(0, start)
+            try:
+                return sequence.save()
+            finally:
+                sequence.share(beside, 0, start)
+        except WorkerDied:
+            raise
+        except (NativeError, Unsupported) as error:
+            msg = f"a branch of {top.end} tokens could not be saved: {error}"
+            raise PagingError(msg) from error
+
+    def missing(self, node: Node) -> list[Page]:
+        """Return the pages that a node needs, from the root down, to be in the cache."""
+        if not self.sharing:
+            return [node.page]
+        path = [each for each in node.path if not each.held]
+        pages: list[Page] = []
+        low = node.end
+        # Pages may overlap: from the end up, only what the ones below leave out.
+        while low > path[0].start:
+            at = next(each for each in path if each.start < low <= each.end)
+            pages.insert(0, at.page)
+            low = at.page.start
+        return pages
+
+    def page_in(self, node: Node) -> None:
+        """Bring a node and all above it into the cache; needs a vacant sequence, two for two pages.
+
+        Raises PagingError with nothing changed, DamagedPage where it will never be possible.
+        """
+        pages = self.missing(node)
+        covered = 0
+        if self.sharing:
+            first = next(each for each in node.path if not each.held)
+            covered = first.start
+        made: list[Sequence] = []
+        try:
+            sequence = self._restore(pages[-1], made)
+            sequence.trim(node.end - pages[-1].start)
+            low = max(covered, pages[-1].start)
+            if low > pages[-1].start:
+                sequence.remove(None, low)
+            for page in reversed(pages[:-1]):
+                other = self._restore(page, made)
+                begin = max(covered, page.start)
+                sequence.share(other, begin, low)
+                low = begin
+                self.close(made.pop())
+            if covered:
+                sequence.share(self.provider(first.parent or node), 0, covered)
+            if pack(sequence.ledger.tokens) != node.key:
+                msg = f"a page of {node.end} tokens holds others; decode them again"
+                raise DamagedPage(PagingError(msg), pages[-1])
+            made.clear()
+        except WorkerDied:
+            raise
+        except (NativeError, UsageError) as error:
+            msg = f"a branch of {node.end} tokens could not be paged in: {error}"
+            raise PagingError(msg) from error
+        finally:
+            for each in made:
+                self.close(each)
+        self.attach(node, sequence)
+        self.tidy(node)
+
+    def _restore(self, page: Page, made: list[Sequence]) -> Sequence:
+        try:
+            saved = page.read()
+        except PagingError as error:
+            raise DamagedPage(error, page) from error
+        sequence = self.new()
+        made.append(sequence)
+        sequence.restore(saved)
+        if sequence.positions != list(range(page.start, page.end)):
+            msg = f"a page of positions {page.start}..{page.end} holds others; decode them again"
+            raise DamagedPage(PagingError(msg), page)
+        return sequence
+
+    # Numbers...
+
+    def sequences(self) -> Iterator[Sequence]:
+        """Yield the sequences of all entries and leases."""
+        for node in self.tree.root.walk():
+            if node.entry is not None:
+                yield node.entry
+            yield from (lease.sequence for lease in node.leases)
+
+    def bytes_of(self, tokens: int) -> int:
+        """Return the bytes that a sequence of so many tokens takes, shared with none."""
+        return tokens * self.cell_bytes + self.state_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """Return the bytes of what is in the cache, shared cells counted once."""
+        if self.sharing:
+            return self.tree.held_tokens * self.cell_bytes
+        return sum(self.bytes_of(len(each)) for each in self.sequences())
+
+    @property
+    def paged_bytes(self) -> int:
+        """Return the bytes of all pages."""
+        return self.pager.size if self.pager is not None else 0
+
+    def reclaimable(self, protected: Collection[Node], head: tuple[Node, int] | None = None) -> int:
+        """Return how many cells would be free with everything removable gone but ``protected``.
+
+        ``head`` is a node whose tokens up to a length stay as well.
+        """
+        tree = self.tree
+        kept = set(protected)
+        for node in tree.walk():
+            if node.leases or (node.pins and self.pager is None):
+                kept.update(node.path)
+        going = [node for node in tree.walk() if node not in kept]
+        if self.sharing:
+            found = sum(len(node) for node in going if node.held)
+            if head is not None and head[0].held and head[0] in going:
+                found -= head[1] - head[0].start
+            return found
+        ids = {node.entry.id for node in going if node.entry is not None}
+        staying = [i for i in range(self.context.info.n_seq_max) if i not in ids]
+        found = -head[1] if head is not None else 0
+        for cells in self.context.kv.snapshot().streams:
+            if not cells.swa:
+                stay = np.logical_or.reduce([cells.has(i) for i in staying] or [~cells.used])
+                found += int((cells.used & ~stay).sum())
+        return max(0, found)
+
+
+def _cell_bytes(context: Context) -> int:
+    """Return the bytes of K and V that a token takes, in all caches together."""
+    try:
+        streams = context.kv.snapshot().streams
+    except Unsupported:
+        return 0
+    found = {
+        each.swa: (each.info.bytes_k + each.info.bytes_v) // max(1, each.info.n_cells)
+        for each in streams
+        if each.info is not None
+    }
+    return sum(found.values())
+
+
+class DamagedPage(PagingError):
+    """Report a page that can never be read back; ``page`` is the one."""
+
+    def __init__(self, error: PagingError, page: Page) -> None:
+        super().__init__(str(error), error.path)
+        self.page = page

@@ -1,0 +1,250 @@
+"""Evict branches of a prefix cache to make room for tokens, sequences and bytes.
+
+The branch used longest ago is evicted first, then the deepest, then the largest; never a branch
+point or a node with a lease. A branch is paged out if the cache has a pager, else dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from pyllamakv.binding.protocol import Capability
+from pyllamakv.cache.room import Room
+from pyllamakv.errors import (
+    NativeError,
+    NoSlotAvailable,
+    NotSupported,
+    PagingError,
+    Unsupported,
+    WorkerDied,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pyllamakv.cache.paging import Page
+    from pyllamakv.cache.prefix_cache import PrefixCache, PrefixLease
+    from pyllamakv.cache.prefix_tree import Node
+    from pyllamakv.errors import KVCacheFull
+    from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.sequence import Sequence
+    from pyllamakv.runtime.snapshot import KVStats
+
+LOG = logging.getLogger("pyllamakv.cache")
+
+
+def cells(context: Context) -> KVStats | None:
+    """Count the cells, or return None where tokens need none, or nothing can be seen."""
+    try:
+        stats = context.kv.stats
+    except Unsupported:
+        return None
+    return stats if stats.size else None
+
+
+def capacity(context: Context) -> int | None:
+    """Return how many tokens a sequence may have, None where there is no limit."""
+    found = cells(context)
+    if found is None:
+        return None
+    return found.size // context.partitions
+
+
+def victim(cache: PrefixCache, kept: Iterable[Node], *, frees_id: bool) -> Node | None:
+    """Return the node whose sequence goes next, not one of ``kept`` nor on the way to a lease."""
+    branches = cache.branches
+    protected = {*kept, *(each for lease in cache.leases for each in lease.node.path)}
+    return branches.tree.oldest(
+        lambda node: node not in protected and branches.removable(node, frees_id=frees_id)
+    )
+
+
+def evict(cache: PrefixCache, node: Node, keep: int = 0) -> Sequence | None:
+    """Page a node out, or drop it where there are no pages; its sequence with ``keep`` tokens."""
+    kept = cache.branches.evict(node, keep)
+    cache.counts.add("evicted" if cache.branches.pager is None else "paged_out")
+    return kept
+
+
+def droppable(cache: PrefixCache) -> Node | None:
+    """Return the branch to part with next, resident or paged out; None when all must stay."""
+    branches = cache.branches
+    protected = {each for lease in cache.leases for each in lease.node.path}
+    most = 0 if branches.sharing else 1
+
+    def wanted(node: Node) -> bool:
+        keeps = node.entry is not None or node.page is not None
+        return keeps and not node.pins and len(node.children) <= most and node not in protected
+
+    return branches.tree.oldest(wanted)
+
+
+def make_ids(cache: PrefixCache, n: int, kept: Iterable[Node]) -> bool:
+    """Make sequences vacant; False when there are too few to part with."""
+    kept = list(kept)
+    while cache.branches.vacant < n:
+        node = victim(cache, kept, frees_id=True)
+        if node is None:
+            return False
+        evict(cache, node)
+    return True
+
+
+def keep_state(cache: PrefixCache, lease: PrefixLease) -> None:
+    """Keep the state that a lease has now, if there is a sequence or a page for it.
+
+    Nobody has to make way for it, and one that cannot be kept is no harm.
+    """
+    branches, node = cache.branches, lease.node
+    if node.parent is None or node.entry is not None or node.page is not None:
+        return
+    try:
+        if branches.vacant:
+            branches.attach(node, branches.fork(lease.sequence, len(lease.sequence)))
+        elif branches.pager is not None:
+            page = branches.pager.write(lease.sequence.save(), 0, node.end)
+            branches.tree.set_page(node, page)
+            cache.counts.add("paged_out")
+    except WorkerDied:
+        raise
+    except (NativeError, Unsupported, PagingError, MemoryError) as error:
+        LOG.warning("the state after %d tokens is not kept: %s", node.end, error)
+
+
+def pin_state(cache: PrefixCache, node: Node, length: int) -> None:
+    """Keep the state that a lease has at a node; NotSupported where it is gone already."""
+    branches = cache.branches
+    if length == node.end and node.page is not None:
+        return
+    if length < node.end or not node.leases:
+        msg = f"this memory has no state of {length} tokens any more: pin it while it is leased"
+        raise NotSupported(msg, "a state cannot go back")
+    if not make_ids(cache, 1, node.path):
+        raise all_taken(cache)
+    branches.attach(node, branches.fork(node.leases[0].sequence, length))
+
+
+def all_taken(cache: PrefixCache) -> NoSlotAvailable:
+    """Make the error for a sequence that nobody gives up."""
+    limit = cache.branches.limit
+    msg = (
+        f"all {limit} sequences of this cache are leased or pinned; release a lease, or make the "
+        "context with a larger n_seq_max"
+    )
+    return NoSlotAvailable(msg, slots=limit)
+
+
+def make_page_room(cache: PrefixCache, node: Node) -> bool:
+    """Make room for the pages that a node needs; False when there is none."""
+    above = node.path[:-1]
+    pages: list[Page] = []
+    while pages != (pages := cache.branches.missing(node)):
+        wanted = sum(page.end - page.start for page in pages)
+        short = shortage(cache, wanted, None)
+        if short > 0 and short > cache.branches.reclaimable(above):
+            return False
+        if not make_ids(cache, 1 + (len(pages) > 1), above):
+            return False
+        # What goes for it may be what the pages began after: then there are more of them.
+        if not _free(cache, wanted, None, above, shortage(cache, wanted, None)):
+            return False
+    return True
+
+
+def plenty(cache: PrefixCache, n: int, lease: PrefixLease | None) -> bool:
+    """Tell without a look at the cells whether ``n`` more tokens find room for sure."""
+    context, branches = cache.context, cache.branches
+    if context.streams or cache.size_limit is None:
+        return True
+    if not branches.sharing or _needs_holes(context):
+        return False
+    # Leases may have cells of their own for what others have decoded as well.
+    most = branches.tree.held_tokens + n
+    for each in cache.leases:
+        most += len(each.ledger.tokens) + (each.promised if each is not lease else 0)
+    if most > cache.size_limit:
+        return False
+    return branches.alone or most + branches.foreign() <= cache.size_limit
+
+
+def shortage(cache: PrefixCache, n: int, lease: PrefixLease | None) -> int:
+    """Return how many cells are missing for ``n`` more tokens and what other leases may decode.
+
+    Where some are, leases give up what they were granted ahead.
+    """
+    stats = None if cache.context.streams else cells(cache.context)
+    if stats is None:
+        return 0
+    others = [each for each in cache.leases if each is not lease]
+    if n + sum(each.promised for each in others) > stats.free:
+        for each in others:
+            each.yield_room()
+    return n + sum(each.promised for each in others) - stats.free
+
+
+def check_cells(cache: PrefixCache, n: int, node: Node, length: int) -> None:
+    """Raise KVCacheFull unless ``n`` tokens can be placed after ``length`` tokens up to a node."""
+    if plenty(cache, n, None):
+        return
+    short = shortage(cache, n, None)
+    if short <= 0:
+        return
+    kept = [each for each in node.path if each.end <= length]
+    if short > cache.branches.reclaimable(kept, None if node in kept else (node, length)):
+        raise full(cache, n)
+
+
+def make_cells(cache: PrefixCache, n: int, lease: PrefixLease) -> None:
+    """Make room for ``n`` more tokens of a lease, or raise KVCacheFull."""
+    longest = cache.size_limit
+    if longest is not None and len(lease.ledger) + n > longest:
+        raise full(cache, n)
+    if plenty(cache, n, lease):
+        return
+    short = shortage(cache, n, lease)
+    if short > 0 and short > cache.branches.reclaimable(()):
+        raise full(cache, n)
+    if not _free(cache, n, lease, (), short):
+        raise full(cache, n)
+
+
+def _free(
+    cache: PrefixCache, n: int, lease: PrefixLease | None, kept: Iterable[Node], short: int
+) -> bool:
+    """Evict until nothing is short; False when there is nobody left to evict."""
+    kept, context, branches = list(kept), cache.context, cache.branches
+    while short > 0:
+        node = victim(cache, kept, frees_id=False)
+        if node is None:
+            return False
+        held = branches.tree.held_tokens
+        evict(cache, node)
+        # A look at the cells costs more than counting what went; one at the end makes sure.
+        short -= held - branches.tree.held_tokens
+        if short <= 0 or not branches.sharing:
+            short = shortage(cache, n, lease)
+    if _needs_holes(context):
+        stats = cells(context)
+        if stats is not None and stats.largest_hole < min(n, stats.free):
+            with suppress(Unsupported):
+                context.kv.defrag()
+    return True
+
+
+def _needs_holes(context: Context) -> bool:
+    """Tell whether micro-batches need one hole, and decodes do not make it by themselves."""
+    heals = Capability.DEFRAG_OPTIONS in context.native.about.capabilities
+    return context.info.contiguous_slots is not False and context.info.defrag and not heals
+
+
+def full(cache: PrefixCache, n: int) -> KVCacheFull:
+    """Make the error for ``n`` tokens that find no room."""
+    there = Room.of(cache.context, cells(cache.context))
+    msg = (
+        f"there is no room for {n} more tokens: {there.used} of {there.cells} cells are used, by "
+        "leases and what is pinned most of all; release a lease, or make the context with a larger "
+        "n_ctx"
+    )
+    return there.full(msg, n)

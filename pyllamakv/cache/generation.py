@@ -1,0 +1,349 @@
+"""Continue one prompt in a `Batcher`: its request, its tokens and text, and its stop strings.
+
+The request is checked before anything is decoded. Text passes through `Stops`, which holds back
+what may become a stop string.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from pyllamakv.binding import arguments
+from pyllamakv.binding.protocol import Capability, SamplerParams
+from pyllamakv.cache import groups as grouping
+from pyllamakv.errors import PartialRemovalRefused, ReprocessNeeded, Unsupported, UsageError
+from pyllamakv.runtime.batch import as_int32
+from pyllamakv.runtime.sampler import NumpySampler, Sampler, check_picker, punishes
+from pyllamakv.runtime.textstream import TextStream
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from pyllamakv.cache.batcher import Batcher
+    from pyllamakv.cache.groups import Group
+    from pyllamakv.cache.interface import Lease
+    from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.ledger import Ledger
+    from pyllamakv.runtime.model import Model
+    from pyllamakv.runtime.sampler import Picker
+    from pyllamakv.runtime.sequence import Sequence
+
+Reason = Literal["end", "stop", "length", "cancelled", "failed"]
+
+
+class Generation:
+    """Give a prompt's continuation piece by piece. `Batcher.submit` makes it.
+
+    Iterating drives the batcher, and so all its generations, as far as this one's text needs.
+    ``reason`` says why it ended, None while it has not: "end" (the model ended it), "stop" (a stop
+    string), "length" (``max_tokens``), "cancelled" or "failed", with ``error``.
+    """
+
+    def __init__(self, batcher: Batcher, asked: Request) -> None:
+        self.prompt = asked.prompt
+        #: The tokens that were chosen, the one that ended it left out.
+        self.tokens: list[int] = []
+        self.reason: Reason | None = None
+        self.error: Exception | None = None
+        #: How many of the prompt's tokens the cache had; None while it waits.
+        self.cached: int | None = None
+        self.max_tokens = asked.max_tokens
+        self.groups = asked.groups
+        self.sampler = asked.sampler
+        self.cancelled = False
+        self._batcher = batcher
+        self._owned = asked.owned
+        model = batcher.context.model
+        self._piece = model.piece if model.info.has_vocab else None
+        self._is_end = model.is_end if model.info.has_vocab and asked.stop_at_end else None
+        self._text = TextStream()
+        #: The text of tokens that are known to be ASCII, and no end.
+        self._known = batcher.known
+        self._stops = Stops(asked.stop) if asked.stop else None
+        self._parts: list[str] = []
+        # What the batcher needs, while it has a lease.
+        self.lease: Lease | None = None
+        self.sequence: Sequence
+        self.ledger: Ledger
+        #: What the sequence has to hold: what it has, then what is to be decoded.
+        self.stream: list[int] = []
+        #: When it was fed last.
+        self.served = 0
+
+    @property
+    def done(self) -> bool:
+        """Tell whether it has ended."""
+        return self.reason is not None
+
+    @property
+    def text(self) -> str:
+        """Return the text so far; what may yet become a stop string or a character is not in it."""
+        return "".join(self._parts)
+
+    def cancel(self) -> None:
+        """End it, also while it is decoded; callable from any thread. What it decoded stays."""
+        if self.reason is None:
+            self.cancelled = True
+            self._batcher.interrupt(self)
+
+    def result(self) -> str:
+        """Go on until it has ended, and return all of its text; raises what made it fail."""
+        return "".join(self)
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the text from its beginning, as it comes; raises what made it fail."""
+        at = 0
+        while True:
+            while at < len(self._parts):
+                at += 1
+                yield self._parts[at - 1]
+            if self.reason is not None:
+                break
+            self._batcher.step()
+        if self.error is not None:
+            raise self.error
+
+    def __repr__(self) -> str:
+        state = self.reason or ("waits" if self.lease is None else "runs")
+        return f"<Generation of {len(self.prompt)} + {len(self.tokens)} tokens, {state}>"
+
+    # What the batcher asks for...
+
+    def begin(self, lease: Lease, steps: int) -> None:
+        """Take a lease over, after so many steps."""
+        self.served = steps
+        self.lease, self.cached = lease, lease.cached
+        self.sequence = lease.sequence
+        self.ledger = lease.sequence.ledger
+        self.stream = [*self.prompt, *self.tokens]
+
+    def choose(self, context: Context) -> bool:
+        """Choose a token by its own sampler and take it; a sampler that raises makes it fail."""
+        try:
+            token = self.sampler.pick(context, self.ledger.logits_at)
+        except Exception as error:
+            self.end("failed", error)
+            return False
+        return self.take(token)
+
+    def take(self, token: int) -> bool:
+        """Go on with a chosen token, or end; False when it has ended."""
+        text = self._known.get(token)
+        if text is None or self._text.held:
+            if self._is_end is not None and self._is_end(token):
+                self.end("end")
+                return False
+            text = self._read(token)
+        tokens = self.tokens
+        tokens.append(token)
+        if self._stops is not None:
+            text = self._stops.feed(text)
+        if text:
+            self._parts.append(text)
+        if self._stops is not None and self._stops.found is not None:
+            self.end("stop")
+        elif len(tokens) == self.max_tokens:
+            self.end("length")
+        else:
+            self.stream.append(token)
+            return True
+        return False
+
+    def _read(self, token: int) -> str:
+        if self._piece is None:
+            return ""
+        piece = self._piece(token)
+        if piece.isascii() and self._is_end is not None:
+            # Read once: what is in here is no end, and text by itself.
+            self._known[token] = piece.decode("ascii")
+        return self._text.feed(piece)
+
+    def end(self, reason: Reason, error: Exception | None = None) -> None:
+        """End, let out the text that was held back, and give the lease back."""
+        if self.reason is not None:
+            return
+        if reason != "stop":
+            self._flush()
+            if self._stops is not None and self._stops.found is not None and reason != "failed":
+                reason = "stop"
+        self.reason, self.error = reason, error
+        try:
+            self.give_back()
+        finally:
+            if self._owned is not None:
+                self._owned.close()
+
+    def give_back(self) -> None:
+        """Release the lease; what was decoded stays in the cache."""
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            lease.release()
+
+    def _flush(self) -> None:
+        text = self._text.flush()
+        if self._stops is not None:
+            text = self._stops.feed(text)
+            if self._stops.found is None:
+                text += self._stops.flush()
+        if text:
+            self._parts.append(text)
+
+
+def follow_ledger(one: Generation, have: int, again: Iterable[int] = ()) -> None:
+    """Begin a generation's stream with the tokens that its sequence holds now.
+
+    ``have`` is how many tokens of the stream were decoded before; ``again`` are decoded next.
+    """
+    one.stream = [*one.ledger.tokens, *again, *one.stream[have:]]
+
+
+def mark_served(those: Iterable[Generation], step: int) -> None:
+    """Record the step in which generations were fed last."""
+    for one in those:
+        one.served = step
+
+
+def make_room(one: Generation, n: int) -> bool:
+    """Make room for ``n`` tokens; False when others have to be decoded again before them.
+
+    ``one.stream`` follows what the lease discards. Raises NoKVSlot when there is no room.
+    """
+    ledger, lease = one.ledger, one.lease
+    have = len(ledger.tokens)
+    assert lease is not None
+    try:
+        lease.make_room(n)
+    except ReprocessNeeded as needed:
+        follow_ledger(one, have, needed.tokens)
+        return False
+    if len(ledger.tokens) != have:
+        follow_ledger(one, have)
+    return True
+
+
+def restore_logits(one: Generation) -> None:
+    """Take the last token back, where none was chosen after it: an exception came between."""
+    if one.sequence.open and len(one.stream) == len(one.ledger.tokens):
+        try:
+            one.sequence.trim(len(one.stream) - 1)
+        except PartialRemovalRefused:
+            one.sequence.remove()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """Hold a prompt, and how it is to be continued; ``owned`` is a sampler made for it alone."""
+
+    prompt: list[int]
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    stop_at_end: bool
+    groups: tuple[Group, ...]
+    sampler: Picker
+    owned: Sampler | None
+
+
+def checked_request(
+    context: Context,
+    greedy: Picker,
+    n_batch: int,
+    prompt: str | Iterable[int],
+    *,
+    max_tokens: int | None,
+    stop: str | Iterable[str],
+    sampler: Picker | SamplerParams | None,
+    groups: Iterable[tuple[int, int]],
+    stop_at_end: bool,
+) -> Request:
+    """Return a request, or raise UsageError or Unsupported for what cannot be right."""
+    model = context.model
+    tokens = model.tokenize(prompt) if isinstance(prompt, str) else prompt
+    given: list[int] = as_int32(tokens, "tokens").tolist()
+    if not given:
+        msg = "the prompt is empty: there is nothing to continue"
+        raise UsageError(msg)
+    wrong = next((token for token in given if not 0 <= token < context.n_vocab), None)
+    if wrong is not None:
+        msg = f"token {wrong} is out of range: this model has tokens 0..{context.n_vocab - 1}"
+        raise UsageError(msg)
+    max_tokens = arguments.whole_or_none("max_tokens", max_tokens, 0)
+    stop_at_end = arguments.flag("stop_at_end", stop_at_end)
+    check_picker(sampler)
+    strings = checked_stops(stop)
+    if strings and not model.info.has_vocab:
+        msg = "this model has no vocabulary: there is no text to stop at"
+        raise Unsupported(msg, "vocabulary")
+    together = grouping.checked(groups, len(given), n_batch)
+    picker, owned = _picker(model, greedy, sampler)
+    return Request(given, max_tokens, strings, stop_at_end, together, picker, owned)
+
+
+def make_sampler(model: Model, params: SamplerParams) -> Sampler | NumpySampler:
+    """Return a sampler in C where the build has one, else in Python."""
+    if Capability.SAMPLER in model.native.about.capabilities:
+        return Sampler(model, params)
+    return NumpySampler(params)
+
+
+def _picker(model: Model, greedy: Picker, sampler: Any) -> tuple[Picker, Sampler | None]:
+    if sampler is None:
+        return greedy, None
+    if not isinstance(sampler, SamplerParams):
+        return sampler, None
+    if sampler.temperature <= 0 and not punishes(sampler):
+        return greedy, None
+    made = make_sampler(model, sampler)
+    return made, made if isinstance(made, Sampler) else None
+
+
+def checked_stops(stop: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the stop strings of an argument; UsageError for an empty one, or no text."""
+    texts = "text, or an iterable of texts"
+    found = (stop,) if isinstance(stop, str) else tuple(arguments.items("stop", stop, texts))
+    for each in found:
+        if not arguments.text("a stop string", each):
+            msg = "a stop string is text of at least one character, not ''"
+            raise UsageError(msg)
+    return found
+
+
+class Stops:
+    """Let text through up to the first stop string; what may become one is held back."""
+
+    __slots__ = ("_held", "_longest", "_stop", "found")
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        self._stop = stop
+        self._longest = max(map(len, stop))
+        self._held = ""
+        #: The stop string that ended the text.
+        self.found: str | None = None
+
+    def feed(self, text: str) -> str:
+        """Return what of the text may go out; `found` says whether it ends there."""
+        data = self._held + text
+        # The one that is complete first: wherever pieces are cut, the text is the same.
+        first = min(
+            ((at + len(each), at, each) for each in self._stop if (at := data.find(each)) >= 0),
+            default=None,
+        )
+        if first is not None:
+            self.found, self._held = first[2], ""
+            return data[: first[1]]
+        held = self._half(data)
+        self._held = data[len(data) - held :]
+        return data[: len(data) - held]
+
+    def flush(self) -> str:
+        """Return what was held back, once nothing follows."""
+        held, self._held = self._held, ""
+        return held
+
+    def _half(self, data: str) -> int:
+        """Return the length of the longest end of ``data`` that begins a stop string."""
+        longest = min(len(data), self._longest - 1)
+        ends = (
+            n for n in range(longest, 0, -1) if any(s.startswith(data[-n:]) for s in self._stop)
+        )
+        return next(ends, 0)

@@ -1,0 +1,613 @@
+"""Keep what was decoded for the prompts to come, and begin each prompt where it is known to.
+
+One cache for one or many conversations: `PrefixCache` holds a tree of token runs over sequences
+of a context. A prompt gets a sequence with the longest beginning that any of them has.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from pyllamakv.binding import arguments
+from pyllamakv.cache import eviction, prefix_match, room
+from pyllamakv.cache import groups as grouping
+from pyllamakv.cache.branches import Branches
+from pyllamakv.cache.paging import pager
+from pyllamakv.cache.prefix_tree import WIDTH, pack, unpack
+from pyllamakv.errors import BudgetTooSmall, Closed, PagingError, UsageError
+from pyllamakv.runtime.batch import as_int32, outside
+from pyllamakv.runtime.context import Context
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from os import PathLike
+    from types import TracebackType
+
+    from pyllamakv.cache.prefix_tree import Node
+    from pyllamakv.runtime.sequence import Sequence
+
+LOG = logging.getLogger("pyllamakv.cache")
+
+
+class PrefixCache:
+    """Own the sequences of a context as branches of a prefix tree; one thread at a time.
+
+    ``entries`` is how many sequences it may use (None: all; 1: a single entry, which each prompt
+    cuts and takes over). ``budget`` are the bytes that resident and paged branches may take
+    together. ``paging`` is where branches go that find no room, "memory" or a folder; None drops
+    them.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        entries: int | None = None,
+        budget: int | None = None,
+        paging: str | PathLike[str] | None = None,
+    ) -> None:
+        arguments.instance("context", context, Context, "a Context")
+        entries = arguments.whole_or_none("entries", entries)
+        budget = arguments.whole_or_none("budget", budget, 0)
+        most = context.info.n_seq_max
+        if entries is not None and not 1 <= entries <= most:
+            msg = f"entries must be 1 to {most} (n_seq_max), not {arguments.shown(entries)}"
+            raise UsageError(msg)
+        self.context = context
+        self.branches = Branches(context, entries or most, pager(paging))
+        self.budget = budget
+        #: How many tokens a sequence may have, None where there is no limit.
+        self.size_limit = eviction.capacity(context)
+        self.pins: dict[str, Node] = {}
+        self._emptied = context.emptied
+        self.leases: list[PrefixLease] = []
+        self.closed = False
+        self.counts = PrefixCounts()
+        self.check_budget(1)
+
+    # Prompts...
+
+    def acquire(
+        self, tokens: Iterable[int], *, groups: Iterable[tuple[int, int]] = ()
+    ) -> PrefixLease:
+        """Return a lease for a prompt, with the longest beginning of it that is known.
+
+        At least one token is left to decode. A beginning never ends inside one of ``groups``,
+        ranges of the prompt that do not overlap. Raises UsageError, BudgetTooSmall,
+        NoSlotAvailable, KVCacheFull, or PagingError when a branch in the way cannot be written;
+        the cache has what it had then.
+        """
+        key = self.key(tokens)
+        prompt = len(key) // WIDTH
+        together = grouping.checked(groups, prompt, prompt)
+        self.check_budget(prompt)
+        self.sync()
+        known = self.branches.tree.match(key)[1]
+        try:
+            sequence, length = prefix_match.begin(self, key, together)
+        finally:
+            self.forget_pins()
+        lease = PrefixLease(self, sequence, key, length, known)
+        try:
+            eviction.make_cells(self, prompt - length, lease)
+        except BaseException:
+            lease.release()
+            raise
+        self.enforce(prompt - length)
+        self._count(prompt, length)
+        return lease
+
+    def _count(self, prompt: int, length: int) -> None:
+        counts = self.counts
+        counts.add("hits" if length else "misses")
+        counts.add("reused", length)
+        counts.add("asked", prompt)
+        if LOG.isEnabledFor(logging.INFO):
+            stats = self.stats()
+            LOG.info(
+                "%s: %d of %d tokens cached, %d to decode; %d branches, %d paged out, %d cells, "
+                "%d bytes",
+                *("hit" if length else "miss", length, prompt, prompt - length),
+                *(stats.resident, stats.paged, stats.cells, stats.bytes),
+            )
+
+    def sync(self) -> None:
+        """Take note of what was decoded under the leases since the last call."""
+        self._check_open()
+        for lease in self.leases:
+            lease.follow()
+        if self.context.emptied is not self._emptied:
+            # A decode that is broken off may take the states of sequences that had no part in it.
+            self._emptied = self.context.emptied
+            self.branches.forget_emptied()
+            self.forget_pins()
+
+    # What stays...
+
+    def pin(self, name: str, tokens: Iterable[int]) -> None:
+        """Keep a beginning, which must be in the cache now, until `unpin`; it may be paged out.
+
+        Raises UsageError when it is not there, NotSupported where a memory's state is gone.
+        """
+        arguments.text("name", name)
+        key = self.key(tokens)
+        self.sync()
+        branches = self.branches
+        node, length = branches.tree.match(key)
+        if length * WIDTH < len(key):
+            msg = f"only {length} of {len(key) // WIDTH} tokens are in the cache; decode them first"
+            raise UsageError(msg)
+        if not branches.partial and (length < node.end or node.entry is None):
+            eviction.pin_state(self, node, length)
+        self.unpin(name, missing_ok=True)
+        node = branches.tree.insert(key)
+        node.pins.add(name)
+        self.pins[name] = node
+        self.settle()
+
+    def unpin(self, name: str, *, missing_ok: bool = False) -> None:
+        """Let a pinned beginning go when others are used more; UsageError when there is none."""
+        arguments.text("name", name)
+        missing_ok = arguments.flag("missing_ok", missing_ok)
+        if name not in self.pins and not missing_ok:
+            msg = (
+                f"nothing is pinned as {arguments.shown(name)}; pinned are: "
+                f"{', '.join(self.pins) or 'none'}"
+            )
+            raise UsageError(msg)
+        node = self.pins.pop(name, None)
+        if node is not None:
+            node.pins.discard(name)
+            self.settle(node)
+
+    def page_out(self, tokens: Iterable[int]) -> None:
+        """Page the branch of these tokens out; UsageError when it is not there, leased or in part.
+
+        Raises PagingError with nothing changed.
+        """
+        node = self._branch(tokens)
+        if self.branches.pager is None:
+            msg = "this cache pages nothing out; make it with paging='memory' or a folder"
+            raise UsageError(msg)
+        if node.page is None:
+            if not self.branches.removable(node, frees_id=True):
+                msg = f"{node} cannot be paged out: it is leased, or others go on from it"
+                raise UsageError(msg)
+            eviction.evict(self, node)
+            self.enforce(0)
+
+    def page_in(self, tokens: Iterable[int]) -> None:
+        """Bring the branch of these tokens in again; PagingError with nothing changed."""
+        node = self._branch(tokens)
+        if node.page is not None:
+            if not eviction.make_page_room(self, node):
+                msg = f"no room for a branch of {node.end} tokens: release leases or unpin others"
+                raise PagingError(msg)
+            self.branches.page_in(node)
+            self.counts.add("paged_in")
+
+    def _branch(self, tokens: Iterable[int]) -> Node:
+        key = self.key(tokens)
+        self.sync()
+        node, length = self.branches.tree.match(key)
+        if length * WIDTH < len(key) or length < node.end:
+            msg = f"no branch has just these {len(key) // WIDTH} tokens"
+            raise UsageError(msg)
+        return node
+
+    def evict(self) -> bool:
+        """Drop the branch used longest ago; False when everything is leased or pinned."""
+        self.sync()
+        node = eviction.droppable(self)
+        if node is not None:
+            self.branches.drop(node)
+            self.counts.add("evicted")
+        self.settle()
+        return node is not None
+
+    def clear(self) -> None:
+        """Drop everything that is neither leased nor pinned."""
+        while self.evict():
+            pass
+
+    # Itself...
+
+    def check_budget(self, tokens: int) -> None:
+        """Raise BudgetTooSmall when so many tokens alone are more than the budget."""
+        tokens = arguments.whole("tokens", tokens, 0)
+        needed = self.branches.bytes_of(tokens)
+        if self.budget is not None and needed > self.budget:
+            msg = (
+                f"{tokens} tokens take {needed} bytes and the budget is {self.budget}; give the "
+                "cache a larger budget, or the context smaller cache types"
+            )
+            raise BudgetTooSmall(msg, needed=needed, budget=self.budget)
+
+    def enforce(self, tokens: int) -> None:
+        """Drop what is over the budget, were so many more tokens decoded."""
+        tokens = arguments.whole("tokens", tokens, 0)
+        while self.budget is not None and self.size + self.branches.bytes_of(tokens) > self.budget:
+            node = eviction.droppable(self)
+            if node is None:
+                break
+            self.branches.drop(node)
+            self.counts.add("evicted")
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of all branches, resident and paged."""
+        return self.branches.resident_bytes + self.branches.paged_bytes
+
+    def key(self, tokens: Iterable[int]) -> bytes:
+        """Return checked tokens as the tree compares them."""
+        self._check_open()
+        numbers = as_int32(tokens, "tokens")
+        if not len(numbers):
+            msg = "expected a prompt of at least one token; an empty one leaves nothing to decode"
+            raise UsageError(msg)
+        bad = outside(numbers, self.context.n_vocab)
+        if bad is not None:
+            msg = (
+                f"token {bad} is out of range: this model has tokens 0..{self.context.n_vocab - 1}"
+            )
+            raise UsageError(msg)
+        longest = self.size_limit
+        if longest is not None and len(numbers) > longest:
+            msg = f"the prompt has {len(numbers)} tokens and a sequence at most {longest}"
+            raise UsageError(msg)
+        return numbers.tobytes()
+
+    def settle(self, *nodes: Node) -> None:
+        """Tidy nodes up after a change."""
+        for node in nodes:
+            self.branches.tidy(node)
+        self.forget_pins()
+
+    def forget_pins(self) -> None:
+        """Forget the names of what was given up: its page was damaged, or its state lost."""
+        self.pins = {name: node for name, node in self.pins.items() if name in node.pins}
+
+    def stats(self) -> PrefixStats:
+        """Count what there is and what was done."""
+        return measure(self)
+
+    def dump(self) -> str:
+        """Draw the tree, a line per node."""
+        return draw(self)
+
+    def check(self) -> None:
+        """Raise AssertionError naming the invariant that does not hold."""
+        check(self)
+
+    def _check_open(self) -> None:
+        self.context.check()
+        if self.closed:
+            msg = "this cache was closed; make another"
+            raise Closed(msg)
+
+    def close(self) -> None:
+        """Close the cache's sequences, leased ones as well; a second call does nothing."""
+        if self.closed:
+            return
+        self.closed = True
+        for sequence in list(self.branches.sequences()):
+            sequence.close()
+        if self.branches.pager is not None:
+            self.branches.pager.close()
+
+    def __enter__(self) -> PrefixCache:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<PrefixCache {'closed' if self.closed else self.stats()}>"
+
+
+#: Room is asked for so many tokens at a time where it costs nobody anything.
+AHEAD = 64
+
+#: States of memories that cannot go back are kept so many tokens apart.
+STATE_EVERY = 2048
+
+
+class PrefixLease:
+    """Hold the sequence; `PrefixCache.acquire` makes it. Leaving it as a context releases it."""
+
+    def __init__(
+        self, cache: PrefixCache, sequence: Sequence, key: bytes, cached: int, known: int
+    ) -> None:
+        self.cache = cache
+        self.sequence = sequence
+        self.cached = cached
+        self.rest = unpack(key[cached * WIDTH :])
+        self._key = key
+        #: How long the sequence may become before room has to be made again, and how long it was
+        #: asked for to become; what is between them was granted ahead and may be taken back.
+        self.granted = self.asked = self._prompt = len(key) // WIDTH
+        #: How much of the prompt the tree has, where a state may be missing.
+        self._known = known
+        self.ledger = sequence.ledger
+        self._seen: tuple[int, ...] = ()
+        self._whole = True
+        branches = cache.branches
+        self.node = branches.tree.insert(key[: cached * WIDTH])
+        branches.lease(self.node, self)
+        branches.tree.touch(self.node)
+        branches.tidy(self.node)
+        cache.leases.append(self)
+
+    @property
+    def released(self) -> bool:
+        """Tell whether this was released."""
+        return self not in self.cache.leases
+
+    @property
+    def promised(self) -> int:
+        """Return how many tokens may still be decoded without asking for room."""
+        return max(0, self.granted - len(self.ledger))
+
+    def prefill(self, *, logits: bool = True) -> None:
+        """Decode the rest of the prompt in pieces of n_batch; what was decoded stays if one fails.
+
+        Called again it goes on from there, from the beginning where a failure emptied the sequence.
+        Where a memory cannot go back, states are kept on the way: where other prompts part from
+        this one, before its last token, and every `STATE_EVERY` tokens.
+        """
+        logits = arguments.flag("logits", logits)
+        prompt = self._prompt
+        for stop in [*self._stops(prompt), prompt]:
+            here = len(self.ledger)
+            if here < stop:
+                tokens = unpack(self._key[here * WIDTH : stop * WIDTH])
+                self._decode(tokens, logits=logits and stop == prompt)
+            if stop < prompt:
+                self.cache.sync()
+                eviction.keep_state(self.cache, self)
+
+    def _decode(self, tokens: list[int], *, logits: bool) -> None:
+        """Decode tokens; other leases may have taken the hole that was there for them."""
+        context, sequence, start = self.cache.context, self.sequence, len(self.ledger)
+
+        def go_on() -> None:
+            context.prefill(sequence, tokens[len(self.ledger) - start :], logits=logits)
+
+        room.decode(context, go_on, {sequence.id: len(tokens)})
+
+    def _stops(self, prompt: int) -> list[int]:
+        if self.cache.branches.partial:
+            return []
+        places = {self._known, prompt - 1, *range(STATE_EVERY, prompt - 1, STATE_EVERY)}
+        return sorted(each for each in places if self.cached < each < prompt)
+
+    def make_room(self, n: int) -> None:
+        """Make room for ``n`` more tokens; others are paged out or dropped for it.
+
+        Raises KVCacheFull when it cannot, with nothing changed.
+        """
+        if type(n) is not int or not 0 <= n <= arguments.INT32:
+            n = arguments.whole("n", n, 0, arguments.INT32)
+        self.asked = asked = len(self.ledger.tokens) + n
+        if asked > self.granted:
+            self._grow(n)
+
+    def yield_room(self) -> None:
+        """Give up what was granted ahead, because others need it."""
+        self.granted = min(self.granted, max(self._prompt, self.asked))
+
+    def _grow(self, n: int) -> None:
+        cache = self.cache
+        cache.sync()
+        here = len(self.ledger)
+        ahead = n + AHEAD
+        longest = cache.size_limit
+        near = longest is not None and here + ahead > longest
+        roomy = not near and (
+            eviction.plenty(cache, ahead, self) or eviction.shortage(cache, ahead, self) <= 0
+        )
+        wanted = ahead if roomy else n
+        eviction.make_cells(cache, wanted, self)
+        self.granted = max(self.granted, here + wanted)
+        cache.enforce(n)
+
+    def follow(self) -> None:
+        """Move to the node where the tokens of the sequence end now."""
+        ledger, branches = self.ledger, self.cache.branches
+        count = len(ledger) if self.sequence.open else 0
+        seen = (count, ledger.next, ledger.marks[-1] if count else -1, ledger.moved)
+        if seen == self._seen:
+            return
+        self._seen = seen
+        # Tokens that were shifted, or have a gap, are no beginning of any prompt.
+        self._whole = self.sequence.open and ledger.next == count and not ledger.moved
+        before = self.node
+        self.node = branches.tree.insert(pack(ledger.tokens) if self._whole and count else b"")
+        if self.node is not before:
+            branches.lease(self.node, self)
+            branches.unlease(before, self)
+            branches.tidy(before)
+        branches.tidy(self.node)
+
+    def release(self) -> None:
+        """Give the sequence back; what it holds stays for later prompts. Twice does nothing."""
+        cache = self.cache
+        if cache.closed or cache.context.closed or self.released:
+            return
+        self.follow()
+        branches, node = cache.branches, self.node
+        cache.leases.remove(self)
+        branches.unlease(node, self)
+        # Others may have decoded the same; what is longer holds this as well.
+        known = node.held if branches.partial else node.entry is not None
+        if node.parent is None or not self._whole or known:
+            branches.close(self.sequence)
+        else:
+            branches.keep(node, self.sequence)
+        branches.tree.touch(node)
+        branches.tidy(node)
+        cache.enforce(0)
+
+    def __enter__(self) -> PrefixLease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        state = "released" if self.released else f"sequence {self.sequence.id}"
+        return f"<PrefixLease {state}, {self.cached} cached, {len(self.rest)} to decode>"
+
+
+#: What is counted as it happens.
+COUNTED = (
+    *("hits", "misses", "reused", "asked"),
+    *("evicted", "paged_out", "paged_in", "damaged"),
+)
+
+
+class PrefixCounts(dict[str, int]):
+    """Count what a prefix cache does, by the names in `COUNTED`."""
+
+    def __init__(self) -> None:
+        super().__init__(dict.fromkeys(COUNTED, 0))
+
+    def add(self, name: str, n: int = 1) -> None:
+        """Count something that happened ``n`` times."""
+        self[name] += n
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixStats:
+    """Hold the numbers of a prefix cache.
+
+    ``resident`` branches have a sequence, ``paged`` pages lie outside of the cache, ``leased``
+    sequences are in use. ``tokens`` are in the tree, ``cells`` of them in the cache, each once.
+    ``reused`` of the ``asked`` tokens of all prompts were known. ``evicted`` branches were dropped,
+    ``damaged`` pages could not be read back.
+    """
+
+    resident: int
+    paged: int
+    leased: int
+    pinned: int
+    nodes: int
+    tokens: int
+    cells: int
+    resident_bytes: int
+    paged_bytes: int
+    bytes: int
+    budget: int | None
+    hits: int
+    misses: int
+    reused: int
+    asked: int
+    evicted: int
+    paged_out: int
+    paged_in: int
+    damaged: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the numbers as plain JSON values."""
+        return asdict(self)
+
+
+def measure(cache: PrefixCache) -> PrefixStats:
+    """Count what a cache has."""
+    branches = cache.branches
+    tree = branches.tree
+    resident, paged = branches.resident_bytes, branches.paged_bytes
+    return PrefixStats(
+        resident=branches.taken - len(cache.leases),
+        paged=branches.pager.count if branches.pager is not None else 0,
+        leased=len(cache.leases),
+        pinned=len(cache.pins),
+        nodes=tree.nodes,
+        tokens=tree.tokens,
+        cells=tree.held_tokens if branches.sharing else sum(map(len, branches.sequences())),
+        resident_bytes=resident,
+        paged_bytes=paged,
+        bytes=resident + paged,
+        budget=cache.budget,
+        **cache.counts,
+    )
+
+
+def draw(cache: PrefixCache) -> str:
+    """Draw the tree: positions, what holds each node, when it was last used."""
+    lines = [repr(cache.stats())]
+    waiting: list[tuple[Node, int]] = [(cache.branches.tree.root, 0)]
+    while waiting:
+        node, depth = waiting.pop()
+        if node.parent is not None:
+            lines.append("  " * depth + " ".join(_facts(node)))
+        children = sorted(node.children.items(), reverse=True)
+        waiting += [(child, depth + 1) for _, child in children]
+    return "\n".join(lines)
+
+
+def _facts(node: Node) -> list[str]:
+    facts = [f"{node.start}..{node.end}"]
+    if node.entry is not None:
+        facts.append(f"sequence {node.entry.id}")
+    facts += [f"leased {lease.sequence.id}" for lease in node.leases]
+    if node.page is not None:
+        facts.append(f"page {node.page.start}..{node.page.end}")
+    facts += [f"pinned {name}" for name in sorted(node.pins)]
+    return [*facts, f"used {node.used}"]
+
+
+def check(cache: PrefixCache) -> None:
+    """Raise AssertionError naming the invariant that does not hold; it is our bug."""
+    cache.sync()
+    branches = cache.branches
+    tree = branches.tree
+    tree.check()
+    nodes = list(tree.walk())
+    for node in nodes:
+        _check_node(cache, node)
+    sequences = list(branches.sequences())
+    assert branches.taken == len(sequences), f"{len(sequences)} sequences, {branches.taken} counted"
+    assert len({each.id for each in sequences}) == len(sequences), "a sequence is at two nodes"
+    pages = {id(node.page): node.page for node in nodes if node.page is not None}
+    size = sum(page.size for page in pages.values())
+    assert branches.paged_bytes == size, f"pages of {size} bytes, {branches.paged_bytes} counted"
+    pinned = {name: node for node in nodes for name in node.pins}
+    assert pinned == cache.pins, f"pinned are {pinned}, not {cache.pins}"
+    _check_cells(cache)
+
+
+def _check_node(cache: PrefixCache, node: Node) -> None:
+    branches, entry = cache.branches, node.entry
+    if entry is not None:
+        assert entry.open, f"the sequence of {node} was closed"
+        assert pack(entry.ledger.tokens) == node.key, f"the sequence of {node} has other tokens"
+        assert entry.positions == list(range(node.end)), f"the sequence of {node} has gaps"
+        assert entry.pos_max == node.end - 1, f"the cache has not all of {node}"
+    if branches.partial:
+        assert not (node.held and node.page), f"{node} is resident and paged out"
+    if branches.sharing:
+        page = node.page
+        there = node.held or (page and page.start <= node.start and node.end <= page.end)
+        assert there, f"the tokens of {node} are nowhere"
+    if not node.children:
+        kept = entry is not None or node.leases or node.page is not None
+        assert kept, f"{node} is a leaf that keeps nothing"
+
+
+def _check_cells(cache: PrefixCache) -> None:
+    branches, context = cache.branches, cache.context
+    stats = eviction.cells(context)
+    if cache.leases or not branches.sharing or stats is None:
+        return
+    ours = {each.id for each in branches.sequences()}
+    if {i for i, ledger in enumerate(context.ledgers) if len(ledger)} <= ours:
+        held = branches.tree.held_tokens
+        assert stats.used == held, f"{held} tokens are held and {stats.used} cells are used"

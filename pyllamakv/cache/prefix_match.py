@@ -1,0 +1,135 @@
+"""Find the longest known beginning of a prompt, and get a sequence that has it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from pyllamakv.cache import eviction
+from pyllamakv.cache import groups as grouping
+from pyllamakv.cache.branches import DamagedPage
+from pyllamakv.cache.prefix_tree import WIDTH
+from pyllamakv.errors import PagingError, PartialRemovalRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pyllamakv.cache.branches import Branches
+    from pyllamakv.cache.groups import Group
+    from pyllamakv.cache.prefix_cache import PrefixCache
+    from pyllamakv.cache.prefix_tree import Node
+    from pyllamakv.runtime import sequence as runtime
+
+LOG = logging.getLogger("pyllamakv.cache")
+
+
+def begin(cache: PrefixCache, key: bytes, groups: Sequence[Group]) -> tuple[runtime.Sequence, int]:
+    """Return a sequence with the longest beginning of a prompt, short of its last token.
+
+    Raises KVCacheFull where the rest can find no room, NoSlotAvailable; nothing is lost then.
+    """
+    exact = not cache.branches.cuttable
+    while True:
+        node, length = _find(cache, key, groups, exact=exact)
+        eviction.check_cells(cache, len(key) // WIDTH - length, node, length)
+        try:
+            return _sequence(cache, key, length), length
+        except PartialRemovalRefused:
+            # A window has passed that place; the end of a branch is where one can go on from.
+            if exact:
+                raise
+            exact = True
+
+
+def _find(
+    cache: PrefixCache, key: bytes, groups: Sequence[Group], *, exact: bool
+) -> tuple[Node, int]:
+    """Return the node where the usable beginning ends, in the cache, and the beginning's length.
+
+    ``exact``: it can only be the end of a node that keeps something itself.
+    """
+    pages = True
+    while True:
+        node, length = _candidate(cache, key, groups, exact=exact, pages=pages)
+        there = node.entry is not None or node.leases if exact else node.held
+        if not length or there:
+            return node, length
+        pages = _page_in(cache, node if exact or cache.branches.sharing else _paged(node))
+
+
+def _candidate(
+    cache: PrefixCache, key: bytes, groups: Sequence[Group], *, exact: bool, pages: bool
+) -> tuple[Node, int]:
+    tree = cache.branches.tree
+    node, length = tree.match(key)
+    length = min(length, len(key) // WIDTH - 1)  # one token is left to decode
+    path = node.path
+    if exact:
+        for each in reversed(path):
+            kept = each.entry is not None or each.leases or (pages and each.page is not None)
+            if kept and each.end <= length and grouping.floor(groups, each.end) == each.end:
+                return each, each.end
+        return tree.root, 0
+    if not pages:
+        length = min(length, max((each.end for each in path if each.held), default=0))
+    length = grouping.floor(groups, length)
+    return next((each for each in path if each.end >= length > each.start), tree.root), length
+
+
+def _tail(branches: Branches, donor: runtime.Sequence, length: int) -> Node | None:
+    """Return the node of a sequence that may be cut although something pinned depends on it."""
+    node = next((each for each in branches.tree.walk() if each.entry is donor), None)
+    if node is None or not branches.removable(node, frees_id=False):
+        return None
+    heir = branches.heir(node)
+    return node if heir is None or heir.end <= length else None
+
+
+def _paged(node: Node) -> Node | None:
+    """Return a node whose page holds all of a node's tokens, where pages are whole sequences."""
+    return next((each for each in node.walk() if each.page is not None), None)
+
+
+def _page_in(cache: PrefixCache, node: Node | None) -> bool:
+    """Bring a node in where there is room; False when not, and without what is damaged."""
+    if node is None:
+        return False
+    try:
+        if not eviction.make_page_room(cache, node):
+            return False
+        cache.branches.page_in(node)
+    except DamagedPage as error:
+        LOG.warning("%s; the branch is given up", error)
+        cache.counts.add("damaged")
+        cache.branches.discard(error.page)
+        return False
+    except PagingError as error:
+        LOG.warning("%s", error)
+        return False
+    cache.counts.add("paged_in")
+    return True
+
+
+def _sequence(cache: PrefixCache, key: bytes, length: int) -> runtime.Sequence:
+    """Return a sequence of the first tokens of a key: new, a fork, or one taken over."""
+    branches = cache.branches
+    while True:
+        # What was evicted may have joined nodes: look again each time.
+        node, _ = branches.tree.match(key[: length * WIDTH])
+        alone = node.entry is not None and not node.pins and not node.children
+        if length and alone and node.end == length and (branches.partial or not branches.vacant):
+            return branches.detach(node)
+        donor = branches.provider(node) if length else None
+        if branches.vacant:
+            return branches.new() if donor is None else branches.fork(donor, length)
+        kept = [each for each in node.path if each.end <= length]
+        victim = eviction.victim(cache, kept, frees_id=True)
+        if victim is None and donor is not None:
+            victim = _tail(branches, donor, length)
+        if victim is None:
+            raise eviction.all_taken(cache)
+        if victim.entry is donor and donor is not None:
+            taken = eviction.evict(cache, victim, length)
+            assert taken is not None
+            return taken
+        eviction.evict(cache, victim)

@@ -1,0 +1,299 @@
+"""Keep token sequences as a tree of runs that share their beginnings, and find the longest one.
+
+A run of tokens is a string of bytes, four per token: comparing two is one comparison of memory,
+whatever their length. Nothing here knows a cache: a node holds an ``entry`` and a ``page``, which
+are its owner's, and ``leases`` of those who work there now.
+
+A node is *held* while an entry or a lease is at it or below it: then the tokens of its run are in
+the cache. A page holds the run of a node that is not held, and may hold the runs of several.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+#: The bytes of a token.
+WIDTH = 4
+
+
+def pack(tokens: Iterable[int]) -> bytes:
+    """Return tokens as the bytes that a tree compares."""
+    return array("i", tokens).tobytes()
+
+
+def unpack(key: bytes) -> list[int]:
+    """Return the tokens of a key."""
+    return array("i", key).tolist()
+
+
+def common(a: bytes, b: bytes, at: int = 0) -> int:
+    """Return how many tokens ``a`` has in common with ``b`` from byte ``at`` on."""
+    low, high = 0, min(len(a), len(b) - at) // WIDTH
+    if high > 0 and b.startswith(a[: high * WIDTH], at):
+        return high
+    # Halves are compared as memory; together they are as long as the run.
+    while low < high - 1:
+        middle = (low + high) // 2
+        if a[low * WIDTH : middle * WIDTH] == b[at + low * WIDTH : at + middle * WIDTH]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+class Node:
+    """Hold one run: the tokens ``start`` to ``end`` of every sequence that goes through it."""
+
+    __slots__ = (
+        "children",
+        "end",
+        "entry",
+        "held",
+        "leases",
+        "page",
+        "parent",
+        "pins",
+        "run",
+        "start",
+        "used",
+    )
+
+    def __init__(self, parent: Node | None, start: int, run: bytes) -> None:
+        self.parent = parent
+        self.start = start
+        self.run = run
+        self.end = start + len(run) // WIDTH
+        self.children: dict[bytes, Node] = {}
+        self.entry: Any = None
+        self.page: Any = None
+        self.leases: list[Any] = []
+        self.pins: set[str] = set()
+        #: How many entries and leases are here and below.
+        self.held = 0
+        #: When it was last used, by the tree's clock.
+        self.used = 0
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def bare(self) -> bool:
+        """Tell whether nothing is kept at this very node."""
+        return not (self.pins or self.leases) and self.entry is None
+
+    @property
+    def linked(self) -> bool:
+        """Tell whether this is a node below another one still."""
+        return self.parent is not None and self.parent.children.get(self.run[:WIDTH]) is self
+
+    @property
+    def path(self) -> list[Node]:
+        """Return the nodes from below the root down to this one."""
+        found, node = [], self
+        while node.parent is not None:
+            found.append(node)
+            node = node.parent
+        return found[::-1]
+
+    @property
+    def key(self) -> bytes:
+        """Return all tokens from the root to the end of this node."""
+        return b"".join(node.run for node in self.path)
+
+    def walk(self) -> Iterator[Node]:
+        """Yield this node and all below it."""
+        waiting = [self]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting.extend(node.children.values())
+
+    def __repr__(self) -> str:
+        return f"<Node {self.start}..{self.end}, {len(self.children)} children, held {self.held}>"
+
+
+class Tree:
+    """Hold the root; ``tokens`` are in all runs, ``held_tokens`` in those of held nodes.
+
+    ``whole_pages`` says that a page is of use only for the node that it was made for.
+    """
+
+    def __init__(self, *, whole_pages: bool = False) -> None:
+        self.whole_pages = whole_pages
+        self.root = Node(None, 0, b"")
+        self.clock = 0
+        self.nodes = 0
+        self.tokens = 0
+        self.held_tokens = 0
+
+    def match(self, key: bytes) -> tuple[Node, int]:
+        """Return the deepest node that a key goes into, and how many of its tokens are known."""
+        node, at, size = self.root, 0, len(key)
+        while at < size:
+            child = node.children.get(key[at : at + WIDTH])
+            if child is None:
+                break
+            run = child.run
+            if not key.startswith(run, at):
+                return child, at // WIDTH + common(run, key, at)
+            node, at = child, at + len(run)
+        return node, at // WIDTH
+
+    def insert(self, key: bytes) -> Node:
+        """Return the node that ends with a key, made where there is none."""
+        node, length = self.match(key)
+        if length < node.end:
+            node = self.split(node, length)
+        rest = key[length * WIDTH :]
+        if rest:
+            child = Node(node, length, rest)
+            child.used = self.clock
+            node.children[rest[:WIDTH]] = child
+            self.nodes += 1
+            self.tokens += len(child)
+            node = child
+        return node
+
+    def split(self, node: Node, at: int) -> Node:
+        """Divide a node at a position inside of it; return the new upper one.
+
+        The lower one keeps what it had. A page that is not whole is of use for both.
+        """
+        parent, cut = node.parent, (at - node.start) * WIDTH
+        if parent is None or not node.start < at < node.end:
+            msg = f"expected a position inside {node}, not {at}"
+            raise ValueError(msg)
+        upper = Node(parent, node.start, node.run[:cut])
+        upper.used, upper.held = node.used, node.held
+        parent.children[upper.run[:WIDTH]] = upper
+        node.parent, node.start, node.run = upper, at, node.run[cut:]
+        upper.children[node.run[:WIDTH]] = node
+        self.nodes += 1
+        if node.page is not None and not self.whole_pages:
+            self.set_page(upper, node.page)
+        return upper
+
+    def merge(self, node: Node) -> bool:
+        """Join a node with its only child where nothing is kept between them."""
+        parent = node.parent
+        if parent is None or len(node.children) != 1 or not node.bare or not node.linked:
+            return False
+        (child,) = node.children.values()
+        if node.page is not None and node.page is not child.page:
+            return False
+        if node.page is not None:
+            node.page.drop_ref()
+            node.page = None
+        child.run = node.run + child.run
+        child.start, child.parent = node.start, parent
+        parent.children[child.run[:WIDTH]] = child
+        self.nodes -= 1
+        return True
+
+    def prune(self, node: Node) -> None:
+        """Remove a node that keeps nothing and has no children, and what that leaves useless."""
+        while not node.children and node.bare and node.page is None and node.linked:
+            parent = node.parent
+            assert parent is not None
+            del parent.children[node.run[:WIDTH]]
+            self.nodes -= 1
+            self.tokens -= len(node)
+            node = parent
+        self.merge(node)
+
+    def attach(self, node: Node, entry: Any) -> None:
+        """Set the entry of a node."""
+        node.entry = entry
+        self.hold(node)
+
+    def detach(self, node: Node) -> Any:
+        """Take the entry from a node and return it."""
+        entry, node.entry = node.entry, None
+        self.let_go(node)
+        return entry
+
+    def lease(self, node: Node, lease: Any) -> None:
+        """Add a lease to a node."""
+        node.leases.append(lease)
+        self.hold(node)
+
+    def unlease(self, node: Node, lease: Any) -> None:
+        """Take a lease from a node."""
+        node.leases.remove(lease)
+        self.let_go(node)
+
+    def hold(self, node: Node) -> None:
+        """Count an entry or a lease at a node."""
+        for each in node.path:
+            each.held += 1
+            if each.held == 1:
+                self.held_tokens += len(each)
+
+    def let_go(self, node: Node) -> None:
+        """Count an entry or a lease less."""
+        for each in node.path:
+            each.held -= 1
+            if each.held == 0:
+                self.held_tokens -= len(each)
+
+    def set_page(self, node: Node, page: Any) -> Any:
+        """Set the page of a node (None: none); return the one that no node needs any more."""
+        old, node.page = node.page, page
+        if page is not None:
+            page.add_ref()
+        if old is None:
+            return None
+        return None if old.drop_ref() else old
+
+    def touch(self, node: Node) -> None:
+        """Take note that the tokens up to the end of a node were used."""
+        self.clock += 1
+        for each in node.path:
+            each.used = self.clock
+
+    def oldest(self, wanted: Callable[[Node], bool]) -> Node | None:
+        """Return the node to part with first: used longest ago, then deepest, then largest."""
+        found = (node for node in self.walk() if wanted(node))
+        return min(found, key=lambda node: (node.used, -node.end, -len(node)), default=None)
+
+    def walk(self) -> Iterator[Node]:
+        """Yield every node but the root."""
+        nodes = self.root.walk()
+        next(nodes)
+        return nodes
+
+    def check(self) -> None:
+        """Raise AssertionError naming the invariant that does not hold."""
+        nodes = tokens = held_tokens = 0
+        pages: dict[int, tuple[Any, int]] = {}
+        for node in self.walk():
+            parent = node.parent
+            assert parent is not None, f"{node} has no parent"
+            assert parent.children.get(node.run[:WIDTH]) is node, f"{node} is not under its token"
+            assert node.start == parent.end, f"{node} does not begin where {parent} ends"
+            assert node.end - node.start == len(node.run) // WIDTH > 0, f"{node} has another length"
+            own = (node.entry is not None) + len(node.leases)
+            below = sum(child.held for child in node.children.values())
+            assert node.held == own + below, f"{node} is held by {own + below}"
+            kept = not node.bare or node.page is not None
+            assert kept or node.children, f"{node} keeps nothing"
+            if node.page is not None:
+                page, count = pages.get(id(node.page), (node.page, 0))
+                pages[id(page)] = (page, count + 1)
+            if node.bare and len(node.children) == 1:
+                (child,) = node.children.values()
+                joint = node.page is None or node.page is child.page
+                assert not joint, f"{node} should be one with its only child"
+            nodes, tokens = nodes + 1, tokens + len(node)
+            held_tokens += len(node) if node.held else 0
+        for page, count in pages.values():
+            assert page.refs == count, f"{page} is at {count} nodes and counts {page.refs}"
+        counted = (self.nodes, self.tokens, self.held_tokens)
+        assert counted == (nodes, tokens, held_tokens), f"counted {counted}, not {nodes, tokens}"

@@ -1,1 +1,0 @@
-"""Keep prompts in a tree whose branches share cells, and page branches out."""

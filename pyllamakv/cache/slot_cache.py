@@ -1,0 +1,631 @@
+"""Keep several conversations in one context: a slot each, and what they have in common once.
+
+A slot is a sequence, and its token list is the sequence's ledger, which changes only after the
+library has agreed. So a decode that fails, or is cancelled, leaves no token in a slot that the
+cache has not, and none in the cache that no slot has. A full slot is shifted: half of the tokens
+behind a head that stays are discarded at once, so that it does not happen for every token.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pyllamakv.binding import arguments
+from pyllamakv.cache import groups as grouping
+from pyllamakv.cache import room, slot_choice
+from pyllamakv.cache.room import Room
+from pyllamakv.errors import (
+    Closed,
+    NoSlotAvailable,
+    PartialRemovalRefused,
+    ReprocessNeeded,
+    UsageError,
+)
+from pyllamakv.runtime.batch import as_int32
+from pyllamakv.runtime.context import Context
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from types import TracebackType
+
+    from pyllamakv.cache.groups import Group
+    from pyllamakv.cache.slot_choice import Policy
+    from pyllamakv.runtime import sequence as runtime
+    from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.ledger import Ledger
+    from pyllamakv.runtime.model import Model
+
+_log = logging.getLogger("pyllamakv.cache")
+
+
+class SlotCache:
+    """Own the cache of a context as slots.
+
+    ``n_slots`` slots (None: as many as the context has sequences) of ``size`` tokens each (None:
+    the cells divided by the slots; more means that they lend each other cells, and that the
+    history that was used longest ago is evicted). ``policy`` chooses a slot: `slot_choice.choose`.
+    ``keep`` is how many tokens at the beginning of a prompt a shift leaves: negative means all of
+    it, and the model's first token is never counted.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        n_slots: int | None = None,
+        policy: Policy = "best",
+        keep: int = 0,
+        *,
+        size: int | None = None,
+    ) -> None:
+        arguments.instance("context", context, Context, "a Context")
+        n_slots = arguments.whole_or_none("n_slots", n_slots)
+        size = arguments.whole_or_none("size", size)
+        n = context.info.n_seq_max if n_slots is None else n_slots
+        if not 1 <= n <= context.info.n_seq_max:
+            msg = (
+                f"n_slots must be from 1 to {context.info.n_seq_max} (the context's n_seq_max), "
+                f"not {arguments.shown(n)}"
+            )
+            raise UsageError(msg)
+        self.context = context
+        self.policy = slot_choice.checked(policy)
+        self.keep = arguments.whole("keep", keep)
+        cells = context.info.n_ctx // context.partitions
+        self.size = (cells if context.partitions > 1 else cells // n) if size is None else size
+        if not 2 <= self.size <= cells:
+            msg = (
+                f"a slot must have from 2 to {cells} tokens here, not {arguments.shown(self.size)}"
+            )
+            raise UsageError(msg)
+        self._cells = cells
+        self._counts = Counts()
+        self._clock = 0
+        self._closed = False
+        self._slots: list[Slot] = []
+        try:
+            while len(self._slots) < n:
+                self._slots.append(Slot(context.sequence()))
+        except BaseException:
+            self.close()
+            raise
+        #: Whether a slot may find that others have the cells that it needs.
+        self.lends = context.partitions == 1 and (
+            n * self.size > cells or n < context.info.n_seq_max
+        )
+
+    def acquire(
+        self,
+        tokens: Iterable[int],
+        *,
+        groups: Iterable[tuple[int, int]] = (),
+        keep: int | None = None,
+    ) -> SlotLease:
+        """Return a lease on a slot for a prompt, with as much of it as any slot has.
+
+        At least one token is left to evaluate. ``keep`` is as in the class. Raises UsageError for
+        an empty prompt and for one longer than a slot (`truncate` shortens it), NoSlotAvailable
+        when all slots are in use; nothing was changed then.
+        """
+        prompt: list[int] = as_int32(tokens, "tokens").tolist()
+        keep = arguments.whole_or_none("keep", keep)
+        if not prompt:
+            msg = "the prompt is empty: there is nothing to evaluate"
+            raise UsageError(msg)
+        if len(prompt) > self.size:
+            msg = (
+                f"the prompt has {len(prompt)} tokens and a slot {self.size}: shorten it "
+                "(truncate does, on request), or make the cache with larger slots"
+            )
+            raise UsageError(msg)
+        largest = min(self.context.info.n_batch, self.size - 1)
+        together = grouping.checked(groups, len(prompt), largest)
+        kept = head(self.size, self._kept(prompt, keep), together)
+        with self.context.turn:
+            self._check_open()
+            found = slot_choice.choose([self._candidate(each, prompt) for each in self._slots],
+                                    self.policy)  # fmt: skip
+            if found is None:
+                self._counts.refused += 1
+                msg = f"all {len(self._slots)} slots are in use: release one, or make more"
+                raise NoSlotAvailable(msg, slots=len(self._slots))
+            slot = self._slots[found.slot]
+            wanted = grouping.floor(together, min(found.common, len(prompt) - 1))
+            cached = self._bring(slot, found.source, wanted)
+            self._counts.take(found.evicts, cached, len(prompt))
+            slot.groups = together
+            slot.lease = lease = SlotLease(self, slot, prompt, cached, kept)
+        _log.debug(
+            "prompt of %d tokens: %d in slot %d%s", len(prompt), cached, found.slot,
+            "" if found.source is None else f", from slot {found.source}",
+        )  # fmt: skip
+        return lease
+
+    def truncate(self, tokens: Iterable[int], keep: int | None = None) -> list[int]:
+        """Return a prompt that fits into a slot: its head, and the end of it.
+
+        A prompt with groups is cut by `truncate`, which says where they are then.
+        """
+        prompt: list[int] = as_int32(tokens, "tokens").tolist()
+        keep = arguments.whole_or_none("keep", keep)
+        return truncate(prompt, self._kept(prompt, keep), self.size)[0]
+
+    def stats(self) -> SlotStats:
+        """Count slots, tokens, and what happened so far."""
+        return self._counts.stats(self._slots, self.size)
+
+    def dump(self) -> str:
+        """Draw the slots as text, a line each."""
+        return draw(self._slots, self.size, self.context.model)
+
+    def check(self) -> None:
+        """Compare slots and cells; AssertionError names what does not hold: our own fault."""
+        with self.context.turn:
+            self._check_open()
+            examine(self._slots, self.size, self.context)
+
+    def close(self) -> None:
+        """Remove the slots' sequences from the context; a second call does nothing."""
+        self._closed = True
+        for slot in self._slots:
+            slot.sequence.close()
+
+    def __enter__(self) -> SlotCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<SlotCache {len(self._slots)} slots of {self.size}, {self.policy}>"
+
+    # What leases ask for...
+
+    def give_back(self, slot: Slot) -> None:
+        """Take a slot back; `SlotLease.release` calls this."""
+        slot.lease = None
+        self._clock += 1
+        slot.last_used = self._clock
+        if self._closed or self.context.closed:
+            return
+        if not slot.sequence.open:
+            slot.sequence = self.context.sequence()
+        elif slot.sequence.next_pos != len(slot.sequence):
+            # Its holder took tokens out of the middle: no prompt begins with what is left.
+            slot.sequence.remove()
+        _log.debug("slot of sequence %d keeps %d tokens", slot.sequence.id, len(slot.sequence))
+
+    def discard(self, slot: Slot, keep: int, n: int) -> None:
+        """Take ``n`` tokens out behind the first ``keep``, and close the gap.
+
+        Raises ReprocessNeeded where that cannot be done in place; then the head is left.
+        """
+        sequence = slot.sequence
+        with self.context.turn:
+            end = keep + n
+            if self._can_shift(slot, end):
+                try:
+                    sequence.remove(keep, end)
+                except PartialRemovalRefused:
+                    pass
+                else:
+                    sequence.shift(end, None, -n)
+                    slot.groups = grouping.without(slot.groups, keep, end)
+                    self._counts.shifts += 1
+                    _log.debug("sequence %d: %d tokens shifted out", sequence.id, n)
+                    return
+            tokens = slot.tokens[:keep] + slot.tokens[end:]
+            left = slot.trim(keep)
+            if not left:
+                self._begin_again()
+            slot.groups = grouping.without(slot.groups, keep, end)
+            self._counts.reprocessed += len(tokens) - left
+        msg = (
+            f"sequence {sequence.id} is full and cannot be shifted in place: decode these "
+            f"{len(tokens) - left} tokens again"
+        )
+        raise ReprocessNeeded(msg, tokens[left:])
+
+    def reserve(self, n: int, slot: Slot) -> None:
+        """Make sure of ``n`` free cells: histories of free slots make way, the oldest first."""
+        ledgers = self.context.ledgers
+        # What all of them had without sharing is quick to add up, and mostly enough.
+        if sum(len(each.tokens) for each in ledgers) + n <= self._cells:
+            return
+        free = [each for each in self._slots if each.lease is None and each is not slot]
+        held = {id(each.sequence.ledger) for each in free}
+        least = _cells(each for each in ledgers if id(each) not in held)
+        if least + n > self._cells:
+            msg = (
+                f"no room for {n} tokens: {least} of {self._cells} cells belong to slots in use; "
+                "release one, or make the cache with smaller slots"
+            )
+            raise Room(self._cells, _cells(ledgers)).full(msg, n)
+        with self.context.turn:
+            for each in sorted(free, key=lambda one: one.last_used):
+                if _cells(ledgers) + n <= self._cells:
+                    return
+                _log.debug("sequence %d makes way", each.sequence.id)
+                self._counts.evictions += len(each.sequence) > 0
+                each.trim(0)
+
+    # Underneath...
+
+    def _kept(self, prompt: list[int], keep: int | None) -> int:
+        wanted, info = self.keep if keep is None else keep, self.context.model.info
+        if wanted < 0:
+            return len(prompt)
+        return wanted + (info.add_bos and prompt[:1] == [info.token_bos])
+
+    def _candidate(self, slot: Slot, prompt: list[int]) -> slot_choice.Candidate:
+        common, length = slot_choice.count_common(slot.tokens, prompt), len(slot.tokens)
+        exact = slot.sequence.ledger.exact
+        if exact is not None:
+            # What follows was evaluated behind tokens that a shift has discarded since: it is no
+            # prefix of a prompt that says the same.
+            common = min(common, exact)
+        if self.context.info.can_remove_partly is False and not common == length < len(prompt):
+            common = 0
+        return slot_choice.Candidate(length, common, slot.lease is not None, slot.last_used)
+
+    def _bring(self, slot: Slot, source: int | None, wanted: int) -> int:
+        """Give a slot the first ``wanted`` tokens of itself or another; return how many it has."""
+        if source is None or not wanted:
+            left = slot.trim(wanted)
+            if not left:
+                self._begin_again()
+            return left
+        other = self._slots[source].sequence
+        slot.sequence.close()
+        try:
+            slot.sequence = other.fork(None if wanted == len(other) else wanted)
+        except PartialRemovalRefused:
+            wanted = 0
+        finally:
+            if not slot.sequence.open:
+                slot.sequence = self.context.sequence()
+        self._counts.forks += wanted > 0
+        return wanted
+
+    def _can_shift(self, slot: Slot, end: int) -> bool:
+        if not self.context.info.can_shift or self.context.info.can_remove_partly is False:
+            return False
+        return not slot.sequence.ledger.shared_with(enumerate(self.context.ledgers), end, None)
+
+    def _begin_again(self) -> None:
+        """Clear an empty context of states: some releases begin none beside a removed one."""
+        context = self.context
+        if context.info.memory.keeps_states and not any(len(each) for each in context.ledgers):
+            context.clear()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            msg = "the slot cache was closed; make another"
+            raise Closed(msg)
+
+
+def _cells(ledgers: Iterable[Ledger]) -> int:
+    """Return how many cells these ledgers use, shared ones once."""
+    return len(set().union(*(each.marks for each in ledgers)))
+
+
+class Slot:
+    """Hold a sequence, whose ledger is the slot's token list, and what is known of it.
+
+    Positions are places in the list: they begin at 0 and have no gap.
+    """
+
+    __slots__ = ("groups", "last_used", "lease", "sequence")
+
+    def __init__(self, sequence: runtime.Sequence) -> None:
+        self.sequence = sequence
+        self.lease: SlotLease | None = None
+        self.last_used = 0
+        self.groups: tuple[Group, ...] = ()
+
+    @property
+    def tokens(self) -> list[int]:
+        """Return the slot's own list of tokens, which the runtime keeps: not to be changed."""
+        return self.sequence.ledger.tokens
+
+    def trim(self, length: int) -> int:
+        """Keep the first tokens, or none where the memory keeps no part; return how many."""
+        if length < len(self.sequence):
+            try:
+                self.sequence.trim(length)
+            except PartialRemovalRefused:
+                self.sequence.remove()
+                length = 0
+        return length
+
+
+class SlotLease:
+    """Hold a slot for one prompt. `SlotCache.acquire` makes it; leaving it releases.
+
+    ``cached`` of the prompt's tokens are there already, ``rest`` are to be decoded. The first
+    ``keep`` tokens survive a shift.
+    """
+
+    def __init__(
+        self, cache: SlotCache, slot: Slot, prompt: list[int], cached: int, keep: int
+    ) -> None:
+        self.sequence = slot.sequence
+        self.cached = cached
+        self.rest = prompt[cached:]
+        self._prompt = prompt
+        #: What the sequence is to have again before anything else is decoded, after a shift that
+        #: was not done in place.
+        self._owed: list[int] = []
+        self.keep = keep
+        self._cache = cache
+        self._slot = slot
+        self._size = cache.size
+        self._lends = cache.lends
+        self._tokens = slot.sequence.ledger
+        self.released = False
+
+    def make_room(self, n: int = 1) -> None:
+        """Make room for ``n`` more tokens: shift, and evict where slots share all cells.
+
+        Raises KVCacheFull with nothing changed when it cannot. Raises ReprocessNeeded where the
+        memory cannot shift, or another sequence shares what would move: the sequence then has the
+        head that stays, and the error the tokens to decode after it; `decode` does that.
+        """
+        if type(n) is not int or not 0 <= n <= arguments.INT32:
+            n = arguments.whole("n", n, 0, arguments.INT32)
+        if self._owed:
+            left = self._owed[len(self._tokens) :]
+            self._owed = []
+            msg = f"the last shift was not finished: decode these {len(left)} tokens first"
+            raise ReprocessNeeded(msg, left)
+        if len(self._tokens.tokens) + n > self._size:
+            self._shift(n)
+        if self._lends:
+            self._cache.reserve(n, self._slot)
+
+    def decode(self, tokens: int | Iterable[int] | None = None) -> None:
+        """Decode tokens, what is left of the prompt by default, with logits of the last.
+
+        Makes room first, and decodes again what that could not keep. In pieces of n_batch that
+        split no group of the prompt; when one fails those before it stay, and the next call goes on
+        from there. Raises KVCacheFull where not even a defragmentation makes room.
+        """
+        given: list[int] = []
+        together: tuple[Group, ...] = ()
+        if tokens is not None:
+            many = [tokens] if isinstance(tokens, int | np.integer) else tokens
+            given = as_int32(many, "tokens").tolist()
+        self._repay()
+        if tokens is None:
+            given = self._prompt[len(self.sequence) :]
+            together = self._slot.groups
+        if not given:
+            msg = "there is nothing to decode: no tokens"
+            raise UsageError(msg)
+        context, start = self._cache.context, len(self.sequence)
+        at, end, size = start, start + len(given), context.info.n_batch
+        while at < end:
+            upto = grouping.floor(together, min(at + size, end))
+            self._room(upto - at)
+            piece = given[at - start : upto - start]
+            room.decode_feed(context, self.sequence.feed(piece, "last" if upto == end else "none"))
+            at = upto
+
+    def release(self) -> None:
+        """Give the slot back; what it holds stays for later prompts. Twice does nothing."""
+        if not self.released:
+            self.released = True
+            self._cache.give_back(self._slot)
+
+    def __enter__(self) -> SlotLease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        state = "released" if self.released else f"{len(self._tokens)} of {self._size} tokens"
+        return f"<SlotLease of sequence {self.sequence.id}, {state}>"
+
+    def _room(self, n: int) -> None:
+        try:
+            self.make_room(n)
+        except ReprocessNeeded as needed:
+            self._owed = [*self.sequence.tokens, *needed.tokens]
+            self._repay()
+
+    def _repay(self) -> None:
+        """Decode again what a shift could not keep; when a piece fails the next call goes on."""
+        context, owed = self._cache.context, self._owed
+        while (have := len(self.sequence)) < len(owed):
+            piece = owed[have : have + context.info.n_batch]
+            room.decode_feed(context, self.sequence.feed(piece, "none"))
+        self._owed = []
+
+    def _shift(self, n: int) -> None:
+        slot, keep, have = self._slot, self.keep, len(self._tokens)
+        if keep + n > self._size:
+            msg = (
+                f"no room for {n} tokens in a slot of {self._size} whose first {keep} stay: decode "
+                "fewer at once, keep fewer, or make the cache with larger slots"
+            )
+            raise room.Room(self._size, have).full(msg, n)
+        discard = shift_discard(self._size, keep, have, slot.groups, wanted=n)
+        self._cache.discard(slot, keep, discard)
+
+
+#: How much of a slot's beginning and end a line of `draw` shows.
+SHOWN = 24
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStats:
+    """Hold the numbers of a slot cache.
+
+    Of ``prompts`` with ``prompt_tokens``, ``cached_tokens`` were there already; ``hits`` had any.
+    ``forks`` copied a beginning, ``evictions`` threw a history away, ``refused`` found all slots in
+    use. ``shifts`` were done in place, ``reprocessed`` tokens had to be decoded again.
+    """
+
+    slots: int
+    in_use: int
+    size: int
+    tokens: int
+    prompts: int
+    hits: int
+    misses: int
+    prompt_tokens: int
+    cached_tokens: int
+    forks: int
+    evictions: int
+    shifts: int
+    reprocessed: int
+    refused: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the numbers as plain JSON values."""
+        return asdict(self)
+
+
+class Counts:
+    """Count what happens."""
+
+    def __init__(self) -> None:
+        self.prompts = self.hits = self.prompt_tokens = self.cached_tokens = 0
+        self.forks = self.evictions = self.shifts = self.reprocessed = self.refused = 0
+
+    def take(self, evicts: bool, cached: int, length: int) -> None:
+        """Count a prompt that got a slot."""
+        self.prompts += 1
+        self.hits += cached > 0
+        self.evictions += evicts
+        self.cached_tokens += cached
+        self.prompt_tokens += length
+
+    def stats(self, slots: Sequence[Slot], size: int) -> SlotStats:
+        """Return the numbers, with those of the slots."""
+        return SlotStats(
+            slots=len(slots),
+            in_use=sum(each.lease is not None for each in slots),
+            size=size,
+            tokens=sum(len(each.tokens) for each in slots),
+            misses=self.prompts - self.hits,
+            **vars(self),
+        )
+
+
+def draw(slots: Sequence[Slot], size: int, model: Model) -> str:
+    """Return a line per slot: its state, how full it is, and how it begins and ends."""
+    order = {id(each): n for n, each in enumerate(sorted(slots, key=lambda one: one.last_used))}
+    lines = []
+    for number, each in enumerate(slots):
+        state = "in use" if each.lease is not None else "free" if each.tokens else "empty"
+        exact = each.sequence.ledger.exact
+        shifted = "" if exact is None else f", shifted from {exact} on"
+        lines.append(
+            f"slot {number}: sequence {each.sequence.id}, {state}, {len(each.tokens)} of {size} "
+            f"tokens{shifted}, age {len(slots) - order[id(each)]}: {_shown(each.tokens, model)}"
+        )
+    return "\n".join(lines)
+
+
+def _shown(tokens: list[int], model: Model) -> str:
+    if not model.info.has_vocab:
+        head = " ".join(map(str, tokens[:8]))
+        return head + (" ..." if len(tokens) > 8 else "")
+    if len(tokens) <= 2 * SHOWN:
+        return repr(model.detokenize(tokens))
+    return f"{model.detokenize(tokens[:SHOWN])!r} ... {model.detokenize(tokens[-SHOWN:])!r}"
+
+
+def examine(slots: Sequence[Slot], size: int, context: Context) -> None:
+    """Raise AssertionError unless slots, ledgers and cells agree; the context's turn is held."""
+    ids = [each.sequence.id for each in slots]
+    _hold(len(set(ids)) == len(ids), f"two slots have one sequence: {ids}")
+    for slot in slots:
+        name, tokens = f"sequence {slot.sequence.id}", slot.tokens
+        _hold(slot.sequence.open, f"{name} was closed")
+        _hold(len(tokens) <= size, f"{name} has {len(tokens)} tokens in a slot of {size}")
+        places = list(range(len(tokens)))
+        _hold(slot.sequence.positions == places, f"{name} has gaps between its positions")
+        last = slot.sequence.pos_max
+        _hold(last == len(tokens) - 1, f"{name} ends at {last} and has {len(tokens)} tokens")
+    ghosts = ghost_cells(context)
+    _hold(not ghosts, f"cells that no ledger knows, or that are missing: {ghosts}")
+
+
+def ghost_cells(context: Context) -> dict[int, int]:
+    """Return by sequence how many positions its ledger and the cells do not have in common.
+
+    The context's turn is held. What a sliding window has given away is no ghost. Empty where cells
+    cannot be seen.
+    """
+    snapshot = context.kv.peek()
+    if snapshot is None or not snapshot.streams:
+        return {}
+    found: dict[int, int] = {}
+    main = [each for each in snapshot.streams if not each.swa]
+    for number, ledger in enumerate(context.ledgers):
+        there = np.concatenate([each.pos[each.has(number)] for each in main])
+        known = np.asarray(ledger.positions, dtype=np.int32)
+        wrong = len(np.setxor1d(there, known)) + len(there) - len(np.unique(there))
+        if wrong:
+            found[number] = wrong
+    # Cells that belong to nobody.
+    lost = sum(int(np.count_nonzero(each.used & (each.sharers == 0))) for each in main)
+    return {**found, -1: lost} if lost else found
+
+
+def _hold(fact: bool, otherwise: str) -> None:
+    if not fact:
+        raise AssertionError(otherwise)
+
+
+def shift_discard(
+    size: int, keep: int, length: int, groups: Sequence[Group] = (), *, wanted: int = 0
+) -> int:
+    """Return how many tokens behind the first ``keep`` to discard of ``length`` in ``size`` places.
+
+    Half of ``size - keep`` is free afterwards, and at least ``wanted``; a group at the end of what
+    is discarded goes as a whole.
+    """
+    target = max((size - keep) // 2, 1, wanted)
+    discard = min(max(target - (size - length), 0), max(length - keep, 0))
+    return grouping.ceil(groups, keep + discard) - keep if discard else 0
+
+
+def head(size: int, keep: int, groups: Sequence[Group] = ()) -> int:
+    """Return how many tokens stay: ``keep``, fewer than ``size``, and no part of a group."""
+    limited = min(max(keep, 0), size - 1)
+    whole = grouping.ceil(groups, limited)
+    return whole if whole < size else grouping.floor(groups, limited)
+
+
+def truncate(
+    tokens: Iterable[int], keep: int, size: int, groups: Iterable[tuple[int, int]] = ()
+) -> tuple[list[int], tuple[Group, ...]]:
+    """Return a prompt that fits into ``size``, and its groups: cut out behind its first ``keep``.
+
+    Raises UsageError when what may not be split leaves nothing to cut.
+    """
+    given = list(tokens)
+    whole = grouping.checked(groups, len(given), len(given))
+    over = len(given) - size
+    if over <= 0:
+        return given, whole
+    first = head(size, keep, whole)
+    end = grouping.ceil(whole, first + over)
+    if end >= len(given):
+        msg = (
+            f"a prompt of {len(given)} tokens cannot be cut to {size} with its first {first} kept: "
+            "the group at its end would go; keep fewer, or make the group smaller"
+        )
+        raise UsageError(msg)
+    return given[:first] + given[end:], grouping.without(whole, first, end)

@@ -1,0 +1,97 @@
+"""Choose a slot for a prompt, and the slot whose beginning it shares. Pure: no context behind it.
+
+A slot is *gone on with* when its history and the prompt belong together: then it keeps what they
+have in common. Otherwise the prompt gets an empty slot, or else the one that was used longest ago,
+and the prompt's beginning is copied from the slot that has most of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, cast, get_args
+
+from pyllamakv.binding import arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+Policy = Literal["longest", "best"]
+
+
+def checked(policy: str) -> Policy:
+    """Return the name of a policy, or raise UsageError."""
+    return cast("Policy", arguments.choice("policy", policy, get_args(Policy)))
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Describe a slot: its tokens, how many the prompt begins with, and when it was used last."""
+
+    length: int
+    common: int
+    in_use: bool
+    last_used: int
+
+    @property
+    def loses(self) -> int:
+        """Return how many tokens would be thrown away."""
+        return self.length - self.common
+
+
+@dataclass(frozen=True, slots=True)
+class SlotChoice:
+    """Name a slot, what of the prompt it will hold, and the slot that this is copied from."""
+
+    slot: int
+    common: int
+    source: int | None = None
+    #: Whether a history is thrown away.
+    evicts: bool = False
+
+
+def count_common(a: Sequence[Hashable], b: Sequence[Hashable]) -> int:
+    """Return how many items two sequences of one type begin with in common."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    # Slices are compared in C; the first difference lies in a[low:high].
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def choose(slots: Sequence[Candidate], policy: Policy) -> SlotChoice | None:
+    """Choose for a prompt; None when all slots are in use.
+
+    "longest" goes on with a slot of whose history at least half is common, throws the rest away,
+    and shares no cells with a slot in use; "best" goes on only with one that loses nothing, forks
+    where histories part, and shares with any.
+    """
+    free = [n for n, each in enumerate(slots) if not each.in_use]
+    if not free:
+        return None
+    target = _to_go_on_with(slots, free, policy)
+    if target is None:
+        target = min(free, key=lambda n: (slots[n].length > 0, slots[n].last_used))
+    sources = range(len(slots)) if policy == "best" else free
+    source = max(sources, key=lambda n: (slots[n].common, n == target))
+    evicts = slots[target].loses > 0
+    if source == target:
+        return SlotChoice(target, slots[target].common, None, evicts)
+    return SlotChoice(target, slots[source].common, source, evicts)
+
+
+def _to_go_on_with(slots: Sequence[Candidate], free: list[int], policy: Policy) -> int | None:
+    def belongs(each: Candidate) -> bool:
+        if policy == "best":
+            return each.loses == 0
+        return 2 * each.common >= each.length
+
+    fitting = [n for n in free if slots[n].common and belongs(slots[n])]
+    # Of equals the one that loses least, then the one that was used longest ago.
+    order = [(-slots[n].common, slots[n].loses, slots[n].last_used, n) for n in fitting]
+    return min(order)[3] if order else None

@@ -1,0 +1,121 @@
+"""Explain a decode that failed, and restore what it changed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from pyllamakv.errors import (
+    Cancelled,
+    DecodeError,
+    KvError,
+    NoKVSlot,
+    WorkerDied,
+)
+from pyllamakv.runtime import windows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.snapshot import Snapshot
+
+
+def failure(
+    context: Context, code: int, ids: Sequence[int], n_tokens: int | None = None
+) -> KvError:
+    """Make the error for a decode that returned ``code``; the context's turn is held.
+
+    ``ids`` has the sequences of each token; ``n_tokens`` None: there is a token for each.
+    """
+    n = len(ids) if n_tokens is None else n_tokens
+    kept = _outcome(context)
+    if code == 2:
+        msg = f"the decode of {n} tokens was cancelled; {kept}"
+        return Cancelled(msg, code=code)
+    if code != 1:
+        msg = f"llama_decode gave {code} for {n} tokens; {kept}"
+        return DecodeError(msg, code=code)
+    snapshot = context.kv.peek()
+    if snapshot is None or not snapshot.streams:
+        msg = f"no cells were found for {n} tokens; this build cannot say why; {kept}"
+        return NoKVSlot(msg, cause="other", n_tokens=n)
+    cause, text = _cause(snapshot, n, Counter(ids), context)
+    return NoKVSlot(text, cause=cause, n_tokens=n, stats=snapshot.stats)
+
+
+def _cause(snapshot: Snapshot, n: int, counts: Counter[int], context: Context) -> tuple[str, str]:
+    stats = snapshot.stats
+    numbers = (
+        f"{n} tokens, {stats.free} of {stats.size} cells free in {stats.holes} holes, "
+        f"the largest of {stats.largest_hole}"
+    )
+    full = stats.free < n
+    if context.streams:
+        # Each sequence has cells of its own; the stream of a sequence has its number.
+        free = {each.stream: each.stats.free for each in snapshot.streams if not each.swa}
+        full = any(free.get(each, k) < k for each, k in counts.items())
+    if full:
+        return "full", (
+            f"the KV cache is full: {numbers}; remove tokens, or make the context with a larger "
+            f"n_ctx; {_outcome(context)}"
+        )
+    behind = windows.full(context, snapshot, counts, n)
+    if behind:
+        return "full", (
+            f"the KV cache is full: {numbers}, but {behind}; remove one of the sequences that "
+            f"share tokens, or make the context with swa_full=True; {_outcome(context)}"
+        )
+    if context.info.contiguous_slots is not False and stats.holes > 1:
+        cure = "kv.defrag() and decode again" if context.info.defrag else "remove more tokens"
+        return "fragmented", (f"the KV cache is fragmented: {numbers}; {cure}; {_outcome(context)}")
+    return "other", f"no cells were found although there are enough: {numbers}"
+
+
+def roll_back(
+    context: Context, sequences: Iterable[int], *, halfway: bool = False
+) -> tuple[int, ...]:
+    """Remove what a failed decode left, so that cache and ledgers agree.
+
+    The shim undoes failed decodes; this removes positions that no ledger has. Returns the
+    sequences that had to be emptied: a state cannot go back, nor a window whose cells were reused.
+    ``halfway`` means that a computation was interrupted, which changes the states of sequences
+    outside the batch as well: then all of them are emptied.
+    """
+    emptied: list[int] = []
+    if halfway and context.guard and context.info.memory.keeps_states:
+        return _empty_all(context)
+    for each in sorted(set(sequences)) if context.guard else ():
+        ledger = context.ledgers[each]
+        try:
+            kept = True
+            if context.native.seq_pos_max(context.handle, each) >= ledger.next:
+                kept = context.native.seq_rm(context.handle, each, ledger.next, -1)
+            if not kept or windows.lacking(context, each, ledger.positions) is not None:
+                context.native.seq_rm(context.handle, each, -1, -1)
+                ledger.clear()
+                emptied.append(each)
+        except WorkerDied:
+            break
+    return tuple(emptied)
+
+
+def _empty_all(context: Context) -> tuple[int, ...]:
+    """Empty a whole context, and return the sequences that had anything."""
+    emptied = [number for number, ledger in enumerate(context.ledgers) if len(ledger)]
+    with suppress(WorkerDied):
+        # Not one by one: some releases begin no state where another was removed.
+        context.native.clear(context.handle, True)
+    for ledger in context.ledgers:
+        ledger.clear()
+    return tuple(emptied)
+
+
+def _outcome(context: Context) -> str:
+    if not context.emptied:
+        return "every sequence kept its tokens"
+    return (
+        f"this memory cannot go back, so sequences {', '.join(map(str, context.emptied))} were "
+        "emptied; the others kept their tokens"
+    )

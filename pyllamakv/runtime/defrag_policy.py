@@ -1,0 +1,209 @@
+"""Decide when to defragment a cache: never, after a failure, when it pays, or always.
+
+When it pays: attention runs over every cell up to the highest used one, in steps of 256. What it
+spends on cells that a compact cache would not have there is added up, decode by decode; once that
+is as much as the move would cost, the cells are moved. So the threshold spends at most as much on
+moves as was lost already, and a cache that is soon emptied or filled anyway is left alone. A move
+starts the sum again, and a sparse cache that costs nearly nothing never reaches it.
+
+Two constants stand behind it, both in seconds per byte of K and V: what a decode of one token pays
+for attending to a cell in vain, and what moving a cell costs. `measure_costs` finds them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+
+from pyllamakv.binding import arguments
+from pyllamakv.errors import Unsupported
+from pyllamakv.runtime import decode_failure
+
+if TYPE_CHECKING:
+    from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.model import Model
+    from pyllamakv.runtime.sequence import Sequence
+    from pyllamakv.runtime.snapshot import CellMap, Snapshot
+
+PolicyName = Literal["never", "on_failure", "threshold", "always"]
+
+#: Attention runs over a multiple of so many cells.
+STEP = 256
+
+#: How much more it costs to save and restore a byte than to move it.
+STATES = 4.0
+
+#: Decodes between two looks at the cells, which cost about as much as a decode of a tiny model.
+LOOK = 32
+
+
+def checked(policy: str) -> PolicyName:
+    """Return the name of a policy, or raise UsageError."""
+    return cast("PolicyName", arguments.choice("defrag_policy", policy, get_args(PolicyName)))
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Hold what the threshold weighs, in seconds per byte of K and V.
+
+    ``attend`` is what a decode of one token pays for a byte in a cell that it attends to in vain,
+    ``move`` what moving a byte costs.
+    """
+
+    attend: float
+    move: float
+
+    def __post_init__(self) -> None:
+        for name in ("attend", "move"):
+            value = arguments.number(name, getattr(self, name), 0.0)
+            object.__setattr__(self, name, value)
+
+
+#: By `measure_costs` on one core of an AMD EPYC, with 16 layers of 8 heads of 64 values, f16, and
+#: 4096 and 8192 cells. Flash attention skips what its mask hides, and pays little for it.
+FLASH = Costs(attend=0.013e-9, move=0.19e-9)
+PLAIN = Costs(attend=0.23e-9, move=0.6e-9)
+
+
+class DefragPolicy:
+    """Watch one context and defragment it by a policy. The context's turn is held in every call."""
+
+    def __init__(
+        self,
+        context: Context,
+        policy: PolicyName,
+        costs: Costs | None = None,
+        *,
+        trims: bool = False,
+    ) -> None:
+        self.policy: PolicyName = policy
+        #: Whether a defragmentation gives back the memory that it has freed.
+        self.trims = trims
+        self.costs = costs or (PLAIN if context.info.v_transposed else FLASH)
+        #: Whether cells may have been freed since the cache was last seen to be compact.
+        self.dirty = False
+        self._context = context
+        self._watches = policy in ("threshold", "always")
+        self._rest()
+
+    def freed(self) -> None:
+        """Take note that cells were freed."""
+        self.dirty = self._watches
+        self._next_look = 0
+
+    def before_decode(self) -> None:
+        """Defragment if the policy says so; call it while `dirty`."""
+        if self.policy == "always":
+            self._defrag()
+            return
+        self._wasted += self._rate
+        self._next_look -= 1
+        if self._next_look <= 0:
+            self._look()
+        if self._wasted >= self._price:
+            self._defrag()
+
+    def heal(self, ids: list[int] | tuple[int, ...], n_tokens: int | None = None) -> bool:
+        """Defragment after a decode that found no cells; True when it may be tried again.
+
+        The arguments are those of `decode_failure.failure`.
+        """
+        if self.policy == "never":
+            return False
+        error = decode_failure.failure(self._context, 1, ids, n_tokens)
+        return getattr(error, "cause", "") == "fragmented" and self._defrag()
+
+    def _look(self) -> None:
+        self._next_look = LOOK
+        seen = self._context.kv.peek()
+        if seen is None:
+            # Nothing can be weighed where cells cannot be seen.
+            self._watches = False
+            self._rest()
+            return
+        excess, moving = weigh(seen)
+        self._rate = excess * self.costs.attend
+        self._price = moving * self.costs.move
+        if not self._context.info.defrag:
+            self._price *= STATES
+        if not excess:
+            self._rest()
+
+    def _defrag(self) -> bool:
+        self._rest()
+        try:
+            return bool(self._context.kv.arrange(fallback=True).cells)
+        except Unsupported:
+            # Forks may stand in its way; the next removal may take them away.
+            return False
+
+    def _rest(self) -> None:
+        self.dirty = False
+        self._wasted = self._rate = 0.0
+        self._price = float("inf")
+        self._next_look = 0
+
+
+def weigh(snapshot: Snapshot) -> tuple[int, int]:
+    """Return the bytes of K and V that attention reads in vain, and those that a move copies."""
+    excess = moving = 0
+    for each in snapshot.streams:
+        cell = _bytes_per_cell(each)
+        stats = each.stats
+        excess += (_attended(stats.used_max) - _attended(stats.used)) * cell
+        moving += int(each.used[stats.used :].sum()) * cell
+    return excess, moving
+
+
+def _attended(cells: int) -> int:
+    return -(-cells // STEP) * STEP
+
+
+def _bytes_per_cell(stream: CellMap) -> int:
+    info = stream.info
+    return (info.bytes_k + info.bytes_v) // max(1, info.n_cells) if info is not None else 0
+
+
+def measure_costs(model: Model, *, cells: int = 4096, rounds: int = 15, **options: Any) -> Costs:
+    """Measure both constants on this machine, in a scratch context of ``cells`` cells.
+
+    ``options`` are those of `Model.context`. A few tokens are decoded near the end of the cache,
+    moved to its start, and decoded there, again and again. Needs a library that defragments.
+    """
+    from pyllamakv.runtime.model import Model
+
+    arguments.instance("model", model, Model, "a Model")
+    # The filler leaves one step of cells for the other sequence, and one to spare.
+    cells = arguments.whole("cells", cells, 3 * STEP, arguments.INT32)
+    rounds = arguments.whole("rounds", rounds, 1)
+    near: list[float] = []
+    far: list[float] = []
+    moved: list[float] = []
+    excess = moving = 1
+    with model.context(n_ctx=cells, n_batch=512, n_ubatch=512, n_seq_max=2, **options) as context:
+        filler, live = context.sequence(), context.sequence()
+        context.prefill(filler, [1] * (cells - 2 * STEP))
+        context.prefill(live, [1] * (STEP - 64))
+        below, above = filler.save(), live.save()
+        for _ in range(rounds):
+            context.clear()
+            filler.restore(below)
+            live.restore(above)
+            filler.remove()
+            excess, moving = weigh(context.kv.snapshot())
+            far.append(_seconds(context, live))
+            moved.append(context.kv.defrag(fallback=False).seconds)
+            near.append(_seconds(context, live))
+    lost = statistics.median(a - b for a, b in zip(far, near, strict=True))
+    return Costs(max(lost, 0.0) / max(1, excess), statistics.median(moved) / max(1, moving))
+
+
+def _seconds(context: Context, sequence: Sequence) -> float:
+    times = []
+    for _ in range(8):
+        begin = time.perf_counter()
+        context.step(sequence, 1)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)

@@ -1,0 +1,187 @@
+"""Several prompts at once, over a simulated library whose logits show every lost token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import runtime_kit as kit
+from batching_kit import PROMPTS, Fixed, alone, said
+from fakes.simulated import ALL
+
+from pyllamakv.binding.protocol import Capability, SamplerParams
+from pyllamakv.cache.batcher import Batcher
+from pyllamakv.cache.prefix_cache import PrefixCache
+from pyllamakv.cache.slot_cache import SlotCache
+from pyllamakv.errors import Unsupported, UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyllamakv.runtime.context import Context
+
+
+@pytest.fixture
+def ctx(tmp_path: Path) -> Context:
+    """Return a context of 256 cells and 4 sequences, in batches of 32."""
+    return kit.context(tmp_path, n_ctx=256)
+
+
+MANAGERS = {
+    "longest": lambda ctx: SlotCache(ctx, policy="longest"),
+    "best": lambda ctx: SlotCache(ctx, policy="best"),
+    "prefixes": PrefixCache,
+    "one prefix": lambda ctx: PrefixCache(ctx, entries=1),
+}
+
+
+@pytest.mark.parametrize("n_batch", [32, 7, 3])
+@pytest.mark.parametrize("manager", MANAGERS)
+def test_together_is_as_alone(tmp_path: Path, ctx: Context, manager: str, n_batch: int) -> None:
+    """More prompts than slots, of any length, in any batch: each says what it says alone."""
+    cache = MANAGERS[manager](ctx)
+    with Batcher(cache, n_batch=n_batch) as batcher:
+        lengths = [3, 11, 1, 6, 9, 12]
+        going = [batcher.submit(p, n) for p, n in zip(PROMPTS, lengths, strict=True)]
+        while batcher.step():
+            cache.check()
+        for each, prompt, n in zip(going, PROMPTS, lengths, strict=True):
+            assert each.text == alone(tmp_path, prompt, n)
+            assert (each.reason, len(each.tokens)) == ("length", n)
+    assert batcher.stats().finished == 6
+    assert batcher.stats().chosen_tokens == sum(lengths)
+
+
+def test_without_a_sampler_in_c(tmp_path: Path) -> None:
+    """The greedy choice is the same in Python."""
+    without = {"capabilities": ALL & ~Capability.SAMPLER}
+    ctx = kit.context(tmp_path, without, n_ctx=256)
+    with Batcher(SlotCache(ctx)) as batcher:
+        going = [batcher.submit(p, 5) for p in PROMPTS[:3]]
+        batcher.run()
+        assert [each.text for each in going] == [alone(tmp_path, p, 5) for p in PROMPTS[:3]]
+
+
+def test_text_streams_and_others_go_on_meanwhile(ctx: Context) -> None:
+    """Iterating drives all; a second iteration begins with the text from its beginning."""
+    batcher = Batcher(SlotCache(ctx))
+    one = batcher.submit("Hi", sampler=said(b"one two"))
+    other = batcher.submit("Ho", sampler=said(b"three four"))
+    pieces = list(one)
+    assert pieces == list("one two")
+    assert (one.reason, one.done, other.reason) == ("end", True, None)
+    assert other.text == "three fo"
+    assert other.result() == "three four"
+    assert "".join(one) == "one two"
+    assert repr(other) == "<Generation of 3 + 10 tokens, end>"
+
+
+@pytest.mark.parametrize(
+    ("data", "stop", "text", "reason"),
+    [
+        (b"one two three", "two", "one ", "stop"),
+        (b"one two three", ["x", "wo t"], "one t", "stop"),
+        (b"one tw", "two", "one tw", "end"),
+        ("gr\u00fcn \u20ac 5".encode(), "\u20ac", "gr\u00fcn ", "stop"),
+        ("gr\u00fcn \U0001f600!".encode(), (), "gr\u00fcn \U0001f600!", "end"),
+        (b"ab\xe2\x82", "z", "ab\ufffd", "end"),
+    ],
+)
+def test_text_ends_before_stop_strings(
+    ctx: Context, data: bytes, stop: Any, text: str, reason: str
+) -> None:
+    """Stop strings cut by tokens, characters cut by tokens, and both."""
+    batcher = Batcher(SlotCache(ctx))
+    one = batcher.submit("Hi", stop=stop, sampler=said(data))
+    pieces = list(one)
+    assert ("".join(pieces), one.reason) == (text, reason)
+    assert "\ufffd" not in "".join(pieces[:-1])
+
+
+def test_half_a_stop_string_comes_out_at_the_end(ctx: Context) -> None:
+    """What was held back is text, when no more tokens are wanted."""
+    one = Batcher(SlotCache(ctx)).submit("Hi", 5, "two", said(b"abctwo"))
+    assert (one.result(), one.reason, len(one.tokens)) == ("abctw", "length", 5)
+
+
+def test_an_end_is_said_when_it_shall_be(ctx: Context) -> None:
+    """The end-of-generation token stops, or counts as one that says nothing."""
+    batcher = Batcher(SlotCache(ctx))
+    one = batcher.submit("Hi", 4, sampler=Fixed([70, 2, 71, 72, 73]), stop_at_end=False)
+    other = batcher.submit("Hi", 4, sampler=Fixed([70, 2, 71, 72, 73]))
+    batcher.run()
+    assert (one.text, one.tokens, one.reason) == ("CDE", [70, 2, 71, 72], "length")
+    assert (other.text, other.tokens, other.reason) == ("C", [70], "end")
+
+
+def test_no_tokens_wanted_leaves_the_prompt_in_the_cache(ctx: Context) -> None:
+    """A prompt may be decoded for those that come later."""
+    cache = SlotCache(ctx)
+    batcher = Batcher(cache)
+    one, other = batcher.submit("x" * 60, 0), batcher.submit("Hi", 3)
+    batcher.run()
+    assert (one.text, one.reason, other.reason) == ("", "length", "length")
+    assert batcher.submit("x" * 60 + "y", 1).result()
+    assert cache.stats().cached_tokens == 61
+
+
+def test_bad_requests_are_refused(ctx: Context) -> None:
+    """Nothing is submitted then."""
+    batcher = Batcher(SlotCache(ctx))
+    for prompt, options in (
+        ([], {}),
+        ([5, 259], {}),
+        ([-1], {}),
+        ("x", {"max_tokens": -1}),
+        ("x", {"stop": ""}),
+        ("x" * 20, {"groups": [(0, 40)]}),
+        ("x", {"sampler": 1}),
+    ):
+        with pytest.raises(UsageError):
+            batcher.submit(prompt, **options)
+    for n_batch in (0, 33):
+        with pytest.raises(UsageError, match="n_batch"):
+            Batcher(batcher.manager, n_batch=n_batch)
+    assert not batcher.step()
+
+
+def test_samplers_of_their_own(tmp_path: Path, ctx: Context) -> None:
+    """A sampler per generation; greedy parameters are the shared one."""
+    batcher = Batcher(SlotCache(ctx))
+    warm = batcher.submit("Hi", 4, sampler=SamplerParams(temperature=0.8, seed=3))
+    cold = batcher.submit("Hi", 4, sampler=SamplerParams())
+    batcher.run()
+    assert cold.text == warm.text == alone(tmp_path, "Hi", 4)
+    assert ctx.native.freed == ["sampler"]
+    batcher.close()
+    assert ctx.native.freed == ["sampler", "sampler"]
+
+
+def test_groups_are_decoded_in_one_batch(ctx: Context) -> None:
+    """Pieces of a prompt end between groups, also beside others."""
+    batcher = Batcher(SlotCache(ctx), n_batch=8)
+    one = batcher.submit("a", 12, sampler=Fixed([70] * 20))
+    batcher.step()
+    other = batcher.submit(range(20, 40), 1, groups=[(0, 6), (6, 14)])
+    lengths = []
+    for _ in range(14):
+        batcher.step()
+        if not other.done:
+            lengths.append(len(other.ledger))
+    assert other.done
+    # The group of eight needs a batch of its own: it goes first once it has waited long enough.
+    assert {0, 6, 14} >= {n for n in lengths if n <= 14}
+    assert one.done or len(one.tokens) > 8
+
+
+def test_stop_strings_need_text(ctx: Context) -> None:
+    """A model without vocabulary gives tokens, and no text."""
+    import dataclasses
+
+    ctx.model.info = dataclasses.replace(ctx.model.info, has_vocab=False)
+    batcher = Batcher(SlotCache(ctx))
+    with pytest.raises(Unsupported):
+        batcher.submit([5, 6], 3, stop="x")
+    one = batcher.submit([5, 6], 3)
+    batcher.run()
+    assert (one.text, len(one.tokens)) == ("", 3)

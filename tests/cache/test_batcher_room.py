@@ -1,0 +1,207 @@
+"""Who of several prompts waits, who finds room, and who fails alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import runtime_kit as kit
+from batching_kit import PROMPTS, Fixed, alone
+
+from pyllamakv.cache.batcher import PATIENCE, Batcher
+from pyllamakv.cache.slot_cache import SlotCache
+from pyllamakv.errors import DecodeError, KVCacheFull, NativeError, NoSlotAvailable, UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyllamakv.runtime.context import Context
+
+
+@pytest.fixture
+def ctx(tmp_path: Path) -> Context:
+    """Return a context of 256 cells and 4 sequences, in batches of 32."""
+    return kit.context(tmp_path, n_ctx=256)
+
+
+def test_one_failure_is_alone(tmp_path: Path, ctx: Context) -> None:
+    """A prompt that is too long, and a sampler that breaks; the others say what they say alone."""
+    batcher = Batcher(SlotCache(ctx))
+    good = batcher.submit("Hi", 8)
+    long = batcher.submit("x" * 64, 8)
+    broken = batcher.submit("Ho", 8, sampler=Fixed([70]))
+    other = batcher.submit("Hello", 8)
+    batcher.run()
+    assert [each.reason for each in (good, long, broken, other)] == [
+        "length", "failed", "failed", "length",
+    ]  # fmt: skip
+    assert isinstance(long.error, UsageError)
+    with pytest.raises(UsageError, match="65 tokens and a slot 64"):
+        long.result()
+    with pytest.raises(IndexError):
+        broken.result()
+    assert broken.text == "C"
+    assert good.text == alone(tmp_path, "Hi", 8)
+    assert other.text == alone(tmp_path, "Hello", 8)
+
+
+@pytest.mark.parametrize("failure", [1, -3, NativeError("it threw", code=-1)])
+def test_a_decode_that_fails_is_tried_one_by_one(
+    tmp_path: Path, ctx: Context, failure: Any
+) -> None:
+    """The second of three fails alone as well; the others do not notice."""
+    cache = SlotCache(ctx)
+    batcher = Batcher(cache)
+    going = [batcher.submit(p, 8) for p in PROMPTS[:3]]
+    batcher.step()
+    batcher.step()
+    ctx.native.fail_next = [failure, 0, failure, 0]
+    real = ctx.native.decode
+
+    def decode(*args: Any) -> int:
+        # A zero in the list stands for a decode that is done.
+        if ctx.native.fail_next and ctx.native.fail_next[0] == 0:
+            rest, ctx.native.fail_next = ctx.native.fail_next[1:], []
+            try:
+                return real(*args)
+            finally:
+                ctx.native.fail_next = rest
+        return real(*args)
+
+    ctx.native.decode = decode
+    batcher.run()
+    assert [each.reason for each in going] == ["length", "failed", "length"]
+    assert isinstance(going[1].error, DecodeError)
+    assert going[0].text == alone(tmp_path, PROMPTS[0], 8)
+    assert going[2].text == alone(tmp_path, PROMPTS[2], 8)
+    cache.check()
+
+
+def test_waiting_for_a_slot(ctx: Context) -> None:
+    """Who finds none waits for another to end; alone it fails."""
+    cache = SlotCache(ctx, 1)
+    batcher = Batcher(cache)
+    lease = cache.acquire([1])
+    one = batcher.submit("Hi", 2)
+    assert not batcher.step()
+    assert isinstance(one.error, NoSlotAvailable)
+    lease.release()
+    going = [batcher.submit("Hi", 2) for _ in range(3)]
+    batcher.step()
+    assert (batcher.stats().active, batcher.stats().waiting) == (1, 2)
+    batcher.run()
+    assert [each.reason for each in going] == ["length"] * 3
+
+
+def test_a_prompt_waits_for_cells(tmp_path: Path) -> None:
+    """Where slots lend each other cells, a prompt without room begins when there is some."""
+    ctx = kit.context(tmp_path, n_ctx=64)
+    cache = SlotCache(ctx, size=60)
+    batcher = Batcher(cache)
+    one, other = batcher.submit("x" * 40, 6), batcher.submit("y" * 40, 6)
+    asked, real = [], cache.acquire
+    cache.acquire = lambda *args, **more: (
+        asked.append(one.done or other.done) or real(*args, **more)
+    )
+    batcher.run()
+    assert (one.reason, other.reason) == ("length", "length")
+    assert other.text == alone(tmp_path, "y" * 40, 6)
+    # Set back once, and not asked again before there can be room.
+    assert asked == [False, False, True]
+    cache.check()
+
+
+def test_text_that_finds_no_room_fails(tmp_path: Path) -> None:
+    """What was said stays, and the other goes on."""
+    ctx = kit.context(tmp_path, n_ctx=64)
+    batcher = Batcher(SlotCache(ctx, size=60))
+    one, other = batcher.submit("x" * 28, 100), batcher.submit("y" * 28, 100)
+    batcher.run()
+    failed, rest = sorted((one, other), key=lambda each: each.reason != "failed")
+    assert isinstance(failed.error, KVCacheFull)
+    assert len(failed.tokens) > 2
+    assert (rest.reason, len(rest.tokens)) == ("length", 100)
+
+
+def test_who_finds_no_cells_beside_others_gets_those_of_old_histories(tmp_path: Path) -> None:
+    """Room is made for each alone; together they need more, and histories make way for it."""
+    ctx = kit.context(tmp_path, n_ctx=64)
+    cache = SlotCache(ctx, size=60)
+    batcher = Batcher(cache)
+    batcher.submit("z" * 28, 1).result()
+    one, other = batcher.submit([70] * 16, 10), batcher.submit([80] * 16, 10)
+    batcher.run()
+    assert (one.reason, other.reason) == ("length", "length")
+    assert other.text == alone(tmp_path, [80] * 16, 10)
+    assert cache.stats().evictions == 1
+    cache.check()
+
+
+@pytest.mark.parametrize("native", [{}, {"can_shift": False}, {"partial": False}])
+def test_long_generations_shift(tmp_path: Path, native: dict) -> None:
+    """A slot is filled many times over; others are not disturbed by what is decoded again.
+
+    The original filled the batch with the wrong tokens when it had to decode again.
+    """
+    ctx = kit.context(tmp_path, native)
+    cache = SlotCache(ctx, keep=4)
+    batcher = Batcher(cache)
+    long, short = batcher.submit("Once", 60), batcher.submit("Hi", 12)
+    while batcher.step():
+        cache.check()
+    assert (long.reason, len(long.tokens)) == ("length", 60)
+    assert short.text == alone(tmp_path, "Hi", 12, **native)
+    assert (cache.stats().reprocessed > 0) is bool(native)
+    # The head of the prompt, and the newest that was decoded: nothing between the two is mixed up.
+    held = cache._slots[0].tokens
+    said = [*long.prompt, *long.tokens][:-1]
+    assert held[:5] == said[:5]
+    assert held[5:] == said[5 - len(held) :]
+
+
+def test_nobody_waits_for_a_long_prompt(ctx: Context) -> None:
+    """Who is being continued gets a token in each step, while prompts share the rest."""
+    batcher = Batcher(SlotCache(ctx), n_batch=8)
+    one = batcher.submit("H", 30, sampler=Fixed([70] * 40))
+    batcher.step()
+    long = [batcher.submit("x" * 60, 1), batcher.submit("y" * 60, 1)]
+    counts = []
+    for _ in range(18):
+        batcher.step()
+        counts.append(len(one.tokens))
+        if not all(each.done for each in long):
+            a, b = (0 if each.done else len(each.ledger) for each in long)
+            assert abs(a - b) <= 8 or any(each.done for each in long)
+    assert counts == list(range(2, 20))
+    assert all(each.done for each in long)
+
+
+def test_prompts_do_not_starve(ctx: Context) -> None:
+    """When those that are continued fill every batch, prompts come in after some steps."""
+    batcher = Batcher(SlotCache(ctx), n_batch=2)
+    going = [batcher.submit("H", 60, sampler=Fixed([70] * 60)) for _ in range(2)]
+    for _ in range(4):
+        batcher.step()
+    late = batcher.submit("Hello", 1)
+    for _ in range(6 * PATIENCE):
+        batcher.step()
+    assert late.done
+    assert not any(each.done for each in going)
+
+
+def test_fragmented_cells_are_moved_together(tmp_path: Path) -> None:
+    """A library that does not heal itself is helped once, by a defragmentation."""
+    ctx = kit.context(tmp_path, n_ctx=64)
+    cache = SlotCache(ctx)
+    batcher = Batcher(cache)
+    # One token of each in turn: no two free cells lie together afterwards.
+    leases = [cache.acquire([60 + n]) for n in range(4)]
+    for token in range(16):
+        for each in leases:
+            ctx.step(each.sequence, 60 + token)
+    for each in leases:
+        each.release()
+    one = batcher.submit("x" * 14, 1)
+    batcher.run()
+    assert (one.reason, one.error) == ("length", None)
+    cache.check()

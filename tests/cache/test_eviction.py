@@ -1,0 +1,190 @@
+"""Test who leaves a prefix cache and who stays: use, leases, pins, the budget."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import prefix_kit
+import pytest
+import runtime_kit as kit
+from prefix_kit import SYSTEM, make, serve, used
+
+from pyllamakv.cache.prefix_cache import PrefixCache
+from pyllamakv.errors import BudgetTooSmall, KVCacheFull, NoSlotAvailable, UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> PrefixCache:
+    """Make a cache of 4 sequences and 128 cells."""
+    return make(tmp_path)
+
+
+# Who goes...
+def test_the_least_recently_used_branch_goes_first(tmp_path: Path) -> None:
+    """Run out of sequences (LRUOnlyUpdatesUsedNodes): what a new prompt only passes by stays old.
+
+    Before ac5f0dbb6 the original made everything below a match as young as the match.
+    """
+    cache = make(tmp_path, n_seq_max=3)
+    a, b = [*SYSTEM, 1, 1], [*SYSTEM, 2, 2]
+    serve(cache, a)
+    serve(cache, b)
+    serve(cache, [*SYSTEM, 3, 3])
+    serve(cache, [*SYSTEM, 4, 4])  # a goes: its beginning was used by all, its own tokens were not
+    assert serve(cache, [*b, 5]) == 22
+    assert serve(cache, [*a, 5]) == 20
+    assert cache.stats().evicted == 2
+
+
+def test_active_conversations_are_never_evicted(tmp_path: Path) -> None:
+    """Fill the cache beside a leased conversation (EvictionPreservesActiveConversations)."""
+    cache = make(tmp_path, n_ctx=64)
+    with cache.acquire([*SYSTEM, 1]) as lease:
+        lease.prefill()
+        for number in range(6):
+            serve(cache, [100 + number] * 30)
+        assert lease.sequence.tokens == [*SYSTEM, 1]
+        lease.make_room(30)
+        cache.context.prefill(lease.sequence, [2] * 30)
+        with pytest.raises(KVCacheFull) as caught:
+            lease.make_room(20)
+        assert (caught.value.cells, caught.value.used, caught.value.wanted) == (64, 51, 20)
+    cache.check()
+    assert serve(cache, [*SYSTEM, 1, 2]) == 21
+
+
+def test_cells_run_out_before_sequences(tmp_path: Path) -> None:
+    """Need the cells of one's own old tail, and of others."""
+    cache = make(tmp_path, n_ctx=64)
+    serve(cache, [5] * 60)
+    assert serve(cache, [*([5] * 10), *([6] * 50)]) == 10
+    assert used(cache) == 60
+    serve(cache, [7] * 64)
+    assert (used(cache), cache.stats().resident) == (64, 1)
+
+
+def test_all_sequences_leased_is_an_error(tmp_path: Path) -> None:
+    """Lease them all: the original's multi-user choice took a slot that was not there."""
+    cache = make(tmp_path, n_seq_max=2)
+    serve(cache, [1, 2, 3])
+    leases = [cache.acquire([1, 2, 3, 4]), cache.acquire([9])]
+    with pytest.raises(NoSlotAvailable) as caught:
+        cache.acquire([1, 2])
+    assert caught.value.slots == 2
+    leases[0].prefill()
+    leases[0].release()
+    with cache.acquire([1, 2, 5]) as lease:
+        assert lease.cached == 2
+    leases[1].release()
+    cache.check()
+
+
+def test_a_prompt_that_finds_no_room_changes_nothing(tmp_path: Path) -> None:
+    """Ask for more than the leases leave."""
+    cache = make(tmp_path, n_ctx=64)
+    serve(cache, [3] * 20)
+    with cache.acquire([1] * 40) as lease:  # promised, not decoded
+        before = prefix_kit.leaves(cache)
+        with pytest.raises(KVCacheFull):
+            cache.acquire([3] * 30 + [2])
+        assert prefix_kit.leaves(cache) == before
+        cache.check()
+        lease.prefill()
+    cache.check()
+
+
+def test_what_others_hold_in_the_context_stays(tmp_path: Path) -> None:
+    """Use a sequence beside the cache."""
+    context = kit.context(tmp_path, n_ctx=64, n_seq_max=3)
+    mine = context.sequence()
+    context.prefill(mine, [4] * 30)
+    cache = PrefixCache(context)
+    for number in range(5):
+        serve(cache, [50 + number] * 25)
+    assert mine.tokens == [4] * 30
+    with pytest.raises(KVCacheFull):
+        cache.acquire([9] * 40)
+    cache.close()
+    assert (context.kv.stats.used, len(mine)) == (30, 30)
+
+
+# Pins...
+def test_a_pinned_beginning_outlives_its_branches(tmp_path: Path) -> None:
+    """Pin a system prompt (UserSnapshotPreservesRestorePoint) and let everything else go."""
+    cache = make(tmp_path, n_ctx=64, n_seq_max=3)
+    serve(cache, [*SYSTEM, 1, 2])
+    cache.pin("system", SYSTEM)
+    cache.check()
+    for number in range(6):
+        serve(cache, [100 + number] * 30)
+    cache.clear()
+    cache.check()
+    assert (used(cache), cache.stats().pinned) == (20, 1)
+    assert "pinned system" in cache.dump()
+    assert serve(cache, [*SYSTEM, 3]) == 20
+    cache.unpin("system")
+    cache.clear()
+    assert (used(cache), cache.stats().nodes) == (0, 0)
+
+
+def test_a_pin_names_what_is_there(cache: PrefixCache) -> None:
+    """Pin what is not cached, pin twice under one name, and let go of no pin."""
+    serve(cache, SYSTEM)
+    with pytest.raises(UsageError, match="20 of 21"):
+        cache.pin("a", [*SYSTEM, 1])
+    cache.pin("a", SYSTEM[:5])
+    cache.pin("a", SYSTEM[:7])
+    cache.check()
+    assert cache.stats().nodes == 2
+    with pytest.raises(UsageError, match="pinned are: a"):
+        cache.unpin("b")
+    cache.unpin("a")
+    cache.check()
+    assert cache.stats().nodes == 1
+
+
+def test_pinned_sequences_are_not_taken(tmp_path: Path) -> None:
+    """Pin as many beginnings as there are sequences."""
+    cache = make(tmp_path, n_seq_max=2)
+    for number in (1, 2):
+        serve(cache, [number] * 5)
+        cache.pin(f"{number}", [number] * 5)
+    with pytest.raises(NoSlotAvailable):
+        cache.acquire([3])
+    cache.check()
+    cache.unpin("1")
+    assert serve(cache, [3]) == 0
+    assert serve(cache, [2, 2, 2]) == 2
+
+
+# The budget...
+def test_the_budget_bounds_what_is_kept(tmp_path: Path) -> None:
+    """Serve more than fits: an original's trie grew without limit."""
+    cache = make(tmp_path, n_seq_max=4)
+    cache.budget = cache.branches.bytes_of(50)
+    for number in range(8):
+        serve(cache, [number] * 20)
+        assert cache.stats().bytes <= cache.budget
+    assert cache.stats().resident == 2
+    assert serve(cache, [7] * 20) == 19
+    with cache.acquire([9] * 20) as lease:
+        lease.prefill()
+        lease.make_room(40)
+        cache.context.prefill(lease.sequence, [9] * 40)  # what is leased is never cut short
+    assert cache.stats().bytes == 0
+    cache.check()
+
+
+def test_a_budget_below_one_entry_is_refused(tmp_path: Path) -> None:
+    """Ask for less than a token, and for a prompt that is larger than the budget."""
+    with pytest.raises(BudgetTooSmall) as caught:
+        make(tmp_path, budget=10)
+    assert caught.value.needed > caught.value.budget == 10
+    cache = make(tmp_path, budget=caught.value.needed * 10)
+    serve(cache, [1] * 8)
+    with pytest.raises(BudgetTooSmall):
+        cache.acquire([2] * 11)
+    assert serve(cache, [1] * 9) == 8

@@ -1,0 +1,110 @@
+"""Test what keeps pages: memory, files, and what is wrong with files."""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pyllamakv.cache import paging
+from pyllamakv.errors import PagingError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SAVED = bytes(range(256)) * 8
+
+
+@pytest.mark.parametrize("where", ["memory", "folder"])
+def test_pages_give_back_what_was_written(where: str, tmp_path: Path) -> None:
+    """Write, read and drop, and count the bytes."""
+    pager = paging.pager("memory" if where == "memory" else tmp_path / "new" / "pages")
+    assert pager is not None
+    a, b = pager.write(SAVED, 3, 9), pager.write(SAVED[:10], 0, 2)
+    assert (a.read(), b.read()) == (SAVED, SAVED[:10])
+    assert (a.start, a.end, a.refs) == (3, 9, 0)
+    assert (pager.count, pager.size) == (2, a.size + b.size)
+    assert a.size >= len(SAVED)
+    a.drop()
+    assert (pager.count, pager.size) == (1, b.size)
+    pager.close()
+    assert list(tmp_path.rglob("*.kvpage")) == []
+
+
+def test_nothing_is_paged_without_a_place() -> None:
+    """Ask for no pager."""
+    assert paging.pager(None) is None
+
+
+def spoil(content: bytes, how: str) -> bytes:
+    """Damage the bytes of a page."""
+    if how == "truncated":
+        return content[:-7]
+    if how == "longer":
+        return content + b"x"
+    if how == "flipped":
+        return content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
+    return {"foreign": b"GGUF" + content[4:], "empty": b"", "head": content[:10]}[how]
+
+
+@pytest.mark.parametrize("how", ["truncated", "longer", "flipped", "foreign", "empty", "head"])
+def test_a_page_that_is_not_whole_is_refused(how: str, tmp_path: Path) -> None:
+    """Read files that were cut, changed, or are something else: the error names the file."""
+    pager = paging.FilePager(tmp_path)
+    page = pager.write(SAVED, 0, 4)
+    (path,) = pager.folder.iterdir()
+    path.write_bytes(spoil(path.read_bytes(), how))
+    with pytest.raises(PagingError, match="cannot be used") as caught:
+        page.read()
+    assert caught.value.path == path
+
+
+def test_a_page_of_another_branch_or_cache_is_refused(tmp_path: Path) -> None:
+    """Put a sound page where another one belongs, and remove one."""
+    pager, other = paging.FilePager(tmp_path), paging.FilePager(tmp_path)
+    mine, next_, theirs = pager.write(SAVED, 0, 4), pager.write(SAVED, 4, 8), other.write(b"", 0, 4)
+    for foreign in (next_, theirs):
+        mine.path.write_bytes(foreign.path.read_bytes())  # type: ignore[attr-defined]
+        with pytest.raises(PagingError, match="belongs to another"):
+            mine.read()
+    mine.path.unlink()  # type: ignore[attr-defined]
+    with pytest.raises(PagingError, match="cannot be read"):
+        mine.read()
+    mine.drop()
+    assert pager.count == 1
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail in the middle of a write: no file, no bytes counted, and the next one works."""
+    pager = paging.FilePager(tmp_path)
+    real = type(tmp_path).open
+
+    class Full:
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def __enter__(self) -> Full:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.file.close()
+
+        def write(self, data: bytes) -> None:
+            self.file.write(data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(type(tmp_path), "open", lambda self, mode: Full(real(self, mode)))
+    with pytest.raises(PagingError, match="No space left") as caught:
+        pager.write(SAVED, 0, 4)
+    assert caught.value.path is not None
+    assert (pager.count, pager.size, list(pager.folder.iterdir())) == (0, 0, [])
+    monkeypatch.undo()
+    assert pager.write(SAVED, 0, 4).read() == SAVED
+
+
+def test_a_folder_that_cannot_be_is_refused_at_once(tmp_path: Path) -> None:
+    """Name a file as the folder."""
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(PagingError, match="writable folder"):
+        paging.pager(tmp_path / "file")

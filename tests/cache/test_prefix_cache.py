@@ -1,0 +1,292 @@
+"""Test the prefix cache over a simulated library: what is cached, cancelled, refused and kept."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import prefix_kit
+import pytest
+import runtime_kit as kit
+from prefix_kit import SYSTEM, make, serve, used
+
+from pyllamakv.cache.prefix_cache import PrefixCache
+from pyllamakv.errors import Cancelled, Closed, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> PrefixCache:
+    """Make a cache of 4 sequences and 128 cells."""
+    return make(tmp_path)
+
+
+@contextmanager
+def cancelled(cache: PrefixCache, number: int) -> Iterator[None]:
+    """Cancel a decode, counted from now, before it does anything."""
+    native, calls = cache.context.native, itertools.count(1)
+    real = native.decode
+
+    def decode(*arguments: Any) -> int:
+        return 2 if next(calls) == number else real(*arguments)
+
+    native.decode = decode
+    try:
+        yield
+    finally:
+        native.decode = real
+
+
+# The single entry...
+def test_the_single_entry_keeps_the_longest_beginning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Hit, trim the rest, free everything on no match; hits, misses and sizes are in the log."""
+    cache = make(tmp_path, entries=1)
+    caplog.set_level(logging.INFO, "pyllamakv.cache")
+    assert serve(cache, [1, 2, 3, 4], [5, 6]) == 0
+    assert serve(cache, [1, 2, 3, 9]) == 3
+    assert used(cache) == 4
+    assert serve(cache, [7, 8]) == 0
+    assert used(cache) == 2
+    stats = cache.stats()
+    assert (stats.hits, stats.misses, stats.reused, stats.asked) == (1, 2, 3, 10)
+    assert (stats.resident, stats.cells, stats.nodes) == (1, 2, 1)
+    first, second, third = (record.getMessage() for record in caplog.records)
+    assert first.startswith("miss: 0 of 4 tokens cached, 4 to decode")
+    assert second.startswith("hit: 3 of 4 tokens cached, 1 to decode")
+    assert third.startswith("miss: 0 of 2 tokens cached")
+    assert "cells" in third
+    assert "bytes" in third
+
+
+@pytest.mark.parametrize("entries", [1, None])
+def test_an_exact_repeat_leaves_one_token_to_decode(tmp_path: Path, entries: int | None) -> None:
+    """Repeat a prompt (ExactMatchSeedBehavior): no logits come from decoding nothing.
+
+    The single entry of 5c73c4e2e panicked on a full hit, until dd5eb6337 held a token back.
+    """
+    cache = make(tmp_path, entries=entries)
+    assert serve(cache, [1, 2, 3, 4]) == 0
+    for _ in range(3):
+        with cache.acquire([1, 2, 3, 4]) as lease:
+            assert (lease.cached, lease.rest) == (3, [4])
+            lease.prefill()
+        cache.check()
+    with cache.acquire([1]) as lease:
+        assert (lease.cached, lease.rest) == (0, [1])
+    assert used(cache) == 4 if entries is None else True
+
+
+def test_an_empty_prompt_is_refused(cache: PrefixCache) -> None:
+    """Ask for nothing: the original took a slice of minus one token, and panicked."""
+    serve(cache, [1, 2])
+    for wrong in ([], [259], [-1], [1] * 129):
+        with pytest.raises(UsageError):
+            cache.acquire(wrong)
+    cache.check()
+    assert used(cache) == 2
+
+
+def test_two_conversations_do_not_thrash(cache: PrefixCache) -> None:
+    """Alternate between two chats, at which the original's single entry began anew each time."""
+    a, b = [*SYSTEM, 1], [*SYSTEM, 2]
+    assert serve(cache, a, [3]) == 0
+    assert serve(cache, b, [4]) == 20
+    for _ in range(3):
+        a, b = [*a, 3, 5], [*b, 4, 6]
+        assert serve(cache, a, [3]) == len(a) - 1
+        assert serve(cache, b, [4]) == len(b) - 1
+
+
+# The tree...
+def test_branches_share_the_cells_of_their_beginning(cache: PrefixCache) -> None:
+    """Make two branches and reuse both (BranchCreationAndReuse): no cell is there twice."""
+    assert serve(cache, [*SYSTEM, 1, 2, 3]) == 0
+    assert serve(cache, [*SYSTEM, 4, 5]) == 20
+    assert used(cache) == 20 + 3 + 2
+    assert serve(cache, [*SYSTEM, 1, 2, 3, 6]) == 23
+    assert serve(cache, [*SYSTEM, 4, 5, 7]) == 22
+    assert used(cache) == 20 + 4 + 3
+    assert cache.stats().nodes == 3
+    assert cache.context.kv.stats.shared == 20
+
+
+def test_a_part_of_a_run_is_reused(cache: PrefixCache) -> None:
+    """Match 19 of 20 tokens: an original before 77491439c reused whole runs only."""
+    serve(cache, SYSTEM)
+    assert serve(cache, [*SYSTEM[:19], 1]) == 19
+    assert used(cache) == 21
+
+
+def test_a_conversation_goes_on(cache: PrefixCache) -> None:
+    """Take turns (ConversationResumption, ScenarioConversationTurns): only new tokens are decoded.
+
+    Nothing grows but the conversation: the trie of 44bdd9a2e kept a whole cache of every turn.
+    """
+    chat: list[int] = []
+    for turn in range(8):
+        chat += [turn + 1, turn + 2, turn + 3]
+        assert serve(cache, chat, [90 + turn, 80 + turn]) == max(0, len(chat) - 3)
+        chat += [90 + turn, 80 + turn]
+    assert (used(cache), cache.stats().resident, cache.stats().nodes) == (40, 1, 1)
+
+
+def test_the_same_tokens_decoded_at_once_become_one(cache: PrefixCache) -> None:
+    """Lease the same prompt twice before it is decoded: in the end its cells are there once."""
+    one, two = cache.acquire([*SYSTEM, 1]), cache.acquire([*SYSTEM, 2])
+    one.prefill()
+    two.prefill()
+    assert used(cache) == 42
+    one.release()
+    two.release()
+    cache.check()
+    assert used(cache) == 22
+    with cache.acquire([*SYSTEM, 3]) as lease:
+        assert lease.cached == 20
+    one.release()  # a second time
+    cache.check()
+
+
+def test_a_lease_is_a_source_for_others(cache: PrefixCache) -> None:
+    """Fork what is in use, as far as it is decoded."""
+    with cache.acquire([*SYSTEM, 1]) as one:
+        one.prefill()
+        with cache.acquire([*SYSTEM, 2]) as two:
+            assert two.cached == 20
+            two.prefill()
+            assert used(cache) == 22
+        cache.check()
+    cache.check()
+
+
+def test_groups_are_not_entered(cache: PrefixCache) -> None:
+    """End the cached beginning before a group of tokens that it would divide."""
+    serve(cache, SYSTEM)
+    for groups, cached in (([(15, 20)], 15), ([(15, 19)], 19), ([(18, 21), (12, 18)], 18)):
+        with cache.acquire([*SYSTEM[:19], 1, 2], groups=groups) as lease:
+            assert lease.cached == cached
+    stats = cache.stats()
+    for wrong in ([(15, 25)], [(4, 4)], [(-1, 3)], [(1, 5), (4, 8)]):
+        with pytest.raises(UsageError, match="group"):
+            cache.acquire([*SYSTEM[:19], 1, 2], groups=wrong)
+    assert cache.stats() == stats
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_what_was_shifted_is_no_beginning(cache: PrefixCache, saved: bool) -> None:
+    """Remove tokens in the middle of a leased sequence: what is left is not reused."""
+    with cache.acquire(SYSTEM) as lease:
+        lease.prefill()
+        lease.sequence.remove(2, 6)
+        lease.sequence.shift(6, None, -4)
+        if saved:
+            lease.sequence.restore(lease.sequence.save())
+    cache.check()
+    assert (used(cache), cache.stats().nodes) == (0, 0)
+
+
+def test_what_was_trimmed_is_kept_as_it_is(cache: PrefixCache) -> None:
+    """Go back in a leased sequence and go on otherwise."""
+    serve(cache, SYSTEM)
+    with cache.acquire([*SYSTEM, 1]) as lease:
+        lease.prefill()
+        lease.sequence.trim(5)
+        cache.context.step(lease.sequence, 99)
+    cache.check()
+    assert serve(cache, [*SYSTEM[:5], 99, 98]) == 6
+    with cache.acquire([1, 2]) as lease:
+        lease.prefill()
+        lease.sequence.close()
+    cache.check()
+
+
+# Cancelling...
+def test_a_cancelled_prompt_keeps_its_progress(tmp_path: Path) -> None:
+    """Cancel twice (ScenarioCancelledPrefills, PrefillSnapshotsKeptOnCancel): 18, 36, done.
+
+    An original threw away what a cancelled prompt had decoded, so that retries never got anywhere
+    (ollama #17839).
+    """
+    cache = make(tmp_path, n_batch=18)
+    prompt = [i % 50 for i in range(50)]
+    for expected in (0, 18, 36):
+        with cache.acquire(prompt) as lease:
+            assert lease.cached == expected
+            if expected < 36:
+                with cancelled(cache, 2), pytest.raises(Cancelled):
+                    lease.prefill()
+            else:
+                lease.prefill()
+        cache.check()
+    with cache.acquire(prompt) as lease:
+        assert lease.cached == 49
+
+
+def test_cancelled_prompts_that_part_keep_both(tmp_path: Path) -> None:
+    """Cancel two prompts behind their common beginning (ScenarioDivergentCancels)."""
+    cache = make(tmp_path, n_batch=10)
+    prompts = [[*SYSTEM, *[tail] * 20] for tail in (1, 2)]
+    for number, prompt in enumerate(prompts):
+        with cache.acquire(prompt) as lease:
+            assert lease.cached == (0, 20)[number]
+            with cancelled(cache, 4 - 2 * number), pytest.raises(Cancelled):
+                lease.prefill()
+        cache.check()
+    for prompt in prompts:
+        assert serve(cache, prompt) == 30
+
+
+# Lifetime and all at once...
+def test_a_closed_cache_leaves_nothing(cache: PrefixCache) -> None:
+    """Close with a lease open, and use neither any more."""
+    serve(cache, SYSTEM)
+    lease = cache.acquire([1, 2])
+    with cache:
+        pass
+    cache.close()
+    assert used(cache) == 0
+    lease.release()
+    with pytest.raises(Closed):
+        cache.acquire([1])
+    with pytest.raises(Closed):
+        cache.context.prefill(lease.sequence, [1])
+    assert len(cache.context.vacant) == 4
+
+
+def test_wrong_options_are_refused(tmp_path: Path) -> None:
+    """Ask for no sequences, and for more than there are."""
+    for entries in (0, 5):
+        with pytest.raises(UsageError, match="1 to 4"):
+            make(tmp_path, entries=entries)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"paging": "memory"},
+    {"budget": 20_000},
+    {"paging": "memory", "budget": 20_000},
+    {"entries": 1},
+    {"entries": 1, "paging": "memory"},
+    {"entries": 2},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_random_traffic_keeps_every_invariant(
+    tmp_path: Path, options: dict[str, Any], seed: int
+) -> None:
+    """Do everything at random, checking the tree, the pages and the cells after each operation."""
+    n_ctx = 128 if seed % 2 else 256
+    context = kit.context(tmp_path, n_ctx=n_ctx, n_seq_max=4 + seed)
+    traffic = prefix_kit.Traffic(context, seed, **options)
+    traffic.run(200)
+    assert traffic.cache.stats().hits > 0
+    traffic.cache.close()
+    assert context.kv.stats.used == 0

@@ -1,0 +1,171 @@
+"""Test what a lease of a prefix cache promises to who drives it, whichever manager it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import runtime_kit as kit
+from fakes.simulated import ALL
+from prefix_kit import serve
+
+from pyllamakv.binding.protocol import Capability, Memory
+from pyllamakv.cache.prefix_cache import AHEAD, PrefixCache
+from pyllamakv.errors import KVCacheFull, StateError, Unsupported
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_room_is_granted_ahead_where_it_costs_nobody_anything(tmp_path: Path) -> None:
+    """Ask token by token: the cells are looked at once in a while, and nobody goes for the rest."""
+    cache = PrefixCache(kit.context(tmp_path, n_ctx=256))
+    serve(cache, [9] * 100)
+    with cache.acquire([1, 2, 3]) as lease:
+        lease.prefill()
+        lease.make_room(1)
+        assert lease.granted == 3 + 1 + AHEAD
+        assert cache.stats().resident == 1
+        cache.context.prefill(lease.sequence, [4] * 60)
+        for _ in range(100):
+            lease.make_room(1)
+            cache.context.step(lease.sequence, 5)
+        assert cache.stats().resident == 0  # it had to go in the end
+        assert lease.promised >= 0
+    cache.check()
+
+
+def test_room_that_was_granted_ahead_is_given_up(tmp_path: Path) -> None:
+    """Take what another lease never asked for, and nothing that it did."""
+    cache = PrefixCache(kit.context(tmp_path, n_ctx=128))
+    one = cache.acquire([1, 2, 3])
+    one.prefill()
+    one.make_room(1)
+    assert one.granted == 3 + 1 + AHEAD
+    with cache.acquire([4] * 124) as two:
+        assert one.granted == 4
+        two.prefill()
+        cache.context.step(one.sequence, 5)
+        with pytest.raises(KVCacheFull):
+            one.make_room(1)
+    one.make_room(60)
+    one.release()
+    cache.check()
+
+
+def test_what_is_promised_to_a_lease_is_not_given_away(tmp_path: Path) -> None:
+    """Grant room to two leases, and refuse what only one of them could have."""
+    cache = PrefixCache(kit.context(tmp_path, n_ctx=64))
+    one, two = cache.acquire([1] * 20), cache.acquire([2] * 20)
+    one.make_room(40)  # 20 of the prompt, and as many more; counted from what is decoded
+    with pytest.raises(KVCacheFull):
+        two.make_room(30)
+    one.prefill()
+    two.prefill()
+    cache.context.prefill(one.sequence, [3] * 20)
+    assert cache.context.kv.stats.used == 60
+    one.release()
+    two.make_room(30)
+    two.release()
+    cache.check()
+
+
+def test_a_lease_tells_its_state(tmp_path: Path) -> None:
+    """Release once, and see it."""
+    cache = PrefixCache(kit.context(tmp_path))
+    lease = cache.acquire([1, 2, 3])
+    assert (lease.rest, lease.cached, lease.released) == ([1, 2, 3], 0, False)
+    assert "0 cached, 3 to decode" in repr(lease)
+    lease.release()
+    assert lease.released
+    assert "released" in repr(lease)
+    lease.release()
+    assert (cache.stats().nodes, cache.context.kv.stats.used) == (0, 0)
+
+
+def test_a_prefill_begins_again_where_the_sequence_was_emptied(tmp_path: Path) -> None:
+    """A memory that cannot go back is empty after an abort: then all of the prompt is decoded."""
+    cache = PrefixCache(kit.context(tmp_path))
+    serve(cache, [3, 4, 5, 6])
+    with cache.acquire([3, 4, 5, 6, 7, 8]) as lease:
+        assert lease.cached == 4
+        lease.sequence.remove()
+        lease.prefill()
+        assert lease.sequence.tokens == [3, 4, 5, 6, 7, 8]
+    cache.check()
+
+
+def test_prompts_that_take_each_others_holes_are_decoded_all_the_same(tmp_path: Path) -> None:
+    """Each finds a hole when it is acquired; when its turn comes there are only pieces of it."""
+    native = {"capabilities": ALL & ~Capability.DEFRAG_OPTIONS}
+    ctx = kit.context(tmp_path, native, n_ctx=64, n_seq_max=8, n_batch=16, n_ubatch=16)
+    for at in range(3):
+        ctx.prefill(ctx.sequence(at), [at] * 16)
+    ctx.sequence(3).close()
+    ctx.native.seq_rm(ctx.handle, 1, -1, -1)
+    ctx.ledgers[1].clear()
+    cache = PrefixCache(ctx, entries=4)
+    leases = [cache.acquire([3 + n] * n) for n in (12, 10, 8)]
+    for lease in leases:
+        lease.prefill()
+        assert lease.sequence.tokens == [3 + len(lease.rest)] * len(lease.rest)
+    assert ctx.kv.stats.used == 62
+    cache.check()
+
+
+def test_a_branch_whose_state_cannot_be_saved_is_kept_all_the_same(tmp_path: Path) -> None:
+    """The size of a state is only counted with; no sequence goes missing for want of it."""
+    ctx = kit.context(tmp_path, {"capabilities": ALL & ~Capability.STATES, "partial": False})
+    object.__setattr__(ctx.info, "memory", Memory.RECURRENT)
+    cache = PrefixCache(ctx)
+    with cache.acquire([3, 4, 5, 6]) as lease:
+        ctx.prefill(lease.sequence, [3, 4, 5, 6])
+    cache.check()
+    assert cache.stats().resident == 1
+    with cache.acquire([3, 4, 5, 6, 7]) as lease:
+        assert lease.cached == 4
+    cache.check()
+
+
+def recurrent(folder: Path, **options: Any) -> PrefixCache:
+    """Return a cache whose memory cannot go back."""
+    ctx = kit.context(folder, {"partial": False}, n_ctx=256)
+    object.__setattr__(ctx.info, "memory", Memory.RECURRENT)
+    return PrefixCache(ctx, **options)
+
+
+@pytest.mark.parametrize("error", [StateError("no"), Unsupported("no"), MemoryError("no")])
+@pytest.mark.parametrize("paging", [None, "memory"])
+def test_a_state_that_cannot_be_kept_fails_no_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paging: str | None, error: Exception
+) -> None:
+    """It is decoded all the same, and the cache has no half of it."""
+    cache = recurrent(tmp_path, paging=paging)
+    leases = [cache.acquire([each] * 4) for each in (5, 6, 7)] if paging else []
+    with cache.acquire([1, 2, 3, 4]) as lease:
+
+        def failing(*_: object) -> None:
+            raise error
+
+        for name in ("save", "fork"):
+            monkeypatch.setattr(type(lease.sequence), name, failing)
+        lease.prefill()
+        assert lease.sequence.tokens == [1, 2, 3, 4]
+        monkeypatch.undo()
+    assert cache.stats().resident == 1
+    for each in leases:
+        each.release()
+    cache.check()
+    assert serve(cache, [1, 2, 3, 4, 5]) == 4
+
+
+def test_nobody_makes_way_for_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt keeps states on its way while sequences are vacant, and evicts no other."""
+    monkeypatch.setattr("pyllamakv.cache.prefix_cache.STATE_EVERY", 4)
+    cache = recurrent(tmp_path)
+    for number in (5, 6):
+        with cache.acquire([number]) as lease:
+            lease.prefill()
+    serve(cache, [*range(10, 30)])
+    assert cache.stats().evicted == 0
+    assert [serve(cache, [number, 9]) for number in (5, 6)] == [1, 1]

@@ -1,0 +1,369 @@
+"""Test the prefix cache over real builds: what follows a hit is what follows a fresh decode."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import prefix_kit
+import pytest
+from prefix_kit import serve
+
+import pyllamakv as kv
+from pyllamakv.building import variant as variants
+from pyllamakv.cache.prefix_cache import PrefixCache
+from pyllamakv.scenarios import synthetic
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from pyllamakv.building.variant import Variant
+    from pyllamakv.cache.prefix_cache import PrefixLease
+
+pytestmark = pytest.mark.native
+
+SYSTEM = [1 + (7 * i) % 60 for i in range(90)]
+#: A release whose memory is of streams, windows and states, tested where it is built.
+LATE = "0.3.36+patched"
+
+
+class Oracle:
+    """Decode tokens in a context of their own."""
+
+    def __init__(self, model: kv.Model, **options: Any) -> None:
+        self.context = model.context(n_ctx=512, n_batch=512, **options)
+        self.worst = 0.0
+
+    def __call__(self, lease: PrefixLease) -> None:
+        """Compare the logits of a lease's last token with those of a fresh decode."""
+        mine = lease.sequence.logits().copy()
+        self.context.clear()
+        with self.context.sequence() as fresh:
+            self.context.prefill(fresh, lease.sequence.tokens)
+            theirs = self.context.logits().copy()
+        self.worst = max(self.worst, float(np.abs(mine - theirs).max()))
+        assert self.worst < 0.02, lease
+
+
+@pytest.fixture
+def model(variant: Variant, tiny_model: Path) -> Iterator[kv.Model]:
+    """Load the tiny model, on stock and patched."""
+    with kv.open(variant.folder) as library:
+        yield library.load_model(tiny_model)
+
+
+@pytest.fixture
+def late() -> Iterator[kv.OpenLibrary]:
+    """Open a late release, or skip."""
+    found = variants.find(LATE)
+    if found is None:
+        pytest.skip(f"{LATE} is not built")
+    with kv.open(found.folder) as library:
+        yield library
+
+
+@pytest.mark.parametrize("flash_attn", [False, True])
+@pytest.mark.parametrize("kind", ["resident", "memory", "folder"])
+def test_logits_after_a_hit_are_those_of_a_fresh_decode(
+    model: kv.Model, kind: str, flash_attn: bool, tmp_path: Path
+) -> None:
+    """Hit a branch in the cache, in memory and in a file (DataSurvivesSnapshotRestore)."""
+    paging = {"resident": None, "memory": "memory", "folder": tmp_path}[kind]
+    look = Oracle(model, flash_attn=flash_attn)
+    with model.context(
+        n_ctx=512, n_batch=64, n_ubatch=32, n_seq_max=4, flash_attn=flash_attn
+    ) as ctx:
+        cache = PrefixCache(ctx, paging=paging)
+        serve(cache, [*SYSTEM, 1, 2, 3])
+        serve(cache, [*SYSTEM, 4, 5])
+        if paging:
+            cache.page_out([*SYSTEM, 4, 5])
+            cache.page_out([*SYSTEM, 1, 2, 3])
+            assert ctx.kv.stats.used == 0
+        for prompt, cached in (
+            ([*SYSTEM, 1, 2, 3], 92),
+            ([*SYSTEM, 4, 5, 6], 92),
+            ([*SYSTEM[:50], 7], 50),
+        ):
+            with cache.acquire(prompt) as lease:
+                assert lease.cached == cached
+                lease.prefill()
+                look(lease)
+            cache.check()
+        assert cache.stats().paged_in == (2 if paging else 0)
+
+
+@pytest.mark.parametrize("flash_attn", [False, True])
+@pytest.mark.parametrize("paging", [None, "memory"])
+def test_random_traffic_is_exact(model: kv.Model, flash_attn: bool, paging: str | None) -> None:
+    """Do everything at random, and compare every prompt with a fresh decode."""
+    look = Oracle(model, flash_attn=flash_attn)
+    with model.context(
+        n_ctx=512, n_batch=64, n_ubatch=32, n_seq_max=5, flash_attn=flash_attn
+    ) as ctx:
+        traffic = prefix_kit.Traffic(ctx, 11, look=look, paging=paging)
+        traffic.run(150)
+        assert traffic.cache.stats().hits > 10
+        traffic.cache.close()
+        assert ctx.kv.stats.used == 0
+
+
+def test_two_chats_share_a_thousand_cells(patched: Variant, tiny_model: Path) -> None:
+    """Use 1,000 cells and the tails for two chats with 1,000 tokens in common."""
+    with kv.open(patched.folder) as library:
+        model = library.load_model(tiny_model)
+        with model.context(n_ctx=2048, n_batch=512, n_seq_max=4) as ctx:
+            cache = PrefixCache(ctx)
+            common = [1 + i % 60 for i in range(1000)]
+            chats = [[*common, 61, 61], [*common, 62, 62, 62]]
+            for turn in range(3):
+                for chat in chats:
+                    assert serve(cache, chat, [5, 6]) >= (1000 if turn or chat is chats[1] else 0)
+                    chat += [5, 6, 7]
+            tails = sum(len(chat) - 1 - 1000 for chat in chats)
+            assert ctx.kv.stats.used == 1000 + tails
+            assert ctx.kv.stats.shared == 1000
+
+
+def test_a_cancelled_prompt_goes_on_where_it_was(patched: Variant, tiny_model: Path) -> None:
+    """Cancel inside of a micro-batch: whole pieces stay, and the end is exact."""
+    with kv.open(patched.folder) as library, library.load_model(tiny_model) as model:
+        look = Oracle(model)
+        with model.context(n_ctx=256, n_batch=32, n_ubatch=16, n_seq_max=3) as ctx:
+            cache = PrefixCache(ctx)
+            prompt = [*SYSTEM, *range(1, 30)]
+            progress = [0]
+            for _ in range(60):
+                with cache.acquire(prompt) as lease:
+                    progress.append(lease.cached)
+                    ctx.native.cancel_after(ctx.handle, 40)
+                    try:
+                        lease.prefill()
+                    except kv.Cancelled:
+                        ctx.native.cancel_after(ctx.handle, -1)
+                    else:
+                        look(lease)
+                        break
+                    cache.context.prefill(lease.sequence, lease.rest[:1], logits=False)
+                cache.check()
+            ctx.native.cancel_after(ctx.handle, -1)
+            assert progress == sorted(progress)
+            with cache.acquire(prompt) as lease:
+                lease.prefill()
+                look(lease)
+
+
+def test_scattered_cells_take_a_page_in(stock: Variant, tiny_model: Path) -> None:
+    """Page in where no two free cells lie together, on a release that needs one hole for it.
+
+    A state that found no hole was not restored up to 0.3.16 (llama.cpp #9201, #17527).
+    """
+    with kv.open(stock.folder) as library, library.load_model(tiny_model) as model:
+        look = Oracle(model)
+        with model.context(n_ctx=256, n_batch=64, n_ubatch=16, n_seq_max=4) as ctx:
+            cache = PrefixCache(ctx, paging="memory")
+            serve(cache, SYSTEM)
+            cache.page_out(SYSTEM)
+            a, b = ctx.sequence(), ctx.sequence()
+            for _ in range(120):
+                ctx.decode([a.feed([1]), b.feed([2])])
+            b.close()
+            assert ctx.kv.stats.largest_hole < 90
+            with cache.acquire([*SYSTEM, 5]) as lease:
+                assert lease.cached == 90
+                lease.prefill()
+                look(lease)
+
+
+def test_pages_of_another_cache_type_are_refused(patched: Variant, tiny_model: Path) -> None:
+    """Give a cache the page of one with other types: typed, and the cache goes on."""
+    with kv.open(patched.folder) as library, library.load_model(tiny_model) as model:
+        pages = []
+        caches = []
+        for kind in ("f16", "q8_0"):
+            ctx = model.context(n_ctx=256, n_seq_max=2, flash_attn=True, type_k=kind, type_v=kind)
+            cache = PrefixCache(ctx, paging="memory")
+            serve(cache, SYSTEM)
+            cache.page_out(SYSTEM)
+            pages.append(next(cache.branches.tree.walk()).page)
+            caches.append(cache)
+        pages[0]._saved = pages[1].read()
+        with pytest.raises(kv.PagingError, match="another model or cache"):
+            caches[0].page_in(SYSTEM)
+        caches[0].check()
+        assert serve(caches[0], SYSTEM) == 0
+
+
+# Other kinds of memory...
+
+
+KINDS = ["tiny", "sliding", "recurrent", "hybrid"]
+
+
+@pytest.mark.parametrize("unified", [True, False])
+@pytest.mark.parametrize("paging", [None, "memory"])
+@pytest.mark.parametrize("name", KINDS)
+def test_random_traffic_is_exact_in_every_memory(
+    late: kv.OpenLibrary, name: str, paging: str | None, unified: bool
+) -> None:
+    """Do everything at random with streams, windows and states."""
+    with late.load_model(synthetic.model(name)) as model:
+        look = Oracle(model)
+        n_ctx = 512 if unified else 1024
+        with model.context(
+            n_ctx=n_ctx, n_batch=64, n_ubatch=32, n_seq_max=5, kv_unified=unified
+        ) as ctx:
+            traffic = prefix_kit.Traffic(ctx, 5, look=look, paging=paging)
+            traffic.run(160)
+            assert traffic.cache.stats().hits > 0
+            traffic.cache.close()
+
+
+@pytest.mark.parametrize("entries", [1, 6])
+def test_a_state_that_cannot_go_back_is_begun_anew(late: kv.OpenLibrary, entries: int) -> None:
+    """Repeat and change prompts of a recurrent model.
+
+    The single entry of 5c73c4e2e ignored that its trim was refused: tokens and state disagreed.
+    """
+    with late.load_model(synthetic.model("recurrent")) as model:
+        look = Oracle(model)
+        with model.context(n_ctx=256, n_batch=64, n_seq_max=6) as ctx:
+            cache = PrefixCache(ctx, entries=entries)
+            for prompt in (SYSTEM, SYSTEM, [*SYSTEM[:40], 1], [*SYSTEM, 2], [3]):
+                with cache.acquire(prompt) as lease:
+                    lease.prefill()
+                    look(lease)
+                    assert lease.sequence.tokens == prompt
+                cache.check()
+
+
+def test_a_state_that_cannot_go_back_is_begun_anew_in_early_releases(
+    patched: Variant,
+) -> None:
+    """Change prompts of a recurrent model where the whole context has to be cleared for it."""
+    with kv.open(patched.folder) as library:
+        model = library.load_model(synthetic.model("recurrent"))
+        look = Oracle(model)
+        with model.context(n_ctx=256, n_batch=64, n_seq_max=1) as ctx:
+            cache = PrefixCache(ctx, entries=1)
+            for prompt in (SYSTEM, SYSTEM, [*SYSTEM[:40], 1]):
+                with cache.acquire(prompt) as lease:
+                    lease.prefill()
+                    look(lease)
+                cache.check()
+
+
+def test_states_are_kept_where_prompts_part(late: kv.OpenLibrary) -> None:
+    """Branch off a recurrent prompt (RestoreExactOffset): its states are where they were asked for.
+
+    States are kept before the last token, so that a repeat is a hit (4f5999fd3), at the place where
+    a prompt parts from others, and where it is pinned; none beyond the prompt
+    (SnapshotBeyondPrefillSkipped).
+    """
+    with late.load_model(synthetic.model("recurrent")) as model:
+        look = Oracle(model)
+        with model.context(n_ctx=512, n_batch=64, n_seq_max=12) as ctx:
+            cache = PrefixCache(ctx)
+            found = []
+            for prompt in (
+                [*SYSTEM, 1, 2],
+                [*SYSTEM, 1, 2],  # the same: all but a token
+                [*SYSTEM, 3, 4],  # parts after 90 tokens, of which there is no state yet
+                [*SYSTEM, 5, 6],  # and now there is
+            ):
+                with cache.acquire(prompt) as lease:
+                    found.append(lease.cached)
+                    lease.prefill()
+                    look(lease)
+                cache.check()
+            assert found == [0, 91, 0, 90]
+            with cache.acquire([*SYSTEM, 5, 6, 7]) as lease:
+                assert lease.cached == 92
+                lease.prefill()
+                cache.pin("here", [*SYSTEM, 5, 6, 7])
+            with pytest.raises(kv.NotSupported):
+                cache.pin("there", SYSTEM[:50])
+            cache.check()
+            cache.clear()
+            assert serve(cache, [*SYSTEM, 5, 6, 7, 8]) == 93
+
+
+@pytest.mark.defect(
+    "a decode that was cancelled over recurrent states left wrong ones to sequences that had no "
+    "part in it",
+    by="random_operations",
+    of="Python",
+)
+def test_a_cancelled_recurrent_prompt_leaves_no_state_that_may_be_wrong(
+    late: kv.OpenLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cancel where a memory cannot go back: what was broken off has moved the others' states."""
+    with late.load_model(synthetic.model("recurrent")) as model:
+        look = Oracle(model)
+        with model.context(n_ctx=512, n_batch=64, n_seq_max=8) as ctx:
+            cache = PrefixCache(ctx)
+            monkeypatch.setattr("pyllamakv.cache.prefix_cache.STATE_EVERY", 32)
+            serve(cache, [*SYSTEM, 1])
+            cache.pin("here", [*SYSTEM, 1])
+            with cache.acquire([*SYSTEM, *([2] * 80)]) as lease:
+                calls = iter(range(100))
+                real = ctx.native.decode
+
+                def decode(*arguments: Any) -> int:
+                    if next(calls) == 2:
+                        ctx.native.cancel_after(ctx.handle, 0)
+                    return real(*arguments)
+
+                ctx.native.decode = decode
+                with pytest.raises(kv.Cancelled):
+                    lease.prefill()
+                ctx.native.decode = real
+                ctx.native.cancel_after(ctx.handle, -1)
+            cache.check()
+            assert not cache.pins
+            with cache.acquire([*SYSTEM, *([2] * 80)]) as lease:
+                assert lease.cached == 0
+                lease.prefill()
+                look(lease)
+            cache.check()
+            assert serve(cache, [*SYSTEM, *([2] * 80), 3]) == len(SYSTEM) + 80
+
+
+def test_a_window_is_never_left_behind(late: kv.OpenLibrary) -> None:
+    """Go back to where a sliding window has passed (RestoreOutsideWindow): decode again instead.
+
+    A rotating cache of the original dropped what it still needed (06ae6367b).
+    """
+    with late.load_model(synthetic.model("sliding")) as model:
+        look = Oracle(model)
+        for paging in (None, "memory"):
+            with model.context(n_ctx=512, n_batch=64, n_ubatch=32, n_seq_max=4) as ctx:
+                cache = PrefixCache(ctx, paging=paging)
+                long = [1 + (5 * i) % 60 for i in range(200)]
+                serve(cache, long)
+                for prompt in ([*long[:40], 1], [*long, 3], [*long[:190], 4], long):
+                    with cache.acquire(prompt) as lease:
+                        lease.prefill()
+                        look(lease)
+                    cache.check()
+
+
+def test_a_generation_after_a_hit_says_the_same(patched: Variant, trained_model: Path) -> None:
+    """Go on with a trained model from a fork, from a page, and from nothing."""
+    with kv.open(patched.folder) as library:
+        model = library.load_model(trained_model)
+        with model.context(n_ctx=512, n_batch=64, n_seq_max=3) as ctx:
+            cache = PrefixCache(ctx, paging="memory")
+            prompt = model.tokenize("Once upon a time, there was a little girl")
+            said = []
+            for _ in range(3):
+                with cache.acquire(prompt) as lease:
+                    lease.prefill()
+                    lease.make_room(20)
+                    said.append("".join(ctx.generate(lease.sequence, max_tokens=20)))
+                    tokens = lease.sequence.tokens
+                cache.check()
+                if len(said) == 2:
+                    cache.page_out(tokens)
+            assert said[0] == said[1] == said[2] != ""

@@ -1,0 +1,225 @@
+"""Test the prefix tree against sets of prefixes, and its invariants."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pyllamakv.cache.paging import CountedPage
+from pyllamakv.cache.prefix_tree import Node, Tree, common, pack, unpack
+
+WORDS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
+
+
+class Sheet(CountedPage):
+    """Stand for a page."""
+
+    def __init__(self, start: int, end: int) -> None:
+        super().__init__()
+        self.start, self.end = start, end
+
+
+def entered(tree: Tree, tokens: list[int]) -> Node:
+    """Let a node keep something, so that it stays."""
+    node = tree.insert(pack(tokens))
+    if node.entry is None:
+        tree.attach(node, tuple(tokens))
+    return node
+
+
+def parted(tree: Tree, node: Node) -> None:
+    """Take away what a node keeps."""
+    tree.detach(node)
+    tree.prune(node)
+    tree.merge(node)
+
+
+@given(WORDS, WORDS, st.integers(0, 3))
+def test_the_common_beginning_is_counted_as_one_by_one(
+    a: list[int], b: list[int], before: int
+) -> None:
+    """Count tokens that agree, wherever the second key begins."""
+    expected = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+    expected = min(len(a), len(b)) if expected is None else expected
+    assert common(pack(a), pack([7] * before + b), 4 * before) == expected
+
+
+def test_tokens_survive_packing() -> None:
+    """Pack the largest token there can be, and none."""
+    tokens = [0, 1, 255, 256, 65536, 2**31 - 1]
+    assert unpack(pack(tokens)) == tokens
+    assert pack([]) == b""
+
+
+def test_find_best_match_in_an_empty_tree() -> None:
+    """Match nothing (FindBestMatch, empty)."""
+    tree = Tree()
+    assert tree.match(pack([1, 2])) == (tree.root, 0)
+    assert tree.match(b"") == (tree.root, 0)
+
+
+def test_find_best_match_at_the_end_of_a_node() -> None:
+    """Match whole nodes, and go on below them (FindBestMatch, full edge)."""
+    tree = Tree()
+    node = entered(tree, [1, 2, 3])
+    assert tree.match(pack([1, 2, 3])) == (node, 3)
+    assert tree.match(pack([1, 2, 3, 4])) == (node, 3)
+
+
+def test_find_best_match_inside_of_a_node() -> None:
+    """Match a part of a run (FindBestMatch, partial edge): 46 of 47 thousand tokens count."""
+    tree = Tree()
+    long = list(range(47_000))
+    node = entered(tree, long)
+    assert tree.match(pack([*long[:46_000], 5])) == (node, 46_000)
+
+
+def test_a_split_and_a_merge_give_the_node_back() -> None:
+    """Divide a node and join it again (Split/Merge round trip): key, entry and counts stay."""
+    tree = Tree()
+    node = entered(tree, [1, 2, 3, 4, 5])
+    key = node.key
+    upper = tree.split(node, 2)
+    assert (upper.start, upper.end, node.start, node.end) == (0, 2, 2, 5)
+    assert (upper.key + node.run, node.key, upper.held) == (key, key, 1)
+    assert tree.merge(upper)
+    assert (node.start, node.end, node.key, node.entry) == (0, 5, key, (1, 2, 3, 4, 5))
+    tree.check()
+    for at in (0, 5):
+        with pytest.raises(ValueError, match="inside"):
+            tree.split(node, at)
+
+
+def test_repeated_branching_keeps_every_branch() -> None:
+    """Branch off at each length of one sequence (RepeatedBranching)."""
+    tree = Tree()
+    trunk = list(range(10, 30))
+    nodes = [entered(tree, [*trunk[:i], 1, 2]) for i in range(1, 20)]
+    tree.check()
+    for i, node in enumerate(nodes, 1):
+        assert tree.match(pack([*trunk[:i], 1, 2, 3])) == (node, i + 2)
+
+
+def test_removing_a_node_joins_what_is_left() -> None:
+    """Remove one of two branches (RemoveNode): their parent and the other become one."""
+    tree = Tree()
+    a, b = entered(tree, [1, 2, 3]), entered(tree, [1, 2, 4])
+    assert tree.nodes == 3
+    parted(tree, a)
+    assert (tree.nodes, b.start, b.end) == (1, 0, 3)
+    tree.check()
+    parted(tree, b)
+    assert (tree.nodes, tree.tokens, tree.held_tokens) == (0, 0, 0)
+
+
+def test_a_pin_resists_the_merge() -> None:
+    """Keep a pinned node apart from its only child (UserSnapshotResistsAutoMerge)."""
+    tree = Tree()
+    pinned = tree.insert(pack([1, 2]))
+    pinned.pins.add("system")
+    leaf = entered(tree, [1, 2, 3])
+    assert not tree.merge(pinned)
+    tree.check()
+    parted(tree, leaf)
+    assert tree.match(pack([1, 2])) == (pinned, 2)
+
+
+def test_the_oldest_goes_first_then_the_deepest_then_the_largest() -> None:
+    """Order leaves that are used at the same time, and at different ones."""
+    tree = Tree()
+    for tokens in ([1], [2, 2], [3, 3], [3, 4, 4], [3, 4, 5], [6, 6, 6]):
+        entered(tree, tokens)
+    order = []
+    tree.touch(tree.match(pack([1]))[0])
+    while (node := tree.oldest(lambda node: not node.children)) is not None:
+        order.append(unpack(node.key))
+        parted(tree, node)
+    assert order[-1] == [1]
+    assert order[0] == [6, 6, 6]  # three deep, and all of it goes
+    assert sorted(order[1:3]) == [[3, 4, 4], [3, 4, 5]]
+
+
+def test_only_what_is_used_is_touched() -> None:
+    """Use a beginning only (LRUOnlyUpdatesUsedNodes): what goes on below it is as old as before.
+
+    The original touched whatever hung below the match, so that leaves never aged.
+    """
+    tree = Tree()
+    a, b = entered(tree, [1, 2, 3]), entered(tree, [1, 2, 4])
+    tree.touch(a)
+    tree.touch(b)
+    middle = tree.match(pack([1, 2]))[0]
+    tree.touch(middle)
+    assert a.used < b.used < middle.used
+    assert tree.oldest(lambda node: not node.children) is a
+
+
+def test_a_divided_page_is_counted_at_both_nodes() -> None:
+    """Split a node with a page: both may use it, until neither needs it (SplitPreservesData)."""
+    tree = Tree()
+    node = tree.insert(pack([1, 2, 3, 4]))
+    page = Sheet(0, 4)
+    assert tree.set_page(node, page) is None
+    upper = tree.split(node, 2)
+    assert (upper.page, page.refs) == (page, 2)
+    assert tree.merge(upper)
+    assert (node.page, page.refs) == (page, 1)
+    tree.check()
+    assert tree.set_page(node, None) is page
+    whole = Tree(whole_pages=True)
+    node = whole.insert(pack([1, 2, 3, 4]))
+    whole.set_page(node, page)
+    assert whole.split(node, 2).page is None
+
+
+class Machine(RuleBasedStateMachine):
+    """Compare a tree with the set of all prefixes of what was put into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tree = Tree()
+        self.kept: dict[tuple[int, ...], Node] = {}
+
+    @rule(tokens=WORDS)
+    def keep(self, tokens: list[int]) -> None:
+        """Let a sequence stay."""
+        self.kept[tuple(tokens)] = entered(self.tree, tokens)
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data())
+    def part(self, data: st.DataObject) -> None:
+        """Part with one."""
+        tokens = data.draw(st.sampled_from(sorted(self.kept)))
+        parted(self.tree, self.kept.pop(tokens))
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data())
+    def use(self, data: st.DataObject) -> None:
+        """Use one."""
+        tokens = data.draw(st.sampled_from(sorted(self.kept)))
+        self.tree.touch(self.kept[tokens])
+
+    @rule(tokens=WORDS)
+    def look(self, tokens: list[int]) -> None:
+        """Find the longest beginning that any sequence has."""
+        known = {each[:i] for each in self.kept for i in range(len(each) + 1)} | {()}
+        expected = max(i for i in range(len(tokens) + 1) if tuple(tokens[:i]) in known)
+        node, length = self.tree.match(pack(tokens))
+        assert length == expected
+        assert node is self.tree.root or node.start < length <= node.end
+        assert unpack(node.key)[:length] == tokens[:length]
+
+    @invariant()
+    def holds(self) -> None:
+        """Check the tree, and that nothing was lost."""
+        self.tree.check()
+        for tokens, node in self.kept.items():
+            assert (tuple(unpack(node.key)), node.entry) == (tokens, tokens)
+        prefixes = {each[:i] for each in self.kept for i in range(1, len(each) + 1)}
+        assert self.tree.tokens == self.tree.held_tokens == len(prefixes)
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

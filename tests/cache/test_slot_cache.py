@@ -1,0 +1,403 @@
+"""Slots and their leases, over a simulated library whose logits show every lost or moved token."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import runtime_kit as kit
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slots_kit import fill, fresh
+
+from pyllamakv.cache.slot_cache import SlotCache
+from pyllamakv.errors import (
+    Cancelled,
+    Closed,
+    KVCacheFull,
+    NoKVSlot,
+    NoSlotAvailable,
+    Unsupported,
+    UsageError,
+)
+from pyllamakv.runtime.context import Context
+from pyllamakv.runtime.kv import KV
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyllamakv.cache.slot_cache import SlotLease
+
+
+@pytest.fixture
+def ctx(tmp_path: Path) -> Context:
+    """Return a context of 64 cells and 4 sequences."""
+    return kit.context(tmp_path)
+
+
+@pytest.mark.parametrize("policy", ["longest", "best"])
+@pytest.mark.parametrize(
+    ("kept", "prompt", "cached"),
+    [
+        ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6], 5),
+        ([1, 2, 3], [1, 2, 3], 2),
+        ([1, 2, 3], [4, 5, 6], 0),
+        ([1, 2, 3, 4, 5], [1, 2, 3], 2),
+        ([], [1, 2], 0),
+    ],
+    ids=["extended", "repeated", "new", "shorter", "empty"],
+)
+def test_load(ctx: Context, policy: Any, kept: list, prompt: list, cached: int) -> None:
+    """What is known of a prompt is kept, and at least one token is left to evaluate."""
+    cache = SlotCache(ctx, 1, policy)
+    if kept:
+        fill(cache, kept)
+    lease = cache.acquire(prompt)
+    assert (lease.cached, lease.rest) == (cached, prompt[cached:])
+    assert lease.sequence.tokens == prompt[:cached]
+    lease.decode()
+    assert lease.sequence.tokens == prompt
+    cache.check()
+
+
+@pytest.mark.parametrize("policy", ["longest", "best"])
+def test_all_in_use_is_an_error(ctx: Context, policy: Any) -> None:
+    """The original's "best" died of a nil pointer here; nothing changes, and release helps."""
+    cache = SlotCache(ctx, 2, policy)
+    leases = [cache.acquire([1, 2]), cache.acquire([1, 3])]
+    with pytest.raises(NoSlotAvailable) as caught:
+        cache.acquire([1, 2, 3])
+    assert caught.value.slots == 2
+    assert cache.stats().refused == 1
+    leases[0].release()
+    leases[0].release()
+    assert cache.acquire([1, 2, 3]).cached == 0
+    assert cache.stats().in_use == 2
+
+
+def test_bad_prompts_are_refused(ctx: Context) -> None:
+    """An empty prompt panicked in the original; too long, and what are no tokens."""
+    cache = SlotCache(ctx)
+    for wrong in ([], range(17), ["a"], [1.5], [[1]]):
+        with pytest.raises(UsageError):
+            cache.acquire(wrong)
+    with pytest.raises(UsageError, match="at most 15 fit"):
+        cache.acquire(range(16), groups=[(0, 16)])
+    assert cache.stats().prompts == 0
+    assert cache.acquire(cache.truncate(range(20))).rest == list(range(4, 20))
+
+
+@pytest.mark.parametrize(
+    ("n_streams", "n", "size"), [(1, 4, 16), (1, 2, 32), (4, 2, 16), (-1, 2, 16), (0, 2, 32)]
+)
+def test_slots_have_their_part_of_what_was_made(
+    tmp_path: Path, n_streams: int, n: int, size: int
+) -> None:
+    """Cells are divided as the context says, whatever was asked for; at worst once per sequence."""
+    made = kit.model(tmp_path).context(n_ctx=64, n_batch=32, n_seq_max=4)
+    made.native.context_info = lambda _: replace(made.info, n_streams=n_streams)
+    ctx = Context(made.model, made.handle, made.params)
+    with SlotCache(ctx, n_slots=n) as cache:
+        assert (cache.size, cache.lends) == (size, ctx.partitions == 1 and n < 4)
+
+
+def test_bad_options_are_refused(ctx: Context) -> None:
+    """Slots that there are not, sizes that do not fit, an unknown policy."""
+    for options in ({"n_slots": 0}, {"n_slots": 5}, {"size": 65}, {"size": 1}, {"policy": "x"}):
+        with pytest.raises(UsageError):
+            SlotCache(ctx, **options)
+    taken = ctx.sequence()
+    with pytest.raises(UsageError, match="in use"):
+        SlotCache(ctx)
+    taken.close()
+    assert SlotCache(ctx).size == 16
+
+
+def test_best_forks_also_from_a_slot_in_use(tmp_path: Path, ctx: Context) -> None:
+    """The shared beginning lies in the cache once, and both go on as if alone."""
+    cache = SlotCache(ctx)
+    first = cache.acquire([1, 2, 3, 4, 5])
+    first.decode()
+    second = cache.acquire([1, 2, 3, 9, 9])
+    assert (second.cached, second.sequence.tokens) == (3, [1, 2, 3])
+    second.decode()
+    assert ctx.kv.stats.used == 7
+    assert np.array_equal(ctx.logits().copy(), fresh(tmp_path, [1, 2, 3, 9, 9]))
+    first.decode([6])
+    assert np.array_equal(ctx.logits().copy(), fresh(tmp_path, [1, 2, 3, 4, 5, 6]))
+    assert cache.stats().forks == 1
+    cache.check()
+
+
+def test_histories_survive_while_a_slot_is_empty(ctx: Context) -> None:
+    """Two conversations in turn: the original's "longest" throws the first away for the second."""
+    cache = SlotCache(ctx, policy="longest")
+    one, other = [1, 5, 6, 7, 8], [1, 9, 9, 9, 9]
+    assert fill(cache, one) != fill(cache, other)
+    assert cache.acquire([*one, 2]).cached == 5
+    assert cache.acquire([*other, 2]).cached == 5
+    assert cache.stats().evictions == 0
+
+
+def test_the_history_that_was_used_longest_ago_goes(ctx: Context) -> None:
+    """A slot's age counts from its release."""
+    cache = SlotCache(ctx, 2)
+    fill(cache, [1, 1])
+    fill(cache, [2, 2])
+    fill(cache, [1, 1, 1])
+    fill(cache, [3, 3])
+    assert [slot.tokens for slot in cache._slots] == [[1, 1, 1], [3, 3]]
+    assert cache.stats().evictions == 1
+
+
+def test_tokens_are_recorded_after_their_decode(ctx: Context) -> None:
+    """A decode that fails leaves the slot as it was; ollama recorded tokens first (#7767)."""
+    cache = SlotCache(ctx, 1)
+    lease = cache.acquire(range(40, 60))
+    ctx.native.fail_next = [1]
+    with pytest.raises(NoKVSlot):
+        lease.decode()
+    assert lease.sequence.tokens == []
+    ctx.native.fail_next = [0, 2]
+    with pytest.raises(Cancelled):
+        ctx.decode([lease.sequence.feed(range(40, 44))])
+        ctx.decode([lease.sequence.feed(range(44, 48))])
+    lease.release()
+    ctx.native.fail_next = []
+    # What the failing library claims to have decoded is in the ledger, no more.
+    assert cache.acquire(range(40, 60)).cached == 4
+
+
+def test_a_cancelled_prompt_goes_on_where_it_was(ctx: Context) -> None:
+    """What was decoded stays usable: for the same lease, and for the next one."""
+    cache = SlotCache(ctx, 1)
+    prompt = list(range(3, 53))
+    lease = cache.acquire(prompt)
+    ctx.decode(lease.sequence.feed(lease.rest[:32], "none"))
+    # The second piece has three micro-batches.
+    ctx.native.cancel_after(ctx.handle, 1)
+    with pytest.raises(Cancelled):
+        lease.decode()
+    ctx.native.cancel_after(ctx.handle, -1)
+    assert lease.sequence.tokens == prompt[:32]
+    lease.decode()
+    assert lease.sequence.tokens == prompt
+    with pytest.raises(UsageError, match="nothing to decode"):
+        lease.decode()
+    cache.check()
+
+
+def test_slots_lend_each_other_cells(ctx: Context) -> None:
+    """With larger slots the oldest free history makes way, and those in use never."""
+    cache = SlotCache(ctx, 4, size=40)
+    assert cache.lends
+    fill(cache, [5] * 20)
+    fill(cache, [6] * 20)
+    first = cache.acquire([7] * 30)
+    first.decode()
+    assert [len(slot.tokens) for slot in cache._slots] == [0, 20, 30, 0]
+    second = cache.acquire([8] * 40)
+    with pytest.raises(KVCacheFull) as caught:
+        second.make_room(40)
+    assert (caught.value.cells, caught.value.used, caught.value.wanted) == (64, 50, 40)
+    # Nothing went for a room that could not be made.
+    assert [len(slot.tokens) for slot in cache._slots] == [0, 20, 30, 0]
+    second.make_room(30)
+    assert [len(slot.tokens) for slot in cache._slots] == [0, 0, 30, 0]
+    assert cache.stats().evictions == 2
+    cache.check()
+
+
+def test_shared_cells_count_once(ctx: Context) -> None:
+    """Four conversations of 40 with 32 tokens in common fit into 64 cells."""
+    cache = SlotCache(ctx, 4, size=60)
+    leases = []
+    for n in range(4):
+        leases.append(cache.acquire([*range(20, 52), *[60 + n] * 8]))
+        leases[-1].decode()
+    assert ctx.kv.stats.used == 32 + 4 * 8
+    assert cache.stats().tokens == 160
+    cache.check()
+
+
+def test_a_lease_whose_holder_broke_its_sequence(ctx: Context) -> None:
+    """A closed sequence is replaced, one with a gap is emptied: neither is a prefix of anything."""
+    cache = SlotCache(ctx, 2)
+    with cache.acquire([1, 2, 3, 4]) as lease:
+        lease.decode()
+        lease.sequence.close()
+    with cache.acquire([1, 2, 3, 4]) as lease:
+        assert lease.cached == 0
+        lease.decode()
+        lease.sequence.remove(1, 3)
+    assert cache.acquire([1, 4, 5]).cached == 0
+    cache.check()
+
+
+def test_check_finds_what_is_wrong(ctx: Context) -> None:
+    """A token behind the ledger's back is a ghost, and a lost one is as well."""
+    cache = SlotCache(ctx, 2)
+    fill(cache, [1, 2, 3])
+    cache.check()
+    ctx.native.seq_rm(ctx.handle, 0, 1, 2)
+    with pytest.raises(AssertionError, match="no ledger knows"):
+        cache.check()
+
+
+def test_stats_and_dump(ctx: Context, caplog: pytest.LogCaptureFixture) -> None:
+    """Check the numbers, the drawing and the log."""
+    caplog.set_level(logging.DEBUG, "pyllamakv.cache")
+    cache = SlotCache(ctx, 2)
+    fill(cache, ctx.model.tokenize("Hello there"))
+    fill(cache, ctx.model.tokenize("Hello world"))
+    found = cache.stats()
+    assert (found.slots, found.in_use, found.size, found.tokens) == (2, 0, 32, 24)
+    assert (found.hits, found.misses, found.forks) == (1, 1, 1)
+    assert (found.cached_tokens, found.prompt_tokens) == (7, 24)
+    assert found.to_json()["prompts"] == 2
+    lease = cache.acquire([9])
+    assert lease.sequence.id == 0
+    first, second = cache.dump().splitlines()
+    assert first.startswith("slot 0: sequence 0, in use, 0 of 32 tokens")
+    assert "free, 12 of 32 tokens" in second
+    assert "Hello world" in second
+    assert "prompt of 12 tokens: 7 in slot 1, from slot 0" in caplog.text
+    assert "SlotCache" in repr(cache)
+    assert "sequence 0" in repr(lease)
+
+
+def test_close_gives_the_sequences_back(ctx: Context) -> None:
+    """Leases of a closed cache release quietly, and no prompt gets in any more."""
+    with SlotCache(ctx, 4) as cache:
+        lease = cache.acquire([1, 2])
+        lease.decode()
+    cache.close()
+    lease.release()
+    assert ctx.kv.stats.used == 0
+    with pytest.raises(Closed):
+        cache.acquire([1])
+    assert SlotCache(ctx, 4).stats().tokens == 0
+
+
+def released(lease: SlotLease) -> bool:
+    return lease.released
+
+
+def test_an_error_releases(ctx: Context) -> None:
+    """Leaving the block gives the slot back, also by an exception."""
+    cache = SlotCache(ctx, 1)
+    with pytest.raises(ZeroDivisionError), cache.acquire([1]) as lease:
+        raise ZeroDivisionError
+    assert released(lease)
+    assert cache.stats().in_use == 0
+
+
+def expected_row(tokens: list[int]) -> np.ndarray:
+    """Return the logits that the simulated library gives for a sequence of these tokens."""
+    total = sum(token * (pos + 7) for pos, token in enumerate(tokens))
+    row = np.zeros(259, dtype=np.float32)
+    row[3 + (32 + total % 90)] = 5.0
+    row[3 + (32 + (total * 7 + 1) % 90)] += 4.0
+    return row
+
+
+@pytest.mark.parametrize("heals", [True, False])
+def test_scattered_cells_are_moved_together(
+    ctx: Context, heals: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A build that does not heal itself defragments once; one that cannot says what there is."""
+
+    def refuse(self: KV, **_: Any) -> None:
+        raise Unsupported("no defragmentation here", "DEFRAG")
+
+    if not heals:
+        monkeypatch.setattr(KV, "defrag", refuse)
+    cache = SlotCache(ctx)
+    leases = [cache.acquire([60 + n]) for n in range(4)]
+    for token in range(16):
+        for each in leases:
+            ctx.step(each.sequence, 60 + token)
+    leases[0].release()
+    lease = cache.acquire(range(20, 30))
+    if heals:
+        lease.decode()
+        assert lease.sequence.tokens == list(range(20, 30))
+    else:
+        with pytest.raises(KVCacheFull) as caught:
+            lease.decode()
+        found = caught.value
+        assert (found.cause, found.used, found.largest_hole) == ("fragmented", 48, 1)
+        assert not found.defragged
+    cache.check()
+
+
+words = st.lists(st.integers(3, 6), min_size=1, max_size=14)
+
+
+natives = st.sampled_from([{}, {"can_shift": False}, {"partial": False}, {"contiguous": False}])
+
+
+@settings(max_examples=60)
+@given(st.data(), natives, st.sampled_from(["longest", "best"]), st.booleans())
+def test_any_traffic(
+    tmp_path_factory: pytest.TempPathFactory,
+    data: st.DataObject,
+    native: dict[str, Any],
+    policy: Any,
+    lends: bool,
+) -> None:
+    """Whatever comes: logits are those of the sequence's own tokens, and no cell is lost."""
+    ctx = kit.context(tmp_path_factory.getbasetemp(), {"heals": True, **native}, n_ctx=48)
+    cache = SlotCache(ctx, 3, policy, keep=data.draw(st.integers(0, 3)), size=16 + 8 * lends)
+    leases: list[SlotLease] = []
+    histories: list[list[int]] = [[3, 4, 5]]
+    for _ in range(data.draw(st.integers(1, 14))):
+        kind = data.draw(st.sampled_from(["new", "new", "more", "more", "release"]))
+        if kind == "new":
+            begin = data.draw(st.sampled_from(histories))
+            tokens = [*begin[: data.draw(st.integers(0, 14))], *data.draw(words)]
+            tokens = cache.truncate(tokens)
+            if len(leases) == 3:
+                with pytest.raises(NoSlotAvailable):
+                    cache.acquire(tokens)
+                continue
+            lease = cache.acquire(tokens)
+            assert lease.cached < len(tokens)
+            assert lease.sequence.tokens == tokens[: lease.cached]
+            leases.append(lease)
+            expected, more = tokens, None
+        elif leases:
+            lease = data.draw(st.sampled_from(leases))
+            if kind == "release":
+                lease.release()
+                leases.remove(lease)
+                cache.check()
+                continue
+            more = data.draw(words)[:5]
+            expected = []
+        else:
+            continue
+        before = lease.sequence.tokens
+        try:
+            lease.decode(more)
+        except KVCacheFull:
+            # Cells that others have, or a prompt that kept its whole slot.
+            assert lends or lease.keep + len(more or ()) > cache.size
+            cache.check()
+            continue
+        now = lease.sequence.tokens
+        histories.append(now)
+        if more is None:
+            assert now == expected
+        else:
+            kept = now[: -len(more)]
+            assert now[-len(more) :] == more
+            assert (
+                kept == before
+                or kept == before[: lease.keep] + before[len(before) - len(kept) + lease.keep :]
+            )
+        assert np.array_equal(ctx.logits().copy(), expected_row(now))
+        cache.check()

@@ -1,0 +1,280 @@
+"""Slots and batching over real builds: what is reused, shifted and batched is as if alone."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from native_kit import built
+
+import pyllamakv as kv
+from pyllamakv.cache.batcher import Batcher
+from pyllamakv.cache.prefix_cache import PrefixCache
+from pyllamakv.cache.slot_cache import SlotCache
+from pyllamakv.cache.slot_choice import checked
+from pyllamakv.errors import ReprocessNeeded
+from pyllamakv.scenarios import synthetic
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.native
+
+#: What differs between the orders in which the same sums are added up.
+NOISE = 0.02
+
+
+@pytest.fixture(scope="module", params=["0.3.9+stock", "0.3.9+patched", "0.3.36+patched"])
+def library(request: pytest.FixtureRequest) -> Iterator[kv.OpenLibrary]:
+    """Open the default release, stock and patched, and the latest where it is built."""
+    with kv.open(built(request.param).folder) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def model(library: kv.OpenLibrary) -> kv.Model:
+    """Load a model of two layers."""
+    return library.load_model(synthetic.model("grouped"))
+
+
+@pytest.fixture(params=["plain", "flash", "quantized", "streams"])
+def options(request: pytest.FixtureRequest, library: kv.OpenLibrary) -> dict[str, Any]:
+    """Return how the cache is laid out."""
+    found: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "flash": {"flash_attn": True},
+        "quantized": {"flash_attn": True, "type_k": "q8_0", "type_v": "q8_0"},
+        "streams": {"flash_attn": True, "kv_unified": False},
+    }
+    if request.param == "streams" and kv.Capability.STREAMS not in library.about.capabilities:
+        pytest.skip("this release has no streams")
+    return found[request.param]
+
+
+def fresh(model: kv.Model, tokens: list[int], options: dict[str, Any]) -> np.ndarray:
+    """Return the logits after these tokens in a context of their own."""
+    with model.context(n_ctx=512, n_batch=512, **options) as ctx:
+        ctx.prefill(ctx.sequence(), tokens)
+        return ctx.logits().copy()
+
+
+def close(a: np.ndarray, b: np.ndarray, kind: str = "f16") -> bool:
+    """Tell whether logits are the same but for noise."""
+    far = float(np.abs(a - b).max())
+    return far <= (NOISE if kind == "f16" else 8 * NOISE) * float(np.abs(b).max())
+
+
+def prompt(seed: int, n: int) -> list[int]:
+    """Return tokens that look like nothing else."""
+    return [(seed * 7 + i * i + i) % 60 for i in range(n)]
+
+
+@pytest.mark.parametrize("policy", ["longest", "best"])
+def test_reused_prompts_give_the_same_logits(
+    model: kv.Model, options: dict[str, Any], policy: Any
+) -> None:
+    """Extended, repeated, forked, shorter, new and evicted prompts, against fresh contexts."""
+    kind = options.get("type_k", "f16")
+    with model.context(n_ctx=512, n_batch=64, n_seq_max=3, **options) as ctx:
+        cache = SlotCache(ctx, policy=policy)
+        base = prompt(1, 80)
+        for tokens in (
+            base, [*base, *prompt(2, 20)], base, [*base[:50], *prompt(3, 30)], base[:40],
+            prompt(4, 60), prompt(5, 60), [*base[:50], *prompt(3, 40)], base, prompt(6, 90),
+        ):  # fmt: skip
+            with cache.acquire(tokens) as lease:
+                lease.decode()
+                assert lease.sequence.tokens == tokens
+                assert close(ctx.logits().copy(), fresh(model, tokens, options), kind)
+            cache.check()
+        assert cache.stats().cached_tokens > 200
+
+
+def test_a_shift_is_that_of_the_runtime_and_leaves_siblings_alone(
+    model: kv.Model, options: dict[str, Any]
+) -> None:
+    """Shift in place where nobody shares the cells, else decode again: the sibling is untouched.
+
+    The original moves the sibling's positions along: its logits are off by half of their scale.
+    """
+    kind, noisy = options.get("type_k", "f16"), "q8_0"
+    with model.context(n_ctx=240, n_batch=64, n_seq_max=3, **options) as ctx:
+        cache = SlotCache(ctx, keep=8, size=80)
+        base = prompt(1, 78)
+        one = cache.acquire(base)
+        one.decode()
+        other = cache.acquire([*base[:70], *prompt(2, 10)])
+        other.decode()
+        shared = ctx.kv.stats.shared
+        try:
+            other.make_room(4)
+            reprocessed = False
+        except ReprocessNeeded as error:
+            reprocessed = True
+            ctx.prefill(other.sequence, error.tokens)
+        tokens = [*base[:8], *base[44:70], *prompt(2, 10)]
+        assert other.sequence.tokens == tokens
+        assert reprocessed is (shared > 0 or not ctx.info.can_shift)
+        cache.check()
+        if reprocessed:
+            assert close(ctx.logits().copy(), fresh(model, tokens, options), kind)
+        one.decode([5])
+        assert close(ctx.logits().copy(), fresh(model, [*base, 5], options), kind)
+        # Now alone: it can be done in place, and is what the runtime makes of the same steps.
+        other.release()
+        with cache.acquire([9, 9]) as lease:
+            lease.decode()
+        one.decode([6])
+        try:
+            one.make_room(1)
+        except ReprocessNeeded as error:
+            assert not ctx.info.can_shift
+            ctx.prefill(one.sequence, error.tokens)
+        assert one.sequence.tokens == [*base[:8], *base[44:], 5, 6]
+        cache.check()
+        assert cache.stats().shifts >= ctx.info.can_shift
+        one.decode([7])
+        with model.context(n_ctx=240, n_batch=64, **options) as again:
+            sequence = again.sequence()
+            again.prefill(sequence, [*base, 5, 6])
+            if ctx.info.can_shift:
+                sequence.remove(8, 44)
+                sequence.shift(44, None, -36)
+            else:
+                again.clear()
+                again.prefill(sequence, one.sequence.tokens[:-1])
+            again.decode(sequence.feed([7]))
+            assert close(ctx.logits().copy(), again.logits().copy(), noisy)
+
+
+def test_a_recurrent_memory_keeps_wholes(library: kv.OpenLibrary) -> None:
+    """A state cannot be cut: what extends it goes on, anything else begins again.
+
+    The original's single entry ignored that the trim was refused; tokens and state disagreed.
+    """
+    with (
+        library.load_model(synthetic.model("recurrent")) as model,
+        model.context(n_ctx=256, n_batch=64, n_seq_max=1) as ctx,
+    ):
+        cache = SlotCache(ctx)
+        base = prompt(1, 40)
+        for tokens, cached in (
+            (base, 0), ([*base, 3, 4], 40), (base, 0), (base, 0), (prompt(2, 30), 0),
+            ([*prompt(2, 30), 1], 30),
+        ):  # fmt: skip
+            with cache.acquire(tokens) as lease:
+                assert lease.cached == cached
+                lease.decode()
+                got = ctx.logits().copy()
+            with model.context(n_ctx=256, n_batch=64) as alone:
+                alone.prefill(alone.sequence(), tokens)
+                assert close(got, alone.logits().copy(), "q8_0")
+
+
+def test_a_sliding_window_goes_back_only_as_far_as_it_sees(library: kv.OpenLibrary) -> None:
+    """A prefix whose window has lost a part is decoded again, and logits are those of a start."""
+    with (
+        library.load_model(synthetic.model("sliding")) as model,
+        model.context(n_ctx=512, n_batch=64, n_ubatch=64, n_seq_max=2) as ctx,
+    ):
+        cache = SlotCache(ctx, policy="longest")
+        base = prompt(1, 200)
+        for tokens in (base, base, [*base[:120], *prompt(2, 30)], [*base[:120], *prompt(2, 33)]):
+            with cache.acquire(tokens) as lease:
+                lease.decode()
+                got = ctx.logits().copy()
+                with model.context(n_ctx=512, n_batch=64, n_ubatch=64) as alone:
+                    alone.prefill(alone.sequence(), tokens)
+                    assert close(got, alone.logits().copy(), "q8_0")
+            cache.check()
+
+
+def greedy(model: kv.Model, tokens: list[int], n: int, options: dict[str, Any]) -> list[int]:
+    """Return the likeliest continuation in a context of its own, one token at a time."""
+    with model.context(n_ctx=512, n_batch=512, **options) as ctx:
+        sequence = ctx.sequence()
+        ctx.prefill(sequence, tokens)
+        chosen = [ctx.logits().argmax()]
+        while len(chosen) < n and not (model.info.has_vocab and model.is_end(chosen[-1])):
+            ctx.step(sequence, chosen[-1])
+            chosen.append(ctx.logits().argmax())
+        return chosen
+
+
+def same_or_tied(
+    model: kv.Model, tokens: list[int], said: list[int], alone: list[int], options: dict[str, Any]
+) -> bool:
+    """Tell whether two continuations are equal, or part where two tokens are equally likely."""
+    for n, (a, b) in enumerate(zip_longest(said, alone, fillvalue=-1)):
+        if a != b:
+            if -1 in (a, b):
+                return model.is_end(max(a, b))
+            logits = fresh(model, [*tokens, *alone[:n]], options)
+            return bool(abs(logits[a] - logits[b]) <= NOISE * np.abs(logits).max())
+    return True
+
+
+@pytest.mark.parametrize("manager", ["longest", "best", "prefixes"])
+def test_batched_is_as_alone(model: kv.Model, options: dict[str, Any], manager: str) -> None:
+    """Ten prompts of all lengths, some with a common beginning, in three slots."""
+    prompts = [prompt(n, 5 + 13 * n) for n in range(7)]
+    prompts += [[*prompts[6], *prompt(9, 9)], [*prompts[6][:40], *prompt(8, 9)], prompts[6]]
+    with model.context(n_ctx=768, n_batch=48, n_ubatch=16, n_seq_max=3, **options) as ctx:
+        cache = (
+            PrefixCache(ctx) if manager == "prefixes" else SlotCache(ctx, policy=checked(manager))
+        )
+        with Batcher(cache) as batcher:
+            going = [batcher.submit(each, 12) for each in prompts]
+            while batcher.step():
+                cache.check()
+            for each, tokens in zip(going, prompts, strict=True):
+                assert each.reason == "length"
+                alone = greedy(model, tokens, 12, options)
+                assert same_or_tied(model, tokens, each.tokens, alone, options)
+
+
+TEXTS = ["Once upon a time", "The little dog", "Tom and Lily went to the park", "One day"]
+
+
+@pytest.mark.parametrize("flash_attn", [False, True])
+def test_batched_stories_are_as_alone(
+    library: kv.OpenLibrary, trained_model: Path, flash_attn: bool
+) -> None:
+    """On the trained model every text is the same, whoever shares the batch."""
+    options = {"flash_attn": flash_attn}
+    with library.load_model(trained_model) as model:
+        with model.context(n_ctx=1024, n_batch=16, n_seq_max=4, **options) as ctx:
+            cache = SlotCache(ctx)
+            with Batcher(cache) as batcher:
+                going = [batcher.submit(text, 50) for text in [*TEXTS, *TEXTS[:2]]]
+                batcher.run()
+            cache.check()
+        for each in going:
+            alone = greedy(model, each.prompt, 50, options)
+            assert same_or_tied(model, each.prompt, each.tokens, alone, options)
+            assert each.text == model.detokenize(each.tokens)
+
+
+def test_a_cancel_inside_a_batch_keeps_what_was_decoded(model: kv.Model) -> None:
+    """An abort between the graph's nodes takes back one batch; the prompt goes on behind it."""
+    with model.context(n_ctx=1024, n_batch=64, n_ubatch=16, n_seq_max=2) as ctx:
+        cache = SlotCache(ctx)
+        with Batcher(cache) as batcher:
+            tokens = prompt(3, 300)
+            one = batcher.submit(tokens, 4)
+            batcher.step()
+            batcher.step()
+            ctx.native.cancel_after(ctx.handle, 1)
+            batcher.step()
+            ctx.native.cancel_after(ctx.handle, -1)
+            cache.check()
+            if one.reason is None:
+                pytest.skip("this build decodes a batch without asking")
+            assert one.reason == "cancelled"
+            again = batcher.submit(tokens, 4)
+            again.result()
+            assert again.cached == 128
+            assert same_or_tied(model, tokens, again.tokens, greedy(model, tokens, 4, {}), {})

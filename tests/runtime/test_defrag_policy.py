@@ -1,0 +1,173 @@
+"""Defragment by itself: never, after a failure, when it pays, always."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import runtime_kit as kit
+from fakes.simulated import ALL
+
+from pyllamakv.binding.protocol import Capability
+from pyllamakv.errors import NoKVSlot, UsageError
+from pyllamakv.runtime import defrag_policy
+from pyllamakv.runtime.defrag_policy import Costs, weigh
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.sequence import Sequence
+
+SCATTERED = {"contiguous": False}
+
+
+def counted(ctx: Context) -> list[int]:
+    """Return a list that gets an entry for each defragmentation from now on."""
+    defrag, seen = ctx.native.defrag, []
+
+    def counting(handle: int) -> Any:
+        done = defrag(handle)
+        seen.append(done.cells)
+        return done
+
+    ctx.native.defrag = counting
+    return seen
+
+
+def sparse(folder: Path, native: dict[str, Any] = SCATTERED, **options: Any) -> Any:
+    """Return a context of 1024 cells, a sequence of 20 tokens at cell 600, and the list."""
+    ctx = kit.context(folder, native, n_ctx=1024, n_batch=512, **options)
+    seen = counted(ctx)
+    gone, live = ctx.sequence(), ctx.sequence()
+    ctx.prefill(gone, [5] * 600)
+    ctx.prefill(live, [6] * 20)
+    gone.remove()
+    return ctx, live, seen
+
+
+def steps(ctx: Context, sequence: Sequence, n: int) -> None:
+    """Decode some tokens."""
+    for _ in range(n):
+        ctx.step(sequence, 7)
+
+
+def test_what_attention_loses_is_weighed_in_steps(tmp_path: Path) -> None:
+    """Check bytes read in vain and bytes to move, sparse and compact."""
+    ctx, _, _ = sparse(tmp_path)
+    info = ctx.kv.snapshot().streams[0].info
+    cell = (info.bytes_k + info.bytes_v) // 1024
+    assert weigh(ctx.kv.snapshot()) == ((768 - 256) * cell, 20 * cell)
+    ctx.kv.defrag()
+    assert weigh(ctx.kv.snapshot()) == (0, 0)
+
+
+def test_never_is_the_default(tmp_path: Path) -> None:
+    """Check that a sparse cache stays as it is."""
+    ctx, live, seen = sparse(tmp_path)
+    steps(ctx, live, 80)
+    assert not seen
+
+
+def test_always_moves_before_the_next_decode_and_not_again(tmp_path: Path) -> None:
+    """Check decodes after a removal, without one, and after another."""
+    ctx, live, seen = sparse(tmp_path, defrag_policy="always")
+    steps(ctx, live, 5)
+    assert seen == [20]
+    other = ctx.sequence()
+    ctx.decode([other.feed([1] * 300), live.feed([2])])
+    other.close()
+    steps(ctx, live, 2)
+    assert len(seen) == 2
+
+
+def test_the_threshold_waits_until_as_much_is_lost_as_a_move_costs(tmp_path: Path) -> None:
+    """Check the decode at which it moves, for a dear move and a cheap one, and for no loss."""
+    for price, when in ((25.6 * 10, 10), (0.1, 1), (1e9, None)):
+        ctx, live, seen = sparse(
+            tmp_path, defrag_policy="threshold", defrag_costs=Costs(attend=1.0, move=price)
+        )
+        before = None
+        for n in range(1, 20):
+            ctx.step(live, 7)
+            if seen and before is None:
+                before = n
+        assert before is None if when is None else abs(before - when) <= 1
+    ctx, live, seen = sparse(
+        tmp_path, defrag_policy="threshold", defrag_costs=Costs(attend=0.0, move=1.0)
+    )
+    steps(ctx, live, 80)
+    assert not seen
+
+
+def test_a_cache_that_is_filled_again_is_left_alone(tmp_path: Path) -> None:
+    """Check that the threshold looks again, and stops looking once nothing is lost."""
+    ctx, live, seen = sparse(
+        tmp_path, defrag_policy="threshold", defrag_costs=Costs(attend=1.0, move=25.6 * 100)
+    )
+    steps(ctx, live, 3)
+    filler = ctx.sequence()
+    ctx.prefill(filler, [1] * 590)
+    assert ctx.defrag_policy.dirty
+    steps(ctx, live, defrag_policy.LOOK)
+    assert not ctx.defrag_policy.dirty
+    steps(ctx, live, 200)
+    assert not seen
+
+
+@pytest.mark.parametrize("policy", ["on_failure", "threshold", "always"])
+def test_a_failure_for_want_of_a_hole_is_healed(tmp_path: Path, policy: str) -> None:
+    """Check batches and single tokens where slots must be one hole."""
+    ctx = kit.context(tmp_path, n_ctx=16, defrag_policy=policy)
+    a, b, c = ctx.sequence(), ctx.sequence(), ctx.sequence()
+    for i in range(8):
+        ctx.decode([a.feed([10 + i]), b.feed([5])])
+    for place in (6, 4, 2, 0):
+        b.remove(place, place + 1)
+    ctx.decode(c.feed([1, 2, 3]))
+    assert c.tokens == [1, 2, 3]
+    with pytest.raises(NoKVSlot) as caught:
+        ctx.decode(c.feed([1, 2, 3]))
+    assert caught.value.cause == "full"
+
+
+def test_a_failure_is_left_alone_by_never(tmp_path: Path) -> None:
+    """Check that the caller is told."""
+    ctx = kit.context(tmp_path, n_ctx=16)
+    a, b = ctx.sequence(), ctx.sequence()
+    for i in range(8):
+        ctx.decode([a.feed([10 + i]), b.feed([5])])
+    b.remove()
+    with pytest.raises(NoKVSlot) as caught:
+        ctx.decode(b.feed([1, 2, 3]))
+    assert caught.value.cause == "fragmented"
+
+
+def test_forks_in_the_way_are_tried_again_after_the_next_removal(tmp_path: Path) -> None:
+    """Check stock, where cells that are shared cannot be saved and restored."""
+    stock = {"capabilities": ALL & ~Capability.DEFRAG, "contiguous": False}
+    ctx = kit.context(tmp_path, stock, n_ctx=1024, n_batch=512, defrag_policy="always")
+    gone, live = ctx.sequence(), ctx.sequence()
+    ctx.prefill(gone, [5] * 600)
+    ctx.prefill(live, [6] * 20)
+    fork = live.fork()
+    gone.close()
+    steps(ctx, live, 2)
+    assert ctx.kv.stats.used_max == 620
+    fork.close()
+    steps(ctx, live, 2)
+    assert ctx.kv.stats.used_max == 24
+
+
+def test_other_words_are_refused(tmp_path: Path) -> None:
+    """Check a policy that does not exist."""
+    with pytest.raises(UsageError, match="never, on_failure, threshold, always"):
+        kit.context(tmp_path, defrag_policy="sometimes")
+
+
+def test_costs_can_be_measured(tmp_path: Path) -> None:
+    """Check that both constants come out as numbers."""
+    made = kit.model(tmp_path, **SCATTERED)
+    costs = defrag_policy.measure_costs(made, cells=1024, rounds=2)
+    assert costs.attend >= 0
+    assert costs.move > 0

@@ -1,0 +1,128 @@
+"""Test that a wrong model file is named as what it is, before any C sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import struct
+from typing import TYPE_CHECKING
+
+import calm  # noqa: F401
+import pytest
+from fakes.tiny_gguf import gguf_bytes
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pyllamakv.errors import ModelError
+from pyllamakv.runtime.gguf_file import check_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def write(folder: Path, data: bytes) -> Path:
+    """Write a file."""
+    path = folder / "model.gguf"
+    path.write_bytes(data)
+    return path
+
+
+def test_a_whole_file_is_described(tmp_path: Path) -> None:
+    """Check architecture, counts and values."""
+    found = check_file(write(tmp_path, gguf_bytes()))
+    assert (found.architecture, found.version, found.n_tensors) == ("llama", 3, 1)
+    assert found.meta["general.name"] == "tiny"
+    assert "some.list" in found.meta
+    assert not found.uneven
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "0 bytes"),
+        (b"GG", "truncated"),
+        (b"GGUF\3\0", "truncated"),
+        (b"not a model at all", "begins with b'not '"),
+        (b"ggml" + bytes(100), "begins with b'ggml'"),
+        (b"GGUF\0\0\0\3" + bytes(100), "big-endian"),
+        (gguf_bytes(version=1), "version 1"),
+        (gguf_bytes(architecture=None), "no general.architecture"),
+        (gguf_bytes(architecture=""), "no general.architecture"),
+        (gguf_bytes()[:-1], "tensors need"),
+        (b"GGUF\3\0\0\0" + b"\xff" * 16, "damaged"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path: Path, data: bytes, message: str) -> None:
+    """Check the message for each kind of damage."""
+    with pytest.raises(ModelError, match=message):
+        check_file(write(tmp_path, data))
+
+
+NESTED = struct.pack("<IQ", 9, 1) * 5000 + struct.pack("<IQ", 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [(8, struct.pack("<Q", 1) + b"x"), (9, struct.pack("<IQ", 4, 0)), (7, b"\1"), (4, bytes(4)),
+     (4, struct.pack("<I", 48)), (5, struct.pack("<i", -4096)), (6, struct.pack("<f", math.nan)),
+     (12, struct.pack("<d", math.inf)), (10, struct.pack("<Q", 64))],
+)  # fmt: skip
+@pytest.mark.defect(
+    "a GGUF whose alignment is none was taken, or a bare error of Python",
+    by="hostile input",
+    of="Python",
+)
+def test_an_alignment_that_is_none(tmp_path: Path, kind: int, value: bytes) -> None:
+    """Where tensors begin cannot be told, so neither whether the file has them all."""
+    data = gguf_bytes(more=("general.alignment", kind, value))
+    for length in (len(data), len(data) - 512):
+        with pytest.raises(ModelError, match="power of two"):
+            check_file(write(tmp_path, data[:length]))
+
+
+@pytest.mark.defect(
+    "arrays in arrays in a GGUF ended in a bare RecursionError",
+    by="hostile input",
+    of="Python",
+)
+def test_arrays_in_arrays_are_refused(tmp_path: Path) -> None:
+    """As ggml does it: they could lie in each other without end."""
+    with pytest.raises(ModelError, match="type 9"):
+        check_file(write(tmp_path, gguf_bytes(more=("x", 9, NESTED))))
+
+
+@pytest.mark.defect(
+    "names of sources and paths that no file system can have were bare errors of Python",
+    by="hostile input",
+    of="Python",
+)
+def test_missing_files_and_folders_are_said(tmp_path: Path) -> None:
+    """Check paths that lead to no file."""
+    with pytest.raises(ModelError, match="no model file"):
+        check_file(tmp_path / "absent.gguf")
+    for name in ("x\0", "x" * 300):
+        with pytest.raises(ModelError, match="cannot be read"):
+            check_file(name)
+    with pytest.raises(ModelError, match="is a folder"):
+        check_file(tmp_path)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.data())
+def test_no_cut_is_taken_for_a_whole_file(tmp_path: Path, data: st.DataObject) -> None:
+    """Check every length below the whole."""
+    whole = gguf_bytes()
+    length = data.draw(st.integers(0, len(whole) - 1))
+    with pytest.raises(ModelError):
+        check_file(write(tmp_path, whole[:length]))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.data())
+def test_damage_never_raises_anything_else(tmp_path: Path, data: st.DataObject) -> None:
+    """Check single bytes that were overwritten."""
+    damaged = bytearray(gguf_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(ModelError):
+        check_file(write(tmp_path, bytes(damaged)))

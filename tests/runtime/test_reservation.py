@@ -1,0 +1,132 @@
+"""Test that memory runs out when a cache is made, or never."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+import runtime_kit
+from native_kit import built
+
+import pyllamakv as kv
+from pyllamakv.binding.protocol import Capability
+from pyllamakv.runtime import memory, reservation
+from pyllamakv.scenarios import synthetic
+
+MIB = 1 << 20
+SIZES = {"max_sequences": 2, "capacity": 2048, "max_batch": 1024, "n_ubatch": 512}
+
+
+def work(cache: kv.ContextCache) -> None:
+    """Do what a cache is made for: fill it, all logits wanted, shift, defragment, go on."""
+    for sequence in (0, 1):
+        for at in range(0, 2048, 1024):
+            places = list(range(at, at + 1024))
+            cache.start_forward([1] * 1024, places, [sequence] * 1024, [True] * 1024)
+    cache.remove(1, 0)
+    cache.remove(0, 100, 200)
+    cache.context.kv.update()
+    if Capability.DEFRAG in cache.context.native.about.capabilities:
+        cache.context.kv.defrag()
+    places = [place + (1948 if lane == 0 else 0) for place in range(100) for lane in (0, 1)]
+    cache.start_forward([2] * 200, places, [0, 1] * 100)
+    cache.check()
+
+
+@pytest.mark.native
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of another process are Linux's")
+@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize("spec", ["0.3.9+patched", "0.3.36+patched"])
+def test_memory_runs_out_at_the_start_or_never(spec: str, flash: bool) -> None:
+    """Around the least address space that will do, a cache is refused, or does all its work."""
+    with kv.open(built(spec).folder, isolated=True) as library:
+        model = library.load_model(synthetic.model("bytes"))
+        pid = library.native.pid  # type: ignore[attr-defined]
+
+        def made(room: int) -> bool:
+            _limit(pid, room)
+            try:
+                cache = kv.ContextCache.init(model, flash_attn=flash, **SIZES)
+            except kv.NotEnoughMemory:
+                return False
+            with cache:
+                work(cache)
+            return True
+
+        low, high = 1 * MIB, 1280 * MIB
+        assert not made(low)
+        assert made(high)
+        while high - low > 2 * MIB:
+            middle = (low + high) // 2
+            low, high = (low, middle) if made(middle) else (middle, high)
+
+
+@pytest.mark.native
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of another process are Linux's")
+@pytest.mark.parametrize("flash", [False, True])
+def test_what_was_made_does_its_work(monkeypatch: pytest.MonkeyPatch, flash: bool) -> None:
+    """Also where address space is not asked for first: whatever creation lets pass is enough."""
+    monkeypatch.setattr(reservation, "GRAPHS", -(1 << 40))
+    made = []
+    for room in range(2, 44, 4):
+        with kv.open(built("0.3.36+patched").folder, isolated=True) as library:
+            model = library.load_model(synthetic.model("bytes"))
+            _limit(library.native.pid, room * MIB)  # type: ignore[attr-defined]
+            try:
+                cache = kv.ContextCache.init(model, flash_attn=flash, **SIZES)
+            except kv.NativeError:
+                continue  # refused, or the worker ended: in any case before there was a cache
+            made.append(room)
+            with cache:
+                work(cache)
+    assert made
+
+
+def _limit(pid: int, room: int) -> None:
+    resource.prlimit(pid, resource.RLIMIT_AS, (memory.mapped(pid) + room, resource.RLIM_INFINITY))
+
+
+def test_a_context_is_left_empty(tmp_path: Path) -> None:
+    """Nothing of what was tried remains: tokens, cells, a pending shift, a cancel."""
+    ctx = runtime_kit.context(tmp_path)
+    reservation.reserve(ctx, rehearse=True)
+    assert ctx.kv.stats.used == 0
+    assert not any(map(len, ctx.ledgers))
+    sequence = ctx.sequence()
+    ctx.decode(sequence.feed([1] * 32))
+    assert len(sequence) == 32
+
+
+def test_a_rehearsal_fills_every_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It decodes as many tokens as there are cells, in the largest pieces."""
+    ctx = runtime_kit.context(tmp_path, n_ctx=72)
+    ctx.native.calls.clear()
+    reservation.reserve(ctx, rehearse=True)
+    assert ctx.native.calls == [f"decode {n}" for n in (1, 32, 32, 32, 32, 8)]
+
+
+def test_work_space_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without flash attention it grows with the cells; what is not there is an error."""
+    plain = runtime_kit.context(tmp_path)
+    assert reservation.work_bytes(plain) == 2 * 64 * 8 * plain.model.info.n_head
+    flash = runtime_kit.context(tmp_path, flash_attn=True)
+    assert reservation.work_bytes(flash) == 0
+    monkeypatch.setattr(memory, "available_bytes", lambda _=None: reservation.SLACK)
+    reservation.reserve(flash)
+    with pytest.raises(kv.NotEnoughMemory, match="work space") as caught:
+        reservation.reserve(plain)
+    assert caught.value.available == reservation.SLACK
+
+
+def test_a_limit_that_would_end_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some releases abort when they find no address space for their graphs."""
+    model = runtime_kit.model(tmp_path)
+    reservation.check_address_space(model, 64, 64)
+    monkeypatch.setattr(memory, "address_space", lambda _=None: reservation.GRAPHS)
+    with pytest.raises(kv.NotEnoughMemory, match="ulimit"):
+        kv.ContextCache.init(model)
+    assert model.native.freed == []
