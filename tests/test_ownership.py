@@ -18,10 +18,16 @@ FOREIGN = {
     "propagate": "a logger of the standard library, restored afterwards",
     "read": "a response of httpx, whose body is limited",
     "iter_bytes": "a response of httpx, whose body is limited",
+    "writeable": "the flags of an array of NumPy",
+    "text": "an element of ElementTree",
+    "stdout": "a module of the standard library, restored afterwards",
+    "help": "a command of Click",
+    "timeout": "the public setting of a worker's proxy",
+    "bench": "a thread-local object of the standard library",
 }
 #: Packages whose modules still assign to attributes of each other's classes; in the binding these
 #: are mostly structs of C, which no class of Python owns.
-PENDING: set[str] = set()
+PENDING = {"binding"}
 
 
 def targets(node: ast.AST) -> Iterator[ast.Attribute]:

@@ -61,7 +61,7 @@ def command(
     film, broken = _follow(run, variant, model, speed, width, silent=silent, plain=plain)
     numbers = [frame.number for frame in film.frames]
     if line:
-        film.frames = [frame for frame in film.frames if frame.number == line]
+        film.frames[:] = [frame for frame in film.frames if frame.number == line]
     if not film.frames:
         known = f"; lines {numbers[0]} to {numbers[-1]} have" if numbers else ""
         where = f"line {line} of {run}" if line else str(run)

@@ -229,6 +229,10 @@ class Player:
 
     # --- proofs -----------------------------------------------------------------------------
 
+    def resume(self, other: Player) -> None:
+        """Continue with the ledger and steps of a player whose cells this one has taken over."""
+        self.ledger, self.steps = other.ledger, list(other.steps)
+
     def check_cells(self) -> None:
         """Raise ScenarioFailed ("lost") unless the cells hold what the ledger says, and no more."""
         snapshot = self.snapshot()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class PlacedModel(Model):
     """Hold a model whose caches must lie where its library's tests want them."""
 
-    place = Place()
+    place: Place = Place()
 
     def context(self, *args: Any, **options: Any) -> Context:
         """Make a context as `Model.context` does; raises Untestable for a cache in host memory.
@@ -43,7 +43,7 @@ class PlacedLibrary(OpenLibrary):
     """Hold an opened library of one place; where that is behind RPC, it owns a server."""
 
     model_type = PlacedModel
-    place = Place()
+    place: Place = Place()
     _server: Server | None = None
 
     @classmethod

@@ -115,7 +115,7 @@ def title(path: Path, variant: str) -> str:
 def film_of(path: Path, variant: str, model: str = "") -> Film:
     """Return the film of a script or a trace on a build, whatever its operations come to."""
     with builds.open_run(path, variant, model) as run:
-        run.stage.lenient = True
+        run.stage.play_leniently()
         made = Film(title(path, run.variant))
         play(run.lines, run.stage, made.frames.append)
     return made

@@ -71,16 +71,12 @@ def play_line(line: Line, stage: Stage) -> dict[str, Any]:
         if stage.player is None:
             open_context(Line(line.number, "context", {}), stage)
         assert stage.player is not None
-        if stage.extra is not None:
-            undo(stage.player, stage.extra)
-            stage.extra = None
+        stage.take_back()
         try:
             result = _PLAYS[line.op](line, stage, stage.player)
         except OverflowError as error:
             raise line.wrong(f"a number or a position is out of range: {error}") from error
-    player = stage.player
-    stage.look = cell_samples.look(player.native, player.context, player.info)
-    return result if stage.look is None else {**result, **stage.look.counts}
+    return {**result, **stage.sample()}
 
 
 def _decode(line: Line, stage: Stage, player: Player) -> dict[str, Any]:
@@ -133,19 +129,8 @@ def _run(line: Line, stage: Stage, player: Player, feed: Feed) -> dict[str, Any]
         result["best"] = {str(place): found for place, found in there.items()}
     if ended not in (0, None):
         # What failed when it was recorded left nothing, and what follows in the trace relies on it.
-        stage.extra = feed
+        stage.take_back_later(feed)
     return result
-
-
-def undo(player: Player, feed: Feed) -> None:
-    """Remove what a batch has brought."""
-    ends: dict[int, tuple[int, int]] = {}
-    for pos, seqs in zip(feed.pos.tolist(), feed.owners, strict=True):
-        for seq in seqs:
-            low, high = ends.get(seq, (pos, pos))
-            ends[seq] = min(low, pos), max(high, pos)
-    for seq, (low, high) in ends.items():
-        player.remove(seq, low, high + 1)
 
 
 def _remove(line: Line, _: Stage, player: Player) -> dict[str, Any]:
@@ -168,7 +153,7 @@ def _restore(line: Line, stage: Stage, player: Player) -> dict[str, Any]:
             raise line.wrong(f"its state cannot be read: {error}") from error
         positions = sorted({int(pos) for each in held.sections for pos in each.pos.tolist()})
         player.saved[words["as"]] = (raw, [(pos, -1) for pos in positions])
-        stage.foreign = True
+        stage.accept_foreign_state()
     if words["as"] not in player.saved:
         raise line.wrong(f"nothing was saved as {words['as']!r}")
     recorded = (line.result or {}).get("done", True)

@@ -100,7 +100,7 @@ def replay(
 
     ``strict`` compares all that was recorded.
     """
-    stage.lenient = True
+    stage.play_leniently()
     found: list[Divergence] = []
     before: dict[str, int] = {}
     cells = strict and head.start == "empty"
@@ -132,12 +132,9 @@ def _play(line: Line, stage: Stage) -> tuple[dict[str, Any], bool]:
     except WorkerDied as error:
         return {"error": f"{type(error).__name__}: {error}"}, True
     except (NativeError, Unsupported) as error:
-        player = stage.player
-        if player is None:
+        if stage.player is None:
             raise
-        stage.look = cell_samples.look(player.native, player.context, player.info)
-        counts = {} if stage.look is None else stage.look.counts
-        return {"error": type(error).__name__, **counts}, False
+        return {"error": type(error).__name__, **stage.sample()}, False
 
 
 def _differences(

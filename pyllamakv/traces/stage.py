@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pyllamakv.binding.protocol import ContextParams, ModelParams
 from pyllamakv.errors import UsageError, WorkerDied
 from pyllamakv.runtime import ggml_types as types
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import cell_samples, synthetic
 from pyllamakv.scenarios.player import Player
 from pyllamakv.scenarios.reference import Reference
 from pyllamakv.traces.script import Line
@@ -46,6 +46,39 @@ class Stage:
     #: A batch that failed when it was recorded and did not now; it goes before the next line.
     extra: Feed | None = None
     loaded: dict[str, Any] = field(default_factory=dict)
+
+    def play_leniently(self) -> None:
+        """Let decodes and restores end as they will from now on."""
+        self.lenient = True
+
+    def judge(self, line: Line) -> None:
+        """Hold a line to what it expects only if nothing was recorded of it."""
+        self.lenient = line.result is not None
+
+    def follow(self, reference: Reference) -> None:
+        """Let another reference follow the context."""
+        self.reference = reference
+
+    def accept_foreign_state(self) -> None:
+        """Note that a state came from outside, so that no reference can follow."""
+        self.foreign = True
+
+    def take_back_later(self, feed: Feed) -> None:
+        """Keep a batch that succeeded here and failed when recorded, for `take_back`."""
+        self.extra = feed
+
+    def take_back(self) -> None:
+        """Remove the batch that `take_back_later` kept, if there is one."""
+        if self.extra is not None and self.player is not None:
+            remove(self.player, self.extra)
+        self.extra = None
+
+    def sample(self) -> dict[str, int]:
+        """Sample the cells and return their counts, none where the build shows no cells."""
+        assert self.player is not None
+        player = self.player
+        self.look = cell_samples.look(player.native, player.context, player.info)
+        return {} if self.look is None else self.look.counts
 
     def close(self) -> None:
         """Give the contexts back; a worker that is gone has none."""
@@ -89,3 +122,14 @@ def open_context(line: Line, stage: Stage) -> None:
     except (TypeError, OverflowError) as error:
         raise line.wrong(f"no context can be made of these words: {error}") from error
     stage.reference = Reference(stage.player)
+
+
+def remove(player: Player, feed: Feed) -> None:
+    """Remove what a batch has brought."""
+    ends: dict[int, tuple[int, int]] = {}
+    for pos, seqs in zip(feed.pos.tolist(), feed.owners, strict=True):
+        for seq in seqs:
+            low, high = ends.get(seq, (pos, pos))
+            ends[seq] = min(low, pos), max(high, pos)
+    for seq, (low, high) in ends.items():
+        player.remove(seq, low, high + 1)

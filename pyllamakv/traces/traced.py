@@ -123,13 +123,12 @@ def _open(lines: list[Line], stage: Stage, lab: Lab) -> None:
     playing.play_line(first, stage)
     assert stage.player is not None
     lab.adopt(stage.player)
-    stage.reference = lab.reference(stage.player)
+    stage.follow(lab.reference(stage.player))
 
 
 def _play(line: Line, head: Head, stage: Stage, player: Player) -> None:
     recorded = line.result
-    # A script says itself what it expects.
-    stage.lenient = recorded is not None
+    stage.judge(line)
     free, decodes = player.n_cells - player.ledger.used, line.op in DECODES
     try:
         result = playing.play_line(line, stage)

@@ -185,7 +185,7 @@ def _again(lab: Lab, player: Player, generation: int) -> Player:
     kept = {"kv_backing", "kv_path", "kv_keep", "kv_model", "n_seq_max"}
     options = {name: getattr(player.params, name) for name in kept}
     again = lab.player(player.params.n_ctx, **options)
-    again.ledger, again.steps = player.ledger, list(player.steps)
+    again.resume(player)
     _expect(lab, again, resumed=True, generation=generation)
     again.check_cells()
     return again
