@@ -145,3 +145,35 @@ def test_every_dependency_is_used() -> None:
     extras = set().union(*map(named, project["optional-dependencies"].values()))
     foreign = found - set(sys.stdlib_module_names) - {"pyllamakv", "_cffi_backend"}
     assert not foreign - needed - extras
+
+
+def _starts_git(node: ast.AST) -> bool:
+    """Tell whether a call looks git up, or a list is a command of git."""
+    if isinstance(node, ast.Call):
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        words = [word.value for word in node.args[:1] if isinstance(word, ast.Constant)]
+        text = words[0] if words and isinstance(words[0], str) else ""
+        starting = {"which", "run", "Popen", "call", "check_call", "check_output", "system"}
+        return (name in starting or name.startswith("exec")) and text.split(" ")[0] == "git"
+    first = node.elts[:1] if isinstance(node, ast.List | ast.Tuple) else []
+    return any(isinstance(word, ast.Constant) and word.value == "git" for word in first)
+
+
+def test_one_module_runs_git() -> None:
+    """`source.gitting` alone imports GitPython, looks git up, or writes a command of git."""
+    for path in MODULES:
+        if path == ROOT / "source" / "gitting.py":
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        # An error shows the command that failed.
+        shown = {
+            id(argument)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "GitError"
+            for argument in node.args
+        }
+        for node in ast.walk(tree):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            assert not any(name.split(".")[0] == "git" for name in names), path
+            assert id(node) in shown or not _starts_git(node), f"{path}: {ast.unparse(node)}"

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.building import build, cmake, compiler, probing
 from pyllamakv.building.finding import Finding
-from pyllamakv.errors import KvError
+from pyllamakv.errors import GitError, KvError
 from pyllamakv.home import home
+from pyllamakv.source import gitting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,10 +76,10 @@ def _compiler() -> Finding:
 
 
 def _git() -> Finding:
-    path = shutil.which("git")
-    if path is None:
-        return Finding("git", "missing", "none", "apt-get install git")
-    return Finding("git", "ok", _first_line(path, "--version"))
+    try:
+        return Finding("git", "ok", gitting.git(Path("/"), "--version"))
+    except GitError as error:
+        return Finding("git", "missing", error.output.strip(), "apt-get install git")
 
 
 def _program(name: str, why: str, cure: str) -> Finding:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import stat
-import subprocess
 from typing import TYPE_CHECKING, NoReturn
 
 from pyllamakv.errors import ArchiveError, GitError
@@ -32,32 +31,24 @@ def check(folder: Path, tree: str, env: Mapping[str, str] | None = None) -> None
     over name more files than memory has room for.
     """
     words = ("ls-tree", "-r", "-l", "-z", "--full-tree", tree)
-    full = {**gitting.environment(), **(env or {}), **limits.environment()}
     count = Count(f"tree {tree}")
     names = 0
-    with subprocess.Popen(
-        limits.command(words), cwd=folder, env=full, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        rest = b""
-        try:
-            while chunk := process.stdout.read(_CHUNK):
+    rest = b""
+    try:
+        with gitting.stream(folder, *words, env=env, bounded=True) as listed:
+            while chunk := listed.read(_CHUNK):
                 *lines, rest = (rest + chunk).split(b"\0")
                 for line in lines:
                     count.add(_size(line))
                 names += len(chunk)
                 if names > NAMES:
                     count.refuse()
-        except ArchiveError:
-            process.kill()
-            raise
-    if process.returncode:
-        failed = GitError(["git", *words], process.returncode, f"tree {tree} cannot be listed")
-        limits.refuse(failed, f"tree {tree}")
-        if process.returncode < 0:
+    except GitError as error:
+        limits.refuse(error, f"tree {tree}")
+        if error.code < 0:
             msg = f"tree {tree} has more folders within each other than git can walk"
-            raise ArchiveError(msg) from failed
-        raise failed
+            raise ArchiveError(msg) from error
+        raise
 
 
 def within(folder: Path, paths: Iterable[str]) -> list[str]:

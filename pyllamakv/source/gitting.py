@@ -1,5 +1,6 @@
 """Run git so that the same inputs give the same result on any machine.
 
+Every git command of the package is started here, through GitPython's `git.cmd.Git.execute`.
 Whatever the user, the system or a surrounding repository configured is switched off: variables,
 config files, hooks, attributes, signing, paging and prompts. Identity and date are fixed, and git
 never climbs above the folder it is started in: inside another work tree `git apply` would exit 0
@@ -14,7 +15,8 @@ import subprocess
 import threading
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from shutil import which
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from pyllamakv.errors import GitError
 from pyllamakv.source import limits
@@ -22,7 +24,7 @@ from pyllamakv.source import limits
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from git import Repo
+    from git.cmd import Git
 
 NAME = "pyllamakv developers"
 EMAIL = "pyllamakv@users.noreply.github.com"
@@ -63,9 +65,8 @@ _SETTINGS = {
 #: What a fetch from a named URL keeps: a user's credentials, proxies and certificates.
 _NETWORK_VARIABLES = ("GIT_SSH", "GIT_SSH_COMMAND", "GIT_SSL_CAINFO", "GIT_SSL_CAPATH")
 
-
-#: Guards the process's own variables while GitPython runs, which cannot be told to drop any.
-_PROCESS = threading.Lock()
+#: Maximum number of bytes kept of what a streaming git writes to stderr.
+_STDERR_BYTES = 64 << 10
 
 
 def environment(*, network: bool = False) -> dict[str, str]:
@@ -129,49 +130,123 @@ def run(
     ``network`` none of address space. Raises GitError only when git cannot be started, or is not
     done within ``timeout`` seconds: it is ended with all that it started.
     """
-    full = environment(network=network)
+    data = input.encode("utf-8", "surrogateescape") if isinstance(input, str) else input
+    with ExitStack() as stack:
+        stdin: int | IO[bytes] | None = None if data is None else subprocess.PIPE
+        if isinstance(data, Path):
+            stdin, data = stack.enter_context(data.open("rb")), None
+        options: dict[str, Any] = {"env": env, "network": network, "bounded": bounded}
+        group = None if timeout is None else 0
+        started = _start(folder, args, stdin=stdin, hold=hold, process_group=group, **options)
+        process = stack.enter_context(_process(started))
+        try:
+            out, said = process.communicate(data, timeout)
+        except subprocess.TimeoutExpired as error:
+            _kill(process)
+            words = f"it was not done within {timeout:g} s; is there a pipe among its files?"
+            raise GitError(["git", *args], TIMED_OUT, words) from error
+        except BaseException:
+            process.kill()
+            raise
+        return subprocess.CompletedProcess(["git", *args], process.returncode, out, said)
+
+
+@contextmanager
+def stream(
+    folder: Path, *args: str, env: Mapping[str, str] | None = None, bounded: bool = False
+) -> Iterator[IO[bytes]]:
+    """Run ``git args`` in ``folder`` and yield its stdout, to be read to the end as it comes.
+
+    Git, and all that it started, is killed if the caller raises an exception. Otherwise raises
+    GitError when git fails, with the first bytes of stderr.
+    """
+    said = bytearray()
+    started = _start(folder, args, env=env, bounded=bounded, process_group=0)
+    with _process(started) as process:
+        assert process.stdout is not None
+        # A full pipe of stderr would stop git while its stdout is read.
+        drain = threading.Thread(target=_drain, args=(process.stderr, said), daemon=True)
+        drain.start()
+        try:
+            yield process.stdout
+        except BaseException:
+            _kill(process)
+            raise
+        finally:
+            drain.join()
+    if process.returncode:
+        raise GitError(["git", *args], process.returncode, said.decode("utf-8", "replace"))
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process that leads a group of its own, and the group."""
+    with suppress(ProcessLookupError, PermissionError):  # it is gone just now
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _drain(pipe: IO[bytes], into: bytearray) -> None:
+    while piece := pipe.read(_STDERR_BYTES):
+        into += piece[: max(0, _STDERR_BYTES - len(into))]
+
+
+def _start(
+    folder: Path,
+    args: Sequence[str],
+    *,
+    stdin: int | IO[bytes] | None = None,
+    env: Mapping[str, str] | None = None,
+    network: bool = False,
+    hold: Sequence[int] = (),
+    bounded: bool = False,
+    process_group: int | None = None,
+) -> Git.AutoInterrupt:
+    """Start ``git args`` in ``folder`` with GitPython. Raises GitError when that is impossible."""
+    command = ["git", *args]
     place = folder.resolve()
+    if not place.is_dir():
+        problem = f"{place} is not a folder" if place.exists() else f"there is no folder {place}"
+        raise GitError(command, _NOT_FOUND, problem)
+    program = which("git")
+    if program is None:
+        raise GitError(command, _NOT_FOUND, "git is not installed; install git")
+    full = environment(network=network)
     full["GIT_CEILING_DIRECTORIES"] = str(place.parent)
     full.update(env or {})
-    command = ["git", *args]
+    # GitPython runs a command in its own folder where the given one cannot be entered; -C fails.
+    words = ("-C", str(place), *args)
+    line = [program, *words]
     if bounded:
-        command = limits.command(args, memory=not network)
+        line = limits.command(program, words, memory=not network)
         full.update(limits.environment())
+    # GitPython adds to the process's variables, and cannot be told to drop any.
+    dropped = [n for n in os.environ if n.startswith("GIT_") and n not in full]
+    foreign = [word for n in dropped if not n.startswith("GIT_PYTHON_") for word in ("-u", n)]
+    if foreign:
+        line = ["/usr/bin/env", *foreign, *line]
+    # GitPython takes 40 ms to import, and asks git for its version.
+    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
+    from git.cmd import Git
+    from git.exc import GitCommandNotFound
+
     try:
-        with ExitStack() as stack:
-            data = input.encode("utf-8", "surrogateescape") if isinstance(input, str) else input
-            stdin = subprocess.PIPE
-            if isinstance(data, Path):
-                stdin, data = stack.enter_context(data.open("rb")).fileno(), None
-            process = stack.enter_context(
-                subprocess.Popen(
-                    command,
-                    cwd=place,
-                    env=full,
-                    stdin=stdin,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    pass_fds=tuple(hold),
-                    process_group=None if timeout is None else 0,
-                )
-            )
-            try:
-                out, said = process.communicate(data, timeout)
-            except subprocess.TimeoutExpired as error:
-                with suppress(ProcessLookupError, PermissionError):  # it is gone just now
-                    os.killpg(process.pid, signal.SIGKILL)
-                words = f"it was not done within {timeout:g} s; is there a pipe among its files?"
-                raise GitError(["git", *args], TIMED_OUT, words) from error
-            except BaseException:
-                process.kill()
-                raise
-            return subprocess.CompletedProcess(command, process.returncode, out, said)
-    except FileNotFoundError as error:
-        if not place.is_dir():
-            raise GitError(command, _NOT_FOUND, f"there is no folder {place}") from error
-        raise GitError(command, _NOT_FOUND, "git is not installed; install git") from error
-    except NotADirectoryError as error:
-        raise GitError(command, _NOT_FOUND, f"{place} is not a folder") from error
+        started = Git().execute(
+            line,
+            istream=stdin,  # type: ignore[arg-type]
+            as_process=True,
+            shell=False,
+            env=full,
+            pass_fds=tuple(hold),
+            process_group=process_group,
+        )
+        return cast("Git.AutoInterrupt", started)
+    except GitCommandNotFound as error:
+        raise GitError(command, _NOT_FOUND, f"cannot start {line[0]}: {error}") from error
+
+
+def _process(started: Git.AutoInterrupt) -> subprocess.Popen[bytes]:
+    """Return the process that GitPython started; it is terminated with the last reference."""
+    assert started.proc is not None
+    return started.proc
 
 
 def git_bytes(
@@ -213,35 +288,3 @@ def git(
     options: dict[str, Any] = {"env": env, "network": network, "hold": hold, "bounded": bounded}
     out = git_bytes(folder, *args, input=input, check=check, timeout=timeout, **options)
     return out.decode("utf-8", "surrogateescape").removesuffix("\n")
-
-
-@contextmanager
-def repository(folder: Path, *, network: bool = False) -> Iterator[Repo]:
-    """Open a repository with GitPython, under the same clean environment.
-
-    It reads the repository's config by itself, without a bound: only for those of our own making.
-    Raises GitError for a folder that is no repository, and for every command that fails.
-    """
-    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
-    import git as gitpython
-
-    clean = environment(network=network)
-    clean["GIT_CEILING_DIRECTORIES"] = str(folder.resolve().parent)
-    with _PROCESS:
-        foreign = {k: v for k, v in os.environ.items() if k.startswith("GIT_") and k not in clean}
-        for name in foreign:
-            del os.environ[name]
-        try:
-            with gitpython.Repo(folder) as repo:
-                repo.git.update_environment(**clean)
-                yield repo
-        except gitpython.GitCommandError as error:
-            said = str(error.stderr or error.stdout or error)
-            code = error.status if isinstance(error.status, int) else _NOT_FOUND
-            command = error.command if isinstance(error.command, list) else [str(error.command)]
-            raise GitError([str(word) for word in command], code, said) from error
-        except (gitpython.InvalidGitRepositoryError, gitpython.NoSuchPathError) as error:
-            msg = f"{folder} is no git repository"
-            raise GitError(["git", "rev-parse"], 128, msg) from error
-        finally:
-            os.environ.update(foreign)

@@ -8,7 +8,6 @@ git: a fork that runs Python first may hang where there are threads.
 
 from __future__ import annotations
 
-import shutil
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -60,18 +59,15 @@ os.execv(sys.argv[4], ["git", *sys.argv[5:]])
 """
 
 
-def command(args: Sequence[str], *, memory: bool = True) -> list[str]:
-    """Return what runs ``git args`` within the limits.
+def command(program: str, args: Sequence[str], *, memory: bool = True) -> list[str]:
+    """Return the command that runs ``program``, the path of git, with ``args`` within the limits.
 
     Without ``memory`` its address space has none: what a user's git starts to reach a URL, as
     a helper for credentials, may reserve more than it uses.
     """
-    git = shutil.which("git")
-    if git is None:
-        return ["git", *args]  # which says so
     settings = [word for each in _SETTINGS for word in ("-c", each)]
     limits = [str(MEMORY if memory else 0), str(FILE), str(CPU_SECONDS)]
-    return [sys.executable, "-I", "-S", "-c", _BECOME, *limits, git, *settings, *args]
+    return [sys.executable, "-I", "-S", "-c", _BECOME, *limits, program, *settings, *args]
 
 
 def environment() -> dict[str, str]:

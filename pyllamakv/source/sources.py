@@ -114,13 +114,8 @@ def _bring(held: Store, store: Store, place: str, ref: str) -> str:
         with suppress(FileNotFoundError):
             # Without it git would look for parents that the store does not have either.
             shutil.copyfile(store.path / "shallow", held.path / "shallow")
-        if near:
-            bound = limits.SECONDS
-            gitting.git(held.path, *fetch, network=True, bounded=True, timeout=bound)
-        else:
-            with gitting.repository(held.path, network=True) as repo:
-                repo.git.update_environment(**limits.environment())
-                repo.git.execute(limits.command(fetch, memory=False))
+        bound = limits.SECONDS if near else None
+        gitting.git(held.path, *fetch, network=True, bounded=True, timeout=bound)
         return gitting.git(held.path, "rev-parse", "--verify", f"{_INCOMING}^{{commit}}")
 
 

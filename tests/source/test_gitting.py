@@ -109,3 +109,48 @@ def test_bytes_come_back_unchanged(tmp_path: Path) -> None:
     repo = _repository(tmp_path / "repo")
     blob = gitting.git(repo, "hash-object", "-w", "--stdin", input=b"\xff\n")
     assert gitting.git_bytes(repo, "cat-file", "blob", blob) == b"\xff\n"
+
+
+def test_git_itself_gets_no_variable_of_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check the variables of the process: GitPython adds to the caller's and drops none."""
+    monkeypatch.setenv("GIT_DIR", "/nowhere")
+    monkeypatch.setenv("GIT_TRACE", str(tmp_path / "trace"))
+    monkeypatch.setenv("GIT_SSH_COMMAND", "false")
+    repo = _repository(tmp_path / "repo")
+    words = ("-c", "alias.shown=!env", "shown")
+    for network, kept in ((False, set()), (True, {"GIT_SSH_COMMAND"})):
+        lines = gitting.git(repo, *words, network=network).splitlines()
+        names = {line.partition("=")[0] for line in lines}
+        assert "GIT_ALLOW_PROTOCOL" in names
+        assert names & {"GIT_DIR", "GIT_TRACE", "GIT_SSH_COMMAND"} == kept
+    assert not (tmp_path / "trace").exists()
+
+
+def test_git_never_runs_in_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a folder that vanishes in between is an error: GitPython would use its own."""
+    repo = _repository(tmp_path / "repo")
+    monkeypatch.chdir(repo)
+    monkeypatch.setattr(type(tmp_path), "is_dir", lambda _path: True)
+    with pytest.raises(GitError, match="cannot change to"):
+        gitting.git(tmp_path / "gone", "rev-parse", "--git-dir")
+
+
+def test_output_is_read_as_it_comes(tmp_path: Path) -> None:
+    """Check that a stream yields stdout, carries stderr in the error, and ends with its reader."""
+    repo = _repository(tmp_path / "repo")
+    with gitting.stream(repo, "rev-parse", "--git-dir") as out:
+        assert out.read() == b".git\n"
+    # More on stderr than a pipe holds, before stdout ends.
+    noise = "alias.noise=!head -c 1000000 /dev/zero | tr '\\0' x >&2; echo end; exit 3"
+    with (
+        pytest.raises(GitError, match=r"^`git -c") as caught,
+        gitting.stream(repo, "-c", noise, "noise") as out,
+    ):
+        assert out.read() == b"end\n"
+    assert (caught.value.code, len(caught.value.output)) == (3, 64 << 10)
+    endless = "alias.endless=!exec yes"
+    with pytest.raises(ZeroDivisionError), gitting.stream(repo, "-c", endless, "endless") as out:
+        assert out.read(4) == b"y\ny\n"
+        raise ZeroDivisionError
