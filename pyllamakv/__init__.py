@@ -72,6 +72,7 @@ if TYPE_CHECKING:
         WorkerDied,
         WorkerTimeout,
     )
+    from pyllamakv.opening import OpenLibrary, open, serve
     from pyllamakv.runtime import metrics
     from pyllamakv.runtime.backing import KVMemory, LayerMemory
     from pyllamakv.runtime.batch import Batch
@@ -81,7 +82,6 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.kv import KV, DefragReport
     from pyllamakv.runtime.logits import Logits, LogitsRows
     from pyllamakv.runtime.model import Model
-    from pyllamakv.runtime.opening import OpenLibrary, open, serve
     from pyllamakv.runtime.sampler import NumpySampler, Sampler
     from pyllamakv.runtime.sequence import Sequence
     from pyllamakv.runtime.snapshot import CellMap, KVStats, Moves, Snapshot
@@ -122,7 +122,7 @@ _MODULES = {
     "runtime.kv": "KV DefragReport",
     "runtime.logits": "Logits LogitsRows",
     "runtime.model": "Model",
-    "runtime.opening": "OpenLibrary open serve",
+    "opening": "OpenLibrary open serve",
     "runtime.sampler": "NumpySampler Sampler",
     "runtime.sequence": "Sequence",
     "runtime.snapshot": "CellMap KVStats Moves Snapshot",

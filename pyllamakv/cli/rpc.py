@@ -51,7 +51,7 @@ def serve(
     The protocol has no authentication and no encryption: only ever listen where everybody may use
     this machine's memory.
     """
-    from pyllamakv.runtime.opening import serve as start
+    from pyllamakv.opening import serve as start
 
     with start(
         spec,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding.server import Server
+from pyllamakv.opening import OpenLibrary
 from pyllamakv.runtime.model import Model
-from pyllamakv.runtime.opening import OpenLibrary
 from pyllamakv.scenarios.device_placement import Place
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyllamakv
+from pyllamakv import opening
 from pyllamakv.errors import UsageError
-from pyllamakv.runtime import opening
 from pyllamakv.source import releases
 from pyllamakv.traces import trace, traced
 from pyllamakv.traces.script import Line

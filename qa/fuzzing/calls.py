@@ -14,8 +14,8 @@ from typing import Any
 from pyllamakv.binding.codes import Code
 from pyllamakv.binding.library import find
 from pyllamakv.native._plk import ffi
+from pyllamakv.opening import find_built
 from pyllamakv.runtime.ledger import POSITIONS
-from pyllamakv.runtime.opening import find_built
 from pyllamakv.scenarios.ledger import Cell, differences
 from qa.built import SPEC
 from qa.fuzzing.drawing import Drawer, unpacked

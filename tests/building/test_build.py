@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 import pytest
 from building_kit import NINJA, Workshop, script
 
+from pyllamakv import opening
 from pyllamakv.building import build, cuda, results, variant
 from pyllamakv.building import manifest as manifests
 from pyllamakv.errors import BuildError, CommandFailed, DiskFull, NotBuilt, UsageError
 from pyllamakv.patching.apply import Patched
-from pyllamakv.runtime import opening
 from pyllamakv.source import releases
 from pyllamakv.source.store import open_store
 

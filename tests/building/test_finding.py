@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import pytest
 from building_kit import Workshop, script
 
+from pyllamakv import opening
 from pyllamakv.building import backend, build, compiler, variant
 from pyllamakv.building import manifest as manifests
 from pyllamakv.errors import NotBuilt, ToolMissing
 from pyllamakv.home import home
-from pyllamakv.runtime import opening
 from pyllamakv.source import releases
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ import trace_kit
 from fakes.simulated import SimulatedNative
 
 import pyllamakv
+from pyllamakv import opening
 from pyllamakv.cli import main
 from pyllamakv.errors import UsageError, WorkerDied
-from pyllamakv.runtime import opening
-from pyllamakv.runtime.opening import OpenLibrary
+from pyllamakv.opening import OpenLibrary
 from pyllamakv.source import sources
 from pyllamakv.traces import builds, minimize, trace
 from pyllamakv.traces.replaying import replay

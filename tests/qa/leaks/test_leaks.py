@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pyllamakv import opening
 from pyllamakv.errors import HarnessError
-from pyllamakv.runtime import opening
 from qa import document, leaks
 from qa.entry import Effort
 from qa.leaks import Kind, Slope

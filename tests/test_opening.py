@@ -9,10 +9,10 @@ import pytest
 import runtime_kit as kit
 from fakes.tiny_gguf import write_gguf
 
+from pyllamakv import opening
 from pyllamakv.building import variant
 from pyllamakv.building.manifest import Manifest
 from pyllamakv.errors import Closed, LoadError, NotBuilt, UnknownRelease, UsageError
-from pyllamakv.runtime import opening
 
 
 @pytest.fixture
