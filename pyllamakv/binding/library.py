@@ -86,7 +86,7 @@ class Library:
         if isolated:
             from pyllamakv.binding.remote import Remote
 
-            native = Remote(path, env=env, timeout=timeout)
+            native = Remote(path, env=env, timeout=timeout)  # type: ignore[abstract]
         else:
             native = Local(path)
         try:

@@ -1,4 +1,8 @@
-"""Implement `protocol.Native` over a worker process, which may crash or hang without harm."""
+"""Implement `protocol.Native` over a worker process, which may crash or hang without harm.
+
+Each operation becomes one message, and its answer the result. `forwarding` generates the methods
+from the Protocol; only those whose answer needs work, or that must not wait, are written here.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +11,46 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from pyllamakv.binding.forwarding import forwards
 from pyllamakv.binding.logs import TAIL, forward
 from pyllamakv.binding.process import CANCEL, GRACE, START, Process, describe
-from pyllamakv.binding.proxy import Proxy
+from pyllamakv.binding.protocol import Native
 from pyllamakv.binding.wire import Channel, WireError, pack
 from pyllamakv.errors import Busy, Closed, DeviceLost, WorkerDied, WorkerTimeout
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from pyllamakv.binding.protocol import ContextHandle
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from pyllamakv.binding.protocol import ContextHandle, ModelHandle, SamplerHandle
+
+    # Declares the generated methods. mypy takes the methods of a Protocol for abstract, so making a
+    # `Remote` needs an ignore.
+    _Declared = Native
+else:
+    _Declared = object
 
 #: What a backend writes last when its device or server went away.
 _LOST: Final = ("CUDA error", "RPC server", "ggml-rpc", "vk::DeviceLostError", "ErrorDeviceLost")
+#: Operations that are not a message and its answer as it comes.
+_BY_HAND: Final = (
+    "cancel",
+    "close",
+    "context_free",
+    "logits",
+    "logits_all",
+    "logs",
+    "model_free",
+    "run",
+    "sampler_free",
+)
 
 
-class Remote(Proxy):
+@forwards(Native, via="_ask", by_hand=_BY_HAND)
+class Remote(_Declared):
     """Speak to a library in a worker.
 
     One call is at work at a time; other threads wait their turn. A worker that dies, or is silent
@@ -98,6 +125,63 @@ class Remote(Proxy):
             if free:
                 self._lock.release()
             self._finalizer()
+
+    # operations written by hand
+    def cancel(self, context: ContextHandle) -> None:
+        """End the decode that runs; callable from any thread, and never waits for a call."""
+        if self._closed or not self._process.owned:
+            raise Closed("this worker was closed")
+        try:
+            self._process.control.send(CANCEL.pack(context))
+        except OSError:
+            return  # a worker that is gone computes nothing
+
+    def many(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
+        """Run operations, each (name, arguments), in one round trip; the first error ends it."""
+        found: list[Any] = self._ask("many", [list(call) for call in calls])
+        return found
+
+    def logs(self) -> list[tuple[int, str]]:
+        """Drain the log."""
+        return [(level, text) for level, text in self._ask("logs")]
+
+    def model_free(self, model: ModelHandle) -> None:
+        """Free a model after the contexts and samplers that live on it. May be repeated."""
+        self._release("model_free", model)
+
+    def context_free(self, context: ContextHandle) -> None:
+        """Free a context. May be repeated."""
+        self._release("context_free", context)
+
+    def sampler_free(self, sampler: SamplerHandle) -> None:
+        """Free a sampler. May be repeated."""
+        self._release("sampler_free", sampler)
+
+    def logits(self, context: ContextHandle, index: int, n_vocab: int) -> NDArray[np.float32]:
+        """Return a read-only copy (n_vocab,) of logits."""
+        found: NDArray[np.float32] = self._ask("logits", context, index, n_vocab)
+        found.flags.writeable = False
+        return found
+
+    def logits_all(self, context: ContextHandle, n_vocab: int) -> NDArray[np.float32]:
+        """Return a read-only copy (n, n_vocab) of the logits of every place that has any."""
+        found: NDArray[np.float32] = self._ask("logits_all", context, n_vocab)
+        found.flags.writeable = False
+        return found
+
+    def run(
+        self,
+        sampler: SamplerHandle,
+        context: ContextHandle,
+        token: Sequence[int],
+        pos: Sequence[int],
+        seq_id: tuple[int, ...],
+        steps: int,
+        stop: bool,
+    ) -> tuple[int, list[list[int]]]:
+        """Decode a token of each sequence and choose the next ones, ``steps`` times."""
+        code, rows = self._ask("run", sampler, context, token, pos, seq_id, steps, stop)
+        return code, rows
 
     # calls
     def _ask(self, operation: str, *arguments: Any) -> Any:
@@ -211,12 +295,3 @@ class Remote(Proxy):
         assert self._gone is not None
         kind, message, signal, exitcode, log = self._gone
         raise kind(message, signal=signal, exitcode=exitcode, log=log)
-
-    def cancel(self, context: ContextHandle) -> None:
-        """End the decode that runs; callable from any thread, and never waits for a call."""
-        if self._closed or not self._process.owned:
-            raise Closed("this worker was closed")
-        try:
-            self._process.control.send(CANCEL.pack(context))
-        except OSError:
-            return  # a worker that is gone computes nothing

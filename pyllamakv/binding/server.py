@@ -70,7 +70,7 @@ class Server:
         self.endpoint = _free(host, port)
         self._error: KvError | None = None
         path, manifest = find(where)
-        self._native = Remote(path, env={**_threads(threads), **more})
+        self._native = Remote(path, env={**_threads(threads), **more})  # type: ignore[abstract]
         try:
             if device is None and manifest is not None:
                 device = first_gpu(self._native, manifest)

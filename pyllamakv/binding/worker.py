@@ -18,6 +18,7 @@ import traceback
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from pyllamakv.binding.forwarding import operations
 from pyllamakv.binding.local import Local
 from pyllamakv.binding.process import CANCEL
 from pyllamakv.binding.protocol import ContextHandle, Native
@@ -25,9 +26,7 @@ from pyllamakv.binding.wire import Channel, pack, pack_error, unpack
 from pyllamakv.errors import KvError, UsageError
 
 #: What a request may name.
-OPERATIONS: Final = frozenset(
-    {name for name in dir(Native) if not name.startswith("_")} | {"many", "rpc_serve"}
-)
+OPERATIONS: Final = frozenset({*operations(Native), "many", "rpc_serve"})
 #: What must not happen while a cancel looks at a context.
 _FREES: Final = frozenset({"context_free", "model_free", "close"})
 #: How often a worker looks whether its parent lives, should a fork keep the sockets open.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from pyllamakv.binding.forwarding import forwards, operations
 from pyllamakv.binding.protocol import Native
 from pyllamakv.traces.watch import Watch, clock
 
@@ -13,11 +14,47 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from pyllamakv.binding.protocol import ContextHandle, RawDefrag, SamplerHandle
+    from pyllamakv.binding.protocol import ContextHandle, SamplerHandle
     from pyllamakv.runtime.context import Context
     from pyllamakv.traces.notes import Notes
 
 
+class _Change(NamedTuple):
+    """Say how an operation is noted: its kind of row, with its arguments or without.
+
+    ``still``: it moves and frees no cell.
+    """
+
+    kind: str
+    words: bool = True
+    still: bool = False
+
+
+#: Operations that change the cache and are noted as they come; their methods are generated.
+_CHANGES: Final = {
+    "clear": _Change("clear", words=False),
+    "seq_rm": _Change("remove"),
+    "seq_cp": _Change("copy"),
+    "seq_keep": _Change("keep"),
+    "seq_add": _Change("shift"),
+    "seq_div": _Change("divide"),
+    "defrag": _Change("defrag"),
+    "update": _Change("update"),
+    "threads": _Change("threads", still=True),
+}
+#: Operations that are noted by a method of their own. Every other one is passed on as it is.
+_BY_HAND: Final = (
+    "cancel_after",
+    "decode",
+    "decode_each",
+    "decode_one",
+    "run",
+    "state_load",
+    "state_save",
+)
+
+
+@forwards(Native, via="_noted", by_hand=_BY_HAND, only=_CHANGES)
 class Tap(Watch):
     """Pass every call on to a library, and note those on one context.
 
@@ -32,7 +69,7 @@ class Tap(Watch):
         # Bound once: where a class has a `__getattr__`, Python finds every attribute slowly. What
         # is being watched has one, and does not list what it passes on.
         own = {*vars(self), *dir(type(self))}
-        for name in {*dir(native), *dir(Native)} - own:
+        for name in {*dir(native), *operations(Native)} - own:
             if not name.startswith("_"):
                 with suppress(AttributeError):
                     setattr(self, name, getattr(native, name))
@@ -129,47 +166,12 @@ class Tap(Watch):
 
     # what changes the cache...
 
-    def clear(self, context: ContextHandle, data: bool) -> None:
-        """Remove every sequence."""
-        self.change("clear", (), context, self.inner.clear, data)
-
-    def seq_rm(self, context: ContextHandle, seq: int, p0: int, p1: int) -> bool:
-        """Remove positions."""
-        done: bool = self.change("remove", (seq, p0, p1), context, self.inner.seq_rm, seq, p0, p1)
-        return done
-
-    def seq_cp(self, context: ContextHandle, src: int, dst: int, p0: int, p1: int) -> None:
-        """Share cells."""
-        what = (src, dst, p0, p1)
-        self.change("copy", what, context, self.inner.seq_cp, *what)
-
-    def seq_keep(self, context: ContextHandle, seq: int) -> None:
-        """Remove every other sequence."""
-        self.change("keep", (seq,), context, self.inner.seq_keep, seq)
-
-    def seq_add(self, context: ContextHandle, seq: int, p0: int, p1: int, delta: int) -> None:
-        """Move positions."""
-        what = (seq, p0, p1, delta)
-        self.change("shift", what, context, self.inner.seq_add, *what)
-
-    def seq_div(self, context: ContextHandle, seq: int, p0: int, p1: int, divisor: int) -> None:
-        """Divide positions."""
-        what = (seq, p0, p1, divisor)
-        self.change("divide", what, context, self.inner.seq_div, *what)
-
-    def defrag(self, context: ContextHandle) -> RawDefrag:
-        """Defragment."""
-        found: RawDefrag = self.change("defrag", (), context, self.inner.defrag)
-        return found
-
-    def update(self, context: ContextHandle) -> None:
-        """Apply what is pending."""
-        self.change("update", (), context, self.inner.update)
-
-    def threads(self, context: ContextHandle, n_threads: int, n_threads_batch: int) -> None:
-        """Set how many threads compute."""
-        what = (n_threads, n_threads_batch)
-        self.change("threads", what, context, self.inner.threads, *what, still=True)
+    def _noted(self, operation: str, context: ContextHandle, *words: Any) -> Any:
+        """Note an operation of `_CHANGES`, and pass it on."""
+        change = _CHANGES[operation]
+        what = words if change.words else ()
+        call = getattr(self.inner, operation)
+        return self.change(change.kind, what, context, call, *words, still=change.still)
 
     def cancel_after(self, context: ContextHandle, polls: int) -> None:
         """Abort later decodes."""

@@ -13,16 +13,13 @@ import pytest
 from fakes.build import HANG, SLOW
 from fakes.opened import LONG, reaped, until
 
-from pyllamakv.binding import worker
 from pyllamakv.binding.protocol import (
     ContextHandle,
     ContextParams,
     ModelHandle,
     ModelParams,
-    Native,
     SamplerParams,
 )
-from pyllamakv.binding.proxy import Proxy
 from pyllamakv.binding.remote import Remote
 from pyllamakv.errors import (
     Busy,
@@ -195,14 +192,6 @@ def test_large_states(remote: Remote, model: ModelHandle) -> None:
     assert len(state) == 1 << 20
     assert remote.state_load(context, 1, state) == 1 << 20
     assert remote.cells(context, 0).pos.shape == (1 << 18,)
-
-
-def test_the_proxy_spells_the_whole_protocol() -> None:
-    """Each operation of the protocol can be sent, and only those can be asked for."""
-    names = {name for name in dir(Native) if not name.startswith("_")}
-    spelt = {name for kind in (Proxy, Remote) for name in vars(kind)}
-    assert names <= spelt
-    assert names <= worker.OPERATIONS
 
 
 def test_a_sampler_crosses(remote: Remote, model: ModelHandle, context: ContextHandle) -> None:
