@@ -178,3 +178,42 @@ def test_one_module_runs_git() -> None:
             names += [each.name for each in node.names] if isinstance(node, ast.Import) else []
             assert not any(name.split(".")[0] == "git" for name in names), path
             assert id(node) in shown or not _starts_git(node), f"{path}: {ast.unparse(node)}"
+
+
+def dependencies(path: Path, modules: set[str]) -> set[str]:
+    """Return the modules of this package that a file imports when it runs, in functions as well."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    typed = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and id(node) not in typed and node.module:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                found.add(name if name in modules else node.module)
+    # What the top of the package exports is loaded when it is used.
+    return found & modules - {"pyllamakv"}
+
+
+def test_no_modules_import_each_other() -> None:
+    """No cycle, also none that an import inside a function hides."""
+    names = {
+        ".".join(("pyllamakv", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(
+            ".__init__"
+        ): path
+        for path in MODULES
+    }
+    left = {name: dependencies(path, set(names)) - {name} for name, path in names.items()}
+    while True:
+        done = {name for name, needed in left.items() if not needed & left.keys()}
+        if not done:
+            break
+        left = {name: needed for name, needed in left.items() if name not in done}
+    # What is left is in a cycle or imports one; what nothing left imports is in none.
+    while unused := left.keys() - set().union(*left.values()):
+        left = {name: needed for name, needed in left.items() if name not in unused}
+    assert not left, f"these modules import each other: {sorted(left)}"

@@ -1,6 +1,6 @@
 """Generate the methods of a class that forwards the operations of a Protocol.
 
-`remote.Remote` (the worker proxy) and the recorder of `harness.traces` use it, so that an operation
+`remote.Remote` (the worker proxy) and the recorder of `traces` use it, so that an operation
 of `protocol.Native` is written once. The parameters of a generated method have their real names,
 which takes compiled source, as in `dataclasses`: a closure over ``*args`` would accept any call and
 fail elsewhere, and `inspect.Signature.bind` costs more than the call itself.

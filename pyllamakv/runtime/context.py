@@ -23,9 +23,9 @@ from pyllamakv.runtime.batch import Batch, Feed, as_int32, check_batch, lay_out
 from pyllamakv.runtime.capabilities import require
 from pyllamakv.runtime.decode_failure import roll_back
 from pyllamakv.runtime.defrag_policy import DefragPolicy
-from pyllamakv.runtime.freeing import free_quietly
 from pyllamakv.runtime.kv import KV
 from pyllamakv.runtime.ledger import Ledger, record_batch, record_step
+from pyllamakv.runtime.lifetime import free_quietly
 from pyllamakv.runtime.logits import Logits, LogitsRows
 from pyllamakv.runtime.sampler import NumpySampler, Sampler, check_picker
 from pyllamakv.runtime.sequence import Sequence, checked

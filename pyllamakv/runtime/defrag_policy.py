@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 from pyllamakv.binding import arguments
 from pyllamakv.errors import Unsupported
 from pyllamakv.runtime import decode_failure
+from pyllamakv.runtime.lifetime import LoadedModel
 
 if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
@@ -172,9 +173,7 @@ def measure_costs(model: Model, *, cells: int = 4096, rounds: int = 15, **option
     ``options`` are those of `Model.context`. A few tokens are decoded near the end of the cache,
     moved to its start, and decoded there, again and again. Needs a library that defragments.
     """
-    from pyllamakv.runtime.model import Model
-
-    arguments.instance("model", model, Model, "a Model")
+    arguments.instance("model", model, LoadedModel, "a Model")
     # The filler leaves one step of cells for the other sequence, and one to spare.
     cells = arguments.whole("cells", cells, 3 * STEP, arguments.INT32)
     rounds = arguments.whole("rounds", rounds, 1)

@@ -16,9 +16,9 @@ from pyllamakv.runtime.backing import choose, resume
 from pyllamakv.runtime.batch import as_int32
 from pyllamakv.runtime.context import Context
 from pyllamakv.runtime.defrag_policy import Costs, DefragPolicy, checked
-from pyllamakv.runtime.freeing import free_quietly
 from pyllamakv.runtime.ggml_types import cache_type
 from pyllamakv.runtime.gguf_file import check_file
+from pyllamakv.runtime.lifetime import LoadedModel, free_quietly
 from pyllamakv.runtime.memory import check_memory
 from pyllamakv.runtime.sampler import Sampler
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.gguf_file import ModelFile
 
 
-class Model:
+class Model(LoadedModel):
     """Hold one loaded model. `load` makes it."""
 
     def __init__(

@@ -11,7 +11,7 @@ from pyllamakv.binding import arguments
 from pyllamakv.binding.handle import Handle
 from pyllamakv.binding.protocol import Capability, SamplerParams
 from pyllamakv.errors import Unsupported, UsageError
-from pyllamakv.runtime.freeing import free_quietly
+from pyllamakv.runtime.lifetime import LoadedModel, free_quietly
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -69,9 +69,7 @@ class Sampler:
     """Sample in C; ends with its model."""
 
     def __init__(self, model: Model, params: SamplerParams) -> None:
-        from pyllamakv.runtime.model import Model
-
-        arguments.instance("model", model, Model, "a Model")
+        arguments.instance("model", model, LoadedModel, "a Model")
         if Capability.SAMPLER not in model.native.about.capabilities:
             msg = "this build has no sampler in C; use NumpySampler"
             raise Unsupported(msg, "SAMPLER")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pyllamakv.errors import Closed, NativeError, WorkerDied
-from pyllamakv.runtime.freeing import free_quietly
+from pyllamakv.runtime.lifetime import free_quietly
 
 
 @pytest.mark.parametrize("error", [WorkerDied("gone"), Closed("gone"), None])
