@@ -21,6 +21,7 @@ from pyllamakv.building import compiler as compilers
 from pyllamakv.building import manifest as manifests
 from pyllamakv.errors import LoadError, ManifestError, ToolMissing, Unsupported, UsageError
 from pyllamakv.home import data, home, shim
+from pyllamakv.source import sources
 from pyllamakv.source.files import write_atomic
 
 if TYPE_CHECKING:
@@ -160,10 +161,8 @@ class Variant:
 
 def request(spec: str | Spec, *, backend: str = "cpu", native: bool = True) -> Request:
     """Resolve a spec against this machine's tools, without fetching, applying or compiling."""
-    from pyllamakv.source import releases
-
     parsed = parse(spec) if isinstance(spec, str) else spec
-    release = releases.resolve(parsed.release)
+    release = sources.resolve(parsed.release)
     return request_of(release, parsed, backend=backend, native=native)
 
 
@@ -184,11 +183,9 @@ def find(spec: str | Spec, *, backend: str = "cpu", native: bool | None = None) 
     no GPU whose architecture decides, its options are not compared. Raises UnknownPatch for what
     is not built and names a patch that there is not.
     """
-    from pyllamakv.source import releases
-
     parsed = parse(spec) if isinstance(spec, str) else spec
     known = backends.canonical(backend)
-    release = releases.resolve(parsed.release)
+    release = sources.resolve(parsed.release)
     ways = (True, False) if native is None else (native,)
     chosen = {tuned: _chosen(known, tuned) for tuned in ways}
     compiler = compilers.recall(_answers())

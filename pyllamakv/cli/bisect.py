@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pyllamakv.source import sources
+
 if TYPE_CHECKING:
     from pyllamakv.verification.bisect import Step
     from pyllamakv.verification.cell import CellResult
@@ -42,11 +44,11 @@ def command(
     """
     from pyllamakv.building import backend as backends
     from pyllamakv.cli import showing
-    from pyllamakv.source import lock, releases
+    from pyllamakv.source import lock
     from pyllamakv.verification import bisect, matrix, result_cache
     from pyllamakv.verification.cell import CellSpec
 
-    good, bad = (releases.resolve(name).name for name in (good, bad))
+    good, bad = (sources.resolve(name).name for name in (good, bad))
 
     def spec(release: str) -> CellSpec:
         names = (scenario,) if scenario else ()

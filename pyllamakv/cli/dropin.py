@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from pyllamakv.source import sources
 from pyllamakv.source.releases import DEFAULT
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
@@ -28,10 +29,9 @@ def setup(
     """Install the matching llama-cpp-python, without a library, and print its Python."""
     from pyllamakv.building import peer
     from pyllamakv.cli import showing
-    from pyllamakv.source import releases
 
     with showing.progress() as progress:
-        found = peer.install(releases.resolve(release), progress=progress)
+        found = peer.install(sources.resolve(release), progress=progress)
     if as_json:
         facts = {"version": found.version, "python": str(found.python), "suite": str(found.suite)}
         json.dump(facts, sys.stdout, indent=2)

@@ -11,6 +11,7 @@ import typer
 
 from pyllamakv import errors
 from pyllamakv.printable import printable
+from pyllamakv.source import sources
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -34,9 +35,7 @@ def series_of(patches: Path | None) -> Series:
 
 def release_of(name: str) -> Release:
     """Return the release that a spec means."""
-    from pyllamakv.source import releases
-
-    return releases.resolve(name)
+    return sources.resolve(name)
 
 
 def releases_of(names: Sequence[str], *, every: bool, none: bool = False) -> list[Release]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pyllamakv import errors
+from pyllamakv.source import sources
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -157,7 +158,7 @@ def line(
 
 
 def _chosen(names: Sequence[str] | None, *, every: bool = False) -> list[Release]:
-    from pyllamakv.source import lock, releases
+    from pyllamakv.source import lock
 
     if every and names:
         raise errors.UsageError("Name releases, or use --all, not both.")
@@ -165,7 +166,7 @@ def _chosen(names: Sequence[str] | None, *, every: bool = False) -> list[Release
         return list(lock.known().values())
     if not names:
         raise errors.UsageError("Name the releases to fetch, or use --all.")
-    return [releases.resolve(name) for name in names]
+    return [sources.resolve(name) for name in names]
 
 
 def _facts(release: Release) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pyllamakv import errors
+from pyllamakv.source import sources
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -132,11 +133,11 @@ def _commit(store: Store, release: Release, series: tuple[str, ...] | None) -> s
 
 def _stale(store: Store, vendored: Vendored) -> str:
     """Say when upstream + patches would now be another tree than the one put in place."""
-    from pyllamakv.source import fetch, releases
+    from pyllamakv.source import fetch
 
     if vendored.release.startswith(("path:", "git:")):
         return ""
-    release = fetch.fetch(releases.resolve(vendored.release))
+    release = fetch.fetch(sources.resolve(vendored.release))
     tree = store.tree_of(_commit(store, release, vendored.series))
     return "" if tree == vendored.tree else f"stale: upstream + patches is tree {tree} now"
 

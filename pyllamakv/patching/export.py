@@ -12,7 +12,7 @@ from pyllamakv.patching import apply, choose, header, hunks, shared_files, trees
 from pyllamakv.patching.definition import file_of
 from pyllamakv.patching.draft import Draft, Entry
 from pyllamakv.source import export as folders
-from pyllamakv.source import gitting, releases
+from pyllamakv.source import gitting, sources
 from pyllamakv.source.files import write_whole
 from pyllamakv.source.store import Store, open_store
 
@@ -199,7 +199,7 @@ def _release(name: str) -> Release:
     The blob ids in the text's file say whether it is the same.
     """
     try:
-        return releases.resolve(name)
+        return sources.resolve(name)
     except UnknownRelease:
         from pyllamakv.source import fetch
 

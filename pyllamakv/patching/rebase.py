@@ -29,7 +29,7 @@ from pyllamakv.patching import (
 from pyllamakv.patching import series as series_module
 from pyllamakv.patching.definition import PatchText
 from pyllamakv.patching.draft import Draft
-from pyllamakv.source import gitting, releases
+from pyllamakv.source import gitting, sources
 from pyllamakv.source.files import write_whole
 from pyllamakv.source.store import Store, open_store
 
@@ -146,7 +146,7 @@ def _start(
 ) -> Rebased:
     series = _series(patches)
     definition = series.definition(id_)
-    release = trees.present(store, releases.resolve(onto), progress)
+    release = trees.present(store, sources.resolve(onto), progress)
     if to is None:
         placing.refuse(series, definition, release)
     with store.lock(f"rebase-{id_}"):

@@ -15,7 +15,8 @@ from pyllamakv.source import era, lock, npm, sources
 from pyllamakv.source import progress as telling
 from pyllamakv.source.download import download, file_hash
 from pyllamakv.source.index import PROJECT, Index, IndexFile
-from pyllamakv.source.releases import Release, is_name, resolve
+from pyllamakv.source.releases import Release, is_name
+from pyllamakv.source.sources import resolve
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from packaging.version import InvalidVersion, Version
-
-from pyllamakv.errors import UnknownRelease
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -87,32 +84,3 @@ def spelled(name: str, known: Container[str]) -> str:
     """
     name = name.removeprefix("llama-cpp-python==")
     return name[1:] if name not in known and re.fullmatch(r"v\d.*", name) else name
-
-
-def resolve(spec: str) -> Release:
-    """Return the release that a spec means: ``0.3.9``, ``b4980``, ``git:URL@REF``, ``path:DIR``.
-
-    Names are looked up in the shipped lock and in the lock of the data directory; `fetch.ensure`
-    also asks the package index. The exact name of a release has precedence; otherwise
-    ``llama-cpp-python==0.3.9`` and ``v0.3.9`` are spellings of ``0.3.9``. A git reference is pinned
-    when it is first resolved. Raises UnknownRelease with the closest names.
-    """
-    from pyllamakv.source import lock, sources
-
-    spec = spec.strip()
-    if spec.startswith("path:"):
-        return sources.from_folder(spec)
-    known = lock.known()
-    name = spelled(spec, known)
-    if name in known:
-        return known[name]
-    if spec.startswith("git:"):
-        return sources.from_git(spec)
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    hint = f"did you mean {', '.join(close)}? " if close else ""
-    msg = (
-        f"there is no release {spec!r} in the lock: {hint}`pyllamakv upstream list` shows all, "
-        f"`pyllamakv upstream add {name}` takes a new version from the package index; "
-        "git:URL@REF and path:DIR name other sources"
-    )
-    raise UnknownRelease(msg, name=spec, close=close)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
 import re
@@ -12,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import FetchError, GitError, UnknownRelease, UsageError
-from pyllamakv.source import bounds, era, gitting, limits
+from pyllamakv.source import bounds, era, gitting, limits, lock
 from pyllamakv.source.export import KEEP, STAMP
 from pyllamakv.source.files import busy, disk_room
 from pyllamakv.source.pipconfig import redacted
 from pyllamakv.source.quarantine import move
-from pyllamakv.source.releases import Release
+from pyllamakv.source.releases import Release, spelled
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -31,6 +32,33 @@ _DATE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 _INCOMING = "refs/incoming/x"
 #: Folders and files of a plain folder that are no source.
 _SKIPPED = (".git", "__pycache__")
+
+
+def resolve(spec: str) -> Release:
+    """Return the release that a spec means: ``0.3.9``, ``b4980``, ``git:URL@REF``, ``path:DIR``.
+
+    Names are looked up in the shipped lock and in the lock of the data directory; `fetch.ensure`
+    also asks the package index. The exact name of a release has precedence; otherwise
+    ``llama-cpp-python==0.3.9`` and ``v0.3.9`` are spellings of ``0.3.9``. A git reference is pinned
+    when it is first resolved. Raises UnknownRelease with the closest names.
+    """
+    spec = spec.strip()
+    if spec.startswith("path:"):
+        return from_folder(spec)
+    known = lock.known()
+    name = spelled(spec, known)
+    if name in known:
+        return known[name]
+    if spec.startswith("git:"):
+        return from_git(spec)
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"did you mean {', '.join(close)}? " if close else ""
+    msg = (
+        f"there is no release {spec!r} in the lock: {hint}`pyllamakv upstream list` shows all, "
+        f"`pyllamakv upstream add {name}` takes a new version from the package index; "
+        "git:URL@REF and path:DIR name other sources"
+    )
+    raise UnknownRelease(msg, name=spec, close=close)
 
 
 def split_git(spec: str) -> tuple[str, str]:
@@ -60,8 +88,6 @@ def from_git(spec: str) -> Release:
 
     Raises FetchError when the URL or the reference cannot be had; what was there stays.
     """
-    from pyllamakv.source import lock
-
     release = take_git(spec)
     lock.save(lock.added(), [release])
     return release
@@ -179,8 +205,6 @@ def _described(store: Store, release: Release) -> Release:
 
 def _date_of_twin(store: Store, tree: str) -> str:
     """Return the date of a pinned release with the same tree: an unpacked copy has no other."""
-    from pyllamakv.source import lock
-
     dates = (r.date for r in lock.known().values() if r.tree == tree)
     return next(dates, "")
 

@@ -19,7 +19,7 @@ from pyllamakv.errors import (
     UsageError,
 )
 from pyllamakv.patching import apply, drift, series
-from pyllamakv.source import fetch, releases
+from pyllamakv.source import fetch, sources
 from pyllamakv.verification import discovery, parallel_runs
 from pyllamakv.verification.parallel_runs import Task
 from pyllamakv.verification.verdict import Judgement, Pair, harms, judge
@@ -119,7 +119,7 @@ def check(question: Question, *, progress: Progress | None = None) -> Answer:
     if own is not None:
         chosen = _narrowed(chosen, own)
     try:
-        release = fetch.fetch(releases.resolve(question.release), progress=progress)
+        release = fetch.fetch(sources.resolve(question.release), progress=progress)
         stock = build(
             f"{question.release}+stock",
             backend=question.backend,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pyllamakv.building import backend as backends
 from pyllamakv.errors import UsageError
 from pyllamakv.patching import series as shipped
-from pyllamakv.source import lock, releases
+from pyllamakv.source import lock, releases, sources
 from pyllamakv.verification import cell, result_cache
 from pyllamakv.verification import cell as cells
 from pyllamakv.verification.cell import CellResult, CellSpec
@@ -76,7 +76,7 @@ def plan(choice: Choice | None = None) -> tuple[CellSpec, ...]:
 def _names(choice: Choice) -> list[str]:
     known = lock.known()
     if choice.releases:
-        found = {each.name: each for each in map(releases.resolve, choice.releases)}
+        found = {each.name: each for each in map(sources.resolve, choice.releases)}
     else:
         found = {name: each for name, each in known.items() if each.kind in ("sdist", "npm")}
     eras = {release.era for release in known.values()}

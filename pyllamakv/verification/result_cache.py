@@ -18,7 +18,7 @@ from pyllamakv.building import compiler, variant
 from pyllamakv.errors import KvError
 from pyllamakv.home import data, home
 from pyllamakv.scenarios import synthetic
-from pyllamakv.source import releases
+from pyllamakv.source import sources
 from pyllamakv.source.files import write_atomic
 from pyllamakv.verification import discovery, parallel_runs
 from pyllamakv.verification.cell import CellResult, CellSpec
@@ -42,7 +42,7 @@ def key(spec: CellSpec, where: str = "here") -> str | None:
     ``where`` other than "here" stands for other machines, whose kind is not known here.
     """
     try:
-        release = releases.resolve(spec.release)
+        release = sources.resolve(spec.release)
         chosen = discovery.select(discovery.discover(), spec.scenarios)
         facts: list[Any] = [
             _SCHEMA,

@@ -15,6 +15,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Final
 
+from pyllamakv.source import sources
 from pyllamakv.source.releases import DEFAULT
 from qa.built import SPEC, STOCK
 from qa.entry import Effort, Entry, Tick, untried
@@ -108,7 +109,6 @@ def _empty(entry: Entry) -> bool:
 
 def _lacks(stock: Path | None, patched: Path | None) -> dict[str, str]:
     """Return what cannot be tried here, and why."""
-    from pyllamakv.source import releases
     from pyllamakv.source.store import open_store
 
     build = f"run: pyllamakv build {DEFAULT}"
@@ -116,7 +116,7 @@ def _lacks(stock: Path | None, patched: Path | None) -> dict[str, str]:
         return dict.fromkeys((*_NATIVE, *_JUDGED, *_LOST), f"{SPEC} is not built here; {build}")
     if stock is None:
         return dict.fromkeys(_JUDGED, f"{STOCK} is not built here; {build}")
-    if not open_store().has(releases.resolve(DEFAULT)):
+    if not open_store().has(sources.resolve(DEFAULT)):
         return dict.fromkeys(_JUDGED, f"the sources of {DEFAULT} are not here; {build}")
     return {}
 

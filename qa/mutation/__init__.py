@@ -21,7 +21,7 @@ from pyllamakv.building.build import build
 from pyllamakv.errors import HarnessError
 from pyllamakv.home import home
 from pyllamakv.patching import apply, series, trees
-from pyllamakv.source import releases
+from pyllamakv.source import releases, sources
 from pyllamakv.source.store import open_store
 from pyllamakv.verification import discovery
 from qa.entry import Effort, Entry, Tick, untried
@@ -144,7 +144,7 @@ def bench(name: str, shipped: Series, jobs: int = 1) -> Iterator[Bench]:
     """Prepare a release: build it patched, and open workshops in a passing folder of the home."""
     spec = f"{name}+patched"
     built = build(spec)
-    release, store = releases.resolve(name), open_store()
+    release, store = sources.resolve(name), open_store()
     patched = apply.apply(release, series=shipped, store=store)
     if built.manifest.patched_tree != patched.tree:
         msg = f"{built.id} is of another tree than the patches make now: build {name} again"

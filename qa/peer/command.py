@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pyllamakv.errors import UsageError
+from pyllamakv.source import sources
 from pyllamakv.source.releases import DEFAULT
 
 if TYPE_CHECKING:
@@ -33,13 +34,12 @@ def peer(
     Exit status 1 when a test passes on stock and not on patched, or patched finds no slot.
     """
     from pyllamakv.cli import showing
-    from pyllamakv.source import releases
     from qa.peer import trial
 
     if as_json and markdown:
         raise UsageError("choose one of --json and --markdown")
     wanted = [*(names or ([] if sample else [DEFAULT])), *(_one_per_era() if sample else ())]
-    chosen = {release.name: release for release in map(releases.resolve, wanted)}
+    chosen = {release.name: release for release in map(sources.resolve, wanted)}
     found: list[Trial] = []
     with showing.progress() as progress:
         for release in sorted(chosen.values(), key=lambda release: release.order):

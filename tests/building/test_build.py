@@ -22,7 +22,7 @@ from pyllamakv.building import build, cuda, results, variant
 from pyllamakv.building import manifest as manifests
 from pyllamakv.errors import BuildError, CommandFailed, DiskFull, NotBuilt, UsageError
 from pyllamakv.patching.apply import Patched
-from pyllamakv.source import releases
+from pyllamakv.source import releases, sources
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
 
 def patched(shop: Workshop, text: bytes) -> tuple[releases.Release, Patched]:
     """Return the workshop's release and a patched tree of it."""
-    release = releases.resolve(f"path:{shop.tree}")
+    release = sources.resolve(f"path:{shop.tree}")
     commit, tree = open_store().commit(release.commit, {"src/llama.cpp": text}, "a patch")
     return release, Patched(release.name, commit, tree, "digest", ("some-patch",))
 
@@ -134,7 +134,7 @@ def test_a_cuda_variant_is_found_without_a_gpu(
 def test_patched_after_stock_rewrites_only_what_differs(shop: Workshop) -> None:
     """Stock and patched share one build folder; untouched files keep their time."""
     stock = build.build(shop.spec)
-    tree = shop.home / "objects" / f"{releases.resolve(f'path:{shop.tree}').key}-tree"
+    tree = shop.home / "objects" / f"{sources.resolve(f'path:{shop.tree}').key}-tree"
     for path in tree.rglob("*.cpp"):
         os.utime(path, (1, 1))
     release, changed = patched(shop, b"// patched\n")

@@ -8,7 +8,7 @@ import pytest
 from cpp_kit import ROOT, compiled, run, sanitizers
 
 from pyllamakv.patching import apply, series
-from pyllamakv.source import releases
+from pyllamakv.source import sources
 from pyllamakv.source.store import open_store
 
 SOURCE = ROOT / "tests" / "native" / "kv_cells.cpp"
@@ -34,7 +34,7 @@ def test_unified_cells_move_whole(base: str, tmp_path: Path) -> None:
 
 def check(base: str, patch: str, tmp_path: Path, *flags: str) -> None:
     """Move the cells that a base has after a patch, and compare them with the model."""
-    store, release = open_store(), releases.resolve(base)
+    store, release = open_store(), sources.resolve(base)
     if not store.has(release):
         pytest.skip(f"{base} was not fetched: pyllamakv upstream fetch {base}")
     tree = apply.apply(release, [patch], store=store).tree

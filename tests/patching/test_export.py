@@ -9,7 +9,7 @@ from patching_kit import Bench, fill, numbered
 
 from pyllamakv.errors import PatchFormatError, UnknownRelease, UsageError
 from pyllamakv.patching import apply, export, series
-from pyllamakv.source import fetch, releases
+from pyllamakv.source import fetch, sources
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     bench.add_release("0.3.1", OLD)
     bench.add_patch("one", {"0.3.1": (OLD, ONE)})
     bench.add_patch("two", {"0.3.1": (ONE, TWO)}, requires=("one",))
-    monkeypatch.setattr(releases, "resolve", bench.releases.__getitem__)
+    monkeypatch.setattr(sources, "resolve", bench.releases.__getitem__)
     return bench
 
 
@@ -53,7 +53,7 @@ def test_a_base_without_a_lock_is_fetched(bench: Bench, monkeypatch: pytest.Monk
     def unknown(spec: str) -> Release:
         raise UnknownRelease("not in the lock", name=spec, close=[])
 
-    monkeypatch.setattr(releases, "resolve", unknown)
+    monkeypatch.setattr(sources, "resolve", unknown)
     monkeypatch.setattr(fetch, "ensure", bench.releases.__getitem__)
     assert check(bench) == [("one", "same"), ("two", "same")]
 

@@ -12,7 +12,7 @@ from patching_kit import Bench, git, numbered
 from pyllamakv.cli import main
 from pyllamakv.errors import UsageError
 from pyllamakv.patching import apply, directory, mails, series
-from pyllamakv.source import gitting, lock, releases
+from pyllamakv.source import gitting, lock, releases, sources
 from pyllamakv.source.store import Store, open_store
 
 OLD = {"src/a.cpp": numbered(60), "src/b.cpp": numbered(20), "src/gone.cpp": b"x\n"}
@@ -29,7 +29,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     bench.add_release("0.3.2", {"src/other.cpp": b"\n"})
     bench.add_patch("one", {"0.3.1": (OLD, ONE)})
     bench.add_patch("two", {"0.3.1": (ONE, TWO)}, requires=("one",))
-    monkeypatch.setattr(releases, "resolve", bench.releases.__getitem__)
+    monkeypatch.setattr(sources, "resolve", bench.releases.__getitem__)
     return bench
 
 
@@ -155,7 +155,7 @@ def test_every_pinned_release(release: releases.Release, tmp_path: Path) -> None
 @pytest.mark.native
 def test_a_plain_git_takes_the_series_on_a_plain_tree(stock, tmp_path: Path) -> None:
     """A stranger's git, on an exported tree without our history, comes to the patched tree."""
-    store, release = open_store(), releases.resolve("0.3.9")
+    store, release = open_store(), sources.resolve("0.3.9")
     patched = apply.apply(release, store=store)
     files = mails.write(
         mails.mails(store, release.commit, patched), tmp_path / "out", base="", release="0.3.9"

@@ -9,7 +9,7 @@ from patching_kit import Bench, numbered
 
 from pyllamakv.errors import NoTextApplies, RebaseWaiting, UsageError
 from pyllamakv.patching import apply, export, lint, rebase, series, waiting, worktree
-from pyllamakv.source import lock, releases
+from pyllamakv.source import lock, sources
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     bench.add_patch("one", {"0.3.1": (OLD, ONE)})
     bench.add_patch("two", {"0.3.1": (ONE, TWO)}, requires=("one",), marker=("src/b.cpp", "line"))
     monkeypatch.setattr(lock, "known", lambda: bench.releases)
-    monkeypatch.setattr(releases, "resolve", bench.releases.__getitem__)
+    monkeypatch.setattr(sources, "resolve", bench.releases.__getitem__)
     return bench
 
 

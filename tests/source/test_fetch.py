@@ -21,7 +21,7 @@ from pyllamakv.errors import (
 )
 from pyllamakv.source import fetch, lock
 from pyllamakv.source.quarantine import Quarantine
-from pyllamakv.source.releases import resolve
+from pyllamakv.source.sources import resolve
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:

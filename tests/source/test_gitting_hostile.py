@@ -9,7 +9,8 @@ from source_kit import TREE, isolate, refs, repository
 
 from pyllamakv.errors import FetchError, KvError, LockFileError, UsageError
 from pyllamakv.source import fetch, gitting, lock, sources
-from pyllamakv.source.releases import is_name, resolve
+from pyllamakv.source.releases import is_name
+from pyllamakv.source.sources import resolve
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from source_kit import TREE, isolate, link, objects, pack, refs, repository, sha
 
 from pyllamakv.errors import ArchiveError, FetchError, HashMismatch, ToolMissing
 from pyllamakv.source import fetch, gitting, lock, npm
-from pyllamakv.source.releases import resolve
+from pyllamakv.source.sources import resolve
 from pyllamakv.source.store import open_store
 
 BUNDLE = "package/llama/gitRelease.bundle"

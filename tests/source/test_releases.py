@@ -9,7 +9,8 @@ from source_kit import isolate, repository
 
 from pyllamakv.errors import UnknownRelease
 from pyllamakv.source import lock
-from pyllamakv.source.releases import Release, is_name, natural, resolve
+from pyllamakv.source.releases import Release, is_name, natural
+from pyllamakv.source.sources import resolve
 
 if TYPE_CHECKING:
     from pathlib import Path

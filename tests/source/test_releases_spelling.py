@@ -14,7 +14,8 @@ from pyllamakv.cli import main
 from pyllamakv.patching import series
 from pyllamakv.patching.definition import Definition
 from pyllamakv.source import era, lock
-from pyllamakv.source.releases import resolve, sdist_version
+from pyllamakv.source.releases import sdist_version
+from pyllamakv.source.sources import resolve
 from pyllamakv.source.store import open_store
 
 OLD = {"include/llama.h": b"// the API\n", "src/a.cpp": numbered(60)}

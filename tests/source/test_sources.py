@@ -11,7 +11,7 @@ from source_kit import TREE, fill, imported, isolate, objects, refs, repository
 from pyllamakv.errors import FetchError, SourceError, UnknownRelease, UsageError
 from pyllamakv.source import fetch, gitting, limits, lock, sources
 from pyllamakv.source.export import STAMP
-from pyllamakv.source.releases import resolve
+from pyllamakv.source.sources import resolve
 from pyllamakv.source.store import open_store
 
 

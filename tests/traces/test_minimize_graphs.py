@@ -14,7 +14,7 @@ from pyllamakv.building.build import build_patched
 from pyllamakv.patching import apply
 from pyllamakv.patching.definition import PatchText
 from pyllamakv.scenarios import synthetic
-from pyllamakv.source import releases
+from pyllamakv.source import sources
 from pyllamakv.source.releases import DEFAULT
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.native
 
 def doctored(name: str) -> Iterator[Variant]:
     """Build the patched release with a patch of the folder on top."""
-    release = releases.resolve(DEFAULT)
+    release = sources.resolve(DEFAULT)
     text = PatchText.from_file(FOLDER / name)
     built = build_patched(release, apply.apply(release, [text]))
     yield built

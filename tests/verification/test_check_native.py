@@ -20,7 +20,7 @@ from pyllamakv.patching import apply, series
 from pyllamakv.patching.definition import PatchText
 from pyllamakv.scenarios.runner import Bench, Run
 from pyllamakv.scenarios.scenario import Scenario, Setting
-from pyllamakv.source import releases
+from pyllamakv.source import sources
 from pyllamakv.source.store import open_store
 from pyllamakv.verification import discovery, parallel_runs
 from pyllamakv.verification.check import pair_up
@@ -127,7 +127,7 @@ def building() -> Iterator:
     made = []
 
     def build(text: PatchText):
-        release = releases.resolve(RELEASE)
+        release = sources.resolve(RELEASE)
         variant = build_patched(release, apply.apply(release, [text]))
         made.append(variant)
         return variant
@@ -191,7 +191,7 @@ def breaks_the_build(text: PatchText, tmp_path: Path, objects: Path) -> bool:
 
     A header that does not fit would cost a whole build of everything behind it.
     """
-    release = releases.resolve(RELEASE)
+    release = sources.resolve(RELEASE)
     tree = tmp_path / "tree"
     open_store().export(apply.apply(release, [text]).tree, tree)
     for entry in json.loads((objects / "compile_commands.json").read_text(encoding="utf-8")):

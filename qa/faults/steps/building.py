@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pyllamakv.building import build, cmake, variant
-from pyllamakv.source import releases, vendor
+from pyllamakv.source import sources, vendor
 from pyllamakv.source.store import open_store
 from qa.faults.step import GIT_LEAVES, Step
 from qa.faults.steps import upstream
@@ -107,7 +107,7 @@ class SyncAndClean(Step):
 
     def run(self, folder: Path) -> Any:
         """Sync, and clean."""
-        release = releases.resolve("9.0.1")
+        release = sources.resolve("9.0.1")
         vendored, _ = vendor.sync(open_store(), release, release.commit, spec="9.0.1")
         vendor.clean(vendored)
         # What another run put there meanwhile is its own matter.

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from pyllamakv.patching import apply, rebase, series, waiting
 from pyllamakv.patching.definition import PatchText
-from pyllamakv.source import gitting, releases, vendor
+from pyllamakv.source import gitting, sources, vendor
 from pyllamakv.source.store import open_store
 from qa.faults.step import GIT_LEAVES, Step
 from qa.faults.steps import upstream
@@ -59,7 +59,7 @@ class Apply(Step):
     def run(self, folder: Path) -> Any:
         """Apply, and sync the tree."""
         text = PatchText.from_file(folder / "one.patch", "one")
-        release = releases.resolve(_OLD)
+        release = sources.resolve(_OLD)
         done = apply.apply(release, [text])
         spec = f"{_OLD}+one"
         store = open_store()
@@ -105,7 +105,7 @@ class Rebase(Step):
             rebase.abort("one", store=store)
         states = [each.state for each in rebase.rebase(["one"], _NEW, patches=patches)]
         assert states in (["clean"], ["applies"]), states
-        done = apply.apply(releases.resolve(_NEW), ["one"], series=series.load(patches))
+        done = apply.apply(sources.resolve(_NEW), ["one"], series=series.load(patches))
         return [done.tree, _hashes(patches)]
 
 

@@ -17,7 +17,7 @@ from pyllamakv.building import peer as install
 from pyllamakv.building.variant import Variant
 from pyllamakv.errors import ArchiveError, CommandFailed, ToolMissing, Unsupported, Untestable
 from pyllamakv.scenarios import synthetic
-from pyllamakv.source import fetch, releases
+from pyllamakv.source import fetch, sources
 from pyllamakv.source.releases import Release
 from pyllamakv.source.store import open_store
 from qa import main
@@ -317,7 +317,7 @@ def test_the_verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     assert [bool(one["faults"]) for one in told] == [False, True]
     tried.clear()
     assert call("0.2.90", "--sample", "--markdown") == 1
-    eras = [releases.resolve(name).era for name in verb._one_per_era()]
+    eras = [sources.resolve(name).era for name in verb._one_per_era()]
     assert len(eras) == len(set(eras)) >= 6
     assert tried == ["0.2.90", *verb._one_per_era()]
     assert "0.3.9" in tried
@@ -330,7 +330,7 @@ def test_the_document_has_a_row_per_era() -> None:
     rows = [line.split("|") for line in text.splitlines() if line.startswith("| 0.")]
     assert [row[1].strip() for row in rows] == ["0.2.90", *verb._one_per_era()]
     for row in rows:
-        assert row[2].strip() == releases.resolve(row[1].strip()).era
+        assert row[2].strip() == sources.resolve(row[1].strip()).era
         assert row[4].strip() == "the same"
         assert row[6].strip() == "placed"
 
