@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import NoTextApplies, PatchConflict, UsageError
+from pyllamakv.patching import directory, trees
 from pyllamakv.patching import series as series_module
-from pyllamakv.patching import trees
 from pyllamakv.patching.definition import Definition, PatchText
 from pyllamakv.patching.draft import Draft
 from pyllamakv.source.store import Store, open_store
@@ -185,8 +185,6 @@ def _attempt(
 
 def named(series: Series, names: Sequence[str | PatchText]) -> list[Definition]:
     """Return the definitions that names mean: ids, files, folders or texts."""
-    from pyllamakv.patching import directory
-
     found: list[Definition] = []
     for name in names:
         if isinstance(name, PatchText):

@@ -11,11 +11,10 @@ from pyllamakv.errors import PatchFormatError, UnknownPatch
 from pyllamakv.patching import definition, tables
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
 
-    from pyllamakv.patching.definition import Definition, PatchText
-    from pyllamakv.source.releases import Release
+    from pyllamakv.patching.definition import Definition
 
 
 @dataclass(frozen=True)
@@ -73,15 +72,3 @@ def load(folder: Path | None = None, *, missing_ok: bool = False) -> Series:
             )
         before.add(patch.id)
     return Series(definitions, folder)
-
-
-def select(
-    release: Release,
-    names: Sequence[str | PatchText] | None = None,
-    *,
-    series: Series | None = None,
-) -> list[PatchText]:
-    """Return the texts for a release, requirements included (see `choose.plan`)."""
-    from pyllamakv.patching import choose
-
-    return list(choose.plan_release(release, names, series=series).texts)
