@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv.building import build, cmake, compiler, probing
-from pyllamakv.building.finding import Finding
+from pyllamakv.building.probing import Finding
 from pyllamakv.errors import GitError, KvError
 from pyllamakv.home import home
 from pyllamakv.source import gitting

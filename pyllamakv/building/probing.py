@@ -9,15 +9,32 @@ import re
 import shutil
 import socket
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pyllamakv.building import backend, compiler, cuda, nvidia
-from pyllamakv.building.finding import Finding
 from pyllamakv.errors import KvError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+State = Literal["ok", "missing", "optional"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Say what was looked for, what was found, and what to do if that is not enough.
+
+    ``state`` is "optional" for what lacks without hurting the main job.
+    """
+
+    name: str
+    state: State
+    found: str
+    cure: str = ""
+
 
 #: Where drivers of Vulkan announce themselves.
 _DRIVERS = ("/usr/share/vulkan/icd.d", "/usr/local/share/vulkan/icd.d", "/etc/vulkan/icd.d")

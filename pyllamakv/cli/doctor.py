@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from pyllamakv.building.finding import Finding
+    from pyllamakv.building.probing import Finding
 
 app = typer.Typer(add_completion=False)
 

@@ -38,13 +38,6 @@ from pyllamakv.errors.cache import (
     PagingError,
     ReprocessNeeded,
 )
-from pyllamakv.errors.harness import (
-    HarnessError,
-    ScenarioFailed,
-    ScriptError,
-    TraceMismatch,
-    Untestable,
-)
 from pyllamakv.errors.patching import (
     NoTextApplies,
     PatchConflict,
@@ -73,6 +66,13 @@ from pyllamakv.errors.source import (
     SourceError,
     TreeDirty,
     UnknownRelease,
+)
+from pyllamakv.errors.verification import (
+    HarnessError,
+    ScenarioFailed,
+    ScriptError,
+    TraceMismatch,
+    Untestable,
 )
 
 __all__ = [

@@ -8,12 +8,17 @@ leaves nothing that anyone would find.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pyllamakv.errors import SourceError
 from pyllamakv.home import home
-from pyllamakv.source import commits, gitting, scratch
+from pyllamakv.source import commits, gitting
 from pyllamakv.source.files import busy, locked
 from pyllamakv.source.files import disk_room as disk_room
 from pyllamakv.source.files import write_atomic as write_atomic
@@ -23,6 +28,51 @@ if TYPE_CHECKING:
 
     from pyllamakv.source.export import Difference, Exported
     from pyllamakv.source.releases import Release
+
+
+_PREFIX = "tmp-"
+
+
+@contextlib.contextmanager
+def lent(parent: Path) -> Iterator[Path]:
+    """Lend a folder below ``parent``, and remove those that nobody works in any more."""
+    for old in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            handle = _taken(old, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                shutil.rmtree(old)
+            finally:
+                os.close(handle)
+    with disk_room(parent):
+        folder, handle = _made(parent)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(handle)
+
+
+def _made(parent: Path) -> tuple[Path, int]:
+    """Make a folder and lock it; one that was taken for an old one meanwhile is gone."""
+    while True:
+        folder = Path(tempfile.mkdtemp(dir=parent, prefix=_PREFIX))
+        with contextlib.suppress(FileNotFoundError):
+            handle = _taken(folder, fcntl.LOCK_EX)
+            if folder.is_dir():
+                return folder, handle
+            os.close(handle)
+
+
+def _taken(folder: Path, how: int) -> int:
+    """Lock a folder and return its descriptor. Raises OSError when it is gone or another's."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, how)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
 
 #: What git makes while it writes one of these, and leaves when it is killed: nobody could write
 #: the file again.
@@ -236,7 +286,7 @@ class Store:
 
     def scratch(self) -> contextlib.AbstractContextManager[Path]:
         """Lend a folder on the store's file system; it is removed at the end."""
-        return scratch.lent(self.path)
+        return lent(self.path)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[int]:

@@ -16,7 +16,7 @@ from rich.console import Console
 import pyllamakv as kv
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import NativeError, NoKVSlot, UsageError
-from pyllamakv.traces import trace, watch
+from pyllamakv.traces import recording_native, trace
 from pyllamakv.traces.recording_native import Tap
 from pyllamakv.traces.replaying import replay
 from pyllamakv.traces.stage import Stage
@@ -151,7 +151,12 @@ def test_likely_tokens_are_noted_now_and_then(tmp_path: Path) -> None:
         context.prefill(a, [5] * 20, logits=False)
     steps = [row for row in rows(path) if row.get("op") == "step"]
     noted = [place for place, row in enumerate(steps) if "best" in row["result"]]
-    assert noted == [0, watch.SAMPLE, 2 * watch.SAMPLE, 3 * watch.SAMPLE]
+    assert noted == [
+        0,
+        recording_native.SAMPLE,
+        2 * recording_native.SAMPLE,
+        3 * recording_native.SAMPLE,
+    ]
     token, logit, margin = steps[0]["result"]["best"]["0"]
     assert 0 <= token < 259
     assert logit == 5.0

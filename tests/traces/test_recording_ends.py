@@ -12,7 +12,7 @@ import runtime_kit
 
 import pyllamakv as kv
 from pyllamakv.errors import DiskFull
-from pyllamakv.traces import trace, watch
+from pyllamakv.traces import recording_native, trace
 from pyllamakv.traces.recording_native import Tap
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,7 +87,7 @@ def test_a_crash_loses_the_last_chunk_at_most(tmp_path: Path) -> None:
     assert done.returncode == 9
     head, lines = trace.read(path)
     assert not head.complete
-    assert 1 + 1000 - 64 - watch.SAMPLE <= len(lines) <= 1001
+    assert 1 + 1000 - 64 - recording_native.SAMPLE <= len(lines) <= 1001
     # Cut anywhere, it is still a trace, as long as a row is whole.
     data = path.read_bytes()
     (tmp_path / "cut").write_bytes(data[: len(data) * 2 // 3])
