@@ -67,8 +67,8 @@ CRASH = """
 import os, sys
 sys.path.insert(0, {tests!r})
 import runtime_kit, pathlib, pyllamakv as kv
-from pyllamakv.traces import watch
-watch.CHUNK = 64
+from pyllamakv.traces import recording_native
+recording_native.CHUNK = 64
 context = runtime_kit.context(pathlib.Path({folder!r}), n_ctx=2048)
 with kv.record(context, {path!r}):
     a = context.sequence()
