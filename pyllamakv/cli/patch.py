@@ -103,7 +103,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write patch files from their commits, or compare them with it (--check)."""
-    from pyllamakv.patching import export as exporting
+    from pyllamakv.patching import patch_export as exporting
     from pyllamakv.patching import series as loading
 
     if folder is not None and (check or base is None or len(names or []) != 1):

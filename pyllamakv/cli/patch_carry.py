@@ -23,7 +23,7 @@ from pyllamakv.cli.patch_common import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pyllamakv.patching.foreign import Trial
+    from pyllamakv.patching.patch_import import Trial
     from pyllamakv.patching.rebase import Rebased
 
 
@@ -86,10 +86,10 @@ def _go_on(id_: str, *, go_on: bool, skip: bool) -> Iterator[Rebased]:
 
 
 def _waiting(names: list[str]) -> str:
-    from pyllamakv.patching import waiting
+    from pyllamakv.patching import rebase_session
     from pyllamakv.source.store import open_store
 
-    there = waiting.ids(open_store())
+    there = rebase_session.ids(open_store())
     if len(names) > 1 or (not names and len(there) > 1):
         raise errors.UsageError(f"Name one waiting patch: {', '.join(there)}.")
     found = names[0] if names else there[0] if there else ""
@@ -203,13 +203,13 @@ def take(
     """Take a patch of yours into a series, after a strict trial on the releases."""
     from pyllamakv import home
     from pyllamakv.cli import showing
-    from pyllamakv.patching import foreign
+    from pyllamakv.patching import patch_import
 
     tried = {release.name: release for release in releases_of([], every=every, none=bool(base))}
     if base:
         tried.setdefault(base, release_of(base))
     with showing.progress() as progress:
-        done = foreign.take(
+        done = patch_import.take(
             path,
             id_,
             list(tried.values()),

@@ -28,9 +28,9 @@ Patches = Annotated[
 
 def series_of(patches: Path | None) -> Series:
     """Return the shipped series, or a foreign one."""
-    from pyllamakv.patching import directory, series
+    from pyllamakv.patching import foreign_series, series
 
-    return series.load() if patches is None else directory.load(patches)
+    return series.load() if patches is None else foreign_series.load(patches)
 
 
 def release_of(name: str) -> Release:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import RebaseWaiting
-from pyllamakv.patching import export, hunks, successors, trees, worktree
+from pyllamakv.patching import hunks, patch_export, rename_detection, trees, worktree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pyllamakv.patching.waiting import Session
+    from pyllamakv.patching.rebase_session import Session
     from pyllamakv.source.store import Store
 
 _ADVICE = {
@@ -51,8 +51,8 @@ def _where(store: Store, session: Session, clash: worktree.Clash) -> str:
     """Name the file that most of the vanished file's code went to."""
     if clash.kind != "gone":
         return ""
-    patch = hunks.parse(export.format_patch(store, session.pick), session.id)
+    patch = hunks.parse(patch_export.format_patch(store, session.pick), session.id)
     old = [line for hunk in patch.file(clash.path).hunks for line in hunk.old]
     tree = trees.StoreTree(store, store.tree_of(session.ground))
-    found = successors.find(tree, clash.path, old)
+    found = rename_detection.find(tree, clash.path, old)
     return f" to {found[0].path}" if found else " to where its code went"

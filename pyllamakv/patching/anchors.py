@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import NoTextApplies, PatchConflict
-from pyllamakv.patching import apply, choose, trees
+from pyllamakv.patching import apply, port_choice, trees
 from pyllamakv.patching.draft import Draft
 from pyllamakv.source import lock
 
@@ -42,7 +42,7 @@ def nearest(definition: Definition, series: Series, onto: Release, *, store: Sto
     at = line.index(onto)
     conflicts: list[PatchConflict] = []
     for release in sorted(line, key=lambda r: abs(line.index(r) - at)):
-        for text in choose.candidates(definition, release.name):
+        for text in port_choice.candidates(definition, release.name):
             try:
                 found = trees.present(store, release)
                 commit, tree = ground(series, text.requires, found, store=store)
@@ -68,6 +68,6 @@ def ground(
     """Return commit and tree of a release with the patches that a text requires."""
     if not requires:
         return release.commit, store.tree_of(release)
-    plan = choose.plan_release(release, requires, series=series, store=store)
+    plan = port_choice.plan_release(release, requires, series=series, store=store)
     patched = apply.write(store, release, plan)
     return patched.commit, patched.tree

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pyllamakv.patching import choose, header, trees
+from pyllamakv.patching import mail_header, port_choice, trees
 from pyllamakv.patching.draft import Draft
 from pyllamakv.source import gitting
 from pyllamakv.source.store import Store, disk_room, open_store
@@ -14,8 +14,8 @@ from pyllamakv.source.store import Store, disk_room, open_store
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pyllamakv.patching.choose import Plan, Skipped, Step
     from pyllamakv.patching.definition import PatchText
+    from pyllamakv.patching.port_choice import Plan, Skipped, Step
     from pyllamakv.patching.series import Series
     from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
@@ -53,14 +53,14 @@ def apply(
 ) -> Patched:
     """Apply patches to a release and commit the result in the store.
 
-    ``names`` as in `choose.plan_release`; an empty list is stock. Nothing is written when a patch
+    ``names`` as in `port_choice.plan_release`; an empty list is stock. Nothing is written when a patch
     does not apply: PatchConflict, or NoTextApplies when several texts were tried.
     """
     store = store or open_store()
     release = trees.present(store, release, progress)
     if names is not None and not names:
         return Patched(release.name, release.commit, store.tree_of(release), digest(()), ())
-    plan = choose.plan_release(release, names, series=series, store=store)
+    plan = port_choice.plan_release(release, names, series=series, store=store)
     return write(store, release, plan)
 
 
@@ -93,6 +93,6 @@ def digest(texts: Sequence[PatchText]) -> str:
 
 def commit_text(store: Store, tree: str, parent: str, text: PatchText) -> str:
     """Commit a tree with the author, date and message of a text's header."""
-    author, message = header.commit_words(text)
+    author, message = mail_header.commit_words(text)
     with disk_room(store.path):
         return gitting.git(store.path, "commit-tree", tree, "-p", parent, input=message, env=author)

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from pyllamakv.patching import headings, telling
+from pyllamakv.patching import cpp_lines, headings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -168,37 +168,37 @@ def _paired(one: Patch, other: Patch) -> tuple[Iterator[bool], _Pool]:
 
 
 def _said(hunk: Hunk) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    return tuple(map(telling.plain, hunk.removed)), tuple(map(telling.plain, hunk.added))
+    return tuple(map(cpp_lines.plain, hunk.removed)), tuple(map(cpp_lines.plain, hunk.added))
 
 
 class _Pool:
     """Hold what hunks add and remove, to look hunks of another text up in."""
 
     def __init__(self, hunks: Sequence[Hunk]) -> None:
-        added = [line for hunk in hunks for line in hunk.added if telling.tells(line)]
-        removed = [line for hunk in hunks for line in hunk.removed if telling.tells(line)]
-        self.added = set(map(telling.plain, added))
-        self.removed = set(map(telling.plain, removed))
-        self.names = telling.names(added)
+        added = [line for hunk in hunks for line in hunk.added if cpp_lines.tells(line)]
+        removed = [line for hunk in hunks for line in hunk.removed if cpp_lines.tells(line)]
+        self.added = set(map(cpp_lines.plain, added))
+        self.removed = set(map(cpp_lines.plain, removed))
+        self.names = cpp_lines.names(added)
 
     def has(self, hunk: Hunk) -> bool:
         """Tell whether most of a hunk stands here."""
-        added = [telling.plain(line) for line in hunk.added if telling.tells(line)]
+        added = [cpp_lines.plain(line) for line in hunk.added if cpp_lines.tells(line)]
         if not added:
-            removed = [telling.plain(line) for line in hunk.removed if telling.tells(line)]
+            removed = [cpp_lines.plain(line) for line in hunk.removed if cpp_lines.tells(line)]
             # what the other base never had, the other text need not remove; any rest proves it
             return not removed or any(line in self.removed for line in removed)
         same = sum(line in self.added for line in added) / len(added)
         if same >= _KEPT:
             return True
-        fresh = set(telling.names(hunk.added)) - set(telling.names(hunk.old))
+        fresh = set(cpp_lines.names(hunk.added)) - set(cpp_lines.names(hunk.old))
         known = sum(name in self.names for name in fresh)
         # a port may spell every line anew, yet it uses the same names
         return len(fresh) > 2 and known / len(fresh) > 1 - _KEPT and same > 0
 
 
 def _hunk(file: FilePatch, number: int, hunk: Hunk) -> Loss:
-    lines = tuple(telling.plain(line) for line in hunk.added if telling.tells(line))
+    lines = tuple(cpp_lines.plain(line) for line in hunk.added if cpp_lines.tells(line))
     return Loss("hunk", str(number), file.path, heading(hunk), len(lines) or 1, 0, lines)
 
 
@@ -215,12 +215,12 @@ def _counted(what: What, one: Counter[str], other: Counter[str]) -> Iterable[Los
 
 def _calls(patch: Patch) -> Counter[str]:
     """Count the calls that a text brings, those that it only moves left out."""
-    return telling.calls(_lines(patch, b"+")) - telling.calls(_lines(patch, b"-"))
+    return cpp_lines.calls(_lines(patch, b"+")) - cpp_lines.calls(_lines(patch, b"-"))
 
 
 def _classes(patch: Patch) -> Counter[str]:
     added, removed = (
-        Counter(telling.kind(line) for line in _lines(patch, mark)) for mark in (b"+", b"-")
+        Counter(cpp_lines.kind(line) for line in _lines(patch, mark)) for mark in (b"+", b"-")
     )
     found = added - removed
     del found[""]

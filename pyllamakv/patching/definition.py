@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from pyllamakv.errors import PatchFormatError
-from pyllamakv.patching import header, hunks, shared_files, tables
+from pyllamakv.patching import hunks, mail_header, shared_files, strict_toml
 from pyllamakv.source.releases import is_name, sdist_version
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def load(folder: Path, *, missing_ok: bool = False) -> Definition:
     with the file, for what is wrong.
     """
     path = folder / "patch.toml"
-    table = tables.load(path, _KEYS, schema=1)
+    table = strict_toml.load(path, _KEYS, schema=1)
     id_ = table.string("id")
     if id_ != folder.name or not ID.fullmatch(id_):
         raise table.wrong(f"id is {id_!r}; expected the folder's name, of a-z, 0-9 and -")
@@ -200,7 +200,7 @@ def file_of(definition: Definition, base: str) -> Path:
 
 
 def _port(
-    table: tables.Table,
+    table: strict_toml.Table,
     definition: Definition,
     shared: Mapping[str, bytes],
     *,
@@ -234,14 +234,14 @@ def _port(
         if file.path in shared:
             msg = f"{path} changes {file.path}: change {shared_files.FOLDER}/{file.path} instead"
             raise PatchFormatError(msg, str(path), file.line)
-    head = header.write(definition, text)
+    head = mail_header.write(definition, text)
     return replace(text, patch=shared_files.compose(head, hooks, shared))
 
 
 _MARKER = ("file", "has", "lacks", "exists")
 
 
-def _marker(table: tables.Table) -> Marker:
+def _marker(table: strict_toml.Table) -> Marker:
     exists: Any = table.data.get("exists")
     marker = Marker(
         file=table.string("file"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from pyllamakv.errors import PatchConflict
-from pyllamakv.patching import headings, places
+from pyllamakv.patching import headings, hunk_locator
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -235,8 +235,8 @@ def place(data: bytes, file: FilePatch) -> tuple[list[Placement], bytes]:
 
     The content is the old one where a hunk has no place.
     """
-    lines = places.lines_of(data)
-    index = places.Index(lines)
+    lines = hunk_locator.lines_of(data)
+    index = hunk_locator.Index(lines)
     found = _Search(file, index)
     placements: list[Placement] = []
     out: list[bytes] = []
@@ -259,20 +259,20 @@ def place(data: bytes, file: FilePatch) -> tuple[list[Placement], bytes]:
 class _Search:
     """Find the places of the hunks of one file."""
 
-    def __init__(self, file: FilePatch, index: places.Index) -> None:
+    def __init__(self, file: FilePatch, index: hunk_locator.Index) -> None:
         self.file = file
         self.index = index
         self.headings = headings.Headings(index.lines)
         self.old = [index.find(hunk.old, hunk) for hunk in file.hunks]
         self.offsets = [
-            found[0] - places.start_of(hunk) if len(found) == 1 else None
+            found[0] - hunk_locator.start_of(hunk) if len(found) == 1 else None
             for hunk, found in zip(file.hunks, self.old, strict=True)
         ]
 
     def place(self, number: int, done: int, *, straight: bool) -> Placement:
         """Return the placement of a hunk (counted from 1), after the lines that are in use."""
         hunk = self.file.hunks[number - 1]
-        start = places.start_of(hunk)
+        start = hunk_locator.start_of(hunk)
         found = [at for at in self.old[number - 1] if at >= done]
         if start in found and straight:
             return self._certain(number, hunk, start)
@@ -289,7 +289,7 @@ class _Search:
 
     def _certain(self, number: int, hunk: Hunk, at: int) -> Placement:
         """Return the placement at the only match of the old lines, or the reason to refuse it."""
-        offset = at - places.start_of(hunk)
+        offset = at - hunk_locator.start_of(hunk)
         head = headings.expected(hunk, self.file.old or self.file.path)
         other = self.headings.differs(head, at)
         present = self._present(number, hunk, head, at, elsewhere=bool(other))
@@ -312,7 +312,7 @@ class _Search:
         The original place is the line in the patch, moved by the offset of a neighbouring hunk. If
         the hunk names its function, it is any line of that function that is nearer than ``at``.
         """
-        start = places.start_of(hunk)
+        start = hunk_locator.start_of(hunk)
         if at == start or not hunk.new or not (hunk.added or hunk.removed):
             return None
         moved = self._moved(number)

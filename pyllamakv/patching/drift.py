@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import NoTextApplies, PatchConflict
-from pyllamakv.patching import anchors, choose, compare, draft, places, status, successors, trees
+from pyllamakv.patching import (
+    anchors,
+    compare,
+    draft,
+    hunk_locator,
+    port_choice,
+    rename_detection,
+    status,
+    trees,
+)
 from pyllamakv.patching import series as series_module
 from pyllamakv.source import history, lock
 from pyllamakv.source.store import Store, open_store
@@ -43,7 +52,7 @@ class HunkDrift:
     function: str = ""
     fuzz: Fuzz = 0
     blanks: bool = False
-    moved: tuple[successors.Successor, ...] = ()
+    moved: tuple[rename_detection.Successor, ...] = ()
     changed: str = ""
 
     def __str__(self) -> str:
@@ -130,9 +139,9 @@ def drift(
 def why(release: Release, names: Sequence[str | PatchText] | None = None) -> str:
     """Say in a line which hunks of patches have no place on a release, and since which release.
 
-    ``names`` as in `choose.plan_release`; of each patch the first such hunk. Empty where all apply.
+    ``names`` as in `port_choice.plan_release`; of each patch the first such hunk. Empty where all apply.
     """
-    series = choose.only(series_module.load(), names)
+    series = port_choice.only(series_module.load(), names)
     said = []
     for one in drift(release, series=series):
         if one.state == "fails" and one.bad:
@@ -191,7 +200,7 @@ def _hunk(
     needed: Fuzz = None
     blanks = stands = False
     if entry is not None:
-        index = places.Index(places.lines_of(entry.data))
+        index = hunk_locator.Index(hunk_locator.lines_of(entry.data))
         stands = bool(index.find(hunk.old, hunk))
         needed = fuzz(hunk, index)
         blanks = needed != 0 and _blanks(hunk, index)
@@ -214,11 +223,11 @@ def _hunk(
 @functools.lru_cache(maxsize=64)
 def _successors(
     tree: trees.StoreTree, path: str, lines: tuple[bytes, ...]
-) -> tuple[successors.Successor, ...]:
-    return successors.find(tree, path, lines)
+) -> tuple[rename_detection.Successor, ...]:
+    return rename_detection.find(tree, path, lines)
 
 
-def fuzz(hunk: Hunk, index: places.Index) -> Fuzz:
+def fuzz(hunk: Hunk, index: hunk_locator.Index) -> Fuzz:
     """Return the fuzz that `patch` would need for a hunk, or None where it would give up."""
     before, after = hunk.context
     if not hunk.added and not hunk.removed:
@@ -234,8 +243,8 @@ def fuzz(hunk: Hunk, index: places.Index) -> Fuzz:
     return None
 
 
-def _blanks(hunk: Hunk, index: places.Index) -> bool:
-    bare = places.Index([b" ".join(line.split()) for line in index.lines])
+def _blanks(hunk: Hunk, index: hunk_locator.Index) -> bool:
+    bare = hunk_locator.Index([b" ".join(line.split()) for line in index.lines])
     return bool(bare.matches([b" ".join(line.split()) for line in hunk.old]))
 
 
@@ -288,4 +297,4 @@ def _stands(file: FilePatch, hunk: Hunk, tree: Tree) -> bool:
     entry = tree.entry(file.old or "")
     if entry is None:
         return False
-    return bool(places.Index(places.lines_of(entry.data)).matches(hunk.old))
+    return bool(hunk_locator.Index(hunk_locator.lines_of(entry.data)).matches(hunk.old))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import UsageError
-from pyllamakv.patching import export
+from pyllamakv.patching import patch_export
 from pyllamakv.source import gitting
 from pyllamakv.source.files import write_whole
 
@@ -45,7 +45,7 @@ def mails(store: Store, base: str, patched: Patched) -> tuple[Mail, ...]:
     return tuple(
         Mail(
             f"{number:04d}-{text.id}.patch",
-            export.format_patch(store, commit, f"PATCH {number}/{len(commits)}"),
+            patch_export.format_patch(store, commit, f"PATCH {number}/{len(commits)}"),
         )
         for number, (commit, text) in enumerate(zip(commits, patched.texts, strict=True), 1)
     )

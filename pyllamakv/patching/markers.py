@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from pyllamakv.patching import definition, places, telling
+from pyllamakv.patching import cpp_lines, definition, hunk_locator
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -42,12 +42,12 @@ def _line(file: FilePatch, path: str, tree: Tree, others: Sequence[Tree]) -> str
     there = tree.entry(path)
     if there is None:
         return ""
-    lines = places.lines_of(there.data)
+    lines = hunk_locator.lines_of(there.data)
     elsewhere = [e.data if e else b"" for e in (other.entry(path) for other in others)]
     best: tuple[tuple[int, int], str] = ((-1, -1), "")
     for raw in dict.fromkeys(line for hunk in file.hunks for line in hunk.old):
         line = raw.strip()
-        if len(line) not in _LENGTH or not line.isascii() or not telling.tells(raw):
+        if len(line) not in _LENGTH or not line.isascii() or not cpp_lines.tells(raw):
             continue
         if lines.count(raw) != 1:
             continue

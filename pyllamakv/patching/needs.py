@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pyllamakv.patching.definition import Definition
+    from pyllamakv.patching.rebase_session import Session
     from pyllamakv.patching.series import Series
-    from pyllamakv.patching.waiting import Session
     from pyllamakv.source.releases import Release
     from pyllamakv.source.store import Store
 

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.patching import compare, status, telling, trees
+from pyllamakv.patching import compare, cpp_lines, status, trees
 from pyllamakv.patching import series as series_module
 from pyllamakv.source import lock
 from pyllamakv.source.store import Store, open_store
@@ -203,7 +203,7 @@ def hooks(patch: Patch, base: trees.StoreTree, places: set[str]) -> tuple[set[st
     old = [line for file in parts for hunk in file.hunks for line in hunk.removed]
     heads = [compare.heading(hunk).encode() for file in parts for hunk in file.hunks]
     added = [line for file in patch.files for hunk in file.hunks for line in hunk.added]
-    asked, made = set(telling.names([*old, *heads])), set(telling.calls(added))
+    asked, made = set(cpp_lines.names([*old, *heads])), set(cpp_lines.calls(added))
     files = holders(base, asked | made, places)
     few = {name for name in asked if 1 <= len(files.get(name, ())) <= _FEW}
     return few, {name for name in made if name not in files and "_" in name}

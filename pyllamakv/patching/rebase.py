@@ -15,15 +15,15 @@ from pyllamakv.errors import NoTextApplies, PatchConflict, PatchError, UsageErro
 from pyllamakv.patching import (
     advice,
     anchors,
-    choose,
     compare,
-    directory,
-    export,
+    foreign_series,
     hunks,
     needs,
-    placing,
+    patch_export,
+    port_choice,
+    port_writer,
+    rebase_session,
     trees,
-    waiting,
     worktree,
 )
 from pyllamakv.patching import series as series_module
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pyllamakv.patching.definition import Definition
+    from pyllamakv.patching.rebase_session import Session
     from pyllamakv.patching.series import Series
-    from pyllamakv.patching.waiting import Session
     from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
 
@@ -111,7 +111,7 @@ def resume(id_: str, *, store: Store | None = None) -> Iterator[Rebased]:
         session = _waiting(store, id_)
         _refuse_unmerged(store, session)
         done = _finish(store, session, worktree.take(session.folder(store)), "resolved")
-        waiting.clear(store, id_)
+        rebase_session.clear(store, id_)
     yield done
     yield from _behind(session, store)
 
@@ -121,7 +121,7 @@ def skip(id_: str, *, store: Store | None = None) -> Iterator[Rebased]:
     store = store or open_store()
     with store.lock(f"rebase-{id_}"):
         session = _waiting(store, id_)
-        waiting.clear(store, id_)
+        rebase_session.clear(store, id_)
     yield Rebased(id_, session.onto, "skipped", session.base, session.anchor)
     yield from _behind(session, store)
 
@@ -130,7 +130,7 @@ def abort(id_: str, *, store: Store | None = None) -> None:
     """Remove a rebase that waits, or what a killed process left of one; texts stay as they were."""
     store = store or open_store()
     with store.lock(f"rebase-{id_}"):
-        waiting.clear(store, id_)
+        rebase_session.clear(store, id_)
 
 
 def _start(
@@ -148,12 +148,12 @@ def _start(
     definition = series.definition(id_)
     release = trees.present(store, sources.resolve(onto), progress)
     if to is None:
-        placing.refuse(series, definition, release)
+        port_writer.refuse(series, definition, release)
     with store.lock(f"rebase-{id_}"):
-        there = waiting.load(store, id_)
+        there = rebase_session.load(store, id_)
         if there is not None and there.phase == "waiting":
             raise advice.waits(store, there, f"A rebase of {id_} onto {there.onto} waits already")
-        waiting.clear(store, id_)  # what a killed process left
+        rebase_session.clear(store, id_)  # what a killed process left
         found = None if force else _served(series, definition, release, store)
         if found is not None:
             note = f"the text for {found.base} applies as it is; --force writes one all the same"
@@ -166,7 +166,7 @@ def _start(
             names = ", ".join(kept)
             msg = f"{id_} requires {names}; rebase that onto {release.name} first.\n{error}"
             raise NoTextApplies(msg) from error
-        session = waiting.Session(
+        session = rebase_session.Session(
             id=id_,
             onto=release.name,
             era=release.era,
@@ -180,7 +180,7 @@ def _start(
             to=str(to.resolve()) if to else None,
             then=then,
         ).write(store, phase="starting")
-        store.publish(waiting.ref(id_), found_at.commit)
+        store.publish(rebase_session.ref(id_), found_at.commit)
         if progress:
             progress(f"merging {id_} into {release.name}", 0, None)
         worktree.make(store, session.folder(store), commit)
@@ -191,7 +191,7 @@ def _start(
             )
         tree = gitting.git(session.folder(store), "write-tree")
         done = _finish(store, session, tree, "clean")
-        waiting.clear(store, id_)
+        rebase_session.clear(store, id_)
     return done
 
 
@@ -206,7 +206,7 @@ def _finish(store: Store, session: Session, tree: str, state: State) -> Rebased:
     definition = series.definition(session.id)
     old = _old(store, session)
     text = replace(old, base=session.onto)
-    data = export.of_tree(store, session.ground, tree, definition, text)
+    data = patch_export.of_tree(store, session.ground, tree, definition, text)
     text = replace(text, patch=hunks.parse(data, f"{session.id}.patch"))
     draft = Draft(trees.StoreTree(store, before))
     draft.apply(text.patch, text.name)
@@ -218,13 +218,13 @@ def _finish(store: Store, session: Session, tree: str, state: State) -> Rebased:
         write_whole(path, data)
     else:
         stock = trees.StoreTree(store, store.tree_of(session.stock))
-        path, more = placing.put(definition, text, session.era, stock, store)
+        path, more = port_writer.put(definition, text, session.era, stock, store)
         notes += more
     return replace(said, path=path, comparison=compare.compare(old, text), notes=notes)
 
 
 def _old(store: Store, session: Session) -> PatchText:
-    data = export.format_patch(store, session.pick)
+    data = patch_export.format_patch(store, session.pick)
     return PatchText(
         session.id, hunks.parse(data, session.id), session.base, requires=session.requires
     )
@@ -239,20 +239,20 @@ def _served(
     series: Series, definition: Definition, release: Release, store: Store
 ) -> PatchText | None:
     try:
-        plan = choose.plan_release(release, [definition.id], series=series, store=store)
+        plan = port_choice.plan_release(release, [definition.id], series=series, store=store)
     except (PatchConflict, NoTextApplies):
         return None
     return plan.texts[-1]
 
 
 def _series(patches: Path | None) -> Series:
-    return series_module.load() if patches is None else directory.load(patches)
+    return series_module.load() if patches is None else foreign_series.load(patches)
 
 
 def _waiting(store: Store, id_: str) -> Session:
-    session = waiting.load(store, id_)
+    session = rebase_session.load(store, id_)
     if session is None or session.phase != "waiting":
-        cut = session is not None or waiting.place(store, id_).is_dir()
+        cut = session is not None or rebase_session.place(store, id_).is_dir()
         if cut:
             msg = f"The rebase of {id_} was cut short; clear it with --abort and start again."
         else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pyllamakv import home
 from pyllamakv.errors import PatchFormatError, UnknownPatch
-from pyllamakv.patching import definition, tables
+from pyllamakv.patching import definition, strict_toml
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,7 +51,7 @@ def load(folder: Path | None = None, *, missing_ok: bool = False) -> Series:
     With ``missing_ok`` texts whose file is not written yet are empty.
     """
     folder = folder or home.data("patches")
-    table = tables.load(folder / "series.toml", {"schema", "order"}, schema=1)
+    table = strict_toml.load(folder / "series.toml", {"schema", "order"}, schema=1)
     order = table.strings("order", ())
     twice = sorted({id_ for id_ in order if order.count(id_) > 1})
     if twice:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from pyllamakv.errors import SourceError
-from pyllamakv.patching import choose, trees
+from pyllamakv.patching import port_choice, trees
 from pyllamakv.patching import series as series_module
 from pyllamakv.patching.draft import Draft
 from pyllamakv.source.store import Store, open_store
@@ -127,10 +127,10 @@ def of_tree(name: str, series: Series, tree: Tree) -> tuple[PatchStatus, ...]:
 def _one(
     release: str, definition: Definition, draft: Draft, tree: Tree, applied: Sequence[str]
 ) -> PatchStatus:
-    texts = choose.candidates(definition, release)
+    texts = port_choice.candidates(definition, release)
     attempts = tuple(_attempt(text, draft, tree) for text in texts)
-    chosen = choose.choose(definition, draft, tree, release, applied)
-    if isinstance(chosen, choose.Step):
+    chosen = port_choice.choose(definition, draft, tree, release, applied)
+    if isinstance(chosen, port_choice.Step):
         moved = any(placement.offset for placement in chosen.placements)
         state: State = "offset" if moved else "applies"
         return PatchStatus(release, definition.id, state, chosen.text.base, "", attempts)

@@ -15,7 +15,7 @@ import numpy as np
 from pyllamakv.binding import protocol, wire
 from pyllamakv.errors import StateError
 from pyllamakv.home import data as shipped
-from pyllamakv.patching import directory, header, hunks
+from pyllamakv.patching import foreign_series, hunks, mail_header
 from pyllamakv.runtime import gguf_file, state, staterows
 from pyllamakv.scenarios import synthetic
 from pyllamakv.source import lock
@@ -186,9 +186,9 @@ def patches(_folder: Path) -> Target:
 
     def run(data: bytes) -> Iterable[Hashable]:
         for piece in hunks.split(data):
-            header.parse(piece)
+            mail_header.parse(piece)
             found = hunks.parse(piece)
-            author, message = header.commit_words(PatchText.of(found, Path("a.patch")))
+            author, message = mail_header.commit_words(PatchText.of(found, Path("a.patch")))
             said = "".join((*author.values(), message)).encode("utf-8", "surrogateescape")
             if b"\0" in said:
                 raise Broken("git would be told of a zero byte")
@@ -199,7 +199,7 @@ def patches(_folder: Path) -> Target:
                     _ = (hunks_left.data, found.only(file.path).paths)
         return [len(found.files), found.files[0].copied]
 
-    names = ("hunks", "reading", "header", "definition")
+    names = ("hunks", "reading", "mail_header", "definition")
     modules = tuple(f"{_HERE}patching.{name}" for name in names)
     return Target(run, _patches(), modules)
 
@@ -246,7 +246,7 @@ def tables(folder: Path) -> Target:
         # The first byte of a listing is quilt's, of which no table begins.
         (listing if data[:1] == b"#" else order).write_bytes(first)
         about.write_bytes(second)
-        found = directory.load(folder)
+        found = foreign_series.load(folder)
         return [len(found), *(len(each.texts) for each in found)]
 
     series = b'schema = 1\norder = [\n  "own",\n]\n\0'
@@ -258,7 +258,7 @@ def tables(folder: Path) -> Target:
         b'schema = 1\nid = "own"\ntitle = "T"\nwhy = "W"\norigin = "o"\nupstream = "u"\n'
         b'releases = "<=0.3.9"\nscenarios = ["s"]\nshared = []\n' + own[own.index(b"[[port]]") :]
     )
-    names = ("directory", "series", "definition", "tables")
+    names = ("foreign_series", "series", "definition", "strict_toml")
     return Target(run, (series + own, series + small, b"# quilt\nown/0.3.9.patch -p1\n"),
                   tuple(f"{_HERE}patching.{name}" for name in names))  # fmt: skip
 

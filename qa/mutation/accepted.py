@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import PatchFormatError
-from pyllamakv.patching import tables
+from pyllamakv.patching import strict_toml
 from qa.mutation.mutant import listed
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Equivalent:
 def load(path: Path | None = None) -> tuple[Equivalent, ...]:
     """Read the file; raises PatchFormatError for one without a reason, or one twice."""
     path = path or FILE
-    table = tables.load(path, {"schema", "mutant"}, schema=1)
+    table = strict_toml.load(path, {"schema", "mutant"}, schema=1)
     found = tuple(
         Equivalent(
             part.string("file"),

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pyllamakv.patching.places import lines_of
+from pyllamakv.patching.hunk_locator import lines_of
 
 if TYPE_CHECKING:
-    from pyllamakv.patching.choose import Step
     from pyllamakv.patching.draft import Placement, Tree
     from pyllamakv.patching.hunks import FilePatch
+    from pyllamakv.patching.port_choice import Step
 
 
 @dataclass(frozen=True)

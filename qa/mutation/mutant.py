@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import PatchConflict, PatchError
-from pyllamakv.patching import choose, trees
+from pyllamakv.patching import port_choice, trees
 from qa.mutation import lines, operators
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _without_hunks(
                 each.without(file.path, number) if each is text else each for each in patched.texts
             ]
             try:
-                plan = choose.plan_release(release, texts, store=store)
+                plan = port_choice.plan_release(release, texts, store=store)
             except (PatchConflict, PatchError):
                 reasons["hunk that others rest on"] += 1
                 continue

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from patching_kit import SHOWN, WITH, Bench, code, diff, numbered
 
 from pyllamakv.cli import patch_views
-from pyllamakv.patching import directory, drift, hunks, places, series, status
+from pyllamakv.patching import drift, foreign_series, hunk_locator, hunks, series, status
 from pyllamakv.source import lock
 from pyllamakv.source.store import open_store
 
@@ -92,7 +92,7 @@ def test_a_text_without_a_base(bench: Bench, tmp_path: Path) -> None:
     """A stranger's patch counts as written for the nearest release that has its lines."""
     file = tmp_path / "theirs.diff"
     file.write_bytes(diff(OLD, ONE))
-    theirs = directory.load(file)
+    theirs = foreign_series.load(file)
     words = {"series": theirs, "store": bench.store}
     (found,) = drift.drift(bench.releases["0.3.5"], **words)
     assert (found.base, [hunk.changed for hunk in found.hunks]) == ("", ["", "0.3.4"])
@@ -187,4 +187,4 @@ def test_fuzz_is_least(before: int, after: int, head: int, tail: int) -> None:
         head and head + longest - before,
         tail and tail + longest - after,
     )
-    assert drift.fuzz(hunk, places.Index(lines)) == wanted
+    assert drift.fuzz(hunk, hunk_locator.Index(lines)) == wanted

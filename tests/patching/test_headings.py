@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from patching_kit import diff
 
-from pyllamakv.patching import headings, hunks, places
+from pyllamakv.patching import headings, hunk_locator, hunks
 
 CODE = b"""\
 #include "a.h"
@@ -71,9 +71,9 @@ def test_the_heading_is_git_s(lines: list[str], choice: st.DataObject) -> None:
     new = "\n".join([*lines[:place], "changed", *lines[place + 1 :]]).encode() + b"\n"
     data = diff({"f.cpp": old}, {"f.cpp": new})
     if data:
-        found = headings.Headings(places.lines_of(old))
+        found = headings.Headings(hunk_locator.lines_of(old))
         for one in hunks.parse(data).files[0].hunks:
-            assert found.git(places.start_of(one)) == headings.written(one)
+            assert found.git(hunk_locator.start_of(one)) == headings.written(one)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from patching_kit import Bench, git, numbered
 
 from pyllamakv.cli import main
 from pyllamakv.errors import UsageError
-from pyllamakv.patching import apply, directory, mails, series
+from pyllamakv.patching import apply, foreign_series, mails, series
 from pyllamakv.source import gitting, lock, releases, sources
 from pyllamakv.source.store import Store, open_store
 
@@ -98,7 +98,7 @@ def test_the_folder_is_a_quilt_folder(bench: Bench, tmp_path: Path) -> None:
     head, *names = (tmp_path / "out" / "series").read_text("utf-8").splitlines()
     assert bench.releases["0.3.1"].commit in head
     assert names == ["0001-one.patch", "0002-two.patch"]
-    again = directory.load(tmp_path / "out")
+    again = foreign_series.load(tmp_path / "out")
     assert again.order == ("one", "two")
 
 

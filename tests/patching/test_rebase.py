@@ -8,7 +8,7 @@ import pytest
 from patching_kit import Bench, numbered
 
 from pyllamakv.errors import NoTextApplies, RebaseWaiting, UsageError
-from pyllamakv.patching import apply, export, lint, rebase, series, waiting, worktree
+from pyllamakv.patching import apply, lint, patch_export, rebase, rebase_session, series, worktree
 from pyllamakv.source import lock, sources
 from pyllamakv.source.store import open_store
 
@@ -70,8 +70,8 @@ def test_clean(bench: Bench) -> None:
     patched = apply.apply(bench.releases["0.3.2"], ["one"], series=loaded, store=bench.store)
     expected = numbered(60, l10="x", l13="upstream", l30="up\nup", l40="y")
     assert bench.store.read(patched.tree, "src/a.cpp") == expected
-    pairs = export.chosen(loaded, ["one"])
-    assert all(one.same for one in export.check(loaded, pairs, store=bench.store))
+    pairs = patch_export.chosen(loaded, ["one"])
+    assert all(one.same for one in patch_export.check(loaded, pairs, store=bench.store))
     assert not [f for f in lint.lint(bench.folder) if "one" in f.path]
     assert not left(bench)
     # the second release now has a text of its own: nothing is left to do
@@ -206,7 +206,7 @@ def test_killed(bench: Bench, monkeypatch: pytest.MonkeyPatch, moment: str) -> N
         patch.setattr(worktree, moment, die)
         with pytest.raises(KilledError):
             carry(bench, "one", onto="0.3.2")
-    assert waiting.ids(bench.store) == ("one",)
+    assert rebase_session.ids(bench.store) == ("one",)
     with pytest.raises(UsageError, match="cut short"):
         list(rebase.resume("one"))
     if moment == "make":

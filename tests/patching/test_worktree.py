@@ -11,7 +11,7 @@ import pytest
 from patching_kit import numbered
 
 from pyllamakv.errors import GitError, PatchError
-from pyllamakv.patching import waiting, worktree
+from pyllamakv.patching import rebase_session, worktree
 from pyllamakv.source import gitting
 from pyllamakv.source.store import Store, open_store
 
@@ -146,17 +146,17 @@ def test_other_failures_are_errors(store: Store, tmp_path: Path) -> None:
 )
 def test_state_of_a_rebase(store: Store) -> None:
     """The state comes back as it was written; one that is damaged is told and can be cleared."""
-    session = waiting.Session(
+    session = rebase_session.Session(
         "one", "0.3.2", "era", *"abc", "0.3.1", "d", requires=("x",), then=("y",)
     )
-    assert waiting.load(store, "one") is None
+    assert rebase_session.load(store, "one") is None
     written = session.write(store, phase="waiting")
-    assert waiting.load(store, "one") == written
-    assert waiting.ids(store) == ("one",)
+    assert rebase_session.load(store, "one") == written
+    assert rebase_session.ids(store) == ("one",)
     for damage in ("{", "1", "[" * 100_000):
-        (waiting.place(store, "one") / "state.json").write_text(damage)
+        (rebase_session.place(store, "one") / "state.json").write_text(damage)
         with pytest.raises(PatchError, match="--abort"):
-            waiting.load(store, "one")
-    assert waiting.clear(store, "one")
-    assert not waiting.clear(store, "one")
-    assert waiting.ids(store) == ()
+            rebase_session.load(store, "one")
+    assert rebase_session.clear(store, "one")
+    assert not rebase_session.clear(store, "one")
+    assert rebase_session.ids(store) == ()

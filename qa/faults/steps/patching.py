@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Any, Final
 
-from pyllamakv.patching import apply, rebase, series, waiting
+from pyllamakv.patching import apply, rebase, rebase_session, series
 from pyllamakv.patching.definition import PatchText
 from pyllamakv.source import gitting, sources, vendor
 from pyllamakv.source.store import open_store
@@ -101,7 +101,7 @@ class Rebase(Step):
         """Rebase, unless that was done before; the series is what counts."""
         patches = folder / "patches"
         store = open_store()
-        if waiting.ids(store):
+        if rebase_session.ids(store):
             rebase.abort("one", store=store)
         states = [each.state for each in rebase.rebase(["one"], _NEW, patches=patches)]
         assert states in (["clean"], ["applies"]), states

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pyllamakv.patching import header
+from pyllamakv.patching import mail_header
 from pyllamakv.patching.definition import Definition, PatchText
-from pyllamakv.patching.header import Mail
 from pyllamakv.patching.hunks import Patch
+from pyllamakv.patching.mail_header import Mail
 from pyllamakv.source import gitting
 
 SHAPE = Definition(
@@ -18,9 +18,9 @@ TEXT = PatchText("p", Patch(b"", ()), "0.3.9", requires=("q",))
 
 def test_written_header_is_read_back() -> None:
     """What is written has identity, title, reasons and one line per fact."""
-    mail = header.parse(header.write(SHAPE, TEXT))
+    mail = mail_header.parse(mail_header.write(SHAPE, TEXT))
     assert (mail.name, mail.email, mail.subject) == (gitting.NAME, gitting.EMAIL, "Do it")
-    assert f"{mail.subject}\n\n{mail.body}\n" == header.message(SHAPE, TEXT)
+    assert f"{mail.subject}\n\n{mail.body}\n" == mail_header.message(SHAPE, TEXT)
     facts = ["Patch: p", "Base: 0.3.9", "Requires: q", "Origin: own work", "Scenario: b"]
     assert set(facts) <= set(mail.body.splitlines())
 
@@ -41,4 +41,4 @@ def test_written_header_is_read_back() -> None:
 )
 def test_foreign_headers(data: bytes, mail: Mail) -> None:
     """Folded, encoded, carriage-returned and missing headers are all read."""
-    assert header.parse(data) == mail
+    assert mail_header.parse(data) == mail

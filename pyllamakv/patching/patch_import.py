@@ -15,12 +15,12 @@ import tomlkit
 
 from pyllamakv.errors import NoTextApplies, PatchConflict, UsageError
 from pyllamakv.patching import (
-    directory,
-    export,
-    header,
+    foreign_series,
     hunks,
     lint,
+    mail_header,
     markers,
+    patch_export,
     shared_files,
     trees,
 )
@@ -95,7 +95,7 @@ class Imported:
 
 def read(path: Path) -> tuple[PatchText, ...]:
     """Read what a user hands over: a file, a mailbox of several mails, or a folder of files."""
-    return tuple(text for definition in directory.load(path) for text in definition.texts)
+    return tuple(text for definition in foreign_series.load(path) for text in definition.texts)
 
 
 def trials(
@@ -158,7 +158,7 @@ def take(
     shape = _described(texts, id_, path, scenarios, title)
     text = PatchText(id_, hunks.Patch(b"", ()), chosen.name, title=shape.title)
     tree = trees.write(store, stock.tree, draft)
-    data = export.of_tree(store, chosen.commit, tree, shape, text)
+    data = patch_export.of_tree(store, chosen.commit, tree, shape, text)
     text = replace(text, patch=hunks.parse(data, f"{id_}.patch"))
     found = markers.propose(text.patch, stock)
     file = folder / id_ / f"{chosen.name}.patch"
@@ -196,7 +196,7 @@ def _base(tried: Sequence[Trial], base: str, *, named: bool, path: Path) -> Rele
 def _described(
     texts: Sequence[PatchText], id_: str, path: Path, scenarios: Sequence[str], title: str | None
 ) -> Definition:
-    mails = [header.parse(text.patch.header) for text in texts]
+    mails = [mail_header.parse(text.patch.header) for text in texts]
     who = next((f", by {m.name} <{m.email}>" for m in mails if m.name and m.email), "")
     subject = title or mails[0].subject or id_.replace("-", " ").capitalize()
     body = "\n\n".join(part for mail in mails for part in (_trimmed(mail.body),) if part)

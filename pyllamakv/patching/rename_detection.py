@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
-from pyllamakv.patching import telling
+from pyllamakv.patching import cpp_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,8 +38,8 @@ def find(tree: StoreTree, path: str, lines: Iterable[bytes]) -> tuple[Successor,
     more files have it. At most three are returned, none where nothing is like it, or nothing is
     more like it than ``path`` itself.
     """
-    old = [line for line in lines if telling.tells(line)]
-    wanted = {telling.plain(line) for line in old} | set(telling.names(old))
+    old = [line for line in lines if cpp_lines.tells(line)]
+    wanted = {cpp_lines.plain(line) for line in old} | set(cpp_lines.names(old))
     top = path.split("/", 1)[0]
     near = _kinds(path)
     paths = [
@@ -70,7 +70,7 @@ def find(tree: StoreTree, path: str, lines: Iterable[bytes]) -> tuple[Successor,
 @functools.lru_cache(maxsize=1024)
 def _parts(data: bytes) -> frozenset[str]:
     lines = data.split(b"\n")
-    return frozenset({*map(telling.plain, lines), *telling.names(lines)})
+    return frozenset({*map(cpp_lines.plain, lines), *cpp_lines.names(lines)})
 
 
 def _kinds(path: str) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.patching import successors, trees
+from pyllamakv.patching import rename_detection, trees
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ def test_the_likeliest_file(tmp_path: Path) -> None:
         **{f"src/m{n}.cpp": b"int x() {\n    return;\n}\n" for n in range(5)},
     }
     tree = trees.StoreTree(store, store.commit(None, files, "x")[1])
-    found = successors.find(tree, "src/old.cpp", LINES)
+    found = rename_detection.find(tree, "src/old.cpp", LINES)
     assert [one.path for one in found] == ["src/new.cpp"]
     assert found[0].likeness > 0.9
-    assert successors.find(tree, "src/old.cpp", [b"nothing_like_it(here);\n"]) == ()
-    assert successors.find(tree, "src/old.cpp", [b"}\n", b"\n"]) == ()
+    assert rename_detection.find(tree, "src/old.cpp", [b"nothing_like_it(here);\n"]) == ()
+    assert rename_detection.find(tree, "src/old.cpp", [b"}\n", b"\n"]) == ()
     # code that still stands where it stood went nowhere
-    assert successors.find(tree, "src/new.cpp", LINES) == ()
+    assert rename_detection.find(tree, "src/new.cpp", LINES) == ()

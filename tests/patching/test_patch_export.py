@@ -8,7 +8,7 @@ import pytest
 from patching_kit import Bench, fill, numbered
 
 from pyllamakv.errors import PatchFormatError, UnknownRelease, UsageError
-from pyllamakv.patching import apply, export, series
+from pyllamakv.patching import apply, patch_export, series
 from pyllamakv.source import fetch, sources
 from pyllamakv.source.store import open_store
 
@@ -34,7 +34,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 def check(bench: Bench) -> list[tuple[str, str]]:
-    found = export.check(series.load(bench.folder), store=bench.store)
+    found = patch_export.check(series.load(bench.folder), store=bench.store)
     return [(one.id, one.kind) for one in found]
 
 
@@ -44,7 +44,7 @@ def test_round_trip(bench: Bench) -> None:
     patched = apply.apply(
         bench.releases["0.3.1"], ["two"], series=series.load(bench.folder), store=bench.store
     )
-    assert export.format_patch(bench.store, patched.commit) == bench.mail("two", "0.3.1")
+    assert patch_export.format_patch(bench.store, patched.commit) == bench.mail("two", "0.3.1")
 
 
 def test_a_base_without_a_lock_is_fetched(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,10 +81,10 @@ def test_writing_mends_the_file(bench: Bench) -> None:
     data = file.read_bytes()
     file.write_bytes(data.replace(b"@@ -7,7", b"@@ -6,7"))
     loaded = series.load(bench.folder)
-    assert export.write(loaded, export.chosen(loaded), store=bench.store) == (file,)
+    assert patch_export.write(loaded, patch_export.chosen(loaded), store=bench.store) == (file,)
     assert file.read_bytes() == data
     loaded = series.load(bench.folder)
-    assert export.write(loaded, export.chosen(loaded), store=bench.store) == ()
+    assert patch_export.write(loaded, patch_export.chosen(loaded), store=bench.store) == ()
 
 
 def test_from_a_folder(bench: Bench, tmp_path: Path) -> None:
@@ -97,8 +97,8 @@ def test_from_a_folder(bench: Bench, tmp_path: Path) -> None:
     (folder / "common").mkdir()
     (folder / "common" / "build-info.cpp").write_bytes(b"made by the build\n")
     loaded = series.load(bench.folder, missing_ok=True)
-    pairs = export.chosen(loaded, ["two"], "0.3.1")
-    assert export.write(loaded, pairs, folder, store=bench.store) == (file,)
+    pairs = patch_export.chosen(loaded, ["two"], "0.3.1")
+    assert patch_export.write(loaded, pairs, folder, store=bench.store) == (file,)
     assert file.read_bytes() == data
 
 
@@ -107,7 +107,9 @@ def test_a_folder_without_change_is_refused(bench: Bench, tmp_path: Path) -> Non
     fill(tmp_path / "tree", ONE)
     loaded = series.load(bench.folder)
     with pytest.raises(UsageError, match="does not differ"):
-        export.write(loaded, export.chosen(loaded, ["two"]), tmp_path / "tree", store=bench.store)
+        patch_export.write(
+            loaded, patch_export.chosen(loaded, ["two"]), tmp_path / "tree", store=bench.store
+        )
 
 
 def test_nothing_is_written_when_one_fails(bench: Bench) -> None:
@@ -118,14 +120,14 @@ def test_nothing_is_written_when_one_fails(bench: Bench) -> None:
     before = one.read_bytes()
     loaded = series.load(bench.folder)
     with pytest.raises(Exception, match="does not apply"):
-        export.write(loaded, export.chosen(loaded), store=bench.store)
+        patch_export.write(loaded, patch_export.chosen(loaded), store=bench.store)
     assert one.read_bytes() == before
 
 
 def test_unknown_base_is_refused(bench: Bench) -> None:
     """A base without a text is a usage error."""
     with pytest.raises(UsageError, match=r"0\.9"):
-        export.chosen(series.load(bench.folder), [], "0.9")
+        patch_export.chosen(series.load(bench.folder), [], "0.9")
 
 
 def test_shared_files_are_written_once(bench: Bench, tmp_path: Path) -> None:
@@ -144,8 +146,8 @@ def test_shared_files_are_written_once(bench: Bench, tmp_path: Path) -> None:
     before = [bench.file("three", base).read_bytes() for base in ports]
     fill(tmp_path / "tree", ONE | {"src/shared.h": b"// changed\n"})
     loaded = series.load(bench.folder)
-    pairs = export.chosen(loaded, ["three"], "0.3.1")
-    assert export.write(loaded, pairs, tmp_path / "tree", store=bench.store) == (file,)
+    pairs = patch_export.chosen(loaded, ["three"], "0.3.1")
+    assert patch_export.write(loaded, pairs, tmp_path / "tree", store=bench.store) == (file,)
     assert file.read_bytes() == b"// changed\n"
     assert [bench.file("three", base).read_bytes() for base in ports] == before
     for base in ports:
@@ -160,7 +162,7 @@ def test_a_folder_without_a_shared_file_is_refused(bench: Bench, tmp_path: Path)
     before = bench.file("three", "0.3.1").read_bytes()
     fill(tmp_path / "tree", ONE)
     loaded = series.load(bench.folder)
-    pairs = export.chosen(loaded, ["three"], "0.3.1")
+    pairs = patch_export.chosen(loaded, ["three"], "0.3.1")
     with pytest.raises(PatchFormatError, match=r"does not add src/shared\.h"):
-        export.write(loaded, pairs, tmp_path / "tree", store=bench.store)
+        patch_export.write(loaded, pairs, tmp_path / "tree", store=bench.store)
     assert bench.file("three", "0.3.1").read_bytes() == before

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyllamakv.patching import telling
+from pyllamakv.patching import cpp_lines
 
 
 @pytest.mark.parametrize(
@@ -28,8 +28,8 @@ from pyllamakv.patching import telling
 )
 def test_kind(line: bytes, kind: str) -> None:
     """Each class has its lines."""
-    assert telling.kind(line) == kind
-    assert telling.tells(line) is bool(kind)
+    assert cpp_lines.kind(line) == kind
+    assert cpp_lines.tells(line) is bool(kind)
 
 
 def test_calls_and_names() -> None:
@@ -38,8 +38,8 @@ def test_calls_and_names() -> None:
         b'if (a->find_slot(x) && min<int>(1, 2)) { log("f(x)"); } // g(x)\n',
         b"#define h(x)\n",
     ]
-    assert telling.calls(lines) == {"find_slot": 1, "min": 1, "log": 1}
-    assert set(telling.names([b"auto cell = cells[i].delta; // words\n"])) == {
+    assert cpp_lines.calls(lines) == {"find_slot": 1, "min": 1, "log": 1}
+    assert set(cpp_lines.names([b"auto cell = cells[i].delta; // words\n"])) == {
         "cell", "cells", "delta",
     }  # fmt: skip
 
@@ -48,6 +48,6 @@ def test_calls_and_names() -> None:
 @given(st.binary())
 def test_any_bytes(line: bytes) -> None:
     """No line breaks it."""
-    telling.kind(line)
-    telling.calls([line])
-    assert telling.tells(line) == bool(telling.kind(line))
+    cpp_lines.kind(line)
+    cpp_lines.calls([line])
+    assert cpp_lines.tells(line) == bool(cpp_lines.kind(line))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import NoTextApplies, PatchConflict, UsageError
-from pyllamakv.patching import directory, trees
+from pyllamakv.patching import foreign_series, trees
 from pyllamakv.patching import series as series_module
 from pyllamakv.patching.definition import Definition, PatchText
 from pyllamakv.patching.draft import Draft
@@ -188,9 +188,9 @@ def named(series: Series, names: Sequence[str | PatchText]) -> list[Definition]:
     found: list[Definition] = []
     for name in names:
         if isinstance(name, PatchText):
-            found.append(directory.definition_of(name))
+            found.append(foreign_series.definition_of(name))
         elif os.sep in name or name.endswith((".patch", ".diff")):
-            found += directory.load(Path(name))
+            found += foreign_series.load(Path(name))
         else:
             found.append(series.definition(name))
     return found

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import SourceError, UsageError
-from pyllamakv.patching import export, markers, trees
+from pyllamakv.patching import markers, patch_export, trees
 from pyllamakv.patching.definition import file_of
 from pyllamakv.source import lock, releases
 from pyllamakv.source.files import write_atomic, write_whole
@@ -45,7 +45,7 @@ def put(
     path = file_of(definition, text.base)
     notes = []
     file = definition.folder / "patch.toml"
-    for each, data in export.parts(definition, text.base, text.patch).items():
+    for each, data in patch_export.parts(definition, text.base, text.patch).items():
         if each != path and data != each.read_bytes():
             notes.append(f"review {each}: it changed for every port of {definition.id}")
         write_whole(each, data)

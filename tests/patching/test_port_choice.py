@@ -8,7 +8,7 @@ import pytest
 from patching_kit import Bench, diff, numbered
 
 from pyllamakv.errors import NoTextApplies, PatchConflict, UsageError
-from pyllamakv.patching import choose, series
+from pyllamakv.patching import port_choice, series
 from pyllamakv.patching.definition import PatchText
 from pyllamakv.source.store import open_store
 
@@ -45,8 +45,10 @@ def bench(tmp_path: Path) -> Bench:
     return bench
 
 
-def plan(bench: Bench, release: str, names: list[str | PatchText] | None = None) -> choose.Plan:
-    return choose.plan_release(
+def plan(
+    bench: Bench, release: str, names: list[str | PatchText] | None = None
+) -> port_choice.Plan:
+    return port_choice.plan_release(
         bench.releases[release], names, series=series.load(bench.folder), store=bench.store
     )
 
@@ -77,7 +79,7 @@ def test_the_text_of_the_release_goes_first(bench: Bench) -> None:
     both = plan(bench, "0.3.2", ["one"])
     assert both.texts[0].base == "0.3.2"
     definition = series.load(bench.folder).definition("one")
-    assert [text.base for text in choose.candidates(definition, "0.3.2")] == ["0.3.2", "0.3.1"]
+    assert [text.base for text in port_choice.candidates(definition, "0.3.2")] == ["0.3.2", "0.3.1"]
 
 
 def test_markers_decide_before_the_hunks(bench: Bench) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from pyllamakv.errors import PatchError, PatchFormatError, UnknownRelease, UsageError
-from pyllamakv.patching import apply, choose, header, hunks, shared_files, trees
+from pyllamakv.patching import apply, hunks, mail_header, port_choice, shared_files, trees
 from pyllamakv.patching.definition import file_of
 from pyllamakv.patching.draft import Draft, Entry
 from pyllamakv.source import export as folders
@@ -188,7 +188,7 @@ def base_of(series: Series, text: PatchText, *, store: Store) -> tuple[Release, 
     release = trees.present(store, _release(text.base))
     if not text.requires:
         return release, release.commit, store.tree_of(release)
-    plan = choose.plan_release(release, text.requires, series=series, store=store)
+    plan = port_choice.plan_release(release, text.requires, series=series, store=store)
     patched = apply.write(store, release, plan)
     return release, patched.commit, patched.tree
 
@@ -221,7 +221,7 @@ def of_tree(store: Store, parent: str, tree: str, definition: Definition, text: 
 
     The header comes from the definition; a foreign patch, which has none, keeps its own words.
     """
-    head = header.write(definition, text) if definition.why else text.patch.header
+    head = mail_header.write(definition, text) if definition.why else text.patch.header
     ours = replace(text, patch=replace(text.patch, header=head))
     return format_patch(store, apply.commit_text(store, tree, parent, ours))
 

@@ -8,7 +8,7 @@ import pytest
 from patching_kit import Bench, diff, numbered
 
 from pyllamakv.errors import NoTextApplies, PatchConflict, UsageError
-from pyllamakv.patching import apply, foreign, lint, series
+from pyllamakv.patching import apply, lint, patch_import, series
 from pyllamakv.patching.definition import PatchText
 from pyllamakv.source.store import open_store
 
@@ -42,8 +42,8 @@ def bench(tmp_path: Path) -> Bench:
     return bench
 
 
-def take(bench: Bench, path: Path, id_: str = "mine", **words: object) -> foreign.Imported:
-    return foreign.take(
+def take(bench: Bench, path: Path, id_: str = "mine", **words: object) -> patch_import.Imported:
+    return patch_import.take(
         path,
         id_,
         list(bench.releases.values()),
@@ -96,7 +96,7 @@ def test_new_series(bench: Bench, tmp_path: Path) -> None:
     file = tmp_path / "x.diff"
     file.write_bytes(diff(OLD, NEW))
     own = tmp_path / "own"
-    done = foreign.take(
+    done = patch_import.take(
         file, "x", list(bench.releases.values()), folder=own, scenarios=["s"], store=bench.store
     )
     assert done.findings == ()

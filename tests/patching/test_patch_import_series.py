@@ -8,7 +8,7 @@ import pytest
 from patching_kit import Bench, diff, numbered
 
 from pyllamakv.errors import PatchFormatError, UsageError
-from pyllamakv.patching import apply, directory, status
+from pyllamakv.patching import apply, foreign_series, status
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def test_one_file(bench: Bench, tmp_path: Path) -> None:
     """A file is a series of one patch, named after it."""
     file = tmp_path / "0001-Some Fix.patch"
     file.write_bytes(ONE)
-    found = directory.load(file)
+    found = foreign_series.load(file)
     assert found.order == ("0001-some-fix",)
     patched = apply.apply(bench.releases["0.3.1"], series=found, store=bench.store)
     assert patched.patches == ("0001-some-fix",)
@@ -44,7 +44,7 @@ def test_folder_in_the_order_of_names(tmp_path: Path) -> None:
     """Plain files are taken in the order of their names; other files are not patches."""
     for name, data in {"b.patch": ONE, "a.diff": TWO, "README": b"words"}.items():
         (tmp_path / name).write_bytes(data)
-    assert directory.load(tmp_path).order == ("a", "b")
+    assert foreign_series.load(tmp_path).order == ("a", "b")
 
 
 def test_quilt_series(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_quilt_series(tmp_path: Path) -> None:
     (tmp_path / "b.patch").write_bytes(ONE)
     (tmp_path / "a.patch").write_bytes(TWO)
     (tmp_path / "series").write_text("# ours\nb.patch -p1\n\na.patch # why\n")
-    assert directory.load(tmp_path).order == ("b", "a")
+    assert foreign_series.load(tmp_path).order == ("b", "a")
 
 
 @pytest.mark.parametrize("name", ["../b.patch", "sub/../../b.patch", "{folder}/b.patch"])
@@ -67,13 +67,13 @@ def test_a_quilt_series_stays_in_its_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / "theirs" / "sub").mkdir(parents=True)
     (tmp_path / "theirs" / "series").write_text(name.format(folder=tmp_path))
     with pytest.raises(PatchFormatError, match="outside of its folder"):
-        directory.load(tmp_path / "theirs")
+        foreign_series.load(tmp_path / "theirs")
 
 
 def test_our_own_shape(bench: Bench) -> None:
     """A folder with series.toml is read like the shipped one."""
     bench.add_patch("one", {"0.3.1": (OLD, OLD | {"src/b.cpp": numbered(20, l9="y")})})
-    (definition,) = directory.load(bench.folder)
+    (definition,) = foreign_series.load(bench.folder)
     assert definition.texts[0].markers
 
 
@@ -86,13 +86,13 @@ def test_what_is_not_there_or_no_patch(tmp_path: Path) -> None:
     """Missing paths, empty folders and doubles are refused with what was expected."""
     for name in ("none.patch", "x" * 300):
         with pytest.raises(UsageError, match="no patch file"):
-            directory.load(tmp_path / name)
+            foreign_series.load(tmp_path / name)
     with pytest.raises(UsageError, match="expected series"):
-        directory.load(tmp_path)
+        foreign_series.load(tmp_path)
     for name in ("a.patch", "A.diff"):
         (tmp_path / name).write_bytes(ONE)
     with pytest.raises(UsageError, match="Two files"):
-        directory.load(tmp_path)
+        foreign_series.load(tmp_path)
 
 
 def test_a_mailbox_is_a_series(tmp_path: Path) -> None:
@@ -100,8 +100,8 @@ def test_a_mailbox_is_a_series(tmp_path: Path) -> None:
     mail = b"From 0000000000000000000000000000000000000000 Mon Sep 17 00:00:00 2001\n\n"
     box = tmp_path / "box.patch"
     box.write_bytes(mail + ONE + mail + b"Patch: mine\n\n" + TWO)
-    assert directory.load(box).order == ("box-1", "mine")
-    assert directory.load(tmp_path).order == ("box-1", "mine")
+    assert foreign_series.load(box).order == ("box-1", "mine")
+    assert foreign_series.load(tmp_path).order == ("box-1", "mine")
     box.write_bytes(mail + ONE + mail + b"nothing\n")
     with pytest.raises(PatchFormatError, match="box-2 holds no change"):
-        directory.load(box)
+        foreign_series.load(box)
