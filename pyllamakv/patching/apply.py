@@ -53,8 +53,8 @@ def apply(
 ) -> Patched:
     """Apply patches to a release and commit the result in the store.
 
-    ``names`` as in `port_choice.plan_release`; an empty list is stock. Nothing is written when a patch
-    does not apply: PatchConflict, or NoTextApplies when several texts were tried.
+    ``names`` as in `port_choice.plan_release`; an empty list is stock. Nothing is written when a
+    patch does not apply: PatchConflict, or NoTextApplies when several texts were tried.
     """
     store = store or open_store()
     release = trees.present(store, release, progress)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import NoTextApplies, PatchConflict
 from pyllamakv.patching import (
-    anchors,
+    base_choice,
     compare,
     draft,
     hunk_locator,
@@ -139,7 +139,8 @@ def drift(
 def why(release: Release, names: Sequence[str | PatchText] | None = None) -> str:
     """Say in a line which hunks of patches have no place on a release, and since which release.
 
-    ``names`` as in `port_choice.plan_release`; of each patch the first such hunk. Empty where all apply.
+    ``names`` as in `port_choice.plan_release`; of each patch the first such hunk. Empty where all
+    apply.
     """
     series = port_choice.only(series_module.load(), names)
     said = []
@@ -175,7 +176,7 @@ def _one(one: status.PatchStatus, release: Release, series: Series, store: Store
 def _ground(text: PatchText, release: Release, series: Series, store: Store) -> trees.StoreTree:
     # lines that a required patch brings are part of the ground, where that patch applies at all
     try:
-        _, tree = anchors.ground(series, text.requires, release, store=store)
+        _, tree = base_choice.ground(series, text.requires, release, store=store)
     except (PatchConflict, NoTextApplies):
         tree = store.tree_of(release)
     return trees.StoreTree(store, tree)

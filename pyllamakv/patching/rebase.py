@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pyllamakv.errors import NoTextApplies, PatchConflict, PatchError, UsageError
 from pyllamakv.patching import (
-    advice,
-    anchors,
+    base_choice,
     compare,
+    conflict_help,
     foreign_series,
     hunks,
-    needs,
     patch_export,
     port_choice,
     port_writer,
     rebase_session,
+    requirements,
     trees,
     worktree,
 )
@@ -152,16 +152,20 @@ def _start(
     with store.lock(f"rebase-{id_}"):
         there = rebase_session.load(store, id_)
         if there is not None and there.phase == "waiting":
-            raise advice.waits(store, there, f"A rebase of {id_} onto {there.onto} waits already")
+            raise conflict_help.waits(
+                store, there, f"A rebase of {id_} onto {there.onto} waits already"
+            )
         rebase_session.clear(store, id_)  # what a killed process left
         found = None if force else _served(series, definition, release, store)
         if found is not None:
             note = f"the text for {found.base} applies as it is; --force writes one all the same"
             return Rebased(id_, release.name, "applies", found.base, notes=(note,))
-        found_at = anchors.nearest(definition, series, release, store=store)
-        kept = needs.still(series, found_at.text, release, store, to)
+        found_at = base_choice.nearest(definition, series, release, store=store)
+        kept = requirements.still(series, found_at.text, release, store, to)
         try:
-            commit, _ = anchors.ground(series, needs.patches(kept, to), release, store=store)
+            commit, _ = base_choice.ground(
+                series, requirements.patches(kept, to), release, store=store
+            )
         except (PatchConflict, NoTextApplies) as error:
             names = ", ".join(kept)
             msg = f"{id_} requires {names}; rebase that onto {release.name} first.\n{error}"
@@ -186,7 +190,7 @@ def _start(
         worktree.make(store, session.folder(store), commit)
         if worktree.pick(session.folder(store), found_at.commit):
             session = session.write(store, phase="waiting")
-            raise advice.waits(
+            raise conflict_help.waits(
                 store, session, f"{id_} does not merge into {release.name} by itself"
             )
         tree = gitting.git(session.folder(store), "write-tree")
@@ -212,7 +216,7 @@ def _finish(store: Store, session: Session, tree: str, state: State) -> Rebased:
     draft.apply(text.patch, text.name)
     if trees.write(store, before, draft) != tree:
         raise PatchError(f"The text of {text.name} does not give the merged tree back.")
-    notes = needs.dropped(definition, session)
+    notes = requirements.dropped(definition, session)
     if session.to:
         path = Path(session.to) / f"{session.id}.patch"
         write_whole(path, data)
@@ -268,7 +272,7 @@ def _refuse_unmerged(store: Store, session: Session) -> None:
     marked = worktree.marked(folder, worktree.changed(folder, session.ground))
     left = [c for c in worktree.clashes(folder) if c.kind != "content" and _open(folder, c)]
     if marked or left:
-        raise advice.waits(store, session, "Some files are not merged yet", marked)
+        raise conflict_help.waits(store, session, "Some files are not merged yet", marked)
 
 
 def _open(folder: Path, clash: worktree.Clash) -> bool:
