@@ -28,7 +28,7 @@ def run(monkeypatch, tmp_path: Path, capsys) -> Run:
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
     known = {name: each for name, each in lock.known().items() if name in SOME}
     monkeypatch.setattr(lock, "known", lambda: known)
-    monkeypatch.setattr(matrix.releases, "resolve", lambda name: known[name])
+    monkeypatch.setattr(matrix.sources, "resolve", lambda name: known[name])
     monkeypatch.setattr(matrix.shipped, "load", judging.Series)
     monkeypatch.setattr(result_cache, "key", lambda spec, where="here": spec.name)
     monkeypatch.setattr(expected, "shipped", lambda: tmp_path / "expected.toml")
