@@ -135,7 +135,7 @@ def traces(folder: Path) -> Target:
         json.dumps([row.to_json() for row in found])
         return [head.complete]
 
-    names = ("trace", "script", "batches", "results")
+    names = ("trace", "script", "batches")
     modules = tuple(f"{_HERE}traces.{name}" for name in names)
     return Target(run, _traces(), modules)
 
