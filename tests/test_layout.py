@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,14 @@ def test_a_test_is_named_for_a_module(file: Path) -> None:
         f"tests/{file}: no module of {mirrored.relative_to(ROOT)} has this name; "
         f"rename it for the module that it tests"
     )
+
+
+def test_the_guide_for_developers_names_what_exists() -> None:
+    """Every path in docs/development.md exists, and every package has a row there."""
+    text = (ROOT / "docs" / "development.md").read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:pyllamakv|patches|tests|vendor|qa|\.ci)[\w./-]*)`", text)
+    assert len(paths) > 25
+    for path in paths:
+        assert (ROOT / path).exists(), path
+    for package in (ROOT / "pyllamakv").glob("*/__init__.py"):
+        assert f"`pyllamakv/{package.parent.name}`" in text, package.parent.name
