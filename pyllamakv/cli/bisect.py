@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pyllamakv.cli.options import Backend, Json, Portable
 from pyllamakv.source import sources
 
 if TYPE_CHECKING:
@@ -29,13 +30,9 @@ def command(
     isolate: Annotated[
         str, typer.Option("--isolate", help="The verdict of this patch alone.")
     ] = "",
-    backend: Annotated[
-        str, typer.Option("--backend", help="cpu, rpc, cuda, metal or vulkan.")
-    ] = "cpu",
-    portable: Annotated[
-        bool, typer.Option("--portable", help="Use builds that are not tuned for this machine.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    backend: Backend = "cpu",
+    portable: Portable = False,
+    as_json: Json = False,
 ) -> None:
     """Find the first release, from GOOD on the way to BAD, that has another verdict than GOOD.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pyllamakv.cli.options import Backend, Json
 from pyllamakv.errors import UsageError
 from pyllamakv.source.releases import DEFAULT
 
@@ -30,16 +31,14 @@ def command(
     both: Annotated[
         bool, typer.Option("--all", help="Build stock and patched (the default).")
     ] = False,
-    backend: Annotated[
-        str, typer.Option("--backend", help="cpu, rpc (a part of cpu), cuda, metal or vulkan.")
-    ] = "cpu",
+    backend: Backend = "cpu",
     portable: Annotated[
         bool, typer.Option("--portable", help="Do not tune for this machine's processor.")
     ] = False,
     jobs: Annotated[
         int | None, typer.Option("--jobs", "-j", min=1, help="Compilers to run at once.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Build a release, stock and patched; what is built already costs nothing."""
     from pyllamakv.building.build import build

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pyllamakv.cli.options import Backend, Json, Portable
 from pyllamakv.source.releases import DEFAULT
 from pyllamakv.verification import discovery
 
@@ -40,23 +41,19 @@ def command(
         list[Path] | None,
         typer.Option("--scenarios", help="Find more scenarios in this folder; repeatable."),
     ] = None,
-    backend: Annotated[
-        str, typer.Option("--backend", help="cpu, rpc, cuda, metal or vulkan.")
-    ] = "cpu",
+    backend: Backend = "cpu",
     quick: Annotated[
         bool, typer.Option("--quick", help="Run each scenario in a few settings only.")
     ] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Run everything again, remembered or not.")
     ] = False,
-    portable: Annotated[
-        bool, typer.Option("--portable", help="Use builds that are not tuned for this machine.")
-    ] = False,
+    portable: Portable = False,
     maps: Annotated[bool, typer.Option(help="Draw the cells before and after.")] = True,
     junit: Annotated[
         Path | None, typer.Option("--junit", help="Write a JUnit file there as well.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Run stock and patched through the scenarios and say what the patches are worth.
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
+
+from pyllamakv.cli.options import Json
 
 if TYPE_CHECKING:
     from pyllamakv.building.probing import Finding
@@ -19,7 +21,7 @@ _SIGNS = {"ok": "ok", "missing": "MISSING", "optional": "-"}
 
 @app.command()
 def command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Name what is there, what is missing, and the cure; exit 1 if something needed is missing."""
     from pyllamakv.building import doctor

@@ -8,12 +8,11 @@ from typing import Annotated
 
 import typer
 
+from pyllamakv.cli.options import Json
 from pyllamakv.source import sources
 from pyllamakv.source.releases import DEFAULT
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.callback()

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from pyllamakv.cli.options import Backend, Json
 from pyllamakv.errors import NotBuilt
 
 app = typer.Typer(add_completion=False)
@@ -18,10 +19,8 @@ def command(
     variant: Annotated[
         str, typer.Argument(help="A built variant: 0.3.9+patched, 0.3.9+stock.")
     ] = "0.3.9+patched",
-    backend: Annotated[
-        str, typer.Option("--backend", help="cpu, rpc (a part of cpu), cuda, metal or vulkan.")
-    ] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    backend: Backend = "cpu",
+    as_json: Json = False,
 ) -> None:
     """Print the line that makes the matching llama-cpp-python load this variant.
 

@@ -10,6 +10,7 @@ import typer
 
 from pyllamakv.cli import judging
 from pyllamakv.cli import matrix_views as views
+from pyllamakv.cli.options import Json
 from pyllamakv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ Each = Annotated[bool, typer.Option("--each", help="Judge every patch alone as w
 Sample = Annotated[bool, typer.Option("--sample", help="One release per era is enough.")]
 Scenarios = Annotated[list[str] | None, typer.Option("--scenario", help="Only this scenario.")]
 Portable = Annotated[bool, typer.Option("--portable", help="Use builds for any machine.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Judge again what was judged before.")]
 Scheduler = Annotated[
     str, typer.Option("--scheduler", help="Judge on the workers of this dask scheduler.")

@@ -10,8 +10,8 @@ import typer
 
 from pyllamakv import errors
 from pyllamakv.cli import patch_carry
+from pyllamakv.cli.options import Json, PatchNames, Releases
 from pyllamakv.cli.patch_common import (
-    Json,
     Patches,
     lines,
     note,
@@ -28,7 +28,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
 @app.command()
 def status(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[RELEASE]...")] = None,
+    names: Releases = None,
     *,
     patches: Patches = None,
     every: Annotated[bool, typer.Option("--all", help="Every release, fetched if needed.")] = False,
@@ -58,7 +58,7 @@ def status(
 @app.command()
 def apply(
     release: str,
-    names: Annotated[list[str] | None, typer.Argument(metavar="[PATCH]...")] = None,
+    names: PatchNames = None,
     *,
     patches: Patches = None,
     to: Annotated[Path | None, typer.Option(help="Put the patched tree into this folder.")] = None,
@@ -92,7 +92,7 @@ def apply(
 
 @app.command()
 def export(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[PATCH]...")] = None,
+    names: PatchNames = None,
     *,
     base: Annotated[str | None, typer.Option(help="Only the text for this base.")] = None,
     folder: Annotated[
@@ -127,7 +127,7 @@ def export(
 @app.command("export-series")
 def export_series(
     release: str,
-    names: Annotated[list[str] | None, typer.Argument(metavar="[PATCH]...")] = None,
+    names: PatchNames = None,
     *,
     to: Annotated[
         Path | None, typer.Option(help="A folder for the mails; without it they go to stdout.")

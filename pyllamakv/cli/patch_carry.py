@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pyllamakv import errors
+from pyllamakv.cli.options import Base, Json, PatchNames
 from pyllamakv.cli.patch_common import (
-    Json,
     Patches,
     lines,
     note,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def rebase(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[PATCH]...")] = None,
+    names: PatchNames = None,
     *,
     onto: Annotated[str | None, typer.Option(help="The release to carry the patches to.")] = None,
     to: Annotated[Path | None, typer.Option(help="Write PATCH.patch there instead.")] = None,
@@ -110,8 +110,8 @@ def _rebased(one: Rebased) -> None:
 
 def diff(
     name: Annotated[str, typer.Argument(metavar="PATCH")],
-    one: Annotated[str, typer.Argument(metavar="BASE")],
-    other: Annotated[str, typer.Argument(metavar="BASE")],
+    one: Base,
+    other: Base,
     patches: Patches = None,
     as_json: Json = False,
 ) -> None:
@@ -133,7 +133,7 @@ def diff(
 
 def drift(
     release: str,
-    names: Annotated[list[str] | None, typer.Argument(metavar="[PATCH]...")] = None,
+    names: PatchNames = None,
     *,
     patches: Patches = None,
     as_json: Json = False,
@@ -153,7 +153,7 @@ def drift(
 
 def obsolete(
     release: str,
-    names: Annotated[list[str] | None, typer.Argument(metavar="[PATCH]...")] = None,
+    names: PatchNames = None,
     *,
     patches: Patches = None,
     as_json: Json = False,

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from pyllamakv.patching.series import Series
     from pyllamakv.source.releases import Release
 
-Json = Annotated[bool, typer.Option("--json", help="Write JSON to stdout.")]
 Patches = Annotated[
     Path | None,
     typer.Option("--patches", help="A foreign patch file or folder instead of the shipped series."),

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pyllamakv.cli.options import Json, RecordedModel
+
 if TYPE_CHECKING:
     from pyllamakv.traces.replaying import Replay
     from pyllamakv.traces.trace import Head
@@ -28,11 +30,11 @@ def command(
             "specs as in 0.3.36+patched; repeatable.",
         ),
     ] = None,
-    model: Annotated[str, typer.Option("--model", help="Where the recorded model lies now.")] = "",
+    model: RecordedModel = "",
     every: Annotated[
         bool, typer.Option("--all", help="Go on after the first divergence, and tell them all.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Play a trace again; exit 1 when the build that recorded it comes out otherwise.
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from pyllamakv.cli.options import Json
 from pyllamakv.errors import UsageError
 from pyllamakv.source.releases import DEFAULT
 
@@ -44,7 +45,7 @@ def serve(
     backend: Annotated[
         str, typer.Option("--backend", help="Which variant: cpu, cuda, metal or vulkan.")
     ] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Serve a device until Ctrl-C; the endpoint is printed once it answers.
 

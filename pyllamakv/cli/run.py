@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pyllamakv.cli.options import Json
 from pyllamakv.errors import UsageError
 from pyllamakv.scenarios import cell_picture
 from pyllamakv.traces import builds
@@ -61,7 +62,7 @@ def command(
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Record into this file what is done, as a trace.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Play a decode script, or continue prompts side by side in one cache."""
     if (script is None) == (not prompt):

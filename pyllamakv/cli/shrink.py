@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from pyllamakv.cli.options import Json, RecordedModel
 from pyllamakv.errors import UsageError
 
 app = typer.Typer(add_completion=False)
@@ -29,8 +30,8 @@ def command(
             help="Write it there; without it beside the trace, as NAME.min.jsonl.",
         ),
     ] = None,
-    model: Annotated[str, typer.Option("--model", help="Where the recorded model lies now.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    model: RecordedModel = "",
+    as_json: Json = False,
 ) -> None:
     """Find the fewest operations, of the fewest tokens, that fail in the same way; record them.
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pyllamakv.cli.options import PlayedModel, PlayedVariant, Run
 from pyllamakv.errors import ScenarioFailed, ScriptError, UsageError
 from pyllamakv.scenarios import frames
 from pyllamakv.traces import builds, playback
@@ -32,18 +32,12 @@ class Format(StrEnum):
 
 @app.command()
 def command(
-    run: Annotated[
-        Path, typer.Argument(help="A trace that was recorded, or a script to play.", metavar="RUN")
-    ],
+    run: Run,
     format: Annotated[
         Format, typer.Option("--format", help="How the numbers are written.")
     ] = Format.TEXT,
-    variant: Annotated[
-        str, typer.Option("--variant", help="Play it on this build now, also a trace.")
-    ] = "",
-    model: Annotated[
-        str, typer.Option("--model", help="Play a script on this model, whatever it names.")
-    ] = "",
+    variant: PlayedVariant = "",
+    model: PlayedModel = "",
     label: Annotated[
         list[str] | None, typer.Option("--label", help="KEY=VALUE for every metric; repeatable.")
     ] = None,

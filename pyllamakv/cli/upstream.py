@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pyllamakv import errors
+from pyllamakv.cli.options import Json, Releases
 from pyllamakv.source import sources
 
 if TYPE_CHECKING:
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
     from pyllamakv.source.releases import Release
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
-
-Json = Annotated[bool, typer.Option("--json", help="Write JSON to stdout.")]
-Names = Annotated[list[str] | None, typer.Argument(metavar="[RELEASE]...")]
 
 
 @app.command("list")
@@ -50,7 +48,7 @@ def list_releases(
 
 @app.command()
 def fetch(
-    names: Names = None,
+    names: Releases = None,
     *,
     every: Annotated[bool, typer.Option("--all", help="Every release of the lock.")] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the archives.")] = False,
@@ -82,7 +80,7 @@ def fetch(
 
 
 @app.command()
-def verify(names: Names = None, *, as_json: Json = False) -> None:
+def verify(names: Releases = None, *, as_json: Json = False) -> None:
     """Check what the store holds against the lock: commit, tree, every object, era."""
     from pyllamakv.source import check, lock
     from pyllamakv.source.store import open_store

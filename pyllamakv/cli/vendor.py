@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pyllamakv import errors
+from pyllamakv.cli.options import Json
 from pyllamakv.source import sources
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
-Json = Annotated[bool, typer.Option("--json", help="Write JSON to stdout.")]
 Specs = Annotated[
     list[str] | None,
     typer.Argument(metavar="[SPEC]...", help="0.3.9, 0.3.9+patched, 0.3.9+PATCH,PATCH."),

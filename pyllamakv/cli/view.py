@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pyllamakv.cli.options import Json, PlayedModel, PlayedVariant, Run
 from pyllamakv.errors import ScenarioFailed, ScriptError, UsageError
 from pyllamakv.scenarios import frames
 from pyllamakv.traces import builds, playback
@@ -21,15 +22,9 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def command(
-    run: Annotated[
-        Path, typer.Argument(help="A trace that was recorded, or a script to play.", metavar="RUN")
-    ],
-    variant: Annotated[
-        str, typer.Option("--variant", help="Play it on this build now, also a trace.")
-    ] = "",
-    model: Annotated[
-        str, typer.Option("--model", help="Play a script on this model, whatever it names.")
-    ] = "",
+    run: Run,
+    variant: PlayedVariant = "",
+    model: PlayedModel = "",
     speed: Annotated[
         float, typer.Option("--speed", min=0.0, help="Operations in a second; 0: no pauses.")
     ] = 4.0,
@@ -48,7 +43,7 @@ def command(
     dark: Annotated[
         bool, typer.Option("--dark", help="PNG on dark paper; SVG follows whoever looks.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show how the cells of a cache change: a recorded trace, or a script while it runs.
 
