@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 root=$(pwd -P)
 python=${1:?the Python that builds is missing}
 release=${2:?the release to build is missing}
-limit=950000
+limit=900000
 
 say() { echo "$@" >&2; }
 die() { say "error:" "$@"; exit 1; }
