@@ -138,7 +138,7 @@ def export_series(
     """Write the patches of a release as mails for `git am` (default: all that apply)."""
     from pyllamakv.cli import showing
     from pyllamakv.patching import apply as applying
-    from pyllamakv.patching import mails
+    from pyllamakv.patching import patch_export as exporting
     from pyllamakv.source.store import open_store
 
     if as_json and to is None:
@@ -149,14 +149,14 @@ def export_series(
         patched = applying.apply(
             target, names or None, series=series_of(patches), store=store, progress=progress
         )
-    found = mails.mails(store, target.commit, patched)
+    found = exporting.mail_series(store, target.commit, patched)
     for skip in patched.skipped:
         note(f"left out: {skip.id}: {skip.reason}")
     if to is None:
         for mail in found:
             sys.stdout.buffer.write(mail.data)
         return
-    written = mails.write(found, to, base=target.commit, release=target.name)
+    written = exporting.write_mails(found, to, base=target.commit, release=target.name)
     facts = {
         "release": target.name,
         "base": target.commit,

@@ -86,6 +86,17 @@ def write(store: Store, release: Release, plan: Plan) -> Patched:
     return patched
 
 
+def ground(
+    series: Series, requires: Sequence[str | PatchText], release: Release, *, store: Store
+) -> tuple[str, str]:
+    """Return commit and tree of a release with the patches that a text requires."""
+    if not requires:
+        return release.commit, store.tree_of(release)
+    plan = port_choice.plan_release(release, requires, series=series, store=store)
+    patched = write(store, release, plan)
+    return patched.commit, patched.tree
+
+
 def digest(texts: Sequence[PatchText]) -> str:
     """Return the sha256 over the changes of several texts, in order."""
     return hashlib.sha256("".join(f"{text.digest}\n" for text in texts).encode()).hexdigest()

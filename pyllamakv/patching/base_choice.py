@@ -11,8 +11,6 @@ from pyllamakv.patching.draft import Draft
 from pyllamakv.source import lock
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pyllamakv.patching.definition import Definition, PatchText
     from pyllamakv.patching.series import Series
     from pyllamakv.source.releases import Release
@@ -45,7 +43,7 @@ def nearest(definition: Definition, series: Series, onto: Release, *, store: Sto
         for text in port_choice.candidates(definition, release.name):
             try:
                 found = trees.present(store, release)
-                commit, tree = ground(series, text.requires, found, store=store)
+                commit, tree = apply.ground(series, text.requires, found, store=store)
                 draft = Draft(trees.StoreTree(store, tree))
                 draft.apply(text.patch, text.name)
             except PatchConflict as error:
@@ -60,14 +58,3 @@ def nearest(definition: Definition, series: Series, onto: Release, *, store: Sto
         "to carry over; `pyllamakv upstream fetch` brings more releases"
     )
     raise NoTextApplies(msg, conflicts)
-
-
-def ground(
-    series: Series, requires: Sequence[str | PatchText], release: Release, *, store: Store
-) -> tuple[str, str]:
-    """Return commit and tree of a release with the patches that a text requires."""
-    if not requires:
-        return release.commit, store.tree_of(release)
-    plan = port_choice.plan_release(release, requires, series=series, store=store)
-    patched = apply.write(store, release, plan)
-    return patched.commit, patched.tree

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import NoTextApplies, PatchConflict
 from pyllamakv.patching import (
-    base_choice,
+    apply,
     compare,
     draft,
     hunk_locator,
@@ -176,7 +176,7 @@ def _one(one: status.PatchStatus, release: Release, series: Series, store: Store
 def _ground(text: PatchText, release: Release, series: Series, store: Store) -> trees.StoreTree:
     # lines that a required patch brings are part of the ground, where that patch applies at all
     try:
-        _, tree = base_choice.ground(series, text.requires, release, store=store)
+        _, tree = apply.ground(series, text.requires, release, store=store)
     except (PatchConflict, NoTextApplies):
         tree = store.tree_of(release)
     return trees.StoreTree(store, tree)

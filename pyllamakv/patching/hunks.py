@@ -1,22 +1,36 @@
 """Read git patches: mail header, files and hunks, every byte kept as it stood.
 
 Own model of a patch because it must come out as it went in: headers are never normalised, and a
-hunk can be taken out without touching any other line. Reading the text is `reading`'s work.
+hunk can be taken out without touching any other line.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import PatchFormatError, UsageError
-from pyllamakv.patching import reading
+from pyllamakv.source import bounds
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 _MAIL = re.compile(rb"^From [0-9a-f]{40,64} Mon Sep 17 00:00:00 2001\r?$", re.MULTILINE)
+_Ranges = tuple[int, int, int, int]
+
+#: Python makes no number of a text without end, and no file has as many lines as nine digits say.
+_RANGE = re.compile(rb"@@ -(\d{1,9})(?:,(\d{1,9}))? \+(\d{1,9})(?:,(\d{1,9}))? @@")
+_ESCAPES = {
+    b"a": b"\a", b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"v": b"\v",
+}  # fmt: skip
+_QUOTED = re.compile(rb"\\([0-7]{3}|.)", re.DOTALL)
+_MODE = re.compile(rb"[0-7]{6}")
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
+_PREFIX = re.compile(r"\A[abciow]/")
+_NOTHING = "/dev/null"
+_MODES = ("100644", "100755", "120000")
 
 
 @dataclass(frozen=True)
@@ -34,12 +48,12 @@ class Hunk:
     @property
     def old(self) -> tuple[bytes, ...]:
         """Return the lines that must be there, with their line ends."""
-        return reading.side(self.lines, b"-")
+        return _side(self.lines, b"-")
 
     @property
     def new(self) -> tuple[bytes, ...]:
         """Return the lines that will be there, with their line ends."""
-        return reading.side(self.lines, b"+")
+        return _side(self.lines, b"+")
 
     @property
     def added(self) -> tuple[bytes, ...]:
@@ -68,7 +82,7 @@ class Hunk:
         if not delta:
             return self
         start = self.new_start + delta
-        return replace(self, new_start=start, head=reading.restarted(self.head, start))
+        return replace(self, new_start=start, head=_restarted(self.head, start))
 
 
 @dataclass(frozen=True)
@@ -178,7 +192,7 @@ def parse(data: bytes, name: str = "patch") -> Patch:
     Raises PatchFormatError for text without a change, wrong line counts, binary parts, paths that
     leave the tree, and mailboxes with more than one patch (see `split`).
     """
-    reader = reading.Reader(data, name)
+    reader = _Reader(data, name)
     header = reader.until_file()
     files: list[FilePatch] = []
     lead = b""
@@ -197,13 +211,13 @@ def parse(data: bytes, name: str = "patch") -> Patch:
     return patch
 
 
-def _file(reader: reading.Reader, lead: bytes) -> FilePatch:
+def _file(reader: _Reader, lead: bytes) -> FilePatch:
     line = reader.at + 1
-    facts = reading.file_header(reader)
+    facts = _file_header(reader)
     hunks: list[Hunk] = []
     while reader.at_hunk():
         start = reader.at + 1
-        ranges, head, lines = reading.hunk(reader)
+        ranges, head, lines = _hunk(reader)
         hunks.append(Hunk(*ranges, head, lines, start))
     if facts.created and facts.deleted:
         raise reader.wrong("a file cannot be made and deleted at once.")
@@ -221,3 +235,253 @@ def _file(reader: reading.Reader, lead: bytes) -> FilePatch:
         copied=facts.copied,
         line=line,
     )
+
+
+@dataclass
+class _FileFacts:
+    """Collect what the header of one file says."""
+
+    raw: bytes = b""
+    old: str | None = None
+    new: str | None = None
+    old_mode: str | None = None
+    new_mode: str | None = None
+    created: bool = False
+    deleted: bool = False
+    copied: bool = False
+
+
+class _Reader:
+    """Walk the lines of a patch and know where it is."""
+
+    def __init__(self, data: bytes, name: str) -> None:
+        # not splitlines: a lone carriage return ends no line for git
+        cut = [line + b"\n" for line in data.split(b"\n")]
+        last = cut.pop()[:-1]
+        self.lines = [*cut, last] if last else cut
+        self.name = name
+        self.at = 0
+
+    def peek(self, ahead: int = 0) -> bytes:
+        """Return a line without taking it; nothing after the end."""
+        at = self.at + ahead
+        return self.lines[at] if at < len(self.lines) else b""
+
+    def take(self) -> bytes:
+        """Return the next line and go on."""
+        self.at += 1
+        return self.lines[self.at - 1]
+
+    def wrong(self, message: str) -> PatchFormatError:
+        """Make the error for the line at hand."""
+        at = self.at + 1
+        return PatchFormatError(f"{self.name}:{at}: {message}", self.name, at)
+
+    def at_file(self) -> bool:
+        """Tell whether a file's part begins here."""
+        return self.peek().startswith(b"diff --git ") or self.at_names(strict=True)
+
+    def at_names(self, *, strict: bool = False) -> bool:
+        """Tell whether the two lines with the names stand here; strictly: and a hunk follows."""
+        names = self.peek().startswith(b"--- ") and self.peek(1).startswith(b"+++ ")
+        return names and (not strict or _RANGE.match(self.peek(2)) is not None)
+
+    def at_hunk(self) -> bool:
+        """Tell whether a hunk begins here."""
+        return self.peek().startswith(b"@@ ")
+
+    def until_file(self) -> bytes:
+        """Take everything before the next file's part."""
+        start = self.at
+        while self.at < len(self.lines) and not self.at_file():
+            self.at += 1
+        return b"".join(self.lines[start : self.at])
+
+    def between(self) -> bytes:
+        """Take what stands between two files' parts, or after the last one.
+
+        Lines that look like a hunk's are refused: they mean that its counts are wrong, and git
+        would pass over them without a word.
+        """
+        start = self.at
+        while self.at < len(self.lines) and not self.at_file():
+            line = self.peek()
+            if line.rstrip() == b"--":  # the signature: whatever follows is free text
+                return b"".join(self.lines[start : self.at]) + self.until_file()
+            if line[:1] in (b" ", b"+", b"-", b"\\") or line.startswith(b"@@ -"):
+                raise self.wrong("the hunk before has more lines than its counts say.")
+            self.at += 1
+        return b"".join(self.lines[start : self.at])
+
+
+def _file_header(reader: _Reader) -> _FileFacts:
+    """Take the header of one file's part, up to its first hunk."""
+    facts = _FileFacts()
+    start = reader.at
+    named: tuple[str, str] | None = None
+    if not reader.at_names():
+        named = _git_names(reader, reader.take())
+        while not (reader.at_names() or reader.at_hunk()) and _extended(reader, facts):
+            reader.at += 1
+    if reader.at_names():
+        old, new = (_name(reader, reader.take()[4:]) for _ in range(2))
+        facts.created = facts.created or old == _NOTHING
+        facts.deleted = facts.deleted or new == _NOTHING
+        facts.old, facts.new = facts.old or old, facts.new or new
+    elif facts.old is None or facts.new is None:
+        if named is None:
+            raise reader.wrong("the names of the file are missing.")
+        facts.old, facts.new = facts.old or named[0], facts.new or named[1]
+    facts.raw = b"".join(reader.lines[start : reader.at])
+    for mode in {facts.old_mode, facts.new_mode} - {None}:
+        if mode not in _MODES:
+            raise reader.wrong(f"the mode {mode} is none of a file, a program or a link.")
+    return facts
+
+
+def _extended(reader: _Reader, facts: _FileFacts) -> bool:
+    line = reader.peek().rstrip(b"\r\n")
+    words = line.split(b" ")
+    match words[:2]:
+        case [b"old", b"mode"]:
+            facts.old_mode = _mode(reader, words[-1])
+        case [b"new", b"mode"]:
+            facts.new_mode = _mode(reader, words[-1])
+        case [b"deleted", b"file"]:
+            facts.deleted, facts.old_mode = True, _mode(reader, words[-1])
+        case [b"new", b"file"]:
+            facts.created, facts.new_mode = True, _mode(reader, words[-1])
+        case [b"rename" | b"copy" as what, b"from"]:
+            facts.old = _whole(reader, line)
+            facts.copied = what == b"copy"
+        case [b"rename" | b"copy", b"to"]:
+            facts.new = _whole(reader, line)
+        case [b"index", _]:
+            if len(words) > 2:
+                mode = _mode(reader, words[2])
+                facts.old_mode = facts.old_mode or mode
+                facts.new_mode = facts.new_mode or mode
+        case [b"similarity" | b"dissimilarity", b"index"]:
+            pass
+        case [b"GIT", b"binary"] | [b"Binary", b"files"]:
+            raise reader.wrong("binary changes are refused: a patch is text that can be read.")
+        case _:
+            return False
+    return True
+
+
+def _hunk(reader: _Reader) -> tuple[_Ranges, bytes, tuple[bytes, ...]]:
+    """Take one hunk: its ranges, its ``@@`` line and its lines."""
+    match = _RANGE.match(reader.peek())
+    if match is None:
+        raise reader.wrong("expected `@@ -start,count +start,count @@`.")
+    old_start, old, new_start, new = (1 if n is None else int(n) for n in match.groups())
+    head = reader.take()
+    start = reader.at
+    left_old, left_new = old, new
+    while left_old > 0 or left_new > 0:
+        line = reader.peek()
+        mark = line[:1]
+        if mark in (b" ", b"\n") or (mark == b"\r" and line == b"\r\n"):
+            left_old, left_new = left_old - 1, left_new - 1
+        elif mark == b"-":
+            left_old -= 1
+        elif mark == b"+":
+            left_new -= 1
+        elif mark != b"\\":
+            what = f"{line!r}" if line else "the end of the patch"
+            raise reader.wrong(f"the hunk's counts say that more lines follow, found {what}.")
+        if left_old < 0 or left_new < 0:
+            raise reader.wrong("the lines of the hunk do not fit its counts.")
+        reader.at += 1
+    if reader.peek()[:1] == b"\\":
+        reader.at += 1
+    return (old_start, old, new_start, new), head, tuple(reader.lines[start : reader.at])
+
+
+def _side(lines: tuple[bytes, ...], mark: bytes) -> tuple[bytes, ...]:
+    """Return the lines of one side of a hunk: its context and those with ``mark``."""
+    found: list[bytes] = []
+    taken = False
+    for line in lines:
+        if line[:1] == b"\\":
+            if taken:
+                found[-1] = found[-1].removesuffix(b"\n")
+            continue
+        # some mailers strip the blank of an empty context line; git accepts that too
+        bare = line in (b"\n", b"\r\n")
+        taken = bare or line[:1] in (b" ", mark)
+        if taken:
+            found.append(line if bare else line[1:])
+    return tuple(found)
+
+
+def _restarted(head: bytes, start: int) -> bytes:
+    """Return a hunk's ``@@`` line with another start after the patch."""
+    match = _RANGE.match(head)
+    assert match is not None
+    return head[: match.start(3)] + b"%d" % start + head[match.end(3) :]
+
+
+def _git_names(reader: _Reader, line: bytes) -> tuple[str, str] | None:
+    # ambiguous when names hold blanks: only used where nothing else names the file, and then
+    # both names are the same
+    rest = line.rstrip(b"\r\n").removeprefix(b"diff --git ")
+    if rest.startswith(b'"'):
+        parts = _STRING.findall(rest)
+        if len(parts) != 2:
+            raise reader.wrong("expected two names.")
+        old, new = (_checked(reader, _PREFIX.sub("", _unquoted(part))) for part in parts)
+        return old, new
+    half = len(rest) // 2
+    old, new = _decoded(rest[:half]), _decoded(rest[half + 1 :])
+    old, new = _PREFIX.sub("", old), _PREFIX.sub("", new)
+    return (_checked(reader, old), new) if old == new and old else None
+
+
+def _whole(reader: _Reader, line: bytes) -> str:
+    """Return the name that stands behind two words."""
+    words = line.split(b" ", 2)
+    if len(words) < 3 or not words[2]:
+        raise reader.wrong("expected the name of a file.")
+    return _checked(reader, _unquoted(words[2]))
+
+
+def _mode(reader: _Reader, word: bytes) -> str:
+    if not _MODE.fullmatch(word):
+        raise reader.wrong("expected a mode of six octal digits, such as 100644.")
+    return word.decode()
+
+
+def _name(reader: _Reader, raw: bytes) -> str:
+    text = raw.rstrip(b"\r\n")
+    quoted = _STRING.match(text)
+    path = _unquoted(quoted.group()) if quoted else _decoded(text.split(b"\t", 1)[0])
+    if not path:
+        raise reader.wrong("expected the name of a file.")
+    # Only here, and written in full, does it stand for no file.
+    return path if path == _NOTHING else _checked(reader, _PREFIX.sub("", path))
+
+
+def _unquoted(text: bytes) -> str:
+    if not (text.startswith(b'"') and text.endswith(b'"') and len(text) > 1):
+        return _decoded(text)
+
+    def plain(match: re.Match[bytes]) -> bytes:
+        code = match.group(1)
+        return bytes([int(code, 8) & 255]) if len(code) == 3 else _ESCAPES.get(code, code)
+
+    return _decoded(_QUOTED.sub(plain, text[1:-1]))
+
+
+def _decoded(text: bytes) -> str:
+    return text.decode("utf-8", "surrogateescape")
+
+
+def _checked(reader: _Reader, path: str) -> str:
+    parts = path.split("/")
+    if "\0" in path or any(part.lower() in ("", ".", "..", ".git") for part in parts):
+        raise reader.wrong(f"the path {path!r} leaves the tree; a patch may touch its files only.")
+    if len(os.fsencode(path)) > bounds.PATH:
+        raise reader.wrong(f"the path {path[:60]!r}… is longer than {bounds.PATH} bytes.")
+    return path

@@ -29,7 +29,7 @@ _LONGEST = 1000
 
 
 @dataclass(frozen=True)
-class Mail:
+class MailHeader:
     """Hold what a patch's header says about its commit; empty where it says nothing."""
 
     name: str = ""
@@ -69,7 +69,7 @@ def write(definition: Definition, text: PatchText) -> bytes:
     return ("\n".join(lines) + "\n" + body + "\n").encode()
 
 
-def parse(data: bytes) -> Mail:
+def parse(data: bytes) -> MailHeader:
     """Read author, date, subject and message from a header; text without mail lines is a body."""
     text = data.decode("utf-8", "replace").replace("\r\n", "\n")
     found: dict[str, str] = {}
@@ -91,9 +91,9 @@ def parse(data: bytes) -> Mail:
             break
         taken += 1
     if not found:
-        return Mail(body=_body(text))
+        return MailHeader(body=_body(text))
     name, email = _author(_decoded(found.get("From", "")))
-    return Mail(
+    return MailHeader(
         name=name,
         email=email,
         date=found.get("Date", ""),

@@ -1,4 +1,8 @@
-"""Write patch files from commits and folders, and check that each comes out as it went in."""
+"""Write patch files from commits and folders, and check that each comes out as it went in.
+
+A patched release is also written as a plain series of mails, for people who build llama.cpp
+themselves: `git am` takes them on upstream's own commit, and quilt takes the folder.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from pyllamakv.errors import PatchError, PatchFormatError, UnknownRelease, UsageError
-from pyllamakv.patching import apply, hunks, mail_header, port_choice, shared_files, trees
+from pyllamakv.patching import apply, hunks, mail_header, shared_files, trees
 from pyllamakv.patching.definition import file_of
 from pyllamakv.patching.draft import Draft, Entry
 from pyllamakv.source import export as folders
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from pyllamakv.patching.apply import Patched
     from pyllamakv.patching.definition import Definition, PatchText
     from pyllamakv.patching.series import Series
     from pyllamakv.source.releases import Release
@@ -36,11 +41,15 @@ FLAGS = (
     "--unified=3",
 )
 
+#: The list of the mails in their order, which quilt reads; its first line says that it is ours.
+LIST = "series"
+_OURS = "# llama.cpp"
+
 Kind = Literal["same", "header", "positions", "content", "failed"]
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ExportCheck:
     """Say how a text's file differs from what its commit exports to.
 
     ``positions`` means blob ids and ``@@`` lines only; ``failed`` that there is no commit.
@@ -82,7 +91,7 @@ def check(
     pairs: Sequence[tuple[Definition, PatchText]] | None = None,
     *,
     store: Store | None = None,
-) -> tuple[Comparison, ...]:
+) -> tuple[ExportCheck, ...]:
     """Export texts again and compare with their files; bases are fetched when they are absent."""
     store = store or open_store()
     found = []
@@ -90,10 +99,10 @@ def check(
         try:
             data = exported(series, definition, text, store=store)
         except PatchError as error:
-            found.append(Comparison(definition.id, text.base, "failed", str(error)))
+            found.append(ExportCheck(definition.id, text.base, "failed", str(error)))
             continue
         kind, detail = _compared(text.patch.data, data)
-        found.append(Comparison(definition.id, text.base, kind, detail))
+        found.append(ExportCheck(definition.id, text.base, kind, detail))
     return tuple(found)
 
 
@@ -183,16 +192,6 @@ def format_patch(store: Store, commit: str, prefix: str = "PATCH") -> bytes:
     return gitting.git_bytes(store.path, "format-patch", *FLAGS, tag, "-1", commit)
 
 
-def base_of(series: Series, text: PatchText, *, store: Store) -> tuple[Release, str, str]:
-    """Return the base release of a text, and commit and tree with what it requires applied."""
-    release = trees.present(store, _release(text.base))
-    if not text.requires:
-        return release, release.commit, store.tree_of(release)
-    plan = port_choice.plan_release(release, text.requires, series=series, store=store)
-    patched = apply.write(store, release, plan)
-    return release, patched.commit, patched.tree
-
-
 def _release(name: str) -> Release:
     """Return a base release; one that the lock has not is taken from the package index.
 
@@ -207,8 +206,8 @@ def _release(name: str) -> Release:
 
 
 def _ground(series: Series, text: PatchText, store: Store) -> _Ground:
-    _, commit, tree = base_of(series, text, store=store)
-    return _Ground(store, commit, tree)
+    release = trees.present(store, _release(text.base))
+    return _Ground(store, *apply.ground(series, text.requires, release, store=store))
 
 
 def _formatted(ground: _Ground, definition: Definition, text: PatchText, draft: Draft) -> bytes:
@@ -261,3 +260,73 @@ def _first_difference(one: bytes, other: bytes) -> int:
         if a != b:
             return number
     return min(one.count(b"\n"), other.count(b"\n")) + 1
+
+
+@dataclass(frozen=True)
+class Mail:
+    """Hold one patch as a mail: the name of its file, and its bytes."""
+
+    name: str
+    data: bytes
+
+
+def mail_series(store: Store, base: str, patched: Patched) -> tuple[Mail, ...]:
+    """Return the mails that make a patched release of its base commit, the same bytes anywhere.
+
+    Raises UsageError for a release that no patch is meant for.
+    """
+    if not patched.texts:
+        reasons = "; ".join(f"{skip.id}: {skip.reason}" for skip in patched.skipped)
+        raise UsageError(f"no patch changes {patched.release}: {reasons or 'none was named'}")
+    listed = gitting.git(store.path, "rev-list", "--reverse", f"{base}..{patched.commit}")
+    commits = listed.split()
+    return tuple(
+        Mail(
+            f"{number:04d}-{text.id}.patch",
+            format_patch(store, commit, f"PATCH {number}/{len(commits)}"),
+        )
+        for number, (commit, text) in enumerate(zip(commits, patched.texts, strict=True), 1)
+    )
+
+
+def listing(found: tuple[Mail, ...], base: str, release: str) -> str:
+    """Return the text of the file that lists the mails, and says what they are for."""
+    head = f"{_OURS} {base} ({release}); there: git am *.patch"
+    return "\n".join([head, *(mail.name for mail in found)]) + "\n"
+
+
+def write_mails(
+    found: tuple[Mail, ...], folder: Path, *, base: str, release: str
+) -> tuple[Path, ...]:
+    """Write the mails and their list into a folder, in the place of an earlier series.
+
+    Raises UsageError, and writes nothing, where anything else lies in the folder.
+    """
+    old = _earlier(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in old:
+        path.unlink()
+    for mail in found:
+        write_whole(folder / mail.name, mail.data)
+    # Last, so that a list never names a mail that is not there.
+    write_whole(folder / LIST, listing(found, base, release).encode())
+    return tuple(folder / mail.name for mail in found)
+
+
+def _earlier(folder: Path) -> list[Path]:
+    """Return the files of an earlier series in a folder."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is no folder; name one that is empty or not there yet.")
+    there = set(folder.iterdir()) if folder.is_dir() else set()
+    lines: list[str] = []
+    if folder / LIST in there:
+        lines = (folder / LIST).read_text("utf-8", "replace").splitlines()
+    ours = {folder / LIST, *(folder / name for name in lines[1:])}
+    if not lines or not lines[0].startswith(_OURS):
+        ours = set()
+    if foreign := sorted(there - ours):
+        raise UsageError(
+            f"{folder} holds {foreign[0].name}, which is of no exported series; "
+            "name a folder that is empty or not there yet."
+        )
+    return sorted(there)

@@ -19,8 +19,8 @@ from pyllamakv.patching import (
     hunks,
     lint,
     mail_header,
-    markers,
     patch_export,
+    port_writer,
     shared_files,
     trees,
 )
@@ -160,7 +160,7 @@ def take(
     tree = trees.write(store, stock.tree, draft)
     data = patch_export.of_tree(store, chosen.commit, tree, shape, text)
     text = replace(text, patch=hunks.parse(data, f"{id_}.patch"))
-    found = markers.propose(text.patch, stock)
+    found = port_writer.propose_markers(text.patch, stock)
     file = folder / id_ / f"{chosen.name}.patch"
     write_whole(file, shared_files.separate(text.patch, ())[0])
     write_atomic(folder / id_ / "patch.toml", _toml(shape, chosen, found))
@@ -237,7 +237,7 @@ def _toml(shape: Definition, base: Release, found: Sequence[Marker]) -> str:
     document["scenarios"].multiline(True)
     # TOML drops a line break right behind the quotes, and so would tomlkit
     text = tomlkit.dumps(document).replace('why = """', 'why = """\n', 1)
-    return text + markers.table(base.name, base.era, (), found)
+    return text + port_writer.port_table(base.name, base.era, (), found)
 
 
 def _order(file: Path, id_: str) -> None:

@@ -1,23 +1,33 @@
-"""Put a new port into a series: its hooks, and its table in ``patch.toml``."""
+"""Write a new port into a series: its hooks, and its table in ``patch.toml`` with markers.
+
+Markers are proposed: lines that the base of the port has and the other bases lack.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import SourceError, UsageError
-from pyllamakv.patching import markers, patch_export, trees
-from pyllamakv.patching.definition import file_of
+from pyllamakv.patching import cpp_lines, hunk_locator, patch_export, trees
+from pyllamakv.patching.definition import Marker, file_of
 from pyllamakv.source import lock, releases
 from pyllamakv.source.files import write_atomic, write_whole
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from pyllamakv.patching.definition import Definition, PatchText
+    from pyllamakv.patching.draft import Tree
+    from pyllamakv.patching.hunks import FilePatch, Patch
     from pyllamakv.patching.series import Series
     from pyllamakv.source.releases import Release
     from pyllamakv.source.store import Store
+
+#: How long a line must be to serve as a marker.
+_LENGTH = range(16, 96)
 
 
 def refuse(series: Series, definition: Definition, release: Release) -> None:
@@ -50,9 +60,9 @@ def put(
             notes.append(f"review {each}: it changed for every port of {definition.id}")
         write_whole(each, data)
     if text.base not in [known.base for known in definition.texts]:
-        found = markers.propose(text.patch, stock, _others(definition, store))
+        found = propose_markers(text.patch, stock, _others(definition, store))
         more = [id_ for id_ in text.requires if id_ not in definition.requires]
-        table = markers.table(text.base, era, more, found)
+        table = port_table(text.base, era, more, found)
         write_atomic(file, file.read_text("utf-8").rstrip("\n") + "\n" + table)
         notes.append(f"look at the markers proposed for {text.base} in {file}")
     if not definition.wants(text.base):
@@ -71,3 +81,64 @@ def _others(definition: Definition, store: Store) -> list[trees.StoreTree]:
             continue
         found.append(trees.StoreTree(store, tree))
     return found
+
+
+def propose_markers(patch: Patch, tree: Tree, others: Iterable[Tree] = ()) -> tuple[Marker, ...]:
+    """Return markers that hold in ``tree``: per changed file one line, new files must be absent.
+
+    Of the lines that a file's hunks rest on, the one that most of the ``others`` lack is taken,
+    and of those the longest: it says most about the place.
+    """
+    seen = tuple(others)
+    found: list[Marker] = []
+    absent: list[Marker] = []
+    for file in patch.files:
+        if file.old is None:
+            absent.append(Marker(file.path, exists=False))
+            continue
+        line = _marker_line(file, file.old, tree, seen)
+        if line:
+            found.append(Marker(file.old, has=(line,)))
+        else:
+            found.append(Marker(file.old, exists=True))
+    return (*found, *absent)
+
+
+def _marker_line(file: FilePatch, path: str, tree: Tree, others: Sequence[Tree]) -> str:
+    there = tree.entry(path)
+    if there is None:
+        return ""
+    lines = hunk_locator.lines_of(there.data)
+    elsewhere = [e.data if e else b"" for e in (other.entry(path) for other in others)]
+    best: tuple[tuple[int, int], str] = ((-1, -1), "")
+    for raw in dict.fromkeys(line for hunk in file.hunks for line in hunk.old):
+        line = raw.strip()
+        if len(line) not in _LENGTH or not line.isascii() or not cpp_lines.tells(raw):
+            continue
+        if lines.count(raw) != 1:
+            continue
+        lacking = sum(line not in data for data in elsewhere)
+        best = max(best, ((lacking, len(line)), line.decode()))
+    return best[1]
+
+
+def port_table(base: str, era: str, requires: Sequence[str], markers: Sequence[Marker]) -> str:
+    """Write the ``[[port]]`` table of a port as it stands in ``patch.toml``."""
+    rows = [f"\n[[port]]\nbase = {_toml_text(base)}\nera = {_toml_text(era)}\n"]
+    if requires:
+        rows.append(f"requires = [{', '.join(map(_toml_text, requires))}]\n")
+    rows.append("markers = [\n")
+    for marker in markers:
+        parts = [f"file = {_toml_text(marker.file)}"]
+        if marker.has:
+            parts.append(f"has = {_toml_text(marker.has[0])}")
+        if marker.exists is not None:
+            parts.append(f"exists = {'true' if marker.exists else 'false'}")
+        rows.append(f"  {{ {', '.join(parts)} }},\n")
+    rows.append("]\n")
+    return "".join(rows)
+
+
+def _toml_text(value: str) -> str:
+    # for the characters that occur, a TOML string is written as in JSON
+    return json.dumps(value, ensure_ascii=False)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pyllamakv.errors import NoTextApplies, PatchConflict, PatchError, UsageError
 from pyllamakv.patching import (
+    apply,
     base_choice,
     compare,
     conflict_help,
@@ -163,9 +164,7 @@ def _start(
         found_at = base_choice.nearest(definition, series, release, store=store)
         kept = requirements.still(series, found_at.text, release, store, to)
         try:
-            commit, _ = base_choice.ground(
-                series, requirements.patches(kept, to), release, store=store
-            )
+            commit, _ = apply.ground(series, requirements.patches(kept, to), release, store=store)
         except (PatchConflict, NoTextApplies) as error:
             names = ", ".join(kept)
             msg = f"{id_} requires {names}; rebase that onto {release.name} first.\n{error}"

@@ -199,7 +199,7 @@ def patches(_folder: Path) -> Target:
                     _ = (hunks_left.data, found.only(file.path).paths)
         return [len(found.files), found.files[0].copied]
 
-    names = ("hunks", "reading", "mail_header", "definition")
+    names = ("hunks", "mail_header", "definition")
     modules = tuple(f"{_HERE}patching.{name}" for name in names)
     return Target(run, _patches(), modules)
 

@@ -7,7 +7,7 @@ import pytest
 from pyllamakv.patching import mail_header
 from pyllamakv.patching.definition import Definition, PatchText
 from pyllamakv.patching.hunks import Patch
-from pyllamakv.patching.mail_header import Mail
+from pyllamakv.patching.mail_header import MailHeader
 from pyllamakv.source import gitting
 
 SHAPE = Definition(
@@ -28,17 +28,17 @@ def test_written_header_is_read_back() -> None:
 @pytest.mark.parametrize(
     ("data", "mail"),
     [
-        (b"", Mail()),
-        (b"Just words.\n", Mail(body="Just words.")),
+        (b"", MailHeader()),
+        (b"Just words.\n", MailHeader(body="Just words.")),
         (
             b"From: A B <a@b>\nDate: x\nSubject: [PATCH v2 3/4] One\n two\nX-Mailer: y\n\n"
             b"Body\n---\nstat",
-            Mail("A B", "a@b", "x", "One two", "Body"),
+            MailHeader("A B", "a@b", "x", "One two", "Body"),
         ),
-        (b"Subject: =?UTF-8?q?=C3=A4?=\r\n\r\nBody\r\n", Mail(subject="ä", body="Body")),
-        (b"From: =?nonsense?q?x?= <a@b>\n\n", Mail("=?nonsense?q?x?=", "a@b")),
+        (b"Subject: =?UTF-8?q?=C3=A4?=\r\n\r\nBody\r\n", MailHeader(subject="ä", body="Body")),
+        (b"From: =?nonsense?q?x?= <a@b>\n\n", MailHeader("=?nonsense?q?x?=", "a@b")),
     ],
 )
-def test_foreign_headers(data: bytes, mail: Mail) -> None:
+def test_foreign_headers(data: bytes, mail: MailHeader) -> None:
     """Folded, encoded, carriage-returned and missing headers are all read."""
     assert mail_header.parse(data) == mail

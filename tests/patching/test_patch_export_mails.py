@@ -11,7 +11,7 @@ from patching_kit import Bench, git, numbered
 
 from pyllamakv.cli import main
 from pyllamakv.errors import UsageError
-from pyllamakv.patching import apply, foreign_series, mails, series
+from pyllamakv.patching import apply, foreign_series, patch_export, series
 from pyllamakv.source import gitting, lock, releases, sources
 from pyllamakv.source.store import Store, open_store
 
@@ -124,7 +124,7 @@ def test_an_earlier_series_makes_room_and_nothing_else(bench: Bench, tmp_path: P
     quilt.mkdir()
     (quilt / "series").write_text("theirs.patch\n", encoding="utf-8")
     with pytest.raises(UsageError, match="holds series"):
-        mails.write((), quilt, base="", release="")
+        patch_export.write_mails((), quilt, base="", release="")
 
 
 def test_a_release_without_patches_is_told(bench: Bench, tmp_path: Path, capfd) -> None:
@@ -145,10 +145,12 @@ def test_every_pinned_release(release: releases.Release, tmp_path: Path) -> None
     if not store.has(release):
         pytest.skip(f"{release.name} is not fetched here: pyllamakv upstream fetch {release.name}")
     patched = apply.apply(release, store=store)
-    found = mails.mails(store, release.commit, patched)
+    found = patch_export.mail_series(store, release.commit, patched)
     assert len(found) == len(patched.patches) > 0
-    assert mails.mails(store, release.commit, patched) == found
-    files = mails.write(found, tmp_path / "out", base=release.commit, release=release.name)
+    assert patch_export.mail_series(store, release.commit, patched) == found
+    files = patch_export.write_mails(
+        found, tmp_path / "out", base=release.commit, release=release.name
+    )
     assert taken(store, release.commit, list(files), tmp_path / "r") == patched.commit
 
 
@@ -157,8 +159,11 @@ def test_a_plain_git_takes_the_series_on_a_plain_tree(stock, tmp_path: Path) -> 
     """A stranger's git, on an exported tree without our history, comes to the patched tree."""
     store, release = open_store(), sources.resolve("0.3.9")
     patched = apply.apply(release, store=store)
-    files = mails.write(
-        mails.mails(store, release.commit, patched), tmp_path / "out", base="", release="0.3.9"
+    files = patch_export.write_mails(
+        patch_export.mail_series(store, release.commit, patched),
+        tmp_path / "out",
+        base="",
+        release="0.3.9",
     )
     tree = tmp_path / "tree"
     store.export(release.commit, tree)

@@ -6,7 +6,7 @@ import tomllib
 
 from patching_kit import diff
 
-from pyllamakv.patching import hunks, markers
+from pyllamakv.patching import hunks, port_writer
 from pyllamakv.patching.draft import MemoryTree
 
 OLD = {
@@ -19,7 +19,7 @@ OTHER = MemoryTree({"a.cpp": b"    common_to_everyone_alike();\n"})
 def test_propose() -> None:
     """A line that the other bases lack is taken before a longer one that they have."""
     patch = hunks.parse(diff(OLD, NEW))
-    found = markers.propose(patch, MemoryTree(OLD), [OTHER])
+    found = port_writer.propose_markers(patch, MemoryTree(OLD), [OTHER])
     assert [str(marker) for marker in found] == [
         'a.cpp has `first_of_all("x\\t");`',
         "b.h does not exist",
@@ -31,8 +31,8 @@ def test_propose() -> None:
 def test_table() -> None:
     """The table is TOML that says the same, quotes and backslashes included."""
     patch = hunks.parse(diff(OLD, NEW))
-    found = markers.propose(patch, MemoryTree(OLD))
-    (text,) = tomllib.loads(markers.table("0.3.9", "unified", ["one"], found))["port"]
+    found = port_writer.propose_markers(patch, MemoryTree(OLD))
+    (text,) = tomllib.loads(port_writer.port_table("0.3.9", "unified", ["one"], found))["port"]
     assert (text["base"], text["era"], text["requires"]) == ("0.3.9", "unified", ["one"])
     assert text["markers"][1] == {"file": "b.h", "exists": False}
     assert text["markers"][0]["has"].encode() in OLD["a.cpp"]
@@ -41,5 +41,5 @@ def test_table() -> None:
 def test_nothing_to_say() -> None:
     """A file without a telling line is asked to exist."""
     patch = hunks.parse(diff({"a.cpp": b"}\n"}, {"a.cpp": b"}\n}\n"}))
-    (marker,) = markers.propose(patch, MemoryTree({"a.cpp": b"}\n"}))
+    (marker,) = port_writer.propose_markers(patch, MemoryTree({"a.cpp": b"}\n"}))
     assert str(marker) == "a.cpp exists"
