@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pyllamakv.cli import judging
 from pyllamakv.cli import matrix_views as views
 from pyllamakv.cli.options import Json
 from pyllamakv.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+    from concurrent.futures import Executor
 
     from pyllamakv.verification.cell import CellResult, CellSpec
     from pyllamakv.verification.matrix import Choice
@@ -117,7 +118,7 @@ def run(
     specs = matrix.plan(
         _choice(names, era, backend, series, isolate, each, scenario, portable, sample)
     )
-    judging.judge(specs, fresh, scheduler, views.Wanted(expected, html, junit, github, as_json))
+    _judge(specs, fresh, scheduler, views.Wanted(expected, html, junit, github, as_json))
 
 
 @app.command()
@@ -211,7 +212,7 @@ def watch(
         for name in fresh:
             fetch.add(name, progress=progress)
     specs = matrix.plan(_choice(list(names), None, backend))
-    judging.judge(specs, False, scheduler, views.Wanted(expected, html, junit, github, as_json))
+    _judge(specs, False, scheduler, views.Wanted(expected, html, junit, github, as_json))
 
 
 @app.command()
@@ -296,3 +297,31 @@ def _choice(
         native=not portable,
         sample=sample,
     )
+
+
+def _judge(specs: Sequence[CellSpec], fresh: bool, scheduler: str, wanted: views.Wanted) -> None:
+    """Judge cells and write what is wanted; leave with 1 when something is worse than accepted."""
+    from pyllamakv.cli import showing
+    from pyllamakv.verification import matrix
+
+    try:
+        with showing.progress() as progress, _executor(scheduler, specs) as executor:
+            results = matrix.run(specs, executor=executor, fresh=fresh, progress=progress)
+    except KeyboardInterrupt:
+        sys.stderr.write("what was judged is kept; the same command goes on from there\n")
+        raise
+    if views.finish(results, wanted):
+        raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _executor(scheduler: str, specs: Sequence[CellSpec]) -> Iterator[Executor | None]:
+    if not scheduler:
+        yield None
+        return
+    from pyllamakv.verification import cluster
+
+    with cluster.connect(scheduler) as found:
+        for cure in found.lacking({spec.backend for spec in specs}):
+            sys.stderr.write(f"no worker for it yet; this waits for one: {cure}\n")
+        yield found
