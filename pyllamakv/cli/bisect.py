@@ -40,7 +40,7 @@ def command(
     back in time. Exit status: 0 found, 2 nothing to find, 125 an end cannot be judged.
     """
     from pyllamakv.building import backend as backends
-    from pyllamakv.cli import showing
+    from pyllamakv.cli import progress_bar
     from pyllamakv.source import lock
     from pyllamakv.verification import bisect, matrix, result_cache
     from pyllamakv.verification.cell import CellSpec
@@ -67,7 +67,7 @@ def command(
         return _step(kept) if kept else None
 
     chain = [name for name, each in lock.known().items() if each.kind in ("sdist", "npm")]
-    with showing.progress() as progress:
+    with progress_bar.progress() as progress:
 
         def judge(release: str) -> Step:
             return _step(matrix.run([spec(release)], progress=progress)[0])

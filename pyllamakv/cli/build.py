@@ -42,12 +42,12 @@ def command(
 ) -> None:
     """Build a release, stock and patched; what is built already costs nothing."""
     from pyllamakv.building.build import build
-    from pyllamakv.cli import showing
+    from pyllamakv.cli import progress_bar
 
     if stock + both + (series is not None) > 1:
         raise UsageError("choose one of --series, --stock and --all")
     built: list[tuple[Spec, Variant]] = []
-    with showing.progress() as progress:
+    with progress_bar.progress() as progress:
         for spec in _specs(release, series, stock=stock, both=both):
             variant = build(
                 spec, backend=backend, native=not portable, jobs=jobs, progress=progress

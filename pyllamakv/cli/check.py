@@ -90,12 +90,12 @@ def command(
 
 
 def _answer(question: Any) -> Answer:
-    from pyllamakv.cli import showing
+    from pyllamakv.cli import progress_bar
     from pyllamakv.errors import HarnessError, KvError
     from pyllamakv.verification import check
 
     try:
-        with showing.progress() as progress:
+        with progress_bar.progress() as progress:
             return check.check(question, progress=progress)
     except KvError:
         raise

@@ -27,9 +27,9 @@ def setup(
 ) -> None:
     """Install the matching llama-cpp-python, without a library, and print its Python."""
     from pyllamakv.building import peer
-    from pyllamakv.cli import showing
+    from pyllamakv.cli import progress_bar
 
-    with showing.progress() as progress:
+    with progress_bar.progress() as progress:
         found = peer.install(sources.resolve(release), progress=progress)
     if as_json:
         facts = {"version": found.version, "python": str(found.python), "suite": str(found.suite)}

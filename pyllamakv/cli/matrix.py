@@ -197,7 +197,7 @@ def watch(
     A new version is added to the home's lock; nobody accepted it yet, so it has to be good. What
     was added before and never judged comes along.
     """
-    from pyllamakv.cli import showing
+    from pyllamakv.cli import progress_bar
     from pyllamakv.source import fetch
     from pyllamakv.source import watch as watching
     from pyllamakv.verification import matrix
@@ -208,7 +208,7 @@ def watch(
     views.news(news, names, as_json and (look or not names))
     if look or not names:
         return
-    with showing.progress() as progress:
+    with progress_bar.progress() as progress:
         for name in fresh:
             fetch.add(name, progress=progress)
     specs = matrix.plan(_choice(list(names), None, backend))
@@ -301,11 +301,11 @@ def _choice(
 
 def _judge(specs: Sequence[CellSpec], fresh: bool, scheduler: str, wanted: views.Wanted) -> None:
     """Judge cells and write what is wanted; leave with 1 when something is worse than accepted."""
-    from pyllamakv.cli import showing
+    from pyllamakv.cli import progress_bar
     from pyllamakv.verification import matrix
 
     try:
-        with showing.progress() as progress, _executor(scheduler, specs) as executor:
+        with progress_bar.progress() as progress, _executor(scheduler, specs) as executor:
             results = matrix.run(specs, executor=executor, fresh=fresh, progress=progress)
     except KeyboardInterrupt:
         sys.stderr.write("what was judged is kept; the same command goes on from there\n")

@@ -41,13 +41,13 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show which patches apply to which releases (default: those fetched already)."""
-    from pyllamakv.cli import patch_views, showing
+    from pyllamakv.cli import patch_views, progress_bar
     from pyllamakv.patching import status as statuses
 
     if annotate not in (None, "github"):
         raise errors.UsageError(f"--annotate knows `github` only, not {annotate!r}.")
     chosen = _releases_of(names or [], every=every)
-    with showing.progress() as progress:
+    with progress_bar.progress() as progress:
         found = statuses.status(chosen, series=_series_of(patches), progress=progress)
     if as_json:
         _to_json([status.as_json() for status in found])
@@ -69,13 +69,13 @@ def apply(
     as_json: Json = False,
 ) -> None:
     """Apply patches to a release and print the commit (default: all that apply)."""
-    from pyllamakv.cli import showing
+    from pyllamakv.cli import progress_bar
     from pyllamakv.patching import apply as applying
     from pyllamakv.source.store import open_store
 
     store = open_store()
     target = _release_of(release)
-    with showing.progress() as progress:
+    with progress_bar.progress() as progress:
         patched = applying.apply(
             target, names or None, series=_series_of(patches), store=store, progress=progress
         )
@@ -142,7 +142,7 @@ def export_series(
     as_json: Json = False,
 ) -> None:
     """Write the patches of a release as mails for `git am` (default: all that apply)."""
-    from pyllamakv.cli import showing
+    from pyllamakv.cli import progress_bar
     from pyllamakv.patching import apply as applying
     from pyllamakv.patching import patch_export as exporting
     from pyllamakv.source.store import open_store
@@ -151,7 +151,7 @@ def export_series(
         raise errors.UsageError("--json wants --to DIR: without it the mails go to stdout.")
     store = open_store()
     target = _release_of(release)
-    with showing.progress() as progress:
+    with progress_bar.progress() as progress:
         patched = applying.apply(
             target, names or None, series=_series_of(patches), store=store, progress=progress
         )
@@ -225,13 +225,13 @@ def rebase(
     as_json: Json = False,
 ) -> None:
     """Carry patches over to a release by merging; a conflict waits for a person (exit 3)."""
-    from pyllamakv.cli import showing
+    from pyllamakv.cli import progress_bar
     from pyllamakv.patching import rebase as rebasing
 
     if sum((onto is not None, go_on, skip, abort)) != 1:
         raise errors.UsageError("Say one of --onto RELEASE, --continue, --skip, --abort.")
     done: list[dict[str, Any]] = []
-    with showing.progress() as progress:
+    with progress_bar.progress() as progress:
         if onto is not None:
             if not names:
                 raise errors.UsageError("Name the patches to carry over.")
@@ -324,10 +324,10 @@ def drift(
     as_json: Json = False,
 ) -> None:
     """Show how far a release has drifted from the patches, hunk by hunk, and since when."""
-    from pyllamakv.cli import patch_views, showing
+    from pyllamakv.cli import patch_views, progress_bar
     from pyllamakv.patching import drift as drifting
 
-    with showing.progress() as progress:
+    with progress_bar.progress() as progress:
         found = drifting.drift(
             _release_of(release), names or [], series=_series_of(patches), progress=progress
         )
@@ -348,7 +348,7 @@ def obsolete(
 
     The behaviour is that of stock when `pyllamakv matrix run` judged the release last.
     """
-    from pyllamakv.cli import showing
+    from pyllamakv.cli import progress_bar
     from pyllamakv.patching import obsolete as judging
     from pyllamakv.verification import result_cache
 
@@ -358,7 +358,7 @@ def obsolete(
         patch.id: {name: how for name, how in seen.items() if name in patch.scenarios}
         for patch in series
     }
-    with showing.progress() as progress:
+    with progress_bar.progress() as progress:
         found = judging.obsolete(
             _release_of(release), names or [], series=series, stock=stock, progress=progress
         )
@@ -389,13 +389,13 @@ def take(
 ) -> None:
     """Take a patch of yours into a series, after a strict trial on the releases."""
     from pyllamakv import home
-    from pyllamakv.cli import showing
+    from pyllamakv.cli import progress_bar
     from pyllamakv.patching import patch_import
 
     tried = {release.name: release for release in _releases_of([], every=every, none=bool(base))}
     if base:
         tried.setdefault(base, _release_of(base))
-    with showing.progress() as progress:
+    with progress_bar.progress() as progress:
         done = patch_import.take(
             path,
             id_,

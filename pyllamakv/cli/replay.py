@@ -41,7 +41,7 @@ def command(
     On the recorded build everything must be equal; on others how decodes ended, the used cells and
     the likeliest tokens are compared. The variables LLAMA_… are those of the recording, and told.
     """
-    from pyllamakv.cli import showing
+    from pyllamakv.cli import progress_bar
     from pyllamakv.traces import builds, replaying
     from pyllamakv.traces import trace as traces
 
@@ -49,7 +49,7 @@ def command(
     if not head.complete:
         sys.stderr.write(f"{trace} was cut short: what is there has {len(lines)} rows\n")
     found: list[Replay] = []
-    with showing.progress() as progress:
+    with progress_bar.progress() as progress:
         for spec in builds.specs(head, list(variants or ())):
 
             def tick(done: int, spec: str = spec) -> None:

@@ -38,7 +38,7 @@ def command(
     It fails as a scenario does: a claim not met, wrong data, lost tokens, a crash or a hang. Ctrl-C
     ends the search and writes what was found by then.
     """
-    from pyllamakv.cli import showing
+    from pyllamakv.cli import progress_bar
     from pyllamakv.traces import builds, minimize, traced
     from pyllamakv.traces import trace as traces
 
@@ -50,7 +50,7 @@ def command(
     folder = builds.folder(spec, head)
     target = output or trace.with_name(f"{trace.name.removesuffix('.jsonl')}.min.jsonl")
     traces.check(target)
-    with showing.progress() as progress:
+    with progress_bar.progress() as progress:
 
         def told(left: int, runs: int) -> None:
             done = len(lines) - left

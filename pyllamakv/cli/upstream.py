@@ -55,13 +55,13 @@ def fetch(
     as_json: Json = False,
 ) -> None:
     """Fetch releases into the store, checked against the lock; what is there costs nothing."""
-    from pyllamakv.cli import showing
+    from pyllamakv.cli import progress_bar
     from pyllamakv.source import fetch as fetching
 
     wanted = _chosen(names, every=every)
     done: list[dict[str, Any]] = []
     failed: list[errors.KvError] = []
-    with showing.progress() as progress:
+    with progress_bar.progress() as progress:
         for release in wanted:
             try:
                 fetching.fetch(release, progress=progress, keep=keep)
@@ -117,11 +117,11 @@ def add(
     as_json: Json = False,
 ) -> None:
     """Add a release that the lock has not, and fetch it."""
-    from pyllamakv.cli import showing
+    from pyllamakv.cli import progress_bar
     from pyllamakv.source import fetch as fetching
     from pyllamakv.source import lock
 
-    with showing.progress() as progress:
+    with progress_bar.progress() as progress:
         place = lock.shipped() if pin else None
         release = fetching.add(what, progress=progress, pin=place, keep=keep)
     if as_json:

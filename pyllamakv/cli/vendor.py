@@ -39,7 +39,7 @@ def sync(
     as_json: Json = False,
 ) -> None:
     """Put trees in place (default: 0.3.9), fetched and patched as the spec says."""
-    from pyllamakv.cli import showing
+    from pyllamakv.cli import progress_bar
     from pyllamakv.source import fetch, releases, vendor
     from pyllamakv.source.store import open_store
 
@@ -48,7 +48,7 @@ def sync(
         raise errors.UsageError("--to takes one SPEC.")
     store = open_store()
     rows = []
-    with showing.progress() as progress:
+    with progress_bar.progress() as progress:
         for spec in wanted:
             name, series = _parse(spec)
             release = fetch.ensure(name, progress=progress)

@@ -33,7 +33,7 @@ def peer(
 
     Exit status 1 when a test passes on stock and not on patched, or patched finds no slot.
     """
-    from pyllamakv.cli import showing
+    from pyllamakv.cli import progress_bar
     from qa.peer import trial
 
     if as_json and markdown:
@@ -41,7 +41,7 @@ def peer(
     wanted = [*(names or ([] if sample else [DEFAULT])), *(_one_per_era() if sample else ())]
     chosen = {release.name: release for release in map(sources.resolve, wanted)}
     found: list[Trial] = []
-    with showing.progress() as progress:
+    with progress_bar.progress() as progress:
         for release in sorted(chosen.values(), key=lambda release: release.order):
             one = trial.run(release, backend=backend, progress=progress)
             found.append(one)
