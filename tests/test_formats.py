@@ -98,7 +98,7 @@ def test_a_trace_is_replayed(patched: Variant) -> None:
     trace = formats.FOLDER / "trace.jsonl"
     command = [sys.executable, "-m", "pyllamakv.cli.main", "replay", str(trace)]
     done = subprocess.run(
-        [*command, "--variants", f"{patched.manifest.release}+patched"],
+        [*command, "--variant", f"{patched.manifest.release}+patched"],
         capture_output=True,
         text=True,
         timeout=300,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pyllamakv.cli.options import Backend, Json, Portable
+from pyllamakv.cli.options import Backend, Isolate, Json, Portable, Scenario
+from pyllamakv.cli.stdout import write_json, write_lines
 from pyllamakv.source import sources
 
 if TYPE_CHECKING:
@@ -24,12 +23,8 @@ def command(
     good: Annotated[str, typer.Argument(help="A release on one side of the change.")],
     bad: Annotated[str, typer.Argument(help="A release on the other side.")],
     *,
-    scenario: Annotated[
-        str, typer.Option("--scenario", help="The verdict of this scenario alone.")
-    ] = "",
-    isolate: Annotated[
-        str, typer.Option("--isolate", help="The verdict of this patch alone.")
-    ] = "",
+    scenario: Scenario = "",
+    isolate: Isolate = "",
     backend: Backend = "cpu",
     portable: Portable = False,
     as_json: Json = False,
@@ -74,12 +69,9 @@ def command(
 
         found = bisect.bisect(good, bad, chain, judge, known)
     if as_json:
-        json.dump(found.to_json(), sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        write_json(found.to_json())
         return
-    for step in found.steps:
-        sys.stdout.write(f"{step.release}: {step.verdict}\n")
-    sys.stdout.write(f"{found}\n")
+    write_lines([*(f"{step.release}: {step.verdict}" for step in found.steps), str(found)])
 
 
 def _step(result: CellResult) -> Step:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pyllamakv.cli.options import Backend, Json
+from pyllamakv.cli.options import Backend, Json, Portable, Series
+from pyllamakv.cli.stdout import write_json, write_lines
 from pyllamakv.errors import UsageError
 from pyllamakv.source.releases import DEFAULT
 
@@ -24,17 +23,10 @@ def command(
         str, typer.Argument(help="0.3.9, b4980, git:URL@REF, path:DIR; or a variant, 0.3.9+stock.")
     ] = DEFAULT,
     *,
-    series: Annotated[
-        str | None, typer.Option("--series", help="Build with these patches only: a,b.")
-    ] = None,
+    series: Series = "",
     stock: Annotated[bool, typer.Option("--stock", help="Build without any patch only.")] = False,
-    both: Annotated[
-        bool, typer.Option("--all", help="Build stock and patched (the default).")
-    ] = False,
     backend: Backend = "cpu",
-    portable: Annotated[
-        bool, typer.Option("--portable", help="Do not tune for this machine's processor.")
-    ] = False,
+    portable: Portable = False,
     jobs: Annotated[
         int | None, typer.Option("--jobs", "-j", min=1, help="Compilers to run at once.")
     ] = None,
@@ -44,39 +36,38 @@ def command(
     from pyllamakv.building.build import build
     from pyllamakv.cli import progress_bar
 
-    if stock + both + (series is not None) > 1:
-        raise UsageError("choose one of --series, --stock and --all")
+    if stock and series:
+        raise UsageError("choose one of --series and --stock")
     built: list[tuple[Spec, Variant]] = []
     with progress_bar.progress() as progress:
-        for spec in _specs(release, series, stock=stock, both=both):
+        for spec in _specs(release, series, stock=stock):
             variant = build(
                 spec, backend=backend, native=not portable, jobs=jobs, progress=progress
             )
             built.append((spec, variant))
             if not as_json:
-                sys.stdout.write(_text(spec, variant))
+                write_lines(_text(spec, variant))
     if as_json:
-        json.dump([_facts(spec, variant) for spec, variant in built], sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        write_json([_facts(spec, variant) for spec, variant in built])
 
 
-def _specs(release: str, series: str | None, *, stock: bool, both: bool) -> list[Spec]:
+def _specs(release: str, series: str, *, stock: bool) -> list[Spec]:
     from pyllamakv.building.variant import Spec, parse
 
     spec = parse(release)
     named = spec.release != release.strip()
-    if named and (stock or both or series is not None):
+    if named and (stock or series):
         raise UsageError(f"{release!r} names its series already; leave out the option")
     if named:
         return [spec]
     if stock:
         return [Spec(release, ())]
-    if series is not None:
+    if series:
         return [parse(f"{release}+{series}")]
     return [Spec(release, ()), Spec(release, None)]
 
 
-def _text(spec: Spec, variant: Variant) -> str:
+def _text(spec: Spec, variant: Variant) -> list[str]:
     manifest = variant.manifest
     lines = [
         f"{spec}",
@@ -89,7 +80,7 @@ def _text(spec: Spec, variant: Variant) -> str:
     absent = sorted(key for key, value in manifest.probes.items() if value is None)
     if absent:
         lines.append(f"  absent        {', '.join(absent)}")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _facts(spec: Spec, variant: Variant) -> dict[str, Any]:

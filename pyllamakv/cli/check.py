@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pyllamakv.cli.options import Backend, Json, Portable
+from pyllamakv.cli.options import Backend, Fresh, Isolate, Json, Junit, Portable, Scenarios, Series
+from pyllamakv.cli.stdout import write_json
 from pyllamakv.source.releases import DEFAULT
 from pyllamakv.verification import discovery
 
@@ -28,15 +27,9 @@ def command(
         list[Path] | None,
         typer.Option("--patch", help="Judge this patch file or folder, not the shipped series."),
     ] = None,
-    series: Annotated[
-        str, typer.Option("--series", help="Judge these shipped patches only: a,b.")
-    ] = "",
-    isolate: Annotated[
-        str, typer.Option("--isolate", help="Judge one shipped patch by its own scenarios.")
-    ] = "",
-    scenario: Annotated[
-        list[str] | None, typer.Option("--scenario", help="Run only this scenario; repeatable.")
-    ] = None,
+    series: Series = "",
+    isolate: Isolate = "",
+    scenario: Scenarios = None,
     folder: Annotated[
         list[Path] | None,
         typer.Option("--scenarios", help="Find more scenarios in this folder; repeatable."),
@@ -45,14 +38,10 @@ def command(
     quick: Annotated[
         bool, typer.Option("--quick", help="Run each scenario in a few settings only.")
     ] = False,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Run everything again, remembered or not.")
-    ] = False,
+    fresh: Fresh = False,
     portable: Portable = False,
     maps: Annotated[bool, typer.Option(help="Draw the cells before and after.")] = True,
-    junit: Annotated[
-        Path | None, typer.Option("--junit", help="Write a JUnit file there as well.")
-    ] = None,
+    junit: Junit = None,
     as_json: Json = False,
 ) -> None:
     """Run stock and patched through the scenarios and say what the patches are worth.
@@ -79,8 +68,7 @@ def command(
     if junit is not None:
         junit.write_text(check_report.junit(answer), encoding="utf-8")
     if as_json:
-        json.dump(answer.to_json(), sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        write_json(answer.to_json())
     else:
         from rich.console import Console
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 from typing import TYPE_CHECKING
 
 import typer
 
 from pyllamakv.cli.options import Json
+from pyllamakv.cli.stdout import write_json, write_lines
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pyllamakv.building.probing import Finding
 
 app = typer.Typer(add_completion=False)
@@ -28,14 +29,14 @@ def command(
 
     findings = doctor.examine()
     if as_json:
-        json.dump([dataclasses.asdict(finding) for finding in findings], sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        write_json([dataclasses.asdict(finding) for finding in findings])
     else:
-        sys.stdout.write("".join(_line(finding) for finding in findings))
+        write_lines(line for finding in findings for line in _lines(finding))
     if not doctor.healthy(findings):
         raise typer.Exit(1)
 
 
-def _line(finding: Finding) -> str:
-    line = f"{_SIGNS[finding.state]:<8}{finding.name:<10}{finding.found}\n"
-    return line + (f"{'':<18}cure: {finding.cure}\n" if finding.cure else "")
+def _lines(finding: Finding) -> Iterator[str]:
+    yield f"{_SIGNS[finding.state]:<8}{finding.name:<10}{finding.found}"
+    if finding.cure:
+        yield f"{'':<18}fix: {finding.cure}"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Annotated
 
 import typer
 
 from pyllamakv.cli.options import Json
+from pyllamakv.cli.stdout import write_json, write_lines
 from pyllamakv.source import sources
 from pyllamakv.source.releases import DEFAULT
 
@@ -33,7 +32,6 @@ def setup(
         found = peer.install(sources.resolve(release), progress=progress)
     if as_json:
         facts = {"version": found.version, "python": str(found.python), "suite": str(found.suite)}
-        json.dump(facts, sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        write_json(facts)
         return
-    sys.stdout.write(f"{found.python}\n")
+    write_lines([str(found.python)])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Annotated
 
 import typer
 
 from pyllamakv.cli.options import Backend, Json
+from pyllamakv.cli.stdout import note, write_json, write_lines
 from pyllamakv.errors import NotBuilt
 
 app = typer.Typer(add_completion=False)
@@ -43,10 +42,9 @@ def command(
             "package": described.package,
             "variant": found.id,
         }
-        json.dump(facts, sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        write_json(facts)
         return
     # Without the option pip compiles a llama.cpp that nobody loads.
     install = f"CMAKE_ARGS={NO_LIBRARY} pip install {described.package}"
-    sys.stderr.write(f"# for {described.package}: {install}\n")
-    sys.stdout.write(described.export() + "\n")
+    note(f"# for {described.package}: {install}")
+    write_lines([described.export()])

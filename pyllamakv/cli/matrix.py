@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pyllamakv.cli import matrix_views as views
-from pyllamakv.cli.options import Json
+from pyllamakv.cli.options import (
+    Backends,
+    Fresh,
+    Github,
+    Isolates,
+    Json,
+    Junit,
+    Portable,
+    Scenarios,
+    Series,
+)
+from pyllamakv.cli.stdout import note, write_json
 from pyllamakv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,18 +35,8 @@ app = typer.Typer(add_completion=False)
 
 Names = Annotated[list[str] | None, typer.Argument(metavar="[RELEASE]…", help="Default: all.")]
 Eras = Annotated[list[str] | None, typer.Option("--era", help="Only releases of this era.")]
-Backends = Annotated[
-    list[str] | None, typer.Option("--backend", help="cpu (default), rpc, cuda, ….")
-]
-SeriesNames = Annotated[str, typer.Option("--series", help="Only these shipped patches: a,b.")]
-Isolated = Annotated[
-    list[str] | None, typer.Option("--isolate", help="Judge this patch alone; repeatable.")
-]
 Each = Annotated[bool, typer.Option("--each", help="Judge every patch alone as well.")]
 Sample = Annotated[bool, typer.Option("--sample", help="One release per era is enough.")]
-Scenarios = Annotated[list[str] | None, typer.Option("--scenario", help="Only this scenario.")]
-Portable = Annotated[bool, typer.Option("--portable", help="Use builds for any machine.")]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Judge again what was judged before.")]
 Scheduler = Annotated[
     str, typer.Option("--scheduler", help="Judge on the workers of this dask scheduler.")
 ]
@@ -47,8 +48,6 @@ Expected = Annotated[
     Path | None, typer.Option("--expected", help="What is accepted; default: beside the patches.")
 ]
 Html = Annotated[Path | None, typer.Option("--html", help="Write one HTML page there.")]
-Junit = Annotated[Path | None, typer.Option("--junit", help="Write a JUnit file there.")]
-Github = Annotated[bool, typer.Option("--github", help="Print GitHub annotations as well.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -68,28 +67,25 @@ def plan(
     *,
     era: Eras = None,
     backend: Backends = None,
-    series: SeriesNames = "",
-    isolate: Isolated = None,
+    series: Series = "",
+    isolate: Isolates = None,
     each: Each = False,
     scenario: Scenarios = None,
     sample: Sample = False,
     portable: Portable = False,
-    format_: Annotated[str, typer.Option("--format", help="text, json or github.")] = "text",
+    github: Github = False,
     as_json: Json = False,
 ) -> None:
     """List the cells that a run would judge, and which were judged before."""
     from pyllamakv.verification import matrix, matrix_reports
 
-    if format_ not in ("text", "json", "github"):
-        msg = f"expected --format text, json or github, found {format_!r}"
-        raise UsageError(msg)
     specs = matrix.plan(
         _choice(names, era, backend, series, isolate, each, scenario, portable, sample)
     )
-    if format_ == "github":
-        views.compact(matrix_reports.github(specs))
+    if github:
+        write_json(matrix_reports.github(specs), indent=None)
         return
-    views.plan(specs, as_json or format_ == "json")
+    views.plan(specs, as_json)
 
 
 @app.command()
@@ -98,8 +94,8 @@ def run(
     *,
     era: Eras = None,
     backend: Backends = None,
-    series: SeriesNames = "",
-    isolate: Isolated = None,
+    series: Series = "",
+    isolate: Isolates = None,
     each: Each = False,
     scenario: Scenarios = None,
     sample: Sample = False,
@@ -127,8 +123,8 @@ def show(
     *,
     era: Eras = None,
     backend: Backends = None,
-    series: SeriesNames = "",
-    isolate: Isolated = None,
+    series: Series = "",
+    isolate: Isolates = None,
     each: Each = False,
     expected: Expected = None,
     as_json: Json = False,
@@ -145,8 +141,8 @@ def report(
     *,
     era: Eras = None,
     backend: Backends = None,
-    series: SeriesNames = "",
-    isolate: Isolated = None,
+    series: Series = "",
+    isolate: Isolates = None,
     each: Each = False,
     merge: Merge = None,
     markdown: Annotated[
@@ -221,8 +217,8 @@ def accept(
     *,
     era: Eras = None,
     backend: Backends = None,
-    series: SeriesNames = "",
-    isolate: Isolated = None,
+    series: Series = "",
+    isolate: Isolates = None,
     each: Each = False,
     merge: Merge = None,
     stale: Annotated[
@@ -308,7 +304,7 @@ def _judge(specs: Sequence[CellSpec], fresh: bool, scheduler: str, wanted: views
         with progress_bar.progress() as progress, _executor(scheduler, specs) as executor:
             results = matrix.run(specs, executor=executor, fresh=fresh, progress=progress)
     except KeyboardInterrupt:
-        sys.stderr.write("what was judged is kept; the same command goes on from there\n")
+        note("what was judged is kept; the same command goes on from there")
         raise
     if views.finish(results, wanted):
         raise typer.Exit(1)
@@ -323,5 +319,5 @@ def _executor(scheduler: str, specs: Sequence[CellSpec]) -> Iterator[Executor | 
 
     with cluster.connect(scheduler) as found:
         for cure in found.lacking({spec.backend for spec in specs}):
-            sys.stderr.write(f"no worker for it yet; this waits for one: {cure}\n")
+            note(f"no worker for it yet; this waits for one: {cure}")
         yield found

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pyllamakv.cli.stdout import note, write_json
 from pyllamakv.home import home
 
 if TYPE_CHECKING:
@@ -39,11 +39,11 @@ def finish(results: Sequence[CellResult], wanted: Wanted) -> bool:
     compared = expected.compare(results, expected.load(wanted.expected))
     if wanted.html:
         write_atomic(wanted.html, page.render(results, compared))
-        _say(f"the page is {wanted.html}")
+        note(f"the page is {wanted.html}")
     if wanted.junit:
         write_atomic(wanted.junit, matrix_reports.junit(results, compared))
     if wanted.as_json:
-        _json(matrix_reports.document(results, compared))
+        write_json(matrix_reports.document(results, compared))
     elif not wanted.quiet:
         _table(results, compared)
     if wanted.github:
@@ -69,7 +69,7 @@ def plan(specs: Sequence[CellSpec], as_json: bool) -> None:
         verdict = kept.verdict if kept else None
         rows.append({"name": spec.name, "state": state, "verdict": verdict, "spec": spec.to_json()})
     if as_json:
-        _json({"schema": 1, "cells": rows})
+        write_json({"schema": 1, "cells": rows})
         return
     width = max(len(spec.name) for spec in specs)
     for row in rows:
@@ -77,37 +77,32 @@ def plan(specs: Sequence[CellSpec], as_json: bool) -> None:
         sys.stdout.write(f"{row['name']:<{width}}  {row['state']}{known}\n")
 
 
-def compact(data: Any) -> None:
-    """Print JSON on one line, as GitHub's outputs need it."""
-    sys.stdout.write(json.dumps(data, separators=(",", ":")) + "\n")
-
-
 def missing(specs: Sequence[CellSpec], results: Iterable[CellResult]) -> None:
     """Name the cells without a result."""
     judged = {result.spec for result in results}
     names = [spec.name for spec in specs if spec not in judged]
     if names:
-        _say(f"not judged yet: {', '.join(names)}; run `pyllamakv matrix run`")
+        note(f"not judged yet: {', '.join(names)}; run `pyllamakv matrix run`")
 
 
 def news(found: News, names: Sequence[str], as_json: bool) -> None:
     """Tell what the index has beyond the locks."""
     if as_json:
         facts = {"new": found.new, "unpinned": found.unpinned, "lost": found.lost, "judge": names}
-        _json({key: list(value) for key, value in facts.items()})
+        write_json({key: list(value) for key, value in facts.items()})
         return
-    _say(f"to judge: {', '.join(names)}" if names else "there is no new version on the index")
+    note(f"to judge: {', '.join(names)}" if names else "there is no new version on the index")
     if found.lost:
-        _say(f"gone from the index, or another file there: {', '.join(found.lost)}")
+        note(f"gone from the index, or another file there: {', '.join(found.lost)}")
 
 
 def accepted(changed: Sequence[str], path: Path, as_json: bool) -> None:
     """Tell what is accepted now that was not before."""
     if as_json:
-        _json({"file": str(path), "changed": list(changed)})
+        write_json({"file": str(path), "changed": list(changed)})
         return
     sys.stdout.writelines(f"{line}\n" for line in changed or ("nothing changed",))
-    _say(f"written to {path}" if changed else f"{path} says so already")
+    note(f"written to {path}" if changed else f"{path} says so already")
 
 
 def _table(results: Sequence[CellResult], compared: Sequence[Comparison]) -> None:
@@ -144,10 +139,3 @@ def _table(results: Sequence[CellResult], compared: Sequence[Comparison]) -> Non
     if results:
         console.print(f"{worse} of {len(results)} worse than accepted" if worse else "as accepted")
 
-
-def _json(data: Any) -> None:
-    sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,8 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pyllamakv import errors
-from pyllamakv.cli.options import Base, Json, PatchNames, Releases
-from pyllamakv.printable import printable
+from pyllamakv.cli.options import (
+    AllReleases,
+    Base,
+    Github,
+    Json,
+    PatchNames,
+    Releases,
+    Scenarios,
+    To,
+)
+from pyllamakv.cli.stdout import note, write_json, write_lines
 from pyllamakv.source import sources
 
 if TYPE_CHECKING:
@@ -35,24 +43,22 @@ def status(
     names: Releases = None,
     *,
     patches: Patches = None,
-    every: Annotated[bool, typer.Option("--all", help="Every release, fetched if needed.")] = False,
+    every: AllReleases = False,
     hunks: Annotated[bool, typer.Option("--hunks", help="Show every hunk.")] = False,
-    annotate: Annotated[str | None, typer.Option(help="`github`: annotations.")] = None,
+    github: Github = False,
     as_json: Json = False,
 ) -> None:
     """Show which patches apply to which releases (default: those fetched already)."""
     from pyllamakv.cli import patch_views, progress_bar
     from pyllamakv.patching import status as statuses
 
-    if annotate not in (None, "github"):
-        raise errors.UsageError(f"--annotate knows `github` only, not {annotate!r}.")
     chosen = _releases_of(names or [], every=every)
     with progress_bar.progress() as progress:
         found = statuses.status(chosen, series=_series_of(patches), progress=progress)
     if as_json:
-        _to_json([status.as_json() for status in found])
-    elif annotate:
-        _lines(statuses.github(found))
+        write_json([status.as_json() for status in found])
+    elif github:
+        write_lines(statuses.github(found))
     else:
         patch_views.status(found, hunks=hunks)
     if any(not status.good and status.state != "not-meant" for status in found):
@@ -65,7 +71,7 @@ def apply(
     names: PatchNames = None,
     *,
     patches: Patches = None,
-    to: Annotated[Path | None, typer.Option(help="Put the patched tree into this folder.")] = None,
+    to: To = None,
     as_json: Json = False,
 ) -> None:
     """Apply patches to a release and print the commit (default: all that apply)."""
@@ -82,7 +88,7 @@ def apply(
     if to is not None:
         store.export(patched.commit, to)
     for skip in patched.skipped:
-        _note(f"left out: {skip.id}: {skip.reason}")
+        note(f"left out: {skip.id}: {skip.reason}")
     facts = {
         "release": patched.release,
         "commit": patched.commit,
@@ -120,9 +126,9 @@ def export(
     found = exporting.check(series, chosen)
     bad = [one for one in found if not one.same]
     if as_json:
-        _to_json([one.__dict__ for one in found])
+        write_json([one.__dict__ for one in found])
     else:
-        _lines(
+        write_lines(
             f"{one.id} {one.base}: {one.kind}{one.detail and ': ' + one.detail}" for one in found
         )
     if bad:
@@ -135,9 +141,7 @@ def export_series(
     release: str,
     names: PatchNames = None,
     *,
-    to: Annotated[
-        Path | None, typer.Option(help="A folder for the mails; without it they go to stdout.")
-    ] = None,
+    to: To = None,
     patches: Patches = None,
     as_json: Json = False,
 ) -> None:
@@ -157,7 +161,7 @@ def export_series(
         )
     found = exporting.mail_series(store, target.commit, patched)
     for skip in patched.skipped:
-        _note(f"left out: {skip.id}: {skip.reason}")
+        note(f"left out: {skip.id}: {skip.reason}")
     if to is None:
         for mail in found:
             sys.stdout.buffer.write(mail.data)
@@ -179,10 +183,10 @@ def lint(patches: Patches = None, as_json: Json = False) -> None:
 
     found = linting.lint(patches, scenarios=_scenarios())
     if as_json:
-        _to_json([finding.__dict__ for finding in found])
+        write_json([finding.__dict__ for finding in found])
     else:
-        _lines(map(str, found))
-        _note(f"{len(found)} fault(s)")
+        write_lines(map(str, found))
+        note(f"{len(found)} fault(s)")
     if found:
         raise typer.Exit(errors.PatchLintError.exit_code)
 
@@ -200,13 +204,13 @@ def show(
     series = _series_of(patches)
     if name is None:
         facts = [patch_views.facts(patch) for patch in series]
-        return _to_json(facts) if as_json else patch_views.series(facts)
+        return write_json(facts) if as_json else patch_views.series(facts)
     patch = series.definition(name)
     if base is not None:
         text = patch.text(base).patch.data
         sys.stdout.buffer.write(text)
         return None
-    return _to_json(patch_views.facts(patch)) if as_json else patch_views.patch(patch)
+    return write_json(patch_views.facts(patch)) if as_json else patch_views.patch(patch)
 
 
 @app.command()
@@ -214,7 +218,7 @@ def rebase(
     names: PatchNames = None,
     *,
     onto: Annotated[str | None, typer.Option(help="The release to carry the patches to.")] = None,
-    to: Annotated[Path | None, typer.Option(help="Write PATCH.patch there instead.")] = None,
+    to: To = None,
     force: Annotated[bool, typer.Option("--force", help="Also where a text applies.")] = False,
     go_on: Annotated[bool, typer.Option("--continue", help="The conflict is solved.")] = False,
     skip: Annotated[bool, typer.Option("--skip", help="Leave the waiting patch out.")] = False,
@@ -251,10 +255,10 @@ def rebase(
             if not as_json:
                 raise
             waits = {"folder": error.folder, "files": error.files, "message": str(error)}
-            _to_json({"done": done, "waiting": waits})
+            write_json({"done": done, "waiting": waits})
             raise typer.Exit(error.exit_code) from error
     if as_json:
-        _to_json({"done": done, "waiting": None})
+        write_json({"done": done, "waiting": None})
 
 
 def _go_on(id_: str, *, go_on: bool, skip: bool) -> Iterator[Rebased]:
@@ -284,11 +288,11 @@ def _waiting(names: list[str]) -> str:
 
 def _rebased(one: Rebased) -> None:
     where = f": {one.path}" if one.path else ""
-    _lines([f"{one.id} onto {one.onto}: {one.state}{where}"])
+    write_lines([f"{one.id} onto {one.onto}: {one.state}{where}"])
     for text in one.notes:
-        _note(text)
+        note(text)
     for loss in one.comparison.missing if one.comparison else ():
-        _note(f"missing against the text for {one.base}: {loss}")
+        note(f"missing against the text for {one.base}: {loss}")
 
 
 @app.command()
@@ -310,7 +314,7 @@ def diff(
         return _series_of(patches).definition(name).text(base)
 
     found = compare.compare(text(one), text(other))
-    _to_json(found.as_json()) if as_json else patch_views.comparison(found)
+    write_json(found.as_json()) if as_json else patch_views.comparison(found)
     if found.missing:
         raise typer.Exit(errors.PatchLintError.exit_code)
 
@@ -331,7 +335,10 @@ def drift(
         found = drifting.drift(
             _release_of(release), names or [], series=_series_of(patches), progress=progress
         )
-    _to_json([one.as_json() for one in found]) if as_json else patch_views.drift(found, names or [])
+    if as_json:
+        write_json([one.as_json() for one in found])
+    else:
+        patch_views.drift(found, names or [])
     if any(one.state in ("fails", "blocked") for one in found):
         raise typer.Exit(errors.PatchConflict.exit_code)
 
@@ -363,13 +370,13 @@ def obsolete(
             _release_of(release), names or [], series=series, stock=stock, progress=progress
         )
     if as_json:
-        return _to_json([one.as_json() for one in found])
+        return write_json([one.as_json() for one in found])
     words = {True: "yes", False: "no", None: "unknown"}
     for one in found:
         said = "obsolete" if one.obsolete else f"{one.votes} of 3 signs"
         meant = "" if one.meant else ", and not meant for this release"
-        _lines([f"{one.id} on {one.release}: {said}{meant}"])
-        _lines(f"  {sign.name}: {words[sign.says]} ({sign.why})" for sign in one.signs)
+        write_lines([f"{one.id} on {one.release}: {said}{meant}"])
+        write_lines(f"  {sign.name}: {words[sign.says]} ({sign.why})" for sign in one.signs)
     return None
 
 
@@ -379,12 +386,10 @@ def take(
     *,
     id_: Annotated[str, typer.Option("--id", help="Its id in the series.")],
     base: Annotated[str | None, typer.Option(help="The release it is written against.")] = None,
-    to: Annotated[Path | None, typer.Option(help="A series folder of your own.")] = None,
-    scenario: Annotated[
-        list[str] | None, typer.Option(help="A scenario that tells (default: cures and guards).")
-    ] = None,
+    to: To = None,
+    scenario: Scenarios = None,
     title: Annotated[str | None, typer.Option(help="Its title (default: its subject).")] = None,
-    every: Annotated[bool, typer.Option("--all", help="Try every release of the lock.")] = False,
+    every: AllReleases = False,
     as_json: Json = False,
 ) -> None:
     """Take a patch of yours into a series, after a strict trial on the releases."""
@@ -407,11 +412,11 @@ def take(
             progress=progress,
         )
     if as_json:
-        return _to_json(done.as_json())
-    _lines([f"{done.id}: {done.path}"])
-    _lines(_trials(done.trials))
+        return write_json(done.as_json())
+    write_lines([f"{done.id}: {done.path}"])
+    write_lines(_trials(done.trials))
     for finding in done.findings:
-        _note(str(finding))
+        note(str(finding))
     return None
 
 
@@ -473,25 +478,11 @@ def _scenarios(*, features: bool = True) -> frozenset[str] | None:
 def _result(facts: dict[str, Any], as_json: bool) -> None:
     """Write facts as lines, or as JSON."""
     if as_json:
-        return _to_json(facts)
+        return write_json(facts)
     for key, value in facts.items():
         if isinstance(value, list):
-            _lines(f"{key}: {item}" for item in value)
+            write_lines(f"{key}: {item}" for item in value)
         elif not isinstance(value, dict):
-            _lines([f"{key}: {value}"])
+            write_lines([f"{key}: {value}"])
     return None
 
-
-def _to_json(data: Any) -> None:
-    """Write JSON to stdout."""
-    sys.stdout.write(json.dumps(data, indent=2, sort_keys=True, default=str) + "\n")
-
-
-def _lines(found: Iterable[str]) -> None:
-    """Write lines to stdout, without orders to the terminal: patches may be anybody's."""
-    sys.stdout.writelines(printable(line, keep="\n\t") + "\n" for line in found)
-
-
-def _note(text: str) -> None:
-    """Write a line to stderr, like `lines`."""
-    sys.stderr.write(printable(text, keep="\n\t") + "\n")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pyllamakv.cli.options import Json, RecordedModel
+from pyllamakv.cli.options import Json, Model, Variants
+from pyllamakv.cli.stdout import note, write_json, write_lines
 
 if TYPE_CHECKING:
     from pyllamakv.traces.replaying import Replay
@@ -21,18 +20,10 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def command(
     trace: Annotated[Path, typer.Argument(help="A trace, of `run --trace` or `kv.record`.")],
-    variants: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--variants",
-            "--variant",
-            help="Replay on these builds: stock,patched of the recorded release, `recorded`, or "
-            "specs as in 0.3.36+patched; repeatable.",
-        ),
-    ] = None,
-    model: RecordedModel = "",
+    variants: Variants = None,
+    model: Model = "",
     every: Annotated[
-        bool, typer.Option("--all", help="Go on after the first divergence, and tell them all.")
+        bool, typer.Option("--keep-going", help="Report every divergence, not only the first.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -47,7 +38,7 @@ def command(
 
     head, lines = traces.read(trace)
     if not head.complete:
-        sys.stderr.write(f"{trace} was cut short: what is there has {len(lines)} rows\n")
+        note(f"{trace} is incomplete: found {len(lines)} rows")
     found: list[Replay] = []
     with progress_bar.progress() as progress:
         for spec in builds.specs(head, list(variants or ())):
@@ -65,8 +56,7 @@ def command(
             "environment": traces.recorded(head.environment),
             "rows": len(lines),
         }
-        json.dump({**recorded, "replays": [each.to_json() for each in found]}, sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        write_json({**recorded, "replays": [each.to_json() for each in found]})
     else:
         _show(found)
         _show_environment(head)
@@ -75,17 +65,16 @@ def command(
 
 def _show_environment(head: Head) -> None:
     """Say which variables it was played under, and which of them no recording asked for."""
-    from pyllamakv.printable import printable
     from pyllamakv.traces import trace
 
     played = trace.recorded(head.environment)
     if played:
         said = " ".join(f"{name}={value}" for name, value in played.items())
-        sys.stdout.write(f"under {printable(said)}\n")
+        write_lines([f"under {said}"])
     ours = played.keys() - head.environment.keys()
     if ours:
         said = ", ".join(sorted(ours))
-        sys.stdout.write(f"not so when it was recorded: {printable(said)}\n")
+        write_lines([f"not set in the recording: {said}"])
 
 
 def _show(found: list[Replay]) -> None:
@@ -105,6 +94,6 @@ def _show(found: list[Replay]) -> None:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:
         padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        sys.stdout.write("  ".join(padded).rstrip() + "\n")
+        write_lines(["  ".join(padded).rstrip()])
     if any(each.recorded for each in found):
-        sys.stdout.write("* the build that recorded it\n")
+        write_lines(["* the build that recorded it"])

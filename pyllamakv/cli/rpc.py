@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from typing import Annotated
 
 import typer
 
-from pyllamakv.cli.options import Json
+from pyllamakv.cli.options import Backend, Json, Threads
+from pyllamakv.cli.stdout import note, write_json, write_lines
 from pyllamakv.errors import UsageError
 from pyllamakv.source.releases import DEFAULT
 
@@ -39,12 +39,8 @@ def serve(
     memory: Annotated[
         str, typer.Option("--memory", help="What clients may use, 512M or 4G; to 0.3.16.")
     ] = "",
-    threads: Annotated[
-        int | None, typer.Option("--threads", "-t", min=1, help="At most so many compute.")
-    ] = None,
-    backend: Annotated[
-        str, typer.Option("--backend", help="Which variant: cpu, cuda, metal or vulkan.")
-    ] = "cpu",
+    threads: Threads = None,
+    backend: Backend = "cpu",
     as_json: Json = False,
 ) -> None:
     """Serve a device until Ctrl-C; the endpoint is printed once it answers.
@@ -64,14 +60,14 @@ def serve(
         backend=backend,
     ) as server:
         if server.open_to_others:
-            sys.stderr.write(
+            note(
                 f"warning: {server.endpoint} is open to everybody who can reach it: RPC has no "
-                "authentication; put it behind a firewall or an SSH tunnel\n"
+                "authentication; put it behind a firewall or an SSH tunnel"
             )
         facts = {"endpoint": server.endpoint, "pid": server.pid, "spec": spec}
-        sys.stdout.write(f"{json.dumps(facts) if as_json else server.endpoint}\n")
+        write_json(facts, indent=None) if as_json else write_lines([server.endpoint])
         sys.stdout.flush()
-        sys.stderr.write(f"serving {spec}; end with Ctrl-C\n")
+        note(f"serving {spec}; end with Ctrl-C")
         server.wait()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pyllamakv.cli.options import Json
+from pyllamakv.cli.options import Json, Model, Threads, Variant
+from pyllamakv.cli.stdout import note, to_json, write_json, write_lines
 from pyllamakv.errors import UsageError
 from pyllamakv.scenarios import cell_picture
 from pyllamakv.traces import builds
@@ -30,16 +30,8 @@ def command(
     script: Annotated[
         Path | None, typer.Argument(help="A decode script, one JSON object per line, or a trace.")
     ] = None,
-    variant: Annotated[
-        str, typer.Option("--variant", help="Which build: 0.3.9, 0.3.9+patched, a folder.")
-    ] = "0.3.9+patched",
-    model: Annotated[
-        str,
-        typer.Option(
-            "--model",
-            help="A GGUF file or a generated model; a script is played on it, whatever it names.",
-        ),
-    ] = "",
+    variant: Variant = "0.3.9+patched",
+    model: Model = "",
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", help="Continue this text; repeatable.")
     ] = None,
@@ -47,9 +39,7 @@ def command(
         int, typer.Option("--max-tokens", min=1, help="Of each prompt, at most so many more.")
     ] = 64,
     n_ctx: Annotated[int, typer.Option("--n-ctx", min=0, help="Cells; 0: as many as needed.")] = 0,
-    threads: Annotated[
-        int, typer.Option("--threads", min=1, help="Threads that compute a prompt's tokens.")
-    ] = 1,
+    threads: Threads = 1,
     flash_attn: Annotated[
         bool, typer.Option("--flash-attn", help="Continue prompts with flash attention.")
     ] = False,
@@ -109,7 +99,7 @@ def _play(path: Path, variant: str, model: str, trace: Path | None, as_json: boo
             if recorder is not None:
                 recorder.observe(line, result)
             if as_json:
-                sys.stdout.write(json.dumps({**line.to_json(), "result": result}) + "\n")
+                write_json({**line.to_json(), "result": result}, indent=None)
             else:
                 _show(line, result, stage)
 
@@ -121,11 +111,11 @@ def _show(line: Line, result: dict[str, Any], stage: Any) -> None:
 
     from pyllamakv.view import cell_drawing
 
-    words = " ".join(f"{key}={json.dumps(value)}" for key, value in line.arguments.items())
+    words = " ".join(f"{key}={to_json(value)}" for key, value in line.arguments.items())
     found = " ".join(
         f"{key}={value}" for key, value in result.items() if key not in ("best", "picture")
     )
-    sys.stdout.write(f"{line.number:>4} {line.op} {words}\n       {found}\n")
+    write_lines([f"{line.number:>4} {line.op} {words}", f"       {found}"])
     sys.stdout.flush()
     snapshot = stage.player.snapshot() if line.op == "snapshot" else None
     if snapshot is not None:
@@ -153,9 +143,8 @@ def _tell(
     ):
         told, stats = tell(loaded, prompts, max_tokens=max_tokens, n_ctx=n_ctx, **options)
     if json_:
-        json.dump({"told": [asdict(each) for each in told], "cache": stats}, sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        write_json({"told": [asdict(each) for each in told], "cache": stats})
         return
     for each in told:
-        sys.stdout.write(f"{each.prompt}{each.text}\n\n")
-    sys.stderr.write(f"cache: {stats['used']} of {stats['size']} cells used\n")
+        write_lines([f"{each.prompt}{each.text}", ""])
+    note(f"cache: {stats['used']} of {stats['size']} cells used")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pyllamakv.cli.options import Json, RecordedModel
+from pyllamakv.cli.options import Json, Model, Variant
+from pyllamakv.cli.stdout import write_json, write_lines
 from pyllamakv.errors import UsageError
 
 app = typer.Typer(add_completion=False)
@@ -18,10 +17,7 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def command(
     trace: Annotated[Path, typer.Argument(help="A trace or script that fails.")],
-    variant: Annotated[
-        str,
-        typer.Option("--variant", help="The build it fails on; without it the recorded one."),
-    ] = "",
+    variant: Variant = "",
     output: Annotated[
         Path | None,
         typer.Option(
@@ -30,7 +26,7 @@ def command(
             help="Write it there; without it beside the trace, as NAME.min.jsonl.",
         ),
     ] = None,
-    model: RecordedModel = "",
+    model: Model = "",
     as_json: Json = False,
 ) -> None:
     """Find the fewest operations, of the fewest tokens, that fail in the same way; record them.
@@ -68,12 +64,14 @@ def command(
         "minimal": found.minimal,
     }
     if as_json:
-        json.dump(facts, sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        write_json(facts)
         return
     minimal = "" if found.minimal else ", not minimal: the search was interrupted"
-    sys.stdout.write(
-        f"{found.failure}: {found.message}\n"
-        f"{found.before} operations became {len(found.lines) - 1} in {found.runs} runs{minimal}\n"
-        f"{target}\n"
+    left = len(found.lines) - 1
+    write_lines(
+        [
+            f"{found.failure}: {found.message}",
+            f"{found.before} operations became {left} in {found.runs} runs{minimal}",
+            str(target),
+        ]
     )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pyllamakv.cli.options import PlayedModel, PlayedVariant, Run
+from pyllamakv.cli.options import Json, Model, Run, Variant
+from pyllamakv.cli.stdout import write_json
 from pyllamakv.errors import ScenarioFailed, ScriptError, UsageError
 from pyllamakv.scenarios import frames
 from pyllamakv.traces import builds, playback
@@ -22,26 +21,18 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False)
 
 
-class Format(StrEnum):
-    """Say for whom the numbers are."""
-
-    TEXT = "text"
-    JSON = "json"
-    PROMETHEUS = "prometheus"
-
-
 @app.command()
 def command(
     run: Run,
-    format: Annotated[
-        Format, typer.Option("--format", help="How the numbers are written.")
-    ] = Format.TEXT,
-    variant: PlayedVariant = "",
-    model: PlayedModel = "",
+    variant: Variant = "",
+    model: Model = "",
     label: Annotated[
         list[str] | None, typer.Option("--label", help="KEY=VALUE for every metric; repeatable.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    prometheus: Annotated[
+        bool, typer.Option("--prometheus", help="Print the Prometheus text format.")
+    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Print what the cells are like after a run, and what was done in it.
 
@@ -53,7 +44,8 @@ def command(
     from pyllamakv.traces import trace as traces
     from pyllamakv.view.frame_statistics import LABELS, PictureStats
 
-    form = Format.JSON if as_json else format
+    if as_json and prometheus:
+        raise UsageError("choose one of --json and --prometheus")
     labels = dict(_label(each) for each in label or ())
     metrics.check(labels, LABELS)
     stats: CellStats | None = None
@@ -78,32 +70,45 @@ def command(
     if stats is None:
         msg = f"{run} has no cells to count: record it with `pyllamakv run --trace`"
         raise broken or ScriptError(msg)
-    sys.stdout.write(_formatted(form, film, stats, counters, labels))
+    if as_json:
+        write_json(_document(film, stats, counters, labels))
+    else:
+        sys.stdout.write((_exposition if prometheus else _table)(film, stats, counters, labels))
     if broken:
         raise broken
 
 
-def _formatted(
-    form: Format,
-    film: Film,
-    stats: CellStats,
-    counters: Counters | None,
-    labels: dict[str, str],
+def _exposition(
+    film: Film, stats: CellStats, counters: Counters | None, labels: dict[str, str]
+) -> str:
+    from pyllamakv.runtime import metrics
+    from pyllamakv.view import frame_statistics
+
+    found = (*metrics.metrics(stats, counters), *frame_statistics.of_film(film))
+    return metrics.expose(found, {"variant": film.title, **labels})
+
+
+def _document(
+    film: Film, stats: CellStats, counters: Counters | None, labels: dict[str, str]
+) -> dict[str, Any]:
+    from pyllamakv.runtime import metrics
+    from pyllamakv.view import frame_statistics
+
+    raw = {
+        "variant": film.title,
+        **metrics.to_json(stats, counters),
+        "run": frame_statistics.to_json(film),
+    }
+    return raw | ({"labels": labels} if labels else {})
+
+
+def _table(
+    film: Film, stats: CellStats, counters: Counters | None, labels: dict[str, str]
 ) -> str:
     from pyllamakv.printable import printable
     from pyllamakv.runtime import metrics
     from pyllamakv.view import frame_statistics
 
-    if form is Format.PROMETHEUS:
-        found = (*metrics.metrics(stats, counters), *frame_statistics.of_film(film))
-        return metrics.expose(found, {"variant": film.title, **labels})
-    if form is Format.JSON:
-        raw = {
-            "variant": film.title,
-            **metrics.to_json(stats, counters),
-            "run": frame_statistics.to_json(film),
-        }
-        return json.dumps(raw | ({"labels": labels} if labels else {}), indent=2) + "\n"
     named = {"variant": film.title, **labels}
     return metrics.aligned(
         [

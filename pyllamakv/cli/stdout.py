@@ -1,17 +1,40 @@
-"""Guard stdout: tell apart a reader that left, a full disk, and a fault of ours."""
+"""Write results to stdout and notes to stderr; detect a closed reader and a full disk."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import DiskFull
+from pyllamakv.printable import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+
+
+def to_json(data: Any, indent: int | None = None) -> str:
+    """Return JSON in ASCII, so that any terminal and any encoding can take it."""
+    separators = (",", ": ") if indent else (",", ":")
+    return json.dumps(data, indent=indent, separators=separators, default=str)
+
+
+def write_json(data: Any, indent: int | None = 2) -> None:
+    """Write one JSON document to stdout; on one line without ``indent``."""
+    sys.stdout.write(to_json(data, indent) + "\n")
+
+
+def write_lines(lines: Iterable[str]) -> None:
+    """Write lines to stdout, with control characters escaped: names and patches are foreign."""
+    sys.stdout.writelines(printable(line, keep="\n\t") + "\n" for line in lines)
+
+
+def note(text: str) -> None:
+    """Write a line to stderr, with control characters escaped."""
+    sys.stderr.write(printable(text, keep="\n\t") + "\n")
 
 
 class ReaderLeft(Exception):

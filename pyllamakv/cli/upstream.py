@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pyllamakv import errors
-from pyllamakv.cli.options import Json, Releases
+from pyllamakv.cli.options import AllReleases, Json, Keep, Releases
+from pyllamakv.cli.stdout import write_json, write_lines
 from pyllamakv.source import sources
 
 if TYPE_CHECKING:
@@ -35,13 +35,14 @@ def list_releases(
     if new:
         news = watch.look()
         if as_json:
-            _json(asdict(news))
+            write_json(asdict(news))
         else:
-            _lines(f"{word:<10} {' '.join(names)}" for word, names in asdict(news).items() if names)
+            found = asdict(news)
+            write_lines(f"{word:<10} {' '.join(names)}" for word, names in found.items() if names)
         return
     rows = [_facts(release) | {"fetched": store.has(release)} for release in lock.known().values()]
     if as_json:
-        _json(rows)
+        write_json(rows)
     else:
         _table(rows)
 
@@ -50,8 +51,8 @@ def list_releases(
 def fetch(
     names: Releases = None,
     *,
-    every: Annotated[bool, typer.Option("--all", help="Every release of the lock.")] = False,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the archives.")] = False,
+    every: AllReleases = False,
+    keep: Keep = False,
     as_json: Json = False,
 ) -> None:
     """Fetch releases into the store, checked against the lock; what is there costs nothing."""
@@ -72,9 +73,9 @@ def fetch(
                 continue
             done.append(_facts(release))
     if as_json:
-        _json(done)
+        write_json(done)
     else:
-        _lines(_line(facts) for facts in done)
+        write_lines(_line(facts) for facts in done)
     if failed:
         raise failed[0]
 
@@ -92,9 +93,9 @@ def verify(names: Releases = None, *, as_json: Json = False) -> None:
         raise errors.UsageError("No release is fetched yet: run `pyllamakv upstream fetch`.")
     found = {release.name: check.problems(store, release) for release in wanted}
     if as_json:
-        _json(found)
+        write_json(found)
     else:
-        _lines(f"{name}: {'; '.join(words) or 'good'}" for name, words in found.items())
+        write_lines(f"{name}: {'; '.join(words) or 'good'}" for name, words in found.items())
     bad = [name for name, words in found.items() if words]
     if bad:
         raise errors.HashMismatch(f"{', '.join(bad)} differ from the lock; fetch them again.")
@@ -113,7 +114,7 @@ def add(
     pin: Annotated[
         bool, typer.Option("--pin", help="Write it to the shipped lock, not to the home's.")
     ] = False,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the archive.")] = False,
+    keep: Keep = False,
     as_json: Json = False,
 ) -> None:
     """Add a release that the lock has not, and fetch it."""
@@ -125,9 +126,9 @@ def add(
         place = lock.shipped() if pin else None
         release = fetching.add(what, progress=progress, pin=place, keep=keep)
     if as_json:
-        _json(_facts(release))
+        write_json(_facts(release))
     else:
-        _lines([_line(_facts(release))])
+        write_lines([_line(_facts(release))])
 
 
 @app.command()
@@ -150,9 +151,9 @@ def line(
         links = [link for link in links if link.release in changed]
     rows = [_facts(link.release) | {"line": link.commit} for link in links]
     if as_json:
-        _json(rows)
+        write_json(rows)
     else:
-        _lines(f"{row['line']} {row['date'][:10]} {row['name']}" for row in rows)
+        write_lines(f"{row['line']} {row['date'][:10]} {row['name']}" for row in rows)
 
 
 def _chosen(names: Sequence[str] | None, *, every: bool = False) -> list[Release]:
@@ -195,13 +196,3 @@ def _table(rows: Sequence[dict[str, Any]]) -> None:
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200)
     console.print(table)
 
-
-def _json(data: Any) -> None:
-    sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
-
-
-def _lines(lines: Any) -> None:
-    from pyllamakv.printable import printable
-
-    # Names of files and URLs are anybody's, and could give orders to the terminal.
-    sys.stdout.writelines(printable(line) + "\n" for line in lines)

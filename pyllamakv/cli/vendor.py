@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pyllamakv import errors
-from pyllamakv.cli.options import Json
+from pyllamakv.cli.options import AllTrees, Json, To
+from pyllamakv.cli.stdout import write_json, write_lines
 from pyllamakv.source import sources
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pyllamakv.source.releases import Release
     from pyllamakv.source.store import Store
     from pyllamakv.source.vendor import Vendored
@@ -33,9 +29,7 @@ Specs = Annotated[
 def sync(
     specs: Specs = None,
     *,
-    to: Annotated[
-        Path | None, typer.Option("--to", help="Another folder than the home's; one SPEC only.")
-    ] = None,
+    to: To = None,
     as_json: Json = False,
 ) -> None:
     """Put trees in place (default: 0.3.9), fetched and patched as the spec says."""
@@ -58,9 +52,9 @@ def sync(
             )
             rows.append(_facts(vendored) | {"written": done.written, "removed": done.removed})
     if as_json:
-        _json(rows)
+        write_json(rows)
     else:
-        _lines(
+        write_lines(
             f"{row['spec']} {row['folder']} ({row['written']} written, {row['removed']} removed)"
             for row in rows
         )
@@ -82,11 +76,11 @@ def verify(specs: Specs = None, *, as_json: Json = False) -> None:
         lines = vendor.verify(store, vendored).lines()
         found[vendored.spec] = [*([stale] if stale else []), *lines]
     if as_json:
-        _json(found)
+        write_json(found)
     else:
         for spec, lines in found.items():
-            _lines([f"{spec}: {f'{len(lines)} differ' if lines else 'good'}"])
-            _lines(f"  {line}" for line in lines)
+            write_lines([f"{spec}: {f'{len(lines)} differ' if lines else 'good'}"])
+            write_lines(f"  {line}" for line in lines)
     bad = [f"{spec}: {line}" for spec, lines in found.items() for line in lines]
     if bad:
         raise errors.TreeDirty(
@@ -100,7 +94,7 @@ def verify(specs: Specs = None, *, as_json: Json = False) -> None:
 def clean(
     specs: Specs = None,
     *,
-    every: Annotated[bool, typer.Option("--all", help="Everything that is vendored.")] = False,
+    every: AllTrees = False,
     as_json: Json = False,
 ) -> None:
     """Remove vendored trees; the store keeps the releases."""
@@ -111,9 +105,9 @@ def clean(
     chosen = vendor.listed() if every else [vendor.find(spec) for spec in specs or ()]
     removed = [str(vendor.clean(vendored)) for vendored in chosen]
     if as_json:
-        _json(removed)
+        write_json(removed)
     else:
-        _lines(removed)
+        write_lines(removed)
 
 
 def _parse(spec: str) -> tuple[str, tuple[str, ...] | None]:
@@ -145,13 +139,3 @@ def _stale(store: Store, vendored: Vendored) -> str:
 def _facts(vendored: Vendored) -> dict[str, Any]:
     return asdict(vendored)
 
-
-def _json(data: Any) -> None:
-    sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
-
-
-def _lines(lines: Sequence[str] | Any) -> None:
-    from pyllamakv.printable import printable
-
-    # Names of files and URLs are anybody's, and could give orders to the terminal.
-    sys.stdout.writelines(printable(line) + "\n" for line in lines)

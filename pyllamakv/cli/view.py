@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pyllamakv.cli.options import Json, PlayedModel, PlayedVariant, Run
+from pyllamakv.cli.options import Json, Model, Run, Variant
+from pyllamakv.cli.stdout import write_json, write_lines
 from pyllamakv.errors import ScenarioFailed, ScriptError, UsageError
 from pyllamakv.scenarios import frames
 from pyllamakv.traces import builds, playback
@@ -23,8 +22,8 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def command(
     run: Run,
-    variant: PlayedVariant = "",
-    model: PlayedModel = "",
+    variant: Variant = "",
+    model: Model = "",
     speed: Annotated[
         float, typer.Option("--speed", min=0.0, help="Operations in a second; 0: no pauses.")
     ] = 4.0,
@@ -69,7 +68,7 @@ def command(
         written = _write(film, timeline, svg, png, width, dark=dark)
     except OSError as error:
         raise UsageError(f"{error.filename} cannot be written: {error.strerror}") from error
-    sys.stdout.write("".join(f"{path}\n" for path in written))
+    write_lines(map(str, written))
     if line and not files and not as_json:
         _print(film, width)
     if broken:
@@ -189,5 +188,4 @@ def _print_json(film: Film) -> None:
         }
         for frame in film.changes()
     ]
-    json.dump(raw, sys.stdout, indent=1)
-    sys.stdout.write("\n")
+    write_json(raw)

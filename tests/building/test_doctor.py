@@ -97,6 +97,6 @@ def test_command(bare: Path) -> None:
     text = CliRunner().invoke(verb.app, [])
     assert text.exit_code == 1
     assert "MISSING compiler" in text.stdout
-    assert "cure: " in text.stdout
+    assert "fix: " in text.stdout
     listed = CliRunner().invoke(verb.app, ["--json"])
     assert {row["name"] for row in json.loads(listed.stdout)} >= {"compiler", "git", "disk"}

@@ -63,10 +63,10 @@ def test_build_makes_stock_and_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builds, "build", built)
     monkeypatch.setattr(build, "_text", lambda *_facts: "")
     invoke(build.app, "0.3.9")
-    invoke(build.app, "0.3.9", "--all")
     invoke(build.app, "0.3.9", "--series", "full-defrag,kv-counters")
     assert asked == [
-        *("0.3.9+stock", "0.3.9+patched") * 2,
+        "0.3.9+stock",
+        "0.3.9+patched",
         "0.3.9+full-defrag,kv-counters",
     ]
 
@@ -74,9 +74,8 @@ def test_build_makes_stock_and_patched(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("0.3.9", "--stock", "--all"),
         ("0.3.9", "--stock", "--series", "a"),
-        ("0.3.9+stock", "--all"),
+        ("0.3.9+stock", "--stock"),
         ("0.3.9", "--series", "a,,b"),
         ("0.3.9", "--stock", "--backend", "abacus"),
     ],

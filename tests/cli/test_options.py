@@ -1,4 +1,4 @@
-"""Options that several commands share are defined once."""
+"""Options and helpers that several commands share are defined once."""
 
 from __future__ import annotations
 
@@ -8,13 +8,58 @@ from pathlib import Path
 
 import pyllamakv.cli
 
+MODULES = {
+    path.name: ast.parse(path.read_text(encoding="utf-8"))
+    for path in sorted(Path(pyllamakv.cli.__file__).parent.glob("*.py"))
+}
 
-def test_no_two_modules_spell_the_same_option() -> None:
-    """An option or argument that two modules declare alike belongs in `cli.options`."""
+
+def declared(tree: ast.Module) -> set[str]:
+    """Return the options that a module declares, also those that are named by their parameter."""
+    found = set()
+    for node in ast.walk(tree):
+        parameter = isinstance(node, ast.arg)
+        annotation = node.annotation if parameter else node
+        if not isinstance(annotation, ast.Subscript) or "typer.Option(" not in ast.unparse(
+            annotation
+        ):
+            continue
+        (call,) = (each for each in ast.walk(annotation) if isinstance(each, ast.Call))
+        names = [each.value for each in call.args if isinstance(each, ast.Constant)]
+        if not names and parameter:
+            names = [f"--{node.arg.replace('_', '-')}"]
+        found |= set(names)
+    return found
+
+
+def test_an_option_is_declared_in_one_module() -> None:
+    """One that two commands take belongs in `cli.options`, with one type and one help text."""
     found = defaultdict(set)
-    for path in Path(pyllamakv.cli.__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Annotated":
-                found[ast.unparse(node)].add(path.name)
+    for name, tree in MODULES.items():
+        for option in declared(tree):
+            found[option].add(name)
     assert len(found) > 50
     assert not {option: files for option, files in found.items() if len(files) > 1}
+
+
+def test_no_two_modules_define_the_same_function() -> None:
+    """A function that two commands need belongs in a module that both import."""
+    found = defaultdict(set)
+    for name, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and not node.decorator_list:
+                doc = ast.get_docstring(node) is not None
+                body = "\n".join(ast.unparse(each) for each in node.body[doc:])
+                found[body].add(f"{name}: {node.name}")
+    assert not [names for names in found.values() if len({n.split(":")[0] for n in names}) > 1]
+
+
+def test_json_is_written_in_one_module() -> None:
+    """`cli.stdout` decides how JSON looks; nothing else imports the module that makes it."""
+    users = {
+        name
+        for name, tree in MODULES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import) and any(each.name == "json" for each in node.names)
+    }
+    assert users == {"stdout.py"}

@@ -58,10 +58,9 @@ def test_status(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(bench, capsys, "status", "0.3.1")
     assert code == 0
     assert "applies" in out
-    code, out, _ = call(bench, capsys, "status", "0.3.2", "--annotate", "github")
+    code, out, _ = call(bench, capsys, "status", "0.3.2", "--github")
     assert code == 3
     assert out.count("::error file=") == 2
-    assert call(bench, capsys, "status", "--annotate", "other")[0] == 2
 
 
 def test_apply(bench: Bench, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -127,25 +127,25 @@ def test_json_has_every_change(trace, capsys) -> None:
     assert told[-1]["used"] == 144
 
 
-@pytest.mark.parametrize("form", ["text", "json", "prometheus"])
+@pytest.mark.parametrize("form", [(), ("--json",), ("--prometheus",)], ids="".join)
 def test_stats_of_a_trace_and_of_a_run_agree(trace, capsys, form) -> None:
     """What the recorded cells say is what the library's cells say."""
     found = []
     for words in ((trace,), (EXAMPLE, "--variant", "patched")):
-        code, out, _ = cli(capsys, "stats", *words, "--format", form)
+        code, out, _ = cli(capsys, "stats", *words, *form)
         assert code == 0
-        if form == "prometheus":
+        if form == ("--prometheus",):
             kinds, samples = parse(out)
             assert kinds["pyllamakv_run_operations_total"] == "counter"
             found.append({key[0]: value for key, value in samples.items() if "_kv_" in key[0]})
-        elif form == "json":
+        elif form == ("--json",):
             raw = json.loads(out)
             assert raw["run"]["operations"] == {"decode": 2, "remove": 1}
             found.append(raw["kv"])
         else:
             found.append(dict(line.split("  ", 1) for line in out.splitlines()))
     recorded, played = found
-    if form == "text":
+    if not form:
         assert recorded["used"].strip() == played["used"].strip() == "144 (56%)"
     else:
         assert recorded.items() <= played.items()
@@ -154,15 +154,15 @@ def test_stats_of_a_trace_and_of_a_run_agree(trace, capsys, form) -> None:
 def test_stats_take_labels(trace, opened, capsys) -> None:
     """For every metric; wrong ones are refused before anything is played, whatever the format."""
     code, out, _ = cli(
-        capsys, "stats", trace, "--format", "prometheus", "--label", 'host=a"b', "--label", "x=y=z"
+        capsys, "stats", trace, "--prometheus", "--label", 'host=a"b', "--label", "x=y=z"
     )
     _, samples = parse(out)
     assert code == 0
     assert all({("host", 'a"b'), ("x", "y=z")} <= set(labels) for _, labels in samples)
     opened.clear()
     for wrong in ("host", "op=x", "1=2", "__x=y", "a-b=c", "ü=x", "=x", "manager=x"):
-        for form in ("text", "json", "prometheus"):
-            words = ("stats", EXAMPLE, "--format", form, "--label", wrong)
+        for form in ((), ("--json",), ("--prometheus",)):
+            words = ("stats", EXAMPLE, *form, "--label", wrong)
             assert cli(capsys, *words)[0] == 2
     assert not opened
     code, out, _ = cli(capsys, "stats", trace, "--label", "host=a\x1b[31mb")

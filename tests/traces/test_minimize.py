@@ -217,7 +217,7 @@ def test_the_example_shrinks_on_stock(stock, patched, capsys, tmp_path: Path) ->
     assert code == 0
     _, lines = trace.read(target)
     assert [line.op for line in lines] == ["context", "batch", "remove", "batch"]
-    code, out, _ = cli(capsys, "replay", target, "--variants", f"{patched.folder}", "--json")
+    code, out, _ = cli(capsys, "replay", target, "--variant", f"{patched.folder}", "--json")
     assert code == 0
     assert json.loads(out)["replays"][0]["divergences"][0]["what"] == "status"
 

@@ -148,7 +148,7 @@ def test_a_recorded_build_is_opened_in_its_environment(monkeypatch, tmp_path: Pa
     assert asked == [("id", "0.3.9+stock")] * 2
 
 
-@pytest.mark.parametrize("words", [("replay",), ("shrink",), ("replay", "--variants", "stock")])
+@pytest.mark.parametrize("words", [("replay",), ("shrink",), ("replay", "--variant", "stock")])
 @pytest.mark.parametrize(
     ("head", "file"),
     [
@@ -226,12 +226,12 @@ def test_replay_shows_variants_side_by_side(capsys, monkeypatch, tmp_path: Path)
 
     monkeypatch.setattr(pyllamakv, "open", open_, raising=False)
     monkeypatch.setattr(opening, "find_recorded", lambda variant, spec: Path(variant))
-    code, out, _ = cli(capsys, "replay", path, "--variants", "simulated,0.3.9+patched")
+    code, out, _ = cli(capsys, "replay", path, "--variant", "simulated,0.3.9+patched")
     assert code == 0
     assert out.splitlines()[0].split()[:3] == ["variant", "rows", "diverges"]
     assert "simulated *" in out
     wrong.add("0.3.9+patched")
-    code, out, _ = cli(capsys, "replay", path, "--variants", "simulated,0.3.9+patched")
+    code, out, _ = cli(capsys, "replay", path, "--variant", "simulated,0.3.9+patched")
     assert code == 0
     assert "row 6 (remove): used" in out
     wrong.add("simulated")
@@ -255,7 +255,7 @@ def test_replay_shows_variants_side_by_side(capsys, monkeypatch, tmp_path: Path)
 def test_the_example_diverges_where_stock_fails(stock, patched, capsys) -> None:
     """Recorded on stock: patched places the batch that stock did not."""
     code, out, _ = cli(
-        capsys, "replay", EXAMPLE, "--variants", f"{stock.folder},{patched.folder}", "--json"
+        capsys, "replay", EXAMPLE, "--variant", f"{stock.folder},{patched.folder}", "--json"
     )
     told = json.loads(out)["replays"]
     assert code == 0
