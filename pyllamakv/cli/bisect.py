@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pyllamakv.cli.options import Backend, Isolate, Json, Portable, Scenario
+from pyllamakv.cli.options import Backend, Isolate, Json, Portable, Scenario, release_names
 from pyllamakv.cli.stdout import write_json, write_lines
-from pyllamakv.source import sources
 
 if TYPE_CHECKING:
     from pyllamakv.verification.bisect import Step
@@ -20,8 +19,18 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def command(
-    good: Annotated[str, typer.Argument(help="A release on one side of the change.")],
-    bad: Annotated[str, typer.Argument(help="A release on the other side.")],
+    good: Annotated[
+        str,
+        typer.Argument(
+            metavar="GOOD", help="Release before the change.", autocompletion=release_names
+        ),
+    ],
+    bad: Annotated[
+        str,
+        typer.Argument(
+            metavar="BAD", help="Release after the change.", autocompletion=release_names
+        ),
+    ],
     *,
     scenario: Scenario = "",
     isolate: Isolate = "",
@@ -29,14 +38,14 @@ def command(
     portable: Portable = False,
     as_json: Json = False,
 ) -> None:
-    """Find the first release, from GOOD on the way to BAD, that has another verdict than GOOD.
+    """Find the first release between GOOD and BAD with another verdict than GOOD.
 
-    Both ends are judged first, and releases that cannot be judged are passed over. The way may go
-    back in time. Exit status: 0 found, 2 nothing to find, 125 an end cannot be judged.
+    Untestable releases are skipped. BAD may be older than GOOD. Exit status: 0 found, 2 both have
+    the same verdict, 125 GOOD or BAD is untestable.
     """
     from pyllamakv.building import backend as backends
     from pyllamakv.cli import progress_bar
-    from pyllamakv.source import lock
+    from pyllamakv.source import lock, sources
     from pyllamakv.verification import bisect, matrix, result_cache
     from pyllamakv.verification.cell import CellSpec
 

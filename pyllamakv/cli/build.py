@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pyllamakv.cli.options import Backend, Json, Portable, Series
+from pyllamakv.cli.options import Backend, Json, Portable, ReleaseOrVariant, Series, Variant
 from pyllamakv.cli.stdout import write_json, write_lines
 from pyllamakv.errors import UsageError
 from pyllamakv.source.releases import DEFAULT
@@ -19,20 +19,18 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def command(
-    release: Annotated[
-        str, typer.Argument(help="0.3.9, b4980, git:URL@REF, path:DIR; or a variant, 0.3.9+stock.")
-    ] = DEFAULT,
+    release: ReleaseOrVariant = DEFAULT,
     *,
     series: Series = "",
-    stock: Annotated[bool, typer.Option("--stock", help="Build without any patch only.")] = False,
+    stock: Annotated[bool, typer.Option("--stock", help="Build only without patches.")] = False,
     backend: Backend = "cpu",
     portable: Portable = False,
     jobs: Annotated[
-        int | None, typer.Option("--jobs", "-j", min=1, help="Compilers to run at once.")
+        int | None, typer.Option("--jobs", "-j", min=1, help="Number of parallel compilers; default: CPUs.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Build a release, stock and patched; what is built already costs nothing."""
+    """Build a release, stock and patched; finished builds are reused."""
     from pyllamakv.building.build import build
     from pyllamakv.cli import progress_bar
 

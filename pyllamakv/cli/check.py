@@ -1,4 +1,4 @@
-"""Judge a patch series on a release: `pyllamakv check`."""
+"""Verify patches on a release: `pyllamakv check`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pyllamakv.cli.options import Backend, Fresh, Isolate, Json, Junit, Portable, Scenarios, Series
+from pyllamakv.cli.options import (
+    Backend,
+    Fresh,
+    Isolate,
+    Json,
+    Junit,
+    Portable,
+    Release,
+    Scenarios,
+    Series,
+    Verbose,
+)
 from pyllamakv.cli.stdout import write_json
 from pyllamakv.source.releases import DEFAULT
-from pyllamakv.verification import discovery
 
 if TYPE_CHECKING:
     from pyllamakv.verification.check import Answer
@@ -20,36 +30,37 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def command(
-    release: Annotated[
-        str, typer.Argument(help="0.3.9, b4980, git:URL@REF or path:DIR.")
-    ] = DEFAULT,
+    release: Release = DEFAULT,
     patch: Annotated[
         list[Path] | None,
-        typer.Option("--patch", help="Judge this patch file or folder, not the shipped series."),
+        typer.Option("--patch", help="Verify this patch file or directory; repeatable."),
     ] = None,
     series: Series = "",
     isolate: Isolate = "",
     scenario: Scenarios = None,
     folder: Annotated[
         list[Path] | None,
-        typer.Option("--scenarios", help="Find more scenarios in this folder; repeatable."),
+        typer.Option("--scenario-dir", help="Directory with more scenarios; repeatable."),
     ] = None,
     backend: Backend = "cpu",
     quick: Annotated[
-        bool, typer.Option("--quick", help="Run each scenario in a few settings only.")
+        bool, typer.Option("--quick", help="Run fewer settings per scenario.")
     ] = False,
     fresh: Fresh = False,
     portable: Portable = False,
-    maps: Annotated[bool, typer.Option(help="Draw the cells before and after.")] = True,
+    pictures: Annotated[
+        bool, typer.Option("--pictures", help="Show cells before and after.")
+    ] = False,
+    verbose: Verbose = False,
     junit: Junit = None,
     as_json: Json = False,
 ) -> None:
-    """Run stock and patched through the scenarios and say what the patches are worth.
+    """Run scenarios on stock and patched, and print the verdict.
 
     Exit status: 0 needed, redundant or native; 1 harmful, ineffective or broken; 125 untestable;
-    128 a fault of the harness.
+    128 internal error.
     """
-    from pyllamakv.verification import check, check_report
+    from pyllamakv.verification import check, check_report, discovery
     from pyllamakv.view import check_console
 
     question = check.Question(

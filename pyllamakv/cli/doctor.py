@@ -1,4 +1,4 @@
-"""Look for what is missing on this machine: `pyllamakv doctor`."""
+"""Find missing tools on this machine: `pyllamakv doctor`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SIGNS = {"ok": "ok", "missing": "MISSING", "optional": "-"}
 def command(
     as_json: Json = False,
 ) -> None:
-    """Name what is there, what is missing, and the cure; exit 1 if something needed is missing."""
+    """List required tools and how to install missing ones; exits 1 if one is missing."""
     from pyllamakv.building import doctor
 
     findings = doctor.examine()

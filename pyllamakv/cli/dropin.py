@@ -6,9 +6,8 @@ from typing import Annotated
 
 import typer
 
-from pyllamakv.cli.options import Json
+from pyllamakv.cli.options import Json, Release
 from pyllamakv.cli.stdout import write_json, write_lines
-from pyllamakv.source import sources
 from pyllamakv.source.releases import DEFAULT
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
@@ -21,12 +20,13 @@ def main() -> None:
 
 @app.command()
 def setup(
-    release: Annotated[str, typer.Argument(help="A release that is a llama-cpp-python.")] = DEFAULT,
+    release: Release = DEFAULT,
     as_json: Json = False,
 ) -> None:
-    """Install the matching llama-cpp-python, without a library, and print its Python."""
+    """Install llama-cpp-python of a release; print the path of its Python."""
     from pyllamakv.building import peer
     from pyllamakv.cli import progress_bar
+    from pyllamakv.source import sources
 
     with progress_bar.progress() as progress:
         found = peer.install(sources.resolve(release), progress=progress)

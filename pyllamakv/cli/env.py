@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from pyllamakv.cli.options import Backend, Json
+from pyllamakv.cli.options import Backend, BuiltVariant, Json
 from pyllamakv.cli.stdout import note, write_json, write_lines
 from pyllamakv.errors import NotBuilt
 
@@ -15,15 +15,13 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def command(
-    variant: Annotated[
-        str, typer.Argument(help="A built variant: 0.3.9+patched, 0.3.9+stock.")
-    ] = "0.3.9+patched",
+    variant: BuiltVariant = "0.3.9+patched",
     backend: Backend = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Print the line that makes the matching llama-cpp-python load this variant.
+    """Print the environment variable that makes llama-cpp-python load a variant.
 
-    Use it as `eval "$(pyllamakv env 0.3.9+patched)"`.
+    Usage: `eval "$(pyllamakv env 0.3.9+patched)"`.
     """
     from pyllamakv.building import dropin
     from pyllamakv.building.peer import NO_LIBRARY

@@ -1,162 +1,187 @@
-"""Route ``pyllamakv VERB …`` to one module per verb, imported only when it is called.
+"""The command line `pyllamakv`: its commands, how errors are reported, and exit statuses.
 
-Errors of this package become one message on stderr and the exit status that their class names:
-0 good, 1 regression, 2 usage, 3 a conflict waits for a person, 4 network or hash; `check` keeps
-git bisect's code beside them (125 untestable, 128 and above a fault of the harness).
+docs/cli.md lists the exit statuses and describes the JSON of errors.
 """
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import importlib.util
-import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer import completion
 
 from pyllamakv import errors
 from pyllamakv.cli import stdout
+from pyllamakv.cli.lazy_group import LazyGroup, fill_paragraphs
 
-#: What a shell reports of a program that a Ctrl-C ended.
+#: Command -> help text. Each command is the Typer app of the module of its name.
+VERBS = {
+    "upstream": "List, fetch, add and verify llama.cpp releases.",
+    "vendor": "Write source trees of releases; verify and remove them.",
+    "patch": "Show, apply, export, lint, rebase and import patches.",
+    "build": "Build a release, stock and patched.",
+    "check": "Verify patches on a release: stock against patched.",
+    "matrix": "Verify every release; compare with accepted verdicts.",
+    "bisect": "Find the release where a verdict changed.",
+    "run": "Run a decode script, or complete prompts.",
+    "replay": "Replay a recorded trace and compare results.",
+    "view": "Show the KV cache cells of a run.",
+    "stats": "Print KV cache statistics of a run.",
+    "minimize": "Reduce a failing trace.",
+    "env": "Print the environment that loads a variant in llama-cpp-python.",
+    "dropin": "Run llama-cpp-python on a stock or patched library.",
+    "rpc": "Serve this machine's devices over RPC.",
+    "doctor": "Find missing tools and how to install them.",
+}
+#: The shell's status of a program that Ctrl-C ended.
 _INTERRUPTED = 130
 
-#: Verb -> the line that help shows for it; importing a module for its help would cost seconds.
-VERBS = {
-    "upstream": "List, fetch, verify and add upstream releases.",
-    "vendor": "Put a release's tree in place, verify it, clean up.",
-    "patch": "Show, apply, export, lint and rebase the patches.",
-    "build": "Build a release, stock and patched.",
-    "check": "Judge a patch series on a release: stock against patched, with a verdict.",
-    "matrix": "Judge every release, and compare with what is expected.",
-    "bisect": "Find the release where a verdict changed.",
-    "run": "Run a decode script, or prompts on a model.",
-    "replay": "Run a recorded trace again and compare.",
-    "view": "Show the cells of a run: live, as a timeline, as pictures.",
-    "stats": "Print the numbers of a cache after a run: text, JSON, Prometheus.",
-    "shrink": "Make a failing trace minimal.",
-    "env": "Print the environment under which llama-cpp-python loads a variant.",
-    "dropin": "Try llama-cpp-python on stock and patched libraries, with its own tests.",
-    "rpc": "Serve this machine's devices to other processes and machines.",
-    "doctor": "Look for what is missing on this machine, and name the cure.",
-}
+
+class Commands(LazyGroup):
+    """The commands of `pyllamakv`."""
+
+    modules = {verb: (f"pyllamakv.cli.{verb}", text) for verb, text in VERBS.items()}  # noqa: RUF012
+
+
+def _version(value: bool) -> None:
+    if value:
+        import pyllamakv
+
+        stdout.write_lines([f"pyllamakv {pyllamakv.__version__}"])
+        raise typer.Exit
+
+
+def _show_completion(shell: str) -> None:
+    if shell:
+        script = completion.get_completion_script(
+            prog_name="pyllamakv", complete_var="_PYLLAMAKV_COMPLETE", shell=shell
+        )
+        stdout.write_lines([script])
+        raise typer.Exit
+
+
+def _install_completion(shell: str) -> None:
+    if shell:
+        _, path = completion.install(shell=shell, prog_name="pyllamakv")
+        stdout.note(f"completion is installed in {path}; start a new shell to use it")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    show_completion: Annotated[
+        str,
+        typer.Option(
+            metavar="SHELL",
+            callback=_show_completion,
+            is_eager=True,
+            help="Print the completion script: bash, zsh, fish.",
+        ),
+    ] = "",
+    install_completion: Annotated[
+        str,
+        typer.Option(
+            metavar="SHELL",
+            callback=_install_completion,
+            is_eager=True,
+            help="Install shell completion: bash, zsh, fish.",
+        ),
+    ] = "",
+) -> None:
+    """Build, patch, run and verify llama.cpp with a KV cache that defragments.
+
+    Every command takes --json. Results go to stdout, progress to stderr.
+    """
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
-    """Run the command line and leave with its exit status."""
+    """Run the command line and exit with its status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    leave(lambda: _status(words))
+    completion.completion_init()
+    leave(lambda: _run(words), as_json="--json" in words)
 
 
-def leave(run: Callable[[], Any]) -> NoReturn:
-    """Exit with the status that ``run`` returns; errors become one message on stderr."""
+def leave(run: Callable[[], Any], *, as_json: bool = False) -> NoReturn:
+    """Exit with the status that ``run`` returns; report errors on stderr, or as JSON on stdout."""
     status: Any = 0
     try:
-        with stdout.guarded():
-            status = run()
-    except errors.KvError as error:
-        _fail(error)
-    except KeyboardInterrupt:
-        status = _INTERRUPTED
+        with stdout.guarded() as out:
+            try:
+                status = run()
+            except (stdout.ReaderLeft, stdout.StdoutFull):
+                raise
+            except (Exception, KeyboardInterrupt) as error:
+                if os.environ.get("PYLLAMAKV_TRACEBACK"):
+                    raise
+                status = _failed(error, out, as_json)
+    except stdout.StdoutFull as error:
+        stdout.note(f"DiskFull: {error}")
+        status = error.exit_code
     except stdout.ReaderLeft:
-        pass  # not a fault, and nothing more can be said to it; a verdict that is there stands
-    if status == _INTERRUPTED:
-        # Typer's versions differ in what they make of a Ctrl-C; none of them says it.
-        sys.stderr.write("interrupted\n")
+        pass  # a pager that was closed is no error; a status that is known is kept
     sys.exit(status if isinstance(status, int) else 0)
 
 
-def _status(words: list[str]) -> Any:
-    if not words or words[0] in ("-h", "--help", "help"):
-        _say(_help())
-        return 0 if words else errors.UsageError.exit_code
-    if words[0] == "--version":
-        import pyllamakv
-
-        _say(f"pyllamakv {pyllamakv.__version__}")
-        return 0
-    return _run(words[0], words[1:])
-
-
-def verbs() -> list[str]:
-    """Return the verbs whose modules exist, in the order of the work."""
-    return [verb for verb in VERBS if importlib.util.find_spec(f"pyllamakv.cli.{verb}")]
-
-
-def _run(verb: str, words: list[str]) -> Any:
-    if verb not in verbs():
-        close = difflib.get_close_matches(verb, verbs(), n=1)
-        hint = f"did you mean `{close[0]}`?" if close else "`pyllamakv --help` lists them."
-        msg = f"there is no verb `{verb}`: {hint}"
-        raise errors.UsageError(msg)
-    module = importlib.import_module(f"pyllamakv.cli.{verb}")
-    return invoke(module.app, f"pyllamakv {verb}", words)
-
-
-def invoke(app: Any, name: str, words: list[str]) -> Any:
-    """Run a Typer app under a name and return its exit status; usage errors are printed."""
-    import typer
-
-    command = typer.main.get_command(app)
-    _unwrap(command)
+def invoke(app: typer.Typer, name: str, words: list[str]) -> Any:
+    """Run a Typer app under a name and return its exit status."""
+    command: Any = typer.main.get_command(app)
+    fill_paragraphs(command)
     try:
-        return command.main(args=words, prog_name=name, standalone_mode=False)
+        status = command.main(args=words, prog_name=name, standalone_mode=False)
     except typer.Exit as leaving:
-        return leaving.exit_code
-    except typer.Abort:
-        return _INTERRUPTED
+        status = leaving.exit_code
+    except typer.Abort as aborted:
+        raise KeyboardInterrupt from aborted
     except Exception as error:
-        # Typer carries a click of its own: its usage errors are known by what they can do.
-        if hasattr(error, "show") and hasattr(error, "exit_code"):
-            error.show()
-            return error.exit_code
-        raise
+        # Typer may contain its own click, so usage errors are recognized by their methods.
+        if not (hasattr(error, "show") and hasattr(error, "exit_code")):
+            raise
+        if "--json" in words:
+            raise errors.UsageError(error.format_message()) from error  # type: ignore[attr-defined]
+        error.show()
+        return error.exit_code
+    if status == _INTERRUPTED:
+        raise KeyboardInterrupt  # typer's versions differ in what they make of it
+    return status
 
 
-def _unwrap(command: Any) -> None:
-    """Let paragraphs of a docstring fill the terminal; typer keeps the line breaks of all but one.
-
-    Paragraphs with an indented line, as lists and examples have, stay as they are.
-    """
-    if command.help:
-        parts = inspect.cleandoc(command.help).split("\n\n")
-        command.help = "\n\n".join(
-            part if "\n " in part or part.startswith((" ", "\b")) else part.replace("\n", " ")
-            for part in parts
-        )
-    for each in getattr(command, "commands", {}).values():
-        _unwrap(each)
+def _run(words: list[str]) -> Any:
+    return invoke(app, "pyllamakv", words)
 
 
-def _help() -> str:
-    width = max(map(len, VERBS)) + 2
-    lines = [f"  {verb:<{width}}{VERBS[verb]}" for verb in verbs()]
-    return "\n".join(
-        [
-            "Usage: pyllamakv VERB [OPTIONS] …",
-            "",
-            "Own the KV cache of llama.cpp: build it, patch it, drive it, judge it.",
-            "",
-            "Verbs:",
-            *lines,
-            "",
-            "`pyllamakv VERB --help` tells more; every verb takes --json.",
-        ]
-    )
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-
-
-def _fail(error: errors.KvError) -> NoReturn:
-    if os.environ.get("PYLLAMAKV_TRACEBACK"):
-        raise error
-    from pyllamakv.printable import printable
-
-    sys.stderr.write(printable(f"{type(error).__name__}: {error}", keep="\n\t") + "\n")
-    sys.exit(error.exit_code)
+def _failed(error: BaseException, out: stdout.Guarded, as_json: bool) -> int:
+    """Report an error and return its exit status."""
+    if isinstance(error, KeyboardInterrupt):
+        name, status, text = "Interrupted", _INTERRUPTED, ""
+    elif isinstance(error, errors.KvError):
+        name, status, text = type(error).__name__, error.exit_code, str(error)
+    else:
+        # Status 1 would be a regression, which a defect of this program is not.
+        traceback.print_exception(error)
+        name, status, text = "InternalError", errors.HarnessError.exit_code, repr(error)
+    hint = getattr(error, "hint", "")
+    if not as_json:
+        said = f"{name}: {text}" if text else name.lower()
+        stdout.note(said + (f"\nhint: {hint}" if hint else ""))
+    elif not out.finished:
+        facts = {"type": name, "message": text or name.lower(), "exit_code": status}
+        stdout.write_json({"error": facts | ({"hint": hint} if hint else {})}, indent=None)
+    return status
 
 
 if __name__ == "__main__":

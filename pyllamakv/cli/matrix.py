@@ -1,4 +1,4 @@
-"""Judge every release and compare with what is expected: `pyllamakv matrix`."""
+"""Verify every release; compare with accepted verdicts: `pyllamakv matrix`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from pyllamakv.cli.options import (
     Json,
     Junit,
     Portable,
+    Releases,
     Scenarios,
     Series,
 )
@@ -33,29 +34,29 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False)
 
-Names = Annotated[list[str] | None, typer.Argument(metavar="[RELEASE]…", help="Default: all.")]
-Eras = Annotated[list[str] | None, typer.Option("--era", help="Only releases of this era.")]
-Each = Annotated[bool, typer.Option("--each", help="Judge every patch alone as well.")]
-Sample = Annotated[bool, typer.Option("--sample", help="One release per era is enough.")]
+Eras = Annotated[
+    list[str] | None, typer.Option("--era", help="Only releases of this era; repeatable.")
+]
+Each = Annotated[bool, typer.Option("--each", help="Also verify each patch alone.")]
+Sample = Annotated[bool, typer.Option("--sample", help="Verify one release per era.")]
 Scheduler = Annotated[
-    str, typer.Option("--scheduler", help="Judge on the workers of this dask scheduler.")
+    str, typer.Option("--scheduler", help="Run on the workers of this Dask scheduler.")
 ]
 Merge = Annotated[
-    list[Path] | None,
-    typer.Option("--merge", help="Take results from this JSON file of a run; repeatable."),
+    list[Path] | None, typer.Option("--merge", help="Read results from this JSON; repeatable.")
 ]
 Expected = Annotated[
-    Path | None, typer.Option("--expected", help="What is accepted; default: beside the patches.")
+    Path | None, typer.Option("--expected", help="File of accepted verdicts; default: shipped.")
 ]
-Html = Annotated[Path | None, typer.Option("--html", help="Write one HTML page there.")]
+Html = Annotated[Path | None, typer.Option("--html", help="Write an HTML report to this file.")]
 
 
 @app.callback(invoke_without_command=True)
 def whole(context: typer.Context, *, as_json: Json = False) -> None:
-    """Judge every release, stock against patched, and compare with what is accepted.
+    """Verify every release, stock against patched, and compare with accepted verdicts.
 
-    Without a command: run all, then show. What was judged before costs nothing. Exit status:
-    0 as accepted or better, 1 something is worse.
+    Without a command: `run` of all releases. Known results are not run again. Exit status: 0 as
+    accepted or better, 1 a verdict is worse.
     """
     if context.invoked_subcommand is None:
         run(as_json=as_json)
@@ -63,7 +64,7 @@ def whole(context: typer.Context, *, as_json: Json = False) -> None:
 
 @app.command()
 def plan(
-    names: Names = None,
+    names: Releases = None,
     *,
     era: Eras = None,
     backend: Backends = None,
@@ -76,7 +77,7 @@ def plan(
     github: Github = False,
     as_json: Json = False,
 ) -> None:
-    """List the cells that a run would judge, and which were judged before."""
+    """List what a run would verify, and known verdicts."""
     from pyllamakv.verification import matrix, matrix_reports
 
     specs = matrix.plan(
@@ -90,7 +91,7 @@ def plan(
 
 @app.command()
 def run(
-    names: Names = None,
+    names: Releases = None,
     *,
     era: Eras = None,
     backend: Backends = None,
@@ -108,7 +109,7 @@ def run(
     github: Github = False,
     as_json: Json = False,
 ) -> None:
-    """Judge releases; exit 1 when something is worse than accepted."""
+    """Verify releases; exits 1 if a verdict is worse than accepted."""
     from pyllamakv.verification import matrix
 
     specs = matrix.plan(
@@ -119,7 +120,7 @@ def run(
 
 @app.command()
 def show(
-    names: Names = None,
+    names: Releases = None,
     *,
     era: Eras = None,
     backend: Backends = None,
@@ -129,7 +130,7 @@ def show(
     expected: Expected = None,
     as_json: Json = False,
 ) -> None:
-    """Show what was judged last, without running anything."""
+    """Show the last results; run nothing."""
     results, specs = _judged(None, names, era, backend, series, isolate, each)
     views.finish(results, views.Wanted(expected, as_json=as_json))
     views.missing(specs, results)
@@ -137,7 +138,7 @@ def show(
 
 @app.command()
 def report(
-    names: Names = None,
+    names: Releases = None,
     *,
     era: Eras = None,
     backend: Backends = None,
@@ -146,7 +147,7 @@ def report(
     each: Each = False,
     merge: Merge = None,
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the table of the README.")
+        bool, typer.Option("--markdown", help="Print a Markdown table.")
     ] = False,
     expected: Expected = None,
     html: Html = None,
@@ -154,16 +155,16 @@ def report(
     github: Github = False,
     as_json: Json = False,
 ) -> None:
-    """Write reports on what was judged last, here or, with --merge, elsewhere.
+    """Write reports of the last results, or of files (--merge).
 
-    Without an option the HTML page is written to the home and its path printed.
+    Without an option, an HTML report is written to the data directory.
     """
     from pyllamakv.verification import matrix_reports
 
     results, specs = _judged(merge, names, era, backend, series, isolate, each)
     views.missing(specs, results)
     if not results:
-        msg = "nothing was judged yet; run `pyllamakv matrix run`"
+        msg = "there are no results yet; run `pyllamakv matrix run`"
         raise UsageError(msg)
     if markdown:
         sys.stdout.write(matrix_reports.markdown(results))
@@ -178,9 +179,9 @@ def watch(
     *,
     backend: Backends = None,
     unpinned: Annotated[
-        bool, typer.Option("--unpinned", help="Judge older versions that no lock has as well.")
+        bool, typer.Option("--unpinned", help="Also verify older unpinned versions.")
     ] = False,
-    look: Annotated[bool, typer.Option("--look", help="Only look, judge nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list new versions.")] = False,
     scheduler: Scheduler = "",
     expected: Expected = None,
     html: Html = None,
@@ -188,10 +189,10 @@ def watch(
     github: Github = False,
     as_json: Json = False,
 ) -> None:
-    """Look for new versions on the package index, and judge them.
+    """Verify new versions on the package index.
 
-    A new version is added to the home's lock; nobody accepted it yet, so it has to be good. What
-    was added before and never judged comes along.
+    New versions are added to the lock of the data directory. Exit status 1: a verdict is bad.
+    Versions that an interrupted watch added are verified, too.
     """
     from pyllamakv.cli import progress_bar
     from pyllamakv.source import fetch
@@ -201,8 +202,8 @@ def watch(
     news = watching.look()
     fresh = (*news.unpinned, *news.new) if unpinned else news.new
     names = (*_unjudged(backend), *fresh)
-    views.news(news, names, as_json and (look or not names))
-    if look or not names:
+    views.news(news, names, as_json and (dry_run or not names))
+    if dry_run or not names:
         return
     with progress_bar.progress() as progress:
         for name in fresh:
@@ -213,7 +214,7 @@ def watch(
 
 @app.command()
 def accept(
-    names: Names = None,
+    names: Releases = None,
     *,
     era: Eras = None,
     backend: Backends = None,
@@ -222,18 +223,18 @@ def accept(
     each: Each = False,
     merge: Merge = None,
     stale: Annotated[
-        bool, typer.Option("--stale", help="Accept verdicts whose inputs have changed since.")
+        bool, typer.Option("--stale", help="Also accept results of changed inputs.")
     ] = False,
     expected: Expected = None,
     as_json: Json = False,
 ) -> None:
-    """Accept what was judged last: write it to the file that runs are compared with."""
+    """Write the last verdicts to the file of accepted verdicts."""
     from pyllamakv.verification import expected as accepting
 
     found, specs = _judged(merge, names, era, backend, series, isolate, each)
     results = [result for result in found if stale or not result.stale]
     if not results:
-        msg = "nothing was judged on these inputs yet; run `pyllamakv matrix run`"
+        msg = "there are no results for these inputs; run `pyllamakv matrix run`"
         raise UsageError(msg)
     path = expected or accepting.own()
     changed = accepting.accept(results, path)
@@ -304,7 +305,7 @@ def _judge(specs: Sequence[CellSpec], fresh: bool, scheduler: str, wanted: views
         with progress_bar.progress() as progress, _executor(scheduler, specs) as executor:
             results = matrix.run(specs, executor=executor, fresh=fresh, progress=progress)
     except KeyboardInterrupt:
-        note("what was judged is kept; the same command goes on from there")
+        note("results so far are kept; the same command continues from there")
         raise
     if views.finish(results, wanted):
         raise typer.Exit(1)
@@ -319,5 +320,5 @@ def _executor(scheduler: str, specs: Sequence[CellSpec]) -> Iterator[Executor | 
 
     with cluster.connect(scheduler) as found:
         for cure in found.lacking({spec.backend for spec in specs}):
-            note(f"no worker for it yet; this waits for one: {cure}")
+            note(f"no worker for it yet; waiting for one: {cure}")
         yield found

@@ -2,51 +2,134 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Backend = Annotated[str, typer.Option("--backend", help="cpu, rpc, cuda, metal or vulkan.")]
-Backends = Annotated[
-    list[str] | None,
-    typer.Option("--backend", help="cpu, rpc, cuda, metal or vulkan; repeatable. [default: cpu]"),
+from pyllamakv.home import data, home
+
+
+def release_names(incomplete: str) -> list[str]:
+    """Return the known releases that start with a text, without the modules that edit locks."""
+    names: dict[str, None] = {}
+    for path in (data("vendor/upstream.lock.toml"), home() / "added.lock.toml"):
+        try:
+            entries = tomllib.loads(path.read_text(encoding="utf-8")).get("release", [])
+            names |= dict.fromkeys(str(each["name"]) for each in entries)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue  # completion offers what it can read
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def patch_names(incomplete: str) -> list[str]:
+    """Return the shipped patches that start with a text."""
+    found = sorted(path.parent.name for path in data("patches").glob("*/patch.toml"))
+    return [name for name in found if name.startswith(incomplete)]
+
+
+# What a command works on.
+Release = Annotated[
+    str,
+    typer.Argument(
+        metavar="RELEASE",
+        help="Release: 0.3.9, b4980, git:URL@REF, path:DIR.",
+        autocompletion=release_names,
+    ),
 ]
-Portable = Annotated[bool, typer.Option("--portable", help="Use builds for any processor.")]
+Releases = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[RELEASE]...", help="Releases.", autocompletion=release_names),
+]
+ReleaseOrVariant = Annotated[
+    str,
+    typer.Argument(
+        metavar="RELEASE",
+        help="Release 0.3.9, or one variant, 0.3.9+stock.",
+        autocompletion=release_names,
+    ),
+]
+BuiltVariant = Annotated[
+    str,
+    typer.Argument(
+        metavar="VARIANT",
+        help="Built variant: 0.3.9+patched, 0.3.9+stock.",
+        autocompletion=release_names,
+    ),
+]
+Patch = Annotated[
+    str, typer.Argument(metavar="PATCH", help="Patch name.", autocompletion=patch_names)
+]
+PatchNames = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[PATCH]...", help="Patch names; default: all.", autocompletion=patch_names
+    ),
+]
+Base = Annotated[
+    str, typer.Argument(metavar="BASE", help="Base release of a port, or a patch file.")
+]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Recorded trace or decode script.")]
+
+# Which releases and patches.
+AllReleases = Annotated[bool, typer.Option("--all", help="Use every known release.")]
+OlderReleases = Annotated[bool, typer.Option("--all", help="Also list older versions.")]
+AllTrees = Annotated[bool, typer.Option("--all", help="Remove every tree.")]
 Series = Annotated[str, typer.Option("--series", help="Use only these shipped patches: a,b.")]
 Isolate = Annotated[
-    str, typer.Option("--isolate", help="Verify one shipped patch by its own scenarios.")
+    str,
+    typer.Option(
+        "--isolate",
+        help="Verify this shipped patch alone.",
+        autocompletion=patch_names,
+    ),
 ]
 Isolates = Annotated[
     list[str] | None,
-    typer.Option("--isolate", help="Verify one shipped patch by its own scenarios; repeatable."),
+    typer.Option(
+        "--isolate",
+        help="Verify this shipped patch alone; repeatable.",
+        autocompletion=patch_names,
+    ),
 ]
+Patches = Annotated[
+    Path | None,
+    typer.Option("--patches", help="Patch file or directory; default: shipped series."),
+]
+BaseOption = Annotated[
+    str | None,
+    typer.Option("--base", help="Base release of the port.", autocompletion=release_names),
+]
+
+# How to verify.
 Scenario = Annotated[str, typer.Option("--scenario", help="Run only this scenario.")]
 Scenarios = Annotated[
     list[str] | None, typer.Option("--scenario", help="Run only this scenario; repeatable.")
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Ignore the result cache.")]
-Junit = Annotated[Path | None, typer.Option("--junit", help="Write JUnit XML to this file.")]
-Github = Annotated[bool, typer.Option("--github", help="Print GitHub Actions syntax.")]
-To = Annotated[Path | None, typer.Option("--to", help="Write to this directory.")]
-Keep = Annotated[bool, typer.Option("--keep", help="Keep downloaded archives.")]
-AllReleases = Annotated[bool, typer.Option("--all", help="Use every known release.")]
-AllTrees = Annotated[bool, typer.Option("--all", help="Remove every tree.")]
-Releases = Annotated[list[str] | None, typer.Argument(metavar="[RELEASE]...")]
-PatchNames = Annotated[list[str] | None, typer.Argument(metavar="[PATCH]...")]
-Base = Annotated[str, typer.Argument(metavar="BASE")]
-#: A trace or a script, and what it is played on.
-Run = Annotated[
-    Path, typer.Argument(help="A trace that was recorded, or a script to play.", metavar="RUN")
+
+# Builds and devices.
+Backend = Annotated[str, typer.Option("--backend", help="cpu, rpc, cuda, metal or vulkan.")]
+Backends = Annotated[
+    list[str] | None,
+    typer.Option("--backend", help="cpu (default), rpc, cuda, metal, vulkan; repeatable."),
 ]
-Model = Annotated[str, typer.Option("--model", help="GGUF file or generated model to use.")]
-Variant = Annotated[
-    str, typer.Option("--variant", help="Build to use: 0.3.9+patched, 0.3.9+stock.")
-]
+Portable = Annotated[bool, typer.Option("--portable", help="Build for any CPU, not this one.")]
+Variant = Annotated[str, typer.Option("--variant", help="Build to use: 0.3.9+patched.")]
 Variants = Annotated[
-    list[str] | None, typer.Option("--variant", help="Build to use, or `recorded`; repeatable.")
+    list[str] | None,
+    typer.Option("--variant", help="Build, `stock`, `patched` or `recorded`; repeatable."),
 ]
+Model = Annotated[str, typer.Option("--model", help="GGUF file or generated model.")]
 Threads = Annotated[
     int | None, typer.Option("--threads", "-t", min=1, help="Maximum number of compute threads.")
 ]
+
+# Output.
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show details and reasons.")]
+Github = Annotated[bool, typer.Option("--github", help="Print GitHub Actions syntax.")]
+Junit = Annotated[Path | None, typer.Option("--junit", help="Write JUnit XML to this file.")]
+To = Annotated[Path | None, typer.Option("--to", help="Write to this directory.")]
+Keep = Annotated[bool, typer.Option("--keep", help="Keep downloaded archives.")]

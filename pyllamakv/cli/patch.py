@@ -1,4 +1,4 @@
-"""Show, apply, export, lint and rebase the patches; measure drift, take in foreign ones."""
+"""Show, apply, export, lint, rebase and import patches."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ from pyllamakv import errors
 from pyllamakv.cli.options import (
     AllReleases,
     Base,
+    BaseOption,
     Github,
     Json,
+    Patch,
     PatchNames,
+    Patches,
+    Release,
     Releases,
     Scenarios,
     To,
+    Verbose,
+    patch_names,
+    release_names,
 )
 from pyllamakv.cli.stdout import note, write_json, write_lines
-from pyllamakv.source import sources
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -28,15 +34,9 @@ if TYPE_CHECKING:
     from pyllamakv.patching.patch_import import Trial
     from pyllamakv.patching.rebase import Rebased
     from pyllamakv.patching.series import Series
-    from pyllamakv.source.releases import Release
+    from pyllamakv.source.releases import Release as FoundRelease
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
-
-Patches = Annotated[
-    Path | None,
-    typer.Option("--patches", help="A foreign patch file or folder instead of the shipped series."),
-]
-
 
 @app.command()
 def status(
@@ -44,11 +44,14 @@ def status(
     *,
     patches: Patches = None,
     every: AllReleases = False,
-    hunks: Annotated[bool, typer.Option("--hunks", help="Show every hunk.")] = False,
+    verbose: Verbose = False,
     github: Github = False,
     as_json: Json = False,
 ) -> None:
-    """Show which patches apply to which releases (default: those fetched already)."""
+    """Show which patches apply to releases; default: the fetched releases.
+
+    Exit status: 0 all apply, 3 a patch conflicts.
+    """
     from pyllamakv.cli import patch_views, progress_bar
     from pyllamakv.patching import status as statuses
 
@@ -60,21 +63,21 @@ def status(
     elif github:
         write_lines(statuses.github(found))
     else:
-        patch_views.status(found, hunks=hunks)
+        patch_views.status(found, verbose=verbose)
     if any(not status.good and status.state != "not-meant" for status in found):
         raise typer.Exit(errors.PatchConflict.exit_code)
 
 
 @app.command()
 def apply(
-    release: str,
+    release: Release,
     names: PatchNames = None,
     *,
     patches: Patches = None,
     to: To = None,
     as_json: Json = False,
 ) -> None:
-    """Apply patches to a release and print the commit (default: all that apply)."""
+    """Apply patches to a release and print the commit."""
     from pyllamakv.cli import progress_bar
     from pyllamakv.patching import apply as applying
     from pyllamakv.source.store import open_store
@@ -88,7 +91,7 @@ def apply(
     if to is not None:
         store.export(patched.commit, to)
     for skip in patched.skipped:
-        note(f"left out: {skip.id}: {skip.reason}")
+        note(f"skipped {skip.id}: {skip.reason}")
     facts = {
         "release": patched.release,
         "commit": patched.commit,
@@ -104,15 +107,15 @@ def apply(
 def export(
     names: PatchNames = None,
     *,
-    base: Annotated[str | None, typer.Option(help="Only the text for this base.")] = None,
+    base: BaseOption = None,
     folder: Annotated[
-        Path | None, typer.Option("--from", help="A tree with the change made by hand.")
+        Path | None, typer.Option("--from", help="Directory with the edited tree.")
     ] = None,
-    check: Annotated[bool, typer.Option("--check", help="Compare only, write nothing.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Only compare; write nothing.")] = False,
     patches: Patches = None,
     as_json: Json = False,
 ) -> None:
-    """Write patch files from their commits, or compare them with it (--check)."""
+    """Regenerate patch files from their commits, or compare with --check."""
     from pyllamakv.patching import patch_export as exporting
     from pyllamakv.patching import series as loading
 
@@ -138,14 +141,17 @@ def export(
 
 @app.command("export-series")
 def export_series(
-    release: str,
+    release: Release,
     names: PatchNames = None,
     *,
     to: To = None,
     patches: Patches = None,
     as_json: Json = False,
 ) -> None:
-    """Write the patches of a release as mails for `git am` (default: all that apply)."""
+    """Write the patches of a release as mails for `git am`.
+
+    Without --to the mails are printed.
+    """
     from pyllamakv.cli import progress_bar
     from pyllamakv.patching import apply as applying
     from pyllamakv.patching import patch_export as exporting
@@ -161,7 +167,7 @@ def export_series(
         )
     found = exporting.mail_series(store, target.commit, patched)
     for skip in patched.skipped:
-        note(f"left out: {skip.id}: {skip.reason}")
+        note(f"skipped {skip.id}: {skip.reason}")
     if to is None:
         for mail in found:
             sys.stdout.buffer.write(mail.data)
@@ -178,7 +184,7 @@ def export_series(
 
 @app.command()
 def lint(patches: Patches = None, as_json: Json = False) -> None:
-    """Check headers, style, files and the shared logic of the series."""
+    """Check headers, style and files of the patches."""
     from pyllamakv.patching import lint as linting
 
     found = linting.lint(patches, scenarios=_scenarios())
@@ -193,12 +199,17 @@ def lint(patches: Patches = None, as_json: Json = False) -> None:
 
 @app.command()
 def show(
-    name: Annotated[str | None, typer.Argument(metavar="[PATCH]")] = None,
-    base: Annotated[str | None, typer.Option(help="Print the text for this base.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[PATCH]", help="Patch name; default: all.", autocompletion=patch_names
+        ),
+    ] = None,
+    base: BaseOption = None,
     patches: Patches = None,
     as_json: Json = False,
 ) -> None:
-    """Show the series, one patch, or one text."""
+    """Show all patches, one patch, or one port (--base)."""
     from pyllamakv.cli import patch_views
 
     series = _series_of(patches)
@@ -217,28 +228,32 @@ def show(
 def rebase(
     names: PatchNames = None,
     *,
-    onto: Annotated[str | None, typer.Option(help="The release to carry the patches to.")] = None,
+    onto: Annotated[
+        str | None,
+        typer.Option(help="Release to rebase to.", autocompletion=release_names),
+    ] = None,
     to: To = None,
-    force: Annotated[bool, typer.Option("--force", help="Also where a text applies.")] = False,
-    go_on: Annotated[bool, typer.Option("--continue", help="The conflict is solved.")] = False,
-    skip: Annotated[bool, typer.Option("--skip", help="Leave the waiting patch out.")] = False,
-    abort: Annotated[
-        bool, typer.Option("--abort", help="End it; texts stay as they were.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Rebase even if a port applies.")] = False,
+    go_on: Annotated[bool, typer.Option("--continue", help="Continue after resolving a conflict.")] = False,
+    skip: Annotated[bool, typer.Option("--skip", help="Skip the patch with the conflict.")] = False,
+    abort: Annotated[bool, typer.Option("--abort", help="Cancel the rebase.")] = False,
     patches: Patches = None,
     as_json: Json = False,
 ) -> None:
-    """Carry patches over to a release by merging; a conflict waits for a person (exit 3)."""
+    """Rebase patches onto a release with three-way merges.
+
+    On a conflict it stops with exit status 3: resolve it, then use --continue.
+    """
     from pyllamakv.cli import progress_bar
     from pyllamakv.patching import rebase as rebasing
 
     if sum((onto is not None, go_on, skip, abort)) != 1:
-        raise errors.UsageError("Say one of --onto RELEASE, --continue, --skip, --abort.")
+        raise errors.UsageError("give one of --onto RELEASE, --continue, --skip and --abort")
     done: list[dict[str, Any]] = []
     with progress_bar.progress() as progress:
         if onto is not None:
             if not names:
-                raise errors.UsageError("Name the patches to carry over.")
+                raise errors.UsageError("name the patches to rebase")
             found = rebasing.rebase(
                 names, onto, patches=patches, to=to, force=force, progress=progress
             )
@@ -297,13 +312,13 @@ def _rebased(one: Rebased) -> None:
 
 @app.command()
 def diff(
-    name: Annotated[str, typer.Argument(metavar="PATCH")],
+    name: Patch,
     one: Base,
     other: Base,
     patches: Patches = None,
     as_json: Json = False,
 ) -> None:
-    """Compare the texts of a patch for two bases, or in two files: what did the second lose."""
+    """Compare two ports of a patch; exits 1 if the second lost changes."""
     from pyllamakv.cli import patch_views
     from pyllamakv.patching import compare
     from pyllamakv.patching.definition import PatchText
@@ -321,13 +336,13 @@ def diff(
 
 @app.command()
 def drift(
-    release: str,
+    release: Release,
     names: PatchNames = None,
     *,
     patches: Patches = None,
     as_json: Json = False,
 ) -> None:
-    """Show how far a release has drifted from the patches, hunk by hunk, and since when."""
+    """Show which hunks moved or fail on a release, and since when."""
     from pyllamakv.cli import patch_views, progress_bar
     from pyllamakv.patching import drift as drifting
 
@@ -345,15 +360,15 @@ def drift(
 
 @app.command()
 def obsolete(
-    release: str,
+    release: Release,
     names: PatchNames = None,
     *,
     patches: Patches = None,
     as_json: Json = False,
 ) -> None:
-    """Show the signs that upstream does a patch's work itself: text, symbols, behaviour.
+    """Show whether upstream already does what a patch does.
 
-    The behaviour is that of stock when `pyllamakv matrix run` judged the release last.
+    It compares text, symbols, and the last `pyllamakv matrix run` of stock.
     """
     from pyllamakv.cli import progress_bar
     from pyllamakv.patching import obsolete as judging
@@ -382,17 +397,19 @@ def obsolete(
 
 @app.command("import")
 def take(
-    path: Annotated[Path, typer.Argument(metavar="FILE|FOLDER")],
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="Patch file or directory of patches.")
+    ],
     *,
-    id_: Annotated[str, typer.Option("--id", help="Its id in the series.")],
-    base: Annotated[str | None, typer.Option(help="The release it is written against.")] = None,
+    id_: Annotated[str, typer.Option("--id", help="Name of the new patch.")],
+    base: BaseOption = None,
     to: To = None,
     scenario: Scenarios = None,
-    title: Annotated[str | None, typer.Option(help="Its title (default: its subject).")] = None,
+    title: Annotated[str | None, typer.Option(help="Title; default: its subject.")] = None,
     every: AllReleases = False,
     as_json: Json = False,
 ) -> None:
-    """Take a patch of yours into a series, after a strict trial on the releases."""
+    """Import a patch into a series and try it on releases."""
     from pyllamakv import home
     from pyllamakv.cli import progress_bar
     from pyllamakv.patching import patch_import
@@ -442,12 +459,14 @@ def _series_of(patches: Path | None) -> Series:
     return series.load() if patches is None else foreign_series.load(patches)
 
 
-def _release_of(name: str) -> Release:
+def _release_of(name: str) -> FoundRelease:
     """Return the release that a spec means."""
+    from pyllamakv.source import sources
+
     return sources.resolve(name)
 
 
-def _releases_of(names: Sequence[str], *, every: bool, none: bool = False) -> list[Release]:
+def _releases_of(names: Sequence[str], *, every: bool, none: bool = False) -> list[FoundRelease]:
     """Return the releases named; without names those fetched, or every one of the lock."""
     from pyllamakv.source import lock
     from pyllamakv.source.store import open_store

@@ -27,7 +27,7 @@ def _safe(text: str) -> str:
     return escape(printable(text, keep="\n\t"))
 
 
-def status(found: Sequence[PatchStatus], *, hunks: bool = False) -> None:
+def status(found: Sequence[PatchStatus], *, verbose: bool = False) -> None:
     """Draw one row per patch and release, and why it does not apply."""
     table = Table("release", "patch", "state", "text", "hunks")
     for one in found:

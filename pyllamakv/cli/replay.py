@@ -19,18 +19,18 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def command(
-    trace: Annotated[Path, typer.Argument(help="A trace, of `run --trace` or `kv.record`.")],
+    trace: Annotated[Path, typer.Argument(help="Trace of `run --trace` or `kv.record`.")],
     variants: Variants = None,
     model: Model = "",
     every: Annotated[
-        bool, typer.Option("--keep-going", help="Report every divergence, not only the first.")
+        bool, typer.Option("--keep-going", help="Continue after the first divergence.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Play a trace again; exit 1 when the build that recorded it comes out otherwise.
+    """Replay a trace and compare; exits 1 if the recorded build gives other results.
 
-    On the recorded build everything must be equal; on others how decodes ended, the used cells and
-    the likeliest tokens are compared. The variables LLAMA_… are those of the recording, and told.
+    On the recorded build, all results must be equal. On other builds, decode status, used cells
+    and most likely tokens are compared. The LLAMA_… variables of the recording are set.
     """
     from pyllamakv.cli import progress_bar
     from pyllamakv.traces import builds, replaying

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pyllamakv.cli.options import Backend, Json, Threads
+from pyllamakv.cli.options import Backend, BuiltVariant, Json, Threads
 from pyllamakv.cli.stdout import note, write_json, write_lines
 from pyllamakv.errors import UsageError
 from pyllamakv.source.releases import DEFAULT
@@ -20,33 +20,30 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 @app.callback()
 def root() -> None:
-    """Let models and their KV caches live on other processes and machines."""
+    """Serve this machine's devices over RPC."""
 
 
 @app.command()
 def serve(
-    spec: Annotated[
-        str, typer.Argument(help="A built variant, 0.3.9+patched; clients need that release.")
-    ] = DEFAULT,
+    spec: BuiltVariant = DEFAULT,
     *,
-    host: Annotated[str, typer.Option("--host", help="The address to listen on.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option("--port", "-p", min=0, max=65535, help="0 takes a free one.")
+        int, typer.Option("--port", "-p", min=0, max=65535, help="Port to listen on; 0: any.")
     ] = 50052,
     device: Annotated[
-        str | None, typer.Option("--device", help="Its name (default: the processor, or the GPU).")
+        str | None, typer.Option("--device", help="Device name; default: CPU or first GPU.")
     ] = None,
     memory: Annotated[
-        str, typer.Option("--memory", help="What clients may use, 512M or 4G; to 0.3.16.")
+        str, typer.Option("--memory", help="Memory limit, 512M or 4G; through 0.3.16.")
     ] = "",
     threads: Threads = None,
     backend: Backend = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Serve a device until Ctrl-C; the endpoint is printed once it answers.
+    """Serve a device until Ctrl-C; print the endpoint.
 
-    The protocol has no authentication and no encryption: only ever listen where everybody may use
-    this machine's memory.
+    RPC has no authentication and no encryption: listen only on trusted networks.
     """
     from pyllamakv.opening import serve as start
 
@@ -61,8 +58,8 @@ def serve(
     ) as server:
         if server.open_to_others:
             note(
-                f"warning: {server.endpoint} is open to everybody who can reach it: RPC has no "
-                "authentication; put it behind a firewall or an SSH tunnel"
+                f"warning: {server.endpoint} accepts connections from other machines: RPC has "
+                "no authentication; use a firewall or an SSH tunnel"
             )
         facts = {"endpoint": server.endpoint, "pid": server.pid, "spec": spec}
         write_json(facts, indent=None) if as_json else write_lines([server.endpoint])

@@ -28,33 +28,33 @@ app = typer.Typer(add_completion=False)
 def command(
     context: typer.Context,
     script: Annotated[
-        Path | None, typer.Argument(help="A decode script, one JSON object per line, or a trace.")
+        Path | None, typer.Argument(help="Decode script (JSON lines) or trace.")
     ] = None,
     variant: Variant = "0.3.9+patched",
     model: Model = "",
     prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", help="Continue this text; repeatable.")
+        list[str] | None, typer.Option("--prompt", help="Text to complete; repeatable.")
     ] = None,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, help="Of each prompt, at most so many more.")
+        int, typer.Option("--max-tokens", min=1, help="Maximum new tokens per prompt.")
     ] = 64,
-    n_ctx: Annotated[int, typer.Option("--n-ctx", min=0, help="Cells; 0: as many as needed.")] = 0,
+    n_ctx: Annotated[int, typer.Option("--n-ctx", min=0, help="Context size; 0: as needed.")] = 0,
     threads: Threads = 1,
     flash_attn: Annotated[
-        bool, typer.Option("--flash-attn", help="Continue prompts with flash attention.")
+        bool, typer.Option("--flash-attn", help="Use flash attention.")
     ] = False,
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="0: always the likeliest token.")
+        float, typer.Option("--temperature", min=0.0, help="Sampling temperature; 0: greedy.")
     ] = 0.0,
     seed: Annotated[
-        int, typer.Option("--seed", min=0, help="Of the random choices of a temperature.")
+        int, typer.Option("--seed", min=0, help="Random seed.")
     ] = 0,
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="Record into this file what is done, as a trace.")
+        Path | None, typer.Option("--trace", help="Record a trace to this file.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Play a decode script, or continue prompts side by side in one cache."""
+    """Run a decode script, or complete prompts in one KV cache."""
     if (script is None) == (not prompt):
         raise UsageError("give a script, or --model with one --prompt or more")
     if script is not None:

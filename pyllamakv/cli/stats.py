@@ -27,17 +27,17 @@ def command(
     variant: Variant = "",
     model: Model = "",
     label: Annotated[
-        list[str] | None, typer.Option("--label", help="KEY=VALUE for every metric; repeatable.")
+        list[str] | None, typer.Option("--label", help="KEY=VALUE label for metrics; repeatable.")
     ] = None,
     prometheus: Annotated[
         bool, typer.Option("--prometheus", help="Print the Prometheus text format.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Print what the cells are like after a run, and what was done in it.
+    """Print KV cache statistics after a run.
 
-    Of a trace what it recorded; a script is played first, and tells the library's counters as well.
-    Exit 1 when the script does not end as it expects, after its numbers up to there.
+    A script is run first, and also has the library's counters. Exit status 1: the script failed;
+    the statistics end where it did.
     """
     from pyllamakv.runtime import metrics
     from pyllamakv.traces import playback as films

@@ -25,6 +25,8 @@ def to_json(data: Any, indent: int | None = None) -> str:
 def write_json(data: Any, indent: int | None = 2) -> None:
     """Write one JSON document to stdout; on one line without ``indent``."""
     sys.stdout.write(to_json(data, indent) + "\n")
+    if indent and isinstance(sys.stdout, Guarded):
+        sys.stdout.finished = True
 
 
 def write_lines(lines: Iterable[str]) -> None:
@@ -41,7 +43,11 @@ class ReaderLeft(Exception):
     """Say that nobody reads the result any more (a pager, head)."""
 
 
-class _Guarded:
+class StdoutFull(DiskFull):
+    """Report that the result cannot be written to stdout."""
+
+
+class Guarded:
     """Pass everything on to a file; what click and rich make an exit status of is told as it is.
 
     Both of them turn a broken pipe into status 1, which here means a regression.
@@ -49,6 +55,8 @@ class _Guarded:
 
     def __init__(self, file: Any) -> None:
         self._file = file
+        #: Whether a whole JSON document was written; after it stdout takes no other.
+        self.finished = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
@@ -65,7 +73,7 @@ class _Guarded:
 
 
 @contextlib.contextmanager
-def guarded() -> Iterator[None]:
+def guarded() -> Iterator[Guarded]:
     """Let stdout raise ReaderLeft or DiskFull in the block, also for what waits at its end.
 
     A stdout that was closed takes everything and keeps nothing, as it does for `print`.
@@ -73,16 +81,16 @@ def guarded() -> Iterator[None]:
     if sys.stdout is None:
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - to the end
     whole = sys.stdout
-    sys.stdout = _Guarded(whole)
+    sys.stdout = guard = Guarded(whole)
     left = None
     try:
         try:
-            yield
+            yield guard
         finally:
             # An exception on its way has its own exit status, whoever reads the result.
             try:
                 sys.stdout.flush()
-            except (ReaderLeft, DiskFull) as error:
+            except (ReaderLeft, StdoutFull) as error:
                 _drop(whole)
                 left = error
         if left is not None:
@@ -107,4 +115,4 @@ def _told() -> Iterator[None]:
         raise ReaderLeft from None
     except OSError as error:
         msg = f"the result cannot be written to stdout: {error.strerror}"
-        raise DiskFull(msg) from error
+        raise StdoutFull(msg) from error

@@ -1,4 +1,4 @@
-"""List, fetch, verify and add upstream releases."""
+"""List, fetch, add and verify llama.cpp releases."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pyllamakv import errors
-from pyllamakv.cli.options import AllReleases, Json, Keep, Releases
-from pyllamakv.cli.stdout import write_json, write_lines
-from pyllamakv.source import sources
+from pyllamakv.cli.options import AllReleases, Json, Keep, OlderReleases, Release, Releases
+from pyllamakv.cli.stdout import note, write_json, write_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,22 +23,34 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 @app.command("list")
 def list_releases(
     *,
-    new: Annotated[bool, typer.Option("--new", help="Ask the index what no lock has.")] = False,
+    new: Annotated[
+        bool, typer.Option("--new", help="List versions on the index that are not pinned.")
+    ] = False,
+    every: OlderReleases = False,
     as_json: Json = False,
 ) -> None:
-    """List the releases of the lock, and whether they are fetched."""
+    """List known releases, and whether they are fetched.
+
+    With --new: versions on the package index that are newer than the newest pinned one.
+    """
     from pyllamakv.source import lock, watch
     from pyllamakv.source.store import open_store
 
     store = open_store()
     if new:
-        news = watch.look()
+        found = asdict(watch.look())
+        older = found["unpinned"] if every else found.pop("unpinned")
         if as_json:
-            write_json(asdict(news))
-        else:
-            found = asdict(news)
-            write_lines(f"{word:<10} {' '.join(names)}" for word, names in found.items() if names)
+            write_json(found)
+            return
+        write_lines(f"{word:<10} {' '.join(names)}" for word, names in found.items() if names)
+        if not found["new"]:
+            note("there is no newer version on the index")
+        if older and not every:
+            note(f"{len(older)} older versions are not pinned; --all lists them")
         return
+    if every:
+        raise errors.UsageError("--all requires --new: known releases are all listed")
     rows = [_facts(release) | {"fetched": store.has(release)} for release in lock.known().values()]
     if as_json:
         write_json(rows)
@@ -55,7 +66,7 @@ def fetch(
     keep: Keep = False,
     as_json: Json = False,
 ) -> None:
-    """Fetch releases into the store, checked against the lock; what is there costs nothing."""
+    """Fetch releases and check their hashes; fetched releases are kept."""
     from pyllamakv.cli import progress_bar
     from pyllamakv.source import fetch as fetching
 
@@ -82,7 +93,7 @@ def fetch(
 
 @app.command()
 def verify(names: Releases = None, *, as_json: Json = False) -> None:
-    """Check what the store holds against the lock: commit, tree, every object, era."""
+    """Check fetched releases against the lock; default: all of them."""
     from pyllamakv.source import check, lock
     from pyllamakv.source.store import open_store
 
@@ -107,17 +118,17 @@ def add(
         str,
         typer.Argument(
             metavar="WHAT",
-            help="A version, node-llama-cpp@VERSION, an archive, git:URL@REF or path:DIR.",
+            help="Version, node-llama-cpp@VERSION, archive, git:URL@REF, path:DIR.",
         ),
     ],
     *,
     pin: Annotated[
-        bool, typer.Option("--pin", help="Write it to the shipped lock, not to the home's.")
+        bool, typer.Option("--pin", help="Add to the shipped lock.")
     ] = False,
     keep: Keep = False,
     as_json: Json = False,
 ) -> None:
-    """Add a release that the lock has not, and fetch it."""
+    """Add a release to the lock of the data directory, and fetch it."""
     from pyllamakv.cli import progress_bar
     from pyllamakv.source import fetch as fetching
     from pyllamakv.source import lock
@@ -131,16 +142,16 @@ def add(
         write_lines([_line(_facts(release))])
 
 
-@app.command()
-def line(
+@app.command("log")
+def show_log(
     text: Annotated[
-        str | None, typer.Argument(help="Show only releases that added or removed this text.")
+        str | None, typer.Argument(metavar="[TEXT]", help="Only releases that add or remove this text.")
     ] = None,
-    paths: Annotated[list[str] | None, typer.Argument(help="Files or folders.")] = None,
+    paths: Annotated[list[str] | None, typer.Argument(metavar="[PATH]...", help="Only changes in these paths.")] = None,
     *,
     as_json: Json = False,
 ) -> None:
-    """Chain the fetched releases into one line of commits for git's own tools."""
+    """List fetched releases as a chain of commits, as `git log -S` does."""
     from pyllamakv.source import history
     from pyllamakv.source.store import open_store
 
@@ -157,14 +168,14 @@ def line(
 
 
 def _chosen(names: Sequence[str] | None, *, every: bool = False) -> list[Release]:
-    from pyllamakv.source import lock
+    from pyllamakv.source import lock, sources
 
     if every and names:
-        raise errors.UsageError("Name releases, or use --all, not both.")
+        raise errors.UsageError("give either releases or --all")
     if every:
         return list(lock.known().values())
     if not names:
-        raise errors.UsageError("Name the releases to fetch, or use --all.")
+        raise errors.UsageError("name the releases, or use --all")
     return [sources.resolve(name) for name in names]
 
 

@@ -1,4 +1,4 @@
-"""Put a release's tree in place, verify it, clean up."""
+"""Write source trees of releases; verify and remove them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pyllamakv import errors
-from pyllamakv.cli.options import AllTrees, Json, To
+from pyllamakv.cli.options import AllTrees, Json, Release, To, release_names
 from pyllamakv.cli.stdout import write_json, write_lines
-from pyllamakv.source import sources
 
 if TYPE_CHECKING:
     from pyllamakv.source.releases import Release
@@ -21,7 +20,11 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
 Specs = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[SPEC]...", help="0.3.9, 0.3.9+patched, 0.3.9+PATCH,PATCH."),
+    typer.Argument(
+        metavar="[SPEC]...",
+        help="0.3.9, 0.3.9+patched, 0.3.9+PATCH,PATCH.",
+        autocompletion=release_names,
+    ),
 ]
 
 
@@ -32,7 +35,7 @@ def sync(
     to: To = None,
     as_json: Json = False,
 ) -> None:
-    """Put trees in place (default: 0.3.9), fetched and patched as the spec says."""
+    """Write source trees, fetched and patched; default: 0.3.9."""
     from pyllamakv.cli import progress_bar
     from pyllamakv.source import fetch, releases, vendor
     from pyllamakv.source.store import open_store
@@ -62,7 +65,7 @@ def sync(
 
 @app.command()
 def verify(specs: Specs = None, *, as_json: Json = False) -> None:
-    """Name each file that differs from upstream + patches (default: all that is vendored)."""
+    """List files that differ from upstream and patches; default: all trees."""
     from pyllamakv.source import vendor
     from pyllamakv.source.store import open_store
 
@@ -97,7 +100,7 @@ def clean(
     every: AllTrees = False,
     as_json: Json = False,
 ) -> None:
-    """Remove vendored trees; the store keeps the releases."""
+    """Remove source trees; fetched releases are kept."""
     from pyllamakv.source import vendor
 
     if bool(specs) == every:
@@ -127,7 +130,7 @@ def _commit(store: Store, release: Release, series: tuple[str, ...] | None) -> s
 
 def _stale(store: Store, vendored: Vendored) -> str:
     """Say when upstream + patches would now be another tree than the one put in place."""
-    from pyllamakv.source import fetch
+    from pyllamakv.source import fetch, sources
 
     if vendored.release.startswith(("path:", "git:")):
         return ""

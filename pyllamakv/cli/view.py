@@ -25,29 +25,29 @@ def command(
     variant: Variant = "",
     model: Model = "",
     speed: Annotated[
-        float, typer.Option("--speed", min=0.0, help="Operations in a second; 0: no pauses.")
+        float, typer.Option("--speed", min=0.0, help="Operations per second; 0: no pauses.")
     ] = 4.0,
-    width: Annotated[int, typer.Option("--width", min=8, help="Cells in a line.")] = 64,
-    line: Annotated[int, typer.Option("--line", min=0, help="Only this line of the run.")] = 0,
-    plain: Annotated[bool, typer.Option("--plain", help="Print the cells, no moving.")] = False,
+    width: Annotated[int, typer.Option("--width", min=8, help="Cells per line.")] = 64,
+    line: Annotated[int, typer.Option("--line", min=0, help="Show only this line; 0: all.")] = 0,
+    plain: Annotated[bool, typer.Option("--plain", help="Print without animation.")] = False,
     timeline: Annotated[
-        Path | None, typer.Option("--timeline", help="Write a timeline there: .svg or .png.")
+        Path | None, typer.Option("--timeline", help="Write a timeline: .svg or .png.")
     ] = None,
     svg: Annotated[
-        Path | None, typer.Option("--svg", help="Write each picture into this folder as SVG.")
+        Path | None, typer.Option("--svg", help="Write SVG pictures to this directory.")
     ] = None,
     png: Annotated[
-        Path | None, typer.Option("--png", help="Write each picture into this folder as PNG.")
+        Path | None, typer.Option("--png", help="Write PNG pictures to this directory.")
     ] = None,
     dark: Annotated[
-        bool, typer.Option("--dark", help="PNG on dark paper; SVG follows whoever looks.")
+        bool, typer.Option("--dark", help="Use a dark background for PNG.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show how the cells of a cache change: a recorded trace, or a script while it runs.
+    """Show how KV cache cells change in a trace or script.
 
-    On a terminal the cells move; elsewhere they are printed after every operation that changed
-    them. Exit 1 when the script does not end as it expects.
+    A terminal shows an animation; otherwise the cells are printed after each operation that changed
+    them. Exit status 1: the script failed.
     """
     files = [each for each in (timeline, svg, png) if each is not None]
     _check(timeline, svg, png)

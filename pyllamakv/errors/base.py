@@ -8,6 +8,8 @@ class KvError(Exception):
 
     #: Exit status of the command line for this error.
     exit_code = 2
+    #: What to do next, when the message does not say it.
+    hint = ""
 
 
 class UsageError(KvError, ValueError):

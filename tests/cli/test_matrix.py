@@ -192,7 +192,7 @@ def test_watch(run: Run, monkeypatch) -> None:
     assert (code, out) == (0, "")
     assert "no new version" in err and "0.2.1" in err
     monkeypatch.setattr(watch, "look", lambda: News(("0.3.37", "0.3.38"), ("0.2.3",), ()))
-    assert json.loads(run("matrix", "watch", "--look", "--json")[1])["new"] == ["0.3.37", "0.3.38"]
+    assert json.loads(run("matrix", "watch", "--dry-run", "--json")[1])["new"] == ["0.3.37", "0.3.38"]
     assert not added
     monkeypatch.setitem(judging.VERDICTS, "0.3.38", "broken-apply")
     code, out, err = run("matrix", "watch")
@@ -211,7 +211,7 @@ def test_a_watch_that_was_ended_goes_on(run: Run, monkeypatch) -> None:
     known["0.3.37"] = added
     lock.save(lock.added(), [added])
     monkeypatch.setattr(watch, "look", lambda: News((), (), ()))
-    assert json.loads(run("matrix", "watch", "--look", "--json")[1])["judge"] == ["0.3.37"]
+    assert json.loads(run("matrix", "watch", "--dry-run", "--json")[1])["judge"] == ["0.3.37"]
     code, out, _ = run("matrix", "watch")
     assert code == 0
     assert out.splitlines()[1].split()[0] == "0.3.37"

@@ -172,7 +172,7 @@ def test_the_example_fails_on_stock_and_passes_on_patched(stock, patched, capsys
     assert cli(capsys, "run", EXAMPLE, "--variant", patched.folder)[0] == 0
 
 
-@pytest.mark.parametrize("verb", ["view", "shrink", "stats"])
+@pytest.mark.parametrize("verb", ["view", "minimize", "stats"])
 def test_help_has_no_ragged_lines(verb, capsys, monkeypatch) -> None:
     """Paragraphs fill the terminal: a line ends where the next word would not fit."""
     monkeypatch.setenv("COLUMNS", "80")

@@ -78,11 +78,11 @@ def test_an_exit_status_outlives_a_broken_pipe(monkeypatch) -> None:
 
     reading, writing = os.pipe()
     os.close(reading)
-    for ending, expected in ((lambda *_: 1, 1), (_refuse, 2)):
+    for ending, expected in ((lambda _: 1, 1), (_refuse, 2)):
 
-        def verb(name, words, ending=ending) -> int:
+        def verb(words, ending=ending) -> int:
             sys.stdout.write("said\n")
-            return ending(name, words)
+            return ending(words)
 
         monkeypatch.setattr(main, "_run", verb)
         with os.fdopen(os.dup(writing), "w") as pipe, monkeypatch.context() as patched:

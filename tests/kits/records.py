@@ -102,7 +102,8 @@ def cli() -> dict[str, Any]:
         if not getattr(command, "commands", {}):
             found[name] = [_parameter(one) for one in command.params]
 
-    for verb in main.verbs():
+    found["pyllamakv"] = [_parameter(one) for one in typer.main.get_command(main.app).params]
+    for verb in main.VERBS:
         module = importlib.import_module(f"pyllamakv.cli.{verb}")
         walk(verb, typer.main.get_command(module.app))
     return found
@@ -174,14 +175,14 @@ def verdicts() -> dict[str, Any]:
 COMMANDS = (
     ("upstream", "list", "--json"),
     ("patch", "show", "full-defrag", "--json"),
-    ("patch", "status", "0.3.9", "--hunks", "--json"),
+    ("patch", "status", "0.3.9", "--json"),
     ("patch", "apply", "0.3.9", "--json"),
     ("patch", "lint", "--json"),
     ("patch", "export", "full-defrag", "--base", "0.3.9", "--check", "--json"),
     ("patch", "drift", "0.3.9", "full-defrag", "--json"),
     ("patch", "diff", "full-defrag", "0.3.9", "0.3.8", "--json"),
     ("build", "0.3.9", "--json"),
-    ("check", "0.3.9", "--scenario", "fragmented", "--no-maps", "--json"),
+    ("check", "0.3.9", "--scenario", "fragmented", "--json"),
     ("env", "0.3.9+patched", "--json"),
 )
 

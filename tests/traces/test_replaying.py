@@ -148,7 +148,7 @@ def test_a_recorded_build_is_opened_in_its_environment(monkeypatch, tmp_path: Pa
     assert asked == [("id", "0.3.9+stock")] * 2
 
 
-@pytest.mark.parametrize("words", [("replay",), ("shrink",), ("replay", "--variant", "stock")])
+@pytest.mark.parametrize("words", [("replay",), ("minimize",), ("replay", "--variant", "stock")])
 @pytest.mark.parametrize(
     ("head", "file"),
     [

@@ -1,4 +1,4 @@
-"""Make a failing trace minimal: `pyllamakv shrink`."""
+"""Reduce a failing trace: `pyllamakv minimize`."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def command(
-    trace: Annotated[Path, typer.Argument(help="A trace or script that fails.")],
+    trace: Annotated[Path, typer.Argument(help="Failing trace or script.")],
     variant: Variant = "",
     output: Annotated[
         Path | None,
         typer.Option(
             "--output",
             "-o",
-            help="Write it there; without it beside the trace, as NAME.min.jsonl.",
+            help="Output file; default: NAME.min.jsonl.",
         ),
     ] = None,
     model: Model = "",
     as_json: Json = False,
 ) -> None:
-    """Find the fewest operations, of the fewest tokens, that fail in the same way; record them.
+    """Find the smallest trace that fails in the same way, and record it.
 
-    It fails as a scenario does: a claim not met, wrong data, lost tokens, a crash or a hang. Ctrl-C
-    ends the search and writes what was found by then.
+    A failure is an unmet expectation, wrong data, lost tokens, a crash or a hang. Ctrl-C ends the
+    search and writes the smallest trace found so far.
     """
     from pyllamakv.cli import progress_bar
     from pyllamakv.traces import builds, minimize, traced
@@ -42,7 +42,7 @@ def command(
     file = traces.model_file(head, model)
     spec, *others = builds.specs(head, [variant])
     if others:
-        raise UsageError("--variant takes one build: a trace is shrunk where it fails")
+        raise UsageError("--variant takes one build: a trace is minimized on one build")
     folder = builds.folder(spec, head)
     target = output or trace.with_name(f"{trace.name.removesuffix('.jsonl')}.min.jsonl")
     traces.check(target)

@@ -1,0 +1,187 @@
+"""The command line as a whole: help, completion, errors, exit statuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_kit import cli
+
+import pyllamakv
+from pyllamakv import errors
+from pyllamakv.cli import main
+from pyllamakv.source import lock
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def complete(words: str, *, modules: bool = False) -> list[str]:
+    """Return what bash is offered for the last of the words; or the modules imported for it."""
+    code = (
+        "import sys, atexit; from pyllamakv.cli import main; "
+        f"atexit.register(lambda: {modules} and print(*sys.modules, sep='\\n')); main.main()"
+    )
+    split = words.split(" ")
+    environment = {
+        **os.environ,
+        "_PYLLAMAKV_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(split) - 1),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout.split()
+
+
+def test_every_module_of_a_verb_is_listed(capsys) -> None:
+    """Help shows every verb with its text, in a screen, without importing its module."""
+    modules = {path.stem for path in Path(main.__file__).parent.glob("*.py")}
+    assert set(main.VERBS) <= modules
+    code, out, _ = cli(capsys, "--help")
+    assert code == 0
+    assert all(len(line) <= 80 for line in out.splitlines())
+    for verb, text in main.VERBS.items():
+        assert re.search(rf"\b{verb} +{re.escape(text)}", out)
+    assert cli(capsys, "-h")[1] == out
+    assert cli(capsys, "--version")[1] == f"pyllamakv {pyllamakv.__version__}\n"
+    assert cli(capsys)[0] == 2
+
+
+def test_a_verb_is_imported_when_it_is_called() -> None:
+    """Help needs none of them."""
+    code = (
+        "import sys\nfrom pyllamakv.cli import main\n"
+        "try: main.main(['--help'])\nexcept SystemExit: pass\n"
+        "sys.exit([name for name in sys.modules if name.startswith('pyllamakv.cli.')"
+        " and name.split('.')[2] in main.VERBS])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.stderr.strip() == "[]"
+
+
+def test_a_wrong_word_gets_a_hint(capsys) -> None:
+    """Of verbs, subcommands and options, with exit status 2."""
+    for words, close in (("chck",), "check"), (("patch", "statu"), "status"), (
+        ("check", "--scenari", "x"),
+        "--scenario",
+    ):
+        code, out, err = cli(capsys, *words)
+        assert (code, out) == (2, "")
+        assert close in err
+        code, out, err = cli(capsys, *words, "--json")
+        found = json.loads(out)["error"]
+        assert (code, err) == (2, "")
+        assert (found["type"], found["exit_code"]) == ("UsageError", 2)
+        assert close in found["message"]
+
+
+def test_completion_offers_verbs_options_and_releases() -> None:
+    """What is being typed decides which."""
+    assert complete("pyllamakv mi") == ["minimize"]
+    assert "status" in complete("pyllamakv patch s")
+    assert "--scenario" in complete("pyllamakv check --sc")
+    assert "--github" in complete("pyllamakv matrix plan --gi")
+    assert "0.3.16" in complete("pyllamakv check 0.3.1")
+    assert "0.3.9" in complete("pyllamakv bisect 0.3.16 0.3.")
+    assert "full-defrag" in complete("pyllamakv patch show full")
+
+
+def test_completion_is_cheap() -> None:
+    """A key press imports neither numpy nor cffi, nor the parser that edits locks."""
+    for words in ("pyllamakv mi", "pyllamakv build 0.3.1", "pyllamakv patch status 0.3.1"):
+        imported = set(complete(words, modules=True))
+        assert "pyllamakv.cli.main" in imported
+        assert not imported & {"numpy", "cffi", "tomlkit", "git", "gguf"}, words
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts(capsys, shell: str) -> None:
+    """Each names the program, and the variable that it answers to."""
+    code, out, _ = cli(capsys, "--show-completion", shell)
+    assert code == 0
+    assert "pyllamakv" in out and "_PYLLAMAKV_COMPLETE" in out
+
+
+def test_completion_is_installed(capsys, monkeypatch, tmp_path: Path) -> None:
+    """Below the user's home, with the path on stderr."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    code, out, err = cli(capsys, "--install-completion", "bash")
+    assert (code, out) == (0, "")
+    (script,) = tmp_path.rglob("pyllamakv.sh")
+    assert str(script) in err.replace("\n", "")
+
+
+def test_an_error_is_json_on_stdout(capsys, monkeypatch) -> None:
+    """One object with type, message and status; stderr stays empty."""
+    code, out, err = cli(capsys, "check", "7.7.7", "--json")
+    assert (code, err) == (2, "")
+    found = json.loads(out)["error"]
+    assert found["type"] == "UnknownRelease" and "7.7.7" in found["message"]
+    assert set(found) <= {"type", "message", "hint", "exit_code"}
+
+    class Hinted(errors.KvError):
+        exit_code = 3
+        hint = "do this"
+
+    def raising(error: BaseException):
+        def run(_words: list[str]) -> int:
+            raise error
+
+        monkeypatch.setattr(main, "_run", run)
+
+    raising(Hinted("no"))
+    assert json.loads(cli(capsys, "x", "--json")[1])["error"] == {
+        "type": "Hinted",
+        "message": "no",
+        "exit_code": 3,
+        "hint": "do this",
+    }
+    assert cli(capsys, "x")[::2] == (3, "Hinted: no\nhint: do this\n")
+    raising(KeyboardInterrupt())
+    code, out, err = cli(capsys, "x", "--json")
+    assert (code, err, json.loads(out)["error"]["type"]) == (130, "", "Interrupted")
+    raising(ZeroDivisionError("oops"))
+    code, out, err = cli(capsys, "x", "--json")
+    assert (code, json.loads(out)["error"]["type"]) == (128, "InternalError")
+    assert "Traceback" in err
+    code, out, err = cli(capsys, "x")
+    assert (code, out) == (128, "") and "oops" in err
+
+
+def test_a_document_is_followed_by_no_other(capsys, monkeypatch) -> None:
+    """What was found before an error stays the only JSON; lines get one more line."""
+    from pyllamakv.cli import stdout
+
+    def run(indent: int | None):
+        def verb(_words: list[str]) -> int:
+            stdout.write_json({"found": 1}, indent)
+            raise errors.UsageError("no")
+
+        return verb
+
+    monkeypatch.setattr(main, "_run", run(2))
+    code, out, err = cli(capsys, "x", "--json")
+    assert (code, json.loads(out), err) == (2, {"found": 1}, "")
+    monkeypatch.setattr(main, "_run", run(None))
+    first, second = cli(capsys, "x", "--json")[1].splitlines()
+    assert json.loads(second)["error"]["message"] == "no"
+
+
+def test_the_table_of_exit_statuses_is_complete() -> None:
+    """docs/cli.md has a row for each status that an error or a verdict has."""
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    rows = {int(number) for number in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)}
+    classes = [errors.KvError]
+    for one in classes:
+        classes += one.__subclasses__()
+    used = {one.exit_code for one in classes if one.__module__.startswith("pyllamakv.errors")}
+    assert used | {0, 1, 130} == rows
+    assert lock.known()
