@@ -13,8 +13,9 @@ import zlib
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import ArchiveError, GitError, HashMismatch
-from pyllamakv.source import bounds, commits, gitting, limits
+from pyllamakv.source import bounds, gitting, limits
 from pyllamakv.source.files import disk_room
+from pyllamakv.source.store import commit_date, commit_parents
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,8 +106,8 @@ class Quarantine:
             _mismatch("tree", expected_tree, tree)
         bounds.check(self.store.path, tree, self._env)
         # Who takes the release asks for both, when its objects are in the store already.
-        commits.date(said)
-        commits.parents(said)
+        commit_date(said)
+        commit_parents(said)
         move(self.objects, self.store)
         return tree
 
