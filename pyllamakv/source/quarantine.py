@@ -13,7 +13,7 @@ import zlib
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import ArchiveError, GitError, HashMismatch
-from pyllamakv.source import bounds, gitting, limits
+from pyllamakv.source import bounds, git_limits, gitting
 from pyllamakv.source.files import disk_room
 from pyllamakv.source.store import commit_date, commit_parents
 
@@ -47,7 +47,7 @@ class Quarantine:
             try:
                 return gitting.git(self.store.path, *args, input=input, env=self._env, bounded=True)
             except GitError as error:
-                limits.refuse(error, "the archive")
+                git_limits.refuse(error, "the archive")
                 raise
 
     def add_pack(self, pack: Path) -> None:
@@ -65,7 +65,7 @@ class Quarantine:
         """
         unpacker = zlib.decompressobj()
         try:
-            content = unpacker.decompress(data, limits.OBJECT)
+            content = unpacker.decompress(data, git_limits.OBJECT)
         except zlib.error as error:
             msg = f"the object {name} in the archive is damaged: {error}"
             raise ArchiveError(msg) from error
