@@ -12,7 +12,7 @@ import typer
 from pyllamakv.cli.options import Json
 
 if TYPE_CHECKING:
-    from pyllamakv.building.probing import Finding
+    from pyllamakv.building.doctor import Finding
 
 app = typer.Typer(add_completion=False)
 

@@ -82,7 +82,7 @@ def fetch(
 @app.command()
 def verify(names: Releases = None, *, as_json: Json = False) -> None:
     """Check what the store holds against the lock: commit, tree, every object, era."""
-    from pyllamakv.source import check, lock
+    from pyllamakv.source import lock
     from pyllamakv.source.store import open_store
 
     store = open_store()
@@ -90,7 +90,7 @@ def verify(names: Releases = None, *, as_json: Json = False) -> None:
     wanted = _chosen(names) if names else [r for r in known if store.has(r)]
     if not wanted:
         raise errors.UsageError("No release is fetched yet: run `pyllamakv upstream fetch`.")
-    found = {release.name: check.problems(store, release) for release in wanted}
+    found = {release.name: store.problems(release) for release in wanted}
     if as_json:
         _json(found)
     else:

@@ -6,7 +6,7 @@ import stat
 from typing import TYPE_CHECKING, NoReturn
 
 from pyllamakv.errors import ArchiveError, GitError
-from pyllamakv.source import gitting, limits
+from pyllamakv.source import git_limits, gitting
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -44,7 +44,7 @@ def check(folder: Path, tree: str, env: Mapping[str, str] | None = None) -> None
                 if names > NAMES:
                     count.refuse()
     except GitError as error:
-        limits.refuse(error, f"tree {tree}")
+        git_limits.refuse(error, f"tree {tree}")
         if error.code < 0:
             msg = f"tree {tree} has more folders within each other than git can walk"
             raise ArchiveError(msg) from error
@@ -76,14 +76,14 @@ class Count:
         """Count a file of ``size`` bytes."""
         self._files += 1
         self._bytes += size
-        if self._files > FILES or self._bytes > BYTES or size > limits.OBJECT:
+        if self._files > FILES or self._bytes > BYTES or size > git_limits.OBJECT:
             self.refuse()
 
     def refuse(self) -> NoReturn:
         """Raise ArchiveError."""
         msg = (
-            f"{self._what} has more than {FILES} files, {BYTES} bytes, or {limits.OBJECT} bytes in "
-            "one file; no release comes near that, so it was not taken"
+            f"{self._what} has more than {FILES} files, {BYTES} bytes, or {git_limits.OBJECT} bytes "
+            "in one file; no release comes near that, so it was not taken"
         )
         raise ArchiveError(msg)
 

@@ -19,7 +19,7 @@ from shutil import which
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from pyllamakv.errors import GitError
-from pyllamakv.source import limits
+from pyllamakv.source import git_limits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -126,7 +126,7 @@ def run(
 
     ``input`` is what git reads: bytes, text, or the path of a file. ``env`` is laid over the clean
     environment (for example another ``GIT_INDEX_FILE``). ``hold`` are descriptors that it inherits,
-    to keep their locks for as long as it runs. ``bounded`` sets the limits of `limits`; with
+    to keep their locks for as long as it runs. ``bounded`` sets the limits of `git_limits`; with
     ``network`` none of address space. Raises GitError only when git cannot be started, or is not
     done within ``timeout`` seconds: it is ended with all that it started.
     """
@@ -216,8 +216,8 @@ def _start(
     words = ("-C", str(place), *args)
     line = [program, *words]
     if bounded:
-        line = limits.command(program, words, memory=not network)
-        full.update(limits.environment())
+        line = git_limits.command(program, words, memory=not network)
+        full.update(git_limits.environment())
     # GitPython adds to the process's variables, and cannot be told to drop any.
     dropped = [n for n in os.environ if n.startswith("GIT_") and n not in full]
     foreign = [word for n in dropped if not n.startswith("GIT_PYTHON_") for word in ("-u", n)]

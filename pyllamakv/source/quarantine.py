@@ -13,8 +13,9 @@ import zlib
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import ArchiveError, GitError, HashMismatch
-from pyllamakv.source import bounds, commits, gitting, limits
+from pyllamakv.source import bounds, git_limits, gitting
 from pyllamakv.source.files import disk_room
+from pyllamakv.source.store import commit_date, commit_parents
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,7 +47,7 @@ class Quarantine:
             try:
                 return gitting.git(self.store.path, *args, input=input, env=self._env, bounded=True)
             except GitError as error:
-                limits.refuse(error, "the archive")
+                git_limits.refuse(error, "the archive")
                 raise
 
     def add_pack(self, pack: Path) -> None:
@@ -64,7 +65,7 @@ class Quarantine:
         """
         unpacker = zlib.decompressobj()
         try:
-            content = unpacker.decompress(data, limits.OBJECT)
+            content = unpacker.decompress(data, git_limits.OBJECT)
         except zlib.error as error:
             msg = f"the object {name} in the archive is damaged: {error}"
             raise ArchiveError(msg) from error
@@ -105,8 +106,8 @@ class Quarantine:
             _mismatch("tree", expected_tree, tree)
         bounds.check(self.store.path, tree, self._env)
         # Who takes the release asks for both, when its objects are in the store already.
-        commits.date(said)
-        commits.parents(said)
+        commit_date(said)
+        commit_parents(said)
         move(self.objects, self.store)
         return tree
 

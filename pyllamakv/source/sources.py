@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import FetchError, GitError, UnknownRelease, UsageError
-from pyllamakv.source import bounds, era, gitting, limits, lock
+from pyllamakv.source import bounds, era, git_limits, gitting, lock
 from pyllamakv.source.export import KEEP, STAMP
 from pyllamakv.source.files import busy, disk_room
 from pyllamakv.source.pipconfig import redacted
@@ -105,7 +105,7 @@ def take_git(spec: str) -> Release:
             commit = _bring(held, store, place, ref)
         except GitError as error:
             shown = redacted(url)
-            limits.refuse(error, f"what {shown} has under {ref}")
+            git_limits.refuse(error, f"what {shown} has under {ref}")
             said = error.output.strip().replace(url, shown)
             msg = f"cannot fetch {ref} from {shown}: {said}"
             raise FetchError(msg) from error
@@ -140,7 +140,7 @@ def _bring(held: Store, store: Store, place: str, ref: str) -> str:
         with suppress(FileNotFoundError):
             # Without it git would look for parents that the store does not have either.
             shutil.copyfile(store.path / "shallow", held.path / "shallow")
-        bound = limits.SECONDS if near else None
+        bound = git_limits.SECONDS if near else None
         gitting.git(held.path, *fetch, network=True, bounded=True, timeout=bound)
         return gitting.git(held.path, "rev-parse", "--verify", f"{_INCOMING}^{{commit}}")
 
@@ -179,9 +179,9 @@ def _tracked(folder: Path) -> tuple[Iterable[str], str] | None:
     # Of the words for a commit this one heeds no setting that starts a program.
     asking = ("rev-list", "-1", "--format=%cd", "--date=format-local:%Y-%m-%dT%H:%M:%SZ")
     try:
-        listed = gitting.git(folder, *listing, timeout=limits.SECONDS)
+        listed = gitting.git(folder, *listing, timeout=git_limits.SECONDS)
         told = gitting.git(
-            folder, *asking, "HEAD^{commit}", "--", check=False, timeout=limits.SECONDS
+            folder, *asking, "HEAD^{commit}", "--", check=False, timeout=git_limits.SECONDS
         )
     except GitError as error:
         if error.code == gitting.TIMED_OUT:
@@ -227,7 +227,7 @@ def _indexed(store: Store, folder: Path, paths: list[str], index: Path, held: in
         "GIT_WORK_TREE": str(folder),
         "GIT_INDEX_FILE": str(index),
     }
-    bound = limits.SECONDS
+    bound = git_limits.SECONDS
     old = gitting.git(folder, "ls-files", "-z", "--cached", env=env, timeout=bound).split("\0")
     taken = [p for p in paths if (folder / p).is_symlink() or (folder / p).is_file()]
     gone = sorted(set(old) - set(taken) - {""})

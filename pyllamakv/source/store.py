@@ -13,12 +13,13 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pyllamakv.errors import SourceError
+from pyllamakv.errors import ArchiveError, GitError, SourceError
 from pyllamakv.home import home
-from pyllamakv.source import commits, gitting
+from pyllamakv.source import era, gitting
 from pyllamakv.source.files import busy, locked
 from pyllamakv.source.files import disk_room as disk_room
 from pyllamakv.source.files import write_atomic as write_atomic
@@ -30,7 +31,12 @@ if TYPE_CHECKING:
     from pyllamakv.source.releases import Release
 
 
+#: The largest number of parents of a commit: more than any merge has; each is looked for here.
+PARENTS = 64
+
 _PREFIX = "tmp-"
+#: Contents of this many files are in memory at once while objects are verified.
+_BATCH = 256
 
 
 @contextlib.contextmanager
@@ -199,13 +205,13 @@ class Store:
     def parents(self, commit: str) -> list[str]:
         """Return the parents that a commit names, also those that the store lacks.
 
-        Raises ArchiveError for more than `commits.PARENTS`.
+        Raises ArchiveError for more than `PARENTS`.
         """
-        return commits.parents(self._said(commit))
+        return commit_parents(self._said(commit))
 
     def date(self, commit: str) -> str:
         """Return when a commit was made, ISO 8601 in UTC. Raises ArchiveError where it has none."""
-        return commits.date(self._said(commit))
+        return commit_date(self._said(commit))
 
     def _said(self, commit: str) -> str:
         return gitting.git(self.path, "cat-file", "commit", commit)
@@ -284,6 +290,43 @@ class Store:
 
         return export.compare(self, what, folder, keep=export.KEEP if keep is None else keep)
 
+    def problems(self, release: Release) -> list[str]:
+        """Return where the store differs from what the lock says about a release.
+
+        Git reads and hashes every object of its tree again, which also finds damage on the disk.
+        """
+        found = self.ref(f"refs/upstream/{release.key}")
+        if found is None:
+            return ["not fetched"]
+        if found != release.commit:
+            return [f"the store holds commit {found}, the lock says {release.commit}"]
+        try:
+            tree = self.tree_of(release)
+            blobs = sorted({entry.blob for entry in self.entries(tree)})
+            gitting.git(self.path, "rev-list", "--objects", "--quiet", tree)
+            damaged = self._damaged(blobs)
+        except (GitError, SourceError) as error:
+            return [f"objects are missing or damaged: {error}"]
+        said = []
+        if tree != release.tree:
+            said.append(f"the store holds tree {tree}, the lock says {release.tree}")
+        if damaged:
+            said.append(f"object {damaged[0]} is damaged ({len(damaged)} in all)")
+        now = era.detect(self, tree)
+        if now != release.era:
+            said.append(f"its files look like era {now}, the lock says {release.era}")
+        return said
+
+    def _damaged(self, blobs: list[str]) -> list[str]:
+        from pyllamakv.source.export import blob_id
+
+        bad = []
+        for start in range(0, len(blobs), _BATCH):
+            batch = blobs[start : start + _BATCH]
+            found = self.blobs(batch)
+            bad += [name for name, data in zip(batch, found, strict=True) if blob_id(data) != name]
+        return bad
+
     def scratch(self) -> contextlib.AbstractContextManager[Path]:
         """Lend a folder on the store's file system; it is removed at the end."""
         return lent(self.path)
@@ -334,3 +377,28 @@ def open_store(path: Path | None = None) -> Store:
 def _whole(path: Path) -> bool:
     # The attributes are written last, so their presence says that nothing is missing.
     return (path / "HEAD").is_file() and (path / "info" / "attributes").is_file()
+
+
+def commit_parents(text: str) -> list[str]:
+    """Return the parents that a commit names, each once. Raises ArchiveError for too many."""
+    found = list(dict.fromkeys(value for key, value in _header(text) if key == "parent"))
+    if len(found) > PARENTS:
+        msg = f"the commit has {len(found)} parents; no commit of a release has more than {PARENTS}"
+        raise ArchiveError(msg)
+    return found
+
+
+def commit_date(text: str) -> str:
+    """Return when a commit was made, ISO 8601 in UTC. Raises ArchiveError where it has no date."""
+    said = next((value for key, value in _header(text) if key == "committer"), "")
+    try:
+        when = datetime.fromtimestamp(int(said.rsplit(" ", 2)[1]), tz=UTC)
+    except (IndexError, ValueError, OverflowError, OSError) as error:
+        msg = f"the commit says nothing of when it was made: committer {said[:200]!r}"
+        raise ArchiveError(msg) from error
+    return when.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _header(text: str) -> list[tuple[str, str]]:
+    lines = text.split("\n\n", 1)[0].split("\n")
+    return [(key, value) for key, _, value in (line.partition(" ") for line in lines)]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pyllamakv.runtime.context import Context
-    from pyllamakv.testing.placed import PlacedLibrary
+    from pyllamakv.testing.device_library import PlacedLibrary
     from pyllamakv.testing.subject import Subject
 
 #: Seconds that one call into a worker may take, unless a test says otherwise.

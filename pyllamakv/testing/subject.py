@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.building.variant import Variant
     from pyllamakv.runtime.context import Context
-    from pyllamakv.testing.placed import PlacedLibrary
+    from pyllamakv.testing.device_library import PlacedLibrary
 
 #: What a context has where a test does not say otherwise.
 OPTIONS = {"n_ctx": 256, "n_batch": 256, "n_ubatch": 256, "n_seq_max": 4}
@@ -77,7 +77,7 @@ class Subject:
         timeout: float | None = None,
     ) -> PlacedLibrary:
         """Open the library; on a device it always runs in a worker."""
-        from pyllamakv.testing.placed import PlacedLibrary
+        from pyllamakv.testing.device_library import PlacedLibrary
 
         folder = self.variant.folder
         return PlacedLibrary.at(self.place, folder, isolated=isolated, env=env, timeout=timeout)

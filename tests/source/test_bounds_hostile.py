@@ -22,7 +22,7 @@ from source_kit import (
 )
 
 from pyllamakv.errors import ArchiveError, FetchError
-from pyllamakv.source import bounds, download, fetch, gitting, limits, npm
+from pyllamakv.source import bounds, download, fetch, git_limits, gitting, npm
 from pyllamakv.source.index import Index
 from pyllamakv.source.store import Store, open_store
 
@@ -71,7 +71,7 @@ def test_references_without_end(tmp_path: Path) -> None:
 
 def test_a_loose_object_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An object that unpacks past all bounds is refused before it fills the memory."""
-    monkeypatch.setattr(limits, "OBJECT", 1 << 20)
+    monkeypatch.setattr(git_limits, "OBJECT", 1 << 20)
     members = sdist_members(tmp_path / "making", "1.0")
     content = b"blob 4194304\0" + bytes(4 << 20)
     name = hashlib.sha1(content).hexdigest()
@@ -102,8 +102,8 @@ def test_a_packed_object_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, limit: int
 ) -> None:
     """A tree that claims more than there may be is no allocation: not in an sdist, nor a bundle."""
-    monkeypatch.setattr(limits, "OBJECT", 1 << 40)
-    monkeypatch.setattr(limits, name, limit)
+    monkeypatch.setattr(git_limits, "OBJECT", 1 << 40)
+    monkeypatch.setattr(git_limits, name, limit)
     bomb = packed((2, bytes(300 << 20)))
     assert len(bomb) < 1 << 20
     at = "llama_cpp_python-1.0/.git/modules/vendor/llama.cpp"
@@ -122,7 +122,7 @@ def test_a_packed_object_without_end(
 @pytest.mark.defect("a small pack could keep git at work for days", by="hostile input", of="Python")
 def test_objects_that_take_git_days(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each object of a small pack may be large, and there may be many: time has a limit as well."""
-    monkeypatch.setattr(limits, "CPU_SECONDS", 1)
+    monkeypatch.setattr(git_limits, "CPU_SECONDS", 1)
     number, large = 30, packed((3, bytes(100 << 20)))[12:-20]
     head = b"PACK" + struct.pack(">II", 2, number)
     whole = head + large * number
@@ -165,13 +165,13 @@ def test_a_repository_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     specs = (f"git:file://{tmp_path / 'up'}@main", f"git:{tmp_path / 'bundle'}@main")
     for spec in specs:
         with monkeypatch.context() as patch:
-            patch.setattr(limits, "FILE", 1 << 20)
+            patch.setattr(git_limits, "FILE", 1 << 20)
             not_fetched(spec, "in a file to unpack")
         with monkeypatch.context() as patch:
             patch.setattr(bounds, "BYTES", 1 << 20)
             not_fetched(spec, "no release comes near")
         with monkeypatch.context() as patch:
-            patch.setattr(limits, "OBJECT", 500 << 10)
+            patch.setattr(git_limits, "OBJECT", 500 << 10)
             not_fetched(spec, "no release comes near")
         with monkeypatch.context() as patch:
             patch.setattr(bounds, "NAMES", 100)
@@ -191,7 +191,7 @@ def test_a_folder_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     repository(tmp_path / "up")
     for folder in (plain, tmp_path / "up"):
         with (folder / "sparse").open("wb") as file:
-            file.truncate(limits.OBJECT + 1)
+            file.truncate(git_limits.OBJECT + 1)
         not_fetched(f"path:{folder}", "bytes in one file")
         (folder / "sparse").unlink()
         with monkeypatch.context() as patch:

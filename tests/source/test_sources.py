@@ -9,7 +9,7 @@ import pytest
 from source_kit import TREE, fill, imported, isolate, objects, refs, repository
 
 from pyllamakv.errors import FetchError, SourceError, UnknownRelease, UsageError
-from pyllamakv.source import fetch, gitting, limits, lock, sources
+from pyllamakv.source import fetch, git_limits, gitting, lock, sources
 from pyllamakv.source.export import STAMP
 from pyllamakv.source.sources import resolve
 from pyllamakv.source.store import open_store
@@ -226,7 +226,7 @@ def test_a_pipe_does_not_hold_a_folder(tmp_path: Path, monkeypatch, where: str) 
         config.write("[include]\n\tpath = include\n")
     (up / where).unlink(missing_ok=True)
     os.mkfifo(up / where)
-    monkeypatch.setattr(limits, "SECONDS", 1.0)
+    monkeypatch.setattr(git_limits, "SECONDS", 1.0)
     with pytest.raises(SourceError, match="not done within 1 s"):
         resolve(f"path:{up}")
     if where.startswith(".git/"):
