@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv.building import build, cmake, compiler, probing
-from pyllamakv.building.probing import Finding
+from pyllamakv.building.probing import ProbeResult
 from pyllamakv.errors import GitError, KvError
 from pyllamakv.home import home
 from pyllamakv.source import gitting
@@ -25,9 +25,9 @@ _DISK = 3 * _GIB
 _MEMORY = 2 * _GIB
 
 
-def examine() -> list[Finding]:
+def examine() -> list[ProbeResult]:
     """Return one finding per tool, resource and backend, the necessary ones first."""
-    looks: tuple[Callable[[], Finding], ...] = (
+    looks: tuple[Callable[[], ProbeResult], ...] = (
         _platform,
         _python,
         _compiler,
@@ -48,86 +48,88 @@ def examine() -> list[Finding]:
     return [look() for look in looks]
 
 
-def healthy(findings: list[Finding]) -> bool:
+def healthy(findings: list[ProbeResult]) -> bool:
     """Tell whether nothing necessary is missing."""
     return not any(finding.state == "missing" for finding in findings)
 
 
-def _platform() -> Finding:
+def _platform() -> ProbeResult:
     shown = f"{platform.system()} on {platform.machine()}"
     if sys.platform.startswith("linux"):
-        return Finding("platform", "ok", shown)
+        return ProbeResult("platform", "ok", shown)
     if sys.platform == "darwin":
-        return Finding("platform", "optional", shown, "written for, but never run; please report")
-    return Finding("platform", "missing", shown, "use Linux (or WSL on Windows)")
+        return ProbeResult(
+            "platform", "optional", shown, "written for, but never run; please report"
+        )
+    return ProbeResult("platform", "missing", shown, "use Linux (or WSL on Windows)")
 
 
-def _python() -> Finding:
+def _python() -> ProbeResult:
     # An older Python could not have imported this package.
-    return Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
+    return ProbeResult("python", "ok", f"{platform.python_version()} ({sys.executable})")
 
 
-def _compiler() -> Finding:
+def _compiler() -> ProbeResult:
     try:
         found = compiler.find()
     except KvError as error:
-        return Finding("compiler", "missing", "none", str(error))
-    return Finding("compiler", "ok", f"{found.identity} ({found.cxx})")
+        return ProbeResult("compiler", "missing", "none", str(error))
+    return ProbeResult("compiler", "ok", f"{found.identity} ({found.cxx})")
 
 
-def _git() -> Finding:
+def _git() -> ProbeResult:
     try:
-        return Finding("git", "ok", gitting.git(Path("/"), "--version"))
+        return ProbeResult("git", "ok", gitting.git(Path("/"), "--version"))
     except GitError as error:
-        return Finding("git", "missing", error.output.strip(), "apt-get install git")
+        return ProbeResult("git", "missing", error.output.strip(), "apt-get install git")
 
 
-def _program(name: str, why: str, cure: str) -> Finding:
+def _program(name: str, why: str, cure: str) -> ProbeResult:
     path = shutil.which(name)
     if path is None:
-        return Finding(name, "optional", f"none ({why})", cure)
-    return Finding(name, "ok", path)
+        return ProbeResult(name, "optional", f"none ({why})", cure)
+    return ProbeResult(name, "ok", path)
 
 
-def _wheel(name: str) -> Finding:
+def _wheel(name: str) -> ProbeResult:
     try:
         path = cmake.binary(name)
     except KvError as error:
-        return Finding(name, "missing", "none", str(error))
-    return Finding(name, "ok", _first_line(str(path), "--version"))
+        return ProbeResult(name, "missing", "none", str(error))
+    return ProbeResult(name, "ok", _first_line(str(path), "--version"))
 
 
-def _disk() -> Finding:
+def _disk() -> ProbeResult:
     place = home()
     while not place.exists() and place != place.parent:
         place = place.parent
     free = shutil.disk_usage(place).free
     shown = f"{free / _GIB:.1f} GiB free for {home()}"
     if not os.access(place, os.W_OK):
-        return Finding("disk", "missing", f"{place} cannot be written", "set PYLLAMAKV_HOME")
+        return ProbeResult("disk", "missing", f"{place} cannot be written", "set PYLLAMAKV_HOME")
     if free < _DISK:
         cure = f"free {_DISK // _GIB} GiB, or set PYLLAMAKV_HOME to another disk"
-        return Finding("disk", "missing", shown, cure)
-    return Finding("disk", "ok", shown)
+        return ProbeResult("disk", "missing", shown, cure)
+    return ProbeResult("disk", "ok", shown)
 
 
-def _memory() -> Finding:
+def _memory() -> ProbeResult:
     free = build.available_memory()
     jobs = build.default_jobs()
     if free >= 1 << 40:
-        return Finding("memory", "ok", f"not told by this system; {jobs} compilers at once")
+        return ProbeResult("memory", "ok", f"not told by this system; {jobs} compilers at once")
     shown = f"{free / _GIB:.1f} GiB available; {jobs} compilers at once"
     if free < _MEMORY:
-        return Finding("memory", "optional", shown, "close something, or build with --jobs 1")
-    return Finding("memory", "ok", shown)
+        return ProbeResult("memory", "optional", shown, "close something, or build with --jobs 1")
+    return ProbeResult("memory", "ok", shown)
 
 
-def _cache() -> Finding:
+def _cache() -> ProbeResult:
     path = compiler.launcher()
     if path is None:
         cure = "apt-get install ccache (rebuilds of other releases become several times faster)"
-        return Finding("ccache", "optional", "none", cure)
-    return Finding("ccache", "ok", path)
+        return ProbeResult("ccache", "optional", "none", cure)
+    return ProbeResult("ccache", "ok", path)
 
 
 def _first_line(program: str, *args: str) -> str:

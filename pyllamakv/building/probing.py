@@ -24,7 +24,7 @@ State = Literal["ok", "missing", "optional"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class ProbeResult:
     """Say what was looked for, what was found, and what to do if that is not enough.
 
     ``state`` is "optional" for what lacks without hurting the main job.
@@ -41,17 +41,17 @@ _DRIVERS = ("/usr/share/vulkan/icd.d", "/usr/local/share/vulkan/icd.d", "/etc/vu
 _DRIVER_VARIABLES = ("VK_DRIVER_FILES", "VK_ICD_FILENAMES")
 
 
-def cpu() -> Finding:
+def cpu() -> ProbeResult:
     """Say which processor a build is tuned for."""
     try:
         flags = compiler.find().native_flags
     except KvError as error:
-        return Finding("cpu", "optional", "cannot be told without a compiler", str(error))
+        return ProbeResult("cpu", "optional", "cannot be told without a compiler", str(error))
     best = next((name for name in ("avx512f", "avx2", "avx", "asimddp") if name in flags), "plain")
-    return Finding("cpu", "ok", f"{platform.machine()} with {best}; --portable leaves it out")
+    return ProbeResult("cpu", "ok", f"{platform.machine()} with {best}; --portable leaves it out")
 
 
-def rpc() -> Finding:
+def rpc() -> ProbeResult:
     """Try to listen on loopback; the backend itself is in every CPU build."""
     try:
         with socket.socket() as place:
@@ -59,59 +59,59 @@ def rpc() -> Finding:
             place.listen()
     except OSError as error:
         cure = "allow this process to listen on 127.0.0.1"
-        return Finding("rpc", "optional", f"no loopback: {error}", cure)
-    return Finding("rpc", "ok", "in every CPU build; `pyllamakv rpc serve` serves this machine")
+        return ProbeResult("rpc", "optional", f"no loopback: {error}", cure)
+    return ProbeResult("rpc", "ok", "in every CPU build; `pyllamakv rpc serve` serves this machine")
 
 
-def gpu(environ: Mapping[str, str] | None = None) -> Finding:
+def gpu(environ: Mapping[str, str] | None = None) -> ProbeResult:
     """Find nvcc, cuBLAS and an architecture, compile for it, and look at driver and GPU."""
     try:
         toolkit = cuda.find(environ)
         nvidia.prove(toolkit, compiler.find().cxx)
     except KvError as error:
         nvcc = cuda.compiler(environ)
-        return Finding("cuda", "optional", str(nvcc or "none"), str(error))
+        return ProbeResult("cuda", "optional", str(nvcc or "none"), str(error))
     shown = f"nvcc {toolkit.version} for {toolkit.architecture} ({toolkit.nvcc})"
     driver = nvidia.driver(environ)
     if driver is None:
         cure = "it builds here; to run it, install the NVIDIA driver (on a machine with the GPU)"
-        return Finding("cuda", "optional", f"{shown}; no driver", cure)
+        return ProbeResult("cuda", "optional", f"{shown}; no driver", cure)
     shown += f"; driver {driver.version} for CUDA {driver.cuda} and {driver.gpus or 'no GPU'}"
     lacks = nvidia.mismatch(toolkit, driver)
-    return Finding("cuda", "optional" if lacks else "ok", shown, lacks)
+    return ProbeResult("cuda", "optional" if lacks else "ok", shown, lacks)
 
 
-def metal() -> Finding:
+def metal() -> ProbeResult:
     """Say whether Metal can be built for: it needs a Mac and the Command Line Tools alone."""
     if sys.platform != "darwin":
         cure = "build on a Mac; the options are written for one, and were never run"
-        return Finding("metal", "optional", f"none on {sys.platform}", cure)
+        return ProbeResult("metal", "optional", f"none on {sys.platform}", cure)
     if shutil.which("xcrun") is None:
-        return Finding("metal", "optional", "no Command Line Tools", "xcode-select --install")
-    return Finding("metal", "optional", "Command Line Tools", "never run by us; please report")
+        return ProbeResult("metal", "optional", "no Command Line Tools", "xcode-select --install")
+    return ProbeResult("metal", "optional", "Command Line Tools", "never run by us; please report")
 
 
-def vulkan(environ: Mapping[str, str] | None = None) -> Finding:
+def vulkan(environ: Mapping[str, str] | None = None) -> ProbeResult:
     """Look for what builds for Vulkan, then for a loader and a driver."""
     env = os.environ if environ is None else environ
     lacks = backend.vulkan_missing(env)
     if lacks:
-        return Finding("vulkan", "optional", f"no {lacks}", backend.VULKAN_CURE)
+        return ProbeResult("vulkan", "optional", f"no {lacks}", backend.VULKAN_CURE)
     if ctypes.util.find_library("vulkan") is None:
         cure = "to run it: apt-get install libvulkan1"
-        return Finding("vulkan", "optional", "headers and glslc, but no loader", cure)
+        return ProbeResult("vulkan", "optional", "headers and glslc, but no loader", cure)
     devices = vulkan_devices(env)
     if not devices and not _drivers(env):
         cure = (
             "to run it: install your GPU's driver, or a software device: "
             "apt-get install mesa-vulkan-drivers"
         )
-        return Finding("vulkan", "optional", "headers, glslc and loader, but no driver", cure)
+        return ProbeResult("vulkan", "optional", "headers, glslc and loader, but no driver", cure)
     shown = f"headers, glslc; {', '.join(devices) or 'a driver'}"
     if backend.vulkan_missing(env, spirv=True):
         cure = f"for later releases SPIRV-Headers as well: {backend.VULKAN_CURE}"
-        return Finding("vulkan", "optional", f"{shown}; no SPIRV-Headers", cure)
-    return Finding("vulkan", "ok", shown)
+        return ProbeResult("vulkan", "optional", f"{shown}; no SPIRV-Headers", cure)
+    return ProbeResult("vulkan", "ok", shown)
 
 
 def vulkan_devices(environ: Mapping[str, str] | None = None) -> list[str]:
