@@ -13,7 +13,7 @@ from enum import IntEnum, IntFlag
 from typing import TYPE_CHECKING, Any, Final, NewType, Protocol
 
 from pyllamakv.binding import arguments
-from pyllamakv.errors import UsageError
+from pyllamakv.errors import Unsupported, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -385,6 +385,12 @@ class About:
     variant: str
     capabilities: Capability
     probes: dict[str, str | None] = field(default_factory=dict)
+
+    def require(self, capability: Capability, deed: str) -> None:
+        """Raise Unsupported unless the build has the capability."""
+        if capability not in self.capabilities:
+            msg = f"this build cannot {deed} (capability {capability.name} is absent)"
+            raise Unsupported(msg, capability.name or "")
 
 
 class Native(Protocol):
