@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pyllamakv import errors
-    from pyllamakv.binding.mapped import Backing
     from pyllamakv.binding.protocol import (
+        Backing,
         Capability,
         ContextInfo,
         ContextParams,
@@ -91,9 +91,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
-    "binding.mapped": "Backing",
     "binding.protocol": (
-        "Capability ContextInfo ContextParams Counters Device Memory ModelInfo SamplerParams Status"
+        "Backing Capability ContextInfo ContextParams Counters Device Memory ModelInfo "
+        "SamplerParams Status"
     ),
     "binding.server": "Server",
     "cache.batcher": "Batcher",

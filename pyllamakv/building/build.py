@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-    from pyllamakv.building.variant import Request, Spec, Variant
+    from pyllamakv.building.variant import BuildRequest, Spec, Variant
     from pyllamakv.patching.apply import Patched
     from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
@@ -69,7 +69,7 @@ def build(
 @contextlib.contextmanager
 def at_work(
     spec: str | Spec, *, jobs: int | None = None, progress: Progress | None = None
-) -> Iterator[tuple[Request, cmake.Job]]:
+) -> Iterator[tuple[BuildRequest, cmake.Job]]:
     """Lend the build folder of what ``spec`` names, its tree and objects brought up to date.
 
     Nobody else changes them meanwhile. Raises what `build` raises.
@@ -119,7 +119,7 @@ def available_memory() -> int:
 
 
 def _obtain(
-    wanted: Request, source: Source, jobs: int | None, progress: Progress | None
+    wanted: BuildRequest, source: Source, jobs: int | None, progress: Progress | None
 ) -> Variant:
     name = wanted.variant_id(source.tree)
     found = variant.at(name)
@@ -134,7 +134,7 @@ def _obtain(
 
 @contextlib.contextmanager
 def _compiled(
-    wanted: Request, tree: str, jobs: int | None, progress: Progress | None
+    wanted: BuildRequest, tree: str, jobs: int | None, progress: Progress | None
 ) -> Iterator[cmake.Job]:
     """Bring the build folder to what a tree asks for, and lend it with its sources held."""
     from pyllamakv.source.store import open_store
@@ -160,7 +160,7 @@ def _naming(spec: Spec, progress: Progress | None) -> Progress | None:
     return lambda what, done, total: progress(f"{spec}: {what}", done, total)
 
 
-def _source(wanted: Request, progress: Progress | None) -> Source:
+def _source(wanted: BuildRequest, progress: Progress | None) -> Source:
     from pyllamakv.patching import apply
     from pyllamakv.source import fetch
 
@@ -169,7 +169,7 @@ def _source(wanted: Request, progress: Progress | None) -> Source:
     return Source(patched.commit, patched.tree, patched.patches, patched.digest)
 
 
-def prove(wanted: Request) -> None:
+def prove(wanted: BuildRequest) -> None:
     """Try what CMake would only stumble over: raise ToolMissing in words of ours."""
     if wanted.backend.name == "cuda":
         toolkit = cuda.find()
@@ -179,7 +179,7 @@ def prove(wanted: Request) -> None:
         backend.need_spirv(wanted.tree)
 
 
-def definitions(wanted: Request, name: str) -> dict[str, str]:
+def definitions(wanted: BuildRequest, name: str) -> dict[str, str]:
     """Return the CMake variables of a build: options, tools, and what makes it reproducible."""
     names = {wanted.tree: "llama.cpp", shim(): "plk", wanted.objects: "build"}
     words = [f"-ffile-prefix-map={path}={short}" for path, short in names.items()]
@@ -240,7 +240,7 @@ def _cpu_seconds() -> float:
 
 
 @contextlib.contextmanager
-def _locked(wanted: Request, progress: Progress | None) -> Iterator[None]:
+def _locked(wanted: BuildRequest, progress: Progress | None) -> Iterator[None]:
     """Hold the release's lock; say on what we wait when another build has it."""
     folder = home() / "locks"
     folder.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,7 @@ _DRIVER_VARIABLES = ("VK_DRIVER_FILES", "VK_ICD_FILENAMES")
 
 
 @dataclass(frozen=True)
-class Finding:
+class ProbeResult:
     """Say what was looked for, what was found, and what to do if that is not enough.
 
     ``state`` is "optional" for what lacks without hurting the main job.
@@ -46,9 +46,9 @@ class Finding:
     cure: str = ""
 
 
-def examine() -> list[Finding]:
+def examine() -> list[ProbeResult]:
     """Return one finding per tool, resource and backend, the necessary ones first."""
-    looks: tuple[Callable[[], Finding], ...] = (
+    looks: tuple[Callable[[], ProbeResult], ...] = (
         _platform,
         _python,
         _compiler,
@@ -69,86 +69,88 @@ def examine() -> list[Finding]:
     return [look() for look in looks]
 
 
-def healthy(findings: list[Finding]) -> bool:
+def healthy(findings: list[ProbeResult]) -> bool:
     """Tell whether nothing necessary is missing."""
     return not any(finding.state == "missing" for finding in findings)
 
 
-def _platform() -> Finding:
+def _platform() -> ProbeResult:
     shown = f"{platform.system()} on {platform.machine()}"
     if sys.platform.startswith("linux"):
-        return Finding("platform", "ok", shown)
+        return ProbeResult("platform", "ok", shown)
     if sys.platform == "darwin":
-        return Finding("platform", "optional", shown, "written for, but never run; please report")
-    return Finding("platform", "missing", shown, "use Linux (or WSL on Windows)")
+        return ProbeResult(
+            "platform", "optional", shown, "written for, but never run; please report"
+        )
+    return ProbeResult("platform", "missing", shown, "use Linux (or WSL on Windows)")
 
 
-def _python() -> Finding:
+def _python() -> ProbeResult:
     # An older Python could not have imported this package.
-    return Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
+    return ProbeResult("python", "ok", f"{platform.python_version()} ({sys.executable})")
 
 
-def _compiler() -> Finding:
+def _compiler() -> ProbeResult:
     try:
         found = compiler.find()
     except KvError as error:
-        return Finding("compiler", "missing", "none", str(error))
-    return Finding("compiler", "ok", f"{found.identity} ({found.cxx})")
+        return ProbeResult("compiler", "missing", "none", str(error))
+    return ProbeResult("compiler", "ok", f"{found.identity} ({found.cxx})")
 
 
-def _git() -> Finding:
+def _git() -> ProbeResult:
     try:
-        return Finding("git", "ok", gitting.git(Path("/"), "--version"))
+        return ProbeResult("git", "ok", gitting.git(Path("/"), "--version"))
     except GitError as error:
-        return Finding("git", "missing", error.output.strip(), "apt-get install git")
+        return ProbeResult("git", "missing", error.output.strip(), "apt-get install git")
 
 
-def _program(name: str, why: str, cure: str) -> Finding:
+def _program(name: str, why: str, cure: str) -> ProbeResult:
     path = shutil.which(name)
     if path is None:
-        return Finding(name, "optional", f"none ({why})", cure)
-    return Finding(name, "ok", path)
+        return ProbeResult(name, "optional", f"none ({why})", cure)
+    return ProbeResult(name, "ok", path)
 
 
-def _wheel(name: str) -> Finding:
+def _wheel(name: str) -> ProbeResult:
     try:
         path = cmake.binary(name)
     except KvError as error:
-        return Finding(name, "missing", "none", str(error))
-    return Finding(name, "ok", _first_line(str(path), "--version"))
+        return ProbeResult(name, "missing", "none", str(error))
+    return ProbeResult(name, "ok", _first_line(str(path), "--version"))
 
 
-def _disk() -> Finding:
+def _disk() -> ProbeResult:
     place = home()
     while not place.exists() and place != place.parent:
         place = place.parent
     free = shutil.disk_usage(place).free
     shown = f"{free / _GIB:.1f} GiB free for {home()}"
     if not os.access(place, os.W_OK):
-        return Finding("disk", "missing", f"{place} cannot be written", "set PYLLAMAKV_HOME")
+        return ProbeResult("disk", "missing", f"{place} cannot be written", "set PYLLAMAKV_HOME")
     if free < _DISK:
         cure = f"free {_DISK // _GIB} GiB, or set PYLLAMAKV_HOME to another disk"
-        return Finding("disk", "missing", shown, cure)
-    return Finding("disk", "ok", shown)
+        return ProbeResult("disk", "missing", shown, cure)
+    return ProbeResult("disk", "ok", shown)
 
 
-def _memory() -> Finding:
+def _memory() -> ProbeResult:
     free = build.available_memory()
     jobs = build.default_jobs()
     if free >= 1 << 40:
-        return Finding("memory", "ok", f"not told by this system; {jobs} compilers at once")
+        return ProbeResult("memory", "ok", f"not told by this system; {jobs} compilers at once")
     shown = f"{free / _GIB:.1f} GiB available; {jobs} compilers at once"
     if free < _MEMORY:
-        return Finding("memory", "optional", shown, "close something, or build with --jobs 1")
-    return Finding("memory", "ok", shown)
+        return ProbeResult("memory", "optional", shown, "close something, or build with --jobs 1")
+    return ProbeResult("memory", "ok", shown)
 
 
-def _cache() -> Finding:
+def _cache() -> ProbeResult:
     path = compiler.launcher()
     if path is None:
         cure = "apt-get install ccache (rebuilds of other releases become several times faster)"
-        return Finding("ccache", "optional", "none", cure)
-    return Finding("ccache", "ok", path)
+        return ProbeResult("ccache", "optional", "none", cure)
+    return ProbeResult("ccache", "ok", path)
 
 
 def _first_line(program: str, *args: str) -> str:
@@ -168,17 +170,17 @@ def _first_line(program: str, *args: str) -> str:
     return f"{lines[0]} ({Path(program)})" if lines else program
 
 
-def cpu() -> Finding:
+def cpu() -> ProbeResult:
     """Say which processor a build is tuned for."""
     try:
         flags = compiler.find().native_flags
     except KvError as error:
-        return Finding("cpu", "optional", "cannot be told without a compiler", str(error))
+        return ProbeResult("cpu", "optional", "cannot be told without a compiler", str(error))
     best = next((name for name in ("avx512f", "avx2", "avx", "asimddp") if name in flags), "plain")
-    return Finding("cpu", "ok", f"{platform.machine()} with {best}; --portable leaves it out")
+    return ProbeResult("cpu", "ok", f"{platform.machine()} with {best}; --portable leaves it out")
 
 
-def rpc() -> Finding:
+def rpc() -> ProbeResult:
     """Try to listen on loopback; the backend itself is in every CPU build."""
     try:
         with socket.socket() as place:
@@ -186,59 +188,59 @@ def rpc() -> Finding:
             place.listen()
     except OSError as error:
         cure = "allow this process to listen on 127.0.0.1"
-        return Finding("rpc", "optional", f"no loopback: {error}", cure)
-    return Finding("rpc", "ok", "in every CPU build; `pyllamakv rpc serve` serves this machine")
+        return ProbeResult("rpc", "optional", f"no loopback: {error}", cure)
+    return ProbeResult("rpc", "ok", "in every CPU build; `pyllamakv rpc serve` serves this machine")
 
 
-def gpu(environ: Mapping[str, str] | None = None) -> Finding:
+def gpu(environ: Mapping[str, str] | None = None) -> ProbeResult:
     """Find nvcc, cuBLAS and an architecture, compile for it, and look at driver and GPU."""
     try:
         toolkit = cuda.find(environ)
         nvidia.prove(toolkit, compiler.find().cxx)
     except KvError as error:
         nvcc = cuda.compiler(environ)
-        return Finding("cuda", "optional", str(nvcc or "none"), str(error))
+        return ProbeResult("cuda", "optional", str(nvcc or "none"), str(error))
     shown = f"nvcc {toolkit.version} for {toolkit.architecture} ({toolkit.nvcc})"
     driver = nvidia.driver(environ)
     if driver is None:
         cure = "it builds here; to run it, install the NVIDIA driver (on a machine with the GPU)"
-        return Finding("cuda", "optional", f"{shown}; no driver", cure)
+        return ProbeResult("cuda", "optional", f"{shown}; no driver", cure)
     shown += f"; driver {driver.version} for CUDA {driver.cuda} and {driver.gpus or 'no GPU'}"
     lacks = nvidia.mismatch(toolkit, driver)
-    return Finding("cuda", "optional" if lacks else "ok", shown, lacks)
+    return ProbeResult("cuda", "optional" if lacks else "ok", shown, lacks)
 
 
-def metal() -> Finding:
+def metal() -> ProbeResult:
     """Say whether Metal can be built for: it needs a Mac and the Command Line Tools alone."""
     if sys.platform != "darwin":
         cure = "build on a Mac; the options are written for one, and were never run"
-        return Finding("metal", "optional", f"none on {sys.platform}", cure)
+        return ProbeResult("metal", "optional", f"none on {sys.platform}", cure)
     if shutil.which("xcrun") is None:
-        return Finding("metal", "optional", "no Command Line Tools", "xcode-select --install")
-    return Finding("metal", "optional", "Command Line Tools", "never run by us; please report")
+        return ProbeResult("metal", "optional", "no Command Line Tools", "xcode-select --install")
+    return ProbeResult("metal", "optional", "Command Line Tools", "never run by us; please report")
 
 
-def vulkan(environ: Mapping[str, str] | None = None) -> Finding:
+def vulkan(environ: Mapping[str, str] | None = None) -> ProbeResult:
     """Look for what builds for Vulkan, then for a loader and a driver."""
     env = os.environ if environ is None else environ
     lacks = backend.vulkan_missing(env)
     if lacks:
-        return Finding("vulkan", "optional", f"no {lacks}", backend.VULKAN_CURE)
+        return ProbeResult("vulkan", "optional", f"no {lacks}", backend.VULKAN_CURE)
     if ctypes.util.find_library("vulkan") is None:
         cure = "to run it: apt-get install libvulkan1"
-        return Finding("vulkan", "optional", "headers and glslc, but no loader", cure)
+        return ProbeResult("vulkan", "optional", "headers and glslc, but no loader", cure)
     devices = vulkan_devices(env)
     if not devices and not _drivers(env):
         cure = (
             "to run it: install your GPU's driver, or a software device: "
             "apt-get install mesa-vulkan-drivers"
         )
-        return Finding("vulkan", "optional", "headers, glslc and loader, but no driver", cure)
+        return ProbeResult("vulkan", "optional", "headers, glslc and loader, but no driver", cure)
     shown = f"headers, glslc; {', '.join(devices) or 'a driver'}"
     if backend.vulkan_missing(env, spirv=True):
         cure = f"for later releases SPIRV-Headers as well: {backend.VULKAN_CURE}"
-        return Finding("vulkan", "optional", f"{shown}; no SPIRV-Headers", cure)
-    return Finding("vulkan", "ok", shown)
+        return ProbeResult("vulkan", "optional", f"{shown}; no SPIRV-Headers", cure)
+    return ProbeResult("vulkan", "ok", shown)
 
 
 def vulkan_devices(environ: Mapping[str, str] | None = None) -> list[str]:

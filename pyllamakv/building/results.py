@@ -19,7 +19,7 @@ from pyllamakv.home import shim
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pyllamakv.building.variant import Request, Variant
+    from pyllamakv.building.variant import BuildRequest, Variant
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Source:
     digest: str
 
 
-def publish(wanted: Request, source: Source, name: str, spent: float) -> Variant:
+def publish(wanted: BuildRequest, source: Source, name: str, spent: float) -> Variant:
     """Copy the results into ``built/`` under a passing name, and rename when all is there."""
     target = variant.built() / name
     stage = variant.built() / f".{name}.{os.getpid()}.part"
@@ -95,7 +95,9 @@ def _abi() -> int:
     raise BuildError(f"expected `#define PLK_ABI` in {header}")
 
 
-def _describe(wanted: Request, source: Source, name: str, spent: float, made: Results) -> Manifest:
+def _describe(
+    wanted: BuildRequest, source: Source, name: str, spent: float, made: Results
+) -> Manifest:
     with made.library.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return Manifest(

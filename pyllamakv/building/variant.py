@@ -81,7 +81,7 @@ def parse(text: str) -> Spec:
 
 
 @dataclass(frozen=True)
-class Request:
+class BuildRequest:
     """Hold everything that decides a build, before the patches are applied."""
 
     spec: Spec
@@ -159,18 +159,18 @@ class Variant:
         return self.folder / "lib"
 
 
-def request(spec: str | Spec, *, backend: str = "cpu", native: bool = True) -> Request:
+def request(spec: str | Spec, *, backend: str = "cpu", native: bool = True) -> BuildRequest:
     """Resolve a spec against this machine's tools, without fetching, applying or compiling."""
     parsed = parse(spec) if isinstance(spec, str) else spec
     release = sources.resolve(parsed.release)
     return request_of(release, parsed, backend=backend, native=native)
 
 
-def request_of(release: Release, spec: Spec, *, backend: str, native: bool) -> Request:
+def request_of(release: Release, spec: Spec, *, backend: str, native: bool) -> BuildRequest:
     """Return the request for a release that is resolved already."""
     chosen = backends.choose(backend, native=native)
     found = compilers.find(_answers())
-    return Request(spec, release, chosen, found, native)
+    return BuildRequest(spec, release, chosen, found, native)
 
 
 def find(spec: str | Spec, *, backend: str = "cpu", native: bool | None = None) -> Variant | None:
@@ -191,7 +191,7 @@ def find(spec: str | Spec, *, backend: str = "cpu", native: bool | None = None) 
     compiler = compilers.recall(_answers())
     for tuned, options in chosen.items():
         if compiler and options:
-            found = lookup(Request(parsed, release, options, compiler, tuned))
+            found = lookup(BuildRequest(parsed, release, options, compiler, tuned))
             if found:
                 return found
     if found := _newest(parsed, release, known, chosen):
@@ -263,13 +263,13 @@ def _runs(manifest: Manifest) -> bool:
     return True
 
 
-def lookup(wanted: Request) -> Variant | None:
+def lookup(wanted: BuildRequest) -> Variant | None:
     """Return the variant that the index holds for a request, if it is still whole."""
     name = _named(wanted.key)
     return at(name) if name else None
 
 
-def remember(wanted: Request, variant: Variant) -> None:
+def remember(wanted: BuildRequest, variant: Variant) -> None:
     """Note in the index which variant answers a request."""
     write_atomic(_index(wanted.key), variant.id + "\n")
 

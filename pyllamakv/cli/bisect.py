@@ -13,7 +13,7 @@ from pyllamakv.cli.options import Backend, Json, Portable
 from pyllamakv.source import sources
 
 if TYPE_CHECKING:
-    from pyllamakv.verification.bisect import Step
+    from pyllamakv.verification.bisect import BisectStep
     from pyllamakv.verification.cell import CellResult
 
 app = typer.Typer(add_completion=False)
@@ -57,19 +57,19 @@ def command(
             scenarios=names,
         )
 
-    def known(release: str) -> Step | None:
+    def known(release: str) -> BisectStep | None:
         kept = result_cache.recall(result_cache.key(spec(release)))
         if kept is None and scenario:
             # A whole matrix has judged this scenario too.
             kept = result_cache.recall(result_cache.key(replace(spec(release), scenarios=())))
             rows = [row for row in kept.scenarios if row.id == scenario] if kept else []
-            return bisect.Step(release, rows[0].verdict, rows[0].stock) if rows else None
+            return bisect.BisectStep(release, rows[0].verdict, rows[0].stock) if rows else None
         return _step(kept) if kept else None
 
     chain = [name for name, each in lock.known().items() if each.kind in ("sdist", "npm")]
     with progress_bar.progress() as progress:
 
-        def judge(release: str) -> Step:
+        def judge(release: str) -> BisectStep:
             return _step(matrix.run([spec(release)], progress=progress)[0])
 
         found = bisect.bisect(good, bad, chain, judge, known)
@@ -82,7 +82,7 @@ def command(
     sys.stdout.write(f"{found}\n")
 
 
-def _step(result: CellResult) -> Step:
-    from pyllamakv.verification.bisect import Step
+def _step(result: CellResult) -> BisectStep:
+    from pyllamakv.verification.bisect import BisectStep
 
-    return Step(result.spec.release, result.verdict, result.reason)
+    return BisectStep(result.spec.release, result.verdict, result.reason)

@@ -12,7 +12,7 @@ import typer
 from pyllamakv.cli.options import Json
 
 if TYPE_CHECKING:
-    from pyllamakv.building.doctor import Finding
+    from pyllamakv.building.doctor import ProbeResult
 
 app = typer.Typer(add_completion=False)
 
@@ -36,6 +36,6 @@ def command(
         raise typer.Exit(1)
 
 
-def _line(finding: Finding) -> str:
+def _line(finding: ProbeResult) -> str:
     line = f"{_SIGNS[finding.state]:<8}{finding.name:<10}{finding.found}\n"
     return line + (f"{'':<18}cure: {finding.cure}\n" if finding.cure else "")

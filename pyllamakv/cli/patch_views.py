@@ -13,7 +13,7 @@ from pyllamakv.printable import printable
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pyllamakv.patching.compare import Comparison
+    from pyllamakv.patching.compare import PortComparison
     from pyllamakv.patching.definition import Definition
     from pyllamakv.patching.drift import Drift, HunkDrift
     from pyllamakv.patching.status import PatchStatus
@@ -122,7 +122,7 @@ def patch(definition: Definition) -> None:
             console.print(f"  where {_safe(str(marker))}")
 
 
-def comparison(found: Comparison) -> None:
+def comparison(found: PortComparison) -> None:
     """Write what the second of two texts lost, and what it gained."""
     console = Console(soft_wrap=True, highlight=False)
     between = _safe(f"{found.id}: {found.one} to {found.other}")

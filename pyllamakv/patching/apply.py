@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pyllamakv.patching.definition import PatchText
-    from pyllamakv.patching.port_choice import Plan, Skipped, Step
+    from pyllamakv.patching.port_choice import AppliedPort, Plan, Skipped
     from pyllamakv.patching.series import Series
     from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
@@ -34,7 +34,7 @@ class Patched:
     tree: str
     digest: str
     patches: tuple[str, ...]
-    steps: tuple[Step, ...] = field(default=(), repr=False)
+    steps: tuple[AppliedPort, ...] = field(default=(), repr=False)
     skipped: tuple[Skipped, ...] = ()
 
     @property

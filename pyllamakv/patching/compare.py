@@ -79,7 +79,7 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PortComparison:
     """Say how the text for one base differs from that for another."""
 
     id: str
@@ -106,12 +106,12 @@ class Comparison:
         }
 
 
-def compare(one: PatchText, other: PatchText) -> Comparison:
+def compare(one: PatchText, other: PatchText) -> PortComparison:
     """Compare the text for one base with that for another."""
     change = change_of(one.patch, other.patch)
     if change != "content":
-        return Comparison(one.id, one.base, other.base, change)
-    return Comparison(
+        return PortComparison(one.id, one.base, other.base, change)
+    return PortComparison(
         one.id,
         one.base,
         other.base,

@@ -59,7 +59,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Entry:
+class DraftEntry:
     """Hold one file of a tree: content and git mode."""
 
     data: bytes
@@ -69,7 +69,7 @@ class Entry:
 class Tree(Protocol):
     """Read a tree: a commit of the store, or a mapping in a test."""
 
-    def entry(self, path: str) -> Entry | None:
+    def entry(self, path: str) -> DraftEntry | None:
         """Return the file, or None where there is none."""
 
     def paths(self) -> Iterable[str]:
@@ -80,12 +80,12 @@ class Tree(Protocol):
 class MemoryTree:
     """Serve a tree from a mapping of paths to contents."""
 
-    files: Mapping[str, bytes | Entry]
+    files: Mapping[str, bytes | DraftEntry]
 
-    def entry(self, path: str) -> Entry | None:
+    def entry(self, path: str) -> DraftEntry | None:
         """Return the file, or None where there is none."""
         found = self.files.get(path)
-        return Entry(found) if isinstance(found, bytes) else found
+        return DraftEntry(found) if isinstance(found, bytes) else found
 
     def paths(self) -> Iterable[str]:
         """Return the paths of all files."""
@@ -97,9 +97,9 @@ class Draft:
     """Hold a tree with changes laid over it; a change of None is a deletion."""
 
     base: Tree
-    changes: dict[str, Entry | None] = field(default_factory=dict)
+    changes: dict[str, DraftEntry | None] = field(default_factory=dict)
 
-    def entry(self, path: str) -> Entry | None:
+    def entry(self, path: str) -> DraftEntry | None:
         """Return the file as it is with all changes so far."""
         return self.changes[path] if path in self.changes else self.base.entry(path)
 
@@ -130,7 +130,7 @@ class Draft:
         self.changes.update(changes)
         return placements
 
-    def _place(self, patch: Patch) -> tuple[tuple[Placement, ...], dict[str, Entry | None]]:
+    def _place(self, patch: Patch) -> tuple[tuple[Placement, ...], dict[str, DraftEntry | None]]:
         trial = self.copy()
         parts: list[list[Placement]] = []
         for file in patch.files:
@@ -176,7 +176,7 @@ def conflict(bad: Placement, placements: tuple[Placement, ...], name: str) -> Pa
     )
 
 
-def _file(draft: Draft, file: FilePatch) -> tuple[list[Placement], dict[str, Entry | None]]:
+def _file(draft: Draft, file: FilePatch) -> tuple[list[Placement], dict[str, DraftEntry | None]]:
     if file.old is None:
         return _create(draft, file)
     there = draft.entry(file.old)
@@ -192,22 +192,22 @@ def _file(draft: Draft, file: FilePatch) -> tuple[list[Placement], dict[str, Ent
     if file.new is None and all(p.good for p in placements) and data:
         left = data.split(b"\n", 1)[0]
         return _all(file, "conflict", expected="the end of the file", found=_shown(left)), {}
-    changes: dict[str, Entry | None] = {}
+    changes: dict[str, DraftEntry | None] = {}
     if moves and not file.copied:
         changes[file.old] = None
     mode = file.new_mode if file.new_mode != file.old_mode and file.new_mode else there.mode
-    changes[file.path] = None if file.new is None else Entry(data, mode)
+    changes[file.path] = None if file.new is None else DraftEntry(data, mode)
     return placements or _all(file, "exact"), changes
 
 
-def _create(draft: Draft, file: FilePatch) -> tuple[list[Placement], dict[str, Entry | None]]:
+def _create(draft: Draft, file: FilePatch) -> tuple[list[Placement], dict[str, DraftEntry | None]]:
     data = b"".join(line for hunk in file.hunks for line in hunk.new)
     there = draft.entry(file.path)
     above = _above(draft, file.path)
     if above:
         return _all(file, "exists", expected="a folder", found=f"{above}, a file or link"), {}
     if there is None:
-        return _all(file, "exact"), {file.path: Entry(data, file.new_mode or FILE)}
+        return _all(file, "exact"), {file.path: DraftEntry(data, file.new_mode or FILE)}
     state: State = "already" if there.data == data else "exists"
     return _all(
         file, state, expected="no such file", found=f"a file of {len(there.data)} bytes"
@@ -236,7 +236,7 @@ def place(data: bytes, file: FilePatch) -> tuple[list[Placement], bytes]:
     The content is the old one where a hunk has no place.
     """
     lines = hunk_locator.lines_of(data)
-    index = hunk_locator.Index(lines)
+    index = hunk_locator.LineIndex(lines)
     found = _Search(file, index)
     placements: list[Placement] = []
     out: list[bytes] = []
@@ -259,7 +259,7 @@ def place(data: bytes, file: FilePatch) -> tuple[list[Placement], bytes]:
 class _Search:
     """Find the places of the hunks of one file."""
 
-    def __init__(self, file: FilePatch, index: hunk_locator.Index) -> None:
+    def __init__(self, file: FilePatch, index: hunk_locator.LineIndex) -> None:
         self.file = file
         self.index = index
         self.headings = headings.Headings(index.lines)

@@ -201,7 +201,7 @@ def _hunk(
     needed: Fuzz = None
     blanks = stands = False
     if entry is not None:
-        index = hunk_locator.Index(hunk_locator.lines_of(entry.data))
+        index = hunk_locator.LineIndex(hunk_locator.lines_of(entry.data))
         stands = bool(index.find(hunk.old, hunk))
         needed = fuzz(hunk, index)
         blanks = needed != 0 and _blanks(hunk, index)
@@ -228,7 +228,7 @@ def _successors(
     return rename_detection.find(tree, path, lines)
 
 
-def fuzz(hunk: Hunk, index: hunk_locator.Index) -> Fuzz:
+def fuzz(hunk: Hunk, index: hunk_locator.LineIndex) -> Fuzz:
     """Return the fuzz that `patch` would need for a hunk, or None where it would give up."""
     before, after = hunk.context
     if not hunk.added and not hunk.removed:
@@ -244,8 +244,8 @@ def fuzz(hunk: Hunk, index: hunk_locator.Index) -> Fuzz:
     return None
 
 
-def _blanks(hunk: Hunk, index: hunk_locator.Index) -> bool:
-    bare = hunk_locator.Index([b" ".join(line.split()) for line in index.lines])
+def _blanks(hunk: Hunk, index: hunk_locator.LineIndex) -> bool:
+    bare = hunk_locator.LineIndex([b" ".join(line.split()) for line in index.lines])
     return bool(bare.matches([b" ".join(line.split()) for line in hunk.old]))
 
 
@@ -298,4 +298,4 @@ def _stands(file: FilePatch, hunk: Hunk, tree: Tree) -> bool:
     entry = tree.entry(file.old or "")
     if entry is None:
         return False
-    return bool(hunk_locator.Index(hunk_locator.lines_of(entry.data)).matches(hunk.old))
+    return bool(hunk_locator.LineIndex(hunk_locator.lines_of(entry.data)).matches(hunk.old))

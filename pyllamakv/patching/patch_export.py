@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from pyllamakv.errors import PatchError, PatchFormatError, UnknownRelease, UsageError
 from pyllamakv.patching import apply, hunks, mail_header, shared_files, trees
 from pyllamakv.patching.definition import file_of
-from pyllamakv.patching.draft import Draft, Entry
+from pyllamakv.patching.draft import Draft, DraftEntry
 from pyllamakv.source import export as folders
 from pyllamakv.source import gitting, sources
 from pyllamakv.source.files import write_whole
@@ -225,11 +225,11 @@ def of_tree(store: Store, parent: str, tree: str, definition: Definition, text: 
     return format_patch(store, apply.commit_text(store, tree, parent, ours))
 
 
-def _entry(file: Path) -> Entry:
+def _entry(file: Path) -> DraftEntry:
     if file.is_symlink():
-        return Entry(os.fsencode(file.readlink()), "120000")
+        return DraftEntry(os.fsencode(file.readlink()), "120000")
     program = file.stat().st_mode & stat.S_IXUSR
-    return Entry(file.read_bytes(), "100755" if program else "100644")
+    return DraftEntry(file.read_bytes(), "100755" if program else "100644")
 
 
 def _compared(file: bytes, data: bytes) -> tuple[Kind, str]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Step:
+class AppliedPort:
     """Hold one patch that applies: its text and where each hunk went."""
 
     text: PatchText
@@ -44,7 +44,7 @@ class Skipped:
 class Plan:
     """Hold the texts for a release, in order, the tree they make, and what was left out."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[AppliedPort, ...]
     draft: Draft
     skipped: tuple[Skipped, ...] = ()
 
@@ -104,7 +104,7 @@ def candidates(definition: Definition, release: str) -> tuple[PatchText, ...]:
 
 def choose(
     definition: Definition, draft: Draft, stock: Tree, release: str, applied: Sequence[str]
-) -> Step | Skipped:
+) -> AppliedPort | Skipped:
     """Choose and apply one patch's text on a draft, or say why none fits.
 
     A text is meant when its markers hold in the stock tree; it is taken when everything it
@@ -124,7 +124,7 @@ def choose(
             reasons.insert(0, f"requires {lacking[0]}, which is not applied here")
             continue
         try:
-            return Step(text, draft.apply(text.patch, text.name))
+            return AppliedPort(text, draft.apply(text.patch, text.name))
         except PatchConflict as error:
             conflicts.append(error)
     if conflicts:
@@ -134,12 +134,12 @@ def choose(
 
 def _every(series: Series, tree: Tree, release: str) -> Plan:
     draft = Draft(tree)
-    steps: list[Step] = []
+    steps: list[AppliedPort] = []
     skipped: list[Skipped] = []
     for definition in series:
         done = [step.text.id for step in steps]
         found = choose(definition, draft, tree, release, done)
-        if isinstance(found, Step):
+        if isinstance(found, AppliedPort):
             steps.append(found)
         else:
             skipped.append(found)
@@ -157,7 +157,7 @@ def _attempt(
 ) -> Plan | list[str]:
     """Return a plan, or the ids that a text turned out to require."""
     draft = Draft(tree)
-    steps: list[Step] = []
+    steps: list[AppliedPort] = []
     for id_, definition in definitions.items():
         if id_ not in wanted:
             continue

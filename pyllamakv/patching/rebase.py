@@ -61,7 +61,7 @@ class Rebased:
     base: str = ""
     anchor: str = ""
     path: Path | None = None
-    comparison: compare.Comparison | None = None
+    comparison: compare.PortComparison | None = None
     notes: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def _one(
     texts = port_choice.candidates(definition, release)
     attempts = tuple(_attempt(text, draft, tree) for text in texts)
     chosen = port_choice.choose(definition, draft, tree, release, applied)
-    if isinstance(chosen, port_choice.Step):
+    if isinstance(chosen, port_choice.AppliedPort):
         moved = any(placement.offset for placement in chosen.placements)
         state: State = "offset" if moved else "applies"
         return PatchStatus(release, definition.id, state, chosen.text.base, "", attempts)

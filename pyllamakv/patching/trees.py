@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pyllamakv.patching.draft import Entry
+from pyllamakv.patching.draft import DraftEntry
 from pyllamakv.source import gitting
 from pyllamakv.source.store import disk_room
 
@@ -26,14 +26,14 @@ class StoreTree:
     def __init__(self, store: Store, tree: str) -> None:
         self.store = store
         self.tree = tree
-        self._read: dict[str, Entry | None] = {}
+        self._read: dict[str, DraftEntry | None] = {}
 
     @cached_property
     def modes(self) -> dict[str, str]:
         """Return the mode of every file."""
         return {entry.path: entry.mode for entry in self.store.entries(self.tree)}
 
-    def entry(self, path: str) -> Entry | None:
+    def entry(self, path: str) -> DraftEntry | None:
         """Return a file, or None where there is none."""
         if path not in self._read:
             self.fetch([path])
@@ -51,7 +51,7 @@ class StoreTree:
         found = self.store.read_many(self.tree, there) if there else {}
         for path, data in found.items():
             if data is not None:
-                self._read[path] = Entry(data, self.modes[path])
+                self._read[path] = DraftEntry(data, self.modes[path])
 
 
 def present(store: Store, release: Release, progress: Progress | None = None) -> Release:

@@ -82,8 +82,8 @@ class Count:
     def refuse(self) -> NoReturn:
         """Raise ArchiveError."""
         msg = (
-            f"{self._what} has more than {FILES} files, {BYTES} bytes, or {git_limits.OBJECT} bytes "
-            "in one file; no release comes near that, so it was not taken"
+            f"{self._what} has more than {FILES} files, {BYTES} bytes, or "
+            f"{git_limits.OBJECT} bytes in one file; no release comes near that, so it was not taken"
         )
         raise ArchiveError(msg)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Run:
+class ScriptRun:
     """Hold a script or a trace that is about to be played, and the variant it is played on."""
 
     head: Head
@@ -34,7 +34,7 @@ class Run:
 
 
 @contextmanager
-def open_run(path: Path, variant: str, model: str = "") -> Iterator[Run]:
+def open_run(path: Path, variant: str, model: str = "") -> Iterator[ScriptRun]:
     """Open a build in a worker for a script or a trace, until the end of the block.
 
     A trace is played on the model, and in the environment, that it was recorded in; a script as
@@ -50,7 +50,7 @@ def open_run(path: Path, variant: str, model: str = "") -> Iterator[Run]:
         pyllamakv.open(variant, isolated=True, env=head.environment) as library,
         closing(Stage(library.native, file=file)) as stage,
     ):
-        yield Run(head, lines, stage, library.about.variant, file)
+        yield ScriptRun(head, lines, stage, library.about.variant, file)
 
 
 #: A patch's name, which goes on a spec, as in 0.3.9+full-defrag,kv-counters.

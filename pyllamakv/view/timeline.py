@@ -15,7 +15,7 @@ from pyllamakv.errors import UsageError
 from pyllamakv.scenarios.cell_picture import NOBODY, SEVERAL, Picture, most_frequent
 from pyllamakv.scenarios.frames import Film, Frame
 from pyllamakv.view import palette
-from pyllamakv.view.drawing import Area, Band, Box, Drawing, Line, Mark, Tip, Words
+from pyllamakv.view.drawing import Area, Band, Box, Drawing, Mark, Segment, Tip, Words
 
 #: Room around the cells: on the left for their numbers, on the right, above for the marks.
 LEFT, RIGHT, TOP = 52.0, 20.0, 74.0
@@ -202,13 +202,13 @@ def _bands(plot: Plot) -> Iterator[Band]:
             yield Band(palette.role(owner), tuple(each), 0.45)
 
 
-def _streams(plot: Plot) -> Iterator[Line]:
+def _streams(plot: Plot) -> Iterator[Segment]:
     for start in plot.columns[-1].picture.starts:
         y = plot.y(start)
-        yield Line("paper", ((LEFT, y), (LEFT + plot.width, y)), 2)
+        yield Segment("paper", ((LEFT, y), (LEFT + plot.width, y)), 2)
 
 
-def _marks(plot: Plot) -> Iterator[Line | Mark | Words]:
+def _marks(plot: Plot) -> Iterator[Segment | Mark | Words]:
     y = TOP - 12
     for number, column in enumerate(plot.columns):
         x = plot.middle(number)
@@ -218,19 +218,19 @@ def _marks(plot: Plot) -> Iterator[Line | Mark | Words]:
             yield Mark("move", "diamond", at, y, 4.5 if plot.pitch >= 10 else 3)
         if column.failed:
             at = x - 8 if both else x
-            yield Line("bad", ((x, TOP - 4), (x, plot.bottom)), 1, dash=True)
+            yield Segment("bad", ((x, TOP - 4), (x, plot.bottom)), 1, dash=True)
             yield Mark("bad", "cross", at, y, 4 if plot.pitch >= 10 else 2.5)
 
 
-def _grid(plot: Plot) -> Iterator[Line | Words]:
+def _grid(plot: Plot) -> Iterator[Segment | Words]:
     for cell in ticks(plot.cells):
         y = plot.y(cell)
-        yield Line("line", ((LEFT - 5, y), (LEFT, y)))
+        yield Segment("line", ((LEFT - 5, y), (LEFT, y)))
         yield Words(str(cell), LEFT - 9, y + 4, anchor="end")
     yield Words("cells", 14, TOP + plot.height / 2, anchor="middle", turned=True)
 
 
-def _strip(plot: Plot, top: float) -> Iterator[Area | Line | Words]:
+def _strip(plot: Plot, top: float) -> Iterator[Area | Segment | Words]:
     """Yield how much is free, and of it the largest hole, column by column."""
     free, together = [], []
     bottom = top + _STRIP
@@ -243,13 +243,13 @@ def _strip(plot: Plot, top: float) -> Iterator[Area | Line | Words]:
         together.append((left, bottom - hole, width, hole))
     yield Area("free", tuple(free))
     yield Area("hole", tuple(together))
-    yield Line("line", ((LEFT, bottom), (LEFT + plot.width, bottom)))
+    yield Segment("line", ((LEFT, bottom), (LEFT + plot.width, bottom)))
     yield Words("free", 14, top + _STRIP / 2, anchor="middle", turned=True)
     yield Words(str(plot.cells), LEFT - 9, top + 8, anchor="end")
     yield Words("0", LEFT - 9, bottom + 4, anchor="end")
 
 
-def _axis(plot: Plot, top: float, *, named: bool, turned: bool) -> Iterator[Words | Line]:
+def _axis(plot: Plot, top: float, *, named: bool, turned: bool) -> Iterator[Words | Segment]:
     if named:
         for number, column in enumerate(plot.columns):
             op, x = column.frames[0].op, plot.middle(number)
@@ -267,7 +267,7 @@ def _axis(plot: Plot, top: float, *, named: bool, turned: bool) -> Iterator[Word
         reached = column.frames[-1].number // every * every
         if reached > done:
             done = reached
-            yield Line("line", ((plot.middle(number), top), (plot.middle(number), top + 4)))
+            yield Segment("line", ((plot.middle(number), top), (plot.middle(number), top + 4)))
             yield Words(str(reached), plot.middle(number), top + 16, anchor="middle")
     yield Words("line of the trace", LEFT + plot.width, top + 30, anchor="end")
 

@@ -16,7 +16,7 @@ from pyllamakv.errors import ToolMissing
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pyllamakv.building.doctor import Finding
+    from pyllamakv.building.doctor import ProbeResult
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def by_name(findings: list[Finding]) -> dict[str, Finding]:
+def by_name(findings: list[ProbeResult]) -> dict[str, ProbeResult]:
     """Return the findings under their names."""
     return {finding.name: finding for finding in findings}
 

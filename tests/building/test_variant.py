@@ -23,7 +23,7 @@ RELEASE = Release("0.3.9", "sdist", "c" * 40, "a" * 40, "unified", "2025-05-08T0
 COMPILER = Compiler("/bin/gcc", "/bin/g++", "gcc 1.2.3", "x86_64", ("avx2", "fma"))
 
 
-def request(**changed: object) -> variant.Request:
+def request(**changed: object) -> variant.BuildRequest:
     """Return a request, but for the named fields."""
     values: dict[str, object] = {
         "spec": variant.Spec("0.3.9", ()),
@@ -33,7 +33,7 @@ def request(**changed: object) -> variant.Request:
         "native": True,
         **changed,
     }
-    return variant.Request(**values)  # type: ignore[arg-type]
+    return variant.BuildRequest(**values)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

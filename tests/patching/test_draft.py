@@ -12,7 +12,7 @@ from patching_kit import SHOWN, WITH, code, diff, fill, git, git_apply, numbered
 
 from pyllamakv.errors import PatchConflict
 from pyllamakv.patching import hunks
-from pyllamakv.patching.draft import Draft, Entry, MemoryTree
+from pyllamakv.patching.draft import Draft, DraftEntry, MemoryTree
 
 FEW = st.lists(st.sampled_from("abc"), min_size=0, max_size=14)
 MANY = st.lists(st.integers(0, 40).map(str), min_size=1, max_size=40)
@@ -35,7 +35,7 @@ def applied(files: Files, data: bytes) -> Files | PatchConflict:
     except PatchConflict as error:
         assert draft.changes == {}
         return error
-    found = {path: Entry(data) for path, data in files.items()} | draft.changes
+    found = {path: DraftEntry(data) for path, data in files.items()} | draft.changes
     return {path: entry.data for path, entry in found.items() if entry is not None}
 
 
@@ -180,11 +180,11 @@ def test_order_of_hunks_is_kept() -> None:
 def test_modes() -> None:
     """A change of mode is made, kept by content changes, and checked."""
     data = b"diff --git a/f b/f\nold mode 100644\nnew mode 100755\n"
-    draft = Draft(MemoryTree({"f": Entry(b"x\n")}))
+    draft = Draft(MemoryTree({"f": DraftEntry(b"x\n")}))
     draft.apply(hunks.parse(data))
-    assert draft.entry("f") == Entry(b"x\n", "100755")
+    assert draft.entry("f") == DraftEntry(b"x\n", "100755")
     draft.apply(hunks.parse(diff({"f": b"x\n"}, {"f": b"y\n"})))
-    assert draft.entry("f") == Entry(b"y\n", "100755")
+    assert draft.entry("f") == DraftEntry(b"y\n", "100755")
     with pytest.raises(PatchConflict, match="mode"):
         draft.apply(hunks.parse(data))
 

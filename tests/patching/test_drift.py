@@ -187,4 +187,4 @@ def test_fuzz_is_least(before: int, after: int, head: int, tail: int) -> None:
         head and head + longest - before,
         tail and tail + longest - after,
     )
-    assert drift.fuzz(hunk, hunk_locator.Index(lines)) == wanted
+    assert drift.fuzz(hunk, hunk_locator.LineIndex(lines)) == wanted
