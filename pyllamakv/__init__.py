@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pyllamakv import errors
-    from pyllamakv.binding.mapped import Backing
     from pyllamakv.binding.protocol import (
+        Backing,
         Capability,
         ContextInfo,
         ContextParams,
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
         NoSlotAvailable,
         NotBuilt,
         NotEnoughMemory,
-        NotSupported,
         PagingError,
         PartialRemovalRefused,
         ReprocessNeeded,
@@ -72,7 +71,7 @@ if TYPE_CHECKING:
         WorkerDied,
         WorkerTimeout,
     )
-    from pyllamakv.opening import OpenLibrary, open, serve
+    from pyllamakv.open_variant import OpenLibrary, open, serve_rpc
     from pyllamakv.runtime import metrics
     from pyllamakv.runtime.backing import KVMemory, LayerMemory
     from pyllamakv.runtime.batch import Batch
@@ -91,9 +90,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
-    "binding.mapped": "Backing",
     "binding.protocol": (
-        "Capability ContextInfo ContextParams Counters Device Memory ModelInfo SamplerParams Status"
+        "Backing Capability ContextInfo ContextParams Counters Device Memory ModelInfo "
+        "SamplerParams Status"
     ),
     "binding.server": "Server",
     "cache.batcher": "Batcher",
@@ -109,7 +108,7 @@ _MODULES = {
         "Busy Cancelled Closed ContextError DecodeError DeviceLost KvError LoadError ModelError "
         "NativeError NoKVSlot NotBuilt NotEnoughMemory PartialRemovalRefused SharedCells "
         "StaleLogits StateError Unsupported UsageError WorkerDied WorkerTimeout BudgetTooSmall "
-        "KVCacheFull NoSlotAvailable NotSupported PagingError ReprocessNeeded TraceMismatch "
+        "KVCacheFull NoSlotAvailable Unsupported PagingError ReprocessNeeded TraceMismatch "
         "KVFileBusy KVFileDamaged KVFileDirty KVFileError KVFileForeign KVFileFull"
     ),
     "traces.recording": "Recording record",
@@ -122,7 +121,7 @@ _MODULES = {
     "runtime.kv": "KV DefragReport",
     "runtime.logits": "Logits LogitsRows",
     "runtime.model": "Model",
-    "opening": "OpenLibrary open serve",
+    "open_variant": "OpenLibrary open serve_rpc",
     "runtime.sampler": "NumpySampler Sampler",
     "runtime.sequence": "Sequence",
     "runtime.snapshot": "CellMap KVStats Moves Snapshot",
@@ -185,7 +184,6 @@ __all__ = [
     "NoSlotAvailable",
     "NotBuilt",
     "NotEnoughMemory",
-    "NotSupported",
     "NumpySampler",
     "OpenLibrary",
     "PagingError",
@@ -217,7 +215,7 @@ __all__ = [
     "metrics",
     "open",
     "record",
-    "serve",
+    "serve_rpc",
     "watch",
 ]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,17 @@ def test_a_test_is_named_for_a_module(file: Path) -> None:
         f"tests/{file}: no module of {mirrored.relative_to(ROOT)} has this name; "
         f"rename it for the module that it tests"
     )
+
+
+def test_a_class_name_is_unique() -> None:
+    """A name means one class, whatever the module that a reader found it in."""
+    places = defaultdict(list)
+    for path in sorted((ROOT / "pyllamakv").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    shared = {name: found for name, found in places.items() if len(found) > 1}
+    assert not shared, f"rename the less visible class of each name: {shared}"
 
 
 def test_the_guide_for_developers_names_what_exists() -> None:

@@ -63,7 +63,7 @@ def forwards(
             if name in vars(cls):
                 raise _wrong(cls, f"{name} would be replaced: list it in by_hand, or remove it")
         source = "\n".join(_source(cls, name, each, via) for name, each in wanted.items())
-        file = f"<{protocol.__name__} forwarded by {cls.__module__}.{cls.__qualname__}>"
+        file = f"<{protocol.__name__} forwarded by {cls.__module__}.{cls.__qualname__}.{via}>"
         made: dict[str, Any] = {"__name__": cls.__module__}
         exec(compile(source, file, "exec"), made)
         # Tracebacks show the generated lines.

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING, Generic, TypeVar
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from pyllamakv.errors import Busy, Closed
+from pyllamakv.errors import Busy, Closed, WorkerDied
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
+
+    from pyllamakv.binding.protocol import Native
 
 Raw = TypeVar("Raw", bound=int)
 R = TypeVar("R")
@@ -181,3 +184,20 @@ class Handle(Generic[Raw]):
                 "wait for it"
             )
         self._finalizer.detach()
+
+
+def free_quietly(free: Callable[[Raw], None], raw: Raw) -> None:
+    """Free a handle; with its worker or library gone it is free already."""
+    with suppress(WorkerDied, Closed):
+        free(raw)
+
+
+class LoadedModel:
+    """Hold what contexts and samplers need of a model: the library, and the handle they end with.
+
+    A base class of its own, so that the modules of contexts and samplers need not import `Model`,
+    which imports them.
+    """
+
+    native: Native
+    life: Handle[Any]

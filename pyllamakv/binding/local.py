@@ -2,21 +2,25 @@
 
 cffi releases the GIL around every call. Nothing here locks: one thread at a time per context is
 what `handle.Handle` sees to. A handle that was given back is refused, whatever the order. C's
-names appear in `loading`, `core`, `models`, `decodes` and here, and nowhere else.
+names appear in `loading` and here, and nowhere else.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import dataclasses
+import itertools
+import json
+import threading
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 import numpy as np
 
-from pyllamakv.binding import logs, structs
+from pyllamakv.binding import codes, loading
 from pyllamakv.binding.codes import OWN, Code
-from pyllamakv.binding.core import NULL, struct
-from pyllamakv.binding.decodes import Decodes, Scratch
-from pyllamakv.binding.mapped import MappingInfo, RawMapping
+from pyllamakv.binding.logs import Log, buffers, forward
 from pyllamakv.binding.protocol import (
+    About,
+    Backing,
     Buffer,
     Capability,
     CellsInfo,
@@ -24,20 +28,260 @@ from pyllamakv.binding.protocol import (
     ContextInfo,
     ContextParams,
     Counters,
+    Device,
+    MappingInfo,
+    Memory,
     ModelHandle,
+    ModelInfo,
+    ModelParams,
     RawCells,
     RawDefrag,
+    RawMapping,
+    SamplerHandle,
+    SamplerParams,
 )
+from pyllamakv.errors import Closed, KvError
 from pyllamakv.native._plk import ffi
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
+
     from numpy.typing import NDArray
 
+    from pyllamakv.binding.logs import Record
+
+T = TypeVar("T")
+
+#: How much of one record is kept, in bytes.
+_ROOM: Final = 16384
+_KINDS: Final = {0: "cpu", 1: "gpu", 2: "accelerator"}
 _INT32: Final = np.dtype(np.int32)
+_INT8: Final = np.dtype(np.int8)
+NULL: Final = ffi.NULL
 
 
-class Local(Decodes):
+def struct(name: str) -> Any:
+    """Return a new struct that knows its size."""
+    made = ffi.new(f"{name} *")
+    made.size = ffi.sizeof(name)
+    return made
+
+
+def _maybe(value: int) -> bool | None:
+    return None if value < 0 else bool(value)
+
+
+#: Annotation of a field -> what makes its value from C's.
+_READ: dict[str, Callable[[Any], Any] | None] = {
+    "int": None,
+    "float": None,
+    "bool": bool,
+    "bool | None": _maybe,
+    "Memory": Memory,
+    "Backing": Backing,
+}
+
+
+_Plan = tuple[tuple[str, "Callable[[Any], Any] | None"], ...]
+_plans: dict[type, _Plan] = {}
+
+
+def _plan(kind: Any) -> _Plan:
+    made = tuple((item.name, _READ[str(item.type)]) for item in dataclasses.fields(kind))
+    _plans[kind] = made
+    return made
+
+
+def read(kind: type[T], raw: Any) -> T:
+    """Return a frozen dataclass with the values of a struct whose fields have the same names."""
+    return kind(
+        *[
+            getattr(raw, name) if convert is None else convert(getattr(raw, name))
+            for name, convert in _plans.get(kind) or _plan(kind)
+        ]
+    )
+
+
+def fill(raw: Any, values: Any) -> list[Any]:
+    """Write a dataclass into a struct; return what must live as long as the struct.
+
+    None becomes -1 for a number (the library decides) and NULL for text.
+    """
+    alive: list[Any] = []
+    for item in dataclasses.fields(values):
+        value = getattr(values, item.name)
+        if str(item.type).startswith("str"):
+            if value is not None:
+                value = ffi.new("char[]", value.encode())
+                alive.append(value)
+                setattr(raw, item.name, value)
+        else:
+            setattr(raw, item.name, -1 if value is None else value)
+    return alive
+
+
+def _flat(values: Any, dtype: Any) -> Any:
+    """Return an array that C can read in place; copied only where it cannot."""
+    if values.dtype is not dtype or not values.flags.c_contiguous:
+        return np.ascontiguousarray(values, dtype)
+    return values
+
+
+class _Each:
+    """Keep the batch that has one token of each of these sequences."""
+
+    __slots__ = ("_keep", "batch", "pos", "seq", "token")
+
+    def __init__(self, seq: tuple[int, ...]) -> None:
+        n = len(seq)
+        self.seq = seq
+        self.token, self.pos = ffi.new("int32_t[]", n), ffi.new("int32_t[]", n)
+        self._keep = ffi.new("int32_t[]", seq), ffi.new("int8_t[]", [1] * n)
+        self.batch = struct("plk_batch")
+        self.batch.n_tokens = n
+        self.batch.token, self.batch.pos = self.token, self.pos
+        self.batch.seq_id, self.batch.logits = self._keep
+
+
+class Scratch:
+    """Keep what calls on one context use again and again: one thread at a time."""
+
+    __slots__ = (
+        "batch", "buffers", "cells", "each", "model", "n_vocab", "place",
+        "raw", "rows", "tokens", "view", "words",
+    )  # fmt: skip
+
+    def __init__(self, raw: Any, model: int, n_vocab: int, n_seq_max: int) -> None:
+        self.raw = raw
+        self.model = model
+        self.n_vocab = n_vocab
+        self.words = max(1, (n_seq_max + 63) // 64)
+        self.buffers: list[Buffer] = []
+        self.batch = struct("plk_batch")
+        self.cells = struct("plk_cells_info")
+        self.each = _Each(())
+        self.rows = ffi.new("int32_t *")
+        self.tokens = ffi.new("int32_t[]", n_seq_max)
+        # The logits that were viewed last: they mostly lie in the same place.
+        self.place: Any = NULL
+        self.view: NDArray[np.float32] = np.empty((0, n_vocab), np.float32)
+
+    def look(self, place: Any, n: int) -> NDArray[np.float32]:
+        """Return a read-only view of ``n`` rows of logits at a place."""
+        if place != self.place or n != len(self.view):
+            flat = np.frombuffer(ffi.buffer(place, 4 * n * self.n_vocab), np.float32)
+            self.place, self.view = place, flat.reshape(n, self.n_vocab)
+            self.view.flags.writeable = False
+        return self.view
+
+
+class Local:
     """Speak to a library that is loaded into this process."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        sink: Callable[[Iterable[tuple[int, str]]], None] = forward,
+    ) -> None:
+        """Load the library; raises LoadError. ``sink`` takes its log records as they are read."""
+        self._lib: Any = loading.load(path)
+        self._log = Log(sink)
+        self._draining = threading.Lock()
+        self._record = (ffi.new("int32_t *"), ffi.new("char[]", _ROOM))
+        self._lost = 0
+        self._lowest = 1
+        self._done(self._lib.plk_init(), f"start {path.name}")
+        self.about = self._read_about()
+        self.environment: Mapping[str, str] = {}
+        self._ids = itertools.count(1)
+        self._models: dict[int, Any] = {}
+        self._samplers: dict[int, tuple[Any, int]] = {}
+        self._contexts: dict[int, Any] = {}
+        self._scratch: dict[int, Scratch] = {}
+        # Bound once: decode_one is called for every token.
+        self._one: Any = self._lib.plk_decode_one
+
+    def _read_about(self) -> About:
+        text = self._lib.plk_probes()
+        try:
+            probes = json.loads(ffi.string(text)) if text != NULL else {}
+        except ValueError:
+            probes = {}
+        return About(
+            abi=self._lib.plk_abi(),
+            variant=ffi.string(self._lib.plk_variant()).decode(),
+            capabilities=Capability(self._lib.plk_capabilities()),
+            probes=probes.get("groups", probes),
+        )
+
+    # failures and logs
+    def _error(self, code: int, what: str, doing: codes.Doing = "library", **more: Any) -> KvError:
+        # The text belongs to this thread's last call: read it before anything else.
+        text = self._lib.plk_last_error()
+        said = ffi.string(text).decode("utf-8", "replace") if text != NULL else ""
+        self._drain()
+        return codes.error(code, what, said, doing=doing, log=self._log.tail(), **more)
+
+    def _done(self, code: int, what: str, doing: codes.Doing = "library", **more: Any) -> None:
+        if code < 0:
+            raise self._error(code, what, doing, **more)
+
+    def _gone(self, what: str) -> NoReturn:
+        raise Closed(f"this {what} was closed; make a new one")
+
+    def _drain(self) -> list[Record]:
+        # Not waiting: the thread that drains takes everything, and a finaliser may run inside it.
+        if not self._draining.acquire(blocking=False):
+            return []
+        try:
+            level, text = self._record
+            records: list[Record] = []
+            while (length := self._lib.plk_log_read(level, text, _ROOM)) >= 0:
+                line = bytes(ffi.buffer(text, min(length, _ROOM)))
+                records.append((level[0], line.decode("utf-8", "replace").rstrip("\n\0")))
+            lost = self._lib.plk_log_lost()
+            if lost > self._lost:
+                records.append((3, f"{lost - self._lost} lines of the log were lost"))
+                self._lost = lost
+            self._log.add(records)
+            return records
+        finally:
+            self._draining.release()
+
+    def logs(self) -> list[tuple[int, str]]:
+        """Drain the log."""
+        self._drain()
+        return self._log.take()
+
+    def log_level(self, lowest: int) -> int:
+        """Keep only records of this level and above from now on; return the level before."""
+        before, self._lowest = self._lowest, lowest
+        self._lib.plk_log_level(lowest)
+        return before
+
+    def devices(self) -> list[Device]:
+        """List the devices."""
+        found = []
+        raw = struct("plk_device")
+        for index in range(self._lib.plk_device_count()):
+            self._done(self._lib.plk_device_read(index, raw), f"read device {index}")
+            name, description = (
+                ffi.string(text).decode("utf-8", "replace") for text in (raw.name, raw.description)
+            )
+            kind = _KINDS.get(raw.kind, "unknown")
+            found.append(Device(name, description, kind, raw.memory_free, raw.memory_total))
+        return found
+
+    def many(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
+        """Run operations, each (name, arguments), in order; the first error ends it."""
+        return [getattr(self, name)(*arguments) for name, arguments in calls]
+
+    def rpc_serve(self, endpoint: str, device: str | None, memory: int) -> None:
+        """Serve a device to other processes at host:port; returns only when that failed."""
+        named = device.encode() if device else NULL
+        self._done(self._lib.plk_rpc_serve(endpoint.encode(), named, memory), f"serve {endpoint}")
 
     def close(self) -> None:
         """Free what is left: contexts and samplers before their models. May be repeated."""
@@ -45,17 +289,98 @@ class Local(Decodes):
             self.model_free(ModelHandle(model))
         self._drain()
 
+    # models
+    def _model(self, handle: int) -> Any:
+        return self._models.get(handle) or self._gone("model")
+
+    def model_load(self, path: str, params: ModelParams) -> ModelHandle:
+        """Load a model or raise ModelError."""
+        raw = struct("plk_model_params")
+        alive = fill(raw, params)
+        out = ffi.new("plk_model **")
+        code = self._lib.plk_model_load(str(path).encode(), raw, out)
+        del alive
+        self._done(code, f"load {path}", "model")
+        self._drain()
+        handle = ModelHandle(next(self._ids))
+        self._models[handle] = out[0]
+        return handle
+
     def model_free(self, model: ModelHandle) -> None:
         """Free a model after the contexts and samplers that live on it. May be repeated."""
         for context in [c for c, scratch in self._scratch.items() if scratch.model == model]:
             self.context_free(ContextHandle(context))
-        super().model_free(model)
+        for sampler in [s for s, (_raw, owner) in self._samplers.items() if owner == model]:
+            self.sampler_free(SamplerHandle(sampler))
+        raw = self._models.pop(model, None)
+        if raw is not None:
+            self._lib.plk_model_free(raw)
+
+    def model_info(self, model: ModelHandle) -> ModelInfo:
+        """Describe a model."""
+        raw = struct("plk_model_info")
+        self._done(self._lib.plk_model_read(self._model(model), raw), "read the model", "model")
+        return read(ModelInfo, raw)
+
+    def model_meta(self, model: ModelHandle, key: str) -> str | None:
+        """Return a value of the model file's metadata, or None."""
+        room = 1024
+        while True:
+            text = ffi.new("char[]", room)
+            length = self._lib.plk_model_meta(self._model(model), key.encode(), text, room)
+            if length < OWN:
+                raise self._error(length, f"read {key}", "model")
+            if length < room:
+                found = bytes(ffi.buffer(text, max(0, length)))
+                return found.decode("utf-8", "replace") if length >= 0 else None
+            room = length + 1
+
+    def tokenize(
+        self, model: ModelHandle, text: bytes, add_special: bool, parse_special: bool
+    ) -> list[int]:
+        """Return the tokens of a text."""
+        raw = self._model(model)
+        room = len(text) + 8
+        for _attempt in range(2):
+            tokens = ffi.new("int32_t[]", room)
+            count = self._lib.plk_tokenize(
+                raw, text, len(text), tokens, room, add_special, parse_special
+            )
+            if count >= 0:
+                return ffi.unpack(tokens, count)  # type: ignore[no-any-return]
+            if -count <= room:
+                break  # not a need but a code
+            room = -count
+        raise self._error(count, f"tokenize {len(text)} bytes", "model")
+
+    def token_piece(self, model: ModelHandle, token: int, special: bool) -> bytes:
+        """Return the bytes of a token."""
+        raw = self._model(model)
+        room = 128
+        for _attempt in range(2):
+            piece = ffi.new("char[]", room)
+            count = self._lib.plk_token_piece(raw, token, piece, room, special)
+            if count >= 0:
+                return bytes(ffi.buffer(piece, count))
+            if -count <= room:
+                break
+            room = -count
+        raise self._error(count, f"read token {token}", "model")
+
+    def token_is_eog(self, model: ModelHandle, token: int) -> bool:
+        """Tell whether a token ends a generation."""
+        code = self._lib.plk_token_is_eog(self._model(model), token)
+        self._done(code, f"read token {token}", "model")
+        return bool(code)
 
     # contexts
+    def _context(self, handle: int) -> Any:
+        return self._contexts.get(handle) or self._gone("context")
+
     def context_new(self, model: ModelHandle, params: ContextParams) -> ContextHandle:
         """Make a context or raise ContextError."""
         raw = struct("plk_context_params")
-        alive = structs.fill(raw, params, lambda text: ffi.new("char[]", text))
+        alive = fill(raw, params)
         out = ffi.new("plk_context **")
         self._drain()  # what was said before is not about this context
         code = self._lib.plk_context_new(self._model(model), raw, out)
@@ -67,7 +392,7 @@ class Local(Decodes):
         self._contexts[handle] = out[0]
         n_seq_max = self.context_info(handle).n_seq_max
         self._scratch[handle] = Scratch(out[0], model, n_vocab, n_seq_max)
-        self._scratch[handle].buffers = logs.buffers(said)
+        self._scratch[handle].buffers = buffers(said)
         return handle
 
     def context_free(self, context: ContextHandle) -> None:
@@ -82,7 +407,7 @@ class Local(Decodes):
         raw = struct("plk_context_info")
         code = self._lib.plk_context_read(self._context(context), raw)
         self._done(code, "read the context", "context")
-        return structs.read(ContextInfo, raw)
+        return read(ContextInfo, raw)
 
     def buffers(self, context: ContextHandle) -> list[Buffer]:
         """Return what the library said that it allocated for a context."""
@@ -146,7 +471,7 @@ class Local(Decodes):
         raw = struct("plk_defrag_report")
         code = self._lib.plk_defrag(self._context(context), raw)
         self._done(code, "defragment", "cache", capability=Capability.DEFRAG)
-        return structs.read(RawDefrag, raw)
+        return read(RawDefrag, raw)
 
     def update(self, context: ContextHandle) -> None:
         """Apply what is pending: shifts and stream copies."""
@@ -158,7 +483,7 @@ class Local(Decodes):
         scratch = self._scratch[context]
         code = self._lib.plk_cells_info_read(raw, cache, scratch.cells)
         if code >= 0:
-            info = structs.read(CellsInfo, scratch.cells)
+            info = read(CellsInfo, scratch.cells)
             n_cells = info.n_cells
             both = np.empty((2, n_cells), _INT32)
             seqs = np.empty((n_cells, scratch.words), np.uint64)
@@ -183,14 +508,14 @@ class Local(Decodes):
         raw = struct("plk_counters")
         code = self._lib.plk_counters_read(self._context(context), raw)
         self._done(code, "read the counters", "cache", capability=Capability.COUNTERS)
-        return structs.read(Counters, raw)
+        return read(Counters, raw)
 
     def mapping(self, context: ContextHandle) -> RawMapping:
         """Read what mapped memory takes, or raise Unsupported."""
         raw, handle = struct("plk_mapping"), self._context(context)
         code = self._lib.plk_mapping_read(handle, raw)
         self._done(code, "read the mapped memory", "cache", capability=Capability.MAPPING)
-        info = structs.read(MappingInfo, raw)
+        info = read(MappingInfo, raw)
         rows = np.zeros((info.n_tensors, 5), np.uint64)
         place = ffi.cast("int64_t *", ffi.from_buffer("uint64_t[]", rows))
         count = self._lib.plk_mapping_tensors(handle, info.n_tensors, place)
@@ -241,3 +566,186 @@ class Local(Decodes):
             return 0
         self._done(length, f"restore sequence {seq}", "state", capability=Capability.STATES)
         return length
+
+    # decoding
+    def decode(
+        self,
+        context: ContextHandle,
+        token: NDArray[np.int32],
+        pos: NDArray[np.int32],
+        seq_count: NDArray[np.int32] | None,
+        seq_id: NDArray[np.int32],
+        logits: NDArray[np.int8] | None,
+    ) -> int:
+        """Run one batch; return llama_decode's own code."""
+        raw = self._context(context)
+        batch = self._scratch[context].batch
+        token, pos, seq_id = _flat(token, _INT32), _flat(pos, _INT32), _flat(seq_id, _INT32)
+        n_tokens = len(token)
+        ids = n_tokens
+        if seq_count is not None:
+            seq_count = _flat(seq_count, _INT32)
+            ids = int(seq_count.sum()) if len(seq_count) == n_tokens else -1
+        if logits is not None:
+            logits = _flat(logits, _INT8)
+        # C reads as many as it is told: what is too short must not reach it.
+        wanted = n_tokens if logits is None else len(logits)
+        if not len(pos) == wanted == n_tokens or len(seq_id) != ids:
+            raise self._error(
+                Code.EINVAL, f"decode {n_tokens} tokens: the arrays differ in length", "decode"
+            )
+        keep = (
+            ffi.from_buffer("int32_t[]", token),
+            ffi.from_buffer("int32_t[]", pos),
+            ffi.from_buffer("int32_t[]", seq_id),
+            NULL if seq_count is None else ffi.from_buffer("int32_t[]", seq_count),
+            NULL if logits is None else ffi.from_buffer("int8_t[]", logits),
+        )
+        batch.n_tokens = n_tokens
+        batch.token, batch.pos, batch.seq_id, batch.seq_count, batch.logits = keep
+        code: int = self._lib.plk_decode(raw, batch)
+        if code < OWN:
+            raise self._error(code, f"decode {n_tokens} tokens", "decode")
+        return code
+
+    def decode_one(self, context: ContextHandle, token: int, pos: int, seq_id: int) -> int:
+        """Run one token of one sequence with logits."""
+        try:
+            code: int = self._one(self._contexts[context], token, pos, seq_id)
+        except KeyError:
+            self._gone("context")
+        if code < OWN:
+            raise self._error(code, f"decode token {token} at {pos} of sequence {seq_id}", "decode")
+        return code
+
+    def decode_each(
+        self,
+        context: ContextHandle,
+        token: Sequence[int],
+        pos: Sequence[int],
+        seq_id: tuple[int, ...],
+    ) -> int:
+        """Run one token of each of several sequences, all with logits."""
+        scratch = self._scratch.get(context) or self._gone("context")
+        each, n = scratch.each, len(seq_id)
+        if each.seq is not seq_id:
+            each = scratch.each = _Each(seq_id)
+        # cffi refuses more or fewer than there is room for.
+        each.token[0:n] = token
+        each.pos[0:n] = pos
+        code: int = self._lib.plk_decode(scratch.raw, each.batch)
+        if code < OWN:
+            raise self._error(code, f"decode a token of each of {n} sequences", "decode")
+        return code
+
+    def logits(self, context: ContextHandle, index: int, n_vocab: int) -> NDArray[np.float32]:
+        """Return a read-only view (n_vocab,) of logits; it lives until the next decode."""
+        scratch = self._scratch.get(context) or self._gone("context")
+        if not 0 < n_vocab <= scratch.n_vocab:
+            raise self._error(
+                Code.EINVAL, f"read {n_vocab} logits of a smaller vocabulary", "decode"
+            )
+        found = self._lib.plk_logits(scratch.raw, index)
+        if found == NULL:
+            raise self._error(
+                Code.EINVAL, f"read the logits of place {index}: there are none", "decode"
+            )
+        row: NDArray[np.float32] = scratch.look(found, 1)[0]
+        return row if len(row) == n_vocab else row[:n_vocab]
+
+    def logits_all(self, context: ContextHandle, n_vocab: int) -> NDArray[np.float32]:
+        """Return the logits (n, n_vocab) of every place with any: a view where that is possible."""
+        scratch = self._scratch.get(context) or self._gone("context")
+        if n_vocab != scratch.n_vocab:
+            raise self._error(
+                Code.EINVAL,
+                f"read rows of {n_vocab} logits of a vocabulary of {scratch.n_vocab}",
+                "decode",
+            )
+        found = self._lib.plk_logits_all(scratch.raw, scratch.rows)
+        n = scratch.rows[0]
+        if found != NULL:
+            return scratch.look(found, n)
+        if n <= 0:
+            raise self._error(Code.EINVAL, "read the logits: there are none", "decode")
+        rows = np.stack([self.logits(context, place - n, n_vocab) for place in range(n)])
+        rows.flags.writeable = False
+        return rows
+
+    def cancel(self, context: ContextHandle) -> None:
+        """End the decode that runs; callable from any thread."""
+        self._lib.plk_cancel(self._context(context))
+
+    def cancel_after(self, context: ContextHandle, polls: int) -> None:
+        """Abort later decodes at this poll of the abort callback; negative: never."""
+        self._lib.plk_cancel_after(self._context(context), polls)
+
+    def cancel_polls(self, context: ContextHandle) -> int:
+        """Return how often the last decode polled the abort callback."""
+        return int(self._lib.plk_cancel_polls(self._context(context)))
+
+    # samplers
+    def _sampler(self, handle: int) -> Any:
+        found = self._samplers.get(handle)
+        return found[0] if found else self._gone("sampler")
+
+    def sampler_new(self, model: ModelHandle, params: SamplerParams) -> SamplerHandle:
+        """Make a sampler over a model's vocabulary."""
+        raw = struct("plk_sampler_params")
+        fill(raw, params)
+        out = ffi.new("plk_sampler **")
+        code = self._lib.plk_sampler_new(self._model(model), raw, out)
+        self._done(code, "make a sampler", "sampler", capability=Capability.SAMPLER)
+        handle = SamplerHandle(next(self._ids))
+        self._samplers[handle] = (out[0], model)
+        return handle
+
+    def sampler_free(self, sampler: SamplerHandle) -> None:
+        """Free a sampler. May be repeated."""
+        raw, _model = self._samplers.pop(sampler, (None, 0))
+        if raw is not None:
+            self._lib.plk_sampler_free(raw)
+
+    def sampler_reset(self, sampler: SamplerHandle) -> None:
+        """Forget the tokens that a sampler has seen."""
+        self._lib.plk_sampler_reset(self._sampler(sampler))
+
+    def sample(self, sampler: SamplerHandle, context: ContextHandle, index: int) -> int:
+        """Choose a token from the logits of a place, and remember it."""
+        token: int = self._lib.plk_sample(self._sampler(sampler), self._context(context), index)
+        self._done(token, f"sample at place {index}", "sampler", capability=Capability.SAMPLER)
+        return token
+
+    def sample_all(self, sampler: SamplerHandle, context: ContextHandle, room: int) -> list[int]:
+        """Choose a token for every place with logits, in order."""
+        raw, scratch = self._context(context), self._scratch[context]
+        if room > len(scratch.tokens):
+            scratch.tokens = ffi.new("int32_t[]", room)
+        tokens = scratch.tokens
+        count: int = self._lib.plk_sample_all(self._sampler(sampler), raw, tokens, room)
+        self._done(count, "sample at every place", "sampler", capability=Capability.SAMPLER)
+        found: list[int] = ffi.unpack(tokens, count)
+        return found
+
+    def run(
+        self,
+        sampler: SamplerHandle,
+        context: ContextHandle,
+        token: Sequence[int],
+        pos: Sequence[int],
+        seq_id: tuple[int, ...],
+        steps: int,
+        stop: bool,
+    ) -> tuple[int, list[list[int]]]:
+        """Decode a token of each sequence and choose the next ones, ``steps`` times in one call."""
+        n, done = len(seq_id), ffi.new("int32_t *")
+        tokens = ffi.new("int32_t[]", (steps + 1) * n)
+        tokens[0:n] = token
+        code: int = self._lib.plk_run(
+            self._sampler(sampler), self._context(context), n, ffi.new("int32_t[]", seq_id),
+            ffi.new("int32_t[]", pos), tokens, steps, stop, done,
+        )  # fmt: skip
+        if code < OWN and not done[0]:
+            raise self._error(code, f"decode {steps} steps of {n} sequences", "decode")
+        flat = ffi.unpack(tokens, (done[0] + 1) * n)
+        return code, [flat[at : at + n] for at in range(n, len(flat), n)]

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
-from typing import TYPE_CHECKING, NewType, Protocol
+from typing import TYPE_CHECKING, Any, Final, NewType, Protocol
 
-from pyllamakv.binding import records
-from pyllamakv.binding.decoder import Decoder
-from pyllamakv.binding.mapped import Mapped
+from pyllamakv.binding import arguments
+from pyllamakv.errors import Unsupported, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -25,6 +24,39 @@ if TYPE_CHECKING:
 ModelHandle = NewType("ModelHandle", int)
 ContextHandle = NewType("ContextHandle", int)
 SamplerHandle = NewType("SamplerHandle", int)
+
+#: The limits of the whole numbers of `ContextParams`: lowest, highest, and the names.
+_CONTEXT: Final = (
+    (0, arguments.INT32, "n_ctx n_ubatch type_k type_v defrag_threads"),
+    (1, arguments.INT32, "n_batch n_seq_max n_threads n_threads_batch"),
+    (0, 1, "defrag_plan"),
+    (0, 4, "defrag_mover"),
+    (0, 3, "kv_backing"),
+    (0, 2, "kv_keep"),
+)
+#: The limits of `SamplerParams`. A sampler allocates the room for ``penalty_last_n`` tokens when it
+#: is made. Off are ``top_k`` 0 and -1, ``top_p`` 1, ``min_p`` 0, the penalties 0 and 1.
+_SAMPLER: Final = (
+    (0, 2**32 - 1, "seed"),
+    (-1, arguments.INT32, "top_k"),
+    (0, 1 << 20, "penalty_last_n"),
+)
+_SAMPLER_NUMBERS: Final = (
+    (0.0, arguments.FLOAT32, "temperature"),
+    (0.0, 1.0, "top_p"),
+    (0.0, 1.0, "min_p"),
+    (1e-6, 1e6, "penalty_repeat"),
+)
+
+
+def _check(record: Any, check: Callable[..., object], names: str, *limits: float) -> None:
+    for name in names.split():
+        _put(record, name, check(name, getattr(record, name), *limits))
+
+
+def _put(record: Any, name: str, value: object) -> None:
+    # The record is frozen: its own constructor is what calls this.
+    object.__setattr__(record, name, value)
 
 
 class Status(IntEnum):
@@ -69,6 +101,15 @@ class Memory(IntEnum):
         return self in (Memory.RECURRENT, Memory.HYBRID)
 
 
+class Backing(IntEnum):
+    """Name what a cache in host memory is made of (``PLK_BACKING_*``)."""
+
+    HEAP = 0
+    ANONYMOUS = 1
+    TEMPORARY = 2
+    FILE = 3
+
+
 @dataclass(frozen=True, slots=True)
 class ModelParams:
     """Hold what a model is loaded with."""
@@ -82,7 +123,15 @@ class ModelParams:
     devices: str | None = None
 
     def __post_init__(self) -> None:
-        records.check_model(self)
+        _check(self, arguments.flag, "use_mmap use_mlock check_tensors vocab_only")
+        _check(self, arguments.c_text_or_none, "rpc_servers devices")
+        _check(self, arguments.whole, "n_gpu_layers")
+        if not 0 <= self.n_gpu_layers <= arguments.INT32:
+            msg = (
+                f"n_gpu_layers must be 0 or more, not {arguments.shown(self.n_gpu_layers)}: a "
+                "number beyond those of the model, as 999, puts all of them on the device"
+            )
+            raise UsageError(msg)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +194,12 @@ class ContextParams:
     kv_model: str | None = None
 
     def __post_init__(self) -> None:
-        records.check_context(self)
+        _put(self, "flash_attn", arguments.flash_attn(self.flash_attn))
+        for low, high, names in _CONTEXT:
+            _check(self, arguments.whole, names, low, high)
+        _check(self, arguments.flag, "kv_unified swa_full offload_kqv embeddings guard kv_huge")
+        _check(self, arguments.number, "defrag_thold")
+        _check(self, arguments.c_text_or_none, "kv_path kv_model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +315,34 @@ class Counters:
 
 
 @dataclass(frozen=True, slots=True)
+class MappingInfo:
+    """Describe the mapped memory of a context (the patch ``mmap-kv``); see `RawMapping`."""
+
+    kind: Backing
+    n_mappings: int
+    n_tensors: int
+    n_cells: int
+    kept: bool
+    resumed: bool
+    generation: int
+    bytes_reserved: int
+    bytes_committed: int
+    bytes_file: int
+    bytes_elsewhere: int
+
+
+@dataclass(frozen=True, slots=True)
+class RawMapping:
+    """Hold what mapped memory takes.
+
+    ``rows`` (n_tensors, 5) uint64: cache, layer, 0 for K and 1 for V, bytes reserved, committed.
+    """
+
+    info: MappingInfo
+    rows: NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
     """Describe a device; bytes of memory are 0 where the backend does not say."""
 
@@ -278,7 +360,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class SamplerParams:
-    """Hold what a sampler is made with; temperature 0 is greedy; `records` has the ranges."""
+    """Hold what a sampler is made with; temperature 0 is greedy."""
 
     seed: int = 0
     temperature: float = 0.0
@@ -289,7 +371,10 @@ class SamplerParams:
     penalty_repeat: float = 1.0
 
     def __post_init__(self) -> None:
-        records.check_sampler(self)
+        for low, high, names in _SAMPLER:
+            _check(self, arguments.whole, names, low, high)
+        for least, most, names in _SAMPLER_NUMBERS:
+            _check(self, arguments.number, names, least, most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,8 +386,14 @@ class About:
     capabilities: Capability
     probes: dict[str, str | None] = field(default_factory=dict)
 
+    def require(self, capability: Capability, deed: str) -> None:
+        """Raise Unsupported unless the build has the capability."""
+        if capability not in self.capabilities:
+            msg = f"this build cannot {deed} (capability {capability.name} is absent)"
+            raise Unsupported(msg, capability.name or "")
 
-class Native(Decoder, Mapped, Protocol):
+
+class Native(Protocol):
     """Speak to one loaded library. One thread at a time per context, but for `cancel`."""
 
     about: About
@@ -399,9 +490,106 @@ class Native(Decoder, Mapped, Protocol):
     def counters(self, context: ContextHandle) -> Counters:
         """Read the counters or raise `Unsupported`."""
 
+    # mapped memory
+    def mapping(self, context: ContextHandle) -> RawMapping:
+        """Read what mapped memory takes, or raise `Unsupported` where the cache is on the heap."""
+
+    def mapping_trim(self, context: ContextHandle) -> int:
+        """Give the memory behind the last used cell back; return how many bytes."""
+
+    def mapping_flush(self, context: ContextHandle, tokens: NDArray[np.int32] | None) -> None:
+        """Write a kept cache to its file, with a token for each cell of all caches."""
+
+    def mapping_tokens(self, context: ContextHandle) -> NDArray[np.int32]:
+        """Return the tokens that the last flush was given."""
+
     # states
     def state_save(self, context: ContextHandle, seq: int) -> bytes:
         """Return the state of a sequence."""
 
     def state_load(self, context: ContextHandle, seq: int, state: bytes) -> int:
         """Restore a sequence; return the bytes read, 0 when the library refused."""
+
+    # decoding
+    def decode(
+        self,
+        context: ContextHandle,
+        token: NDArray[np.int32],
+        pos: NDArray[np.int32],
+        seq_count: NDArray[np.int32] | None,
+        seq_id: NDArray[np.int32],
+        logits: NDArray[np.int8] | None,
+    ) -> int:
+        """Run one batch; return llama_decode's own code: 0, 1, 2 or a negative one.
+
+        Raises `NativeError` when llama.cpp threw or an argument was refused.
+        """
+
+    def decode_one(self, context: ContextHandle, token: int, pos: int, seq_id: int) -> int:
+        """Run one token of one sequence with logits: `decode` without arrays."""
+
+    def decode_each(
+        self,
+        context: ContextHandle,
+        token: Sequence[int],
+        pos: Sequence[int],
+        seq_id: tuple[int, ...],
+    ) -> int:
+        """Run one token of each of several sequences, all with logits: `decode` without arrays."""
+
+    def logits(self, context: ContextHandle, index: int, n_vocab: int) -> NDArray[np.float32]:
+        """Return the logits (n_vocab,) of a place in the last batch: a view where it can be one.
+
+        A negative index counts from the end of the outputs, as in llama.cpp. The caller guards
+        against staleness.
+        """
+
+    def logits_all(self, context: ContextHandle, n_vocab: int) -> NDArray[np.float32]:
+        """Return the logits (n, n_vocab) of every place of the last batch that has any, in order.
+
+        A view where the library lays the rows out one after the other, else a copy.
+        """
+
+    def cancel(self, context: ContextHandle) -> None:
+        """End the decode that runs; callable from any thread."""
+
+    def cancel_after(self, context: ContextHandle, polls: int) -> None:
+        """Abort later decodes at this poll of the abort callback; negative: never."""
+
+    def cancel_polls(self, context: ContextHandle) -> int:
+        """Return how often the last decode polled the abort callback."""
+
+    # samplers
+    def sampler_new(self, model: ModelHandle, params: SamplerParams) -> SamplerHandle:
+        """Make a sampler."""
+
+    def sampler_free(self, sampler: SamplerHandle) -> None:
+        """Free a sampler."""
+
+    def sampler_reset(self, sampler: SamplerHandle) -> None:
+        """Forget what a sampler has seen."""
+
+    def sample(self, sampler: SamplerHandle, context: ContextHandle, index: int) -> int:
+        """Choose a token from the logits of a place in the last batch, and accept it."""
+
+    def sample_all(self, sampler: SamplerHandle, context: ContextHandle, room: int) -> list[int]:
+        """Choose a token for every place of the last batch with logits, in order.
+
+        Raises `NativeError` when there are more than ``room``, or none.
+        """
+
+    def run(
+        self,
+        sampler: SamplerHandle,
+        context: ContextHandle,
+        token: Sequence[int],
+        pos: Sequence[int],
+        seq_id: tuple[int, ...],
+        steps: int,
+        stop: bool,
+    ) -> tuple[int, list[list[int]]]:
+        """Decode a token of each sequence and choose the next ones, ``steps`` times in one call.
+
+        Returns the last decode's code and the tokens chosen after each step that was decoded; with
+        ``stop`` those of the last step may hold an end of generation.
+        """

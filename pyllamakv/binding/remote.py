@@ -1,7 +1,8 @@
 """Implement `protocol.Native` over a worker process, which may crash or hang without harm.
 
 Each operation becomes one message, and its answer the result. `forwarding` generates the methods
-from the Protocol; only those whose answer needs work, or that must not wait, are written here.
+from the Protocol, over the method that an operation needs: `_ask`, `_ask_array`, `_ask_tuple` or
+`_release`. Only `cancel`, `close` and `logs` are written here.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from pyllamakv.binding.protocol import ContextHandle, ModelHandle, SamplerHandle
+    from pyllamakv.binding.protocol import ContextHandle
 
     # Declares the generated methods. mypy takes the methods of a Protocol for abstract, so making a
     # `Remote` needs an ignore.
@@ -35,21 +36,18 @@ else:
 
 #: What a backend writes last when its device or server went away.
 _LOST: Final = ("CUDA error", "RPC server", "ggml-rpc", "vk::DeviceLostError", "ErrorDeviceLost")
-#: Operations that are not a message and its answer as it comes.
-_BY_HAND: Final = (
-    "cancel",
-    "close",
-    "context_free",
-    "logits",
-    "logits_all",
-    "logs",
-    "model_free",
-    "run",
-    "sampler_free",
-)
+#: Operations written below: `cancel` must not wait, `close` ends the worker, `logs` makes tuples.
+_BY_HAND: Final = ("cancel", "close", "logs")
+#: Operations that free a handle; a finaliser may call them during another call.
+_FREEING: Final = ("model_free", "context_free", "sampler_free")
+#: Operations that return an array, which is read-only as that of `Local` is.
+_ARRAYS: Final = ("logits", "logits_all")
 
 
-@forwards(Native, via="_ask", by_hand=_BY_HAND)
+@forwards(Native, via="_ask", by_hand=(*_BY_HAND, *_FREEING, *_ARRAYS, "run"))
+@forwards(Native, via="_release", only=_FREEING)
+@forwards(Native, via="_ask_array", only=_ARRAYS)
+@forwards(Native, via="_ask_tuple", only=("run",))
 class Remote(_Declared):
     """Speak to a library in a worker.
 
@@ -145,44 +143,6 @@ class Remote(_Declared):
         """Drain the log."""
         return [(level, text) for level, text in self._ask("logs")]
 
-    def model_free(self, model: ModelHandle) -> None:
-        """Free a model after the contexts and samplers that live on it. May be repeated."""
-        self._release("model_free", model)
-
-    def context_free(self, context: ContextHandle) -> None:
-        """Free a context. May be repeated."""
-        self._release("context_free", context)
-
-    def sampler_free(self, sampler: SamplerHandle) -> None:
-        """Free a sampler. May be repeated."""
-        self._release("sampler_free", sampler)
-
-    def logits(self, context: ContextHandle, index: int, n_vocab: int) -> NDArray[np.float32]:
-        """Return a read-only copy (n_vocab,) of logits."""
-        found: NDArray[np.float32] = self._ask("logits", context, index, n_vocab)
-        found.flags.writeable = False
-        return found
-
-    def logits_all(self, context: ContextHandle, n_vocab: int) -> NDArray[np.float32]:
-        """Return a read-only copy (n, n_vocab) of the logits of every place that has any."""
-        found: NDArray[np.float32] = self._ask("logits_all", context, n_vocab)
-        found.flags.writeable = False
-        return found
-
-    def run(
-        self,
-        sampler: SamplerHandle,
-        context: ContextHandle,
-        token: Sequence[int],
-        pos: Sequence[int],
-        seq_id: tuple[int, ...],
-        steps: int,
-        stop: bool,
-    ) -> tuple[int, list[list[int]]]:
-        """Decode a token of each sequence and choose the next ones, ``steps`` times."""
-        code, rows = self._ask("run", sampler, context, token, pos, seq_id, steps, stop)
-        return code, rows
-
     # calls
     def _ask(self, operation: str, *arguments: Any) -> Any:
         body: list[Any] = []
@@ -193,6 +153,16 @@ class Remote(_Declared):
                 late, handle = self._later.popleft()
                 self._exchange(late, [handle], [])
             return self._exchange(operation, packed, body)
+
+    def _ask_array(self, operation: str, *arguments: Any) -> NDArray[np.float32]:
+        """Return the answer as a read-only array."""
+        found: NDArray[np.float32] = self._ask(operation, *arguments)
+        found.flags.writeable = False
+        return found
+
+    def _ask_tuple(self, operation: str, *arguments: Any) -> tuple[Any, ...]:
+        """Return the answer as a tuple; the wire makes a list of it."""
+        return tuple(self._ask(operation, *arguments))
 
     def _release(self, operation: str, handle: int) -> None:
         """Free something: now, or before the next call when one is at work.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from pyllamakv import errors
-from pyllamakv.binding import mapped, protocol
+from pyllamakv.binding import protocol
 from pyllamakv.errors import KvError, NativeError
 
 if TYPE_CHECKING:
@@ -39,9 +39,9 @@ _NONSENSE: Final = (
 _PLAIN: Final = frozenset({int, float, str, bool, type(None)})
 _KINDS: Final[dict[str, Any]] = {
     name: value
-    for name, value in (*vars(protocol).items(), *vars(mapped).items())
+    for name, value in vars(protocol).items()
     if isinstance(value, type)
-    and value.__module__ in (protocol.__name__, mapped.__name__)
+    and value.__module__ == protocol.__name__
     and (dataclasses.is_dataclass(value) or issubclass(value, IntEnum | IntFlag))
 }
 #: Dtypes that may cross, by the text that names them.

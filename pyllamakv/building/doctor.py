@@ -2,32 +2,53 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import os
 import platform
+import re
 import shutil
+import socket
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from pyllamakv.building import build, cmake, compiler, probing
-from pyllamakv.building.probing import Finding
+from pyllamakv.building import backend, build, cmake, compiler, cuda, nvidia
 from pyllamakv.errors import GitError, KvError
 from pyllamakv.home import home
-from pyllamakv.source import gitting
+from pyllamakv.source import git_command
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
+
+State = Literal["ok", "missing", "optional"]
 
 _GIB = 1 << 30
 #: One release's objects, store and two variants take less than this.
 _DISK = 3 * _GIB
 _MEMORY = 2 * _GIB
+#: Where drivers of Vulkan announce themselves.
+_DRIVERS = ("/usr/share/vulkan/icd.d", "/usr/local/share/vulkan/icd.d", "/etc/vulkan/icd.d")
+_DRIVER_VARIABLES = ("VK_DRIVER_FILES", "VK_ICD_FILENAMES")
 
 
-def examine() -> list[Finding]:
+@dataclass(frozen=True)
+class ProbeResult:
+    """Say what was looked for, what was found, and what to do if that is not enough.
+
+    ``state`` is "optional" for what lacks without hurting the main job.
+    """
+
+    name: str
+    state: State
+    found: str
+    cure: str = ""
+
+
+def examine() -> list[ProbeResult]:
     """Return one finding per tool, resource and backend, the necessary ones first."""
-    looks: tuple[Callable[[], Finding], ...] = (
+    looks: tuple[Callable[[], ProbeResult], ...] = (
         _platform,
         _python,
         _compiler,
@@ -39,95 +60,97 @@ def examine() -> list[Finding]:
         _memory,
         _cache,
         lambda: _program("npm", "needed to fetch the b… releases only", "apt-get install npm"),
-        probing.cpu,
-        probing.rpc,
-        probing.gpu,
-        probing.metal,
-        probing.vulkan,
+        cpu,
+        rpc,
+        gpu,
+        metal,
+        vulkan,
     )
     return [look() for look in looks]
 
 
-def healthy(findings: list[Finding]) -> bool:
+def healthy(findings: list[ProbeResult]) -> bool:
     """Tell whether nothing necessary is missing."""
     return not any(finding.state == "missing" for finding in findings)
 
 
-def _platform() -> Finding:
+def _platform() -> ProbeResult:
     shown = f"{platform.system()} on {platform.machine()}"
     if sys.platform.startswith("linux"):
-        return Finding("platform", "ok", shown)
+        return ProbeResult("platform", "ok", shown)
     if sys.platform == "darwin":
-        return Finding("platform", "optional", shown, "written for, but never run; please report")
-    return Finding("platform", "missing", shown, "use Linux (or WSL on Windows)")
+        return ProbeResult(
+            "platform", "optional", shown, "written for, but never run; please report"
+        )
+    return ProbeResult("platform", "missing", shown, "use Linux (or WSL on Windows)")
 
 
-def _python() -> Finding:
+def _python() -> ProbeResult:
     # An older Python could not have imported this package.
-    return Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
+    return ProbeResult("python", "ok", f"{platform.python_version()} ({sys.executable})")
 
 
-def _compiler() -> Finding:
+def _compiler() -> ProbeResult:
     try:
         found = compiler.find()
     except KvError as error:
-        return Finding("compiler", "missing", "none", str(error))
-    return Finding("compiler", "ok", f"{found.identity} ({found.cxx})")
+        return ProbeResult("compiler", "missing", "none", str(error))
+    return ProbeResult("compiler", "ok", f"{found.identity} ({found.cxx})")
 
 
-def _git() -> Finding:
+def _git() -> ProbeResult:
     try:
-        return Finding("git", "ok", gitting.git(Path("/"), "--version"))
+        return ProbeResult("git", "ok", git_command.git(Path("/"), "--version"))
     except GitError as error:
-        return Finding("git", "missing", error.output.strip(), "apt-get install git")
+        return ProbeResult("git", "missing", error.output.strip(), "apt-get install git")
 
 
-def _program(name: str, why: str, cure: str) -> Finding:
+def _program(name: str, why: str, cure: str) -> ProbeResult:
     path = shutil.which(name)
     if path is None:
-        return Finding(name, "optional", f"none ({why})", cure)
-    return Finding(name, "ok", path)
+        return ProbeResult(name, "optional", f"none ({why})", cure)
+    return ProbeResult(name, "ok", path)
 
 
-def _wheel(name: str) -> Finding:
+def _wheel(name: str) -> ProbeResult:
     try:
         path = cmake.binary(name)
     except KvError as error:
-        return Finding(name, "missing", "none", str(error))
-    return Finding(name, "ok", _first_line(str(path), "--version"))
+        return ProbeResult(name, "missing", "none", str(error))
+    return ProbeResult(name, "ok", _first_line(str(path), "--version"))
 
 
-def _disk() -> Finding:
+def _disk() -> ProbeResult:
     place = home()
     while not place.exists() and place != place.parent:
         place = place.parent
     free = shutil.disk_usage(place).free
     shown = f"{free / _GIB:.1f} GiB free for {home()}"
     if not os.access(place, os.W_OK):
-        return Finding("disk", "missing", f"{place} cannot be written", "set PYLLAMAKV_HOME")
+        return ProbeResult("disk", "missing", f"{place} cannot be written", "set PYLLAMAKV_HOME")
     if free < _DISK:
         cure = f"free {_DISK // _GIB} GiB, or set PYLLAMAKV_HOME to another disk"
-        return Finding("disk", "missing", shown, cure)
-    return Finding("disk", "ok", shown)
+        return ProbeResult("disk", "missing", shown, cure)
+    return ProbeResult("disk", "ok", shown)
 
 
-def _memory() -> Finding:
+def _memory() -> ProbeResult:
     free = build.available_memory()
     jobs = build.default_jobs()
     if free >= 1 << 40:
-        return Finding("memory", "ok", f"not told by this system; {jobs} compilers at once")
+        return ProbeResult("memory", "ok", f"not told by this system; {jobs} compilers at once")
     shown = f"{free / _GIB:.1f} GiB available; {jobs} compilers at once"
     if free < _MEMORY:
-        return Finding("memory", "optional", shown, "close something, or build with --jobs 1")
-    return Finding("memory", "ok", shown)
+        return ProbeResult("memory", "optional", shown, "close something, or build with --jobs 1")
+    return ProbeResult("memory", "ok", shown)
 
 
-def _cache() -> Finding:
+def _cache() -> ProbeResult:
     path = compiler.launcher()
     if path is None:
         cure = "apt-get install ccache (rebuilds of other releases become several times faster)"
-        return Finding("ccache", "optional", "none", cure)
-    return Finding("ccache", "ok", path)
+        return ProbeResult("ccache", "optional", "none", cure)
+    return ProbeResult("ccache", "ok", path)
 
 
 def _first_line(program: str, *args: str) -> str:
@@ -145,3 +168,88 @@ def _first_line(program: str, *args: str) -> str:
         return f"{program} ({error})"
     lines = done.stdout.splitlines()
     return f"{lines[0]} ({Path(program)})" if lines else program
+
+
+def cpu() -> ProbeResult:
+    """Say which processor a build is tuned for."""
+    try:
+        flags = compiler.find().native_flags
+    except KvError as error:
+        return ProbeResult("cpu", "optional", "cannot be told without a compiler", str(error))
+    best = next((name for name in ("avx512f", "avx2", "avx", "asimddp") if name in flags), "plain")
+    return ProbeResult("cpu", "ok", f"{platform.machine()} with {best}; --portable leaves it out")
+
+
+def rpc() -> ProbeResult:
+    """Try to listen on loopback; the backend itself is in every CPU build."""
+    try:
+        with socket.socket() as place:
+            place.bind(("127.0.0.1", 0))
+            place.listen()
+    except OSError as error:
+        cure = "allow this process to listen on 127.0.0.1"
+        return ProbeResult("rpc", "optional", f"no loopback: {error}", cure)
+    return ProbeResult("rpc", "ok", "in every CPU build; `pyllamakv rpc serve` serves this machine")
+
+
+def gpu(environ: Mapping[str, str] | None = None) -> ProbeResult:
+    """Find nvcc, cuBLAS and an architecture, compile for it, and look at driver and GPU."""
+    try:
+        toolkit = cuda.find(environ)
+        nvidia.prove(toolkit, compiler.find().cxx)
+    except KvError as error:
+        nvcc = cuda.compiler(environ)
+        return ProbeResult("cuda", "optional", str(nvcc or "none"), str(error))
+    shown = f"nvcc {toolkit.version} for {toolkit.architecture} ({toolkit.nvcc})"
+    driver = nvidia.driver(environ)
+    if driver is None:
+        cure = "it builds here; to run it, install the NVIDIA driver (on a machine with the GPU)"
+        return ProbeResult("cuda", "optional", f"{shown}; no driver", cure)
+    shown += f"; driver {driver.version} for CUDA {driver.cuda} and {driver.gpus or 'no GPU'}"
+    lacks = nvidia.mismatch(toolkit, driver)
+    return ProbeResult("cuda", "optional" if lacks else "ok", shown, lacks)
+
+
+def metal() -> ProbeResult:
+    """Say whether Metal can be built for: it needs a Mac and the Command Line Tools alone."""
+    if sys.platform != "darwin":
+        cure = "build on a Mac; the options are written for one, and were never run"
+        return ProbeResult("metal", "optional", f"none on {sys.platform}", cure)
+    if shutil.which("xcrun") is None:
+        return ProbeResult("metal", "optional", "no Command Line Tools", "xcode-select --install")
+    return ProbeResult("metal", "optional", "Command Line Tools", "never run by us; please report")
+
+
+def vulkan(environ: Mapping[str, str] | None = None) -> ProbeResult:
+    """Look for what builds for Vulkan, then for a loader and a driver."""
+    env = os.environ if environ is None else environ
+    lacks = backend.vulkan_missing(env)
+    if lacks:
+        return ProbeResult("vulkan", "optional", f"no {lacks}", backend.VULKAN_HINT)
+    if ctypes.util.find_library("vulkan") is None:
+        cure = "to run it: apt-get install libvulkan1"
+        return ProbeResult("vulkan", "optional", "headers and glslc, but no loader", cure)
+    devices = vulkan_devices(env)
+    if not devices and not _drivers(env):
+        cure = (
+            "to run it: install your GPU's driver, or a software device: "
+            "apt-get install mesa-vulkan-drivers"
+        )
+        return ProbeResult("vulkan", "optional", "headers, glslc and loader, but no driver", cure)
+    shown = f"headers, glslc; {', '.join(devices) or 'a driver'}"
+    if backend.vulkan_missing(env, spirv=True):
+        cure = f"for later releases SPIRV-Headers as well: {backend.VULKAN_HINT}"
+        return ProbeResult("vulkan", "optional", f"{shown}; no SPIRV-Headers", cure)
+    return ProbeResult("vulkan", "ok", shown)
+
+
+def vulkan_devices(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Return the names of the devices as `vulkaninfo` tells them; nothing without it."""
+    said = cuda.program_output("vulkaninfo", "--summary", env=environ)
+    return re.findall(r"^\s*deviceName\s*=\s*(.+?)\s*$", said, re.M)
+
+
+def _drivers(env: Mapping[str, str]) -> bool:
+    named = [Path(p) for v in _DRIVER_VARIABLES for p in env.get(v, "").split(os.pathsep) if p]
+    found = [path for folder in _DRIVERS for path in Path(folder).glob("*.json")]
+    return any(path.exists() for path in (*named, *found)) or sys.platform == "darwin"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pyllamakv.binding.protocol import Memory
-from pyllamakv.cache.prefix_tree import Tree, pack
+from pyllamakv.cache.prefix_tree import PrefixTree, pack
 from pyllamakv.errors import (
     NativeError,
     PagingError,
@@ -45,7 +45,7 @@ class Branches:
         self.cuttable = memory in (Memory.ATTENTION, Memory.SWA)
         self.partial = self.cuttable and (memory is Memory.ATTENTION or context.params.swa_full)
         self.sharing = memory is Memory.ATTENTION and not context.streams
-        self.tree = Tree(whole_pages=not self.sharing)
+        self.tree = PrefixTree(whole_pages=not self.sharing)
         self.taken = 0
         self.cell_bytes = _cell_bytes(context)
         #: Bytes that a sequence needs whatever its length: its states.

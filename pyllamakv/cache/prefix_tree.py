@@ -119,7 +119,7 @@ class Node:
         return f"<Node {self.start}..{self.end}, {len(self.children)} children, held {self.held}>"
 
 
-class Tree:
+class PrefixTree:
     """Hold the root; ``tokens`` are in all runs, ``held_tokens`` in those of held nodes.
 
     ``whole_pages`` says that a page is of use only for the node that it was made for.

@@ -11,7 +11,7 @@ from pyllamakv.cli.options import Backend, Isolate, Json, Portable, Scenario, re
 from pyllamakv.cli.stdout import write_json, write_lines
 
 if TYPE_CHECKING:
-    from pyllamakv.verification.bisect import Step
+    from pyllamakv.verification.bisect import BisectStep
     from pyllamakv.verification.cell import CellResult
 
 app = typer.Typer(add_completion=False)
@@ -45,11 +45,11 @@ def command(
     """
     from pyllamakv.building import backend as backends
     from pyllamakv.cli import progress_bar
-    from pyllamakv.source import lock, sources
+    from pyllamakv.source import lockfile, spec_resolver
     from pyllamakv.verification import bisect, matrix, result_cache
     from pyllamakv.verification.cell import CellSpec
 
-    good, bad = (sources.resolve(name).name for name in (good, bad))
+    good, bad = (spec_resolver.resolve(name).name for name in (good, bad))
 
     def spec(release: str) -> CellSpec:
         names = (scenario,) if scenario else ()
@@ -61,19 +61,19 @@ def command(
             scenarios=names,
         )
 
-    def known(release: str) -> Step | None:
+    def known(release: str) -> BisectStep | None:
         kept = result_cache.recall(result_cache.key(spec(release)))
         if kept is None and scenario:
             # A whole matrix has judged this scenario too.
             kept = result_cache.recall(result_cache.key(replace(spec(release), scenarios=())))
             rows = [row for row in kept.scenarios if row.id == scenario] if kept else []
-            return bisect.Step(release, rows[0].verdict, rows[0].stock) if rows else None
+            return bisect.BisectStep(release, rows[0].verdict, rows[0].stock) if rows else None
         return _step(kept) if kept else None
 
-    chain = [name for name, each in lock.known().items() if each.kind in ("sdist", "npm")]
+    chain = [name for name, each in lockfile.known().items() if each.kind in ("sdist", "npm")]
     with progress_bar.progress() as progress:
 
-        def judge(release: str) -> Step:
+        def judge(release: str) -> BisectStep:
             return _step(matrix.run([spec(release)], progress=progress)[0])
 
         found = bisect.bisect(good, bad, chain, judge, known)
@@ -83,7 +83,7 @@ def command(
     write_lines([*(f"{step.release}: {step.verdict}" for step in found.steps), str(found)])
 
 
-def _step(result: CellResult) -> Step:
-    from pyllamakv.verification.bisect import Step
+def _step(result: CellResult) -> BisectStep:
+    from pyllamakv.verification.bisect import BisectStep
 
-    return Step(result.spec.release, result.verdict, result.reason)
+    return BisectStep(result.spec.release, result.verdict, result.reason)

@@ -9,7 +9,7 @@ import typer
 from pyllamakv.cli.options import Backend, Json, Portable, ReleaseOrVariant, Series, Variant
 from pyllamakv.cli.stdout import write_json, write_lines
 from pyllamakv.errors import UsageError
-from pyllamakv.source.releases import DEFAULT
+from pyllamakv.source.releases import DEFAULT_RELEASE
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Spec, Variant
@@ -19,7 +19,7 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def command(
-    release: ReleaseOrVariant = DEFAULT,
+    release: ReleaseOrVariant = DEFAULT_RELEASE,
     *,
     series: Series = "",
     stock: Annotated[bool, typer.Option("--stock", help="Build only without patches.")] = False,

@@ -20,7 +20,7 @@ from pyllamakv.cli.options import (
     Verbose,
 )
 from pyllamakv.cli.stdout import write_json
-from pyllamakv.source.releases import DEFAULT
+from pyllamakv.source.releases import DEFAULT_RELEASE
 
 if TYPE_CHECKING:
     from pyllamakv.verification.check import Answer
@@ -30,7 +30,7 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def command(
-    release: Release = DEFAULT,
+    release: Release = DEFAULT_RELEASE,
     patch: Annotated[
         list[Path] | None,
         typer.Option("--patch", help="Verify this patch file or directory; repeatable."),
@@ -79,12 +79,12 @@ def command(
     if junit is not None:
         junit.write_text(check_report.junit(answer), encoding="utf-8")
     if as_json:
-        write_json(answer.to_json())
+        write_json(answer.to_json(pictures=pictures))
     else:
         from rich.console import Console
 
         known = discovery.discover(question.folders)
-        check_console.show(answer, known, Console(), maps)
+        check_console.show(answer, known, Console(), pictures=pictures, verbose=verbose)
     raise typer.Exit(answer.judgement.exit_code)
 
 

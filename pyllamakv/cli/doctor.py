@@ -13,7 +13,7 @@ from pyllamakv.cli.stdout import write_json, write_lines
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pyllamakv.building.probing import Finding
+    from pyllamakv.building.doctor import ProbeResult
 
 app = typer.Typer(add_completion=False)
 
@@ -36,7 +36,7 @@ def command(
         raise typer.Exit(1)
 
 
-def _lines(finding: Finding) -> Iterator[str]:
+def _lines(finding: ProbeResult) -> Iterator[str]:
     yield f"{_SIGNS[finding.state]:<8}{finding.name:<10}{finding.found}"
     if finding.cure:
         yield f"{'':<18}fix: {finding.cure}"

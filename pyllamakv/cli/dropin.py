@@ -8,28 +8,28 @@ import typer
 
 from pyllamakv.cli.options import Json, Release
 from pyllamakv.cli.stdout import write_json, write_lines
-from pyllamakv.source.releases import DEFAULT
+from pyllamakv.source.releases import DEFAULT_RELEASE
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
 @app.callback()
 def main() -> None:
-    """Run llama-cpp-python on stock and patched libraries."""
+    """Run llama-cpp-python on a stock or patched library."""
 
 
 @app.command()
 def setup(
-    release: Release = DEFAULT,
+    release: Release = DEFAULT_RELEASE,
     as_json: Json = False,
 ) -> None:
     """Install llama-cpp-python of a release; print the path of its Python."""
-    from pyllamakv.building import peer
+    from pyllamakv.building import llama_cpp_python_env
     from pyllamakv.cli import progress_bar
-    from pyllamakv.source import sources
+    from pyllamakv.source import spec_resolver
 
     with progress_bar.progress() as progress:
-        found = peer.install(sources.resolve(release), progress=progress)
+        found = llama_cpp_python_env.install(spec_resolver.resolve(release), progress=progress)
     if as_json:
         facts = {"version": found.version, "python": str(found.python), "suite": str(found.suite)}
         write_json(facts)

@@ -13,13 +13,13 @@ from pyllamakv.printable import printable
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pyllamakv.patching.compare import Comparison
     from pyllamakv.patching.definition import Definition
     from pyllamakv.patching.drift import Drift, HunkDrift
+    from pyllamakv.patching.port_comparison import PortComparison
     from pyllamakv.patching.status import PatchStatus
 
 _COLOURS = {"applies": "green", "offset": "green", "fails": "red", "blocked": "yellow",
-            "not-meant": "dim", "unknown": "magenta"}  # fmt: skip
+            "not-applicable": "dim", "unknown": "magenta"}  # fmt: skip
 
 
 def _safe(text: str) -> str:
@@ -28,19 +28,45 @@ def _safe(text: str) -> str:
 
 
 def status(found: Sequence[PatchStatus], *, verbose: bool = False) -> None:
-    """Draw one row per patch and release, and why it does not apply."""
-    table = Table("release", "patch", "state", "text", "hunks")
+    """Draw the patches of each release by state, and why one does not apply.
+
+    With ``verbose`` one row per patch, then the reason and every hunk.
+    """
+    console = Console()
+    console.print(_detailed(found) if verbose else _grouped(found))
+    bad = False
+    for one in found:
+        failing = one.state in ("fails", "blocked", "unknown")
+        bad |= failing
+        if failing or (verbose and one.state != "not-applicable"):
+            reason = one.reason or "applies"
+            if not verbose:
+                reason = reason.splitlines()[0]
+            console.print(f"[bold]{_safe(one.id)} on {one.release}[/]: {_safe(reason)}")
+            if verbose:
+                _hunks(console, one)
+    if bad and not verbose:
+        console.print("-v shows each hunk", style="dim")
+
+
+def _grouped(found: Sequence[PatchStatus]) -> Table:
+    table = Table("release", "state", "patches", box=None, pad_edge=False)
+    groups: dict[tuple[str, str], list[str]] = {}
+    for one in found:
+        if one.state != "not-applicable":
+            groups.setdefault((one.release, one.state), []).append(_safe(one.id))
+    for (release, state), names in groups.items():
+        table.add_row(release, f"[{_COLOURS[state]}]{state}[/]", ", ".join(names))
+    return table
+
+
+def _detailed(found: Sequence[PatchStatus]) -> Table:
+    table = Table("release", "patch", "state", "port", "hunks")
     for one in found:
         colour = _COLOURS[one.state]
         name, text = _safe(one.id), _safe(one.text)
         table.add_row(one.release, name, f"[{colour}]{one.state}[/]", text, _safe(_summary(one)))
-    console = Console()
-    console.print(table)
-    for one in found:
-        if one.state in ("fails", "blocked", "unknown") or (hunks and one.state != "not-meant"):
-            name, reason = _safe(one.id), _safe(one.reason or "applies")
-            console.print(f"[bold]{name} on {one.release}[/]: {reason}")
-            _hunks(console, one)
+    return table
 
 
 def _hunks(console: Console, one: PatchStatus) -> None:
@@ -55,7 +81,7 @@ def _hunks(console: Console, one: PatchStatus) -> None:
 
 def _summary(one: PatchStatus) -> str:
     best = one.best
-    if best is None or one.state == "not-meant":
+    if best is None or one.state == "not-applicable":
         return one.reason
     total = len(best.placements)
     if not one.good:
@@ -77,7 +103,7 @@ def facts(patch: Definition) -> dict[str, Any]:
         "releases": patch.releases,
         "requires": list(patch.requires),
         "scenarios": list(patch.scenarios),
-        "texts": [
+        "ports": [
             {
                 "base": text.base,
                 "era": text.era,
@@ -86,16 +112,16 @@ def facts(patch: Definition) -> dict[str, Any]:
                 "files": list(text.patch.paths),
                 "digest": text.digest,
             }
-            for text in patch.texts
+            for text in patch.ports
         ],
     }
 
 
 def series(found: Sequence[dict[str, Any]]) -> None:
     """Draw the series, one row per patch."""
-    table = Table("patch", "title", "releases", "texts")
+    table = Table("patch", "title", "releases", "ports")
     for one in found:
-        bases = ", ".join(text["base"] for text in one["texts"])
+        bases = ", ".join(port["base"] for port in one["ports"])
         words = (one["id"], one["title"], one["releases"] or "all", bases)
         table.add_row(*map(_safe, words))
     Console().print(table)
@@ -115,14 +141,14 @@ def patch(definition: Definition) -> None:
     }
     for key, value in pairs.items():
         console.print(f"{key}: {_safe(value)}")
-    for text in definition.texts:
+    for text in definition.ports:
         touched = ", ".join(text.patch.paths)
         console.print(_safe(f"text for {text.base} ({text.era}): {touched}"))
         for marker in text.markers:
             console.print(f"  where {_safe(str(marker))}")
 
 
-def comparison(found: Comparison) -> None:
+def comparison(found: PortComparison) -> None:
     """Write what the second of two texts lost, and what it gained."""
     console = Console(soft_wrap=True, highlight=False)
     between = _safe(f"{found.id}: {found.one} to {found.other}")
@@ -143,7 +169,7 @@ def drift(found: Sequence[Drift], named: Sequence[str] = ()) -> None:
         against = _safe(f", text for {one.base}" if one.base else "")
         state = f"[{_COLOURS[one.state]}]{one.state}[/]"
         console.print(f"[bold]{_safe(one.id)}[/] on {one.release}: {state}{against}")
-        if one.state == "not-meant" and one.id not in named:
+        if one.state == "not-applicable" and one.id not in named:
             console.print(f"  {_safe(one.reason.split('; ')[0])}")
             continue
         told = [hunk for hunk in one.hunks if hunk.placement.state != "exact"]
@@ -181,7 +207,7 @@ def _drifted(hunk: HunkDrift) -> str:
         said.append(f"expected {place.expected or 'the old lines'}, found {place.found}")
     elif not place.good:
         said.append(f"would need fuzz {hunk.fuzz}" if hunk.fuzz is not None else "no fuzz helps")
-        if hunk.blanks:
+        if hunk.whitespace_only:
             said.append("only blanks differ")
     if not place.good:
         said += _went(hunk)
@@ -191,6 +217,6 @@ def _drifted(hunk: HunkDrift) -> str:
 def _went(hunk: HunkDrift) -> Iterator[str]:
     if hunk.moved:
         there = hunk.moved[0]
-        yield f"perhaps gone to {there.path} ({there.likeness:.0%} alike)"
-    if hunk.changed:
-        yield f"changed in {hunk.changed}"
+        yield f"perhaps gone to {there.path} ({there.similarity:.0%} alike)"
+    if hunk.changed_in:
+        yield f"changed in {hunk.changed_in}"

@@ -33,12 +33,12 @@ def list_releases(
 
     With --new: versions on the package index that are newer than the newest pinned one.
     """
-    from pyllamakv.source import lock, watch
+    from pyllamakv.source import lockfile, watch
     from pyllamakv.source.store import open_store
 
     store = open_store()
     if new:
-        found = asdict(watch.look())
+        found = asdict(watch.compare_with_index())
         older = found["unpinned"] if every else found.pop("unpinned")
         if as_json:
             write_json(found)
@@ -51,7 +51,7 @@ def list_releases(
         return
     if every:
         raise errors.UsageError("--all requires --new: known releases are all listed")
-    rows = [_facts(release) | {"fetched": store.has(release)} for release in lock.known().values()]
+    rows = [_facts(release) | {"fetched": store.has(release)} for release in lockfile.known().values()]
     if as_json:
         write_json(rows)
     else:
@@ -94,15 +94,15 @@ def fetch(
 @app.command()
 def verify(names: Releases = None, *, as_json: Json = False) -> None:
     """Check fetched releases against the lock; default: all of them."""
-    from pyllamakv.source import check, lock
+    from pyllamakv.source import lockfile
     from pyllamakv.source.store import open_store
 
     store = open_store()
-    known = list(lock.known().values())
+    known = list(lockfile.known().values())
     wanted = _chosen(names) if names else [r for r in known if store.has(r)]
     if not wanted:
         raise errors.UsageError("No release is fetched yet: run `pyllamakv upstream fetch`.")
-    found = {release.name: check.problems(store, release) for release in wanted}
+    found = {release.name: store.problems(release) for release in wanted}
     if as_json:
         write_json(found)
     else:
@@ -131,10 +131,10 @@ def add(
     """Add a release to the lock of the data directory, and fetch it."""
     from pyllamakv.cli import progress_bar
     from pyllamakv.source import fetch as fetching
-    from pyllamakv.source import lock
+    from pyllamakv.source import lockfile
 
     with progress_bar.progress() as progress:
-        place = lock.shipped() if pin else None
+        place = lockfile.shipped() if pin else None
         release = fetching.add(what, progress=progress, pin=place, keep=keep)
     if as_json:
         write_json(_facts(release))
@@ -152,13 +152,13 @@ def show_log(
     as_json: Json = False,
 ) -> None:
     """List fetched releases as a chain of commits, as `git log -S` does."""
-    from pyllamakv.source import history
+    from pyllamakv.source import release_chain
     from pyllamakv.source.store import open_store
 
     store = open_store()
-    links = history.chain(store)
+    links = release_chain.chain(store)
     if text is not None:
-        changed = history.changes(store, text, paths or (), line=links)
+        changed = release_chain.pickaxe(store, text, paths or (), line=links)
         links = [link for link in links if link.release in changed]
     rows = [_facts(link.release) | {"line": link.commit} for link in links]
     if as_json:
@@ -168,15 +168,15 @@ def show_log(
 
 
 def _chosen(names: Sequence[str] | None, *, every: bool = False) -> list[Release]:
-    from pyllamakv.source import lock, sources
+    from pyllamakv.source import lockfile, spec_resolver
 
     if every and names:
         raise errors.UsageError("give either releases or --all")
     if every:
-        return list(lock.known().values())
+        return list(lockfile.known().values())
     if not names:
         raise errors.UsageError("name the releases, or use --all")
-    return [sources.resolve(name) for name in names]
+    return [spec_resolver.resolve(name) for name in names]
 
 
 def _facts(release: Release) -> dict[str, Any]:
@@ -190,14 +190,15 @@ def _line(facts: dict[str, Any]) -> str:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> None:
-    from rich import box
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     from pyllamakv.printable import printable
 
-    table = Table("release", "era", "date", "commit", "from", "fetched", box=box.SIMPLE_HEAD)
+    table = Table(
+        "release", "era", "date", "commit", "from", "fetched", box=None, pad_edge=False
+    )
     for row in rows:
         source = row["package"] or row["url"] or ""
         cells = [row["name"], row["era"], row["date"][:10], row["commit"][:12], source]

@@ -40,7 +40,7 @@ def sync(
     from pyllamakv.source import fetch, releases, vendor
     from pyllamakv.source.store import open_store
 
-    wanted = specs or [releases.DEFAULT]
+    wanted = specs or [releases.DEFAULT_RELEASE]
     if to is not None and len(wanted) != 1:
         raise errors.UsageError("--to takes one SPEC.")
     store = open_store()
@@ -130,11 +130,11 @@ def _commit(store: Store, release: Release, series: tuple[str, ...] | None) -> s
 
 def _stale(store: Store, vendored: Vendored) -> str:
     """Say when upstream + patches would now be another tree than the one put in place."""
-    from pyllamakv.source import fetch, sources
+    from pyllamakv.source import fetch, spec_resolver
 
     if vendored.release.startswith(("path:", "git:")):
         return ""
-    release = fetch.fetch(sources.resolve(vendored.release))
+    release = fetch.fetch(spec_resolver.resolve(vendored.release))
     tree = store.tree_of(_commit(store, release, vendored.series))
     return "" if tree == vendored.tree else f"stale: upstream + patches is tree {tree} now"
 

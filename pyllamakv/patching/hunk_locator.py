@@ -22,7 +22,7 @@ def start_of(hunk: Hunk) -> int:
     return hunk.old_start - 1 if hunk.old_count else hunk.old_start
 
 
-class Index:
+class LineIndex:
     """Know the lines of a file by their text, so that a search costs only the matches."""
 
     def __init__(self, lines: Sequence[bytes]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import PatchFormatError, UsageError
-from pyllamakv.source import bounds
+from pyllamakv.source import tree_limits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -192,7 +192,7 @@ def parse(data: bytes, name: str = "patch") -> Patch:
     Raises PatchFormatError for text without a change, wrong line counts, binary parts, paths that
     leave the tree, and mailboxes with more than one patch (see `split`).
     """
-    reader = _Reader(data, name)
+    reader = _PatchReader(data, name)
     header = reader.until_file()
     files: list[FilePatch] = []
     lead = b""
@@ -211,7 +211,7 @@ def parse(data: bytes, name: str = "patch") -> Patch:
     return patch
 
 
-def _file(reader: _Reader, lead: bytes) -> FilePatch:
+def _file(reader: _PatchReader, lead: bytes) -> FilePatch:
     line = reader.at + 1
     facts = _file_header(reader)
     hunks: list[Hunk] = []
@@ -251,7 +251,7 @@ class _FileFacts:
     copied: bool = False
 
 
-class _Reader:
+class _PatchReader:
     """Walk the lines of a patch and know where it is."""
 
     def __init__(self, data: bytes, name: str) -> None:
@@ -314,7 +314,7 @@ class _Reader:
         return b"".join(self.lines[start : self.at])
 
 
-def _file_header(reader: _Reader) -> _FileFacts:
+def _file_header(reader: _PatchReader) -> _FileFacts:
     """Take the header of one file's part, up to its first hunk."""
     facts = _FileFacts()
     start = reader.at
@@ -339,7 +339,7 @@ def _file_header(reader: _Reader) -> _FileFacts:
     return facts
 
 
-def _extended(reader: _Reader, facts: _FileFacts) -> bool:
+def _extended(reader: _PatchReader, facts: _FileFacts) -> bool:
     line = reader.peek().rstrip(b"\r\n")
     words = line.split(b" ")
     match words[:2]:
@@ -370,7 +370,7 @@ def _extended(reader: _Reader, facts: _FileFacts) -> bool:
     return True
 
 
-def _hunk(reader: _Reader) -> tuple[_Ranges, bytes, tuple[bytes, ...]]:
+def _hunk(reader: _PatchReader) -> tuple[_Ranges, bytes, tuple[bytes, ...]]:
     """Take one hunk: its ranges, its ``@@`` line and its lines."""
     match = _RANGE.match(reader.peek())
     if match is None:
@@ -423,7 +423,7 @@ def _restarted(head: bytes, start: int) -> bytes:
     return head[: match.start(3)] + b"%d" % start + head[match.end(3) :]
 
 
-def _git_names(reader: _Reader, line: bytes) -> tuple[str, str] | None:
+def _git_names(reader: _PatchReader, line: bytes) -> tuple[str, str] | None:
     # ambiguous when names hold blanks: only used where nothing else names the file, and then
     # both names are the same
     rest = line.rstrip(b"\r\n").removeprefix(b"diff --git ")
@@ -439,7 +439,7 @@ def _git_names(reader: _Reader, line: bytes) -> tuple[str, str] | None:
     return (_checked(reader, old), new) if old == new and old else None
 
 
-def _whole(reader: _Reader, line: bytes) -> str:
+def _whole(reader: _PatchReader, line: bytes) -> str:
     """Return the name that stands behind two words."""
     words = line.split(b" ", 2)
     if len(words) < 3 or not words[2]:
@@ -447,13 +447,13 @@ def _whole(reader: _Reader, line: bytes) -> str:
     return _checked(reader, _unquoted(words[2]))
 
 
-def _mode(reader: _Reader, word: bytes) -> str:
+def _mode(reader: _PatchReader, word: bytes) -> str:
     if not _MODE.fullmatch(word):
         raise reader.wrong("expected a mode of six octal digits, such as 100644.")
     return word.decode()
 
 
-def _name(reader: _Reader, raw: bytes) -> str:
+def _name(reader: _PatchReader, raw: bytes) -> str:
     text = raw.rstrip(b"\r\n")
     quoted = _STRING.match(text)
     path = _unquoted(quoted.group()) if quoted else _decoded(text.split(b"\t", 1)[0])
@@ -478,10 +478,10 @@ def _decoded(text: bytes) -> str:
     return text.decode("utf-8", "surrogateescape")
 
 
-def _checked(reader: _Reader, path: str) -> str:
+def _checked(reader: _PatchReader, path: str) -> str:
     parts = path.split("/")
     if "\0" in path or any(part.lower() in ("", ".", "..", ".git") for part in parts):
         raise reader.wrong(f"the path {path!r} leaves the tree; a patch may touch its files only.")
-    if len(os.fsencode(path)) > bounds.PATH:
-        raise reader.wrong(f"the path {path[:60]!r}… is longer than {bounds.PATH} bytes.")
+    if len(os.fsencode(path)) > tree_limits.PATH:
+        raise reader.wrong(f"the path {path[:60]!r}… is longer than {tree_limits.PATH} bytes.")
     return path

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import numpy as np
 
 from pyllamakv.binding import arguments
-from pyllamakv.binding.mapped import Backing
-from pyllamakv.binding.protocol import Capability
+from pyllamakv.binding.protocol import Backing, Capability
 from pyllamakv.errors import KVFileDamaged, KVFileForeign, Unsupported, UsageError
 
 if TYPE_CHECKING:

@@ -14,18 +14,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyllamakv.binding import arguments
-from pyllamakv.binding.handle import Handle
+from pyllamakv.binding.handle import Handle, free_quietly
 from pyllamakv.binding.protocol import Capability, SamplerParams, Status
 from pyllamakv.errors import Cancelled, DecodeError, KvError, NativeError, StaleLogits, UsageError
 from pyllamakv.runtime import decode_failure
 from pyllamakv.runtime.backing import Kept
 from pyllamakv.runtime.batch import Batch, Feed, as_int32, check_batch, lay_out
-from pyllamakv.runtime.capabilities import require
 from pyllamakv.runtime.decode_failure import roll_back
 from pyllamakv.runtime.defrag_policy import DefragPolicy
 from pyllamakv.runtime.kv import KV
 from pyllamakv.runtime.ledger import Ledger, record_batch, record_step
-from pyllamakv.runtime.lifetime import free_quietly
 from pyllamakv.runtime.logits import Logits, LogitsRows
 from pyllamakv.runtime.sampler import NumpySampler, Sampler, check_picker
 from pyllamakv.runtime.sequence import Sequence, checked
@@ -433,7 +431,7 @@ class Context:
     def counters(self) -> Counters:
         """Count slot searches, defragmentations and moves; Unsupported without `kv-counters`."""
         with self.turn:
-            require(self, Capability.COUNTERS, "count what the cache does")
+            self.native.about.require(Capability.COUNTERS, "count what the cache does")
             return self.native.counters(self.handle)
 
     # Lifetime...

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from pyllamakv.binding import arguments
+from pyllamakv.binding.handle import LoadedModel
 from pyllamakv.errors import Unsupported
 from pyllamakv.runtime import decode_failure
-from pyllamakv.runtime.lifetime import LoadedModel
 
 if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context

@@ -12,7 +12,6 @@ from pyllamakv.binding import arguments
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import Unsupported, UsageError
 from pyllamakv.runtime import backing, repack, staterows
-from pyllamakv.runtime.capabilities import require
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
 
 if TYPE_CHECKING:
@@ -175,7 +174,7 @@ class KV:
         context = self._context
         with context.turn:
             number = context.sequence_id(sequence)
-            require(context, Capability.STATES, "save the state of a sequence")
+            context.native.about.require(Capability.STATES, "save the state of a sequence")
             raw = context.native.state_save(context.handle, number)
         return staterows.parse(raw)
 
@@ -210,7 +209,7 @@ class KV:
 
     def _read(self) -> Snapshot:
         context = self._context
-        require(context, Capability.CELLS, "read the cells")
+        context.native.about.require(Capability.CELLS, "read the cells")
         streams = []
         for cache in range(context.info.n_caches):
             raw = context.native.cells(context.handle, cache)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pyllamakv.binding import arguments
-from pyllamakv.binding.handle import Handle
+from pyllamakv.binding.handle import Handle, LoadedModel, free_quietly
 from pyllamakv.binding.protocol import Capability, ContextParams, ModelParams, SamplerParams
 from pyllamakv.errors import ModelError, Unsupported, UsageError
 from pyllamakv.runtime import textstream
@@ -18,7 +18,6 @@ from pyllamakv.runtime.context import Context
 from pyllamakv.runtime.defrag_policy import Costs, DefragPolicy, checked
 from pyllamakv.runtime.ggml_types import cache_type
 from pyllamakv.runtime.gguf_file import check_file
-from pyllamakv.runtime.lifetime import LoadedModel, free_quietly
 from pyllamakv.runtime.memory import check_memory
 from pyllamakv.runtime.sampler import Sampler
 

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from pyllamakv.binding import arguments
-from pyllamakv.binding.handle import Handle
+from pyllamakv.binding.handle import Handle, LoadedModel, free_quietly
 from pyllamakv.binding.protocol import Capability, SamplerParams
 from pyllamakv.errors import Unsupported, UsageError
-from pyllamakv.runtime.lifetime import LoadedModel, free_quietly
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -13,7 +13,6 @@ import numpy as np
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import NativeError, StateError, WorkerDied
 from pyllamakv.runtime import staterows
-from pyllamakv.runtime.capabilities import require
 from pyllamakv.runtime.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def save(sequence: Sequence) -> bytes:
     context = sequence.context
     with context.turn:
         sequence.check(context)
-        require(context, Capability.STATES, "save the state of a sequence")
+        context.native.about.require(Capability.STATES, "save the state of a sequence")
         ledger = sequence.ledger
         raw = context.native.state_save(context.handle, sequence.id) if len(ledger) else b""
         return pack(context, ledger, raw)
@@ -92,7 +91,7 @@ def restore(sequence: Sequence, saved: bytes) -> None:
     context, content = sequence.context, unpack(saved)
     with context.turn:
         sequence.check(context)
-        require(context, Capability.STATES, "restore the state of a sequence")
+        context.native.about.require(Capability.STATES, "restore the state of a sequence")
         here = _fits(context)
         wrong = [key for key in here if content.fits.get(key) != here[key]]
         if wrong:

@@ -34,7 +34,7 @@ class Client:
         return self.prompt + self.answer > 0
 
 
-class Server:
+class SlotServer:
     """Give each of ``clients`` sequences an equal share of a player's cells."""
 
     def __init__(self, player: Player, clients: int) -> None:

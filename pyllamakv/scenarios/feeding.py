@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pyllamakv.binding.protocol import ContextHandle, Native
-    from pyllamakv.scenarios.ledger import Ledger
+    from pyllamakv.scenarios.ledger import CellLedger
 
 #: What a batch is asked to hold: per sequence, or per tuple of sequences that share the cells, how
 #: many tokens, or which.
@@ -21,7 +21,7 @@ Feeds = Mapping[Any, int | Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Feed:
+class BatchRows:
     """Hold the arrays of one batch and what each row of logits belongs to."""
 
     token: NDArray[np.int32]
@@ -48,7 +48,9 @@ class Feed:
         }
 
 
-def compose(ledger: Ledger, feeds: Feeds, n_vocab: int, *, interleave: bool = False) -> Feed:
+def compose(
+    ledger: CellLedger, feeds: Feeds, n_vocab: int, *, interleave: bool = False
+) -> BatchRows:
     """Return a batch that continues each sequence; the last token of each asks for logits."""
     lanes: list[list[tuple[int, int, tuple[int, ...], int]]] = []
     for key, what in feeds.items():
@@ -58,7 +60,7 @@ def compose(ledger: Ledger, feeds: Feeds, n_vocab: int, *, interleave: bool = Fa
         last = len(tokens) - 1
         lanes.append([(t, start + n, owners, int(n == last)) for n, t in enumerate(tokens)])
     order = list(_woven(lanes)) if interleave else [item for lane in lanes for item in lane]
-    return Feed(
+    return BatchRows(
         np.array([item[0] for item in order], dtype=np.int32),
         np.array([item[1] for item in order], dtype=np.int32),
         tuple(item[2] for item in order),

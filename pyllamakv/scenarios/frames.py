@@ -15,7 +15,7 @@ from pyllamakv.scenarios.player import Player, word
 if TYPE_CHECKING:
     from pyllamakv.binding.protocol import RawDefrag
     from pyllamakv.scenarios.cell_samples import Look
-    from pyllamakv.scenarios.feeding import Feed
+    from pyllamakv.scenarios.feeding import BatchRows
 
 #: Operations in which cells of a sequence may come to lie elsewhere.
 MOVING = ("decode", "step", "batch", "advance", "defrag", "update")
@@ -142,7 +142,7 @@ class FilmedPlayer(Player):
         self._take("defrag", "")
         return done
 
-    def _run(self, feed: Feed) -> int:
+    def _run(self, feed: BatchRows) -> int:
         status = super()._run(feed)
         fed: dict[str, int] = {}
         for owners in feed.owners:

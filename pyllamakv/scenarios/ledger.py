@@ -28,7 +28,7 @@ class Cell:
 
 
 @dataclass
-class Ledger:
+class CellLedger:
     """Follow every operation on a cache; ``cells`` has no order."""
 
     cells: list[Cell] = field(default_factory=list)
@@ -117,7 +117,7 @@ class Ledger:
         self.cells = [cell for cell in self.cells if cell.seqs]
 
 
-def windows(ledger: Ledger, found: Mapping[int, Sequence[int]], window: int) -> str:
+def windows(ledger: CellLedger, found: Mapping[int, Sequence[int]], window: int) -> str:
     """Say what a sliding-window cache lacks or has too much of; empty when it is right.
 
     ``found`` has the positions of each sequence. Promised are the last ``window - 1`` positions

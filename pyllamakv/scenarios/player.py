@@ -28,8 +28,8 @@ from pyllamakv.binding.protocol import (
 from pyllamakv.errors import NativeError, ScenarioFailed, Unsupported, WorkerDied
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
 from pyllamakv.scenarios import kv_rows
-from pyllamakv.scenarios.feeding import Feed, Feeds, compose
-from pyllamakv.scenarios.ledger import Content, Ledger, differences, windows
+from pyllamakv.scenarios.feeding import BatchRows, Feeds, compose
+from pyllamakv.scenarios.ledger import CellLedger, Content, differences, windows
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -65,7 +65,7 @@ class Player:
         self.n_vocab = native.model_info(model).n_vocab
         self.context = native.context_new(model, params) if context is None else context
         self.info = native.context_info(self.context)
-        self.ledger = Ledger(streams=self.info.n_streams > 1)
+        self.ledger = CellLedger(streams=self.info.n_streams > 1)
         self.steps: list[Step] = []
         self.saved: dict[str, tuple[bytes, list[tuple[int, int]]]] = {}
         self._closed = False
@@ -78,13 +78,13 @@ class Player:
 
     # --- decoding ---------------------------------------------------------------------------
 
-    def feed(self, feeds: Feeds, *, interleave: bool = False) -> Feed:
+    def feed(self, feeds: Feeds, *, interleave: bool = False) -> BatchRows:
         """Return a batch that continues each sequence; the last token of each asks for logits."""
         return compose(self.ledger, feeds, self.n_vocab, interleave=interleave)
 
     def decode(
         self,
-        feeds: Feeds | Feed,
+        feeds: Feeds | BatchRows,
         *,
         interleave: bool = False,
         expect: Status | None = Status.OK,
@@ -93,7 +93,7 @@ class Player:
 
         Raises ScenarioFailed ("claim") when the status is not the expected one; None expects any.
         """
-        feed = feeds if isinstance(feeds, Feed) else self.feed(feeds, interleave=interleave)
+        feed = feeds if isinstance(feeds, BatchRows) else self.feed(feeds, interleave=interleave)
         status = self._run(feed)
         if status == Status.OK:
             logits = feed.read(self.native, self.context, self.n_vocab)
@@ -273,7 +273,7 @@ class Player:
         yield
         kv_rows.compare(before, self.rows(), what, window=window)
 
-    def _run(self, feed: Feed) -> int:
+    def _run(self, feed: BatchRows) -> int:
         return feed.run(self.native, self.context)
 
     def _check_positions(self) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyllamakv.errors import UsageError
-from pyllamakv.scenarios.feeding import Feed
+from pyllamakv.scenarios.feeding import BatchRows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -54,7 +54,7 @@ def owners(seq: NDArray[np.int32], counts: NDArray[np.int32] | None) -> list[int
     return [ids[a] if b == a + 1 else ids[a:b] for a, b in zip(starts, ends, strict=True)]
 
 
-def feed(words: dict[str, Any], following: Callable[[int], int]) -> Feed:
+def feed(words: dict[str, Any], following: Callable[[int], int]) -> BatchRows:
     """Return the batch that words describe; without ``pos`` tokens follow in their sequences.
 
     ``following`` returns the position after the last of a sequence. Raises UsageError for words
@@ -62,7 +62,7 @@ def feed(words: dict[str, Any], following: Callable[[int], int]) -> Feed:
     """
     tokens = words["tokens"]
     lanes = _lanes(words["seq"], len(tokens))
-    return Feed(
+    return BatchRows(
         np.array(tokens, dtype=np.int32),
         np.array(_positions(words.get("pos"), lanes, following), dtype=np.int32),
         tuple(lanes),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyllamakv
-from pyllamakv import opening
+from pyllamakv import open_variant
 from pyllamakv.errors import UsageError
 from pyllamakv.source import releases
 from pyllamakv.traces import trace, traced
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Run:
+class ScriptRun:
     """Hold a script or a trace that is about to be played, and the variant it is played on."""
 
     head: Head
@@ -34,7 +34,7 @@ class Run:
 
 
 @contextmanager
-def open_run(path: Path, variant: str, model: str = "") -> Iterator[Run]:
+def open_run(path: Path, variant: str, model: str = "") -> Iterator[ScriptRun]:
     """Open a build in a worker for a script or a trace, until the end of the block.
 
     A trace is played on the model, and in the environment, that it was recorded in; a script as
@@ -50,7 +50,7 @@ def open_run(path: Path, variant: str, model: str = "") -> Iterator[Run]:
         pyllamakv.open(variant, isolated=True, env=head.environment) as library,
         closing(Stage(library.native, file=file)) as stage,
     ):
-        yield Run(head, lines, stage, library.about.variant, file)
+        yield ScriptRun(head, lines, stage, library.about.variant, file)
 
 
 #: A patch's name, which goes on a spec, as in 0.3.9+full-defrag,kv-counters.
@@ -87,10 +87,10 @@ def opened(spec: str, head: Head) -> pyllamakv.OpenLibrary:
 def folder(spec: str, head: Head) -> Path:
     """Return where the library of a variant lies, or raise NotBuilt."""
     if spec != RECORDED:
-        return opening.located(spec)
+        return open_variant.variant_path(spec)
     if not head.variant and not head.spec:
         raise UsageError(_NAMELESS)
-    return opening.find_recorded(head.variant, head.spec)
+    return open_variant.find_recorded(head.variant, head.spec)
 
 
 def _release(head: Head, word: str) -> str:
@@ -98,7 +98,7 @@ def _release(head: Head, word: str) -> str:
     if not release:
         msg = f"this trace does not name the release that recorded it: say 0.3.9+{word}"
         raise UsageError(msg)
-    if not releases.is_name(release):
+    if not releases.is_safe_name(release):
         # To look it up would be to read or to fetch what the trace names.
         msg = f"this trace was recorded on {release!r}, no pinned release: name a variant in full"
         raise UsageError(msg)

@@ -40,7 +40,7 @@ class Shrunk:
     minimal: bool = True
 
 
-class Failing:
+class FailureProbe:
     """Play operations on one build, each time as a scenario, and say how they fail.
 
     An operation is a line of a script as JSON text, with what is expected of it. `Bench` keeps the
@@ -76,7 +76,7 @@ def shrink(
     first, rest = _split(lines)
     items = tuple(json.dumps(_item(line)) for line in rest)
     with Bench(opener) as bench:
-        failing = Failing(head, first, library, model, bench)
+        failing = FailureProbe(head, first, library, model, bench)
         outcome = failing.outcome(items)
         if not outcome.failed:
             why = f": {outcome.message}" if outcome.message else ""

@@ -18,7 +18,7 @@ from pyllamakv.traces.stage import Stage, open_context
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pyllamakv.scenarios.feeding import Feed
+    from pyllamakv.scenarios.feeding import BatchRows
 
 #: Of so many places of a batch, the last ones, the likeliest tokens are told.
 PLACES = 16
@@ -106,7 +106,7 @@ def _advance(line: Line, stage: Stage, player: Player) -> dict[str, Any]:
     return result
 
 
-def _run(line: Line, stage: Stage, player: Player, feed: Feed) -> dict[str, Any]:
+def _run(line: Line, stage: Stage, player: Player, feed: BatchRows) -> dict[str, Any]:
     recorded = line.result or {}
     ended = recorded.get("status", 0)
     expect = line.arguments.get("expect", "ok" if ended in (0, None) else "any")

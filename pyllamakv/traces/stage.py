@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.binding.protocol import Native
     from pyllamakv.scenarios.cell_samples import Look
-    from pyllamakv.scenarios.feeding import Feed
+    from pyllamakv.scenarios.feeding import BatchRows
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Stage:
     foreign: bool = False
     look: Look | None = None
     #: A batch that failed when it was recorded and did not now; it goes before the next line.
-    extra: Feed | None = None
+    extra: BatchRows | None = None
     loaded: dict[str, Any] = field(default_factory=dict)
 
     def play_leniently(self) -> None:
@@ -63,7 +63,7 @@ class Stage:
         """Note that a state came from outside, so that no reference can follow."""
         self.foreign = True
 
-    def take_back_later(self, feed: Feed) -> None:
+    def take_back_later(self, feed: BatchRows) -> None:
         """Keep a batch that succeeded here and failed when recorded, for `take_back`."""
         self.extra = feed
 
@@ -124,7 +124,7 @@ def open_context(line: Line, stage: Stage) -> None:
     stage.reference = Reference(stage.player)
 
 
-def remove(player: Player, feed: Feed) -> None:
+def remove(player: Player, feed: BatchRows) -> None:
     """Remove what a batch has brought."""
     ends: dict[int, tuple[int, int]] = {}
     for pos, seqs in zip(feed.pos.tolist(), feed.owners, strict=True):

@@ -16,7 +16,7 @@ from pyllamakv.verification.verdict import Verdict
 
 
 @dataclass(frozen=True)
-class Step:
+class BisectStep:
     """Hold the verdict on one release."""
 
     release: str
@@ -37,11 +37,11 @@ class Found:
     first. ``odd`` are known verdicts that do not fit one single change.
     """
 
-    last: Step
-    first: Step
-    steps: tuple[Step, ...]
+    last: BisectStep
+    first: BisectStep
+    steps: tuple[BisectStep, ...]
     suspects: tuple[str, ...] = ()
-    odd: tuple[Step, ...] = ()
+    odd: tuple[BisectStep, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for ``--json``."""
@@ -66,8 +66,8 @@ def bisect(
     good: str,
     bad: str,
     chain: Sequence[str],
-    judge: Callable[[str], Step],
-    known: Callable[[str], Step | None] = lambda _: None,
+    judge: Callable[[str], BisectStep],
+    known: Callable[[str], BisectStep | None] = lambda _: None,
 ) -> Found:
     """Find the first release on the way from ``good`` to ``bad`` whose verdict is not good's.
 
@@ -121,7 +121,7 @@ def _way(good: str, bad: str, chain: Sequence[str]) -> list[str]:
     return list(chain[start : end + 1] if start < end else chain[end : start + 1][::-1])
 
 
-def _end(name: str, judge: Callable[[str], Step]) -> Step:
+def _end(name: str, judge: Callable[[str], BisectStep]) -> BisectStep:
     step = judge(name)
     if not step.testable:
         msg = f"{name} cannot be judged here, so it is no end to search from: {step.reason}"

@@ -29,16 +29,29 @@ _STYLES = {
 _LONGEST = 300
 
 
-def show(answer: Answer, scenarios: dict[str, Scenario], console: Console, maps: bool) -> None:
-    """Print the table of scenarios, what patched fails, cell maps and the verdict."""
+def show(
+    answer: Answer,
+    scenarios: dict[str, Scenario],
+    console: Console,
+    *,
+    pictures: bool = False,
+    verbose: bool = False,
+) -> None:
+    """Print the table of scenarios, what patched fails, and the verdict.
+
+    Scenarios that both sides pass are counted unless ``verbose``, which also prints settings,
+    whole messages and the reasons for skipped patches.
+    """
     from rich.table import Table
 
-    if answer.judgement.scenarios:
+    equal = [] if verbose else [name for name in answer.judgement.scenarios if _equal(answer, name)]
+    shown = {n: v for n, v in answer.judgement.scenarios.items() if n not in equal}
+    if shown:
         table = Table(box=None, pad_edge=False)
         for head in ("scenario", "kind", "stock", "patched", "verdict"):
             # a narrow terminal may fold the counts, never a name or a verdict
             table.add_column(head, no_wrap=head not in ("stock", "patched"))
-        for name, verdict in answer.judgement.scenarios.items():
+        for name, verdict in shown.items():
             mine = [pair for pair in answer.pairs if pair.scenario == name]
             kind = scenarios[name].kind if name in scenarios else mine[0].kind
             table.add_row(
@@ -49,24 +62,42 @@ def show(answer: Answer, scenarios: dict[str, Scenario], console: Console, maps:
                 f"[{_STYLES[verdict]}]{check_report.word(verdict, kind)}[/]",
             )
         console.print(table)
+    if equal:
+        count = f"{len(equal)} scenario{'s' if len(equal) > 1 else ''}"
+        console.print(f"{count} with equal results on stock and patched; -v lists them")
     for (name, what), runs in _failing(answer).items():
         console.print(f"\npatched: {name}: {what}", style="red", markup=False)
-        console.print(f"  {runs[0][1][:_LONGEST]}", markup=False)
+        said = runs[0][1]
+        console.print(f"  {said if verbose else said[:_LONGEST]}", markup=False)
+        if not verbose:
+            console.print(f"  in {len(runs)} settings", style="dim", markup=False)
+            continue
         settings = ", ".join(setting for setting, _ in runs)
         console.print(f"  in {len(runs)}: {settings}", style="dim", markup=False, highlight=False)
-    if maps:
+    if pictures:
         _show_maps(answer, console)
     for run in answer.runs.get("patched", ()):
-        if "story" in run.notes:
+        if verbose and "story" in run.notes:
             console.print(f"the story that patched told ({run.setting}):", style="dim")
             console.print(f"  {' '.join(run.notes['story'].split())}", markup=False)
             break
-    for name, reason in answer.skipped.items():
-        console.print(f"left out: {name}: {reason}", style="dim", markup=False)
+    for name, reason in answer.skipped.items() if verbose else ():
+        console.print(f"skipped {name}: {reason}", style="dim", markup=False)
     if answer.patches:
         console.print(f"patches: {', '.join(answer.patches)}", style="dim", markup=False)
     style = _STYLES[answer.judgement.verdict]
     console.print(str(answer.judgement), style=style, markup=False, soft_wrap=True)
+
+
+def _equal(answer: Answer, name: str) -> bool:
+    """Return whether stock and patched end alike in each setting, and no run fails."""
+    pairs = [pair for pair in answer.pairs if pair.scenario == name]
+    return all(
+        pair.stock is not None
+        and pair.patched is not None
+        and pair.stock.status == pair.patched.status != "fail"
+        for pair in pairs
+    )
 
 
 def _failing(answer: Answer) -> dict[tuple[str, str], list[tuple[str, str]]]:

@@ -42,7 +42,7 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Line:
+class Segment:
     """Draw a line; ``dash`` makes it broken."""
 
     role: str
@@ -84,7 +84,7 @@ class Tip:
     text: str
 
 
-Item = Area | Band | Line | Mark | Words | Tip
+Item = Area | Band | Segment | Mark | Words | Tip
 
 
 @dataclass
@@ -146,7 +146,7 @@ def _item(item: Item) -> str:
         case Band():
             steps = "".join(_band(edge) for edge in item.edges)
             return f'<path class="f-{item.role}"{_opacity(item.opacity)} d="{steps}"/>'
-        case Line():
+        case Segment():
             steps = "L".join(f"{_short(x)} {_short(y)}" for x, y in item.points)
             dash = ' stroke-dasharray="2 3"' if item.dash else ""
             return (

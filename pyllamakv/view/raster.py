@@ -6,7 +6,7 @@ import io
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import Unsupported
-from pyllamakv.view.drawing import Area, Band, Drawing, Item, Line, Mark, Tip, Words
+from pyllamakv.view.drawing import Area, Band, Drawing, Item, Mark, Segment, Tip, Words
 from pyllamakv.view.palette import THEMES
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class _Painter:
                 self._fill([self._corners(*box) for box in boxes], colour, 1)
             case Band(edges=edges, opacity=opacity):
                 self._fill([self._curve(*edge) for edge in edges], colour, opacity)
-            case Line(points=points, width=width, dash=dash):
+            case Segment(points=points, width=width, dash=dash):
                 self._line(points, colour, width, dash)
             case Mark():
                 self._mark(item, colour)

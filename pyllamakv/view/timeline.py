@@ -8,20 +8,99 @@ that lies together, which is what a batch can get where slots are contiguous.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count, groupby
 
 from pyllamakv.errors import UsageError
-from pyllamakv.scenarios.cell_picture import NOBODY, SEVERAL
-from pyllamakv.scenarios.frames import Film
+from pyllamakv.scenarios.cell_picture import NOBODY, SEVERAL, Picture, most_frequent
+from pyllamakv.scenarios.frames import Film, Frame
 from pyllamakv.view import palette
-from pyllamakv.view.drawing import Area, Band, Box, Drawing, Line, Mark, Tip, Words
-from pyllamakv.view.plot import LEFT, RIGHT, TOP, Plot, lay_out, round_step, runs_of, ticks
+from pyllamakv.view.drawing import Area, Band, Box, Drawing, Mark, Segment, Tip, Words
 
+#: Room around the cells: on the left for their numbers, on the right, above for the marks.
+LEFT, RIGHT, TOP = 52.0, 20.0, 74.0
+#: Width of the plot, and of a column in it.
+_NARROW, _WIDE, _COLUMN = 440.0, 860.0, 72.0
+#: Height of the cells, and most rows that they get.
+_HEIGHT, _ROWS = 256, 320
+#: Most columns; in a longer film several operations share one.
+_COLUMNS = 400
 #: Height of the numbers below the cells.
 _STRIP = 48.0
 #: As many operations still have their names below them.
 _NAMED = 32
 #: Letters of one size are about so wide, in sizes.
 _LETTER = 0.55
+
+
+@dataclass(frozen=True)
+class Column:
+    """Hold what one column shows: the last of its frames, and what happened in any of them."""
+
+    frames: tuple[Frame, ...]
+
+    @property
+    def picture(self) -> Picture:
+        """Return the cells as the last of the frames left them."""
+        return self.frames[-1].picture
+
+    @property
+    def failed(self) -> bool:
+        """Tell whether any of the operations failed."""
+        return any(frame.failed for frame in self.frames)
+
+    @property
+    def moved(self) -> int:
+        """Count the cells that moved."""
+        return sum(frame.moved for frame in self.frames)
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Say where the cells of each column are painted."""
+
+    columns: tuple[Column, ...]
+    cells: int
+    width: float
+    step: int
+    cell: float
+
+    @property
+    def gap(self) -> float:
+        """Return the room between columns, in which bands show where cells went."""
+        share = self.width / len(self.columns)
+        return min(0.38 * share, 48.0) if share >= 24 else 1.0 if share >= 10 else 0.0
+
+    @property
+    def pitch(self) -> float:
+        """Return how far it is from one column to the next."""
+        return (self.width + self.gap) / len(self.columns)
+
+    @property
+    def height(self) -> float:
+        """Return the height of all cells."""
+        return self.cells * self.cell
+
+    @property
+    def bottom(self) -> float:
+        """Return where cell 0 begins."""
+        return TOP + self.height
+
+    def left(self, number: int) -> float:
+        """Return a column's left edge."""
+        return LEFT + number * self.pitch
+
+    def right(self, number: int) -> float:
+        """Return a column's right edge."""
+        return self.left(number) + self.pitch - self.gap
+
+    def middle(self, number: int) -> float:
+        """Return a column's middle."""
+        return (self.left(number) + self.right(number)) / 2
+
+    def y(self, cell: float) -> float:
+        """Return the height of a cell's lower edge; cell 0 lies at the bottom."""
+        return self.bottom - cell * self.cell
 
 
 def paint(film: Film, title: str = "") -> Drawing:
@@ -123,13 +202,13 @@ def _bands(plot: Plot) -> Iterator[Band]:
             yield Band(palette.role(owner), tuple(each), 0.45)
 
 
-def _streams(plot: Plot) -> Iterator[Line]:
+def _streams(plot: Plot) -> Iterator[Segment]:
     for start in plot.columns[-1].picture.starts:
         y = plot.y(start)
-        yield Line("paper", ((LEFT, y), (LEFT + plot.width, y)), 2)
+        yield Segment("paper", ((LEFT, y), (LEFT + plot.width, y)), 2)
 
 
-def _marks(plot: Plot) -> Iterator[Line | Mark | Words]:
+def _marks(plot: Plot) -> Iterator[Segment | Mark | Words]:
     y = TOP - 12
     for number, column in enumerate(plot.columns):
         x = plot.middle(number)
@@ -139,19 +218,19 @@ def _marks(plot: Plot) -> Iterator[Line | Mark | Words]:
             yield Mark("move", "diamond", at, y, 4.5 if plot.pitch >= 10 else 3)
         if column.failed:
             at = x - 8 if both else x
-            yield Line("bad", ((x, TOP - 4), (x, plot.bottom)), 1, dash=True)
+            yield Segment("bad", ((x, TOP - 4), (x, plot.bottom)), 1, dash=True)
             yield Mark("bad", "cross", at, y, 4 if plot.pitch >= 10 else 2.5)
 
 
-def _grid(plot: Plot) -> Iterator[Line | Words]:
+def _grid(plot: Plot) -> Iterator[Segment | Words]:
     for cell in ticks(plot.cells):
         y = plot.y(cell)
-        yield Line("line", ((LEFT - 5, y), (LEFT, y)))
+        yield Segment("line", ((LEFT - 5, y), (LEFT, y)))
         yield Words(str(cell), LEFT - 9, y + 4, anchor="end")
     yield Words("cells", 14, TOP + plot.height / 2, anchor="middle", turned=True)
 
 
-def _strip(plot: Plot, top: float) -> Iterator[Area | Line | Words]:
+def _strip(plot: Plot, top: float) -> Iterator[Area | Segment | Words]:
     """Yield how much is free, and of it the largest hole, column by column."""
     free, together = [], []
     bottom = top + _STRIP
@@ -164,13 +243,13 @@ def _strip(plot: Plot, top: float) -> Iterator[Area | Line | Words]:
         together.append((left, bottom - hole, width, hole))
     yield Area("free", tuple(free))
     yield Area("hole", tuple(together))
-    yield Line("line", ((LEFT, bottom), (LEFT + plot.width, bottom)))
+    yield Segment("line", ((LEFT, bottom), (LEFT + plot.width, bottom)))
     yield Words("free", 14, top + _STRIP / 2, anchor="middle", turned=True)
     yield Words(str(plot.cells), LEFT - 9, top + 8, anchor="end")
     yield Words("0", LEFT - 9, bottom + 4, anchor="end")
 
 
-def _axis(plot: Plot, top: float, *, named: bool, turned: bool) -> Iterator[Words | Line]:
+def _axis(plot: Plot, top: float, *, named: bool, turned: bool) -> Iterator[Words | Segment]:
     if named:
         for number, column in enumerate(plot.columns):
             op, x = column.frames[0].op, plot.middle(number)
@@ -188,7 +267,7 @@ def _axis(plot: Plot, top: float, *, named: bool, turned: bool) -> Iterator[Word
         reached = column.frames[-1].number // every * every
         if reached > done:
             done = reached
-            yield Line("line", ((plot.middle(number), top), (plot.middle(number), top + 4)))
+            yield Segment("line", ((plot.middle(number), top), (plot.middle(number), top + 4)))
             yield Words(str(reached), plot.middle(number), top + 16, anchor="middle")
     yield Words("line of the trace", LEFT + plot.width, top + 30, anchor="end")
 
@@ -237,3 +316,52 @@ def _tips(plot: Plot, bottom: float) -> Iterator[Tip]:
         left = plot.left(number)
         box = (left, TOP, plot.pitch, bottom - TOP)
         yield Tip(box, "\n".join([*said, column.picture.numbers()]))
+
+
+def lay_out(film: Film) -> Plot:
+    """Return where a film's columns and cells stand."""
+    share = -(-len(film) // _COLUMNS)
+    columns = tuple(
+        Column(tuple(film.frames[at : at + share])) for at in range(0, len(film), share)
+    )
+    width = min(_WIDE, max(_NARROW, len(columns) * _COLUMN))
+    step = max(1, -(-film.cells // _ROWS))
+    rows = -(-film.cells // step)
+    return Plot(columns, film.cells, width, step, max(1, _HEIGHT // rows) / step)
+
+
+def ticks(cells: int, most: int = 5) -> list[int]:
+    """Return round numbers from 0 to ``cells``: powers of two, as caches are sized."""
+    if cells < most:
+        return list(range(cells + 1))
+    step = 1
+    while cells / step >= most:
+        step *= 2
+    ticks = list(range(0, cells + 1, step))
+    if cells - ticks[-1] >= step / 2:
+        ticks.append(cells)
+    return ticks
+
+
+def round_step(width: float) -> int:
+    """Return the round number of lines, each ``width`` wide, after which a label has room."""
+    steps: Iterator[int] = (times * 10**power for power in count() for times in (1, 2, 5))
+    return next(step for step in steps if step * width >= 44)
+
+
+def runs_of(picture: Picture, step: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (owner, first cell, cells) of each run of rows with one owner."""
+    owners = picture.owner
+    rows = [
+        (
+            owners[at]
+            if step == 1
+            else most_frequent(owners[at : at + step])
+        )
+        for at in range(0, len(owners), step)
+    ]  # fmt: skip
+    at = 0
+    for owner, run in groupby(rows):
+        length = min(len(list(run)) * step, len(owners) - at)
+        yield owner, at, length
+        at += length

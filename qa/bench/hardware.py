@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from pyllamakv.building import cuda, nvidia, probing
+from pyllamakv.building import cuda, doctor, nvidia
 from pyllamakv.building.build import build
 from pyllamakv.errors import KvError
-from pyllamakv.source.releases import DEFAULT
+from pyllamakv.source.releases import DEFAULT_RELEASE
 from pyllamakv.verification import check
 from qa.bench import devices
 from qa.bench.figure import Figure
@@ -28,7 +28,7 @@ LIMIT = 600.0
 def figures(
     tick: Tick,
     backend: str = "cuda",
-    release: str = DEFAULT,
+    release: str = DEFAULT_RELEASE,
     limit: float = LIMIT,
     keep: Keep | None = None,
 ) -> list[Figure]:
@@ -95,5 +95,5 @@ def _tools(backend: str) -> str:
         seen = f"{driver.gpus}, driver {driver.version}" if driver else "no driver"
         return f"{seen}; nvcc {toolkit.version} for {toolkit.architecture}"
     if backend == "vulkan":
-        return ", ".join(probing.vulkan_devices()) or "a Vulkan driver that does not tell its name"
+        return ", ".join(doctor.vulkan_devices()) or "a Vulkan driver that does not tell its name"
     return "this machine's processor, behind RPC on loopback" if backend == "rpc" else backend

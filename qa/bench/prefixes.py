@@ -14,7 +14,7 @@ from itertools import count
 
 import pyllamakv
 from pyllamakv.cache.prefix_cache import PrefixCache
-from pyllamakv.cache.prefix_tree import Tree, pack
+from pyllamakv.cache.prefix_tree import PrefixTree, pack
 from qa.bench.figure import Figure
 from qa.bench.loop import model_file
 from qa.bench.measure import MINIMUM_PAIRS, Pairs, clock, interleave, interval
@@ -64,7 +64,7 @@ def _trees() -> dict[str, list[bytes]]:
 
 
 def _lookup(name: str, keys: list[bytes], tick: Tick) -> Figure:
-    tree = Tree()
+    tree = PrefixTree()
     for key in keys:
         tree.insert(key)
     prompts = [list(memoryview(key).cast("i")) for key in keys[:: len(keys) // 20]]

@@ -12,7 +12,7 @@ import numpy as np
 from pyllamakv.binding import loading
 from pyllamakv.native._plk import ffi
 from pyllamakv.scenarios import synthetic
-from pyllamakv.scenarios.ledger import Content, Ledger
+from pyllamakv.scenarios.ledger import CellLedger, Content
 from qa.fuzzing.arena import FILLED, Arena
 from qa.fuzzing.signatures import Parameter, fields
 from qa.fuzzing.target import Broken
@@ -55,7 +55,7 @@ class World:
             raise Broken(f"the model cannot be loaded: {self.error()}")
         self._model = out[0]
         self.handles: dict[str, list[Any]] = {}
-        self.ledger = Ledger()
+        self.ledger = CellLedger()
         self.n_seq_max = 0
 
     def begin(self, setting: int) -> None:
@@ -75,7 +75,7 @@ class World:
             if code:
                 raise Broken(f"{name} of {words} gives {code}: {self.error()}")
             self.handles[f"struct {kind}"] = [out[0]]
-        self.ledger = Ledger()
+        self.ledger = CellLedger()
         self.n_seq_max = asked["n_seq_max"]
 
     @property

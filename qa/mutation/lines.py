@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from pyllamakv.patching.hunk_locator import lines_of
 
 if TYPE_CHECKING:
-    from pyllamakv.patching.draft import Placement, Tree
     from pyllamakv.patching.hunks import FilePatch
-    from pyllamakv.patching.port_choice import Step
+    from pyllamakv.patching.port_choice import AppliedPort
+    from pyllamakv.patching.strict_apply import Placement, Tree
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Line:
 Files = Mapping[str, tuple[Line, ...]]
 
 
-def follow(steps: Iterable[Step], stock: Tree) -> Files:
+def follow(steps: Iterable[AppliedPort], stock: Tree) -> Files:
     """Return the files that the steps change, line by line, as they are after the last one."""
     files: dict[str, tuple[Line, ...]] = {}
     for step in steps:

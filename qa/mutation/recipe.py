@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from qa import ninja
 
 if TYPE_CHECKING:
-    from pyllamakv.building.variant import Request
+    from pyllamakv.building.variant import BuildRequest
 
 #: Enough to find out that two texts are the same code, and half of the time that -O3 takes.
 _OPTIMIZED = "-O1"
@@ -37,7 +37,7 @@ class Unit:
         return not self.holds
 
 
-def units(wanted: Request, tree: Path) -> tuple[Unit, ...]:
+def units(wanted: BuildRequest, tree: Path) -> tuple[Unit, ...]:
     """Return the units of a build, with another copy of its tree in the place of the build's."""
     reads = _reads(wanted)
     root, found = wanted.tree, []
@@ -68,7 +68,7 @@ def units(wanted: Request, tree: Path) -> tuple[Unit, ...]:
     return tuple(found)
 
 
-def linking(wanted: Request) -> list[str]:
+def linking(wanted: BuildRequest) -> list[str]:
     """Return the words that link the library, its own name replaced."""
     words = shlex.split(ninja.commands(wanted.objects)[-1])
     start, end = words.index("&&") + 1, len(words) - words[::-1].index("&&") - 1
@@ -77,7 +77,7 @@ def linking(wanted: Request) -> list[str]:
     return words
 
 
-def _reads(wanted: Request) -> dict[str, frozenset[str]]:
+def _reads(wanted: BuildRequest) -> dict[str, frozenset[str]]:
     """Return the files of the tree that each object was made from."""
     root = wanted.tree
     return {

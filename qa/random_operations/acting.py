@@ -23,7 +23,7 @@ from qa.random_operations.subject import Subject
 
 if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
-    from pyllamakv.scenarios.feeding import Feed
+    from pyllamakv.scenarios.feeding import BatchRows
 
 #: What numbers are drawn from.
 NUMBERS = 1 << 16
@@ -114,7 +114,7 @@ class Actor:
     def _tokens(self, n: int) -> list[int]:
         return [self._chance.randrange(self.subject.n_vocab) for _ in range(n)]
 
-    def _some(self, most: int) -> Feed:
+    def _some(self, most: int) -> BatchRows:
         """Return ``most`` tokens at most, for up to three lanes, some of which sequences share."""
         feeds: dict[tuple[int, ...], list[int]] = {}
         left, lanes, ends = set(self._all), self._chance.randint(1, 3), self._ends()
@@ -128,14 +128,14 @@ class Actor:
             feeds[owners] = self._tokens(self._chance.randint(1, most // 3))
         return self.subject.feed(feeds, interleave=self._chance.random() < 0.5)
 
-    def _two(self, n: int) -> Feed:
+    def _two(self, n: int) -> BatchRows:
         """Return ``n`` tokens for two sequences."""
         one, two = self._chance.sample(self._all, 2)
         part = self._chance.randint(1, n - 1)
         feeds = {one: self._tokens(part), two: self._tokens(n - part)}
         return self.subject.feed(feeds, interleave=self._chance.random() < 0.5)
 
-    def _feed(self, feed: Feed, *, aborts: bool = False) -> int:
+    def _feed(self, feed: BatchRows, *, aborts: bool = False) -> int:
         """Decode a batch, which must do all that it says or nothing; return the status.
 
         Where states are kept, some releases begin no sequence after another was removed.
@@ -207,7 +207,7 @@ class Actor:
             self._say(op, seq=seq, by=by, **{"from": p0})
             getattr(self.subject, op)(seq, p0, -1, by)
 
-    def _say_feed(self, feed: Feed) -> None:
+    def _say_feed(self, feed: BatchRows) -> None:
         feeds: dict[str, list[int]] = {}
         for token, owners in zip(feed.token.tolist(), feed.owners, strict=True):
             feeds.setdefault("+".join(map(str, owners)), []).append(token)

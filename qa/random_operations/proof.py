@@ -21,7 +21,7 @@ from qa.random_operations.rope_shift_check import Turning
 if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.staterows import SequenceState
-    from pyllamakv.scenarios.feeding import Feed
+    from pyllamakv.scenarios.feeding import BatchRows
     from qa.random_operations.subject import Subject
 
 #: What logits may differ from the reference's by with keys of 4 bits. There cells lie in another
@@ -114,7 +114,7 @@ class Proof:
                 with suppress(PartialRemovalRefused):
                     subject.remove(seq, start)
 
-    def _check_restored(self, seq: int, state: bytes, feed: Feed, *, exact: bool) -> None:
+    def _check_restored(self, seq: int, state: bytes, feed: BatchRows, *, exact: bool) -> None:
         """Compare the logits of a token with those behind a restored state."""
         self.other.clear()
         with self.other.sequence() as twin:

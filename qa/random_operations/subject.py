@@ -21,7 +21,7 @@ from pyllamakv.errors import (
     StateError,
 )
 from pyllamakv.runtime.batch import Batch
-from pyllamakv.scenarios.feeding import Feed
+from pyllamakv.scenarios.feeding import BatchRows
 from pyllamakv.scenarios.player import Player, Step
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ class Subject(Player):
             self.ledger.remove(seq)
             self._step("remove", seq, -1, -1)
 
-    def _run(self, feed: Feed) -> int:
+    def _run(self, feed: BatchRows) -> int:
         """Decode by what the runtime has for batches of this kind."""
         self.cause = ""
         flat = [seq for seqs in feed.owners for seq in seqs]

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pyllamakv.binding.handle import Handle
-from pyllamakv.errors import Busy, Closed
+from pyllamakv.binding.handle import Handle, free_quietly
+from pyllamakv.errors import Busy, Closed, NativeError, WorkerDied
 
 
 class Tree:
@@ -190,3 +190,25 @@ def test_the_interpreter_s_end(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.split() == ["2", "1", "0"]
+
+
+@pytest.mark.parametrize("error", [WorkerDied("gone"), Closed("gone"), None])
+def test_what_is_gone_is_free(error: Exception | None) -> None:
+    """Check a dead worker and a closed library."""
+
+    def free(raw: int) -> None:
+        assert raw == 7
+        if error is not None:
+            raise error
+
+    free_quietly(free, 7)
+
+
+def test_other_faults_are_told() -> None:
+    """Check that a real failure is not hidden."""
+
+    def free(raw: int) -> None:
+        raise NativeError("broken")
+
+    with pytest.raises(NativeError):
+        free_quietly(free, 7)

@@ -10,8 +10,8 @@ import pytest
 from fakes.build import FLOOD, LOG, THROW, fake
 
 from pyllamakv.binding.local import Local
-from pyllamakv.binding.mapped import Backing
 from pyllamakv.binding.protocol import (
+    Backing,
     Capability,
     ContextHandle,
     ContextParams,

@@ -16,7 +16,7 @@ from pyllamakv.errors import ToolMissing
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pyllamakv.building.doctor import Finding
+    from pyllamakv.building.doctor import ProbeResult
 
 
 @pytest.fixture
@@ -26,12 +26,12 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
-    for name in ("CC", "CXX", "CUDACXX", "CUDA_HOME", "CUDA_PATH", "PYLLAMAKV_LAUNCHER"):
+    for name in ("CC", "CXX", "CUDACXX", "CUDA_HOME", "CUDA_PATH", "PYLLAMAKV_COMPILER_LAUNCHER"):
         monkeypatch.delenv(name, raising=False)
     return folder
 
 
-def by_name(findings: list[Finding]) -> dict[str, Finding]:
+def by_name(findings: list[ProbeResult]) -> dict[str, ProbeResult]:
     """Return the findings under their names."""
     return {finding.name: finding for finding in findings}
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from building_kit import script
 
-from pyllamakv.building import build, cuda, nvidia, probing
+from pyllamakv.building import build, cuda, doctor, nvidia
 from pyllamakv.building.cuda import Toolkit
 from pyllamakv.errors import ToolMissing, UsageError
 
@@ -56,12 +56,12 @@ def test_nothing_is_compiled_for_a_driver_that_is_too_old(
         backend=SimpleNamespace(name="cuda"), compiler=SimpleNamespace(cxx="g++")
     )
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
-    build.prove(wanted)
+    build.check_toolchain(wanted)
     monkeypatch.setenv("PATH", str(tmp_path / "smi"))
     with pytest.raises(ToolMissing, match=r"driver 580\.159\.03 is too old.*update the driver"):
-        build.prove(wanted)
+        build.check_toolchain(wanted)
     monkeypatch.setenv(cuda.ARCHITECTURE, "90-real")
-    build.prove(wanted)
+    build.check_toolchain(wanted)
 
 
 def test_a_compiler_that_nvcc_refuses(tmp_path: Path) -> None:
@@ -107,12 +107,12 @@ def test_the_doctor_tells_apart_what_lacks(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(cuda, "USUAL", tmp_path / "usual")
     monkeypatch.setattr(cuda, "_wheel_folders", list)
     env = {"PATH": str(tmp_path), cuda.ARCHITECTURE: "90-real"}
-    assert "pip install 'nvidia-cuda-nvcc" in probing.gpu(env).cure
+    assert "pip install 'nvidia-cuda-nvcc" in doctor.gpu(env).cure
     made = toolkit(tmp_path / "cuda", "exit 0\n")
     monkeypatch.setattr(cuda, "find", lambda _env: made)
-    found = probing.gpu(env)
+    found = doctor.gpu(env)
     assert (found.state, "no driver" in found.found) == ("optional", True)
     script(tmp_path / "nvidia-smi", SMI)
-    assert probing.gpu(env).state == "ok"
+    assert doctor.gpu(env).state == "ok"
     script(tmp_path / "nvidia-smi", SMI.replace("CUDA Version: 13", "CUDA Version: 11"))
-    assert "update the driver" in probing.gpu(env).cure
+    assert "update the driver" in doctor.gpu(env).cure

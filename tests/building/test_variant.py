@@ -23,7 +23,7 @@ RELEASE = Release("0.3.9", "sdist", "c" * 40, "a" * 40, "unified", "2025-05-08T0
 COMPILER = Compiler("/bin/gcc", "/bin/g++", "gcc 1.2.3", "x86_64", ("avx2", "fma"))
 
 
-def request(**changed: object) -> variant.Request:
+def request(**changed: object) -> variant.BuildRequest:
     """Return a request, but for the named fields."""
     values: dict[str, object] = {
         "spec": variant.Spec("0.3.9", ()),
@@ -33,7 +33,7 @@ def request(**changed: object) -> variant.Request:
         "native": True,
         **changed,
     }
-    return variant.Request(**values)  # type: ignore[arg-type]
+    return variant.BuildRequest(**values)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_lookup_needs_a_whole_variant(tmp_path: Path, monkeypatch: pytest.Monkey
     folder.mkdir(parents=True)
     (folder / "libplk.so").touch()
     manifest().save(folder)
-    variant.remember(wanted, variant.Variant(folder))
+    variant.add_to_index(wanted, variant.Variant(folder))
     found = variant.lookup(wanted)
     assert found is not None
     assert found.id == "some-variant"

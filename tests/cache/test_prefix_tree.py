@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pyllamakv.cache.paging import CountedPage
-from pyllamakv.cache.prefix_tree import Node, Tree, common, pack, unpack
+from pyllamakv.cache.prefix_tree import Node, PrefixTree, common, pack, unpack
 
 WORDS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
@@ -21,7 +21,7 @@ class Sheet(CountedPage):
         self.start, self.end = start, end
 
 
-def entered(tree: Tree, tokens: list[int]) -> Node:
+def entered(tree: PrefixTree, tokens: list[int]) -> Node:
     """Let a node keep something, so that it stays."""
     node = tree.insert(pack(tokens))
     if node.entry is None:
@@ -29,7 +29,7 @@ def entered(tree: Tree, tokens: list[int]) -> Node:
     return node
 
 
-def parted(tree: Tree, node: Node) -> None:
+def parted(tree: PrefixTree, node: Node) -> None:
     """Take away what a node keeps."""
     tree.detach(node)
     tree.prune(node)
@@ -55,14 +55,14 @@ def test_tokens_survive_packing() -> None:
 
 def test_find_best_match_in_an_empty_tree() -> None:
     """Match nothing (FindBestMatch, empty)."""
-    tree = Tree()
+    tree = PrefixTree()
     assert tree.match(pack([1, 2])) == (tree.root, 0)
     assert tree.match(b"") == (tree.root, 0)
 
 
 def test_find_best_match_at_the_end_of_a_node() -> None:
     """Match whole nodes, and go on below them (FindBestMatch, full edge)."""
-    tree = Tree()
+    tree = PrefixTree()
     node = entered(tree, [1, 2, 3])
     assert tree.match(pack([1, 2, 3])) == (node, 3)
     assert tree.match(pack([1, 2, 3, 4])) == (node, 3)
@@ -70,7 +70,7 @@ def test_find_best_match_at_the_end_of_a_node() -> None:
 
 def test_find_best_match_inside_of_a_node() -> None:
     """Match a part of a run (FindBestMatch, partial edge): 46 of 47 thousand tokens count."""
-    tree = Tree()
+    tree = PrefixTree()
     long = list(range(47_000))
     node = entered(tree, long)
     assert tree.match(pack([*long[:46_000], 5])) == (node, 46_000)
@@ -78,7 +78,7 @@ def test_find_best_match_inside_of_a_node() -> None:
 
 def test_a_split_and_a_merge_give_the_node_back() -> None:
     """Divide a node and join it again (Split/Merge round trip): key, entry and counts stay."""
-    tree = Tree()
+    tree = PrefixTree()
     node = entered(tree, [1, 2, 3, 4, 5])
     key = node.key
     upper = tree.split(node, 2)
@@ -94,7 +94,7 @@ def test_a_split_and_a_merge_give_the_node_back() -> None:
 
 def test_repeated_branching_keeps_every_branch() -> None:
     """Branch off at each length of one sequence (RepeatedBranching)."""
-    tree = Tree()
+    tree = PrefixTree()
     trunk = list(range(10, 30))
     nodes = [entered(tree, [*trunk[:i], 1, 2]) for i in range(1, 20)]
     tree.check()
@@ -104,7 +104,7 @@ def test_repeated_branching_keeps_every_branch() -> None:
 
 def test_removing_a_node_joins_what_is_left() -> None:
     """Remove one of two branches (RemoveNode): their parent and the other become one."""
-    tree = Tree()
+    tree = PrefixTree()
     a, b = entered(tree, [1, 2, 3]), entered(tree, [1, 2, 4])
     assert tree.nodes == 3
     parted(tree, a)
@@ -116,7 +116,7 @@ def test_removing_a_node_joins_what_is_left() -> None:
 
 def test_a_pin_resists_the_merge() -> None:
     """Keep a pinned node apart from its only child (UserSnapshotResistsAutoMerge)."""
-    tree = Tree()
+    tree = PrefixTree()
     pinned = tree.insert(pack([1, 2]))
     pinned.pins.add("system")
     leaf = entered(tree, [1, 2, 3])
@@ -128,7 +128,7 @@ def test_a_pin_resists_the_merge() -> None:
 
 def test_the_oldest_goes_first_then_the_deepest_then_the_largest() -> None:
     """Order leaves that are used at the same time, and at different ones."""
-    tree = Tree()
+    tree = PrefixTree()
     for tokens in ([1], [2, 2], [3, 3], [3, 4, 4], [3, 4, 5], [6, 6, 6]):
         entered(tree, tokens)
     order = []
@@ -146,7 +146,7 @@ def test_only_what_is_used_is_touched() -> None:
 
     The original touched whatever hung below the match, so that leaves never aged.
     """
-    tree = Tree()
+    tree = PrefixTree()
     a, b = entered(tree, [1, 2, 3]), entered(tree, [1, 2, 4])
     tree.touch(a)
     tree.touch(b)
@@ -158,7 +158,7 @@ def test_only_what_is_used_is_touched() -> None:
 
 def test_a_divided_page_is_counted_at_both_nodes() -> None:
     """Split a node with a page: both may use it, until neither needs it (SplitPreservesData)."""
-    tree = Tree()
+    tree = PrefixTree()
     node = tree.insert(pack([1, 2, 3, 4]))
     page = Sheet(0, 4)
     assert tree.set_page(node, page) is None
@@ -168,7 +168,7 @@ def test_a_divided_page_is_counted_at_both_nodes() -> None:
     assert (node.page, page.refs) == (page, 1)
     tree.check()
     assert tree.set_page(node, None) is page
-    whole = Tree(whole_pages=True)
+    whole = PrefixTree(whole_pages=True)
     node = whole.insert(pack([1, 2, 3, 4]))
     whole.set_page(node, page)
     assert whole.split(node, 2).page is None
@@ -179,7 +179,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tree = Tree()
+        self.tree = PrefixTree()
         self.kept: dict[tuple[int, ...], Node] = {}
 
     @rule(tokens=WORDS)

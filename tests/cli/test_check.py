@@ -32,15 +32,35 @@ def names(*chosen: str) -> list[str]:
     return [word for name in chosen for word in ("--scenario", name)]
 
 
-def test_the_command_prints_table_maps_and_verdict(world: World, capsys) -> None:
-    """People read the table; the verdict is the last line, unbroken."""
+def test_the_command_prints_a_table_and_the_verdict(world: World, capsys) -> None:
+    """A screen of 80 columns: what differs, and the verdict as the last line, unbroken."""
     code, out, _ = run_cli(capsys, "0.3.9", *names(*SOME))
     assert code == 0
-    assert "fork-then-defrag" in out
-    assert "128 of 256 cells used, 128 holes" in out
+    assert "fragmented" in out and "fork-then-defrag" not in out
+    assert "1 scenario with equal results on stock and patched; -v lists them" in out
+    assert "holes" not in out
+    assert len(out.splitlines()) <= 24 and max(map(len, out.splitlines())) <= 80
     last = out.strip().splitlines()[-1]
     assert last.startswith("needed: stock fails ")
     assert last.endswith("patched passes all")
+
+
+def test_the_command_shows_all_on_request(world: World, capsys) -> None:
+    """Every scenario with -v; the cells with --pictures."""
+    _, out, _ = run_cli(capsys, "0.3.9", "-v", *names(*SOME))
+    assert "fork-then-defrag" in out and "-v lists" not in out
+    _, out, _ = run_cli(capsys, "0.3.9", "--pictures", *names(*SOME))
+    assert "128 of 256 cells used, 128 holes" in out
+
+
+def test_json_has_pictures_on_request(world: World, capsys) -> None:
+    """They are most of it; without them a scenario is a few kilobytes."""
+    _, small, _ = run_cli(capsys, "0.3.9", "--json", *names("fragmented"))
+    _, large, _ = run_cli(capsys, "0.3.9", "--json", "--pictures", *names("fragmented"))
+    found, drawn = json.loads(small)["results"]["stock"], json.loads(large)["results"]["stock"]
+    assert all(one["pictures"] for one in drawn)
+    assert not any("pictures" in one or "films" in one for one in found)
+    assert len(small) < 40_000 < len(large)
 
 
 def test_the_command_prints_json_and_junit(world: World, capsys, tmp_path: Path) -> None:

@@ -8,14 +8,18 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from cli_kit import cli
 
 import pyllamakv
 from pyllamakv import errors
-from pyllamakv.cli import main
-from pyllamakv.source import lock
+from pyllamakv.cli import lazy_group, main
+from pyllamakv.source import lockfile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -184,4 +188,37 @@ def test_the_table_of_exit_statuses_is_complete() -> None:
         classes += one.__subclasses__()
     used = {one.exit_code for one in classes if one.__module__.startswith("pyllamakv.errors")}
     assert used | {0, 1, 130} == rows
-    assert lock.known()
+    assert lockfile.known()
+
+
+def described(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each command below one, with its words."""
+    yield name, command
+    for word, below in getattr(command, "commands", {}).items():
+        yield from described(f"{name} {word}", below)
+
+
+@pytest.mark.parametrize("verb", main.VERBS)
+def test_help_explains_every_word(verb: str) -> None:
+    """Each command, argument and option has a plain text of one line, and every command --json."""
+    for name, command in described(verb, lazy_group.load(f"pyllamakv.cli.{verb}")):
+        first = (command.help or "").split("\n")[0]
+        assert 10 < len(first) <= 80, name
+        texts = {one.name: one.help for one in command.params}
+        for parameter, text in texts.items():
+            assert text and len(text) <= 64 and text[0] not in " ", (name, parameter, text)
+        for text in (command.help, *texts.values()):
+            assert not re.search(r"\b(judge|home|tell|lie|what no)\w*", text), (name, text)
+        if not hasattr(command, "commands"):
+            assert "--json" in {flag for one in command.params for flag in one.opts}, name
+
+
+def test_short_options_mean_one_thing() -> None:
+    """-v is --verbose everywhere."""
+    found: dict[str, set[str]] = {}
+    for verb in main.VERBS:
+        for _, command in described(verb, lazy_group.load(f"pyllamakv.cli.{verb}")):
+            for one in command.params:
+                for short in (flag for flag in one.opts if len(flag) == 2):
+                    found.setdefault(short, set()).add(one.name)
+    assert all(len(names) == 1 for names in found.values()), found

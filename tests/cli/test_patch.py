@@ -9,7 +9,7 @@ import pytest
 from patching_kit import Bench, fill, numbered
 
 from pyllamakv.cli import main
-from pyllamakv.source import lock
+from pyllamakv.source import lockfile
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     bench.add_release("0.3.2", OLD | {"src/a.cpp": numbered(60, l41="upstream")}, "2025-02-02")
     bench.add_patch("one", {"0.3.1": (OLD, ONE)})
     bench.add_patch("two", {"0.3.1": (ONE, TWO)}, requires=("one",))
-    monkeypatch.setattr(lock, "known", lambda: bench.releases)
+    monkeypatch.setattr(lockfile, "known", lambda: bench.releases)
     return bench
 
 
@@ -58,6 +58,11 @@ def test_status(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(bench, capsys, "status", "0.3.1")
     assert code == 0
     assert "applies" in out
+    code, out, _ = call(bench, capsys, "status")
+    assert out.splitlines()[1].split() == ["0.3.1", "applies", "one,", "two"]
+    assert "hunk" in out and "src/a.cpp#2" not in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "src/a.cpp#2" in call(bench, capsys, "status", "-v")[1]
     code, out, _ = call(bench, capsys, "status", "0.3.2", "--github")
     assert code == 3
     assert out.count("::error file=") == 2

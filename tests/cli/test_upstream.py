@@ -11,7 +11,7 @@ from typer.main import get_command
 
 from pyllamakv.cli import upstream
 from pyllamakv.errors import FetchError, HashMismatch, UnknownRelease, UsageError
-from pyllamakv.source import lock
+from pyllamakv.source import lockfile
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ def test_add_list_fetch_verify(
     assert (row["name"], row["era"], row["fetched"]) == ("1.0", "monolith", True)
     assert answer(capsys, "fetch", "--all")[0]["tree"] == release.tree
     assert answer(capsys, "verify") == {"1.0": []}
-    assert [one["name"] for one in answer(capsys, "line")] == ["1.0"]
-    assert answer(capsys, "line", "no such text") == []
+    assert [one["name"] for one in answer(capsys, "log")] == ["1.0"]
+    assert answer(capsys, "log", "no such text") == []
 
 
 def test_plain_output(tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,10 +76,30 @@ def test_plain_output(tmp_path: Path, server: Server, capsys: pytest.CaptureFixt
 def test_news(tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     """The index is asked for versions that no lock has."""
     release, file = pinned(tmp_path / "up", "1.0")
-    lock.save(lock.shipped(), [release])
+    lockfile.save(lockfile.shipped(), [release])
     index_page(server, file, sdist(tmp_path / "new", "1.1"))
     found = answer(capsys, "list", "--new")
-    assert found == {"new": ["1.1"], "unpinned": [], "lost": []}
+    assert found == {"new": ["1.1"], "lost": []}
+
+
+def test_old_versions_are_listed_on_request(
+    tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An index has many that nobody pinned: without --all they are a number on stderr."""
+    release, file = pinned(tmp_path / "up", "1.0")
+    lockfile.save(lockfile.shipped(), [release])
+    old = [sdist(tmp_path / name, name) for name in ("0.8", "0.9")]
+    index_page(server, file, *old, sdist(tmp_path / "new", "1.1"))
+    run("list", "--new")
+    out, err = capsys.readouterr()
+    assert out.split() == ["new", "1.1"]
+    assert "2 older versions" in err and "--all" in err
+    run("list", "--new", "--all")
+    assert "0.8 0.9" in capsys.readouterr().out
+    found = answer(capsys, "list", "--new", "--all")
+    assert found == {"new": ["1.1"], "unpinned": ["0.8", "0.9"], "lost": []}
+    with pytest.raises(UsageError):
+        run("list", "--all")
 
 
 def test_one_failure_does_not_stop_the_rest(
@@ -88,7 +108,7 @@ def test_one_failure_does_not_stop_the_rest(
     """Every release that can be fetched is, then the first failure is raised."""
     good, file = pinned(tmp_path / "a", "2.0")
     bad, _ = pinned(tmp_path / "b", "1.0")
-    lock.save(lock.shipped(), [good, bad])
+    lockfile.save(lockfile.shipped(), [good, bad])
     index_page(server, file)
     with pytest.raises(FetchError):
         run("fetch", "1.0", "2.0")
@@ -103,7 +123,7 @@ def test_a_store_that_differs(tmp_path: Path, server: Server) -> None:
     run("add", "1.0")
     store = open_store()
     other, _ = store.commit(release.commit, {"x": b""}, "m")
-    store.publish("refs/upstream/1.0", other)
+    store.update_ref("refs/upstream/1.0", other)
     with pytest.raises(HashMismatch, match=r"1\.0"):
         run("verify", "1.0")
 

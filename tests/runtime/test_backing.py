@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import runtime_kit
 
-from pyllamakv.binding.mapped import Backing
-from pyllamakv.binding.protocol import CellsInfo, RawCells
+from pyllamakv.binding.protocol import Backing, CellsInfo, RawCells
 from pyllamakv.errors import Unsupported, UsageError
 from pyllamakv.runtime import backing
 from pyllamakv.runtime.ledger import Ledger

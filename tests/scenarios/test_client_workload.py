@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pyllamakv.scenarios.client_workload import HEAD, Server
-from pyllamakv.scenarios.ledger import Ledger
+from pyllamakv.scenarios.client_workload import HEAD, SlotServer
+from pyllamakv.scenarios.ledger import CellLedger
 
 
 class Player:
@@ -17,7 +17,7 @@ class Player:
     info = SimpleNamespace(n_batch=8)
 
     def __init__(self) -> None:
-        self.ledger = Ledger()
+        self.ledger = CellLedger()
         self.batches: list[dict[int, int]] = []
 
     def decode(self, feeds: dict[int, int]) -> None:
@@ -40,7 +40,7 @@ class Player:
 def test_every_request_is_answered_within_its_share() -> None:
     """Prompts and answers are decoded in order, in batches that are never too large."""
     player = Player()
-    Server(player, 2).serve([(20, 5), (30, 2), (12, 3)])
+    SlotServer(player, 2).serve([(20, 5), (30, 2), (12, 3)])
     fed = sum(sum(batch.values()) for batch in player.batches)
     # The third prompt takes over a sequence, and shares its head with the one before.
     assert fed == 20 + 5 + 30 + 2 + 12 + 3 - HEAD
@@ -50,7 +50,7 @@ def test_every_request_is_answered_within_its_share() -> None:
 def test_who_answers_does_not_wait_for_prompts() -> None:
     """A token of each answer is in every batch, and a prompt gets what room is left."""
     player = Player()
-    Server(player, 2).serve([(4, 6), (30, 1)])
+    SlotServer(player, 2).serve([(4, 6), (30, 1)])
     answering = [batch for batch in player.batches if batch.get(0) == 1]
     assert len(answering) == 6
     assert sum(batch.get(1, 0) == 7 for batch in answering) >= 3
@@ -59,7 +59,7 @@ def test_who_answers_does_not_wait_for_prompts() -> None:
 def test_what_is_too_long_is_cut_and_slides() -> None:
     """A prompt is cut to the share, and half the share slides out for the answer."""
     player = Player()
-    server = Server(player, 2)
+    server = SlotServer(player, 2)
     server.serve([(server.share + 4, 20)])
     assert server.cut == 4
     assert server.slid == 2
@@ -70,7 +70,7 @@ def test_what_is_too_long_is_cut_and_slides() -> None:
 def test_the_shares_are_the_whole_cache(clients: int) -> None:
     """No batch can ask for more cells than are free."""
     player = Player()
-    server = Server(player, clients)
+    server = SlotServer(player, clients)
     assert server.share * clients == player.n_cells
     server.serve([(server.share, 9)] * (clients + 1))
     assert player.ledger.used <= player.n_cells

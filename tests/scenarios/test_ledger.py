@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from pyllamakv.scenarios.ledger import Ledger, differences
+from pyllamakv.scenarios.ledger import CellLedger, differences
 
 
-def filled(**seqs: int) -> Ledger:
-    ledger = Ledger()
+def filled(**seqs: int) -> CellLedger:
+    ledger = CellLedger()
     for name, count in seqs.items():
         seq = int(name[1:])
         ledger.add(range(count), range(count), [[seq]] * count)

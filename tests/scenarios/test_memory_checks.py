@@ -10,7 +10,7 @@ from pyllamakv.binding.protocol import ModelParams
 from pyllamakv.errors import NativeError, ScenarioFailed, WorkerDied
 from pyllamakv.scenarios import synthetic
 from pyllamakv.scenarios.lab import Lab
-from pyllamakv.scenarios.ledger import Ledger, windows
+from pyllamakv.scenarios.ledger import CellLedger, windows
 from pyllamakv.scenarios.memory_checks import routine
 from pyllamakv.scenarios.scenario import Setting
 
@@ -94,7 +94,7 @@ def test_a_worker_that_dies_of_wrong_input_has_not_refused_it(library: Any) -> N
 
 def test_what_a_window_must_have() -> None:
     """The last positions must be there, older ones may; gaps, strangers and doubles may not."""
-    ledger = Ledger()
+    ledger = CellLedger()
     ledger.add(range(20), range(20), [(0,)] * 20)
     assert windows(ledger, {0: list(range(13, 20))}, 8) == ""
     assert windows(ledger, {0: list(range(20))}, 8) == ""
@@ -108,7 +108,7 @@ def test_what_a_window_must_have() -> None:
 
 def test_copies_between_streams_have_cells_of_their_own() -> None:
     """Where a sequence has a stream, a copy replaces what was there and shares nothing."""
-    ledger = Ledger(streams=True)
+    ledger = CellLedger(streams=True)
     ledger.add([1, 2, 3], [0, 1, 2], [(0,)] * 3)
     ledger.add([9], [0], [(1,)])
     ledger.copy(0, 1)

@@ -65,7 +65,7 @@ def test_what_matters_is_left(tmp_path: Path) -> None:
     head, _ = traced.load(path)
     first, *rest = found.lines
     with Bench(Opener(Rolling)) as bench:
-        work = minimize.Failing(head, first, Path("lib"), synthetic.model("tiny"), bench)
+        work = minimize.FailureProbe(head, first, Path("lib"), synthetic.model("tiny"), bench)
         items = tuple(json.dumps(line.to_json()) for line in rest)
         wanted = minimize.kind(work.outcome(items))
         assert wanted[0] == "claim"

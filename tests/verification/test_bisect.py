@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyllamakv.errors import Untestable, UsageError
-from pyllamakv.verification.bisect import Step, bisect
+from pyllamakv.verification.bisect import BisectStep, bisect
 
 CHAIN = [f"r{n}" for n in range(16)]
 
@@ -19,9 +19,9 @@ def world(verdicts: dict[str, str] | list[str]):
     known = dict(zip(CHAIN, verdicts, strict=True)) if isinstance(verdicts, list) else verdicts
     asked: list[str] = []
 
-    def judge(name: str) -> Step:
+    def judge(name: str) -> BisectStep:
         asked.append(name)
-        return Step(name, known[name], f"why {name}")
+        return BisectStep(name, known[name], f"why {name}")
 
     return judge, asked
 
@@ -60,10 +60,10 @@ def test_more_than_one_change_is_told() -> None:
     verdicts = ["needed"] * 4 + ["native"] * 8 + ["ineffective"] * 4
     verdicts[13] = "needed"
     judge, asked = world(verdicts)
-    memory = {"r13": Step("r13", "needed")}
+    memory = {"r13": BisectStep("r13", "needed")}
     found = bisect("r0", "r15", CHAIN, judge, memory.get)
     assert found.first.release == "r4"
-    assert found.odd == (Step("r13", "needed"),)
+    assert found.odd == (BisectStep("r13", "needed"),)
     assert "more than one change: r13 is needed" in str(found)
     assert "r13" not in asked
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pyllamakv.errors import UsageError
 from pyllamakv.scenarios.cell_picture import NOBODY
 from pyllamakv.scenarios.frames import Film
-from pyllamakv.view import drawing, plot, timeline
+from pyllamakv.view import drawing, timeline
 from pyllamakv.view.drawing import Area, Band, Mark, Words
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -100,7 +100,7 @@ def test_no_cells_no_timeline() -> None:
 @given(st.integers(1, 100_000))
 def test_ticks_are_few_and_round(cells: int) -> None:
     """Whatever the size, some numbers stand at the axis, in order, the last near the top."""
-    found = plot.ticks(cells)
+    found = timeline.ticks(cells)
     assert 2 <= len(found) <= 6 and found[0] == 0 and found[-1] > cells / 2
     assert all(one < other for one, other in pairwise(found))
 

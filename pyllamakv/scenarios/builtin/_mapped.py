@@ -5,8 +5,7 @@ from __future__ import annotations
 import mmap
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.binding.mapped import Backing
-from pyllamakv.binding.protocol import Capability
+from pyllamakv.binding.protocol import Backing, Capability
 from pyllamakv.errors import Untestable
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pyllamakv.binding.mapped import Backing
-from pyllamakv.binding.protocol import Capability
+from pyllamakv.binding.protocol import Backing, Capability
 from pyllamakv.errors import (
     KVFileBusy,
     KVFileDamaged,

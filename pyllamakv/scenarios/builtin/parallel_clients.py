@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.scenarios.client_workload import Server
+from pyllamakv.scenarios.client_workload import SlotServer
 from pyllamakv.scenarios.scenario import CACHES, SCATTERED, Scenario
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ REQUESTS = ((6, 58), (12, 51), (18, 44), (24, 37), (60, 4), (56, 8), (8, 24), (6
 def run(lab: Lab) -> None:
     """Answer nine requests on four sequences, five of them on ground that others left."""
     player = lab.player(256, n_batch=32)
-    Server(player, 4).serve(REQUESTS)
+    SlotServer(player, 4).serve(REQUESTS)
     lab.picture(player, "all answers")
     player.remove(0, 0, 16)
     lab.verify(player)

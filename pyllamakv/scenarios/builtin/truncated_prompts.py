@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.scenarios.client_workload import Server
+from pyllamakv.scenarios.client_workload import SlotServer
 from pyllamakv.scenarios.scenario import CACHES, SCATTERED, Scenario
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def run(lab: Lab) -> None:
     """Serve four clients whose prompts are four tokens longer than their shares."""
     player = lab.player(256, n_batch=32)
-    server = Server(player, 4)
+    server = SlotServer(player, 4)
     long = server.share + 4
     server.serve([(long, 10), (30, 40), (long, 50), (36, 42), (long, 5), (long, 20), (long, 3)])
     lab.picture(player, "all answers")

@@ -12,7 +12,6 @@ import numpy as np
 from fakes.simulated_cache import N_EMBD, N_LAYER, Cache
 from fakes.simulated_model import N_VOCAB, SimulatedModels
 
-from pyllamakv.binding.mapped import RawMapping
 from pyllamakv.binding.protocol import (
     About,
     Capability,
@@ -23,6 +22,7 @@ from pyllamakv.binding.protocol import (
     Memory,
     RawCells,
     RawDefrag,
+    RawMapping,
 )
 from pyllamakv.errors import Closed, ContextError, NativeError, Unsupported
 

@@ -1,0 +1,210 @@
+"""Install the llama-cpp-python of a release without a library of its own, and its tests beside it.
+
+Each release has a virtual environment of its own, of a few files: what all of them need, numpy and
+what their tests import, lies once in an environment that they look into.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from packaging.requirements import Requirement
+
+from pyllamakv.errors import ArchiveError, CommandFailed, ToolMissing, Unsupported
+from pyllamakv.home import home
+from pyllamakv.source import fetch, tarball
+from pyllamakv.source import progress as telling
+from pyllamakv.source.files import locked, translate_disk_errors, write_text_atomic
+from pyllamakv.source.store import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pyllamakv.source.progress import Progress
+    from pyllamakv.source.releases import Release
+
+#: Changes when this module sets up differently.
+RECIPE = 1
+#: Makes llama-cpp-python's own build leave llama.cpp out, in every version that we know.
+NO_LIBRARY = "-DLLAMA_BUILD=OFF"
+
+_READY = "ready.json"
+_TEST = re.compile(r"[^/]+/(?P<path>tests/[\w.-]+\.py|pyproject\.toml)")
+_MODEL = re.compile(rb"vendor/llama\.cpp/(models/[\w.-]+)")
+#: These would send packages elsewhere than into the environment that was made for them.
+_DROPPED = re.compile(
+    r"PIP_(TARGET|PREFIX|ROOT|USER|NO_BUILD_ISOLATION|DRY_RUN|REQUIRE_VIRTUALENV|REQUIREMENT|"
+    r"CONSTRAINT|PYTHON)|PYTHON\w*|CMAKE_\w+|SKBUILD_\w+|(C|CXX|CPP|LD)FLAGS"
+)
+
+
+@dataclass(frozen=True)
+class LlamaCppPythonEnv:
+    """Stand for an installed llama-cpp-python: its environment and its version."""
+
+    folder: Path
+    version: str
+
+    @property
+    def python(self) -> Path:
+        """Return the interpreter that imports this llama-cpp-python."""
+        return self.folder / "bin" / "python"
+
+    @property
+    def suite(self) -> Path:
+        """Return the folder that its own tests are run in."""
+        return self.folder / "suite"
+
+
+def root() -> Path:
+    """Return the folder of all environments."""
+    return home() / "dropin"
+
+
+def installed(version: str) -> LlamaCppPythonEnv | None:
+    """Return the llama-cpp-python of this version, or None when it was not set up here."""
+    found = LlamaCppPythonEnv(root() / version, version)
+    try:
+        facts = json.loads((found.folder / _READY).read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if facts == _facts(found) and found.python.exists() else None
+
+
+def install(release: Release, *, progress: Progress | None = None) -> LlamaCppPythonEnv:
+    """Return the llama-cpp-python of a release, set up first when it is not there.
+
+    Its sdist is checked against the lock, and then built by pip, which runs code of it. Raises
+    Unsupported for a release that no llama-cpp-python contains, ToolMissing without pip,
+    CommandFailed with pip's words, or the errors of fetching.
+    """
+    if release.kind != "sdist":
+        msg = f"release {release.name} belongs to no llama-cpp-python; choose one such as 0.3.9"
+        raise Unsupported(msg, "dropin")
+    tell = progress or telling.no_progress
+    with locked(home() / "locks" / "dropin.lock"):
+        there = installed(release.name)
+        if there:
+            return there
+        _need_pip()
+        fetch.fetch(release, progress=progress)
+        kept = (fetch.downloads() / (release.archive or "")).is_file()
+        sdist = fetch.archive(release, progress)
+        peer = LlamaCppPythonEnv(root() / release.name, release.name)
+        with translate_disk_errors(root()):
+            shutil.rmtree(peer.folder, ignore_errors=True)
+            base = _environment(root() / "base")
+            _environment(peer.folder)
+            (_packages(peer.folder) / "base.pth").write_text(f"{_packages(base.parent.parent)}\n")
+            extract_tests(sdist, peer.suite, release)
+        needs = requirements((peer.suite / "pyproject.toml").read_text("utf-8"))
+        tell(f"install what the tests of {release.package} need", 0, None)
+        _pip(base, *needs)
+        tell(f"install {release.package} without its library", 0, None)
+        # pip must not keep this wheel: a later install would get a package without its library.
+        _pip(peer.python, "--no-deps", "--no-cache-dir", str(sdist))
+        if not kept:
+            sdist.unlink(missing_ok=True)
+        write_text_atomic(peer.folder / _READY, json.dumps(_facts(peer)) + "\n")
+    return peer
+
+
+def requirements(pyproject: str) -> list[str]:
+    """Return what a version and its tests need, but for itself."""
+    project: dict[str, Any] = tomllib.loads(pyproject)["project"]
+    extras = project.get("optional-dependencies", {})
+    named = [*project.get("dependencies", ()), *extras.get("test", ("pytest", "scipy"))]
+    own = {"llama-cpp-python", "llama_cpp_python"}
+    return sorted({need for need in named if Requirement(need).name.lower() not in own})
+
+
+def extract_tests(sdist: Path, folder: Path, release: Release) -> None:
+    """Put the tests of an sdist into a folder, with the files of llama.cpp that they name."""
+    (folder / "tests").mkdir(parents=True)
+    with tarball.open_tar(sdist) as tar:
+        for member in tar:
+            match = _TEST.fullmatch(member.name)
+            if match:
+                tarball.copy_member(tar, member, folder / match["path"])
+    if not (folder / "pyproject.toml").is_file() or not any((folder / "tests").iterdir()):
+        msg = f"{sdist.name} holds no pyproject.toml, or no tests"
+        raise ArchiveError(msg)
+    named = {
+        found.decode()
+        for file in (folder / "tests").iterdir()
+        for found in _MODEL.findall(file.read_bytes())
+    }
+    for path, data in open_store().read_many(release, sorted(named)).items():
+        if data is not None:
+            place = folder / "vendor" / "llama.cpp" / path
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(data)
+
+
+def _facts(peer: LlamaCppPythonEnv) -> dict[str, Any]:
+    # An environment cannot be moved, and belongs to one Python.
+    return {"recipe": RECIPE, "folder": str(peer.folder), "python": sys.version}
+
+
+def _environment(folder: Path) -> Path:
+    """Make a virtual environment without pip, unless there is one; return its Python."""
+    python = folder / "bin" / "python"
+    if not python.exists() or not _runs(python):
+        shutil.rmtree(folder, ignore_errors=True)
+        venv.create(folder, with_pip=False, symlinks=True)
+    return python
+
+
+def _runs(python: Path) -> bool:
+    command = [os.fspath(python), "-c", f"import sys; sys.exit(sys.version != {sys.version!r})"]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    except OSError:
+        return False
+    return done.returncode == 0
+
+
+def _packages(folder: Path) -> Path:
+    names = {"base": str(folder), "platbase": str(folder)}
+    return Path(sysconfig.get_path("purelib", "venv", vars=names))
+
+
+def _need_pip() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "--version"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode:
+        cure = "python3 -m ensurepip, or your system's package python3-pip"
+        msg = f"installing llama-cpp-python needs pip in {sys.executable}: {cure}"
+        raise ToolMissing(msg, "pip", cure)
+
+
+def _pip(python: Path, *words: str) -> None:
+    command: Sequence[str] = (
+        *(sys.executable, "-m", "pip", "--python", str(python)),
+        *("install", "--quiet", "--disable-pip-version-check", "--no-input", *words),
+    )
+    env = {key: value for key, value in os.environ.items() if not _DROPPED.fullmatch(key)}
+    env["CMAKE_ARGS"] = NO_LIBRARY
+    done = subprocess.run(
+        command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        said = done.stderr.strip() or done.stdout.strip()
+        last = next((line for line in reversed(said.splitlines()) if "ERROR" in line), said[-300:])
+        msg = f"pip could not install {' '.join(words)}: {last}"
+        raise CommandFailed(msg, command, done.returncode, said, last)

@@ -1,0 +1,565 @@
+"""The whole exception tree: imports nothing else, so that every layer can raise it.
+
+A message says what was expected and what to do; the fields carry the state that explains it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+__all__ = [
+    "ArchiveError",
+    "ArgumentTypeError",
+    "BudgetTooSmall",
+    "BuildError",
+    "Busy",
+    "Cancelled",
+    "Closed",
+    "CommandFailed",
+    "ContextError",
+    "DecodeError",
+    "DeviceLost",
+    "DiskFailed",
+    "DiskFull",
+    "FetchError",
+    "GitError",
+    "HarnessError",
+    "HashMismatch",
+    "KVCacheFull",
+    "KVFileBusy",
+    "KVFileDamaged",
+    "KVFileDirty",
+    "KVFileError",
+    "KVFileForeign",
+    "KVFileFull",
+    "KvError",
+    "LoadError",
+    "LockFileError",
+    "ManifestError",
+    "ModelError",
+    "NativeError",
+    "NoKVSlot",
+    "NoPortApplies",
+    "NoSlotAvailable",
+    "NotBuilt",
+    "NotEnoughMemory",
+    "PagingError",
+    "PartialRemovalRefused",
+    "PatchConflict",
+    "PatchError",
+    "PatchFormatError",
+    "PatchLintError",
+    "RebaseConflict",
+    "ReprocessNeeded",
+    "ScenarioFailed",
+    "ScriptError",
+    "SharedCells",
+    "SourceError",
+    "StaleLogits",
+    "StateError",
+    "ToolMissing",
+    "TraceMismatch",
+    "TreeDirty",
+    "UnknownPatch",
+    "UnknownRelease",
+    "Unsupported",
+    "Untestable",
+    "UsageError",
+    "WorkerDied",
+    "WorkerTimeout",
+]
+
+
+class KvError(Exception):
+    """Stand above everything that this package raises on purpose."""
+
+    #: Exit status of the command line for this error.
+    exit_code = 2
+    #: What to do next, when the message does not say it.
+    hint = ""
+
+
+class UsageError(KvError, ValueError):
+    """Refuse an argument, before anything has been done."""
+
+
+class ArgumentTypeError(UsageError, TypeError):
+    """Refuse an argument of a wrong type: a UsageError that is a TypeError as well."""
+
+
+class Unsupported(KvError):
+    """Report what this library, release, platform or kind of memory cannot do; nothing was changed.
+
+    ``capability`` names the missing capability of the library; ``reason`` is what a cache manager
+    found about the memory. Either may be empty.
+    """
+
+    def __init__(self, message: str, capability: str = "", *, reason: str = "") -> None:
+        super().__init__(message)
+        self.capability = capability
+        self.reason = reason
+
+
+# What goes wrong while releases are found and fetched.
+
+
+class SourceError(KvError):
+    """Stand above the errors of finding and fetching releases."""
+
+    exit_code = 4
+
+
+class UnknownRelease(SourceError):
+    """Name a release that neither the lock nor the index has, with the closest names."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, name: str = "", suggestions: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.name = name
+        self.suggestions = tuple(suggestions)
+
+
+class FetchError(SourceError):
+    """Report that an archive could not be fetched; what was there before is untouched."""
+
+
+class HashMismatch(FetchError):
+    """Report an archive, commit or tree whose hash is not the one in the lock."""
+
+    def __init__(self, message: str, expected: str = "", found: str = "") -> None:
+        super().__init__(message)
+        self.expected = expected
+        self.found = found
+
+
+class ArchiveError(FetchError):
+    """Report an archive that is truncated, hostile or not of the expected shape."""
+
+
+class DiskFull(FetchError):
+    """Report that there is no room left, and where."""
+
+
+class DiskFailed(FetchError):
+    """Report a disk that fails or may only be read, and where."""
+
+
+class LockFileError(SourceError):
+    """Report a lock file that cannot be read."""
+
+    exit_code = 2
+
+
+class GitError(SourceError):
+    """Show a git command that failed: command, exit status and what it said."""
+
+    exit_code = 2
+
+    def __init__(self, command: Sequence[str], code: int, output: str) -> None:
+        shown = " ".join(command)
+        super().__init__(f"`{shown}` exited with {code}: {output.strip() or 'no output'}")
+        self.command = tuple(command)
+        self.code = code
+        self.output = output
+
+
+class TreeDirty(SourceError):
+    """Name the files of a vendored tree that differ from what was put there."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, files: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.files = tuple(files)
+
+
+# What goes wrong with patches.
+
+
+class PatchError(KvError):
+    """Stand above the errors of patches."""
+
+
+class UnknownPatch(PatchError, UsageError):
+    """Name a patch that the series does not have, with the closest ids."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, name: str = "", close: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.name = name
+        self.close = tuple(close)
+
+
+class PatchFormatError(PatchError):
+    """Report a patch file that cannot be read, with its line."""
+
+    def __init__(self, message: str, path: str = "", line: int = 0) -> None:
+        super().__init__(message)
+        self.path = path
+        self.line = line
+
+
+class PatchLintError(PatchError):
+    """List everything that lint found."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, findings: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.findings = tuple(findings)
+
+
+class PatchConflict(PatchError):
+    """Name the hunk that does not apply: patch, file, line, what was expected and found."""
+
+    exit_code = 3
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        patch: str = "",
+        file: str = "",
+        hunk: int = 0,
+        line: int = 0,
+        expected: str = "",
+        found: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.patch = patch
+        self.file = file
+        self.hunk = hunk
+        self.line = line
+        self.expected = expected
+        self.found = found
+
+
+class NoPortApplies(PatchError):
+    """Report that none of a patch's texts applies to a release, with every conflict."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, conflicts: Sequence[PatchConflict] = ()) -> None:
+        super().__init__(message)
+        self.conflicts = tuple(conflicts)
+
+
+class RebaseConflict(PatchError):
+    """Say that a rebase stopped at a conflict and waits for a person."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, folder: Path | None = None, files: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.folder = folder
+        self.files = tuple(files)
+
+
+# What goes wrong while variants are built and read.
+
+
+class BuildError(KvError):
+    """Stand above the errors of building."""
+
+
+class ToolMissing(BuildError):
+    """Name a tool that is not installed, and the command that installs it."""
+
+    def __init__(self, message: str, tool: str = "", hint: str = "") -> None:
+        super().__init__(message)
+        self.tool = tool
+        self.hint = hint
+
+
+class CommandFailed(BuildError):
+    """Show a command that failed: command, exit status, first error and where the log lies."""
+
+    exit_code = 1
+
+    def __init__(
+        self, message: str, command: Sequence[str], code: int, output: str, first_error: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.command = tuple(command)
+        self.code = code
+        self.output = output
+        self.first_error = first_error
+
+
+class ManifestError(BuildError):
+    """Report a variant whose manifest is missing, damaged or does not match its library."""
+
+
+class NotBuilt(BuildError):
+    """Say that a variant was not built yet, and the command that builds it."""
+
+
+# What goes wrong in or around the native library.
+
+
+class NativeError(KvError):
+    """Stand above what goes wrong in the native library; carries its last log lines."""
+
+    def __init__(self, message: str, *, code: int = 0, log: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.code = code
+        self.log = tuple(log)
+
+
+class LoadError(NativeError):
+    """Report a library that cannot be loaded here: file, ABI, manifest, CPU flags or driver."""
+
+
+class ModelError(NativeError):
+    """Report a model file that cannot be loaded, and why."""
+
+
+class ContextError(NativeError):
+    """Report a context that cannot be made, and which parameter is at fault."""
+
+
+class NotEnoughMemory(ContextError):
+    """Report that a context would not fit, before anything was allocated."""
+
+    def __init__(self, message: str, *, needed: int = 0, available: int = 0) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.available = available
+
+
+class KVFileError(ContextError):
+    """Stand above what is wrong with the file behind a cache; the file is left as it is."""
+
+
+class KVFileFull(KVFileError):
+    """Report that there is no room on disk for a cache, before anything is computed."""
+
+
+class KVFileBusy(KVFileError):
+    """Report a file that is the cache of another context or process."""
+
+
+class KVFileDirty(KVFileError):
+    """Report a kept cache whose last owner wrote to it and ended before it could flush."""
+
+
+class KVFileForeign(KVFileError):
+    """Report a file that is no kept cache, or that of another model, release or shape."""
+
+
+class KVFileDamaged(KVFileError):
+    """Report a kept cache whose checksum does not match."""
+
+
+class Closed(KvError, RuntimeError):
+    """Refuse to use something that was closed."""
+
+
+class Busy(KvError, RuntimeError):
+    """Refuse a second thread on a context that is at work."""
+
+
+class StaleLogits(KvError, RuntimeError):
+    """Refuse to read logits that a later decode has overwritten."""
+
+
+class WorkerDied(NativeError):
+    """Report a worker that ended: exit status or signal, and its last lines."""
+
+    def __init__(
+        self, message: str, *, signal: int = 0, exitcode: int | None = None, log: Sequence[str] = ()
+    ) -> None:
+        super().__init__(message, log=log)
+        self.signal = signal
+        self.exitcode = exitcode
+
+
+class WorkerTimeout(WorkerDied):
+    """Report a worker that did not answer in time and was ended."""
+
+
+class DeviceLost(WorkerDied):
+    """Report a device or server that went away under a context."""
+
+
+# What decodes and sequences refuse.
+
+
+class DecodeError(NativeError):
+    """Report a decode that failed for another reason than room; every sequence kept its tokens."""
+
+
+class NoKVSlot(DecodeError):
+    """Report that a batch found no cells.
+
+    ``cause`` is ``"full"`` (too few free cells), ``"fragmented"`` (enough, but scattered) or
+    ``"other"``; ``n_tokens`` is the size of the batch; ``stats`` are the cache's statistics then.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        cause: str = "other",
+        n_tokens: int = 0,
+        stats: Any = None,
+        log: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message, code=1, log=log)
+        self.cause = cause
+        self.n_tokens = n_tokens
+        self.stats = stats
+
+
+class Cancelled(DecodeError):
+    """Report a decode that was cancelled; every sequence kept its tokens."""
+
+
+class PartialRemovalRefused(KvError):
+    """Say that this memory cannot remove a part of a sequence."""
+
+
+class SharedCells(KvError):
+    """Refuse to move positions of cells that another sequence shares: it would change there too."""
+
+    def __init__(self, message: str, sequences: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.sequences = tuple(sequences)
+
+
+class StateError(NativeError):
+    """Report a sequence state that cannot be saved or restored; nothing was changed.
+
+    Where something was, ``saved`` holds the sequences that are gone, by id, for `Sequence.restore`.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: int = 0,
+        log: Sequence[str] = (),
+        saved: Mapping[int, bytes] | None = None,
+    ) -> None:
+        super().__init__(message, code=code, log=log)
+        self.saved = dict(saved or {})
+
+
+# What the cache managers refuse.
+
+
+class KVCacheFull(NoKVSlot):
+    """Report that a cache manager found no room: what it has, what was wanted, what was tried.
+
+    ``cells`` the cache has, ``used`` hold tokens, ``largest_hole`` is the longest run of free ones
+    (None where the build cannot tell), ``wanted`` more were asked for; ``defragged`` says whether
+    a defragmentation was tried first.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        cells: int,
+        used: int,
+        largest_hole: int | None,
+        wanted: int,
+        defragged: bool = False,
+        cause: str = "full",
+        stats: Any = None,
+    ) -> None:
+        super().__init__(message, cause=cause, n_tokens=wanted, stats=stats)
+        self.cells = cells
+        self.used = used
+        self.largest_hole = largest_hole
+        self.wanted = wanted
+        self.defragged = defragged
+
+
+class NoSlotAvailable(KvError):
+    """Report that every slot is in use; release one, or make the cache with more."""
+
+    def __init__(self, message: str, *, slots: int = 0) -> None:
+        super().__init__(message)
+        self.slots = slots
+
+
+class ReprocessNeeded(KvError):
+    """Hand back the tokens that must be decoded again: the memory could not keep them."""
+
+    def __init__(self, message: str, tokens: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.tokens = tuple(tokens)
+
+
+class BudgetTooSmall(UsageError):
+    """Report a budget that not even one entry fits into."""
+
+    def __init__(self, message: str, *, needed: int = 0, budget: int = 0) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.budget = budget
+
+
+class PagingError(KvError):
+    """Report a branch that could not be paged out or in; the cache is as it was before."""
+
+    def __init__(self, message: str, path: Path | None = None) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+# What the harness reports: its own faults, and claims that were not met.
+
+
+class HarnessError(KvError):
+    """Report a fault of the harness itself, never of what it judges."""
+
+    exit_code = 128
+
+
+class Untestable(KvError):
+    """Say why a release, patch or scenario cannot be judged here.
+
+    ``failure`` is "crash" where the process ended before there was anything to judge.
+    """
+
+    exit_code = 125
+
+    def __init__(self, message: str, *, failure: str = "") -> None:
+        super().__init__(message)
+        self.failure = failure
+
+
+class ScriptError(KvError):
+    """Report a decode script that cannot be read or run, with its line."""
+
+    def __init__(self, message: str, line: int = 0) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+class TraceMismatch(ScriptError):
+    """Refuse a trace that was recorded on another model, or by another version of the format."""
+
+    def __init__(self, message: str, line: int = 0, *, expected: str = "", found: str = "") -> None:
+        super().__init__(message, line)
+        self.expected = expected
+        self.found = found
+
+
+class ScenarioFailed(KvError):
+    """Report a claim that a run did not meet: class of failure, what was expected and seen."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, failure: str = "claim", evidence: Any = None) -> None:
+        super().__init__(message)
+        self.failure = failure
+        self.evidence = evidence

@@ -1,0 +1,258 @@
+"""Open a built variant by its name, its id or its path; serve one of its devices over RPC."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyllamakv.binding import arguments
+from pyllamakv.binding.library import Library
+from pyllamakv.binding.protocol import ModelParams
+from pyllamakv.binding.server import Server
+from pyllamakv.building import manifest as manifests
+from pyllamakv.errors import ManifestError, NotBuilt, UnknownRelease, UsageError
+from pyllamakv.home import home
+from pyllamakv.runtime import model as models
+from pyllamakv.runtime.model import Model
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pyllamakv.binding.protocol import Device
+    from pyllamakv.building.manifest import Manifest
+
+#: A release that is looked up in the lock by its name, with patches or without.
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\+[a-z0-9,-]+)?")
+
+#: No file system takes a longer name.
+_LONGEST = 255
+
+
+class OpenLibrary(Library):
+    """Hold an opened library; closing it closes its contexts and models first."""
+
+    #: What `load_model` makes.
+    model_type: type[Model] = Model
+
+    def load_model(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        n_gpu_layers: int = 0,
+        use_mmap: bool = True,
+        use_mlock: bool = False,
+        check_tensors: bool = True,
+        vocab_only: bool = False,
+        rpc_servers: str | None = None,
+        devices: str | None = None,
+    ) -> Model:
+        """Load a GGUF file, or raise ModelError saying what is wrong with it.
+
+        ``rpc_servers`` is ``host:port,host:port``, whose devices take the layers in turn, with
+        their K and V; ``devices`` are names of `devices`, separated by commas. ``n_gpu_layers``
+        says how many layers go there, 0 or more (beyond the model's number: all; releases differ
+        in what -1 is, so it is refused: UsageError). ``check_tensors`` looks for
+        numbers that are none. A server that is lost ends the process that uses it, so
+        ``rpc_servers`` need ``isolated=True`` or ``backend="rpc"``; that is `DeviceLost` then.
+        """
+        arguments.path("path", path)
+        params = ModelParams(
+            n_gpu_layers=n_gpu_layers,
+            use_mmap=use_mmap,
+            use_mlock=use_mlock,
+            check_tensors=check_tensors,
+            vocab_only=vocab_only,
+            rpc_servers=rpc_servers,
+            devices=devices,
+        )
+        if rpc_servers and not self.isolated:
+            msg = (
+                "rpc_servers may end the process, should one be lost: open the library with "
+                "isolated=True, or backend='rpc'"
+            )
+            raise UsageError(msg)
+        return models.load(
+            self.native, path, self.handle, params, isolated=self.isolated, kind=self.model_type
+        )
+
+    def devices(self) -> list[Device]:
+        """List the devices that the library can compute on."""
+        with self.handle:
+            return self.native.devices()
+
+    def __repr__(self) -> str:
+        return f"<OpenLibrary {self.about.variant}{', closed' if self.closed else ''}>"
+
+
+def open(
+    spec: str | os.PathLike[str],
+    *,
+    isolated: bool = False,
+    env: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+    backend: str = "cpu",
+) -> OpenLibrary:
+    """Open a built variant.
+
+    ``spec`` is ``0.3.9`` or ``0.3.9+stock``, ``0.3.9+patched``, ``0.3.9+PATCH,PATCH``, a variant's
+    id, or a path to its folder or to a library. A text without a ``/`` is never a path: nothing
+    that lies in the current folder is loaded because it has the name of a build.
+    ``isolated`` loads it into a worker, where ``env`` adds variables and ``timeout`` bounds each
+    call in seconds. Backends other than ``cpu`` always get a worker; ``rpc`` is the CPU variant in
+    one. Raises NotBuilt with the command that builds it, UnknownPatch, or LoadError.
+    """
+    isolated = arguments.flag("isolated", isolated) or backend == "rpc"
+    where = variant_path(spec, backend=backend)
+    return OpenLibrary.open(where, isolated=isolated, env=env, timeout=timeout)
+
+
+def variant_path(spec: str | os.PathLike[str], *, backend: str = "cpu") -> Path:
+    """Return the path that ``spec`` is, or the folder of the built variant that it names."""
+    found = arguments.path("spec", spec)
+    arguments.text("backend", backend)
+    if not isinstance(spec, str) or os.sep in spec:
+        return found
+    try:
+        return find_built(spec, backend=backend)
+    except (NotBuilt, UnknownRelease) as error:
+        if not os.path.exists(spec):  # noqa: PTH110 - pathlib raises where a text is no path
+            raise
+        msg = f"{error}; a path has a {os.sep} in it: .{os.sep}{spec} is what lies here"
+        raise NotBuilt(msg) from error
+
+
+def find_recorded(variant: str, spec: str) -> Path:
+    """Return the folder of the built variant that a file from elsewhere names, or raise NotBuilt.
+
+    ``variant`` is an id, and ``spec`` stands in where that one is not built. Neither is a path,
+    and no source is read or fetched: of URLs and folders what was built from them is found.
+    """
+    known = _all_built()
+    if variant in known:
+        return home() / "built" / variant
+    if _PLAIN.fullmatch(spec):
+        return find_built(spec)
+    if spec:
+        return _among(known, spec)
+    raise _not_built(known, variant, "cpu")
+
+
+def find_built(spec: str, *, backend: str = "cpu") -> Path:
+    """Return the folder of the built variant that a spec or an id names, or raise NotBuilt.
+
+    No compiler is asked or needed: see `building.variant.find`, which also says which of several
+    builds is meant. Raises UnknownPatch where nothing is found and the spec names a patch that
+    there is not.
+    """
+    folder = home() / "built" / spec
+    if _is_id(spec) and _read(folder / manifests.NAME):
+        return folder
+    from pyllamakv.building import variant
+
+    found = variant.find(spec, backend=backend)
+    if found is None:
+        raise _not_built(_all_built(), spec, backend)
+    return found.folder
+
+
+def _is_id(spec: str) -> bool:
+    """Say whether a text can be an id: a plain file name, and no folder still being written."""
+    return bool(_PLAIN.fullmatch(spec)) and len(spec) <= _LONGEST
+
+
+def _among(known: dict[str, Manifest], spec: str) -> Path:
+    """Return the folder of the CPU variant that a spec names, by the manifests alone.
+
+    ``patched`` is the newest with the most patches, a list of patches the one with the fewest
+    others beside them.
+    """
+    release, names = _parse(spec)
+    fitting = {
+        key: each
+        for key, each in known.items()
+        if each.release == release and each.backend == "cpu" and _has(each, names)
+    }
+    if not fitting:
+        raise _not_built(known, spec, "cpu")
+    most = names == ("patched",)
+
+    def rank(key: str) -> tuple[int, str]:
+        found = fitting[key]
+        return (len(found.patches) if most else -len(found.patches), found.created)
+
+    return home() / "built" / max(fitting, key=rank)
+
+
+def _not_built(known: dict[str, Manifest], spec: str, backend: str) -> NotBuilt:
+    from pyllamakv.building import variant
+
+    there = {key: each.release for key, each in known.items() if each.backend == backend}
+    wanted = variant.release_name(spec.rpartition("+")[0] or spec)
+    same = sorted(key for key, release in there.items() if release == wanted)
+    built = ""
+    if same:
+        built = f"; built are {', '.join(same)}, of other patches, another shim or other settings"
+    elif there:
+        built = f"; built are variants of {', '.join(sorted(set(there.values())))}"
+    option = "" if backend == "cpu" else f" --backend {backend}"
+    return NotBuilt(f"{spec} is not built; build it: pyllamakv build {spec}{option}{built}")
+
+
+def _parse(spec: str) -> tuple[str, tuple[str, ...]]:
+    release, plus, names = spec.strip().rpartition("+")
+    if not plus:
+        release, names = spec.strip(), "stock"
+    if not release or not names:
+        msg = f"{spec!r} names no variant; expected for example 0.3.9, 0.3.9+patched"
+        raise UsageError(msg)
+    return release, tuple(names.split(","))
+
+
+def _has(manifest: Manifest, names: tuple[str, ...]) -> bool:
+    if names == ("stock",):
+        return manifest.stock
+    if names == ("patched",):
+        return not manifest.stock
+    return set(names) <= set(manifest.patches)
+
+
+def _all_built() -> dict[str, Manifest]:
+    found: dict[str, Manifest] = {}
+    for file in sorted((home() / "built").glob(f"*/{manifests.NAME}")):
+        # A folder with a dot in front is still being written.
+        if file.parent.name.startswith("."):
+            continue
+        if manifest := _read(file):
+            found[file.parent.name] = manifest
+    return found
+
+
+def _read(file: Path) -> Manifest | None:
+    try:
+        return manifests.load(file)
+    except ManifestError:
+        return None
+
+
+def serve_rpc(
+    spec: str | os.PathLike[str],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    device: str | None = None,
+    memory: int = 0,
+    threads: int | None = None,
+    backend: str = "cpu",
+) -> Server:
+    """Serve a device of a built variant over RPC; ``.endpoint`` goes into ``rpc_servers``.
+
+    The server lives until it is closed or this process ends. Clients must be of the same release.
+    The protocol has no authentication: a ``host`` other than loopback is open to everybody who can
+    reach it. ``backend`` names the variant to serve from: ``cuda`` for a GPU, whose first one is
+    served unless ``device`` names another. Raises NotBuilt, LoadError (also where a variant for a
+    GPU finds none), UsageError, or DeviceLost when the server ends at once.
+    """
+    where = variant_path(spec, backend=backend)
+    return Server(where, host=host, port=port, device=device, memory=memory, threads=threads)

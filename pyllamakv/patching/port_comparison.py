@@ -1,0 +1,263 @@
+"""Compare two texts of one patch, for two bases, and name what the second one lost.
+
+A port may apply and build and yet lack the hunk that mattered. Lines move, and are spelled
+differently from one base to the next, so hunks are matched by what they add, wherever that stands,
+and calls and classes of lines are counted over the whole text.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from pyllamakv.patching import cpp_lines, headings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from pyllamakv.patching.definition import Port
+    from pyllamakv.patching.hunks import FilePatch, Hunk, Patch
+
+#: "identical": the same hunks at the same places; "context": the same lines added and removed,
+#: other lines around them or other places; "content": other lines.
+Change = Literal["identical", "context", "content"]
+What = Literal["file", "hunk", "call", "class"]
+
+#: A hunk is lost when less than this part of what it adds stands anywhere in the other text.
+_KEPT = 0.4
+
+
+_VERBS = {
+    "preprocessor": "speak to the preprocessor",
+    "log": "log",
+    "assert": "assert",
+    "throw": "throw",
+    "return": "return",
+    "loop": "loop",
+    "condition": "decide",
+    "call": "call",
+    "statement": "do anything else",
+}
+
+
+@dataclass(frozen=True)
+class PortDifference:
+    """Name one thing that a text has more of than the other.
+
+    ``name`` is the file, the hunk's number, the function or the class of lines; ``function`` is
+    where the hunk stands; ``before`` and ``after`` count it; ``lines`` are what the hunk adds.
+    """
+
+    what: What
+    name: str
+    file: str = ""
+    function: str = ""
+    before: int = 1
+    after: int = 0
+    lines: tuple[str, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Tell whether nothing is left of it."""
+        return self.after == 0
+
+    def __str__(self) -> str:
+        if self.what == "file":
+            return f"file {self.name}"
+        if self.what == "hunk":
+            where = f" ({self.function})" if self.function else ""
+            return f"{self.file}, hunk {self.name}{where}"
+        what = (
+            f"calls of {self.name}()" if self.what == "call" else f"lines that {_VERBS[self.name]}"
+        )
+        return f"{what}: {self.before} -> {self.after}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data for ``--json``."""
+        return {**self.__dict__, "lines": list(self.lines), "whole": self.whole}
+
+
+@dataclass(frozen=True)
+class PortComparison:
+    """Say how the text for one base differs from that for another."""
+
+    id: str
+    one: str
+    other: str
+    change: Change
+    lost: tuple[PortDifference, ...] = ()
+    gained: tuple[PortDifference, ...] = ()
+
+    @property
+    def missing(self) -> tuple[PortDifference, ...]:
+        """Return what is lost as a whole: what a person must look at."""
+        return tuple(loss for loss in self.lost if loss.whole)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data for ``--json``."""
+        return {
+            "patch": self.id,
+            "from": self.one,
+            "to": self.other,
+            "change": self.change,
+            "lost": [loss.as_json() for loss in self.lost],
+            "gained": [loss.as_json() for loss in self.gained],
+        }
+
+
+def compare(one: Port, other: Port) -> PortComparison:
+    """Compare the text for one base with that for another."""
+    change = change_of(one.patch, other.patch)
+    if change != "content":
+        return PortComparison(one.id, one.base, other.base, change)
+    return PortComparison(
+        one.id,
+        one.base,
+        other.base,
+        change,
+        lost=missing_parts(one.patch, other.patch),
+        gained=missing_parts(other.patch, one.patch),
+    )
+
+
+def change_of(one: Patch, other: Patch) -> Change:
+    """Return the class of the change between two texts."""
+    if _body(one) == _body(other):
+        return "identical"
+    return "context" if _changes(one) == _changes(other) else "content"
+
+
+def missing_parts(one: Patch, other: Patch) -> tuple[PortDifference, ...]:
+    """Return what the first text has and the second has not, or has less of."""
+    found: list[PortDifference] = []
+    there = {file.path for file in other.files}
+    same, pool = _paired(one, other)
+    for file in one.files:
+        gone = [
+            (n, hunk)
+            for n, hunk in enumerate(file.hunks, 1)
+            if not next(same) and not pool.has(hunk)
+        ]
+        # a file that moved is no loss, one whose every hunk is missing is
+        if file.path not in there and len(gone) == len(file.hunks):
+            found.append(PortDifference("file", file.path, before=max(len(file.hunks), 1)))
+        found += [_hunk(file, number, hunk) for number, hunk in gone]
+    found += _counted("call", _calls(one), _calls(other))
+    found += _counted("class", _classes(one), _classes(other))
+    return tuple(found)
+
+
+def _paired(one: Patch, other: Patch) -> tuple[Iterator[bool], _Pool]:
+    """Pair hunks that change the same lines; return who found a partner, and the other's rest.
+
+    What one hunk has found must not vouch for another: two hunks of a patch often look alike.
+    """
+    theirs = Counter(_said(hunk) for file in other.files for hunk in file.hunks)
+    found = []
+    for hunk in (hunk for file in one.files for hunk in file.hunks):
+        said = _said(hunk)
+        found.append(theirs[said] > 0)
+        theirs[said] -= 1
+    rest = []
+    for hunk in (hunk for file in other.files for hunk in file.hunks):
+        if theirs[_said(hunk)] > 0:
+            rest.append(hunk)
+            theirs[_said(hunk)] -= 1
+    return iter(found), _Pool(rest)
+
+
+def _said(hunk: Hunk) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return tuple(map(cpp_lines.normalize, hunk.removed)), tuple(
+        map(cpp_lines.normalize, hunk.added)
+    )
+
+
+class _Pool:
+    """Hold what hunks add and remove, to look hunks of another text up in."""
+
+    def __init__(self, hunks: Sequence[Hunk]) -> None:
+        added = [line for hunk in hunks for line in hunk.added if cpp_lines.is_significant(line)]
+        removed = [
+            line for hunk in hunks for line in hunk.removed if cpp_lines.is_significant(line)
+        ]
+        self.added = set(map(cpp_lines.normalize, added))
+        self.removed = set(map(cpp_lines.normalize, removed))
+        self.names = cpp_lines.names(added)
+
+    def has(self, hunk: Hunk) -> bool:
+        """Tell whether most of a hunk stands here."""
+        added = [cpp_lines.normalize(line) for line in hunk.added if cpp_lines.is_significant(line)]
+        if not added:
+            removed = [
+                cpp_lines.normalize(line) for line in hunk.removed if cpp_lines.is_significant(line)
+            ]
+            # what the other base never had, the other text need not remove; any rest proves it
+            return not removed or any(line in self.removed for line in removed)
+        same = sum(line in self.added for line in added) / len(added)
+        if same >= _KEPT:
+            return True
+        fresh = set(cpp_lines.names(hunk.added)) - set(cpp_lines.names(hunk.old))
+        known = sum(name in self.names for name in fresh)
+        # a port may spell every line anew, yet it uses the same names
+        return len(fresh) > 2 and known / len(fresh) > 1 - _KEPT and same > 0
+
+
+def _hunk(file: FilePatch, number: int, hunk: Hunk) -> PortDifference:
+    lines = tuple(
+        cpp_lines.normalize(line) for line in hunk.added if cpp_lines.is_significant(line)
+    )
+    return PortDifference("hunk", str(number), file.path, heading(hunk), len(lines) or 1, 0, lines)
+
+
+def heading(hunk: Hunk) -> str:
+    """Return the function that git wrote behind a hunk's ranges, without its arguments."""
+    return headings.written(hunk).decode("utf-8", "replace").split("(", 1)[0].strip()
+
+
+def _counted(what: What, one: Counter[str], other: Counter[str]) -> Iterable[PortDifference]:
+    for name, count in sorted(one.items()):
+        if other[name] < count:
+            yield PortDifference(what, name, before=count, after=max(other[name], 0))
+
+
+def _calls(patch: Patch) -> Counter[str]:
+    """Count the calls that a text brings, those that it only moves left out."""
+    return cpp_lines.calls(_lines(patch, b"+")) - cpp_lines.calls(_lines(patch, b"-"))
+
+
+def _classes(patch: Patch) -> Counter[str]:
+    added, removed = (
+        Counter(cpp_lines.kind(line) for line in _lines(patch, mark)) for mark in (b"+", b"-")
+    )
+    found = added - removed
+    del found[""]
+    return found
+
+
+def _lines(patch: Patch, mark: bytes) -> list[bytes]:
+    hunks = (hunk for file in patch.files for hunk in file.hunks)
+    return [line for hunk in hunks for line in (hunk.added if mark == b"+" else hunk.removed)]
+
+
+def _body(patch: Patch) -> list[tuple[object, ...]]:
+    return [
+        (
+            file.old,
+            file.new,
+            file.new_mode,
+            [(hunk.old_start, hunk.new_start, hunk.lines) for hunk in file.hunks],
+        )
+        for file in patch.files
+    ]
+
+
+def _changes(patch: Patch) -> list[tuple[object, ...]]:
+    return [
+        (
+            file.old,
+            file.new,
+            [line for hunk in file.hunks for line in hunk.lines if line[:1] in (b"+", b"-")],
+        )
+        for file in patch.files
+    ]

@@ -1,0 +1,290 @@
+"""Run git so that the same inputs give the same result on any machine.
+
+Every git command of the package is started here, through GitPython's `git.cmd.Git.execute`.
+Whatever the user, the system or a surrounding repository configured is switched off: variables,
+config files, hooks, attributes, signing, paging and prompts. Identity and date are fixed, and git
+never climbs above the folder it is started in: inside another work tree `git apply` would exit 0
+and do nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from shutil import which
+from typing import IO, TYPE_CHECKING, Any, cast
+
+from pyllamakv.errors import GitError
+from pyllamakv.source import git_limits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from git.cmd import Git
+
+NAME = "pyllamakv developers"
+EMAIL = "pyllamakv@users.noreply.github.com"
+DATE = "2026-11-20T00:00:00Z"
+#: The same date in seconds, for `git fast-import`.
+SECONDS = 1795132800
+
+#: Exit status reported when git itself cannot be started, as a shell does.
+_NOT_FOUND = 127
+#: And when it was ended for taking too long, as by `timeout`.
+TIMED_OUT = 124
+
+_SETTINGS = {
+    "core.hooksPath": os.devnull,
+    "core.attributesFile": os.devnull,
+    "core.excludesFile": os.devnull,
+    "core.autocrlf": "false",
+    "core.eol": "lf",
+    "core.fsmonitor": "false",
+    "core.quotePath": "false",
+    "core.abbrev": "40",
+    "commit.gpgSign": "false",
+    "tag.gpgSign": "false",
+    "gc.auto": "0",
+    "maintenance.auto": "false",
+    "advice.detachedHead": "false",
+    "init.defaultBranch": "main",
+    "init.templateDir": "",
+    "diff.renames": "true",
+    "diff.algorithm": "myers",
+    "merge.conflictStyle": "diff3",
+    "submodule.recurse": "false",
+    "fetch.recurseSubmodules": "false",
+    # Stores are made by whoever runs this, but a container may own them under another user.
+    "safe.directory": "*",
+}
+
+#: What a fetch from a named URL keeps: a user's credentials, proxies and certificates.
+_NETWORK_VARIABLES = ("GIT_SSH", "GIT_SSH_COMMAND", "GIT_SSL_CAINFO", "GIT_SSL_CAPATH")
+
+#: Maximum number of bytes kept of what a streaming git writes to stderr.
+_STDERR_BYTES = 64 << 10
+
+
+def environment(*, network: bool = False) -> dict[str, str]:
+    """Return the environment for git: nothing of the caller's ``GIT_*``, fixed identity and date.
+
+    With ``network`` the user's own git config and certificates stay in force, because a private
+    URL cannot be reached without them; hooks, signing and conversions stay off. Without it git
+    reaches no other repository at all.
+    """
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    if network:
+        kept = (name for name in _NETWORK_VARIABLES if name in os.environ)
+        env.update({name: os.environ[name] for name in kept})
+        if "GIT_CONFIG_GLOBAL" in os.environ:
+            env["GIT_CONFIG_GLOBAL"] = os.environ["GIT_CONFIG_GLOBAL"]
+    else:
+        env["GIT_CONFIG_GLOBAL"] = os.devnull
+        env["GIT_CONFIG_NOSYSTEM"] = "1"
+    env |= {
+        # A folder's own .git/config may name a program that "brings" objects that are missing.
+        "GIT_NO_LAZY_FETCH": "1",
+        "GIT_ATTR_NOSYSTEM": "1",
+        "GIT_NO_REPLACE_OBJECTS": "1",
+        "GIT_TERMINAL_PROMPT": "0",
+        "GIT_ALLOW_PROTOCOL": "file:git:http:https:ssh" if network else "none",
+        "GIT_EDITOR": "true",
+        "GIT_SEQUENCE_EDITOR": "true",
+        "GIT_PAGER": "cat",
+        "GIT_AUTHOR_NAME": NAME,
+        "GIT_AUTHOR_EMAIL": EMAIL,
+        "GIT_AUTHOR_DATE": DATE,
+        "GIT_COMMITTER_NAME": NAME,
+        "GIT_COMMITTER_EMAIL": EMAIL,
+        "GIT_COMMITTER_DATE": DATE,
+        "LC_ALL": "C",
+        "LANGUAGE": "C",
+        "TZ": "UTC",
+    }
+    env["GIT_CONFIG_COUNT"] = str(len(_SETTINGS))
+    for index, (key, value) in enumerate(_SETTINGS.items()):
+        env[f"GIT_CONFIG_KEY_{index}"] = key
+        env[f"GIT_CONFIG_VALUE_{index}"] = value
+    return env
+
+
+def run(
+    folder: Path,
+    *args: str,
+    input: bytes | str | Path | None = None,
+    env: Mapping[str, str] | None = None,
+    network: bool = False,
+    hold: Sequence[int] = (),
+    bounded: bool = False,
+    timeout: float | None = None,
+) -> subprocess.CompletedProcess[bytes]:
+    """Run ``git args`` in ``folder``, whatever it returns, and give back status and both outputs.
+
+    ``input`` is what git reads: bytes, text, or the path of a file. ``env`` is laid over the clean
+    environment (for example another ``GIT_INDEX_FILE``). ``hold`` are descriptors that it inherits,
+    to keep their locks for as long as it runs. ``bounded`` sets the limits of `git_limits`; with
+    ``network`` none of address space. Raises GitError only when git cannot be started, or is not
+    done within ``timeout`` seconds: it is ended with all that it started.
+    """
+    data = input.encode("utf-8", "surrogateescape") if isinstance(input, str) else input
+    with ExitStack() as stack:
+        stdin: int | IO[bytes] | None = None if data is None else subprocess.PIPE
+        if isinstance(data, Path):
+            stdin, data = stack.enter_context(data.open("rb")), None
+        options: dict[str, Any] = {"env": env, "network": network, "bounded": bounded}
+        group = None if timeout is None else 0
+        started = _start(folder, args, stdin=stdin, hold=hold, process_group=group, **options)
+        process = stack.enter_context(_process(started))
+        try:
+            out, said = process.communicate(data, timeout)
+        except subprocess.TimeoutExpired as error:
+            _kill(process)
+            words = f"it was not done within {timeout:g} s; is there a pipe among its files?"
+            raise GitError(["git", *args], TIMED_OUT, words) from error
+        except BaseException:
+            process.kill()
+            raise
+        return subprocess.CompletedProcess(["git", *args], process.returncode, out, said)
+
+
+@contextmanager
+def stream(
+    folder: Path, *args: str, env: Mapping[str, str] | None = None, bounded: bool = False
+) -> Iterator[IO[bytes]]:
+    """Run ``git args`` in ``folder`` and yield its stdout, to be read to the end as it comes.
+
+    Git, and all that it started, is killed if the caller raises an exception. Otherwise raises
+    GitError when git fails, with the first bytes of stderr.
+    """
+    said = bytearray()
+    started = _start(folder, args, env=env, bounded=bounded, process_group=0)
+    with _process(started) as process:
+        assert process.stdout is not None
+        # A full pipe of stderr would stop git while its stdout is read.
+        drain = threading.Thread(target=_drain, args=(process.stderr, said), daemon=True)
+        drain.start()
+        try:
+            yield process.stdout
+        except BaseException:
+            _kill(process)
+            raise
+        finally:
+            drain.join()
+    if process.returncode:
+        raise GitError(["git", *args], process.returncode, said.decode("utf-8", "replace"))
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process that leads a group of its own, and the group."""
+    with suppress(ProcessLookupError, PermissionError):  # it is gone just now
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _drain(pipe: IO[bytes], into: bytearray) -> None:
+    while piece := pipe.read(_STDERR_BYTES):
+        into += piece[: max(0, _STDERR_BYTES - len(into))]
+
+
+def _start(
+    folder: Path,
+    args: Sequence[str],
+    *,
+    stdin: int | IO[bytes] | None = None,
+    env: Mapping[str, str] | None = None,
+    network: bool = False,
+    hold: Sequence[int] = (),
+    bounded: bool = False,
+    process_group: int | None = None,
+) -> Git.AutoInterrupt:
+    """Start ``git args`` in ``folder`` with GitPython. Raises GitError when that is impossible."""
+    command = ["git", *args]
+    place = folder.resolve()
+    if not place.is_dir():
+        problem = f"{place} is not a folder" if place.exists() else f"there is no folder {place}"
+        raise GitError(command, _NOT_FOUND, problem)
+    program = which("git")
+    if program is None:
+        raise GitError(command, _NOT_FOUND, "git is not installed; install git")
+    full = environment(network=network)
+    full["GIT_CEILING_DIRECTORIES"] = str(place.parent)
+    full.update(env or {})
+    # GitPython runs a command in its own folder where the given one cannot be entered; -C fails.
+    words = ("-C", str(place), *args)
+    line = [program, *words]
+    if bounded:
+        line = git_limits.command(program, words, memory=not network)
+        full.update(git_limits.environment())
+    # GitPython adds to the process's variables, and cannot be told to drop any.
+    dropped = [n for n in os.environ if n.startswith("GIT_") and n not in full]
+    foreign = [word for n in dropped if not n.startswith("GIT_PYTHON_") for word in ("-u", n)]
+    if foreign:
+        line = ["/usr/bin/env", *foreign, *line]
+    # GitPython takes 40 ms to import, and asks git for its version.
+    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
+    from git.cmd import Git
+    from git.exc import GitCommandNotFound
+
+    try:
+        started = Git().execute(
+            line,
+            istream=stdin,  # type: ignore[arg-type]
+            as_process=True,
+            shell=False,
+            env=full,
+            pass_fds=tuple(hold),
+            process_group=process_group,
+        )
+        return cast("Git.AutoInterrupt", started)
+    except GitCommandNotFound as error:
+        raise GitError(command, _NOT_FOUND, f"cannot start {line[0]}: {error}") from error
+
+
+def _process(started: Git.AutoInterrupt) -> subprocess.Popen[bytes]:
+    """Return the process that GitPython started; it is terminated with the last reference."""
+    assert started.proc is not None
+    return started.proc
+
+
+def git_bytes(
+    folder: Path,
+    *args: str,
+    input: bytes | str | Path | None = None,
+    check: bool = True,
+    env: Mapping[str, str] | None = None,
+    network: bool = False,
+    hold: Sequence[int] = (),
+    bounded: bool = False,
+    timeout: float | None = None,
+) -> bytes:
+    """Run git like `git`, but return its output as the bytes it wrote."""
+    options: dict[str, Any] = {"network": network, "hold": hold, "bounded": bounded}
+    done = run(folder, *args, input=input, env=env, timeout=timeout, **options)
+    if check and done.returncode != 0:
+        said = (done.stderr or done.stdout).decode("utf-8", "replace")
+        raise GitError(["git", *args], done.returncode, said)
+    return done.stdout
+
+
+def git(
+    folder: Path,
+    *args: str,
+    input: bytes | str | Path | None = None,
+    check: bool = True,
+    env: Mapping[str, str] | None = None,
+    network: bool = False,
+    hold: Sequence[int] = (),
+    bounded: bool = False,
+    timeout: float | None = None,
+) -> str:
+    """Run ``git args`` in ``folder`` and return what it wrote, without the last line break.
+
+    Undecodable bytes come as surrogate escapes. Raises GitError with the command, its exit status
+    and its words when it fails and ``check`` is set.
+    """
+    options: dict[str, Any] = {"env": env, "network": network, "hold": hold, "bounded": bounded}
+    out = git_bytes(folder, *args, input=input, check=check, timeout=timeout, **options)
+    return out.decode("utf-8", "surrogateescape").removesuffix("\n")

@@ -1,0 +1,92 @@
+"""Bound what git may take of memory, disk and time while it unpacks what others made.
+
+A few kilobytes of a pack can claim an object of gigabytes, which git would make room for, or
+thousands of large ones that differ by a byte. What may be allocated at once is told to git itself,
+also to those that it starts. The rest are limits of the process, set by a Python that then becomes
+git: a fork that runs Python first may hang where there are threads.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from pyllamakv.errors import ArchiveError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pyllamakv.errors import GitError
+
+#: The largest object, packed or loose: no file of a source tree comes near it.
+MAX_OBJECT_BYTES = 256 << 20
+#: The address space of a git that unpacks: an object, its base, what makes one of the other, packs.
+MEMORY = 2 << 30
+#: The largest pack: a release with its whole history has a third of this.
+FILE = 1 << 30
+#: Processor time in seconds: a release takes a few of them.
+CPU_SECONDS = 600
+#: How long git may take over what lies on this machine. It waits for ever for a pipe that lies
+#: where it reads a file; the largest tree or pack needs a few minutes on a slow disk.
+SECONDS = 600.0
+
+#: Large files pass in pieces; threads and whole packs would take address space for nothing.
+_SETTINGS = (
+    "core.bigFileThreshold=64m",
+    "core.packedGitWindowSize=16m",
+    "core.packedGitLimit=256m",
+    "pack.threads=1",
+    # Few objects would be unpacked into a file each, and so many more bytes than one may have.
+    "fetch.unpackLimit=1",
+)
+_WORDS = ("over limit", "Out of memory", "Cannot allocate memory", "File too large")
+#: How git tells of one that it started and that was ended by the limit of time.
+_ENDED = f"died of signal {signal.SIGXCPU.value}"
+
+_BECOME = """
+import os, resource, sys
+for name, text in zip(("RLIMIT_AS", "RLIMIT_FSIZE", "RLIMIT_CPU"), sys.argv[1:4]):
+    wanted = int(text)
+    what = getattr(resource, name)
+    soft, hard = resource.getrlimit(what)
+    if wanted and (soft == resource.RLIM_INFINITY or wanted < soft):
+        try:
+            resource.setrlimit(what, (wanted, hard))
+        except (OSError, ValueError):
+            pass  # not every system has every limit
+os.execv(sys.argv[4], ["git", *sys.argv[5:]])
+"""
+
+
+def command(program: str, args: Sequence[str], *, memory: bool = True) -> list[str]:
+    """Return the command that runs ``program``, the path of git, with ``args`` within the limits.
+
+    Without ``memory`` its address space has none: what a user's git starts to reach a URL, as
+    a helper for credentials, may reserve more than it uses.
+    """
+    settings = [word for each in _SETTINGS for word in ("-c", each)]
+    limits = [str(MEMORY if memory else 0), str(FILE), str(CPU_SECONDS)]
+    return [sys.executable, "-I", "-S", "-c", _BECOME, *limits, program, *settings, *args]
+
+
+def environment() -> dict[str, str]:
+    """Return the variables that bound what git, and what it starts, allocates at once."""
+    return {"GIT_ALLOC_LIMIT": str(MAX_OBJECT_BYTES)}
+
+
+def raise_if_limit_hit(error: GitError, what: str) -> None:
+    """Raise ArchiveError when a limit is what git failed of; ``what`` is what it unpacked."""
+    if error.code == -signal.SIGXCPU or _ENDED in error.output:
+        msg = (
+            f"{what} takes more than {CPU_SECONDS} s of processor time to unpack; no release comes "
+            "near that, so it was not taken"
+        )
+        raise ArchiveError(msg) from error
+    if any(word in error.output for word in _WORDS):
+        msg = (
+            f"{what} takes more than {MAX_OBJECT_BYTES} bytes for an object, {MEMORY} in memory "
+            f"or {FILE} in a file to unpack; no release comes near that, so it was not taken: "
+            f"{error.output.strip()}"
+        )
+        raise ArchiveError(msg) from error

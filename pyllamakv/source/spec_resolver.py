@@ -1,0 +1,253 @@
+"""Take llama.cpp from a git URL, a git bundle or a folder, as it stands there."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import re
+import shutil
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyllamakv.errors import FetchError, GitError, UnknownRelease, UsageError
+from pyllamakv.source import era, git_command, git_limits, lockfile, tree_limits
+from pyllamakv.source.files import inheritable_lock, translate_disk_errors
+from pyllamakv.source.pipconfig import redacted
+from pyllamakv.source.quarantine import move
+from pyllamakv.source.releases import Release, canonical_name
+from pyllamakv.source.store import Store, open_store
+from pyllamakv.source.tree_export import GENERATED_FILES, STAMP
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+_API = ("include/llama.h", "llama.h")
+_HOST_ALONE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]*")
+_REF = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./+-]*")
+_PASSWORD = re.compile(r"[^/?#]*://[^/?#]*:[^/?#]*@")
+_DATE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
+_INCOMING = "refs/incoming/x"
+#: Folders and files of a plain folder that are no source.
+_SKIPPED = (".git", "__pycache__")
+
+
+def resolve(spec: str) -> Release:
+    """Return the release that a spec means: ``0.3.9``, ``b4980``, ``git:URL@REF``, ``path:DIR``.
+
+    Names are looked up in the shipped lock and in the lock of the data directory; `fetch.ensure`
+    also asks the package index. The exact name of a release has precedence; otherwise
+    ``llama-cpp-python==0.3.9`` and ``v0.3.9`` are spellings of ``0.3.9``. A git reference is pinned
+    when it is first resolved. Raises UnknownRelease with the closest names.
+    """
+    spec = spec.strip()
+    if spec.startswith("path:"):
+        return from_folder(spec)
+    known = lockfile.known()
+    name = canonical_name(spec, known)
+    if name in known:
+        return known[name]
+    if spec.startswith("git:"):
+        return pin_git(spec)
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"did you mean {', '.join(close)}? " if close else ""
+    msg = (
+        f"there is no release {spec!r} in the lock: {hint}`pyllamakv upstream list` shows all, "
+        f"`pyllamakv upstream add {name}` takes a new version from the package index; "
+        "git:URL@REF and path:DIR name other sources"
+    )
+    raise UnknownRelease(msg, name=spec, suggestions=close)
+
+
+def split_git(spec: str) -> tuple[str, str]:
+    """Split ``git:URL@REF`` into URL and reference; without a reference it is ``HEAD``.
+
+    Raises UsageError for what git or a lock cannot hold, and for a URL with a password: it would
+    stand in the lock, which people share.
+    """
+    rest = spec.removeprefix("git:")
+    url, at, ref = rest.rpartition("@")
+    if not at or not _REF.fullmatch(ref) or not url or _HOST_ALONE.fullmatch(url) or ".." in ref:
+        url, ref = rest, "HEAD"
+    if _PASSWORD.match(url):
+        msg = (
+            f"git:{redacted(url)} has a password, which the lock would hold: leave it out, and "
+            "give it to git (`git credential approve`, or a helper), or use an ssh URL"
+        )
+        raise UsageError(msg)
+    if not url or url.startswith("-") or re.search("[\n\0\ud800-\udfff]", url):
+        msg = f"{spec!r} is no git source; git:URL@REF is expected"
+        raise UsageError(msg)
+    return url, ref
+
+
+def pin_git(spec: str) -> Release:
+    """Fetch the commit that a git URL or bundle has under a reference, and pin it in the home.
+
+    Raises FetchError when the URL or the reference cannot be had; what was there stays.
+    """
+    release = fetch_git(spec)
+    lockfile.save(lockfile.added(), [release])
+    return release
+
+
+def fetch_git(spec: str) -> Release:
+    """Fetch like `from_git`, but pin nothing."""
+    url, ref = split_git(spec)
+    here = existing_path(url)
+    place = os.fspath(here.resolve()) if here else url
+    store = open_store()
+    with store.scratch() as folder:
+        held = Store(folder)
+        try:
+            commit = _bring(held, store, place, ref)
+        except GitError as error:
+            shown = redacted(url)
+            git_limits.raise_if_limit_hit(error, f"what {shown} has under {ref}")
+            said = error.output.strip().replace(url, shown)
+            msg = f"cannot fetch {ref} from {shown}: {said}"
+            raise FetchError(msg) from error
+        release = _described(held, Release(spec, "git", commit, "", "", "", url=place))
+        held.parents(commit)  # too many are refused while nothing is in the store
+        move(held.path / "objects", store)
+    store.update_ref(f"refs/upstream/{release.key}", commit)
+    return release
+
+
+def existing_path(text: str) -> Path | None:
+    """Return the file or folder that a text names on this machine, if it names one."""
+    with suppress(OSError, RuntimeError, ValueError):  # no path of this system, a home of nobody
+        place = Path(text).expanduser()
+        return place if place.exists() else None
+    return None
+
+
+def _bring(held: Store, store: Store, place: str, ref: str) -> str:
+    """Fetch into a repository that is thrown away, and sees what the store has; return the commit.
+
+    So nothing is left of what is refused; a pack that never ends is given up at a limit.
+    """
+    near = place.startswith(("/", "file:"))
+    # A bundle holds what it holds: git cannot cut its history.
+    depth = [] if place.startswith("/") and Path(place).is_file() else ["--depth=1"]
+    words = ["--quiet", "--no-tags", "--no-write-fetch-head", "--force", *depth]
+    fetch = ("fetch", *words, "--", place, f"+{ref}:{_INCOMING}")
+    with translate_disk_errors(store.path):
+        git_command.git(held.path, "init", "-q", "--bare", ".")
+        (held.path / "objects" / "info" / "alternates").write_text(f"{store.path}/objects\n")
+        with suppress(FileNotFoundError):
+            # Without it git would look for parents that the store does not have either.
+            shutil.copyfile(store.path / "shallow", held.path / "shallow")
+        bound = git_limits.SECONDS if near else None
+        git_command.git(held.path, *fetch, network=True, bounded=True, timeout=bound)
+        return git_command.git(held.path, "rev-parse", "--verify", f"{_INCOMING}^{{commit}}")
+
+
+def from_folder(spec: str) -> Release:
+    """Take a folder as it stands, with whatever was changed in it, and give it a commit.
+
+    Of a git work tree what git would not ignore is taken, of another folder everything but
+    ``build*`` at its top. Raises UnknownRelease for a folder that holds no llama.cpp.
+    """
+    try:
+        folder = Path(spec.removeprefix("path:")).expanduser().resolve()
+        found = any((folder / name).is_file() for name in _API)
+    except (OSError, RuntimeError, ValueError) as error:  # no path of this system
+        msg = f"{spec[:200]!r} names no folder: {error}"
+        raise UnknownRelease(msg, name=spec) from error
+    if not found:
+        msg = f"{folder} holds no llama.cpp: neither {_API[0]} nor {_API[1]} is there"
+        raise UnknownRelease(msg, name=spec)
+    store = open_store()
+    paths, date = _tracked(folder) or (_walk(folder), "")
+    taken = tree_limits.within(folder, (p for p in paths if p not in (*GENERATED_FILES, STAMP)))
+    tree = _write_tree(store, folder, taken)
+    commit = store.commit_tree(tree, [], "llama.cpp as it stood in a folder")
+    release = Release(f"path:{folder}", "path", commit, tree, "", date, url=str(folder))
+    full = _described(store, release)
+    store.update_ref(f"refs/upstream/{full.key}", commit)
+    return full
+
+
+def _tracked(folder: Path) -> tuple[Iterable[str], str] | None:
+    """Return what git would take of a work tree and when its commit was made; None for others."""
+    if not (folder / ".git").exists():
+        return None
+    listing = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    # Of the words for a commit this one heeds no setting that starts a program.
+    asking = ("rev-list", "-1", "--format=%cd", "--date=format-local:%Y-%m-%dT%H:%M:%SZ")
+    try:
+        listed = git_command.git(folder, *listing, timeout=git_limits.SECONDS)
+        told = git_command.git(
+            folder, *asking, "HEAD^{commit}", "--", check=False, timeout=git_limits.SECONDS
+        )
+    except GitError as error:
+        if error.code == git_command.TIMED_OUT:
+            raise
+        # An unpacked sdist has a link to a repository that is not there.
+        return None
+    date = told.rpartition("\n")[2]
+    return [path for path in listed.split("\0") if path], date if _DATE.fullmatch(date) else ""
+
+
+def _described(store: Store, release: Release) -> Release:
+    """Fill in what the commit tells, after checking that it is llama.cpp."""
+    tree = store.tree_of(release.commit)
+    tree_limits.check(store.path, tree)
+    if not any(store.read_many(tree, _API).values()):
+        msg = f"{release.name} holds no llama.cpp: neither {_API[0]} nor {_API[1]} is in it"
+        raise UnknownRelease(msg, name=release.name)
+    date = release.date or _date_of_twin(store, tree) or store.date(release.commit)
+    return replace(release, tree=tree, era=era.detect(store, tree), date=date)
+
+
+def _date_of_twin(store: Store, tree: str) -> str:
+    """Return the date of a pinned release with the same tree: an unpacked copy has no other."""
+    dates = (r.date for r in lockfile.known().values() if r.tree == tree)
+    return next(dates, "")
+
+
+def _write_tree(store: Store, folder: Path, paths: list[str]) -> str:
+    # The index is kept, so that the next time only files whose time changed are read.
+    name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
+    index = store.path.parent / "indexes" / name
+    with translate_disk_errors(store.path), store.lock(f"index-{name}"):
+        index.parent.mkdir(parents=True, exist_ok=True)
+        with inheritable_lock(index.with_name(f"{name}.busy")) as held:
+            return _indexed(store, folder, paths, index, held)
+
+
+def _indexed(store: Store, folder: Path, paths: list[str], index: Path, held: int) -> str:
+    # A killed git leaves it, and nobody could write the index again.
+    index.with_name(f"{index.name}.lock").unlink(missing_ok=True)
+    env = {
+        "GIT_DIR": str(store.path),
+        "GIT_WORK_TREE": str(folder),
+        "GIT_INDEX_FILE": str(index),
+    }
+    bound = git_limits.SECONDS
+    old = git_command.git(folder, "ls-files", "-z", "--cached", env=env, timeout=bound).split("\0")
+    taken = [p for p in paths if (folder / p).is_symlink() or (folder / p).is_file()]
+    gone = sorted(set(old) - set(taken) - {""})
+    for words, names in ((("--force-remove",), gone), (("--add",), taken)):
+        command = ("update-index", "-z", *words, "--stdin")
+        git_command.git(folder, *command, input=_nul(names), env=env, hold=(held,), timeout=bound)
+    return git_command.git(folder, "write-tree", env=env, hold=(held,), timeout=bound)
+
+
+def _nul(paths: list[str]) -> bytes:
+    return b"".join(os.fsencode(path) + b"\0" for path in paths)
+
+
+def _walk(folder: Path) -> Iterator[str]:
+    for place, folders, files in os.walk(folder):
+        below = Path(place).relative_to(folder).as_posix()
+        top = below == "."
+        kept = [n for n in folders if n not in _SKIPPED and not (top and n.startswith("build"))]
+        links = [name for name in kept if (Path(place) / name).is_symlink()]
+        folders[:] = sorted(set(kept) - set(links))
+        for name in sorted([*files, *links]):
+            if name not in _SKIPPED:
+                yield name if top else f"{below}/{name}"

@@ -1,0 +1,320 @@
+"""Put a tree of the store into a folder, and compare the two.
+
+Only files whose content differs are written: build folders rely on the times of the others. While
+an export is at work the folder's stamp says so, so a half written tree is never taken for a whole
+one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import posixpath
+import stat
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyllamakv.errors import SourceError, UsageError
+from pyllamakv.source import tree_limits
+from pyllamakv.source.files import translate_disk_errors, write_text_atomic
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pyllamakv.source.releases import Release
+    from pyllamakv.source.store import Store, TreeEntry
+
+#: Upstream's CMake files write this one into the source tree up to 0.3.9.
+GENERATED_FILES = ("common/build-info.cpp",)
+
+#: The stamp lies inside the folder, so that it moves and dies with it.
+STAMP = ".pyllamakv-tree"
+
+#: What a file, and the stamp, is called until all of it is written. Both lie at the top, where no
+#: tree may have them: so a tree's own files are as long as a name may be.
+_PART = ".pyllamakv-part"
+_STAMP_PART = f".{STAMP}.part"
+_LINK = "120000"
+_BATCH = 256
+#: More folders within each other than any release has; they are walked by recursion.
+_DEPTH = 200
+#: The longest name, in bytes: few file systems take more.
+_NAME = 255
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Say what an export did: the tree, and how many files it wrote and removed."""
+
+    tree: str
+    written: int
+    removed: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Name the files of a folder that differ from a tree."""
+
+    changed: tuple[str, ...]
+    missing: tuple[str, ...]
+    untracked: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.changed or self.missing or self.untracked)
+
+    def lines(self) -> list[str]:
+        """Return one line per file: ``changed``, ``missing`` or ``stray``, and its path."""
+        groups = (("changed", self.changed), ("missing", self.missing), ("stray", self.untracked))
+        return [f"{word} {path}" for word, paths in groups for path in paths]
+
+
+def export(
+    store: Store, what: Release | str, folder: Path, *, keep: Sequence[str] = GENERATED_FILES
+) -> Exported:
+    """Make ``folder`` hold exactly a tree; files and folders named in ``keep`` may stay.
+
+    Raises DiskFull, SourceError for a tree with a path or link that would lead outside, and
+    UsageError for a folder that holds anything but an earlier export.
+    """
+    tree = store.tree_of(what)
+    folder = folder.absolute()
+    name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
+    with store.lock(f"tree-{name}"), translate_disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        _refuse_foreign(folder, keep)
+        entries = store.entries(tree)
+        _refuse_unsafe(entries)
+        wanted = {entry.path: entry for entry in entries}
+        _refuse_twice(entries)
+        stray = _strays(folder, wanted, keep)
+        # What is only seen through a link that lies in the way goes with it.
+        real = _Real(folder)
+        stale = [e for e in entries if not (real.holds(e.path) and _same(folder / e.path, e))]
+        if not stale and not stray and stamped(folder) == tree:
+            return Exported(tree, 0, 0)
+        _stamp(folder, tree, complete=False)
+        for path in stray:
+            # What a killed export left of its stamp is gone already.
+            (folder / path).unlink(missing_ok=True)
+        _prune(folder, wanted, keep)
+        for start in range(0, len(stale), _BATCH):
+            batch = stale[start : start + _BATCH]
+            for entry, data in zip(batch, store.blobs([e.blob for e in batch]), strict=True):
+                _put(folder, entry, data)
+        _stamp(folder, tree, complete=True)
+    return Exported(tree, len(stale), len(stray))
+
+
+def compare(
+    store: Store, what: Release | str, folder: Path, *, keep: Sequence[str] = GENERATED_FILES
+) -> Difference:
+    """Name the files of ``folder`` that were changed, are missing, or belong to no tree.
+
+    Raises SourceError for a tree that `export` would refuse for a path of it.
+    """
+    entries = store.entries(store.tree_of(what))
+    _refuse_unsafe(entries)
+    real = _Real(folder)
+    missing = [e.path for e in entries if not real.holds(e.path)]
+    gone = set(missing)
+    changed = [e.path for e in entries if e.path not in gone and not _same(folder / e.path, e)]
+    stray = _strays(folder, {e.path: e for e in entries}, keep)
+    return Difference(tuple(changed), tuple(missing), tuple(stray))
+
+
+def stamped(folder: Path) -> str | None:
+    """Return the tree that was exported to ``folder`` completely, or None."""
+    try:
+        facts = json.loads((folder / STAMP).read_text("utf-8"))
+        return str(facts["tree"]) if facts["complete"] is True else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _stamp(folder: Path, tree: str, *, complete: bool) -> None:
+    write_text_atomic(folder / STAMP, json.dumps({"tree": tree, "complete": complete}) + "\n")
+
+
+def _refuse_foreign(folder: Path, keep: Sequence[str]) -> None:
+    """Refuse a folder with files that no export put there: they would all be removed."""
+    if (folder / STAMP).is_file():
+        return
+    # An export that was killed early has not even its stamp.
+    tops = {name.split("/")[0] for name in keep}
+    foreign = sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.name not in tops and not (path.name == _STAMP_PART and _is_plain(path))
+    )
+    if foreign:
+        msg = f"{folder} holds other files ({foreign[0]}); name an empty or a new folder"
+        raise UsageError(msg)
+
+
+def _is_plain(file: Path) -> bool:
+    return stat.S_ISREG(file.lstat().st_mode)
+
+
+def _refuse_unsafe(entries: Iterable[TreeEntry]) -> None:
+    """Refuse a tree with a path that leads out, is ours, or cannot be written."""
+    for path in (entry.path for entry in entries):
+        parts = path.split("/")
+        bad = any(part.lower() in ("", ".", "..", ".git") for part in parts)
+        ours = parts[0].lower() in (STAMP, _STAMP_PART, _PART)
+        long = len(parts) > _DEPTH or len(os.fsencode(path)) > tree_limits.PATH
+        long = long or any(len(os.fsencode(part)) > _NAME for part in parts)
+        if bad or ours or long or "\\" in path:
+            msg = f"the tree holds an unsafe path {path!r}; it cannot be exported"
+            raise SourceError(msg)
+
+
+def _refuse_twice(entries: Sequence[TreeEntry]) -> None:
+    """Refuse a tree in which a name is a file and a folder at once: git's objects could say so."""
+    counts = Counter(entry.path for entry in entries)
+    counts.update(_folders_of(set(counts)))
+    path, times = max(counts.items(), key=lambda found: found[1], default=("", 0))
+    if times > 1:
+        msg = f"the tree holds {path!r} twice; it was not exported"
+        raise SourceError(msg)
+
+
+def _folders_of(paths: Iterable[str]) -> set[str]:
+    """Return the folders that hold these paths, the root as an empty text."""
+    found = {""}
+    for path in paths:
+        parent = posixpath.dirname(path)
+        while parent not in found:
+            found.add(parent)
+            parent = posixpath.dirname(parent)
+    return found
+
+
+class _Real:
+    """Tell what lies in a folder without walking through links below it."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._folders = {"": True}
+
+    def holds(self, path: str) -> bool:
+        """Tell whether something lies at this path, which is not seen through a link."""
+        return self._is_folder(posixpath.dirname(path)) and os.path.lexists(self._root / path)
+
+    def _is_folder(self, path: str) -> bool:
+        if path not in self._folders:
+            file = self._root / path
+            found = self._is_folder(posixpath.dirname(path))
+            self._folders[path] = found and file.is_dir() and not file.is_symlink()
+        return self._folders[path]
+
+
+def _kept(path: str, keep: Iterable[str]) -> bool:
+    return any(path == name or path.startswith(name.rstrip("/") + "/") for name in keep)
+
+
+def _strays(folder: Path, wanted: dict[str, TreeEntry], keep: Sequence[str]) -> list[str]:
+    found = []
+    for place, folders, files in os.walk(folder):
+        below = Path(place).relative_to(folder).as_posix()
+        prefix = "" if below == "." else below + "/"
+        links = [name for name in folders if (Path(place) / name).is_symlink()]
+        for name in (*files, *links):
+            path = prefix + name
+            if path not in wanted and path != STAMP and not _kept(path, keep):
+                found.append(path)
+    return sorted(found)
+
+
+def _prune(folder: Path, wanted: dict[str, TreeEntry], keep: Sequence[str]) -> None:
+    needed = _folders_of(wanted)
+    for place, _folders, _files in os.walk(folder, topdown=False):
+        below = Path(place).relative_to(folder).as_posix()
+        if below != "." and below not in needed and not _kept(below, keep):
+            try:
+                Path(place).rmdir()
+            except OSError:
+                # It still holds something that is kept.
+                continue
+
+
+def _same(file: Path, entry: TreeEntry) -> bool:
+    try:
+        facts = file.lstat()
+        if entry.mode == _LINK:
+            data = os.fsencode(file.readlink()) if stat.S_ISLNK(facts.st_mode) else None
+        else:
+            runs = bool(facts.st_mode & 0o100)
+            alike = stat.S_ISREG(facts.st_mode) and runs == _is_program(entry)
+            data = file.read_bytes() if alike else None
+    except OSError:
+        return False
+    return data is not None and blob_id(data) == entry.blob
+
+
+def _is_program(entry: TreeEntry) -> bool:
+    return entry.mode == "100755"
+
+
+def blob_id(data: bytes) -> str:
+    """Return the id that git gives to a file's content."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+def _put(folder: Path, entry: TreeEntry, data: bytes) -> None:
+    file = folder / entry.path
+    _make_folder(folder, file.parent)
+    if file.is_dir() and not file.is_symlink():
+        msg = f"{file} is a folder where the tree has a file; remove it"
+        raise SourceError(msg)
+    part = folder / _PART
+    part.unlink(missing_ok=True)
+    try:
+        if entry.mode == _LINK:
+            part.symlink_to(_target(entry, data))
+        else:
+            with part.open("xb") as out:
+                out.write(data)
+            part.chmod(0o755 if _is_program(entry) else 0o644)
+        part.replace(file)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _target(entry: TreeEntry, data: bytes) -> str:
+    """Return what a link says. Raises SourceError where it leads out, or is none."""
+    target = os.fsdecode(data)
+    if _leads_out(entry.path, target):
+        msg = f"the link {entry.path} leads outside the tree, to {target[: tree_limits.PATH]!r}"
+        raise SourceError(msg)
+    if not data or len(data) > tree_limits.PATH or b"\0" in data:
+        shown = target[: tree_limits.PATH]
+        msg = f"the link {entry.path} has a target that no link can have, {shown!r}"
+        raise SourceError(msg)
+    return target
+
+
+def _leads_out(path: str, target: str) -> bool:
+    """Tell whether a link's target lies outside its tree, or may lie there."""
+    inside = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
+    if target.startswith("/") or inside.split("/")[0] == "..":
+        return True
+    # `up/..` is where the text says only if `up` is no link itself, so `..` may stand first alone.
+    words = [word for word in target.split("/") if word not in ("", ".")]
+    down = next((at for at, word in enumerate(words) if word != ".."), len(words))
+    return ".." in words[down:]
+
+
+def _make_folder(root: Path, folder: Path) -> None:
+    """Make a folder below ``root`` without walking through a link that lies in its way."""
+    if folder == root or (folder.is_dir() and not folder.is_symlink()):
+        if folder != root:
+            _make_folder(root, folder.parent)
+        return
+    _make_folder(root, folder.parent)
+    if folder.is_symlink() or folder.is_file():
+        folder.unlink()
+    folder.mkdir(exist_ok=True)

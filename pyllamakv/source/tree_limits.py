@@ -1,0 +1,94 @@
+"""Refuse trees that are small as git keeps them and endless once they are written out."""
+
+from __future__ import annotations
+
+import stat
+from typing import TYPE_CHECKING, NoReturn
+
+from pyllamakv.errors import ArchiveError, GitError
+from pyllamakv.source import git_command, git_limits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+#: More than any release has, fetched or written out: llama.cpp has two thousand files, 100 MB.
+MAX_FILES, BYTES = 200_000, 4 << 30
+#: The longest path of a file, or target of a link, in bytes: some file systems take no more.
+PATH = 512
+#: How long their names may be together, each with its folders.
+NAMES = 256 << 20
+#: The largest page of an index, unpacked: a hundred thousand files. What is read of it takes many
+#: times as much.
+PAGE = 16 << 20
+_CHUNK = 1 << 20
+
+
+def check(folder: Path, tree: str, env: Mapping[str, str] | None = None) -> None:
+    """Raise ArchiveError for a tree with more files or bytes than any release has.
+
+    ``folder`` is the repository. The list is read as it comes: trees that hold each other ten times
+    over name more files than memory has room for.
+    """
+    words = ("ls-tree", "-r", "-l", "-z", "--full-tree", tree)
+    count = TreeSizeLimit(f"tree {tree}")
+    names = 0
+    rest = b""
+    try:
+        with git_command.stream(folder, *words, env=env, bounded=True) as listed:
+            while chunk := listed.read(_CHUNK):
+                *lines, rest = (rest + chunk).split(b"\0")
+                for line in lines:
+                    count.add(_size(line))
+                names += len(chunk)
+                if names > NAMES:
+                    count.refuse()
+    except GitError as error:
+        git_limits.raise_if_limit_hit(error, f"tree {tree}")
+        if error.code < 0:
+            msg = f"tree {tree} has more folders within each other than git can walk"
+            raise ArchiveError(msg) from error
+        raise
+
+
+def within(folder: Path, paths: Iterable[str]) -> list[str]:
+    """Return the paths of files in a folder; raise ArchiveError for more than any release has."""
+    count = TreeSizeLimit(str(folder))
+    found = []
+    for path in paths:
+        try:
+            facts = (folder / path).lstat()
+        except OSError:
+            continue
+        count.add(facts.st_size if stat.S_ISREG(facts.st_mode) else 0)
+        found.append(path)
+    return found
+
+
+class TreeSizeLimit:
+    """Count files and their bytes; raise ArchiveError where no release has so many."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._files = self._bytes = 0
+
+    def add(self, size: int) -> None:
+        """Count a file of ``size`` bytes."""
+        self._files += 1
+        self._bytes += size
+        if self._files > MAX_FILES or self._bytes > BYTES or size > git_limits.MAX_OBJECT_BYTES:
+            self.refuse()
+
+    def refuse(self) -> NoReturn:
+        """Raise ArchiveError."""
+        msg = (
+            f"{self._what} has more than {MAX_FILES} files, {BYTES} bytes, or "
+            f"{git_limits.MAX_OBJECT_BYTES} bytes in one file; no release is that large, "
+            "so it was refused"
+        )
+        raise ArchiveError(msg)
+
+
+def _size(line: bytes) -> int:
+    words = line.split(b"\t", 1)[0].split()
+    return int(words[3]) if len(words) > 3 and words[3].isdigit() else 0

@@ -1,0 +1,132 @@
+"""Name what is under test, build it when it is not there, and open it."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyllamakv.building import backend as backends
+from pyllamakv.building import variant as variants
+from pyllamakv.errors import UsageError
+from pyllamakv.scenarios.device_placement import Place
+from pyllamakv.source.releases import DEFAULT_RELEASE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from pyllamakv.building.variant import Variant
+    from pyllamakv.runtime.context import Context
+    from pyllamakv.testing.device_library import DeviceLibrary
+
+#: What a context has where a test does not say otherwise.
+OPTIONS = {"n_ctx": 256, "n_batch": 256, "n_ubatch": 256, "n_seq_max": 4}
+
+
+@dataclass(frozen=True)
+class BuildUnderTest:
+    """Stand for a release with a series, on a backend; ``patches`` are files that are not ours."""
+
+    spec: str
+    backend: str = "cpu"
+    patches: tuple[Path, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Return the words that stand behind a test's name."""
+        words = [self.spec, *(path.stem for path in self.patches)]
+        return "+".join(words) + ("" if self.backend == "cpu" else f"-{self.backend}")
+
+    @property
+    def place(self) -> Place:
+        """Return where caches lie."""
+        return Place(self.backend)
+
+    @property
+    def stock(self) -> bool:
+        """Tell whether nothing is patched."""
+        return not self.patches and variants.parse(self.spec).series == ()
+
+    def build(self, say: Callable[[str], None] | None = None) -> Variant:
+        """Return the variant, built first when it is not there; ``say`` is told of a build."""
+        if "variant" not in self.__dict__ and say is not None and not self._built():
+            say(f"pyllamakv: building {self.name}, which takes minutes")
+        return self.variant
+
+    @cached_property
+    def variant(self) -> Variant:
+        """Return the variant, built first when it is not there."""
+        from pyllamakv.building import build
+
+        if not self.patches:
+            return build.build(self.spec, backend=self.backend)
+        from pyllamakv.patching import apply
+        from pyllamakv.source import fetch
+
+        release = fetch.ensure(self.spec)
+        patched = apply.apply(release, [str(path) for path in self.patches])
+        return build.build_patched(release, patched, backend=self.backend)
+
+    def open(
+        self,
+        *,
+        isolated: bool = False,
+        env: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> DeviceLibrary:
+        """Open the library; on a device it always runs in a worker."""
+        from pyllamakv.testing.device_library import DeviceLibrary
+
+        folder = self.variant.folder
+        return DeviceLibrary.at(self.place, folder, isolated=isolated, env=env, timeout=timeout)
+
+    def _built(self) -> bool:
+        return not self.patches and variants.find(self.spec, backend=self.backend) is not None
+
+
+def choose(releases: Sequence[str], series: Sequence[str], backend: str) -> list[BuildUnderTest]:
+    """Return what the options name: every release with every series. Raises UsageError."""
+    known = backends.known(backend)
+    return [
+        _subject(release, chosen, known)
+        for release in dict.fromkeys(releases or (DEFAULT_RELEASE,))
+        for chosen in dict.fromkeys(series or ("patched",))
+    ]
+
+
+def _subject(release: str, series: str, backend: str) -> BuildUnderTest:
+    words = [word for word in series.split(",") if word]
+    files = [Path(word).expanduser() for word in words if _is_path(word)]
+    if files and len(files) == len(words):
+        missing = next((file for file in files if not file.exists()), None)
+        if missing is not None:
+            raise UsageError(f"--llama-series: there is no patch file or folder {missing}")
+        return BuildUnderTest(release, backend, tuple(file.resolve() for file in files))
+    if files or not words:
+        raise UsageError(
+            f"--llama-series={series}: expected patched, stock, PATCH,PATCH or paths of patches"
+        )
+    spec = f"{release}+{','.join(words)}"
+    variants.parse(spec)
+    return BuildUnderTest(spec, backend)
+
+
+def _is_path(word: str) -> bool:
+    return "/" in word or word.endswith((".patch", ".diff"))
+
+
+@contextmanager
+def context(library: DeviceLibrary, asked: Mapping[str, Any]) -> Iterator[Context]:
+    """Make a context as a marker asks for it.
+
+    ``model`` is a path, or the name of a generated model: `pyllamakv.scenarios.synthetic` has them.
+    On a GPU its wide twin stands for it.
+    """
+    from pyllamakv.scenarios import synthetic
+
+    left = {key: value for key, value in asked.items() if key not in ("model", "env", "timeout")}
+    path = synthetic.model(library.place.model(str(asked.get("model", "tiny"))))
+    with library.load_model(path) as model, model.context(**{**OPTIONS, **left}) as made:
+        yield made

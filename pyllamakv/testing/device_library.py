@@ -1,0 +1,95 @@
+"""Lend tests a library whose models and caches go to the device under test, and prove it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyllamakv.binding.server import Server
+from pyllamakv.open_variant import OpenLibrary
+from pyllamakv.runtime.model import Model
+from pyllamakv.scenarios.device_placement import Place
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    from pyllamakv.runtime.context import Context
+
+
+class DeviceModel(Model):
+    """Hold a model whose caches must lie where its library's tests want them."""
+
+    place: Place = Place()
+
+    def context(self, *args: Any, **options: Any) -> Context:
+        """Make a context as `Model.context` does; raises Untestable for a cache in host memory.
+
+        What a test itself keeps there (``n_gpu_layers=0``, ``offload_kqv=False``) may be there.
+        """
+        made = super().context(*args, **options)
+        if not self.on_host and options.get("offload_kqv", True):
+            try:
+                with made.turn:
+                    self.place.check(made.kv.peek())
+            except BaseException:
+                made.close()
+                raise
+        return made
+
+
+class DeviceLibrary(OpenLibrary):
+    """Hold an opened library of one place; where that is behind RPC, it owns a server."""
+
+    model_type = DeviceModel
+    place: Place = Place()
+    _server: Server | None = None
+
+    @classmethod
+    def at(
+        cls,
+        place: Place,
+        folder: Path,
+        *,
+        isolated: bool,
+        env: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> DeviceLibrary:
+        """Open a variant; on a device it always runs in a worker. Raises LoadError."""
+        found = cls.open(
+            folder,
+            isolated=isolated or place.backend != "cpu",
+            env={**place.environment, **(env or {})},
+            timeout=timeout,
+        )
+        found.place = place
+        return found
+
+    def load_model(self, path: str | os.PathLike[str], **options: Any) -> Model:
+        """Load a model as `OpenLibrary.load_model` does, all of it onto the device.
+
+        ``n_gpu_layers`` and ``rpc_servers`` of the caller stand.
+        """
+        if not options.keys() & {"n_gpu_layers", "rpc_servers"}:
+            params = self.place.params(self._endpoint())
+            options |= {"n_gpu_layers": params.n_gpu_layers, "rpc_servers": params.rpc_servers}
+        found = super().load_model(path, **options)
+        assert isinstance(found, DeviceModel)
+        found.place = self.place
+        return found
+
+    def close(self) -> None:
+        """Close contexts, models, the library, and its server at last."""
+        with ExitStack() as last:
+            if self._server is not None:
+                last.callback(self._server.close)
+            super().close()
+
+    def _endpoint(self) -> str | None:
+        if not self.place.remote:
+            return None
+        # One of its own: a server takes one client, and would keep the next one waiting.
+        if self._server is None:
+            self._server = Server(self.path, threads=1)
+        return self._server.endpoint

@@ -1,0 +1,51 @@
+"""Each backend says what it has here, and what to do about the rest."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from building_kit import script
+
+from pyllamakv.building import backend, doctor
+
+
+def test_rpc_and_the_processor_are_always_there() -> None:
+    """Both are in every CPU build."""
+    assert doctor.rpc().state == "ok"
+    assert doctor.cpu().name == "cpu"
+
+
+def test_metal_is_for_macs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere it is not there; there it says that nobody ran it."""
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert "on a Mac" in doctor.metal().cure
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(doctor.shutil, "which", lambda _name: None)
+    assert doctor.metal().cure == "xcode-select --install"
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert "never run" in doctor.metal().cure
+
+
+def test_vulkan_needs_headers_loader_and_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them has a cure of its own, and devices are named."""
+    monkeypatch.setattr(doctor, "_DRIVERS", (str(tmp_path),))
+    env = {"PATH": str(tmp_path)}
+    monkeypatch.setattr(backend, "vulkan_missing", lambda _env, **_more: "glslc")
+    assert "libvulkan-dev" in doctor.vulkan(env).cure
+    lacks = {False: "", True: ""}
+    monkeypatch.setattr(backend, "vulkan_missing", lambda _env, spirv=False: lacks[spirv])
+    monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda _name: None)
+    assert "libvulkan1" in doctor.vulkan(env).cure
+    monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda name: f"lib{name}.so.1")
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert "mesa-vulkan-drivers" in doctor.vulkan(env).cure
+    (tmp_path / "lvp_icd.json").touch()
+    assert doctor.vulkan(env).state == "ok"
+    script(tmp_path / "vulkaninfo", "printf '\\tdeviceName = llvmpipe (LLVM)\\n'\n")
+    assert doctor.vulkan(env).found.endswith("llvmpipe (LLVM)")
+    lacks[True] = "SPIRV-Headers"
+    assert "spirv-headers" in doctor.vulkan(env).cure

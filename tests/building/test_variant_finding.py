@@ -1,0 +1,208 @@
+"""What is built is found without its compiler, and only while all else is what it was built of."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from building_kit import Workshop, script
+
+from pyllamakv import open_variant
+from pyllamakv.building import backend, build, compiler, variant
+from pyllamakv.building import manifest as manifests
+from pyllamakv.errors import NotBuilt, ToolMissing
+from pyllamakv.home import home
+from pyllamakv.source import releases
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
+    """Return a workshop whose patches and patching code are two files beside it."""
+    for name in ("patches", "package/patching"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "a-file").write_text("1", encoding="utf-8")
+    monkeypatch.setattr(variant, "data", lambda name: tmp_path / name)
+    monkeypatch.setattr(variant, "_PACKAGE", tmp_path / "package")
+    monkeypatch.setattr(manifests, "machine_flags", lambda *_path: frozenset())
+    return Workshop(tmp_path, monkeypatch)
+
+
+def no_compiler(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the compiler away, and what it answered; git stays, which reads folders of sources."""
+    git = shutil.which("git")
+    assert git
+    (shop.folder / "path").mkdir()
+    (shop.folder / "path" / "git").symlink_to(git)
+    monkeypatch.setenv("PATH", str(shop.folder / "path"))
+    monkeypatch.setenv("CC", "gone")
+    monkeypatch.delenv("CXX")
+    (home() / "objects" / "compilers.json").unlink()
+    with pytest.raises(ToolMissing):
+        variant.request(shop.spec)
+
+
+def another_compiler(shop: Workshop) -> None:
+    """Put a later version in its place."""
+    path = shop.programs / "c++"
+    script(path, path.read_text("utf-8").replace("1.2.3", "1.2.34").removeprefix("#!/bin/sh\n"))
+
+
+def both(shop: Workshop) -> tuple[variant.Spec, variant.Spec, variant.Variant]:
+    """Return the specs of stock and patched, and the build that both name."""
+    made = build.build(shop.spec)
+    stock = variant.parse(shop.spec)
+    patched = variant.Spec(stock.release, None)
+    variant.add_to_index(variant.request(patched), made)
+    return stock, patched, made
+
+
+@pytest.mark.parametrize("compiler_here", [True, False])
+@pytest.mark.parametrize("place", ["patches", "package/patching"])
+def test_other_patches_are_another_build(
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch, place: str, *, compiler_here: bool
+) -> None:
+    """A changed patch, or code that applies them, hides the patched build, and no stock one."""
+    stock, patched, made = both(shop)
+    if not compiler_here:
+        no_compiler(shop, monkeypatch)
+    assert variant.find(stock) == variant.find(patched) == made
+    file = shop.folder / place / "a-file"
+    file.write_text("2", encoding="utf-8")
+    assert (variant.find(stock), variant.find(patched)) == (made, None)
+    (file.parent / "expected.toml").write_text("no input", encoding="utf-8")
+    file.write_text("1", encoding="utf-8")
+    assert variant.find(patched) == made
+
+
+@pytest.mark.parametrize("compiler_here", [True, False])
+def test_another_shim_is_another_build(
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch, *, compiler_here: bool
+) -> None:
+    """So are another release under the name, other options, and another recipe of ours."""
+    stock, patched, made = both(shop)
+    if not compiler_here:
+        no_compiler(shop, monkeypatch)
+    common = {**backend._COMMON, "GGML_RPC": "OFF"}
+    for where, name, value in (
+        (variant, "shim_digest", lambda: "changed"),
+        (variant, "RECIPE", variant.RECIPE + 1),
+        (backend, "_COMMON", common),
+    ):
+        with monkeypatch.context() as change:
+            change.setattr(where, name, value)
+            assert variant.find(stock) is None, name
+            assert variant.find(patched) is None, name
+        assert variant.find(stock) == variant.find(patched) == made
+    (shop.tree / "src" / "llama.cpp").write_text("// other\n", encoding="utf-8")
+    assert variant.find(stock) is None
+
+
+def test_what_is_not_built_names_the_command(
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With nothing built, and with something else built, compiler or not."""
+    wanted = f"build {shop.spec}"
+    with pytest.raises(NotBuilt, match=wanted.replace("+", r"\+")):
+        open_variant.find_built(shop.spec)
+    made = build.build(shop.spec)
+    assert open_variant.find_built(shop.spec) == open_variant.find_built(made.id) == made.folder
+    no_compiler(shop, monkeypatch)
+    assert open_variant.find_built(shop.spec) == open_variant.find_built(made.id) == made.folder
+    monkeypatch.setattr(variant, "shim_digest", lambda: "changed")
+    with pytest.raises(NotBuilt, match=f"{made.id}, of other patches"):
+        open_variant.find_built(shop.spec)
+
+
+def test_a_build_by_another_compiler_is_found(
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`build` makes its own; of both that of the compiler here is opened, else the newest."""
+    stamps = iter(("2026-01-02", "2026-01-01"))
+    publish = manifests.Manifest.save
+
+    def dated(self: manifests.Manifest, folder: Path) -> Path:
+        object.__setattr__(self, "created", next(stamps))
+        return publish(self, folder)
+
+    monkeypatch.setattr(manifests.Manifest, "save", dated)
+    first = build.build(shop.spec)
+    another_compiler(shop)
+    assert variant.find(shop.spec) == first
+    second = build.build(shop.spec)
+    assert second != first
+    assert first.manifest.created > second.manifest.created
+    assert variant.find(shop.spec) == second
+    no_compiler(shop, monkeypatch)
+    assert variant.find(shop.spec) == first
+
+
+def test_a_build_for_another_machine_is_not_found(
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither one for another processor, nor one whose instructions this one lacks."""
+    made = build.build(shop.spec)
+    no_compiler(shop, monkeypatch)
+    monkeypatch.setattr(manifests, "machine_flags", lambda *_path: frozenset({"avx"}))
+    assert variant.find(shop.spec) is None
+    monkeypatch.setattr(manifests, "machine_flags", lambda *_path: frozenset({"pni"}))
+    assert variant.find(shop.spec) == made
+    object.__setattr__(made.manifest, "machine", "abacus")
+    made.manifest.save(made.folder)
+    assert variant.find(shop.spec) is None
+
+
+def test_what_no_spec_names_is_not_found(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build that the index does not hold for a spec is none of it, whatever its manifest says."""
+    stock, patched, made = both(shop)
+    (variant.built() / ".index" / variant.request(patched).key).unlink()
+    no_compiler(shop, monkeypatch)
+    assert (variant.find(stock), variant.find(patched)) == (made, None)
+
+
+def test_a_compiler_is_remembered_not_asked(shop: Workshop, tmp_path: Path) -> None:
+    """`recall` knows what `find` was told, and nothing else."""
+    cache = tmp_path / "answers.json"
+    assert compiler.find_cached(cache) is None
+    assert not shop.compiler_calls.exists()
+    found = compiler.find(cache)
+    asked = shop.compiler_calls.read_text("utf-8")
+    assert compiler.find_cached(cache) == found
+    assert compiler.find_cached(cache, {"PATH": "", "CC": "gone"}) is None
+    another_compiler(shop)
+    assert compiler.find_cached(cache) is None
+    assert shop.compiler_calls.read_text("utf-8") == asked
+
+
+@pytest.mark.native
+def test_opening_needs_no_compiler() -> None:
+    """The real thing, in a process without PATH, whatever the release's name is written like."""
+    found = variant.find(f"{releases.DEFAULT_RELEASE}+patched")
+    if found is None:
+        if os.environ.get("PYLLAMAKV_REQUIRE_NATIVE"):
+            pytest.fail("not built")
+        pytest.skip("not built")
+    code = (
+        "import subprocess, sys, pyllamakv as kv\n"
+        "def refuse(*args, **more): raise AssertionError(args)\n"
+        "subprocess.Popen = refuse\n"
+        "for spec in sys.argv[1:]:\n"
+        "    with kv.open(spec) as library: print(library.about.variant)\n"
+    )
+    specs = [
+        f"{prefix}{releases.DEFAULT_RELEASE}+patched" for prefix in ("", "v", "llama-cpp-python==")
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *specs],
+        env={**os.environ, "PATH": "", "CC": "gone", "CXX": "gone"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.split()) == (0, [found.id] * 3), done.stderr

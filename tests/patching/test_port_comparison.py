@@ -1,0 +1,120 @@
+"""What a port loses is named: files, hunks, calls, classes of lines."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from patching_kit import diff
+
+from pyllamakv import home
+from pyllamakv.patching import hunks, port_comparison, series
+from pyllamakv.patching.definition import Port
+
+RETRY = b"""\
+    if (!cache->find_slot(ubatch)) {
+        LLAMA_LOG_WARN("no slot: %d\\n", n);
+        if (!cache->defrag_sched_slot(n_tokens)) {
+            return 1;
+        }
+        kv_self_update();
+        n_retries++;
+    }
+"""
+BODY = [b"    x = %d;\n" % number for number in range(40)]
+OLD = {
+    "src/a.cpp": b"int decode(batch & b) {\n" + b"".join(BODY),
+    "src/b.cpp": b"void update(int n) {\n" + b"".join(BODY),
+}
+
+
+def changed(a: bytes = b"", b: bytes = b"    plan_moves(cells);\n") -> hunks.Patch:
+    """Return the patch that puts lines into `decode` and into `update`."""
+    new = {
+        "src/a.cpp": b"int decode(batch & b) {\n" + b"".join([*BODY[:10], a, *BODY[10:]]),
+        "src/b.cpp": b"void update(int n) {\n" + b"".join([*BODY[:20], b, *BODY[20:]]),
+    }
+    return hunks.parse(diff(OLD, new))
+
+
+def test_the_lost_retry_is_named() -> None:
+    """The hunk that retries after a defragmentation is gone in the second text: it is told."""
+    lost = port_comparison.missing_parts(changed(RETRY), changed())
+    assert [str(loss) for loss in lost if loss.what == "file"] == ["file src/a.cpp"]
+    (hunk,) = (loss for loss in lost if loss.what == "hunk")
+    assert str(hunk) == "src/a.cpp, hunk 1 (int decode)"
+    assert "if (!cache->find_slot(ubatch)) {" in hunk.lines
+    calls = {loss.name: (loss.before, loss.after) for loss in lost if loss.what == "call"}
+    assert calls["find_slot"] == calls["kv_self_update"] == (1, 0)
+    assert {loss.name for loss in lost if loss.what == "class"} >= {"condition", "return", "log"}
+
+
+def test_a_line_of_a_hunk() -> None:
+    """A call that is lost inside a hunk that stays is named too."""
+    lost = port_comparison.missing_parts(
+        changed(RETRY), changed(RETRY.replace(b"        kv_self_update();\n", b""))
+    )
+    assert [str(loss) for loss in lost] == [
+        "calls of kv_self_update(): 1 -> 0",
+        "lines that call: 2 -> 1",
+    ]
+
+
+def test_moved_code_is_no_loss() -> None:
+    """A hunk that went to another file, or that is written a little differently, is not lost."""
+    one, other = changed(RETRY), changed(b=b"    plan_moves(cells);\n" + RETRY)
+    assert not [
+        loss for loss in port_comparison.missing_parts(one, other) if loss.what in ("file", "hunk")
+    ]
+    spelled = RETRY.replace(b"cache->", b"memory.").replace(b"return 1", b"return NO_SLOT")
+    assert not [
+        x
+        for x in port_comparison.missing_parts(one, changed(spelled))
+        if x.what in ("file", "hunk")
+    ]
+
+
+def test_classes_of_change() -> None:
+    """Identical, context alone, and content are told apart; losses go with the last alone."""
+    one = changed(RETRY)
+    shifted = hunks.parse(one.data.replace(b"@@ -9,", b"@@ -8,").replace(b" x = 9", b" y = 9"))
+    assert port_comparison.change_of(one, one) == "identical"
+    assert port_comparison.change_of(one, shifted) == "context"
+    assert port_comparison.change_of(one, changed()) == "content"
+    text = Port("x", one, "1")
+    assert not port_comparison.compare(text, Port("x", shifted, "2")).lost
+    found = port_comparison.compare(text, Port("x", changed(), "2"))
+    assert found.missing
+    assert not found.gained
+    assert found.as_json()["change"] == "content"
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(RETRY.splitlines(keepends=True)), min_size=1))
+def test_nothing_is_lost_against_itself(lines: list[bytes]) -> None:
+    """A text loses nothing against itself."""
+    head = b"diff --git a/f b/f\n--- a/f\n+++ b/f\n@@ -1,1 +1,%d @@\n x\n" % (len(lines) + 1)
+    patch = hunks.parse(head + b"".join(b"+" + line for line in lines))
+    assert port_comparison.missing_parts(patch, patch) == ()
+
+
+def test_the_shipped_patch_without_any_one_hunk() -> None:
+    """Each hunk of the shipped patch that adds code is missed when it is taken out."""
+    text = series.load(home.data("patches")).definition("full-defrag").port("0.3.9")
+    for file in text.patch.files:
+        for number, hunk in enumerate(file.hunks, 1):
+            if not any(b"(" in line for line in hunk.added) or len(hunk.added) < 6:
+                continue
+            lost = port_comparison.compare(text, text.without(file.path, number)).lost
+            assert any(loss.file == file.path and loss.what == "hunk" for loss in lost) or any(
+                loss.what == "file" for loss in lost
+            ), (file.path, number)
+
+
+@pytest.mark.parametrize(
+    ("one", "kind"), [("call", "calls of f(): 2 -> 1"), ("class", "lines that loop: 2 -> 1")]
+)
+def test_words(one: port_comparison.What, kind: str) -> None:
+    """A loss reads as a sentence's end."""
+    name = "f" if one == "call" else "loop"
+    assert str(port_comparison.PortDifference(one, name, before=2, after=1)) == kind

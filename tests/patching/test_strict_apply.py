@@ -1,0 +1,315 @@
+"""The strict applier: certain places only, all or nothing, every refusal explained."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from patching_kit import SHOWN, WITH, code, diff, fill, git, git_apply, numbered, repository
+
+from pyllamakv.errors import PatchConflict
+from pyllamakv.patching import hunks
+from pyllamakv.patching.strict_apply import DraftEntry, MemoryTree, TreeOverlay
+
+FEW = st.lists(st.sampled_from("abc"), min_size=0, max_size=14)
+MANY = st.lists(st.integers(0, 40).map(str), min_size=1, max_size=40)
+Files = dict[str, bytes]
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def content(lines: list[str], ended: bool = True) -> bytes:
+    text = "\n".join(lines)
+    return (text + "\n" if ended and lines else text).encode()
+
+
+def applied(files: Files, data: bytes) -> Files | PatchConflict:
+    """Apply with the strict applier; return the files, or why not."""
+    draft = TreeOverlay(MemoryTree(files))
+    try:
+        draft.apply(hunks.parse(data), "p")
+    except PatchConflict as error:
+        assert draft.changes == {}
+        return error
+    found = {path: DraftEntry(data) for path, data in files.items()} | draft.changes
+    return {path: entry.data for path, entry in found.items() if entry is not None}
+
+
+def refused(files: Files, data: bytes) -> PatchConflict:
+    found = applied(files, data)
+    assert isinstance(found, PatchConflict)
+    return found
+
+
+@settings(max_examples=40, deadline=None)
+@given(FEW, FEW, st.booleans(), st.booleans())
+def test_on_its_base_it_does_what_git_does(
+    old: list[str], new: list[str], a: bool, b: bool
+) -> None:
+    """On the tree that it was written against, a patch gives the tree it was made from."""
+    before, after = {"f": content(old, a), "k": b""}, {"f": content(new, b), "k": b""}
+    data = diff(before, after)
+    if data:
+        assert applied(before, data) == after == git_apply(before, data)
+
+
+@settings(max_examples=60, deadline=None)
+@given(MANY, st.data())
+def test_it_never_accepts_what_git_refuses(lines: list[str], choice: st.DataObject) -> None:
+    """On any other tree it refuses, or git accepts too and gives the same."""
+    edit = st.tuples(st.integers(0, len(lines)), st.integers(0, 3), FEW)
+
+    def edited(edits: list[tuple[int, int, list[str]]]) -> bytes:
+        found = list(lines)
+        for at, gone, new in edits:
+            found[at : at + gone] = new
+        return content(found)
+
+    base = content(lines)
+    new = edited(choice.draw(st.lists(edit, min_size=1, max_size=3)))
+    other = edited(choice.draw(st.lists(edit, max_size=2)))
+    data = diff({"f": base}, {"f": new})
+    if data:
+        found = applied({"f": other}, data)
+        if not isinstance(found, PatchConflict):
+            assert found == git_apply({"f": other}, data)
+
+
+def test_offset_is_reported() -> None:
+    """Lines that moved are found, and the report says how far."""
+    data = diff({"f": numbered(40)}, {"f": numbered(40, l20="x")})
+    draft = TreeOverlay(MemoryTree({"f": b"new\n" * 7 + numbered(40)}))
+    (place,) = draft.apply(hunks.parse(data))
+    assert (place.state, place.offset, place.line, place.at) == ("offset", 7, 17, 24)
+
+
+def test_fuzz_is_refused() -> None:
+    """A patch that only goes in with fuzz is refused, though `patch` would take it."""
+    data = diff({"f": numbered(40)}, {"f": numbered(40, l20="x")})
+    error = refused({"f": numbered(40, l17="other")}, data)
+    assert (error.patch, error.file, error.hunk, error.line) == ("p", "f", 1, 17)
+    assert (error.expected, error.found) == ("line 17", "other")
+    assert "fuzz" in str(error)
+    assert "line 17" in str(error)
+
+
+def test_ambiguous_place_is_refused() -> None:
+    """Moved lines that stand twice are refused: git would take the nearer place."""
+    block = numbered(9)
+    data = diff({"f": block}, {"f": numbered(9, l5="x")})
+    moved = b"a\n" + block + b"b\n" + block
+    data = data.replace(b"@@ -2,7 +2,7 @@", b"@@ -12,7 +12,7 @@")
+    error = refused({"f": moved + b"c\n"}, data)
+    assert "several places" in str(error)
+
+
+def test_all_or_nothing_over_files() -> None:
+    """When the second file conflicts, the first is not changed either."""
+    old = {"a": numbered(9), "b": numbered(9)}
+    data = diff(old, {"a": numbered(9, l5="x"), "b": numbered(9, l5="y")})
+    error = refused({"a": numbered(9), "b": b"something else\n"}, data)
+    assert error.file == "b"
+
+
+def test_half_patched_tree_is_named() -> None:
+    """A tree that has one of two hunks already is called half patched, with the hunk."""
+    old, new = {"f": numbered(60)}, {"f": numbered(60, l10="x", l50="y")}
+    error = refused({"f": numbered(60, l10="x")}, diff(old, new))
+    assert "half patched" in str(error)
+    assert "f#1" in str(error)
+
+
+def test_patched_tree_is_named() -> None:
+    """A tree that has all of a patch is called so, and not changed again."""
+    old = {"f": numbered(60)}
+    new = {"f": numbered(60, l10="x", l50="y"), "new": b"text\n"}
+    data = diff(old, new)
+    error = refused(new, data)
+    assert "there already" in str(error)
+    assert "half patched" not in str(error)
+
+
+def test_new_file_in_the_way() -> None:
+    """A new file never overwrites one that is there."""
+    data = diff({}, {"n": b"ours\n"})
+    assert "there already" in str(refused({"n": b"theirs\n"}, data))
+    assert applied({}, data) == {"n": b"ours\n"}
+
+
+@pytest.mark.defect(
+    "a patch that made a file where the tree has a folder deleted the folder with all that is in "
+    "it",
+    by="hostile input",
+    of="Python",
+)
+def test_a_folder_in_the_way() -> None:
+    """No file takes the place of a folder, which would go with all that is in it."""
+    made = diff({}, {"d": b"ours\n"})
+    moved = b"diff --git a/z b/d\nsimilarity index 100%\nrename from z\nrename to d\n"
+    for data in (made, moved, moved.replace(b"rename", b"copy")):
+        assert refused({"d/f": b"theirs\n", "z": b"1\n"}, data).found == "a file d/f"
+    below = diff({}, {"d/f": b"1\n"})
+    assert refused({}, below + made).file == "d"
+    # Git writes the file first, and empties the folder then.
+    turned = made + diff({"d/f": b"1\n"}, {})
+    assert applied({"d/f": b"1\n"}, turned) == {"d": b"ours\n"}
+    back = diff({"d": b"ours\n"}, {}) + below
+    assert applied({"d": b"ours\n"}, back) == {"d/f": b"1\n"}
+
+
+def test_deletion_wants_the_whole_file() -> None:
+    """A file is deleted only when it is exactly the one that was meant."""
+    data = diff({"g": numbered(3), "k": b""}, {"k": b""})
+    assert applied({"g": numbered(3), "k": b""}, data) == {"k": b""}
+    assert refused({"g": numbered(4)}, data).file == "g"
+    assert refused({"k": b""}, data).found == "no file g"
+
+
+def test_order_of_hunks_is_kept() -> None:
+    """Hunks whose places changed their order upstream are refused."""
+    data = diff({"f": numbered(60)}, {"f": numbered(60, l10="x", l50="y")})
+    lines = numbered(60).splitlines(keepends=True)
+    turned = b"".join(lines[30:] + lines[:30])
+    assert refused({"f": turned}, data).hunk == 2
+
+
+def test_modes() -> None:
+    """A change of mode is made, kept by content changes, and checked."""
+    data = b"diff --git a/f b/f\nold mode 100644\nnew mode 100755\n"
+    draft = TreeOverlay(MemoryTree({"f": DraftEntry(b"x\n")}))
+    draft.apply(hunks.parse(data))
+    assert draft.entry("f") == DraftEntry(b"x\n", "100755")
+    draft.apply(hunks.parse(diff({"f": b"x\n"}, {"f": b"y\n"})))
+    assert draft.entry("f") == DraftEntry(b"y\n", "100755")
+    with pytest.raises(PatchConflict, match="mode"):
+        draft.apply(hunks.parse(data))
+
+
+def test_rename() -> None:
+    """A foreign patch may rename; the old file goes."""
+    data = (
+        b"diff --git a/old b/new\nsimilarity index 90%\nrename from old\nrename to new\n"
+        b"--- a/old\n+++ b/new\n@@ -1,2 +1,2 @@\n a\n-b\n+c\n"
+    )
+    assert applied({"old": b"a\nb\n"}, data) == {"new": b"a\nc\n"}
+
+
+def test_survey_changes_nothing_and_sees_everything() -> None:
+    """A survey gives a state for every hunk, also behind the first failure."""
+    data = diff({"f": numbered(90)}, {"f": numbered(90, l10="x", l40="y", l70="z")})
+    draft = TreeOverlay(MemoryTree({"f": b"+\n" + numbered(90, l39="other")}))
+    states = [(p.hunk, p.state) for p in draft.dry_run(hunks.parse(data))]
+    assert states == [(1, "offset"), (2, "conflict"), (3, "offset")]
+    assert draft.changes == {}
+
+
+#: Puts a line into the middle of a function.
+INTO = diff(
+    {"src/a.cpp": code("first", *SHOWN) + code("other")},
+    {"src/a.cpp": code("first", *WITH) + code("other")},
+)
+
+
+def bare(data: bytes) -> bytes:
+    """Return a patch whose hunks have no headings, as `diff -u` writes it."""
+    return re.sub(rb"(?m)^(@@ .* @@).*$", rb"\1", data)
+
+
+@pytest.mark.parametrize("above", [b"", b"// new\n" * 7])
+@pytest.mark.parametrize("count", [20, 500])
+def test_a_hunk_that_is_there_is_not_put_elsewhere(above: bytes, count: int) -> None:
+    """A hunk that its function has already is refused, though another has the unchanged lines.
+
+    Stricter than git, which takes the only place that matches.
+    """
+    tree = above + code("first", *WITH) + code("other", count=count) + code("second", *SHOWN)
+    assert git_apply({"src/a.cpp": tree}, INTO) is not None
+    (place,) = TreeOverlay(MemoryTree({"src/a.cpp": tree})).dry_run(hunks.parse(INTO))
+    assert (place.state, place.at) == ("already", 12 + above.count(b"\n"))
+    error = refused({"src/a.cpp": tree}, INTO)
+    assert (error.file, error.hunk, error.line) == ("src/a.cpp", 1, 12)
+    assert f"the changed lines at {place.at}, the unchanged ones only at" in str(error)
+
+
+def test_a_hunk_without_a_heading_that_is_there() -> None:
+    """Without a heading the line tells, and the neighbours say how far that moved."""
+    data = bare(INTO)
+    tree = code("first", *WITH) + code("other", count=90) + code("second", *SHOWN)
+    assert "there already" in str(refused({"src/a.cpp": tree}, data))
+    near = diff(
+        {"f.txt": numbered(20) + code("first", *SHOWN)},
+        {"f.txt": numbered(20, l10="x") + code("first", *WITH)},
+    )
+    moved = b"+\n" * 7 + numbered(20) + tree
+    assert git_apply({"f.txt": moved}, near) is not None
+    error = refused({"f.txt": moved}, near)
+    assert (error.hunk, "half patched" in str(error)) == (2, True)
+    # Nothing shows that a place is the hunk's own: the lines match once, and that is all.
+    assert not isinstance(applied({"src/a.cpp": b"+\n" * 7 + tree}, data), PatchConflict)
+
+
+def test_changed_lines_that_were_always_there() -> None:
+    """Another function may have had the changed lines all along: a hunk still moves."""
+    old = code("always", *WITH) + code("first", *SHOWN)
+    data = diff({"src/a.cpp": old}, {"src/a.cpp": code("always", *WITH) + code("first", *WITH)})
+    found = applied({"src/a.cpp": b"+\n" * 30 + old}, data)
+    assert found == {"src/a.cpp": b"+\n" * 30 + code("always", *WITH) + code("first", *WITH)}
+
+
+@pytest.mark.parametrize("above", [b"", b"// new\n" * 7])
+def test_another_function_is_refused(above: bytes) -> None:
+    """Lines that are only in another function than the hunk's are not its place.
+
+    Stricter than git, which does not read the heading. At the hunk's own line it is no better.
+    """
+    tree = {"src/a.cpp": above + code("second", *SHOWN) + code("other")}
+    assert git_apply(tree, INTO) is not None
+    (place,) = TreeOverlay(MemoryTree(tree)).dry_run(hunks.parse(INTO))
+    assert (place.state, place.good, place.at) == ("function", False, 12 + above.count(b"\n"))
+    error = refused(tree, INTO)
+    assert (error.patch, error.file, error.hunk, error.line) == ("p", "src/a.cpp", 1, 12)
+    assert error.expected == "a place in `static int first(int a, int b) {`"
+    assert error.found == f"line {place.at} in `static int second(int a, int b) {{`"
+    assert "patch rebase" in str(error)
+
+
+@pytest.mark.parametrize(
+    "signature",
+    [
+        b"static int first(int a, int b) {",
+        b"static bool first(int a, long b, int c) {",
+        b"int first(\n        int a,\n        int b) {",
+        b"template <typename T>\nint first(T a) {\nlabel:",
+    ],
+)
+def test_a_function_may_change_its_signature(signature: bytes) -> None:
+    """A hunk moves within its function, whatever became of the parameters."""
+    there = b"// new\n" * 7 + code("second") + code("first", *SHOWN)
+    there = there.replace(b"static int first(int a, int b) {", signature)
+    patched = there.replace(b"    use(n);\n", b"    use(n);\n    log(n);\n")
+    assert applied({"src/a.cpp": there}, INTO) == {"src/a.cpp": patched}
+
+
+def test_without_a_heading_one_match_is_enough() -> None:
+    """A patch without headings, and a file that is not C, have nothing to compare."""
+    there = code("second", *SHOWN)
+    patched = code("second", *WITH)
+    assert applied({"src/a.cpp": there}, bare(INTO)) == {"src/a.cpp": patched}
+    text = INTO.replace(b"src/a.cpp", b"docs/a.md")
+    assert applied({"docs/a.md": there}, text) == {"docs/a.md": patched}
+
+
+def test_git_does_nothing_inside_another_repository(tmp_path: Path) -> None:
+    """Below another work tree plain git apply may exit 0 and do nothing; ours and gitting do it."""
+    outer = repository(tmp_path / "outer", {"k": b""})
+    inner = outer / "vendor" / "tree"
+    old, new = {"f": numbered(9)}, {"f": numbered(9, l5="x")}
+    fill(inner, old)
+    data = diff(old, new)
+    assert git(inner, "apply", "-", input=data).returncode == 0
+    assert (inner / "f").read_bytes() == new["f"]
+    assert applied(old, data) == new

@@ -1,0 +1,197 @@
+"""Repositories and words that want git to run something: nothing of them is ever run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from source_kit import TREE, isolate, refs, repository
+
+from pyllamakv.errors import FetchError, KvError, LockFileError, UsageError
+from pyllamakv.source import fetch, git_command, lockfile, spec_resolver
+from pyllamakv.source.releases import is_safe_name
+from pyllamakv.source.spec_resolver import resolve
+from pyllamakv.source.store import open_store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FILTER = TREE | {".gitattributes": b"* filter=evil diff=evil merge=evil\n"}
+MODULES = b'[submodule "x"]\n\tpath = x\n\turl = ext::sh -c touch% %s\n\tupdate = !touch %s\n'
+CONFIG = """
+[core]
+\tfsmonitor = touch {trace}-fsmonitor; false
+\thooksPath = {hooks}
+\tsshCommand = touch {trace}-ssh; false
+\tpager = touch {trace}-pager
+\teditor = touch {trace}-editor
+[pager]
+\tls-files = touch {trace}-pager
+[alias]
+\tls-files = !touch {trace}-alias
+[filter "evil"]
+\tclean = touch {trace}-clean
+\tsmudge = touch {trace}-smudge
+\tprocess = touch {trace}-process
+\trequired = true
+[diff]
+\texternal = touch {trace}-diff
+[diff "evil"]
+\ttextconv = touch {trace}-textconv
+[uploadpack]
+\tpackObjectsHook = touch {trace}-pack; false
+[gpg]
+\tprogram = touch {trace}-gpg
+[commit]
+\tgpgSign = true
+[credential]
+\thelper = !touch {trace}-credential
+"""
+LAZY = """
+[core]
+\trepositoryformatversion = 1
+[extensions]
+\tpartialClone = origin
+[remote "origin"]
+\turl = {url}
+\tpromisor = true
+\tuploadpack = touch {trace}-lazy; false
+"""
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give every test a home of its own."""
+    return isolate(tmp_path, monkeypatch)
+
+
+def hostile(folder: Path, config: str) -> Path:
+    """Make a work tree whose config and hooks leave files called ``ran-…`` beside it."""
+    repository(folder, FILTER)
+    trace = folder.parent / "ran"
+    hooks = folder / ".git" / "hooks"
+    hooks.mkdir(exist_ok=True)
+    for name in ("post-checkout", "post-index-change", "reference-transaction", "pre-commit"):
+        (hooks / name).write_text(f"#!/bin/sh\ntouch {trace}-{name}\n")
+        (hooks / name).chmod(0o755)
+    with (folder / ".git" / "config").open("a") as file:
+        file.write(config.format(trace=trace, hooks=hooks, url=f"file://{folder.parent}/nothing"))
+    (folder / ".gitmodules").write_bytes(MODULES.replace(b"%s", str(trace).encode()))
+    (folder / "src" / "changed.cpp").write_text("changed\n")
+    return folder
+
+
+def ran(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("ran-*"))
+
+
+def test_config_and_hooks_of_a_folder_never_run(tmp_path: Path) -> None:
+    """A work tree is taken as it stands, and no program that its config names is started."""
+    folder = hostile(tmp_path / "up", CONFIG)
+    release = fetch.add(f"path:{folder}")
+    store = open_store()
+    assert store.read(release.commit, "src/changed.cpp") == b"changed\n"
+    store.export(release, tmp_path / "tree")
+    assert not ran(tmp_path)
+
+
+def test_config_and_hooks_of_a_repository_never_run(tmp_path: Path) -> None:
+    """Neither are they when the folder is named as a git source."""
+    folder = hostile(tmp_path / "up", CONFIG)
+    release = fetch.add(f"git:{folder}@main")
+    open_store().export(release, tmp_path / "tree")
+    assert not ran(tmp_path)
+
+
+@pytest.mark.parametrize("url", ["{url}", "ssh://h/x", "ext::sh -c touch% {trace}-ext"])
+@pytest.mark.defect(
+    "a folder's own git configuration could name a program that was started to bring objects "
+    "that it lacks",
+    by="hostile input",
+    of="Python",
+)
+def test_missing_objects_are_not_brought(tmp_path: Path, url: str) -> None:
+    """A folder that says who brings what it lacks is not believed: that would run a program."""
+    folder = hostile(tmp_path / "up", CONFIG + LAZY.replace("{url}", url))
+    (folder / ".git" / "HEAD").write_text("1" * 40 + "\n")
+    fetch.add(f"path:{folder}")
+    with pytest.raises(FetchError):
+        fetch.add(f"git:{folder}")
+    # Not even where git may reach others: the two guards hold each by itself.
+    assert git_command.run(folder, "cat-file", "-e", "1" * 40, network=True).returncode != 0
+    assert not ran(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ext::sh -c touch% {trace}-ext",
+        "fd::17",
+        "--upload-pack=touch {trace}-up",
+        "-oProxyCommand=touch {trace}-proxy",
+        "ssh://-oProxyCommand=touch {trace}-proxy/x",
+        "-x@h:o/r",
+        "file:///nothing --upload-pack=touch {trace}-up",
+        "file:///nothing\n--upload-pack=touch {trace}-up",
+        "$(touch {trace}-shell)",
+        ";touch {trace}-shell",
+        "a b c",
+    ],
+)
+@pytest.mark.parametrize("ref", ["main", "--upload-pack=x", "a b", "a\nb", "+x:refs/heads/y", ""])
+def test_urls_are_never_options_or_programs(tmp_path: Path, url: str, ref: str) -> None:
+    """Whatever a URL or a reference says, it is refused, and nothing is run or kept."""
+    spec = f"git:{url.format(trace=tmp_path / 'ran')}@{ref}"
+    with pytest.raises((UsageError, FetchError)):
+        spec_resolver.fetch_git(spec)
+    assert not ran(tmp_path)
+    assert not refs(open_store())
+
+
+def test_a_reference_of_a_good_url_is_no_option(tmp_path: Path) -> None:
+    """Behind a URL that answers, an odd reference belongs to the URL, which then does not."""
+    repository(tmp_path / "up")
+    for ref in ("--upload-pack=x", "-x", "a b", "main:refs/heads/x", "../x", "a\nb"):
+        with pytest.raises((UsageError, FetchError)):
+            spec_resolver.fetch_git(f"git:file://{tmp_path / 'up'}@{ref}")
+    assert not refs(open_store())
+
+
+@pytest.mark.parametrize(
+    "name", ["-x", "--help", "../x", "a b", "a\n", "", ".", "a/b", "x.lock", f"1.{'0' * 300}"]
+)
+@pytest.mark.defect(
+    "names of sources and paths that no file system can have were bare errors of Python",
+    by="hostile input",
+    of="Python",
+)
+def test_names_that_are_no_names(tmp_path: Path, name: str) -> None:
+    """A release's name goes into refs and files: odd ones are refused wherever they come from."""
+    assert not is_safe_name(name)
+    with pytest.raises(KvError):
+        resolve(name)
+    with pytest.raises(KvError):
+        fetch.add(name)
+    kept = tmp_path / "own.lock.toml"
+    table = f'name = {name!r}\nkind = "sdist"\ncommit = "{"1" * 40}"\ntree = "{"2" * 40}"\n'
+    text = f'version = 1\n[[release]]\n{table}era = "rows"\ndate = "2025"\narchive = "x"\n'
+    kept.write_text(text.replace("'", '"'))
+    with pytest.raises(LockFileError):
+        lockfile.load(kept)
+    kept.write_text(text.replace(repr(name), '"1.0"').replace('"x"', repr(name)).replace("'", '"'))
+    with pytest.raises(LockFileError):
+        lockfile.load(kept)
+
+
+@pytest.mark.defect(
+    "git could reach other repositories where no fetch was asked for",
+    by="hostile input",
+    of="Python",
+)
+def test_git_reaches_no_other_repository_by_itself(tmp_path: Path) -> None:
+    """Only a fetch that was asked for may leave the store."""
+    repository(tmp_path / "up")
+    store = open_store()
+    arguments = ("fetch", "-q", str(tmp_path / "up"), "main")
+    assert git_command.run(store.path, *arguments).returncode != 0
+    assert git_command.run(store.path, *arguments, network=True).returncode == 0

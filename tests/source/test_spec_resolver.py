@@ -1,0 +1,265 @@
+"""Git URLs, bundles and folders as sources, taken as they stand."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from source_kit import TREE, fill, imported, isolate, objects, refs, repository
+
+from pyllamakv.errors import FetchError, SourceError, UnknownRelease, UsageError
+from pyllamakv.source import fetch, git_command, git_limits, lockfile, spec_resolver
+from pyllamakv.source.spec_resolver import resolve
+from pyllamakv.source.store import open_store
+from pyllamakv.source.tree_export import STAMP
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give every test a home of its own."""
+    return isolate(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("spec", "url", "ref"),
+    [
+        ("git:https://h/x.git@main", "https://h/x.git", "main"),
+        ("git:https://h/x.git", "https://h/x.git", "HEAD"),
+        ("git:https://user@h/x.git", "https://user@h/x.git", "HEAD"),
+        ("git:https://user@h/x.git@v1/y", "https://user@h/x.git", "v1/y"),
+        ("git:git@h:o/x.git", "git@h:o/x.git", "HEAD"),
+        ("git:git@h:o/x.git@b4980", "git@h:o/x.git", "b4980"),
+        ("git:/a/b@refs/heads/m", "/a/b", "refs/heads/m"),
+    ],
+)
+def test_urls_and_references(spec: str, url: str, ref: str) -> None:
+    """A spec splits into URL and reference, also with a user name in the URL."""
+    assert spec_resolver.split_git(spec) == (url, ref)
+
+
+@pytest.mark.parametrize(
+    "spec", ["git:", "git:--upload-pack=x", "git:a\nb@c", "git:a\0b", "git:/a\udcff@main"]
+)
+@pytest.mark.defect(
+    "URLs with signs that no lock can hold were taken, or ended in a bare error",
+    by="hostile input",
+    of="Python",
+)
+def test_urls_that_could_be_options(spec: str) -> None:
+    """A URL that git would read as an option, or that no lock can hold, is refused."""
+    with pytest.raises(UsageError):
+        spec_resolver.split_git(spec)
+
+
+@pytest.mark.parametrize("url", ["https://me:s3cret@h/x.git", "HTTP://s:3@s3cret@h:8/x@main"])
+@pytest.mark.defect(
+    "the password of a git URL was written into the lock, which is shared",
+    by="hostile input",
+    of="Python",
+)
+def test_a_password_stays_out_of_the_lock(url: str) -> None:
+    """The lock has the URLs of what was added, and is shared."""
+    with pytest.raises(UsageError, match="git credential") as caught:
+        resolve(f"git:{url}")
+    assert "s3cret" not in str(caught.value)
+    assert lockfile.known() == {}
+
+
+@pytest.mark.defect("a token in a git URL stood in errors", by="hostile input", of="Python")
+def test_a_token_stays_out_of_errors() -> None:
+    """What stands for a name in a URL may be as secret."""
+    with pytest.raises(FetchError, match=r"//\*\*\*@127") as caught:
+        resolve("git:http://s3cret@127.0.0.1:9/x@main")
+    assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("place", ["a" * 5000, "~nobody-is-here/x", "a\0b"])
+@pytest.mark.parametrize("kind", ["git", "path"])
+@pytest.mark.defect(
+    "names of sources and paths that no file system can have were bare errors of Python",
+    by="hostile input",
+    of="Python",
+)
+def test_what_no_path_can_be(kind: str, place: str) -> None:
+    """A name that is too long, and the home of nobody."""
+    with pytest.raises((SourceError, UsageError)):
+        resolve(f"{kind}:{place}")
+
+
+def test_a_git_url(tmp_path: Path) -> None:
+    """A branch of a repository is fetched, cut at its commit, and pinned."""
+    commit = repository(tmp_path / "up", commits=3)
+    spec = f"git:file://{tmp_path / 'up'}@main"
+    release = fetch.ensure(spec)
+    assert (release.commit, release.era, release.kind) == (commit, "monolith", "git")
+    store = open_store()
+    assert store.has(release)
+    assert git_command.git(store.path, "rev-list", "--count", commit) == "1"
+    assert set(refs(store)) == {f"refs/upstream/git-{commit[:12]}"}
+    assert resolve(spec) == release
+
+
+def test_a_reference_stays_pinned_until_it_is_added_again(tmp_path: Path) -> None:
+    """A branch that moved gives the pinned commit, and the new one when it is added anew."""
+    up = tmp_path / "up"
+    first = repository(up)
+    spec = f"git:{up}@main"
+    assert resolve(spec).commit == first
+    git_command.git(up, "commit", "-q", "--allow-empty", "-m", "more")
+    assert resolve(spec).commit == first
+    second = fetch.add(spec)
+    assert second.commit == git_command.git(up, "rev-parse", "HEAD")
+    assert resolve(spec) == second
+
+
+def test_a_lost_store_is_filled_again(tmp_path: Path) -> None:
+    """A pinned git release that the store lost is fetched by its commit."""
+    up = tmp_path / "up"
+    commit = repository(up)
+    spec = f"git:file://{up}@main"
+    release = resolve(spec)
+    git_command.git(up, "commit", "-q", "--allow-empty", "-m", "more")
+    open_store().delete_ref(f"refs/upstream/{release.key}")
+    assert fetch.fetch(release).commit == commit
+    assert open_store().has(release)
+    assert list(lockfile.known()) == [spec]
+
+
+def test_a_bundle(tmp_path: Path) -> None:
+    """A git bundle is a source like a repository."""
+    commit = repository(tmp_path / "up")
+    git_command.git(tmp_path / "up", "bundle", "create", "-q", "../x.bundle", "HEAD", "main")
+    assert resolve(f"git:{tmp_path / 'x.bundle'}@main").commit == commit
+
+
+def test_a_url_that_does_not_answer(tmp_path: Path) -> None:
+    """A URL or reference that cannot be had is a failed fetch, and nothing changes."""
+    repository(tmp_path / "up")
+    for spec in (f"git:{tmp_path / 'none'}@main", f"git:{tmp_path / 'up'}@nothing"):
+        with pytest.raises(FetchError, match="cannot fetch"):
+            resolve(spec)
+    assert not refs(open_store())
+    assert lockfile.known() == {}
+
+
+def test_a_repository_of_something_else(tmp_path: Path) -> None:
+    """A source without llama.h is refused, whatever its kind."""
+    repository(tmp_path / "other", {"README": b"x"})
+    for kind in ("git", "path"):
+        with pytest.raises(UnknownRelease, match="holds no llama"):
+            resolve(f"{kind}:{tmp_path / 'other'}")
+    assert not objects(open_store())
+    with pytest.raises(UnknownRelease):
+        resolve(f"path:{tmp_path / 'none'}")
+
+
+def test_a_work_tree_with_changes(tmp_path: Path) -> None:
+    """Of a work tree everything is taken that git would not ignore, changed files too."""
+    up = tmp_path / "up"
+    repository(up, TREE | {".gitignore": b"*.o\nignored/\n"})
+    (up / "src/llama.cpp").write_bytes(b"changed")
+    fill(up, {"new.h": b"new", "x.o": b"object", "ignored/y": b"y"})
+    (up / "scripts/run.sh").unlink()
+    release = resolve(f"path:{up}")
+    store = open_store()
+    assert store.read(release, "src/llama.cpp") == b"changed"
+    assert set(store.ls(release)) == set(TREE) - {"scripts/run.sh"} | {"new.h", ".gitignore"}
+    assert git_command.git(up, "status", "--porcelain", "-uno").count("\n") == 1
+    assert release.date == git_command.DATE
+
+
+def test_a_plain_folder(tmp_path: Path) -> None:
+    """Of a plain folder everything is taken but builds and what git keeps."""
+    folder = fill(tmp_path / "plain", TREE)
+    fill(folder, {"build/x.o": b"", "build-debug/y": b"", "common/build-info.cpp": b""})
+    fill(folder, {STAMP: b"", "src/build/z.cpp": b"z", "a/.git": b"gitdir: x\n"})
+    (folder / "link.h").symlink_to("include/llama.h")
+    release = resolve(f"path:{folder}")
+    store = open_store()
+    assert set(store.ls(release)) == {*TREE, "src/build/z.cpp", "link.h"}
+    modes = {entry.path: entry.mode for entry in store.entries(release)}
+    assert modes["link.h"] == "120000"
+    assert modes["scripts/run.sh"] == "100755"
+
+
+def test_a_folder_follows_its_content(tmp_path: Path) -> None:
+    """The same content gives the same commit; a change, an addition and a removal another."""
+    folder = fill(tmp_path / "plain", TREE)
+    first = resolve(f"path:{folder}")
+    assert resolve(f"path:{folder}") == first
+    fill(folder, {"src/llama.cpp": b"other", "more": b"x"})
+    second = resolve(f"path:{folder}")
+    assert second.commit != first.commit
+    fill(folder, TREE)
+    (folder / "more").unlink()
+    assert resolve(f"path:{folder}") == first
+    twin = fill(tmp_path / "twin", TREE)
+    assert resolve(f"path:{twin}").commit == first.commit
+
+
+@pytest.mark.defect(
+    "an index that a killed git had locked kept a folder from being read as a source again",
+    by="faults",
+    of="Python",
+)
+def test_an_index_that_a_killed_git_locked(tmp_path: Path) -> None:
+    """Its lock file is no obstacle to the next who reads the folder."""
+    folder = fill(tmp_path / "plain", TREE)
+    first = resolve(f"path:{folder}")
+    (index,) = (p for p in (tmp_path / "home" / "indexes").iterdir() if not p.suffix)
+    index.with_name(f"{index.name}.lock").touch()
+    assert resolve(f"path:{folder}") == first
+
+
+@pytest.mark.parametrize("where", [".gitignore", ".gitattributes", ".git/include", ".git/HEAD"])
+@pytest.mark.defect(
+    "a pipe among the files of a folder held git, and the command with it, for ever",
+    by="hostile input",
+    of="Python",
+)
+def test_a_pipe_does_not_hold_a_folder(tmp_path: Path, monkeypatch, where: str) -> None:
+    """Git would wait for ever for somebody who writes into it."""
+    up = tmp_path / "up"
+    repository(up)
+    with (up / ".git/config").open("a") as config:
+        config.write("[include]\n\tpath = include\n")
+    (up / where).unlink(missing_ok=True)
+    os.mkfifo(up / where)
+    monkeypatch.setattr(git_limits, "SECONDS", 1.0)
+    with pytest.raises(SourceError, match="not done within 1 s"):
+        resolve(f"path:{up}")
+    if where.startswith(".git/"):
+        with pytest.raises(FetchError, match="not done within 1 s"):
+            resolve(f"git:{up}@main")
+
+
+@pytest.mark.defect(
+    "a folder whose HEAD is no commit could not be taken, and ended in a bare TypeError",
+    by="hostile input",
+    of="Python",
+)
+def test_a_head_that_is_no_commit(tmp_path: Path) -> None:
+    """A folder is taken as it stands: its date is that of another, and no error."""
+    up = tmp_path / "up"
+    repository(up)
+    blob = git_command.git(up, "rev-parse", "HEAD:include/llama.h")
+    (up / ".git/HEAD").write_text(f"{blob}\n")
+    assert resolve(f"path:{up}").date == git_command.DATE
+
+
+def test_an_unpacked_sdist_is_a_plain_folder(tmp_path: Path) -> None:
+    """A link to a repository that is not there does not make a folder a work tree."""
+    folder = fill(tmp_path / "plain", TREE | {".git": b"gitdir: ../../.git/modules/none\n"})
+    assert set(open_store().ls(resolve(f"path:{folder}"))) == set(TREE)
+
+
+def test_a_copy_of_a_release_has_its_date(tmp_path: Path) -> None:
+    """A folder with the very tree of a known release takes that release's date."""
+    release = imported(open_store(), "0.1", TREE, "2024-05-05T00:00:00Z")
+    up = tmp_path / "up"
+    folder = fill(up, {path: data for path, data in TREE.items() if path != "scripts/run.sh"})
+    fill(folder, {"scripts/run.sh": b"#!/bin/sh\n"})
+    (folder / "scripts/run.sh").chmod(0o644)
+    lockfile.save(lockfile.added(), [release])
+    assert resolve(f"path:{folder}").date == release.date

@@ -1,0 +1,316 @@
+"""Exports touch only what differs, and a half written one is never taken for whole."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from source_kit import TREE, repository
+
+from pyllamakv.errors import DiskFull, SourceError, UsageError
+from pyllamakv.source import git_command, tree_export
+from pyllamakv.source.store import Store, open_store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """Return a store whose ref `main` is a tiny llama.cpp."""
+    made = open_store(tmp_path / "store.git")
+    commit = repository(tmp_path / "up")
+    git_command.git(made.path, "fetch", "-q", str(tmp_path / "up"), "HEAD", network=True)
+    made.update_ref("refs/upstream/main", commit)
+    return made
+
+
+MAIN = "refs/upstream/main"
+
+
+def found(folder: Path) -> dict[str, bytes]:
+    """Return the files of a folder, the stamp left out."""
+    paths = (p for p in folder.rglob("*") if p.is_file() and p.name != tree_export.STAMP)
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in paths}
+
+
+def test_export_writes_the_tree(store: Store, tmp_path: Path) -> None:
+    """A first export writes every file with its mode, whatever the umask is."""
+    before = os.umask(0o077)
+    try:
+        done = store.export(MAIN, tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert found(tmp_path / "out") == TREE
+    assert done.written == len(TREE)
+    assert (tmp_path / "out/scripts/run.sh").stat().st_mode & 0o777 == 0o755
+    assert (tmp_path / "out/include/llama.h").stat().st_mode & 0o777 == 0o644
+    assert tree_export.stamped(tmp_path / "out") == store.tree_of(MAIN) == done.tree
+
+
+def test_unchanged_files_keep_their_time(store: Store, tmp_path: Path) -> None:
+    """Switching between two commits rewrites only the files that differ."""
+    out = tmp_path / "out"
+    store.export(MAIN, out)
+    for path in out.rglob("*"):
+        os.utime(path, (1e9, 1e9))
+    child, _ = store.commit(MAIN, {"src/llama.cpp": b"patched\n", "src/new.h": b"\n"}, "patch")
+    done = store.export(child, out)
+    assert (done.written, done.removed) == (2, 0)
+    fresh = [p for p in TREE if (out / p).stat().st_mtime != 1e9]
+    assert fresh == ["src/llama.cpp"]
+    back = store.export(MAIN, out)
+    assert (back.written, back.removed) == (1, 1)
+    assert found(out) == TREE
+    assert store.export(MAIN, out).written == 0
+
+
+def test_strays_go_and_kept_files_stay(store: Store, tmp_path: Path) -> None:
+    """Foreign files are removed, empty folders too; what is on the keep list stays."""
+    out = tmp_path / "out"
+    store.export(MAIN, out)
+    for name in ("stray", "deep/er/stray", "build/obj.o", "common/build-info.cpp"):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("x")
+    store.export(MAIN, out, keep=("build", "common/build-info.cpp"))
+    assert set(found(out)) == set(TREE) | {"build/obj.o", "common/build-info.cpp"}
+    assert not (out / "deep").exists()
+    store.export(MAIN, out)
+    assert set(found(out)) == set(TREE) | {"common/build-info.cpp"}
+
+
+def test_damage_is_named_and_repaired(store: Store, tmp_path: Path) -> None:
+    """Changed, missing and stray files and a lost mode are named, and the next export cures."""
+    out = tmp_path / "out"
+    store.export(MAIN, out)
+    assert not store.compare(MAIN, out)
+    (out / "src/llama.cpp").write_text("other")
+    (out / "scripts/run.sh").chmod(0o644)
+    (out / "include/llama.h").unlink()
+    (out / "new").write_text("x")
+    (out / "common").mkdir()
+    (out / "common/build-info.cpp").write_text("x")
+    expected = ["changed scripts/run.sh", "changed src/llama.cpp", "missing include/llama.h"]
+    assert store.compare(MAIN, out).lines() == [*expected, "stray new"]
+    store.export(MAIN, out)
+    assert not store.compare(MAIN, out)
+
+
+def test_a_half_written_tree_is_noticed(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the disk fills up in the middle, the folder says that it is not whole."""
+    out = tmp_path / "out"
+    store.export(MAIN, out)
+    child, tree = store.commit(MAIN, {"a": b"1", "b": b"2"}, "m")
+    true_put = tree_export._put
+
+    def full(folder: Path, entry: object, data: bytes) -> None:
+        if data == b"2":
+            raise OSError(28, "No space left on device")
+        true_put(folder, entry, data)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tree_export, "_put", full)
+    with pytest.raises(DiskFull):
+        store.export(child, out)
+    assert tree_export.stamped(out) is None
+    (out / tree_export.STAMP).write_text("[" * 100_000)
+    assert tree_export.stamped(out) is None
+    monkeypatch.undo()
+    store.export(child, out)
+    assert tree_export.stamped(out) == tree
+
+
+def test_links_inside_are_links(store: Store, tmp_path: Path) -> None:
+    """A link that stays inside the tree is exported as a link."""
+    up = tmp_path / "up"
+    (up / "link.h").symlink_to("include/llama.h")
+    git_command.git(up, "add", "link.h")
+    git_command.git(up, "commit", "-q", "-m", "link")
+    git_command.git(store.path, "fetch", "-q", str(up), "+HEAD:refs/upstream/link", network=True)
+    store.export("refs/upstream/link", tmp_path / "out")
+    assert (tmp_path / "out/link.h").readlink() == Path("include/llama.h")
+    assert not store.compare("refs/upstream/link", tmp_path / "out")
+    (tmp_path / "out/link.h").unlink()
+    (tmp_path / "out/link.h").symlink_to("elsewhere")
+    assert store.compare("refs/upstream/link", tmp_path / "out").changed == ("link.h",)
+
+
+@pytest.mark.parametrize("target", ["/etc/passwd", "../../x", "src/../../x"])
+def test_links_that_lead_out_are_refused(store: Store, tmp_path: Path, target: str) -> None:
+    """A link that would lead outside the tree is refused with its name."""
+    blob = git_command.git(store.path, "hash-object", "-w", "--stdin", input=target)
+    tree = git_command.git(store.path, "mktree", input=f"120000 blob {blob}\tout\n")
+    with pytest.raises(SourceError, match="leads outside"):
+        store.export(tree, tmp_path / "out")
+
+
+@pytest.mark.parametrize("target", [b"", b"a\0b", b"a" * 5000])
+@pytest.mark.defect(
+    "links and names in a tree that no file system can write were bare errors in the middle of "
+    "an export",
+    by="hostile input",
+    of="Python",
+)
+def test_links_that_are_none_are_refused(store: Store, tmp_path: Path, target: bytes) -> None:
+    """Git keeps any bytes as the target of a link; what no link can say is refused by name."""
+    blob = git_command.git(store.path, "hash-object", "-w", "--stdin", input=target)
+    tree = git_command.git(store.path, "mktree", input=f"120000 blob {blob}\todd\n")
+    with pytest.raises(SourceError, match="the link odd has a target"):
+        store.export(tree, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "name", ["n" * 256, "/".join(["n" * 100] * 6), ".pyllamakv-part", "..pyllamakv-tree.part"]
+)
+@pytest.mark.parametrize("tail", ["", "/x"])
+@pytest.mark.defect(
+    "links and names in a tree that no file system can write were bare errors in the middle of "
+    "an export",
+    by="hostile input",
+    of="Python",
+)
+def test_names_that_cannot_be_written_are_refused(
+    store: Store, tmp_path: Path, name: str, tail: str
+) -> None:
+    """A name that is too long, or one that files have while they are written, is not exported."""
+    tree, _ = store.commit(None, {f"{name}{tail}": b"x", "x": b"y"}, "m")
+    with pytest.raises(SourceError, match="unsafe path"):
+        store.export(tree, tmp_path / "out")
+    with pytest.raises(SourceError, match="unsafe path"):
+        store.compare(tree, tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*"))
+
+
+def test_names_as_long_as_may_be(store: Store, tmp_path: Path) -> None:
+    """A file's name until it is written takes nothing from its own."""
+    files = {"n" * 255: b"x", "m" * 250 + "/" + "n" * 250: b"y", "a/.pyllamakv-part": b"z"}
+    tree, _ = store.commit(None, files, "m")
+    store.export(tree, tmp_path / "out")
+    assert found(tmp_path / "out") == files
+
+
+@pytest.mark.parametrize("name", ["..", ".git", ".GIT"])
+def test_unsafe_names_are_refused(store: Store, tmp_path: Path, name: str) -> None:
+    """A tree with a name that could lead outside, or into git, is not exported."""
+    blob = git_command.git(store.path, "hash-object", "-w", "--stdin", input="x")
+    inner = git_command.git(store.path, "mktree", input=f"100644 blob {blob}\tx\n")
+    tree = git_command.git(store.path, "mktree", input=f"040000 tree {inner}\t{name}\n")
+    with pytest.raises(SourceError, match="unsafe path"):
+        store.export(tree, tmp_path / "out")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_link_in_the_way_is_not_followed(store: Store, tmp_path: Path) -> None:
+    """A folder that was replaced by a link is made anew; nothing is written through the link."""
+    out, other = tmp_path / "out", tmp_path / "other"
+    store.export(MAIN, out)
+    other.mkdir()
+    for file in (out / "src").iterdir():
+        file.unlink()
+    (out / "src").rmdir()
+    (out / "src").symlink_to(other)
+    store.export(MAIN, out)
+    assert list(other.iterdir()) == []
+    assert not (out / "src").is_symlink()
+    assert found(out) == TREE
+
+
+@pytest.mark.defect(
+    "an export took files for written that were only seen through a link, which it then removed",
+    by="hostile input",
+    of="Python",
+)
+def test_files_behind_a_link_that_goes_are_written(store: Store, tmp_path: Path) -> None:
+    """What had the right content through a link of the tree before is no file of this one."""
+    out = tmp_path / "out"
+    link = git_command.git(store.path, "hash-object", "-w", "--stdin", input="b")
+    one, _ = store.commit(None, {"b/x": b"same", "b/d/y": b"same"}, "one")
+    inner = git_command.git(store.path, "rev-parse", f"{one}:b")
+    linked = f"120000 blob {link}\ta\n040000 tree {inner}\tb\n"
+    before = git_command.git(store.path, "mktree", input=linked)
+    after, _ = store.commit(None, {"a/x": b"same", "a/d/y": b"same", "b/x": b"same"}, "two")
+    store.export(before, out)
+    assert store.compare(after, out).missing == ("a/d/y", "a/x")
+    done = store.export(after, out)
+    assert (done.written, done.removed) == (2, 2)
+    assert not (out / "a").is_symlink()
+    assert found(out) == {"a/x": b"same", "a/d/y": b"same", "b/x": b"same"}
+    assert not store.compare(after, out)
+    store.export(before, out)
+    assert (out / "a").is_symlink()
+    assert not store.compare(before, out)
+
+
+@pytest.mark.parametrize("kind", ["100644 blob", "120000 blob"])
+@pytest.mark.defect(
+    "a tree with one name for a file and a folder was exported as one of them",
+    by="hostile input",
+    of="Python",
+)
+def test_a_name_for_two_things_is_refused(store: Store, tmp_path: Path, kind: str) -> None:
+    """Git's objects may name a file and a folder alike; both cannot be written."""
+    blob = git_command.git(store.path, "hash-object", "-w", "--stdin", input="b")
+    inner = git_command.git(store.path, "mktree", input=f"100644 blob {blob}\tx\n")
+    raw = b"".join(
+        f"{mode} a\0".encode() + bytes.fromhex(sha)
+        for mode, sha in ((kind.split()[0], blob), ("40000", inner))
+    )
+    words = ("hash-object", "-w", "-t", "tree", "--literally", "--stdin")
+    tree = git_command.git(store.path, *words, input=raw)
+    with pytest.raises(SourceError, match="'a' twice"):
+        store.export(tree, tmp_path / "out")
+    assert not (tmp_path / "out" / "a").exists()
+
+
+@pytest.mark.defect(
+    "a tree of folders within each other without end could end an export in a bare RecursionError",
+    by="hostile input",
+    of="Python",
+)
+def test_folders_without_end_are_refused(store: Store, tmp_path: Path) -> None:
+    """So deep that walking them would be an error of Python's own."""
+    tree = git_command.git(store.path, "hash-object", "-w", "--stdin", input="b")
+    words = "100644 blob {}\tx\n"
+    for _ in range(250):
+        tree = git_command.git(store.path, "mktree", input=words.format(tree))
+        words = "040000 tree {}\ta\n"
+    with pytest.raises(SourceError, match="unsafe path"):
+        store.export(tree, tmp_path / "out")
+
+
+def test_a_folder_and_a_file_change_places(store: Store, tmp_path: Path) -> None:
+    """A file where the next tree has a folder gives way, and the other way round."""
+    one, _ = store.commit(None, {"a": b"file", "b/c": b"deep"}, "one")
+    two, _ = store.commit(None, {"a/x": b"deep", "b": b"file"}, "two")
+    out = tmp_path / "out"
+    for commit in (one, two, one):
+        store.export(commit, out)
+        assert not store.compare(commit, out)
+
+
+def test_a_foreign_folder_is_refused(store: Store, tmp_path: Path) -> None:
+    """A folder with files that no export put there is left alone."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("dear")
+    with pytest.raises(UsageError, match=r"letter\.txt"):
+        store.export(MAIN, tmp_path / "mine")
+    assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
+
+
+@pytest.mark.defect(
+    "a folder from elsewhere could plant a link where a file goes while it is written, and so "
+    "replace any file of the user",
+    by="hostile input",
+    of="Python",
+)
+def test_a_link_in_place_of_a_stamp_is_refused(store: Store, tmp_path: Path) -> None:
+    """What an early end leaves of a stamp is a file; a link there was put by somebody."""
+    victim, folder = tmp_path / "victim", tmp_path / "theirs"
+    victim.write_text("mine")
+    folder.mkdir()
+    (folder / "..pyllamakv-tree.part").symlink_to(victim)
+    with pytest.raises(UsageError, match="holds other files"):
+        store.export(MAIN, folder)
+    (folder / tree_export.STAMP).write_text("{}")
+    store.export(MAIN, folder)
+    assert victim.read_text() == "mine"
+    assert found(folder) == TREE

@@ -1,0 +1,165 @@
+"""Test that a spec, an id or a path leads to the right built variant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runtime_kit as kit
+from fakes.tiny_gguf import write_gguf
+
+from pyllamakv import open_variant
+from pyllamakv.building import variant
+from pyllamakv.building.manifest import Manifest
+from pyllamakv.errors import Closed, LoadError, NotBuilt, UnknownRelease, UsageError
+
+
+@pytest.fixture
+def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder of built variants that hold nothing but manifests."""
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
+    folder = tmp_path / "built"
+    folder.mkdir()
+    (folder / ".half").mkdir()
+    (folder / "damaged").mkdir()
+    (folder / "damaged" / "manifest.json").write_text("{")
+    return folder
+
+
+def publish(folder: Path, name: str, **more: Any) -> Path:
+    """Write a manifest."""
+    patches = more.pop("patches", ())
+    facts: dict[str, Any] = {
+        "variant": name, "release": "0.3.9", "commit": "c", "tree": "t",
+        "patched_tree": "p" if patches else "t", "patches": patches, "series_digest": "",
+        "backend": "cpu", "options": {}, "compiler": "", "cpu_flags": (), "abi": 1,
+        "library": "libplk.so", "library_sha256": "", **more,
+    }  # fmt: skip
+    (folder / name).mkdir()
+    Manifest(**facts).save(folder / name)
+    return folder / name
+
+
+def test_the_builder_is_asked_first(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check what it finds, what it does not, and an id, for which it is not asked."""
+    folder = publish(built, "0.3.9-stock-cpu-1")
+    asked = []
+
+    def find(spec: str, backend: str) -> variant.Variant | None:
+        asked.append((spec, backend))
+        return variant.Variant(folder) if spec == "0.3.9" else None
+
+    monkeypatch.setattr(variant, "find", find)
+    assert open_variant.find_built("0.3.9") == folder
+    assert open_variant.find_built("0.3.9-stock-cpu-1") == folder
+    assert asked == [("0.3.9", "cpu")]
+    with pytest.raises(
+        NotBuilt, match=r"pyllamakv build 0\.3\.9\+patched; built are 0\.3\.9-stock-cpu-1, of other"
+    ):
+        open_variant.find_built("0.3.9+patched")
+    monkeypatch.setattr(variant, "find", lambda *_, **__: None)
+    with pytest.raises(NotBuilt, match=r"build 0\.3\.9; built are 0\.3\.9-stock-cpu-1, of other"):
+        open_variant.find_built("0.3.9")
+    with pytest.raises(NotBuilt, match=r"build v0\.3\.9; built are 0\.3\.9-stock-cpu-1, of other"):
+        open_variant.find_built("v0.3.9")
+    with pytest.raises(NotBuilt, match=r"0\.3\.8; built are variants of 0\.3\.9$"):
+        open_variant.find_built("0.3.8")
+    with pytest.raises(NotBuilt, match=r"--backend rpc"):
+        open_variant.find_built("0.3.9+patched", backend="rpc")
+
+
+def test_without_tools_the_manifests_decide(built: Path) -> None:
+    """Check stock, patched, patches and the newest of several, where no source may be read."""
+    names = {
+        "old": {"created": "2026-01-01"},
+        "new": {"created": "2026-02-01"},
+        "one": {"patches": ("full-defrag",)},
+        "two": {"patches": ("full-defrag", "kv-counters")},
+        "cuda": {"backend": "cuda", "created": "2027"},
+        "other": {"release": "path:/b", "created": "2027"},
+    }
+    for name, facts in names.items():
+        publish(built, name, **{"release": "path:/a", **facts})
+    for spec, name in (
+        ("path:/a", "new"),
+        ("path:/a+stock", "new"),
+        ("path:/a+patched", "two"),
+        ("path:/a+full-defrag", "one"),
+        ("path:/a+kv-counters", "two"),
+        ("path:/b", "other"),
+    ):
+        assert open_variant.find_recorded("gone", spec) == built / name, spec
+    for spec in ("path:/a+absent", "path:/c", "path:/b+patched"):
+        with pytest.raises(NotBuilt):
+            open_variant.find_recorded("gone", spec)
+    for spec in ("+patched", "path:/a+"):
+        with pytest.raises(UsageError):
+            open_variant.find_recorded("gone", spec)
+
+
+def test_paths_are_opened_as_they_are(tmp_path: Path) -> None:
+    """Check a path that is no library."""
+    with pytest.raises(LoadError):
+        open_variant.open(tmp_path / "absent")
+    with pytest.raises(LoadError):
+        open_variant.open(str(tmp_path))
+
+
+@pytest.mark.defect(
+    "names of sources and paths that no file system can have were bare errors of Python",
+    by="hostile input",
+    of="Python",
+)
+@pytest.mark.defect(
+    "`replay` and `shrink` of a trace loaded a library of the name in it from the current folder",
+    by="hostile input",
+    of="Python",
+)
+def test_a_bare_name_is_never_a_file(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies in the current folder is loaded by a path alone: its name may be a build's."""
+    monkeypatch.chdir(tmp_path)
+    folder, find = publish(built, "0.3.9-stock-cpu-1"), variant.find
+
+    def known(spec: str, backend: str) -> variant.Variant | None:
+        return variant.Variant(folder) if spec == "0.3.9" else find(spec, backend=backend)
+
+    monkeypatch.setattr(variant, "find", known)
+    for name in ("0.3.9", "0.3.8", "evil.so"):
+        (tmp_path / name).write_bytes(b"native code")
+    assert open_variant.variant_path("0.3.9") == folder
+    for name in ("0.3.8", "evil.so"):
+        with pytest.raises(NotBuilt, match=rf"\./{name} is what lies here"):
+            open_variant.open(name)
+    for name in ("x" * 300, "x\0"):  # no file system has room for it
+        with pytest.raises((NotBuilt, UnknownRelease, UsageError)):
+            open_variant.variant_path(name)
+    assert open_variant.variant_path("./evil.so") == Path("./evil.so")
+    assert open_variant.variant_path(Path("evil.so")) == Path("evil.so")
+
+
+def test_a_recording_names_what_is_built(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its id first, then its spec; a build of a URL or folder is found, its source not read."""
+    monkeypatch.setattr(variant, "find", lambda spec, backend: variant.Variant(Path(spec)))
+    folder = publish(built, "path-1-stock-cpu-1", release="path:/a/folder")
+    assert open_variant.find_recorded(folder.name, "0.3.9+stock") == folder
+    assert open_variant.find_recorded("gone", "path:/a/folder+stock") == folder
+    assert open_variant.find_recorded("gone", "0.3.9+stock") == Path("0.3.9+stock")
+    for names in (("gone", ""), ("gone", "path:/a/folder+patched"), ("gone", "path:/b")):
+        with pytest.raises(NotBuilt):
+            open_variant.find_recorded(*names)
+
+
+def test_an_opened_library_names_itself(tmp_path: Path) -> None:
+    """Check devices, the name, and closing."""
+    with kit.library() as opened:
+        assert [device.name for device in opened.devices()] == ["CPU"]
+        assert repr(opened) == "<OpenLibrary simulated>"
+        model = opened.load_model(write_gguf(tmp_path / "tiny.gguf"))
+    assert model.closed
+    assert "closed" in repr(opened)
+    for attempt in (opened.devices, lambda: opened.load_model(tmp_path / "tiny.gguf")):
+        with pytest.raises(Closed):
+            attempt()
