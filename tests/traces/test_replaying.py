@@ -248,7 +248,7 @@ def test_replay_shows_variants_side_by_side(capsys, monkeypatch, tmp_path: Path)
     wrong.clear()
     code, _, err = cli(capsys, "replay", path)
     assert code == 0
-    assert "cut short" in err
+    assert "is incomplete" in err
     path.write_bytes(b"\x00\x01")
     assert cli(capsys, "replay", path)[0] == 2
 
