@@ -160,8 +160,13 @@ class Variant:
 
 
 def request(spec: str | Spec, *, backend: str = "cpu", native: bool = True) -> BuildRequest:
-    """Resolve a spec against this machine's tools, without fetching, applying or compiling."""
+    """Resolve a spec against this machine's tools, without fetching, applying or compiling.
+
+    Raises UnknownPatch for a patch that the series does not have.
+    """
     parsed = parse(spec) if isinstance(spec, str) else spec
+    if parsed.series:
+        _known(parsed.series)
     release = spec_resolver.resolve(parsed.release)
     return request_of(release, parsed, backend=backend, native=native)
 

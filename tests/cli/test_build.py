@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from pyllamakv.building import build as builds
 from pyllamakv.building import dropin
 from pyllamakv.cli import build, env
-from pyllamakv.errors import NotBuilt, UsageError
+from pyllamakv.errors import NotBuilt, UnknownPatch, UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -105,3 +105,14 @@ def test_env(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
         "package": "llama-cpp-python==0.3.9",
         "variant": shop.built()[0],
     }
+
+
+@pytest.mark.parametrize("words", [("0.3.9+typo",), ("0.3.9", "--series", "typo")])
+def test_an_unknown_patch_is_refused_before_anything_else(
+    shop: Workshop, words: tuple[str, ...]
+) -> None:
+    """Nothing is fetched, and no lock is taken, which another build may hold for long."""
+    with pytest.raises(UnknownPatch, match="typo"):
+        invoke(build.app, *words)
+    assert not (shop.home / "locks").exists() and not (shop.home / "downloads").exists()
+    assert shop.count("cmake") == 0
