@@ -258,9 +258,9 @@ def rebase(
                 names, onto, patches=patches, to=to, force=force, progress=progress
             )
         else:
-            if to or force or patches:
-                raise errors.UsageError("--to, --force and --patches belong to --onto.")
-            found = _go_on(_waiting(names or []), go_on=go_on, skip=skip)
+            if to or force:
+                raise errors.UsageError("--to and --force require --onto")
+            found = _go_on(_waiting(names or [], patches), go_on=go_on, skip=skip)
         try:
             for one in found:
                 done.append(one.as_json())
@@ -287,17 +287,23 @@ def _go_on(id_: str, *, go_on: bool, skip: bool) -> Iterator[Rebased]:
         rebasing.abort(id_)
 
 
-def _waiting(names: list[str]) -> str:
+def _waiting(names: list[str], patches: Path | None) -> str:
+    """Return the patch whose rebase waits; ``patches`` must be what it was started with."""
     from pyllamakv.patching import rebase_session
     from pyllamakv.source.store import open_store
 
-    there = rebase_session.ids(open_store())
+    store = open_store()
+    there = rebase_session.ids(store)
     if len(names) > 1 or (not names and len(there) > 1):
         raise errors.UsageError(f"Name one waiting patch: {', '.join(there)}.")
     found = names[0] if names else there[0] if there else ""
     if found not in there:
         what = f"No rebase of {found} waits." if found else "No rebase waits."
         raise errors.UsageError(what)
+    session = rebase_session.load(store, found)
+    if patches is not None and session is not None and str(patches.resolve()) != session.patches:
+        used = session.patches or "the shipped series"
+        raise errors.UsageError(f"the rebase of {found} was started with {used}, not {patches}")
     return found
 
 

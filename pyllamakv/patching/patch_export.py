@@ -202,7 +202,7 @@ def _release(name: str) -> Release:
     except UnknownRelease:
         from pyllamakv.source import fetch
 
-        return fetch.ensure(name)
+        return fetch.fetch_unlisted(name)
 
 
 def _ground(series: Series, text: Port, store: Store) -> _Ground:

@@ -73,6 +73,29 @@ def ensure(spec: str, *, progress: Progress | None = None) -> Release:
     return fetch(release, progress=progress)
 
 
+def fetch_unlisted(version: str, *, progress: Progress | None = None) -> Release:
+    """Return a version that no lock has, fetched, without adding it to one.
+
+    One that an earlier call fetched is in the store, and not downloaded again.
+    """
+    store = open_store()
+    with store.lock(f"add-{version}"):
+        commit = store.ref(f"refs/upstream/{version}") if is_safe_name(version) else None
+        if commit is None:
+            if not (bring := _brings(version)):
+                raise UnknownRelease(f"{version!r} is no version", name=version, suggestions=())
+            return bring(progress, keep=False)
+        tree = store.tree_of(commit)
+        return Release(
+            name=version,
+            kind="sdist",
+            commit=commit,
+            tree=tree,
+            era=era.detect(store, tree),
+            date=store.date(commit),
+        )
+
+
 def add(
     what: str, *, progress: Progress | None = None, pin: Path | None = None, keep: bool = False
 ) -> Release:

@@ -85,7 +85,7 @@ def export(
     with store.lock(f"tree-{name}"), translate_disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _refuse_foreign(folder, keep)
-        entries = store.entries(tree)
+        entries = _entries(store, tree)
         _refuse_unsafe(entries)
         wanted = {entry.path: entry for entry in entries}
         _refuse_twice(entries)
@@ -115,7 +115,7 @@ def compare(
 
     Raises SourceError for a tree that `export` would refuse for a path of it.
     """
-    entries = store.entries(store.tree_of(what))
+    entries = _entries(store, store.tree_of(what))
     _refuse_unsafe(entries)
     real = _Real(folder)
     missing = [e.path for e in entries if not real.holds(e.path)]
@@ -123,6 +123,11 @@ def compare(
     changed = [e.path for e in entries if e.path not in gone and not _same(folder / e.path, e)]
     stray = _strays(folder, {e.path: e for e in entries}, keep)
     return Difference(tuple(changed), tuple(missing), tuple(stray))
+
+
+def _entries(store: Store, tree: str) -> list[TreeEntry]:
+    """Return the entries of a tree without a stamp that was committed with an earlier export."""
+    return [entry for entry in store.entries(tree) if entry.path != STAMP]
 
 
 def stamped(folder: Path) -> str | None:

@@ -9,11 +9,13 @@ import pytest
 from patching_kit import Bench, fill, numbered
 
 from pyllamakv.cli import main
-from pyllamakv.source import lockfile
+from pyllamakv.source import fetch, git_command, lockfile
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from pyllamakv.source.releases import Release
 
 OLD = {"src/a.cpp": numbered(60), "src/b.cpp": numbered(20)}
 ONE = OLD | {"src/a.cpp": numbered(60, l10="x", l40="y")}
@@ -100,6 +102,44 @@ def test_export(bench: Bench, capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert call(bench, capsys, *words)[0] == 0
     assert b"+other" in bench.file("two", "0.3.1").read_bytes()
     assert call(bench, capsys, "export", "--from", str(tmp_path / "tree"))[0] == 2
+
+
+def test_export_check_adds_no_release(
+    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A base that no lock has is fetched once and stays out of the locks."""
+    release = bench.releases["0.3.1"]
+    fetched: list[str] = []
+
+    def download(version: str, *_facts: object, **_options: object) -> Release:
+        fetched.append(version)
+        bench.store.update_ref(f"refs/upstream/{version}", release.commit)
+        return release
+
+    del bench.releases["0.3.1"]
+    bench.store.delete_ref("refs/upstream/0.3.1")
+    monkeypatch.setattr(fetch, "_add_version", download)
+    for _ in range(2):
+        assert call(bench, capsys, "export", "--check")[0] == 0
+    assert fetched == ["0.3.1"]
+    assert not lockfile.load(lockfile.added())
+
+
+def test_a_tree_that_was_exported_and_committed(
+    bench: Bench, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Its stamp, committed by accident, keeps no patch from being applied to it."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    bench.store.export(bench.releases["0.3.1"], first)
+    assert (first / ".pyllamakv-tree").is_file()
+    (first / "llama.h").write_text("x")
+    git_command.git(first, "init", "-q")
+    git_command.git(first, "add", "-A")
+    author = ("-c", "user.name=a", "-c", "user.email=a@b")
+    git_command.git(first, *author, "commit", "-qm", "x")
+    code, _, err = call(bench, capsys, "apply", f"path:{first}", "--to", str(second))
+    assert code == 0, err
+    assert (second / "src" / "a.cpp").read_bytes() == TWO["src/a.cpp"]
 
 
 def test_lint(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:

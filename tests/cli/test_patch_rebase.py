@@ -73,6 +73,22 @@ def test_rebase_leave(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(capsys, "rebase", "../one", "--abort")[0] == 2
 
 
+def test_rebase_of_other_patches_continues(
+    bench: Bench, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch
+) -> None:
+    """--continue takes the --patches that the rebase was started with, and no other."""
+    own = bench.folder.rename(tmp_path / "own")
+    monkeypatch.chdir(tmp_path)
+    words = ("rebase", "--continue", "--patches")
+    assert call(capsys, "rebase", "one", "--onto", "0.3.2", "--patches", "own")[0] == 3
+    code, _, err = call(capsys, *words, "other")
+    assert code == 2 and str(own) in err
+    waits = json.loads(call(capsys, *words, "own", "--json")[1])["waiting"]
+    (Path(waits["folder"]) / "src" / "a.cpp").write_bytes(SOLVED)
+    assert call(capsys, *words, "own")[0] == 0
+    assert series.load(own).definition("one").port("0.3.2")
+
+
 def test_diff(bench: Bench, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A lost hunk is told and exits with 1; texts come from bases or files."""
     short = tmp_path / "short.patch"

@@ -54,7 +54,7 @@ def test_a_base_without_a_lock_is_fetched(bench: Bench, monkeypatch: pytest.Monk
         raise UnknownRelease("not in the lock", name=spec, suggestions=[])
 
     monkeypatch.setattr(spec_resolver, "resolve", unknown)
-    monkeypatch.setattr(fetch, "ensure", bench.releases.__getitem__)
+    monkeypatch.setattr(fetch, "fetch_unlisted", bench.releases.__getitem__)
     assert check(bench) == [("one", "same"), ("two", "same")]
 
 

@@ -20,7 +20,7 @@ from source_kit import (
 )
 
 from pyllamakv.errors import SourceError
-from pyllamakv.source import fetch, git_command
+from pyllamakv.source import fetch, git_command, tree_export
 from pyllamakv.source.sdist_import import import_sdist
 from pyllamakv.source.store import open_store
 
@@ -87,12 +87,18 @@ def test_a_link_out_of_the_tree_is_not_exported(tmp_path: Path, links: dict[str,
     of="Python",
 )
 def test_a_tree_with_a_stamp_of_its_own_is_not_exported(tmp_path: Path) -> None:
-    """The file that says what a folder holds is ours alone."""
+    """The file that says what a folder holds is ours alone; one of the tree is left out."""
     store = open_store()
-    for name in (".pyllamakv-tree", ".pyllamakv-tree/x"):
+    for name in (".PYLLAMAKV-TREE", ".pyllamakv-tree/x"):
         commit, _ = store.commit(None, TREE | {name: b'{"complete": true}'}, "x")
         with pytest.raises(SourceError, match="unsafe path"):
             store.export(commit, tmp_path / "tree")
+    lying = b'{"tree": "' + b"0" * 40 + b'", "complete": true}'
+    commit, tree = store.commit(None, TREE | {".pyllamakv-tree": lying}, "x")
+    store.export(commit, tmp_path / "tree")
+    assert tree_export.stamped(tmp_path / "tree") == tree
+    assert not store.compare(commit, tmp_path / "tree")
+    assert store.export(commit, tmp_path / "tree").written == 0
 
 
 # --- what commits say ---------------------------------------------------------------------------
