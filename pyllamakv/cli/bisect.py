@@ -64,7 +64,7 @@ def command(
     def known(release: str) -> BisectStep | None:
         kept = result_cache.recall(result_cache.key(spec(release)))
         if kept is None and scenario:
-            # A whole matrix has judged this scenario too.
+            # A run of the whole matrix has a result of this scenario, too.
             kept = result_cache.recall(result_cache.key(replace(spec(release), scenarios=())))
             rows = [row for row in kept.scenarios if row.id == scenario] if kept else []
             return bisect.BisectStep(release, rows[0].verdict, rows[0].stock) if rows else None
@@ -73,10 +73,10 @@ def command(
     chain = [name for name, each in lockfile.known().items() if each.kind in ("sdist", "npm")]
     with progress_bar.progress() as progress:
 
-        def judge(release: str) -> BisectStep:
+        def verify(release: str) -> BisectStep:
             return _step(matrix.run([spec(release)], progress=progress)[0])
 
-        found = bisect.bisect(good, bad, chain, judge, known)
+        found = bisect.bisect(good, bad, chain, verify, known)
     if as_json:
         write_json(found.to_json())
         return

@@ -115,7 +115,7 @@ def run(
     specs = matrix.plan(
         _choice(names, era, backend, series, isolate, each, scenario, portable, sample)
     )
-    _judge(specs, fresh, scheduler, views.Wanted(expected, html, junit, github, as_json))
+    _verify(specs, fresh, scheduler, views.Wanted(expected, html, junit, github, as_json))
 
 
 @app.command()
@@ -131,7 +131,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show the last results; run nothing."""
-    results, specs = _judged(None, names, era, backend, series, isolate, each)
+    results, specs = _last_results(None, names, era, backend, series, isolate, each)
     views.finish(results, views.Wanted(expected, as_json=as_json))
     views.missing(specs, results)
 
@@ -161,7 +161,7 @@ def report(
     """
     from pyllamakv.verification import matrix_reports
 
-    results, specs = _judged(merge, names, era, backend, series, isolate, each)
+    results, specs = _last_results(merge, names, era, backend, series, isolate, each)
     views.missing(specs, results)
     if not results:
         msg = "there are no results yet; run `pyllamakv matrix run`"
@@ -201,7 +201,7 @@ def watch(
 
     news = watching.compare_with_index()
     fresh = (*news.unpinned, *news.new) if unpinned else news.new
-    names = (*_unjudged(backend), *fresh)
+    names = (*_unverified(backend), *fresh)
     views.news(news, names, as_json and (dry_run or not names))
     if dry_run or not names:
         return
@@ -209,7 +209,7 @@ def watch(
         for name in fresh:
             fetch.add(name, progress=progress)
     specs = matrix.plan(_choice(list(names), None, backend))
-    _judge(specs, False, scheduler, views.Wanted(expected, html, junit, github, as_json))
+    _verify(specs, False, scheduler, views.Wanted(expected, html, junit, github, as_json))
 
 
 @app.command()
@@ -231,7 +231,7 @@ def accept(
     """Write the last verdicts to the file of accepted verdicts."""
     from pyllamakv.verification import expected as accepting
 
-    found, specs = _judged(merge, names, era, backend, series, isolate, each)
+    found, specs = _last_results(merge, names, era, backend, series, isolate, each)
     results = [result for result in found if stale or not result.stale]
     if not results:
         msg = "there are no results for these inputs; run `pyllamakv matrix run`"
@@ -242,10 +242,10 @@ def accept(
     views.missing(specs, results)
 
 
-def _judged(
+def _last_results(
     merge: Sequence[Path] | None, *chosen: Any
 ) -> tuple[Sequence[CellResult], Sequence[CellSpec]]:
-    """Return what was judged last of the cells that `_choice` names, and these.
+    """Return the last results of the cells that `_choice` names, and these cells.
 
     With ``merge`` what these files of other runs have, and no cells: they were chosen there.
     """
@@ -257,8 +257,8 @@ def _judged(
     return result_cache.latest_of(specs), specs
 
 
-def _unjudged(backend: Sequence[str] | None) -> list[str]:
-    """Return the added releases without any result: a watch was ended before it judged them."""
+def _unverified(backend: Sequence[str] | None) -> list[str]:
+    """Return the added releases without any result, which an interrupted watch leaves."""
     from pyllamakv.source import lockfile
     from pyllamakv.verification import matrix, result_cache
 
@@ -296,7 +296,7 @@ def _choice(
     )
 
 
-def _judge(specs: Sequence[CellSpec], fresh: bool, scheduler: str, wanted: views.Wanted) -> None:
+def _verify(specs: Sequence[CellSpec], fresh: bool, scheduler: str, wanted: views.Wanted) -> None:
     """Judge cells and write what is wanted; leave with 1 when something is worse than accepted."""
     from pyllamakv.cli import progress_bar
     from pyllamakv.verification import matrix

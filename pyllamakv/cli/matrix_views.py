@@ -39,7 +39,7 @@ def finish(results: Sequence[CellResult], wanted: Wanted) -> bool:
     compared = expected.compare(results, expected.load(wanted.expected))
     if wanted.html:
         write_text_atomic(wanted.html, page.render(results, compared))
-        note(f"the page is {wanted.html}")
+        note(f"report: {wanted.html}")
     if wanted.junit:
         write_text_atomic(wanted.junit, matrix_reports.junit(results, compared))
     if wanted.as_json:
@@ -65,7 +65,7 @@ def plan(specs: Sequence[CellSpec], as_json: bool) -> None:
     rows: list[dict[str, Any]] = []
     for spec in specs:
         kept = result_cache.latest(spec)
-        state = "to judge" if kept is None else "to judge again" if kept.stale else "judged"
+        state = "to verify" if kept is None else "outdated" if kept.stale else "verified"
         verdict = kept.verdict if kept else None
         rows.append({"name": spec.name, "state": state, "verdict": verdict, "spec": spec.to_json()})
     if as_json:
@@ -79,21 +79,21 @@ def plan(specs: Sequence[CellSpec], as_json: bool) -> None:
 
 def missing(specs: Sequence[CellSpec], results: Iterable[CellResult]) -> None:
     """Name the cells without a result."""
-    judged = {result.spec for result in results}
-    names = [spec.name for spec in specs if spec not in judged]
+    known = {result.spec for result in results}
+    names = [spec.name for spec in specs if spec not in known]
     if names:
-        note(f"not judged yet: {', '.join(names)}; run `pyllamakv matrix run`")
+        note(f"no results yet: {', '.join(names)}; run `pyllamakv matrix run`")
 
 
 def news(found: IndexChanges, names: Sequence[str], as_json: bool) -> None:
     """Tell what the index has beyond the locks."""
     if as_json:
-        facts = {"new": found.new, "unpinned": found.unpinned, "lost": found.lost, "judge": names}
+        facts = {"new": found.new, "unpinned": found.unpinned, "lost": found.lost, "verify": names}
         write_json({key: list(value) for key, value in facts.items()})
         return
-    note(f"to judge: {', '.join(names)}" if names else "there is no new version on the index")
+    note(f"to verify: {', '.join(names)}" if names else "there is no new version on the index")
     if found.lost:
-        note(f"gone from the index, or another file there: {', '.join(found.lost)}")
+        note(f"removed or changed on the index: {', '.join(found.lost)}")
 
 
 def accepted(changed: Sequence[str], path: Path, as_json: bool) -> None:
@@ -102,7 +102,7 @@ def accepted(changed: Sequence[str], path: Path, as_json: bool) -> None:
         write_json({"file": str(path), "changed": list(changed)})
         return
     sys.stdout.writelines(f"{line}\n" for line in changed or ("nothing changed",))
-    note(f"written to {path}" if changed else f"{path} says so already")
+    note(f"written to {path}" if changed else f"{path} is up to date")
 
 
 def _table(results: Sequence[CellResult], compared: Sequence[Comparison]) -> None:

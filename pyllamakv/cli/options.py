@@ -40,7 +40,7 @@ Release = Annotated[
 ]
 Releases = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[RELEASE]...", help="Releases.", autocompletion=release_names),
+    typer.Argument(metavar="RELEASE", help="Release: 0.3.9, b4980, git:URL@REF, path:DIR.", autocompletion=release_names),
 ]
 ReleaseOrVariant = Annotated[
     str,
@@ -64,7 +64,7 @@ Patch = Annotated[
 PatchNames = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[PATCH]...", help="Patch names; default: all.", autocompletion=patch_names
+        metavar="PATCH", help="Patch names; default: all.", autocompletion=patch_names
     ),
 ]
 Base = Annotated[

@@ -202,7 +202,7 @@ def show(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[PATCH]", help="Patch name; default: all.", autocompletion=patch_names
+            metavar="PATCH", help="Patch name; default: all.", autocompletion=patch_names
         ),
     ] = None,
     base: BaseOption = None,

@@ -145,9 +145,9 @@ def add(
 @app.command("log")
 def show_log(
     text: Annotated[
-        str | None, typer.Argument(metavar="[TEXT]", help="Only releases that add or remove this text.")
+        str | None, typer.Argument(metavar="TEXT", help="Only releases that add or remove this text.")
     ] = None,
-    paths: Annotated[list[str] | None, typer.Argument(metavar="[PATH]...", help="Only changes in these paths.")] = None,
+    paths: Annotated[list[str] | None, typer.Argument(metavar="PATH", help="Only changes in these paths.")] = None,
     *,
     as_json: Json = False,
 ) -> None:

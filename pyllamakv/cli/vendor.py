@@ -21,7 +21,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 Specs = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[SPEC]...",
+        metavar="SPEC",
         help="0.3.9, 0.3.9+patched, 0.3.9+PATCH,PATCH.",
         autocompletion=release_names,
     ),

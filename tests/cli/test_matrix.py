@@ -122,10 +122,10 @@ def test_plan(run: Run) -> None:
     code, out, _ = run("matrix", "plan")
     assert code == 0
     assert [line.split(maxsplit=1) for line in out.splitlines()] == [
-        ["0.3.5", "to judge"],
-        ["0.3.6", "to judge"],
-        ["0.3.9", "judged (needed)"],
-        ["0.3.36", "to judge"],
+        ["0.3.5", "to verify"],
+        ["0.3.6", "to verify"],
+        ["0.3.9", "verified (needed)"],
+        ["0.3.36", "to verify"],
     ]
     code, out, _ = run("matrix", "plan", "--github", "--backend", "cuda", "0.3.9")
     assert out.count("\n") == 1
@@ -142,7 +142,7 @@ def test_show_and_report_run_nothing(run: Run, tmp_path: Path) -> None:
     """What was not judged is named on stderr."""
     code, out, err = run("matrix", "show")
     assert (code, out) == (0, "")
-    assert "not judged yet: 0.3.5" in err
+    assert "no results yet: 0.3.5" in err
     assert run("matrix", "report")[0] == 2
     run("matrix", "run", "0.3.9")
     code, out, err = run("matrix", "report", "--markdown")
@@ -213,7 +213,7 @@ def test_a_watch_that_was_ended_goes_on(run: Run, monkeypatch) -> None:
     known["0.3.37"] = added
     lockfile.save(lockfile.added(), [added])
     monkeypatch.setattr(watch, "compare_with_index", lambda: IndexChanges((), (), ()))
-    assert json.loads(run("matrix", "watch", "--dry-run", "--json")[1])["judge"] == ["0.3.37"]
+    assert json.loads(run("matrix", "watch", "--dry-run", "--json")[1])["verify"] == ["0.3.37"]
     code, out, _ = run("matrix", "watch")
     assert code == 0
     assert out.splitlines()[1].split()[0] == "0.3.37"
@@ -269,7 +269,7 @@ def test_stale_results_are_not_accepted_by_themselves(run: Run, monkeypatch) -> 
     run("matrix", "run", "0.3.9")
     monkeypatch.setattr(result_cache, "key", lambda spec, where="here": f"new {spec.name}")
     assert "(old)" in run("matrix", "show", "0.3.9")[1]
-    assert "to judge again (needed)" in run("matrix", "plan", "0.3.9")[1]
+    assert "outdated (needed)" in run("matrix", "plan", "0.3.9")[1]
     assert run("matrix", "accept", "0.3.9")[0] == 2
     assert run("matrix", "accept", "0.3.9", "--stale")[0] == 0
     assert result().verdict == "needed"

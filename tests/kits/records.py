@@ -184,6 +184,8 @@ COMMANDS = (
     ("build", "0.3.9", "--json"),
     ("check", "0.3.9", "--scenario", "fragmented", "--json"),
     ("env", "0.3.9+patched", "--json"),
+    ("build", "0.3.9+typo", "--json"),
+    ("check", "0.3.9", "--unknown", "--json"),
 )
 
 
