@@ -72,7 +72,7 @@ def _text(spec: Spec, variant: Variant) -> list[str]:
         f"  id            {variant.id}",
         f"  folder        {variant.folder}",
         f"  patches       {', '.join(manifest.patches) or 'none (stock)'}",
-        f"  devices       {', '.join(manifest.devices) or 'not told'}",
+        f"  devices       {', '.join(manifest.devices) or 'unknown'}",
         f"  capabilities  {', '.join(manifest.capabilities) or 'none'}",
     ]
     absent = sorted(key for key, value in manifest.probes.items() if value is None)

@@ -297,7 +297,7 @@ def _choice(
 
 
 def _verify(specs: Sequence[CellSpec], fresh: bool, scheduler: str, wanted: views.Wanted) -> None:
-    """Judge cells and write what is wanted; leave with 1 when something is worse than accepted."""
+    """Verify cells and write the requested output; exit with 1 if a verdict is worse."""
     from pyllamakv.cli import progress_bar
     from pyllamakv.verification import matrix
 

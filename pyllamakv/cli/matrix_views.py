@@ -31,7 +31,7 @@ class Wanted:
 
 
 def finish(results: Sequence[CellResult], wanted: Wanted) -> bool:
-    """Write everything that is wanted; tell whether something is worse than accepted."""
+    """Write the requested output; return whether a verdict is worse than accepted."""
     from pyllamakv.source.files import write_text_atomic
     from pyllamakv.verification import expected, matrix_reports
     from pyllamakv.view import page
@@ -54,7 +54,7 @@ def finish(results: Sequence[CellResult], wanted: Wanted) -> bool:
 
 
 def default_page() -> Path:
-    """Return where the page lies when nobody said where."""
+    """Return the path of the report without --html."""
     return home() / "results" / "matrix.html"
 
 

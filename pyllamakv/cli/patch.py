@@ -488,9 +488,9 @@ def _releases_of(names: Sequence[str], *, every: bool, none: bool = False) -> li
 
 
 def _scenarios(*, features: bool = True) -> frozenset[str] | None:
-    """Return the names of the scenarios, or None where the harness does not load.
+    """Return the names of the scenarios, or None if they cannot be imported.
 
-    Features are what certain patches bring; of others nobody expects them.
+    Feature scenarios need certain patches; ``features`` False leaves them out.
     """
     try:
         from pyllamakv.verification import discovery

@@ -23,7 +23,7 @@ _COLOURS = {"applies": "green", "offset": "green", "fails": "red", "blocked": "y
 
 
 def _safe(text: str) -> str:
-    """Return a text of a patch, which may be anybody's, without orders to the terminal or rich."""
+    """Escape control characters and markup of a patch, which may come from anywhere."""
     return escape(printable(text, keep="\n\t"))
 
 
@@ -173,14 +173,14 @@ def drift(found: Sequence[Drift], named: Sequence[str] = ()) -> None:
             console.print(f"  {_safe(one.reason.split('; ')[0])}")
             continue
         told = [hunk for hunk in one.hunks if hunk.placement.state != "exact"]
-        for line in _told(told):
+        for line in _moved_or_failing(told):
             console.print(f"  {_safe(line)}")
         exact = len(one.hunks) - len(told)
         if exact:
             console.print(f"  {_count(exact, 'other hunk' if told else 'hunk')} exact")
 
 
-def _told(hunks: Sequence[HunkDrift]) -> Iterator[str]:
+def _moved_or_failing(hunks: Sequence[HunkDrift]) -> Iterator[str]:
     """Yield a line per hunk, and one for all those of a file that is gone."""
     gone: set[str] = set()
     for hunk in hunks:

@@ -40,7 +40,7 @@ def note(text: str) -> None:
 
 
 class ReaderLeft(Exception):
-    """Say that nobody reads the result any more (a pager, head)."""
+    """Report that the reader of stdout is gone (a pager, head)."""
 
 
 class StdoutFull(DiskFull):
@@ -48,9 +48,9 @@ class StdoutFull(DiskFull):
 
 
 class Guarded:
-    """Pass everything on to a file; what click and rich make an exit status of is told as it is.
+    """Write to a file, and raise `ReaderLeft` or `StdoutFull` where it cannot take more.
 
-    Both of them turn a broken pipe into status 1, which here means a regression.
+    Click and rich turn a broken pipe into status 1, which means a regression here.
     """
 
     def __init__(self, file: Any) -> None:
@@ -63,12 +63,12 @@ class Guarded:
 
     def write(self, text: str) -> int:
         """Write text."""
-        with _told():
+        with _translate_errors():
             return int(self._file.write(text))
 
     def flush(self) -> None:
-        """Write what waits."""
-        with _told():
+        """Write buffered output."""
+        with _translate_errors():
             self._file.flush()
 
 
@@ -87,7 +87,7 @@ def guarded() -> Iterator[Guarded]:
         try:
             yield guard
         finally:
-            # An exception on its way has its own exit status, whoever reads the result.
+            # The exit status of a raised exception takes precedence.
             try:
                 sys.stdout.flush()
             except (ReaderLeft, StdoutFull) as error:
@@ -100,7 +100,7 @@ def guarded() -> Iterator[Guarded]:
 
 
 def _drop(file: Any) -> None:
-    """Let what still waits go nowhere; Python would complain of it when it ends."""
+    """Discard buffered output, which Python would report at exit."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, file.fileno())
@@ -108,7 +108,7 @@ def _drop(file: Any) -> None:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
