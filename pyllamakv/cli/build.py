@@ -26,7 +26,8 @@ def command(
     backend: Backend = "cpu",
     portable: Portable = False,
     jobs: Annotated[
-        int | None, typer.Option("--jobs", "-j", min=1, help="Number of parallel compilers; default: CPUs.")
+        int | None,
+        typer.Option("--jobs", "-j", min=1, help="Number of parallel compilers; default: CPUs."),
     ] = None,
     as_json: Json = False,
 ) -> None:

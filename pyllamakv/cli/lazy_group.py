@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
@@ -18,7 +18,7 @@ class LazyGroup(TyperGroup):
     has ``modules``: per command its module, which has a Typer ``app``, and its help text.
     """
 
-    modules: Mapping[str, tuple[str, str]] = {}
+    modules: ClassVar[Mapping[str, tuple[str, str]]] = {}
 
     def __init__(self, **options: Any) -> None:
         listed = {name: TyperCommand(name, help=text) for name, (_, text) in self.modules.items()}

@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn
 
 import typer
 from typer import completion
@@ -44,7 +44,7 @@ _INTERRUPTED = 130
 class Commands(LazyGroup):
     """The commands of `pyllamakv`."""
 
-    modules = {verb: (f"pyllamakv.cli.{verb}", text) for verb, text in VERBS.items()}  # noqa: RUF012
+    modules: ClassVar = {verb: (f"pyllamakv.cli.{verb}", text) for verb, text in VERBS.items()}
 
 
 def _version(value: bool) -> None:

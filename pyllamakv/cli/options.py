@@ -40,7 +40,11 @@ Release = Annotated[
 ]
 Releases = Annotated[
     list[str] | None,
-    typer.Argument(metavar="RELEASE", help="Release: 0.3.9, b4980, git:URL@REF, path:DIR.", autocompletion=release_names),
+    typer.Argument(
+        metavar="RELEASE",
+        help="Release: 0.3.9, b4980, git:URL@REF, path:DIR.",
+        autocompletion=release_names,
+    ),
 ]
 ReleaseOrVariant = Annotated[
     str,

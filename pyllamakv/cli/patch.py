@@ -234,7 +234,9 @@ def rebase(
     ] = None,
     to: To = None,
     force: Annotated[bool, typer.Option("--force", help="Rebase even if a port applies.")] = False,
-    go_on: Annotated[bool, typer.Option("--continue", help="Continue after resolving a conflict.")] = False,
+    go_on: Annotated[
+        bool, typer.Option("--continue", help="Continue after resolving a conflict.")
+    ] = False,
     skip: Annotated[bool, typer.Option("--skip", help="Skip the patch with the conflict.")] = False,
     abort: Annotated[bool, typer.Option("--abort", help="Cancel the rebase.")] = False,
     patches: Patches = None,

@@ -51,7 +51,9 @@ def list_releases(
         return
     if every:
         raise errors.UsageError("--all requires --new: known releases are all listed")
-    rows = [_facts(release) | {"fetched": store.has(release)} for release in lockfile.known().values()]
+    rows = [
+        _facts(release) | {"fetched": store.has(release)} for release in lockfile.known().values()
+    ]
     if as_json:
         write_json(rows)
     else:
@@ -145,9 +147,12 @@ def add(
 @app.command("log")
 def show_log(
     text: Annotated[
-        str | None, typer.Argument(metavar="TEXT", help="Only releases that add or remove this text.")
+        str | None,
+        typer.Argument(metavar="TEXT", help="Only releases that add or remove this text."),
     ] = None,
-    paths: Annotated[list[str] | None, typer.Argument(metavar="PATH", help="Only changes in these paths.")] = None,
+    paths: Annotated[
+        list[str] | None, typer.Argument(metavar="PATH", help="Only changes in these paths.")
+    ] = None,
     *,
     as_json: Json = False,
 ) -> None:

@@ -194,7 +194,8 @@ def test_watch(run: Run, monkeypatch) -> None:
     monkeypatch.setattr(
         watch, "compare_with_index", lambda: IndexChanges(("0.3.37", "0.3.38"), ("0.2.3",), ())
     )
-    assert json.loads(run("matrix", "watch", "--dry-run", "--json")[1])["new"] == ["0.3.37", "0.3.38"]
+    listed = json.loads(run("matrix", "watch", "--dry-run", "--json")[1])
+    assert listed["new"] == ["0.3.37", "0.3.38"]
     assert not added
     monkeypatch.setitem(judging.VERDICTS, "0.3.38", "broken-apply")
     code, out, err = run("matrix", "watch")
