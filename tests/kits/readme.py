@@ -1,7 +1,7 @@
 """Run the code blocks of the documents, compare their output, and refresh it.
 
-Every ``python`` block is run. The ``pyllamakv`` commands of a ``sh`` block are run in the README, and
-in other documents if a ``text`` block with their output follows. Numbers, digests and the data
+Every ``python`` block is run. The ``pyllamakv`` commands of a ``sh`` block are run in the README,
+and in other documents if a ``text`` block with their output follows. Numbers, digests and the data
 directory differ between machines and are not compared. ``python tests/kits/readme.py --write``
 replaces the output in the documents.
 """
