@@ -29,7 +29,7 @@ PARTS = 4
 #: Seconds after which a call counts as one that never ends.
 SILENCE = 120
 #: The most memory that a worker may have taken, in MiB.
-MEMORY = 1500
+MEMORY = 800
 #: Makes glibc return each large block when it is freed. Otherwise the heap keeps the blocks of
 #: closed contexts, and the peak depends on their order (900 to 2,000 MiB for the same calls).
 RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "131072"}
