@@ -78,12 +78,12 @@ CLAIMS = (
     Claim(
         "Defragmentation is never slower than the published algorithm",
         "Complete defragmentations of every kind",
-        "every workload: the published algorithm over ours",
+        "every workload: the published algorithm over the patch",
     ),
     Claim(
         "Planning takes at most 2 % of a defragmentation",
         "Complete defragmentations of every kind",
-        "the plan, as a part",
+        "the plan, as a fraction",
     ),
     Claim(
         "A patched library decodes as fast as stock if nothing is defragmented",
@@ -108,17 +108,17 @@ CLAIMS = (
     Claim(
         "The longest cached prefix among 1,000 is found within 1 ms",
         "Prefixes",
-        "find the longest beginning",
+        "find the longest prefix",
     ),
     Claim(
-        "A cached prompt is faster than evaluating it",
+        "Reusing a cached prompt is faster than evaluating it",
         "Prefixes",
         "a prompt of 1000 tokens",
     ),
     Claim(
         "A memory-mapped cache decodes as fast as one on the heap",
         "Mapped memory",
-        "decoding behind",
+        "decoding after",
     ),
     Claim(
         "A kept cache replaces the evaluation of a prompt after a restart",
@@ -138,12 +138,12 @@ CLAIMS = (
     Claim(
         "`pyllamakv check` takes minutes with an empty data directory",
         "Whole commands",
-        "from an empty home",
+        "with an empty data directory",
     ),
     Claim(
         "The matrix of all pinned releases takes about an hour",
         "The matrix of every release",
-        "from an empty home",
+        "with an empty data directory",
     ),
     Claim(
         "The shared headers are as fast as the ports that they replaced",
@@ -162,7 +162,7 @@ SECTIONS: dict[str, tuple[str, str, str, str]] = {
         "does not cover streams, shifts in sliding windows and partial states",
     ),
     "mutation": (
-        "Scenarios and header tests detect each single change of the patches",
+        "Scenarios and header tests detect every single change of the patches",
         "tried",
         "mutants",
         "one change per mutant; since 2026-11-23 only 0.3.9 full-defrag and 0.3.36 compaction",
