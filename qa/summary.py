@@ -251,6 +251,7 @@ def benchmarks(figures: Iterable[Figure], claims: Iterable[Claim] = CLAIMS) -> s
             "Written by `python -m qa summary` from [all figures](qa/results/benchmarks.md).",
             "Ratios are measured side by side in one run; brackets are 95 % confidence intervals.",
             "A range covers several settings. `A over B` is the time of A divided by that of B.",
+            "The published algorithm copies runs of cells in compute graphs (the mover `graph`).",
             "`make bench` measures the main groups again.",
             "",
             _HEAD,
