@@ -22,14 +22,16 @@ DOCUMENTS = (
     "docs/api.md",
     "docs/backends.md",
     "docs/cache.md",
-    "docs/harness.md",
+    "docs/contributing.md",
     "docs/patches.md",
     "docs/pictures.md",
     "docs/plugin.md",
     "docs/prefix-cache.md",
     "docs/scripts.md",
     "docs/slot-cache.md",
+    "docs/stress-testing.md",
     "docs/traces.md",
+    "docs/verification.md",
 )
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
