@@ -59,7 +59,6 @@ if TYPE_CHECKING:
         NoSlotAvailable,
         NotBuilt,
         NotEnoughMemory,
-        NotSupported,
         PagingError,
         PartialRemovalRefused,
         ReprocessNeeded,
@@ -72,7 +71,7 @@ if TYPE_CHECKING:
         WorkerDied,
         WorkerTimeout,
     )
-    from pyllamakv.opening import OpenLibrary, open, serve
+    from pyllamakv.open_variant import OpenLibrary, open, serve_rpc
     from pyllamakv.runtime import metrics
     from pyllamakv.runtime.backing import KVMemory, LayerMemory
     from pyllamakv.runtime.batch import Batch
@@ -109,7 +108,7 @@ _MODULES = {
         "Busy Cancelled Closed ContextError DecodeError DeviceLost KvError LoadError ModelError "
         "NativeError NoKVSlot NotBuilt NotEnoughMemory PartialRemovalRefused SharedCells "
         "StaleLogits StateError Unsupported UsageError WorkerDied WorkerTimeout BudgetTooSmall "
-        "KVCacheFull NoSlotAvailable NotSupported PagingError ReprocessNeeded TraceMismatch "
+        "KVCacheFull NoSlotAvailable Unsupported PagingError ReprocessNeeded TraceMismatch "
         "KVFileBusy KVFileDamaged KVFileDirty KVFileError KVFileForeign KVFileFull"
     ),
     "traces.recording": "Recording record",
@@ -122,7 +121,7 @@ _MODULES = {
     "runtime.kv": "KV DefragReport",
     "runtime.logits": "Logits LogitsRows",
     "runtime.model": "Model",
-    "opening": "OpenLibrary open serve",
+    "open_variant": "OpenLibrary open serve_rpc",
     "runtime.sampler": "NumpySampler Sampler",
     "runtime.sequence": "Sequence",
     "runtime.snapshot": "CellMap KVStats Moves Snapshot",
@@ -185,7 +184,6 @@ __all__ = [
     "NoSlotAvailable",
     "NotBuilt",
     "NotEnoughMemory",
-    "NotSupported",
     "NumpySampler",
     "OpenLibrary",
     "PagingError",
@@ -217,7 +215,7 @@ __all__ = [
     "metrics",
     "open",
     "record",
-    "serve",
+    "serve_rpc",
     "watch",
 ]
 

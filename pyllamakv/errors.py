@@ -43,18 +43,17 @@ __all__ = [
     "ModelError",
     "NativeError",
     "NoKVSlot",
+    "NoPortApplies",
     "NoSlotAvailable",
-    "NoTextApplies",
     "NotBuilt",
     "NotEnoughMemory",
-    "NotSupported",
     "PagingError",
     "PartialRemovalRefused",
     "PatchConflict",
     "PatchError",
     "PatchFormatError",
     "PatchLintError",
-    "RebaseWaiting",
+    "RebaseConflict",
     "ReprocessNeeded",
     "ScenarioFailed",
     "ScriptError",
@@ -91,11 +90,16 @@ class ArgumentTypeError(UsageError, TypeError):
 
 
 class Unsupported(KvError):
-    """Say that this library, release or platform lacks a capability, and which one."""
+    """Report what this library, release, platform or kind of memory cannot do; nothing was changed.
 
-    def __init__(self, message: str, capability: str = "") -> None:
+    ``capability`` names the missing capability of the library; ``reason`` is what a cache manager
+    found about the memory. Either may be empty.
+    """
+
+    def __init__(self, message: str, capability: str = "", *, reason: str = "") -> None:
         super().__init__(message)
         self.capability = capability
+        self.reason = reason
 
 
 # What goes wrong while releases are found and fetched.
@@ -112,10 +116,10 @@ class UnknownRelease(SourceError):
 
     exit_code = 2
 
-    def __init__(self, message: str, name: str = "", close: Sequence[str] = ()) -> None:
+    def __init__(self, message: str, name: str = "", suggestions: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.name = name
-        self.close = tuple(close)
+        self.suggestions = tuple(suggestions)
 
 
 class FetchError(SourceError):
@@ -234,7 +238,7 @@ class PatchConflict(PatchError):
         self.found = found
 
 
-class NoTextApplies(PatchError):
+class NoPortApplies(PatchError):
     """Report that none of a patch's texts applies to a release, with every conflict."""
 
     exit_code = 3
@@ -244,7 +248,7 @@ class NoTextApplies(PatchError):
         self.conflicts = tuple(conflicts)
 
 
-class RebaseWaiting(PatchError):
+class RebaseConflict(PatchError):
     """Say that a rebase stopped at a conflict and waits for a person."""
 
     exit_code = 3
@@ -265,10 +269,10 @@ class BuildError(KvError):
 class ToolMissing(BuildError):
     """Name a tool that is not installed, and the command that installs it."""
 
-    def __init__(self, message: str, tool: str = "", cure: str = "") -> None:
+    def __init__(self, message: str, tool: str = "", hint: str = "") -> None:
         super().__init__(message)
         self.tool = tool
-        self.cure = cure
+        self.hint = hint
 
 
 class CommandFailed(BuildError):
@@ -474,14 +478,6 @@ class KVCacheFull(NoKVSlot):
         self.largest_hole = largest_hole
         self.wanted = wanted
         self.defragged = defragged
-
-
-class NotSupported(Unsupported):
-    """Say what a memory cannot do for a cache manager; ``reason`` says why, nothing was changed."""
-
-    def __init__(self, message: str, reason: str = "", capability: str = "") -> None:
-        super().__init__(message, capability)
-        self.reason = reason
 
 
 class NoSlotAvailable(KvError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from pyllamakv.source.releases import DEFAULT
+from pyllamakv.source.releases import DEFAULT_RELEASE
 
-SPEC: Final = f"{DEFAULT}+patched"
-STOCK: Final = f"{DEFAULT}+stock"
+SPEC: Final = f"{DEFAULT_RELEASE}+patched"
+STOCK: Final = f"{DEFAULT_RELEASE}+stock"

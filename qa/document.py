@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pyllamakv.errors import UsageError
-from pyllamakv.source.files import write_atomic
+from pyllamakv.source.files import write_text_atomic
 from qa import SECTIONS
 from qa.entry import Entry
 
@@ -112,5 +112,5 @@ def write(path: Path, entries: Iterable[Entry]) -> None:
     """Write the document and the JSON beside it."""
     merged = merge(read(path), entries)
     lines = ",\n".join(json.dumps(asdict(entry)) for entry in merged)
-    write_atomic(path.with_suffix(".json"), f'{{"entries": [\n{lines}\n]}}\n')
-    write_atomic(path, render(merged))
+    write_text_atomic(path.with_suffix(".json"), f'{{"entries": [\n{lines}\n]}}\n')
+    write_text_atomic(path, render(merged))

@@ -17,7 +17,7 @@ import typer
 
 import qa
 from pyllamakv.errors import UsageError
-from pyllamakv.source.files import write_atomic
+from pyllamakv.source.files import write_text_atomic
 from qa import document as stress
 from qa.bench import document as bench
 from qa.bench.figure import Figure
@@ -221,7 +221,7 @@ def write() -> list[str]:
     """Write the pages, and return their names."""
     made = pages()
     for name, text in made.items():
-        write_atomic(ROOT / name, text)
+        write_text_atomic(ROOT / name, text)
     return [*made]
 
 

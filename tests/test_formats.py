@@ -15,7 +15,7 @@ import pyllamakv as kv
 from pyllamakv.building.variant import Variant
 from pyllamakv.errors import KVFileError, StateError
 from pyllamakv.scenarios import synthetic
-from pyllamakv.source import lock
+from pyllamakv.source import lockfile
 
 #: Flash attention is off: the same tokens in the same cells give the same bits.
 TOLERANCE = 1e-5
@@ -35,7 +35,7 @@ def test_every_kind_of_file_is_kept() -> None:
 
 def test_the_lock_is_read() -> None:
     """All twenty releases, each with what pins it."""
-    releases = lock.load(formats.FOLDER / "lock.toml")
+    releases = lockfile.load(formats.FOLDER / "lock.toml")
     assert len(releases) == 20
     assert all(len(one.commit) == len(one.tree) == 40 for one in releases)
     assert {one.kind for one in releases} == {"sdist", "npm"}

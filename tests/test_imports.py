@@ -78,7 +78,7 @@ def test_no_arrow_runs_upward(path: Path) -> None:
         ):
             continue
         parts = name.split(".")
-        if parts[1:2] == ["opening"]:
+        if parts[1:2] == ["open_variant"]:
             assert layer in OPENING, f"{relative} imports {name}"
             continue
         target = parts[1] if len(parts) > 1 else ""

@@ -10,7 +10,7 @@ import pytest
 import readme
 
 import pyllamakv
-from pyllamakv.source import lock
+from pyllamakv.source import lockfile
 from pyllamakv.verification import expected
 
 if TYPE_CHECKING:
@@ -73,5 +73,5 @@ def test_the_tables_show_what_is_accepted() -> None:
     shown = {f"{release}+patched {backend}": verdict for release, backend, verdict in rows}
     accepted = {name: one.verdict for name, one in expected.load(expected.shipped()).items()}
     assert shown == accepted
-    pinned = {f"{release.name}+patched cpu" for release in lock.load(lock.shipped())}
+    pinned = {f"{release.name}+patched cpu" for release in lockfile.load(lockfile.shipped())}
     assert pinned <= set(shown)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import records
 
-from pyllamakv.source import lock
+from pyllamakv.source import lockfile
 from pyllamakv.source.store import open_store
 
 TREES = records.read("trees")
@@ -51,7 +51,7 @@ def test_differences_are_named() -> None:
 @pytest.mark.parametrize("name", sorted(TREES))
 def test_patches_make_the_recorded_trees(name: str) -> None:
     """Of a fetched release: each patch alone, and the series, to the tree and the commit."""
-    release = lock.known().get(name)
+    release = lockfile.known().get(name)
     if release is None or not open_store().has(release):
         pytest.skip(f"{name} is not fetched: pyllamakv upstream fetch {name}")
     now = records.trees([name])[name]
@@ -60,7 +60,7 @@ def test_patches_make_the_recorded_trees(name: str) -> None:
 
 def test_every_pinned_release_has_recorded_trees() -> None:
     """A release that is pinned is recorded in the same commit."""
-    pinned = {one.name for one in lock.load(records.ROOT / "vendor" / "upstream.lock.toml")}
+    pinned = {one.name for one in lockfile.load(records.ROOT / "vendor" / "upstream.lock.toml")}
     assert pinned <= TREES.keys()
 
 

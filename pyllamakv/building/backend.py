@@ -47,7 +47,7 @@ _PORTABLE_X86 = {
 #: The CPU flags that a portable x86 build may use.
 PORTABLE_FLAGS_X86 = ("avx", "avx2", "bmi2", "f16c", "fma", "sse4_2", "ssse3")
 
-VULKAN_CURE = (
+VULKAN_HINT = (
     "install the Vulkan SDK: Debian or Ubuntu "
     "`apt-get install libvulkan-dev glslc spirv-headers mesa-vulkan-drivers`"
 )
@@ -76,7 +76,7 @@ class Backend:
 
     name: str
     options: dict[str, str]
-    places: dict[str, str] = field(default_factory=dict)
+    tool_paths: dict[str, str] = field(default_factory=dict)
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -172,5 +172,5 @@ def need_spirv(tree: Path, environ: Mapping[str, str] | None = None) -> None:
 def _need_vulkan(env: Mapping[str, str], *, spirv: bool = False) -> None:
     lacks = vulkan_missing(env, spirv=spirv)
     if lacks:
-        message = f"the Vulkan backend needs {lacks}, which was not found; {VULKAN_CURE}"
-        raise ToolMissing(message, lacks.split(" ", 1)[0], VULKAN_CURE)
+        message = f"the Vulkan backend needs {lacks}, which was not found; {VULKAN_HINT}"
+        raise ToolMissing(message, lacks.split(" ", 1)[0], VULKAN_HINT)

@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING
 
 import filelock
 
-from pyllamakv.building import backend, cmake, compiler, cuda, nvidia, results, variant
-from pyllamakv.building.results import Source
+from pyllamakv.building import artifacts, backend, cmake, compiler, cuda, nvidia, variant
+from pyllamakv.building.artifacts import Source
 from pyllamakv.errors import BuildError
 from pyllamakv.home import home, shim
-from pyllamakv.source.files import busy, disk_room
+from pyllamakv.source.files import inheritable_lock, translate_disk_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     from pyllamakv.building.variant import BuildRequest, Spec, Variant
-    from pyllamakv.patching.apply import Patched
+    from pyllamakv.patching.apply import PatchedRelease
     from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
 
@@ -62,14 +62,14 @@ def build(
         found = variant.lookup(wanted)
         if found is None:
             found = _obtain(wanted, _source(wanted, progress), jobs, progress)
-            variant.remember(wanted, found)
+            variant.add_to_index(wanted, found)
     return found
 
 
 @contextlib.contextmanager
-def at_work(
+def prepared_build_folder(
     spec: str | Spec, *, jobs: int | None = None, progress: Progress | None = None
-) -> Iterator[tuple[BuildRequest, cmake.Job]]:
+) -> Iterator[tuple[BuildRequest, cmake.BuildSession]]:
     """Lend the build folder of what ``spec`` names, its tree and objects brought up to date.
 
     Nobody else changes them meanwhile. Raises what `build` raises.
@@ -83,7 +83,7 @@ def at_work(
 
 def build_patched(
     release: Release,
-    patched: Patched,
+    patched: PatchedRelease,
     *,
     backend: str = "cpu",
     native: bool = True,
@@ -122,20 +122,20 @@ def _obtain(
     wanted: BuildRequest, source: Source, jobs: int | None, progress: Progress | None
 ) -> Variant:
     name = wanted.variant_id(source.tree)
-    found = variant.at(name)
+    found = variant.by_id(name)
     if found:
         return found
     before = _cpu_seconds()
     with _compiled(wanted, source.tree, jobs, progress):
         spent = _cpu_seconds() - before
     log.info("built %s in %.1f CPU seconds", name, spent)
-    return results.publish(wanted, source, name, spent)
+    return artifacts.publish(wanted, source, name, spent)
 
 
 @contextlib.contextmanager
 def _compiled(
     wanted: BuildRequest, tree: str, jobs: int | None, progress: Progress | None
-) -> Iterator[cmake.Job]:
+) -> Iterator[cmake.BuildSession]:
     """Bring the build folder to what a tree asks for, and lend it with its sources held."""
     from pyllamakv.source.store import open_store
 
@@ -145,9 +145,9 @@ def _compiled(
     with _held(wanted.tree) as held:
         open_store().export(tree, wanted.tree)
         report = _naming(wanted.spec, progress)
-        job = cmake.Job(folder, folder / "build.log", environment(), report, (held,))
+        job = cmake.BuildSession(folder, folder / "build.log", environment(), report, (held,))
         job.log.write_text(f"variant {name}\n", encoding="utf-8")
-        prove(wanted)
+        check_toolchain(wanted)
         cmake.configure(job, shim(), definitions(wanted, name))
         cmake.compile_targets(job, _TARGETS, jobs or default_jobs())
         yield job
@@ -169,7 +169,7 @@ def _source(wanted: BuildRequest, progress: Progress | None) -> Source:
     return Source(patched.commit, patched.tree, patched.patches, patched.digest)
 
 
-def prove(wanted: BuildRequest) -> None:
+def check_toolchain(wanted: BuildRequest) -> None:
     """Try what CMake would only stumble over: raise ToolMissing in words of ours."""
     if wanted.backend.name == "cuda":
         toolkit = cuda.find()
@@ -190,7 +190,7 @@ def definitions(wanted: BuildRequest, name: str) -> dict[str, str]:
     flags = shlex.join(words)
     chosen = {
         **wanted.backend.options,
-        **wanted.backend.places,
+        **wanted.backend.tool_paths,
         "PLK_LLAMA_SRC": str(wanted.tree),
         "PLK_VARIANT": name,
         "PLK_BACKEND": wanted.backend.name,
@@ -260,13 +260,13 @@ def _locked(wanted: BuildRequest, progress: Progress | None) -> Iterator[None]:
 
 def _held(tree: Path) -> AbstractContextManager[int]:
     """Lock a tree: the release's lock ends with this process, its compilers may be at work yet."""
-    return busy(tree.with_name(f"{tree.name}.busy"))
+    return inheritable_lock(tree.with_name(f"{tree.name}.busy"))
 
 
 @contextlib.contextmanager
 def _writable() -> Iterator[None]:
     try:
-        with disk_room(home()):
+        with translate_disk_errors(home()):
             yield
     except PermissionError as error:
         raise BuildError(

@@ -48,7 +48,7 @@ _NO_ROOM = ("No space left on device", "Disk quota exceeded")
 
 
 @dataclass(frozen=True)
-class Job:
+class BuildSession:
     """Hold what every call of a build shares: folder, log, environment, and what it reports to.
 
     ``held`` are open file descriptors that the children inherit: a lock on one of them lasts
@@ -84,7 +84,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**kept, "LC_ALL": "C", "NINJA_STATUS": "[plk %f/%t] ", **(extra or {})}
 
 
-def configure(job: Job, source: Path, definitions: Mapping[str, str]) -> None:
+def configure(job: BuildSession, source: Path, definitions: Mapping[str, str]) -> None:
     """Configure ``source`` into the job's folder; start afresh once if what lay there is broken.
 
     Raises CommandFailed with the first error, DiskFull, or ToolMissing.
@@ -108,13 +108,13 @@ def configure(job: Job, source: Path, definitions: Mapping[str, str]) -> None:
         run(job, command, "configuring afresh")
 
 
-def compile_targets(job: Job, targets: Sequence[str], jobs: int) -> None:
+def compile_targets(job: BuildSession, targets: Sequence[str], jobs: int) -> None:
     """Build the targets with ``jobs`` compilers at once; raise CommandFailed or DiskFull."""
     command = [str(binary("ninja")), "-C", str(job.folder), f"-j{jobs}", *targets]
     run(job, command, "compiling")
 
 
-def run(job: Job, command: Sequence[str], what: str) -> None:
+def run(job: BuildSession, command: Sequence[str], what: str) -> None:
     """Run one command, its output into the log, its steps to the report.
 
     Raises CommandFailed with the first error, DiskFull when the device is full, ToolMissing when
@@ -141,7 +141,7 @@ def run(job: Job, command: Sequence[str], what: str) -> None:
 
 
 @contextlib.contextmanager
-def _started(job: Job, command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+def _started(job: BuildSession, command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
     """Start the command in a process group of its own, and end the whole group on any exception."""
     try:
         process = subprocess.Popen(
@@ -181,7 +181,9 @@ def _close(stream: IO[str] | None) -> None:
         stream.close()
 
 
-def _failure(job: Job, command: Sequence[str], code: int, output: str, what: str) -> Exception:
+def _failure(
+    job: BuildSession, command: Sequence[str], code: int, output: str, what: str
+) -> Exception:
     if any(sign in output for sign in _NO_ROOM):
         return DiskFull(
             f"no room left while {what} in {job.folder}; free some space, or set PYLLAMAKV_HOME "

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyllamakv.building.manifest import machine_flags
 from pyllamakv.errors import KvError, ToolMissing
-from pyllamakv.source.files import write_atomic
+from pyllamakv.source.files import write_text_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -119,7 +119,7 @@ def find(cache: Path | None = None, environ: Mapping[str, str] | None = None) ->
     return found
 
 
-def recall(cache: Path, environ: Mapping[str, str] | None = None) -> Compiler | None:
+def find_cached(cache: Path, environ: Mapping[str, str] | None = None) -> Compiler | None:
     """Return what `find` would, if ``cache`` tells; None where it does not. No program is run."""
     env = os.environ if environ is None else environ
     try:
@@ -130,9 +130,12 @@ def recall(cache: Path, environ: Mapping[str, str] | None = None) -> Compiler | 
 
 
 def launcher(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the path of ccache or sccache, or None; PYLLAMAKV_LAUNCHER=none switches it off."""
+    """Return the path of ccache or sccache, or None.
+
+    ``PYLLAMAKV_COMPILER_LAUNCHER=none`` disables it.
+    """
     env = os.environ if environ is None else environ
-    wanted = env.get("PYLLAMAKV_LAUNCHER", "")
+    wanted = env.get("PYLLAMAKV_COMPILER_LAUNCHER", "")
     if wanted == "none":
         return None
     names = (wanted,) if wanted else ("ccache", "sccache")
@@ -213,7 +216,7 @@ def _read(cache: Path | None) -> dict[str, Any]:
 def _write(cache: Path, known: Mapping[str, Any]) -> None:
     # A cache that cannot be written costs time, nothing else.
     with contextlib.suppress(OSError, KvError):
-        write_atomic(cache, json.dumps(known, indent=1))
+        write_text_atomic(cache, json.dumps(known, indent=1))
 
 
 def _ask(c: str, cxx: str) -> Compiler:

@@ -116,7 +116,7 @@ def architecture(environ: Mapping[str, str] | None = None) -> str:
                 f"{ARCHITECTURE} must name CUDA architectures (90-real, 86;90), found {named!r}"
             )
         return named
-    said = ask("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader", env=env)
+    said = program_output("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader", env=env)
     found = sorted({cap.replace(".", "") for cap in re.findall(r"^\s*(\d+\.\d)\s*$", said, re.M)})
     if not found:
         raise UsageError(
@@ -129,7 +129,12 @@ def architecture(environ: Mapping[str, str] | None = None) -> str:
 def _known(nvcc: Path, version: str, wanted: str) -> None:
     """Raise UsageError when a toolkit does not know an architecture."""
     known = sorted(
-        set(map(int, re.findall(r"^compute_(\d+)", ask(str(nvcc), "--list-gpu-arch"), re.M)))
+        set(
+            map(
+                int,
+                re.findall(r"^compute_(\d+)", program_output(str(nvcc), "--list-gpu-arch"), re.M),
+            )
+        )
     )
     named = [int(number) for number in re.findall(r"\d+", wanted)]
     strange = [number for number in named if number not in known]
@@ -215,7 +220,7 @@ def _root(nvcc: Path) -> Path:
 
 
 def _version(nvcc: Path) -> str:
-    match = re.search(r"release \d+\.\d+, V([\d.]+)", ask(str(nvcc), "--version"))
+    match = re.search(r"release \d+\.\d+, V([\d.]+)", program_output(str(nvcc), "--version"))
     if match is None:
         raise ToolMissing(f"{nvcc} does not tell its version as nvcc does; {_CURE}", "nvcc", _CURE)
     return match.group(1)
@@ -249,7 +254,7 @@ def _system_driver() -> bool:
     return any((folder / "libcuda.so").exists() for folder in folders)
 
 
-def ask(*command: str, env: Mapping[str, str] | None = None) -> str:
+def program_output(*command: str, env: Mapping[str, str] | None = None) -> str:
     """Return what a program prints, or nothing when it is absent or fails."""
     program = shutil.which(command[0], path=env.get("PATH", os.defpath) if env else None)
     if program is None:

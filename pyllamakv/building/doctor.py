@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from pyllamakv.building import backend, build, cmake, compiler, cuda, nvidia
 from pyllamakv.errors import GitError, KvError
 from pyllamakv.home import home
-from pyllamakv.source import gitting
+from pyllamakv.source import git_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -100,7 +100,7 @@ def _compiler() -> ProbeResult:
 
 def _git() -> ProbeResult:
     try:
-        return ProbeResult("git", "ok", gitting.git(Path("/"), "--version"))
+        return ProbeResult("git", "ok", git_command.git(Path("/"), "--version"))
     except GitError as error:
         return ProbeResult("git", "missing", error.output.strip(), "apt-get install git")
 
@@ -225,7 +225,7 @@ def vulkan(environ: Mapping[str, str] | None = None) -> ProbeResult:
     env = os.environ if environ is None else environ
     lacks = backend.vulkan_missing(env)
     if lacks:
-        return ProbeResult("vulkan", "optional", f"no {lacks}", backend.VULKAN_CURE)
+        return ProbeResult("vulkan", "optional", f"no {lacks}", backend.VULKAN_HINT)
     if ctypes.util.find_library("vulkan") is None:
         cure = "to run it: apt-get install libvulkan1"
         return ProbeResult("vulkan", "optional", "headers and glslc, but no loader", cure)
@@ -238,14 +238,14 @@ def vulkan(environ: Mapping[str, str] | None = None) -> ProbeResult:
         return ProbeResult("vulkan", "optional", "headers, glslc and loader, but no driver", cure)
     shown = f"headers, glslc; {', '.join(devices) or 'a driver'}"
     if backend.vulkan_missing(env, spirv=True):
-        cure = f"for later releases SPIRV-Headers as well: {backend.VULKAN_CURE}"
+        cure = f"for later releases SPIRV-Headers as well: {backend.VULKAN_HINT}"
         return ProbeResult("vulkan", "optional", f"{shown}; no SPIRV-Headers", cure)
     return ProbeResult("vulkan", "ok", shown)
 
 
 def vulkan_devices(environ: Mapping[str, str] | None = None) -> list[str]:
     """Return the names of the devices as `vulkaninfo` tells them; nothing without it."""
-    said = cuda.ask("vulkaninfo", "--summary", env=environ)
+    said = cuda.program_output("vulkaninfo", "--summary", env=environ)
     return re.findall(r"^\s*deviceName\s*=\s*(.+?)\s*$", said, re.M)
 
 

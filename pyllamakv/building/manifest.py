@@ -74,9 +74,11 @@ class Manifest:
     def save(self, folder: Path) -> Path:
         """Write the manifest into ``folder`` in one step, and return its path."""
         # Here, since the binding reads manifests and writes none.
-        from pyllamakv.source.files import write_atomic
+        from pyllamakv.source.files import write_text_atomic
 
-        write_atomic(folder / NAME, json.dumps(self.to_json(), indent=2, sort_keys=True) + "\n")
+        write_text_atomic(
+            folder / NAME, json.dumps(self.to_json(), indent=2, sort_keys=True) + "\n"
+        )
         return folder / NAME
 
     def check_library(self, folder: Path) -> Path:

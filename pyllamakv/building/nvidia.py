@@ -30,11 +30,13 @@ class Driver:
 
 def driver(environ: Mapping[str, str] | None = None) -> Driver | None:
     """Return the NVIDIA driver of this machine, or None."""
-    said = cuda.ask("nvidia-smi", env=environ)
+    said = cuda.program_output("nvidia-smi", env=environ)
     match = re.search(r"Driver Version:\s*([\d.]+).*?CUDA Version:\s*([\d.]+)", said)
     if match is None:
         return None
-    names = cuda.ask("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", env=environ)
+    names = cuda.program_output(
+        "nvidia-smi", "--query-gpu=name", "--format=csv,noheader", env=environ
+    )
     gpus = ", ".join(dict.fromkeys(filter(None, map(str.strip, names.splitlines()))))
     return Driver(match[1], match[2], gpus)
 

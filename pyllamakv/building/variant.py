@@ -21,8 +21,8 @@ from pyllamakv.building import compiler as compilers
 from pyllamakv.building import manifest as manifests
 from pyllamakv.errors import LoadError, ManifestError, ToolMissing, Unsupported, UsageError
 from pyllamakv.home import data, home, shim
-from pyllamakv.source import sources
-from pyllamakv.source.files import write_atomic
+from pyllamakv.source import spec_resolver
+from pyllamakv.source.files import write_text_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 RECIPE = 1
 
 #: What lies beside the patches and their code, and decides no build and no result.
-NO_INPUT = (".pyc", "expected.toml")
+DIGEST_EXCLUDES = (".pyc", "expected.toml")
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
@@ -162,7 +162,7 @@ class Variant:
 def request(spec: str | Spec, *, backend: str = "cpu", native: bool = True) -> BuildRequest:
     """Resolve a spec against this machine's tools, without fetching, applying or compiling."""
     parsed = parse(spec) if isinstance(spec, str) else spec
-    release = sources.resolve(parsed.release)
+    release = spec_resolver.resolve(parsed.release)
     return request_of(release, parsed, backend=backend, native=native)
 
 
@@ -185,10 +185,10 @@ def find(spec: str | Spec, *, backend: str = "cpu", native: bool | None = None) 
     """
     parsed = parse(spec) if isinstance(spec, str) else spec
     known = backends.canonical(backend)
-    release = sources.resolve(parsed.release)
+    release = spec_resolver.resolve(parsed.release)
     ways = (True, False) if native is None else (native,)
     chosen = {tuned: _chosen(known, tuned) for tuned in ways}
-    compiler = compilers.recall(_answers())
+    compiler = compilers.find_cached(_answers())
     for tuned, options in chosen.items():
         if compiler and options:
             found = lookup(BuildRequest(parsed, release, options, compiler, tuned))
@@ -203,9 +203,9 @@ def find(spec: str | Spec, *, backend: str = "cpu", native: bool | None = None) 
 
 def release_name(text: str) -> str:
     """Return a release's name as the lock and manifests spell it: ``0.3.9`` for ``v0.3.9``."""
-    from pyllamakv.source import lock, releases
+    from pyllamakv.source import lockfile, releases
 
-    return releases.spelled(text, lock.known())
+    return releases.canonical_name(text, lockfile.known())
 
 
 def _known(names: Iterable[str]) -> None:
@@ -251,7 +251,7 @@ def _newest(
     def rank(found: Variant) -> tuple[bool, str]:
         return found.manifest.options["GGML_NATIVE"] == "ON", found.manifest.created
 
-    there = (at(folder.name) for folder in built().glob("[!.]*"))
+    there = (by_id(folder.name) for folder in built().glob("[!.]*"))
     return max((found for found in there if found and fits(found)), key=rank, default=None)
 
 
@@ -266,15 +266,15 @@ def _runs(manifest: Manifest) -> bool:
 def lookup(wanted: BuildRequest) -> Variant | None:
     """Return the variant that the index holds for a request, if it is still whole."""
     name = _named(wanted.key)
-    return at(name) if name else None
+    return by_id(name) if name else None
 
 
-def remember(wanted: BuildRequest, variant: Variant) -> None:
+def add_to_index(wanted: BuildRequest, variant: Variant) -> None:
     """Note in the index which variant answers a request."""
-    write_atomic(_index(wanted.key), variant.id + "\n")
+    write_text_atomic(_index(wanted.key), variant.id + "\n")
 
 
-def at(name: str) -> Variant | None:
+def by_id(name: str) -> Variant | None:
     """Return the built variant with this id, or None when it is absent or damaged."""
     found = Variant(built() / name)
     try:
@@ -335,7 +335,7 @@ def _key(base: list[object], commit: str, series: tuple[str, ...] | None, texts:
 def _texts(spec: Spec) -> str:
     """Return the digest of what makes the tree of a spec out of its release."""
     roots = () if spec.series == () else (data("patches"), _PACKAGE / "patching")
-    return files_digest(roots, without=NO_INPUT)
+    return files_digest(roots, without=DIGEST_EXCLUDES)
 
 
 def _digest(facts: object) -> str:

@@ -20,7 +20,6 @@ from pyllamakv.cache.room import no_room
 from pyllamakv.errors import (
     KVCacheFull,
     KvError,
-    NotSupported,
     SharedCells,
     StateError,
     Unsupported,
@@ -158,7 +157,7 @@ class ContextCache:
             self._stats.full += isinstance(error, KVCacheFull)
             self._stats.defrags += isinstance(error, KVCacheFull) and error.defragged
             if isinstance(error, Unsupported):
-                raise NotSupported(str(error), str(error), error.capability) from error
+                raise Unsupported(str(error), error.capability, reason=str(error)) from error
             raise
         self._stats.forwards += 1
         self._stats.decoded_tokens += len(tokens)
@@ -293,8 +292,8 @@ class ContextCache:
         return found
 
 
-def _refused(what: str, reason: str) -> NotSupported:
-    return NotSupported(f"cannot {what}: {reason}; nothing was changed", reason)
+def _refused(what: str, reason: str) -> Unsupported:
+    return Unsupported(f"cannot {what}: {reason}; nothing was changed", reason=reason)
 
 
 def lay_out(

@@ -15,7 +15,6 @@ from pyllamakv.cache.room import Room
 from pyllamakv.errors import (
     NativeError,
     NoSlotAvailable,
-    NotSupported,
     PagingError,
     Unsupported,
     WorkerDied,
@@ -114,13 +113,13 @@ def keep_state(cache: PrefixCache, lease: PrefixLease) -> None:
 
 
 def pin_state(cache: PrefixCache, node: Node, length: int) -> None:
-    """Keep the state that a lease has at a node; NotSupported where it is gone already."""
+    """Keep the state that a lease has at a node; Unsupported where it is gone already."""
     branches = cache.branches
     if length == node.end and node.page is not None:
         return
     if length < node.end or not node.leases:
         msg = f"this memory has no state of {length} tokens any more: pin it while it is leased"
-        raise NotSupported(msg, "a state cannot go back")
+        raise Unsupported(msg, reason="a state cannot go back")
     if not make_ids(cache, 1, node.path):
         raise all_taken(cache)
     branches.attach(node, branches.fork(node.leases[0].sequence, length))

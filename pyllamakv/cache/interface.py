@@ -53,14 +53,14 @@ class Cache(Protocol):
         """Run the model over tokens, each at a position of a sequence, and keep them.
 
         ``logits`` says of which tokens logits are wanted; None: of the last one of each sequence.
-        Raises KVCacheFull, NotSupported, Cancelled, DecodeError, and UsageError for a batch that
+        Raises KVCacheFull, Unsupported, Cancelled, DecodeError, and UsageError for a batch that
         cannot be right.
         """
 
     def copy_prefix(self, source: int, target: int, length: int) -> int:
         """Replace what ``target`` holds by the first positions of ``source``; return how many.
 
-        A copy of a sequence to itself changes nothing. Raises NotSupported.
+        A copy of a sequence to itself changes nothing. Raises Unsupported.
         """
 
     def can_resume(self, sequence: int, position: int) -> bool:
@@ -75,7 +75,7 @@ class Cache(Protocol):
         """Remove the positions begin <= p < end (None: all from there on); later ones close up.
 
         Raises SharedCells where those that move lie in cells that another sequence has as well;
-        ``unshare`` gives the sequence cells of its own. Raises NotSupported, and KVCacheFull where
+        ``unshare`` gives the sequence cells of its own. Raises Unsupported, and KVCacheFull where
         there is no room for those.
         """
 

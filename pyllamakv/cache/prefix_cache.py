@@ -129,7 +129,7 @@ class PrefixCache:
     def pin(self, name: str, tokens: Iterable[int]) -> None:
         """Keep a beginning, which must be in the cache now, until `unpin`; it may be paged out.
 
-        Raises UsageError when it is not there, NotSupported where a memory's state is gone.
+        Raises UsageError when it is not there, Unsupported where a memory's state is gone.
         """
         arguments.text("name", name)
         key = self.key(tokens)

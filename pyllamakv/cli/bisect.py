@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pyllamakv.cli.options import Backend, Json, Portable
-from pyllamakv.source import sources
+from pyllamakv.source import spec_resolver
 
 if TYPE_CHECKING:
     from pyllamakv.verification.bisect import BisectStep
@@ -41,11 +41,11 @@ def command(
     """
     from pyllamakv.building import backend as backends
     from pyllamakv.cli import progress_bar
-    from pyllamakv.source import lock
+    from pyllamakv.source import lockfile
     from pyllamakv.verification import bisect, matrix, result_cache
     from pyllamakv.verification.cell import CellSpec
 
-    good, bad = (sources.resolve(name).name for name in (good, bad))
+    good, bad = (spec_resolver.resolve(name).name for name in (good, bad))
 
     def spec(release: str) -> CellSpec:
         names = (scenario,) if scenario else ()
@@ -66,7 +66,7 @@ def command(
             return bisect.BisectStep(release, rows[0].verdict, rows[0].stock) if rows else None
         return _step(kept) if kept else None
 
-    chain = [name for name, each in lock.known().items() if each.kind in ("sdist", "npm")]
+    chain = [name for name, each in lockfile.known().items() if each.kind in ("sdist", "npm")]
     with progress_bar.progress() as progress:
 
         def judge(release: str) -> BisectStep:

@@ -10,7 +10,7 @@ import typer
 
 from pyllamakv.cli.options import Backend, Json
 from pyllamakv.errors import UsageError
-from pyllamakv.source.releases import DEFAULT
+from pyllamakv.source.releases import DEFAULT_RELEASE
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Spec, Variant
@@ -22,7 +22,7 @@ app = typer.Typer(add_completion=False)
 def command(
     release: Annotated[
         str, typer.Argument(help="0.3.9, b4980, git:URL@REF, path:DIR; or a variant, 0.3.9+stock.")
-    ] = DEFAULT,
+    ] = DEFAULT_RELEASE,
     *,
     series: Annotated[
         str | None, typer.Option("--series", help="Build with these patches only: a,b.")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pyllamakv.cli.options import Backend, Json, Portable
-from pyllamakv.source.releases import DEFAULT
+from pyllamakv.source.releases import DEFAULT_RELEASE
 from pyllamakv.verification import discovery
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ app = typer.Typer(add_completion=False)
 def command(
     release: Annotated[
         str, typer.Argument(help="0.3.9, b4980, git:URL@REF or path:DIR.")
-    ] = DEFAULT,
+    ] = DEFAULT_RELEASE,
     patch: Annotated[
         list[Path] | None,
         typer.Option("--patch", help="Judge this patch file or folder, not the shipped series."),

@@ -27,7 +27,7 @@ def command(
     Use it as `eval "$(pyllamakv env 0.3.9+patched)"`.
     """
     from pyllamakv.building import dropin
-    from pyllamakv.building.peer import NO_LIBRARY
+    from pyllamakv.building.llama_cpp_python_env import NO_LIBRARY
     from pyllamakv.building.variant import find, parse
 
     found = find(variant, backend=backend)

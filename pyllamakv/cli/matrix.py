@@ -202,7 +202,7 @@ def watch(
     from pyllamakv.source import watch as watching
     from pyllamakv.verification import matrix
 
-    news = watching.look()
+    news = watching.compare_with_index()
     fresh = (*news.unpinned, *news.new) if unpinned else news.new
     names = (*_unjudged(backend), *fresh)
     views.news(news, names, as_json and (look or not names))
@@ -262,10 +262,10 @@ def _judged(
 
 def _unjudged(backend: Sequence[str] | None) -> list[str]:
     """Return the added releases without any result: a watch was ended before it judged them."""
-    from pyllamakv.source import lock
+    from pyllamakv.source import lockfile
     from pyllamakv.verification import matrix, result_cache
 
-    names = [release.name for release in lock.load(lock.added()) if release.kind == "sdist"]
+    names = [release.name for release in lockfile.load(lockfile.added()) if release.kind == "sdist"]
     specs = matrix.plan(_choice(names, None, backend)) if names else ()
     return list(dict.fromkeys(s.release for s in specs if result_cache.latest(s) is None))
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from pyllamakv.source.watch import News
+    from pyllamakv.source.watch import IndexChanges
     from pyllamakv.verification.cell import CellResult, CellSpec
     from pyllamakv.verification.expected import Comparison
 
@@ -32,16 +32,16 @@ class Wanted:
 
 def finish(results: Sequence[CellResult], wanted: Wanted) -> bool:
     """Write everything that is wanted; tell whether something is worse than accepted."""
-    from pyllamakv.source.files import write_atomic
+    from pyllamakv.source.files import write_text_atomic
     from pyllamakv.verification import expected, matrix_reports
     from pyllamakv.view import page
 
     compared = expected.compare(results, expected.load(wanted.expected))
     if wanted.html:
-        write_atomic(wanted.html, page.render(results, compared))
+        write_text_atomic(wanted.html, page.render(results, compared))
         _say(f"the page is {wanted.html}")
     if wanted.junit:
-        write_atomic(wanted.junit, matrix_reports.junit(results, compared))
+        write_text_atomic(wanted.junit, matrix_reports.junit(results, compared))
     if wanted.as_json:
         _json(matrix_reports.document(results, compared))
     elif not wanted.quiet:
@@ -90,7 +90,7 @@ def missing(specs: Sequence[CellSpec], results: Iterable[CellResult]) -> None:
         _say(f"not judged yet: {', '.join(names)}; run `pyllamakv matrix run`")
 
 
-def news(found: News, names: Sequence[str], as_json: bool) -> None:
+def news(found: IndexChanges, names: Sequence[str], as_json: bool) -> None:
     """Tell what the index has beyond the locks."""
     if as_json:
         facts = {"new": found.new, "unpinned": found.unpinned, "lost": found.lost, "judge": names}

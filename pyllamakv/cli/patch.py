@@ -12,12 +12,12 @@ import typer
 from pyllamakv import errors
 from pyllamakv.cli.options import Base, Json, PatchNames, Releases
 from pyllamakv.printable import printable
-from pyllamakv.source import sources
+from pyllamakv.source import spec_resolver
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from pyllamakv.patching.patch_import import Trial
+    from pyllamakv.patching.patch_import import ApplyResult
     from pyllamakv.patching.rebase import Rebased
     from pyllamakv.patching.series import Series
     from pyllamakv.source.releases import Release
@@ -52,10 +52,10 @@ def status(
     if as_json:
         _to_json([status.as_json() for status in found])
     elif annotate:
-        _lines(statuses.github(found))
+        _lines(statuses.github_annotations(found))
     else:
         patch_views.status(found, hunks=hunks)
-    if any(not status.good and status.state != "not-meant" for status in found):
+    if any(not status.good and status.state != "not-applicable" for status in found):
         raise typer.Exit(errors.PatchConflict.exit_code)
 
 
@@ -113,7 +113,7 @@ def export(
     if folder is not None and (check or base is None or len(names or []) != 1):
         raise errors.UsageError("--from wants one PATCH, --base, and no --check.")
     series = loading.load(patches, missing_ok=folder is not None)
-    chosen = exporting.chosen(series, names or [], base)
+    chosen = exporting.select_ports(series, names or [], base)
     if not check:
         written = exporting.write(series, chosen, folder)
         return _result({"written": [str(path) for path in written]}, as_json)
@@ -203,7 +203,7 @@ def show(
         return _to_json(facts) if as_json else patch_views.series(facts)
     patch = series.definition(name)
     if base is not None:
-        text = patch.text(base).patch.data
+        text = patch.port(base).patch.data
         sys.stdout.buffer.write(text)
         return None
     return _to_json(patch_views.facts(patch)) if as_json else patch_views.patch(patch)
@@ -247,7 +247,7 @@ def rebase(
                 done.append(one.as_json())
                 if not as_json:
                     _rebased(one)
-        except errors.RebaseWaiting as error:
+        except errors.RebaseConflict as error:
             if not as_json:
                 raise
             waits = {"folder": error.folder, "files": error.files, "message": str(error)}
@@ -301,15 +301,15 @@ def diff(
 ) -> None:
     """Compare the texts of a patch for two bases, or in two files: what did the second lose."""
     from pyllamakv.cli import patch_views
-    from pyllamakv.patching import compare
-    from pyllamakv.patching.definition import PatchText
+    from pyllamakv.patching import port_comparison
+    from pyllamakv.patching.definition import Port
 
-    def text(base: str) -> PatchText:
+    def text(base: str) -> Port:
         if base.endswith((".patch", ".diff")):
-            return PatchText.from_file(base, name)
-        return _series_of(patches).definition(name).text(base)
+            return Port.from_file(base, name)
+        return _series_of(patches).definition(name).port(base)
 
-    found = compare.compare(text(one), text(other))
+    found = port_comparison.compare(text(one), text(other))
     _to_json(found.as_json()) if as_json else patch_views.comparison(found)
     if found.missing:
         raise typer.Exit(errors.PatchLintError.exit_code)
@@ -369,7 +369,7 @@ def obsolete(
         said = "obsolete" if one.obsolete else f"{one.votes} of 3 signs"
         meant = "" if one.meant else ", and not meant for this release"
         _lines([f"{one.id} on {one.release}: {said}{meant}"])
-        _lines(f"  {sign.name}: {words[sign.says]} ({sign.why})" for sign in one.signs)
+        _lines(f"  {sign.name}: {words[sign.obsolete]} ({sign.why})" for sign in one.signs)
     return None
 
 
@@ -396,7 +396,7 @@ def take(
     if base:
         tried.setdefault(base, _release_of(base))
     with progress_bar.progress() as progress:
-        done = patch_import.take(
+        done = patch_import.import_patch(
             path,
             id_,
             list(tried.values()),
@@ -415,7 +415,7 @@ def take(
     return None
 
 
-def _trials(trials: Sequence[Trial]) -> Iterator[str]:
+def _trials(trials: Sequence[ApplyResult]) -> Iterator[str]:
     """Yield where a patch applies, and where not: releases with one reason in one line."""
     for trial in trials:
         if trial.applies:
@@ -439,17 +439,17 @@ def _series_of(patches: Path | None) -> Series:
 
 def _release_of(name: str) -> Release:
     """Return the release that a spec means."""
-    return sources.resolve(name)
+    return spec_resolver.resolve(name)
 
 
 def _releases_of(names: Sequence[str], *, every: bool, none: bool = False) -> list[Release]:
     """Return the releases named; without names those fetched, or every one of the lock."""
-    from pyllamakv.source import lock
+    from pyllamakv.source import lockfile
     from pyllamakv.source.store import open_store
 
     if names:
         return [_release_of(name) for name in names]
-    known = sorted(lock.known().values(), key=lambda release: release.order)
+    known = sorted(lockfile.known().values(), key=lambda release: release.order)
     store = open_store()
     found = [release for release in known if every or store.has(release)]
     if not found and not none:

@@ -13,13 +13,13 @@ from pyllamakv.printable import printable
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pyllamakv.patching.compare import PortComparison
     from pyllamakv.patching.definition import Definition
     from pyllamakv.patching.drift import Drift, HunkDrift
+    from pyllamakv.patching.port_comparison import PortComparison
     from pyllamakv.patching.status import PatchStatus
 
 _COLOURS = {"applies": "green", "offset": "green", "fails": "red", "blocked": "yellow",
-            "not-meant": "dim", "unknown": "magenta"}  # fmt: skip
+            "not-applicable": "dim", "unknown": "magenta"}  # fmt: skip
 
 
 def _safe(text: str) -> str:
@@ -29,7 +29,7 @@ def _safe(text: str) -> str:
 
 def status(found: Sequence[PatchStatus], *, hunks: bool = False) -> None:
     """Draw one row per patch and release, and why it does not apply."""
-    table = Table("release", "patch", "state", "text", "hunks")
+    table = Table("release", "patch", "state", "port", "hunks")
     for one in found:
         colour = _COLOURS[one.state]
         name, text = _safe(one.id), _safe(one.text)
@@ -37,7 +37,9 @@ def status(found: Sequence[PatchStatus], *, hunks: bool = False) -> None:
     console = Console()
     console.print(table)
     for one in found:
-        if one.state in ("fails", "blocked", "unknown") or (hunks and one.state != "not-meant"):
+        if one.state in ("fails", "blocked", "unknown") or (
+            hunks and one.state != "not-applicable"
+        ):
             name, reason = _safe(one.id), _safe(one.reason or "applies")
             console.print(f"[bold]{name} on {one.release}[/]: {reason}")
             _hunks(console, one)
@@ -55,7 +57,7 @@ def _hunks(console: Console, one: PatchStatus) -> None:
 
 def _summary(one: PatchStatus) -> str:
     best = one.best
-    if best is None or one.state == "not-meant":
+    if best is None or one.state == "not-applicable":
         return one.reason
     total = len(best.placements)
     if not one.good:
@@ -77,7 +79,7 @@ def facts(patch: Definition) -> dict[str, Any]:
         "releases": patch.releases,
         "requires": list(patch.requires),
         "scenarios": list(patch.scenarios),
-        "texts": [
+        "ports": [
             {
                 "base": text.base,
                 "era": text.era,
@@ -86,16 +88,16 @@ def facts(patch: Definition) -> dict[str, Any]:
                 "files": list(text.patch.paths),
                 "digest": text.digest,
             }
-            for text in patch.texts
+            for text in patch.ports
         ],
     }
 
 
 def series(found: Sequence[dict[str, Any]]) -> None:
     """Draw the series, one row per patch."""
-    table = Table("patch", "title", "releases", "texts")
+    table = Table("patch", "title", "releases", "ports")
     for one in found:
-        bases = ", ".join(text["base"] for text in one["texts"])
+        bases = ", ".join(port["base"] for port in one["ports"])
         words = (one["id"], one["title"], one["releases"] or "all", bases)
         table.add_row(*map(_safe, words))
     Console().print(table)
@@ -115,7 +117,7 @@ def patch(definition: Definition) -> None:
     }
     for key, value in pairs.items():
         console.print(f"{key}: {_safe(value)}")
-    for text in definition.texts:
+    for text in definition.ports:
         touched = ", ".join(text.patch.paths)
         console.print(_safe(f"text for {text.base} ({text.era}): {touched}"))
         for marker in text.markers:
@@ -143,7 +145,7 @@ def drift(found: Sequence[Drift], named: Sequence[str] = ()) -> None:
         against = _safe(f", text for {one.base}" if one.base else "")
         state = f"[{_COLOURS[one.state]}]{one.state}[/]"
         console.print(f"[bold]{_safe(one.id)}[/] on {one.release}: {state}{against}")
-        if one.state == "not-meant" and one.id not in named:
+        if one.state == "not-applicable" and one.id not in named:
             console.print(f"  {_safe(one.reason.split('; ')[0])}")
             continue
         told = [hunk for hunk in one.hunks if hunk.placement.state != "exact"]
@@ -181,7 +183,7 @@ def _drifted(hunk: HunkDrift) -> str:
         said.append(f"expected {place.expected or 'the old lines'}, found {place.found}")
     elif not place.good:
         said.append(f"would need fuzz {hunk.fuzz}" if hunk.fuzz is not None else "no fuzz helps")
-        if hunk.blanks:
+        if hunk.whitespace_only:
             said.append("only blanks differ")
     if not place.good:
         said += _went(hunk)
@@ -191,6 +193,6 @@ def _drifted(hunk: HunkDrift) -> str:
 def _went(hunk: HunkDrift) -> Iterator[str]:
     if hunk.moved:
         there = hunk.moved[0]
-        yield f"perhaps gone to {there.path} ({there.likeness:.0%} alike)"
-    if hunk.changed:
-        yield f"changed in {hunk.changed}"
+        yield f"perhaps gone to {there.path} ({there.similarity:.0%} alike)"
+    if hunk.changed_in:
+        yield f"changed in {hunk.changed_in}"

@@ -11,7 +11,7 @@ import typer
 
 from pyllamakv.cli.options import Json
 from pyllamakv.errors import UsageError
-from pyllamakv.source.releases import DEFAULT
+from pyllamakv.source.releases import DEFAULT_RELEASE
 
 app = typer.Typer(add_completion=False)
 
@@ -27,7 +27,7 @@ def root() -> None:
 def serve(
     spec: Annotated[
         str, typer.Argument(help="A built variant, 0.3.9+patched; clients need that release.")
-    ] = DEFAULT,
+    ] = DEFAULT_RELEASE,
     *,
     host: Annotated[str, typer.Option("--host", help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[
@@ -52,7 +52,7 @@ def serve(
     The protocol has no authentication and no encryption: only ever listen where everybody may use
     this machine's memory.
     """
-    from pyllamakv.opening import serve as start
+    from pyllamakv.open_variant import serve_rpc as start
 
     with start(
         spec,

@@ -11,7 +11,7 @@ import typer
 
 from pyllamakv import errors
 from pyllamakv.cli.options import Json, Releases
-from pyllamakv.source import sources
+from pyllamakv.source import spec_resolver
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,18 +28,20 @@ def list_releases(
     as_json: Json = False,
 ) -> None:
     """List the releases of the lock, and whether they are fetched."""
-    from pyllamakv.source import lock, watch
+    from pyllamakv.source import lockfile, watch
     from pyllamakv.source.store import open_store
 
     store = open_store()
     if new:
-        news = watch.look()
+        news = watch.compare_with_index()
         if as_json:
             _json(asdict(news))
         else:
             _lines(f"{word:<10} {' '.join(names)}" for word, names in asdict(news).items() if names)
         return
-    rows = [_facts(release) | {"fetched": store.has(release)} for release in lock.known().values()]
+    rows = [
+        _facts(release) | {"fetched": store.has(release)} for release in lockfile.known().values()
+    ]
     if as_json:
         _json(rows)
     else:
@@ -82,11 +84,11 @@ def fetch(
 @app.command()
 def verify(names: Releases = None, *, as_json: Json = False) -> None:
     """Check what the store holds against the lock: commit, tree, every object, era."""
-    from pyllamakv.source import lock
+    from pyllamakv.source import lockfile
     from pyllamakv.source.store import open_store
 
     store = open_store()
-    known = list(lock.known().values())
+    known = list(lockfile.known().values())
     wanted = _chosen(names) if names else [r for r in known if store.has(r)]
     if not wanted:
         raise errors.UsageError("No release is fetched yet: run `pyllamakv upstream fetch`.")
@@ -119,10 +121,10 @@ def add(
     """Add a release that the lock has not, and fetch it."""
     from pyllamakv.cli import progress_bar
     from pyllamakv.source import fetch as fetching
-    from pyllamakv.source import lock
+    from pyllamakv.source import lockfile
 
     with progress_bar.progress() as progress:
-        place = lock.shipped() if pin else None
+        place = lockfile.shipped() if pin else None
         release = fetching.add(what, progress=progress, pin=place, keep=keep)
     if as_json:
         _json(_facts(release))
@@ -140,13 +142,13 @@ def line(
     as_json: Json = False,
 ) -> None:
     """Chain the fetched releases into one line of commits for git's own tools."""
-    from pyllamakv.source import history
+    from pyllamakv.source import release_chain
     from pyllamakv.source.store import open_store
 
     store = open_store()
-    links = history.chain(store)
+    links = release_chain.chain(store)
     if text is not None:
-        changed = history.changes(store, text, paths or (), line=links)
+        changed = release_chain.pickaxe(store, text, paths or (), line=links)
         links = [link for link in links if link.release in changed]
     rows = [_facts(link.release) | {"line": link.commit} for link in links]
     if as_json:
@@ -156,15 +158,15 @@ def line(
 
 
 def _chosen(names: Sequence[str] | None, *, every: bool = False) -> list[Release]:
-    from pyllamakv.source import lock
+    from pyllamakv.source import lockfile
 
     if every and names:
         raise errors.UsageError("Name releases, or use --all, not both.")
     if every:
-        return list(lock.known().values())
+        return list(lockfile.known().values())
     if not names:
         raise errors.UsageError("Name the releases to fetch, or use --all.")
-    return [sources.resolve(name) for name in names]
+    return [spec_resolver.resolve(name) for name in names]
 
 
 def _facts(release: Release) -> dict[str, Any]:

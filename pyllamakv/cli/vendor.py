@@ -12,7 +12,7 @@ import typer
 
 from pyllamakv import errors
 from pyllamakv.cli.options import Json
-from pyllamakv.source import sources
+from pyllamakv.source import spec_resolver
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +43,7 @@ def sync(
     from pyllamakv.source import fetch, releases, vendor
     from pyllamakv.source.store import open_store
 
-    wanted = specs or [releases.DEFAULT]
+    wanted = specs or [releases.DEFAULT_RELEASE]
     if to is not None and len(wanted) != 1:
         raise errors.UsageError("--to takes one SPEC.")
     store = open_store()
@@ -137,7 +137,7 @@ def _stale(store: Store, vendored: Vendored) -> str:
 
     if vendored.release.startswith(("path:", "git:")):
         return ""
-    release = fetch.fetch(sources.resolve(vendored.release))
+    release = fetch.fetch(spec_resolver.resolve(vendored.release))
     tree = store.tree_of(_commit(store, release, vendored.series))
     return "" if tree == vendored.tree else f"stale: upstream + patches is tree {tree} now"
 

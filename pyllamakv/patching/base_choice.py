@@ -5,36 +5,36 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pyllamakv.errors import NoTextApplies, PatchConflict
+from pyllamakv.errors import NoPortApplies, PatchConflict
 from pyllamakv.patching import apply, port_choice, trees
-from pyllamakv.patching.draft import Draft
-from pyllamakv.source import lock
+from pyllamakv.patching.strict_apply import TreeOverlay
+from pyllamakv.source import lockfile
 
 if TYPE_CHECKING:
-    from pyllamakv.patching.definition import Definition, PatchText
+    from pyllamakv.patching.definition import Definition, Port
     from pyllamakv.patching.series import Series
     from pyllamakv.source.releases import Release
     from pyllamakv.source.store import Store
 
 
 @dataclass(frozen=True)
-class Anchor:
+class NearestPort:
     """Hold the commit of a text on a release where it applies strictly."""
 
     release: Release
-    text: PatchText
+    text: Port
     commit: str
 
 
-def nearest(definition: Definition, series: Series, onto: Release, *, store: Store) -> Anchor:
+def nearest(definition: Definition, series: Series, onto: Release, *, store: Store) -> NearestPort:
     """Return the commit that a patch is picked from for a target.
 
     Releases are tried by their distance from the target in the lock's order: those that the store
     has, and the bases of the texts. Markers do not count here: what applies strictly is a place
-    to start from. Raises NoTextApplies.
+    to start from. Raises NoPortApplies.
     """
-    bases = {text.base for text in definition.texts}
-    known = {r.commit: r for r in lock.known().values() if store.has(r) or r.name in bases}
+    bases = {text.base for text in definition.ports}
+    known = {r.commit: r for r in lockfile.known().values() if store.has(r) or r.name in bases}
     known[onto.commit] = onto
     line = sorted(known.values(), key=lambda release: release.order)
     at = line.index(onto)
@@ -42,19 +42,19 @@ def nearest(definition: Definition, series: Series, onto: Release, *, store: Sto
     for release in sorted(line, key=lambda r: abs(line.index(r) - at)):
         for text in port_choice.candidates(definition, release.name):
             try:
-                found = trees.present(store, release)
-                commit, tree = apply.ground(series, text.requires, found, store=store)
-                draft = Draft(trees.StoreTree(store, tree))
+                found = trees.ensure_fetched(store, release)
+                commit, tree = apply.apply_requirements(series, text.requires, found, store=store)
+                draft = TreeOverlay(trees.StoreTree(store, tree))
                 draft.apply(text.patch, text.name)
             except PatchConflict as error:
                 conflicts.append(error)
                 continue
-            except NoTextApplies:
+            except NoPortApplies:
                 continue
-            made = apply.commit_text(store, trees.write(store, tree, draft), commit, text)
-            return Anchor(found, text, made)
+            made = apply.commit_port(store, trees.write(store, tree, draft), commit, text)
+            return NearestPort(found, text, made)
     msg = (
         f"No text of {definition.id} applies strictly to any release at hand, so there is nothing "
         "to carry over; `pyllamakv upstream fetch` brings more releases"
     )
-    raise NoTextApplies(msg, conflicts)
+    raise NoPortApplies(msg, conflicts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.errors import RebaseWaiting
+from pyllamakv.errors import RebaseConflict
 from pyllamakv.patching import hunks, patch_export, rename_detection, trees, worktree
 
 if TYPE_CHECKING:
@@ -21,15 +21,15 @@ _ADVICE = {
 }
 
 
-def waits(
+def conflict_error(
     store: Store, session: Session, why: str, marked: Sequence[str] | None = None
-) -> RebaseWaiting:
+) -> RebaseConflict:
     """Make the error that names folder, files and what to do with each.
 
     ``marked`` are the files that still hold marks, where that is known: others of theirs are done.
     """
     folder = session.folder(store)
-    clashes = worktree.clashes(folder) if folder.is_dir() else ()
+    clashes = worktree.unmerged_files(folder) if folder.is_dir() else ()
     rows = {
         clash.path: _ADVICE[clash.kind].format(
             onto=session.onto, where=_where(store, session, clash)
@@ -44,15 +44,15 @@ def waits(
         *(f"  {path}: {advice}" for path, advice in rows.items()),
         f"Then `pyllamakv patch rebase --continue {id_}`; --skip leaves it out, --abort ends it.",
     ]
-    return RebaseWaiting("\n".join(lines), folder, tuple(rows))
+    return RebaseConflict("\n".join(lines), folder, tuple(rows))
 
 
-def _where(store: Store, session: Session, clash: worktree.Clash) -> str:
+def _where(store: Store, session: Session, clash: worktree.UnmergedFile) -> str:
     """Name the file that most of the vanished file's code went to."""
     if clash.kind != "gone":
         return ""
-    patch = hunks.parse(patch_export.format_patch(store, session.pick), session.id)
+    patch = hunks.parse(patch_export.format_patch(store, session.picked_commit), session.id)
     old = [line for hunk in patch.file(clash.path).hunks for line in hunk.old]
-    tree = trees.StoreTree(store, store.tree_of(session.ground))
+    tree = trees.StoreTree(store, store.tree_of(session.parent))
     found = rename_detection.find(tree, clash.path, old)
     return f" to {found[0].path}" if found else " to where its code went"

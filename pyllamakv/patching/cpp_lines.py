@@ -37,7 +37,7 @@ _KINDS = (
 )
 
 
-def plain(line: bytes) -> str:
+def normalize(line: bytes) -> str:
     """Return a line without comments, its blanks made one."""
     text = line.decode("utf-8", "replace")
     if not text.lstrip().startswith("#"):
@@ -46,14 +46,14 @@ def plain(line: bytes) -> str:
     return "" if text.startswith("* ") or text == "*" else text
 
 
-def tells(line: bytes) -> bool:
+def is_significant(line: bytes) -> bool:
     """Tell whether a line says something: no blank line, lone brace or mere comment."""
-    return _NAME.search(plain(line)) is not None
+    return _NAME.search(normalize(line)) is not None
 
 
 def kind(line: bytes) -> str:
     """Return the class of a line: what it does, as "loop" or "return"; empty for none."""
-    text = plain(line)
+    text = normalize(line)
     if not _NAME.search(text):
         return ""
     for name, pattern in _KINDS:
@@ -66,7 +66,7 @@ def calls(lines: Iterable[bytes]) -> Counter[str]:
     """Count what is called (or defined) in lines, by name."""
     found: Counter[str] = Counter()
     for line in lines:
-        text = _QUOTED.sub('""', plain(line))
+        text = _QUOTED.sub('""', normalize(line))
         if not text.startswith("#"):
             found.update(name for name in _CALL.findall(text) if name not in _WORDS)
     return found
@@ -76,6 +76,6 @@ def names(lines: Iterable[bytes]) -> Counter[str]:
     """Count the names in lines, keywords and words of fewer than four letters left out."""
     found: Counter[str] = Counter()
     for line in lines:
-        text = _QUOTED.sub('""', plain(line))
+        text = _QUOTED.sub('""', normalize(line))
         found.update(n for n in _NAME.findall(text) if len(n) > 3 and n not in _WORDS)
     return found

@@ -13,13 +13,13 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from pyllamakv.errors import PatchFormatError
 from pyllamakv.patching import hunks, mail_header, shared_files, strict_toml
-from pyllamakv.source.releases import is_name, sdist_version
+from pyllamakv.source.releases import is_safe_name, sdist_version
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pyllamakv.patching.draft import Tree
     from pyllamakv.patching.hunks import Patch
+    from pyllamakv.patching.strict_apply import Tree
 
 _TRAILER = re.compile(rb"^(Patch|Base|Requires): (.+?)\r?$", re.MULTILINE)
 _SUBJECT = re.compile(rb"^Subject: (?:\[PATCH[^\]]*\] )?(.+?)\r?$", re.MULTILINE)
@@ -56,7 +56,7 @@ class Marker:
 
 
 @dataclass(frozen=True)
-class PatchText:
+class Port:
     """Hold one port of a patch: the change as written against one base release.
 
     ``patch`` is composed of message, hooks and shared files; ``requires`` lists the ids that must
@@ -73,7 +73,7 @@ class PatchText:
     path: Path | None = None
 
     @classmethod
-    def from_file(cls, path: Path | str, id: str | None = None) -> PatchText:
+    def from_file(cls, path: Path | str, id: str | None = None) -> Port:
         """Read any git patch; id, base and requirements come from its header where it has them."""
         path = Path(path)
         return cls.of(hunks.read(path), path, id=id)
@@ -81,7 +81,7 @@ class PatchText:
     @classmethod
     def of(
         cls, patch: Patch, path: Path, *, id: str | None = None, stem: str | None = None
-    ) -> PatchText:
+    ) -> Port:
         """Return the text that a patch of a file is.
 
         ``id`` goes before the one that its header says, ``stem`` stands where it says none.
@@ -111,11 +111,11 @@ class PatchText:
         body = b"".join(file.data for file in self.patch.files)
         return hashlib.sha256(self.id.encode() + b"\0" + body).hexdigest()
 
-    def without(self, file: str, hunk: int) -> PatchText:
+    def without(self, file: str, hunk: int) -> Port:
         """Return the text without one hunk of a file, hunks counted from 1."""
         return replace(self, patch=self.patch.without(file, hunk))
 
-    def misses(self, tree: Tree) -> tuple[Marker, ...]:
+    def failed_markers(self, tree: Tree) -> tuple[Marker, ...]:
         """Return the markers that do not hold in a tree; none means that the text is meant."""
         return tuple(marker for marker in self.markers if not marker.holds(tree))
 
@@ -133,10 +133,10 @@ class Definition:
     requires: tuple[str, ...] = ()
     scenarios: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
-    texts: tuple[PatchText, ...] = ()
+    ports: tuple[Port, ...] = ()
     folder: Path | None = None
 
-    def wants(self, name: str) -> bool:
+    def covers_release(self, name: str) -> bool:
         """Tell whether the patch is meant for a release of this name.
 
         Only sdist versions are compared; for other releases the markers of the texts decide.
@@ -146,12 +146,12 @@ class Definition:
             return True
         return SpecifierSet(self.releases).contains(version, prereleases=True)
 
-    def text(self, base: str) -> PatchText:
+    def port(self, base: str) -> Port:
         """Return the text for a base release."""
-        for text in self.texts:
+        for text in self.ports:
             if text.base == base:
                 return text
-        known = ", ".join(text.base for text in self.texts) or "none"
+        known = ", ".join(text.base for text in self.ports) or "none"
         raise PatchFormatError(f"{self.id} has no text for {base}; it has texts for {known}.")
 
 
@@ -190,7 +190,7 @@ def load(folder: Path, *, missing_ok: bool = False) -> Definition:
     shared = shared_files.read(folder.parent, definition.shared)
     ports = table.tables("port", {"base", "era", "requires", "markers"})
     texts = tuple(_port(part, definition, shared, missing_ok=missing_ok) for part in ports)
-    return replace(definition, texts=texts)
+    return replace(definition, ports=texts)
 
 
 def file_of(definition: Definition, base: str) -> Path:
@@ -205,16 +205,16 @@ def _port(
     shared: Mapping[str, bytes],
     *,
     missing_ok: bool,
-) -> PatchText:
+) -> Port:
     base = table.string("base")
-    if not is_name(base):
+    if not is_safe_name(base):
         raise table.wrong(f"base {base!r} is no name of a release")
     path = file_of(definition, base)
     if not path.is_file() and not missing_ok:
         raise table.wrong(f"base {base} has no file {path.name}")
     markers = tuple(_marker(part) for part in table.tables("markers", {*_MARKER}))
     more = table.strings("requires", ())
-    text = PatchText(
+    text = Port(
         id=definition.id,
         patch=hunks.Patch(b"", ()),
         base=base,

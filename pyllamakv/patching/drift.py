@@ -6,30 +6,30 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.errors import NoTextApplies, PatchConflict
+from pyllamakv.errors import NoPortApplies, PatchConflict
 from pyllamakv.patching import (
     apply,
-    compare,
-    draft,
     hunk_locator,
     port_choice,
+    port_comparison,
     rename_detection,
     status,
+    strict_apply,
     trees,
 )
 from pyllamakv.patching import series as series_module
-from pyllamakv.source import history, lock
+from pyllamakv.source import lockfile, release_chain
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pyllamakv.patching.definition import PatchText
-    from pyllamakv.patching.draft import Placement, Tree
+    from pyllamakv.patching.definition import Port
     from pyllamakv.patching.hunks import FilePatch, Hunk
     from pyllamakv.patching.series import Series
-    from pyllamakv.source.history import Link
+    from pyllamakv.patching.strict_apply import Placement, Tree
     from pyllamakv.source.progress import Progress
+    from pyllamakv.source.release_chain import ChainLink
     from pyllamakv.source.releases import Release
 
 #: One hunk says less than a whole file: where less of it than this is alike it went nowhere.
@@ -51,18 +51,18 @@ class HunkDrift:
     placement: Placement
     function: str = ""
     fuzz: Fuzz = 0
-    blanks: bool = False
+    whitespace_only: bool = False
     moved: tuple[rename_detection.Successor, ...] = ()
-    changed: str = ""
+    changed_in: str = ""
 
     def __str__(self) -> str:
         place = self.placement
         where = f"{place.file}, hunk {place.hunk}" if place.hunk else place.file
         if self.function:
             where += f" in {self.function.rsplit(' ', 1)[-1]}"
-        said = [f"{where} (line {place.line}): {draft.SAYS[place.state]}"]
-        if self.changed:
-            said.append(f"changed in {self.changed}")
+        said = [f"{where} (line {place.line}): {strict_apply.STATE_MESSAGES[place.state]}"]
+        if self.changed_in:
+            said.append(f"changed in {self.changed_in}")
         if self.moved:
             said.append(f"perhaps gone to {self.moved[0].path}")
         if place.expected:
@@ -80,9 +80,9 @@ class HunkDrift:
             "state": place.state,
             "offset": place.offset,
             "fuzz": self.fuzz,
-            "blanks": self.blanks,
-            "moved_to": [{"file": m.path, "likeness": m.likeness} for m in self.moved],
-            "changed_in": self.changed or None,
+            "blanks": self.whitespace_only,
+            "moved_to": [{"file": m.path, "likeness": m.similarity} for m in self.moved],
+            "changed_in": self.changed_in or None,
             "expected": place.expected or None,
             "found": place.found or None,
         }
@@ -136,11 +136,11 @@ def drift(
     return tuple(found)
 
 
-def why(release: Release, names: Sequence[str | PatchText] | None = None) -> str:
+def why(release: Release, names: Sequence[str | Port] | None = None) -> str:
     """Say in a line which hunks of patches have no place on a release, and since which release.
 
-    ``names`` as in `port_choice.plan_release`; of each patch the first such hunk. Empty where all
-    apply.
+    ``names`` as in `port_choice.choose_for_release`; of each patch the first such hunk. Empty where
+    all apply.
     """
     series = port_choice.only(series_module.load(), names)
     said = []
@@ -153,9 +153,9 @@ def why(release: Release, names: Sequence[str | PatchText] | None = None) -> str
 
 def _best(one: status.PatchStatus, release: Release) -> status.Attempt | None:
     """Return the attempt to measure: of texts that are not meant the one for the nearest base."""
-    if one.state != "not-meant":
+    if one.state != "not-applicable":
         return one.best
-    line = sorted({**lock.known(), release.name: release}.values(), key=lambda r: r.order)
+    line = sorted({**lockfile.known(), release.name: release}.values(), key=lambda r: r.order)
     names = [each.name for each in line]
     here = names.index(release.name)
     far = {name: abs(place - here) for place, name in enumerate(names)}
@@ -166,35 +166,35 @@ def _one(one: status.PatchStatus, release: Release, series: Series, store: Store
     best = _best(one, release)
     if best is None:
         return Drift(one.release, one.id, one.state, "", (), one.reason)
-    text = next(t for t in series.definition(one.id).texts if t.base == best.base)
+    text = next(t for t in series.definition(one.id).ports if t.base == best.base)
     tree = _ground(text, release, series, store)
-    line = history.chain(store)
+    line = release_chain.chain(store)
     measured = tuple(_hunk(place, text, tree, store, line, release) for place in best.placements)
     return Drift(one.release, one.id, one.state, best.base, measured, one.reason)
 
 
-def _ground(text: PatchText, release: Release, series: Series, store: Store) -> trees.StoreTree:
+def _ground(text: Port, release: Release, series: Series, store: Store) -> trees.StoreTree:
     # lines that a required patch brings are part of the ground, where that patch applies at all
     try:
-        _, tree = apply.ground(series, text.requires, release, store=store)
-    except (PatchConflict, NoTextApplies):
+        _, tree = apply.apply_requirements(series, text.requires, release, store=store)
+    except (PatchConflict, NoPortApplies):
         tree = store.tree_of(release)
     return trees.StoreTree(store, tree)
 
 
 def _hunk(
     place: Placement,
-    text: PatchText,
+    text: Port,
     tree: trees.StoreTree,
     store: Store,
-    line: Sequence[Link],
+    line: Sequence[ChainLink],
     release: Release,
 ) -> HunkDrift:
     file = text.patch.file(place.file)
     if not place.hunk or not file.hunks:
         return HunkDrift(place)
     hunk = file.hunks[place.hunk - 1]
-    function = compare.heading(hunk)
+    function = port_comparison.heading(hunk)
     if place.good or file.old is None:
         return HunkDrift(place, function)
     entry = tree.entry(file.old)
@@ -215,7 +215,7 @@ def _hunk(
         function,
         needed,
         blanks,
-        tuple(there for there in went if entry is None or there.likeness >= _LIKE),
+        tuple(there for there in went if entry is None or there.similarity >= _LIKE),
         # lines that are there, at a place that is refused, changed nowhere
         "" if stands else changed(text, file, hunk, release, line, store),
     )
@@ -250,11 +250,11 @@ def _blanks(hunk: Hunk, index: hunk_locator.LineIndex) -> bool:
 
 
 def changed(
-    text: PatchText,
+    text: Port,
     file: FilePatch,
     hunk: Hunk,
     release: Release,
-    line: Sequence[Link],
+    line: Sequence[ChainLink],
     store: Store,
 ) -> str:
     """Return the release between a text's base and the target that changed a hunk's lines.
@@ -284,7 +284,7 @@ def changed(
 
 
 def _home(
-    file: FilePatch, hunk: Hunk, release: Release, links: Sequence[Link], store: Store
+    file: FilePatch, hunk: Hunk, release: Release, links: Sequence[ChainLink], store: Store
 ) -> str:
     """Return the release where a hunk's lines stand: the newest before the target, or after it."""
     older = [link for link in links if link.release.order < release.order]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pyllamakv.errors import PatchFormatError, UsageError
 from pyllamakv.patching import hunks
 from pyllamakv.patching import series as series_module
-from pyllamakv.patching.definition import Definition, PatchText
+from pyllamakv.patching.definition import Definition, Port
 from pyllamakv.patching.series import Series
 
 if TYPE_CHECKING:
@@ -43,21 +43,21 @@ def load(path: Path) -> Series:
     return Series(_distinct([text for file in files for text in _texts(file)]), path)
 
 
-def _texts(file: Path) -> list[PatchText]:
+def _texts(file: Path) -> list[Port]:
     """Read the patches of a file: one, or the mails of a mailbox."""
     try:
         pieces = hunks.split(file.read_bytes())
     except OSError as error:
         raise PatchFormatError(f"{file} cannot be read: {error.strerror}", str(file)) from error
     if len(pieces) < 2:
-        return [PatchText.of(hunks.parse(pieces[0], file.name), file)]
+        return [Port.of(hunks.parse(pieces[0], file.name), file)]
     named = [(f"{file.stem}-{number}", piece) for number, piece in enumerate(pieces, 1)]
-    return [PatchText.of(hunks.parse(piece, name), file, stem=name) for name, piece in named]
+    return [Port.of(hunks.parse(piece, name), file, stem=name) for name, piece in named]
 
 
-def definition_of(text: PatchText) -> Definition:
+def definition_of(text: Port) -> Definition:
     """Wrap one text as a patch that is meant for every tree."""
-    return Definition(id=text.id, title=text.title, texts=(text,), requires=text.requires)
+    return Definition(id=text.id, title=text.title, ports=(text,), requires=text.requires)
 
 
 def _quilt(path: Path) -> list[str]:
@@ -76,7 +76,7 @@ def _quilt(path: Path) -> list[str]:
     return names
 
 
-def _distinct(texts: list[PatchText]) -> tuple[Definition, ...]:
+def _distinct(texts: list[Port]) -> tuple[Definition, ...]:
     ids = [text.id for text in texts]
     twice = sorted({id_ for id_ in ids if ids.count(id_) > 1})
     if twice:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import PatchFormatError, UsageError
-from pyllamakv.source import bounds
+from pyllamakv.source import tree_limits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -482,6 +482,6 @@ def _checked(reader: _PatchReader, path: str) -> str:
     parts = path.split("/")
     if "\0" in path or any(part.lower() in ("", ".", "..", ".git") for part in parts):
         raise reader.wrong(f"the path {path!r} leaves the tree; a patch may touch its files only.")
-    if len(os.fsencode(path)) > bounds.PATH:
-        raise reader.wrong(f"the path {path[:60]!r}… is longer than {bounds.PATH} bytes.")
+    if len(os.fsencode(path)) > tree_limits.PATH:
+        raise reader.wrong(f"the path {path[:60]!r}… is longer than {tree_limits.PATH} bytes.")
     return path

@@ -14,21 +14,30 @@ from pyllamakv.patching import series, shared_files
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-    from pyllamakv.patching.definition import Definition, PatchText
+    from pyllamakv.patching.definition import Definition, Port
     from pyllamakv.patching.series import Series
 
 #: Where upstream keeps sources that a patch may add to.
-PLACES = ("src/", "ggml/", "include/", "common/", "tests/", "tools/", "examples/", "cmake/")
+PATCHABLE_PATHS = (
+    "src/",
+    "ggml/",
+    "include/",
+    "common/",
+    "tests/",
+    "tools/",
+    "examples/",
+    "cmake/",
+)
 
 STATES = ("not submitted", "submitted", "accepted", "rejected", "not applicable")
 
 TITLE = 64
 LINE = 80
-BAD_WHY = re.compile(r"(---\s*$|diff |From |Index: )")
+DIFF_LIKE_LINE = re.compile(r"(---\s*$|diff |From |Index: )")
 
 
 @dataclass(frozen=True)
-class Finding:
+class LintFinding:
     """Name one fault: the file, its line (0: the whole file), the rule and what to do."""
 
     path: str
@@ -43,18 +52,18 @@ class Finding:
 
 def lint(
     folder: Path | None = None, *, scenarios: Collection[str] | None = None
-) -> tuple[Finding, ...]:
+) -> tuple[LintFinding, ...]:
     """Return every fault of a series folder; ``scenarios`` are the names that exist, if known."""
     folder = folder or home.data("patches")
     try:
         found = series.load(folder)
     except PatchFormatError as error:
         path = error.path or str(folder)
-        return (Finding(_shown(path, folder), error.line, "format", str(error)),)
+        return (LintFinding(_shown(path, folder), error.line, "format", str(error)),)
     findings = [*_files(found, folder), *_shared(found, folder)]
     for definition in found:
         findings += _described(definition, scenarios)
-        for text in definition.texts:
+        for text in definition.ports:
             findings += _text(definition, text)
     return tuple(sorted(findings, key=lambda f: (f.path, f.line, f.rule)))
 
@@ -66,84 +75,92 @@ def check(folder: Path | None = None, *, scenarios: Collection[str] | None = Non
         raise PatchLintError("\n".join([f"{len(findings)} fault(s):", *findings]), findings)
 
 
-def _files(found: Series, folder: Path) -> Iterator[Finding]:
-    named = {text.path for definition in found for text in definition.texts}
+def _files(found: Series, folder: Path) -> Iterator[LintFinding]:
+    named = {text.path for definition in found for text in definition.ports}
     for path in sorted(folder.iterdir()):
         unlisted = path.is_dir() and path.name not in (*found.order, shared_files.FOLDER)
         if unlisted and any(file.is_file() for file in path.rglob("*")):
-            yield Finding(path.name, 0, "series", "the folder is not in the order of series.toml")
+            yield LintFinding(
+                path.name, 0, "series", "the folder is not in the order of series.toml"
+            )
     for definition in found:
         for path in sorted((folder / definition.id).rglob("*")):
             if path.is_file() and path not in named and path.name != "patch.toml":
                 shown = path.relative_to(folder).as_posix()
-                yield Finding(shown, 0, "series", "no [[port]] of patch.toml names this file")
+                yield LintFinding(shown, 0, "series", "no [[port]] of patch.toml names this file")
 
 
-def _described(definition: Definition, scenarios: Collection[str] | None) -> Iterator[Finding]:
+def _described(definition: Definition, scenarios: Collection[str] | None) -> Iterator[LintFinding]:
     path = f"{definition.id}/patch.toml"
     title = definition.title
     if len(title) > TITLE or not title.isascii() or title.endswith("."):
-        yield Finding(path, 0, "title", f"expected at most {TITLE} ASCII characters, no full stop")
+        yield LintFinding(
+            path, 0, "title", f"expected at most {TITLE} ASCII characters, no full stop"
+        )
     for line in definition.why.splitlines():
         if len(line) > LINE:
-            yield Finding(path, 0, "why", f"a line is longer than {LINE}: {line[:40]}...")
-        if BAD_WHY.match(line):
-            yield Finding(path, 0, "why", f"git would cut the message at {line!r}")
+            yield LintFinding(path, 0, "why", f"a line is longer than {LINE}: {line[:40]}...")
+        if DIFF_LIKE_LINE.match(line):
+            yield LintFinding(path, 0, "why", f"git would cut the message at {line!r}")
         if line != line.rstrip():
-            yield Finding(path, 0, "why", f"trailing blanks after {line.rstrip()!r}")
+            yield LintFinding(path, 0, "why", f"trailing blanks after {line.rstrip()!r}")
     for name in ("origin", "upstream"):
         if "\n" in getattr(definition, name):
-            yield Finding(path, 0, name, "expected one line")
+            yield LintFinding(path, 0, name, "expected one line")
     if not definition.upstream.startswith(STATES):
-        yield Finding(path, 0, "upstream", f"expected to begin with one of: {', '.join(STATES)}")
-    bases = [text.base for text in definition.texts]
+        yield LintFinding(
+            path, 0, "upstream", f"expected to begin with one of: {', '.join(STATES)}"
+        )
+    bases = [text.base for text in definition.ports]
     for base in sorted({base for base in bases if bases.count(base) > 1}):
-        yield Finding(path, 0, "base", f"two ports for {base}")
+        yield LintFinding(path, 0, "base", f"two ports for {base}")
     for name in definition.scenarios:
         if scenarios is not None and name not in scenarios:
-            yield Finding(path, 0, "scenario", f"there is no scenario {name!r}")
+            yield LintFinding(path, 0, "scenario", f"there is no scenario {name!r}")
 
 
-def _text(definition: Definition, text: PatchText) -> Iterator[Finding]:
+def _text(definition: Definition, text: Port) -> Iterator[LintFinding]:
     path = f"{definition.id}/{text.base}.patch"
     for file in text.patch.files:
         if file.path in definition.shared:
             continue  # `_shared` reads it once
         if b"\r" in file.data:
             at = file.line + file.data[: file.data.index(b"\r")].count(b"\n")
-            yield Finding(path, at, "line-ends", "carriage return; expected line feeds alone")
+            yield LintFinding(path, at, "line-ends", "carriage return; expected line feeds alone")
         if file.old and file.new and file.old != file.new:
-            yield Finding(path, file.line, "rename", "write a deletion and a new file instead")
-        if file.old is None and not file.path.startswith(PLACES):
-            places = ", ".join(PLACES)
-            yield Finding(path, file.line, "path", f"{file.path} is not below {places}")
+            yield LintFinding(path, file.line, "rename", "write a deletion and a new file instead")
+        if file.old is None and not file.path.startswith(PATCHABLE_PATHS):
+            places = ", ".join(PATCHABLE_PATHS)
+            yield LintFinding(path, file.line, "path", f"{file.path} is not below {places}")
         for hunk in file.hunks:
             yield from _lines(path, hunk.line, hunk.lines)
 
 
-def _lines(path: str, start: int, lines: tuple[bytes, ...]) -> Iterator[Finding]:
+def _lines(path: str, start: int, lines: tuple[bytes, ...]) -> Iterator[LintFinding]:
     for number, line in enumerate(lines, start + 1):
         if line[:1] == b"+" and line[1:].rstrip(b"\r\n") != line[1:].rstrip():
-            yield Finding(path, number, "blanks", "an added line ends with blanks")
+            yield LintFinding(path, number, "blanks", "an added line ends with blanks")
         if line[:1] == b"\\" and lines[number - start - 2][:1] == b"+":
-            yield Finding(path, number, "last-line", "an added last line has no line feed")
+            yield LintFinding(path, number, "last-line", "an added last line has no line feed")
 
 
-def _shared(found: Series, folder: Path) -> Iterator[Finding]:
+def _shared(found: Series, folder: Path) -> Iterator[LintFinding]:
     """Check each shared file once, and that a patch lists it."""
     listed = {name for definition in found for name in definition.shared}
     root = folder / shared_files.FOLDER
     for path in sorted(file for file in root.rglob("*") if file.is_file()):
         name, shown = path.relative_to(root).as_posix(), path.relative_to(folder).as_posix()
         if name not in listed:
-            yield Finding(shown, 0, "shared", "no patch.toml lists this file in `shared`")
-        if not name.startswith(PLACES):
-            yield Finding(shown, 0, "path", f"{name} is not below {', '.join(PLACES)}")
+            yield LintFinding(shown, 0, "shared", "no patch.toml lists this file in `shared`")
+        if not name.startswith(PATCHABLE_PATHS):
+            yield LintFinding(shown, 0, "path", f"{name} is not below {', '.join(PATCHABLE_PATHS)}")
         for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
             if b"\r" in line:
-                yield Finding(shown, number, "line-ends", "carriage return; expected line feeds")
+                yield LintFinding(
+                    shown, number, "line-ends", "carriage return; expected line feeds"
+                )
             elif line != line.rstrip():
-                yield Finding(shown, number, "blanks", "a line ends with blanks")
+                yield LintFinding(shown, number, "blanks", "a line ends with blanks")
 
 
 def _shown(path: str, folder: Path) -> str:

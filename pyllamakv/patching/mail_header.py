@@ -10,10 +10,10 @@ from email.utils import parseaddr, parsedate_to_datetime
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import PatchFormatError
-from pyllamakv.source import gitting
+from pyllamakv.source import git_command
 
 if TYPE_CHECKING:
-    from pyllamakv.patching.definition import Definition, PatchText
+    from pyllamakv.patching.definition import Definition, Port
 
 LICENCE = "MIT; the lines around the changes are llama.cpp's (MIT)"
 _MAIL_DATE = "Fri, 20 Nov 2026 00:00:00 +0000"
@@ -39,7 +39,7 @@ class MailHeader:
     body: str = ""
 
 
-def message(definition: Definition, text: PatchText) -> str:
+def message(definition: Definition, text: Port) -> str:
     """Write the commit message of a text from its patch's description."""
     lines = [
         definition.title,
@@ -57,12 +57,12 @@ def message(definition: Definition, text: PatchText) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(definition: Definition, text: PatchText) -> bytes:
+def write(definition: Definition, text: Port) -> bytes:
     """Write the header of a text's file, as `git format-patch` would."""
     body = message(definition, text).split("\n", 1)[1]
     lines = [
         f"From {'0' * 40} Mon Sep 17 00:00:00 2001",
-        f"From: {gitting.NAME} <{gitting.EMAIL}>",
+        f"From: {git_command.NAME} <{git_command.EMAIL}>",
         f"Date: {_MAIL_DATE}",
         f"Subject: [PATCH] {definition.title}",
     ]
@@ -102,7 +102,7 @@ def parse(data: bytes) -> MailHeader:
     )
 
 
-def commit_words(text: PatchText) -> tuple[dict[str, str], str]:
+def author_and_message(text: Port) -> tuple[dict[str, str], str]:
     """Return the variables that name author and date of a text's commit to git, and its message.
 
     Raises PatchFormatError for a header with characters that no commit can hold.
@@ -129,8 +129,8 @@ def _date(said: str) -> str:
     try:
         when = parsedate_to_datetime(said)
     except (ArithmeticError, LookupError, TypeError, ValueError):
-        return gitting.DATE
-    return when.isoformat() if 1970 < when.year < 2099 else gitting.DATE
+        return git_command.DATE
+    return when.isoformat() if 1970 < when.year < 2099 else git_command.DATE
 
 
 def _body(text: str) -> str:

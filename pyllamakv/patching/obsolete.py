@@ -13,19 +13,19 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.patching import compare, cpp_lines, status, trees
+from pyllamakv.patching import cpp_lines, port_comparison, status, trees
 from pyllamakv.patching import series as series_module
-from pyllamakv.source import lock
+from pyllamakv.source import lockfile
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from pyllamakv.patching.definition import PatchText
-    from pyllamakv.patching.draft import Tree
+    from pyllamakv.patching.definition import Port
     from pyllamakv.patching.hunks import Patch
     from pyllamakv.patching.series import Series
     from pyllamakv.patching.status import PatchStatus
+    from pyllamakv.patching.strict_apply import Tree
     from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
 
@@ -41,7 +41,7 @@ class Sign:
     """Hold one sign: does it say that the patch is obsolete, and why; ``says`` None: it is mute."""
 
     name: str
-    says: bool | None
+    obsolete: bool | None
     why: str
 
 
@@ -58,7 +58,7 @@ class Obsolescence:
     @property
     def votes(self) -> int:
         """Count the signs that say obsolete."""
-        return sum(sign.says is True for sign in self.signs)
+        return sum(sign.obsolete is True for sign in self.signs)
 
     @property
     def obsolete(self) -> bool:
@@ -68,7 +68,7 @@ class Obsolescence:
     def with_behaviour(self, stock: Mapping[str, str]) -> Obsolescence:
         """Return the same with what the harness saw of the stock release (see `behaviour`)."""
         others = tuple(sign for sign in self.signs if sign.name != "behaviour")
-        return replace(self, signs=(*others, behaviour(stock)))
+        return replace(self, signs=(*others, scenario_sign(stock)))
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data for ``--json``."""
@@ -77,7 +77,7 @@ class Obsolescence:
             "patch": self.id,
             "obsolete": self.obsolete,
             "meant": self.meant,
-            "signs": [{"sign": s.name, "says": s.says, "why": s.why} for s in self.signs],
+            "signs": [{"sign": s.name, "says": s.obsolete, "why": s.why} for s in self.signs],
         }
 
 
@@ -98,22 +98,22 @@ def obsolete(
     series = series_module.load() if series is None else series
     for id_ in ids:
         series.definition(id_)
-    release = trees.present(store, release, progress)
+    release = trees.ensure_fetched(store, release, progress)
     tree = trees.StoreTree(store, store.tree_of(release))
     found = []
     for one in status.of_release(release, series, store, progress):
         if not ids or one.id in ids:
-            texts = series.definition(one.id).texts
+            texts = series.definition(one.id).ports
             signs = (
-                text_sign(one, texts, tree),
+                reverse_apply_sign(one, texts, tree),
                 symbols_sign(texts, release, store),
-                behaviour((stock or {}).get(one.id, {})),
+                scenario_sign((stock or {}).get(one.id, {})),
             )
-            found.append(Obsolescence(release.name, one.id, signs, one.state != "not-meant"))
+            found.append(Obsolescence(release.name, one.id, signs, one.state != "not-applicable"))
     return tuple(found)
 
 
-def behaviour(stock: Mapping[str, str]) -> Sign:
+def scenario_sign(stock: Mapping[str, str]) -> Sign:
     """Judge by how a patch's cures ended on the stock release: scenario to "pass", "fail", ....
 
     Stock that passes every cure needs no patch; one failure is enough against it. Scenarios that
@@ -128,20 +128,20 @@ def behaviour(stock: Mapping[str, str]) -> Sign:
     return Sign("behaviour", True, f"stock passes {', '.join(sorted(judged))}")
 
 
-def text_sign(one: PatchStatus, texts: Iterable[PatchText], tree: Tree) -> Sign:
+def reverse_apply_sign(one: PatchStatus, texts: Iterable[Port], tree: Tree) -> Sign:
     """Judge by the text: does everything that it would write stand there already."""
     if one.good:
         return Sign("text", False, f"the text for {one.text} applies")
     best = 0.0
     for text in texts:
-        part = written(text.patch, tree)
+        part = present_fraction(text.patch, tree)
         if part == 1:
             return Sign("text", True, f"all that the text for {text.base} adds is there already")
         best = max(best, part)
     return Sign("text", False, f"{best:.0%} of what a text adds is there already")
 
 
-def written(patch: Patch, tree: Tree) -> float:
+def present_fraction(patch: Patch, tree: Tree) -> float:
     """Return the part of a patch's hunks that a tree has already: 1 where it reverse-applies."""
     total = there = 0
     for file in patch.files:
@@ -164,14 +164,14 @@ def _before(old: Sequence[bytes], lines: bytes) -> bool:
     return bool(old) and b"\n" + b"".join(old) in lines
 
 
-def symbols_sign(texts: Sequence[PatchText], release: Release, store: Store) -> Sign:
+def symbols_sign(texts: Sequence[Port], release: Release, store: Store) -> Sign:
     """Judge by names: those that the patch hooks into are gone, or those that it brings are there.
 
     What a text hooks into and brings is read off its base release; the text whose needs the
     release meets best speaks. Mute where the store has no base that is older than the release: what
     is not there yet is not gone.
     """
-    known = lock.known()
+    known = lockfile.known()
     best: tuple[float, set[str], set[str], set[str]] | None = None
     for text in texts:
         base = known.get(text.base)
@@ -201,7 +201,7 @@ def hooks(patch: Patch, base: trees.StoreTree, places: set[str]) -> tuple[set[st
     """
     parts = [file for file in patch.files if file.old is not None]
     old = [line for file in parts for hunk in file.hunks for line in hunk.removed]
-    heads = [compare.heading(hunk).encode() for file in parts for hunk in file.hunks]
+    heads = [port_comparison.heading(hunk).encode() for file in parts for hunk in file.hunks]
     added = [line for file in patch.files for hunk in file.hunks for line in hunk.added]
     asked, made = set(cpp_lines.names([*old, *heads])), set(cpp_lines.calls(added))
     files = holders(base, asked | made, places)

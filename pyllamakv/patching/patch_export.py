@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Literal
 from pyllamakv.errors import PatchError, PatchFormatError, UnknownRelease, UsageError
 from pyllamakv.patching import apply, hunks, mail_header, shared_files, trees
 from pyllamakv.patching.definition import file_of
-from pyllamakv.patching.draft import Draft, DraftEntry
-from pyllamakv.source import export as folders
-from pyllamakv.source import gitting, sources
-from pyllamakv.source.files import write_whole
+from pyllamakv.patching.strict_apply import DraftEntry, TreeOverlay
+from pyllamakv.source import git_command, spec_resolver
+from pyllamakv.source import tree_export as folders
+from pyllamakv.source.files import write_bytes_atomic
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from pyllamakv.patching.apply import Patched
-    from pyllamakv.patching.definition import Definition, PatchText
+    from pyllamakv.patching.apply import PatchedRelease
+    from pyllamakv.patching.definition import Definition, Port
     from pyllamakv.patching.series import Series
     from pyllamakv.source.releases import Release
 
@@ -42,7 +42,7 @@ FLAGS = (
 )
 
 #: The list of the mails in their order, which quilt reads; its first line says that it is ours.
-LIST = "series"
+SERIES_FILE = "series"
 _OURS = "# llama.cpp"
 
 Kind = Literal["same", "header", "positions", "content", "failed"]
@@ -75,12 +75,12 @@ class _Ground:
     tree: str
 
 
-def chosen(
+def select_ports(
     series: Series, ids: Sequence[str] = (), base: str | None = None
-) -> tuple[tuple[Definition, PatchText], ...]:
+) -> tuple[tuple[Definition, Port], ...]:
     """Return the texts of these patches (of all, without names), for one base or for every one."""
     definitions = [series.definition(id_) for id_ in ids] or list(series)
-    pairs = [(d, t) for d in definitions for t in d.texts if base in (None, t.base)]
+    pairs = [(d, t) for d in definitions for t in d.ports if base in (None, t.base)]
     if base is not None and not pairs:
         raise UsageError(f"No text is written against {base}.")
     return tuple(pairs)
@@ -88,16 +88,16 @@ def chosen(
 
 def check(
     series: Series,
-    pairs: Sequence[tuple[Definition, PatchText]] | None = None,
+    pairs: Sequence[tuple[Definition, Port]] | None = None,
     *,
     store: Store | None = None,
 ) -> tuple[ExportCheck, ...]:
     """Export texts again and compare with their files; bases are fetched when they are absent."""
     store = store or open_store()
     found = []
-    for definition, text in chosen(series) if pairs is None else pairs:
+    for definition, text in select_ports(series) if pairs is None else pairs:
         try:
-            data = exported(series, definition, text, store=store)
+            data = export_port(series, definition, text, store=store)
         except PatchError as error:
             found.append(ExportCheck(definition.id, text.base, "failed", str(error)))
             continue
@@ -108,7 +108,7 @@ def check(
 
 def write(
     series: Series,
-    pairs: Sequence[tuple[Definition, PatchText]],
+    pairs: Sequence[tuple[Definition, Port]],
     folder: Path | None = None,
     *,
     store: Store | None = None,
@@ -121,7 +121,7 @@ def write(
     made: dict[Path, bytes] = {}
     for definition, text in pairs:
         if folder is None:
-            data = exported(series, definition, text, store=store)
+            data = export_port(series, definition, text, store=store)
         else:
             data = from_folder(series, definition, text.base, folder, store=store)
         if text.path is None or definition.folder is None:
@@ -130,7 +130,7 @@ def write(
         made.update(parts(definition, text.base, patch))
     changed = [path for path, data in made.items() if not _holds(path, data)]
     for path in changed:  # only when every one could be made
-        write_whole(path, made[path])
+        write_bytes_atomic(path, made[path])
     return tuple(changed)
 
 
@@ -148,12 +148,12 @@ def _holds(path: Path, data: bytes) -> bool:
     return path.is_file() and path.read_bytes() == data
 
 
-def exported(
-    series: Series, definition: Definition, text: PatchText, *, store: Store | None = None
+def export_port(
+    series: Series, definition: Definition, text: Port, *, store: Store | None = None
 ) -> bytes:
     """Return the file of a text as it is exported from its commit on its base release."""
     ground = _ground(series, text, store or open_store())
-    draft = Draft(trees.StoreTree(ground.store, ground.tree))
+    draft = TreeOverlay(trees.StoreTree(ground.store, ground.tree))
     draft.apply(text.patch, text.name)
     return _formatted(ground, definition, text, draft)
 
@@ -173,23 +173,23 @@ def from_folder(
     """
     if not folder.is_dir():
         raise UsageError(f"There is no folder {folder}.")
-    text = definition.text(base)
+    text = definition.port(base)
     ground = _ground(series, text, store or open_store())
-    keep = (*folders.KEEP, ".git")
+    keep = (*folders.GENERATED_FILES, ".git")
     differs = ground.store.compare(ground.tree, folder, keep=keep)
     if not differs:
         raise UsageError(f"{folder} does not differ from {base} and what {text.name} requires.")
-    draft = Draft(trees.StoreTree(ground.store, ground.tree))
+    draft = TreeOverlay(trees.StoreTree(ground.store, ground.tree))
     draft.changes.update(dict.fromkeys(differs.missing))
     draft.changes.update({path: _entry(folder / path) for path in differs.changed})
-    draft.changes.update({path: _entry(folder / path) for path in differs.stray})
+    draft.changes.update({path: _entry(folder / path) for path in differs.untracked})
     return _formatted(ground, definition, text, draft)
 
 
 def format_patch(store: Store, commit: str, prefix: str = "PATCH") -> bytes:
     """Export one commit of the store; the same bytes on any machine."""
     tag = f"--subject-prefix={prefix}"
-    return gitting.git_bytes(store.path, "format-patch", *FLAGS, tag, "-1", commit)
+    return git_command.git_bytes(store.path, "format-patch", *FLAGS, tag, "-1", commit)
 
 
 def _release(name: str) -> Release:
@@ -198,31 +198,31 @@ def _release(name: str) -> Release:
     The blob ids in the text's file say whether it is the same.
     """
     try:
-        return sources.resolve(name)
+        return spec_resolver.resolve(name)
     except UnknownRelease:
         from pyllamakv.source import fetch
 
         return fetch.ensure(name)
 
 
-def _ground(series: Series, text: PatchText, store: Store) -> _Ground:
-    release = trees.present(store, _release(text.base))
-    return _Ground(store, *apply.ground(series, text.requires, release, store=store))
+def _ground(series: Series, text: Port, store: Store) -> _Ground:
+    release = trees.ensure_fetched(store, _release(text.base))
+    return _Ground(store, *apply.apply_requirements(series, text.requires, release, store=store))
 
 
-def _formatted(ground: _Ground, definition: Definition, text: PatchText, draft: Draft) -> bytes:
+def _formatted(ground: _Ground, definition: Definition, text: Port, draft: TreeOverlay) -> bytes:
     tree = trees.write(ground.store, ground.tree, draft)
-    return of_tree(ground.store, ground.commit, tree, definition, text)
+    return export_tree(ground.store, ground.commit, tree, definition, text)
 
 
-def of_tree(store: Store, parent: str, tree: str, definition: Definition, text: PatchText) -> bytes:
+def export_tree(store: Store, parent: str, tree: str, definition: Definition, text: Port) -> bytes:
     """Return the file of a text that makes ``tree`` of a commit.
 
     The header comes from the definition; a foreign patch, which has none, keeps its own words.
     """
     head = mail_header.write(definition, text) if definition.why else text.patch.header
     ours = replace(text, patch=replace(text.patch, header=head))
-    return format_patch(store, apply.commit_text(store, tree, parent, ours))
+    return format_patch(store, apply.commit_port(store, tree, parent, ours))
 
 
 def _entry(file: Path) -> DraftEntry:
@@ -270,7 +270,7 @@ class Mail:
     data: bytes
 
 
-def mail_series(store: Store, base: str, patched: Patched) -> tuple[Mail, ...]:
+def mail_series(store: Store, base: str, patched: PatchedRelease) -> tuple[Mail, ...]:
     """Return the mails that make a patched release of its base commit, the same bytes anywhere.
 
     Raises UsageError for a release that no patch is meant for.
@@ -278,7 +278,7 @@ def mail_series(store: Store, base: str, patched: Patched) -> tuple[Mail, ...]:
     if not patched.texts:
         reasons = "; ".join(f"{skip.id}: {skip.reason}" for skip in patched.skipped)
         raise UsageError(f"no patch changes {patched.release}: {reasons or 'none was named'}")
-    listed = gitting.git(store.path, "rev-list", "--reverse", f"{base}..{patched.commit}")
+    listed = git_command.git(store.path, "rev-list", "--reverse", f"{base}..{patched.commit}")
     commits = listed.split()
     return tuple(
         Mail(
@@ -307,9 +307,9 @@ def write_mails(
     for path in old:
         path.unlink()
     for mail in found:
-        write_whole(folder / mail.name, mail.data)
+        write_bytes_atomic(folder / mail.name, mail.data)
     # Last, so that a list never names a mail that is not there.
-    write_whole(folder / LIST, listing(found, base, release).encode())
+    write_bytes_atomic(folder / SERIES_FILE, listing(found, base, release).encode())
     return tuple(folder / mail.name for mail in found)
 
 
@@ -319,9 +319,9 @@ def _earlier(folder: Path) -> list[Path]:
         raise UsageError(f"{folder} is no folder; name one that is empty or not there yet.")
     there = set(folder.iterdir()) if folder.is_dir() else set()
     lines: list[str] = []
-    if folder / LIST in there:
-        lines = (folder / LIST).read_text("utf-8", "replace").splitlines()
-    ours = {folder / LIST, *(folder / name for name in lines[1:])}
+    if folder / SERIES_FILE in there:
+        lines = (folder / SERIES_FILE).read_text("utf-8", "replace").splitlines()
+    ours = {folder / SERIES_FILE, *(folder / name for name in lines[1:])}
     if not lines or not lines[0].startswith(_OURS):
         ours = set()
     if foreign := sorted(there - ours):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import tomlkit
 
-from pyllamakv.errors import NoTextApplies, PatchConflict, UsageError
+from pyllamakv.errors import NoPortApplies, PatchConflict, UsageError
 from pyllamakv.patching import (
     foreign_series,
     hunks,
@@ -25,10 +25,10 @@ from pyllamakv.patching import (
     trees,
 )
 from pyllamakv.patching import series as series_module
-from pyllamakv.patching.definition import Definition, PatchText
-from pyllamakv.patching.draft import Draft
-from pyllamakv.source.files import write_atomic, write_whole
-from pyllamakv.source.releases import is_name
+from pyllamakv.patching.definition import Definition, Port
+from pyllamakv.patching.strict_apply import TreeOverlay
+from pyllamakv.source.files import write_bytes_atomic, write_text_atomic
+from pyllamakv.source.releases import is_safe_name
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
 @dataclass(frozen=True)
-class Trial:
+class ApplyResult:
     """Say how a patch fares on one release: every hunk exact, or how far moved, or the conflict."""
 
     release: Release
@@ -73,8 +73,8 @@ class Imported:
     id: str
     base: str
     path: Path
-    trials: tuple[Trial, ...]
-    findings: tuple[lint.Finding, ...] = ()
+    trials: tuple[ApplyResult, ...]
+    findings: tuple[lint.LintFinding, ...] = ()
 
     @property
     def applies(self) -> tuple[str, ...]:
@@ -93,35 +93,35 @@ class Imported:
         }
 
 
-def read(path: Path) -> tuple[PatchText, ...]:
+def read(path: Path) -> tuple[Port, ...]:
     """Read what a user hands over: a file, a mailbox of several mails, or a folder of files."""
-    return tuple(text for definition in foreign_series.load(path) for text in definition.texts)
+    return tuple(text for definition in foreign_series.load(path) for text in definition.ports)
 
 
-def trials(
-    texts: Sequence[PatchText],
+def try_releases(
+    texts: Sequence[Port],
     releases: Sequence[Release],
     *,
     store: Store,
     progress: Progress | None = None,
-) -> tuple[Trial, ...]:
+) -> tuple[ApplyResult, ...]:
     """Apply texts, one on top of the other, to each release; nothing is written."""
     found = []
     for number, release in enumerate(releases):
         if progress:
             progress("trying releases", number, len(releases))
-        there = trees.present(store, release, progress)
+        there = trees.ensure_fetched(store, release, progress)
         tree = trees.StoreTree(store, store.tree_of(there))
         try:
-            moved = _applied(Draft(tree), texts)
+            moved = _applied(TreeOverlay(tree), texts)
         except PatchConflict as error:
-            found.append(Trial(there, conflict=error))
+            found.append(ApplyResult(there, conflict=error))
         else:
-            found.append(Trial(there, moved))
+            found.append(ApplyResult(there, moved))
     return tuple(found)
 
 
-def take(
+def import_patch(
     path: Path,
     id_: str,
     releases: Sequence[Release],
@@ -137,7 +137,7 @@ def take(
 
     ``base`` is the release that it is written against; without it the one that its header names,
     else the one among ``releases`` where its hunks moved least, the newest of several. Raises
-    PatchConflict when it does not apply there, NoTextApplies when it applies nowhere, UsageError
+    PatchConflict when it does not apply there, NoPortApplies when it applies nowhere, UsageError
     for an id that is taken; nothing is written then.
     """
     store = store or open_store()
@@ -148,28 +148,28 @@ def take(
     if (folder / id_).exists():
         raise UsageError(f"{folder / id_} is there already; choose another id.")
     texts = read(path)
-    tried = trials(texts, releases, store=store, progress=progress)
+    tried = try_releases(texts, releases, store=store, progress=progress)
     chosen = _base(tried, base or texts[0].base, named=base is not None, path=path)
-    if not is_name(chosen.name):
+    if not is_safe_name(chosen.name):
         raise UsageError(f"{chosen.name} names no archive; a base must be a release of the lock.")
     stock = trees.StoreTree(store, store.tree_of(chosen))
-    draft = Draft(stock)
+    draft = TreeOverlay(stock)
     _applied(draft, texts)
     shape = _described(texts, id_, path, scenarios, title)
-    text = PatchText(id_, hunks.Patch(b"", ()), chosen.name, title=shape.title)
+    text = Port(id_, hunks.Patch(b"", ()), chosen.name, title=shape.title)
     tree = trees.write(store, stock.tree, draft)
-    data = patch_export.of_tree(store, chosen.commit, tree, shape, text)
+    data = patch_export.export_tree(store, chosen.commit, tree, shape, text)
     text = replace(text, patch=hunks.parse(data, f"{id_}.patch"))
     found = port_writer.propose_markers(text.patch, stock)
     file = folder / id_ / f"{chosen.name}.patch"
-    write_whole(file, shared_files.separate(text.patch, ())[0])
-    write_atomic(folder / id_ / "patch.toml", _toml(shape, chosen, found))
+    write_bytes_atomic(file, shared_files.separate(text.patch, ())[0])
+    write_text_atomic(folder / id_ / "patch.toml", _toml(shape, chosen, found))
     _order(folder / "series.toml", id_)
     faults = [f for f in lint.lint(folder) if f.path.startswith(f"{id_}/")]
     return Imported(id_, chosen.name, file, tried, tuple(faults))
 
 
-def _applied(draft: Draft, texts: Sequence[PatchText]) -> int:
+def _applied(draft: TreeOverlay, texts: Sequence[Port]) -> int:
     moved = 0
     for text in texts:
         placements = draft.apply(text.patch, text.name)
@@ -177,7 +177,7 @@ def _applied(draft: Draft, texts: Sequence[PatchText]) -> int:
     return moved
 
 
-def _base(tried: Sequence[Trial], base: str, *, named: bool, path: Path) -> Release:
+def _base(tried: Sequence[ApplyResult], base: str, *, named: bool, path: Path) -> Release:
     for trial in tried:
         if trial.release.name == base and trial.applies:
             return trial.release
@@ -189,12 +189,12 @@ def _base(tried: Sequence[Trial], base: str, *, named: bool, path: Path) -> Rele
     if not good:
         conflicts = [trial.conflict for trial in tried if trial.conflict]
         said = "".join(f"\n  {trial.release.name}: {trial.conflict}" for trial in tried)
-        raise NoTextApplies(f"{path} applies strictly to none of the releases.{said}", conflicts)
+        raise NoPortApplies(f"{path} applies strictly to none of the releases.{said}", conflicts)
     return min(good, key=lambda trial: trial.offset).release
 
 
 def _described(
-    texts: Sequence[PatchText], id_: str, path: Path, scenarios: Sequence[str], title: str | None
+    texts: Sequence[Port], id_: str, path: Path, scenarios: Sequence[str], title: str | None
 ) -> Definition:
     mails = [mail_header.parse(text.patch.header) for text in texts]
     who = next((f", by {m.name} <{m.email}>" for m in mails if m.name and m.email), "")
@@ -219,7 +219,7 @@ def _trimmed(body: str) -> str:
     """Return a message so that git keeps it whole: short lines, none that looks like a patch's."""
     lines: list[str] = []
     for line in body.splitlines():
-        safe = f"| {line}" if lint.BAD_WHY.match(line) else line
+        safe = f"| {line}" if lint.DIFF_LIKE_LINE.match(line) else line
         lines += textwrap.wrap(safe, lint.LINE, break_on_hyphens=False) or [""]
     return "\n".join(line.rstrip() for line in lines).strip()
 
@@ -243,11 +243,11 @@ def _toml(shape: Definition, base: Release, found: Sequence[Marker]) -> str:
 def _order(file: Path, id_: str) -> None:
     """Add an id at the end of the order; the comments of the file stay."""
     if not file.is_file():
-        write_atomic(file, f'schema = 1\norder = [\n  "{id_}",\n]\n')
+        write_text_atomic(file, f'schema = 1\norder = [\n  "{id_}",\n]\n')
         return
     series_module.load(file.parent)  # an order that cannot be read is not written to
     document = tomlkit.parse(file.read_text("utf-8"))
     order: Any = document["order"]
     order.add_line(id_, indent="  ")
     text = tomlkit.dumps(document)
-    write_atomic(file, re.sub(r",?\s*\]\s*\Z", ",\n]\n", text))
+    write_text_atomic(file, re.sub(r",?\s*\]\s*\Z", ",\n]\n", text))

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyllamakv.errors import NoTextApplies, PatchConflict, UsageError
+from pyllamakv.errors import NoPortApplies, PatchConflict, UsageError
 from pyllamakv.patching import foreign_series, trees
 from pyllamakv.patching import series as series_module
-from pyllamakv.patching.definition import Definition, PatchText
-from pyllamakv.patching.draft import Draft
+from pyllamakv.patching.definition import Definition, Port
+from pyllamakv.patching.strict_apply import TreeOverlay
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pyllamakv.patching.draft import Placement, Tree
     from pyllamakv.patching.series import Series
+    from pyllamakv.patching.strict_apply import Placement, Tree
     from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class AppliedPort:
     """Hold one patch that applies: its text and where each hunk went."""
 
-    text: PatchText
+    text: Port
     placements: tuple[Placement, ...]
 
 
@@ -41,50 +41,50 @@ class Skipped:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PortChoice:
     """Hold the texts for a release, in order, the tree they make, and what was left out."""
 
     steps: tuple[AppliedPort, ...]
-    draft: Draft
+    draft: TreeOverlay
     skipped: tuple[Skipped, ...] = ()
 
     @property
-    def texts(self) -> tuple[PatchText, ...]:
+    def texts(self) -> tuple[Port, ...]:
         """Return the texts in order of application."""
         return tuple(step.text for step in self.steps)
 
 
-def plan_release(
+def choose_for_release(
     release: Release,
-    names: Sequence[str | PatchText] | None = None,
+    names: Sequence[str | Port] | None = None,
     *,
     series: Series | None = None,
     store: Store | None = None,
     progress: Progress | None = None,
-) -> Plan:
+) -> PortChoice:
     """Choose texts for a release; it is fetched when the store lacks it.
 
     ``names`` are ids of the series, paths of foreign patch files or folders, or texts at hand (one
     with the id of a shipped patch takes its place). None means every patch that applies.
     """
     store = store or open_store()
-    release = trees.present(store, release, progress)
+    release = trees.ensure_fetched(store, release, progress)
     series = series_module.load() if series is None else series
     tree = trees.StoreTree(store, store.tree_of(release))
-    return plan(series, tree, release.name, names)
+    return choose_for_tree(series, tree, release.name, names)
 
 
-def plan(
+def choose_for_tree(
     series: Series,
     tree: Tree,
     release: str,
-    names: Sequence[str | PatchText] | None = None,
-) -> Plan:
+    names: Sequence[str | Port] | None = None,
+) -> PortChoice:
     """Choose texts for a stock tree.
 
-    With names every one of them, and what it requires, must apply: otherwise NoTextApplies with
+    With names every one of them, and what it requires, must apply: otherwise NoPortApplies with
     each conflict. Without names, patches that do not apply are left out, with the reason; when
-    nothing is left, NoTextApplies too.
+    nothing is left, NoPortApplies too.
     """
     if names is None:
         return _every(series, tree, release)
@@ -92,30 +92,30 @@ def plan(
     wanted = [patch.id for patch in named(series, names)]
     while True:
         more = _attempt(definitions, tree, release, wanted)
-        if isinstance(more, Plan):
+        if isinstance(more, PortChoice):
             return more
         wanted += more
 
 
-def candidates(definition: Definition, release: str) -> tuple[PatchText, ...]:
+def candidates(definition: Definition, release: str) -> tuple[Port, ...]:
     """Return the texts in order of trial: the one written for this very release first."""
-    return tuple(sorted(definition.texts, key=lambda text: text.base != release))
+    return tuple(sorted(definition.ports, key=lambda text: text.base != release))
 
 
 def choose(
-    definition: Definition, draft: Draft, stock: Tree, release: str, applied: Sequence[str]
+    definition: Definition, draft: TreeOverlay, stock: Tree, release: str, applied: Sequence[str]
 ) -> AppliedPort | Skipped:
     """Choose and apply one patch's text on a draft, or say why none fits.
 
     A text is meant when its markers hold in the stock tree; it is taken when everything it
     requires is applied and every hunk has a certain place.
     """
-    if not definition.wants(release):
+    if not definition.covers_release(release):
         return Skipped(definition.id, f"is meant for {definition.releases}, not for {release}")
     conflicts: list[PatchConflict] = []
     reasons: list[str] = []
     for text in candidates(definition, release):
-        missed = text.misses(stock)
+        missed = text.failed_markers(stock)
         if missed:
             reasons.append(f"the text for {text.base} is not meant for this tree: {missed[0]}")
             continue
@@ -132,8 +132,8 @@ def choose(
     return Skipped(definition.id, "; ".join(reasons) or "has no text", tuple(conflicts))
 
 
-def _every(series: Series, tree: Tree, release: str) -> Plan:
-    draft = Draft(tree)
+def _every(series: Series, tree: Tree, release: str) -> PortChoice:
+    draft = TreeOverlay(tree)
     steps: list[AppliedPort] = []
     skipped: list[Skipped] = []
     for definition in series:
@@ -145,27 +145,27 @@ def _every(series: Series, tree: Tree, release: str) -> Plan:
             skipped.append(found)
     if not steps:
         says = "".join(f"\n  {skip.id}: {skip.reason}" for skip in skipped)
-        raise NoTextApplies(
+        raise NoPortApplies(
             f"No patch of the series applies to {release}.{says}",
             [error for skip in skipped for error in skip.conflicts],
         )
-    return Plan(tuple(steps), draft, tuple(skipped))
+    return PortChoice(tuple(steps), draft, tuple(skipped))
 
 
 def _attempt(
     definitions: dict[str, Definition], tree: Tree, release: str, wanted: Sequence[str]
-) -> Plan | list[str]:
+) -> PortChoice | list[str]:
     """Return a plan, or the ids that a text turned out to require."""
-    draft = Draft(tree)
+    draft = TreeOverlay(tree)
     steps: list[AppliedPort] = []
     for id_, definition in definitions.items():
         if id_ not in wanted:
             continue
-        meant = [t for t in candidates(definition, release) if not t.misses(tree)]
+        meant = [t for t in candidates(definition, release) if not t.failed_markers(tree)]
         if meant and meant[0].base == release:
             # what is written for this very release says what it requires here
             meant = meant[:1]
-        if definition.wants(release):
+        if definition.covers_release(release):
             more = [need for text in meant for need in text.requires if need not in wanted]
             unknown = [need for need in more if need not in definitions]
             if unknown:
@@ -176,18 +176,18 @@ def _attempt(
         if isinstance(found, Skipped):
             if len(found.conflicts) == 1 and len(meant) == 1:
                 raise found.conflicts[0]
-            raise NoTextApplies(
+            raise NoPortApplies(
                 f"{id_} does not apply to {release}: {found.reason}", found.conflicts
             )
         steps.append(found)
-    return Plan(tuple(steps), draft)
+    return PortChoice(tuple(steps), draft)
 
 
-def named(series: Series, names: Sequence[str | PatchText]) -> list[Definition]:
+def named(series: Series, names: Sequence[str | Port]) -> list[Definition]:
     """Return the definitions that names mean: ids, files, folders or texts."""
     found: list[Definition] = []
     for name in names:
-        if isinstance(name, PatchText):
+        if isinstance(name, Port):
             found.append(foreign_series.definition_of(name))
         elif os.sep in name or name.endswith((".patch", ".diff")):
             found += foreign_series.load(Path(name))
@@ -196,21 +196,21 @@ def named(series: Series, names: Sequence[str | PatchText]) -> list[Definition]:
     return found
 
 
-def only(series: Series, names: Sequence[str | PatchText] | None) -> Series:
+def only(series: Series, names: Sequence[str | Port] | None) -> Series:
     """Return the patches that names mean, with all that they may require, in order."""
     if names is None:
         return series
     known = _known(series, names)
     wanted = {definition.id for definition in named(series, names)}
     while True:
-        texts = [text for id_ in wanted for text in known[id_].texts]
+        texts = [text for id_ in wanted for text in known[id_].ports]
         more = {need for text in texts for need in text.requires if need in known} - wanted
         if not more:
             return series_module.Series(tuple(d for d in known.values() if d.id in wanted))
         wanted |= more
 
 
-def _known(series: Series, names: Sequence[str | PatchText]) -> dict[str, Definition]:
+def _known(series: Series, names: Sequence[str | Port]) -> dict[str, Definition]:
     # a text at hand takes the place of the shipped patch of its id; others come after the series
     known = {definition.id: definition for definition in series}
     known.update({definition.id: definition for definition in named(series, names)})

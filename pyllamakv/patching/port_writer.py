@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 from pyllamakv.errors import SourceError, UsageError
 from pyllamakv.patching import cpp_lines, hunk_locator, patch_export, trees
 from pyllamakv.patching.definition import Marker, file_of
-from pyllamakv.source import lock, releases
-from pyllamakv.source.files import write_atomic, write_whole
+from pyllamakv.source import lockfile, releases
+from pyllamakv.source.files import write_bytes_atomic, write_text_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from pyllamakv.patching.definition import Definition, PatchText
-    from pyllamakv.patching.draft import Tree
+    from pyllamakv.patching.definition import Definition, Port
     from pyllamakv.patching.hunks import FilePatch, Patch
     from pyllamakv.patching.series import Series
+    from pyllamakv.patching.strict_apply import Tree
     from pyllamakv.source.releases import Release
     from pyllamakv.source.store import Store
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 _LENGTH = range(16, 96)
 
 
-def refuse(series: Series, definition: Definition, release: Release) -> None:
+def check_writable(series: Series, definition: Definition, release: Release) -> None:
     """Raise UsageError where a text for a release cannot be put into the series."""
     if definition.folder is None or series.folder is None:
         msg = f"{definition.id} is a foreign patch without a series folder; name a folder with --to"
-    elif not releases.is_name(release.name):
+    elif not releases.is_safe_name(release.name):
         msg = f"{release.name} names no archive, so no text is kept for it; name a folder with --to"
     elif not os.access(definition.folder, os.W_OK):
         msg = f"{definition.folder} cannot be written to; name a folder with --to"
@@ -43,9 +43,9 @@ def refuse(series: Series, definition: Definition, release: Release) -> None:
     raise UsageError(msg)
 
 
-def put(
+def write_port(
     definition: Definition,
-    text: PatchText,
+    text: Port,
     era: str,
     stock: trees.StoreTree,
     store: Store,
@@ -58,23 +58,23 @@ def put(
     for each, data in patch_export.parts(definition, text.base, text.patch).items():
         if each != path and data != each.read_bytes():
             notes.append(f"review {each}: it changed for every port of {definition.id}")
-        write_whole(each, data)
-    if text.base not in [known.base for known in definition.texts]:
+        write_bytes_atomic(each, data)
+    if text.base not in [known.base for known in definition.ports]:
         found = propose_markers(text.patch, stock, _others(definition, store))
         more = [id_ for id_ in text.requires if id_ not in definition.requires]
         table = port_table(text.base, era, more, found)
-        write_atomic(file, file.read_text("utf-8").rstrip("\n") + "\n" + table)
+        write_text_atomic(file, file.read_text("utf-8").rstrip("\n") + "\n" + table)
         notes.append(f"look at the markers proposed for {text.base} in {file}")
-    if not definition.wants(text.base):
+    if not definition.covers_release(text.base):
         notes.append(f"`releases` in {file} is {definition.releases!r}: it leaves {text.base} out")
     return path, tuple(notes)
 
 
 def _others(definition: Definition, store: Store) -> list[trees.StoreTree]:
     """Return the trees of the bases that the patch has texts for."""
-    known = lock.known()
+    known = lockfile.known()
     found = []
-    for text in definition.texts:
+    for text in definition.ports:
         try:
             tree = store.tree_of(known[text.base])
         except (KeyError, SourceError):
@@ -113,7 +113,7 @@ def _marker_line(file: FilePatch, path: str, tree: Tree, others: Sequence[Tree])
     best: tuple[tuple[int, int], str] = ((-1, -1), "")
     for raw in dict.fromkeys(line for hunk in file.hunks for line in hunk.old):
         line = raw.strip()
-        if len(line) not in _LENGTH or not line.isascii() or not cpp_lines.tells(raw):
+        if len(line) not in _LENGTH or not line.isascii() or not cpp_lines.is_significant(raw):
             continue
         if lines.count(raw) != 1:
             continue

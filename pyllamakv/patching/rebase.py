@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pyllamakv.errors import NoTextApplies, PatchConflict, PatchError, UsageError
+from pyllamakv.errors import NoPortApplies, PatchConflict, PatchError, UsageError
 from pyllamakv.patching import (
     apply,
     base_choice,
-    compare,
     conflict_help,
     foreign_series,
     hunks,
     patch_export,
     port_choice,
+    port_comparison,
     port_writer,
     rebase_session,
     requirements,
@@ -28,10 +28,10 @@ from pyllamakv.patching import (
     worktree,
 )
 from pyllamakv.patching import series as series_module
-from pyllamakv.patching.definition import PatchText
-from pyllamakv.patching.draft import Draft
-from pyllamakv.source import gitting, sources
-from pyllamakv.source.files import write_whole
+from pyllamakv.patching.definition import Port
+from pyllamakv.patching.strict_apply import TreeOverlay
+from pyllamakv.source import git_command, spec_resolver
+from pyllamakv.source.files import write_bytes_atomic
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Rebased:
     base: str = ""
     anchor: str = ""
     path: Path | None = None
-    comparison: compare.PortComparison | None = None
+    comparison: port_comparison.PortComparison | None = None
     notes: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def rebase(
     """Carry patches over to a release, one after another; yield what became of each.
 
     Texts go into the series (``patches``, else the shipped one) or as ``ID.patch`` into ``to``.
-    With ``force`` a text is written even where one applies already. Raises RebaseWaiting at the
+    With ``force`` a text is written even where one applies already. Raises RebaseConflict at the
     first conflict: `resume`, `skip` and `abort` go on from there, with the ids that are left.
     """
     store = store or open_store()
@@ -105,13 +105,13 @@ def rebase(
 def resume(id_: str, *, store: Store | None = None) -> Iterator[Rebased]:
     """Write the text of a rebase whose conflict is solved, and go on with the patches behind it.
 
-    Raises RebaseWaiting while a file is not merged; nothing is written then.
+    Raises RebaseConflict while a file is not merged; nothing is written then.
     """
     store = store or open_store()
     with store.lock(f"rebase-{id_}"):
         session = _waiting(store, id_)
         _refuse_unmerged(store, session)
-        done = _finish(store, session, worktree.take(session.folder(store)), "resolved")
+        done = _finish(store, session, worktree.write_tree(session.folder(store)), "resolved")
         rebase_session.clear(store, id_)
     yield done
     yield from _behind(session, store)
@@ -123,7 +123,7 @@ def skip(id_: str, *, store: Store | None = None) -> Iterator[Rebased]:
     with store.lock(f"rebase-{id_}"):
         session = _waiting(store, id_)
         rebase_session.clear(store, id_)
-    yield Rebased(id_, session.onto, "skipped", session.base, session.anchor)
+    yield Rebased(id_, session.onto, "skipped", session.base, session.picked_from)
     yield from _behind(session, store)
 
 
@@ -147,13 +147,13 @@ def _start(
 ) -> Rebased:
     series = _series(patches)
     definition = series.definition(id_)
-    release = trees.present(store, sources.resolve(onto), progress)
+    release = trees.ensure_fetched(store, spec_resolver.resolve(onto), progress)
     if to is None:
-        port_writer.refuse(series, definition, release)
+        port_writer.check_writable(series, definition, release)
     with store.lock(f"rebase-{id_}"):
         there = rebase_session.load(store, id_)
         if there is not None and there.phase == "waiting":
-            raise conflict_help.waits(
+            raise conflict_help.conflict_error(
                 store, there, f"A rebase of {id_} onto {there.onto} waits already"
             )
         rebase_session.clear(store, id_)  # what a killed process left
@@ -162,37 +162,39 @@ def _start(
             note = f"the text for {found.base} applies as it is; --force writes one all the same"
             return Rebased(id_, release.name, "applies", found.base, notes=(note,))
         found_at = base_choice.nearest(definition, series, release, store=store)
-        kept = requirements.still(series, found_at.text, release, store, to)
+        kept = requirements.needed_on(series, found_at.text, release, store, to)
         try:
-            commit, _ = apply.ground(series, requirements.patches(kept, to), release, store=store)
-        except (PatchConflict, NoTextApplies) as error:
+            commit, _ = apply.apply_requirements(
+                series, requirements.patches(kept, to), release, store=store
+            )
+        except (PatchConflict, NoPortApplies) as error:
             names = ", ".join(kept)
             msg = f"{id_} requires {names}; rebase that onto {release.name} first.\n{error}"
-            raise NoTextApplies(msg) from error
+            raise NoPortApplies(msg) from error
         session = rebase_session.Session(
             id=id_,
             onto=release.name,
             era=release.era,
             stock=release.commit,
-            ground=commit,
-            anchor=found_at.release.name,
+            parent=commit,
+            picked_from=found_at.release.name,
             base=found_at.text.base,
-            pick=found_at.commit,
+            picked_commit=found_at.commit,
             requires=kept,
             patches=str(patches.resolve()) if patches else None,
             to=str(to.resolve()) if to else None,
-            then=then,
+            remaining=then,
         ).write(store, phase="starting")
-        store.publish(rebase_session.ref(id_), found_at.commit)
+        store.update_ref(rebase_session.ref(id_), found_at.commit)
         if progress:
             progress(f"merging {id_} into {release.name}", 0, None)
         worktree.make(store, session.folder(store), commit)
-        if worktree.pick(session.folder(store), found_at.commit):
+        if worktree.cherry_pick(session.folder(store), found_at.commit):
             session = session.write(store, phase="waiting")
-            raise conflict_help.waits(
+            raise conflict_help.conflict_error(
                 store, session, f"{id_} does not merge into {release.name} by itself"
             )
-        tree = gitting.git(session.folder(store), "write-tree")
+        tree = git_command.git(session.folder(store), "write-tree")
         done = _finish(store, session, tree, "clean")
         rebase_session.clear(store, id_)
     return done
@@ -200,8 +202,8 @@ def _start(
 
 def _finish(store: Store, session: Session, tree: str, state: State) -> Rebased:
     """Export the merged tree, check that the text gives it back, and put it in its place."""
-    said = Rebased(session.id, session.onto, state, session.base, session.anchor)
-    before = store.tree_of(session.ground)
+    said = Rebased(session.id, session.onto, state, session.base, session.picked_from)
+    before = store.tree_of(session.parent)
     if tree == before:
         note = f"{session.onto} has every change of it already: see `pyllamakv patch obsolete`"
         return replace(said, state="empty", notes=(note,))
@@ -209,41 +211,37 @@ def _finish(store: Store, session: Session, tree: str, state: State) -> Rebased:
     definition = series.definition(session.id)
     old = _old(store, session)
     text = replace(old, base=session.onto)
-    data = patch_export.of_tree(store, session.ground, tree, definition, text)
+    data = patch_export.export_tree(store, session.parent, tree, definition, text)
     text = replace(text, patch=hunks.parse(data, f"{session.id}.patch"))
-    draft = Draft(trees.StoreTree(store, before))
+    draft = TreeOverlay(trees.StoreTree(store, before))
     draft.apply(text.patch, text.name)
     if trees.write(store, before, draft) != tree:
         raise PatchError(f"The text of {text.name} does not give the merged tree back.")
     notes = requirements.dropped(definition, session)
     if session.to:
         path = Path(session.to) / f"{session.id}.patch"
-        write_whole(path, data)
+        write_bytes_atomic(path, data)
     else:
         stock = trees.StoreTree(store, store.tree_of(session.stock))
-        path, more = port_writer.put(definition, text, session.era, stock, store)
+        path, more = port_writer.write_port(definition, text, session.era, stock, store)
         notes += more
-    return replace(said, path=path, comparison=compare.compare(old, text), notes=notes)
+    return replace(said, path=path, comparison=port_comparison.compare(old, text), notes=notes)
 
 
-def _old(store: Store, session: Session) -> PatchText:
-    data = patch_export.format_patch(store, session.pick)
-    return PatchText(
-        session.id, hunks.parse(data, session.id), session.base, requires=session.requires
-    )
+def _old(store: Store, session: Session) -> Port:
+    data = patch_export.format_patch(store, session.picked_commit)
+    return Port(session.id, hunks.parse(data, session.id), session.base, requires=session.requires)
 
 
 def _behind(session: Session, store: Store) -> Iterator[Rebased]:
     patches, to = (Path(p) if p else None for p in (session.patches, session.to))
-    yield from rebase(session.then, session.onto, patches=patches, to=to, store=store)
+    yield from rebase(session.remaining, session.onto, patches=patches, to=to, store=store)
 
 
-def _served(
-    series: Series, definition: Definition, release: Release, store: Store
-) -> PatchText | None:
+def _served(series: Series, definition: Definition, release: Release, store: Store) -> Port | None:
     try:
-        plan = port_choice.plan_release(release, [definition.id], series=series, store=store)
-    except (PatchConflict, NoTextApplies):
+        plan = port_choice.choose_for_release(release, [definition.id], series=series, store=store)
+    except (PatchConflict, NoPortApplies):
         return None
     return plan.texts[-1]
 
@@ -268,12 +266,12 @@ def _waiting(store: Store, id_: str) -> Session:
 
 def _refuse_unmerged(store: Store, session: Session) -> None:
     folder = session.folder(store)
-    marked = worktree.marked(folder, worktree.changed(folder, session.ground))
-    left = [c for c in worktree.clashes(folder) if c.kind != "content" and _open(folder, c)]
+    marked = worktree.with_conflict_markers(folder, worktree.changed(folder, session.parent))
+    left = [c for c in worktree.unmerged_files(folder) if c.kind != "content" and _open(folder, c)]
     if marked or left:
-        raise conflict_help.waits(store, session, "Some files are not merged yet", marked)
+        raise conflict_help.conflict_error(store, session, "Some files are not merged yet", marked)
 
 
-def _open(folder: Path, clash: worktree.Clash) -> bool:
+def _open(folder: Path, clash: worktree.UnmergedFile) -> bool:
     # the person decides by deleting the file, or by telling git that it shall stay
     return (folder / clash.path).exists() == (clash.kind == "gone")

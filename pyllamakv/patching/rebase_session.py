@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pyllamakv.errors import PatchError
 from pyllamakv.patching import worktree
-from pyllamakv.source.files import write_atomic
+from pyllamakv.source.files import write_text_atomic
 
 if TYPE_CHECKING:
     from pyllamakv.source.store import Store
@@ -25,25 +25,25 @@ _SCHEMA = 1
 
 @dataclass(frozen=True)
 class Session:
-    """Hold one rebase: ``id`` onto ``onto``, and how it came about.
+    """Hold one rebase of the patch ``id`` onto the release ``onto``.
 
-    ``stock`` is the target release's commit, ``ground`` that with what the patch requires, ``pick``
-    the commit of the text on ``anchor``. ``patches`` and ``to`` are the caller's paths, ``then``
-    the ids that follow.
+    ``stock`` is the commit of the target release, ``parent`` that commit with the required patches
+    applied, ``picked_commit`` the commit of the port on ``picked_from``. ``patches`` and ``to`` are
+    the caller's paths, ``remaining`` the ids of the patches that follow.
     """
 
     id: str
     onto: str
     era: str
     stock: str
-    ground: str
-    anchor: str
+    parent: str
+    picked_from: str
     base: str
-    pick: str
+    picked_commit: str
     requires: tuple[str, ...] = ()
     patches: str | None = None
     to: str | None = None
-    then: tuple[str, ...] = ()
+    remaining: tuple[str, ...] = ()
     phase: Literal["starting", "waiting"] = "starting"
 
     def folder(self, store: Store) -> Path:
@@ -54,7 +54,7 @@ class Session:
         """Write the state; return it in its new phase."""
         now = replace(self, phase=phase)
         text = json.dumps({"schema": _SCHEMA, **asdict(now)}, indent=2)
-        write_atomic(place(store, self.id) / "state.json", text + "\n")
+        write_text_atomic(place(store, self.id) / "state.json", text + "\n")
         return now
 
 
@@ -73,7 +73,7 @@ def load(store: Store, id_: str) -> Session | None:
         facts: dict[str, Any] = json.loads(file.read_text("utf-8"))
         if facts.pop("schema") != _SCHEMA:
             raise ValueError("another version wrote it")
-        facts |= {key: tuple(facts[key]) for key in ("requires", "then")}
+        facts |= {key: tuple(facts[key]) for key in ("requires", "remaining")}
         return Session(**facts)
     except FileNotFoundError:
         return None
@@ -100,7 +100,7 @@ def clear(store: Store, id_: str) -> bool:
         (folder / "state.json").unlink(missing_ok=True)
         folder.rmdir()
     if store.ref(ref(id_)):
-        store.drop(ref(id_))
+        store.delete_ref(ref(id_))
     return there
 
 

@@ -28,7 +28,7 @@ class Successor(NamedTuple):
     """Name a file and how much of the searched lines and names it holds, 0 to 1."""
 
     path: str
-    likeness: float
+    similarity: float
 
 
 def find(tree: StoreTree, path: str, lines: Iterable[bytes]) -> tuple[Successor, ...]:
@@ -38,8 +38,8 @@ def find(tree: StoreTree, path: str, lines: Iterable[bytes]) -> tuple[Successor,
     more files have it. At most three are returned, none where nothing is like it, or nothing is
     more like it than ``path`` itself.
     """
-    old = [line for line in lines if cpp_lines.tells(line)]
-    wanted = {cpp_lines.plain(line) for line in old} | set(cpp_lines.names(old))
+    old = [line for line in lines if cpp_lines.is_significant(line)]
+    wanted = {cpp_lines.normalize(line) for line in old} | set(cpp_lines.names(old))
     top = path.split("/", 1)[0]
     near = _kinds(path)
     paths = [
@@ -59,9 +59,9 @@ def find(tree: StoreTree, path: str, lines: Iterable[bytes]) -> tuple[Successor,
         Successor(other, round(sum(weights[part] for part in parts) / whole, 3))
         for other, parts in held.items()
     ]
-    ranked = sorted(found, key=lambda s: (-s.likeness, s.path))
-    best = ranked[0].likeness if ranked else 0.0
-    kept = [s for s in ranked if s.likeness >= max(_LEAST, best / 2)]
+    ranked = sorted(found, key=lambda s: (-s.similarity, s.path))
+    best = ranked[0].similarity if ranked else 0.0
+    kept = [s for s in ranked if s.similarity >= max(_LEAST, best / 2)]
     if path in [s.path for s in kept[:1]]:
         return ()
     return tuple(s for s in kept if s.path != path)[:3]
@@ -70,7 +70,7 @@ def find(tree: StoreTree, path: str, lines: Iterable[bytes]) -> tuple[Successor,
 @functools.lru_cache(maxsize=1024)
 def _parts(data: bytes) -> frozenset[str]:
     lines = data.split(b"\n")
-    return frozenset({*map(cpp_lines.plain, lines), *cpp_lines.names(lines)})
+    return frozenset({*map(cpp_lines.normalize, lines), *cpp_lines.names(lines)})
 
 
 def _kinds(path: str) -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pyllamakv.patching import trees
-from pyllamakv.patching.definition import PatchText
+from pyllamakv.patching.definition import Port
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,15 +18,17 @@ if TYPE_CHECKING:
     from pyllamakv.source.store import Store
 
 
-def still(
-    series: Series, text: PatchText, release: Release, store: Store, to: Path | None
+def needed_on(
+    series: Series, text: Port, release: Release, store: Store, to: Path | None
 ) -> tuple[str, ...]:
     """Return what a text requires, without patches that the release has no use for."""
     tree = trees.StoreTree(store, store.tree_of(release))
 
     def meant(id_: str) -> bool:
         patch = series.definition(id_)
-        return patch.wants(release.name) and any(not t.misses(tree) for t in patch.texts)
+        return patch.covers_release(release.name) and any(
+            not t.failed_markers(tree) for t in patch.ports
+        )
 
     # What the patch requires by itself, every text of it does.
     always = series.definition(text.id).requires
@@ -37,18 +39,18 @@ def still(
     )
 
 
-def patches(requires: Sequence[str], to: Path | None) -> list[str | PatchText]:
+def patches(requires: Sequence[str], to: Path | None) -> list[str | Port]:
     """Return what is required; what was just written to a folder goes before the series."""
     files = {id_: to / f"{id_}.patch" for id_ in requires} if to else {}
     return [
-        PatchText.from_file(files[id_], id_) if id_ in files and files[id_].is_file() else id_
+        Port.from_file(files[id_], id_) if id_ in files and files[id_].is_file() else id_
         for id_ in requires
     ]
 
 
 def dropped(definition: Definition, session: Session) -> tuple[str, ...]:
     """Say which patches a carried text requires no more."""
-    needed = next((text.requires for text in definition.texts if text.base == session.base), ())
+    needed = next((text.requires for text in definition.ports if text.base == session.base), ())
     return tuple(
         f"it requires {id_} no more, which is not meant for {session.onto}"
         for id_ in needed

@@ -65,7 +65,7 @@ def load(folder: Path | None = None, *, missing_ok: bool = False) -> Series:
     definitions = tuple(definition.load(folder / id_, missing_ok=missing_ok) for id_ in order)
     before: set[str] = set()
     for patch in definitions:
-        for required in {id_ for text in patch.texts for id_ in text.requires} - before:
+        for required in {id_ for text in patch.ports for id_ in text.requires} - before:
             raise PatchFormatError(
                 f"{patch.id} requires {required}, which does not come before it in the series.",
                 str(folder / "series.toml"),

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any, Literal
 from pyllamakv.errors import SourceError
 from pyllamakv.patching import port_choice, trees
 from pyllamakv.patching import series as series_module
-from pyllamakv.patching.draft import Draft
+from pyllamakv.patching.strict_apply import TreeOverlay
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pyllamakv.patching.definition import Definition, PatchText
-    from pyllamakv.patching.draft import Placement, Tree
+    from pyllamakv.patching.definition import Definition, Port
     from pyllamakv.patching.series import Series
+    from pyllamakv.patching.strict_apply import Placement, Tree
     from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
 
-State = Literal["applies", "offset", "fails", "blocked", "not-meant", "unknown"]
+State = Literal["applies", "offset", "fails", "blocked", "not-applicable", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,10 @@ class Attempt:
 class PatchStatus:
     """Say how one patch stands on one release.
 
-    ``applies``: every hunk exactly where it was; ``offset``: moved, but certain; ``fails``: a text
-    is meant, yet a hunk has no place; ``blocked``: a patch it requires is not applied;
-    ``not-meant``: no text is meant for this tree. ``text`` is the base of the text that is used.
+    ``applies``: every hunk is at its recorded position; ``offset``: hunks moved, each to one
+    possible position; ``fails``: a port is meant for the tree, but a hunk has no position;
+    ``blocked``: a required patch is not applied; ``not-applicable``: no port is meant for this
+    tree. ``text`` is the base of the port in use.
     """
 
     release: str
@@ -71,9 +72,9 @@ class PatchStatus:
             "release": self.release,
             "patch": self.id,
             "state": self.state,
-            "text": self.text or None,
+            "port": self.text or None,
             "reason": self.reason or None,
-            "texts": [
+            "ports": [
                 {
                     "base": attempt.base,
                     "meant": not attempt.misses,
@@ -106,17 +107,17 @@ def of_release(
 ) -> tuple[PatchStatus, ...]:
     """Try every patch on one release; a release that cannot be fetched is `unknown` everywhere."""
     try:
-        release = trees.present(store, release, progress)
+        release = trees.ensure_fetched(store, release, progress)
         tree = trees.StoreTree(store, store.tree_of(release))
     except SourceError as error:
         return tuple(PatchStatus(release.name, p.id, "unknown", reason=str(error)) for p in series)
-    tree.fetch(path for patch in series for text in patch.texts for path in text.patch.paths)
+    tree.fetch(path for patch in series for text in patch.ports for path in text.patch.paths)
     return of_tree(release.name, series, tree)
 
 
 def of_tree(name: str, series: Series, tree: Tree) -> tuple[PatchStatus, ...]:
     """Try every patch of a series, each on top of all those before it that apply."""
-    draft = Draft(tree)
+    draft = TreeOverlay(tree)
     found: list[PatchStatus] = []
     for definition in series:
         applied = [status.id for status in found if status.good]
@@ -125,7 +126,7 @@ def of_tree(name: str, series: Series, tree: Tree) -> tuple[PatchStatus, ...]:
 
 
 def _one(
-    release: str, definition: Definition, draft: Draft, tree: Tree, applied: Sequence[str]
+    release: str, definition: Definition, draft: TreeOverlay, tree: Tree, applied: Sequence[str]
 ) -> PatchStatus:
     texts = port_choice.candidates(definition, release)
     attempts = tuple(_attempt(text, draft, tree) for text in texts)
@@ -136,8 +137,8 @@ def _one(
         return PatchStatus(release, definition.id, state, chosen.text.base, "", attempts)
     meant = [text for text, attempt in zip(texts, attempts, strict=True) if not attempt.misses]
     lacking = {id_ for text in meant for id_ in text.requires if id_ not in applied}
-    if not definition.wants(release) or not meant:
-        state = "not-meant"
+    if not definition.covers_release(release) or not meant:
+        state = "not-applicable"
     elif lacking and not chosen.conflicts:
         state = "blocked"
     else:
@@ -145,12 +146,12 @@ def _one(
     return PatchStatus(release, definition.id, state, "", chosen.reason, attempts)
 
 
-def _attempt(text: PatchText, draft: Draft, tree: Tree) -> Attempt:
-    misses = tuple(str(marker) for marker in text.misses(tree))
-    return Attempt(text.base, misses, draft.survey(text.patch))
+def _attempt(text: Port, draft: TreeOverlay, tree: Tree) -> Attempt:
+    misses = tuple(str(marker) for marker in text.failed_markers(tree))
+    return Attempt(text.base, misses, draft.dry_run(text.patch))
 
 
-def github(found: Iterable[PatchStatus], path: str = "patches") -> list[str]:
+def github_annotations(found: Iterable[PatchStatus], path: str = "patches") -> list[str]:
     """Write failures as GitHub annotations on the patch files, one line each."""
     lines = []
     for status in found:

@@ -55,10 +55,10 @@ class Table:
         path = self.path or self.where
         found = tuple(Table(v, f"{self.where}: {key} {n}", path) for n, v in enumerate(value, 1))
         for table in found:
-            table.closed(keys)
+            table.reject_unknown_keys(keys)
         return found
 
-    def closed(self, keys: Collection[str]) -> None:
+    def reject_unknown_keys(self, keys: Collection[str]) -> None:
         """Refuse keys that are not among these."""
         unknown = sorted(set(self.data) - set(keys))
         if unknown:
@@ -78,7 +78,7 @@ def load(path: Path, keys: Collection[str], *, schema: int) -> Table:
     except (ValueError, RecursionError) as error:  # also of numbers without end
         raise PatchFormatError(f"{path}: {error}", str(path)) from error
     table = Table(data, str(path))
-    table.closed(keys)
+    table.reject_unknown_keys(keys)
     if data.get("schema") != schema:
         raise table.wrong(f"schema is {data.get('schema')!r}; this version reads {schema}")
     return table

@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pyllamakv.patching.draft import DraftEntry
-from pyllamakv.source import gitting
-from pyllamakv.source.store import disk_room
+from pyllamakv.patching.strict_apply import DraftEntry
+from pyllamakv.source import git_command
+from pyllamakv.source.store import translate_disk_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pyllamakv.patching.draft import Draft
+    from pyllamakv.patching.strict_apply import TreeOverlay
     from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
     from pyllamakv.source.store import Store
@@ -54,7 +54,7 @@ class StoreTree:
                 self._read[path] = DraftEntry(data, self.modes[path])
 
 
-def present(store: Store, release: Release, progress: Progress | None = None) -> Release:
+def ensure_fetched(store: Store, release: Release, progress: Progress | None = None) -> Release:
     """Return the release once the store has it; it is fetched when it is absent."""
     if store.has(release):
         return release
@@ -63,24 +63,24 @@ def present(store: Store, release: Release, progress: Progress | None = None) ->
     return fetch.fetch(release, progress=progress)
 
 
-def write(store: Store, tree: str, draft: Draft) -> str:
+def write(store: Store, tree: str, draft: TreeOverlay) -> str:
     """Write a tree with the changes of a draft to the store; return its id."""
     if not draft.changes:
         return tree
     lines = []
-    with disk_room(store.path):
+    with translate_disk_errors(store.path):
         for path, entry in sorted(draft.changes.items()):
             if entry is None:
                 lines.append(f"0 {_ABSENT}\t{path}\0")
                 continue
-            blob = gitting.git(
+            blob = git_command.git(
                 store.path, "hash-object", "-w", "-t", "blob", "--stdin", input=entry.data
             )
             lines.append(f"{entry.mode} {blob}\t{path}\0")
         with store.scratch() as folder:
             env = {"GIT_INDEX_FILE": str(folder / "index")}
-            gitting.git(store.path, "read-tree", tree, env=env)
-            gitting.git(
+            git_command.git(store.path, "read-tree", tree, env=env)
+            git_command.git(
                 store.path, "update-index", "-z", "--index-info", input="".join(lines), env=env
             )
-            return gitting.git(store.path, "write-tree", env=env)
+            return git_command.git(store.path, "write-tree", env=env)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import GitError
-from pyllamakv.source import gitting
-from pyllamakv.source.files import busy, disk_room
+from pyllamakv.source import git_command
+from pyllamakv.source.files import inheritable_lock, translate_disk_errors
 
 if TYPE_CHECKING:
     import subprocess
@@ -36,7 +36,7 @@ _LITTER = tuple(f":(exclude,glob)**/{name}" for name in ("*.orig", "*.rej", "*~"
 
 
 @dataclass(frozen=True)
-class Clash:
+class UnmergedFile:
     """Name one file that git could not merge.
 
     ``kind`` is "content" (marked places), "gone" (the target has no such file), "kept" (the patch
@@ -51,8 +51,8 @@ def make(store: Store, folder: Path, commit: str) -> None:
     """Check a commit of the store out into a new folder."""
     words = (*_NO_LINKS, "worktree", "add", "--quiet", "--force", "--detach", str(folder), commit)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with disk_room(folder), store.lock("worktrees"), _busy(folder) as held:
-        done = gitting.run(store.path, *words, hold=(held,))
+    with translate_disk_errors(folder), store.lock("worktrees"), _busy(folder) as held:
+        done = git_command.run(store.path, *words, hold=(held,))
         if done.returncode:
             raise _failed(words, done)
 
@@ -74,26 +74,26 @@ def remove(store: Store, folder: Path) -> None:
                 shutil.rmtree(half)
 
 
-def pick(folder: Path, commit: str) -> tuple[Clash, ...]:
+def cherry_pick(folder: Path, commit: str) -> tuple[UnmergedFile, ...]:
     """Merge the change of a commit into a work tree; return what git could not merge.
 
     Raises GitError when git fails for another reason than a conflict.
     """
     words = (*_NO_LINKS, "cherry-pick", "--no-commit", _LIKENESS, commit)
-    with disk_room(folder), _busy(folder) as held:
-        done = gitting.run(folder, *words, hold=(held,))
+    with translate_disk_errors(folder), _busy(folder) as held:
+        done = git_command.run(folder, *words, hold=(held,))
         if not done.returncode:
             return ()
-        found = clashes(folder)
+        found = unmerged_files(folder)
         if not found:
             raise _failed(words, done)
     return found
 
 
-def clashes(folder: Path) -> tuple[Clash, ...]:
+def unmerged_files(folder: Path) -> tuple[UnmergedFile, ...]:
     """Return the files that nobody has called merged yet."""
     stages: dict[str, set[str]] = {}
-    for record in gitting.git(folder, "ls-files", "--unmerged", "-z").split("\0"):
+    for record in git_command.git(folder, "ls-files", "--unmerged", "-z").split("\0"):
         if record:
             facts, path = record.split("\t", 1)
             stages.setdefault(path, set()).add(facts.rsplit(" ", 1)[1])
@@ -103,10 +103,12 @@ def clashes(folder: Path) -> tuple[Clash, ...]:
         frozenset("12"): "kept",
         frozenset("23"): "both",
     }
-    return tuple(Clash(path, kinds.get(frozenset(s), "content")) for path, s in stages.items())
+    return tuple(
+        UnmergedFile(path, kinds.get(frozenset(s), "content")) for path, s in stages.items()
+    )
 
 
-def marked(folder: Path, paths: Sequence[str]) -> tuple[str, ...]:
+def with_conflict_markers(folder: Path, paths: Sequence[str]) -> tuple[str, ...]:
     """Return the files among these that still hold the marks of a conflict."""
     return tuple(path for path in paths if _is_marked(folder / path))
 
@@ -117,26 +119,26 @@ def _is_marked(file: Path) -> bool:
     return plain and _MARK.search(file.read_bytes()) is not None
 
 
-def take(folder: Path) -> str:
+def write_tree(folder: Path) -> str:
     """Write everything that stands in a work tree to the store and return its tree.
 
     What upstream's own ``.gitignore`` names, such as build folders, is left out, and so is what
     editors leave behind.
     """
-    with disk_room(folder):
-        gitting.git(folder, *_NO_LINKS, "add", "--all", "--", ".", *_LITTER)
-        return gitting.git(folder, "write-tree")
+    with translate_disk_errors(folder):
+        git_command.git(folder, *_NO_LINKS, "add", "--all", "--", ".", *_LITTER)
+        return git_command.git(folder, "write-tree")
 
 
 def changed(folder: Path, commit: str) -> tuple[str, ...]:
     """Return the files of a work tree that differ from a commit."""
-    out = gitting.git(folder, *_NO_LINKS, "diff", "--name-only", "--no-renames", "-z", commit)
+    out = git_command.git(folder, *_NO_LINKS, "diff", "--name-only", "--no-renames", "-z", commit)
     return tuple(path for path in out.split("\0") if path)
 
 
 def _busy(folder: Path) -> AbstractContextManager[int]:
     """Lock a work tree: a git left behind would go on to write into what is being removed."""
-    return busy(folder.with_name(f"{folder.name}.busy"))
+    return inheritable_lock(folder.with_name(f"{folder.name}.busy"))
 
 
 def _failed(words: Sequence[str], done: subprocess.CompletedProcess[bytes]) -> GitError:

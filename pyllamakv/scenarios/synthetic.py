@@ -20,7 +20,7 @@ from pyllamakv.errors import Untestable, UsageError
 from pyllamakv.home import home
 from pyllamakv.scenarios import architectures
 from pyllamakv.scenarios.architectures import Shape
-from pyllamakv.source.files import writable
+from pyllamakv.source.files import translate_permission_errors
 
 #: The name of a real model that the user has, and the variable that says where it lies.
 TEST = "test"
@@ -127,7 +127,7 @@ def generate(shape: Shape, folder: Path) -> Path:
     path = folder / f"{shape.name}-{shape.digest}.gguf"
     if path.is_file():
         return path
-    with writable(folder):
+    with translate_permission_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{shape.name}-", suffix=".gguf", dir=folder)
     os.close(handle)

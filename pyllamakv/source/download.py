@@ -8,9 +8,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import FetchError, HashMismatch
-from pyllamakv.source import bounds
 from pyllamakv.source import progress as telling
-from pyllamakv.source.files import disk_room
+from pyllamakv.source import tree_limits
+from pyllamakv.source.files import translate_disk_errors
 from pyllamakv.source.pipconfig import redacted
 
 if TYPE_CHECKING:
@@ -39,10 +39,10 @@ def download(
     """
     part = place.with_name(place.name + ".part")
     try:
-        with disk_room(place):
+        with translate_disk_errors(place):
             place.parent.mkdir(parents=True, exist_ok=True)
             return _download(
-                session, url, part, place=place, sha256=sha256, tell=progress or telling.ignore
+                session, url, part, place=place, sha256=sha256, tell=progress or telling.no_progress
             )
     except OSError as error:
         msg = f"cannot write {part}: {error}"
@@ -104,7 +104,7 @@ def _transfer(session: Any, url: str, part: Path, name: str, tell: Progress) -> 
                 tell(name, done, total)
                 for chunk in response.iter_bytes():
                     done += len(chunk)
-                    if done > bounds.BYTES:
+                    if done > tree_limits.BYTES:
                         raise _too_long(part, url, name)
                     out.write(chunk)
                     tell(name, done, total)
@@ -129,7 +129,7 @@ def _transfer(session: Any, url: str, part: Path, name: str, tell: Progress) -> 
 def _too_long(part: Path, url: str, name: str) -> FetchError:
     part.unlink()
     return FetchError(
-        f"{name} from {redacted(url)} is longer than {bounds.BYTES} bytes; it was thrown away"
+        f"{name} from {redacted(url)} is longer than {tree_limits.BYTES} bytes; it was thrown away"
     )
 
 

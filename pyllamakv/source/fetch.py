@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.errors import FetchError, HashMismatch, UnknownRelease, UsageError
 from pyllamakv.home import home
-from pyllamakv.source import archive as archives
-from pyllamakv.source import era, lock, npm, sources
+from pyllamakv.source import era, lockfile, npm, spec_resolver
 from pyllamakv.source import progress as telling
+from pyllamakv.source import sdist_import as archives
 from pyllamakv.source.download import download, file_hash
-from pyllamakv.source.index import PROJECT, Index, IndexFile
-from pyllamakv.source.releases import Release, is_name
-from pyllamakv.source.sources import resolve
+from pyllamakv.source.index import PROJECT, IndexFile, PackageIndex
+from pyllamakv.source.releases import Release, is_safe_name
+from pyllamakv.source.spec_resolver import resolve
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def fetch(release: Release, *, progress: Progress | None = None, keep: bool = Fa
         if store.has(release):
             return release
         if release.kind == "path":
-            found = sources.from_folder(release.name)
+            found = spec_resolver.from_folder(release.name)
             return _same(release, found)
         if release.kind == "git":
             return _same(release, _fetch_git(release))
@@ -84,10 +84,10 @@ def add(
     """
     what = what.strip()
     if what.startswith("path:"):
-        return sources.from_folder(what)
+        return spec_resolver.from_folder(what)
     if what.startswith("git:"):
-        release = sources.from_git(what)
-    elif (file := sources.local(what)) and file.is_file():
+        release = spec_resolver.pin_git(what)
+    elif (file := spec_resolver.existing_path(what)) and file.is_file():
         release = _add_file(file, progress)
     elif bring := _brings(what):
         # The archive is taken away in the end: nobody else may be reading it then, nor look for
@@ -116,9 +116,9 @@ def _brings(what: str) -> Callable[..., Release] | None:
 
 def _note(release: Release, pin: Path | None) -> None:
     if pin is not None:
-        lock.save(pin, [release])
-    elif lock.known().get(release.name) != release:
-        lock.save(lock.added(), [release])
+        lockfile.save(pin, [release])
+    elif lockfile.known().get(release.name) != release:
+        lockfile.save(lockfile.added(), [release])
 
 
 # --- from the index and npm -------------------------------------------------------------------
@@ -133,17 +133,17 @@ def archive(release: Release, progress: Progress | None = None) -> Path:
     if place.is_file() and file_hash(place) == release.sha256:
         return place
     if release.kind == "npm":
-        (progress or telling.ignore)(f"npm pack {release.package}", 0, None)
+        (progress or telling.no_progress)(f"npm pack {release.package}", 0, None)
         version = release.package.rpartition("@")[2]
         return npm.pack(version, place.parent, sha256=release.sha256)
     version = release.package.rpartition("==")[2]
-    with Index() as index:
+    with PackageIndex() as index:
         offered = _offered(index, version, release.sha256)
         download(index.session, offered.url, place, sha256=release.sha256, progress=progress)
     return place
 
 
-def _offered(index: Index, version: str, sha256: str | None) -> IndexFile:
+def _offered(index: PackageIndex, version: str, sha256: str | None) -> IndexFile:
     """Return the index's file of a version, one with the wanted hash before others."""
     everything = index.sdists()
     files = [file for file in everything if file.version == version]
@@ -157,7 +157,7 @@ def _offered(index: Index, version: str, sha256: str | None) -> IndexFile:
             msg += "; give the archive to `pyllamakv upstream add FILE`"
             raise FetchError(msg)
         close = difflib.get_close_matches(version, {file.version for file in everything})
-        raise UnknownRelease(msg, name=version, close=close)
+        raise UnknownRelease(msg, name=version, suggestions=close)
     wrong = [file for file in files if sha256 and file.sha256 not in (None, sha256)]
     if len(wrong) == len(files):
         msg = (
@@ -169,21 +169,21 @@ def _offered(index: Index, version: str, sha256: str | None) -> IndexFile:
 
 
 def _import(store: Store, release: Release, file: Path, progress: Progress | None) -> None:
-    (progress or telling.ignore)(f"import {release.name}", 0, None)
+    (progress or telling.no_progress)(f"import {release.name}", 0, None)
     if release.kind == "npm":
         npm.import_package(store, file, commit=release.commit, tree=release.tree)
     else:
         archives.import_sdist(store, file, commit=release.commit, tree=release.tree)
-    store.publish(f"refs/upstream/{release.key}", release.commit)
+    store.update_ref(f"refs/upstream/{release.key}", release.commit)
 
 
 def _fetch_git(release: Release) -> Release:
-    url, _ = sources.split_git(release.name)
+    url, _ = spec_resolver.split_git(release.name)
     try:
-        return sources.take_git(f"git:{url}@{release.commit}")
+        return spec_resolver.fetch_git(f"git:{url}@{release.commit}")
     except FetchError:
         # Not every server gives out a commit by its id; its reference may still point there.
-        return sources.take_git(release.name)
+        return spec_resolver.fetch_git(release.name)
 
 
 def _same(wanted: Release, found: Release) -> Release:
@@ -197,10 +197,10 @@ def _same(wanted: Release, found: Release) -> Release:
 
 
 def _add_version(version: str, progress: Progress | None, *, keep: bool) -> Release:
-    known = lock.known().get(version)
+    known = lockfile.known().get(version)
     if known is not None:
         return fetch(known, progress=progress, keep=keep)
-    with Index() as index:
+    with PackageIndex() as index:
         offered = _offered(index, version, None)
         place = downloads() / offered.name
         download(index.session, offered.url, place, sha256=offered.sha256, progress=progress)
@@ -212,10 +212,10 @@ def _add_version(version: str, progress: Progress | None, *, keep: bool) -> Rele
 
 def _add_npm(version: str, progress: Progress | None, *, keep: bool) -> Release:
     package = f"{npm.PROJECT}@{version}"
-    known = [r for r in lock.known().values() if r.package == package]
+    known = [r for r in lockfile.known().values() if r.package == package]
     if known:
         return fetch(known[0], progress=progress, keep=keep)
-    (progress or telling.ignore)(f"npm pack {package}", 0, None)
+    (progress or telling.no_progress)(f"npm pack {package}", 0, None)
     place = npm.pack(version, downloads(), sha256=None)
     release = _add_file(place, progress)
     if not keep:
@@ -233,7 +233,7 @@ def _add_file(file: Path, progress: Progress | None) -> Release:
         raise UsageError(msg)
     store = open_store()
     sha256 = file_hash(file)
-    known = [r for r in lock.known().values() if r.archive == file.name]
+    known = [r for r in lockfile.known().values() if r.archive == file.name]
     if known:
         if known[0].sha256 != sha256:
             msg = f"{file} has SHA-256 {sha256}, but the lock expects {known[0].sha256}"
@@ -242,10 +242,10 @@ def _add_file(file: Path, progress: Progress | None) -> Release:
             _import(store, known[0], file, progress)
         return known[0]
     name = sdist["version"] if sdist else file.name.removesuffix(".tgz")
-    if not is_name(name):
+    if not is_safe_name(name):
         msg = f"{file.name} gives no usable name for a release"
         raise UsageError(msg)
-    (progress or telling.ignore)(f"import {file.name}", 0, None)
+    (progress or telling.no_progress)(f"import {file.name}", 0, None)
     if sdist:
         package = f"{PROJECT}=={name}"
         commit, tree = archives.import_sdist(store, file)
@@ -264,5 +264,5 @@ def _add_file(file: Path, progress: Progress | None) -> Release:
         sha256=sha256,
         package=package,
     )
-    store.publish(f"refs/upstream/{release.key}", commit)
+    store.update_ref(f"refs/upstream/{release.key}", commit)
     return release

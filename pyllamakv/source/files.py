@@ -29,7 +29,7 @@ def locked(file: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
     home cannot be written.
     """
     try:
-        with disk_room(file), writable(file.parent):
+        with translate_disk_errors(file), translate_permission_errors(file.parent):
             file.parent.mkdir(parents=True, exist_ok=True)
             held = filelock.FileLock(file).acquire(timeout=seconds)
     except filelock.Timeout as error:
@@ -40,13 +40,13 @@ def locked(file: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def busy(file: Path) -> Iterator[int]:
+def inheritable_lock(file: Path) -> Iterator[int]:
     """Lock a file through a descriptor that children may inherit; lend the descriptor.
 
     A killed process leaves its children behind, which go on writing: the lock lasts until the
     last that inherited it has ended.
     """
-    with disk_room(file):
+    with translate_disk_errors(file):
         handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -55,18 +55,18 @@ def busy(file: Path) -> Iterator[int]:
         os.close(handle)
 
 
-def write_atomic(file: Path, text: str) -> None:
+def write_text_atomic(file: Path, text: str) -> None:
     """Write a small text file so that a reader sees the old text or the new one."""
-    write_whole(file, text.encode())
+    write_bytes_atomic(file, text.encode())
 
 
-def write_whole(file: Path, data: bytes) -> None:
+def write_bytes_atomic(file: Path, data: bytes) -> None:
     """Write a file beside its place and rename it: what was there stays until all is written.
 
     What a killed process leaves beside it has one name, and the next write of the file takes it.
     """
     part = file.with_name(f".{file.name}.part")
-    with disk_room(file):
+    with translate_disk_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         handle = _own(part)
         try:
@@ -133,7 +133,7 @@ def _lock(handle: int, part: Path) -> bool:
 
 
 @contextlib.contextmanager
-def writable(folder: Path) -> Iterator[None]:
+def translate_permission_errors(folder: Path) -> Iterator[None]:
     """Raise UsageError where a folder of the home belongs to others, or below a file."""
     try:
         yield
@@ -145,7 +145,7 @@ def writable(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def disk_room(place: Path) -> Iterator[None]:
+def translate_disk_errors(place: Path) -> Iterator[None]:
     """Turn a full or failing disk below ``place``, as Python or git meet it, into our errors."""
     try:
         yield

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pyllamakv.errors import GitError
 
 #: The largest object, packed or loose: no file of a source tree comes near it.
-OBJECT = 256 << 20
+MAX_OBJECT_BYTES = 256 << 20
 #: The address space of a git that unpacks: an object, its base, what makes one of the other, packs.
 MEMORY = 2 << 30
 #: The largest pack: a release with its whole history has a third of this.
@@ -72,10 +72,10 @@ def command(program: str, args: Sequence[str], *, memory: bool = True) -> list[s
 
 def environment() -> dict[str, str]:
     """Return the variables that bound what git, and what it starts, allocates at once."""
-    return {"GIT_ALLOC_LIMIT": str(OBJECT)}
+    return {"GIT_ALLOC_LIMIT": str(MAX_OBJECT_BYTES)}
 
 
-def refuse(error: GitError, what: str) -> None:
+def raise_if_limit_hit(error: GitError, what: str) -> None:
     """Raise ArchiveError when a limit is what git failed of; ``what`` is what it unpacked."""
     if error.code == -signal.SIGXCPU or _ENDED in error.output:
         msg = (
@@ -85,8 +85,8 @@ def refuse(error: GitError, what: str) -> None:
         raise ArchiveError(msg) from error
     if any(word in error.output for word in _WORDS):
         msg = (
-            f"{what} takes more than {OBJECT} bytes for an object, {MEMORY} in memory or {FILE} "
-            "in a file to unpack; no release comes near that, so it was not taken: "
+            f"{what} takes more than {MAX_OBJECT_BYTES} bytes for an object, {MEMORY} in memory "
+            f"or {FILE} in a file to unpack; no release comes near that, so it was not taken: "
             f"{error.output.strip()}"
         )
         raise ArchiveError(msg) from error

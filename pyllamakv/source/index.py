@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import InvalidVersion, Version
 
 from pyllamakv.errors import FetchError
-from pyllamakv.source import bounds, pipconfig
+from pyllamakv.source import pipconfig, tree_limits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,7 +43,7 @@ class IndexFile:
         return Version(self.version)
 
 
-class Index:
+class PackageIndex:
     """Ask pip's indexes and find-links for the sdists of llama-cpp-python."""
 
     def __init__(self, settings: PipSettings | None = None) -> None:
@@ -52,7 +52,7 @@ class Index:
         #: What went wrong with the sources that did not answer the last question.
         self.unreachable: list[str] = []
 
-    def __enter__(self) -> Index:
+    def __enter__(self) -> PackageIndex:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -149,8 +149,8 @@ def _bounded(response: Any) -> None:
         length = 0
         for piece in pieces():
             length += len(piece)
-            if length > bounds.PAGE:
-                msg = f"the page is longer than {bounds.PAGE} bytes; no index of a project is"
+            if length > tree_limits.PAGE:
+                msg = f"the page is longer than {tree_limits.PAGE} bytes; no index of a project is"
                 raise FetchError(msg)
             yield piece
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from pyllamakv.errors import ArchiveError, FetchError, GitError, HashMismatch, ToolMissing
 from pyllamakv.source.download import file_hash
 from pyllamakv.source.quarantine import quarantine
-from pyllamakv.source.releases import is_name
+from pyllamakv.source.releases import is_safe_name
 from pyllamakv.source.tarball import copy_member, open_tar
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def pack(version: str, folder: Path, *, sha256: str | None) -> Path:
             f"{PROJECT} {version} comes from npm's registry, and npm is not installed; "
             "install Node.js, or give the tarball to `pyllamakv upstream add FILE`"
         )
-        raise ToolMissing(msg, tool="npm", cure="install Node.js, which brings npm")
+        raise ToolMissing(msg, tool="npm", hint="install Node.js, which brings npm")
     if not _VERSION.fullmatch(version):
         msg = f"{version!r} is no version of {PROJECT}"
         raise FetchError(msg)
@@ -146,4 +146,4 @@ def _tag(about: Path) -> str:
         tag = str(json.loads(text)["tag"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
-    return tag if is_name(tag) else ""
+    return tag if is_safe_name(tag) else ""

@@ -9,5 +9,5 @@ from collections.abc import Callable
 Progress = Callable[[str, int, int | None], None]
 
 
-def ignore(_what: str, _done: int, _total: int | None) -> None:
+def no_progress(_what: str, _done: int, _total: int | None) -> None:
     """Take progress and show nothing."""

@@ -13,8 +13,8 @@ import zlib
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import ArchiveError, GitError, HashMismatch
-from pyllamakv.source import bounds, git_limits, gitting
-from pyllamakv.source.files import disk_room
+from pyllamakv.source import git_command, git_limits, tree_limits
+from pyllamakv.source.files import translate_disk_errors
 from pyllamakv.source.store import commit_date, commit_parents
 
 if TYPE_CHECKING:
@@ -43,11 +43,13 @@ class Quarantine:
 
         Raises ArchiveError when a limit is met, GitError for whatever else fails.
         """
-        with disk_room(self.store.path):
+        with translate_disk_errors(self.store.path):
             try:
-                return gitting.git(self.store.path, *args, input=input, env=self._env, bounded=True)
+                return git_command.git(
+                    self.store.path, *args, input=input, env=self._env, bounded=True
+                )
             except GitError as error:
-                git_limits.refuse(error, "the archive")
+                git_limits.raise_if_limit_hit(error, "the archive")
                 raise
 
     def add_pack(self, pack: Path) -> None:
@@ -65,13 +67,13 @@ class Quarantine:
         """
         unpacker = zlib.decompressobj()
         try:
-            content = unpacker.decompress(data, git_limits.OBJECT)
+            content = unpacker.decompress(data, git_limits.MAX_OBJECT_BYTES)
         except zlib.error as error:
             msg = f"the object {name} in the archive is damaged: {error}"
             raise ArchiveError(msg) from error
         self._unpacked += len(content)
-        if self._unpacked > bounds.BYTES:
-            msg = f"the archive has more than {bounds.BYTES} bytes in objects that are not packed"
+        if self._unpacked > tree_limits.BYTES:
+            msg = f"the archive has more than {tree_limits.BYTES} bytes in loose objects"
             raise ArchiveError(msg)
         found = hashlib.sha1(content, usedforsecurity=False).hexdigest()
         if not unpacker.eof or found != name:
@@ -79,7 +81,7 @@ class Quarantine:
             raise ArchiveError(msg)
         file = self.objects / name[:2] / name[2:]
         file.parent.mkdir(exist_ok=True)
-        with disk_room(file):
+        with translate_disk_errors(file):
             file.write_bytes(data)
         file.chmod(0o444)
 
@@ -104,7 +106,7 @@ class Quarantine:
             raise ArchiveError(msg)
         if expected_tree and tree != expected_tree:
             _mismatch("tree", expected_tree, tree)
-        bounds.check(self.store.path, tree, self._env)
+        tree_limits.check(self.store.path, tree, self._env)
         # Who takes the release asks for both, when its objects are in the store already.
         commit_date(said)
         commit_parents(said)
@@ -117,7 +119,7 @@ def move(objects: Path, store: Store) -> None:
     # An index that is seen before its pack would name objects that are not there.
     order = {".pack": 0, ".rev": 1, ".idx": 2}
     files = [file for file in objects.rglob("*") if file.is_file() and file.parent.name != "info"]
-    with disk_room(store.path):
+    with translate_disk_errors(store.path):
         for file in sorted(files, key=lambda f: (order.get(f.suffix, 0), str(f))):
             place = store.path / "objects" / file.relative_to(objects)
             place.parent.mkdir(exist_ok=True)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Kind = Literal["sdist", "npm", "git", "path"]
 
 #: The release that is meant where none is named: the last whose decode fails by default.
-DEFAULT = "0.3.9"
+DEFAULT_RELEASE = "0.3.9"
 
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -49,10 +49,10 @@ class Release:
     @property
     def order(self) -> tuple[str, list[tuple[int, str]], str]:
         """Return the sorting key: date, then name with its numbers counted as numbers."""
-        return self.date, natural(self.name), self.commit
+        return self.date, natural_sort_key(self.name), self.commit
 
 
-def natural(text: str) -> list[tuple[int, str]]:
+def natural_sort_key(text: str) -> list[tuple[int, str]]:
     """Split a name so that numbers sort as numbers: ``0.3.9`` before ``0.3.10``.
 
     Only the digits of ASCII make numbers, and only so many of them as Python always takes for one.
@@ -61,7 +61,7 @@ def natural(text: str) -> list[tuple[int, str]]:
     return [(int(word), "") if "0" <= word[0] <= "9" else (-1, word) for word in words]
 
 
-def is_name(name: str) -> bool:
+def is_safe_name(name: str) -> bool:
     """Say whether a name is safe in file names and refs."""
     return bool(_SAFE.fullmatch(name)) and ".." not in name and not name.endswith((".lock", "."))
 
@@ -77,7 +77,7 @@ def sdist_version(name: str) -> Version | None:
         return None
 
 
-def spelled(name: str, known: Container[str]) -> str:
+def canonical_name(name: str, known: Container[str]) -> str:
     """Return a release's name as the lock spells it: ``0.3.9`` for ``v0.3.9``.
 
     A name in ``known`` is returned as it is.

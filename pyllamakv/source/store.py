@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pyllamakv.errors import ArchiveError, GitError, SourceError
 from pyllamakv.home import home
-from pyllamakv.source import era, gitting
-from pyllamakv.source.files import busy, locked
-from pyllamakv.source.files import disk_room as disk_room
-from pyllamakv.source.files import write_atomic as write_atomic
+from pyllamakv.source import era, git_command
+from pyllamakv.source.files import inheritable_lock, locked
+from pyllamakv.source.files import translate_disk_errors as translate_disk_errors
+from pyllamakv.source.files import write_text_atomic as write_text_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from pyllamakv.source.export import Difference, Exported
     from pyllamakv.source.releases import Release
+    from pyllamakv.source.tree_export import Difference, Exported
 
 
 #: The largest number of parents of a commit: more than any merge has; each is looked for here.
@@ -40,7 +40,7 @@ _BATCH = 256
 
 
 @contextlib.contextmanager
-def lent(parent: Path) -> Iterator[Path]:
+def scratch_folder(parent: Path) -> Iterator[Path]:
     """Lend a folder below ``parent``, and remove those that nobody works in any more."""
     for old in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
@@ -49,7 +49,7 @@ def lent(parent: Path) -> Iterator[Path]:
                 shutil.rmtree(old)
             finally:
                 os.close(handle)
-    with disk_room(parent):
+    with translate_disk_errors(parent):
         folder, handle = _made(parent)
         try:
             yield folder
@@ -88,7 +88,7 @@ _LOCKS = ("HEAD.lock", "config.lock", "packed-refs.lock", "shallow.lock")
 _ATTRIBUTES = "* -text -eol -filter -ident -working-tree-encoding -export-ignore -export-subst\n"
 
 
-class Entry(NamedTuple):
+class TreeEntry(NamedTuple):
     """Describe one file of a tree: its mode as git writes it, its blob and its path."""
 
     mode: str
@@ -128,14 +128,16 @@ class Store:
 
     def refs(self, prefix: str) -> dict[str, str]:
         """Return the refs below a prefix, with their objects."""
-        out = gitting.git(self.path, "for-each-ref", "--format=%(objectname) %(refname)", prefix)
+        out = git_command.git(
+            self.path, "for-each-ref", "--format=%(objectname) %(refname)", prefix
+        )
         pairs = (line.split(" ", 1) for line in out.splitlines())
         return {name: sha for sha, name in pairs}
 
-    def entries(self, what: Release | str, prefix: str = "") -> list[Entry]:
+    def entries(self, what: Release | str, prefix: str = "") -> list[TreeEntry]:
         """Return the files of a tree, submodule links left out, in git's order."""
         tree = self.tree_of(what)
-        out = gitting.git(self.path, "ls-tree", "-r", "-z", "--full-tree", tree)
+        out = git_command.git(self.path, "ls-tree", "-r", "-z", "--full-tree", tree)
         found = []
         below = prefix.rstrip("/") + "/" if prefix else ""
         for record in out.split("\0"):
@@ -144,7 +146,7 @@ class Store:
             facts, path = record.split("\t", 1)
             mode, kind, blob = facts.split(" ")
             if kind == "blob" and (path.startswith(below) or path == prefix):
-                found.append(Entry(mode, blob, path))
+                found.append(TreeEntry(mode, blob, path))
         return found
 
     def ls(self, what: Release | str, prefix: str = "") -> list[str]:
@@ -182,7 +184,7 @@ class Store:
         if not names:
             return []
         asked = "".join(f"{name}\n" for name in names)
-        out = gitting.git_bytes(self.path, "cat-file", "--batch", input=asked)
+        out = git_command.git_bytes(self.path, "cat-file", "--batch", input=asked)
         found: list[bytes | None] = []
         at = 0
         for _ in names:
@@ -198,7 +200,7 @@ class Store:
         return found
 
     def _resolve(self, name: str) -> str:
-        return gitting.git(
+        return git_command.git(
             self.path, "rev-parse", "--verify", "--quiet", "--end-of-options", name, check=False
         )
 
@@ -214,12 +216,12 @@ class Store:
         return commit_date(self._said(commit))
 
     def _said(self, commit: str) -> str:
-        return gitting.git(self.path, "cat-file", "commit", commit)
+        return git_command.git(self.path, "cat-file", "commit", commit)
 
     def _reaches_back(self, commit: str) -> bool:
         """Tell whether the history of a commit is there, to its first commit or a shallow one."""
         words = ("rev-list", "--quiet", commit, "--")
-        return not gitting.run(self.path, *words, bounded=True).returncode
+        return not git_command.run(self.path, *words, bounded=True).returncode
 
     # --- writing ------------------------------------------------------------------------------
 
@@ -256,39 +258,43 @@ class Store:
         text = message if message.endswith("\n") else message + "\n"
         return self._write("commit-tree", tree, *options, input=text, env=env)
 
-    def publish(self, name: str, commit: str) -> None:
+    def update_ref(self, name: str, commit: str) -> None:
         """Point a ref at a commit; a history that the store lacks, or has in part, is cut off.
 
         Git would refuse to fetch anything into a store with a ref whose history it cannot walk.
         """
-        with self.alone() as held:
+        with self.ref_lock() as held:
             if not self._reaches_back(commit):
                 file = self.path / "shallow"
                 known = file.read_text("ascii").split() if file.is_file() else []
                 if commit not in known:
-                    write_atomic(file, "".join(f"{c}\n" for c in sorted({*known, commit})))
+                    write_text_atomic(file, "".join(f"{c}\n" for c in sorted({*known, commit})))
             self._write("update-ref", name, commit, hold=(held,))
 
-    def drop(self, name: str) -> None:
+    def delete_ref(self, name: str) -> None:
         """Delete a ref; its objects stay."""
-        with self.alone() as held:
+        with self.ref_lock() as held:
             self._write("update-ref", "-d", name, hold=(held,))
 
     def export(
         self, what: Release | str, folder: Path, *, keep: Sequence[str] | None = None
     ) -> Exported:
         """Make ``folder`` hold exactly a tree, touching only the files that differ."""
-        from pyllamakv.source import export
+        from pyllamakv.source import tree_export
 
-        return export.export(self, what, folder, keep=export.KEEP if keep is None else keep)
+        return tree_export.export(
+            self, what, folder, keep=tree_export.GENERATED_FILES if keep is None else keep
+        )
 
     def compare(
         self, what: Release | str, folder: Path, *, keep: Sequence[str] | None = None
     ) -> Difference:
         """Name the files of ``folder`` that differ from a tree."""
-        from pyllamakv.source import export
+        from pyllamakv.source import tree_export
 
-        return export.compare(self, what, folder, keep=export.KEEP if keep is None else keep)
+        return tree_export.compare(
+            self, what, folder, keep=tree_export.GENERATED_FILES if keep is None else keep
+        )
 
     def problems(self, release: Release) -> list[str]:
         """Return where the store differs from what the lock says about a release.
@@ -303,7 +309,7 @@ class Store:
         try:
             tree = self.tree_of(release)
             blobs = sorted({entry.blob for entry in self.entries(tree)})
-            gitting.git(self.path, "rev-list", "--objects", "--quiet", tree)
+            git_command.git(self.path, "rev-list", "--objects", "--quiet", tree)
             damaged = self._damaged(blobs)
         except (GitError, SourceError) as error:
             return [f"objects are missing or damaged: {error}"]
@@ -318,7 +324,7 @@ class Store:
         return said
 
     def _damaged(self, blobs: list[str]) -> list[str]:
-        from pyllamakv.source.export import blob_id
+        from pyllamakv.source.tree_export import blob_id
 
         bad = []
         for start in range(0, len(blobs), _BATCH):
@@ -329,16 +335,16 @@ class Store:
 
     def scratch(self) -> contextlib.AbstractContextManager[Path]:
         """Lend a folder on the store's file system; it is removed at the end."""
-        return lent(self.path)
+        return scratch_folder(self.path)
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[int]:
+    def ref_lock(self) -> Iterator[int]:
         """Be the only one who writes refs; lend a descriptor for git to inherit.
 
         A git that was killed leaves lock files, which are removed here: its parent may have been
         killed without it, so what counts is the descriptor, which it holds until it ends.
         """
-        with self.lock(), busy(self._locks / "store.busy") as held:
+        with self.lock(), inheritable_lock(self._locks / "store.busy") as held:
             for left in (*map(self.path.joinpath, _LOCKS), *self.path.glob("refs/**/*.lock")):
                 left.unlink(missing_ok=True)
             yield held
@@ -354,8 +360,8 @@ class Store:
         env: Mapping[str, str] | None = None,
         hold: Sequence[int] = (),
     ) -> str:
-        with disk_room(self.path):
-            return gitting.git(self.path, *args, input=input, env=env, hold=hold)
+        with translate_disk_errors(self.path):
+            return git_command.git(self.path, *args, input=input, env=env, hold=hold)
 
 
 def open_store(path: Path | None = None) -> Store:
@@ -363,14 +369,14 @@ def open_store(path: Path | None = None) -> Store:
     store = Store((path or home() / "store.git").absolute())
     if _whole(store.path):
         return store
-    with disk_room(store.path), store.alone() as held:
+    with translate_disk_errors(store.path), store.ref_lock() as held:
         if not _whole(store.path):
             store.path.mkdir(parents=True, exist_ok=True)
-            gitting.git(store.path, "init", "-q", "--bare", ".", hold=(held,))
-            gitting.git(store.path, "config", "gc.auto", "0", hold=(held,))
+            git_command.git(store.path, "init", "-q", "--bare", ".", hold=(held,))
+            git_command.git(store.path, "config", "gc.auto", "0", hold=(held,))
             info = store.path / "info"
             info.mkdir(exist_ok=True)
-            write_atomic(info / "attributes", _ATTRIBUTES)
+            write_text_atomic(info / "attributes", _ATTRIBUTES)
     return store
 
 

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING
 
 from pyllamakv.errors import ArchiveError
-from pyllamakv.source import bounds
-from pyllamakv.source.files import disk_room
+from pyllamakv.source import tree_limits
+from pyllamakv.source.files import translate_disk_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 FILE = 1 << 30
 #: All that says something about one member; a path and its attributes take a few hundred bytes.
 HEADER = 64 << 10
-#: All headers together: those of `bounds.FILES` members of 512 bytes each.
+#: All headers together: those of `tree_limits.MAX_FILES` members of 512 bytes each.
 HEADERS = 128 << 20
 #: Attributes that hold for all members; git writes one.
 _SHARED = 16
@@ -67,7 +67,7 @@ def content(tar: tarfile.TarFile, member: tarfile.TarInfo, limit: int = FILE) ->
 def copy_member(tar: tarfile.TarFile, member: tarfile.TarInfo, file: Path) -> Path:
     """Copy a plain member to a file of our own naming."""
     source = _open(tar, member, FILE)
-    with disk_room(file), file.open("xb") as out:
+    with translate_disk_errors(file), file.open("xb") as out:
         while chunk := source.read(_CHUNK):
             out.write(chunk)
     return file
@@ -107,7 +107,7 @@ class _Tar(tarfile.TarFile):
         if member is not None and member.size < 0:
             msg = f"{member.name[:HEADER]} has a size below zero"
             raise tarfile.ReadError(msg)
-        if member is not None and member.size > bounds.BYTES:
+        if member is not None and member.size > tree_limits.BYTES:
             raise _endless()
         return member
 
@@ -148,7 +148,7 @@ class _Stream:
                 raise ArchiveError(msg)
         data = self._file.read(size)
         self._at += len(data)
-        if self._at > bounds.BYTES:
+        if self._at > tree_limits.BYTES:
             raise _endless()
         return data
 
@@ -164,5 +164,5 @@ class _Stream:
 
 def _endless() -> ArchiveError:
     return ArchiveError(
-        f"the archive unpacks to more than {bounds.BYTES} bytes; it is not to be trusted"
+        f"the archive unpacks to more than {tree_limits.BYTES} bytes; it is not to be trusted"
     )

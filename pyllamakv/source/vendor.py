@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.errors import SourceError, UnknownRelease
 from pyllamakv.home import home
-from pyllamakv.source.files import disk_room, locked, write_atomic
-from pyllamakv.source.releases import natural, spelled
+from pyllamakv.source.files import locked, translate_disk_errors, write_text_atomic
+from pyllamakv.source.releases import canonical_name, natural_sort_key
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from pyllamakv.source.export import Difference, Exported
     from pyllamakv.source.releases import Release
     from pyllamakv.source.store import Store
+    from pyllamakv.source.tree_export import Difference, Exported
 
 _RECORD = ".json"
 
@@ -62,7 +62,7 @@ def sync(
     """Put the tree of a commit into its folder, or into ``folder``, and record what it is."""
     place = (folder or place_of(release, series)).absolute()
     record = _record_of(place)
-    with _locked(place), disk_room(place):
+    with _locked(place), translate_disk_errors(place):
         if folder is None:
             known = _read(record)
             if known is None or (known.spec, known.commit) != (spec, commit):
@@ -72,7 +72,7 @@ def sync(
         done = store.export(commit, place)
         vendored = Vendored(spec, release.name, series, commit, done.tree, str(place))
         if folder is None:
-            write_atomic(record, json.dumps(asdict(vendored), indent=2) + "\n")
+            write_text_atomic(record, json.dumps(asdict(vendored), indent=2) + "\n")
     return vendored, done
 
 
@@ -80,7 +80,7 @@ def listed() -> list[Vendored]:
     """Return what is recorded, ordered by name; damaged records count as absent."""
     found = (_read(path) for path in trees().glob(f"*{_RECORD}"))
     there = [vendored for vendored in found if vendored is not None]
-    return sorted(there, key=lambda vendored: natural(Path(vendored.folder).name))
+    return sorted(there, key=lambda vendored: natural_sort_key(Path(vendored.folder).name))
 
 
 def find(spec: str) -> Vendored:
@@ -89,20 +89,20 @@ def find(spec: str) -> Vendored:
     ``0.3.9+stock`` is ``0.3.9``, and so are ``v0.3.9`` and ``llama-cpp-python==0.3.9``, unless the
     lock has a release of that name.
     """
-    from pyllamakv.source import lock
+    from pyllamakv.source import lockfile
 
     there = listed()
     for vendored in there:
         if spec in (vendored.spec, Path(vendored.folder).name):
             return vendored
     release, plus, names = spec.removesuffix("+stock").partition("+")
-    plain = spelled(release, lock.known()) + plus + names
+    plain = canonical_name(release, lockfile.known()) + plus + names
     for vendored in there:
         if plain in (vendored.spec, Path(vendored.folder).name):
             return vendored
     names = ", ".join(v.spec for v in there) or "none"
     msg = f"{spec!r} is not vendored (there is: {names}); run `pyllamakv vendor sync {spec}`"
-    raise UnknownRelease(msg, name=spec, close=[v.spec for v in there])
+    raise UnknownRelease(msg, name=spec, suggestions=[v.spec for v in there])
 
 
 def verify(store: Store, vendored: Vendored) -> Difference:
@@ -119,7 +119,7 @@ def clean(vendored: Vendored) -> Path:
     if folder.parent != trees().absolute():
         msg = f"{folder} does not lie in {trees()}; remove it by hand"
         raise SourceError(msg)
-    with _locked(folder), disk_room(folder):
+    with _locked(folder), translate_disk_errors(folder):
         _record_of(folder).unlink(missing_ok=True)
         _forget(folder)
         if folder.is_dir():

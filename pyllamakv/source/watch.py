@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 from packaging.version import InvalidVersion, Version
 
-from pyllamakv.source import lock
-from pyllamakv.source.index import Index
+from pyllamakv.source import lockfile
+from pyllamakv.source.index import PackageIndex
 
 if TYPE_CHECKING:
     from pyllamakv.source.releases import Release
 
 
 @dataclass(frozen=True)
-class News:
+class IndexChanges:
     """Say what the index has beyond the locks."""
 
     #: Versions above every one in the locks: the ones to judge next, oldest first.
@@ -26,12 +26,14 @@ class News:
     lost: tuple[str, ...]
 
 
-def look(index: Index | None = None) -> News:
+def compare_with_index(index: PackageIndex | None = None) -> IndexChanges:
     """Compare the index with the locks. Raises FetchError when no source answers."""
     if index is None:
-        with Index() as opened:
-            return look(opened)
-    known = {r.name: r for r in lock.known().values() if r.kind == "sdist" and _is_version(r.name)}
+        with PackageIndex() as opened:
+            return compare_with_index(opened)
+    known = {
+        r.name: r for r in lockfile.known().values() if r.kind == "sdist" and _is_version(r.name)
+    }
     offered = index.sdists()
     hashes: dict[str, set[str | None]] = {}
     for file in offered:
@@ -42,7 +44,7 @@ def look(index: Index | None = None) -> News:
     new = tuple(v for v in ordered if newest is None or Version(v) > newest)
     kept = {file.version for file in offered}
     lost = [n for n, r in known.items() if n not in kept or not _offers(hashes.get(n), r)]
-    return News(new, tuple(v for v in ordered if v not in new), tuple(lost))
+    return IndexChanges(new, tuple(v for v in ordered if v not in new), tuple(lost))
 
 
 def _offers(hashes: set[str | None] | None, release: Release) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding.server import Server
-from pyllamakv.opening import OpenLibrary
+from pyllamakv.open_variant import OpenLibrary
 from pyllamakv.runtime.model import Model
 from pyllamakv.scenarios.device_placement import Place
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
 
 
-class PlacedModel(Model):
+class DeviceModel(Model):
     """Hold a model whose caches must lie where its library's tests want them."""
 
     place: Place = Place()
@@ -39,10 +39,10 @@ class PlacedModel(Model):
         return made
 
 
-class PlacedLibrary(OpenLibrary):
+class DeviceLibrary(OpenLibrary):
     """Hold an opened library of one place; where that is behind RPC, it owns a server."""
 
-    model_type = PlacedModel
+    model_type = DeviceModel
     place: Place = Place()
     _server: Server | None = None
 
@@ -55,7 +55,7 @@ class PlacedLibrary(OpenLibrary):
         isolated: bool,
         env: Mapping[str, str] | None = None,
         timeout: float | None = None,
-    ) -> PlacedLibrary:
+    ) -> DeviceLibrary:
         """Open a variant; on a device it always runs in a worker. Raises LoadError."""
         found = cls.open(
             folder,
@@ -75,7 +75,7 @@ class PlacedLibrary(OpenLibrary):
             params = self.place.params(self._endpoint())
             options |= {"n_gpu_layers": params.n_gpu_layers, "rpc_servers": params.rpc_servers}
         found = super().load_model(path, **options)
-        assert isinstance(found, PlacedModel)
+        assert isinstance(found, DeviceModel)
         found.place = self.place
         return found
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pyllamakv.runtime.context import Context
-    from pyllamakv.testing.device_library import PlacedLibrary
-    from pyllamakv.testing.subject import Subject
+    from pyllamakv.testing.build_under_test import BuildUnderTest
+    from pyllamakv.testing.device_library import DeviceLibrary
 
 #: Seconds that one call into a worker may take, unless a test says otherwise.
 TIMEOUT = 120.0
@@ -23,7 +23,7 @@ TIMEOUT = 120.0
 _MARKERS = (
     "kv(model, env, timeout, **options): how kv_context and kv_worker are made; "
     "options are those of pyllamakv.Model.context",
-    "kv_cure: the test fails on stock llama.cpp and passes on a patched one",
+    "kv_fix: the test fails on stock llama.cpp and passes on a patched one",
 )
 
 
@@ -58,13 +58,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run each test that uses one of the fixtures once per release and series."""
-    if "kv_subject" not in metafunc.fixturenames:
+    if "kv_build" not in metafunc.fixturenames:
         return
     found = _subjects(metafunc.config)
-    cure = metafunc.definition.get_closest_marker("kv_cure") is not None
+    cure = metafunc.definition.get_closest_marker("kv_fix") is not None
     expected = pytest.mark.xfail(reason="a cure: stock fails it", strict=True)
     metafunc.parametrize(
-        "kv_subject",
+        "kv_build",
         [pytest.param(one, marks=[expected] if cure and one.stock else []) for one in found],
         ids=[one.name for one in found],
         scope="session",
@@ -73,42 +73,42 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session")
-def kv_subject(request: pytest.FixtureRequest) -> Subject:
+def kv_build(request: pytest.FixtureRequest) -> BuildUnderTest:
     """Return the release and series under test; it is built when it is not there yet."""
-    subject: Subject = request.param
+    subject: BuildUnderTest = request.param
     terminal = request.config.pluginmanager.get_plugin("terminalreporter")
     subject.build(None if terminal is None else terminal.write_line)
     return subject
 
 
 @pytest.fixture(scope="session")
-def kv_library(kv_subject: Subject) -> Iterator[PlacedLibrary]:
+def kv_library(kv_build: BuildUnderTest) -> Iterator[DeviceLibrary]:
     """Return the library under test, open for the whole session, in this process on a CPU."""
-    with kv_subject.open(timeout=kv_subject.place.patience) as library:
+    with kv_build.open(timeout=kv_build.place.patience) as library:
         yield library
 
 
 @pytest.fixture
-def kv_worker(kv_subject: Subject, request: pytest.FixtureRequest) -> Iterator[PlacedLibrary]:
+def kv_worker(kv_build: BuildUnderTest, request: pytest.FixtureRequest) -> Iterator[DeviceLibrary]:
     """Return the library under test in a process of this test's own, which may abort or hang."""
     asked = _asked(request)
-    timeout = asked.get("timeout", kv_subject.place.patience or TIMEOUT)
-    with kv_subject.open(isolated=True, env=asked.get("env"), timeout=timeout) as library:
+    timeout = asked.get("timeout", kv_build.place.patience or TIMEOUT)
+    with kv_build.open(isolated=True, env=asked.get("env"), timeout=timeout) as library:
         yield library
 
 
 @pytest.fixture
-def kv_context(request: pytest.FixtureRequest, kv_subject: Subject) -> Iterator[Context]:
+def kv_context(request: pytest.FixtureRequest, kv_build: BuildUnderTest) -> Iterator[Context]:
     """Return a context as the test's `kv` marker says: by default 256 cells of a tiny model.
 
     It lives in this process, unless the marker asks for ``env``, ``timeout`` or ``guard="off"``.
     """
-    from pyllamakv.testing import subject
+    from pyllamakv.testing import build_under_test
 
     asked = _asked(request)
     apart = asked.keys() & {"env", "timeout"} or asked.get("guard") == "off"
     library = request.getfixturevalue("kv_worker" if apart else "kv_library")
-    with subject.context(library, asked) as made:
+    with build_under_test.context(library, asked) as made:
         yield made
 
 
@@ -120,13 +120,13 @@ def _asked(request: pytest.FixtureRequest) -> dict[str, Any]:
     return asked
 
 
-def _subjects(config: pytest.Config) -> list[Subject]:
+def _subjects(config: pytest.Config) -> list[BuildUnderTest]:
     """Return what is under test, once per session."""
     from pyllamakv.errors import UsageError
-    from pyllamakv.testing import subject
+    from pyllamakv.testing import build_under_test
 
     try:
-        return subject.choose(
+        return build_under_test.choose(
             config.getoption("--llama-release") or (),
             config.getoption("--llama-series") or (),
             config.getoption("--llama-backend"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyllamakv
-from pyllamakv import opening
+from pyllamakv import open_variant
 from pyllamakv.errors import UsageError
 from pyllamakv.source import releases
 from pyllamakv.traces import trace, traced
@@ -87,10 +87,10 @@ def opened(spec: str, head: Head) -> pyllamakv.OpenLibrary:
 def folder(spec: str, head: Head) -> Path:
     """Return where the library of a variant lies, or raise NotBuilt."""
     if spec != RECORDED:
-        return opening.located(spec)
+        return open_variant.variant_path(spec)
     if not head.variant and not head.spec:
         raise UsageError(_NAMELESS)
-    return opening.find_recorded(head.variant, head.spec)
+    return open_variant.find_recorded(head.variant, head.spec)
 
 
 def _release(head: Head, word: str) -> str:
@@ -98,7 +98,7 @@ def _release(head: Head, word: str) -> str:
     if not release:
         msg = f"this trace does not name the release that recorded it: say 0.3.9+{word}"
         raise UsageError(msg)
-    if not releases.is_name(release):
+    if not releases.is_safe_name(release):
         # To look it up would be to read or to fetch what the trace names.
         msg = f"this trace was recorded on {release!r}, no pinned release: name a variant in full"
         raise UsageError(msg)

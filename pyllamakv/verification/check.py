@@ -13,13 +13,13 @@ from pyllamakv.errors import (
     BuildError,
     CommandFailed,
     HarnessError,
-    NoTextApplies,
+    NoPortApplies,
     PatchConflict,
     SourceError,
     UsageError,
 )
 from pyllamakv.patching import apply, drift, series
-from pyllamakv.source import fetch, sources
+from pyllamakv.source import fetch, spec_resolver
 from pyllamakv.verification import discovery, parallel_runs
 from pyllamakv.verification.parallel_runs import Task
 from pyllamakv.verification.verdict import Judgement, Pair, harms, judge
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pyllamakv.building.variant import Variant
-    from pyllamakv.patching.apply import Patched
+    from pyllamakv.patching.apply import PatchedRelease
     from pyllamakv.patching.series import Series
     from pyllamakv.scenarios.runner import Run
     from pyllamakv.scenarios.scenario import Scenario
@@ -119,7 +119,7 @@ def check(question: Question, *, progress: Progress | None = None) -> Answer:
     if own is not None:
         chosen = _narrowed(chosen, own)
     try:
-        release = fetch.fetch(sources.resolve(question.release), progress=progress)
+        release = fetch.fetch(spec_resolver.resolve(question.release), progress=progress)
         stock = build(
             f"{question.release}+stock",
             backend=question.backend,
@@ -246,8 +246,8 @@ def _patch(
     question: Question, release: Release, names: list[str] | None, progress: Progress | None
 ) -> Patching:
     try:
-        patched: Patched = apply.apply(release, names)
-    except (PatchConflict, NoTextApplies) as error:
+        patched: PatchedRelease = apply.apply(release, names)
+    except (PatchConflict, NoPortApplies) as error:
         first = str(error).split("\n", 1)[0]
         return Patching(conflict=drift.why(release, names) or first)
     skipped = {each.id: each.reason for each in patched.skipped}

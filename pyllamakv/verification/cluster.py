@@ -75,7 +75,7 @@ def connect(address: str) -> Iterator[Cluster]:
     except ImportError as error:
         cure = "pip install 'pyllamakv[cluster]'"
         msg = f"--scheduler needs the package distributed; run: {cure}"
-        raise ToolMissing(msg, tool="distributed", cure=cure) from error
+        raise ToolMissing(msg, tool="distributed", hint=cure) from error
     try:
         client = Client(address, timeout=_PATIENCE)
     except (OSError, ValueError) as error:

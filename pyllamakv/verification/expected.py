@@ -16,7 +16,7 @@ from tomlkit.exceptions import TOMLKitError
 
 from pyllamakv import home
 from pyllamakv.errors import UsageError
-from pyllamakv.source.files import write_atomic
+from pyllamakv.source.files import write_text_atomic
 from pyllamakv.verification.cell import CellResult, CellSpec
 from pyllamakv.verification.verdict import GOOD, Verdict
 
@@ -171,7 +171,7 @@ def accept(results: Iterable[CellResult], path: Path | None = None) -> list[str]
         changed.append(f"{result.spec.name}: {now.verdict}{was}")
         _put(path, tables, result.spec, now)
     if changed:
-        write_atomic(path, tomlkit.dumps(document))
+        write_text_atomic(path, tomlkit.dumps(document))
     return changed
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pyllamakv.building import backend as backends
 from pyllamakv.errors import UsageError
 from pyllamakv.patching import series as shipped
-from pyllamakv.source import lock, releases, sources
+from pyllamakv.source import lockfile, releases, spec_resolver
 from pyllamakv.verification import cell, result_cache
 from pyllamakv.verification import cell as cells
 from pyllamakv.verification.cell import CellResult, CellSpec
@@ -74,9 +74,9 @@ def plan(choice: Choice | None = None) -> tuple[CellSpec, ...]:
 
 
 def _names(choice: Choice) -> list[str]:
-    known = lock.known()
+    known = lockfile.known()
     if choice.releases:
-        found = {each.name: each for each in map(sources.resolve, choice.releases)}
+        found = {each.name: each for each in map(spec_resolver.resolve, choice.releases)}
     else:
         found = {name: each for name, each in known.items() if each.kind in ("sdist", "npm")}
     eras = {release.era for release in known.values()}
@@ -102,7 +102,7 @@ def _names(choice: Choice) -> list[str]:
 def _one_per_era(names: Iterable[str], eras: Mapping[str, str]) -> list[str]:
     chosen: dict[str, str] = {}
     for name in names:
-        if chosen.get(eras[name]) != releases.DEFAULT:
+        if chosen.get(eras[name]) != releases.DEFAULT_RELEASE:
             chosen[eras[name]] = name
     return list(chosen.values())
 

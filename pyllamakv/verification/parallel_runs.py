@@ -26,7 +26,7 @@ from pyllamakv.scenarios.device_placement import Place
 from pyllamakv.scenarios.frames import Film
 from pyllamakv.scenarios.outcome import Outcome
 from pyllamakv.scenarios.runner import Bench, Opener, Run
-from pyllamakv.source.files import write_atomic
+from pyllamakv.source.files import write_text_atomic
 
 if TYPE_CHECKING:
     from pyllamakv.scenarios.scenario import Scenario, Setting
@@ -202,7 +202,7 @@ def remember(key: str, run: Run) -> None:
         return
     # A home that cannot be written costs the memory, not the verdict.
     with contextlib.suppress(OSError, KvError):
-        write_atomic(_file(key), json.dumps(to_json(run)))
+        write_text_atomic(_file(key), json.dumps(to_json(run)))
 
 
 def to_json(run: Run) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from pyllamakv.building import compiler, variant
 from pyllamakv.errors import KvError
 from pyllamakv.home import data, home
 from pyllamakv.scenarios import synthetic
-from pyllamakv.source import sources
-from pyllamakv.source.files import write_atomic
+from pyllamakv.source import spec_resolver
+from pyllamakv.source.files import write_text_atomic
 from pyllamakv.verification import discovery, parallel_runs
 from pyllamakv.verification.cell import CellResult, CellSpec
 from pyllamakv.verification.verdict import Verdict
@@ -42,7 +42,7 @@ def key(spec: CellSpec, where: str = "here") -> str | None:
     ``where`` other than "here" stands for other machines, whose kind is not known here.
     """
     try:
-        release = sources.resolve(spec.release)
+        release = spec_resolver.resolve(spec.release)
         chosen = discovery.select(discovery.discover(), spec.scenarios)
         facts: list[Any] = [
             _SCHEMA,
@@ -80,9 +80,9 @@ def remember(name: str | None, result: CellResult) -> None:
     text = json.dumps(result.to_json(), ensure_ascii=False)
     try:
         # First the latest: what is found by its key is never written again.
-        write_atomic(_latest(result.spec), text)
+        write_text_atomic(_latest(result.spec), text)
         if name is not None and not _passes(result):
-            write_atomic(_file(name), text)
+            write_text_atomic(_file(name), text)
     except (OSError, KvError):
         # A home that cannot be written costs the memory, not the verdict.
         return
@@ -124,7 +124,7 @@ def _texts() -> str:
     What is accepted lies beside the patches; it is compared with results and decides none.
     """
     roots = (data("patches"), _PACKAGE / "patching")
-    return variant.files_digest(roots, without=variant.NO_INPUT)
+    return variant.files_digest(roots, without=variant.DIGEST_EXCLUDES)
 
 
 def _code() -> str:

@@ -11,7 +11,7 @@ import pyllamakv
 from pyllamakv.errors import KvError, Untestable
 from pyllamakv.runtime.model import Mover
 from pyllamakv.scenarios.device_placement import ALL, Place
-from pyllamakv.source.releases import DEFAULT
+from pyllamakv.source.releases import DEFAULT_RELEASE
 from qa.bench import workloads
 from qa.bench.carving import Carver
 from qa.bench.figure import Figure
@@ -45,7 +45,7 @@ CUDA_PLAN = tuple(
 )
 
 
-def figures(tick: Tick, release: str = DEFAULT, rounds: int = 15) -> list[Figure]:
+def figures(tick: Tick, release: str = DEFAULT_RELEASE, rounds: int = 15) -> list[Figure]:
     """Measure on a server on loopback; `hardware` measures on a GPU."""
     return on(tick, "rpc", release, rounds)
 
@@ -53,7 +53,7 @@ def figures(tick: Tick, release: str = DEFAULT, rounds: int = 15) -> list[Figure
 def on(
     tick: Tick,
     backend: str,
-    release: str = DEFAULT,
+    release: str = DEFAULT_RELEASE,
     rounds: int = 15,
     budget: float | None = None,
 ) -> list[Figure]:
@@ -65,7 +65,9 @@ def on(
     spec = f"{release}+patched"
     until = time.monotonic() + (float("inf") if budget is None else budget)
     with ExitStack() as opened:
-        endpoint = opened.enter_context(pyllamakv.serve(spec)).endpoint if backend == "rpc" else ""
+        endpoint = (
+            opened.enter_context(pyllamakv.serve_rpc(spec)).endpoint if backend == "rpc" else ""
+        )
         env = Place(backend).environment
         library = opened.enter_context(
             pyllamakv.open(spec, isolated=True, env=env, backend=backend)

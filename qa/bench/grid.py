@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pyllamakv.source.releases import DEFAULT
+from pyllamakv.source.releases import DEFAULT_RELEASE
 from qa.bench import stands, summary
 from qa.bench.figure import Figure
 from qa.bench.workloads import PATTERNS, caches
@@ -16,7 +16,7 @@ Tick = Callable[[], None]
 BUDGET = 4.0
 
 
-def figures(tick: Tick, release: str = DEFAULT) -> list[Figure]:
+def figures(tick: Tick, release: str = DEFAULT_RELEASE) -> list[Figure]:
     """Measure the whole grid, as far as it fits into memory."""
     plan = [(cache, PATTERNS) for cache in caches()]
     found = stands.measure(plan, tick, spec=f"{release}+patched", budget=BUDGET)

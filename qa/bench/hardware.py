@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pyllamakv.building import cuda, doctor, nvidia
 from pyllamakv.building.build import build
 from pyllamakv.errors import KvError
-from pyllamakv.source.releases import DEFAULT
+from pyllamakv.source.releases import DEFAULT_RELEASE
 from pyllamakv.verification import check
 from qa.bench import devices
 from qa.bench.figure import Figure
@@ -28,7 +28,7 @@ LIMIT = 600.0
 def figures(
     tick: Tick,
     backend: str = "cuda",
-    release: str = DEFAULT,
+    release: str = DEFAULT_RELEASE,
     limit: float = LIMIT,
     keep: Keep | None = None,
 ) -> list[Figure]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pyllamakv.errors import KvError
-from pyllamakv.source.releases import DEFAULT
+from pyllamakv.source.releases import DEFAULT_RELEASE
 from qa.bench import choices, indecode, peers, stands, summary
 from qa.bench.figure import Figure
 from qa.bench.workloads import PATTERNS, SETTINGS, Cache
@@ -31,7 +31,7 @@ LATER = "0.3.36"
 LATER_PLAN = tuple((Cache("1B", each, 16384), PATTERNS[:1]) for each in (FLASH, NONE))
 
 
-def figures(tick: Tick, release: str = DEFAULT) -> list[Figure]:
+def figures(tick: Tick, release: str = DEFAULT_RELEASE) -> list[Figure]:
     """Measure the plan, decodes that defragment, and decodes that do not."""
     spec = f"{release}+patched"
     found = stands.measure(PLAN, tick, spec=spec, budget=BUDGET)

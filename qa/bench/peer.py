@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pyllamakv.building import dropin
-from pyllamakv.building import peer as install
+from pyllamakv.building import llama_cpp_python_env as install
 from pyllamakv.building.variant import Variant
 from pyllamakv.errors import Untestable
 from qa.bench.workload import Round, Runner, Workload

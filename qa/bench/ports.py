@@ -46,7 +46,7 @@ def figures(tick: Tick, old: Iterable[str] = (), pairs: int = 5) -> list[Figure]
 
 
 def _older(name: str) -> variant.Variant:
-    found = variant.at(name)
+    found = variant.by_id(name)
     if found is None:
         msg = f"there is no variant {name} in {variant.built()}; `--old` takes the id of a build"
         raise UsageError(msg)
@@ -81,7 +81,7 @@ def _changed() -> list[Figure]:
                 if file.path not in definition.shared
                 for hunk in file.hunks
             )
-            for text in definition.texts
+            for text in definition.ports
         }
         values = sorted(counts.values())
         median = statistics.median_low(values)

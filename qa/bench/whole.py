@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from pyllamakv.source.releases import DEFAULT
+from pyllamakv.source.releases import DEFAULT_RELEASE
 from qa.bench.commands import command
 from qa.bench.figure import Figure
 
@@ -14,7 +14,7 @@ GROUP = "Whole commands"
 Tick = Callable[[], None]
 
 
-def figures(tick: Tick, release: str = DEFAULT) -> list[Figure]:
+def figures(tick: Tick, release: str = DEFAULT_RELEASE) -> list[Figure]:
     """Build and check a release from an empty home, then check it again."""
     with tempfile.TemporaryDirectory(prefix="pyllamakv-bench-") as folder:
         home = Path(folder)

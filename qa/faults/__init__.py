@@ -15,8 +15,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Final
 
-from pyllamakv.source import sources
-from pyllamakv.source.releases import DEFAULT
+from pyllamakv.source import spec_resolver
+from pyllamakv.source.releases import DEFAULT_RELEASE
 from qa.built import SPEC, STOCK
 from qa.entry import Effort, Entry, Tick, untried
 from qa.faults.trial import FILES, Record
@@ -111,13 +111,13 @@ def _lacks(stock: Path | None, patched: Path | None) -> dict[str, str]:
     """Return what cannot be tried here, and why."""
     from pyllamakv.source.store import open_store
 
-    build = f"run: pyllamakv build {DEFAULT}"
+    build = f"run: pyllamakv build {DEFAULT_RELEASE}"
     if patched is None:
         return dict.fromkeys((*_NATIVE, *_JUDGED, *_LOST), f"{SPEC} is not built here; {build}")
     if stock is None:
         return dict.fromkeys(_JUDGED, f"{STOCK} is not built here; {build}")
-    if not open_store().has(sources.resolve(DEFAULT)):
-        return dict.fromkeys(_JUDGED, f"the sources of {DEFAULT} are not here; {build}")
+    if not open_store().has(spec_resolver.resolve(DEFAULT_RELEASE)):
+        return dict.fromkeys(_JUDGED, f"the sources of {DEFAULT_RELEASE} are not here; {build}")
     return {}
 
 

@@ -59,7 +59,7 @@ def servers(variant: Path, seconds: float, seed: int, tick: Tick) -> Record:
     @contextlib.contextmanager
     def opened() -> Iterator[tuple[Any, int]]:
         with (
-            kv.serve(variant, threads=1) as server,
+            kv.serve_rpc(variant, threads=1) as server,
             kv.open(variant, backend="rpc", timeout=_PATIENCE) as library,
         ):
             loaded = library.load_model(model, n_gpu_layers=ALL, rpc_servers=server.endpoint)

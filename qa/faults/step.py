@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pyllamakv.source import gitting
+from pyllamakv.source import git_command
 from qa.faults.attempt import Outcome
 
 #: What a killed git may leave: objects that nothing points at, half ones under passing names that
@@ -50,7 +50,7 @@ class Step:
         store = folder / "home" / "store.git"
         if not store.is_dir():
             return []
-        done = gitting.run(store, "fsck", "--no-dangling", "--no-progress")
+        done = git_command.run(store, "fsck", "--no-dangling", "--no-progress")
         return [f"git fsck: {done.stderr.decode()[:200]}"] if done.returncode else []
 
     def files(self, folder: Path) -> set[str]:

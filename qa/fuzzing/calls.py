@@ -14,7 +14,7 @@ from typing import Any
 from pyllamakv.binding.codes import Code
 from pyllamakv.binding.library import find
 from pyllamakv.native._plk import ffi
-from pyllamakv.opening import find_built
+from pyllamakv.open_variant import find_built
 from pyllamakv.runtime.ledger import POSITIONS
 from pyllamakv.scenarios.ledger import Cell, differences
 from qa.built import SPEC

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pyllamakv.home import home
-from pyllamakv.source.files import write_whole
+from pyllamakv.source.files import write_bytes_atomic
 
 #: What is kept of a target, the smaller inputs first: each of them is tried in every run.
 FILES, BYTES = 64, 256 << 10
@@ -39,7 +39,7 @@ def save(name: str, found: Path) -> None:
         path = _folder(name) / hashlib.sha256(data).hexdigest()[:16]
         names.add(path.name)
         if not path.is_file():
-            write_whole(path, data)
+            write_bytes_atomic(path, data)
     for path in saved(name):
         if path.name not in names:
             path.unlink(missing_ok=True)

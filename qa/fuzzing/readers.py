@@ -18,7 +18,7 @@ from pyllamakv.home import data as shipped
 from pyllamakv.patching import foreign_series, hunks, mail_header
 from pyllamakv.runtime import gguf_file, state, staterows
 from pyllamakv.scenarios import synthetic
-from pyllamakv.source import lock
+from pyllamakv.source import lockfile
 from pyllamakv.traces import trace
 from qa.fuzzing.target import Broken, Target, lines
 
@@ -167,7 +167,7 @@ def locks(folder: Path) -> Target:
 
     def run(data: bytes) -> Iterable[Hashable]:
         path.write_bytes(data)
-        return [len(lock.load(path)) > 0]
+        return [len(lockfile.load(path)) > 0]
 
     entry = (
         '[[release]]\nname = "{0}"\nkind = "sdist"\ncommit = "{1}"\ntree = "{1}"\nera = "unified"\n'
@@ -182,13 +182,13 @@ def locks(folder: Path) -> Target:
 
 def patches(_folder: Path) -> Target:
     """Return the reader of patches, their mails and their headers."""
-    from pyllamakv.patching.definition import PatchText
+    from pyllamakv.patching.definition import Port
 
     def run(data: bytes) -> Iterable[Hashable]:
         for piece in hunks.split(data):
             mail_header.parse(piece)
             found = hunks.parse(piece)
-            author, message = mail_header.commit_words(PatchText.of(found, Path("a.patch")))
+            author, message = mail_header.author_and_message(Port.of(found, Path("a.patch")))
             said = "".join((*author.values(), message)).encode("utf-8", "surrogateescape")
             if b"\0" in said:
                 raise Broken("git would be told of a zero byte")
@@ -247,7 +247,7 @@ def tables(folder: Path) -> Target:
         (listing if data[:1] == b"#" else order).write_bytes(first)
         about.write_bytes(second)
         found = foreign_series.load(folder)
-        return [len(found), *(len(each.texts) for each in found)]
+        return [len(found), *(len(each.ports) for each in found)]
 
     series = b'schema = 1\norder = [\n  "own",\n]\n\0'
     shown = (shipped("patches") / "mmap-kv" / "patch.toml").read_bytes().partition(b"shared =")[0]

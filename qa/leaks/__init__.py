@@ -134,7 +134,7 @@ def entries(effort: Effort, tick: Tick) -> list[Entry]:
 
     Work that breaks is a defect of its kind, and the others follow.
     """
-    from pyllamakv.opening import find_built
+    from pyllamakv.open_variant import find_built
 
     wanted = {name: kind for name, kind in KINDS.items() if effort.wants(name)}
     if not wanted:

@@ -21,7 +21,7 @@ from pyllamakv.building.build import build
 from pyllamakv.errors import HarnessError
 from pyllamakv.home import home
 from pyllamakv.patching import apply, series, trees
-from pyllamakv.source import releases, sources
+from pyllamakv.source import releases, spec_resolver
 from pyllamakv.source.store import open_store
 from pyllamakv.verification import discovery
 from qa.entry import Effort, Entry, Tick, untried
@@ -34,7 +34,7 @@ from qa.mutation.workshop import Workshop
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
-    from pyllamakv.patching.apply import Patched
+    from pyllamakv.patching.apply import PatchedRelease
     from pyllamakv.patching.series import Series
     from pyllamakv.source.releases import Release
 
@@ -74,7 +74,7 @@ def entries(effort: Effort, tick: Tick) -> list[Entry]:
         (name, [p.id for p in shipped if effort.wants(f"{name} {p.id}")])
         for name in RELEASES
         if effort.only
-        or name == releases.DEFAULT
+        or name == releases.DEFAULT_RELEASE
         or (long and variant.find(f"{name}+patched") is not None)
     ]
     wanted = [(name, patches) for name, patches in wanted if patches]
@@ -122,7 +122,7 @@ class Bench:
     """Hold what all patches of a release are judged with."""
 
     release: Release
-    patched: Patched
+    patched: PatchedRelease
     variant: Variant
     workshops: tuple[Workshop, ...]
     logic: dict[str, drivers.Driver]
@@ -144,7 +144,7 @@ def bench(name: str, shipped: Series, jobs: int = 1) -> Iterator[Bench]:
     """Prepare a release: build it patched, and open workshops in a passing folder of the home."""
     spec = f"{name}+patched"
     built = build(spec)
-    release, store = sources.resolve(name), open_store()
+    release, store = spec_resolver.resolve(name), open_store()
     patched = apply.apply(release, series=shipped, store=store)
     if built.manifest.patched_tree != patched.tree:
         msg = f"{built.id} is of another tree than the patches make now: build {name} again"

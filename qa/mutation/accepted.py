@@ -72,7 +72,7 @@ def load(path: Path | None = None) -> tuple[Equivalent, ...]:
 def stale(known: Iterable[Equivalent], series: Series) -> list[Equivalent]:
     """Return the entries that are no mutant of any text of any patch any more."""
     left = list(known)
-    for text in (text for patch in series for text in patch.texts):
+    for text in (text for patch in series for text in patch.ports):
         touched = {file.path for file in text.patch.files}
         if any(each.file in touched for each in left):
             for mutant in listed(text):

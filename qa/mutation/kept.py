@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pyllamakv.home import home
-from pyllamakv.source.files import write_atomic
+from pyllamakv.source.files import write_text_atomic
 
 #: What may come of a mutant, in the order of the document.
 OUTCOMES = ("compiler", "driver", "scenario", "same code", "survivor")
@@ -55,7 +55,7 @@ def remember(name: str, answer: Answer, digests: dict[str, str]) -> None:
     if answer.outcome not in PASSING:
         _folder().mkdir(parents=True, exist_ok=True)
         text = json.dumps(asdict(answer) | {"digest": digests[answer.by]}) + "\n"
-        write_atomic(_folder() / f"{name}.json", text)
+        write_text_atomic(_folder() / f"{name}.json", text)
 
 
 def _folder() -> Path:

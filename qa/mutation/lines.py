@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from pyllamakv.patching.hunk_locator import lines_of
 
 if TYPE_CHECKING:
-    from pyllamakv.patching.draft import Placement, Tree
     from pyllamakv.patching.hunks import FilePatch
     from pyllamakv.patching.port_choice import AppliedPort
+    from pyllamakv.patching.strict_apply import Placement, Tree
 
 
 @dataclass(frozen=True)

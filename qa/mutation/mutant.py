@@ -13,8 +13,8 @@ from pyllamakv.patching import port_choice, trees
 from qa.mutation import lines, operators
 
 if TYPE_CHECKING:
-    from pyllamakv.patching.apply import Patched
-    from pyllamakv.patching.definition import PatchText
+    from pyllamakv.patching.apply import PatchedRelease
+    from pyllamakv.patching.definition import Port
     from pyllamakv.patching.hunks import Hunk
     from pyllamakv.source.releases import Release
     from pyllamakv.source.store import Store
@@ -60,7 +60,7 @@ class Made:
     left_out: dict[str, int]
 
 
-def make(store: Store, release: Release, patched: Patched, patch: str) -> Made:
+def make(store: Store, release: Release, patched: PatchedRelease, patch: str) -> Made:
     """Return all mutants of one patch of a patched release, dropped hunks first."""
     reasons: Counter[str] = Counter()
     stock = trees.StoreTree(store, store.tree_of(release))
@@ -77,7 +77,7 @@ def make(store: Store, release: Release, patched: Patched, patch: str) -> Made:
     return Made(tuple({each.id: each for each in found}.values()), dict(reasons))
 
 
-def listed(text: PatchText) -> Iterator[Mutant]:
+def listed(text: Port) -> Iterator[Mutant]:
     """Return the mutants of the lines of a text alone, without what they make of any tree."""
     for file in text.patch.files:
         for hunk in file.hunks:
@@ -114,7 +114,7 @@ def _wrong_lines(
 def _without_hunks(
     store: Store,
     release: Release,
-    patched: Patched,
+    patched: PatchedRelease,
     patch: str,
     tree: trees.StoreTree,
     reasons: Counter[str],
@@ -130,7 +130,7 @@ def _without_hunks(
                 each.without(file.path, number) if each is text else each for each in patched.texts
             ]
             try:
-                plan = port_choice.plan_release(release, texts, store=store)
+                plan = port_choice.choose_for_release(release, texts, store=store)
             except (PatchConflict, PatchError):
                 reasons["hunk that others rest on"] += 1
                 continue

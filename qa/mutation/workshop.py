@@ -22,7 +22,7 @@ from qa.mutation import compiling, recipe, switches
 from qa.mutation.compiling import Broken, Refused
 
 if TYPE_CHECKING:
-    from pyllamakv.patching.apply import Patched
+    from pyllamakv.patching.apply import PatchedRelease
     from pyllamakv.source.progress import Progress
     from qa.mutation.recipe import Unit
     from qa.mutation.switches import Switched
@@ -56,7 +56,7 @@ class Workshop:
         self,
         folder: Path,
         spec: str,
-        patched: Patched,
+        patched: PatchedRelease,
         *,
         jobs: int | None = None,
         progress: Progress | None = None,
@@ -67,7 +67,7 @@ class Workshop:
         self._same: dict[str, str] = {}
         shutil.rmtree(folder, ignore_errors=True)
         self.base.mkdir(parents=True)
-        with build.at_work(spec, jobs=jobs, progress=progress) as (wanted, _):
+        with build.prepared_build_folder(spec, jobs=jobs, progress=progress) as (wanted, _):
             self.objects = wanted.objects
             self.units = recipe.units(wanted, self.tree)
             self.link = self._take(recipe.linking(wanted))

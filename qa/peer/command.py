@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pyllamakv.errors import UsageError
-from pyllamakv.source import sources
-from pyllamakv.source.releases import DEFAULT
+from pyllamakv.source import spec_resolver
+from pyllamakv.source.releases import DEFAULT_RELEASE
 
 if TYPE_CHECKING:
     from qa.peer.trial import Trial
@@ -38,8 +38,11 @@ def peer(
 
     if as_json and markdown:
         raise UsageError("choose one of --json and --markdown")
-    wanted = [*(names or ([] if sample else [DEFAULT])), *(_one_per_era() if sample else ())]
-    chosen = {release.name: release for release in map(sources.resolve, wanted)}
+    wanted = [
+        *(names or ([] if sample else [DEFAULT_RELEASE])),
+        *(_one_per_era() if sample else ()),
+    ]
+    chosen = {release.name: release for release in map(spec_resolver.resolve, wanted)}
     found: list[Trial] = []
     with progress_bar.progress() as progress:
         for release in sorted(chosen.values(), key=lambda release: release.order):
@@ -58,11 +61,11 @@ def peer(
 
 def _one_per_era() -> list[str]:
     """Return the releases of `matrix --sample` that are a llama-cpp-python, oldest first."""
-    from pyllamakv.source import lock
+    from pyllamakv.source import lockfile
 
     chosen: dict[str, str] = {}
-    for release in lock.load(lock.shipped()):
-        if release.kind == "sdist" and chosen.get(release.era) != DEFAULT:
+    for release in lockfile.load(lockfile.shipped()):
+        if release.kind == "sdist" and chosen.get(release.era) != DEFAULT_RELEASE:
             chosen[release.era] = release.name
     return list(chosen.values())
 

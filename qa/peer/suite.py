@@ -16,7 +16,7 @@ from pyllamakv.building import dropin
 from qa.peer import hub
 
 if TYPE_CHECKING:
-    from pyllamakv.building.peer import Peer
+    from pyllamakv.building.llama_cpp_python_env import LlamaCppPythonEnv
     from pyllamakv.building.variant import Variant
 
 #: A suite takes seconds; only a hang takes longer.
@@ -78,7 +78,7 @@ def environment(variant: Variant) -> dict[str, str]:
     }
 
 
-def run(peer: Peer, variant: Variant, *, seconds: float = SECONDS) -> Suite:
+def run(peer: LlamaCppPythonEnv, variant: Variant, *, seconds: float = SECONDS) -> Suite:
     """Run the suite. A crash or a hang is a result."""
     with tempfile.TemporaryDirectory(prefix="pyllamakv-dropin-") as name:
         folder = Path(name)

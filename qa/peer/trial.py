@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.building import peer as install
+from pyllamakv.building import llama_cpp_python_env as install
 from pyllamakv.building.build import build
 from pyllamakv.building.variant import Spec
 from pyllamakv.scenarios import synthetic
@@ -60,7 +60,7 @@ class Trial:
 
 def run(release: Release, *, backend: str = "cpu", progress: Progress | None = None) -> Trial:
     """Install the llama-cpp-python of a release, build both variants, and try it on both."""
-    tell = progress or telling.ignore
+    tell = progress or telling.no_progress
     peer = install.install(release, progress=progress)
     model = synthetic.model("deep")
     sides = {}

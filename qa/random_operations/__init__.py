@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 from pyllamakv.building import variant
 from pyllamakv.errors import NotBuilt
 from pyllamakv.home import home
-from pyllamakv.source import lock
-from pyllamakv.source.releases import DEFAULT
+from pyllamakv.source import lockfile
+from pyllamakv.source.releases import DEFAULT_RELEASE
 from pyllamakv.verification import matrix
 from qa.entry import Effort, Entry, Tick, without_folders
 from qa.random_operations import schedules
@@ -58,7 +58,7 @@ FIRST = (schedules.Operation("prefill", 1),)
 
 def names() -> tuple[str, ...]:
     """Return the names of all releases."""
-    return tuple(lock.known())
+    return tuple(lockfile.known())
 
 
 def entries(effort: Effort, tick: Tick) -> list[Entry]:
@@ -91,7 +91,7 @@ def entries(effort: Effort, tick: Tick) -> list[Entry]:
 
 def _releases(seconds: float) -> list[str]:
     if seconds < LONG:
-        return [DEFAULT]
+        return [DEFAULT_RELEASE]
     return [spec.release for spec in matrix.plan(matrix.Choice(sample=True))]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from pyllamakv.errors import KvError
-from pyllamakv.source.releases import DEFAULT
+from pyllamakv.source.releases import DEFAULT_RELEASE
 from qa.entry import Effort, Entry, Tick
 from qa.sanitizers import drivers, instrument, playing, reports
 
@@ -144,7 +144,7 @@ class Work:
             start = time.monotonic()
             instrument.runtimes(kind)
             self._built[side, kind] = instrument.instrumented(
-                f"{DEFAULT}+{side}", kind, self.scope(kind), tell=self.tick
+                f"{DEFAULT_RELEASE}+{side}", kind, self.scope(kind), tell=self.tick
             )
             self.building += time.monotonic() - start
         return self._built[side, kind]

@@ -99,7 +99,7 @@ def instrumented(
     made = _named(variant, kind, scope)
     if (made.folder / "manifest.json").is_file():
         return made
-    with build.at_work(spec, progress=lambda what, *_: tell(what)) as (_, job):
+    with build.prepared_build_folder(spec, progress=lambda what, *_: tell(what)) as (_, job):
         commands = _commands(job)
         compiler = _compiler(commands)
         deps = ninja.reads(job.folder)
@@ -154,7 +154,7 @@ def _named(variant: Variant, kind: str, scope: str) -> Sanitized:
     return Sanitized(kind, folder, folder / variant.library.name)
 
 
-def _commands(job: cmake.Job) -> list[Command]:
+def _commands(job: cmake.BuildSession) -> list[Command]:
     found = []
     for line in ninja.commands(job.folder):
         words = tuple(shlex.split(line))
@@ -176,7 +176,7 @@ def _key(each: Command, deps: Mapping[str, Sequence[Path]], kind: str) -> str:
     return whole.hexdigest()[:24]
 
 
-def _compile(each: Command, output: Path, kind: str, job: cmake.Job) -> None:
+def _compile(each: Command, output: Path, kind: str, job: cmake.BuildSession) -> None:
     words, part = list(each.words), output.with_suffix(f".{os.getpid()}.part.o")
     for flag in ("-MT", "-MF"):
         if flag in words:
@@ -204,7 +204,9 @@ def _compiler(commands: list[Command]) -> str:
     return found
 
 
-def _link(compiler: str, objects: list[str], output: Path, kind: str, job: cmake.Job) -> None:
+def _link(
+    compiler: str, objects: list[str], output: Path, kind: str, job: cmake.BuildSession
+) -> None:
     # The map says which names a library exports.
     exported = shim() / "shim" / "plk.map"
     command = [compiler, "-shared", "-fPIC", *FLAGS[kind], f"-Wl,--version-script={exported}"]
@@ -215,7 +217,9 @@ def _link(compiler: str, objects: list[str], output: Path, kind: str, job: cmake
         raise Untestable(msg)
 
 
-def _ran(command: list[str], job: cmake.Job | None = None) -> subprocess.CompletedProcess[str]:
+def _ran(
+    command: list[str], job: cmake.BuildSession | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
         cwd=job.folder if job else None,

@@ -67,10 +67,10 @@ def test_a_variant_for_a_gpu_serves_the_first(
     monkeypatch.setattr(Remote, "rpc_serve", note)
     gpu = variant(tmp_path / "gpu", fake("FAKE_KIND=1"), backend="cuda")
     for where, device in ((gpu, None), (gpu, "FAKE"), (variant(tmp_path / "cpu"), None)):
-        kv.serve(where, device=device).close()
+        kv.serve_rpc(where, device=device).close()
     assert asked == ["FAKE", "FAKE", None]
     with pytest.raises(LoadError, match="finds no such device here"):
-        kv.serve(variant(tmp_path / "none", backend="cuda"))
+        kv.serve_rpc(variant(tmp_path / "none", backend="cuda"))
 
 
 def test_names_become_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

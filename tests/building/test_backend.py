@@ -101,4 +101,4 @@ def test_cuda_gets_its_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert chosen.options["GGML_CUDA"] == "ON"
     assert chosen.options["CMAKE_CUDA_ARCHITECTURES"] == "90-real"
     assert str(tmp_path) not in "".join(chosen.options.values())
-    assert chosen.places["CMAKE_CUDA_COMPILER"] == str(root / "bin" / "nvcc")
+    assert chosen.tool_paths["CMAKE_CUDA_COMPILER"] == str(root / "bin" / "nvcc")

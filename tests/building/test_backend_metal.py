@@ -28,7 +28,7 @@ FRAMEWORKS = {
 KERNELS = {"0.3.9+patched": 1, "0.3.16+patched": 1, "0.3.36+patched": 34}
 
 
-def configured(spec: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> cmake.Job:
+def configured(spec: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> cmake.BuildSession:
     """Configure a variant's tree for Metal in a folder, and return the job that did it."""
     found = built(spec)
     with monkeypatch.context() as mac:
@@ -40,7 +40,7 @@ def configured(spec: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> cmak
     objects.mkdir()
     places = {name: f"/stand-in/{each}.framework" for name, each in FRAMEWORKS.items()}
     definitions = {**build.definitions(asked, "metal"), **places, "PLK_LLAMA_SRC": str(tree)}
-    job = cmake.Job(objects, objects / "build.log", build.environment())
+    job = cmake.BuildSession(objects, objects / "build.log", build.environment())
     cmake.configure(job, shim(), definitions)
     return job
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 import pytest
 from building_kit import NINJA, Workshop, script
 
-from pyllamakv import opening
-from pyllamakv.building import build, cuda, results, variant
+from pyllamakv import open_variant
+from pyllamakv.building import artifacts, build, cuda, variant
 from pyllamakv.building import manifest as manifests
 from pyllamakv.errors import BuildError, CommandFailed, DiskFull, NotBuilt, UsageError
-from pyllamakv.patching.apply import Patched
-from pyllamakv.source import releases, sources
+from pyllamakv.patching.apply import PatchedRelease
+from pyllamakv.source import releases, spec_resolver
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -35,11 +35,11 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
     return Workshop(tmp_path, monkeypatch)
 
 
-def patched(shop: Workshop, text: bytes) -> tuple[releases.Release, Patched]:
+def patched(shop: Workshop, text: bytes) -> tuple[releases.Release, PatchedRelease]:
     """Return the workshop's release and a patched tree of it."""
-    release = sources.resolve(f"path:{shop.tree}")
+    release = spec_resolver.resolve(f"path:{shop.tree}")
     commit, tree = open_store().commit(release.commit, {"src/llama.cpp": text}, "a patch")
-    return release, Patched(release.name, commit, tree, "digest", ("some-patch",))
+    return release, PatchedRelease(release.name, commit, tree, "digest", ("some-patch",))
 
 
 def test_build_publishes_a_whole_variant(shop: Workshop) -> None:
@@ -74,7 +74,7 @@ def test_the_build_folder_of_a_variant_is_lent(shop: Workshop) -> None:
     build.build_patched(release, changed)
     (source,) = (shop.home / "objects").glob("*-tree/src/llama.cpp")
     assert b"// patched" in source.read_bytes()
-    with build.at_work(shop.spec) as (wanted, job):
+    with build.prepared_build_folder(shop.spec) as (wanted, job):
         assert (variant.lookup(wanted), wanted.objects) == (stock, job.folder)
         assert b"// patched" not in source.read_bytes()
         assert (job.folder / "CMakeCache.txt").is_file()
@@ -98,7 +98,7 @@ def test_built_variants_are_found_without_a_compiler(
     for series in (None, ("some-patch",)):
         spec = variant.Spec(release.name, series)
         wanted = variant.request_of(release, spec, backend="cpu", native=False)
-        variant.remember(wanted, other)
+        variant.add_to_index(wanted, other)
     monkeypatch.setenv("CC", "gone")
     monkeypatch.setattr(manifests, "machine_flags", lambda *_path: frozenset())
     every = [((), stock), (None, other), (("some-patch",), other), (("full-defrag",), None)]
@@ -124,17 +124,17 @@ def test_a_cuda_variant_is_found_without_a_gpu(
     script(shop.programs / "nvidia-smi", "exit 9\n")
     monkeypatch.setenv("PATH", f"{shop.programs}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(manifests, "machine_flags", lambda *_path: frozenset())
-    assert opening.find_built(shop.spec, backend="cuda") == made.folder
+    assert open_variant.find_built(shop.spec, backend="cuda") == made.folder
     with pytest.raises(NotBuilt, match="--backend cuda"):
-        opening.find_built(f"{shop.spec.removesuffix('stock')}patched", backend="cuda")
+        open_variant.find_built(f"{shop.spec.removesuffix('stock')}patched", backend="cuda")
     with pytest.raises(UsageError, match="abacus"):
-        opening.find_built(shop.spec, backend="abacus")
+        open_variant.find_built(shop.spec, backend="abacus")
 
 
 def test_patched_after_stock_rewrites_only_what_differs(shop: Workshop) -> None:
     """Stock and patched share one build folder; untouched files keep their time."""
     stock = build.build(shop.spec)
-    tree = shop.home / "objects" / f"{sources.resolve(f'path:{shop.tree}').key}-tree"
+    tree = shop.home / "objects" / f"{spec_resolver.resolve(f'path:{shop.tree}').key}-tree"
     for path in tree.rglob("*.cpp"):
         os.utime(path, (1, 1))
     release, changed = patched(shop, b"// patched\n")
@@ -200,7 +200,7 @@ def test_full_disk_while_publishing(shop: Workshop, monkeypatch: pytest.MonkeyPa
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "somewhere")
 
     with monkeypatch.context() as patch:
-        patch.setattr(results.shutil, "copy2", full)
+        patch.setattr(artifacts.shutil, "copy2", full)
         with pytest.raises(DiskFull):
             build.build(shop.spec)
     assert shop.built() == []
@@ -297,7 +297,7 @@ def test_home_that_cannot_be_written(shop: Workshop, monkeypatch: pytest.MonkeyP
     def refuse(*_args: object, **_options: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "/somewhere")
 
-    monkeypatch.setattr(results.shutil, "copy2", refuse)
+    monkeypatch.setattr(artifacts.shutil, "copy2", refuse)
     with pytest.raises(BuildError, match="PYLLAMAKV_HOME"):
         build.build(shop.spec)
 

@@ -17,11 +17,11 @@ from pyllamakv.errors import CommandFailed, DiskFull, ToolMissing
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> cmake.Job:
+def job(tmp_path: Path) -> cmake.BuildSession:
     """Return a job in an empty folder."""
     (tmp_path / "build").mkdir()
     env = cmake.environment()
-    return cmake.Job(tmp_path / "build", tmp_path / "build.log", env)
+    return cmake.BuildSession(tmp_path / "build", tmp_path / "build.log", env)
 
 
 def shell(body: str) -> list[str]:
@@ -61,10 +61,10 @@ def test_environment_is_cleaned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert env["LC_ALL"] == "C"
 
 
-def test_progress_and_log(job: cmake.Job) -> None:
+def test_progress_and_log(job: cmake.BuildSession) -> None:
     """Ninja's status lines are told as steps, and everything is in the log."""
     told: list[tuple[str, int, int | None]] = []
-    telling = cmake.Job(job.folder, job.log, job.env, lambda *facts: told.append(facts))
+    telling = cmake.BuildSession(job.folder, job.log, job.env, lambda *facts: told.append(facts))
     lines = "[plk 1/2] Building CXX object a/b.cpp.o\nwarning: something\n[plk 2/2] Linking l.so"
     cmake.run(telling, shell(f"printf '{lines}\\n'"), "compiling")
     assert told == [
@@ -75,7 +75,7 @@ def test_progress_and_log(job: cmake.Job) -> None:
     assert "warning: something" in job.log.read_text("utf-8")
 
 
-def test_failure_keeps_command_code_and_error(job: cmake.Job) -> None:
+def test_failure_keeps_command_code_and_error(job: cmake.BuildSession) -> None:
     """A failed command shows its status, its first error and where the log lies."""
     body = "echo 'a.cpp:3:1: error: no such thing'; echo 'b.cpp:1:1: error: later'; exit 7"
     with pytest.raises(CommandFailed) as caught:
@@ -113,26 +113,26 @@ def test_names_with_error_in_them_are_no_errors() -> None:
     assert cmake.first_error(output) == "x.cpp:1: error: y"
 
 
-def test_full_disk(job: cmake.Job) -> None:
+def test_full_disk(job: cmake.BuildSession) -> None:
     """A compiler that finds no room is a DiskFull with a cure, not a compile error."""
     body = "echo 'fatal error: error writing to a.s: No space left on device'; exit 1"
     with pytest.raises(DiskFull, match="PYLLAMAKV_HOME"):
         cmake.run(job, shell(body), "compiling")
 
 
-def test_program_that_cannot_start(job: cmake.Job, tmp_path: Path) -> None:
+def test_program_that_cannot_start(job: cmake.BuildSession, tmp_path: Path) -> None:
     """A program that is not there is a missing tool."""
     with pytest.raises(ToolMissing):
         cmake.run(job, [str(tmp_path / "absent")], "compiling")
 
 
-def test_output_that_is_not_text(job: cmake.Job) -> None:
+def test_output_that_is_not_text(job: cmake.BuildSession) -> None:
     """Bytes that are no UTF-8 neither stop the build nor get lost from the log."""
     cmake.run(job, shell(r"printf '\377\376 done\n'"), "compiling")
     assert "done" in job.log.read_text("utf-8", errors="replace")
 
 
-def test_interrupt_ends_all_children(job: cmake.Job, tmp_path: Path) -> None:
+def test_interrupt_ends_all_children(job: cmake.BuildSession, tmp_path: Path) -> None:
     """When the caller is interrupted, the compilers end before the exception leaves."""
     pids = tmp_path / "pids"
 
@@ -140,7 +140,7 @@ def test_interrupt_ends_all_children(job: cmake.Job, tmp_path: Path) -> None:
         if done:
             raise KeyboardInterrupt
 
-    telling = cmake.Job(job.folder, job.log, job.env, interrupt)
+    telling = cmake.BuildSession(job.folder, job.log, job.env, interrupt)
     body = f"sleep 600 & echo $! $$ >'{pids}'; echo '[plk 1/2] Building a'; wait"
     with pytest.raises(KeyboardInterrupt):
         cmake.run(telling, shell(body), "compiling")
@@ -172,7 +172,7 @@ def programs(monkeypatch: pytest.MonkeyPatch, folder: Path, body: str) -> None:
 
 
 def test_broken_folder_is_configured_afresh(
-    job: cmake.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: cmake.BuildSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a killed configure left is thrown away once; objects are not."""
     source = tmp_path / "source"
@@ -185,7 +185,7 @@ def test_broken_folder_is_configured_afresh(
 
 
 def test_moved_folder_is_configured_afresh(
-    job: cmake.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: cmake.BuildSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CMake refuses a cache that was made elsewhere, so it is thrown away first."""
     programs(monkeypatch, tmp_path, 'echo "$*"\n')
@@ -196,7 +196,7 @@ def test_moved_folder_is_configured_afresh(
 
 
 def test_first_failure_is_not_retried(
-    job: cmake.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: cmake.BuildSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A configure that fails in an empty folder fails once."""
     programs(monkeypatch, tmp_path, 'echo "CMake Error: no"; exit 1\n')
@@ -211,7 +211,7 @@ def test_held_lock_outlives_a_killed_caller(tmp_path: Path) -> None:
     path = tmp_path / "busy"
     first = os.open(path, os.O_RDWR | os.O_CREAT)
     fcntl.flock(first, fcntl.LOCK_EX)
-    job = cmake.Job(tmp_path, tmp_path / "log", cmake.environment(), held=(first,))
+    job = cmake.BuildSession(tmp_path, tmp_path / "log", cmake.environment(), held=(first,))
     pid_file = tmp_path / "pid"
     job_body = shell(f"echo $$ >'{pid_file}'; exec sleep 600")
     thread = threading.Thread(target=lambda: run_quietly(job, job_body), daemon=True)
@@ -231,7 +231,7 @@ def test_held_lock_outlives_a_killed_caller(tmp_path: Path) -> None:
         os.close(second)
 
 
-def run_quietly(job: cmake.Job, command: list[str]) -> None:
+def run_quietly(job: cmake.BuildSession, command: list[str]) -> None:
     """Run a command that is going to be killed."""
     with pytest.raises(CommandFailed):
         cmake.run(job, command, "sleeping")

@@ -166,5 +166,5 @@ def test_launcher(tmp_path: Path) -> None:
     assert compiler.launcher(env) == str(tmp_path / "sccache")
     env = programs(tmp_path, "ccache")
     assert compiler.launcher(env) == str(tmp_path / "ccache")
-    assert compiler.launcher({**env, "PYLLAMAKV_LAUNCHER": "none"}) is None
+    assert compiler.launcher({**env, "PYLLAMAKV_COMPILER_LAUNCHER": "none"}) is None
     assert compiler.launcher({"PATH": str(tmp_path / "empty")}) is None

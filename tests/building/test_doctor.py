@@ -26,7 +26,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
-    for name in ("CC", "CXX", "CUDACXX", "CUDA_HOME", "CUDA_PATH", "PYLLAMAKV_LAUNCHER"):
+    for name in ("CC", "CXX", "CUDACXX", "CUDA_HOME", "CUDA_PATH", "PYLLAMAKV_COMPILER_LAUNCHER"):
         monkeypatch.delenv(name, raising=False)
     return folder
 

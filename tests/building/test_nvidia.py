@@ -56,12 +56,12 @@ def test_nothing_is_compiled_for_a_driver_that_is_too_old(
         backend=SimpleNamespace(name="cuda"), compiler=SimpleNamespace(cxx="g++")
     )
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
-    build.prove(wanted)
+    build.check_toolchain(wanted)
     monkeypatch.setenv("PATH", str(tmp_path / "smi"))
     with pytest.raises(ToolMissing, match=r"driver 580\.159\.03 is too old.*update the driver"):
-        build.prove(wanted)
+        build.check_toolchain(wanted)
     monkeypatch.setenv(cuda.ARCHITECTURE, "90-real")
-    build.prove(wanted)
+    build.check_toolchain(wanted)
 
 
 def test_a_compiler_that_nvcc_refuses(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def test_lookup_needs_a_whole_variant(tmp_path: Path, monkeypatch: pytest.Monkey
     folder.mkdir(parents=True)
     (folder / "libplk.so").touch()
     manifest().save(folder)
-    variant.remember(wanted, variant.Variant(folder))
+    variant.add_to_index(wanted, variant.Variant(folder))
     found = variant.lookup(wanted)
     assert found is not None
     assert found.id == "some-variant"

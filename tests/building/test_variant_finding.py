@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from building_kit import Workshop, script
 
-from pyllamakv import opening
+from pyllamakv import open_variant
 from pyllamakv.building import backend, build, compiler, variant
 from pyllamakv.building import manifest as manifests
 from pyllamakv.errors import NotBuilt, ToolMissing
@@ -59,7 +59,7 @@ def both(shop: Workshop) -> tuple[variant.Spec, variant.Spec, variant.Variant]:
     made = build.build(shop.spec)
     stock = variant.parse(shop.spec)
     patched = variant.Spec(stock.release, None)
-    variant.remember(variant.request(patched), made)
+    variant.add_to_index(variant.request(patched), made)
     return stock, patched, made
 
 
@@ -110,14 +110,14 @@ def test_what_is_not_built_names_the_command(
     """With nothing built, and with something else built, compiler or not."""
     wanted = f"build {shop.spec}"
     with pytest.raises(NotBuilt, match=wanted.replace("+", r"\+")):
-        opening.find_built(shop.spec)
+        open_variant.find_built(shop.spec)
     made = build.build(shop.spec)
-    assert opening.find_built(shop.spec) == opening.find_built(made.id) == made.folder
+    assert open_variant.find_built(shop.spec) == open_variant.find_built(made.id) == made.folder
     no_compiler(shop, monkeypatch)
-    assert opening.find_built(shop.spec) == opening.find_built(made.id) == made.folder
+    assert open_variant.find_built(shop.spec) == open_variant.find_built(made.id) == made.folder
     monkeypatch.setattr(variant, "shim_digest", lambda: "changed")
     with pytest.raises(NotBuilt, match=f"{made.id}, of other patches"):
-        opening.find_built(shop.spec)
+        open_variant.find_built(shop.spec)
 
 
 def test_a_build_by_another_compiler_is_found(
@@ -169,21 +169,21 @@ def test_what_no_spec_names_is_not_found(shop: Workshop, monkeypatch: pytest.Mon
 def test_a_compiler_is_remembered_not_asked(shop: Workshop, tmp_path: Path) -> None:
     """`recall` knows what `find` was told, and nothing else."""
     cache = tmp_path / "answers.json"
-    assert compiler.recall(cache) is None
+    assert compiler.find_cached(cache) is None
     assert not shop.compiler_calls.exists()
     found = compiler.find(cache)
     asked = shop.compiler_calls.read_text("utf-8")
-    assert compiler.recall(cache) == found
-    assert compiler.recall(cache, {"PATH": "", "CC": "gone"}) is None
+    assert compiler.find_cached(cache) == found
+    assert compiler.find_cached(cache, {"PATH": "", "CC": "gone"}) is None
     another_compiler(shop)
-    assert compiler.recall(cache) is None
+    assert compiler.find_cached(cache) is None
     assert shop.compiler_calls.read_text("utf-8") == asked
 
 
 @pytest.mark.native
 def test_opening_needs_no_compiler() -> None:
     """The real thing, in a process without PATH, whatever the release's name is written like."""
-    found = variant.find(f"{releases.DEFAULT}+patched")
+    found = variant.find(f"{releases.DEFAULT_RELEASE}+patched")
     if found is None:
         if os.environ.get("PYLLAMAKV_REQUIRE_NATIVE"):
             pytest.fail("not built")
@@ -195,7 +195,9 @@ def test_opening_needs_no_compiler() -> None:
         "for spec in sys.argv[1:]:\n"
         "    with kv.open(spec) as library: print(library.about.variant)\n"
     )
-    specs = [f"{prefix}{releases.DEFAULT}+patched" for prefix in ("", "v", "llama-cpp-python==")]
+    specs = [
+        f"{prefix}{releases.DEFAULT_RELEASE}+patched" for prefix in ("", "v", "llama-cpp-python==")
+    ]
     done = subprocess.run(
         [sys.executable, "-c", code, *specs],
         env={**os.environ, "PATH": "", "CC": "gone", "CXX": "gone"},

@@ -11,7 +11,7 @@ from native_kit import built
 
 import pyllamakv as kv
 from pyllamakv.cache.checkpoints import Schedule
-from pyllamakv.errors import NotSupported, StateError
+from pyllamakv.errors import StateError, Unsupported
 from pyllamakv.scenarios import architectures, synthetic
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def test_a_copy_goes_by_a_checkpoint(forgetful: tuple[kv.Model, ContextCache]) -
     forward(cache, 1, [9] * 20)
     before = picture(cache)
     if not cache.can_resume(0, 333):
-        with pytest.raises(NotSupported):
+        with pytest.raises(Unsupported):
             cache.copy_prefix(0, 1, 333)
         assert picture(cache) == before
     assert cache.copy_prefix(0, 1, 320) == 320
@@ -208,7 +208,7 @@ def test_checkpoints_of_an_emptied_sequence_go_when_others_take_its_place(tmp_pa
     assert cache.prepare_restore(0, 20) == 20
     forward(cache, 0, range(30, 60))
     assert not cache.can_resume(0, 20)
-    with pytest.raises(kv.NotSupported):
+    with pytest.raises(kv.Unsupported):
         cache.remove(0, 20)
     assert cache.lanes[0].tokens == list(range(30, 60))
 

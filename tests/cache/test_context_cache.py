@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import pyllamakv as kv
 from pyllamakv.binding.protocol import Capability
-from pyllamakv.errors import Cancelled, KVCacheFull, NotSupported, SharedCells, UsageError
+from pyllamakv.errors import Cancelled, KVCacheFull, SharedCells, Unsupported, UsageError
 
 if TYPE_CHECKING:
     from pyllamakv.cache.context_cache import ContextCache
@@ -301,7 +301,7 @@ def test_any_schedule_agrees_with_plain_lists(
                 else:
                     del expected[a][b : b + c]
                     cache.remove(a, b, b + c, unshare=what == "unshare")
-            except (KVCacheFull, NotSupported, SharedCells):
+            except (KVCacheFull, Unsupported, SharedCells):
                 assert picture(cache) == before
             else:
                 plain = expected

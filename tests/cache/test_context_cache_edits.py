@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from cache_kit import forward, picture, simulated
 
-from pyllamakv.errors import KVCacheFull, NotSupported, SharedCells, UsageError
+from pyllamakv.errors import KVCacheFull, SharedCells, Unsupported, UsageError
 
 if TYPE_CHECKING:
     from pyllamakv.cache.context_cache import ContextCache
@@ -64,7 +64,7 @@ def test_a_memory_of_states_copies_the_whole_or_nothing(tmp_path: Path) -> None:
     forward(cache, 0, [1, 2, 3])
     forward(cache, 1, [9])
     before = picture(cache)
-    with pytest.raises(NotSupported, match="one state per sequence") as caught:
+    with pytest.raises(Unsupported, match="one state per sequence") as caught:
         cache.copy_prefix(0, 1, 2)
     assert "state" in caught.value.reason
     assert picture(cache) == before
@@ -147,7 +147,7 @@ def test_a_memory_that_cannot_shift_refuses_the_middle(tmp_path: Path) -> None:
     cache = simulated(tmp_path, {"can_shift": False})
     forward(cache, 0, range(10))
     before = picture(cache)
-    with pytest.raises(NotSupported, match="cannot shift positions") as caught:
+    with pytest.raises(Unsupported, match="cannot shift positions") as caught:
         cache.remove(0, 2, 4)
     assert caught.value.reason == "this context's memory cannot shift positions"
     assert picture(cache) == before
@@ -162,7 +162,7 @@ def test_a_memory_of_states_refuses_parts(tmp_path: Path) -> None:
     forward(cache, 0, range(10))
     before = picture(cache)
     for begin, end in ((4, None), (2, 4), (0, 4)):
-        with pytest.raises(NotSupported):
+        with pytest.raises(Unsupported):
             cache.remove(0, begin, end)
         assert picture(cache) == before
     assert [p for p in range(12) if cache.can_resume(0, p)] == [0, 10]

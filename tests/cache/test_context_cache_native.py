@@ -13,7 +13,7 @@ from cache_kit import forward, fresh, picture, some
 from native_kit import built
 
 import pyllamakv as kv
-from pyllamakv.errors import KVCacheFull, NotSupported, SharedCells
+from pyllamakv.errors import KVCacheFull, SharedCells, Unsupported
 from pyllamakv.scenarios import architectures, synthetic
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ def test_the_whole_can_always_be_removed(spec: str, name: str) -> None:
                     if cache.can_resume(sequence, 0):
                         forward(cache, sequence, some(40))
                 cache.context.native.cancel_after(cache.context.handle, 2)
-                with pytest.raises((kv.Cancelled, NotSupported)):
+                with pytest.raises((kv.Cancelled, Unsupported)):
                     forward(cache, 0, some(32))
                 cache.context.native.cancel_after(cache.context.handle, -1)
                 cache.check()
@@ -346,8 +346,8 @@ def test_a_window_of_four_resumes_where_its_cells_are() -> None:
                 assert cache.can_resume(0, position) == expected, position
             refused = next(p for p in range(500) if not cache.can_resume(0, p))
             before = picture(cache)
-            with pytest.raises(NotSupported, match="window"):
+            with pytest.raises(Unsupported, match="window"):
                 cache.remove(0, refused)
-            with pytest.raises(NotSupported):
+            with pytest.raises(Unsupported):
                 cache.remove(0, 2, 4)
             assert picture(cache) == before

@@ -14,8 +14,8 @@ from pyllamakv.errors import (
     Cancelled,
     KVCacheFull,
     NativeError,
-    NotSupported,
     SharedCells,
+    Unsupported,
     UsageError,
 )
 from pyllamakv.scenarios import synthetic
@@ -166,7 +166,7 @@ def test_checks_come_before_any_copy_or_removal(tmp_path: Path) -> None:
         lambda: caches.remove(0, 4),
         lambda: caches.remove(0, 2, 4),
     ):
-        with pytest.raises(NotSupported):
+        with pytest.raises(Unsupported):
             refused()
         assert both(caches) == before
     assert [p for p in range(12) if caches.can_resume(0, p)] == [0, 10]

@@ -13,8 +13,8 @@ from fakes.judging import result
 
 from pyllamakv.cli import main
 from pyllamakv.errors import FetchError
-from pyllamakv.source import fetch, lock, watch
-from pyllamakv.source.watch import News
+from pyllamakv.source import fetch, lockfile, watch
+from pyllamakv.source.watch import IndexChanges
 from pyllamakv.verification import cell, expected, matrix, matrix_reports, result_cache
 from pyllamakv.verification.cell import CellSpec
 
@@ -26,9 +26,9 @@ Run = Callable[..., tuple[int, str, str]]
 def run(monkeypatch, tmp_path: Path, capsys) -> Run:
     """Run the command line over a small lock, with a judge that needs no build."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
-    known = {name: each for name, each in lock.known().items() if name in SOME}
-    monkeypatch.setattr(lock, "known", lambda: known)
-    monkeypatch.setattr(matrix.sources, "resolve", lambda name: known[name])
+    known = {name: each for name, each in lockfile.known().items() if name in SOME}
+    monkeypatch.setattr(lockfile, "known", lambda: known)
+    monkeypatch.setattr(matrix.spec_resolver, "resolve", lambda name: known[name])
     monkeypatch.setattr(matrix.shipped, "load", judging.Series)
     monkeypatch.setattr(result_cache, "key", lambda spec, where="here": spec.name)
     monkeypatch.setattr(expected, "shipped", lambda: tmp_path / "expected.toml")
@@ -178,7 +178,7 @@ def test_github_beside_json_leaves_json_alone(run: Run) -> None:
 
 def test_watch(run: Run, monkeypatch) -> None:
     """New versions are added, judged, and have to be good."""
-    known = lock.known()
+    known = lockfile.known()
     added = []
 
     def add(name, **_):
@@ -188,11 +188,13 @@ def test_watch(run: Run, monkeypatch) -> None:
         )
 
     monkeypatch.setattr(fetch, "add", add)
-    monkeypatch.setattr(watch, "look", lambda: News((), (), ("0.2.1",)))
+    monkeypatch.setattr(watch, "compare_with_index", lambda: IndexChanges((), (), ("0.2.1",)))
     code, out, err = run("matrix", "watch")
     assert (code, out) == (0, "")
     assert "no new version" in err and "0.2.1" in err
-    monkeypatch.setattr(watch, "look", lambda: News(("0.3.37", "0.3.38"), ("0.2.3",), ()))
+    monkeypatch.setattr(
+        watch, "compare_with_index", lambda: IndexChanges(("0.3.37", "0.3.38"), ("0.2.3",), ())
+    )
     assert json.loads(run("matrix", "watch", "--look", "--json")[1])["new"] == ["0.3.37", "0.3.38"]
     assert not added
     monkeypatch.setitem(judging.VERDICTS, "0.3.38", "broken-apply")
@@ -207,11 +209,11 @@ def test_watch(run: Run, monkeypatch) -> None:
 
 def test_a_watch_that_was_ended_goes_on(run: Run, monkeypatch) -> None:
     """What was added but not judged is judged the next time, and once."""
-    known = lock.known()
+    known = lockfile.known()
     added = replace(known["0.3.36"], name="0.3.37", commit="7" * 40)
     known["0.3.37"] = added
-    lock.save(lock.added(), [added])
-    monkeypatch.setattr(watch, "look", lambda: News((), (), ()))
+    lockfile.save(lockfile.added(), [added])
+    monkeypatch.setattr(watch, "compare_with_index", lambda: IndexChanges((), (), ()))
     assert json.loads(run("matrix", "watch", "--look", "--json")[1])["judge"] == ["0.3.37"]
     code, out, _ = run("matrix", "watch")
     assert code == 0
@@ -225,7 +227,7 @@ def test_watch_without_network(run: Run, monkeypatch) -> None:
     def silent():
         raise FetchError("no index answers")
 
-    monkeypatch.setattr(watch, "look", silent)
+    monkeypatch.setattr(watch, "compare_with_index", silent)
     assert run("matrix", "watch")[0] == 4
 
 

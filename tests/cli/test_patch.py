@@ -9,7 +9,7 @@ import pytest
 from patching_kit import Bench, fill, numbered
 
 from pyllamakv.cli import main
-from pyllamakv.source import lock
+from pyllamakv.source import lockfile
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     bench.add_release("0.3.2", OLD | {"src/a.cpp": numbered(60, l41="upstream")}, "2025-02-02")
     bench.add_patch("one", {"0.3.1": (OLD, ONE)})
     bench.add_patch("two", {"0.3.1": (ONE, TWO)}, requires=("one",))
-    monkeypatch.setattr(lock, "known", lambda: bench.releases)
+    monkeypatch.setattr(lockfile, "known", lambda: bench.releases)
     return bench
 
 

@@ -11,7 +11,7 @@ from patching_kit import Bench, diff, numbered
 from pyllamakv import home
 from pyllamakv.cli import main
 from pyllamakv.patching import series
-from pyllamakv.source import lock
+from pyllamakv.source import lockfile
 from pyllamakv.source.store import open_store
 from pyllamakv.verification import result_cache
 
@@ -28,7 +28,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     bench.add_release("0.3.1", OLD)
     bench.add_release("0.3.2", OLD | {"src/a.cpp": numbered(60, l40="upstream")}, "2025-02-02")
     bench.add_patch("one", {"0.3.1": (OLD, ONE)})
-    monkeypatch.setattr(lock, "known", lambda: bench.releases)
+    monkeypatch.setattr(lockfile, "known", lambda: bench.releases)
     monkeypatch.setattr(home, "data", lambda _name: bench.folder)
     return bench
 
@@ -55,7 +55,7 @@ def test_rebase(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     (done,) = json.loads(out)["done"]
     assert (done["state"], done["change"]) == ("resolved", "content")
-    assert series.load(bench.folder).definition("one").text("0.3.2")
+    assert series.load(bench.folder).definition("one").port("0.3.2")
     code, out, _ = call(capsys, "rebase", "one", "--onto", "0.3.2")
     assert code == 0
     assert out == "one onto 0.3.2: applies\n"

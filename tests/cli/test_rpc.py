@@ -47,7 +47,7 @@ def test_a_cache_on_a_server_is_the_one_here(patched: Variant) -> None:
     with kv.open(patched.folder) as lib, lib.load_model(path) as model:
         expected = logits(model)
     with (
-        kv.serve(patched.folder, threads=1) as server,
+        kv.serve_rpc(patched.folder, threads=1) as server,
         kv.open(patched.folder, backend="rpc") as lib,
         lib.load_model(path, n_gpu_layers=ALL, rpc_servers=server.endpoint) as model,
     ):
@@ -61,8 +61,8 @@ def test_a_cache_on_a_server_is_the_one_here(patched: Variant) -> None:
 def test_layers_are_shared_out_between_servers(patched: Variant) -> None:
     """Half of a model and of its cache go to each; without either there is no going on."""
     with (
-        kv.serve(patched.folder, threads=1) as one,
-        kv.serve(patched.folder, threads=1) as other,
+        kv.serve_rpc(patched.folder, threads=1) as one,
+        kv.serve_rpc(patched.folder, threads=1) as other,
         kv.open(patched.folder, backend="rpc") as lib,
     ):
         both = f"{one.endpoint},{other.endpoint}"
@@ -78,7 +78,7 @@ def test_layers_are_shared_out_between_servers(patched: Variant) -> None:
         with pytest.raises(kv.DeviceLost):
             lib.devices()
     with (
-        kv.serve(patched.folder, threads=1) as server,
+        kv.serve_rpc(patched.folder, threads=1) as server,
         kv.open(patched.folder, backend="rpc") as lib,
     ):
         again = lib.load_model(
@@ -92,7 +92,7 @@ def test_a_server_killed_in_the_middle_of_a_decode(patched: Variant) -> None:
     import threading
 
     with (
-        kv.serve(patched.folder, threads=1) as server,
+        kv.serve_rpc(patched.folder, threads=1) as server,
         kv.open(patched.folder, backend="rpc") as lib,
     ):
         model = lib.load_model(
@@ -110,7 +110,7 @@ def test_a_server_killed_in_the_middle_of_a_decode(patched: Variant) -> None:
 def test_what_cannot_be_reached(patched: Variant) -> None:
     """A dead endpoint, one that is none, and a process that a lost server would end."""
     path = synthetic.tiny()
-    with kv.serve(patched.folder) as server:
+    with kv.serve_rpc(patched.folder) as server:
         endpoint = server.endpoint
     with kv.open(patched.folder, backend="rpc") as lib:
         with pytest.raises(kv.ModelError, match=f"no RPC server answers at {endpoint}"):
@@ -125,7 +125,7 @@ def test_what_cannot_be_reached(patched: Variant) -> None:
 def test_more_than_a_server_has(patched: Variant) -> None:
     """A cache that its memory cannot hold is refused, or the server's end is told."""
     with (
-        kv.serve(patched.folder, threads=1) as server,
+        kv.serve_rpc(patched.folder, threads=1) as server,
         kv.open(patched.folder, backend="rpc") as lib,
     ):
         model = lib.load_model(
@@ -169,8 +169,8 @@ def test_ordered_moves_on_two_servers(patched: Variant, mover: str) -> None:
     """Cells keep their bytes where a batch of ordered moves takes a graph per server."""
     shape = architectures.Shape("servers", n_layer=6, n_embd=64, n_head=2, n_head_kv=2, n_ff=32)
     with (
-        kv.serve(patched.folder, threads=1) as one,
-        kv.serve(patched.folder, threads=1) as other,
+        kv.serve_rpc(patched.folder, threads=1) as one,
+        kv.serve_rpc(patched.folder, threads=1) as other,
         kv.open(patched.folder, backend="rpc") as lib,
         lib.load_model(
             synthetic.generate(shape, home() / "models"),

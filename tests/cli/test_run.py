@@ -27,7 +27,7 @@ def opened(monkeypatch, tmp_path) -> list[tuple[str, dict]]:
 
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
     monkeypatch.setattr(pyllamakv, "open", open_, raising=False)
-    monkeypatch.setattr("pyllamakv.opening.find_recorded", lambda *_: tmp_path)
+    monkeypatch.setattr("pyllamakv.open_variant.find_recorded", lambda *_: tmp_path)
     return asked
 
 

@@ -11,7 +11,7 @@ from typer.main import get_command
 
 from pyllamakv.cli import upstream
 from pyllamakv.errors import FetchError, HashMismatch, UnknownRelease, UsageError
-from pyllamakv.source import lock
+from pyllamakv.source import lockfile
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def test_plain_output(tmp_path: Path, server: Server, capsys: pytest.CaptureFixt
 def test_news(tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     """The index is asked for versions that no lock has."""
     release, file = pinned(tmp_path / "up", "1.0")
-    lock.save(lock.shipped(), [release])
+    lockfile.save(lockfile.shipped(), [release])
     index_page(server, file, sdist(tmp_path / "new", "1.1"))
     found = answer(capsys, "list", "--new")
     assert found == {"new": ["1.1"], "unpinned": [], "lost": []}
@@ -88,7 +88,7 @@ def test_one_failure_does_not_stop_the_rest(
     """Every release that can be fetched is, then the first failure is raised."""
     good, file = pinned(tmp_path / "a", "2.0")
     bad, _ = pinned(tmp_path / "b", "1.0")
-    lock.save(lock.shipped(), [good, bad])
+    lockfile.save(lockfile.shipped(), [good, bad])
     index_page(server, file)
     with pytest.raises(FetchError):
         run("fetch", "1.0", "2.0")
@@ -103,7 +103,7 @@ def test_a_store_that_differs(tmp_path: Path, server: Server) -> None:
     run("add", "1.0")
     store = open_store()
     other, _ = store.commit(release.commit, {"x": b""}, "m")
-    store.publish("refs/upstream/1.0", other)
+    store.update_ref("refs/upstream/1.0", other)
     with pytest.raises(HashMismatch, match=r"1\.0"):
         run("verify", "1.0")
 

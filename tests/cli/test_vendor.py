@@ -12,7 +12,7 @@ from typer.main import get_command
 
 from pyllamakv.cli import vendor as cli
 from pyllamakv.errors import TreeDirty, UnknownRelease, UsageError
-from pyllamakv.source import lock, vendor
+from pyllamakv.source import lockfile, vendor
 from pyllamakv.source.store import open_store
 
 
@@ -20,7 +20,9 @@ from pyllamakv.source.store import open_store
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Give every test a home with one release."""
     place = isolate(tmp_path, monkeypatch)
-    lock.save(lock.shipped(), [imported(open_store(), "0.3.9", TREE, "2025-01-01T00:00:00Z")])
+    lockfile.save(
+        lockfile.shipped(), [imported(open_store(), "0.3.9", TREE, "2025-01-01T00:00:00Z")]
+    )
     return place
 
 
@@ -88,7 +90,9 @@ def test_a_release_that_moved_is_stale(home: Path) -> None:
     """When the lock now means another tree, the folder is called stale."""
     run("sync")
     store = open_store()
-    lock.save(lock.shipped(), [imported(store, "0.3.9", {**TREE, "new": b""}, "2025-01-01")])
+    lockfile.save(
+        lockfile.shipped(), [imported(store, "0.3.9", {**TREE, "new": b""}, "2025-01-01")]
+    )
     with pytest.raises(TreeDirty, match="stale"):
         run("verify", "0.3.9")
     run("sync")
@@ -126,7 +130,7 @@ def test_other_spellings_of_a_release(home: Path, capsys: pytest.CaptureFixture[
         run("sync", spec)
         assert answer(capsys, "verify", "0.3.9") == {spec: []}
     tag = imported(open_store(), "v0.3.9", {**TREE, "tag": b""}, "2025-01-02T00:00:00Z")
-    lock.save(lock.shipped(), [tag])
+    lockfile.save(lockfile.shipped(), [tag])
     for verb in ("verify", "clean"):
         for spec in ("v0.3.9", "v0.3.9+stock"):
             with pytest.raises(UnknownRelease, match=r"'v0\.3\.9.* is not vendored"):

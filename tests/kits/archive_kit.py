@@ -14,7 +14,7 @@ from source_kit import (
 
 from pyllamakv.errors import ArchiveError
 from pyllamakv.source import fetch
-from pyllamakv.source.archive import import_sdist
+from pyllamakv.source.sdist_import import import_sdist
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:

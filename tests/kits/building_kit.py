@@ -42,7 +42,7 @@ class Workshop:
         self.tree = folder / "llama"
         self.compiler_calls = folder / "compiler-calls"
         monkeypatch.setenv("PYLLAMAKV_HOME", str(self.home))
-        monkeypatch.setenv("PYLLAMAKV_LAUNCHER", "none")
+        monkeypatch.setenv("PYLLAMAKV_COMPILER_LAUNCHER", "none")
         self.use("cmake", CMAKE)
         self.use("ninja", NINJA)
         for name in ("cc", "c++"):

@@ -76,7 +76,7 @@ def make(monkeypatch: pytest.MonkeyPatch, home: Path) -> World:
     monkeypatch.setattr(checking.apply, "apply", apply)
     monkeypatch.setattr(checking.drift, "why", lambda *_: world.why)
     monkeypatch.setattr(checking.fetch, "fetch", fetch)
-    monkeypatch.setattr(checking.sources, "resolve", lambda name: SimpleNamespace(name=name))
+    monkeypatch.setattr(checking.spec_resolver, "resolve", lambda name: SimpleNamespace(name=name))
     monkeypatch.setattr(runner, "open_worker", world.opener)
     return world
 

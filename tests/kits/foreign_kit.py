@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pyllamakv.patching import series
-from pyllamakv.patching.definition import PatchText
+from pyllamakv.patching.definition import Port
 
 RELEASE = "0.3.9"
 FAULTS = Path(__file__).resolve().parents[1] / "data" / "foreign"
@@ -25,12 +25,12 @@ Subject: [PATCH %d/%d] %s
 """
 
 
-def shipped() -> PatchText:
+def shipped() -> Port:
     """Return the shipped text of full-defrag."""
-    return series.load().definition("full-defrag").text(RELEASE)
+    return series.load().definition("full-defrag").port(RELEASE)
 
 
-def change(text: PatchText) -> bytes:
+def change(text: Port) -> bytes:
     """Return the change alone: a plain diff without a header."""
     return b"".join(file.data for file in text.patch.files)
 
@@ -40,7 +40,7 @@ def mail(change: bytes, subject: bytes, number: int = 1, of: int = 1) -> bytes:
     return MAIL % (number, of, subject, b"For our product.") + change
 
 
-def without_retry() -> PatchText:
+def without_retry() -> Port:
     """Return the shipped text without the hunk that defragments when a decode finds no slot."""
     text = shipped()
     hunks = text.patch.file("src/llama-context.cpp").hunks
@@ -61,7 +61,7 @@ def values_by_column(folder: Path) -> Path:
     place = folder / "quilt"
     place.mkdir()
     (place / "defrag.diff").write_bytes(change(shipped()))
-    fault = PatchText.from_file(FAULTS / "values-by-column.patch")
+    fault = Port.from_file(FAULTS / "values-by-column.patch")
     (place / "cleanup.diff").write_bytes(change(fault))
     (place / "series").write_text("defrag.diff\ncleanup.diff -p1 # after the review\n")
     return place

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv.patching import hunks, series, shared_files
-from pyllamakv.source import gitting
+from pyllamakv.source import git_command
 from pyllamakv.source.releases import Release
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pyllamakv.patching.definition import PatchText
+    from pyllamakv.patching.definition import Port
     from pyllamakv.source.store import Store
 
 Files = dict[str, bytes]
@@ -49,16 +49,16 @@ def fill(folder: Path, files: Mapping[str, bytes]) -> None:
 
 def git(folder: Path, *args: str, input: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     """Run git in a folder that is a repository of its own."""
-    return gitting.run(folder, *args, input=input)
+    return git_command.run(folder, *args, input=input)
 
 
 def repository(folder: Path, files: Mapping[str, bytes]) -> Path:
     """Make a throw-away repository that holds these files."""
     folder.mkdir(parents=True, exist_ok=True)
-    gitting.git(folder, "init", "-q", ".")
+    git_command.git(folder, "init", "-q", ".")
     fill(folder, files)
-    gitting.git(folder, "add", "-A", "-f")
-    gitting.git(folder, "commit", "-q", "--allow-empty", "-m", "base")
+    git_command.git(folder, "add", "-A", "-f")
+    git_command.git(folder, "commit", "-q", "--allow-empty", "-m", "base")
     return folder
 
 
@@ -69,8 +69,8 @@ def diff(old: Mapping[str, bytes], new: Mapping[str, bytes], *options: str) -> b
         for path in set(old) - set(new):
             (folder / path).unlink()
         fill(folder, new)
-        gitting.git(folder, "add", "-A", "-f")
-        return gitting.git_bytes(
+        git_command.git(folder, "add", "-A", "-f")
+        return git_command.git_bytes(
             folder, "diff", "--cached", "--full-index", "--no-renames", *options
         )
 
@@ -93,7 +93,7 @@ def release(
 ) -> Release:
     """Put a small release into the store."""
     commit, tree = store.commit(None, dict(files), f"release {name}")
-    store.publish(f"refs/upstream/{name}", commit)
+    store.update_ref(f"refs/upstream/{name}", commit)
     return Release(name, "sdist", commit, tree, "unified", f"{date}T00:00:00Z")
 
 
@@ -170,9 +170,9 @@ class Bench:
         """Return the file of a port's hooks."""
         return self.folder / id / f"{base}.patch"
 
-    def text(self, id: str, base: str) -> PatchText:
+    def text(self, id: str, base: str) -> Port:
         """Return a port as it is composed of message, hooks and shared files."""
-        return series.load(self.folder).definition(id).text(base)
+        return series.load(self.folder).definition(id).port(base)
 
     def mail(self, id: str, base: str) -> bytes:
         """Return a port as one whole patch."""

@@ -35,20 +35,20 @@ def trees(releases: list[str] | None = None) -> dict[str, Any]:
     Per release: the stock tree; per patch the port, the tree of stock with this patch and what it
     requires, and the commit; the tree and commit of the whole series; what does not apply.
     """
-    from pyllamakv.errors import NoTextApplies, PatchConflict
+    from pyllamakv.errors import NoPortApplies, PatchConflict
     from pyllamakv.patching import apply, series
-    from pyllamakv.source import lock
+    from pyllamakv.source import lockfile
     from pyllamakv.source.store import open_store
 
     store, found = open_store(), {}
-    for release in lock.known().values():
+    for release in lockfile.known().values():
         if not store.has(release) or (releases and release.name not in releases):
             continue
         patches: dict[str, Any] = {}
         for definition in series.load():
             try:
                 made = apply.apply(release, [definition.id], store=store)
-            except (NoTextApplies, PatchConflict):
+            except (NoPortApplies, PatchConflict):
                 continue
             port = next(text.base for text in made.texts if text.id == definition.id)
             patches[definition.id] = {"port": port, "tree": made.tree, "commit": made.commit}

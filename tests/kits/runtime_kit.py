@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fakes.simulated import SimulatedNative
 from fakes.tiny_gguf import write_gguf
 
-from pyllamakv.opening import OpenLibrary
+from pyllamakv.open_variant import OpenLibrary
 
 if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context

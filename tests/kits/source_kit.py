@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.source import gitting, lock
+from pyllamakv.source import git_command, lockfile
 from pyllamakv.source.releases import Release
 from pyllamakv.source.store import open_store
 from qa.faults.steps import upstream
@@ -46,7 +46,7 @@ def isolate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYLLAMAKV_HOME", str(home))
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("NO_PROXY", "*")
-    monkeypatch.setattr(lock, "shipped", lambda: folder / "shipped.lock.toml")
+    monkeypatch.setattr(lockfile, "shipped", lambda: folder / "shipped.lock.toml")
     monkeypatch.setattr("pyllamakv.source.download._PAUSE", 0.0)
     return home
 
@@ -94,8 +94,8 @@ def pinned(folder: Path, version: str, files: Mapping[str, bytes] = TREE) -> tup
     file = sdist(folder, version, files)
     other = open_store(folder / "making" / f"store-{version}.git")
     source = folder / "making" / f"upstream-{version}"
-    gitting.git(other.path, "fetch", "-q", str(source), "HEAD:refs/heads/x", network=True)
-    commit = gitting.git(other.path, "rev-parse", "refs/heads/x")
+    git_command.git(other.path, "fetch", "-q", str(source), "HEAD:refs/heads/x", network=True)
+    commit = git_command.git(other.path, "rev-parse", "refs/heads/x")
     release = Release(
         name=version,
         kind="sdist",
@@ -113,7 +113,7 @@ def pinned(folder: Path, version: str, files: Mapping[str, bytes] = TREE) -> tup
 def imported(store: Store, name: str, files: Mapping[str, bytes], date: str) -> Release:
     """Put a release straight into a store."""
     commit, tree = store.commit(None, files, f"upstream {name}")
-    store.publish(f"refs/upstream/{name}", commit)
+    store.update_ref(f"refs/upstream/{name}", commit)
     return Release(name, "sdist", commit, tree, "monolith", date)
 
 

@@ -307,7 +307,7 @@ LIVE: dict[str, Callable[[World], Any]] = {
     "PrefixLease": _prefix_lease,
     "Batcher": _batcher,
     "Recording": _recording,
-    "Server": lambda world: world.keep(kv.serve(world.lib.path.parent)),
+    "Server": lambda world: world.keep(kv.serve_rpc(world.lib.path.parent)),
 }
 
 #: A right argument, by call and parameter or by parameter alone.

@@ -8,11 +8,11 @@ import pytest
 from cpp_kit import ROOT, compiled, run, sanitizers
 
 from pyllamakv.patching import apply, series
-from pyllamakv.source import sources
+from pyllamakv.source import spec_resolver
 from pyllamakv.source.store import open_store
 
 SOURCE = ROOT / "tests" / "native" / "kv_cells.cpp"
-BASES = [text.base for text in series.load().definition("compaction").texts]
+BASES = [text.base for text in series.load().definition("compaction").ports]
 # Releases whose cells have a class of their own, and move by upstream's code with one change.
 UNIFIED = ("0.3.10", "0.3.12", "0.3.16")
 HEADERS = ("src/llama-kv-cells.h", "src/llama-cparams.h", "include/llama.h")
@@ -34,7 +34,7 @@ def test_unified_cells_move_whole(base: str, tmp_path: Path) -> None:
 
 def check(base: str, patch: str, tmp_path: Path, *flags: str) -> None:
     """Move the cells that a base has after a patch, and compare them with the model."""
-    store, release = open_store(), sources.resolve(base)
+    store, release = open_store(), spec_resolver.resolve(base)
     if not store.has(release):
         pytest.skip(f"{base} was not fetched: pyllamakv upstream fetch {base}")
     tree = apply.apply(release, [patch], store=store).tree

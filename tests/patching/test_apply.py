@@ -9,8 +9,8 @@ from patching_kit import Bench, numbered
 
 from pyllamakv.errors import PatchConflict
 from pyllamakv.patching import apply, series
-from pyllamakv.patching.definition import PatchText
-from pyllamakv.source import gitting
+from pyllamakv.patching.definition import Port
+from pyllamakv.source import git_command
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def bench(tmp_path: Path) -> Bench:
     return make(tmp_path / "a")
 
 
-def run(bench: Bench, names: list[str | PatchText] | None = None) -> apply.Patched:
+def run(bench: Bench, names: list[str | Port] | None = None) -> apply.PatchedRelease:
     return apply.apply(
         bench.releases["0.3.1"], names, series=series.load(bench.folder), store=bench.store
     )
@@ -50,7 +50,7 @@ def test_commit_holds_the_patched_tree(bench: Bench) -> None:
     patched = run(bench)
     assert patched.patches == ("one", "two")
     assert tree(bench, patched.commit) == TWO
-    log = gitting.git(bench.store.path, "log", "--format=%s", patched.commit)
+    log = git_command.git(bench.store.path, "log", "--format=%s", patched.commit)
     assert log.splitlines() == ["Do what two does", "Do what one does", "release 0.3.1"]
     assert bench.store.tree_of(patched.commit) == patched.tree
 
@@ -80,11 +80,11 @@ def test_stock_is_upstream(bench: Bench) -> None:
 def test_nothing_changes_after_a_failure(bench: Bench) -> None:
     """A conflict in the second patch leaves no commit and no ref."""
     bench.add_patch("bad", {"0.3.1": (TWO | {"src/b.cpp": numbered(20, l9="no")}, TWO)})
-    before = gitting.git(bench.store.path, "for-each-ref")
+    before = git_command.git(bench.store.path, "for-each-ref")
     with pytest.raises(PatchConflict) as caught:
         run(bench, ["two", "bad"])
     assert (caught.value.patch, caught.value.file) == ("bad (0.3.1)", "src/b.cpp")
-    assert gitting.git(bench.store.path, "for-each-ref") == before
+    assert git_command.git(bench.store.path, "for-each-ref") == before
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -111,9 +111,9 @@ def test_author_and_message_are_kept(bench: Bench) -> None:
     file.write_bytes(data.replace(mail, own))
     commit = run(bench, [str(file)]).commit
     form = "--format=%an|%ae|%aI|%cn|%s|%b"
-    shown = gitting.git(bench.store.path, "log", "-1", form, commit)
+    shown = git_command.git(bench.store.path, "log", "-1", form, commit)
     assert shown.strip() == (
-        f"Jörg|j@example.org|2025-04-01T10:00:00+02:00|{gitting.NAME}|A long subject|Why."
+        f"Jörg|j@example.org|2025-04-01T10:00:00+02:00|{git_command.NAME}|A long subject|Why."
     )
 
 

@@ -29,7 +29,7 @@ from pyllamakv.patching import cpp_lines
 def test_kind(line: bytes, kind: str) -> None:
     """Each class has its lines."""
     assert cpp_lines.kind(line) == kind
-    assert cpp_lines.tells(line) is bool(kind)
+    assert cpp_lines.is_significant(line) is bool(kind)
 
 
 def test_calls_and_names() -> None:
@@ -50,4 +50,4 @@ def test_any_bytes(line: bytes) -> None:
     """No line breaks it."""
     cpp_lines.kind(line)
     cpp_lines.calls([line])
-    assert cpp_lines.tells(line) == bool(cpp_lines.kind(line))
+    assert cpp_lines.is_significant(line) == bool(cpp_lines.kind(line))

@@ -9,8 +9,8 @@ from patching_kit import Bench, diff, numbered
 
 from pyllamakv.errors import PatchFormatError
 from pyllamakv.patching import definition
-from pyllamakv.patching.definition import Definition, Marker, PatchText
-from pyllamakv.patching.draft import MemoryTree
+from pyllamakv.patching.definition import Definition, Marker, Port
+from pyllamakv.patching.strict_apply import MemoryTree
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def test_markers(marker: Marker, holds: bool) -> None:
 )
 def test_releases(spec: str, name: str, wanted: bool) -> None:
     """Versions are compared as versions; other releases are left to the markers."""
-    assert Definition("p", "P", releases=spec).wants(name) is wanted
+    assert Definition("p", "P", releases=spec).covers_release(name) is wanted
 
 
 def test_load(tmp_path: Path) -> None:
@@ -66,10 +66,10 @@ def test_load(tmp_path: Path) -> None:
     bench.add_patch("one", {"0.3.1": (OLD, with_shared)}, releases="<1", shared=("src/x.h",))
     found = definition.load(bench.folder / "one")
     assert (found.title, found.releases, found.shared) == ("Do what one does", "<1", ("src/x.h",))
-    assert found.text("0.3.1").patch.paths == ("src/a.cpp", "src/x.h")
-    assert found.text("0.3.1").markers == (Marker("src/a.cpp", has=("line 1",)),)
+    assert found.port("0.3.1").patch.paths == ("src/a.cpp", "src/x.h")
+    assert found.port("0.3.1").markers == (Marker("src/a.cpp", has=("line 1",)),)
     with pytest.raises(PatchFormatError, match=r"0\.3\.1"):
-        found.text("0.3.2")
+        found.port("0.3.2")
 
 
 def test_hooks_leave_shared_files_alone(tmp_path: Path) -> None:
@@ -120,8 +120,8 @@ def test_digest_counts_the_change_alone(tmp_path: Path) -> None:
     """Other words in the header leave the digest; another hunk does not."""
     file = tmp_path / "p.patch"
     file.write_bytes(b"Words.\n\n" + diff(OLD, NEW))
-    text = PatchText.from_file(file)
+    text = Port.from_file(file)
     file.write_bytes(b"Other words.\n\n" + diff(OLD, NEW))
-    assert PatchText.from_file(file).digest == text.digest
+    assert Port.from_file(file).digest == text.digest
     assert text.without("src/a.cpp", 1).digest != text.digest
     assert text.name == "p"

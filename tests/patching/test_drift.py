@@ -12,7 +12,7 @@ from patching_kit import SHOWN, WITH, Bench, code, diff, numbered
 
 from pyllamakv.cli import patch_views
 from pyllamakv.patching import drift, foreign_series, hunk_locator, hunks, series, status
-from pyllamakv.source import lock
+from pyllamakv.source import lockfile
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     for number, (name, data) in enumerate(line.items(), 1):
         bench.add_release(name, OLD | {"src/a.cpp": data}, f"2025-01-0{number}")
     bench.add_patch("one", {"0.3.2": (OLD, ONE)})
-    monkeypatch.setattr(lock, "known", lambda: bench.releases)
+    monkeypatch.setattr(lockfile, "known", lambda: bench.releases)
     return bench
 
 
@@ -68,7 +68,7 @@ def test_drift(
     assert found.state == state
     assert [hunk.placement.offset for hunk in found.hunks] == offsets
     assert [hunk.fuzz for hunk in found.hunks] == fuzz
-    assert [hunk.changed for hunk in found.hunks] == changed
+    assert [hunk.changed_in for hunk in found.hunks] == changed
     assert found.bad == tuple(hunk for hunk in found.hunks if not hunk.placement.good)
 
 
@@ -81,11 +81,11 @@ def test_file_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.add_release("0.3.2", moved | other, "2025-02-02")
     new = {"src/cache.cpp": KEPT["src/cache.cpp"].replace(b"find_cell_of", b"look_for")}
     bench.add_patch("one", {"0.3.1": (KEPT | other, new | other)}, marker=("src/cache.cpp", "int"))
-    monkeypatch.setattr(lock, "known", lambda: bench.releases)
+    monkeypatch.setattr(lockfile, "known", lambda: bench.releases)
     (hunk,) = on(bench, "0.3.2").hunks
     assert hunk.placement.state == "missing"
     assert [there.path for there in hunk.moved] == ["src/unified.cpp"]
-    assert hunk.changed == "0.3.2"
+    assert hunk.changed_in == "0.3.2"
 
 
 def test_a_text_without_a_base(bench: Bench, tmp_path: Path) -> None:
@@ -95,9 +95,9 @@ def test_a_text_without_a_base(bench: Bench, tmp_path: Path) -> None:
     theirs = foreign_series.load(file)
     words = {"series": theirs, "store": bench.store}
     (found,) = drift.drift(bench.releases["0.3.5"], **words)
-    assert (found.base, [hunk.changed for hunk in found.hunks]) == ("", ["", "0.3.4"])
+    assert (found.base, [hunk.changed_in for hunk in found.hunks]) == ("", ["", "0.3.4"])
     (found,) = drift.drift(bench.releases["0.3.1"], **words)
-    assert [hunk.changed for hunk in found.hunks] == ["", "0.3.2"]
+    assert [hunk.changed_in for hunk in found.hunks] == ["", "0.3.2"]
 
 
 def test_the_nearest_of_texts_that_are_not_meant(bench: Bench) -> None:
@@ -108,7 +108,7 @@ def test_the_nearest_of_texts_that_are_not_meant(bench: Bench) -> None:
     bench.add_patch("two", texts, marker=("src/a.cpp", "nowhere"))
     both = series.load(bench.folder)
     _, two = drift.drift(bench.releases["0.3.5"], series=both, store=bench.store)
-    assert (two.id, two.state, two.base) == ("two", "not-meant", "0.3.4")
+    assert (two.id, two.state, two.base) == ("two", "not-applicable", "0.3.4")
 
 
 def test_why(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,14 +145,14 @@ def test_a_place_that_is_refused(
     second = (code(there, *WITH) if there else b"") + code("second", *SHOWN)
     bench.add_release("0.3.2", {"src/a.cpp": second}, "2025-01-02")
     bench.add_patch("one", {"0.3.1": (old, new)}, marker=("src/a.cpp", "static int"))
-    monkeypatch.setattr(lock, "known", lambda: bench.releases)
+    monkeypatch.setattr(lockfile, "known", lambda: bench.releases)
     loaded = series.load(bench.folder)
     found = on(bench, "0.3.2")
     (hunk,) = found.hunks
-    assert (found.state, hunk.placement.state, hunk.changed) == ("fails", state, "")
+    assert (found.state, hunk.placement.state, hunk.changed_in) == ("fails", state, "")
     assert found.as_json()["hunks"][0]["found"] == said
     (row,) = status.status([bench.releases["0.3.2"]], series=loaded, store=bench.store)
-    facts = row.as_json()["texts"][0]["hunks"][0]
+    facts = row.as_json()["ports"][0]["hunks"][0]
     assert (row.state, facts["state"], facts["found"]) == ("fails", state, said)
     assert said in row.reason
     patch_views.drift([found])
@@ -166,7 +166,7 @@ def test_blanks(bench: Bench) -> None:
     """Lines that differ in nothing but blanks are called so."""
     data = numbered(60, l39="line   39")
     bench.add_release("0.3.6", OLD | {"src/a.cpp": data}, "2025-01-06")
-    assert on(bench, "0.3.6").hunks[1].blanks
+    assert on(bench, "0.3.6").hunks[1].whitespace_only
 
 
 @settings(deadline=None)

@@ -9,7 +9,7 @@ from patching_kit import Bench, numbered
 
 from pyllamakv.errors import PatchConflict, PatchFormatError, SourceError
 from pyllamakv.patching import apply, hunks
-from pyllamakv.patching.definition import PatchText
+from pyllamakv.patching.definition import Port
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def applied(folder: Path, *texts: bytes) -> dict[str, bytes | None]:
     """Apply patches to a release in a store; return the patched tree's files."""
     bench = Bench(open_store(folder / "store.git"), folder / "patches")
     bench.add_release("0.3.1", OLD)
-    names: list[str | PatchText] = []
+    names: list[str | Port] = []
     for number, data in enumerate(texts):
         file = folder / f"{number}.patch"
         file.write_bytes(data)

@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 
 from pyllamakv.patching import mail_header
-from pyllamakv.patching.definition import Definition, PatchText
+from pyllamakv.patching.definition import Definition, Port
 from pyllamakv.patching.hunks import Patch
 from pyllamakv.patching.mail_header import MailHeader
-from pyllamakv.source import gitting
+from pyllamakv.source import git_command
 
 SHAPE = Definition(
     "p", "Do it", "Why it is.\n\nMore.", "own work", "not submitted", scenarios=("a", "b")
 )
-TEXT = PatchText("p", Patch(b"", ()), "0.3.9", requires=("q",))
+TEXT = Port("p", Patch(b"", ()), "0.3.9", requires=("q",))
 
 
 def test_written_header_is_read_back() -> None:
     """What is written has identity, title, reasons and one line per fact."""
     mail = mail_header.parse(mail_header.write(SHAPE, TEXT))
-    assert (mail.name, mail.email, mail.subject) == (gitting.NAME, gitting.EMAIL, "Do it")
+    assert (mail.name, mail.email, mail.subject) == (git_command.NAME, git_command.EMAIL, "Do it")
     assert f"{mail.subject}\n\n{mail.body}\n" == mail_header.message(SHAPE, TEXT)
     facts = ["Patch: p", "Base: 0.3.9", "Requires: q", "Origin: own work", "Scenario: b"]
     assert set(facts) <= set(mail.body.splitlines())

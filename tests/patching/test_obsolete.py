@@ -8,7 +8,7 @@ import pytest
 from patching_kit import Bench
 
 from pyllamakv.patching import obsolete, series
-from pyllamakv.source import lock
+from pyllamakv.source import lockfile
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
         bench.add_release(name, {"src/a.cpp": data}, f"2025-01-0{number}")
     one = ({"src/a.cpp": OLD}, {"src/a.cpp": NEW})
     bench.add_patch("one", {"0.3.1": one}, marker=("src/a.cpp", "#include"))
-    monkeypatch.setattr(lock, "known", lambda: bench.releases)
+    monkeypatch.setattr(lockfile, "known", lambda: bench.releases)
     return bench
 
 
@@ -44,7 +44,7 @@ def signs(
         store=bench.store,
     )
     assert found.as_json()["obsolete"] is found.obsolete
-    return found, {sign.name: sign.says for sign in found.signs}
+    return found, {sign.name: sign.obsolete for sign in found.signs}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from patching_kit import Bench, fill, numbered
 
 from pyllamakv.errors import PatchFormatError, UnknownRelease, UsageError
 from pyllamakv.patching import apply, patch_export, series
-from pyllamakv.source import fetch, sources
+from pyllamakv.source import fetch, spec_resolver
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     bench.add_release("0.3.1", OLD)
     bench.add_patch("one", {"0.3.1": (OLD, ONE)})
     bench.add_patch("two", {"0.3.1": (ONE, TWO)}, requires=("one",))
-    monkeypatch.setattr(sources, "resolve", bench.releases.__getitem__)
+    monkeypatch.setattr(spec_resolver, "resolve", bench.releases.__getitem__)
     return bench
 
 
@@ -51,9 +51,9 @@ def test_a_base_without_a_lock_is_fetched(bench: Bench, monkeypatch: pytest.Monk
     """A base that no lock has comes from the package index, and the blob ids vouch for it."""
 
     def unknown(spec: str) -> Release:
-        raise UnknownRelease("not in the lock", name=spec, close=[])
+        raise UnknownRelease("not in the lock", name=spec, suggestions=[])
 
-    monkeypatch.setattr(sources, "resolve", unknown)
+    monkeypatch.setattr(spec_resolver, "resolve", unknown)
     monkeypatch.setattr(fetch, "ensure", bench.releases.__getitem__)
     assert check(bench) == [("one", "same"), ("two", "same")]
 
@@ -81,10 +81,12 @@ def test_writing_mends_the_file(bench: Bench) -> None:
     data = file.read_bytes()
     file.write_bytes(data.replace(b"@@ -7,7", b"@@ -6,7"))
     loaded = series.load(bench.folder)
-    assert patch_export.write(loaded, patch_export.chosen(loaded), store=bench.store) == (file,)
+    assert patch_export.write(loaded, patch_export.select_ports(loaded), store=bench.store) == (
+        file,
+    )
     assert file.read_bytes() == data
     loaded = series.load(bench.folder)
-    assert patch_export.write(loaded, patch_export.chosen(loaded), store=bench.store) == ()
+    assert patch_export.write(loaded, patch_export.select_ports(loaded), store=bench.store) == ()
 
 
 def test_from_a_folder(bench: Bench, tmp_path: Path) -> None:
@@ -97,7 +99,7 @@ def test_from_a_folder(bench: Bench, tmp_path: Path) -> None:
     (folder / "common").mkdir()
     (folder / "common" / "build-info.cpp").write_bytes(b"made by the build\n")
     loaded = series.load(bench.folder, missing_ok=True)
-    pairs = patch_export.chosen(loaded, ["two"], "0.3.1")
+    pairs = patch_export.select_ports(loaded, ["two"], "0.3.1")
     assert patch_export.write(loaded, pairs, folder, store=bench.store) == (file,)
     assert file.read_bytes() == data
 
@@ -108,7 +110,7 @@ def test_a_folder_without_change_is_refused(bench: Bench, tmp_path: Path) -> Non
     loaded = series.load(bench.folder)
     with pytest.raises(UsageError, match="does not differ"):
         patch_export.write(
-            loaded, patch_export.chosen(loaded, ["two"]), tmp_path / "tree", store=bench.store
+            loaded, patch_export.select_ports(loaded, ["two"]), tmp_path / "tree", store=bench.store
         )
 
 
@@ -120,14 +122,14 @@ def test_nothing_is_written_when_one_fails(bench: Bench) -> None:
     before = one.read_bytes()
     loaded = series.load(bench.folder)
     with pytest.raises(Exception, match="does not apply"):
-        patch_export.write(loaded, patch_export.chosen(loaded), store=bench.store)
+        patch_export.write(loaded, patch_export.select_ports(loaded), store=bench.store)
     assert one.read_bytes() == before
 
 
 def test_unknown_base_is_refused(bench: Bench) -> None:
     """A base without a text is a usage error."""
     with pytest.raises(UsageError, match=r"0\.9"):
-        patch_export.chosen(series.load(bench.folder), [], "0.9")
+        patch_export.select_ports(series.load(bench.folder), [], "0.9")
 
 
 def test_shared_files_are_written_once(bench: Bench, tmp_path: Path) -> None:
@@ -146,7 +148,7 @@ def test_shared_files_are_written_once(bench: Bench, tmp_path: Path) -> None:
     before = [bench.file("three", base).read_bytes() for base in ports]
     fill(tmp_path / "tree", ONE | {"src/shared.h": b"// changed\n"})
     loaded = series.load(bench.folder)
-    pairs = patch_export.chosen(loaded, ["three"], "0.3.1")
+    pairs = patch_export.select_ports(loaded, ["three"], "0.3.1")
     assert patch_export.write(loaded, pairs, tmp_path / "tree", store=bench.store) == (file,)
     assert file.read_bytes() == b"// changed\n"
     assert [bench.file("three", base).read_bytes() for base in ports] == before
@@ -162,7 +164,7 @@ def test_a_folder_without_a_shared_file_is_refused(bench: Bench, tmp_path: Path)
     before = bench.file("three", "0.3.1").read_bytes()
     fill(tmp_path / "tree", ONE)
     loaded = series.load(bench.folder)
-    pairs = patch_export.chosen(loaded, ["three"], "0.3.1")
+    pairs = patch_export.select_ports(loaded, ["three"], "0.3.1")
     with pytest.raises(PatchFormatError, match=r"does not add src/shared\.h"):
         patch_export.write(loaded, pairs, tmp_path / "tree", store=bench.store)
     assert bench.file("three", "0.3.1").read_bytes() == before

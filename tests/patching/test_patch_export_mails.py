@@ -12,7 +12,7 @@ from patching_kit import Bench, git, numbered
 from pyllamakv.cli import main
 from pyllamakv.errors import UsageError
 from pyllamakv.patching import apply, foreign_series, patch_export, series
-from pyllamakv.source import gitting, lock, releases, sources
+from pyllamakv.source import git_command, lockfile, releases, spec_resolver
 from pyllamakv.source.store import Store, open_store
 
 OLD = {"src/a.cpp": numbered(60), "src/b.cpp": numbered(20), "src/gone.cpp": b"x\n"}
@@ -29,7 +29,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     bench.add_release("0.3.2", {"src/other.cpp": b"\n"})
     bench.add_patch("one", {"0.3.1": (OLD, ONE)})
     bench.add_patch("two", {"0.3.1": (ONE, TWO)}, requires=("one",))
-    monkeypatch.setattr(sources, "resolve", bench.releases.__getitem__)
+    monkeypatch.setattr(spec_resolver, "resolve", bench.releases.__getitem__)
     return bench
 
 
@@ -46,13 +46,13 @@ def taken(store: Store, commit: str, files: list[Path], folder: Path) -> str:
     The objects are the store's; of the files only those lie in the work tree that a mail names.
     """
     folder.mkdir()
-    gitting.git(folder, "init", "-q", ".")
+    git_command.git(folder, "init", "-q", ".")
     info = folder / ".git" / "objects" / "info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "alternates").write_text(f"{store.path / 'objects'}\n", encoding="utf-8")
     (folder / ".git" / "shallow").write_text(f"{commit}\n", encoding="ascii")
-    gitting.git(folder, "update-ref", "HEAD", commit)
-    gitting.git(folder, "read-tree", "HEAD")
+    git_command.git(folder, "update-ref", "HEAD", commit)
+    git_command.git(folder, "read-tree", "HEAD")
     named = {
         line[len("--- a/") :]
         for file in files
@@ -60,10 +60,10 @@ def taken(store: Store, commit: str, files: list[Path], folder: Path) -> str:
         if line.startswith("--- a/")
     }
     there = sorted(named & set(store.ls(commit)))
-    gitting.git(folder, "checkout-index", "--", *there)
+    git_command.git(folder, "checkout-index", "--", *there)
     done = git(folder, "am", "--keep-cr", *map(str, files))
     assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()
-    return gitting.git(folder, "rev-parse", "HEAD")
+    return git_command.git(folder, "rev-parse", "HEAD")
 
 
 def test_git_makes_our_commit_of_the_mails(bench: Bench, tmp_path: Path, capfd) -> None:
@@ -135,7 +135,7 @@ def test_a_release_without_patches_is_told(bench: Bench, tmp_path: Path, capfd) 
     assert not out.exists()
 
 
-PINNED = lock.load(lock.shipped())
+PINNED = lockfile.load(lockfile.shipped())
 
 
 @pytest.mark.parametrize("release", PINNED, ids=lambda release: release.name)
@@ -157,7 +157,7 @@ def test_every_pinned_release(release: releases.Release, tmp_path: Path) -> None
 @pytest.mark.native
 def test_a_plain_git_takes_the_series_on_a_plain_tree(stock, tmp_path: Path) -> None:
     """A stranger's git, on an exported tree without our history, comes to the patched tree."""
-    store, release = open_store(), sources.resolve("0.3.9")
+    store, release = open_store(), spec_resolver.resolve("0.3.9")
     patched = apply.apply(release, store=store)
     files = patch_export.write_mails(
         patch_export.mail_series(store, release.commit, patched),

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 from patching_kit import Bench, diff, numbered
 
-from pyllamakv.errors import NoTextApplies, PatchConflict, UsageError
+from pyllamakv.errors import NoPortApplies, PatchConflict, UsageError
 from pyllamakv.patching import apply, lint, patch_import, series
-from pyllamakv.patching.definition import PatchText
+from pyllamakv.patching.definition import Port
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def take(bench: Bench, path: Path, id_: str = "mine", **words: object) -> patch_import.Imported:
-    return patch_import.take(
+    return patch_import.import_patch(
         path,
         id_,
         list(bench.releases.values()),
@@ -81,12 +81,12 @@ def test_folder_is_one_patch(bench: Bench, tmp_path: Path) -> None:
     (folder / "0001-a.patch").write_bytes(MAIL + diff(OLD, NEW))
     (folder / "0002-b.patch").write_bytes(MAIL.replace(b"1/2", b"2/2") + diff(NEW, THEN))
     done = take(bench, folder, title="Do both")
-    text = PatchText.from_file(done.path)
+    text = Port.from_file(done.path)
     assert set(text.patch.paths) == {"src/a.cpp", "src/new.h", "src/b.cpp"}
     box = tmp_path / "both.mbox"
     box.write_bytes(b"".join(file.read_bytes() for file in sorted(folder.iterdir())))
     again = take(bench, box, "again", title="Do both")
-    assert [f.data for f in PatchText.from_file(again.path).patch.files] == [
+    assert [f.data for f in Port.from_file(again.path).patch.files] == [
         f.data for f in text.patch.files
     ]
 
@@ -96,7 +96,7 @@ def test_new_series(bench: Bench, tmp_path: Path) -> None:
     file = tmp_path / "x.diff"
     file.write_bytes(diff(OLD, NEW))
     own = tmp_path / "own"
-    done = patch_import.take(
+    done = patch_import.import_patch(
         file, "x", list(bench.releases.values()), folder=own, scenarios=["s"], store=bench.store
     )
     assert done.findings == ()
@@ -114,7 +114,7 @@ def test_refusals(bench: Bench, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no id"):
         take(bench, file, "Mine!")
     file.write_bytes(diff({"src/z.cpp": b"a\n"}, {"src/z.cpp": b"b\n"}))
-    with pytest.raises(NoTextApplies, match=r"0\.3\.2: .*z\.cpp"):
+    with pytest.raises(NoPortApplies, match=r"0\.3\.2: .*z\.cpp"):
         take(bench, file)
     assert not (bench.folder / "mine").exists()
     assert series.load(bench.folder).order == ("one",)

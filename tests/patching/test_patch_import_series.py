@@ -74,7 +74,7 @@ def test_our_own_shape(bench: Bench) -> None:
     """A folder with series.toml is read like the shipped one."""
     bench.add_patch("one", {"0.3.1": (OLD, OLD | {"src/b.cpp": numbered(20, l9="y")})})
     (definition,) = foreign_series.load(bench.folder)
-    assert definition.texts[0].markers
+    assert definition.ports[0].markers
 
 
 @pytest.mark.defect(

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 from patching_kit import Bench, diff, numbered
 
-from pyllamakv.errors import NoTextApplies, PatchConflict, UsageError
+from pyllamakv.errors import NoPortApplies, PatchConflict, UsageError
 from pyllamakv.patching import port_choice, series
-from pyllamakv.patching.definition import PatchText
+from pyllamakv.patching.definition import Port
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def plan(
-    bench: Bench, release: str, names: list[str | PatchText] | None = None
-) -> port_choice.Plan:
-    return port_choice.plan_release(
+    bench: Bench, release: str, names: list[str | Port] | None = None
+) -> port_choice.PortChoice:
+    return port_choice.choose_for_release(
         bench.releases[release], names, series=series.load(bench.folder), store=bench.store
     )
 
@@ -87,7 +87,7 @@ def test_markers_decide_before_the_hunks(bench: Bench) -> None:
     bench.add_patch(
         "four", {"0.3.1": (OLD, patched(OLD, b=numbered(20, l3="4")))}, marker=("src/c.cpp", "x")
     )
-    with pytest.raises(NoTextApplies, match=r"src/c\.cpp has `x`"):
+    with pytest.raises(NoPortApplies, match=r"src/c\.cpp has `x`"):
         plan(bench, "0.3.1", ["four"])
 
 
@@ -98,7 +98,7 @@ def test_releases_are_respected(bench: Bench) -> None:
     )
     assert "five" in [text.id for text in plan(bench, "0.3.1").texts]
     assert "five" not in [text.id for text in plan(bench, "0.3.2").texts]
-    with pytest.raises(NoTextApplies, match=r"meant for <0\.3\.2"):
+    with pytest.raises(NoPortApplies, match=r"meant for <0\.3\.2"):
         plan(bench, "0.3.2", ["five"])
 
 
@@ -116,7 +116,7 @@ def test_a_named_patch_must_apply(bench: Bench) -> None:
 def test_nothing_applies(bench: Bench) -> None:
     """A release on which no patch applies says so, with every conflict."""
     bench.add_release("0.4", {"src/a.cpp": b"line 1\nnothing else\n"})
-    with pytest.raises(NoTextApplies) as caught:
+    with pytest.raises(NoPortApplies) as caught:
         plan(bench, "0.4")
     assert {error.patch.split()[0] for error in caught.value.conflicts} == {"one", "three"}
 
@@ -135,7 +135,7 @@ def test_foreign_files_and_texts(bench: Bench, tmp_path: Path) -> None:
     assert [text.id for text in found.texts] == ["three", "my-fix"]
     whole = tmp_path / "whole.patch"
     whole.write_bytes(bench.mail("two", "0.3.1"))
-    crippled = PatchText.from_file(whole)
+    crippled = Port.from_file(whole)
     assert (crippled.id, crippled.base, crippled.requires) == ("two", "0.3.1", ("one",))
     assert [text.id for text in plan(bench, "0.3.1", [crippled]).texts] == ["one", "two"]
 

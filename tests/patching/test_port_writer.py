@@ -7,7 +7,7 @@ import tomllib
 from patching_kit import diff
 
 from pyllamakv.patching import hunks, port_writer
-from pyllamakv.patching.draft import MemoryTree
+from pyllamakv.patching.strict_apply import MemoryTree
 
 OLD = {
     "a.cpp": b'    first_of_all("x\\t");\n    common_to_everyone_alike();\n    only_here(1);;;;\n'

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 from patching_kit import Bench, numbered
 
-from pyllamakv.errors import NoTextApplies, RebaseWaiting, UsageError
+from pyllamakv.errors import NoPortApplies, RebaseConflict, UsageError
 from pyllamakv.patching import apply, lint, patch_export, rebase, rebase_session, series, worktree
-from pyllamakv.source import lock, sources
+from pyllamakv.source import lockfile, spec_resolver
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
         bench.add_release(name, files, f"2025-01-0{number}")
     bench.add_patch("one", {"0.3.1": (OLD, ONE)})
     bench.add_patch("two", {"0.3.1": (ONE, TWO)}, requires=("one",), marker=("src/b.cpp", "line"))
-    monkeypatch.setattr(lock, "known", lambda: bench.releases)
-    monkeypatch.setattr(sources, "resolve", bench.releases.__getitem__)
+    monkeypatch.setattr(lockfile, "known", lambda: bench.releases)
+    monkeypatch.setattr(spec_resolver, "resolve", bench.releases.__getitem__)
     return bench
 
 
@@ -47,8 +47,8 @@ def carry(bench: Bench, *ids: str, onto: str, **words: object) -> list[rebase.Re
     return list(rebase.rebase(ids, onto, patches=bench.folder, **words))  # type: ignore[arg-type]
 
 
-def stop(bench: Bench, *ids: str, onto: str = "0.3.3", **words: object) -> RebaseWaiting:
-    with pytest.raises(RebaseWaiting) as caught:
+def stop(bench: Bench, *ids: str, onto: str = "0.3.3", **words: object) -> RebaseConflict:
+    with pytest.raises(RebaseConflict) as caught:
         carry(bench, *ids, onto=onto, **words)
     assert caught.value.folder is not None
     return caught.value
@@ -70,7 +70,7 @@ def test_clean(bench: Bench) -> None:
     patched = apply.apply(bench.releases["0.3.2"], ["one"], series=loaded, store=bench.store)
     expected = numbered(60, l10="x", l13="upstream", l30="up\nup", l40="y")
     assert bench.store.read(patched.tree, "src/a.cpp") == expected
-    pairs = patch_export.chosen(loaded, ["one"])
+    pairs = patch_export.select_ports(loaded, ["one"])
     assert all(one.same for one in patch_export.check(loaded, pairs, store=bench.store))
     assert not [f for f in lint.lint(bench.folder) if "one" in f.path]
     assert not left(bench)
@@ -90,16 +90,16 @@ def test_conflict_continue(bench: Bench) -> None:
     file = error.folder / "src/a.cpp"  # type: ignore[operator]
     marks = [line[:7] for line in file.read_bytes().splitlines() if line[:7] in MARKS]
     assert marks == [b"<<<<<<<", b"|||||||", b">>>>>>>"]
-    with pytest.raises(RebaseWaiting):  # not solved yet
+    with pytest.raises(RebaseConflict):  # not solved yet
         list(rebase.resume("one"))
-    with pytest.raises(RebaseWaiting):  # one at a time
+    with pytest.raises(RebaseConflict):  # one at a time
         carry(bench, "one", onto="0.3.2")
     assert not bench.file("one", "0.3.3").exists()
     file.write_bytes(numbered(60, l10="x", l13="upstream", l30="", l40="y"))
     (file.parent / "a.cpp.orig").write_bytes(b"left by an editor\n")
     (done,) = rebase.resume("one")
     assert done.state == "resolved"
-    text = series.load(bench.folder).definition("one").text("0.3.3")
+    text = series.load(bench.folder).definition("one").port("0.3.3")
     assert b"-upstream too" in text.patch.data
     assert text.patch.paths == ("src/a.cpp",)
     assert not left(bench)
@@ -147,7 +147,7 @@ def test_several(bench: Bench, tmp_path: Path) -> None:
     assert sorted(path.name for path in out.iterdir()) == ["one.patch", "two.patch"]
     assert b"Requires: one" in (out / "two.patch").read_bytes()
     assert not bench.file("one", "0.3.3").exists()
-    with pytest.raises(NoTextApplies, match="rebase that onto"):
+    with pytest.raises(NoPortApplies, match="rebase that onto"):
         carry(bench, "two", onto="0.3.3")
 
 
@@ -155,7 +155,7 @@ def test_a_requirement_that_has_ended(bench: Bench) -> None:
     """A required patch that is not meant for the target is left behind, and that is told."""
     file = bench.folder / "one" / "patch.toml"
     file.write_text(file.read_text().replace('releases = ""', 'releases = "<0.3.4"'))
-    with pytest.raises(NoTextApplies, match="rebase that onto"):
+    with pytest.raises(NoPortApplies, match="rebase that onto"):
         carry(bench, "two", onto="0.3.4")  # the patch itself requires it
     file = bench.folder / "two" / "patch.toml"
     text = file.read_text().replace('requires = ["one"]', "requires = []")
@@ -164,7 +164,7 @@ def test_a_requirement_that_has_ended(bench: Bench) -> None:
     assert done.state == "clean"
     assert "it requires one no more, which is not meant for 0.3.4" in done.notes
     loaded = series.load(bench.folder)
-    text = loaded.definition("two").text("0.3.4")
+    text = loaded.definition("two").port("0.3.4")
     assert (text.requires, text.patch.paths) == ((), ("src/b.cpp",))
     patched = apply.apply(bench.releases["0.3.4"], ["two"], series=loaded, store=bench.store)
     assert patched.patches == ("two",)
@@ -182,17 +182,17 @@ def test_file_gone(bench: Bench) -> None:
     error = stop(bench, "one", onto="0.3.5")
     assert error.files == ("src/a.cpp",)
     assert "carry its change over to src/c.cpp, then delete it" in str(error)
-    with pytest.raises(RebaseWaiting, match="has no such file"):
+    with pytest.raises(RebaseConflict, match="has no such file"):
         list(rebase.resume("one"))
     assert error.folder is not None
     (error.folder / "src/a.cpp").unlink()
     (error.folder / "src/c.cpp").write_bytes(b"other\n" * 99 + b"x\ny\n" + CODE)
     (done,) = rebase.resume("one")
     assert done.comparison is not None
-    assert series.load(bench.folder).definition("one").text("0.3.5").patch.paths == ("src/c.cpp",)
+    assert series.load(bench.folder).definition("one").port("0.3.5").patch.paths == ("src/c.cpp",)
 
 
-@pytest.mark.parametrize("moment", ["make", "pick"])
+@pytest.mark.parametrize("moment", ["make", "cherry_pick"])
 def test_killed(bench: Bench, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     """A process that dies at any moment leaves what abort cleans and a new start replaces."""
 
@@ -231,5 +231,5 @@ def test_nothing_to_start_from(bench: Bench) -> None:
     """A patch that applies nowhere cannot be carried."""
     data = bench.file("one", "0.3.1").read_bytes()
     bench.file("one", "0.3.1").write_bytes(data.replace(b"-line 10", b"-line X"))
-    with pytest.raises(NoTextApplies, match="nothing"):
+    with pytest.raises(NoPortApplies, match="nothing"):
         carry(bench, "one", onto="0.3.2")

@@ -27,7 +27,7 @@ def test_the_likeliest_file(tmp_path: Path) -> None:
     tree = trees.StoreTree(store, store.commit(None, files, "x")[1])
     found = rename_detection.find(tree, "src/old.cpp", LINES)
     assert [one.path for one in found] == ["src/new.cpp"]
-    assert found[0].likeness > 0.9
+    assert found[0].similarity > 0.9
     assert rename_detection.find(tree, "src/old.cpp", [b"nothing_like_it(here);\n"]) == ()
     assert rename_detection.find(tree, "src/old.cpp", [b"}\n", b"\n"]) == ()
     # code that still stands where it stood went nowhere

@@ -33,7 +33,7 @@ def test_order(bench: Bench) -> None:
     assert found.order == ("one", "two")
     assert [patch.id for patch in found] == ["one", "two"]
     assert len(found) == 2
-    assert found.definition("two").texts[0].requires == ("one",)
+    assert found.definition("two").ports[0].requires == ("one",)
 
 
 def test_requirements_come_before(bench: Bench) -> None:
@@ -54,7 +54,7 @@ def test_a_text_may_be_missing_while_it_is_written(bench: Bench) -> None:
     bench.file("two", "0.3.1").unlink()
     with pytest.raises(PatchFormatError, match="has no file"):
         series.load(bench.folder)
-    assert not series.load(bench.folder, missing_ok=True).definition("two").texts[0].patch.files
+    assert not series.load(bench.folder, missing_ok=True).definition("two").ports[0].patch.files
 
 
 def test_the_shipped_series_is_clean() -> None:

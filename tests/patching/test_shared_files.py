@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pyllamakv.patching import hunks, series
-from pyllamakv.patching.definition import PatchText
+from pyllamakv.patching.definition import Port
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT / "patches" / "shared"
@@ -63,7 +63,7 @@ def test_a_shared_file_is_kept_once(path: Path) -> None:
     name = path.relative_to(SHARED).as_posix()
     users = [one for one in series.load(ROOT / "patches") if name in one.shared]
     assert users
-    for text in (text for one in users for text in one.texts):
+    for text in (text for one in users for text in one.ports):
         (hunk,) = text.patch.file(name).hunks
         assert b"".join(hunk.new) == path.read_bytes()
         assert b"\t" not in path.read_bytes()
@@ -92,8 +92,8 @@ def test_every_guard_has_a_doctored_text() -> None:
 @pytest.mark.parametrize("path", [*DOCTORED, *FOREIGN], ids=lambda path: path.stem)
 def test_doctored_text_is_one_fault(path: Path) -> None:
     """It goes on top of the shipped port, says what is wrong with it, and changes little."""
-    text = PatchText.from_file(path)
-    real = series.load(ROOT / "patches").definition("full-defrag").text(text.base).patch
+    text = Port.from_file(path)
+    real = series.load(ROOT / "patches").definition("full-defrag").port(text.base).patch
     assert text.requires == ("full-defrag",)
     assert text.title.startswith("Doctored: ")
     assert set(text.patch.paths) <= set(real.paths)
@@ -106,4 +106,4 @@ def test_doctored_text_names_what_must_catch_it(path: Path) -> None:
     """Its file and its header name one scenario, which is one of the patch."""
     scenario = path.stem.split("--")[0]
     assert scenario in series.load(ROOT / "patches").definition("full-defrag").scenarios
-    assert f"Scenario: {scenario}\n".encode() in PatchText.from_file(path).patch.header
+    assert f"Scenario: {scenario}\n".encode() in Port.from_file(path).patch.header

@@ -46,7 +46,7 @@ def test_every_patch_is_shown(bench: Bench) -> None:
     assert found == {
         "0.3.1": ["applies", "applies", "applies"],
         "0.3.2": ["fails", "blocked", "applies"],
-        "0.3.3": ["offset", "offset", "not-meant"],
+        "0.3.3": ["offset", "offset", "not-applicable"],
     }
 
 
@@ -68,8 +68,8 @@ def test_json_and_annotations(bench: Bench) -> None:
     row = table(bench)["0.3.2"]
     data = json.loads(json.dumps([one.as_json() for one in row]))
     assert [one["state"] for one in data] == ["fails", "blocked", "applies"]
-    assert data[0]["texts"][0]["hunks"][1]["found"] == "upstream"
-    lines = status.github(row)
+    assert data[0]["ports"][0]["hunks"][1]["found"] == "upstream"
+    lines = status.github_annotations(row)
     assert len(lines) == 2
     assert lines[0].startswith(
         "::error file=patches/one/0.3.1/one.patch,title=src/a.cpp hunk 2::one on 0.3.2: "

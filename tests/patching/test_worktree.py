@@ -12,7 +12,7 @@ from patching_kit import numbered
 
 from pyllamakv.errors import GitError, PatchError
 from pyllamakv.patching import rebase_session, worktree
-from pyllamakv.source import gitting
+from pyllamakv.source import git_command
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -34,11 +34,11 @@ def test_life(store: Store, tmp_path: Path) -> None:
     onto, _ = store.commit(base, {"a.c": numbered(9, l8="y")}, "onto")
     folder = tmp_path / "deep" / "tree"
     worktree.make(store, folder, onto)
-    assert worktree.pick(folder, change) == ()
+    assert worktree.cherry_pick(folder, change) == ()
     (folder / "build").mkdir()
     (folder / "build" / "a.o").write_bytes(b"x")
     (folder / "b.c~").write_bytes(b"x")
-    tree = worktree.take(folder)
+    tree = worktree.write_tree(folder)
     assert store.ls(tree) == [".gitignore", "a.c", "b.c"]
     assert store.read(tree, "a.c") == numbered(9, l2="x", l8="y")
     assert worktree.changed(folder, onto) == ("a.c",)
@@ -88,16 +88,16 @@ def test_clashes(store: Store, tmp_path: Path) -> None:
     )
     onto, _ = store.commit(base, {"a.c": None, "b.c": numbered(9, l2="y"), "n.c": b"2\n"}, "onto")
     worktree.make(store, tmp_path / "t", onto)
-    found = {clash.path: clash.kind for clash in worktree.pick(tmp_path / "t", change)}
+    found = {clash.path: clash.kind for clash in worktree.cherry_pick(tmp_path / "t", change)}
     assert found == {"a.c": "gone", "b.c": "kept", "n.c": "both"}
-    assert worktree.marked(tmp_path / "t", ["a.c", "b.c", "n.c"]) == ("n.c",)
+    assert worktree.with_conflict_markers(tmp_path / "t", ["a.c", "b.c", "n.c"]) == ("n.c",)
 
 
 def linked(store: Store, parent: str, name: str, target: str) -> str:
     """Return a commit on another one that adds a link."""
-    blob = gitting.git(store.path, "hash-object", "-w", "--stdin", input=target)
-    lines = gitting.git(store.path, "ls-tree", parent) + f"\n120000 blob {blob}\t{name}\n"
-    tree = gitting.git(store.path, "mktree", input=lines)
+    blob = git_command.git(store.path, "hash-object", "-w", "--stdin", input=target)
+    lines = git_command.git(store.path, "ls-tree", parent) + f"\n120000 blob {blob}\t{name}\n"
+    tree = git_command.git(store.path, "mktree", input=lines)
     return store.commit_tree(tree, [parent], "link")
 
 
@@ -118,16 +118,16 @@ def test_links_of_a_tree_are_plain_files(store: Store, tmp_path: Path) -> None:
     onto = linked(store, changed, "up", "/etc/passwd")
     folder = tmp_path / "t"
     worktree.make(store, folder, onto)
-    assert [clash.path for clash in worktree.pick(folder, one)] == ["a.c"]
+    assert [clash.path for clash in worktree.cherry_pick(folder, one)] == ["a.c"]
     for name, target in (("out", "../secret"), ("up", "/etc/passwd")):
         assert not (folder / name).is_symlink()
         assert (folder / name).read_text() == target
     assert set(worktree.changed(folder, onto)) == {"a.c", "out"}
     (folder / "a.c").write_bytes(numbered(9, l2="z"))
-    modes = {entry.path: entry.mode for entry in store.entries(worktree.take(folder))}
+    modes = {entry.path: entry.mode for entry in store.entries(worktree.write_tree(folder))}
     assert {name for name, mode in modes.items() if mode == "120000"} == {"out", "up"}
     (folder / "by-hand").symlink_to("../secret")
-    assert worktree.marked(folder, ["a.c", "by-hand", "out"]) == ()
+    assert worktree.with_conflict_markers(folder, ["a.c", "by-hand", "out"]) == ()
 
 
 def test_other_failures_are_errors(store: Store, tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_other_failures_are_errors(store: Store, tmp_path: Path) -> None:
     base, _ = store.commit(None, FILES, "base")
     worktree.make(store, tmp_path / "t", base)
     with pytest.raises(GitError):
-        worktree.pick(tmp_path / "t", "0" * 39 + "1")
+        worktree.cherry_pick(tmp_path / "t", "0" * 39 + "1")
 
 
 @pytest.mark.defect(
@@ -147,7 +147,7 @@ def test_other_failures_are_errors(store: Store, tmp_path: Path) -> None:
 def test_state_of_a_rebase(store: Store) -> None:
     """The state comes back as it was written; one that is damaged is told and can be cleared."""
     session = rebase_session.Session(
-        "one", "0.3.2", "era", *"abc", "0.3.1", "d", requires=("x",), then=("y",)
+        "one", "0.3.2", "era", *"abc", "0.3.1", "d", requires=("x",), remaining=("y",)
     )
     assert rebase_session.load(store, "one") is None
     written = session.write(store, phase="waiting")

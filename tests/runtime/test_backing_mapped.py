@@ -242,7 +242,7 @@ def test_layers_on_devices_stay_there(build: Variant, tmp_path: Path) -> None:
     from pyllamakv.scenarios import synthetic
 
     with (
-        kv.serve(build.folder, threads=1) as server,
+        kv.serve_rpc(build.folder, threads=1) as server,
         kv.open(build.folder, isolated=True) as library,
     ):
         endpoint = server.endpoint

@@ -11,7 +11,7 @@ from source_kit import isolate, serving
 
 from pyllamakv.errors import DiskFull, FetchError, HashMismatch
 from pyllamakv.source.download import TRIES, download
-from pyllamakv.source.index import Index
+from pyllamakv.source.index import PackageIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +25,7 @@ SHA = hashlib.sha256(DATA).hexdigest()
 def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Return the HTTP client that downloads use."""
     isolate(tmp_path, monkeypatch)
-    with Index() as index:
+    with PackageIndex() as index:
         yield index.session
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pyllamakv.home import data, home
-from pyllamakv.source import lock
+from pyllamakv.source import lockfile
 from pyllamakv.source.era import ERAS, UNKNOWN, detect
 from pyllamakv.source.store import Store, open_store
 
@@ -72,7 +72,7 @@ def test_fetched_releases_are_what_the_lock_says() -> None:
     if not (home() / "store.git").is_dir():
         pytest.skip("no release is fetched here")
     store = open_store()
-    there = [r for r in lock.load(data("vendor/upstream.lock.toml")) if store.has(r)]
+    there = [r for r in lockfile.load(data("vendor/upstream.lock.toml")) if store.has(r)]
     if not there:
         pytest.skip("no release is fetched here")
     assert {r.name: detect(store, r) for r in there} == {r.name: r.era for r in there}

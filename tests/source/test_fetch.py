@@ -19,9 +19,9 @@ from pyllamakv.errors import (
     UnknownRelease,
     UsageError,
 )
-from pyllamakv.source import fetch, lock
+from pyllamakv.source import fetch, lockfile
 from pyllamakv.source.quarantine import Quarantine
-from pyllamakv.source.sources import resolve
+from pyllamakv.source.spec_resolver import resolve
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def test_the_archive_may_be_kept(tmp_path: Path, server: Server, home: Path) -> 
     index_page(server, file)
     fetch.fetch(release, keep=True)
     assert (home / "downloads" / file.name).read_bytes() == file.read_bytes()
-    open_store().drop("refs/upstream/1.0")
+    open_store().delete_ref("refs/upstream/1.0")
     server.files.clear()
     fetch.fetch(release, keep=True)
     assert open_store().has(release)
@@ -114,7 +114,7 @@ def test_a_truncated_archive(tmp_path: Path, server: Server) -> None:
     with pytest.raises(ArchiveError, match="truncated"):
         fetch.add("1.0")
     assert not refs(open_store())
-    assert lock.known() == {}
+    assert lockfile.known() == {}
 
 
 def test_a_full_disk_leaves_the_store_as_it_was(
@@ -193,7 +193,7 @@ def test_a_new_version_is_added(tmp_path: Path, server: Server) -> None:
     index_page(server, file)
     assert fetch.ensure("1.0") == expected
     assert resolve("1.0") == expected
-    assert lock.load(lock.added()) == [expected]
+    assert lockfile.load(lockfile.added()) == [expected]
     before = len(server.asked)
     assert fetch.add("1.0") == expected
     assert len(server.asked) == before
@@ -203,9 +203,9 @@ def test_a_new_version_may_be_pinned(tmp_path: Path, server: Server) -> None:
     """A version can be written to the shipped lock instead of the home's."""
     expected, file = pinned(tmp_path / "up", "1.0")
     index_page(server, file)
-    fetch.add("1.0", pin=lock.shipped())
-    assert lock.load(lock.shipped()) == [expected]
-    assert lock.load(lock.added()) == []
+    fetch.add("1.0", pin=lockfile.shipped())
+    assert lockfile.load(lockfile.shipped()) == [expected]
+    assert lockfile.load(lockfile.added()) == []
 
 
 def test_an_unknown_version(tmp_path: Path, server: Server) -> None:
@@ -228,7 +228,7 @@ def test_an_archive_at_hand(tmp_path: Path) -> None:
 def test_an_archive_of_a_pinned_release_must_match(tmp_path: Path) -> None:
     """An archive of a release that a lock has is checked against the lock."""
     release, file = pinned(tmp_path / "up", "1.0")
-    lock.save(lock.shipped(), [release])
+    lockfile.save(lockfile.shipped(), [release])
     assert fetch.add(str(file)) == release
     file.write_bytes(file.read_bytes() + b"x")
     with pytest.raises(HashMismatch, match="the lock expects"):
@@ -246,7 +246,7 @@ def test_things_that_cannot_be_added(tmp_path: Path) -> None:
 
 def test_a_release_without_an_archive() -> None:
     """A lock entry without an archive cannot be fetched, and that is said."""
-    release = lock.Release("9.9", "sdist", "1" * 40, "2" * 40, "rows", "2025")
+    release = lockfile.Release("9.9", "sdist", "1" * 40, "2" * 40, "rows", "2025")
     with pytest.raises(FetchError, match="no archive"):
         fetch.fetch(release)
 

@@ -11,7 +11,13 @@ import pytest
 
 from pyllamakv.errors import DiskFailed, DiskFull, SourceError, UsageError
 from pyllamakv.scenarios import synthetic
-from pyllamakv.source.files import busy, disk_room, locked, write_atomic, write_whole
+from pyllamakv.source.files import (
+    inheritable_lock,
+    locked,
+    translate_disk_errors,
+    write_bytes_atomic,
+    write_text_atomic,
+)
 from pyllamakv.traces import identity
 
 if TYPE_CHECKING:
@@ -26,7 +32,7 @@ if TYPE_CHECKING:
 def test_a_write_takes_over_what_a_killed_one_left(tmp_path: Path) -> None:
     """There is one name for what is not finished, so it cannot pile up."""
     (tmp_path / ".file.part").write_text("half of something that is longer")
-    write_atomic(tmp_path / "file", "all")
+    write_text_atomic(tmp_path / "file", "all")
     assert (tmp_path / "file").read_text() == "all"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
@@ -54,7 +60,7 @@ def test_what_was_planted_where_the_part_goes_is_not_written_into(
         os.mkfifo(part)
     else:
         part.symlink_to(victim if kind == "link" else tmp_path / "new")
-    write_atomic(folder / "file", "all")
+    write_text_atomic(folder / "file", "all")
     assert (folder / "file").read_text() == "all"
     assert not (folder / "file").is_symlink()
     assert [path.name for path in folder.iterdir()] == ["file"]
@@ -66,7 +72,7 @@ def test_a_folder_where_the_part_goes_is_told(tmp_path: Path) -> None:
     """It is not removed: somebody may have put something there."""
     (tmp_path / ".file.part").mkdir()
     with pytest.raises(SourceError, match="is a folder"):
-        write_atomic(tmp_path / "file", "all")
+        write_text_atomic(tmp_path / "file", "all")
 
 
 @pytest.mark.defect(
@@ -80,7 +86,7 @@ def test_a_file_is_as_open_as_the_umask_lets_it(tmp_path: Path) -> None:
     (tmp_path / ".file.part").chmod(0o666)
     before = os.umask(0o077)
     try:
-        write_atomic(tmp_path / "file", "all")
+        write_text_atomic(tmp_path / "file", "all")
     finally:
         os.umask(before)
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
@@ -90,7 +96,7 @@ def test_many_writers_leave_one_of_their_texts(tmp_path: Path) -> None:
     """Each waits for the one before; nothing is mixed and nothing is left over."""
     texts = [f"{number}" * 5000 for number in range(8)]
     threads = [
-        threading.Thread(target=write_whole, args=(tmp_path / "file", text.encode()))
+        threading.Thread(target=write_bytes_atomic, args=(tmp_path / "file", text.encode()))
         for text in texts * 4
     ]
     for thread in threads:
@@ -105,14 +111,14 @@ def test_a_write_that_fails_leaves_the_old_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error is one of ours, and nothing lies beside the file."""
-    write_atomic(tmp_path / "file", "old")
+    write_text_atomic(tmp_path / "file", "old")
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("pathlib.Path.replace", full)
     with pytest.raises(DiskFull):
-        write_atomic(tmp_path / "file", "new")
+        write_text_atomic(tmp_path / "file", "new")
     assert (tmp_path / "file").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -134,7 +140,7 @@ def test_a_write_that_fails_leaves_the_old_text(
 )
 def test_what_a_disk_says(number: int, expected: type[Exception], tmp_path: Path) -> None:
     """A full disk, a limit, a broken one: each by its name; other errors are others' matter."""
-    with pytest.raises(expected), disk_room(tmp_path):
+    with pytest.raises(expected), translate_disk_errors(tmp_path):
         raise OSError(number, os.strerror(number))
 
 
@@ -167,12 +173,12 @@ def test_a_home_that_is_a_file_is_told(tmp_path: Path) -> None:
 
 def test_a_lock_lasts_as_long_as_who_inherited_it(tmp_path: Path) -> None:
     """A child that outlives its parent goes on writing: nobody else may begin."""
-    with busy(tmp_path / "lock") as handle:
+    with inheritable_lock(tmp_path / "lock") as handle:
         kept = os.dup(handle)
     entered = threading.Event()
 
     def enter() -> None:
-        with busy(tmp_path / "lock"):
+        with inheritable_lock(tmp_path / "lock"):
             entered.set()
 
     thread = threading.Thread(target=enter)

@@ -8,8 +8,8 @@ import pytest
 from source_kit import index_page, isolate, pack, serving, sha256
 
 from pyllamakv.errors import FetchError
-from pyllamakv.source import bounds
-from pyllamakv.source.index import Index
+from pyllamakv.source import tree_limits
+from pyllamakv.source.index import PackageIndex
 from pyllamakv.source.pipconfig import PipSettings
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def test_versions_sort_as_versions(tmp_path: Path) -> None:
     files = sdists(tmp_path / "f", "0.3.10", "0.3.9", "0.2.90")
     with serving({}) as server:
         url = index_page(server, *files)
-        with Index(PipSettings(index_urls=(url,))) as index:
+        with PackageIndex(PipSettings(index_urls=(url,))) as index:
             found = index.sdists()
     assert [file.version for file in found] == ["0.2.90", "0.3.9", "0.3.10"]
     assert found[1].sha256 == sha256(files[1])
@@ -45,7 +45,7 @@ def test_wheels_and_other_projects_are_left_out(tmp_path: Path) -> None:
     names = ("llama_cpp_python-0.3.9-py3-none-any.whl", "other-1.0.tar.gz")
     for name in (*names, "llama_cpp_python-0.3.9.zip"):
         (folder / name).write_bytes(b"")
-    with Index(PipSettings(index_urls=(), find_links=(str(folder),))) as index:
+    with PackageIndex(PipSettings(index_urls=(), find_links=(str(folder),))) as index:
         assert [file.name for file in index.sdists()] == ["llama_cpp_python-0.3.9.tar.gz"]
 
 
@@ -55,7 +55,7 @@ def test_a_local_index(tmp_path: Path) -> None:
     page = tmp_path / "simple" / "llama-cpp-python" / "index.html"
     page.parent.mkdir(parents=True)
     page.write_text(f'<a href="../../files/{file.name}#sha256={sha256(file)}">{file.name}</a>')
-    with Index(PipSettings(index_urls=((tmp_path / "simple").as_uri(),))) as index:
+    with PackageIndex(PipSettings(index_urls=((tmp_path / "simple").as_uri(),))) as index:
         (found,) = index.sdists()
     assert found.sha256 == sha256(file)
 
@@ -70,7 +70,7 @@ def test_one_dead_source_does_not_hide_the_others(tmp_path: Path) -> None:
         settings = PipSettings(
             index_urls=(gone, url, server.url + "/empty"), find_links=(str(tmp_path / "none"),)
         )
-        with Index(settings) as index:
+        with PackageIndex(settings) as index:
             assert [file.version for file in index.sdists()] == ["0.3.9"]
             assert any(gone in problem for problem in index.unreachable)
 
@@ -80,7 +80,10 @@ def test_no_network_names_the_sources() -> None:
     with serving({}) as dead:
         gone = dead.url + "/simple"
     settings = PipSettings(index_urls=(gone,))
-    with Index(settings) as index, pytest.raises(FetchError, match="pip config list") as caught:
+    with (
+        PackageIndex(settings) as index,
+        pytest.raises(FetchError, match="pip config list") as caught,
+    ):
         index.sdists()
     assert gone in str(caught.value)
 
@@ -90,7 +93,7 @@ def test_a_server_fault_is_no_empty_index() -> None:
     with serving({}) as server:
         server.fail = [503, 503, 503]
         with (
-            Index(PipSettings(index_urls=(server.url + "/simple",))) as index,
+            PackageIndex(PipSettings(index_urls=(server.url + "/simple",))) as index,
             pytest.raises(FetchError, match="503"),
         ):
             index.sdists()
@@ -104,7 +107,7 @@ def test_a_server_fault_is_no_empty_index() -> None:
 def test_a_page_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page is counted as it unpacks, from a server or a folder; other sources still answer."""
     files = sdists(tmp_path / "f", "0.3.9")
-    monkeypatch.setattr(bounds, "PAGE", 1 << 16)
+    monkeypatch.setattr(tree_limits, "PAGE", 1 << 16)
     page = tmp_path / "local" / "llama-cpp-python" / "index.html"
     page.parent.mkdir(parents=True)
     page.write_bytes(bytes(1 << 17))
@@ -113,9 +116,9 @@ def test_a_page_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         long = (server.url + "/long", page.parent.parent.as_uri())
         for gone in long:
             settings = PipSettings(index_urls=(gone,))
-            with Index(settings) as index, pytest.raises(FetchError, match="longer than"):
+            with PackageIndex(settings) as index, pytest.raises(FetchError, match="longer than"):
                 index.sdists()
-        with Index(PipSettings(index_urls=(*long, url))) as index:
+        with PackageIndex(PipSettings(index_urls=(*long, url))) as index:
             assert [file.version for file in index.sdists()] == ["0.3.9"]
 
 
@@ -125,5 +128,5 @@ def test_bad_certificates_are_named(tmp_path: Path) -> None:
     settings = PipSettings(
         index_urls=("https://127.0.0.1:1/simple",), cert=str(tmp_path / "ca.pem")
     )
-    with Index(settings) as index, pytest.raises(FetchError, match=r"ca\.pem"):
+    with PackageIndex(settings) as index, pytest.raises(FetchError, match=r"ca\.pem"):
         index.sdists()

@@ -14,8 +14,8 @@ import pytest
 from source_kit import TREE, isolate, link, objects, pack, refs, repository, sha256
 
 from pyllamakv.errors import ArchiveError, FetchError, HashMismatch, ToolMissing
-from pyllamakv.source import fetch, gitting, lock, npm
-from pyllamakv.source.sources import resolve
+from pyllamakv.source import fetch, git_command, lockfile, npm
+from pyllamakv.source.spec_resolver import resolve
 from pyllamakv.source.store import open_store
 
 BUNDLE = "package/llama/gitRelease.bundle"
@@ -32,7 +32,7 @@ def bundle(folder: Path, *revisions: str) -> bytes:
     """Return a bundle of a tiny llama.cpp."""
     if not folder.exists():
         repository(folder)
-    gitting.git(folder, "bundle", "create", "-q", "made", *(revisions or ("HEAD",)))
+    git_command.git(folder, "bundle", "create", "-q", "made", *(revisions or ("HEAD",)))
     return (folder / "made").read_bytes()
 
 
@@ -79,7 +79,7 @@ def test_a_release_is_packed_and_fetched(tmp_path: Path, monkeypatch: pytest.Mon
     release = fetch.add("node-llama-cpp@3.7.0")
     assert (release.name, release.kind, release.sha256) == ("b4980", "npm", sha256(file))
     assert resolve("b4980") == release
-    open_store().drop("refs/upstream/b4980")
+    open_store().delete_ref("refs/upstream/b4980")
     assert fetch.fetch(release) == release
     assert open_store().has(release)
     assert fetch.add("node-llama-cpp@3.7.0") == release
@@ -91,7 +91,7 @@ def test_without_npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ToolMissing, match="upstream add FILE") as caught:
         npm.pack("3.7.0", tmp_path, sha256=None)
     assert caught.value.tool == "npm"
-    assert "Node.js" in caught.value.cure
+    assert "Node.js" in caught.value.hint
     assert fetch.add(str(tarball(tmp_path))).name == "b4980"
 
 
@@ -184,7 +184,7 @@ def test_a_lock_entry_names_its_version(tmp_path: Path, monkeypatch: pytest.Monk
     """The version asked of npm is the one in the lock entry's package."""
     fake_npm(tmp_path, monkeypatch, "sys.exit(' '.join(args))\n")
     release = fetch.add(str(tarball(tmp_path)))
-    lock.save(lock.added(), [replace(release, name="b1")])
+    lockfile.save(lockfile.added(), [replace(release, name="b1")])
     with pytest.raises(FetchError, match=r"node-llama-cpp@3\.7\.0"):
         fetch.fetch(resolve("b1"))
 

@@ -8,9 +8,9 @@ import pytest
 from source_kit import isolate, repository
 
 from pyllamakv.errors import UnknownRelease
-from pyllamakv.source import lock
-from pyllamakv.source.releases import Release, is_name, natural
-from pyllamakv.source.sources import resolve
+from pyllamakv.source import lockfile
+from pyllamakv.source.releases import Release, is_safe_name, natural_sort_key
+from pyllamakv.source.spec_resolver import resolve
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Give every test a home, and a lock of two releases."""
     place = isolate(tmp_path, monkeypatch)
-    lock.save(lock.shipped(), [release("0.3.9"), release("b4980")])
+    lockfile.save(lockfile.shipped(), [release("0.3.9"), release("b4980")])
     return place
 
 
@@ -36,7 +36,7 @@ def test_spellings_of_a_version(spec: str) -> None:
 
 def test_added_releases_are_found() -> None:
     """What was added on this machine is found like what ships."""
-    lock.save(lock.added(), [release("0.4.0")])
+    lockfile.save(lockfile.added(), [release("0.4.0")])
     assert resolve("0.4.0").name == "0.4.0"
 
 
@@ -44,7 +44,7 @@ def test_an_unknown_release_names_close_ones() -> None:
     """A name that no lock has brings the closest names and what to do."""
     with pytest.raises(UnknownRelease, match=r"upstream add 0\.3\.8") as caught:
         resolve("0.3.8")
-    assert "0.3.9" in caught.value.close
+    assert "0.3.9" in caught.value.suggestions
     assert caught.value.name == "0.3.8"
 
 
@@ -64,7 +64,7 @@ def test_order_is_by_date_then_number() -> None:
     names = ["0.3.10", "0.3.9", "0.3.2"]
     ordered = sorted(map(release, names), key=lambda r: r.order)
     assert [r.name for r in ordered] == ["0.3.2", "0.3.9", "0.3.10"]
-    assert natural("b10") > natural("b9")
+    assert natural_sort_key("b10") > natural_sort_key("b9")
 
 
 @pytest.mark.parametrize("name", ["git:a1²2", "git:a٣", "git:a" + "1" * 5000])
@@ -76,11 +76,11 @@ def test_order_is_by_date_then_number() -> None:
 )
 def test_signs_of_a_name_that_are_no_number(name: str) -> None:
     """A URL may hold what Unicode calls a digit, or more digits than Python takes."""
-    assert natural(name) < natural("git:b")
+    assert natural_sort_key(name) < natural_sort_key("git:b")
 
 
 @pytest.mark.parametrize("name", ["", "-x", "../x", "a/b", "a..b", "x.lock", "a b", ".x"])
 def test_unsafe_names(name: str) -> None:
     """Names that could be options, paths or broken refs are told apart."""
-    assert not is_name(name)
-    assert is_name("0.3.9-rc1")
+    assert not is_safe_name(name)
+    assert is_safe_name("0.3.9-rc1")

@@ -13,9 +13,9 @@ from source_kit import isolate
 from pyllamakv.cli import main
 from pyllamakv.patching import series
 from pyllamakv.patching.definition import Definition
-from pyllamakv.source import era, lock
+from pyllamakv.source import era, lockfile
 from pyllamakv.source.releases import sdist_version
-from pyllamakv.source.sources import resolve
+from pyllamakv.source.spec_resolver import resolve
 from pyllamakv.source.store import open_store
 
 OLD = {"include/llama.h": b"// the API\n", "src/a.cpp": numbered(60)}
@@ -56,7 +56,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
         made = bench.add_release(name, files, f"2026-09-{day:02}")
         found = era.detect(bench.store, made.tree)
         bench.releases[name] = replace(made, kind=kind, era=found)
-        lock.save(lock.shipped(), [bench.releases[name]])
+        lockfile.save(lockfile.shipped(), [bench.releases[name]])
     bench.add_patch("one", {"0.4.0": (OLD, NEW)})
     loaded = series.load(bench.folder)
     monkeypatch.setattr(series, "load", lambda *_: loaded)
@@ -74,7 +74,7 @@ def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
 def test_a_name_of_the_lock_is_never_taken_for_another(bench: Bench) -> None:
     """`v0.5.0` and `0.5.0` are two releases; `v0.4.0`, which no release is called, is `0.4.0`."""
     other = bench.add_release("0.5.0", {"include/llama.h": b"// 0.5.0\n"}, "2026-10-01")
-    lock.save(lock.added(), [other])
+    lockfile.save(lockfile.added(), [other])
     for name in (*NAMES, "0.5.0"):
         assert resolve(name).commit == bench.releases[name].commit
         assert resolve(f" {name} ").name == name
@@ -99,4 +99,4 @@ def test_versions_are_those_of_llama_cpp_python(bench: Bench) -> None:
     assert sdist_version("v0.5.0") is sdist_version("b4980") is sdist_version("") is None
     assert str(sdist_version("0.5.0")) == "0.5.0"
     limited = Definition("one", "t", "w", "o", "u", "<=0.3.8", (), ())
-    assert [limited.wants(name) for name in (*NAMES, "0.3.8")] == [False, True, True, True]
+    assert [limited.covers_release(name) for name in (*NAMES, "0.3.8")] == [False, True, True, True]

@@ -12,8 +12,8 @@ import pytest
 from source_kit import TREE, imported, repository
 
 from pyllamakv.errors import DiskFull, GitError, SourceError
-from pyllamakv.source import gitting
-from pyllamakv.source.files import disk_room, locked, write_atomic
+from pyllamakv.source import git_command
+from pyllamakv.source.files import locked, translate_disk_errors, write_text_atomic
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def test_commit_is_the_same_everywhere(tmp_path: Path, monkeypatch: pytest.Monke
 def test_commit_changes_deletes_and_keeps_modes(store: Store, tmp_path: Path) -> None:
     """A commit on a parent changes only what it names, and a script stays a script."""
     commit = repository(tmp_path / "up")
-    gitting.git(store.path, "fetch", "-q", str(tmp_path / "up"), "HEAD", network=True)
+    git_command.git(store.path, "fetch", "-q", str(tmp_path / "up"), "HEAD", network=True)
     changes = {"scripts/run.sh": b"new\n", "src/llama.cpp": None, "src/new.cpp": b"n\n"}
     child, tree = store.commit(commit, changes, "change")
     modes = {entry.path: entry.mode for entry in store.entries(tree)}
@@ -112,14 +112,14 @@ def test_commit_changes_deletes_and_keeps_modes(store: Store, tmp_path: Path) ->
 def test_date_is_utc(store: Store) -> None:
     """The date of a commit is ISO 8601 in UTC."""
     commit, _ = store.commit(None, {"f": b"x"}, "m")
-    assert store.date(commit) == gitting.DATE
+    assert store.date(commit) == git_command.DATE
 
 
 def test_has_only_what_was_published(store: Store) -> None:
     """A release counts as there only when its ref points at its commit."""
     release = imported(store, "1.0", TREE, "2025-01-01T00:00:00Z")
     assert store.has(release)
-    store.drop("refs/upstream/1.0")
+    store.delete_ref("refs/upstream/1.0")
     assert not store.has(release)
     assert store.tree_of(release) == release.tree
 
@@ -127,13 +127,13 @@ def test_has_only_what_was_published(store: Store) -> None:
 def test_publish_cuts_off_absent_parents(store: Store, tmp_path: Path) -> None:
     """A commit without its parents becomes a shallow one, so that git's tools work on it."""
     commit = repository(tmp_path / "up")
-    packed = gitting.git_bytes(
+    packed = git_command.git_bytes(
         tmp_path / "up", "pack-objects", "--stdout", "--revs", input=f"{commit}\n^{commit}~1\n"
     )
-    gitting.git(store.path, "index-pack", "--stdin", "--fix-thin", input=packed)
-    store.publish("refs/upstream/x", commit)
-    assert gitting.git(store.path, "log", "--format=%H", "refs/upstream/x") == commit
-    store.publish("refs/upstream/y", commit)
+    git_command.git(store.path, "index-pack", "--stdin", "--fix-thin", input=packed)
+    store.update_ref("refs/upstream/x", commit)
+    assert git_command.git(store.path, "log", "--format=%H", "refs/upstream/x") == commit
+    store.update_ref("refs/upstream/y", commit)
     assert (store.path / "shallow").read_text().split() == [commit]
 
 
@@ -146,15 +146,15 @@ def test_publish_cuts_off_absent_parents(store: Store, tmp_path: Path) -> None:
 def test_a_history_that_breaks_off_keeps_nobody_from_fetching(store: Store, tmp_path: Path) -> None:
     """A clone may be shallow further back, with the parent at hand and not the parent's own."""
     commit = repository(tmp_path / "up", commits=4)
-    packed = gitting.git_bytes(
+    packed = git_command.git_bytes(
         tmp_path / "up", "pack-objects", "--stdout", "--revs", input=f"{commit}\n^{commit}~2\n"
     )
-    gitting.git(store.path, "index-pack", "--stdin", "--fix-thin", input=packed)
-    store.publish("refs/upstream/x", commit)
-    assert gitting.git(store.path, "rev-list", "--all") == commit
+    git_command.git(store.path, "index-pack", "--stdin", "--fix-thin", input=packed)
+    store.update_ref("refs/upstream/x", commit)
+    assert git_command.git(store.path, "rev-list", "--all") == commit
     other = repository(tmp_path / "other", TREE | {"x": b"another\n"})
     words = ("fetch", "-q", str(tmp_path / "other"), "HEAD:refs/upstream/y")
-    gitting.git(store.path, *words, network=True)
+    git_command.git(store.path, *words, network=True)
     assert store.ref("refs/upstream/y") == other
 
 
@@ -166,20 +166,20 @@ def test_a_history_that_breaks_off_keeps_nobody_from_fetching(store: Store, tmp_
 def test_a_parent_is_looked_for_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A commit may name a parent again and again: whoever publishes it holds everybody else up."""
     commit, tree = store.commit(None, TREE, "m")
-    said = gitting.git(store.path, "cat-file", "commit", commit).replace(
+    said = git_command.git(store.path, "cat-file", "commit", commit).replace(
         "author", f"parent {commit}\n" * 1000 + "author", 1
     )
     words = ("hash-object", "-w", "-t", "commit", "--literally", "--stdin")
-    child = gitting.git(store.path, *words, input=said + "\n")
+    child = git_command.git(store.path, *words, input=said + "\n")
     assert store.parents(child) == [commit]
-    true, asked = gitting.run, []
+    true, asked = git_command.run, []
 
     def counted(*args: object, **options: object) -> object:
         asked.append(args)
         return true(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(gitting, "run", counted)
-    store.publish("refs/upstream/x", child)
+    monkeypatch.setattr(git_command, "run", counted)
+    store.update_ref("refs/upstream/x", child)
     assert len(asked) < 10
     assert not (store.path / "shallow").exists()
     assert tree == store.tree_of(child)
@@ -230,13 +230,13 @@ def test_what_a_killed_git_left_is_no_obstacle(store: Store, tmp_path: Path, lef
     words = ("fetch", "-q", "--depth=1", f"file://{tmp_path / 'source'}", "HEAD:refs/incoming/x")
     (store.path / left).parent.mkdir(parents=True, exist_ok=True)
     (store.path / left).touch()
-    with store.alone() as held:
-        gitting.git(store.path, *words, hold=(held,), network=True)
+    with store.ref_lock() as held:
+        git_command.git(store.path, *words, hold=(held,), network=True)
     commit = store.ref("refs/incoming/x")
     assert commit is not None
     (store.path / left).touch()
-    store.publish("refs/upstream/a", commit)
-    store.drop("refs/incoming/x")
+    store.update_ref("refs/upstream/a", commit)
+    store.delete_ref("refs/incoming/x")
     assert store.refs("refs") == {"refs/upstream/a": commit}
 
 
@@ -267,21 +267,21 @@ def test_a_lock_that_is_held_is_named(tmp_path: Path) -> None:
 
 def test_no_room_is_told_apart(tmp_path: Path) -> None:
     """A full disk is DiskFull, from Python or from git; other errors stay what they are."""
-    with pytest.raises(DiskFull, match="no room left"), disk_room(tmp_path):
+    with pytest.raises(DiskFull, match="no room left"), translate_disk_errors(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")
-    with pytest.raises(DiskFull), disk_room(tmp_path):
+    with pytest.raises(DiskFull), translate_disk_errors(tmp_path):
         raise GitError(["git"], 128, "fatal: write error: No space left on device")
-    with pytest.raises(PermissionError), disk_room(tmp_path):
+    with pytest.raises(PermissionError), translate_disk_errors(tmp_path):
         raise PermissionError(errno.EACCES, "no")
-    with pytest.raises(GitError), disk_room(tmp_path):
+    with pytest.raises(GitError), translate_disk_errors(tmp_path):
         raise GitError(["git"], 1, "other")
 
 
 def test_atomic_write_keeps_the_old_text_on_failure(tmp_path: Path) -> None:
     """A text that cannot be written leaves the old file and nothing beside it."""
     file = tmp_path / "f"
-    write_atomic(file, "old\n")
+    write_text_atomic(file, "old\n")
     with pytest.raises(UnicodeEncodeError):
-        write_atomic(file, "\ud800")
+        write_text_atomic(file, "\ud800")
     assert file.read_text() == "old\n"
     assert list(tmp_path.iterdir()) == [file]

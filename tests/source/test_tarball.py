@@ -11,8 +11,8 @@ from source_kit import (
     isolate,
 )
 
-from pyllamakv.source import bounds, tarball
-from pyllamakv.source.archive import import_sdist
+from pyllamakv.source import tarball, tree_limits
+from pyllamakv.source.sdist_import import import_sdist
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def test_attributes_without_number(tmp_path: Path, kind: bytes) -> None:
     ("claims", "words"),
     [
         ({"size": str(1 << 95)}, "unpacks to more than"),
-        ({"size": str(bounds.BYTES + 1)}, "unpacks to more than"),
+        ({"size": str(tree_limits.BYTES + 1)}, "unpacks to more than"),
         ({"size": "-5"}, "below zero"),
         ({"size": "-5000"}, "below zero"),
         ({"GNU.sparse.size": "x", "GNU.sparse.map": "0,0"}, "cannot be read"),

@@ -9,8 +9,8 @@ import pytest
 from source_kit import index_page, isolate, pack, serving, sha256
 
 from pyllamakv.errors import FetchError
-from pyllamakv.source import lock, watch
-from pyllamakv.source.index import Index
+from pyllamakv.source import lockfile, watch
+from pyllamakv.source.index import PackageIndex
 from pyllamakv.source.pipconfig import PipSettings
 from pyllamakv.source.releases import Release
 
@@ -37,11 +37,11 @@ def test_news(tmp_path: Path) -> None:
     """Versions above the lock are new, others are unpinned; a changed or absent one is lost."""
     files = {v: offered(tmp_path, v) for v in ("0.3.2", "0.3.9", "0.3.10", "0.3.11", "0.10.0")}
     known = [release(files["0.3.10"], "0.3.10"), release(files["0.3.2"], "0.3.9")]
-    lock.save(lock.shipped(), [*known, release(files["0.3.2"], "0.3.4")])
+    lockfile.save(lockfile.shipped(), [*known, release(files["0.3.2"], "0.3.4")])
     with serving({}) as server:
         url = index_page(server, *files.values())
-        with Index(PipSettings(index_urls=(url,))) as index:
-            news = watch.look(index)
+        with PackageIndex(PipSettings(index_urls=(url,))) as index:
+            news = watch.compare_with_index(index)
     assert news.new == ("0.3.11", "0.10.0")
     assert news.unpinned == ("0.3.2",)
     assert news.lost == ("0.3.4", "0.3.9")
@@ -52,7 +52,7 @@ def test_everything_is_new_without_a_lock(tmp_path: Path, monkeypatch: pytest.Mo
     offered(tmp_path / "links", "0.3.9")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "links"))
-    assert watch.look().new == ("0.3.9",)
+    assert watch.compare_with_index().new == ("0.3.9",)
 
 
 def test_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,4 +60,4 @@ def test_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving({}) as server:
         monkeypatch.setenv("PIP_INDEX_URL", server.url + "/simple")
     with pytest.raises(FetchError):
-        watch.look()
+        watch.compare_with_index()

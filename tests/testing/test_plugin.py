@@ -11,7 +11,7 @@ import pytest
 from pyllamakv.building.variant import Variant
 from pyllamakv.errors import UsageError
 from pyllamakv.home import home
-from pyllamakv.testing import subject
+from pyllamakv.testing import build_under_test
 
 pytest_plugins = ["pytester"]
 
@@ -36,7 +36,7 @@ def run(project: pytest.Pytester, *words: str) -> pytest.RunResult:
 THREE_LINES = """
 import pytest
 
-@pytest.mark.kv_cure
+@pytest.mark.kv_fix
 def test_scattered_cells_are_enough(kv_context):
     a, b, c = (kv_context.sequence() for _ in range(3))
     for token in range(128):
@@ -55,7 +55,7 @@ def test_a_patch_regression_test(
     run(project, "-v").stdout.fnmatch_lines(["*cells_are_enough[[]0.3.9+patched[]] PASSED*"])
     both = run(project, "--llama-series", "stock", "--llama-series", "patched", "-v")
     both.assert_outcomes(passed=1, xfailed=1)
-    project.makepyfile("import pytest\n@pytest.mark.kv_cure\ndef test_none(kv_context): pass\n")
+    project.makepyfile("import pytest\n@pytest.mark.kv_fix\ndef test_none(kv_context): pass\n")
     run(project, "--llama-series=stock").assert_outcomes(failed=1)
 
 
@@ -107,7 +107,7 @@ def test_the_fixtures(project: pytest.Pytester, patched: Variant) -> None:
     )
     run(project).assert_outcomes(passed=8)
     markers = run(project, "--markers").stdout.str()
-    assert "kv_cure" in markers and "kv(model, env" in markers
+    assert "kv_fix" in markers and "kv(model, env" in markers
 
 
 @pytest.mark.native
@@ -189,7 +189,7 @@ def test_wrong_options_are_told(project: pytest.Pytester) -> None:
 
 def test_what_the_options_name(tmp_path: Path) -> None:
     """Every release is tested with every series, once."""
-    found = subject.choose(["0.3.9", "b4980"], ["stock", "patched", "stock"], "rpc")
+    found = build_under_test.choose(["0.3.9", "b4980"], ["stock", "patched", "stock"], "rpc")
     assert [one.name for one in found] == [
         "0.3.9+stock-rpc",
         "0.3.9+patched-rpc",
@@ -198,13 +198,13 @@ def test_what_the_options_name(tmp_path: Path) -> None:
     ]
     assert {one.place.backend for one in found} == {"rpc"}
     assert [one.stock for one in found] == [True, False, True, False]
-    assert [one.name for one in subject.choose((), (), "cuda")] == ["0.3.9+patched-cuda"]
+    assert [one.name for one in build_under_test.choose((), (), "cuda")] == ["0.3.9+patched-cuda"]
     file = tmp_path / "mine.patch"
     file.touch()
-    (own,) = subject.choose((), [str(file)], "cpu")
+    (own,) = build_under_test.choose((), [str(file)], "cpu")
     assert (own.name, own.stock, own.patches) == ("0.3.9+mine", False, (file.resolve(),))
     with pytest.raises(UsageError):
-        subject.choose((), ["Full Defrag"], "cpu")
+        build_under_test.choose((), ["Full Defrag"], "cpu")
 
 
 @pytest.mark.native

@@ -12,10 +12,10 @@ import pytest
 import pyllamakv as kv
 from pyllamakv.building.build import build_patched
 from pyllamakv.patching import apply
-from pyllamakv.patching.definition import PatchText
+from pyllamakv.patching.definition import Port
 from pyllamakv.scenarios import synthetic
-from pyllamakv.source import sources
-from pyllamakv.source.releases import DEFAULT
+from pyllamakv.source import spec_resolver
+from pyllamakv.source.releases import DEFAULT_RELEASE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.native
 
 def doctored(name: str) -> Iterator[Variant]:
     """Build the patched release with a patch of the folder on top."""
-    release = sources.resolve(DEFAULT)
-    text = PatchText.from_file(FOLDER / name)
+    release = spec_resolver.resolve(DEFAULT_RELEASE)
+    text = Port.from_file(FOLDER / name)
     built = build_patched(release, apply.apply(release, [text]))
     yield built
     shutil.rmtree(built.folder, ignore_errors=True)

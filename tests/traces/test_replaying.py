@@ -10,11 +10,11 @@ import trace_kit
 from fakes.simulated import SimulatedNative
 
 import pyllamakv
-from pyllamakv import opening
+from pyllamakv import open_variant
 from pyllamakv.cli import main
 from pyllamakv.errors import UsageError, WorkerDied
-from pyllamakv.opening import OpenLibrary
-from pyllamakv.source import sources
+from pyllamakv.open_variant import OpenLibrary
+from pyllamakv.source import spec_resolver
 from pyllamakv.traces import builds, minimize, trace
 from pyllamakv.traces.replaying import replay
 from pyllamakv.traces.stage import Stage
@@ -138,7 +138,9 @@ def test_words_are_no_leave_to_read_or_fetch(release: str) -> None:
 def test_a_recorded_build_is_opened_in_its_environment(monkeypatch, tmp_path: Path) -> None:
     """It is opened by its folder, which its id or its spec led to."""
     asked = []
-    monkeypatch.setattr(opening, "find_recorded", lambda *names: asked.append(names) or tmp_path)
+    monkeypatch.setattr(
+        open_variant, "find_recorded", lambda *names: asked.append(names) or tmp_path
+    )
     monkeypatch.setattr(pyllamakv, "open", lambda *a, **k: (a, k), raising=False)
     head = trace.Head("id", spec="0.3.9+stock", environment={"LLAMA_X": "1"})
     options = {"isolated": True, "env": {"LLAMA_X": "1"}}
@@ -187,8 +189,8 @@ def test_a_trace_loads_nothing_but_what_is_built(
 
     monkeypatch.setattr(OpenLibrary, "open", touched)
     monkeypatch.setattr(minimize, "shrink", touched)
-    monkeypatch.setattr(sources, "from_folder", touched)
-    monkeypatch.setattr(sources, "from_git", touched)
+    monkeypatch.setattr(spec_resolver, "from_folder", touched)
+    monkeypatch.setattr(spec_resolver, "pin_git", touched)
     code, _, err = cli(capsys, words[0], "run.jsonl", *words[1:])
     assert code == 2
     assert "Traceback" not in err
@@ -225,7 +227,7 @@ def test_replay_shows_variants_side_by_side(capsys, monkeypatch, tmp_path: Path)
         return Opened(spec, Keeping() if spec in wrong else SimulatedNative())
 
     monkeypatch.setattr(pyllamakv, "open", open_, raising=False)
-    monkeypatch.setattr(opening, "find_recorded", lambda variant, spec: Path(variant))
+    monkeypatch.setattr(open_variant, "find_recorded", lambda variant, spec: Path(variant))
     code, out, _ = cli(capsys, "replay", path, "--variants", "simulated,0.3.9+patched")
     assert code == 0
     assert out.splitlines()[0].split()[:3] == ["variant", "rows", "diverges"]

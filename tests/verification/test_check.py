@@ -15,7 +15,7 @@ from pyllamakv.errors import (
     FetchError,
     HarnessError,
     LoadError,
-    NoTextApplies,
+    NoPortApplies,
     PatchConflict,
     ToolMissing,
     UnknownRelease,
@@ -57,7 +57,7 @@ def test_a_second_run_starts_nothing(world: World) -> None:
 
 def test_broken_apply(world: World) -> None:
     """No text applies and stock fails: a port is due, and nothing patched is built."""
-    world.applied = NoTextApplies("src/llama-context.cpp hunk 2")
+    world.applied = NoPortApplies("src/llama-context.cpp hunk 2")
     answer = ask()
     assert answer.judgement.verdict is Verdict.BROKEN_APPLY
     assert "hunk 2" in answer.judgement.reason

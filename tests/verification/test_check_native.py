@@ -17,10 +17,10 @@ from pyllamakv.building import variant as variants
 from pyllamakv.building.build import build_patched
 from pyllamakv.errors import CommandFailed, KvError
 from pyllamakv.patching import apply, series
-from pyllamakv.patching.definition import PatchText
+from pyllamakv.patching.definition import Port
 from pyllamakv.scenarios.runner import Bench, Run
 from pyllamakv.scenarios.scenario import Scenario, Setting
-from pyllamakv.source import sources
+from pyllamakv.source import spec_resolver
 from pyllamakv.source.store import open_store
 from pyllamakv.verification import discovery, parallel_runs
 from pyllamakv.verification.check import pair_up
@@ -40,8 +40,8 @@ CURES = [each.id for each in JUDGED if each.kind == "cure" and each.id not in TO
 pytestmark = pytest.mark.native
 
 
-def shipped() -> PatchText:
-    return series.load().definition("full-defrag").text(RELEASE)
+def shipped() -> Port:
+    return series.load().definition("full-defrag").port(RELEASE)
 
 
 def run_side(side: str, variant, chosen: list[tuple[Scenario, Setting]]) -> tuple[Run, ...]:
@@ -126,8 +126,8 @@ def building() -> Iterator:
     """Build a text in the release's shared build folder, and take the variant away again."""
     made = []
 
-    def build(text: PatchText):
-        release = sources.resolve(RELEASE)
+    def build(text: Port):
+        release = spec_resolver.resolve(RELEASE)
         variant = build_patched(release, apply.apply(release, [text]))
         made.append(variant)
         return variant
@@ -158,7 +158,7 @@ def test_a_doctored_patch_is_caught(stock, building, path: Path) -> None:
     """A patch with one deliberate fault applies and builds, and its scenario says so."""
     scenario = caught_by(path)
     chosen = [(scenario, setting) for setting in scenario.settings]
-    found = verdict_of(stock, building(PatchText.from_file(path)), chosen)
+    found = verdict_of(stock, building(Port.from_file(path)), chosen)
     assert found in {Verdict.HARMFUL, Verdict.INEFFECTIVE}
 
 
@@ -186,12 +186,12 @@ def hunks() -> list[tuple[str, int]]:
     ]
 
 
-def breaks_the_build(text: PatchText, tmp_path: Path, objects: Path) -> bool:
+def breaks_the_build(text: Port, tmp_path: Path, objects: Path) -> bool:
     """Compile what the patch changes, without making code: an error here is one in the build.
 
     A header that does not fit would cost a whole build of everything behind it.
     """
-    release = sources.resolve(RELEASE)
+    release = spec_resolver.resolve(RELEASE)
     tree = tmp_path / "tree"
     open_store().export(apply.apply(release, [text]).tree, tree)
     for entry in json.loads((objects / "compile_commands.json").read_text(encoding="utf-8")):

@@ -135,7 +135,7 @@ def test_a_file_of_another_shape_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_the_shipped_file_can_be_read() -> None:
     """Every verdict in it is one, and every release is in the lock."""
-    from pyllamakv.source import lock
+    from pyllamakv.source import lockfile
 
     for name in load(expected.shipped()):
-        assert name.partition("+")[0] in lock.known()
+        assert name.partition("+")[0] in lockfile.known()

@@ -11,7 +11,7 @@ import pytest
 from fakes import judging
 
 from pyllamakv.errors import UnknownRelease, UsageError
-from pyllamakv.source import lock, releases
+from pyllamakv.source import lockfile, releases
 from pyllamakv.verification import matrix, result_cache
 from pyllamakv.verification.cell import CellSpec
 from pyllamakv.verification.matrix import Choice, Pace, plan
@@ -43,7 +43,7 @@ def specs(*names: str) -> tuple[CellSpec, ...]:
 def test_plan_has_every_release_once() -> None:
     """The default is the whole lock, oldest first, one cell per upstream commit."""
     cells = plan()
-    known = lock.known()
+    known = lockfile.known()
     names = [cell.release for cell in cells]
     assert names == [n for n in known if n in names]
     assert {known[n].commit for n in names} == {r.commit for r in known.values()}
@@ -53,7 +53,7 @@ def test_plan_has_every_release_once() -> None:
 def test_plan_is_narrowed() -> None:
     """By release, era, backend and patch."""
     assert [c.release for c in plan(Choice(("0.3.10", "0.3.9")))] == ["0.3.9", "0.3.10"]
-    eras = {lock.known()[c.release].era for c in plan(Choice(eras=("split",)))}
+    eras = {lockfile.known()[c.release].era for c in plan(Choice(eras=("split",)))}
     assert eras == {"split"}
     assert [c.backend for c in plan(Choice(("0.3.9",), backends=("cpu", "cuda")))] == [
         "cpu",
@@ -194,9 +194,9 @@ def test_pace() -> None:
 def test_sample_is_one_release_per_era() -> None:
     """Plan the default release for its era, and the newest of every other."""
     names = [spec.release for spec in plan(Choice(sample=True))]
-    known = lock.known()
+    known = lockfile.known()
     eras = [known[name].era for name in names]
     assert sorted(eras) == sorted({release.era for release in known.values()})
-    assert releases.DEFAULT in names
+    assert releases.DEFAULT_RELEASE in names
     newest = max(known.values(), key=lambda release: release.order)
     assert newest.name in names

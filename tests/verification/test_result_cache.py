@@ -99,7 +99,7 @@ def test_what_may_not_come_again_is_judged_again(passing) -> None:
 )
 def test_who_is_found_by_its_key_is_the_latest_too(monkeypatch) -> None:
     """What is found is not written again: whoever is killed in between has written neither."""
-    real, written = result_cache.write_atomic, []
+    real, written = result_cache.write_text_atomic, []
 
     def killed(file: Path, text: str) -> None:
         if written:
@@ -107,7 +107,7 @@ def test_who_is_found_by_its_key_is_the_latest_too(monkeypatch) -> None:
         written.append(file)
         real(file, text)
 
-    monkeypatch.setattr(result_cache, "write_atomic", killed)
+    monkeypatch.setattr(result_cache, "write_text_atomic", killed)
     with pytest.raises(KeyboardInterrupt):
         result_cache.remember("a key", result())
     assert result_cache.recall("a key") is None

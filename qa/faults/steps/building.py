@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pyllamakv.building import build, cmake, variant
-from pyllamakv.source import sources, vendor
+from pyllamakv.source import spec_resolver, vendor
 from pyllamakv.source.store import open_store
 from qa.faults.step import GIT_LEAVES, Step
 from qa.faults.steps import upstream
@@ -75,7 +75,7 @@ class Build(Step):
         for name, text in (("cmake", CMAKE), ("ninja", _NINJA)):
             script(folder / "programs" / name, text)
         upstream.fill(folder / "llama", upstream.TREE)
-        os.environ["PYLLAMAKV_LAUNCHER"] = "none"
+        os.environ["PYLLAMAKV_COMPILER_LAUNCHER"] = "none"
 
     def run(self, folder: Path) -> Any:
         """Build stock, look it up again, and check it against its manifest."""
@@ -107,7 +107,7 @@ class SyncAndClean(Step):
 
     def run(self, folder: Path) -> Any:
         """Sync, and clean."""
-        release = sources.resolve("9.0.1")
+        release = spec_resolver.resolve("9.0.1")
         vendored, _ = vendor.sync(open_store(), release, release.commit, spec="9.0.1")
         vendor.clean(vendored)
         # What another run put there meanwhile is its own matter.
@@ -136,7 +136,7 @@ class Compile(Step):
         for n in range(3):
             text = f"int part_{n}(int a) {{ return a + {n}; }}\n"
             (folder / "llama" / "src" / f"part-{n}.c").write_text(text, encoding="utf-8")
-        os.environ["PYLLAMAKV_LAUNCHER"] = "none"
+        os.environ["PYLLAMAKV_COMPILER_LAUNCHER"] = "none"
 
     def run(self, folder: Path) -> Any:
         """Build it; the library is the same to the last bit."""

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from pyllamakv.source import fetch, lock
+from pyllamakv.source import fetch, lockfile
 from pyllamakv.source.store import open_store
 from qa.faults.step import GIT_LEAVES, Step
 from qa.faults.steps import upstream
@@ -27,7 +27,7 @@ def _held(store: Any) -> dict[str, Any]:
         name: [(entry.path, entry.mode, entry.blob) for entry in store.entries(commit)]
         for name, commit in refs.items()
     }
-    known = [asdict(release) for release in lock.load(lock.added())]
+    known = [asdict(release) for release in lockfile.load(lockfile.added())]
     return {"refs": refs, "content": content, "lock": known}
 
 

@@ -14,7 +14,7 @@ from pyllamakv.errors import Untestable
 from pyllamakv.home import home
 from pyllamakv.scenarios.outcome import Outcome
 from pyllamakv.scenarios.runner import Run
-from pyllamakv.source import gitting
+from pyllamakv.source import git_command
 from pyllamakv.source.store import open_store
 from pyllamakv.verification import cell, matrix, parallel_runs, result_cache
 from pyllamakv.verification.verdict import Verdict
@@ -64,11 +64,11 @@ class Matrix(Judging):
         store, name = open_store(), f"refs/upstream/{self._release}"
         old = self._sides[0].parents[1] / "store.git"
         words = ("fetch", "--quiet", "--update-shallow", str(old), f"{name}:{name}")
-        gitting.git(store.path, *words, network=True)
+        git_command.git(store.path, *words, network=True)
         for side, made in zip(("stock", "patched"), self._sides, strict=True):
             (variant.built() / made.name).symlink_to(made)
             asked = variant.request(f"{self._release}+{side}")
-            variant.remember(asked, variant.Variant(variant.built() / made.name))
+            variant.add_to_index(asked, variant.Variant(variant.built() / made.name))
         self.run(folder)
         shutil.rmtree(place / "results")
         place.rename(folder / "home")

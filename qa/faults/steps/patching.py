@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from pyllamakv.patching import apply, rebase, rebase_session, series
-from pyllamakv.patching.definition import PatchText
-from pyllamakv.source import gitting, sources, vendor
+from pyllamakv.patching.definition import Port
+from pyllamakv.source import git_command, spec_resolver, vendor
 from pyllamakv.source.store import open_store
 from qa.faults.step import GIT_LEAVES, Step
 from qa.faults.steps import upstream
@@ -32,8 +32,8 @@ def _patch(scratch: Path) -> bytes:
     upstream.repository(scratch, _BEFORE)
     for name in ("src/a.cpp", "src/new.cpp"):
         (scratch / name).write_bytes(_AFTER[name])
-    gitting.git(scratch, "add", "-A", "-f")
-    return gitting.git_bytes(scratch, "diff", "--cached", "--full-index", "--no-renames")
+    git_command.git(scratch, "add", "-A", "-f")
+    return git_command.git_bytes(scratch, "diff", "--cached", "--full-index", "--no-renames")
 
 
 def _hashes(folder: Path) -> dict[str, str]:
@@ -58,8 +58,8 @@ class Apply(Step):
 
     def run(self, folder: Path) -> Any:
         """Apply, and sync the tree."""
-        text = PatchText.from_file(folder / "one.patch", "one")
-        release = sources.resolve(_OLD)
+        text = Port.from_file(folder / "one.patch", "one")
+        release = spec_resolver.resolve(_OLD)
         done = apply.apply(release, [text])
         spec = f"{_OLD}+one"
         store = open_store()
@@ -105,7 +105,7 @@ class Rebase(Step):
             rebase.abort("one", store=store)
         states = [each.state for each in rebase.rebase(["one"], _NEW, patches=patches)]
         assert states in (["clean"], ["applies"]), states
-        done = apply.apply(sources.resolve(_NEW), ["one"], series=series.load(patches))
+        done = apply.apply(spec_resolver.resolve(_NEW), ["one"], series=series.load(patches))
         return [done.tree, _hashes(patches)]
 
 

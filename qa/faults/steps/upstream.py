@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from pyllamakv.source import era, gitting, lock
+from pyllamakv.source import era, git_command, lockfile
 from pyllamakv.source.releases import Release
 from pyllamakv.source.store import open_store
 
@@ -38,24 +38,24 @@ def fill(folder: Path, files: Mapping[str, bytes]) -> Path:
 def repository(folder: Path, files: Mapping[str, bytes], *, commits: int = 2) -> str:
     """Make a repository whose last commit has these files; return that commit."""
     folder.mkdir(parents=True)
-    gitting.git(folder, "init", "-q", ".")
+    git_command.git(folder, "init", "-q", ".")
     (folder / ".git" / "info").mkdir(exist_ok=True)
     (folder / ".git" / "info" / "attributes").write_text("* -text\n")
     for number in range(commits - 1):
-        gitting.git(folder, "commit", "-q", "--allow-empty", "-m", f"before {number}")
+        git_command.git(folder, "commit", "-q", "--allow-empty", "-m", f"before {number}")
     fill(folder, files)
-    gitting.git(folder, "add", "-A", "-f")
-    gitting.git(folder, "commit", "-q", "-m", "state")
-    return gitting.git(folder, "rev-parse", "HEAD")
+    git_command.git(folder, "add", "-A", "-f")
+    git_command.git(folder, "commit", "-q", "-m", "state")
+    return git_command.git(folder, "rev-parse", "HEAD")
 
 
 def clone(folder: Path, source: Path) -> dict[str, bytes]:
     """Clone a repository as an sdist has it, shallow; return the clone's files."""
-    gitting.git(
+    git_command.git(
         source, "clone", "-q", "--bare", "--depth=1", f"file://{source}", str(folder), network=True
     )
-    gitting.git(folder, "repack", "-q", "-a", "-d")
-    commit = gitting.git(folder, "rev-parse", "HEAD")
+    git_command.git(folder, "repack", "-q", "-a", "-d")
+    commit = git_command.git(folder, "rev-parse", "HEAD")
     files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
     found = {name: path.read_bytes() for name, path in files.items()}
     return found | {"HEAD": f"{commit}\n".encode()}
@@ -103,7 +103,7 @@ def release(name: str, files: Mapping[str, bytes], date: str) -> Release:
     """Put a release into the store and the lock of the home."""
     store = open_store()
     commit, tree = store.commit(None, dict(files), f"release {name}")
-    store.publish(f"refs/upstream/{name}", commit)
+    store.update_ref(f"refs/upstream/{name}", commit)
     found = Release(name, "sdist", commit, tree, era.detect(store, tree), f"{date}T00:00:00Z")
-    lock.save(lock.added(), [found])
+    lockfile.save(lockfile.added(), [found])
     return found

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pyllamakv.errors import SourceError
-from pyllamakv.source.files import locked, write_atomic
+from pyllamakv.source.files import locked, write_text_atomic
 from qa.faults.step import Step
 
 FACTS = {"numbers": list(range(200))}
@@ -28,7 +28,7 @@ class Careful(Step):
         place = folder / "home" / "facts.json"
         with locked(folder / "home" / "lock"):
             if not place.exists():
-                write_atomic(place, json.dumps(FACTS))
+                write_text_atomic(place, json.dumps(FACTS))
             return json.loads(place.read_text())
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from fakes.simulated import SimulatedNative
 
 from pyllamakv.errors import Unsupported
-from pyllamakv.opening import OpenLibrary
+from pyllamakv.open_variant import OpenLibrary
 from qa.random_operations.combination import Combination
 from qa.random_operations.stage import Stage
 from qa.random_operations.task import Played, Task

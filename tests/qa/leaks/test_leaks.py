@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pyllamakv import opening
+from pyllamakv import open_variant
 from pyllamakv.errors import HarnessError
 from qa import document, leaks
 from qa.entry import Effort
@@ -146,7 +146,7 @@ def test_work_that_breaks_is_a_defect_of_its_kind(monkeypatch: pytest.MonkeyPatc
     assert leaks.entries(Effort(only=("no such kind",)), lambda _: None) == []
     kinds = {name: Kind(f"fakes.leaking:{name}", 5000, 64) for name in ("breaking", "steady")}
     monkeypatch.setattr(leaks, "KINDS", kinds)
-    monkeypatch.setattr(opening, "find_built", lambda _: Path("/nowhere"))
+    monkeypatch.setattr(open_variant, "find_built", lambda _: Path("/nowhere"))
     broken, steady = leaks.entries(Effort(seconds=4.0), lambda _: None)
     assert "breaking ended with status 1" in broken.defects[0]
     assert "ValueError: broken" in broken.defects[0] and str(Path.cwd()) not in broken.defects[0]

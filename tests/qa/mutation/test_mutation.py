@@ -346,7 +346,7 @@ def test_a_header_is_judged_by_its_own_tests(tmp_path, monkeypatch) -> None:
         pytest.skip("no C++ compiler here")
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
     header = next(each for each in HEADERS if each.patch == "full-defrag")
-    text = series.load().definition("full-defrag").text(RELEASE)
+    text = series.load().definition("full-defrag").port(RELEASE)
     (hunk,) = text.patch.file(header.path).hunks
     assert header.source is not None
     driver = drivers.Driver(header, b"".join(hunk.added), header.source)

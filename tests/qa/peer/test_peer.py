@@ -13,11 +13,11 @@ import pytest
 from building_kit import manifest, script
 from patching_kit import release as made_release
 
-from pyllamakv.building import peer as install
+from pyllamakv.building import llama_cpp_python_env as install
 from pyllamakv.building.variant import Variant
 from pyllamakv.errors import ArchiveError, CommandFailed, ToolMissing, Unsupported, Untestable
 from pyllamakv.scenarios import synthetic
-from pyllamakv.source import fetch, sources
+from pyllamakv.source import fetch, spec_resolver
 from pyllamakv.source.releases import Release
 from pyllamakv.source.store import open_store
 from qa import main
@@ -136,7 +136,7 @@ def test_what_cannot_be_installed_is_told(
     with pytest.raises(ToolMissing, match="needs pip"):
         install.install(release)
     with pytest.raises(ArchiveError, match="no tests"):
-        install.take_suite(
+        install.extract_tests(
             sdist(tmp_path / "x", {"pyproject.toml": PYPROJECT}), tmp_path / "y", release
         )
 
@@ -171,11 +171,11 @@ def variant(folder: Path) -> Variant:
     return Variant(folder)
 
 
-def peer_with(folder: Path, body: str) -> install.Peer:
+def peer_with(folder: Path, body: str) -> install.LlamaCppPythonEnv:
     """Return a peer whose Python is this script."""
     (folder / "suite").mkdir(parents=True)
     script(folder / "bin" / "python", body)
-    return install.Peer(folder, "0.3.9")
+    return install.LlamaCppPythonEnv(folder, "0.3.9")
 
 
 def test_the_suite_runs_on_the_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +317,7 @@ def test_the_verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     assert [bool(one["faults"]) for one in told] == [False, True]
     tried.clear()
     assert call("0.2.90", "--sample", "--markdown") == 1
-    eras = [sources.resolve(name).era for name in verb._one_per_era()]
+    eras = [spec_resolver.resolve(name).era for name in verb._one_per_era()]
     assert len(eras) == len(set(eras)) >= 6
     assert tried == ["0.2.90", *verb._one_per_era()]
     assert "0.3.9" in tried
@@ -330,7 +330,7 @@ def test_the_document_has_a_row_per_era() -> None:
     rows = [line.split("|") for line in text.splitlines() if line.startswith("| 0.")]
     assert [row[1].strip() for row in rows] == ["0.2.90", *verb._one_per_era()]
     for row in rows:
-        assert row[2].strip() == sources.resolve(row[1].strip()).era
+        assert row[2].strip() == spec_resolver.resolve(row[1].strip()).era
         assert row[4].strip() == "the same"
         assert row[6].strip() == "placed"
 

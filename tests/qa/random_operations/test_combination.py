@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 import pyllamakv
 from pyllamakv.binding.remote import Remote
 from pyllamakv.errors import ScenarioFailed
-from pyllamakv.opening import OpenLibrary
+from pyllamakv.open_variant import OpenLibrary
 from pyllamakv.scenarios import synthetic
 from qa.random_operations.operations import WEIGHTS, Operations
 

@@ -11,11 +11,11 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from pyllamakv.errors import ArchiveError
-from pyllamakv.source import gitting
-from pyllamakv.source.export import KEEP
-from pyllamakv.source.files import disk_room
+from pyllamakv.source import git_command
+from pyllamakv.source.files import translate_disk_errors
 from pyllamakv.source.quarantine import quarantine
 from pyllamakv.source.tarball import content, copy_member, is_plain, open_tar
+from pyllamakv.source.tree_export import GENERATED_FILES
 
 if TYPE_CHECKING:
     import tarfile
@@ -45,8 +45,8 @@ def import_files(held: Quarantine, files: Iterable[PlainFile], message: str) -> 
     name = "refs/heads/incoming"
     count = 0
     text = (message.strip() + "\n").encode()
-    who = f"{gitting.NAME} <{gitting.EMAIL}> {gitting.SECONDS} +0000"
-    with disk_room(stream), stream.open("wb") as out:
+    who = f"{git_command.NAME} <{git_command.EMAIL}> {git_command.SECONDS} +0000"
+    with translate_disk_errors(stream), stream.open("wb") as out:
         out.write(f"commit {name}\nmark :1\ncommitter {who}\ndata {len(text)}\n".encode())
         out.write(text)
         for file in files:
@@ -63,9 +63,9 @@ def import_files(held: Quarantine, files: Iterable[PlainFile], message: str) -> 
     own.mkdir()
     env = {"GIT_OBJECT_DIRECTORY": str(held.objects)}
     words = ("fast-import", "--quiet", "--done", f"--export-marks={marks}")
-    with disk_room(own):
-        gitting.git(own, "init", "-q", "--bare", ".")
-        gitting.git(own, *words, input=stream, env=env)
+    with translate_disk_errors(own):
+        git_command.git(own, "init", "-q", "--bare", ".")
+        git_command.git(own, *words, input=stream, env=env)
     return marks.read_text("ascii").split()[1]
 
 
@@ -74,7 +74,7 @@ def _belongs(path: str) -> bool:
     if any(part in ("", ".", "..") for part in parts) or "\0" in path:
         msg = f"the archive holds a path that leads outside: {path!r}"
         raise ArchiveError(msg)
-    return path not in KEEP and ".git" not in (part.lower() for part in parts)
+    return path not in GENERATED_FILES and ".git" not in (part.lower() for part in parts)
 
 
 def _quoted(path: str) -> bytes:

@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import SourceError, UsageError
-from pyllamakv.source import bounds
-from pyllamakv.source.files import disk_room, write_atomic
+from pyllamakv.source import tree_limits
+from pyllamakv.source.files import translate_disk_errors, write_text_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pyllamakv.source.releases import Release
-    from pyllamakv.source.store import Entry, Store
+    from pyllamakv.source.store import Store, TreeEntry
 
 #: Upstream's CMake files write this one into the source tree up to 0.3.9.
-KEEP = ("common/build-info.cpp",)
+GENERATED_FILES = ("common/build-info.cpp",)
 
 #: The stamp lies inside the folder, so that it moves and dies with it.
 STAMP = ".pyllamakv-tree"
@@ -60,19 +60,19 @@ class Difference:
 
     changed: tuple[str, ...]
     missing: tuple[str, ...]
-    stray: tuple[str, ...]
+    untracked: tuple[str, ...]
 
     def __bool__(self) -> bool:
-        return bool(self.changed or self.missing or self.stray)
+        return bool(self.changed or self.missing or self.untracked)
 
     def lines(self) -> list[str]:
         """Return one line per file: ``changed``, ``missing`` or ``stray``, and its path."""
-        groups = (("changed", self.changed), ("missing", self.missing), ("stray", self.stray))
+        groups = (("changed", self.changed), ("missing", self.missing), ("stray", self.untracked))
         return [f"{word} {path}" for word, paths in groups for path in paths]
 
 
 def export(
-    store: Store, what: Release | str, folder: Path, *, keep: Sequence[str] = KEEP
+    store: Store, what: Release | str, folder: Path, *, keep: Sequence[str] = GENERATED_FILES
 ) -> Exported:
     """Make ``folder`` hold exactly a tree; files and folders named in ``keep`` may stay.
 
@@ -82,7 +82,7 @@ def export(
     tree = store.tree_of(what)
     folder = folder.absolute()
     name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
-    with store.lock(f"tree-{name}"), disk_room(folder):
+    with store.lock(f"tree-{name}"), translate_disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _refuse_foreign(folder, keep)
         entries = store.entries(tree)
@@ -109,7 +109,7 @@ def export(
 
 
 def compare(
-    store: Store, what: Release | str, folder: Path, *, keep: Sequence[str] = KEEP
+    store: Store, what: Release | str, folder: Path, *, keep: Sequence[str] = GENERATED_FILES
 ) -> Difference:
     """Name the files of ``folder`` that were changed, are missing, or belong to no tree.
 
@@ -135,7 +135,7 @@ def stamped(folder: Path) -> str | None:
 
 
 def _stamp(folder: Path, tree: str, *, complete: bool) -> None:
-    write_atomic(folder / STAMP, json.dumps({"tree": tree, "complete": complete}) + "\n")
+    write_text_atomic(folder / STAMP, json.dumps({"tree": tree, "complete": complete}) + "\n")
 
 
 def _refuse_foreign(folder: Path, keep: Sequence[str]) -> None:
@@ -158,20 +158,20 @@ def _is_plain(file: Path) -> bool:
     return stat.S_ISREG(file.lstat().st_mode)
 
 
-def _refuse_unsafe(entries: Iterable[Entry]) -> None:
+def _refuse_unsafe(entries: Iterable[TreeEntry]) -> None:
     """Refuse a tree with a path that leads out, is ours, or cannot be written."""
     for path in (entry.path for entry in entries):
         parts = path.split("/")
         bad = any(part.lower() in ("", ".", "..", ".git") for part in parts)
         ours = parts[0].lower() in (STAMP, _STAMP_PART, _PART)
-        long = len(parts) > _DEPTH or len(os.fsencode(path)) > bounds.PATH
+        long = len(parts) > _DEPTH or len(os.fsencode(path)) > tree_limits.PATH
         long = long or any(len(os.fsencode(part)) > _NAME for part in parts)
         if bad or ours or long or "\\" in path:
             msg = f"the tree holds an unsafe path {path!r}; it cannot be exported"
             raise SourceError(msg)
 
 
-def _refuse_twice(entries: Sequence[Entry]) -> None:
+def _refuse_twice(entries: Sequence[TreeEntry]) -> None:
     """Refuse a tree in which a name is a file and a folder at once: git's objects could say so."""
     counts = Counter(entry.path for entry in entries)
     counts.update(_folders_of(set(counts)))
@@ -215,7 +215,7 @@ def _kept(path: str, keep: Iterable[str]) -> bool:
     return any(path == name or path.startswith(name.rstrip("/") + "/") for name in keep)
 
 
-def _strays(folder: Path, wanted: dict[str, Entry], keep: Sequence[str]) -> list[str]:
+def _strays(folder: Path, wanted: dict[str, TreeEntry], keep: Sequence[str]) -> list[str]:
     found = []
     for place, folders, files in os.walk(folder):
         below = Path(place).relative_to(folder).as_posix()
@@ -228,7 +228,7 @@ def _strays(folder: Path, wanted: dict[str, Entry], keep: Sequence[str]) -> list
     return sorted(found)
 
 
-def _prune(folder: Path, wanted: dict[str, Entry], keep: Sequence[str]) -> None:
+def _prune(folder: Path, wanted: dict[str, TreeEntry], keep: Sequence[str]) -> None:
     needed = _folders_of(wanted)
     for place, _folders, _files in os.walk(folder, topdown=False):
         below = Path(place).relative_to(folder).as_posix()
@@ -240,7 +240,7 @@ def _prune(folder: Path, wanted: dict[str, Entry], keep: Sequence[str]) -> None:
                 continue
 
 
-def _same(file: Path, entry: Entry) -> bool:
+def _same(file: Path, entry: TreeEntry) -> bool:
     try:
         facts = file.lstat()
         if entry.mode == _LINK:
@@ -254,7 +254,7 @@ def _same(file: Path, entry: Entry) -> bool:
     return data is not None and blob_id(data) == entry.blob
 
 
-def _is_program(entry: Entry) -> bool:
+def _is_program(entry: TreeEntry) -> bool:
     return entry.mode == "100755"
 
 
@@ -263,7 +263,7 @@ def blob_id(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 
 
-def _put(folder: Path, entry: Entry, data: bytes) -> None:
+def _put(folder: Path, entry: TreeEntry, data: bytes) -> None:
     file = folder / entry.path
     _make_folder(folder, file.parent)
     if file.is_dir() and not file.is_symlink():
@@ -284,14 +284,15 @@ def _put(folder: Path, entry: Entry, data: bytes) -> None:
         raise
 
 
-def _target(entry: Entry, data: bytes) -> str:
+def _target(entry: TreeEntry, data: bytes) -> str:
     """Return what a link says. Raises SourceError where it leads out, or is none."""
     target = os.fsdecode(data)
     if _leads_out(entry.path, target):
-        msg = f"the link {entry.path} leads outside the tree, to {target[: bounds.PATH]!r}"
+        msg = f"the link {entry.path} leads outside the tree, to {target[: tree_limits.PATH]!r}"
         raise SourceError(msg)
-    if not data or len(data) > bounds.PATH or b"\0" in data:
-        msg = f"the link {entry.path} has a target that no link can have, {target[: bounds.PATH]!r}"
+    if not data or len(data) > tree_limits.PATH or b"\0" in data:
+        shown = target[: tree_limits.PATH]
+        msg = f"the link {entry.path} has a target that no link can have, {shown!r}"
         raise SourceError(msg)
     return target
 

@@ -9,7 +9,7 @@ import pytest
 from source_kit import TREE, imported, isolate, refs
 
 from pyllamakv.errors import SourceError
-from pyllamakv.source import gitting, history, lock
+from pyllamakv.source import git_command, lockfile, release_chain
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def three(store: Store) -> list[Release]:
 
 def test_releases_are_chained_by_date(store: Store) -> None:
     """Each release is a commit of its own tree on top of the one before it."""
-    line = history.chain(store, three(store))
+    line = release_chain.chain(store, three(store))
     assert [link.release.name for link in line] == ["0.2", "0.9", "0.10"]
     assert store.parents(line[0].commit) == []
     for older, newer in itertools.pairwise(line):
@@ -53,34 +53,34 @@ def test_the_line_is_the_same_everywhere(store: Store, tmp_path: Path) -> None:
     releases = three(store)
     other = open_store(tmp_path / "other.git")
     again = three(other)
-    assert history.chain(store, releases) == history.chain(other, reversed(again))
+    assert release_chain.chain(store, releases) == release_chain.chain(other, reversed(again))
 
 
 def test_the_default_is_what_is_fetched(store: Store) -> None:
     """Without releases the line holds those of the locks that the store has."""
     releases = three(store)
-    lock.save(lock.added(), releases)
-    assert [link.release.name for link in history.chain(store)] == ["0.2", "0.9", "0.10"]
-    store.drop("refs/upstream/0.9")
-    assert [link.release.name for link in history.chain(store)] == ["0.2", "0.10"]
+    lockfile.save(lockfile.added(), releases)
+    assert [link.release.name for link in release_chain.chain(store)] == ["0.2", "0.9", "0.10"]
+    store.delete_ref("refs/upstream/0.9")
+    assert [link.release.name for link in release_chain.chain(store)] == ["0.2", "0.10"]
     assert "refs/line/0.9" not in refs(store)
 
 
 def test_bisect_and_log_work(store: Store) -> None:
     """Git bisect finds the release that brought a word, and log -S the ones that changed it."""
-    line = history.chain(store, three(store))
-    found = history.changes(store, "new", ["src"], line=line)
+    line = release_chain.chain(store, three(store))
+    found = release_chain.pickaxe(store, "new", ["src"], line=line)
     assert [release.name for release in found] == ["0.9", "0.10"]
     words = ["bisect", "start", "--no-checkout", line[-1].commit, line[0].commit]
-    gitting.git(store.path, *words)
+    git_command.git(store.path, *words)
     script = 'test "$(git cat-file blob BISECT_HEAD:src/llama.cpp | cut -c1)" != c'
-    said = gitting.git(store.path, "bisect", "run", "sh", "-c", script)
-    gitting.git(store.path, "bisect", "reset", check=False)
+    said = git_command.git(store.path, "bisect", "run", "sh", "-c", script)
+    git_command.git(store.path, "bisect", "reset", check=False)
     assert f"{line[-1].commit} is the first bad commit" in said
 
 
 def test_an_empty_line(store: Store) -> None:
     """Without any release the history says what to do."""
-    assert history.chain(store) == []
+    assert release_chain.chain(store) == []
     with pytest.raises(SourceError, match="upstream fetch"):
-        history.changes(store, "x")
+        release_chain.pickaxe(store, "x")

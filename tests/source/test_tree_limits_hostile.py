@@ -22,8 +22,8 @@ from source_kit import (
 )
 
 from pyllamakv.errors import ArchiveError, FetchError
-from pyllamakv.source import bounds, download, fetch, git_limits, gitting, npm
-from pyllamakv.source.index import Index
+from pyllamakv.source import download, fetch, git_command, git_limits, npm, tree_limits
+from pyllamakv.source.index import PackageIndex
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def test_an_archive_that_unpacks_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What comes out is counted, wherever in the archive it lies."""
-    monkeypatch.setattr(bounds, "BYTES", 1 << 20)
+    monkeypatch.setattr(tree_limits, "BYTES", 1 << 20)
     bomb = bytes(2 << 20)
     where = [f"{UNPACKED}/big", "llama_cpp_python-1.0/README"]
     for name in where:
@@ -71,7 +71,7 @@ def test_references_without_end(tmp_path: Path) -> None:
 
 def test_a_loose_object_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An object that unpacks past all bounds is refused before it fills the memory."""
-    monkeypatch.setattr(git_limits, "OBJECT", 1 << 20)
+    monkeypatch.setattr(git_limits, "MAX_OBJECT_BYTES", 1 << 20)
     members = sdist_members(tmp_path / "making", "1.0")
     content = b"blob 4194304\0" + bytes(4 << 20)
     name = hashlib.sha1(content).hexdigest()
@@ -102,7 +102,7 @@ def test_a_packed_object_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, limit: int
 ) -> None:
     """A tree that claims more than there may be is no allocation: not in an sdist, nor a bundle."""
-    monkeypatch.setattr(git_limits, "OBJECT", 1 << 40)
+    monkeypatch.setattr(git_limits, "MAX_OBJECT_BYTES", 1 << 40)
     monkeypatch.setattr(git_limits, name, limit)
     bomb = packed((2, bytes(300 << 20)))
     assert len(bomb) < 1 << 20
@@ -141,7 +141,7 @@ def test_objects_that_take_git_days(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 )
 def test_loose_objects_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Objects of a few kilobytes each are counted as they unpack."""
-    monkeypatch.setattr(bounds, "BYTES", 5 << 20)
+    monkeypatch.setattr(tree_limits, "BYTES", 5 << 20)
     at = "llama_cpp_python-1.0/.git/modules/vendor/llama.cpp/objects"
     members = {}
     for number in range(6):
@@ -161,20 +161,20 @@ def test_a_repository_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """A pack past the limit is given up while it comes; one of too much is not kept."""
     big = {f"src/{n}": random.Random(n).randbytes(700 << 10) for n in range(3)}
     repository(tmp_path / "up", TREE | big)
-    gitting.git(tmp_path / "up", "bundle", "create", "-q", "../bundle", "main")
+    git_command.git(tmp_path / "up", "bundle", "create", "-q", "../bundle", "main")
     specs = (f"git:file://{tmp_path / 'up'}@main", f"git:{tmp_path / 'bundle'}@main")
     for spec in specs:
         with monkeypatch.context() as patch:
             patch.setattr(git_limits, "FILE", 1 << 20)
             not_fetched(spec, "in a file to unpack")
         with monkeypatch.context() as patch:
-            patch.setattr(bounds, "BYTES", 1 << 20)
+            patch.setattr(tree_limits, "BYTES", 1 << 20)
             not_fetched(spec, "no release comes near")
         with monkeypatch.context() as patch:
-            patch.setattr(git_limits, "OBJECT", 500 << 10)
+            patch.setattr(git_limits, "MAX_OBJECT_BYTES", 500 << 10)
             not_fetched(spec, "no release comes near")
         with monkeypatch.context() as patch:
-            patch.setattr(bounds, "NAMES", 100)
+            patch.setattr(tree_limits, "NAMES", 100)
             not_fetched(spec, "no release comes near")
     for spec in specs:
         fetch.add(spec)
@@ -191,24 +191,24 @@ def test_a_folder_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     repository(tmp_path / "up")
     for folder in (plain, tmp_path / "up"):
         with (folder / "sparse").open("wb") as file:
-            file.truncate(git_limits.OBJECT + 1)
+            file.truncate(git_limits.MAX_OBJECT_BYTES + 1)
         not_fetched(f"path:{folder}", "bytes in one file")
         (folder / "sparse").unlink()
         with monkeypatch.context() as patch:
-            patch.setattr(bounds, "FILES", 3)
+            patch.setattr(tree_limits, "MAX_FILES", 3)
             not_fetched(f"path:{folder}", "more than 3 files")
         with monkeypatch.context() as patch:
-            patch.setattr(bounds, "BYTES", 20)
+            patch.setattr(tree_limits, "BYTES", 20)
             not_fetched(f"path:{folder}", "20 bytes")
 
 
 def nested(store: Store, depth: int) -> str:
     """Return a tree of trees, each ten times in the next: ten to the power of ``depth`` files."""
-    blob = gitting.git(store.path, "hash-object", "-w", "--stdin", input=b"x")
+    blob = git_command.git(store.path, "hash-object", "-w", "--stdin", input=b"x")
     line = f"100644 blob {blob}\t"
     for _ in range(depth):
         listed = "".join(f"{line}{n}\n" for n in range(10))
-        tree = gitting.git(store.path, "mktree", input=listed)
+        tree = git_command.git(store.path, "mktree", input=listed)
         line = f"040000 tree {tree}\t"
     return tree
 
@@ -223,8 +223,8 @@ def test_trees_that_hold_each_other(tmp_path: Path) -> None:
     """A tree of a billion files, a kilobyte as git keeps it, is refused in an instant."""
     made = open_store(tmp_path / "made.git")
     commit = made.commit_tree(nested(made, 9), [], "bomb")
-    gitting.git(made.path, "update-ref", "refs/heads/main", commit)
-    gitting.git(made.path, "bundle", "create", "-q", str(tmp_path / "bundle"), "main")
+    git_command.git(made.path, "update-ref", "refs/heads/main", commit)
+    git_command.git(made.path, "bundle", "create", "-q", str(tmp_path / "bundle"), "main")
     file = pack(tmp_path / "node-llama-cpp-1.0.0.tgz", {BUNDLE: (tmp_path / "bundle").read_bytes()})
     store = open_store()
     before = objects(store)
@@ -254,7 +254,7 @@ def test_folders_within_each_other(tmp_path: Path) -> None:
 )
 def test_files_that_are_small_in_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bytes of a tree are counted as they would be written out."""
-    monkeypatch.setattr(bounds, "BYTES", 1 << 20)
+    monkeypatch.setattr(tree_limits, "BYTES", 1 << 20)
     members = sdist_members(tmp_path / "making", "1.0", TREE | {"zeros": bytes(2 << 20)})
     small = {name: data for name, data in members.items() if len(data) < 1 << 20}
     assert len(small) < len(members)
@@ -268,8 +268,8 @@ def test_files_that_are_small_in_git(tmp_path: Path, monkeypatch: pytest.MonkeyP
 )
 def test_a_download_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that never stops is left, and what it sent is thrown away."""
-    monkeypatch.setattr(bounds, "BYTES", 1 << 16)
+    monkeypatch.setattr(tree_limits, "BYTES", 1 << 16)
     endless = serving({"/f": bytes(1 << 20)})
-    with endless as server, Index() as index, pytest.raises(FetchError, match="longer than"):
+    with endless as server, PackageIndex() as index, pytest.raises(FetchError, match="longer than"):
         download.download(index.session, f"{server.url}/f", tmp_path / "f", sha256=None)
     assert not list(tmp_path.glob("f*"))

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import FetchError, GitError, UnknownRelease, UsageError
-from pyllamakv.source import bounds, era, git_limits, gitting, lock
-from pyllamakv.source.export import KEEP, STAMP
-from pyllamakv.source.files import busy, disk_room
+from pyllamakv.source import era, git_command, git_limits, lockfile, tree_limits
+from pyllamakv.source.files import inheritable_lock, translate_disk_errors
 from pyllamakv.source.pipconfig import redacted
 from pyllamakv.source.quarantine import move
-from pyllamakv.source.releases import Release, spelled
+from pyllamakv.source.releases import Release, canonical_name
 from pyllamakv.source.store import Store, open_store
+from pyllamakv.source.tree_export import GENERATED_FILES, STAMP
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -45,12 +45,12 @@ def resolve(spec: str) -> Release:
     spec = spec.strip()
     if spec.startswith("path:"):
         return from_folder(spec)
-    known = lock.known()
-    name = spelled(spec, known)
+    known = lockfile.known()
+    name = canonical_name(spec, known)
     if name in known:
         return known[name]
     if spec.startswith("git:"):
-        return from_git(spec)
+        return pin_git(spec)
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f"did you mean {', '.join(close)}? " if close else ""
     msg = (
@@ -58,7 +58,7 @@ def resolve(spec: str) -> Release:
         f"`pyllamakv upstream add {name}` takes a new version from the package index; "
         "git:URL@REF and path:DIR name other sources"
     )
-    raise UnknownRelease(msg, name=spec, close=close)
+    raise UnknownRelease(msg, name=spec, suggestions=close)
 
 
 def split_git(spec: str) -> tuple[str, str]:
@@ -83,20 +83,20 @@ def split_git(spec: str) -> tuple[str, str]:
     return url, ref
 
 
-def from_git(spec: str) -> Release:
+def pin_git(spec: str) -> Release:
     """Fetch the commit that a git URL or bundle has under a reference, and pin it in the home.
 
     Raises FetchError when the URL or the reference cannot be had; what was there stays.
     """
-    release = take_git(spec)
-    lock.save(lock.added(), [release])
+    release = fetch_git(spec)
+    lockfile.save(lockfile.added(), [release])
     return release
 
 
-def take_git(spec: str) -> Release:
+def fetch_git(spec: str) -> Release:
     """Fetch like `from_git`, but pin nothing."""
     url, ref = split_git(spec)
-    here = local(url)
+    here = existing_path(url)
     place = os.fspath(here.resolve()) if here else url
     store = open_store()
     with store.scratch() as folder:
@@ -105,18 +105,18 @@ def take_git(spec: str) -> Release:
             commit = _bring(held, store, place, ref)
         except GitError as error:
             shown = redacted(url)
-            git_limits.refuse(error, f"what {shown} has under {ref}")
+            git_limits.raise_if_limit_hit(error, f"what {shown} has under {ref}")
             said = error.output.strip().replace(url, shown)
             msg = f"cannot fetch {ref} from {shown}: {said}"
             raise FetchError(msg) from error
         release = _described(held, Release(spec, "git", commit, "", "", "", url=place))
         held.parents(commit)  # too many are refused while nothing is in the store
         move(held.path / "objects", store)
-    store.publish(f"refs/upstream/{release.key}", commit)
+    store.update_ref(f"refs/upstream/{release.key}", commit)
     return release
 
 
-def local(text: str) -> Path | None:
+def existing_path(text: str) -> Path | None:
     """Return the file or folder that a text names on this machine, if it names one."""
     with suppress(OSError, RuntimeError, ValueError):  # no path of this system, a home of nobody
         place = Path(text).expanduser()
@@ -134,15 +134,15 @@ def _bring(held: Store, store: Store, place: str, ref: str) -> str:
     depth = [] if place.startswith("/") and Path(place).is_file() else ["--depth=1"]
     words = ["--quiet", "--no-tags", "--no-write-fetch-head", "--force", *depth]
     fetch = ("fetch", *words, "--", place, f"+{ref}:{_INCOMING}")
-    with disk_room(store.path):
-        gitting.git(held.path, "init", "-q", "--bare", ".")
+    with translate_disk_errors(store.path):
+        git_command.git(held.path, "init", "-q", "--bare", ".")
         (held.path / "objects" / "info" / "alternates").write_text(f"{store.path}/objects\n")
         with suppress(FileNotFoundError):
             # Without it git would look for parents that the store does not have either.
             shutil.copyfile(store.path / "shallow", held.path / "shallow")
         bound = git_limits.SECONDS if near else None
-        gitting.git(held.path, *fetch, network=True, bounded=True, timeout=bound)
-        return gitting.git(held.path, "rev-parse", "--verify", f"{_INCOMING}^{{commit}}")
+        git_command.git(held.path, *fetch, network=True, bounded=True, timeout=bound)
+        return git_command.git(held.path, "rev-parse", "--verify", f"{_INCOMING}^{{commit}}")
 
 
 def from_folder(spec: str) -> Release:
@@ -162,12 +162,12 @@ def from_folder(spec: str) -> Release:
         raise UnknownRelease(msg, name=spec)
     store = open_store()
     paths, date = _tracked(folder) or (_walk(folder), "")
-    taken = bounds.within(folder, (p for p in paths if p not in (*KEEP, STAMP)))
+    taken = tree_limits.within(folder, (p for p in paths if p not in (*GENERATED_FILES, STAMP)))
     tree = _write_tree(store, folder, taken)
     commit = store.commit_tree(tree, [], "llama.cpp as it stood in a folder")
     release = Release(f"path:{folder}", "path", commit, tree, "", date, url=str(folder))
     full = _described(store, release)
-    store.publish(f"refs/upstream/{full.key}", commit)
+    store.update_ref(f"refs/upstream/{full.key}", commit)
     return full
 
 
@@ -179,12 +179,12 @@ def _tracked(folder: Path) -> tuple[Iterable[str], str] | None:
     # Of the words for a commit this one heeds no setting that starts a program.
     asking = ("rev-list", "-1", "--format=%cd", "--date=format-local:%Y-%m-%dT%H:%M:%SZ")
     try:
-        listed = gitting.git(folder, *listing, timeout=git_limits.SECONDS)
-        told = gitting.git(
+        listed = git_command.git(folder, *listing, timeout=git_limits.SECONDS)
+        told = git_command.git(
             folder, *asking, "HEAD^{commit}", "--", check=False, timeout=git_limits.SECONDS
         )
     except GitError as error:
-        if error.code == gitting.TIMED_OUT:
+        if error.code == git_command.TIMED_OUT:
             raise
         # An unpacked sdist has a link to a repository that is not there.
         return None
@@ -195,7 +195,7 @@ def _tracked(folder: Path) -> tuple[Iterable[str], str] | None:
 def _described(store: Store, release: Release) -> Release:
     """Fill in what the commit tells, after checking that it is llama.cpp."""
     tree = store.tree_of(release.commit)
-    bounds.check(store.path, tree)
+    tree_limits.check(store.path, tree)
     if not any(store.read_many(tree, _API).values()):
         msg = f"{release.name} holds no llama.cpp: neither {_API[0]} nor {_API[1]} is in it"
         raise UnknownRelease(msg, name=release.name)
@@ -205,7 +205,7 @@ def _described(store: Store, release: Release) -> Release:
 
 def _date_of_twin(store: Store, tree: str) -> str:
     """Return the date of a pinned release with the same tree: an unpacked copy has no other."""
-    dates = (r.date for r in lock.known().values() if r.tree == tree)
+    dates = (r.date for r in lockfile.known().values() if r.tree == tree)
     return next(dates, "")
 
 
@@ -213,9 +213,9 @@ def _write_tree(store: Store, folder: Path, paths: list[str]) -> str:
     # The index is kept, so that the next time only files whose time changed are read.
     name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
     index = store.path.parent / "indexes" / name
-    with disk_room(store.path), store.lock(f"index-{name}"):
+    with translate_disk_errors(store.path), store.lock(f"index-{name}"):
         index.parent.mkdir(parents=True, exist_ok=True)
-        with busy(index.with_name(f"{name}.busy")) as held:
+        with inheritable_lock(index.with_name(f"{name}.busy")) as held:
             return _indexed(store, folder, paths, index, held)
 
 
@@ -228,13 +228,13 @@ def _indexed(store: Store, folder: Path, paths: list[str], index: Path, held: in
         "GIT_INDEX_FILE": str(index),
     }
     bound = git_limits.SECONDS
-    old = gitting.git(folder, "ls-files", "-z", "--cached", env=env, timeout=bound).split("\0")
+    old = git_command.git(folder, "ls-files", "-z", "--cached", env=env, timeout=bound).split("\0")
     taken = [p for p in paths if (folder / p).is_symlink() or (folder / p).is_file()]
     gone = sorted(set(old) - set(taken) - {""})
     for words, names in ((("--force-remove",), gone), (("--add",), taken)):
         command = ("update-index", "-z", *words, "--stdin")
-        gitting.git(folder, *command, input=_nul(names), env=env, hold=(held,), timeout=bound)
-    return gitting.git(folder, "write-tree", env=env, hold=(held,), timeout=bound)
+        git_command.git(folder, *command, input=_nul(names), env=env, hold=(held,), timeout=bound)
+    return git_command.git(folder, "write-tree", env=env, hold=(held,), timeout=bound)
 
 
 def _nul(paths: list[str]) -> bytes:

@@ -12,7 +12,7 @@ from source_kit import isolate
 
 from pyllamakv.errors import LockFileError
 from pyllamakv.home import data
-from pyllamakv.source import lock
+from pyllamakv.source import lockfile
 from pyllamakv.source.era import ERAS
 from pyllamakv.source.releases import Release
 
@@ -68,9 +68,9 @@ def test_round_trip(tmp_path: Path) -> None:
     file = tmp_path / "lock.toml"
     late, ten, nine = release("a", "2026-01-01T00:00:00Z"), release("0.10"), release("0.9")
     git = Release("git:x@y", "git", "4" * 40, "5" * 40, "rows", "2024-01-01T00:00:00Z", url="x")
-    lock.save(file, [late, ten])
-    lock.save(file, [nine, git])
-    assert lock.load(file) == [git, nine, ten, late]
+    lockfile.save(file, [late, ten])
+    lockfile.save(file, [nine, git])
+    assert lockfile.load(file) == [git, nine, ten, late]
     text = file.read_text()
     assert text.index("git:x@y") < text.index('"0.9"') < text.index('"0.10"') < text.index('"a"')
 
@@ -78,23 +78,23 @@ def test_round_trip(tmp_path: Path) -> None:
 def test_comments_are_kept(tmp_path: Path) -> None:
     """Replacing one release changes its lines only."""
     file = tmp_path / "lock.toml"
-    lock.save(file, [release("0.1"), release("0.2", "2025-02-01T00:00:00Z")])
+    lockfile.save(file, [release("0.1"), release("0.2", "2025-02-01T00:00:00Z")])
     before = file.read_text().replace('name = "0.1"', 'name = "0.1"  # the first')
     file.write_text(before)
-    lock.save(file, [replace(release("0.1"), era="memory", package=None)])
+    lockfile.save(file, [replace(release("0.1"), era="memory", package=None)])
     after = file.read_text()
     assert "# the first" in after
     assert len(set(before.splitlines()) ^ set(after.splitlines())) <= 2
-    assert lock.load(file)[0].era == "memory"
-    assert lock.load(file)[0].package is None
+    assert lockfile.load(file)[0].era == "memory"
+    assert lockfile.load(file)[0].package is None
 
 
 def test_saving_the_same_changes_nothing(tmp_path: Path) -> None:
     """Saving what is there already leaves the file as it is."""
     file = tmp_path / "lock.toml"
-    lock.save(file, [release("0.1"), release("0.2")])
+    lockfile.save(file, [release("0.1"), release("0.2")])
     before = file.read_bytes()
-    lock.save(file, [release("0.2")])
+    lockfile.save(file, [release("0.2")])
     assert file.read_bytes() == before
 
 
@@ -103,21 +103,21 @@ def test_many_may_save_at_once(tmp_path: Path) -> None:
     file = tmp_path / "lock.toml"
     names = [f"0.{number}" for number in range(12)]
     with ThreadPoolExecutor(6) as pool:
-        list(pool.map(lambda name: lock.save(file, [release(name)]), names))
-    assert [r.name for r in lock.load(file)] == names
+        list(pool.map(lambda name: lockfile.save(file, [release(name)]), names))
+    assert [r.name for r in lockfile.load(file)] == names
 
 
 def test_shipped_wins_over_added() -> None:
     """An entry of the shipped lock cannot be overridden by what was added."""
-    lock.save(lock.added(), [replace(release("0.1"), era="rows"), release("0.5")])
-    lock.save(lock.shipped(), [release("0.1")])
-    assert lock.known()["0.1"].era == "split"
-    assert list(lock.known()) == ["0.1", "0.5"]
+    lockfile.save(lockfile.added(), [replace(release("0.1"), era="rows"), release("0.5")])
+    lockfile.save(lockfile.shipped(), [release("0.1")])
+    assert lockfile.known()["0.1"].era == "split"
+    assert list(lockfile.known()) == ["0.1", "0.5"]
 
 
 def test_an_absent_file_holds_nothing(tmp_path: Path) -> None:
     """A lock that does not exist is an empty one."""
-    assert lock.load(tmp_path / "none.toml") == []
+    assert lockfile.load(tmp_path / "none.toml") == []
 
 
 @pytest.mark.parametrize(
@@ -168,14 +168,14 @@ def test_faults_are_named(tmp_path: Path, text: str, word: str) -> None:
     if text == "":
         file.write_text("other = 1\n")
     with pytest.raises(LockFileError, match=word) as caught:
-        lock.load(file)
+        lockfile.load(file)
     assert "lock.toml" in str(caught.value)
 
 
 def test_the_shipped_lock_pins_every_reference_release(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lock of the project names the twenty reference releases, whole and in order."""
     monkeypatch.undo()
-    found = lock.load(data("vendor/upstream.lock.toml"))
+    found = lockfile.load(data("vendor/upstream.lock.toml"))
     assert [r.name for r in found if r.name in REFERENCE] == REFERENCE
     for one in found:
         assert one.archive
@@ -196,17 +196,17 @@ def test_a_lock_is_parsed_once_and_never_stale(
 ) -> None:
     """A file of the same size and time of change in its place is another one."""
     path, other, parsed = tmp_path / "lock.toml", tmp_path / "other.toml", []
-    release = lock.load(data("vendor/upstream.lock.toml"))[0]
-    lock.save(path, [release])
-    lock.save(other, [replace(release, commit="d" * 40)])
+    release = lockfile.load(data("vendor/upstream.lock.toml"))[0]
+    lockfile.save(path, [release])
+    lockfile.save(other, [replace(release, commit="d" * 40)])
     os.utime(other, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
     assert other.stat().st_size == path.stat().st_size
-    read = lock._parsed
-    monkeypatch.setattr(lock, "_parsed", lambda path: parsed.append(path) or read(path))
-    lock.load(path).clear()
-    assert lock.load(path) == [release]
+    read = lockfile._parsed
+    monkeypatch.setattr(lockfile, "_parsed", lambda path: parsed.append(path) or read(path))
+    lockfile.load(path).clear()
+    assert lockfile.load(path) == [release]
     assert parsed == [path]
     other.replace(path)
-    assert lock.load(path) == [replace(release, commit="d" * 40)]
+    assert lockfile.load(path) == [replace(release, commit="d" * 40)]
     path.unlink()
-    assert lock.load(path) == []
+    assert lockfile.load(path) == []

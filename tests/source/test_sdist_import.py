@@ -22,8 +22,8 @@ from source_kit import (
 )
 
 from pyllamakv.errors import ArchiveError, HashMismatch
-from pyllamakv.source import gitting
-from pyllamakv.source.archive import import_sdist
+from pyllamakv.source import git_command
+from pyllamakv.source.sdist_import import import_sdist
 from pyllamakv.source.store import Store, open_store
 
 TOP = f"llama_cpp_python-1.0/{MODULE}"
@@ -58,8 +58,8 @@ def test_the_clone_is_taken(store: Store, tmp_path: Path) -> None:
     commit, tree = import_sdist(store, file, commit=release.commit, tree=release.tree)
     assert (commit, tree) == (release.commit, release.tree)
     assert {path: store.read(commit, path) for path in store.ls(commit)} == TREE
-    store.publish("refs/upstream/1.0", commit)
-    gitting.git(store.path, "fsck", "--full", "--strict")
+    store.update_ref("refs/upstream/1.0", commit)
+    git_command.git(store.path, "fsck", "--full", "--strict")
 
 
 def test_config_and_hooks_are_never_taken(
@@ -81,8 +81,8 @@ def test_loose_objects_are_taken(store: Store, tmp_path: Path, members: dict[str
     clone = tmp_path / "making" / "clone-1.0"
     packs = list((clone / "objects" / "pack").glob("*.pack"))
     loose = tmp_path / "loose.git"
-    gitting.git(tmp_path, "init", "-q", "--bare", str(loose))
-    gitting.git(loose, "unpack-objects", "-q", input=packs[0])
+    git_command.git(tmp_path, "init", "-q", "--bare", str(loose))
+    git_command.git(loose, "unpack-objects", "-q", input=packs[0])
     members = {k: v for k, v in members.items() if "/objects/" not in k}
     for file in (loose / "objects").glob("??/*"):
         members[f"{TOP}/objects/{file.parent.name}/{file.name}"] = file.read_bytes()
@@ -235,8 +235,8 @@ def test_a_head_that_names_a_tag_is_refused(
     """A tag peels to a commit, and as a release it would stop git from fetching any other."""
     source = tmp_path / "tagged"
     commit = repository(source)
-    gitting.git(source, "tag", "-a", "-m", "x", "x")
-    tag = gitting.git(source, "rev-parse", "x")
+    git_command.git(source, "tag", "-a", "-m", "x", "x")
+    tag = git_command.git(source, "rev-parse", "x")
     members = {k: v for k, v in members.items() if "/objects/" not in k}
     for file in (source / ".git" / "objects").glob("??/*"):
         members[f"{TOP}/objects/{file.parent.name}/{file.name}"] = file.read_bytes()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pyllamakv.building import results
+from pyllamakv.building import artifacts
 from pyllamakv.errors import BuildError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_collect(folder: Path) -> None:
     """Libraries of any naming are found, other files are left."""
-    made = results.collect(folder)
+    made = artifacts.collect(folder)
     assert made.library == folder / "libplk.so"
     assert [path.name for path in made.dropin] == ["libggml.so.0", "libllama.so"]
     assert made.probes == {"load": "plain", "defrag": None}
@@ -38,7 +38,7 @@ def test_no_library(folder: Path) -> None:
     """The error says where to look when the library did not come about."""
     (folder / "libplk.so").unlink()
     with pytest.raises(BuildError, match=r"build\.log"):
-        results.collect(folder)
+        artifacts.collect(folder)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"groups": []}'])
@@ -46,11 +46,11 @@ def test_probes_that_cannot_be_read(folder: Path, text: str) -> None:
     """Answers of another shape are a BuildError that names the file."""
     (folder / "plk-capabilities.json").write_text(text, encoding="utf-8")
     with pytest.raises(BuildError, match="plk-capabilities"):
-        results.collect(folder)
+        artifacts.collect(folder)
 
 
 def test_no_answers(folder: Path) -> None:
     """Without the file nothing is published."""
     (folder / "plk-capabilities.json").unlink()
     with pytest.raises(BuildError, match="plk-capabilities"):
-        results.collect(folder)
+        artifacts.collect(folder)

@@ -6,14 +6,14 @@ import stat
 from typing import TYPE_CHECKING, NoReturn
 
 from pyllamakv.errors import ArchiveError, GitError
-from pyllamakv.source import git_limits, gitting
+from pyllamakv.source import git_command, git_limits
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
 #: More than any release has, fetched or written out: llama.cpp has two thousand files, 100 MB.
-FILES, BYTES = 200_000, 4 << 30
+MAX_FILES, BYTES = 200_000, 4 << 30
 #: The longest path of a file, or target of a link, in bytes: some file systems take no more.
 PATH = 512
 #: How long their names may be together, each with its folders.
@@ -31,11 +31,11 @@ def check(folder: Path, tree: str, env: Mapping[str, str] | None = None) -> None
     over name more files than memory has room for.
     """
     words = ("ls-tree", "-r", "-l", "-z", "--full-tree", tree)
-    count = Count(f"tree {tree}")
+    count = TreeSizeLimit(f"tree {tree}")
     names = 0
     rest = b""
     try:
-        with gitting.stream(folder, *words, env=env, bounded=True) as listed:
+        with git_command.stream(folder, *words, env=env, bounded=True) as listed:
             while chunk := listed.read(_CHUNK):
                 *lines, rest = (rest + chunk).split(b"\0")
                 for line in lines:
@@ -44,7 +44,7 @@ def check(folder: Path, tree: str, env: Mapping[str, str] | None = None) -> None
                 if names > NAMES:
                     count.refuse()
     except GitError as error:
-        git_limits.refuse(error, f"tree {tree}")
+        git_limits.raise_if_limit_hit(error, f"tree {tree}")
         if error.code < 0:
             msg = f"tree {tree} has more folders within each other than git can walk"
             raise ArchiveError(msg) from error
@@ -53,7 +53,7 @@ def check(folder: Path, tree: str, env: Mapping[str, str] | None = None) -> None
 
 def within(folder: Path, paths: Iterable[str]) -> list[str]:
     """Return the paths of files in a folder; raise ArchiveError for more than any release has."""
-    count = Count(str(folder))
+    count = TreeSizeLimit(str(folder))
     found = []
     for path in paths:
         try:
@@ -65,7 +65,7 @@ def within(folder: Path, paths: Iterable[str]) -> list[str]:
     return found
 
 
-class Count:
+class TreeSizeLimit:
     """Count files and their bytes; raise ArchiveError where no release has so many."""
 
     def __init__(self, what: str) -> None:
@@ -76,14 +76,15 @@ class Count:
         """Count a file of ``size`` bytes."""
         self._files += 1
         self._bytes += size
-        if self._files > FILES or self._bytes > BYTES or size > git_limits.OBJECT:
+        if self._files > MAX_FILES or self._bytes > BYTES or size > git_limits.MAX_OBJECT_BYTES:
             self.refuse()
 
     def refuse(self) -> NoReturn:
         """Raise ArchiveError."""
         msg = (
-            f"{self._what} has more than {FILES} files, {BYTES} bytes, or "
-            f"{git_limits.OBJECT} bytes in one file; no release comes near that, so it was not taken"
+            f"{self._what} has more than {MAX_FILES} files, {BYTES} bytes, or "
+            f"{git_limits.MAX_OBJECT_BYTES} bytes in one file; no release is that large, "
+            "so it was refused"
         )
         raise ArchiveError(msg)
 

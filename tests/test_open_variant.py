@@ -9,7 +9,7 @@ import pytest
 import runtime_kit as kit
 from fakes.tiny_gguf import write_gguf
 
-from pyllamakv import opening
+from pyllamakv import open_variant
 from pyllamakv.building import variant
 from pyllamakv.building.manifest import Manifest
 from pyllamakv.errors import Closed, LoadError, NotBuilt, UnknownRelease, UsageError
@@ -51,22 +51,22 @@ def test_the_builder_is_asked_first(built: Path, monkeypatch: pytest.MonkeyPatch
         return variant.Variant(folder) if spec == "0.3.9" else None
 
     monkeypatch.setattr(variant, "find", find)
-    assert opening.find_built("0.3.9") == folder
-    assert opening.find_built("0.3.9-stock-cpu-1") == folder
+    assert open_variant.find_built("0.3.9") == folder
+    assert open_variant.find_built("0.3.9-stock-cpu-1") == folder
     assert asked == [("0.3.9", "cpu")]
     with pytest.raises(
         NotBuilt, match=r"pyllamakv build 0\.3\.9\+patched; built are 0\.3\.9-stock-cpu-1, of other"
     ):
-        opening.find_built("0.3.9+patched")
+        open_variant.find_built("0.3.9+patched")
     monkeypatch.setattr(variant, "find", lambda *_, **__: None)
     with pytest.raises(NotBuilt, match=r"build 0\.3\.9; built are 0\.3\.9-stock-cpu-1, of other"):
-        opening.find_built("0.3.9")
+        open_variant.find_built("0.3.9")
     with pytest.raises(NotBuilt, match=r"build v0\.3\.9; built are 0\.3\.9-stock-cpu-1, of other"):
-        opening.find_built("v0.3.9")
+        open_variant.find_built("v0.3.9")
     with pytest.raises(NotBuilt, match=r"0\.3\.8; built are variants of 0\.3\.9$"):
-        opening.find_built("0.3.8")
+        open_variant.find_built("0.3.8")
     with pytest.raises(NotBuilt, match=r"--backend rpc"):
-        opening.find_built("0.3.9+patched", backend="rpc")
+        open_variant.find_built("0.3.9+patched", backend="rpc")
 
 
 def test_without_tools_the_manifests_decide(built: Path) -> None:
@@ -89,21 +89,21 @@ def test_without_tools_the_manifests_decide(built: Path) -> None:
         ("path:/a+kv-counters", "two"),
         ("path:/b", "other"),
     ):
-        assert opening.find_recorded("gone", spec) == built / name, spec
+        assert open_variant.find_recorded("gone", spec) == built / name, spec
     for spec in ("path:/a+absent", "path:/c", "path:/b+patched"):
         with pytest.raises(NotBuilt):
-            opening.find_recorded("gone", spec)
+            open_variant.find_recorded("gone", spec)
     for spec in ("+patched", "path:/a+"):
         with pytest.raises(UsageError):
-            opening.find_recorded("gone", spec)
+            open_variant.find_recorded("gone", spec)
 
 
 def test_paths_are_opened_as_they_are(tmp_path: Path) -> None:
     """Check a path that is no library."""
     with pytest.raises(LoadError):
-        opening.open(tmp_path / "absent")
+        open_variant.open(tmp_path / "absent")
     with pytest.raises(LoadError):
-        opening.open(str(tmp_path))
+        open_variant.open(str(tmp_path))
 
 
 @pytest.mark.defect(
@@ -129,27 +129,27 @@ def test_a_bare_name_is_never_a_file(
     monkeypatch.setattr(variant, "find", known)
     for name in ("0.3.9", "0.3.8", "evil.so"):
         (tmp_path / name).write_bytes(b"native code")
-    assert opening.located("0.3.9") == folder
+    assert open_variant.variant_path("0.3.9") == folder
     for name in ("0.3.8", "evil.so"):
         with pytest.raises(NotBuilt, match=rf"\./{name} is what lies here"):
-            opening.open(name)
+            open_variant.open(name)
     for name in ("x" * 300, "x\0"):  # no file system has room for it
         with pytest.raises((NotBuilt, UnknownRelease, UsageError)):
-            opening.located(name)
-    assert opening.located("./evil.so") == Path("./evil.so")
-    assert opening.located(Path("evil.so")) == Path("evil.so")
+            open_variant.variant_path(name)
+    assert open_variant.variant_path("./evil.so") == Path("./evil.so")
+    assert open_variant.variant_path(Path("evil.so")) == Path("evil.so")
 
 
 def test_a_recording_names_what_is_built(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its id first, then its spec; a build of a URL or folder is found, its source not read."""
     monkeypatch.setattr(variant, "find", lambda spec, backend: variant.Variant(Path(spec)))
     folder = publish(built, "path-1-stock-cpu-1", release="path:/a/folder")
-    assert opening.find_recorded(folder.name, "0.3.9+stock") == folder
-    assert opening.find_recorded("gone", "path:/a/folder+stock") == folder
-    assert opening.find_recorded("gone", "0.3.9+stock") == Path("0.3.9+stock")
+    assert open_variant.find_recorded(folder.name, "0.3.9+stock") == folder
+    assert open_variant.find_recorded("gone", "path:/a/folder+stock") == folder
+    assert open_variant.find_recorded("gone", "0.3.9+stock") == Path("0.3.9+stock")
     for names in (("gone", ""), ("gone", "path:/a/folder+patched"), ("gone", "path:/b")):
         with pytest.raises(NotBuilt):
-            opening.find_recorded(*names)
+            open_variant.find_recorded(*names)
 
 
 def test_an_opened_library_names_itself(tmp_path: Path) -> None:

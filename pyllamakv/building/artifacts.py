@@ -52,7 +52,7 @@ def publish(wanted: BuildRequest, source: Source, name: str, spent: float) -> Va
 
 
 @dataclass(frozen=True)
-class Results:
+class BuildArtifacts:
     """Hold what a build folder holds in the end, and the answers of the compile probes."""
 
     library: Path
@@ -61,7 +61,7 @@ class Results:
     probes: dict[str, str | None]
 
 
-def collect(folder: Path) -> Results:
+def collect(folder: Path) -> BuildArtifacts:
     """Find what the build made: the library, the drop-in's libraries, and the probes' answers."""
     library = next((path for path in _shared(folder) if path.name.startswith("libplk.")), None)
     if library is None:
@@ -75,7 +75,7 @@ def collect(folder: Path) -> Results:
         raise BuildError(
             f"expected the probes' answers in {folder}/plk-capabilities.json: {error}"
         ) from error
-    return Results(library, tuple(_shared(folder / "dropin")), abi, probes)
+    return BuildArtifacts(library, tuple(_shared(folder / "dropin")), abi, probes)
 
 
 def _shared(folder: Path) -> list[Path]:
@@ -96,7 +96,7 @@ def _abi() -> int:
 
 
 def _describe(
-    wanted: BuildRequest, source: Source, name: str, spent: float, made: Results
+    wanted: BuildRequest, source: Source, name: str, spent: float, made: BuildArtifacts
 ) -> Manifest:
     with made.library.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()

@@ -12,21 +12,21 @@ from pyllamakv.building import backend as backends
 from pyllamakv.building import variant as variants
 from pyllamakv.errors import UsageError
 from pyllamakv.scenarios.device_placement import Place
-from pyllamakv.source.releases import DEFAULT
+from pyllamakv.source.releases import DEFAULT_RELEASE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pyllamakv.building.variant import Variant
     from pyllamakv.runtime.context import Context
-    from pyllamakv.testing.device_library import PlacedLibrary
+    from pyllamakv.testing.device_library import DeviceLibrary
 
 #: What a context has where a test does not say otherwise.
 OPTIONS = {"n_ctx": 256, "n_batch": 256, "n_ubatch": 256, "n_seq_max": 4}
 
 
 @dataclass(frozen=True)
-class Subject:
+class BuildUnderTest:
     """Stand for a release with a series, on a backend; ``patches`` are files that are not ours."""
 
     spec: str
@@ -75,42 +75,42 @@ class Subject:
         isolated: bool = False,
         env: Mapping[str, str] | None = None,
         timeout: float | None = None,
-    ) -> PlacedLibrary:
+    ) -> DeviceLibrary:
         """Open the library; on a device it always runs in a worker."""
-        from pyllamakv.testing.device_library import PlacedLibrary
+        from pyllamakv.testing.device_library import DeviceLibrary
 
         folder = self.variant.folder
-        return PlacedLibrary.at(self.place, folder, isolated=isolated, env=env, timeout=timeout)
+        return DeviceLibrary.at(self.place, folder, isolated=isolated, env=env, timeout=timeout)
 
     def _built(self) -> bool:
         return not self.patches and variants.find(self.spec, backend=self.backend) is not None
 
 
-def choose(releases: Sequence[str], series: Sequence[str], backend: str) -> list[Subject]:
+def choose(releases: Sequence[str], series: Sequence[str], backend: str) -> list[BuildUnderTest]:
     """Return what the options name: every release with every series. Raises UsageError."""
     known = backends.known(backend)
     return [
         _subject(release, chosen, known)
-        for release in dict.fromkeys(releases or (DEFAULT,))
+        for release in dict.fromkeys(releases or (DEFAULT_RELEASE,))
         for chosen in dict.fromkeys(series or ("patched",))
     ]
 
 
-def _subject(release: str, series: str, backend: str) -> Subject:
+def _subject(release: str, series: str, backend: str) -> BuildUnderTest:
     words = [word for word in series.split(",") if word]
     files = [Path(word).expanduser() for word in words if _is_path(word)]
     if files and len(files) == len(words):
         missing = next((file for file in files if not file.exists()), None)
         if missing is not None:
             raise UsageError(f"--llama-series: there is no patch file or folder {missing}")
-        return Subject(release, backend, tuple(file.resolve() for file in files))
+        return BuildUnderTest(release, backend, tuple(file.resolve() for file in files))
     if files or not words:
         raise UsageError(
             f"--llama-series={series}: expected patched, stock, PATCH,PATCH or paths of patches"
         )
     spec = f"{release}+{','.join(words)}"
     variants.parse(spec)
-    return Subject(spec, backend)
+    return BuildUnderTest(spec, backend)
 
 
 def _is_path(word: str) -> bool:
@@ -118,7 +118,7 @@ def _is_path(word: str) -> bool:
 
 
 @contextmanager
-def context(library: PlacedLibrary, asked: Mapping[str, Any]) -> Iterator[Context]:
+def context(library: DeviceLibrary, asked: Mapping[str, Any]) -> Iterator[Context]:
     """Make a context as a marker asks for it.
 
     ``model`` is a path, or the name of a generated model: `pyllamakv.scenarios.synthetic` has them.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from pyllamakv.errors import SourceError
-from pyllamakv.source import gitting, lock
+from pyllamakv.source import git_command, lockfile
 from pyllamakv.source.releases import Release
 
 if TYPE_CHECKING:
@@ -18,45 +18,45 @@ if TYPE_CHECKING:
 
     from pyllamakv.source.store import Store
 
-LINE = "refs/line/"
+CHAIN_REFS = "refs/line/"
 
 
-class Link(NamedTuple):
+class ChainLink(NamedTuple):
     """Pair a release with the synthetic commit that stands for it."""
 
     release: Release
     commit: str
 
 
-def chain(store: Store, releases: Iterable[Release] | None = None) -> list[Link]:
+def chain(store: Store, releases: Iterable[Release] | None = None) -> list[ChainLink]:
     """Make the line of releases, ordered by date, and return it; refs are ``refs/line/NAME``.
 
     Without ``releases`` it holds every release from an archive that the store has. Refs of
     releases that are in the line no more are dropped.
     """
     if releases is None:
-        known = lock.known().values()
+        known = lockfile.known().values()
         releases = [r for r in known if r.kind in ("sdist", "npm") and store.has(r)]
-    line: list[Link] = []
+    line: list[ChainLink] = []
     for release in sorted(releases, key=lambda r: r.order):
         message = f"{release.name}\n\nEra: {release.era}\nUpstream-commit: {release.commit}"
         parents = [line[-1].commit] if line else []
         tree = store.tree_of(release)
-        line.append(Link(release, store.commit_tree(tree, parents, message, release.date)))
+        line.append(ChainLink(release, store.commit_tree(tree, parents, message, release.date)))
     # Bisect wants a HEAD that exists; the store's own names this branch.
     wanted: dict[str, str] = {"refs/heads/main": line[-1].commit} if line else {}
-    wanted |= {LINE + link.release.key: link.commit for link in line}
-    there = store.refs(LINE) | store.refs("refs/heads/main")
+    wanted |= {CHAIN_REFS + link.release.key: link.commit for link in line}
+    there = store.refs(CHAIN_REFS) | store.refs("refs/heads/main")
     for name, commit in wanted.items():
         if there.get(name) != commit:
-            store.publish(name, commit)
+            store.update_ref(name, commit)
     for name in sorted(set(there) - set(wanted)):
-        store.drop(name)
+        store.delete_ref(name)
     return line
 
 
-def changes(
-    store: Store, text: str, paths: Sequence[str] = (), *, line: Sequence[Link] | None = None
+def pickaxe(
+    store: Store, text: str, paths: Sequence[str] = (), *, line: Sequence[ChainLink] | None = None
 ) -> list[Release]:
     """Return the releases in which the number of occurrences of ``text`` changed, oldest first.
 
@@ -67,6 +67,6 @@ def changes(
         msg = "no release is fetched, so there is no history; run `pyllamakv upstream fetch` first"
         raise SourceError(msg)
     words = ["log", "--format=%H", "--reverse", "--full-history", f"-S{text}", links[-1].commit]
-    out = gitting.git(store.path, *words, "--", *paths)
+    out = git_command.git(store.path, *words, "--", *paths)
     names = {link.commit: link.release for link in links}
     return [names[commit] for commit in out.split() if commit in names]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pyllamakv.errors import GitError
-from pyllamakv.source import gitting
+from pyllamakv.source import git_command
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def _repository(folder: Path) -> Path:
     folder.mkdir(parents=True)
-    gitting.git(folder, "init", "-q", ".")
+    git_command.git(folder, "init", "-q", ".")
     return folder
 
 
@@ -23,9 +23,9 @@ def test_variables_of_the_caller_are_dropped(monkeypatch: pytest.MonkeyPatch) ->
     """Check that a foreign GIT_DIR or identity cannot reach git."""
     monkeypatch.setenv("GIT_DIR", "/nowhere")
     monkeypatch.setenv("GIT_AUTHOR_NAME", "someone")
-    env = gitting.environment()
+    env = git_command.environment()
     assert "GIT_DIR" not in env
-    assert env["GIT_AUTHOR_NAME"] == gitting.NAME
+    assert env["GIT_AUTHOR_NAME"] == git_command.NAME
 
 
 def test_network_keeps_certificates_and_user_config(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,11 +33,11 @@ def test_network_keeps_certificates_and_user_config(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("GIT_SSL_CAINFO", "/ca.pem")
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/my/config")
     monkeypatch.setenv("GIT_DIR", "/nowhere")
-    env = gitting.environment(network=True)
+    env = git_command.environment(network=True)
     assert env["GIT_SSL_CAINFO"] == "/ca.pem"
     assert env["GIT_CONFIG_GLOBAL"] == "/my/config"
     assert "GIT_DIR" not in env
-    assert "GIT_SSL_CAINFO" not in gitting.environment()
+    assert "GIT_SSL_CAINFO" not in git_command.environment()
 
 
 def test_user_config_has_no_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,8 +45,8 @@ def test_user_config_has_no_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / ".gitconfig").write_text("[user]\nname = other\n[core]\nautocrlf = true\n")
     monkeypatch.setenv("HOME", str(tmp_path))
     repo = _repository(tmp_path / "repo")
-    assert gitting.git(repo, "config", "core.autocrlf") == "false"
-    assert gitting.git(repo, "config", "user.name", check=False) == ""
+    assert git_command.git(repo, "config", "core.autocrlf") == "false"
+    assert git_command.git(repo, "config", "user.name", check=False) == ""
 
 
 def test_hooks_do_not_run(tmp_path: Path) -> None:
@@ -56,8 +56,8 @@ def test_hooks_do_not_run(tmp_path: Path) -> None:
     hook.parent.mkdir(exist_ok=True)
     hook.write_text("#!/bin/sh\nexit 1\n")
     hook.chmod(0o755)
-    gitting.git(repo, "commit", "--allow-empty", "-q", "-m", "empty")
-    assert gitting.git(repo, "log", "--format=%an %at") == f"{gitting.NAME} 1795132800"
+    git_command.git(repo, "commit", "--allow-empty", "-q", "-m", "empty")
+    assert git_command.git(repo, "log", "--format=%an %at") == f"{git_command.NAME} 1795132800"
 
 
 def test_same_commit_twice(tmp_path: Path) -> None:
@@ -66,9 +66,9 @@ def test_same_commit_twice(tmp_path: Path) -> None:
     for name in ("one", "two"):
         repo = _repository(tmp_path / name)
         (repo / "file").write_text("text\n")
-        gitting.git(repo, "add", "file")
-        gitting.git(repo, "commit", "-q", "-m", "message")
-        ids.add(gitting.git(repo, "rev-parse", "HEAD"))
+        git_command.git(repo, "add", "file")
+        git_command.git(repo, "commit", "-q", "-m", "message")
+        ids.add(git_command.git(repo, "rev-parse", "HEAD"))
     assert len(ids) == 1
 
 
@@ -78,37 +78,37 @@ def test_apply_works_inside_another_work_tree(tmp_path: Path) -> None:
     inner.mkdir(parents=True)
     (inner / "f").write_text("a\n")
     patch = "--- a/f\n+++ b/f\n@@ -1 +1 @@\n-a\n+b\n"
-    gitting.git(inner, "apply", "-", input=patch)
+    git_command.git(inner, "apply", "-", input=patch)
     assert (inner / "f").read_text() == "b\n"
 
 
 def test_failure_shows_command_and_words(tmp_path: Path) -> None:
     """Check that GitError carries the command, the status and git's own words."""
     with pytest.raises(GitError) as caught:
-        gitting.git(tmp_path, "rev-parse", "HEAD")
+        git_command.git(tmp_path, "rev-parse", "HEAD")
     assert caught.value.command == ("git", "rev-parse", "HEAD")
     assert caught.value.code == 128
     assert "not a git repository" in caught.value.output
-    assert gitting.git(tmp_path, "rev-parse", "HEAD", check=False) == ""
+    assert git_command.git(tmp_path, "rev-parse", "HEAD", check=False) == ""
 
 
 def test_missing_folder_and_missing_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that a missing folder and a missing git are told apart."""
     with pytest.raises(GitError, match="no folder"):
-        gitting.git(tmp_path / "absent", "version")
+        git_command.git(tmp_path / "absent", "version")
     (tmp_path / "file").write_text("")
     with pytest.raises(GitError, match="not a folder"):
-        gitting.git(tmp_path / "file", "version")
+        git_command.git(tmp_path / "file", "version")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(GitError, match="install git"):
-        gitting.git(tmp_path, "version")
+        git_command.git(tmp_path, "version")
 
 
 def test_bytes_come_back_unchanged(tmp_path: Path) -> None:
     """Check that content that is no UTF-8 survives both ways."""
     repo = _repository(tmp_path / "repo")
-    blob = gitting.git(repo, "hash-object", "-w", "--stdin", input=b"\xff\n")
-    assert gitting.git_bytes(repo, "cat-file", "blob", blob) == b"\xff\n"
+    blob = git_command.git(repo, "hash-object", "-w", "--stdin", input=b"\xff\n")
+    assert git_command.git_bytes(repo, "cat-file", "blob", blob) == b"\xff\n"
 
 
 def test_git_itself_gets_no_variable_of_the_caller(
@@ -121,7 +121,7 @@ def test_git_itself_gets_no_variable_of_the_caller(
     repo = _repository(tmp_path / "repo")
     words = ("-c", "alias.shown=!env", "shown")
     for network, kept in ((False, set()), (True, {"GIT_SSH_COMMAND"})):
-        lines = gitting.git(repo, *words, network=network).splitlines()
+        lines = git_command.git(repo, *words, network=network).splitlines()
         names = {line.partition("=")[0] for line in lines}
         assert "GIT_ALLOW_PROTOCOL" in names
         assert names & {"GIT_DIR", "GIT_TRACE", "GIT_SSH_COMMAND"} == kept
@@ -134,23 +134,26 @@ def test_git_never_runs_in_another_folder(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(repo)
     monkeypatch.setattr(type(tmp_path), "is_dir", lambda _path: True)
     with pytest.raises(GitError, match="cannot change to"):
-        gitting.git(tmp_path / "gone", "rev-parse", "--git-dir")
+        git_command.git(tmp_path / "gone", "rev-parse", "--git-dir")
 
 
 def test_output_is_read_as_it_comes(tmp_path: Path) -> None:
     """Check that a stream yields stdout, carries stderr in the error, and ends with its reader."""
     repo = _repository(tmp_path / "repo")
-    with gitting.stream(repo, "rev-parse", "--git-dir") as out:
+    with git_command.stream(repo, "rev-parse", "--git-dir") as out:
         assert out.read() == b".git\n"
     # More on stderr than a pipe holds, before stdout ends.
     noise = "alias.noise=!head -c 1000000 /dev/zero | tr '\\0' x >&2; echo end; exit 3"
     with (
         pytest.raises(GitError, match=r"^`git -c") as caught,
-        gitting.stream(repo, "-c", noise, "noise") as out,
+        git_command.stream(repo, "-c", noise, "noise") as out,
     ):
         assert out.read() == b"end\n"
     assert (caught.value.code, len(caught.value.output)) == (3, 64 << 10)
     endless = "alias.endless=!exec yes"
-    with pytest.raises(ZeroDivisionError), gitting.stream(repo, "-c", endless, "endless") as out:
+    with (
+        pytest.raises(ZeroDivisionError),
+        git_command.stream(repo, "-c", endless, "endless") as out,
+    ):
         assert out.read(4) == b"y\ny\n"
         raise ZeroDivisionError

@@ -12,7 +12,7 @@ from patching_kit import SHOWN, WITH, code, diff, fill, git, git_apply, numbered
 
 from pyllamakv.errors import PatchConflict
 from pyllamakv.patching import hunks
-from pyllamakv.patching.draft import Draft, DraftEntry, MemoryTree
+from pyllamakv.patching.strict_apply import DraftEntry, MemoryTree, TreeOverlay
 
 FEW = st.lists(st.sampled_from("abc"), min_size=0, max_size=14)
 MANY = st.lists(st.integers(0, 40).map(str), min_size=1, max_size=40)
@@ -29,7 +29,7 @@ def content(lines: list[str], ended: bool = True) -> bytes:
 
 def applied(files: Files, data: bytes) -> Files | PatchConflict:
     """Apply with the strict applier; return the files, or why not."""
-    draft = Draft(MemoryTree(files))
+    draft = TreeOverlay(MemoryTree(files))
     try:
         draft.apply(hunks.parse(data), "p")
     except PatchConflict as error:
@@ -82,7 +82,7 @@ def test_it_never_accepts_what_git_refuses(lines: list[str], choice: st.DataObje
 def test_offset_is_reported() -> None:
     """Lines that moved are found, and the report says how far."""
     data = diff({"f": numbered(40)}, {"f": numbered(40, l20="x")})
-    draft = Draft(MemoryTree({"f": b"new\n" * 7 + numbered(40)}))
+    draft = TreeOverlay(MemoryTree({"f": b"new\n" * 7 + numbered(40)}))
     (place,) = draft.apply(hunks.parse(data))
     assert (place.state, place.offset, place.line, place.at) == ("offset", 7, 17, 24)
 
@@ -180,7 +180,7 @@ def test_order_of_hunks_is_kept() -> None:
 def test_modes() -> None:
     """A change of mode is made, kept by content changes, and checked."""
     data = b"diff --git a/f b/f\nold mode 100644\nnew mode 100755\n"
-    draft = Draft(MemoryTree({"f": DraftEntry(b"x\n")}))
+    draft = TreeOverlay(MemoryTree({"f": DraftEntry(b"x\n")}))
     draft.apply(hunks.parse(data))
     assert draft.entry("f") == DraftEntry(b"x\n", "100755")
     draft.apply(hunks.parse(diff({"f": b"x\n"}, {"f": b"y\n"})))
@@ -201,8 +201,8 @@ def test_rename() -> None:
 def test_survey_changes_nothing_and_sees_everything() -> None:
     """A survey gives a state for every hunk, also behind the first failure."""
     data = diff({"f": numbered(90)}, {"f": numbered(90, l10="x", l40="y", l70="z")})
-    draft = Draft(MemoryTree({"f": b"+\n" + numbered(90, l39="other")}))
-    states = [(p.hunk, p.state) for p in draft.survey(hunks.parse(data))]
+    draft = TreeOverlay(MemoryTree({"f": b"+\n" + numbered(90, l39="other")}))
+    states = [(p.hunk, p.state) for p in draft.dry_run(hunks.parse(data))]
     assert states == [(1, "offset"), (2, "conflict"), (3, "offset")]
     assert draft.changes == {}
 
@@ -228,7 +228,7 @@ def test_a_hunk_that_is_there_is_not_put_elsewhere(above: bytes, count: int) -> 
     """
     tree = above + code("first", *WITH) + code("other", count=count) + code("second", *SHOWN)
     assert git_apply({"src/a.cpp": tree}, INTO) is not None
-    (place,) = Draft(MemoryTree({"src/a.cpp": tree})).survey(hunks.parse(INTO))
+    (place,) = TreeOverlay(MemoryTree({"src/a.cpp": tree})).dry_run(hunks.parse(INTO))
     assert (place.state, place.at) == ("already", 12 + above.count(b"\n"))
     error = refused({"src/a.cpp": tree}, INTO)
     assert (error.file, error.hunk, error.line) == ("src/a.cpp", 1, 12)
@@ -268,7 +268,7 @@ def test_another_function_is_refused(above: bytes) -> None:
     """
     tree = {"src/a.cpp": above + code("second", *SHOWN) + code("other")}
     assert git_apply(tree, INTO) is not None
-    (place,) = Draft(MemoryTree(tree)).survey(hunks.parse(INTO))
+    (place,) = TreeOverlay(MemoryTree(tree)).dry_run(hunks.parse(INTO))
     assert (place.state, place.good, place.at) == ("function", False, 12 + above.count(b"\n"))
     error = refused(tree, INTO)
     assert (error.patch, error.file, error.hunk, error.line) == ("p", "src/a.cpp", 1, 12)

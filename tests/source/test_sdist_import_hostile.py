@@ -20,8 +20,8 @@ from source_kit import (
 )
 
 from pyllamakv.errors import SourceError
-from pyllamakv.source import fetch, gitting
-from pyllamakv.source.archive import import_sdist
+from pyllamakv.source import fetch, git_command
+from pyllamakv.source.sdist_import import import_sdist
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -124,15 +124,15 @@ def loose(kind: str, data: bytes) -> tuple[str, bytes]:
 def test_commits_that_say_what_none_does(tmp_path: Path, said: str) -> None:
     """A commit without a date, or with parents without number, is refused before it is taken."""
     up = tmp_path / "up"
-    tree = f"tree {gitting.git(up, 'rev-parse', repository(up) + '^{tree}')}\n".encode()
+    tree = f"tree {git_command.git(up, 'rev-parse', repository(up) + '^{tree}')}\n".encode()
     parents = [loose("commit", tree + MAKER + MADE + b"\n%d\n" % n) for n in range(65)]
     named = b"".join(f"parent {name}\n".encode() for name, _ in parents)
     text = tree + (ODD[said] or named + MAKER + MADE) + b"\nx\n"
     head, data = loose("commit", text)
     for name, content in (*parents, (head, data)):
         fill(up / ".git" / "objects", {f"{name[:2]}/{name[2:]}": content})
-    gitting.git(up, "update-ref", "refs/heads/main", head)
-    gitting.git(up, "bundle", "create", "-q", str(tmp_path / "bundle"), "HEAD")
+    git_command.git(up, "update-ref", "refs/heads/main", head)
+    git_command.git(up, "bundle", "create", "-q", str(tmp_path / "bundle"), "HEAD")
     file = pack(tmp_path / "node-llama-cpp-1.0.0.tgz", {BUNDLE: (tmp_path / "bundle").read_bytes()})
     words = "65 parents" if said == "crowd" else "nothing of when"
     for spec in (str(file), f"git:file://{up}@main", f"git:{tmp_path / 'bundle'}@HEAD"):

@@ -9,10 +9,10 @@ import pytest
 from source_kit import TREE, fill, imported, isolate, objects, refs, repository
 
 from pyllamakv.errors import FetchError, SourceError, UnknownRelease, UsageError
-from pyllamakv.source import fetch, git_limits, gitting, lock, sources
-from pyllamakv.source.export import STAMP
-from pyllamakv.source.sources import resolve
+from pyllamakv.source import fetch, git_command, git_limits, lockfile, spec_resolver
+from pyllamakv.source.spec_resolver import resolve
 from pyllamakv.source.store import open_store
+from pyllamakv.source.tree_export import STAMP
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_urls_and_references(spec: str, url: str, ref: str) -> None:
     """A spec splits into URL and reference, also with a user name in the URL."""
-    assert sources.split_git(spec) == (url, ref)
+    assert spec_resolver.split_git(spec) == (url, ref)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_urls_and_references(spec: str, url: str, ref: str) -> None:
 def test_urls_that_could_be_options(spec: str) -> None:
     """A URL that git would read as an option, or that no lock can hold, is refused."""
     with pytest.raises(UsageError):
-        sources.split_git(spec)
+        spec_resolver.split_git(spec)
 
 
 @pytest.mark.parametrize("url", ["https://me:s3cret@h/x.git", "HTTP://s:3@s3cret@h:8/x@main"])
@@ -63,7 +63,7 @@ def test_a_password_stays_out_of_the_lock(url: str) -> None:
     with pytest.raises(UsageError, match="git credential") as caught:
         resolve(f"git:{url}")
     assert "s3cret" not in str(caught.value)
-    assert lock.known() == {}
+    assert lockfile.known() == {}
 
 
 @pytest.mark.defect("a token in a git URL stood in errors", by="hostile input", of="Python")
@@ -95,7 +95,7 @@ def test_a_git_url(tmp_path: Path) -> None:
     assert (release.commit, release.era, release.kind) == (commit, "monolith", "git")
     store = open_store()
     assert store.has(release)
-    assert gitting.git(store.path, "rev-list", "--count", commit) == "1"
+    assert git_command.git(store.path, "rev-list", "--count", commit) == "1"
     assert set(refs(store)) == {f"refs/upstream/git-{commit[:12]}"}
     assert resolve(spec) == release
 
@@ -106,10 +106,10 @@ def test_a_reference_stays_pinned_until_it_is_added_again(tmp_path: Path) -> Non
     first = repository(up)
     spec = f"git:{up}@main"
     assert resolve(spec).commit == first
-    gitting.git(up, "commit", "-q", "--allow-empty", "-m", "more")
+    git_command.git(up, "commit", "-q", "--allow-empty", "-m", "more")
     assert resolve(spec).commit == first
     second = fetch.add(spec)
-    assert second.commit == gitting.git(up, "rev-parse", "HEAD")
+    assert second.commit == git_command.git(up, "rev-parse", "HEAD")
     assert resolve(spec) == second
 
 
@@ -119,17 +119,17 @@ def test_a_lost_store_is_filled_again(tmp_path: Path) -> None:
     commit = repository(up)
     spec = f"git:file://{up}@main"
     release = resolve(spec)
-    gitting.git(up, "commit", "-q", "--allow-empty", "-m", "more")
-    open_store().drop(f"refs/upstream/{release.key}")
+    git_command.git(up, "commit", "-q", "--allow-empty", "-m", "more")
+    open_store().delete_ref(f"refs/upstream/{release.key}")
     assert fetch.fetch(release).commit == commit
     assert open_store().has(release)
-    assert list(lock.known()) == [spec]
+    assert list(lockfile.known()) == [spec]
 
 
 def test_a_bundle(tmp_path: Path) -> None:
     """A git bundle is a source like a repository."""
     commit = repository(tmp_path / "up")
-    gitting.git(tmp_path / "up", "bundle", "create", "-q", "../x.bundle", "HEAD", "main")
+    git_command.git(tmp_path / "up", "bundle", "create", "-q", "../x.bundle", "HEAD", "main")
     assert resolve(f"git:{tmp_path / 'x.bundle'}@main").commit == commit
 
 
@@ -140,7 +140,7 @@ def test_a_url_that_does_not_answer(tmp_path: Path) -> None:
         with pytest.raises(FetchError, match="cannot fetch"):
             resolve(spec)
     assert not refs(open_store())
-    assert lock.known() == {}
+    assert lockfile.known() == {}
 
 
 def test_a_repository_of_something_else(tmp_path: Path) -> None:
@@ -165,8 +165,8 @@ def test_a_work_tree_with_changes(tmp_path: Path) -> None:
     store = open_store()
     assert store.read(release, "src/llama.cpp") == b"changed"
     assert set(store.ls(release)) == set(TREE) - {"scripts/run.sh"} | {"new.h", ".gitignore"}
-    assert gitting.git(up, "status", "--porcelain", "-uno").count("\n") == 1
-    assert release.date == gitting.DATE
+    assert git_command.git(up, "status", "--porcelain", "-uno").count("\n") == 1
+    assert release.date == git_command.DATE
 
 
 def test_a_plain_folder(tmp_path: Path) -> None:
@@ -243,9 +243,9 @@ def test_a_head_that_is_no_commit(tmp_path: Path) -> None:
     """A folder is taken as it stands: its date is that of another, and no error."""
     up = tmp_path / "up"
     repository(up)
-    blob = gitting.git(up, "rev-parse", "HEAD:include/llama.h")
+    blob = git_command.git(up, "rev-parse", "HEAD:include/llama.h")
     (up / ".git/HEAD").write_text(f"{blob}\n")
-    assert resolve(f"path:{up}").date == gitting.DATE
+    assert resolve(f"path:{up}").date == git_command.DATE
 
 
 def test_an_unpacked_sdist_is_a_plain_folder(tmp_path: Path) -> None:
@@ -261,5 +261,5 @@ def test_a_copy_of_a_release_has_its_date(tmp_path: Path) -> None:
     folder = fill(up, {path: data for path, data in TREE.items() if path != "scripts/run.sh"})
     fill(folder, {"scripts/run.sh": b"#!/bin/sh\n"})
     (folder / "scripts/run.sh").chmod(0o644)
-    lock.save(lock.added(), [release])
+    lockfile.save(lockfile.added(), [release])
     assert resolve(f"path:{folder}").date == release.date

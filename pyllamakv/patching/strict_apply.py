@@ -23,9 +23,9 @@ FILE = "100644"
 State = Literal[
     "exact", "offset", "conflict", "ambiguous", "already", "function", "missing", "exists", "mode"
 ]
-GOOD: frozenset[str] = frozenset({"exact", "offset"})
+APPLIED_STATES: frozenset[str] = frozenset({"exact", "offset"})
 #: Why a hunk has no place, in words.
-SAYS = {
+STATE_MESSAGES = {
     "conflict": "the lines it expects are not there; fuzz is not used",
     "ambiguous": "the lines it expects stand at several places; give it more context",
     "already": "what it would make is there already",
@@ -55,7 +55,7 @@ class Placement:
     @property
     def good(self) -> bool:
         """Tell whether the hunk has its place."""
-        return self.state in GOOD
+        return self.state in APPLIED_STATES
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class MemoryTree:
 
 
 @dataclass
-class Draft:
+class TreeOverlay:
     """Hold a tree with changes laid over it; a change of None is a deletion."""
 
     base: Tree
@@ -109,11 +109,11 @@ class Draft:
         there = (name for name in (*self.base.paths(), *self.changes) if name.startswith(start))
         return next((name for name in there if self.entry(name) is not None), "")
 
-    def copy(self) -> Draft:
+    def copy(self) -> TreeOverlay:
         """Return a draft that can go another way."""
-        return Draft(self.base, dict(self.changes))
+        return TreeOverlay(self.base, dict(self.changes))
 
-    def survey(self, patch: Patch) -> tuple[Placement, ...]:
+    def dry_run(self, patch: Patch) -> tuple[Placement, ...]:
         """Find the place of every hunk, and change nothing."""
         return self._place(patch)[0]
 
@@ -149,7 +149,7 @@ def conflict(bad: Placement, placements: tuple[Placement, ...], name: str) -> Pa
     """Make the error for a hunk that has no certain place."""
     where = f"{bad.file}, hunk {bad.hunk} (line {bad.line})" if bad.hunk else bad.file
     present = [p for p in placements if p.state == "already"]
-    message = f"{name} does not apply to {where}: {SAYS[bad.state]}."
+    message = f"{name} does not apply to {where}: {STATE_MESSAGES[bad.state]}."
     if bad.expected or bad.found:
         message += f"\n  expected: {bad.expected}\n  found:    {bad.found}"
     if bad.state == "function":
@@ -176,7 +176,9 @@ def conflict(bad: Placement, placements: tuple[Placement, ...], name: str) -> Pa
     )
 
 
-def _file(draft: Draft, file: FilePatch) -> tuple[list[Placement], dict[str, DraftEntry | None]]:
+def _file(
+    draft: TreeOverlay, file: FilePatch
+) -> tuple[list[Placement], dict[str, DraftEntry | None]]:
     if file.old is None:
         return _create(draft, file)
     there = draft.entry(file.old)
@@ -200,7 +202,9 @@ def _file(draft: Draft, file: FilePatch) -> tuple[list[Placement], dict[str, Dra
     return placements or _all(file, "exact"), changes
 
 
-def _create(draft: Draft, file: FilePatch) -> tuple[list[Placement], dict[str, DraftEntry | None]]:
+def _create(
+    draft: TreeOverlay, file: FilePatch
+) -> tuple[list[Placement], dict[str, DraftEntry | None]]:
     data = b"".join(line for hunk in file.hunks for line in hunk.new)
     there = draft.entry(file.path)
     above = _above(draft, file.path)
@@ -214,7 +218,7 @@ def _create(draft: Draft, file: FilePatch) -> tuple[list[Placement], dict[str, D
     ), {}
 
 
-def _above(draft: Draft, path: str) -> str:
+def _above(draft: TreeOverlay, path: str) -> str:
     """Return what stands where a path needs a folder: git would put a folder in its place."""
     parts = path.split("/")
     names = ("/".join(parts[:count]) for count in range(1, len(parts)))

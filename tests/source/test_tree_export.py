@@ -9,7 +9,7 @@ import pytest
 from source_kit import TREE, repository
 
 from pyllamakv.errors import DiskFull, SourceError, UsageError
-from pyllamakv.source import export, gitting
+from pyllamakv.source import git_command, tree_export
 from pyllamakv.source.store import Store, open_store
 
 
@@ -18,8 +18,8 @@ def store(tmp_path: Path) -> Store:
     """Return a store whose ref `main` is a tiny llama.cpp."""
     made = open_store(tmp_path / "store.git")
     commit = repository(tmp_path / "up")
-    gitting.git(made.path, "fetch", "-q", str(tmp_path / "up"), "HEAD", network=True)
-    made.publish("refs/upstream/main", commit)
+    git_command.git(made.path, "fetch", "-q", str(tmp_path / "up"), "HEAD", network=True)
+    made.update_ref("refs/upstream/main", commit)
     return made
 
 
@@ -28,7 +28,7 @@ MAIN = "refs/upstream/main"
 
 def found(folder: Path) -> dict[str, bytes]:
     """Return the files of a folder, the stamp left out."""
-    paths = (p for p in folder.rglob("*") if p.is_file() and p.name != export.STAMP)
+    paths = (p for p in folder.rglob("*") if p.is_file() and p.name != tree_export.STAMP)
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in paths}
 
 
@@ -43,7 +43,7 @@ def test_export_writes_the_tree(store: Store, tmp_path: Path) -> None:
     assert done.written == len(TREE)
     assert (tmp_path / "out/scripts/run.sh").stat().st_mode & 0o777 == 0o755
     assert (tmp_path / "out/include/llama.h").stat().st_mode & 0o777 == 0o644
-    assert export.stamped(tmp_path / "out") == store.tree_of(MAIN) == done.tree
+    assert tree_export.stamped(tmp_path / "out") == store.tree_of(MAIN) == done.tree
 
 
 def test_unchanged_files_keep_their_time(store: Store, tmp_path: Path) -> None:
@@ -101,31 +101,31 @@ def test_a_half_written_tree_is_noticed(
     out = tmp_path / "out"
     store.export(MAIN, out)
     child, tree = store.commit(MAIN, {"a": b"1", "b": b"2"}, "m")
-    true_put = export._put
+    true_put = tree_export._put
 
     def full(folder: Path, entry: object, data: bytes) -> None:
         if data == b"2":
             raise OSError(28, "No space left on device")
         true_put(folder, entry, data)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(export, "_put", full)
+    monkeypatch.setattr(tree_export, "_put", full)
     with pytest.raises(DiskFull):
         store.export(child, out)
-    assert export.stamped(out) is None
-    (out / export.STAMP).write_text("[" * 100_000)
-    assert export.stamped(out) is None
+    assert tree_export.stamped(out) is None
+    (out / tree_export.STAMP).write_text("[" * 100_000)
+    assert tree_export.stamped(out) is None
     monkeypatch.undo()
     store.export(child, out)
-    assert export.stamped(out) == tree
+    assert tree_export.stamped(out) == tree
 
 
 def test_links_inside_are_links(store: Store, tmp_path: Path) -> None:
     """A link that stays inside the tree is exported as a link."""
     up = tmp_path / "up"
     (up / "link.h").symlink_to("include/llama.h")
-    gitting.git(up, "add", "link.h")
-    gitting.git(up, "commit", "-q", "-m", "link")
-    gitting.git(store.path, "fetch", "-q", str(up), "+HEAD:refs/upstream/link", network=True)
+    git_command.git(up, "add", "link.h")
+    git_command.git(up, "commit", "-q", "-m", "link")
+    git_command.git(store.path, "fetch", "-q", str(up), "+HEAD:refs/upstream/link", network=True)
     store.export("refs/upstream/link", tmp_path / "out")
     assert (tmp_path / "out/link.h").readlink() == Path("include/llama.h")
     assert not store.compare("refs/upstream/link", tmp_path / "out")
@@ -137,8 +137,8 @@ def test_links_inside_are_links(store: Store, tmp_path: Path) -> None:
 @pytest.mark.parametrize("target", ["/etc/passwd", "../../x", "src/../../x"])
 def test_links_that_lead_out_are_refused(store: Store, tmp_path: Path, target: str) -> None:
     """A link that would lead outside the tree is refused with its name."""
-    blob = gitting.git(store.path, "hash-object", "-w", "--stdin", input=target)
-    tree = gitting.git(store.path, "mktree", input=f"120000 blob {blob}\tout\n")
+    blob = git_command.git(store.path, "hash-object", "-w", "--stdin", input=target)
+    tree = git_command.git(store.path, "mktree", input=f"120000 blob {blob}\tout\n")
     with pytest.raises(SourceError, match="leads outside"):
         store.export(tree, tmp_path / "out")
 
@@ -152,8 +152,8 @@ def test_links_that_lead_out_are_refused(store: Store, tmp_path: Path, target: s
 )
 def test_links_that_are_none_are_refused(store: Store, tmp_path: Path, target: bytes) -> None:
     """Git keeps any bytes as the target of a link; what no link can say is refused by name."""
-    blob = gitting.git(store.path, "hash-object", "-w", "--stdin", input=target)
-    tree = gitting.git(store.path, "mktree", input=f"120000 blob {blob}\todd\n")
+    blob = git_command.git(store.path, "hash-object", "-w", "--stdin", input=target)
+    tree = git_command.git(store.path, "mktree", input=f"120000 blob {blob}\todd\n")
     with pytest.raises(SourceError, match="the link odd has a target"):
         store.export(tree, tmp_path / "out")
 
@@ -191,9 +191,9 @@ def test_names_as_long_as_may_be(store: Store, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["..", ".git", ".GIT"])
 def test_unsafe_names_are_refused(store: Store, tmp_path: Path, name: str) -> None:
     """A tree with a name that could lead outside, or into git, is not exported."""
-    blob = gitting.git(store.path, "hash-object", "-w", "--stdin", input="x")
-    inner = gitting.git(store.path, "mktree", input=f"100644 blob {blob}\tx\n")
-    tree = gitting.git(store.path, "mktree", input=f"040000 tree {inner}\t{name}\n")
+    blob = git_command.git(store.path, "hash-object", "-w", "--stdin", input="x")
+    inner = git_command.git(store.path, "mktree", input=f"100644 blob {blob}\tx\n")
+    tree = git_command.git(store.path, "mktree", input=f"040000 tree {inner}\t{name}\n")
     with pytest.raises(SourceError, match="unsafe path"):
         store.export(tree, tmp_path / "out")
     assert not (tmp_path / "x").exists()
@@ -222,11 +222,11 @@ def test_a_link_in_the_way_is_not_followed(store: Store, tmp_path: Path) -> None
 def test_files_behind_a_link_that_goes_are_written(store: Store, tmp_path: Path) -> None:
     """What had the right content through a link of the tree before is no file of this one."""
     out = tmp_path / "out"
-    link = gitting.git(store.path, "hash-object", "-w", "--stdin", input="b")
+    link = git_command.git(store.path, "hash-object", "-w", "--stdin", input="b")
     one, _ = store.commit(None, {"b/x": b"same", "b/d/y": b"same"}, "one")
-    inner = gitting.git(store.path, "rev-parse", f"{one}:b")
+    inner = git_command.git(store.path, "rev-parse", f"{one}:b")
     linked = f"120000 blob {link}\ta\n040000 tree {inner}\tb\n"
-    before = gitting.git(store.path, "mktree", input=linked)
+    before = git_command.git(store.path, "mktree", input=linked)
     after, _ = store.commit(None, {"a/x": b"same", "a/d/y": b"same", "b/x": b"same"}, "two")
     store.export(before, out)
     assert store.compare(after, out).missing == ("a/d/y", "a/x")
@@ -248,14 +248,14 @@ def test_files_behind_a_link_that_goes_are_written(store: Store, tmp_path: Path)
 )
 def test_a_name_for_two_things_is_refused(store: Store, tmp_path: Path, kind: str) -> None:
     """Git's objects may name a file and a folder alike; both cannot be written."""
-    blob = gitting.git(store.path, "hash-object", "-w", "--stdin", input="b")
-    inner = gitting.git(store.path, "mktree", input=f"100644 blob {blob}\tx\n")
+    blob = git_command.git(store.path, "hash-object", "-w", "--stdin", input="b")
+    inner = git_command.git(store.path, "mktree", input=f"100644 blob {blob}\tx\n")
     raw = b"".join(
         f"{mode} a\0".encode() + bytes.fromhex(sha)
         for mode, sha in ((kind.split()[0], blob), ("40000", inner))
     )
     words = ("hash-object", "-w", "-t", "tree", "--literally", "--stdin")
-    tree = gitting.git(store.path, *words, input=raw)
+    tree = git_command.git(store.path, *words, input=raw)
     with pytest.raises(SourceError, match="'a' twice"):
         store.export(tree, tmp_path / "out")
     assert not (tmp_path / "out" / "a").exists()
@@ -268,10 +268,10 @@ def test_a_name_for_two_things_is_refused(store: Store, tmp_path: Path, kind: st
 )
 def test_folders_without_end_are_refused(store: Store, tmp_path: Path) -> None:
     """So deep that walking them would be an error of Python's own."""
-    tree = gitting.git(store.path, "hash-object", "-w", "--stdin", input="b")
+    tree = git_command.git(store.path, "hash-object", "-w", "--stdin", input="b")
     words = "100644 blob {}\tx\n"
     for _ in range(250):
-        tree = gitting.git(store.path, "mktree", input=words.format(tree))
+        tree = git_command.git(store.path, "mktree", input=words.format(tree))
         words = "040000 tree {}\ta\n"
     with pytest.raises(SourceError, match="unsafe path"):
         store.export(tree, tmp_path / "out")
@@ -310,7 +310,7 @@ def test_a_link_in_place_of_a_stamp_is_refused(store: Store, tmp_path: Path) -> 
     (folder / "..pyllamakv-tree.part").symlink_to(victim)
     with pytest.raises(UsageError, match="holds other files"):
         store.export(MAIN, folder)
-    (folder / export.STAMP).write_text("{}")
+    (folder / tree_export.STAMP).write_text("{}")
     store.export(MAIN, folder)
     assert victim.read_text() == "mine"
     assert found(folder) == TREE

@@ -25,7 +25,7 @@ from pyllamakv.errors import ArchiveError, CommandFailed, ToolMissing, Unsupport
 from pyllamakv.home import home
 from pyllamakv.source import fetch, tarball
 from pyllamakv.source import progress as telling
-from pyllamakv.source.files import disk_room, locked, write_atomic
+from pyllamakv.source.files import locked, translate_disk_errors, write_text_atomic
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ _DROPPED = re.compile(
 
 
 @dataclass(frozen=True)
-class Peer:
+class LlamaCppPythonEnv:
     """Stand for an installed llama-cpp-python: its environment and its version."""
 
     folder: Path
@@ -72,9 +72,9 @@ def root() -> Path:
     return home() / "dropin"
 
 
-def installed(version: str) -> Peer | None:
+def installed(version: str) -> LlamaCppPythonEnv | None:
     """Return the llama-cpp-python of this version, or None when it was not set up here."""
-    found = Peer(root() / version, version)
+    found = LlamaCppPythonEnv(root() / version, version)
     try:
         facts = json.loads((found.folder / _READY).read_text("utf-8"))
     except (OSError, ValueError):
@@ -82,7 +82,7 @@ def installed(version: str) -> Peer | None:
     return found if facts == _facts(found) and found.python.exists() else None
 
 
-def install(release: Release, *, progress: Progress | None = None) -> Peer:
+def install(release: Release, *, progress: Progress | None = None) -> LlamaCppPythonEnv:
     """Return the llama-cpp-python of a release, set up first when it is not there.
 
     Its sdist is checked against the lock, and then built by pip, which runs code of it. Raises
@@ -92,7 +92,7 @@ def install(release: Release, *, progress: Progress | None = None) -> Peer:
     if release.kind != "sdist":
         msg = f"release {release.name} belongs to no llama-cpp-python; choose one such as 0.3.9"
         raise Unsupported(msg, "dropin")
-    tell = progress or telling.ignore
+    tell = progress or telling.no_progress
     with locked(home() / "locks" / "dropin.lock"):
         there = installed(release.name)
         if there:
@@ -101,13 +101,13 @@ def install(release: Release, *, progress: Progress | None = None) -> Peer:
         fetch.fetch(release, progress=progress)
         kept = (fetch.downloads() / (release.archive or "")).is_file()
         sdist = fetch.archive(release, progress)
-        peer = Peer(root() / release.name, release.name)
-        with disk_room(root()):
+        peer = LlamaCppPythonEnv(root() / release.name, release.name)
+        with translate_disk_errors(root()):
             shutil.rmtree(peer.folder, ignore_errors=True)
             base = _environment(root() / "base")
             _environment(peer.folder)
             (_packages(peer.folder) / "base.pth").write_text(f"{_packages(base.parent.parent)}\n")
-            take_suite(sdist, peer.suite, release)
+            extract_tests(sdist, peer.suite, release)
         needs = requirements((peer.suite / "pyproject.toml").read_text("utf-8"))
         tell(f"install what the tests of {release.package} need", 0, None)
         _pip(base, *needs)
@@ -116,7 +116,7 @@ def install(release: Release, *, progress: Progress | None = None) -> Peer:
         _pip(peer.python, "--no-deps", "--no-cache-dir", str(sdist))
         if not kept:
             sdist.unlink(missing_ok=True)
-        write_atomic(peer.folder / _READY, json.dumps(_facts(peer)) + "\n")
+        write_text_atomic(peer.folder / _READY, json.dumps(_facts(peer)) + "\n")
     return peer
 
 
@@ -129,7 +129,7 @@ def requirements(pyproject: str) -> list[str]:
     return sorted({need for need in named if Requirement(need).name.lower() not in own})
 
 
-def take_suite(sdist: Path, folder: Path, release: Release) -> None:
+def extract_tests(sdist: Path, folder: Path, release: Release) -> None:
     """Put the tests of an sdist into a folder, with the files of llama.cpp that they name."""
     (folder / "tests").mkdir(parents=True)
     with tarball.open_tar(sdist) as tar:
@@ -152,7 +152,7 @@ def take_suite(sdist: Path, folder: Path, release: Release) -> None:
             place.write_bytes(data)
 
 
-def _facts(peer: Peer) -> dict[str, Any]:
+def _facts(peer: LlamaCppPythonEnv) -> dict[str, Any]:
     # An environment cannot be moved, and belongs to one Python.
     return {"recipe": RECIPE, "folder": str(peer.folder), "python": sys.version}
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from patching_kit import diff
 
 from pyllamakv import home
-from pyllamakv.patching import compare, hunks, series
-from pyllamakv.patching.definition import PatchText
+from pyllamakv.patching import hunks, port_comparison, series
+from pyllamakv.patching.definition import Port
 
 RETRY = b"""\
     if (!cache->find_slot(ubatch)) {
@@ -39,7 +39,7 @@ def changed(a: bytes = b"", b: bytes = b"    plan_moves(cells);\n") -> hunks.Pat
 
 def test_the_lost_retry_is_named() -> None:
     """The hunk that retries after a defragmentation is gone in the second text: it is told."""
-    lost = compare.losses(changed(RETRY), changed())
+    lost = port_comparison.missing_parts(changed(RETRY), changed())
     assert [str(loss) for loss in lost if loss.what == "file"] == ["file src/a.cpp"]
     (hunk,) = (loss for loss in lost if loss.what == "hunk")
     assert str(hunk) == "src/a.cpp, hunk 1 (int decode)"
@@ -51,7 +51,7 @@ def test_the_lost_retry_is_named() -> None:
 
 def test_a_line_of_a_hunk() -> None:
     """A call that is lost inside a hunk that stays is named too."""
-    lost = compare.losses(
+    lost = port_comparison.missing_parts(
         changed(RETRY), changed(RETRY.replace(b"        kv_self_update();\n", b""))
     )
     assert [str(loss) for loss in lost] == [
@@ -63,21 +63,27 @@ def test_a_line_of_a_hunk() -> None:
 def test_moved_code_is_no_loss() -> None:
     """A hunk that went to another file, or that is written a little differently, is not lost."""
     one, other = changed(RETRY), changed(b=b"    plan_moves(cells);\n" + RETRY)
-    assert not [loss for loss in compare.losses(one, other) if loss.what in ("file", "hunk")]
+    assert not [
+        loss for loss in port_comparison.missing_parts(one, other) if loss.what in ("file", "hunk")
+    ]
     spelled = RETRY.replace(b"cache->", b"memory.").replace(b"return 1", b"return NO_SLOT")
-    assert not [x for x in compare.losses(one, changed(spelled)) if x.what in ("file", "hunk")]
+    assert not [
+        x
+        for x in port_comparison.missing_parts(one, changed(spelled))
+        if x.what in ("file", "hunk")
+    ]
 
 
 def test_classes_of_change() -> None:
     """Identical, context alone, and content are told apart; losses go with the last alone."""
     one = changed(RETRY)
     shifted = hunks.parse(one.data.replace(b"@@ -9,", b"@@ -8,").replace(b" x = 9", b" y = 9"))
-    assert compare.change_of(one, one) == "identical"
-    assert compare.change_of(one, shifted) == "context"
-    assert compare.change_of(one, changed()) == "content"
-    text = PatchText("x", one, "1")
-    assert not compare.compare(text, PatchText("x", shifted, "2")).lost
-    found = compare.compare(text, PatchText("x", changed(), "2"))
+    assert port_comparison.change_of(one, one) == "identical"
+    assert port_comparison.change_of(one, shifted) == "context"
+    assert port_comparison.change_of(one, changed()) == "content"
+    text = Port("x", one, "1")
+    assert not port_comparison.compare(text, Port("x", shifted, "2")).lost
+    found = port_comparison.compare(text, Port("x", changed(), "2"))
     assert found.missing
     assert not found.gained
     assert found.as_json()["change"] == "content"
@@ -89,17 +95,17 @@ def test_nothing_is_lost_against_itself(lines: list[bytes]) -> None:
     """A text loses nothing against itself."""
     head = b"diff --git a/f b/f\n--- a/f\n+++ b/f\n@@ -1,1 +1,%d @@\n x\n" % (len(lines) + 1)
     patch = hunks.parse(head + b"".join(b"+" + line for line in lines))
-    assert compare.losses(patch, patch) == ()
+    assert port_comparison.missing_parts(patch, patch) == ()
 
 
 def test_the_shipped_patch_without_any_one_hunk() -> None:
     """Each hunk of the shipped patch that adds code is missed when it is taken out."""
-    text = series.load(home.data("patches")).definition("full-defrag").text("0.3.9")
+    text = series.load(home.data("patches")).definition("full-defrag").port("0.3.9")
     for file in text.patch.files:
         for number, hunk in enumerate(file.hunks, 1):
             if not any(b"(" in line for line in hunk.added) or len(hunk.added) < 6:
                 continue
-            lost = compare.compare(text, text.without(file.path, number)).lost
+            lost = port_comparison.compare(text, text.without(file.path, number)).lost
             assert any(loss.file == file.path and loss.what == "hunk" for loss in lost) or any(
                 loss.what == "file" for loss in lost
             ), (file.path, number)
@@ -108,7 +114,7 @@ def test_the_shipped_patch_without_any_one_hunk() -> None:
 @pytest.mark.parametrize(
     ("one", "kind"), [("call", "calls of f(): 2 -> 1"), ("class", "lines that loop: 2 -> 1")]
 )
-def test_words(one: compare.What, kind: str) -> None:
+def test_words(one: port_comparison.What, kind: str) -> None:
     """A loss reads as a sentence's end."""
     name = "f" if one == "call" else "loop"
-    assert str(compare.Loss(one, name, before=2, after=1)) == kind
+    assert str(port_comparison.PortDifference(one, name, before=2, after=1)) == kind

@@ -16,7 +16,7 @@ from pyllamakv.patching import cpp_lines, headings
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from pyllamakv.patching.definition import PatchText
+    from pyllamakv.patching.definition import Port
     from pyllamakv.patching.hunks import FilePatch, Hunk, Patch
 
 #: "identical": the same hunks at the same places; "context": the same lines added and removed,
@@ -42,7 +42,7 @@ _VERBS = {
 
 
 @dataclass(frozen=True)
-class Loss:
+class PortDifference:
     """Name one thing that a text has more of than the other.
 
     ``name`` is the file, the hunk's number, the function or the class of lines; ``function`` is
@@ -86,11 +86,11 @@ class PortComparison:
     one: str
     other: str
     change: Change
-    lost: tuple[Loss, ...] = ()
-    gained: tuple[Loss, ...] = ()
+    lost: tuple[PortDifference, ...] = ()
+    gained: tuple[PortDifference, ...] = ()
 
     @property
-    def missing(self) -> tuple[Loss, ...]:
+    def missing(self) -> tuple[PortDifference, ...]:
         """Return what is lost as a whole: what a person must look at."""
         return tuple(loss for loss in self.lost if loss.whole)
 
@@ -106,7 +106,7 @@ class PortComparison:
         }
 
 
-def compare(one: PatchText, other: PatchText) -> PortComparison:
+def compare(one: Port, other: Port) -> PortComparison:
     """Compare the text for one base with that for another."""
     change = change_of(one.patch, other.patch)
     if change != "content":
@@ -116,8 +116,8 @@ def compare(one: PatchText, other: PatchText) -> PortComparison:
         one.base,
         other.base,
         change,
-        lost=losses(one.patch, other.patch),
-        gained=losses(other.patch, one.patch),
+        lost=missing_parts(one.patch, other.patch),
+        gained=missing_parts(other.patch, one.patch),
     )
 
 
@@ -128,9 +128,9 @@ def change_of(one: Patch, other: Patch) -> Change:
     return "context" if _changes(one) == _changes(other) else "content"
 
 
-def losses(one: Patch, other: Patch) -> tuple[Loss, ...]:
+def missing_parts(one: Patch, other: Patch) -> tuple[PortDifference, ...]:
     """Return what the first text has and the second has not, or has less of."""
-    found: list[Loss] = []
+    found: list[PortDifference] = []
     there = {file.path for file in other.files}
     same, pool = _paired(one, other)
     for file in one.files:
@@ -141,7 +141,7 @@ def losses(one: Patch, other: Patch) -> tuple[Loss, ...]:
         ]
         # a file that moved is no loss, one whose every hunk is missing is
         if file.path not in there and len(gone) == len(file.hunks):
-            found.append(Loss("file", file.path, before=max(len(file.hunks), 1)))
+            found.append(PortDifference("file", file.path, before=max(len(file.hunks), 1)))
         found += [_hunk(file, number, hunk) for number, hunk in gone]
     found += _counted("call", _calls(one), _calls(other))
     found += _counted("class", _classes(one), _classes(other))
@@ -168,24 +168,30 @@ def _paired(one: Patch, other: Patch) -> tuple[Iterator[bool], _Pool]:
 
 
 def _said(hunk: Hunk) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    return tuple(map(cpp_lines.plain, hunk.removed)), tuple(map(cpp_lines.plain, hunk.added))
+    return tuple(map(cpp_lines.normalize, hunk.removed)), tuple(
+        map(cpp_lines.normalize, hunk.added)
+    )
 
 
 class _Pool:
     """Hold what hunks add and remove, to look hunks of another text up in."""
 
     def __init__(self, hunks: Sequence[Hunk]) -> None:
-        added = [line for hunk in hunks for line in hunk.added if cpp_lines.tells(line)]
-        removed = [line for hunk in hunks for line in hunk.removed if cpp_lines.tells(line)]
-        self.added = set(map(cpp_lines.plain, added))
-        self.removed = set(map(cpp_lines.plain, removed))
+        added = [line for hunk in hunks for line in hunk.added if cpp_lines.is_significant(line)]
+        removed = [
+            line for hunk in hunks for line in hunk.removed if cpp_lines.is_significant(line)
+        ]
+        self.added = set(map(cpp_lines.normalize, added))
+        self.removed = set(map(cpp_lines.normalize, removed))
         self.names = cpp_lines.names(added)
 
     def has(self, hunk: Hunk) -> bool:
         """Tell whether most of a hunk stands here."""
-        added = [cpp_lines.plain(line) for line in hunk.added if cpp_lines.tells(line)]
+        added = [cpp_lines.normalize(line) for line in hunk.added if cpp_lines.is_significant(line)]
         if not added:
-            removed = [cpp_lines.plain(line) for line in hunk.removed if cpp_lines.tells(line)]
+            removed = [
+                cpp_lines.normalize(line) for line in hunk.removed if cpp_lines.is_significant(line)
+            ]
             # what the other base never had, the other text need not remove; any rest proves it
             return not removed or any(line in self.removed for line in removed)
         same = sum(line in self.added for line in added) / len(added)
@@ -197,9 +203,11 @@ class _Pool:
         return len(fresh) > 2 and known / len(fresh) > 1 - _KEPT and same > 0
 
 
-def _hunk(file: FilePatch, number: int, hunk: Hunk) -> Loss:
-    lines = tuple(cpp_lines.plain(line) for line in hunk.added if cpp_lines.tells(line))
-    return Loss("hunk", str(number), file.path, heading(hunk), len(lines) or 1, 0, lines)
+def _hunk(file: FilePatch, number: int, hunk: Hunk) -> PortDifference:
+    lines = tuple(
+        cpp_lines.normalize(line) for line in hunk.added if cpp_lines.is_significant(line)
+    )
+    return PortDifference("hunk", str(number), file.path, heading(hunk), len(lines) or 1, 0, lines)
 
 
 def heading(hunk: Hunk) -> str:
@@ -207,10 +215,10 @@ def heading(hunk: Hunk) -> str:
     return headings.written(hunk).decode("utf-8", "replace").split("(", 1)[0].strip()
 
 
-def _counted(what: What, one: Counter[str], other: Counter[str]) -> Iterable[Loss]:
+def _counted(what: What, one: Counter[str], other: Counter[str]) -> Iterable[PortDifference]:
     for name, count in sorted(one.items()):
         if other[name] < count:
-            yield Loss(what, name, before=count, after=max(other[name], 0))
+            yield PortDifference(what, name, before=count, after=max(other[name], 0))
 
 
 def _calls(patch: Patch) -> Counter[str]:

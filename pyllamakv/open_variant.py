@@ -104,11 +104,11 @@ def open(
     one. Raises NotBuilt with the command that builds it, UnknownPatch, or LoadError.
     """
     isolated = arguments.flag("isolated", isolated) or backend == "rpc"
-    where = located(spec, backend=backend)
+    where = variant_path(spec, backend=backend)
     return OpenLibrary.open(where, isolated=isolated, env=env, timeout=timeout)
 
 
-def located(spec: str | os.PathLike[str], *, backend: str = "cpu") -> Path:
+def variant_path(spec: str | os.PathLike[str], *, backend: str = "cpu") -> Path:
     """Return the path that ``spec`` is, or the folder of the built variant that it names."""
     found = arguments.path("spec", spec)
     arguments.text("backend", backend)
@@ -236,7 +236,7 @@ def _read(file: Path) -> Manifest | None:
         return None
 
 
-def serve(
+def serve_rpc(
     spec: str | os.PathLike[str],
     *,
     host: str = "127.0.0.1",
@@ -254,5 +254,5 @@ def serve(
     served unless ``device`` names another. Raises NotBuilt, LoadError (also where a variant for a
     GPU finds none), UsageError, or DeviceLost when the server ends at once.
     """
-    where = located(spec, backend=backend)
+    where = variant_path(spec, backend=backend)
     return Server(where, host=host, port=port, device=device, memory=memory, threads=threads)

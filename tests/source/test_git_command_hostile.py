@@ -8,9 +8,9 @@ import pytest
 from source_kit import TREE, isolate, refs, repository
 
 from pyllamakv.errors import FetchError, KvError, LockFileError, UsageError
-from pyllamakv.source import fetch, gitting, lock, sources
-from pyllamakv.source.releases import is_name
-from pyllamakv.source.sources import resolve
+from pyllamakv.source import fetch, git_command, lockfile, spec_resolver
+from pyllamakv.source.releases import is_safe_name
+from pyllamakv.source.spec_resolver import resolve
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def test_missing_objects_are_not_brought(tmp_path: Path, url: str) -> None:
     with pytest.raises(FetchError):
         fetch.add(f"git:{folder}")
     # Not even where git may reach others: the two guards hold each by itself.
-    assert gitting.run(folder, "cat-file", "-e", "1" * 40, network=True).returncode != 0
+    assert git_command.run(folder, "cat-file", "-e", "1" * 40, network=True).returncode != 0
     assert not ran(tmp_path)
 
 
@@ -143,7 +143,7 @@ def test_urls_are_never_options_or_programs(tmp_path: Path, url: str, ref: str) 
     """Whatever a URL or a reference says, it is refused, and nothing is run or kept."""
     spec = f"git:{url.format(trace=tmp_path / 'ran')}@{ref}"
     with pytest.raises((UsageError, FetchError)):
-        sources.take_git(spec)
+        spec_resolver.fetch_git(spec)
     assert not ran(tmp_path)
     assert not refs(open_store())
 
@@ -153,7 +153,7 @@ def test_a_reference_of_a_good_url_is_no_option(tmp_path: Path) -> None:
     repository(tmp_path / "up")
     for ref in ("--upload-pack=x", "-x", "a b", "main:refs/heads/x", "../x", "a\nb"):
         with pytest.raises((UsageError, FetchError)):
-            sources.take_git(f"git:file://{tmp_path / 'up'}@{ref}")
+            spec_resolver.fetch_git(f"git:file://{tmp_path / 'up'}@{ref}")
     assert not refs(open_store())
 
 
@@ -167,7 +167,7 @@ def test_a_reference_of_a_good_url_is_no_option(tmp_path: Path) -> None:
 )
 def test_names_that_are_no_names(tmp_path: Path, name: str) -> None:
     """A release's name goes into refs and files: odd ones are refused wherever they come from."""
-    assert not is_name(name)
+    assert not is_safe_name(name)
     with pytest.raises(KvError):
         resolve(name)
     with pytest.raises(KvError):
@@ -177,10 +177,10 @@ def test_names_that_are_no_names(tmp_path: Path, name: str) -> None:
     text = f'version = 1\n[[release]]\n{table}era = "rows"\ndate = "2025"\narchive = "x"\n'
     kept.write_text(text.replace("'", '"'))
     with pytest.raises(LockFileError):
-        lock.load(kept)
+        lockfile.load(kept)
     kept.write_text(text.replace(repr(name), '"1.0"').replace('"x"', repr(name)).replace("'", '"'))
     with pytest.raises(LockFileError):
-        lock.load(kept)
+        lockfile.load(kept)
 
 
 @pytest.mark.defect(
@@ -193,5 +193,5 @@ def test_git_reaches_no_other_repository_by_itself(tmp_path: Path) -> None:
     repository(tmp_path / "up")
     store = open_store()
     arguments = ("fetch", "-q", str(tmp_path / "up"), "main")
-    assert gitting.run(store.path, *arguments).returncode != 0
-    assert gitting.run(store.path, *arguments, network=True).returncode == 0
+    assert git_command.run(store.path, *arguments).returncode != 0
+    assert git_command.run(store.path, *arguments, network=True).returncode == 0

@@ -16,8 +16,8 @@ from tomlkit.exceptions import TOMLKitError
 
 from pyllamakv.errors import LockFileError
 from pyllamakv.home import data, home
-from pyllamakv.source.files import locked, write_atomic
-from pyllamakv.source.releases import Kind, Release, is_name
+from pyllamakv.source.files import locked, write_text_atomic
+from pyllamakv.source.releases import Kind, Release, is_safe_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -95,7 +95,7 @@ def save(path: Path, releases: Iterable[Release]) -> None:
             document.add("release", tables)
         for release in releases:
             _put(path, tables, release)
-        write_atomic(path, tomlkit.dumps(document))
+        write_text_atomic(path, tomlkit.dumps(document))
 
 
 def _document(path: Path) -> tomlkit.TOMLDocument:
@@ -142,9 +142,9 @@ def _release(path: Path, table: Any) -> Release:
         problem = "has a commit or tree that is not 40 hexadecimal digits"
     elif "sha256" in facts and not _HEX64.fullmatch(facts["sha256"]):
         problem = "has a sha256 that is not 64 hexadecimal digits"
-    elif "archive" in facts and not is_name(facts["archive"]):
+    elif "archive" in facts and not is_safe_name(facts["archive"]):
         problem = "has an archive name that is no file name"
-    elif facts["kind"] in ("sdist", "npm") and not is_name(name):
+    elif facts["kind"] in ("sdist", "npm") and not is_safe_name(name):
         problem = "has a name that is not safe in file names"
     if problem:
         msg = f"{path}: release {name!r} {problem}"
