@@ -72,7 +72,7 @@ class Answer:
     skipped: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the answer as plain JSON values (docs/harness.md describes them)."""
+        """Return the answer as plain JSON values (docs/verification.md explains the verdicts)."""
         found = self.judgement
         return {
             "schema": 1,

@@ -25,7 +25,7 @@ DOCUMENTS = (
     "docs/api.md",
     "docs/backends.md",
     "docs/cache.md",
-    "docs/harness.md",
+    "docs/contributing.md",
     "docs/patches.md",
     "docs/pictures.md",
     "docs/plugin.md",
@@ -35,7 +35,9 @@ DOCUMENTS = (
     "docs/quickstart-scripts.md",
     "docs/scripts.md",
     "docs/slot-cache.md",
+    "docs/stress-testing.md",
     "docs/traces.md",
+    "docs/verification.md",
 )
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"\b[0-9a-f]{16,64}\b|\d+(?:\.\d+)?")
