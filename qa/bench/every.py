@@ -46,7 +46,7 @@ def figures(tick: Tick) -> list[Figure]:
             f"{cold / 60:.1f} min",
             "<= 100 min",
             cold <= 6000,
-            f"CPU of it all, compilers first: {cpu / 60:.0f} min",
+            f"total CPU time, mostly compilers: {cpu / 60:.0f} min",
             "no compiler cache; every release fetched, built stock and patched, and verified",
             {"wall": cold, "cpu": cpu},
         ),
