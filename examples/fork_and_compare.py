@@ -1,9 +1,9 @@
-"""Fork a prompt and compare what could follow: the prompt is decoded once, and kept once.
+"""Fork a prompt and compare several endings: the prompt is decoded once and stored once.
 
     python examples/fork_and_compare.py [MODEL.gguf]
 
-Scores endings by the likelihood that the model gives them, as multiple-choice tests do. Each ending
-is a fork of the prompt: it shares the prompt's cells, and all endings are decoded in one batch.
+Score endings by their likelihood, as multiple-choice tests do. Each ending is a fork that shares
+the cells of the prompt. All endings are decoded in one batch.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ ENDINGS = (
 
 
 def log_probabilities(logits: Any) -> NDArray[np.float32]:
-    """Return the logarithm of the probability of each token, row by row."""
+    """Return the log-probability of each token, row by row."""
     rows = np.atleast_2d(np.array(logits))
     rows -= rows.max(axis=1, keepdims=True)
     return np.asarray(rows - np.log(np.exp(rows).sum(axis=1, keepdims=True)))
 
 
 def main(path: str) -> None:
-    """Score the endings, and say how many cells that took."""
+    """Score the endings, and print the number of cells in use."""
     with (
         kv.open("0.3.9+patched") as library,
         library.load_model(path) as model,
@@ -54,9 +54,9 @@ def main(path: str) -> None:
 
         scores = []
         for tokens in endings:
-            # Each row foretells the token behind it; the prompt's foretells the first.
-            foretold = [after_prompt, *(next(rows) for _ in tokens)][:-1]
-            found = [row[token] for row, token in zip(foretold, tokens, strict=True)]
+            # Row i predicts token i + 1; the last row of the prompt predicts the first token.
+            predictions = [after_prompt, *(next(rows) for _ in tokens)][:-1]
+            found = [row[token] for row, token in zip(predictions, tokens, strict=True)]
             scores.append(float(np.mean(found)))
         for score, ending in sorted(zip(scores, ENDINGS, strict=True), reverse=True):
             print(f"{score:8.3f} {ending!r}")

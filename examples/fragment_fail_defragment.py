@@ -1,8 +1,8 @@
-"""Fragment a cache, let a decode fail in it, defragment, and decode: what the patch does by itself.
+"""Fragment a cache, fail to decode, defragment, and decode; a patched library does it in one call.
 
     python examples/fragment_fail_defragment.py [MODEL.gguf]
 
-Prints the cells at each step. A letter is a cell of that sequence, a dot a free cell.
+Print the cells at each step. A digit is a cell of that sequence, a dot is a free cell.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pyllamakv.view import cell_drawing
 
 
 def show(context: kv.Context, what: str) -> None:
-    """Print the cells and what they are."""
+    """Print the cells under a heading."""
     print(cell_drawing.plain(cell_picture.Picture.of(context.kv.snapshot(), what)), end="\n\n")
 
 
 def main(path: str) -> None:
-    """Do on stock llama.cpp by hand what patched does inside the decode."""
+    """Defragment by hand on stock; on patched, the decode defragments."""
     for spec in ("0.3.9+stock", "0.3.9+patched"):
         print(f"--- {spec}")
         with (
@@ -37,11 +37,11 @@ def main(path: str) -> None:
             prompt = comes.feed(list(range(3, 35)))
             try:
                 context.decode(prompt)
-                print(f"{len(comes)} tokens found cells: the decode defragmented by itself")
+                print(f"{len(comes)} tokens found cells: the decode defragmented the cache")
             except kv.NoKVSlot as error:
                 print(f"no slot for {error.n_tokens} tokens, although {error.stats.free} are free")
                 print(f"defragmented: {context.kv.defrag().cells} cells moved")
-                context.decode(prompt)  # the same feed again: nothing was lost
+                context.decode(prompt)  # the failed decode kept every token
             show(context, "decoded")
 
 

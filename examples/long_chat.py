@@ -1,9 +1,9 @@
-"""Go on with a chat far beyond the context: the oldest tokens behind the head make way.
+"""Continue a chat beyond the context: the oldest tokens after the head are discarded.
 
     python examples/long_chat.py [MODEL.gguf]
 
-The cache has 256 cells. The chat keeps its head (the instructions) and is shifted as often as it
-has to be; nothing that stays is decoded again.
+The cache has 256 cells. The chat keeps its head (the instructions). When the cache is full, the
+remaining tokens are shifted, not decoded again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LENGTH = 600
 
 
 def main(path: str) -> None:
-    """Generate more tokens than the cache has cells, and say what became of them."""
+    """Generate more tokens than the cache has cells, and print each shift."""
     with (
         kv.open("0.3.9+patched") as library,
         library.load_model(path) as model,
@@ -32,7 +32,7 @@ def main(path: str) -> None:
                 sequence = chat.sequence
                 if cache.stats().shifts > shifts:
                     shifts = cache.stats().shifts
-                    print(f"{len(chat.tokens):4} tokens said: shifted, {len(sequence)} stay")
+                    print(f"{len(chat.tokens):4} tokens generated: shifted, {len(sequence)} remain")
             assert sequence is not None
             stats, kept = cache.stats(), sequence.tokens
             print(f"{len(head) + len(chat.tokens)} tokens went through {context.info.n_ctx} cells")

@@ -1,10 +1,10 @@
-"""Record a run on stock llama.cpp, where it fails, and replay it on patched, where it does not.
+"""Record a run that fails on stock llama.cpp, and replay it on patched, where it succeeds.
 
-    python examples/record_and_replay.py [MODEL.gguf [FOLDER]]
+    python examples/record_and_replay.py [MODEL.gguf [DIRECTORY]]
 
-What is recorded is any Python that uses a context. The trace says row by row what was done and what
-came of it; replayed, it shows the first row that comes out otherwise. Timelines of both replays are
-drawn into the folder.
+Any Python code that uses a context can be recorded. A trace has one row per operation with its
+result. The replay prints the first row with another result. Timelines of both replays are written
+to the directory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pyllamakv.view import drawing, timeline
 
 
 def serve(context: kv.Context) -> None:
-    """Answer three clients in turn; one leaves, and a fourth finds no cells."""
+    """Serve three clients; one leaves, and a fourth finds no slot."""
     *clients, late = (context.sequence() for _ in range(4))
     for turn in range(16):
         context.decode([client.feed([3 + turn] * 5) for client in clients])
@@ -32,7 +32,7 @@ def serve(context: kv.Context) -> None:
 
 
 def main(path: str, folder: Path) -> None:
-    """Record on stock, replay on both."""
+    """Record on stock, and replay on stock and patched."""
     recorded = folder / "stock.jsonl"
     with (
         kv.open("0.3.9+stock") as library,

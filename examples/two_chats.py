@@ -1,9 +1,9 @@
-"""Let two chats share a system prompt: its cells are there once, and it is decoded once.
+"""Let two chats share a system prompt, which is decoded once and stored once.
 
     python examples/two_chats.py [MODEL.gguf]
 
-Both chats are continued in the same batches. The second round of each finds its own first round in
-the cache and decodes only what is new. A generated model says noise; a trained one tells stories.
+Both chats are continued in the same batches. The second round of each chat reuses its first round
+from the cache and decodes only new tokens. The text of a generated model is meaningless.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHATS = {"boat": " One day Lily took the boat and", "dog": " One day Max saw a c
 
 
 def main(path: str) -> None:
-    """Tell what each round took from the cache, and how many cells both chats take together."""
+    """Print the cached tokens of each round, and the number of cells of both chats."""
     with (
         kv.open("0.3.9+patched") as library,
         library.load_model(path) as model,
@@ -39,7 +39,7 @@ def main(path: str) -> None:
             rounds = {name: batcher.submit(said[name], max_tokens=24) for name in CHATS}
             batcher.run()
             for name, each in rounds.items():
-                print(f"round {number}, {name}: {each.cached} of {len(each.prompt)} tokens known")
+                print(f"round {number}, {name}: {each.cached} of {len(each.prompt)} tokens cached")
                 following = model.tokenize("\nThen they", add_special=False)
                 said[name] = [*each.prompt, *each.tokens, *following]
 

@@ -7,10 +7,10 @@ work and returns what it measured, and ``names()``, the names that entries may h
 #: What each section tries, in the order of the document.
 SECTIONS = {
     "random_operations": "Random operations, compared with a ledger, K/V bytes and logits.",
-    "mutation": "Mutants of the patches: a scenario or a test of a header must catch each.",
+    "mutation": "Mutants of the patches: a scenario or a header test must detect each.",
     "fuzzing": "Random bytes and arguments for every parser and C entry point.",
     "faults": "Kills, full disks, limits and lost workers, injected at random points.",
-    "sanitizers": "Address, undefined-behaviour and thread sanitizers; each sees a planted bug.",
+    "sanitizers": "Address, undefined-behaviour and thread sanitizers, each with a planted bug.",
     "leaks": "Memory and file descriptors over many contexts and decodes.",
-    "defects": "Defects that the sections found: the regression tests run again.",
+    "defects": "Regression tests of all defects that the sections found.",
 }

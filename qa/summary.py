@@ -46,12 +46,12 @@ class Claim:
 
 CLAIMS = (
     Claim(
-        "Importing the package costs little beside its dependencies",
+        "Importing the package is fast compared to importing its dependencies",
         "What Python costs",
         "`import pyllamakv`",
     ),
     Claim(
-        "A decode call with its logits adds microseconds to the same call from C",
+        "A Python decode call with its logits takes microseconds more than the C call",
         "What Python costs",
         "one decode call",
     ),
@@ -71,19 +71,19 @@ CLAIMS = (
         "with flash attention, .* over a strided copy",
     ),
     Claim(
-        "Defragmentation without flash attention stays near memory speed",
+        "Without flash attention, moving alternating cells takes at most 3 times a memcpy",
         "Complete defragmentations of every kind",
         "no flash attention, alternate cells, over memcpy",
     ),
     Claim(
         "Defragmentation is never slower than the published algorithm",
         "Complete defragmentations of every kind",
-        "every workload: the published algorithm over ours",
+        "every workload: the published algorithm over the patch",
     ),
     Claim(
         "Planning takes at most 2 % of a defragmentation",
         "Complete defragmentations of every kind",
-        "the plan, as a part",
+        "the plan, as a fraction",
     ),
     Claim(
         "A patched library decodes as fast as stock if nothing is defragmented",
@@ -101,24 +101,24 @@ CLAIMS = (
         "RPC, .*, alternate, flash attention",
     ),
     Claim(
-        "The cache managers cost at most 5 % of the decodes by hand",
+        "The cache managers add at most 5 % to the time of the same decodes by hand",
         "Cache managers",
         "",
     ),
     Claim(
         "The longest cached prefix among 1,000 is found within 1 ms",
         "Prefixes",
-        "find the longest beginning",
+        "find the longest prefix",
     ),
     Claim(
-        "A cached prompt is faster than evaluating it",
+        "Reusing a cached prompt is faster than evaluating it",
         "Prefixes",
         "a prompt of 1000 tokens",
     ),
     Claim(
         "A memory-mapped cache decodes as fast as one on the heap",
         "Mapped memory",
-        "decoding behind",
+        "decoding after",
     ),
     Claim(
         "A kept cache replaces the evaluation of a prompt after a restart",
@@ -126,7 +126,7 @@ CLAIMS = (
         "the next token after a prompt",
     ),
     Claim(
-        "Recording a trace costs at most 3 %",
+        "Recording a trace adds at most 3 % to the time of a decode",
         "Recording",
         "",
     ),
@@ -136,14 +136,14 @@ CLAIMS = (
         "",
     ),
     Claim(
-        "`pyllamakv check` takes minutes from an empty home",
+        "`pyllamakv check` takes minutes with an empty data directory",
         "Whole commands",
-        "from an empty home",
+        "with an empty data directory",
     ),
     Claim(
         "The matrix of all pinned releases takes about an hour",
         "The matrix of every release",
-        "from an empty home",
+        "with an empty data directory",
     ),
     Claim(
         "The shared headers are as fast as the ports that they replaced",
@@ -159,37 +159,37 @@ SECTIONS: dict[str, tuple[str, str, str, str]] = {
         "Operations in any order lose no K/V bytes, cells or logits",
         "operations",
         "operations",
-        "streams, shifts in sliding windows and partial states are left out",
+        "does not cover streams, shifts in sliding windows and partial states",
     ),
     "mutation": (
-        "Scenarios and header tests detect each single change of the patches",
+        "Scenarios and header tests detect every single change of the patches",
         "tried",
         "mutants",
-        "one change per mutant; only 0.3.9 full-defrag and 0.3.36 compaction since 2026-11-23",
+        "one change per mutant; since 2026-11-23 only 0.3.9 full-defrag and 0.3.36 compaction",
     ),
     "fuzzing": (
         "No input of a parser or C entry point ends or hangs the process",
         "inputs",
         "inputs",
-        "random inputs, guided by coverage where it can be counted",
+        "random inputs; guided by coverage if the build measures it",
     ),
     "faults": (
         "Kills, full disks and I/O errors leave a state that the next run repairs",
         "faults",
         "faults",
-        "Linux; faults of the file system calls of one process tree",
+        "Linux only; faults in file system calls of one process tree",
     ),
     "sanitizers": (
         "Sanitizers report nothing in the shim and in the patches",
         "",
         "planted faults, test groups, rounds and runs",
-        "gcc, on Linux; OpenMP is off, as in every build",
+        "gcc on Linux; without OpenMP, like every build",
     ),
     "leaks": (
         "Memory, file descriptors and threads do not grow",
         "operations",
         "operations",
-        "bounds per operation are in the table of results",
+        "all results list the bounds per operation",
     ),
     "defects": (
         "Defects that were found stay fixed",
@@ -250,7 +250,9 @@ def benchmarks(figures: Iterable[Figure], claims: Iterable[Claim] = CLAIMS) -> s
             "",
             "Written by `python -m qa summary` from [all figures](qa/results/benchmarks.md).",
             "Ratios are measured side by side in one run; brackets are 95 % confidence intervals.",
-            "A range covers several settings. `make bench` measures the main groups again.",
+            "A range covers several settings. `A over B` is the time of A divided by that of B.",
+            "The published algorithm copies runs of cells in compute graphs (the mover `graph`).",
+            "`make bench` measures the main groups again.",
             "",
             _HEAD,
             *rows,
@@ -317,7 +319,7 @@ def reliability(entries: Iterable[Entry]) -> str:
             "# Reliability",
             "",
             "Written by `python -m qa summary` from [all results](qa/results/reliability.md),",
-            "which name each defect that was found and fixed. `make qa` runs a sized version.",
+            "which list each defect that was found and fixed. `make qa` runs a short version.",
             "",
             _HEAD.replace("target", "defects (target: none)"),
             *rows,

@@ -52,9 +52,9 @@ def test_two_chats(stock, patched) -> None:
     used, apart = numbers(r"(\d+) cells in use; without sharing (\d+)", said)
     assert apart - used >= head
     for chat in ("boat", "dog"):
-        known, asked = numbers(rf"round 1, {chat}: (\d+) of (\d+) tokens known", said)
+        known, asked = numbers(rf"round 1, {chat}: (\d+) of (\d+) tokens cached", said)
         assert known == head < asked
-        again, longer = numbers(rf"round 2, {chat}: (\d+) of (\d+) tokens known", said)
+        again, longer = numbers(rf"round 2, {chat}: (\d+) of (\d+) tokens cached", said)
         assert again > asked and longer > again
 
 
@@ -87,7 +87,7 @@ def test_fragment_fail_defragment(stock, patched) -> None:
     wanted, free = numbers(r"no slot for (\d+) tokens, although (\d+) are free", on_stock)
     assert wanted <= free
     assert numbers(r"defragmented: (\d+) cells moved", on_stock) == [64]
-    assert "by itself" in on_patched and "no slot" not in on_patched
+    assert "the decode defragmented the cache" in on_patched and "no slot" not in on_patched
     for side in (on_stock, on_patched):
         assert "fragmented: 128 of 256 cells used, 128 holes, largest 1" in side
         assert "decoded: 160 of 256 cells used, 1 hole, largest 96" in side

@@ -55,8 +55,8 @@ def test_a_class_name_is_unique() -> None:
 
 
 def test_the_guide_for_developers_names_what_exists() -> None:
-    """Every path in docs/development.md exists, and every package has a row there."""
-    text = (ROOT / "docs" / "development.md").read_text(encoding="utf-8")
+    """Every path in docs/contributing.md exists, and every package has a row there."""
+    text = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")
     paths = re.findall(r"`((?:pyllamakv|patches|tests|vendor|qa|\.ci)[\w./-]*)`", text)
     assert len(paths) > 25
     for path in paths:

@@ -19,6 +19,6 @@ def test_every_test_that_is_named_exists() -> None:
 
 def test_every_section_of_what_is_not_trusted_names_a_test() -> None:
     """Each paragraph that promises something says what holds it."""
-    part = TEXT.split("## What is not\n")[1].split("## The worker")[0]
+    part = TEXT.split("## Not trusted\n")[1].split("## The worker")[0]
     for paragraph in part.strip().split("\n\n"):
         assert "`tests/" in paragraph, paragraph[:40]

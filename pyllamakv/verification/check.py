@@ -72,7 +72,7 @@ class Answer:
     skipped: dict[str, str] = field(default_factory=dict)
 
     def to_json(self, *, pictures: bool = True) -> dict[str, Any]:
-        """Return the answer as plain JSON values (docs/harness.md describes them).
+        """Return the answer as plain JSON values (docs/verification.md explains the verdicts).
 
         Pictures and films of the cells are most of it, and are left out without ``pictures``.
         """

@@ -71,13 +71,13 @@ def markdown(results: Iterable[CellResult]) -> str:
     """Return the table of verdicts for a readme; on devices with what ran there, and when."""
     shown = list(results)
     devices = any(result.spec.backend != "cpu" for result in shown)
-    heads = ["release", "era", "backend", "verdict", "measured", "cured"]
-    heads += ["scenarios that ran", "judged"] if devices else []
+    heads = ["release", "era", "backend", "verdict", "measured", "fixed"]
+    heads += ["scenarios that ran", "verified"] if devices else []
     rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for result in shown:
         spec = result.spec
         cells = [spec.what, result.era, spec.backend, result.verdict, result.measured]
-        cells.append(_cured(result))
+        cells.append(_fixed(result))
         if devices:
             ran = [row for row in result.scenarios if row.verdict != Verdict.UNTESTABLE]
             cells += [f"{len(ran)} of {len(result.scenarios)}", result.judged[:10]]
@@ -85,7 +85,7 @@ def markdown(results: Iterable[CellResult]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def _cured(result: CellResult) -> str:
+def _fixed(result: CellResult) -> str:
     """Name what patched does and stock does not; many are counted."""
     names = [row.id for row in result.scenarios if row.verdict == Verdict.NEEDED]
     return ", ".join(names) if len(names) <= FEW else f"{len(names)} scenarios"

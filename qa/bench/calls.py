@@ -79,8 +79,8 @@ def imports(tick: Tick) -> Figure:
         f"{ratio.format()} x numpy and cffi",
         "<= 1.15 x",
         ratio.median <= 1.15,
-        "what it needs is imported when it is first used",
-        "whole processes in turn, the start of Python taken off",
+        "other modules are imported on first use",
+        "alternating processes, minus the start of Python",
         {"ours": pairs.first, "numpy and cffi": pairs.second},
     )
 
@@ -90,7 +90,7 @@ def first_use(tick: Tick) -> Figure:
     ratio, pairs = _imports("import pyllamakv; pyllamakv.open; pyllamakv.Snapshot", tick)
     return Figure(
         GROUP,
-        "the same with `open` and `Snapshot`, which bring numpy and cffi along",
+        "the same with `open` and `Snapshot`, which import numpy and cffi",
         f"{ratio.format()} x numpy and cffi",
         "",
         None,
@@ -120,7 +120,7 @@ def repeated_build(tick: Tick, release: str = DEFAULT_RELEASE) -> Figure:
         seconds.format(2, "s"),
         "<= 1 s",
         seconds.median <= 1.0,
-        "0: the manifests say it all",
+        "0: reading the manifests is enough",
         "beyond starting Python, 10 pairs",
         {"seconds": pairs.first, "python": pairs.second},
     )

@@ -23,7 +23,7 @@ from qa.bench.workloads import SETTINGS, Cache, Live, Setting
 GROUP = "Devices"
 Tick = Callable[[], None]
 
-#: What the patch chooses, what the published algorithm does, and the way by the host.
+#: What the patch chooses, what the published algorithm does, and copying through the host.
 MOVERS: tuple[Mover, ...] = ("auto", "graph", "staged")
 
 #: What was promised, and how many times as long the published algorithm has to take.
@@ -157,7 +157,7 @@ def _measure(stand: Stand, cache: Cache, pattern: str, among: int) -> Figure:
         GROUP,
         f"{stand.device}, {_what(cache, pattern)}",
         f"{ours.median * 1e3:.0f} ms in {rounds.graphs} graphs; the published algorithm takes "
-        f"{published.format(1)} times, the way by the host {staged.format(1)} times as long",
+        f"{published.format(1)} times, copying through the host {staged.format(1)} times as long",
         target,
         met,
         f"{rate:.1f} GB/s read and written; scratch: {rounds.scratch / 1e6:.1f} MB",

@@ -1,4 +1,4 @@
-"""Measure the matrix of every release, from an empty home and again."""
+"""Measure the matrix of every release, with an empty data directory and again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JUDGED = (0, 1)
 
 
 def figures(tick: Tick) -> list[Figure]:
-    """Judge all releases from an empty home, then again.
+    """Judge all releases with an empty data directory, then again.
 
     The results of the first run are left in ``home()/results/cold-matrix.json``, where
     ``pyllamakv matrix report --merge`` and ``accept --merge`` take them.
@@ -42,12 +42,12 @@ def figures(tick: Tick) -> list[Figure]:
     return [
         Figure(
             GROUP,
-            f"`pyllamakv matrix run`, {len(cells)} releases, from an empty home",
+            f"`pyllamakv matrix run`, {len(cells)} releases, with an empty data directory",
             f"{cold / 60:.1f} min",
             "<= 100 min",
             cold <= 6000,
-            f"CPU of it all, compilers first: {cpu / 60:.0f} min",
-            "no compiler cache; every release fetched, built stock and patched, and judged",
+            f"total CPU time, mostly compilers: {cpu / 60:.0f} min",
+            "no compiler cache; every release fetched, built stock and patched, and verified",
             {"wall": cold, "cpu": cpu},
         ),
         Figure(
@@ -57,12 +57,12 @@ def figures(tick: Tick) -> list[Figure]:
             "<= 60 s",
             warm <= 60,
             "",
-            "results are kept by content",
+            "results come from the result cache",
             {"warm": warm},
         ),
         Figure(
             GROUP,
-            "one release, fetched, built twice and judged",
+            "one release, fetched, built twice and verified",
             f"{min(seconds.values()):.0f} to {seconds[slowest]:.0f} s ({slowest})",
             "<= 480 s and its compile time",
             seconds[slowest] <= 480,

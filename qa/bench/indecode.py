@@ -67,10 +67,10 @@ def _healed(group: str, cache: Cache, found: Pairs, moving: list[float]) -> Figu
     own = statistics.median(moving) * 1e3
     return Figure(
         group,
-        f"what a decode takes longer when it defragments, over that defragmentation: "
+        f"extra time of a decode that defragments, over the defragmentation: "
         f"{cache.shape}, {cache.cells} cells, alternate, {cache.setting.name}",
         f"{share.format()} x {own:.1f} ms",
-        "1 x: its own time and nothing else",
+        "1 x: no other cost",
         # The bound is on what is added, which differs from decode to decode by more than this.
         share.low <= 1.05,
         f"the decode alone: {statistics.median(found.second) * 1e3:.1f} ms",

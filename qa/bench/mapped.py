@@ -95,7 +95,7 @@ def _creation(model: pyllamakv.Model, cells: int, tick: Tick) -> Figure:
         f"{found.ratio.format(3)}; {_ms(found.first)} and {_ms(found.second)}",
         "< 1",
         found.ratio.high < 1,
-        "the heap is zeroed from end to end",
+        "the heap is zeroed completely",
         f"8 interleaved pairs, {HOW}",
         {"mmap": found.first, "heap": found.second},
     )
@@ -128,7 +128,7 @@ def _speed(
     found = Pairs(first, second)
     return Figure(
         GROUP,
-        f"decoding behind {USED} tokens, {_name(flash)}: {_what(backing)} over heap",
+        f"decoding after {USED} tokens, {_name(flash)}: {_what(backing)} over heap",
         f"{found.ratio.format(3)} times as long; {_ms(found.second)} on the heap",
         "the interval includes 1.0, or is below",
         found.ratio.low <= 1.0,

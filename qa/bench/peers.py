@@ -22,7 +22,7 @@ Tick = Callable[[], None]
 def passes(group: str, cache: Cache, tick: Tick, release: str, pairs: int = 10) -> Figure:
     """Compare with stock, asked again and again until nothing more moves."""
     mask = workloads.live("alternate", cache.cells)
-    name = f"alternate cells, stock's own passes over ours: {_what(cache)}"
+    name = f"alternate cells, stock's passes over the patch: {_what(cache)}"
     reason = cache.skipped(available_bytes())
     if reason:
         return Figure(group, name, reason)
@@ -53,7 +53,7 @@ def passes(group: str, cache: Cache, tick: Tick, release: str, pairs: int = 10) 
 def saved(group: str, cache: Cache, tick: Tick, spec: str, pairs: int = 5) -> Figure:
     """Compare with saving the sequence, removing it and restoring it, which any library can."""
     mask = workloads.live("alternate", cache.cells)
-    name = f"alternate cells, saved and restored over ours: {_what(cache)}"
+    name = f"alternate cells, save and restore over the patch: {_what(cache)}"
     reason = cache.skipped(available_bytes())
     if reason:
         return Figure(group, name, reason)

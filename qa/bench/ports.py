@@ -124,7 +124,7 @@ def _ratio(
     ratio = interval(ratios)
     return Figure(
         GROUP,
-        f"complete defragmentation, today's patches over earlier ones: {release}, {cache.cells} "
+        f"complete defragmentation, current patches over earlier ones: {release}, {cache.cells} "
         f"cells, {cache.setting.name}",
         f"{ratio.format(3)} x {statistics.median(times['old']) * 1e3:.1f} ms",
         target="interval not entirely above 1.0",

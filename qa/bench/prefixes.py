@@ -37,7 +37,7 @@ def figures(tick: Tick, spec: str = "0.3.9+patched", pairs: int = MINIMUM_PAIRS)
         for shared in (0, SHARED):
             found.append(_overhead(model, shared, pairs, tick))
         found.append(_cells(model))
-        found += [_saved(model, where, pairs, tick) for where in ("in the cache", "in memory")]
+        found += [_saved(model, where, pairs, tick) for where in ("cached", "paged to memory")]
     return found
 
 
@@ -56,7 +56,7 @@ def _trees() -> dict[str, list[bytes]]:
     shapes = {
         "nothing in common": (some(LENGTH) for _ in range(ENTRIES)),
         "half in common": ([*trunk[:half], *some(LENGTH - half)] for _ in range(ENTRIES)),
-        "each parts later": (
+        "each diverges later": (
             [*trunk[: step * i], *some(LENGTH - step * i)] for i in range(ENTRIES)
         ),
     }
@@ -76,7 +76,7 @@ def _lookup(name: str, keys: list[bytes], tick: Tick) -> Figure:
     worst = max(statistics.median(times[i :: len(prompts)]) for i in range(len(prompts)))
     return Figure(
         GROUP,
-        f"find the longest beginning among {ENTRIES} entries of {LENGTH} tokens, {name}",
+        f"find the longest prefix among {ENTRIES} entries of {LENGTH} tokens, {name}",
         f"{interval(times).median * 1e6:.0f} us, {worst * 1e6:.0f} us for the slowest prompt",
         f"<= {LOOKUP * 1e3:.0f} ms",
         worst <= LOOKUP,
@@ -193,7 +193,7 @@ def _saved(model: pyllamakv.Model, where: str, pairs: int, tick: Tick) -> Figure
         cache = PrefixCache(one, paging="memory")
 
         def hit() -> float:
-            if where == "in memory" and cache.stats().hits + cache.stats().misses:
+            if where == "paged to memory" and cache.stats().hits + cache.stats().misses:
                 cache.page_out(prompt)
             begin = time.thread_time()
             with cache.acquire(prompt) as lease:
@@ -211,7 +211,7 @@ def _saved(model: pyllamakv.Model, where: str, pairs: int, tick: Tick) -> Figure
     ratio = times.ratio
     return Figure(
         GROUP,
-        f"a prompt of {len(prompt)} tokens that is {where} but for one, over decoding it",
+        f"a prompt of {len(prompt)} tokens of which all but one are {where}, over decoding it",
         f"{ratio.format(3)} x, {interval(times.first).median * 1e3:.2f} ms",
         "< 1",
         ratio.high < 1,

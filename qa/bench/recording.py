@@ -104,6 +104,6 @@ def _figure(name: str, model: Path, pairs: Pairs) -> Figure:
         factor.median <= BOUND,
         f"not recorded: {micro:.0f} us a token",
         f"{len(pairs.first)} interleaved pairs of {TOKENS} tokens, {model.stem}, CPU time of 1 "
-        "thread; to write the rows is counted, to open the trace is not",
+        "thread; includes writing rows, excludes opening the trace",
         {"recorded": pairs.first, "plain": pairs.second},
     )

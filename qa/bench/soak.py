@@ -183,7 +183,7 @@ def figure(policy: str, done: Soaked, spec: str, *, asked: bool = True) -> Figur
         f"{done.prompts} prompts of {low} to {high} tokens in {N_CTX} cells, "
         f"{done.truncated} truncated, {done.cache['shifts']} shifts, {done.cache['reprocessed']} "
         f"tokens decoded again, {done.cache['cached_tokens']:,} of "
-        f"{done.cache['prompt_tokens']:,} prompt tokens were there already; ledgers compared with "
+        f"{done.cache['prompt_tokens']:,} prompt tokens were cached; ledgers compared with "
         "all cells after every decode",
         asdict(done),
     )

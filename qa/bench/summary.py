@@ -109,7 +109,7 @@ def _factor(group: str, name: str, found: list[Measured], target: int) -> list[F
     return [
         Figure(
             group,
-            f"{name}: the published algorithm over ours",
+            f"{name}: the published algorithm over the patch",
             f"{worst.faster.format(1)} x ({_where(worst)}) to {best.faster.median:.0f} x",
             f">= {target} x",
             worst.faster.median >= target,
@@ -131,7 +131,7 @@ def _share(group: str, found: list[Measured]) -> list[Figure]:
     return [
         Figure(
             group,
-            "the plan, as a part of the whole",
+            "the plan, as a fraction of the defragmentation",
             f"{share(worst):.1%}: {micro:.0f} us ({_where(worst)})",
             "<= 2 %",
             share(worst) <= 0.02,
@@ -184,7 +184,7 @@ def _plans(group: str, found: list[Measured]) -> list[Figure]:
             f"{over:.2f} x: {worst.moves} of {worst.least_moves} ({_where(worst)})",
             "",
             None,
-            "1 x: each hole and each run of live cells behind takes one",
+            "1 x: each hole and each run of live cells after it needs one",
             f"counted; the worst of {len(found)}",
         )
     ]

@@ -15,7 +15,7 @@ Tick = Callable[[], None]
 
 
 def figures(tick: Tick, release: str = DEFAULT_RELEASE) -> list[Figure]:
-    """Build and check a release from an empty home, then check it again."""
+    """Build and check a release with an empty data directory, then check it again."""
     with tempfile.TemporaryDirectory(prefix="pyllamakv-bench-") as folder:
         home = Path(folder)
         fetch, _ = command(home, "upstream", "fetch", release)
@@ -33,7 +33,7 @@ def figures(tick: Tick, release: str = DEFAULT_RELEASE) -> list[Figure]:
     return [
         Figure(
             GROUP,
-            f"`pyllamakv check {release}` from an empty home",
+            f"`pyllamakv check {release}` with an empty data directory",
             f"{whole:.0f} s (fetch {fetch:.0f}, stock {stock:.0f}, patched {patched:.0f}, "
             f"runs {cold:.0f})",
             "<= 360 s",
@@ -49,7 +49,7 @@ def figures(tick: Tick, release: str = DEFAULT_RELEASE) -> list[Figure]:
             "<= 30 s",
             warm <= 30,
             "",
-            "results are kept by content",
+            "results come from the result cache",
             {"warm": warm},
         ),
         Figure(

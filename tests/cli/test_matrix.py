@@ -147,7 +147,7 @@ def test_show_and_report_run_nothing(run: Run, tmp_path: Path) -> None:
     run("matrix", "run", "0.3.9")
     code, out, err = run("matrix", "report", "--markdown")
     assert code == 0
-    assert out.splitlines()[0] == "| release | era | backend | verdict | measured | cured |"
+    assert out.splitlines()[0] == "| release | era | backend | verdict | measured | fixed |"
     assert len(out.splitlines()) == 3
     page, suite = tmp_path / "page.html", tmp_path / "suite.xml"
     code, out, _ = run("matrix", "report", "--html", str(page), "--junit", str(suite))

@@ -1,8 +1,9 @@
-"""Run the code of the documents, compare with the output they print, and refresh it.
+"""Run the code blocks of the documents, compare their output, and refresh it.
 
-Every ``python`` block is run, and so are the ``pyllamakv`` commands of a ``sh`` block in the README
-or before a ``text`` block, which holds their output. It must be the same up to numbers, which
-differ between machines and days. ``python tests/readme.py --write`` puts the present output in.
+Every ``python`` block is run. The ``pyllamakv`` commands of a ``sh`` block are run in the README,
+and in other documents if a ``text`` block with their output follows. Numbers, digests and the data
+directory differ between machines and are not compared. ``python tests/kits/readme.py --write``
+replaces the output in the documents.
 """
 
 from __future__ import annotations
@@ -16,28 +17,37 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from pyllamakv import home
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = (
     "README.md",
     "docs/api.md",
     "docs/backends.md",
     "docs/cache.md",
-    "docs/harness.md",
+    "docs/contributing.md",
     "docs/patches.md",
     "docs/pictures.md",
     "docs/plugin.md",
     "docs/prefix-cache.md",
+    "docs/quickstart-llama-cpp-python.md",
+    "docs/quickstart-patches.md",
+    "docs/quickstart-scripts.md",
     "docs/scripts.md",
     "docs/slot-cache.md",
+    "docs/stress-testing.md",
     "docs/traces.md",
+    "docs/verification.md",
 )
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NUMBER = re.compile(r"\d+(?:\.\d+)?")
+NUMBER = re.compile(r"\b[0-9a-f]{16,64}\b|\d+(?:\.\d+)?")
+#: What the documents show for the data directory.
+HOME = "~/.cache/pyllamakv"
 
 
 @dataclass(frozen=True)
 class Example:
-    """Hold a block of a document, its line, and where the output that it promises stands."""
+    """Hold a code block of a document, its line, and the span of its expected output."""
 
     document: str
     line: int
@@ -103,11 +113,11 @@ def run(example: Example) -> str:
             message = f"{command[-1]!r} exited with {done.returncode}:\n{done.stdout}{done.stderr}"
             raise RuntimeError(message)
         said += done.stdout
-    return said
+    return said.replace(str(home.home()), HOME)
 
 
 def shape(text: str) -> str:
-    """Return a text without its numbers and the widths that hang on them."""
+    """Return a text without its numbers and digests, and with single spaces."""
     lines = (re.sub(r"\s+", " ", NUMBER.sub("#", line)).strip() for line in text.splitlines())
     return "\n".join(line for line in lines if line)
 

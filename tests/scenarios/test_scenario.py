@@ -14,7 +14,7 @@ from pyllamakv.scenarios.scenario import CACHES, MOVERS, PLAIN, Scenario, Settin
 from pyllamakv.verification import discovery
 
 ALL = discovery.discover()
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "harness.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 OWN = '''
 from pyllamakv.scenarios.scenario import Scenario
@@ -44,17 +44,19 @@ def test_each_scenario_says_what_it_is_for(name: str) -> None:
     assert len(each.digest) == 64
 
 
-def page() -> str:
-    """Return docs/harness.md, or skip where only the package is."""
-    if not PAGE.is_file():
+def page(name: str) -> str:
+    """Return a document, or skip if the package has no documents."""
+    if not (DOCS / name).is_file():
         pytest.skip("no documents here")
-    return PAGE.read_text(encoding="utf-8")
+    return (DOCS / name).read_text(encoding="utf-8")
 
 
 def test_the_page_lists_every_scenario() -> None:
-    """With its kind and the public issue that it stands for, and no other."""
-    rows = re.findall(r"^\| ([a-z0-9-]+) \| (cure|guard|feature) \| (\S+ #\d+) \|", page(), re.M)
-    known = [(each.id, each.kind, each.issue.split("/")[1]) for each in ALL.values()]
+    """docs/verification.md lists each scenario once, with its kind and public issue."""
+    row = r"^\| ([a-z0-9-]+) \| (fix|guard|feature) \| (\S+ #\d+) \|"
+    rows = re.findall(row, page("verification.md"), re.M)
+    kinds = {"cure": "fix", "guard": "guard", "feature": "feature"}
+    known = [(each.id, kinds[each.kind], each.issue.split("/")[1]) for each in ALL.values()]
     assert sorted((name, kind, issue.replace(" ", "")) for name, kind, issue in rows) == sorted(
         known
     )
@@ -62,8 +64,9 @@ def test_the_page_lists_every_scenario() -> None:
 
 @pytest.fixture
 def example(tmp_path: Path) -> Scenario:
-    """Return the scenario that the page writes, from a folder outside the package."""
-    text = re.search(r"Save this as `(\w+\.py)`.*?^```python\n(.*?)^```", page(), re.S | re.M)
+    """Return the scenario of docs/contributing.md, from a directory outside the package."""
+    block = r"Save this as `(\w+\.py)`.*?^```python\n(.*?)^```"
+    text = re.search(block, page("contributing.md"), re.S | re.M)
     assert text
     (tmp_path / text[1]).write_text(text[2], encoding="utf-8")
     return discovery.find(text[1].removesuffix(".py").replace("_", "-"), [tmp_path])

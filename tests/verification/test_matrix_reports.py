@@ -55,7 +55,7 @@ def test_documents_merge(tmp_path: Path) -> None:
 def test_markdown_keeps_its_columns() -> None:
     """Bars and line ends of messages do not break the table."""
     lines = matrix_reports.markdown(RESULTS).splitlines()
-    assert lines[0] == "| release | era | backend | verdict | measured | cured |"
+    assert lines[0] == "| release | era | backend | verdict | measured | fixed |"
     start = "| 0.3.9 | unified | cpu | needed | stock fails 55 of 77 runs, patched 0 |"
     assert lines[2].startswith(start)
     assert lines[4] == "| b4980 | unified | cpu | untestable | npm \\| is missing |  |"
@@ -69,7 +69,7 @@ def test_markdown_tells_of_devices_what_ran_and_when() -> None:
     rows = (row, replace(row, id="other", verdict="untestable"))
     device = replace(RESULTS[0], spec=spec, scenarios=rows, judged="2026-11-22T01:02:03+00:00")
     lines = matrix_reports.markdown([device]).splitlines()
-    assert lines[0].endswith("| cured | scenarios that ran | judged |")
+    assert lines[0].endswith("| fixed | scenarios that ran | verified |")
     assert lines[2].endswith("| 1 of 2 | 2026-11-22 |")
     assert lines[2].count("|") == lines[1].count("|")
 
