@@ -23,7 +23,7 @@ from pyllamakv.cli.stdout import write_json
 from pyllamakv.source.releases import DEFAULT_RELEASE
 
 if TYPE_CHECKING:
-    from pyllamakv.verification.check import Answer
+    from pyllamakv.verification.check import CheckResult
 
 app = typer.Typer(add_completion=False)
 
@@ -63,7 +63,7 @@ def command(
     from pyllamakv.verification import check, check_report, discovery
     from pyllamakv.view import check_console
 
-    question = check.Question(
+    question = check.CheckRequest(
         release=release,
         series=tuple(name for name in series.split(",") if name),
         patches=tuple(patch or ()),
@@ -85,10 +85,10 @@ def command(
 
         known = discovery.discover(question.folders)
         check_console.show(answer, known, Console(), pictures=pictures, verbose=verbose)
-    raise typer.Exit(answer.judgement.exit_code)
+    raise typer.Exit(answer.decision.exit_code)
 
 
-def _answer(question: Any) -> Answer:
+def _answer(question: Any) -> CheckResult:
     from pyllamakv.cli import progress_bar
     from pyllamakv.errors import HarnessError, KvError
     from pyllamakv.verification import check

@@ -64,7 +64,7 @@ def plan(specs: Sequence[CellSpec], as_json: bool) -> None:
 
     rows: list[dict[str, Any]] = []
     for spec in specs:
-        kept = result_cache.latest(spec)
+        kept = result_cache.latest_result(spec)
         state = "to verify" if kept is None else "outdated" if kept.stale else "verified"
         verdict = kept.verdict if kept else None
         rows.append({"name": spec.name, "state": state, "verdict": verdict, "spec": spec.to_json()})
@@ -119,7 +119,7 @@ def _table(results: Sequence[CellResult], compared: Sequence[Comparison]) -> Non
     for head in ("release", "era", "backend", "verdict", "measured", "accepted"):
         table.add_column(head, no_wrap=head not in ("measured", "accepted"))
     for result, one in zip(results, compared, strict=True):
-        verdict = Text(result.verdict, style=styles[page.tone(result.verdict)])
+        verdict = Text(result.verdict, style=styles[page.css_class(result.verdict)])
         if result.stale:
             verdict.append(" (old)", style="dim")
         said: str = "yes" if one.outcome == "same" else one.outcome
@@ -138,4 +138,3 @@ def _table(results: Sequence[CellResult], compared: Sequence[Comparison]) -> Non
     worse = sum(one.regression for one in compared)
     if results:
         console.print(f"{worse} of {len(results)} worse than accepted" if worse else "as accepted")
-

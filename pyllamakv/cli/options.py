@@ -67,9 +67,7 @@ Patch = Annotated[
 ]
 PatchNames = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="PATCH", help="Patch names; default: all.", autocompletion=patch_names
-    ),
+    typer.Argument(metavar="PATCH", help="Patch names; default: all.", autocompletion=patch_names),
 ]
 Base = Annotated[
     str, typer.Argument(metavar="BASE", help="Base release of a port, or a patch file.")

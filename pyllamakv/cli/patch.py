@@ -16,8 +16,8 @@ from pyllamakv.cli.options import (
     Github,
     Json,
     Patch,
-    PatchNames,
     Patches,
+    PatchNames,
     Release,
     Releases,
     Scenarios,
@@ -29,7 +29,7 @@ from pyllamakv.cli.options import (
 from pyllamakv.cli.stdout import note, write_json, write_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from pyllamakv.patching.patch_import import ApplyResult
     from pyllamakv.patching.rebase import Rebased
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pyllamakv.source.releases import Release as FoundRelease
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+
 
 @app.command()
 def status(
@@ -512,4 +513,3 @@ def _result(facts: dict[str, Any], as_json: bool) -> None:
         elif not isinstance(value, dict):
             write_lines([f"{key}: {value}"])
     return None
-

@@ -11,7 +11,7 @@ from pyllamakv.cli.options import Json, Model, Variants
 from pyllamakv.cli.stdout import note, write_json, write_lines
 
 if TYPE_CHECKING:
-    from pyllamakv.traces.replaying import Replay
+    from pyllamakv.traces.replay import Replay
     from pyllamakv.traces.trace import Head
 
 app = typer.Typer(add_completion=False)
@@ -33,7 +33,7 @@ def command(
     and most likely tokens are compared. The LLAMA_… variables of the recording are set.
     """
     from pyllamakv.cli import progress_bar
-    from pyllamakv.traces import builds, replaying
+    from pyllamakv.traces import replay, variant_selection
     from pyllamakv.traces import trace as traces
 
     head, lines = traces.read(trace)
@@ -41,13 +41,15 @@ def command(
         note(f"{trace} is incomplete: found {len(lines)} rows")
     found: list[Replay] = []
     with progress_bar.progress() as progress:
-        for spec in builds.specs(head, list(variants or ())):
+        for spec in variant_selection.specs(head, list(variants or ())):
 
             def tick(done: int, spec: str = spec) -> None:
                 if done % 64 == 0:
                     progress(f"replaying on {spec}", done, len(lines))
 
-            one = replaying.on(spec, head, lines, model=model, every=every, progress=tick)
+            one = replay.replay_on_variant(
+                spec, head, lines, model=model, every=every, progress=tick
+            )
             found.append(one)
     if as_json:
         recorded = {

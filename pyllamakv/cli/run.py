@@ -13,7 +13,7 @@ from pyllamakv.cli.options import Json, Model, Threads, Variant
 from pyllamakv.cli.stdout import note, to_json, write_json, write_lines
 from pyllamakv.errors import UsageError
 from pyllamakv.scenarios import cell_picture
-from pyllamakv.traces import builds
+from pyllamakv.traces import variant_selection
 
 if TYPE_CHECKING:
     from pyllamakv.traces.script import Line
@@ -40,15 +40,11 @@ def command(
     ] = 64,
     n_ctx: Annotated[int, typer.Option("--n-ctx", min=0, help="Context size; 0: as needed.")] = 0,
     threads: Threads = 1,
-    flash_attn: Annotated[
-        bool, typer.Option("--flash-attn", help="Use flash attention.")
-    ] = False,
+    flash_attn: Annotated[bool, typer.Option("--flash-attn", help="Use flash attention.")] = False,
     temperature: Annotated[
         float, typer.Option("--temperature", min=0.0, help="Sampling temperature; 0: greedy.")
     ] = 0.0,
-    seed: Annotated[
-        int, typer.Option("--seed", min=0, help="Random seed.")
-    ] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed.")] = 0,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Record a trace to this file.")
     ] = None,
@@ -85,14 +81,14 @@ def _check_options(context: typer.Context) -> None:
 def _play(path: Path, variant: str, model: str, trace: Path | None, as_json: bool) -> None:
     from contextlib import ExitStack, closing
 
-    from pyllamakv.traces import playing
+    from pyllamakv.traces import script_player
     from pyllamakv.traces import trace as traces
 
     with ExitStack() as stack:
-        played = stack.enter_context(builds.open_run(path, variant, model))
+        played = stack.enter_context(variant_selection.open_run(path, variant, model))
         stage, recorder = played.stage, None
         if trace is not None:
-            about = traces.here(played.variant, played.model, played.head.environment)
+            about = traces.current_head(played.variant, played.model, played.head.environment)
             recorder = stack.enter_context(closing(traces.Recorder(trace, about, stage)))
 
         def observe(line: Line, result: dict[str, Any]) -> None:
@@ -103,7 +99,7 @@ def _play(path: Path, variant: str, model: str, trace: Path | None, as_json: boo
             else:
                 _show(line, result, stage)
 
-        playing.play(played.lines, stage, observe)
+        script_player.play(played.lines, stage, observe)
 
 
 def _show(line: Line, result: dict[str, Any], stage: Any) -> None:
@@ -134,14 +130,16 @@ def _tell(
     **options: Any,
 ) -> None:
     import pyllamakv
-    from pyllamakv.scenarios import synthetic
-    from pyllamakv.traces.completion import tell
+    from pyllamakv.scenarios import synthetic_models
+    from pyllamakv.traces.completion import complete_prompts
 
     with (
         pyllamakv.open(variant) as library,
-        library.load_model(synthetic.model(model)) as loaded,
+        library.load_model(synthetic_models.model(model)) as loaded,
     ):
-        told, stats = tell(loaded, prompts, max_tokens=max_tokens, n_ctx=n_ctx, **options)
+        told, stats = complete_prompts(
+            loaded, prompts, max_tokens=max_tokens, n_ctx=n_ctx, **options
+        )
     if json_:
         write_json({"told": [asdict(each) for each in told], "cache": stats})
         return

@@ -11,12 +11,12 @@ from pyllamakv.cli.options import Json, Model, Run, Variant
 from pyllamakv.cli.stdout import write_json
 from pyllamakv.errors import ScenarioFailed, ScriptError, UsageError
 from pyllamakv.scenarios import frames
-from pyllamakv.traces import builds, playback
+from pyllamakv.traces import playback, variant_selection
 
 if TYPE_CHECKING:
     from pyllamakv.binding.protocol import Counters
     from pyllamakv.runtime.metrics import CellStats
-    from pyllamakv.scenarios.frames import Film
+    from pyllamakv.scenarios.frames import Timeline
 
 app = typer.Typer(add_completion=False)
 
@@ -52,12 +52,12 @@ def command(
     counters = broken = None
     if traces.is_trace(run) and not variant:
         head, lines = traces.read(run)
-        film = films.of_trace(lines, head.spec or head.variant)
+        film = films.timeline_of_trace(lines, head.spec or head.variant)
         if film.frames:
             stats = PictureStats(film.frames[-1].picture)
     else:
-        with builds.open_run(run, variant or "0.3.9+patched", model) as played:
-            film = frames.Film(played.variant)
+        with variant_selection.open_run(run, variant or "0.3.9+patched", model) as played:
+            film = frames.Timeline(played.variant)
             try:
                 playback.play(played.lines, played.stage, film.frames.append)
             except ScenarioFailed as error:
@@ -79,17 +79,17 @@ def command(
 
 
 def _exposition(
-    film: Film, stats: CellStats, counters: Counters | None, labels: dict[str, str]
+    film: Timeline, stats: CellStats, counters: Counters | None, labels: dict[str, str]
 ) -> str:
     from pyllamakv.runtime import metrics
     from pyllamakv.view import frame_statistics
 
-    found = (*metrics.metrics(stats, counters), *frame_statistics.of_film(film))
+    found = (*metrics.metrics(stats, counters), *frame_statistics.timeline_metrics(film))
     return metrics.expose(found, {"variant": film.title, **labels})
 
 
 def _document(
-    film: Film, stats: CellStats, counters: Counters | None, labels: dict[str, str]
+    film: Timeline, stats: CellStats, counters: Counters | None, labels: dict[str, str]
 ) -> dict[str, Any]:
     from pyllamakv.runtime import metrics
     from pyllamakv.view import frame_statistics
@@ -103,7 +103,7 @@ def _document(
 
 
 def _table(
-    film: Film, stats: CellStats, counters: Counters | None, labels: dict[str, str]
+    film: Timeline, stats: CellStats, counters: Counters | None, labels: dict[str, str]
 ) -> str:
     from pyllamakv.printable import printable
     from pyllamakv.runtime import metrics

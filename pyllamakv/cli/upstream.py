@@ -124,9 +124,7 @@ def add(
         ),
     ],
     *,
-    pin: Annotated[
-        bool, typer.Option("--pin", help="Add to the shipped lock.")
-    ] = False,
+    pin: Annotated[bool, typer.Option("--pin", help="Add to the shipped lock.")] = False,
     keep: Keep = False,
     as_json: Json = False,
 ) -> None:
@@ -201,9 +199,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> None:
 
     from pyllamakv.printable import printable
 
-    table = Table(
-        "release", "era", "date", "commit", "from", "fetched", box=None, pad_edge=False
-    )
+    table = Table("release", "era", "date", "commit", "from", "fetched", box=None, pad_edge=False)
     for row in rows:
         source = row["package"] or row["url"] or ""
         cells = [row["name"], row["era"], row["date"][:10], row["commit"][:12], source]
@@ -212,4 +208,3 @@ def _table(rows: Sequence[dict[str, Any]]) -> None:
     # A pipe has no width: nothing may be cut there.
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200)
     console.print(table)
-

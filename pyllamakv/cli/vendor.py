@@ -141,4 +141,3 @@ def _stale(store: Store, vendored: Vendored) -> str:
 
 def _facts(vendored: Vendored) -> dict[str, Any]:
     return asdict(vendored)
-

@@ -149,8 +149,8 @@ def _bounded(response: Any) -> None:
         length = 0
         for piece in pieces():
             length += len(piece)
-            if length > tree_limits.PAGE:
-                msg = f"the page is longer than {tree_limits.PAGE} bytes; no index of a project is"
+            if length > tree_limits.MAX_INDEX_PAGE_BYTES:
+                msg = f"the page is longer than {tree_limits.MAX_INDEX_PAGE_BYTES} bytes; no index of a project is"
                 raise FetchError(msg)
             yield piece
 

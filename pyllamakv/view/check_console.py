@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from pyllamakv.scenarios.scenario import Scenario
-    from pyllamakv.verification.check import Answer
+    from pyllamakv.verification.check import CheckResult
 
 _STYLES = {
     Verdict.HARMFUL: "bold red",
@@ -30,7 +30,7 @@ _LONGEST = 300
 
 
 def show(
-    answer: Answer,
+    answer: CheckResult,
     scenarios: dict[str, Scenario],
     console: Console,
     *,
@@ -44,8 +44,8 @@ def show(
     """
     from rich.table import Table
 
-    equal = [] if verbose else [name for name in answer.judgement.scenarios if _equal(answer, name)]
-    shown = {n: v for n, v in answer.judgement.scenarios.items() if n not in equal}
+    equal = [] if verbose else [name for name in answer.decision.scenarios if _equal(answer, name)]
+    shown = {n: v for n, v in answer.decision.scenarios.items() if n not in equal}
     if shown:
         table = Table(box=None, pad_edge=False)
         for head in ("scenario", "kind", "stock", "patched", "verdict"):
@@ -85,11 +85,11 @@ def show(
         console.print(f"skipped {name}: {reason}", style="dim", markup=False)
     if answer.patches:
         console.print(f"patches: {', '.join(answer.patches)}", style="dim", markup=False)
-    style = _STYLES[answer.judgement.verdict]
-    console.print(str(answer.judgement), style=style, markup=False, soft_wrap=True)
+    style = _STYLES[answer.decision.verdict]
+    console.print(str(answer.decision), style=style, markup=False, soft_wrap=True)
 
 
-def _equal(answer: Answer, name: str) -> bool:
+def _equal(answer: CheckResult, name: str) -> bool:
     """Return whether stock and patched end alike in each setting, and no run fails."""
     pairs = [pair for pair in answer.pairs if pair.scenario == name]
     return all(
@@ -100,7 +100,7 @@ def _equal(answer: Answer, name: str) -> bool:
     )
 
 
-def _failing(answer: Answer) -> dict[tuple[str, str], list[tuple[str, str]]]:
+def _failing(answer: CheckResult) -> dict[tuple[str, str], list[tuple[str, str]]]:
     """Return what patched fails: by scenario and class, for settings mostly fail alike."""
     found: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for pair in answer.pairs:
@@ -111,7 +111,7 @@ def _failing(answer: Answer) -> dict[tuple[str, str], list[tuple[str, str]]]:
     return found
 
 
-def _show_maps(answer: Answer, console: Console) -> None:
+def _show_maps(answer: CheckResult, console: Console) -> None:
     for side, picture in check_report.pictures(answer):
         console.print()
         console.print(

@@ -7,7 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
-from check_kit import SOME, World, make
+from check_kit import SOME, CheckSandbox, make
 from fakes.rolling import Rolling
 
 from pyllamakv.cli import main
@@ -16,7 +16,7 @@ from pyllamakv.verification import check_report
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
+def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CheckSandbox:
     """Return a world of stock that fails and patched that heals."""
     return make(monkeypatch, tmp_path)
 
@@ -32,7 +32,7 @@ def names(*chosen: str) -> list[str]:
     return [word for name in chosen for word in ("--scenario", name)]
 
 
-def test_the_command_prints_a_table_and_the_verdict(world: World, capsys) -> None:
+def test_the_command_prints_a_table_and_the_verdict(world: CheckSandbox, capsys) -> None:
     """A screen of 80 columns: what differs, and the verdict as the last line, unbroken."""
     code, out, _ = run_cli(capsys, "0.3.9", *names(*SOME))
     assert code == 0
@@ -45,7 +45,7 @@ def test_the_command_prints_a_table_and_the_verdict(world: World, capsys) -> Non
     assert last.endswith("patched passes all")
 
 
-def test_the_command_shows_all_on_request(world: World, capsys) -> None:
+def test_the_command_shows_all_on_request(world: CheckSandbox, capsys) -> None:
     """Every scenario with -v; the cells with --pictures."""
     _, out, _ = run_cli(capsys, "0.3.9", "-v", *names(*SOME))
     assert "fork-then-defrag" in out and "-v lists" not in out
@@ -53,7 +53,7 @@ def test_the_command_shows_all_on_request(world: World, capsys) -> None:
     assert "128 of 256 cells used, 128 holes" in out
 
 
-def test_json_has_pictures_on_request(world: World, capsys) -> None:
+def test_json_has_pictures_on_request(world: CheckSandbox, capsys) -> None:
     """They are most of it; without them a scenario is a few kilobytes."""
     _, small, _ = run_cli(capsys, "0.3.9", "--json", *names("fragmented"))
     _, large, _ = run_cli(capsys, "0.3.9", "--json", "--pictures", *names("fragmented"))
@@ -63,7 +63,7 @@ def test_json_has_pictures_on_request(world: World, capsys) -> None:
     assert len(small) < 40_000 < len(large)
 
 
-def test_the_command_prints_json_and_junit(world: World, capsys, tmp_path: Path) -> None:
+def test_the_command_prints_json_and_junit(world: CheckSandbox, capsys, tmp_path: Path) -> None:
     """JSON on stdout is the whole answer; JUnit counts only what is wrong with patched."""
     file = tmp_path / "junit.xml"
     code, out, _ = run_cli(capsys, "0.3.9", "--json", "--junit", str(file), *names(*SOME))
@@ -75,7 +75,7 @@ def test_the_command_prints_json_and_junit(world: World, capsys, tmp_path: Path)
     assert len(root[0]) == len(found["results"]["stock"])
 
 
-def test_the_command_tells_bisect(world: World, capsys) -> None:
+def test_the_command_tells_bisect(world: CheckSandbox, capsys) -> None:
     """1 for bad, 125 for skip, 128 for a fault of the harness, 2 for a wrong question."""
     world.make = lambda side: Rolling()
     assert run_cli(capsys, "0.3.9", *names(*SOME))[0] == 1

@@ -65,17 +65,19 @@ def test_a_verb_is_imported_when_it_is_called() -> None:
         "sys.exit([name for name in sys.modules if name.startswith('pyllamakv.cli.')"
         " and name.split('.')[2] in main.VERBS])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr.strip() == "[]"
 
 
 def test_a_wrong_word_gets_a_hint(capsys) -> None:
     """Of verbs, subcommands and options, with exit status 2."""
-    for words, close in (("chck",), "check"), (("patch", "statu"), "status"), (
-        ("check", "--scenari", "x"),
-        "--scenario",
+    for words, close in (
+        (("chck",), "check"),
+        (("patch", "statu"), "status"),
+        (
+            ("check", "--scenari", "x"),
+            "--scenario",
+        ),
     ):
         code, out, err = cli(capsys, *words)
         assert (code, out) == (2, "")

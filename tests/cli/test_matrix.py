@@ -32,12 +32,12 @@ def run(monkeypatch, tmp_path: Path, capsys) -> Run:
     monkeypatch.setattr(matrix.shipped, "load", judging.Series)
     monkeypatch.setattr(result_cache, "key", lambda spec, where="here": spec.name)
     monkeypatch.setattr(expected, "shipped", lambda: tmp_path / "expected.toml")
-    monkeypatch.setattr(expected, "own", lambda: tmp_path / "expected.toml")
+    monkeypatch.setattr(expected, "local_file", lambda: tmp_path / "expected.toml")
 
     def judge(spec, **_):
         return cell.CellResult.from_json(judging.judge(spec.to_json()))
 
-    monkeypatch.setattr(cell, "run_cell", judge)
+    monkeypatch.setattr(cell, "verify_cell", judge)
 
     def call(*words: str) -> tuple[int, str, str]:
         capsys.readouterr()
@@ -61,18 +61,18 @@ def test_bare_matrix_runs_everything_then_shows(run: Run) -> None:
 
 def test_an_interrupt_says_how_to_go_on(run: Run, monkeypatch) -> None:
     """Ctrl-C ends it with the shell's status and no traceback; the next run judges the rest."""
-    judge = cell.run_cell
+    judge = cell.verify_cell
 
     def stopped(spec, **_):
         if spec.release == "0.3.9":
             raise KeyboardInterrupt
         return judge(spec)
 
-    monkeypatch.setattr(cell, "run_cell", stopped)
+    monkeypatch.setattr(cell, "verify_cell", stopped)
     code, out, err = run("matrix", "run")
     assert (code, out) == (130, "")
     assert err.endswith("continues from there\ninterrupted\n")
-    monkeypatch.setattr(cell, "run_cell", judge)
+    monkeypatch.setattr(cell, "verify_cell", judge)
     _, _, err = run("matrix", "run")
     assert "0.3.5" not in err
     assert "0.3.9: needed (3 of 4" in err

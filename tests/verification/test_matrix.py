@@ -14,7 +14,7 @@ from pyllamakv.errors import UnknownRelease, UsageError
 from pyllamakv.source import lockfile, releases
 from pyllamakv.verification import matrix, result_cache
 from pyllamakv.verification.cell import CellSpec
-from pyllamakv.verification.matrix import Choice, Pace, plan
+from pyllamakv.verification.matrix import MatrixSelection, ProgressEstimate, plan
 
 SOME = ("0.3.5", "0.3.6", "b4980", "0.3.9", "0.3.36")
 
@@ -52,34 +52,34 @@ def test_plan_has_every_release_once() -> None:
 
 def test_plan_is_narrowed() -> None:
     """By release, era, backend and patch."""
-    assert [c.release for c in plan(Choice(("0.3.10", "0.3.9")))] == ["0.3.9", "0.3.10"]
-    eras = {lockfile.known()[c.release].era for c in plan(Choice(eras=("split",)))}
+    assert [c.release for c in plan(MatrixSelection(("0.3.10", "0.3.9")))] == ["0.3.9", "0.3.10"]
+    eras = {lockfile.known()[c.release].era for c in plan(MatrixSelection(eras=("split",)))}
     assert eras == {"split"}
-    assert [c.backend for c in plan(Choice(("0.3.9",), backends=("cpu", "cuda")))] == [
+    assert [c.backend for c in plan(MatrixSelection(("0.3.9",), backends=("cpu", "cuda")))] == [
         "cpu",
         "cuda",
     ]
-    alone = plan(Choice(("0.3.9",), each=True))
+    alone = plan(MatrixSelection(("0.3.9",), each=True))
     assert alone[0].isolate == ""
     assert "full-defrag" in [c.isolate for c in alone]
-    assert [c.isolate for c in plan(Choice(("0.3.9",), isolate=("full-defrag",)))] == [
+    assert [c.isolate for c in plan(MatrixSelection(("0.3.9",), isolate=("full-defrag",)))] == [
         "full-defrag"
     ]
-    assert plan(Choice(("0.3.9",), series=("full-defrag",)))[0].series == ("full-defrag",)
+    assert plan(MatrixSelection(("0.3.9",), series=("full-defrag",)))[0].series == ("full-defrag",)
 
 
 @pytest.mark.parametrize(
     ("choice", "error"),
     [
-        (Choice(("0.3.99",)), UnknownRelease),
-        (Choice(eras=("bronze",)), UsageError),
-        (Choice(("0.3.9",), eras=("split",)), UsageError),
-        (Choice(backends=("abacus",)), UsageError),
-        (Choice(series=("nonsense",)), UsageError),
-        (Choice(isolate=("nonsense",)), UsageError),
+        (MatrixSelection(("0.3.99",)), UnknownRelease),
+        (MatrixSelection(eras=("bronze",)), UsageError),
+        (MatrixSelection(("0.3.9",), eras=("split",)), UsageError),
+        (MatrixSelection(backends=("abacus",)), UsageError),
+        (MatrixSelection(series=("nonsense",)), UsageError),
+        (MatrixSelection(isolate=("nonsense",)), UsageError),
     ],
 )
-def test_a_wrong_plan_is_refused(choice: Choice, error: type[Exception]) -> None:
+def test_a_wrong_plan_is_refused(choice: MatrixSelection, error: type[Exception]) -> None:
     """Names are checked before anything is built."""
     with pytest.raises(error):
         plan(choice)
@@ -176,13 +176,13 @@ def test_inputs_that_change_meanwhile_leave_no_key(monkeypatch, trace: Path) -> 
     keys = iter(["before", "after"])
     monkeypatch.setattr(result_cache, "key", lambda *_: next(keys))
     matrix.run(specs("0.3.9"), judge=judging.judge)
-    assert result_cache.recall("before") is None
-    assert result_cache.recall("after") is None
+    assert result_cache.load_result("before") is None
+    assert result_cache.load_result("after") is None
 
 
 def test_pace() -> None:
     """The estimate is the mean of the cells so far, and says nothing before the first."""
-    pace = Pace(10, 4, started=100.0)
+    pace = ProgressEstimate(10, 4, started=100.0)
     assert pace.left(160.0) is None
     assert str(pace) == "4 of 10"
     pace.done = 2
@@ -193,7 +193,7 @@ def test_pace() -> None:
 
 def test_sample_is_one_release_per_era() -> None:
     """Plan the default release for its era, and the newest of every other."""
-    names = [spec.release for spec in plan(Choice(sample=True))]
+    names = [spec.release for spec in plan(MatrixSelection(sample=True))]
     known = lockfile.known()
     eras = [known[name].era for name in names]
     assert sorted(eras) == sorted({release.era for release in known.values()})
