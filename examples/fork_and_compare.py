@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import pyllamakv as kv
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import synthetic_models
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -67,4 +67,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else str(synthetic.model("bytes")))
+    main(sys.argv[1] if len(sys.argv) > 1 else str(synthetic_models.model("bytes")))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 import pyllamakv as kv
-from pyllamakv.scenarios import cell_picture, synthetic
+from pyllamakv.scenarios import cell_picture, synthetic_models
 from pyllamakv.view import cell_drawing
 
 
@@ -46,4 +46,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else str(synthetic.model("bytes")))
+    main(sys.argv[1] if len(sys.argv) > 1 else str(synthetic_models.model("bytes")))

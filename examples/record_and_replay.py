@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 
 import pyllamakv as kv
-from pyllamakv.scenarios import synthetic
-from pyllamakv.traces import playback, replaying, trace
+from pyllamakv.scenarios import synthetic_models
+from pyllamakv.traces import playback, replay, trace
 from pyllamakv.view import drawing, timeline
 
 
@@ -45,18 +45,18 @@ def main(path: str, folder: Path) -> None:
 
     head, lines = trace.read(recorded)
     for side in ("stock", "patched"):
-        replay = replaying.on(f"0.3.9+{side}", head, lines, model=path)
+        replayed = replay.replay_on_variant(f"0.3.9+{side}", head, lines, model=path)
         picture = folder / f"{side}.svg"
-        film = playback.film_of(recorded, f"0.3.9+{side}", path)
+        film = playback.play_timeline(recorded, f"0.3.9+{side}", path)
         picture.write_text(
             drawing.svg(timeline.paint(film, f"One client of three leaves: {side}")),
             encoding="utf-8",
         )
-        print(f"{side}: {replay.rows} rows played, {picture.name} drawn")
-        for divergence in replay.divergences:
+        print(f"{side}: {replayed.rows} rows played, {picture.name} drawn")
+        for divergence in replayed.divergences:
             print(f"  {divergence}")
 
 
 if __name__ == "__main__":
     where = Path(sys.argv[2]) if len(sys.argv) > 2 else Path(tempfile.mkdtemp())
-    main(sys.argv[1] if len(sys.argv) > 1 else str(synthetic.model("bytes")), where)
+    main(sys.argv[1] if len(sys.argv) > 1 else str(synthetic_models.model("bytes")), where)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 
 import pyllamakv as kv
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import synthetic_models
 
 SYSTEM = (
     "Once upon a time, there was a little girl named Lily. She had a big red ball, a small blue "
@@ -53,4 +53,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else str(synthetic.model("bytes")))
+    main(sys.argv[1] if len(sys.argv) > 1 else str(synthetic_models.model("bytes")))

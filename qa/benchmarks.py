@@ -58,44 +58,44 @@ def bench(
 
     from qa import summary
     from qa.bench import (
+        all_releases,
         backends,
-        calls,
+        benchmark_document,
+        command_times,
+        defrag,
         devices,
-        document,
-        every,
         grid,
         hardware,
         loop,
-        managers,
-        mapped,
-        moving,
+        manager_overhead,
+        mapped_memory,
         policies,
         ports,
-        prefixes,
-        recording,
+        prefix_cache_cost,
+        python_overhead,
+        recording_overhead,
         soak,
         sparse,
-        whole,
     )
     from qa.bench.figure import Figure
 
     measures = {
-        "calls": calls,
+        "calls": python_overhead,
         "loop": loop,
-        "recording": recording,
-        "moving": moving,
+        "recording": recording_overhead,
+        "moving": defrag,
         "grid": grid,
         "sparse": sparse,
         "policies": policies,
-        "prefixes": prefixes,
-        "managers": managers,
+        "prefixes": prefix_cache_cost,
+        "managers": manager_overhead,
         "soak": soak,
         "devices": devices,
         "backends": backends,
         "hardware": hardware,
-        "mapped": mapped,
-        "whole": whole,
-        "every": every,
+        "mapped": mapped_memory,
+        "whole": command_times,
+        "every": all_releases,
         "ports": ports,
     }
     chosen = groups or [name for name, default in GROUPS.items() if default]
@@ -117,7 +117,7 @@ def bench(
 
         def keep(figures: list[Figure]) -> None:
             if write is not None:
-                document.write(write, [figure.dated(command) for figure in figures])
+                benchmark_document.write(write, [figure.dated(command) for figure in figures])
 
         for name in chosen:
             progress.update(task, description=name)
@@ -128,9 +128,9 @@ def bench(
                 more = {"old": old or ()}
             found += [figure.dated(command) for figure in measures[name].figures(tick, **more)]
     if write is not None:
-        document.write(write, found)
+        benchmark_document.write(write, found)
         summary.written(write)
     if as_json:
         sys.stdout.write(json.dumps([asdict(figure) for figure in found], indent=1) + "\n")
     else:
-        sys.stdout.write(document.render(found))
+        sys.stdout.write(benchmark_document.render(found))

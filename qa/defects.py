@@ -24,8 +24,8 @@ from xml.etree import ElementTree
 
 from pyllamakv.errors import HarnessError
 from pyllamakv.home import checkout
-from qa import SECTIONS, apart
-from qa.entry import Effort, Entry, Tick, untried, without_folders
+from qa import SECTIONS, child_environment
+from qa.entry import Entry, StressOptions, Tick, skipped_entry, strip_directories
 
 #: What finds defects: the other sections, and audits that read all that reads foreign files.
 FINDERS: Final = (*(name for name in SECTIONS if name != "defects"), "hostile input")
@@ -42,8 +42,8 @@ class Defect:
     """
 
     what: str
-    by: str
-    of: str
+    found_by: str
+    location: str
     tests: tuple[str, ...]
 
 
@@ -52,7 +52,7 @@ def names() -> tuple[str, ...]:
     return tuple(f"found by {finder}" for finder in FINDERS)
 
 
-def entries(effort: Effort, tick: Tick) -> list[Entry]:
+def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
     """Run every test that holds a cure, once, however long it takes; return an entry per finder.
 
     Raises HarnessError for a marker that is none, and when pytest does not come to an end.
@@ -61,11 +61,11 @@ def entries(effort: Effort, tick: Tick) -> list[Entry]:
     root = checkout()
     if root is None or importlib.util.find_spec("pytest") is None:
         lacking = "a checkout, where the tests are" if root is None else "pytest"
-        return [untried("defects", name, f"needs {lacking}") for name in wanted]
-    found = [each for each in read(root) if each.by in wanted.values()]
+        return [skipped_entry("defects", name, f"needs {lacking}") for name in wanted]
+    found = [each for each in read(root) if each.found_by in wanted.values()]
     outcomes = run(root, sorted({test for each in found for test in each.tests}), tick)
     return [
-        judge(name, [each for each in found if each.by == by], outcomes)
+        evaluate(name, [each for each in found if each.found_by == by], outcomes)
         for name, by in wanted.items()
     ]
 
@@ -114,7 +114,7 @@ def run(root: Path, tests: Sequence[str], tick: Tick) -> dict[str, list[str]]:
         options = ["-v", "-o", "junit_family=xunit1", "-p", "no:cacheprovider"]
         command = [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", *tests]
         with subprocess.Popen(
-            command, cwd=root, env=apart.environment(), text=True,
+            command, cwd=root, env=child_environment.environment(), text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         ) as process:  # fmt: skip
             assert process.stdout is not None
@@ -124,7 +124,7 @@ def run(root: Path, tests: Sequence[str], tick: Tick) -> dict[str, list[str]]:
                 process.kill()
                 raise
         if process.returncode not in (0, 1):
-            text = without_folders("".join(said)[-600:])
+            text = strip_directories("".join(said)[-600:])
             raise HarnessError(f"pytest ended with status {process.returncode}: {text}")
         return _outcomes(ElementTree.parse(report).iter("testcase"))
 
@@ -144,14 +144,14 @@ def _outcomes(cases: Iterator[ElementTree.Element]) -> dict[str, list[str]]:
     return found
 
 
-def judge(name: str, found: Collection[Defect], outcomes: dict[str, list[str]]) -> Entry:
+def evaluate(name: str, found: Collection[Defect], outcomes: dict[str, list[str]]) -> Entry:
     """Return the entry of one finder: a cure is held when a test of it passed and none failed."""
     tests = sorted({test for each in found for test in each.tests})
     broken = [test for test in tests if "failed" in outcomes.get(test, ["failed"])]
     passed = [test for test in tests if "passed" in outcomes.get(test, []) and test not in broken]
     unseen = [each for each in found if not _seen(each, outcomes)]
     row = {"defects fixed": str(len(found))}
-    row |= {f"in {place}": str(sum(each.of == place for each in found)) for place in PLACES}
+    row |= {f"in {place}": str(sum(each.location == place for each in found)) for place in PLACES}
     row["tests that hold the cures"] = str(len(tests))
     row["passed"] = str(len(passed))
     return Entry(
@@ -160,8 +160,8 @@ def judge(name: str, found: Collection[Defect], outcomes: dict[str, list[str]]) 
         row,
         tuple(f"{test} fails" for test in broken),
         data={"found": [{**asdict(each), "tests": [*each.tests]} for each in found]},
-        undecided=f"{len(unseen)} need what is not built here" if unseen else "",
-        notes=tuple(f"{each.what} ({each.of})" for each in found),
+        skip_reason=f"{len(unseen)} need what is not built here" if unseen else "",
+        notes=tuple(f"{each.what} ({each.location})" for each in found),
     )
 
 

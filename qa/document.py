@@ -60,7 +60,7 @@ def merge(old: Iterable[Entry], new: Iterable[Entry]) -> list[Entry]:
     """
     found = {(entry.section, entry.name): entry for entry in old}
     for entry in new:
-        if entry.tried or not found.get((entry.section, entry.name), entry).tried:
+        if entry.ran or not found.get((entry.section, entry.name), entry).ran:
             found[entry.section, entry.name] = entry
     order = list(SECTIONS)
     return sorted(found.values(), key=lambda entry: order.index(entry.section))
@@ -86,7 +86,7 @@ def _table(members: list[Entry]) -> Iterator[str]:
     yield _row(["what", *columns, "lost or wrong"])
     yield "|" + "---|" * (len(columns) + 2)
     for entry in members:
-        wrong = "; ".join(entry.defects) or entry.undecided or "nothing"
+        wrong = "; ".join(entry.defects) or entry.skip_reason or "nothing"
         yield _row([entry.name, *(entry.row.get(name, "") for name in columns), wrong])
 
 
@@ -98,7 +98,7 @@ def _listed(members: list[Entry]) -> Iterator[str]:
 
 
 def _measured(members: list[Entry]) -> Iterator[str]:
-    tried = [entry for entry in members if entry.tried]
+    tried = [entry for entry in members if entry.ran]
     for measured in dict.fromkeys(entry.measured for entry in tried):
         names = ", ".join(entry.name for entry in tried if entry.measured == measured)
         yield f"Measured {measured}: {names}.\n"

@@ -14,13 +14,13 @@ from qa.bench.figure import machine
 Tick = Callable[[str], None]
 
 
-def without_folders(text: str) -> str:
+def strip_directories(text: str) -> str:
     """Return a text with the last part alone of each path: where a home lies is nobody's matter."""
     return re.sub(r"/[^\s:;,]*/", "", text)
 
 
 @dataclass(frozen=True)
-class Effort:
+class StressOptions:
     """Say how much is to be tried: a sized run for CI, or the long one.
 
     ``seconds`` bound each section, ``seed`` is where its chance starts, and ``only`` names the
@@ -41,14 +41,14 @@ class Effort:
     @property
     def options(self) -> tuple[str, ...]:
         """Return the options of `python -m qa stress` that try the same again."""
-        usual = Effort()
+        usual = StressOptions()
         seed = ("--seed", str(self.seed)) if self.seed != usual.seed else ()
         jobs = ("--jobs", str(self.jobs)) if self.jobs != usual.jobs else ()
         least = ("--operations", str(self.operations)) if self.operations else ()
         only = [word for name in self.only for word in ("--only", name)]
         return ("--seconds", f"{self.seconds:g}", *least, *seed, *jobs, *only)
 
-    def shared(self, among: int) -> Effort:
+    def shared(self, among: int) -> StressOptions:
         """Return the effort of one of several parts that are run one after the other."""
         return replace(self, seconds=self.seconds / max(among, 1))
 
@@ -71,13 +71,13 @@ class Entry:
     seed: int | None = None
     data: dict[str, Any] = field(default_factory=dict)
     measured: str = ""
-    undecided: str = ""
+    skip_reason: str = ""
     notes: tuple[str, ...] = ()
 
     @property
-    def tried(self) -> bool:
+    def ran(self) -> bool:
         """Tell whether anything was; else ``undecided`` says why not, and there is nothing more."""
-        return bool(self.data or self.defects or not self.undecided)
+        return bool(self.data or self.defects or not self.skip_reason)
 
     @property
     def passed(self) -> bool:
@@ -90,6 +90,6 @@ class Entry:
         return replace(self, measured=f"{today}, {machine()}, `{command}`")
 
 
-def untried(section: str, name: str, reason: str) -> Entry:
+def skipped_entry(section: str, name: str, reason: str) -> Entry:
     """Return the line of what cannot be tried here: no defect, and no measurement either."""
-    return Entry(section, name, {}, undecided=f"not tried: {reason}")
+    return Entry(section, name, {}, skip_reason=f"not tried: {reason}")

@@ -23,7 +23,7 @@ class Header:
     patch: str
     path: str
     program: str
-    in_folder: bool = False
+    needs_directory: bool = False
     needs: tuple[str, ...] = ()
 
     @property
@@ -32,7 +32,7 @@ class Header:
         return native(f"{self.program}.cpp")
 
 
-def around() -> Path | None:
+def stubs() -> Path | None:
     """Return the folder of what the programs are compiled with, None outside a checkout."""
     root = checkout()
     found = root / "tests" / "native" / "around" if root else None
@@ -56,23 +56,25 @@ HEADERS = (
         "full-defrag",
         _DEFRAG_GGML,
         "kv_defrag_ggml",
-        in_folder=True,
+        needs_directory=True,
         needs=(_DEFRAG,),
     ),
-    Header("mmap-kv", _MMAP, "kv_mmap", in_folder=True),
-    Header("mmap-kv", "src/llama-kv-mmap-ggml.h", "kv_mmap_ggml", in_folder=True, needs=(_MMAP,)),
+    Header("mmap-kv", _MMAP, "kv_mmap", needs_directory=True),
+    Header(
+        "mmap-kv", "src/llama-kv-mmap-ggml.h", "kv_mmap_ggml", needs_directory=True, needs=(_MMAP,)
+    ),
     Header(
         "mmap-kv",
         "src/llama-kv-mmap-api-impl.h",
         "kv_mmap_api",
-        in_folder=True,
+        needs_directory=True,
         needs=(_MMAP, "src/llama-kv-mmap-api.h"),
     ),
     Header(
         "compaction",
         "src/llama-kv-compact-impl.h",
         "kv_compact",
-        in_folder=True,
+        needs_directory=True,
         needs=("src/llama-kv-compact.h", _DEFRAG, _DEFRAG_GGML),
     ),
 )

@@ -17,7 +17,7 @@ from pyllamakv.errors import UsageError
 from qa import SECTIONS
 
 if TYPE_CHECKING:
-    from qa.entry import Effort, Entry, Tick
+    from qa.entry import Entry, StressOptions, Tick
 
 app = typer.Typer(add_completion=False)
 
@@ -41,13 +41,13 @@ def stress(
     faults, `sanitizers` and `leaks` check memory, `defects` runs the regression tests.
     """
     from qa import document, selection, summary
-    from qa.entry import Effort
+    from qa.entry import StressOptions
 
     chosen = selection.select(sections or (), only or ())
     if add and (write is None or [*chosen] != ["fuzzing"]):
         msg = "--add is for fuzzing and a document: python -m qa stress fuzzing --add --write FILE"
         raise UsageError(msg)
-    effort = Effort(seconds, seed, tuple(only or ()), jobs, operations)
+    effort = StressOptions(seconds, seed, tuple(only or ()), jobs, operations)
     command = shlex.join(["python", "-m", "qa", "stress", *(sections or []), *effort.options])
     kept = document.read(write) if write is not None else []
     earlier = _earlier(kept, effort) if add else {}
@@ -70,8 +70,8 @@ def stress(
         _show(found, as_json)
     if broken:
         raise broken[0]
-    if not any(entry.tried for entry in found):
-        why = "; ".join(f"{entry.name} {entry.undecided}" for entry in found)
+    if not any(entry.ran for entry in found):
+        why = "; ".join(f"{entry.name} {entry.skip_reason}" for entry in found)
         msg = f"nothing was tried: {why or 'no patch, build or target that --only names is there'}"
         raise UsageError(msg)
     if not all(entry.passed for entry in found):
@@ -97,12 +97,12 @@ def _run(sections: Sequence[str], run: Callable[[str, Tick], list[Entry]]) -> li
             began = time.monotonic()
             try:
                 made = run(name, tick)
-                tried = [entry for entry in made if entry.tried]
+                tried = [entry for entry in made if entry.ran]
                 wrong = sum(len(entry.defects) for entry in tried) or "nothing"
                 said = (
                     f"{len(tried)} tried in {time.monotonic() - began:.0f} s, {wrong} lost or wrong"
                 )
-                said += "".join(f"; {e.name} {e.undecided}" for e in made if not e.tried)
+                said += "".join(f"; {e.name} {e.skip_reason}" for e in made if not e.ran)
             except Exception as error:
                 broken.append(error)
                 # The first one is told at the end.
@@ -130,15 +130,15 @@ def _show(found: Sequence[Entry], as_json: bool) -> None:
 
 def _added(earlier: Mapping[str, Entry], entry: Entry) -> Entry:
     """Return an entry with what the document has of its target, where that is added up."""
-    from qa.fuzzing.outcome import added
+    from qa.fuzzing.fuzz_result import added
 
-    again = entry.tried and entry.name in earlier
+    again = entry.ran and entry.name in earlier
     return added(earlier[entry.name], entry) if again else entry
 
 
-def _earlier(kept: Sequence[Entry], effort: Effort) -> dict[str, Entry]:
+def _earlier(kept: Sequence[Entry], effort: StressOptions) -> dict[str, Entry]:
     """Return what a document has of targets that are to be fuzzed again; of another seed."""
-    from qa.fuzzing.outcome import seeds
+    from qa.fuzzing.fuzz_result import seeds
 
     found = {each.name: each for each in kept if each.section == "fuzzing"}
     found = {name: each for name, each in found.items() if effort.wants(name)}

@@ -19,7 +19,7 @@ import qa
 from pyllamakv.errors import UsageError
 from pyllamakv.source.files import write_text_atomic
 from qa import document as stress
-from qa.bench import document as bench
+from qa.bench import benchmark_document as bench
 from qa.bench.figure import Figure
 from qa.entry import Entry
 
@@ -341,7 +341,7 @@ def _counted(members: list[Entry], column: str, unit: str) -> str:
 
 def _verdict(members: list[Entry]) -> str:
     found = sum(len(each.defects) for each in members)
-    open_ = sum(bool(each.undecided) for each in members)
+    open_ = sum(bool(each.skip_reason) for each in members)
     return f"{found or 'none'}" + (f"; {open_} undecided" if open_ else "")
 
 
@@ -349,7 +349,7 @@ def _open(entries: list[Entry]) -> Iterator[str]:
     lines = [
         f"- {each.section}, {each.name}: {text}"
         for each in entries
-        for text in (*each.defects, *([each.undecided] if each.undecided else []))
+        for text in (*each.defects, *([each.skip_reason] if each.skip_reason else []))
     ]
     if lines:
         yield from ("## Open", "", *lines, "")

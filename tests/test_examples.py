@@ -96,9 +96,9 @@ def test_fragment_fail_defragment(stock, patched) -> None:
 
 def test_record_and_replay(stock, patched, tmp_path) -> None:
     """Stock replays the same; patched comes out otherwise at the row that failed alone."""
-    from pyllamakv.scenarios import synthetic
+    from pyllamakv.scenarios import synthetic_models
 
-    said = run("record_and_replay", synthetic.model("bytes"), tmp_path)
+    said = run("record_and_replay", synthetic_models.model("bytes"), tmp_path)
     wanted, free = numbers(r"no slot for (\d+) tokens with (\d+) cells free", said)
     assert wanted <= free
     on_stock, on_patched = said.split("patched:")

@@ -14,7 +14,7 @@ import pytest
 import pyllamakv as kv
 from pyllamakv.building.variant import Variant
 from pyllamakv.errors import KVFileError, StateError
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import synthetic_models
 from pyllamakv.source import lockfile
 
 #: Flash attention is off: the same tokens in the same cells give the same bits.
@@ -45,7 +45,7 @@ def test_the_lock_is_read() -> None:
 def test_a_saved_sequence_is_restored(patched: Variant) -> None:
     """Its tokens, and its state to the logits of the next token."""
     saved = (formats.FOLDER / "sequence.save").read_bytes()
-    with kv.open(patched.folder) as lib, lib.load_model(synthetic.tiny()) as model:
+    with kv.open(patched.folder) as lib, lib.load_model(synthetic_models.tiny()) as model:
         with model.context(**formats.SHAPE) as context:
             sequence = context.sequence(1)
             sequence.restore(saved)
@@ -58,7 +58,7 @@ def test_a_saved_sequence_is_restored(patched: Variant) -> None:
 def test_a_saved_sequence_of_another_shape_is_refused(patched: Variant) -> None:
     """The error names what differs, and the sequence stays as it was."""
     saved = (formats.FOLDER / "sequence.save").read_bytes()
-    with kv.open(patched.folder) as lib, lib.load_model(synthetic.tiny()) as model:  # noqa: SIM117
+    with kv.open(patched.folder) as lib, lib.load_model(synthetic_models.tiny()) as model:  # noqa: SIM117
         with model.context(**formats.SHAPE, type_k="q8_0") as context:
             sequence = context.sequence(0)
             with pytest.raises(StateError, match="type_k"):
@@ -71,7 +71,7 @@ def test_a_kept_cache_goes_on(patched: Variant, tmp_path: Path) -> None:
     """Tokens and cells of both sequences, and logits of the next token of each."""
     kept = tmp_path / "cache.kv"
     shutil.copyfile(formats.FOLDER / "cache.kv", kept)
-    with kv.open(patched.folder) as lib, lib.load_model(synthetic.tiny()) as model:  # noqa: SIM117
+    with kv.open(patched.folder) as lib, lib.load_model(synthetic_models.tiny()) as model:  # noqa: SIM117
         with model.context(**formats.SHAPE, kv_backing=kept, kv_keep=True) as context:
             for number, tokens in formats.TOKENS.items():
                 sequence = context.sequence(number)
@@ -87,7 +87,7 @@ def test_a_kept_cache_of_another_format_is_refused(patched: Variant, tmp_path: P
     data = bytearray((formats.FOLDER / "cache.kv").read_bytes())
     data[8] ^= 0x7F
     kept.write_bytes(data)
-    with kv.open(patched.folder) as lib, lib.load_model(synthetic.tiny()) as model:  # noqa: SIM117
+    with kv.open(patched.folder) as lib, lib.load_model(synthetic_models.tiny()) as model:  # noqa: SIM117
         with pytest.raises(KVFileError):
             model.context(**formats.SHAPE, kv_backing=kept, kv_keep=True)
 

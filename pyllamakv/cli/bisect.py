@@ -58,10 +58,10 @@ def command(
         )
 
     def known(release: str) -> BisectStep | None:
-        kept = result_cache.recall(result_cache.key(spec(release)))
+        kept = result_cache.load_result(result_cache.key(spec(release)))
         if kept is None and scenario:
             # A whole matrix has judged this scenario too.
-            kept = result_cache.recall(result_cache.key(replace(spec(release), scenarios=())))
+            kept = result_cache.load_result(result_cache.key(replace(spec(release), scenarios=())))
             rows = [row for row in kept.scenarios if row.id == scenario] if kept else []
             return bisect.BisectStep(release, rows[0].verdict, rows[0].stock) if rows else None
         return _step(kept) if kept else None

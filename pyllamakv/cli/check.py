@@ -14,7 +14,7 @@ from pyllamakv.source.releases import DEFAULT_RELEASE
 from pyllamakv.verification import discovery
 
 if TYPE_CHECKING:
-    from pyllamakv.verification.check import Answer
+    from pyllamakv.verification.check import CheckResult
 
 app = typer.Typer(add_completion=False)
 
@@ -63,7 +63,7 @@ def command(
     from pyllamakv.verification import check, check_report
     from pyllamakv.view import check_console
 
-    question = check.Question(
+    question = check.CheckRequest(
         release=release,
         series=tuple(name for name in series.split(",") if name),
         patches=tuple(patch or ()),
@@ -86,10 +86,10 @@ def command(
 
         known = discovery.discover(question.folders)
         check_console.show(answer, known, Console(), maps)
-    raise typer.Exit(answer.judgement.exit_code)
+    raise typer.Exit(answer.decision.exit_code)
 
 
-def _answer(question: Any) -> Answer:
+def _answer(question: Any) -> CheckResult:
     from pyllamakv.cli import progress_bar
     from pyllamakv.errors import HarnessError, KvError
     from pyllamakv.verification import check

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from pyllamakv.verification.cell import CellResult, CellSpec
-    from pyllamakv.verification.matrix import Choice
+    from pyllamakv.verification.matrix import MatrixSelection
 
 app = typer.Typer(add_completion=False)
 
@@ -239,7 +239,7 @@ def accept(
     if not results:
         msg = "nothing was judged on these inputs yet; run `pyllamakv matrix run`"
         raise UsageError(msg)
-    path = expected or accepting.own()
+    path = expected or accepting.local_file()
     changed = accepting.accept(results, path)
     views.accepted(changed, path, as_json)
     views.missing(specs, results)
@@ -267,7 +267,7 @@ def _unjudged(backend: Sequence[str] | None) -> list[str]:
 
     names = [release.name for release in lockfile.load(lockfile.added()) if release.kind == "sdist"]
     specs = matrix.plan(_choice(names, None, backend)) if names else ()
-    return list(dict.fromkeys(s.release for s in specs if result_cache.latest(s) is None))
+    return list(dict.fromkeys(s.release for s in specs if result_cache.latest_result(s) is None))
 
 
 def _choice(
@@ -280,13 +280,13 @@ def _choice(
     scenario: Sequence[str] | None = None,
     portable: bool = False,
     sample: bool = False,
-) -> Choice:
-    from pyllamakv.verification.matrix import Choice
+) -> MatrixSelection:
+    from pyllamakv.verification.matrix import MatrixSelection
 
     if series and (isolate or each):
         msg = "choose one of --series, --isolate and --each"
         raise UsageError(msg)
-    return Choice(
+    return MatrixSelection(
         releases=tuple(names or ()),
         eras=tuple(era or ()),
         backends=tuple(backend or ("cpu",)),

@@ -64,7 +64,7 @@ def plan(specs: Sequence[CellSpec], as_json: bool) -> None:
 
     rows: list[dict[str, Any]] = []
     for spec in specs:
-        kept = result_cache.latest(spec)
+        kept = result_cache.latest_result(spec)
         state = "to judge" if kept is None else "to judge again" if kept.stale else "judged"
         verdict = kept.verdict if kept else None
         rows.append({"name": spec.name, "state": state, "verdict": verdict, "spec": spec.to_json()})
@@ -124,7 +124,7 @@ def _table(results: Sequence[CellResult], compared: Sequence[Comparison]) -> Non
     for head in ("release", "era", "backend", "verdict", "measured", "accepted"):
         table.add_column(head, no_wrap=head not in ("measured", "accepted"))
     for result, one in zip(results, compared, strict=True):
-        verdict = Text(result.verdict, style=styles[page.tone(result.verdict)])
+        verdict = Text(result.verdict, style=styles[page.css_class(result.verdict)])
         if result.stale:
             verdict.append(" (old)", style="dim")
         said: str = "yes" if one.outcome == "same" else one.outcome

@@ -32,7 +32,7 @@ def status(found: Sequence[PatchStatus], *, hunks: bool = False) -> None:
     table = Table("release", "patch", "state", "port", "hunks")
     for one in found:
         colour = _COLOURS[one.state]
-        name, text = _safe(one.id), _safe(one.text)
+        name, text = _safe(one.id), _safe(one.port)
         table.add_row(one.release, name, f"[{colour}]{one.state}[/]", text, _safe(_summary(one)))
     console = Console()
     console.print(table)

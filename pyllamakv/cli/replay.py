@@ -12,7 +12,7 @@ import typer
 from pyllamakv.cli.options import Json, RecordedModel
 
 if TYPE_CHECKING:
-    from pyllamakv.traces.replaying import Replay
+    from pyllamakv.traces.replay import Replay
     from pyllamakv.traces.trace import Head
 
 app = typer.Typer(add_completion=False)
@@ -42,7 +42,7 @@ def command(
     the likeliest tokens are compared. The variables LLAMA_… are those of the recording, and told.
     """
     from pyllamakv.cli import progress_bar
-    from pyllamakv.traces import builds, replaying
+    from pyllamakv.traces import replay, variant_selection
     from pyllamakv.traces import trace as traces
 
     head, lines = traces.read(trace)
@@ -50,13 +50,15 @@ def command(
         sys.stderr.write(f"{trace} was cut short: what is there has {len(lines)} rows\n")
     found: list[Replay] = []
     with progress_bar.progress() as progress:
-        for spec in builds.specs(head, list(variants or ())):
+        for spec in variant_selection.specs(head, list(variants or ())):
 
             def tick(done: int, spec: str = spec) -> None:
                 if done % 64 == 0:
                     progress(f"replaying on {spec}", done, len(lines))
 
-            one = replaying.on(spec, head, lines, model=model, every=every, progress=tick)
+            one = replay.replay_on_variant(
+                spec, head, lines, model=model, every=every, progress=tick
+            )
             found.append(one)
     if as_json:
         recorded = {

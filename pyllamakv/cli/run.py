@@ -13,7 +13,7 @@ import typer
 from pyllamakv.cli.options import Json
 from pyllamakv.errors import UsageError
 from pyllamakv.scenarios import cell_picture
-from pyllamakv.traces import builds
+from pyllamakv.traces import variant_selection
 
 if TYPE_CHECKING:
     from pyllamakv.traces.script import Line
@@ -95,14 +95,14 @@ def _check_options(context: typer.Context) -> None:
 def _play(path: Path, variant: str, model: str, trace: Path | None, as_json: bool) -> None:
     from contextlib import ExitStack, closing
 
-    from pyllamakv.traces import playing
+    from pyllamakv.traces import script_player
     from pyllamakv.traces import trace as traces
 
     with ExitStack() as stack:
-        played = stack.enter_context(builds.open_run(path, variant, model))
+        played = stack.enter_context(variant_selection.open_run(path, variant, model))
         stage, recorder = played.stage, None
         if trace is not None:
-            about = traces.here(played.variant, played.model, played.head.environment)
+            about = traces.current_head(played.variant, played.model, played.head.environment)
             recorder = stack.enter_context(closing(traces.Recorder(trace, about, stage)))
 
         def observe(line: Line, result: dict[str, Any]) -> None:
@@ -113,7 +113,7 @@ def _play(path: Path, variant: str, model: str, trace: Path | None, as_json: boo
             else:
                 _show(line, result, stage)
 
-        playing.play(played.lines, stage, observe)
+        script_player.play(played.lines, stage, observe)
 
 
 def _show(line: Line, result: dict[str, Any], stage: Any) -> None:
@@ -144,14 +144,16 @@ def _tell(
     **options: Any,
 ) -> None:
     import pyllamakv
-    from pyllamakv.scenarios import synthetic
-    from pyllamakv.traces.completion import tell
+    from pyllamakv.scenarios import synthetic_models
+    from pyllamakv.traces.completion import complete_prompts
 
     with (
         pyllamakv.open(variant) as library,
-        library.load_model(synthetic.model(model)) as loaded,
+        library.load_model(synthetic_models.model(model)) as loaded,
     ):
-        told, stats = tell(loaded, prompts, max_tokens=max_tokens, n_ctx=n_ctx, **options)
+        told, stats = complete_prompts(
+            loaded, prompts, max_tokens=max_tokens, n_ctx=n_ctx, **options
+        )
     if json_:
         json.dump({"told": [asdict(each) for each in told], "cache": stats}, sys.stdout, indent=2)
         sys.stdout.write("\n")

@@ -39,15 +39,15 @@ def command(
     ends the search and writes what was found by then.
     """
     from pyllamakv.cli import progress_bar
-    from pyllamakv.traces import builds, minimize, traced
+    from pyllamakv.traces import minimize, trace_scenario, variant_selection
     from pyllamakv.traces import trace as traces
 
-    head, lines = traced.load(trace)
+    head, lines = trace_scenario.load(trace)
     file = traces.model_file(head, model)
-    spec, *others = builds.specs(head, [variant])
+    spec, *others = variant_selection.specs(head, [variant])
     if others:
         raise UsageError("--variant takes one build: a trace is shrunk where it fails")
-    folder = builds.folder(spec, head)
+    folder = variant_selection.variant_folder(spec, head)
     target = output or trace.with_name(f"{trace.name.removesuffix('.jsonl')}.min.jsonl")
     traces.check(target)
     with progress_bar.progress() as progress:
@@ -56,7 +56,7 @@ def command(
             done = len(lines) - left
             progress(f"{left} of {len(lines)} operations left, {runs} runs", done, len(lines))
 
-        found = minimize.shrink(head, lines, folder, model=file, told=told)
+        found = minimize.minimize(head, lines, folder, model=file, told=told)
     minimize.record(head, found.lines, target, spec=spec, model=file)
     facts = {
         "trace": str(target),

@@ -12,12 +12,12 @@ import typer
 from pyllamakv.cli.options import PlayedModel, PlayedVariant, Run
 from pyllamakv.errors import ScenarioFailed, ScriptError, UsageError
 from pyllamakv.scenarios import frames
-from pyllamakv.traces import builds, playback
+from pyllamakv.traces import playback, variant_selection
 
 if TYPE_CHECKING:
     from pyllamakv.binding.protocol import Counters
     from pyllamakv.runtime.metrics import CellStats
-    from pyllamakv.scenarios.frames import Film
+    from pyllamakv.scenarios.frames import Timeline
 
 app = typer.Typer(add_completion=False)
 
@@ -60,12 +60,12 @@ def command(
     counters = broken = None
     if traces.is_trace(run) and not variant:
         head, lines = traces.read(run)
-        film = films.of_trace(lines, head.spec or head.variant)
+        film = films.timeline_of_trace(lines, head.spec or head.variant)
         if film.frames:
             stats = PictureStats(film.frames[-1].picture)
     else:
-        with builds.open_run(run, variant or "0.3.9+patched", model) as played:
-            film = frames.Film(played.variant)
+        with variant_selection.open_run(run, variant or "0.3.9+patched", model) as played:
+            film = frames.Timeline(played.variant)
             try:
                 playback.play(played.lines, played.stage, film.frames.append)
             except ScenarioFailed as error:
@@ -85,7 +85,7 @@ def command(
 
 def _formatted(
     form: Format,
-    film: Film,
+    film: Timeline,
     stats: CellStats,
     counters: Counters | None,
     labels: dict[str, str],
@@ -95,7 +95,7 @@ def _formatted(
     from pyllamakv.view import frame_statistics
 
     if form is Format.PROMETHEUS:
-        found = (*metrics.metrics(stats, counters), *frame_statistics.of_film(film))
+        found = (*metrics.metrics(stats, counters), *frame_statistics.timeline_metrics(film))
         return metrics.expose(found, {"variant": film.title, **labels})
     if form is Format.JSON:
         raw = {

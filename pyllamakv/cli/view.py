@@ -12,10 +12,10 @@ import typer
 from pyllamakv.cli.options import Json, PlayedModel, PlayedVariant, Run
 from pyllamakv.errors import ScenarioFailed, ScriptError, UsageError
 from pyllamakv.scenarios import frames
-from pyllamakv.traces import builds, playback
+from pyllamakv.traces import playback, variant_selection
 
 if TYPE_CHECKING:
-    from pyllamakv.scenarios.frames import Film
+    from pyllamakv.scenarios.frames import Timeline
 
 app = typer.Typer(add_completion=False)
 
@@ -78,7 +78,7 @@ def command(
 
 def _follow(
     run: Path, variant: str, model: str, speed: float, width: int, *, silent: bool, plain: bool
-) -> tuple[Film, ScenarioFailed | None]:
+) -> tuple[Timeline, ScenarioFailed | None]:
     """Show a run on the terminal unless ``silent``, and return its film and how it broke off."""
     from contextlib import nullcontext
 
@@ -96,7 +96,7 @@ def _follow(
     if traces.is_trace(run) and not variant:
         head, lines = traces.read(run)
         title = playback.title(run, head.spec or head.variant)
-        film = films.of_trace(lines, title)
+        film = films.timeline_of_trace(lines, title)
         unseen = playback.unseen(lines)
         if unseen:
             said = f"{unseen} decodes kept no cells: --variant {head.spec or 'SPEC'} shows them"
@@ -109,8 +109,8 @@ def _follow(
                     shown.show(frame)
         return film, None
 
-    with builds.open_run(run, variant or "0.3.9+patched", model) as played:
-        film = frames.Film(playback.title(run, played.variant))
+    with variant_selection.open_run(run, variant or "0.3.9+patched", model) as played:
+        film = frames.Timeline(playback.title(run, played.variant))
         with screen(film.title) as shown:
 
             def show(frame: frames.Frame) -> None:
@@ -139,7 +139,13 @@ def _check(timeline: Path | None, svg: Path | None, png: Path | None) -> None:
 
 
 def _write(
-    film: Film, timeline: Path | None, svg: Path | None, png: Path | None, width: int, *, dark: bool
+    film: Timeline,
+    timeline: Path | None,
+    svg: Path | None,
+    png: Path | None,
+    width: int,
+    *,
+    dark: bool,
 ) -> list[Path]:
     from pyllamakv.view import cell_drawing, drawing, raster
     from pyllamakv.view import timeline as timelines
@@ -168,7 +174,7 @@ def _write(
     return written
 
 
-def _print(film: Film, width: int) -> None:
+def _print(film: Timeline, width: int) -> None:
     from pyllamakv.view.screen import Screen
 
     with Screen(film.title, width=width, live=False) as screen:
@@ -176,7 +182,7 @@ def _print(film: Film, width: int) -> None:
             screen.show(frame)
 
 
-def _print_json(film: Film) -> None:
+def _print_json(film: Timeline) -> None:
     raw = [
         {
             "line": frame.number,

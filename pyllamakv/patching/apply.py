@@ -40,7 +40,7 @@ class PatchedRelease:
     @property
     def texts(self) -> tuple[Port, ...]:
         """Return the texts that were applied, in order."""
-        return tuple(step.text for step in self.steps)
+        return tuple(step.port for step in self.steps)
 
 
 def apply(
@@ -69,9 +69,9 @@ def write(store: Store, release: Release, plan: PortChoice) -> PatchedRelease:
     commit, tree = release.commit, store.tree_of(release)
     draft = TreeOverlay(trees.StoreTree(store, tree))
     for step in plan.steps:
-        draft.apply(step.text.patch, step.text.name)
+        draft.apply(step.port.patch, step.port.name)
         tree = trees.write(store, store.tree_of(release), draft)
-        commit = commit_port(store, tree, commit, step.text)
+        commit = commit_port(store, tree, commit, step.port)
     patched = PatchedRelease(
         release=release.name,
         commit=commit,

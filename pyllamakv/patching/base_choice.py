@@ -22,7 +22,7 @@ class NearestPort:
     """Hold the commit of a text on a release where it applies strictly."""
 
     release: Release
-    text: Port
+    port: Port
     commit: str
 
 

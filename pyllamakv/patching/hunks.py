@@ -482,6 +482,8 @@ def _checked(reader: _PatchReader, path: str) -> str:
     parts = path.split("/")
     if "\0" in path or any(part.lower() in ("", ".", "..", ".git") for part in parts):
         raise reader.wrong(f"the path {path!r} leaves the tree; a patch may touch its files only.")
-    if len(os.fsencode(path)) > tree_limits.PATH:
-        raise reader.wrong(f"the path {path[:60]!r}… is longer than {tree_limits.PATH} bytes.")
+    if len(os.fsencode(path)) > tree_limits.MAX_PATH_BYTES:
+        raise reader.wrong(
+            f"the path {path[:60]!r}… is longer than {tree_limits.MAX_PATH_BYTES} bytes."
+        )
     return path

@@ -131,7 +131,7 @@ def scenario_sign(stock: Mapping[str, str]) -> Sign:
 def reverse_apply_sign(one: PatchStatus, texts: Iterable[Port], tree: Tree) -> Sign:
     """Judge by the text: does everything that it would write stand there already."""
     if one.good:
-        return Sign("text", False, f"the text for {one.text} applies")
+        return Sign("text", False, f"the text for {one.port} applies")
     best = 0.0
     for text in texts:
         part = present_fraction(text.patch, tree)

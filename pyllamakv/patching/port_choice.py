@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class AppliedPort:
     """Hold one patch that applies: its text and where each hunk went."""
 
-    text: Port
+    port: Port
     placements: tuple[Placement, ...]
 
 
@@ -51,7 +51,7 @@ class PortChoice:
     @property
     def texts(self) -> tuple[Port, ...]:
         """Return the texts in order of application."""
-        return tuple(step.text for step in self.steps)
+        return tuple(step.port for step in self.steps)
 
 
 def choose_for_release(
@@ -137,7 +137,7 @@ def _every(series: Series, tree: Tree, release: str) -> PortChoice:
     steps: list[AppliedPort] = []
     skipped: list[Skipped] = []
     for definition in series:
-        done = [step.text.id for step in steps]
+        done = [step.port.id for step in steps]
         found = choose(definition, draft, tree, release, done)
         if isinstance(found, AppliedPort):
             steps.append(found)
@@ -172,7 +172,7 @@ def _attempt(
                 raise UsageError(f"{id_} requires {unknown[0]}, which is not in the series.")
             if more:
                 return list(dict.fromkeys(more))
-        found = choose(definition, draft, tree, release, [step.text.id for step in steps])
+        found = choose(definition, draft, tree, release, [step.port.id for step in steps])
         if isinstance(found, Skipped):
             if len(found.conflicts) == 1 and len(meant) == 1:
                 raise found.conflicts[0]

@@ -162,7 +162,7 @@ def _start(
             note = f"the text for {found.base} applies as it is; --force writes one all the same"
             return Rebased(id_, release.name, "applies", found.base, notes=(note,))
         found_at = base_choice.nearest(definition, series, release, store=store)
-        kept = requirements.needed_on(series, found_at.text, release, store, to)
+        kept = requirements.needed_on(series, found_at.port, release, store, to)
         try:
             commit, _ = apply.apply_requirements(
                 series, requirements.patches(kept, to), release, store=store
@@ -178,7 +178,7 @@ def _start(
             stock=release.commit,
             parent=commit,
             picked_from=found_at.release.name,
-            base=found_at.text.base,
+            base=found_at.port.base,
             picked_commit=found_at.commit,
             requires=kept,
             patches=str(patches.resolve()) if patches else None,

@@ -50,7 +50,7 @@ class PatchStatus:
     release: str
     id: str
     state: State
-    text: str = ""
+    port: str = ""
     reason: str = ""
     attempts: tuple[Attempt, ...] = ()
 
@@ -62,7 +62,7 @@ class PatchStatus:
     @property
     def best(self) -> Attempt | None:
         """Return the text that is used, or the one with the fewest failing hunks."""
-        used = [a for a in self.attempts if a.base == self.text] if self.good else []
+        used = [a for a in self.attempts if a.base == self.port] if self.good else []
         ranked = used or sorted(self.attempts, key=lambda a: (bool(a.misses), len(a.failed)))
         return ranked[0] if ranked else None
 
@@ -72,7 +72,7 @@ class PatchStatus:
             "release": self.release,
             "patch": self.id,
             "state": self.state,
-            "port": self.text or None,
+            "port": self.port or None,
             "reason": self.reason or None,
             "ports": [
                 {
@@ -134,7 +134,7 @@ def _one(
     if isinstance(chosen, port_choice.AppliedPort):
         moved = any(placement.offset for placement in chosen.placements)
         state: State = "offset" if moved else "applies"
-        return PatchStatus(release, definition.id, state, chosen.text.base, "", attempts)
+        return PatchStatus(release, definition.id, state, chosen.port.base, "", attempts)
     meant = [text for text, attempt in zip(texts, attempts, strict=True) if not attempt.misses]
     lacking = {id_ for text in meant for id_ in text.requires if id_ not in applied}
     if not definition.covers_release(release) or not meant:

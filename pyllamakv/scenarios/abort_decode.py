@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 from pyllamakv.binding.protocol import Status
 from pyllamakv.errors import ScenarioFailed, Untestable
 from pyllamakv.scenarios import kv_rows
-from pyllamakv.scenarios.ledger import differences
+from pyllamakv.scenarios.ledger import cell_differences
 from pyllamakv.scenarios.player import Player, word
 
 if TYPE_CHECKING:
-    from pyllamakv.scenarios.feeding import Feeds
+    from pyllamakv.scenarios.batch_composition import Feeds
     from pyllamakv.scenarios.lab import Lab
 
 
-def polls_of(player: Player, feeds: Feeds) -> int:
+def count_abort_polls(player: Player, feeds: Feeds) -> int:
     """Return how often a decode polls whether it shall end, and take its tokens back."""
     feed = player.feed(feeds)
     starts = {owners[0]: player.ledger.next(owners[0]) for owners in feed.owners}
@@ -47,10 +47,10 @@ def abort(lab: Lab, player: Player, feeds: Feeds, at: int, polls: int) -> None:
     )
     snapshot = player.snapshot()
     if snapshot is not None:
-        lost, ghosts, text = differences(player.ledger.contents(), kv_rows.contents(snapshot))
+        lost, ghosts, text = cell_differences(player.ledger.contents(), kv_rows.contents(snapshot))
         size = player.info.n_ubatch
         whole = at * len(feed.token) // polls // size * size
-        if lost or ghosts > whole or (ghosts and not _keeps(player)):
+        if lost or ghosts > whole or (ghosts and not _keeps_finished_ubatches(player)):
             evidence = {"lost": lost, "ghosts": ghosts, "allowed": whole}
             msg = f"an aborted decode left {text}"
             raise ScenarioFailed(msg, failure="lost", evidence=evidence)
@@ -61,7 +61,7 @@ def abort(lab: Lab, player: Player, feeds: Feeds, at: int, polls: int) -> None:
     player.check_cells()
 
 
-def _keeps(player: Player) -> bool:
+def _keeps_finished_ubatches(player: Player) -> bool:
     """Tell whether llama.h lets an aborted decode keep the micro-batches that it had finished.
 
     It says so from 0.3.10 on, where caches became memories; before that, everything goes back.

@@ -57,7 +57,7 @@ Tensor = NDArray[np.float32]
 Tensors = dict[str, Tensor]
 
 
-class Draw:
+class WeightGenerator:
     """Draw weights, always the same for a seed."""
 
     def __init__(self, seed: int) -> None:
@@ -80,7 +80,7 @@ def ones(n: int, value: float = 1.0) -> Tensor:
     return np.full(n, value, dtype=np.float32)
 
 
-def attention(shape: Shape, draw: Draw) -> Tensors:
+def attention(shape: Shape, draw: WeightGenerator) -> Tensors:
     """Return the tensors of attention with heads of queries, keys and values."""
     width, size = shape.n_embd, head(shape)
     inner, kv = size * shape.n_head, size * max(shape.n_head_kv, 1)
@@ -95,7 +95,7 @@ def attention(shape: Shape, draw: Draw) -> Tensors:
     }
 
 
-def forward(shape: Shape, draw: Draw) -> Tensors:
+def feed_forward(shape: Shape, draw: WeightGenerator) -> Tensors:
     """Return the tensors of a dense network behind the attention."""
     width, ff = shape.n_embd, shape.n_ff
     return {
@@ -140,7 +140,7 @@ def deepseek2_keys(shape: Shape) -> dict[str, Any]:
     }
 
 
-def deepseek2(shape: Shape, draw: Draw, _: int) -> Tensors:
+def deepseek2(shape: Shape, draw: WeightGenerator, _: int) -> Tensors:
     """Return a layer of multi-head latent attention."""
     width, heads = shape.n_embd, shape.n_head
     return {
@@ -153,7 +153,7 @@ def deepseek2(shape: Shape, draw: Draw, _: int) -> Tensors:
         "attn_k_b.weight": draw.matrix(heads, LATENT, PLAIN, scale=1.3),
         "attn_v_b.weight": draw.matrix(heads, PLAIN, LATENT, scale=2.0),
         "attn_output.weight": draw.matrix(width, heads * PLAIN, scale=3.0 * gain(shape)),
-    } | forward(shape, draw)
+    } | feed_forward(shape, draw)
 
 
 def deepseek32_keys(shape: Shape) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def deepseek32_keys(shape: Shape) -> dict[str, Any]:
     }
 
 
-def deepseek32(shape: Shape, draw: Draw, layer: int) -> Tensors:
+def deepseek32(shape: Shape, draw: WeightGenerator, layer: int) -> Tensors:
     """Return a layer of the same with an indexer."""
     return deepseek2(shape, draw, layer) | {
         "indexer.k_norm.weight": ones(INDEXED),
@@ -191,7 +191,7 @@ def dots3note_keys(shape: Shape) -> dict[str, Any]:
     }
 
 
-def dots3note(shape: Shape, draw: Draw, layer: int) -> Tensors:
+def dots3note(shape: Shape, draw: WeightGenerator, layer: int) -> Tensors:
     """Return a layer with an indexer, or with a window."""
     made = deepseek2 if layer % 2 else deepseek32
     return made(shape, draw, layer) | {
@@ -220,7 +220,7 @@ def minimax_m3_keys(shape: Shape) -> dict[str, Any]:
     }
 
 
-def minimax_m3(shape: Shape, draw: Draw, layer: int) -> Tensors:
+def minimax_m3(shape: Shape, draw: WeightGenerator, layer: int) -> Tensors:
     """Return a dense layer, or one with experts whose indexer picks blocks."""
     size, width, ff = head(shape), shape.n_embd, shape.n_ff
     found = attention(shape, draw) | {
@@ -228,8 +228,8 @@ def minimax_m3(shape: Shape, draw: Draw, layer: int) -> Tensors:
         "attn_k_norm.weight": ones(size),
     }
     if not layer:
-        return found | forward(shape, draw)
-    shared = forward(shape, draw)
+        return found | feed_forward(shape, draw)
+    shared = feed_forward(shape, draw)
     return found | {
         "ffn_norm.weight": shared.pop("ffn_norm.weight"),
         **{name.replace(".weight", "_shexp.weight"): tensor for name, tensor in shared.items()},
@@ -266,7 +266,7 @@ def keys(shape: Shape) -> dict[str, Any]:
 
 def tensors(shape: Shape) -> Tensors:
     """Return the weights of a shape, f32, by name."""
-    draw = Draw(shape.seed)
+    draw = WeightGenerator(shape.seed)
     width = shape.n_embd
     # A gemma multiplies its embeddings by this by itself.
     size = 1.0 if shape.architecture == "gemma2" else np.sqrt(width)
@@ -290,8 +290,8 @@ def _llama_keys(shape: Shape) -> dict[str, Any]:
     return keys
 
 
-def _llama(shape: Shape, draw: Draw, _: int) -> Tensors:
-    return attention(shape, draw) | forward(shape, draw)
+def _llama(shape: Shape, draw: WeightGenerator, _: int) -> Tensors:
+    return attention(shape, draw) | feed_forward(shape, draw)
 
 
 def _qwen2vl_keys(shape: Shape) -> dict[str, Any]:
@@ -301,7 +301,7 @@ def _qwen2vl_keys(shape: Shape) -> dict[str, Any]:
     return _llama_keys(shape) | {"rope.dimension_sections": [pairs - 2 * rows, rows, rows, 0]}
 
 
-def _qwen2vl(shape: Shape, draw: Draw, layer: int) -> Tensors:
+def _qwen2vl(shape: Shape, draw: WeightGenerator, layer: int) -> Tensors:
     found = _llama(shape, draw, layer)
     biases = {f"attn_{name}.bias": draw.matrix(len(found[f"attn_{name}.weight"])) for name in "qkv"}
     return found | biases
@@ -318,7 +318,7 @@ def _gemma2_keys(shape: Shape) -> dict[str, Any]:
     }
 
 
-def _gemma2(shape: Shape, draw: Draw, layer: int) -> Tensors:
+def _gemma2(shape: Shape, draw: WeightGenerator, layer: int) -> Tensors:
     # What a layer adds is as large as the weights of the norm that follows it. One sliding and one
     # full layer speak, the others whisper: the noise of so many quantised layers would add up.
     size = 4.0 if layer < 2 else 0.1
@@ -326,7 +326,7 @@ def _gemma2(shape: Shape, draw: Draw, layer: int) -> Tensors:
         "post_attention_norm.weight": ones(shape.n_embd, size),
         "post_ffw_norm.weight": ones(shape.n_embd, size / 2),
     }
-    return attention(shape, draw) | forward(shape, draw) | after
+    return attention(shape, draw) | feed_forward(shape, draw) | after
 
 
 def _ssm_keys(shape: Shape) -> dict[str, Any]:
@@ -342,7 +342,7 @@ def _mamba_keys(shape: Shape) -> dict[str, Any]:
     return _ssm_keys(shape) | {"attention.head_count": 0, "attention.head_count_kv": 0}
 
 
-def _mamba(shape: Shape, draw: Draw, _: int) -> Tensors:
+def _mamba(shape: Shape, draw: WeightGenerator, _: int) -> Tensors:
     width, inner = shape.n_embd, 2 * shape.n_embd
     decay = -np.arange(1, SSM_STATE + 1, dtype=np.float32)
     return {
@@ -369,19 +369,19 @@ def _attends(layer: int) -> bool:
     return layer % 2 == 1
 
 
-def _jamba(shape: Shape, draw: Draw, layer: int) -> Tensors:
+def _jamba(shape: Shape, draw: WeightGenerator, layer: int) -> Tensors:
     if _attends(layer):
-        return attention(shape, draw) | forward(shape, draw)
+        return attention(shape, draw) | feed_forward(shape, draw)
     norms = {
         "ssm_dt_norm.weight": ones(SSM_RANK),
         "ssm_b_norm.weight": ones(SSM_STATE),
         "ssm_c_norm.weight": ones(SSM_STATE),
     }
-    return _mamba(shape, draw, layer) | norms | forward(shape, draw)
+    return _mamba(shape, draw, layer) | norms | feed_forward(shape, draw)
 
 
 _Keys = Callable[["Shape"], dict[str, Any]]
-_Block = Callable[["Shape", Draw, int], Tensors]
+_Block = Callable[["Shape", WeightGenerator, int], Tensors]
 
 _ARCHITECTURES: dict[str, tuple[_Keys, _Block]] = {
     "llama": (_llama_keys, _llama),

@@ -26,7 +26,7 @@ COUNTS = ("used", "holes", "largest_hole")
 
 
 @dataclass(frozen=True, eq=False)
-class Look:
+class CellSample:
     """Hold the cells of a context at one moment."""
 
     snapshot: Snapshot
@@ -66,7 +66,7 @@ class Look:
         found: list[list[int]] = np.column_stack((owner[starts], lengths)).tolist()
         return found
 
-    def moved(self, before: Look) -> list[list[int]]:
+    def moved(self, before: CellSample) -> list[list[int]]:
         """Return [from, to, length] of each run of cells that lay elsewhere ``before``.
 
         Cells are numbered through all streams, as in `runs`.
@@ -82,16 +82,16 @@ class Look:
         return found
 
 
-def look(native: Native, context: ContextHandle, info: ContextInfo) -> Look | None:
+def sample_cells(native: Native, context: ContextHandle, info: ContextInfo) -> CellSample | None:
     """Look at the cells, or return None where the build cannot read them or has none."""
     if Capability.CELLS not in native.about.capabilities or not info.n_caches:
         return None
     raw = [native.cells(context, cache) for cache in range(info.n_caches)]
     streams = tuple(CellMap(each.pos, each.shift, each.seqs, each.info) for each in raw)
-    return Look(Snapshot(streams, info.contiguous_slots))
+    return CellSample(Snapshot(streams, info.contiguous_slots))
 
 
-def best(row: NDArray[np.float32]) -> list[Any]:
+def top_token(row: NDArray[np.float32]) -> list[Any]:
     """Return the likeliest token, its logit, and by how much the next one is behind."""
     token = int(row.argmax())
     top = float(row[token])

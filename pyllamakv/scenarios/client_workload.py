@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from pyllamakv.scenarios.player import Player
 
 #: Tokens that every prompt begins with, and that stay when a client's share is full.
-HEAD = 5
+KEPT_PREFIX = 5
 
 
 @dataclass
-class Client:
+class ClientRequest:
     """Follow one request: how many tokens of its prompt and of its answer are still to come."""
 
     seq: int
@@ -40,7 +40,7 @@ class SlotServer:
     def __init__(self, player: Player, clients: int) -> None:
         self.player = player
         self.share = player.n_cells // clients
-        self.clients = [Client(seq) for seq in range(clients)]
+        self.clients = [ClientRequest(seq) for seq in range(clients)]
         self.cut = 0
         self.slid = 0
 
@@ -60,8 +60,8 @@ class SlotServer:
             self._decode()
         self.player.check_cells()
 
-    def _begin(self, client: Client, prompt: int, answer: int) -> None:
-        self.player.remove(client.seq, HEAD)
+    def _begin(self, client: ClientRequest, prompt: int, answer: int) -> None:
+        self.player.remove(client.seq, KEPT_PREFIX)
         self.cut += max(0, prompt - self.share)
         client.prompt = min(prompt, self.share) - self.player.ledger.next(client.seq)
         client.answer = answer
@@ -84,7 +84,7 @@ class SlotServer:
         self.player.decode(feeds)
 
     def _slide(self, seq: int) -> None:
-        gone = (self.share - HEAD) // 2
-        self.player.remove(seq, HEAD, HEAD + gone)
-        self.player.shift(seq, HEAD + gone, -1, -gone)
+        gone = (self.share - KEPT_PREFIX) // 2
+        self.player.remove(seq, KEPT_PREFIX, KEPT_PREFIX + gone)
+        self.player.shift(seq, KEPT_PREFIX + gone, -1, -gone)
         self.slid += 1

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import ModelParams
 from pyllamakv.errors import Untestable
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import synthetic_models
 
 if TYPE_CHECKING:
     from pyllamakv.runtime.snapshot import Snapshot
@@ -27,7 +27,7 @@ _VULKAN = {"GGML_VK_VISIBLE_DEVICES": "0", "LP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
-class Place:
+class DevicePlacement:
     """Name a backend as runs use it."""
 
     backend: str = "cpu"
@@ -43,14 +43,14 @@ class Place:
         return self.backend == "rpc"
 
     @property
-    def apart(self) -> bool:
+    def off_cpu(self) -> bool:
         """Tell whether other kernels than the processor's compute; they may be wrong themselves."""
         return self.backend not in ("cpu", "rpc")
 
     def model(self, name: str) -> str:
         """Return the name of the model that stands for a named one there."""
-        twin = name + synthetic.WIDE
-        return twin if self.apart and twin in synthetic.SHAPES else name
+        twin = name + synthetic_models.WIDE
+        return twin if self.off_cpu and twin in synthetic_models.SHAPES else name
 
     @property
     def environment(self) -> dict[str, str]:
@@ -60,7 +60,7 @@ class Place:
         return {name: value for name, value in _VULKAN.items() if name not in os.environ}
 
     @property
-    def patience(self) -> float | None:
+    def call_timeout(self) -> float | None:
         """Return the seconds that one call may take, where the usual ones are too few."""
         # The first graphs compile hundreds of pipelines.
         return 600.0 if self.backend == "vulkan" else None

@@ -14,8 +14,8 @@ from pyllamakv.scenarios.player import Player, word
 
 if TYPE_CHECKING:
     from pyllamakv.binding.protocol import RawDefrag
-    from pyllamakv.scenarios.cell_samples import Look
-    from pyllamakv.scenarios.feeding import BatchRows
+    from pyllamakv.scenarios.batch_composition import BatchRows
+    from pyllamakv.scenarios.cell_samples import CellSample
 
 #: Operations in which cells of a sequence may come to lie elsewhere.
 MOVING = ("decode", "step", "batch", "advance", "defrag", "update")
@@ -55,7 +55,7 @@ class Frame:
 
 
 @dataclass
-class Film:
+class Timeline:
     """Hold the frames of a run, with a title that names it."""
 
     title: str
@@ -69,7 +69,7 @@ class Film:
         """Return how many cells the cache has."""
         return max((len(frame.picture.owner) for frame in self.frames), default=0)
 
-    def deeds(self) -> list[Frame]:
+    def operations(self) -> list[Frame]:
         """Return the frames of operations that do something to the cells."""
         return [frame for frame in self.frames if frame.op not in _SILENT]
 
@@ -101,7 +101,7 @@ class Film:
         return {"title": self.title, "frames": frames}
 
     @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> Film:
+    def from_json(cls, raw: Mapping[str, Any]) -> Timeline:
         """Return the film that `to_json` described."""
         film, last = cls(str(raw["title"])), Picture("", ())
         for each in raw["frames"]:
@@ -125,15 +125,15 @@ class Film:
 LONGEST = 400
 
 
-class FilmedPlayer(Player):
+class TimelinePlayer(Player):
     """Keep the film of what is played; a build that shows no cells leaves it empty."""
 
-    film: Film
-    _before: Look | None
+    film: Timeline
+    _before: CellSample | None
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.film = Film("")
+        self.film = Timeline("")
         self._before = None
 
     def defrag(self) -> RawDefrag:
@@ -158,7 +158,7 @@ class FilmedPlayer(Player):
     def _take(self, op: str, detail: str, failed: str = "") -> None:
         if len(self.film) >= LONGEST:
             return
-        now = cell_samples.look(self.native, self.context, self.info)
+        now = cell_samples.sample_cells(self.native, self.context, self.info)
         if now is None:
             return
         moves: tuple[tuple[int, int, int], ...] = ()
@@ -171,9 +171,9 @@ class FilmedPlayer(Player):
         self._before = now
 
 
-def films(players: Iterable[Player]) -> tuple[Film, ...]:
+def films(players: Iterable[Player]) -> tuple[Timeline, ...]:
     """Return what was filmed of players, of those that were."""
-    filmed = (each.film for each in players if isinstance(each, FilmedPlayer))
+    filmed = (each.film for each in players if isinstance(each, TimelinePlayer))
     return tuple(film for film in filmed if len(film))
 
 

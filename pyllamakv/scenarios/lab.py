@@ -24,8 +24,8 @@ from pyllamakv.errors import (
 )
 from pyllamakv.runtime import ggml_types as types
 from pyllamakv.scenarios.cell_picture import Picture
-from pyllamakv.scenarios.device_placement import Place
-from pyllamakv.scenarios.frames import FilmedPlayer
+from pyllamakv.scenarios.device_placement import DevicePlacement
+from pyllamakv.scenarios.frames import TimelinePlayer
 from pyllamakv.scenarios.player import Player
 from pyllamakv.scenarios.reference import Reference, Tolerance
 
@@ -45,10 +45,10 @@ class Lab:
         *,
         tolerance: Tolerance | None = None,
         film: bool = False,
-        place: Place | None = None,
+        place: DevicePlacement | None = None,
     ) -> None:
-        self.player_type: type[Player] = FilmedPlayer if film else Player
-        self.place = place or Place()
+        self.player_type: type[Player] = TimelinePlayer if film else Player
+        self.place = place or DevicePlacement()
         self.native = native
         self.model = model
         self.setting = setting

@@ -117,7 +117,7 @@ class CellLedger:
         self.cells = [cell for cell in self.cells if cell.seqs]
 
 
-def windows(ledger: CellLedger, found: Mapping[int, Sequence[int]], window: int) -> str:
+def window_errors(ledger: CellLedger, found: Mapping[int, Sequence[int]], window: int) -> str:
     """Say what a sliding-window cache lacks or has too much of; empty when it is right.
 
     ``found`` has the positions of each sequence. Promised are the last ``window - 1`` positions
@@ -138,7 +138,7 @@ def windows(ledger: CellLedger, found: Mapping[int, Sequence[int]], window: int)
     return ""
 
 
-def differences(expected: Counter[Content], found: Counter[Content]) -> tuple[int, int, str]:
+def cell_differences(expected: Counter[Content], found: Counter[Content]) -> tuple[int, int, str]:
     """Return how many cells are lost, how many are ghosts, and a line that names the first ones."""
     lost, ghosts = expected - found, found - expected
     parts = []

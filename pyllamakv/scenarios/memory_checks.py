@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 GARBAGE = (b"\0", b"\1\0\0\0" * 16, bytes(range(256)))
 
 
-def routine(lab: Lab, player: Player, *, window: int = 0) -> None:
+def exercise_memory(lab: Lab, player: Player, *, window: int = 0) -> None:
     """Decode, copy, cut, shift, save, restore, defragment; wrong input must only be refused."""
     done: dict[str, bool] = {}
     snapshot = player.snapshot()
@@ -38,27 +38,27 @@ def routine(lab: Lab, player: Player, *, window: int = 0) -> None:
         seen, told = len({each.stream for each in snapshot.streams}), player.info.n_streams
         lab.expect(told == seen, f"the caches have {seen} streams, the context says {told}")
     player.fill({0: 40, 1: 40}, interleave=True)
-    prove(lab, player, window)
+    verify_memory(lab, player, window)
     player.copy(0, 2)
-    attempt(player.update)
-    prove(lab, player, window)
+    supported(player.update)
+    verify_memory(lab, player, window)
     done["end removed"] = player.remove(1, 34)
-    prove(lab, player, window)
+    verify_memory(lab, player, window)
     done["middle removed"] = player.remove(1, 8, 16)
     if done["middle removed"] and player.info.can_shift:
-        done["shifted"] = attempt(lambda: player.shift(1, 16, -1, -8))
-    prove(lab, player, window)
-    refuse(player)
+        done["shifted"] = supported(lambda: player.shift(1, 16, -1, -8))
+    verify_memory(lab, player, window)
+    check_invalid_calls(player)
     player.save(2, "kept")
     player.remove(2)
     player.restore(3, "kept")
-    prove(lab, player, window)
+    verify_memory(lab, player, window)
     player.fill({0: 24})
     player.remove(1)
     if player.info.defrag:
         with player.unchanged(window=window):
-            done["defragmented"] = attempt(player.defrag)
-    prove(lab, player, window)
+            done["defragmented"] = supported(player.defrag)
+    verify_memory(lab, player, window)
     if player.ledger.streams:
         # What llama.cpp keeps then is what the stream has; the other streams are left alone.
         for seq in player.ledger.sequences:
@@ -66,14 +66,14 @@ def routine(lab: Lab, player: Player, *, window: int = 0) -> None:
                 player.remove(seq)
     else:
         player.keep(3)
-    prove(lab, player, window)
+    verify_memory(lab, player, window)
     player.clear()
     player.fill({1: 8})
-    prove(lab, player, window)
+    verify_memory(lab, player, window)
     lab.note(memory=player.info.memory.name.lower(), **done)
 
 
-def prove(lab: Lab, player: Player, window: int = 0) -> None:
+def verify_memory(lab: Lab, player: Player, window: int = 0) -> None:
     """Compare cells, rows and logits with the ledger and the reference."""
     if window:
         player.check_windows(window)
@@ -88,7 +88,7 @@ def prove(lab: Lab, player: Player, window: int = 0) -> None:
     lab.verify(player)
 
 
-def attempt(what: Callable[[], Any]) -> bool:
+def supported(what: Callable[[], Any]) -> bool:
     """Do something that a memory may refuse; tell whether it was done."""
     try:
         what()
@@ -97,7 +97,7 @@ def attempt(what: Callable[[], Any]) -> bool:
     return True
 
 
-def refuse(player: Player) -> None:
+def check_invalid_calls(player: Player) -> None:
     """Give the library what is wrong: each must come back as an error, and nothing may change."""
     native, context = player.native, player.context
     beyond, empty = player.info.n_seq_max, player.info.n_seq_max - 1
@@ -127,7 +127,7 @@ def refuse(player: Player) -> None:
             raise NativeError(msg)
 
 
-def twins(lab: Lab, player: Player, tokens: int = 40) -> None:
+def require_deterministic(lab: Lab, player: Player, tokens: int = 40) -> None:
     """Raise Untestable where two sequences of the same tokens do not get the same logits.
 
     A reference on the same library would be just as wrong. Notes whether a sequence that begins
@@ -137,7 +137,7 @@ def twins(lab: Lab, player: Player, tokens: int = 40) -> None:
     player.decode({0: same})
     player.decode({1: same})
     player.remove(0)
-    clean = attempt(lambda: player.decode({0: same}))
+    clean = supported(lambda: player.decode({0: same}))
     one, other, *more = (next(iter(step.logits.values())) for step in player.steps if step.logits)
     found = distance(one, other)
     if found > lab.tolerance.exact:

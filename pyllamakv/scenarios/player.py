@@ -28,8 +28,8 @@ from pyllamakv.binding.protocol import (
 from pyllamakv.errors import NativeError, ScenarioFailed, Unsupported, WorkerDied
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
 from pyllamakv.scenarios import kv_rows
-from pyllamakv.scenarios.feeding import BatchRows, Feeds, compose
-from pyllamakv.scenarios.ledger import CellLedger, Content, differences, windows
+from pyllamakv.scenarios.batch_composition import BatchRows, Feeds, compose
+from pyllamakv.scenarios.ledger import CellLedger, Content, cell_differences, window_errors
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -240,7 +240,7 @@ class Player:
             self._check_positions()
             return
         found: Counter[Content] = kv_rows.contents(snapshot)
-        lost, ghosts, text = differences(self.ledger.contents(), found)
+        lost, ghosts, text = cell_differences(self.ledger.contents(), found)
         if lost or ghosts:
             evidence = {"lost": lost, "ghosts": ghosts, "used": found.total()}
             raise ScenarioFailed(text, failure="lost", evidence=evidence)
@@ -257,7 +257,7 @@ class Player:
         """
         snapshot = self.snapshot()
         found = None if snapshot is None else kv_rows.sliding(snapshot)
-        text = "" if found is None else windows(self.ledger, found, window)
+        text = "" if found is None else window_errors(self.ledger, found, window)
         if text:
             raise ScenarioFailed(text, failure="lost")
 

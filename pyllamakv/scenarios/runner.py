@@ -29,10 +29,10 @@ from pyllamakv.errors import (
     WorkerDied,
     WorkerTimeout,
 )
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import synthetic_models
 from pyllamakv.scenarios.cell_picture import Picture
-from pyllamakv.scenarios.device_placement import Place
-from pyllamakv.scenarios.frames import Film, films
+from pyllamakv.scenarios.device_placement import DevicePlacement
+from pyllamakv.scenarios.frames import Timeline, films
 from pyllamakv.scenarios.lab import Lab
 from pyllamakv.scenarios.outcome import Outcome, classify
 from pyllamakv.scenarios.reference import distance
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from pyllamakv.scenarios.scenario import Scenario, Setting
 
 #: Seconds that one call into the library may take; the slowest of a scenario takes well under one.
-PATIENCE = 120.0
+CALL_TIMEOUT = 120.0
 
 #: Failures after which a worker is not used again: it is gone, or may have written anywhere.
-SPOILED = ("data", "crash", "hang")
+FATAL_FAILURES = ("data", "crash", "hang")
 
 #: Opens the library at a path with an environment, in a worker.
 Opener = Callable[[Path, dict[str, str]], Any]
@@ -68,13 +68,13 @@ class Run:
     difference: float = 0.0
     notes: dict[str, Any] = field(default_factory=dict)
     pictures: tuple[Picture, ...] = ()
-    films: tuple[Film, ...] = ()
+    films: tuple[Timeline, ...] = ()
 
 
 class Workers:
     """Open workers when they are first needed, and end those that a run spoiled."""
 
-    def __init__(self, opener: Opener, place: Place) -> None:
+    def __init__(self, opener: Opener, place: DevicePlacement) -> None:
         self._opener = opener
         self._place = place
         self._open: dict[Key, Any] = {}
@@ -86,8 +86,8 @@ class Workers:
         library = self._open.get(key)
         if library is None:
             library = self._open[key] = self._opener(Path(key[0]), dict(key[1]))
-            if self._place.patience is not None:
-                library.native.timeout = self._place.patience
+            if self._place.call_timeout is not None:
+                library.native.timeout = self._place.call_timeout
         return library
 
     def model(self, key: Key, name: str) -> ModelHandle:
@@ -95,7 +95,7 @@ class Workers:
         name = self._place.model(name)
         found = self._models.get((key, name))
         if found is None:
-            path = synthetic.model(name)
+            path = synthetic_models.model(name)
             params = self._place.params(self._endpoint(key))
             try:
                 found = self.open(key).native.model_load(str(path), params)
@@ -150,7 +150,7 @@ def _close(library: Any) -> None:
         return
 
 
-class Controls:
+class DeviceControls:
     """Remember for each key what the control found."""
 
     def __init__(self) -> None:
@@ -159,13 +159,13 @@ class Controls:
     def check(self, key: Hashable, make: Callable[[], Lab]) -> None:
         """Raise Untestable where a control fails, with the reason; it is played once per key."""
         if key not in self._found:
-            self._found[key] = _tried(make)
+            self._found[key] = _run_control(make)
         reason = self._found[key]
         if reason is not None:
             raise reason
 
 
-def _tried(make: Callable[[], Lab]) -> Untestable | None:
+def _run_control(make: Callable[[], Lab]) -> Untestable | None:
     """Play the control in a lab of its own; return why nothing can be judged there, if so."""
     lab = make()
     try:
@@ -200,13 +200,13 @@ def control(lab: Lab) -> str:
     )
 
 
-class Bench:
+class ScenarioRunner:
     """Run scenarios one by one, on a worker per library and environment."""
 
-    def __init__(self, opener: Opener | None = None, place: Place | None = None) -> None:
-        self._place = place or Place()
+    def __init__(self, opener: Opener | None = None, place: DevicePlacement | None = None) -> None:
+        self._place = place or DevicePlacement()
         self._workers = Workers(opener or open_worker, self._place)
-        self._controls = Controls()
+        self._controls = DeviceControls()
 
     def __enter__(self) -> Self:
         return self
@@ -237,13 +237,13 @@ class Bench:
         try:
             native = self._workers.open(key).native
             model = self._workers.model(key, scenario.model)
-            if self._place.apart:
+            if self._place.off_cpu:
                 self._controls.check(
                     (key, scenario.model, setting),
                     lambda: Lab(native, model, setting, place=self._place),
                 )
             # One film of a scenario is enough to look at.
-            film = scenario.film and setting == scenario.settings[0]
+            film = scenario.record_frames and setting == scenario.settings[0]
             lab = Lab(native, model, setting, film=film, place=self._place)
             scenario.run(lab)
             outcome = Outcome("pass")
@@ -251,7 +251,7 @@ class Bench:
             outcome = classify(error)
             if lab is not None and outcome.failed:
                 lab.last_picture()
-        if outcome.failure in SPOILED or outcome.status == "fault":
+        if outcome.failure in FATAL_FAILURES or outcome.status == "fault":
             self._workers.drop(key)
         elif lab is not None:
             lab.close()
@@ -269,4 +269,4 @@ class Bench:
 
 def open_worker(path: Path, environment: dict[str, str]) -> Any:
     """Open a library in a worker of its own, with an environment of its own."""
-    return open_library(path, isolated=True, env=environment, timeout=PATIENCE)
+    return open_library(path, isolated=True, env=environment, timeout=CALL_TIMEOUT)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import synthetic_models
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -97,7 +97,7 @@ class Scenario:
     model: str = "tiny"
     settings: tuple[Setting, ...] = CACHES
     environment: tuple[tuple[str, str], ...] = CONTIGUOUS
-    film: bool = False
+    record_frames: bool = False
     source: Path | None = None
 
     @property
@@ -109,7 +109,7 @@ class Scenario:
         usual = [each for each in self.settings if not each.environment] or list(self.settings)
         rows = [each for each in usual if each.flash_attn]
         columns = [each for each in usual if not each.flash_attn]
-        if synthetic.cost(self.model) > FEW_LAYERS:
+        if synthetic_models.cost(self.model) > FEW_LAYERS:
             return tuple((rows or columns)[-1:])
         return (*columns[:1], *rows[-1:])
 

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 #: The largest object, packed or loose: no file of a source tree comes near it.
 MAX_OBJECT_BYTES = 256 << 20
 #: The address space of a git that unpacks: an object, its base, what makes one of the other, packs.
-MEMORY = 2 << 30
+MAX_MEMORY_BYTES = 2 << 30
 #: The largest pack: a release with its whole history has a third of this.
-FILE = 1 << 30
+MAX_FILE_BYTES = 1 << 30
 #: Processor time in seconds: a release takes a few of them.
-CPU_SECONDS = 600
+MAX_CPU_SECONDS = 600
 #: How long git may take over what lies on this machine. It waits for ever for a pipe that lies
 #: where it reads a file; the largest tree or pack needs a few minutes on a slow disk.
-SECONDS = 600.0
+MAX_SECONDS = 600.0
 
 #: Large files pass in pieces; threads and whole packs would take address space for nothing.
 _SETTINGS = (
@@ -66,7 +66,7 @@ def command(program: str, args: Sequence[str], *, memory: bool = True) -> list[s
     a helper for credentials, may reserve more than it uses.
     """
     settings = [word for each in _SETTINGS for word in ("-c", each)]
-    limits = [str(MEMORY if memory else 0), str(FILE), str(CPU_SECONDS)]
+    limits = [str(MAX_MEMORY_BYTES if memory else 0), str(MAX_FILE_BYTES), str(MAX_CPU_SECONDS)]
     return [sys.executable, "-I", "-S", "-c", _BECOME, *limits, program, *settings, *args]
 
 
@@ -79,14 +79,15 @@ def raise_if_limit_hit(error: GitError, what: str) -> None:
     """Raise ArchiveError when a limit is what git failed of; ``what`` is what it unpacked."""
     if error.code == -signal.SIGXCPU or _ENDED in error.output:
         msg = (
-            f"{what} takes more than {CPU_SECONDS} s of processor time to unpack; no release comes "
-            "near that, so it was not taken"
+            f"{what} takes more than {MAX_CPU_SECONDS} s of processor time to unpack; no release "
+            "needs that much, so it was refused"
         )
         raise ArchiveError(msg) from error
     if any(word in error.output for word in _WORDS):
         msg = (
-            f"{what} takes more than {MAX_OBJECT_BYTES} bytes for an object, {MEMORY} in memory "
-            f"or {FILE} in a file to unpack; no release comes near that, so it was not taken: "
+            f"{what} takes more than {MAX_OBJECT_BYTES} bytes for an object, {MAX_MEMORY_BYTES} in "
+            f"memory or {MAX_FILE_BYTES} in a file to unpack; no release needs that much; "
+            "refused: "
             f"{error.output.strip()}"
         )
         raise ArchiveError(msg) from error

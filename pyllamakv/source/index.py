@@ -149,8 +149,9 @@ def _bounded(response: Any) -> None:
         length = 0
         for piece in pieces():
             length += len(piece)
-            if length > tree_limits.PAGE:
-                msg = f"the page is longer than {tree_limits.PAGE} bytes; no index of a project is"
+            if length > tree_limits.MAX_INDEX_PAGE_BYTES:
+                limit = tree_limits.MAX_INDEX_PAGE_BYTES
+                msg = f"the index page is longer than {limit} bytes; no project has one that long"
                 raise FetchError(msg)
             yield piece
 

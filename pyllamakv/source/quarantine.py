@@ -72,8 +72,8 @@ class Quarantine:
             msg = f"the object {name} in the archive is damaged: {error}"
             raise ArchiveError(msg) from error
         self._unpacked += len(content)
-        if self._unpacked > tree_limits.BYTES:
-            msg = f"the archive has more than {tree_limits.BYTES} bytes in loose objects"
+        if self._unpacked > tree_limits.MAX_BYTES:
+            msg = f"the archive has more than {tree_limits.MAX_BYTES} bytes in loose objects"
             raise ArchiveError(msg)
         found = hashlib.sha1(content, usedforsecurity=False).hexdigest()
         if not unpacker.eof or found != name:

@@ -140,7 +140,7 @@ def _bring(held: Store, store: Store, place: str, ref: str) -> str:
         with suppress(FileNotFoundError):
             # Without it git would look for parents that the store does not have either.
             shutil.copyfile(store.path / "shallow", held.path / "shallow")
-        bound = git_limits.SECONDS if near else None
+        bound = git_limits.MAX_SECONDS if near else None
         git_command.git(held.path, *fetch, network=True, bounded=True, timeout=bound)
         return git_command.git(held.path, "rev-parse", "--verify", f"{_INCOMING}^{{commit}}")
 
@@ -179,9 +179,9 @@ def _tracked(folder: Path) -> tuple[Iterable[str], str] | None:
     # Of the words for a commit this one heeds no setting that starts a program.
     asking = ("rev-list", "-1", "--format=%cd", "--date=format-local:%Y-%m-%dT%H:%M:%SZ")
     try:
-        listed = git_command.git(folder, *listing, timeout=git_limits.SECONDS)
+        listed = git_command.git(folder, *listing, timeout=git_limits.MAX_SECONDS)
         told = git_command.git(
-            folder, *asking, "HEAD^{commit}", "--", check=False, timeout=git_limits.SECONDS
+            folder, *asking, "HEAD^{commit}", "--", check=False, timeout=git_limits.MAX_SECONDS
         )
     except GitError as error:
         if error.code == git_command.TIMED_OUT:
@@ -227,7 +227,7 @@ def _indexed(store: Store, folder: Path, paths: list[str], index: Path, held: in
         "GIT_WORK_TREE": str(folder),
         "GIT_INDEX_FILE": str(index),
     }
-    bound = git_limits.SECONDS
+    bound = git_limits.MAX_SECONDS
     old = git_command.git(folder, "ls-files", "-z", "--cached", env=env, timeout=bound).split("\0")
     taken = [p for p in paths if (folder / p).is_symlink() or (folder / p).is_file()]
     gone = sorted(set(old) - set(taken) - {""})

@@ -107,7 +107,7 @@ class _Tar(tarfile.TarFile):
         if member is not None and member.size < 0:
             msg = f"{member.name[:HEADER]} has a size below zero"
             raise tarfile.ReadError(msg)
-        if member is not None and member.size > tree_limits.BYTES:
+        if member is not None and member.size > tree_limits.MAX_BYTES:
             raise _endless()
         return member
 
@@ -148,7 +148,7 @@ class _Stream:
                 raise ArchiveError(msg)
         data = self._file.read(size)
         self._at += len(data)
-        if self._at > tree_limits.BYTES:
+        if self._at > tree_limits.MAX_BYTES:
             raise _endless()
         return data
 
@@ -164,5 +164,5 @@ class _Stream:
 
 def _endless() -> ArchiveError:
     return ArchiveError(
-        f"the archive unpacks to more than {tree_limits.BYTES} bytes; it is not to be trusted"
+        f"the archive unpacks to more than {tree_limits.MAX_BYTES} bytes; it is not to be trusted"
     )

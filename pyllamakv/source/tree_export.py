@@ -164,7 +164,7 @@ def _refuse_unsafe(entries: Iterable[TreeEntry]) -> None:
         parts = path.split("/")
         bad = any(part.lower() in ("", ".", "..", ".git") for part in parts)
         ours = parts[0].lower() in (STAMP, _STAMP_PART, _PART)
-        long = len(parts) > _DEPTH or len(os.fsencode(path)) > tree_limits.PATH
+        long = len(parts) > _DEPTH or len(os.fsencode(path)) > tree_limits.MAX_PATH_BYTES
         long = long or any(len(os.fsencode(part)) > _NAME for part in parts)
         if bad or ours or long or "\\" in path:
             msg = f"the tree holds an unsafe path {path!r}; it cannot be exported"
@@ -288,10 +288,11 @@ def _target(entry: TreeEntry, data: bytes) -> str:
     """Return what a link says. Raises SourceError where it leads out, or is none."""
     target = os.fsdecode(data)
     if _leads_out(entry.path, target):
-        msg = f"the link {entry.path} leads outside the tree, to {target[: tree_limits.PATH]!r}"
+        shown = target[: tree_limits.MAX_PATH_BYTES]
+        msg = f"the link {entry.path} leads outside the tree, to {shown!r}"
         raise SourceError(msg)
-    if not data or len(data) > tree_limits.PATH or b"\0" in data:
-        shown = target[: tree_limits.PATH]
+    if not data or len(data) > tree_limits.MAX_PATH_BYTES or b"\0" in data:
+        shown = target[: tree_limits.MAX_PATH_BYTES]
         msg = f"the link {entry.path} has a target that no link can have, {shown!r}"
         raise SourceError(msg)
     return target

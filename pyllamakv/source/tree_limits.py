@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 #: More than any release has, fetched or written out: llama.cpp has two thousand files, 100 MB.
-MAX_FILES, BYTES = 200_000, 4 << 30
+MAX_FILES, MAX_BYTES = 200_000, 4 << 30
 #: The longest path of a file, or target of a link, in bytes: some file systems take no more.
-PATH = 512
+MAX_PATH_BYTES = 512
 #: How long their names may be together, each with its folders.
-NAMES = 256 << 20
+MAX_NAMES_BYTES = 256 << 20
 #: The largest page of an index, unpacked: a hundred thousand files. What is read of it takes many
 #: times as much.
-PAGE = 16 << 20
+MAX_INDEX_PAGE_BYTES = 16 << 20
 _CHUNK = 1 << 20
 
 
@@ -41,7 +41,7 @@ def check(folder: Path, tree: str, env: Mapping[str, str] | None = None) -> None
                 for line in lines:
                     count.add(_size(line))
                 names += len(chunk)
-                if names > NAMES:
+                if names > MAX_NAMES_BYTES:
                     count.refuse()
     except GitError as error:
         git_limits.raise_if_limit_hit(error, f"tree {tree}")
@@ -76,13 +76,13 @@ class TreeSizeLimit:
         """Count a file of ``size`` bytes."""
         self._files += 1
         self._bytes += size
-        if self._files > MAX_FILES or self._bytes > BYTES or size > git_limits.MAX_OBJECT_BYTES:
+        if self._files > MAX_FILES or self._bytes > MAX_BYTES or size > git_limits.MAX_OBJECT_BYTES:
             self.refuse()
 
     def refuse(self) -> NoReturn:
         """Raise ArchiveError."""
         msg = (
-            f"{self._what} has more than {MAX_FILES} files, {BYTES} bytes, or "
+            f"{self._what} has more than {MAX_FILES} files, {MAX_BYTES} bytes, or "
             f"{git_limits.MAX_OBJECT_BYTES} bytes in one file; no release is that large, "
             "so it was refused"
         )

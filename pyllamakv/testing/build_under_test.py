@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pyllamakv.building import backend as backends
 from pyllamakv.building import variant as variants
 from pyllamakv.errors import UsageError
-from pyllamakv.scenarios.device_placement import Place
+from pyllamakv.scenarios.device_placement import DevicePlacement
 from pyllamakv.source.releases import DEFAULT_RELEASE
 
 if TYPE_CHECKING:
@@ -40,9 +40,9 @@ class BuildUnderTest:
         return "+".join(words) + ("" if self.backend == "cpu" else f"-{self.backend}")
 
     @property
-    def place(self) -> Place:
+    def place(self) -> DevicePlacement:
         """Return where caches lie."""
-        return Place(self.backend)
+        return DevicePlacement(self.backend)
 
     @property
     def stock(self) -> bool:
@@ -121,12 +121,12 @@ def _is_path(word: str) -> bool:
 def context(library: DeviceLibrary, asked: Mapping[str, Any]) -> Iterator[Context]:
     """Make a context as a marker asks for it.
 
-    ``model`` is a path, or the name of a generated model: `pyllamakv.scenarios.synthetic` has them.
-    On a GPU its wide twin stands for it.
+    ``model`` is a path, or the name of a model that `pyllamakv.scenarios.synthetic_models`
+    generates. On a GPU, the variant of that model with wide rows is used.
     """
-    from pyllamakv.scenarios import synthetic
+    from pyllamakv.scenarios import synthetic_models
 
     left = {key: value for key, value in asked.items() if key not in ("model", "env", "timeout")}
-    path = synthetic.model(library.place.model(str(asked.get("model", "tiny"))))
+    path = synthetic_models.model(library.place.model(str(asked.get("model", "tiny"))))
     with library.load_model(path) as model, model.context(**{**OPTIONS, **left}) as made:
         yield made

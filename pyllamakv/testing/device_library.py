@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pyllamakv.binding.server import Server
 from pyllamakv.open_variant import OpenLibrary
 from pyllamakv.runtime.model import Model
-from pyllamakv.scenarios.device_placement import Place
+from pyllamakv.scenarios.device_placement import DevicePlacement
 
 if TYPE_CHECKING:
     import os
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class DeviceModel(Model):
     """Hold a model whose caches must lie where its library's tests want them."""
 
-    place: Place = Place()
+    place: DevicePlacement = DevicePlacement()
 
     def context(self, *args: Any, **options: Any) -> Context:
         """Make a context as `Model.context` does; raises Untestable for a cache in host memory.
@@ -43,13 +43,13 @@ class DeviceLibrary(OpenLibrary):
     """Hold an opened library of one place; where that is behind RPC, it owns a server."""
 
     model_type = DeviceModel
-    place: Place = Place()
+    place: DevicePlacement = DevicePlacement()
     _server: Server | None = None
 
     @classmethod
     def at(
         cls,
-        place: Place,
+        place: DevicePlacement,
         folder: Path,
         *,
         isolated: bool,

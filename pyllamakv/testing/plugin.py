@@ -84,7 +84,7 @@ def kv_build(request: pytest.FixtureRequest) -> BuildUnderTest:
 @pytest.fixture(scope="session")
 def kv_library(kv_build: BuildUnderTest) -> Iterator[DeviceLibrary]:
     """Return the library under test, open for the whole session, in this process on a CPU."""
-    with kv_build.open(timeout=kv_build.place.patience) as library:
+    with kv_build.open(timeout=kv_build.place.call_timeout) as library:
         yield library
 
 
@@ -92,7 +92,7 @@ def kv_library(kv_build: BuildUnderTest) -> Iterator[DeviceLibrary]:
 def kv_worker(kv_build: BuildUnderTest, request: pytest.FixtureRequest) -> Iterator[DeviceLibrary]:
     """Return the library under test in a process of this test's own, which may abort or hang."""
     asked = _asked(request)
-    timeout = asked.get("timeout", kv_build.place.patience or TIMEOUT)
+    timeout = asked.get("timeout", kv_build.place.call_timeout or TIMEOUT)
     with kv_build.open(isolated=True, env=asked.get("env"), timeout=timeout) as library:
         yield library
 

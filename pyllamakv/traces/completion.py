@@ -23,7 +23,7 @@ LANES = 32
 
 
 @dataclass(frozen=True)
-class Told:
+class Completion:
     """Hold one prompt with what the model made of it."""
 
     prompt: str
@@ -32,7 +32,7 @@ class Told:
     ended: bool
 
 
-def tell(
+def complete_prompts(
     model: Model,
     prompts: Sequence[str],
     *,
@@ -42,7 +42,7 @@ def tell(
     seed: int = 0,
     trace: Path | None = None,
     **options: Any,
-) -> tuple[list[Told], dict[str, Any]]:
+) -> tuple[list[Completion], dict[str, Any]]:
     """Return each prompt's continuation, and the statistics of the cache in the end.
 
     ``n_ctx`` 0 makes the cache as large as it may have to be; the run is recorded in ``trace``.
@@ -70,6 +70,6 @@ def tell(
         batcher.run()
         stats = context.kv.stats.to_json()
         return [
-            Told(prompt, each.result(), len(each.tokens), each.reason == "end")
+            Completion(prompt, each.result(), len(each.tokens), each.reason == "end")
             for prompt, each in zip(prompts, going, strict=True)
         ], stats

@@ -10,10 +10,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pyllamakv.errors import KvError, UsageError
-from pyllamakv.scenarios.runner import Bench, Opener
-from pyllamakv.traces import batches, builds, playing, script, trace, traced
+from pyllamakv.scenarios.runner import Opener, ScenarioRunner
+from pyllamakv.traces import (
+    batch_encoding,
+    script,
+    script_player,
+    trace,
+    trace_scenario,
+    variant_selection,
+)
 from pyllamakv.traces.script import Line
-from pyllamakv.traces.stage import Stage
+from pyllamakv.traces.script_session import ScriptSession
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,11 +32,11 @@ if TYPE_CHECKING:
 #: Results that say what is expected of a line; the others are made anew.
 _EXPECTED = ("status", "done", "error", "polls")
 
-Told = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Shrunk:
+class MinimizedTrace:
     """Hold a minimal trace: how it fails, how many runs it took, whether it was cut short."""
 
     failure: str
@@ -47,7 +54,9 @@ class FailureProbe:
     worker, and replaces it after a crash.
     """
 
-    def __init__(self, head: Head, first: Line, library: Path, model: Path, bench: Bench) -> None:
+    def __init__(
+        self, head: Head, first: Line, library: Path, model: Path, bench: ScenarioRunner
+    ) -> None:
         self._head, self._first, self._library, self._bench = head, first, library, bench
         self._model = str(model)
         self.n_batch = int(first.arguments.get("n_batch", first.arguments.get("n_ctx", 256)))
@@ -55,19 +64,19 @@ class FailureProbe:
     def outcome(self, items: tuple[str, ...]) -> Outcome:
         """Return how these operations end."""
         lines = [self._first, *script.parse(items)]
-        one = traced.of(self._head, lines, "shrink", self._model)
+        one = trace_scenario.scenario_of_lines(self._head, lines, "shrink", self._model)
         return self._bench.run(self._library, one, one.settings[0]).outcome
 
 
-def shrink(
+def minimize(
     head: Head,
     lines: list[Line],
     library: Path,
     *,
     model: Path,
     opener: Opener | None = None,
-    told: Told | None = None,
-) -> Shrunk:
+    told: ProgressCallback | None = None,
+) -> MinimizedTrace:
     """Return the fewest operations that fail as these do on the library at a path.
 
     ``told`` is called with the operations that are left, and the runs so far. A Ctrl-C ends it with
@@ -75,55 +84,59 @@ def shrink(
     """
     first, rest = _split(lines)
     items = tuple(json.dumps(_item(line)) for line in rest)
-    with Bench(opener) as bench:
+    with ScenarioRunner(opener) as bench:
         failing = FailureProbe(head, first, library, model, bench)
         outcome = failing.outcome(items)
         if not outcome.failed:
             why = f": {outcome.message}" if outcome.message else ""
             msg = f"the trace does not fail there ({outcome.status}{why}); name another --variant"
             raise UsageError(msg)
-        wanted = kind(outcome)
+        wanted = failure_key(outcome)
 
         def left(best: tuple[str, ...]) -> None:
             if told:
-                told(len(best), shrinker.runs)
+                told(len(best), minimizer.runs)
 
-        shrinker = Shrinker(
+        minimizer = Minimizer(
             items,
-            lambda some: kind(failing.outcome(some)) == wanted,
+            lambda some: failure_key(failing.outcome(some)) == wanted,
             Sizes(_size, _cut, lambda one, other: _join(one, other, failing.n_batch)),
             left,
         )
         minimal = True
         try:
-            shrinker.offer(tuple(map(_without_positions, items)))
-            shrinker.run()
+            minimizer.offer(tuple(map(_without_positions, items)))
+            minimizer.run()
         except KeyboardInterrupt:
             minimal = False
-    found = (first, *script.parse(shrinker.best))
-    return Shrunk(wanted[0], said(outcome), len(rest), found, shrinker.runs, minimal)
+    found = (first, *script.parse(minimizer.best))
+    return MinimizedTrace(
+        wanted[0], failure_message(outcome), len(rest), found, minimizer.runs, minimal
+    )
 
 
 def record(head: Head, lines: tuple[Line, ...], path: Path, *, spec: str, model: Path) -> None:
     """Play operations on a build once more, and write them with their results as a trace."""
     with (
-        builds.opened(spec, head) as library,
-        closing(Stage(library.native, file=model, lenient=True)) as stage,
+        variant_selection.opened(spec, head) as library,
+        closing(ScriptSession(library.native, file=model, lenient=True)) as stage,
     ):
         variant = library.about.variant
         about = replace(head, variant=variant, spec=trace.spec_of(variant), start="empty")
         # What ends the process is the last row.
         with closing(trace.Recorder(path, about, stage)) as recorder, suppress(KvError):
-            playing.play((replace(line, result=None) for line in lines), stage, recorder.observe)
+            script_player.play(
+                (replace(line, result=None) for line in lines), stage, recorder.observe
+            )
 
 
-def kind(outcome: Outcome) -> tuple[str, str]:
+def failure_key(outcome: Outcome) -> tuple[str, str]:
     """Return what makes two failures the same: their class, and what claim was broken."""
-    claim = said(outcome) if outcome.failure == "claim" else ""
+    claim = failure_message(outcome) if outcome.failure == "claim" else ""
     return outcome.failure, re.sub(r"\d+", "#", claim)
 
 
-def said(outcome: Outcome) -> str:
+def failure_message(outcome: Outcome) -> str:
     """Return the message of a failure without the row, which is another one in each run."""
     return re.sub(r"^row \d+ \(\w+\): ", "", outcome.message)
 
@@ -164,15 +177,15 @@ def _size(item: str) -> int:
 def _cut(item: str, n: int) -> str:
     raw = json.loads(item)
     if raw["op"] == "batch":
-        raw = batches.cut(raw, n)
+        raw = batch_encoding.cut(raw, n)
     elif raw["op"] == "advance":
         raw["steps"] = raw["steps"][:n]
     else:
-        raw["feed"] = _thinner(raw["feed"], n)
+        raw["feed"] = _drop_tokens(raw["feed"], n)
     return json.dumps(raw)
 
 
-def _thinner(feed: dict[str, Any], n: int) -> dict[str, Any]:
+def _drop_tokens(feed: dict[str, Any], n: int) -> dict[str, Any]:
     """Take tokens away from the longest lanes until ``n`` are left."""
     lengths = {key: _length(what) for key, what in feed.items()}
     while sum(lengths.values()) > n:
@@ -194,7 +207,7 @@ def _join(one: str, other: str, n_batch: int) -> str | None:
     both = [_batch(each) for each in (first, second)]
     if both[0] is None or both[1] is None:
         return None
-    joined = batches.join(both[0], both[1])
+    joined = batch_encoding.join(both[0], both[1])
     if len(joined["tokens"]) > n_batch:
         return None
     return json.dumps({"op": "batch", **joined, "result": {"status": 0}})
@@ -223,7 +236,7 @@ class Sizes(Generic[T]):
     join: Callable[[T, T], T | None]
 
 
-class Shrinker(Generic[T]):
+class Minimizer(Generic[T]):
     """Shrink ``items``, which fail; ``best`` are the shortest so far that do.
 
     ``fails`` tells whether a list fails in the same way; no list is asked about twice. ``told``

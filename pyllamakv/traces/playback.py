@@ -11,24 +11,24 @@ import numpy as np
 
 from pyllamakv.printable import printable
 from pyllamakv.scenarios.cell_picture import NOBODY, Picture
-from pyllamakv.scenarios.frames import MOVING, Film, Frame, detail
+from pyllamakv.scenarios.frames import MOVING, Frame, Timeline, detail
 from pyllamakv.scenarios.player import word
-from pyllamakv.traces import builds, playing, script
+from pyllamakv.traces import script, script_player, variant_selection
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from pyllamakv.scenarios.cell_samples import Look
+    from pyllamakv.scenarios.cell_samples import CellSample
     from pyllamakv.traces.script import Line
-    from pyllamakv.traces.stage import Stage
+    from pyllamakv.traces.script_session import ScriptSession
 
 
-def of_trace(lines: Iterable[Line], title: str = "") -> Film:
+def timeline_of_trace(lines: Iterable[Line], title: str = "") -> Timeline:
     """Return the film of a recorded trace.
 
     Raises ScriptError where its pictures have more cells together than memory is lent for.
     """
-    return Film(title, list(frames(lines)))
+    return Timeline(title, list(frames(lines)))
 
 
 def frames(lines: Iterable[Line]) -> Iterator[Frame]:
@@ -112,11 +112,11 @@ def title(path: Path, variant: str) -> str:
     return printable(f"{path.stem}, {variant}" if variant else path.stem)
 
 
-def film_of(path: Path, variant: str, model: str = "") -> Film:
+def play_timeline(path: Path, variant: str, model: str = "") -> Timeline:
     """Return the film of a script or a trace on a build, whatever its operations come to."""
-    with builds.open_run(path, variant, model) as run:
+    with variant_selection.open_run(path, variant, model) as run:
         run.stage.play_leniently()
-        made = Film(title(path, run.variant))
+        made = Timeline(title(path, run.variant))
         play(run.lines, run.stage, made.frames.append)
     return made
 
@@ -130,12 +130,12 @@ def unseen(lines: list[Line]) -> int:
     return sum("picture" not in result and not result.get("status") for result in decodes)
 
 
-def play(lines: list[Line], stage: Stage, show: Callable[[Frame], None]) -> None:
+def play(lines: list[Line], stage: ScriptSession, show: Callable[[Frame], None]) -> None:
     """Play lines and show a frame of each, also of one that ends the run.
 
     Raises what `playing.play` raises, after that frame.
     """
-    last: Look | None = None
+    last: CellSample | None = None
 
     def observe(line: Line, result: dict[str, Any]) -> None:
         nonlocal last
@@ -151,4 +151,4 @@ def play(lines: list[Line], stage: Stage, show: Callable[[Frame], None]) -> None
         if frame is not None:
             show(frame)
 
-    playing.play(lines, stage, observe)
+    script_player.play(lines, stage, observe)

@@ -14,9 +14,9 @@ from pyllamakv.errors import UsageError
 from pyllamakv.runtime import ggml_types as types
 from pyllamakv.runtime.context import Context, intercept
 from pyllamakv.scenarios import cell_samples
-from pyllamakv.traces import batches, trace
-from pyllamakv.traces.notes import Notes
-from pyllamakv.traces.recording_native import Tap
+from pyllamakv.traces import batch_encoding, trace
+from pyllamakv.traces.recording_native import RecordingNative
+from pyllamakv.traces.row_writer import RowWriter
 
 if TYPE_CHECKING:
     import os
@@ -58,7 +58,7 @@ def rows(context: Context, model: str) -> list[dict[str, Any]]:
             # No stream has a cell of another one, whatever the marks say.
             key = (mark, number, pos) if context.streams else (mark,)
             cells.setdefault(key, (token, pos, []))[2].append(number)
-    look = cell_samples.look(context.native, context.handle, context.info)
+    look = cell_samples.sample_cells(context.native, context.handle, context.info)
     if look is not None and not context.streams and look.counts["used"] != len(cells):
         msg = (
             f"the context has {look.counts['used']} used cells, of which its sequences know "
@@ -75,7 +75,7 @@ def rows(context: Context, model: str) -> list[dict[str, Any]]:
         tokens, places = [each[0] for each in part], [each[1] for each in part]
         seq = [each[2] if len(each[2]) > 1 else each[2][0] for each in part]
         used = {} if look is None else {"used": start + len(part)}
-        batch = batches.spell(tokens, places, seq)
+        batch = batch_encoding.encode(tokens, places, seq)
         found.append({"op": "batch", **batch, "result": {"status": 0, **used, "at": 0}})
     return found
 
@@ -83,7 +83,7 @@ def rows(context: Context, model: str) -> list[dict[str, Any]]:
 class Recording:
     """Tell how a recording goes: ``path``, ``rows`` so far, and ``error`` once it broke off."""
 
-    def __init__(self, path: Path, notes: Notes) -> None:
+    def __init__(self, path: Path, notes: RowWriter) -> None:
         self.path = path
         self._notes = notes
 
@@ -110,7 +110,7 @@ class Recording:
 
 def _recorded(native: Any) -> bool:
     """Tell whether a recording stands between a context and its library, also behind a watch."""
-    while native is not None and not isinstance(native, Tap):
+    while native is not None and not isinstance(native, RecordingNative):
         native = getattr(native, "inner", None)
     return native is not None
 
@@ -138,15 +138,15 @@ def record(
             if _recorded(context.native):
                 msg = "this context is being recorded already; end that recording first"
                 raise UsageError(msg)
-            head = trace.here(
+            head = trace.current_head(
                 context.native.about.variant, context.model.path, context.native.environment
             )
             first = rows(context, head.model)
             start = "rebuilt" if len(first) > 1 else "empty"
             head = replace(head, claim=claim, start=start)
-            notes = Notes(Path(path), head, first, pictures=pictures)
+            notes = RowWriter(Path(path), head, first, pictures=pictures)
             stack.callback(notes.close)
-            stack.enter_context(intercept(context, lambda: Tap(context, notes)))
+            stack.enter_context(intercept(context, lambda: RecordingNative(context, notes)))
         yield Recording(Path(path), notes)
     if notes.error is not None:
         raise notes.error

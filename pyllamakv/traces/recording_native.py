@@ -11,7 +11,7 @@ from pyllamakv.binding.forwarding import forwards, operations
 from pyllamakv.binding.protocol import Native
 from pyllamakv.errors import KvError
 from pyllamakv.scenarios import cell_samples
-from pyllamakv.traces.notes import whole
+from pyllamakv.traces.row_writer import whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from pyllamakv.binding.protocol import ContextHandle, SamplerHandle
     from pyllamakv.runtime.context import Context
-    from pyllamakv.scenarios.cell_samples import Look
-    from pyllamakv.traces.notes import Notes, Seen
+    from pyllamakv.scenarios.cell_samples import CellSample
+    from pyllamakv.traces.row_writer import RowWriter, Seen
 
 
 #: Rows that are written at once, and the nanoseconds after which fewer are.
@@ -33,10 +33,10 @@ ROOM = 1 << 62
 clock = time.perf_counter_ns
 
 
-class Watch:
+class CallRecorder:
     """Note calls on one context. The context's turn is held in every call."""
 
-    def __init__(self, context: Context, notes: Notes) -> None:
+    def __init__(self, context: Context, notes: RowWriter) -> None:
         native = context.native
         self.inner = native
         self.about, self.environment = native.about, native.environment
@@ -45,17 +45,17 @@ class Watch:
         self._info, self._n_vocab = context.info, context.n_vocab
         self.add = notes.rows.append
         self.polls = -1
-        self.look: Look | None = None
+        self.look: CellSample | None = None
         self.free = 0  # as the look saw them
         self.spent = 0  # tokens since that look
         self.calm = 0  # decodes until the next pause
         self.due = clock() + PATIENCE
-        self.glance()
+        self.sample_cells()
 
     def prepare(self, n: int) -> None:
         """Look at the cells before a decode of ``n`` tokens that may have to move some."""
         if self.spent and not self._safe(n):
-            self.glance()
+            self.sample_cells()
 
     def done(self, kind: str, what: Any, began: int, code: int, n: int) -> None:
         """Note a decode of ``n`` tokens."""
@@ -88,7 +88,7 @@ class Watch:
         if context != self.mine:
             return call(context, *words)
         if self.spent and not still:
-            self.glance()
+            self.sample_cells()
         began = clock()
         try:
             found = call(context, *words)
@@ -99,7 +99,7 @@ class Watch:
         seen: Seen | None = None
         if not still:
             before = self.look
-            self.glance()
+            self.sample_cells()
             seen = before, self.look, True
             self.calm = min(self.calm, SOON)
         self.add((kind, what, began, ended, found, None, seen))
@@ -117,17 +117,17 @@ class Watch:
             more["polls"] = self.inner.cancel_polls(self.mine)
         if code or self.spent > self._room(n):
             before, alone = self.look, self.spent == n
-            self.glance()
+            self.sample_cells()
             seen = before, self.look, alone
         self.add((kind, what, began, ended, status, more, seen))
         self._write_some(ended)
 
     def _best(self) -> list[Any]:
-        return cell_samples.best(self.inner.logits_all(self.mine, self._n_vocab)[-1])
+        return cell_samples.top_token(self.inner.logits_all(self.mine, self._n_vocab)[-1])
 
-    def glance(self) -> None:
+    def sample_cells(self) -> None:
         """Look at the cells, and count what a decode has before it has to defragment."""
-        self.look = cell_samples.look(self.inner, self.mine, self._info)
+        self.look = cell_samples.sample_cells(self.inner, self.mine, self._info)
         self.spent = 0
         self.notes.count(self.look)
         self.free = ROOM if self.look is None else self.look.free
@@ -180,14 +180,14 @@ _BY_HAND: Final = (
 
 
 @forwards(Native, via="_noted", by_hand=_BY_HAND, only=_CHANGES)
-class Tap(Watch):
+class RecordingNative(CallRecorder):
     """Pass every call on to a library, and note those on one context.
 
     Costs a decode of one token two looks at a clock and an append; what costs more is done every
     few rows, in `pause`. The context's turn is held in every call.
     """
 
-    def __init__(self, context: Context, notes: Notes) -> None:
+    def __init__(self, context: Context, notes: RowWriter) -> None:
         super().__init__(context, notes)
         native = self.inner
         self._one = native.decode_one

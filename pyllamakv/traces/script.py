@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import ScriptError
 from pyllamakv.scenarios.player import WORDS
-from pyllamakv.traces import batches
-from pyllamakv.traces.batches import whole
+from pyllamakv.traces import batch_encoding
+from pyllamakv.traces.batch_encoding import whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -245,7 +245,7 @@ def _check(line: Line) -> None:
         # A batch has a sequence of each token, or its own position.
         if line.op in ("batch", "advance") and name in ("seq", "pos"):
             continue
-        if name in words and not batches.whole(words[name]):
+        if name in words and not batch_encoding.whole(words[name]):
             raise line.wrong(f"{name} must be a number of 32 bits, found {words[name]!r}")
     for name in _COUNTS:
         if words.get(name, 1) < 1:
@@ -262,7 +262,7 @@ def _check(line: Line) -> None:
         if not isinstance(words.get(name, ""), (str, int)):
             raise line.wrong(f"{name} must be the name of a type, found {words[name]!r}")
     for name in ("from", "to"):
-        if words.get(name) is not None and not batches.whole(words[name]):
+        if words.get(name) is not None and not batch_encoding.whole(words[name]):
             raise line.wrong(f"{name} must be a number or null, found {words[name]!r}")
     if line.op == "decode":
         feed = words["feed"]
@@ -270,12 +270,12 @@ def _check(line: Line) -> None:
             raise line.wrong('feed must be like {"0": 16}, {"0": [1, 2]} or {"0": "text"}')
         for what in feed.values():
             number = type(what) is int and 0 < what <= MOST
-            tokens = isinstance(what, list) and what and all(map(batches.whole, what))
+            tokens = isinstance(what, list) and what and all(map(batch_encoding.whole, what))
             if not (number or tokens or (what and _text(what))):
                 expected = f"expected a count up to {MOST}, tokens or a text"
                 raise line.wrong(f"cannot feed {what!r}: {expected}")
     if line.op in ("batch", "advance"):
-        wrong = _advance(words) if line.op == "advance" else batches.check(words)
+        wrong = _advance(words) if line.op == "advance" else batch_encoding.check(words)
         if wrong:
             raise line.wrong(wrong)
     if line.op == "restore" and words.get("expect", "ok") not in ("ok", "any"):
@@ -293,10 +293,10 @@ def _advance(words: dict[str, Any]) -> str:
     steps, seq = words["steps"], words["seq"]
     if not (isinstance(steps, list) and steps and all(isinstance(row, list) for row in steps)):
         return f"steps must be a list of tokens of each step, found {steps!r}"
-    if not (isinstance(seq, list) and all(map(batches.whole, seq))):
+    if not (isinstance(seq, list) and all(map(batch_encoding.whole, seq))):
         return f"seq must be a list of sequences, found {seq!r}"
     for row in steps:
-        wrong = batches.check({**words, "tokens": row, "logits": "all"})
+        wrong = batch_encoding.check({**words, "tokens": row, "logits": "all"})
         if wrong:
             return wrong
     return ""

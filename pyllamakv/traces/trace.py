@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Any
 from pyllamakv.building import manifest as manifests
 from pyllamakv.errors import DiskFull, ManifestError, ScriptError, TraceMismatch, UsageError
 from pyllamakv.home import home
-from pyllamakv.traces import identity, script
+from pyllamakv.traces import model_digest, script
 from pyllamakv.traces.script import Line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from pyllamakv.scenarios.cell_samples import Look
-    from pyllamakv.traces.stage import Stage
+    from pyllamakv.scenarios.cell_samples import CellSample
+    from pyllamakv.traces.script_session import ScriptSession
 
 
 #: What the system says when there is no room: on the disk, in a quota, for one file.
@@ -211,12 +211,12 @@ class Head:
         return {"trace": SCHEMA, "variant": self.variant, "model": self.model, **words}
 
 
-def here(variant: str, model: Path, more: Mapping[str, str] | None = None) -> Head:
+def current_head(variant: str, model: Path, more: Mapping[str, str] | None = None) -> Head:
     """Return the head of a trace of this variant and this model file.
 
     ``more`` are the variables that a worker has besides those of this process.
     """
-    name, digest = identity.name(model), identity.identity(model)
+    name, digest = model_digest.name(model), model_digest.identity(model)
     return Head(variant, name, spec_of(variant), digest, recorded(more))
 
 
@@ -285,8 +285,8 @@ def model_file(head: Head, given: str = "") -> Path:
 
     Raises TraceMismatch when it is another model, UsageError when there is none.
     """
-    path = identity.find(given or head.model, head.identity)
-    found = identity.identity(path)
+    path = model_digest.find(given or head.model, head.identity)
+    found = model_digest.identity(path)
     if head.identity and found != head.identity:
         msg = (
             f"this trace was recorded on another model ({head.model}, digest {head.identity}) than "
@@ -299,10 +299,10 @@ def model_file(head: Head, given: str = "") -> Path:
 class Recorder:
     """Write a trace while a script is played: its `observe` goes into `playing.play`."""
 
-    def __init__(self, path: Path, head: Head, stage: Stage) -> None:
+    def __init__(self, path: Path, head: Head, stage: ScriptSession) -> None:
         self._file = TraceFile(path)
         self._stage = stage
-        self._before: Look | None = None
+        self._before: CellSample | None = None
         self._rows = 0
         self._start = self._last = time.perf_counter_ns()
         self._file.write([json.dumps(head.to_json())])
@@ -330,7 +330,7 @@ class Recorder:
             self._file.close()
 
 
-def seen(op: str, before: Look | None, look: Look, *, label: str) -> dict[str, Any]:
+def seen(op: str, before: CellSample | None, look: CellSample, *, label: str) -> dict[str, Any]:
     """Return what a row says of the cells: before, after, what moved, and a picture."""
     words: dict[str, Any] = dict(look.counts)
     if before is not None and before.counts != look.counts:

@@ -30,7 +30,7 @@ class BisectStep:
 
 
 @dataclass(frozen=True)
-class Found:
+class BisectResult:
     """Hold where a verdict changed: ``first`` has another than ``last``, the one before it.
 
     ``suspects`` are the untestable releases between the two, any of which may have changed it
@@ -41,7 +41,7 @@ class Found:
     first: BisectStep
     steps: tuple[BisectStep, ...]
     suspects: tuple[str, ...] = ()
-    odd: tuple[BisectStep, ...] = ()
+    untestable: tuple[BisectStep, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for ``--json``."""
@@ -56,8 +56,8 @@ class Found:
         if self.suspects:
             names = ", ".join(self.suspects)
             lines.append(f"It may have changed in {names} already, which cannot be judged here.")
-        if self.odd:
-            names = ", ".join(f"{step.release} is {step.verdict}" for step in self.odd)
+        if self.untestable:
+            names = ", ".join(f"{step.release} is {step.verdict}" for step in self.untestable)
             lines.append(f"There was more than one change: {names}. Bisect between these as well.")
         return "\n".join(lines)
 
@@ -68,7 +68,7 @@ def bisect(
     chain: Sequence[str],
     judge: Callable[[str], BisectStep],
     known: Callable[[str], BisectStep | None] = lambda _: None,
-) -> Found:
+) -> BisectResult:
     """Find the first release on the way from ``good`` to ``bad`` whose verdict is not good's.
 
     ``chain`` has the releases in order; the way may go back in time. ``known`` tells verdicts that
@@ -100,7 +100,7 @@ def bisect(
         for place, step in facts
         if step and step.testable and (step.verdict == before) != (place <= low)
     )
-    return Found(
+    return BisectResult(
         steps[way[low]],
         steps[way[high]],
         tuple(steps[name] for name in way if name in steps),

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from pyllamakv.scenarios.outcome import Outcome
     from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
-    from pyllamakv.verification.check import Answer
+    from pyllamakv.verification.check import CheckResult
 
 
 @contextlib.contextmanager
-def claim(name: str | None, *, wait: bool) -> Iterator[bool]:
+def lock_cell(name: str | None, *, wait: bool) -> Iterator[bool]:
     """Lend the cell of a key to one process of this home at a time.
 
     False, where another process has it and ``wait`` is not set. A killed process has nothing.
@@ -63,7 +63,7 @@ def claim(name: str | None, *, wait: bool) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def one_builder(progress: Progress | None) -> Iterator[None]:
+def build_lock(progress: Progress | None) -> Iterator[None]:
     """Let one cell of this machine fetch and build at a time: a build takes every processor."""
     folder = home() / "locks"
     try:
@@ -114,9 +114,9 @@ class CellSpec:
             words.append(f"({','.join(self.scenarios)})")
         return " ".join(words if self.native else [*words, "portable"])
 
-    def question(self, *, fresh: bool = False) -> checking.Question:
+    def check_request(self, *, fresh: bool = False) -> checking.CheckRequest:
         """Return what `check` is asked for this cell."""
-        return checking.Question(
+        return checking.CheckRequest(
             release=self.release,
             series=self.series,
             isolate=self.isolate,
@@ -139,7 +139,7 @@ class CellSpec:
 
 
 @dataclass(frozen=True)
-class Row:
+class ScenarioRow:
     """Hold one scenario of a cell; ``word`` is its verdict as people read it."""
 
     id: str
@@ -160,7 +160,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Failing:
+class FailedRun:
     """Hold one run that patched did not pass."""
 
     scenario: str
@@ -185,8 +185,8 @@ class CellResult:
     patches: tuple[str, ...] = ()
     skipped: dict[str, str] = field(default_factory=dict)
     variants: dict[str, str] = field(default_factory=dict)
-    scenarios: tuple[Row, ...] = ()
-    failing: tuple[Failing, ...] = ()
+    scenarios: tuple[ScenarioRow, ...] = ()
+    failing: tuple[FailedRun, ...] = ()
     drift: tuple[dict[str, Any], ...] = ()
     pictures: tuple[dict[str, Any], ...] = ()
     films: tuple[dict[str, Any], ...] = ()
@@ -222,8 +222,8 @@ class CellResult:
         try:
             facts = dict(raw)
             facts["spec"] = CellSpec.from_json(raw["spec"])
-            facts["scenarios"] = tuple(Row(**row) for row in raw["scenarios"])
-            facts["failing"] = tuple(Failing(**run) for run in raw["failing"])
+            facts["scenarios"] = tuple(ScenarioRow(**row) for row in raw["scenarios"])
+            facts["failing"] = tuple(FailedRun(**run) for run in raw["failing"])
             for key in ("patches", "drift", "pictures"):
                 facts[key] = tuple(raw[key])
             facts["films"] = tuple(raw.get("films", ()))
@@ -234,18 +234,18 @@ class CellResult:
             raise ValueError(msg) from error
 
 
-def run_cell(
+def verify_cell(
     spec: CellSpec, *, fresh: bool = False, progress: Progress | None = None
 ) -> CellResult:
     """Judge a cell, fetching and building what is missing; ``fresh`` runs everything again."""
     started = time.monotonic()
     release: Release | None = None
     try:
-        with one_builder(progress):
+        with build_lock(progress):
             release = fetch.ensure(spec.release, progress=progress)
             _build(spec, progress)
             drifted = _drift(spec, release)
-        answer = checking.check(spec.question(fresh=fresh), progress=progress)
+        answer = checking.check(spec.check_request(fresh=fresh), progress=progress)
         result = _result(spec, answer, drifted)
     except HarnessError as error:
         result = untestable(spec, f"a fault of the harness: {error}")
@@ -263,9 +263,9 @@ def run_cell(
     return CellResult(**{**vars(result), **known, **taken})
 
 
-def judge(raw: dict[str, Any], fresh: bool = False) -> dict[str, Any]:
+def verify_cell_json(raw: dict[str, Any], fresh: bool = False) -> dict[str, Any]:
     """Judge a cell from JSON to JSON: what executors of other processes are given."""
-    return run_cell(CellSpec.from_json(raw), fresh=fresh).to_json()
+    return verify_cell(CellSpec.from_json(raw), fresh=fresh).to_json()
 
 
 def untestable(spec: CellSpec, reason: str) -> CellResult:
@@ -277,8 +277,8 @@ def _facts(release: Release) -> dict[str, str]:
     return {"era": release.era, "date": release.date, "commit": release.commit}
 
 
-def _result(spec: CellSpec, answer: Answer, drifted: tuple[dict[str, Any], ...]) -> CellResult:
-    found = answer.judgement
+def _result(spec: CellSpec, answer: CheckResult, drifted: tuple[dict[str, Any], ...]) -> CellResult:
+    found = answer.decision
     return CellResult(
         spec=spec,
         verdict=str(found.verdict),
@@ -291,7 +291,7 @@ def _result(spec: CellSpec, answer: Answer, drifted: tuple[dict[str, Any], ...])
         variants=dict(answer.variants),
         scenarios=_rows(answer),
         failing=tuple(
-            Failing(
+            FailedRun(
                 pair.scenario,
                 pair.setting,
                 pair.patched.failure or pair.patched.status,
@@ -316,12 +316,12 @@ def _told(patched: Outcome, stock: Outcome) -> bool:
     return patched.failed or (patched.status == "absent" and stock.status != "absent")
 
 
-def _rows(answer: Answer) -> tuple[Row, ...]:
+def _rows(answer: CheckResult) -> tuple[ScenarioRow, ...]:
     known = discovery.discover(answer.question.folders)
     rows = []
-    for name, verdict in answer.judgement.scenarios.items():
+    for name, verdict in answer.decision.scenarios.items():
         mine = [pair for pair in answer.pairs if pair.scenario == name]
-        row = Row(
+        row = ScenarioRow(
             name,
             mine[0].kind,
             str(verdict),

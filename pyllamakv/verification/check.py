@@ -21,8 +21,8 @@ from pyllamakv.errors import (
 from pyllamakv.patching import apply, drift, series
 from pyllamakv.source import fetch, spec_resolver
 from pyllamakv.verification import discovery, parallel_runs
-from pyllamakv.verification.parallel_runs import Task
-from pyllamakv.verification.verdict import Judgement, Pair, harms, judge
+from pyllamakv.verification.parallel_runs import RunTask
+from pyllamakv.verification.verdict import Decision, Pair, decide, is_harmful
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Question:
+class CheckRequest:
     """Hold what is asked: a release, which patches, which scenarios.
 
     ``series`` are ids of the shipped series (empty: all that apply), ``patches`` foreign files or
@@ -60,11 +60,11 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Answer:
+class CheckResult:
     """Hold a verdict with everything that led to it; ``runs`` by side."""
 
-    question: Question
-    judgement: Judgement
+    question: CheckRequest
+    decision: Decision
     pairs: tuple[Pair, ...] = ()
     runs: dict[str, tuple[Run, ...]] = field(default_factory=dict)
     variants: dict[str, str] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Answer:
 
     def to_json(self) -> dict[str, Any]:
         """Return the answer as plain JSON values (docs/harness.md describes them)."""
-        found = self.judgement
+        found = self.decision
         return {
             "schema": 1,
             "release": self.question.release,
@@ -96,7 +96,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Patching:
+class PatchedSide:
     """Hold how the patched side came about: a variant, or why there is none."""
 
     variant: Variant | None = None
@@ -106,7 +106,7 @@ class Patching:
     build_error: str = ""
 
 
-def check(question: Question, *, progress: Progress | None = None) -> Answer:
+def check(question: CheckRequest, *, progress: Progress | None = None) -> CheckResult:
     """Answer a question. Raises UsageError for a wrong one, HarnessError for a fault of ours.
 
     What cannot be fetched or built without any patch is an answer too: untestable.
@@ -128,19 +128,19 @@ def check(question: Question, *, progress: Progress | None = None) -> Answer:
         )
         made = _patch(question, release, names, progress)
     except CommandFailed as error:
-        return Answer(question, judge((), untestable=f"stock does not build: {error}"))
+        return CheckResult(question, decide((), untestable=f"stock does not build: {error}"))
     except BuildError as error:
-        return Answer(question, judge((), untestable=f"no build here: {error}"))
+        return CheckResult(question, decide((), untestable=f"no build here: {error}"))
     except SourceError as error:
         if error.exit_code != SourceError.exit_code:
             raise
-        return Answer(question, judge((), untestable=f"cannot be fetched here: {error}"))
+        return CheckResult(question, decide((), untestable=f"cannot be fetched here: {error}"))
     if not question.scenarios:
         brought = {name for patch in made.patches for name in claimed.get(patch, ())}
         chosen = [each for each in chosen if each.kind != "feature" or each.id in brought]
     sides = {"stock": stock} | ({"patched": made.variant} if made.variant else {})
     tasks = [
-        Task(side, built.folder, built.manifest.library_sha256, each, setting, question.backend)
+        RunTask(side, built.folder, built.manifest.library_sha256, each, setting, question.backend)
         for each in chosen
         for setting in (each.few if question.quick else each.settings)
         for side, built in sides.items()
@@ -151,7 +151,7 @@ def check(question: Question, *, progress: Progress | None = None) -> Answer:
     except parallel_runs.CannotLoad as error:
         where = f"stock cannot be loaded here: {error}"
         if error.library == stock.folder:
-            return Answer(question, judge((), untestable=where))
+            return CheckResult(question, decide((), untestable=where))
         tasks = [task for task in tasks if task.side == "stock"]
         results = parallel_runs.run_tasks(tasks, fresh=question.fresh, progress=progress)
         made = replace(made, build_error=f"the patched library does not load: {error}")
@@ -165,10 +165,10 @@ def check(question: Question, *, progress: Progress | None = None) -> Answer:
     pairs = pair_up(chosen, runs)
     if own is not None:
         # What another patch is there to cure says nothing about this one, unless it harms.
-        pairs = [p for p in pairs if p.scenario in own or harms(p) or not _fails(p)]
-    judgement = judge(pairs, conflict=made.conflict, build_error=made.build_error)
+        pairs = [p for p in pairs if p.scenario in own or is_harmful(p) or not _fails(p)]
+    judgement = decide(pairs, conflict=made.conflict, build_error=made.build_error)
     ids = {side: built.id for side, built in sides.items()}
-    return Answer(question, judgement, tuple(pairs), runs, ids, made.patches, made.skipped)
+    return CheckResult(question, judgement, tuple(pairs), runs, ids, made.patches, made.skipped)
 
 
 def pair_up(scenarios: Sequence[Scenario], runs: dict[str, tuple[Run, ...]]) -> list[Pair]:
@@ -187,7 +187,7 @@ def pair_up(scenarios: Sequence[Scenario], runs: dict[str, tuple[Run, ...]]) -> 
     ]
 
 
-def _names(question: Question) -> list[str] | None:
+def _names(question: CheckRequest) -> list[str] | None:
     given = [bool(question.series), bool(question.patches), bool(question.isolate)]
     if sum(given) > 1:
         msg = "choose one of --patch, --series and --isolate"
@@ -203,7 +203,7 @@ def _names(question: Question) -> list[str] | None:
     return list(question.series) or None
 
 
-def _own(question: Question, shipped: Series) -> set[str] | None:
+def _own(question: CheckRequest, shipped: Series) -> set[str] | None:
     """Return the scenarios that prove the patches asked for; None when all are to be judged.
 
     Of foreign patches only folders of our shape name any.
@@ -243,13 +243,13 @@ def _fails(pair: Pair) -> bool:
 
 
 def _patch(
-    question: Question, release: Release, names: list[str] | None, progress: Progress | None
-) -> Patching:
+    question: CheckRequest, release: Release, names: list[str] | None, progress: Progress | None
+) -> PatchedSide:
     try:
         patched: PatchedRelease = apply.apply(release, names)
     except (PatchConflict, NoPortApplies) as error:
         first = str(error).split("\n", 1)[0]
-        return Patching(conflict=drift.why(release, names) or first)
+        return PatchedSide(conflict=drift.why(release, names) or first)
     skipped = {each.id: each.reason for each in patched.skipped}
     torn = {each.id: each.reason for each in patched.skipped if each.conflicts}
     conflict = "; ".join(torn.values())
@@ -267,11 +267,11 @@ def _patch(
             built = build(spec, backend=backend, native=native, progress=progress)
     except CommandFailed as error:
         first = error.first_error or str(error)
-        return Patching(patches=patched.patches, skipped=skipped, build_error=first)
-    return Patching(built, patched.patches, skipped, conflict)
+        return PatchedSide(patches=patched.patches, skipped=skipped, build_error=first)
+    return PatchedSide(built, patched.patches, skipped, conflict)
 
 
-def _left_out(name: str, made: Patching, claimed: dict[str, set[str]]) -> bool:
+def _left_out(name: str, made: PatchedSide, claimed: dict[str, set[str]]) -> bool:
     """Tell whether a scenario proves only patches that were left out."""
     owners = {patch for patch, names in claimed.items() if name in names}
     return bool(owners) and owners <= set(made.skipped)

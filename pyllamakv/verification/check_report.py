@@ -11,9 +11,9 @@ from pyllamakv.scenarios.outcome import Outcome
 from pyllamakv.verification.verdict import GOOD, Verdict
 
 if TYPE_CHECKING:
-    from pyllamakv.scenarios.frames import Film
+    from pyllamakv.scenarios.frames import Timeline
     from pyllamakv.scenarios.runner import Run
-    from pyllamakv.verification.check import Answer
+    from pyllamakv.verification.check import CheckResult
 
 
 #: Longest message that the list of failures shows; JSON has all of it.
@@ -45,7 +45,7 @@ def summary(outcomes: list[Outcome | None]) -> str:
     return f"passes {len(counted)}"
 
 
-def junit(answer: Answer) -> str:
+def junit(answer: CheckResult) -> str:
     """Return the answer as a JUnit document: a suite per side, a case per run.
 
     Failures of stock are what it is there to show, and are kept as output; only failures on
@@ -72,17 +72,17 @@ def junit(answer: Answer) -> str:
         suite.set("failures", str(failures))
     suite = ET.SubElement(root, "testsuite", name=f"{answer.question.release} verdict", tests="1")
     case = ET.SubElement(
-        suite, "testcase", classname=answer.question.release, name=str(answer.judgement.verdict)
+        suite, "testcase", classname=answer.question.release, name=str(answer.decision.verdict)
     )
-    good = answer.judgement.verdict in GOOD
+    good = answer.decision.verdict in GOOD
     suite.set("failures", str(int(not good)))
     if not good:
-        ET.SubElement(case, "failure", message=answer.judgement.reason)
+        ET.SubElement(case, "failure", message=answer.decision.reason)
     ET.indent(root)
     return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def pictures(answer: Answer) -> Iterator[tuple[str, cell_picture.Picture]]:
+def pictures(answer: CheckResult) -> Iterator[tuple[str, cell_picture.Picture]]:
     """Yield the pictures of the first run of each side that shows a defragmentation."""
     for side in ("stock", "patched"):
         for run in answer.runs.get(side, ()):
@@ -92,7 +92,7 @@ def pictures(answer: Answer) -> Iterator[tuple[str, cell_picture.Picture]]:
                 break
 
 
-def films(answer: Answer) -> Iterator[tuple[str, str, Film]]:
+def films(answer: CheckResult) -> Iterator[tuple[str, str, Timeline]]:
     """Yield scenario, side and film of every scenario that was filmed, stock before patched."""
     filmed = {
         (run.scenario, side): run.films[0]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pyllamakv.scenarios.builtin
 from pyllamakv.errors import UsageError
 from pyllamakv.scenarios.scenario import Scenario
-from pyllamakv.traces import traced
+from pyllamakv.traces import trace_scenario
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -74,7 +74,7 @@ def read(path: Path) -> Scenario:
         msg = f"there is no scenario file {path}"
         raise UsageError(msg)
     if path.suffix == ".jsonl":
-        return replace(traced.scenario(path), source=path)
+        return replace(trace_scenario.scenario(path), source=path)
     inside = path.parent == _PACKAGE
     name = f"pyllamakv.scenarios.builtin.{path.stem}" if inside else f"_scenario_{path.stem}"
     module = sys.modules.get(name) if inside else None

@@ -86,7 +86,7 @@ def shipped() -> Path:
     return home.data("patches") / "expected.toml"
 
 
-def own() -> Path:
+def local_file() -> Path:
     """Return the file that `accept` writes: the checkout's, else one in the home."""
     path = shipped()
     root = home.checkout()
@@ -99,7 +99,9 @@ def load(path: Path | None = None) -> Table:
     if path is not None:
         return _read(path)
     return {
-        name: one for file in dict.fromkeys((shipped(), own())) for name, one in _read(file).items()
+        name: one
+        for file in dict.fromkeys((shipped(), local_file()))
+        for name, one in _read(file).items()
     }
 
 
@@ -122,7 +124,7 @@ def _compare(result: CellResult, accepted: Accepted | None) -> Comparison:
         outcome = "worse"
     elif accepted is None:
         outcome = "new"
-    elif rank(result.verdict) < rank(expected) or _healed(result, accepted):
+    elif rank(result.verdict) < rank(expected) or _improved(result, accepted):
         outcome = "better"
     elif result.verdict != expected:
         outcome = "changed"
@@ -144,14 +146,14 @@ def _worse(result: CellResult, accepted: Accepted | None) -> str:
     return ""
 
 
-def _healed(result: CellResult, accepted: Accepted) -> bool:
+def _improved(result: CellResult, accepted: Accepted) -> bool:
     now = {row.id: row.verdict for row in result.scenarios}
     return any(name in now and rank(now[name]) < rank(bad) for name, bad in accepted.bad.items())
 
 
 def accept(results: Iterable[CellResult], path: Path | None = None) -> list[str]:
     """Write results as accepted, keep comments and other cells; return what changed, in words."""
-    path = path or own()
+    path = path or local_file()
     document = _document(path)
     if "schema" not in document:
         for line in _HEAD.splitlines():

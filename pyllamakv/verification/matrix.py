@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from pyllamakv.source.progress import Progress
 
 #: Judges a cell from JSON to JSON; a function of a module, so that it can be sent anywhere.
-Judge = Callable[[dict[str, Any], bool], dict[str, Any]]
+VerifyCell = Callable[[dict[str, Any], bool], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Choice:
+class MatrixSelection:
     """Hold what a matrix is asked for; nothing named means all of it.
 
     ``isolate`` names shipped patches that are judged alone, by their own scenarios; ``each`` adds
@@ -47,13 +47,13 @@ class Choice:
     sample: bool = False
 
 
-def plan(choice: Choice | None = None) -> tuple[CellSpec, ...]:
+def plan(choice: MatrixSelection | None = None) -> tuple[CellSpec, ...]:
     """Return the cells of a matrix, oldest release first; releases of one commit are one.
 
     Raises UsageError or UnknownRelease for names that do not exist, PatchFormatError where the
     series cannot be read: none of these is a matter of one cell.
     """
-    choice = choice or Choice()
+    choice = choice or MatrixSelection()
     series = shipped.load()
     for name in (*choice.series, *choice.isolate):
         series.definition(name)
@@ -73,7 +73,7 @@ def plan(choice: Choice | None = None) -> tuple[CellSpec, ...]:
     )
 
 
-def _names(choice: Choice) -> list[str]:
+def _names(choice: MatrixSelection) -> list[str]:
     known = lockfile.known()
     if choice.releases:
         found = {each.name: each for each in map(spec_resolver.resolve, choice.releases)}
@@ -108,11 +108,11 @@ def _one_per_era(names: Iterable[str], eras: Mapping[str, str]) -> list[str]:
 
 
 @dataclass
-class Pace:
+class ProgressEstimate:
     """Count the cells that are done, and estimate how long the others take."""
 
     total: int
-    remembered: int = 0
+    cached: int = 0
     done: int = 0
     started: float = field(default_factory=time.monotonic)
 
@@ -121,12 +121,12 @@ class Pace:
         if not self.done:
             return None
         spent = (time.monotonic() if now is None else now) - self.started
-        return spent / self.done * (self.total - self.remembered - self.done)
+        return spent / self.done * (self.total - self.cached - self.done)
 
     def __str__(self) -> str:
-        text = f"{self.remembered + self.done} of {self.total}"
+        text = f"{self.cached + self.done} of {self.total}"
         left = self.left()
-        if left is None or self.remembered + self.done == self.total:
+        if left is None or self.cached + self.done == self.total:
             return text
         minutes = round(left / 60)
         return f"{text}, about {minutes} min left" if minutes else f"{text}, under a minute left"
@@ -137,7 +137,7 @@ def run(
     *,
     executor: Executor | None = None,
     fresh: bool = False,
-    judge: Judge | None = None,
+    judge: VerifyCell | None = None,
     where: str | None = None,
     progress: Progress | None = None,
 ) -> tuple[CellResult, ...]:
@@ -151,16 +151,16 @@ def run(
     keys = {spec: result_cache.key(spec, place) for spec in specs}
     found: dict[CellSpec, CellResult] = {}
     for spec in specs:
-        kept = None if fresh else result_cache.recall(keys[spec])
+        kept = None if fresh else result_cache.load_result(keys[spec])
         if kept is not None:
             found[spec] = kept
     left = [spec for spec in dict.fromkeys(specs) if spec not in found]
-    pace = Pace(len(left) + len(found), len(found))
+    pace = ProgressEstimate(len(left) + len(found), len(found))
 
     def take(spec: CellSpec, result: CellResult) -> None:
         # The inputs may have changed while the cell was judged: then the result has no key.
         same = result_cache.key(spec, place) == keys[spec]
-        result_cache.remember(keys[spec] if same else None, result)
+        result_cache.store_result(keys[spec] if same else None, result)
         found[spec] = result
         pace.done += 1
         if progress:
@@ -168,13 +168,13 @@ def run(
 
     if executor is None:
         for spec, wait in _in_turn(left, found):
-            with cell.claim(keys[spec], wait=wait) as mine:
+            with cell.lock_cell(keys[spec], wait=wait) as mine:
                 if not mine:
                     continue
-                kept = None if fresh else result_cache.recall(keys[spec])
+                kept = None if fresh else result_cache.load_result(keys[spec])
                 take(spec, kept or _here(spec, fresh, judge, progress and _told(progress, pace)))
     elif left:
-        _elsewhere(left, executor, fresh, judge or cells.judge, take)
+        _elsewhere(left, executor, fresh, judge or cells.verify_cell_json, take)
     return tuple(found[spec] for spec in specs)
 
 
@@ -189,10 +189,10 @@ def _in_turn(
 
 
 def _here(
-    spec: CellSpec, fresh: bool, judge: Judge | None, progress: Progress | None
+    spec: CellSpec, fresh: bool, judge: VerifyCell | None, progress: Progress | None
 ) -> CellResult:
     if judge is None:
-        return cells.run_cell(spec, fresh=fresh, progress=progress)
+        return cells.verify_cell(spec, fresh=fresh, progress=progress)
     return CellResult.from_json(judge(spec.to_json(), fresh))
 
 
@@ -200,7 +200,7 @@ def _elsewhere(
     specs: Iterable[CellSpec],
     executor: Executor,
     fresh: bool,
-    judge: Judge,
+    judge: VerifyCell,
     take: Callable[[CellSpec, CellResult], None],
 ) -> None:
     futures: dict[Future[dict[str, Any]], CellSpec] = {}
@@ -223,5 +223,5 @@ def _of(spec: CellSpec, future: Future[dict[str, Any]]) -> CellResult:
         return cells.untestable(spec, f"a worker was lost: {type(error).__name__}: {error}")
 
 
-def _told(progress: Progress, pace: Pace) -> Progress:
+def _told(progress: Progress, pace: ProgressEstimate) -> Progress:
     return lambda what, done, total: progress(f"[{pace}] {what}", done, total)

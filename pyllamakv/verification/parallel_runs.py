@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import KvError, LoadError
 from pyllamakv.home import home
-from pyllamakv.scenarios import runner, synthetic
+from pyllamakv.scenarios import runner, synthetic_models
 from pyllamakv.scenarios.cell_picture import Picture
-from pyllamakv.scenarios.device_placement import Place
-from pyllamakv.scenarios.frames import Film
+from pyllamakv.scenarios.device_placement import DevicePlacement
+from pyllamakv.scenarios.frames import Timeline
 from pyllamakv.scenarios.outcome import Outcome
-from pyllamakv.scenarios.runner import Bench, Opener, Run
+from pyllamakv.scenarios.runner import Opener, Run, ScenarioRunner
 from pyllamakv.source.files import write_text_atomic
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ _PASSING = ("hang",)
 
 
 @dataclass(frozen=True)
-class Task:
+class RunTask:
     """Name one run: a side's library, a scenario and a setting."""
 
     side: str
@@ -67,7 +67,7 @@ class Task:
             self.digest,
             self.scenario.id,
             self.scenario.digest,
-            synthetic.identity(self.scenario.model),
+            synthetic_models.identity(self.scenario.model),
             asdict(self.setting),
             self.scenario.environment,
             self.backend,
@@ -97,42 +97,42 @@ class CannotLoad(LoadError):
 
 
 def run_tasks(
-    tasks: Sequence[Task],
+    tasks: Sequence[RunTask],
     *,
     fresh: bool = False,
     workers: int | None = None,
     opener: Opener | None = None,
     executor: Executor | None = None,
     progress: Progress | None = None,
-) -> dict[Task, Run]:
+) -> dict[RunTask, Run]:
     """Return the result of every task; ``fresh`` ignores what is remembered.
 
     The two sides of a scenario run in the same call, shuffled by nothing: the longest first, on
     ``workers`` threads that each keep their own worker processes; all on one backend. An interrupt
     ends runs at once, and what was at work is not remembered.
     """
-    done: dict[Task, Run] = {}
+    done: dict[RunTask, Run] = {}
     for task in tasks:
-        found = None if fresh else recall(task.key)
+        found = None if fresh else load_run(task.key)
         if found is not None:
             done[task] = found
     left = [task for task in tasks if task not in done]
     if not left:
         return done
     for library in dict.fromkeys(task.library for task in left):
-        try_to_load(library, opener, Place(left[0].backend))
+        check_loadable(library, opener, DevicePlacement(left[0].backend))
     # Deep models take longest; started last they would leave one worker alone with them.
     groups = _groups(left)
-    groups.sort(key=lambda group: -len(group) * synthetic.cost(group[0].scenario.model))
-    benches: list[Bench] = []
+    groups.sort(key=lambda group: -len(group) * synthetic_models.cost(group[0].scenario.model))
+    benches: list[ScenarioRunner] = []
     mine = local()
-    ended: list[Task] = []
+    ended: list[RunTask] = []
     stop = Event()
 
-    def work(group: list[Task]) -> list[tuple[Task, Run]]:
+    def work(group: list[RunTask]) -> list[tuple[RunTask, Run]]:
         bench = getattr(mine, "bench", None)
         if bench is None:
-            bench = mine.bench = Bench(opener, Place(left[0].backend))
+            bench = mine.bench = ScenarioRunner(opener, DevicePlacement(left[0].backend))
             benches.append(bench)
         results = []
         for task in group:
@@ -142,7 +142,7 @@ def run_tasks(
                 run = bench.run(task.library, task.scenario, task.setting)
             if stop.is_set():
                 break  # what was cut off tells nothing
-            remember(task.key, run)
+            store_run(task.key, run)
             results.append((task, run))
             if progress:
                 ended.append(task)
@@ -170,7 +170,7 @@ def run_tasks(
     return {task: done[task] for task in tasks}
 
 
-def try_to_load(library: Path, opener: Opener | None, place: Place) -> None:
+def check_loadable(library: Path, opener: Opener | None, place: DevicePlacement) -> None:
     """Open a library once in a worker, as runs do, and close it; raises CannotLoad.
 
     A library that cannot be loaded here has nothing to say about any scenario.
@@ -187,7 +187,7 @@ def default_workers() -> int:
     return max(1, min(usable or 1, 8))
 
 
-def recall(key: str) -> Run | None:
+def load_run(key: str) -> Run | None:
     """Return a remembered result, or None when there is none that can be read."""
     try:
         raw = json.loads(_file(key).read_text(encoding="utf-8"))
@@ -196,7 +196,7 @@ def recall(key: str) -> Run | None:
         return None
 
 
-def remember(key: str, run: Run) -> None:
+def store_run(key: str, run: Run) -> None:
     """Keep a result, unless it may end differently the next time."""
     if run.outcome.status == "fault" or run.outcome.failure in _PASSING:
         return
@@ -216,7 +216,7 @@ def to_json(run: Run) -> dict[str, Any]:
 def from_json(raw: dict[str, Any]) -> Run:
     """Return the result that `to_json` described."""
     pictures = tuple(Picture.from_json(each) for each in raw["pictures"])
-    films = tuple(Film.from_json(each) for each in raw["films"])
+    films = tuple(Timeline.from_json(each) for each in raw["films"])
     outcome = Outcome(**raw["outcome"])
     return Run(**{**raw, "outcome": outcome, "pictures": pictures, "films": films})
 
@@ -225,8 +225,8 @@ def _file(key: str) -> Path:
     return home() / "results" / "runs" / key[:2] / f"{key}.json"
 
 
-def _groups(tasks: Sequence[Task]) -> list[list[Task]]:
-    groups: dict[tuple[str, str], list[Task]] = {}
+def _groups(tasks: Sequence[RunTask]) -> list[list[RunTask]]:
+    groups: dict[tuple[str, str], list[RunTask]] = {}
     for task in tasks:
         groups.setdefault((str(task.library), task.scenario.id), []).append(task)
     return list(groups.values())

@@ -17,7 +17,7 @@ from pyllamakv.building import backend as backends
 from pyllamakv.building import compiler, variant
 from pyllamakv.errors import KvError
 from pyllamakv.home import data, home
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import synthetic_models
 from pyllamakv.source import spec_resolver
 from pyllamakv.source.files import write_text_atomic
 from pyllamakv.verification import discovery, parallel_runs
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 _SCHEMA = 1
 _PACKAGE = Path(__file__).resolve().parents[1]
 #: Modules that turn runs into results, beside those that decide the runs.
-_JUDGING = ("cell.py", "check.py", "verdict.py", "check_report.py")
+_DECIDING_MODULES = ("cell.py", "check.py", "verdict.py", "check_report.py")
 
 #: Verdicts that say more about this machine at this moment than about the release.
-_PASSING = (Verdict.UNTESTABLE, Verdict.BROKEN_BUILD)
+_TRANSIENT = (Verdict.UNTESTABLE, Verdict.BROKEN_BUILD)
 
 
 def key(spec: CellSpec, where: str = "here") -> str | None:
@@ -53,7 +53,7 @@ def key(spec: CellSpec, where: str = "here") -> str | None:
             variant.RECIPE,
             variant.shim_digest(),
             _code(),
-            [(each.id, each.digest, synthetic.identity(each.model)) for each in chosen],
+            [(each.id, each.digest, synthetic_models.identity(each.model)) for each in chosen],
             where,
         ]
         if where == "here":
@@ -65,7 +65,7 @@ def key(spec: CellSpec, where: str = "here") -> str | None:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def recall(name: str | None) -> CellResult | None:
+def load_result(name: str | None) -> CellResult | None:
     """Return the result kept under a key, or None when there is none that can be read."""
     if name is None:
         return None
@@ -75,23 +75,23 @@ def recall(name: str | None) -> CellResult | None:
         return None
 
 
-def remember(name: str | None, result: CellResult) -> None:
+def store_result(name: str | None, result: CellResult) -> None:
     """Keep a result as its cell's latest, and by its key unless it may not come again."""
     text = json.dumps(result.to_json(), ensure_ascii=False)
     try:
         # First the latest: what is found by its key is never written again.
         write_text_atomic(_latest(result.spec), text)
-        if name is not None and not _passes(result):
+        if name is not None and not _is_transient(result):
             write_text_atomic(_file(name), text)
     except (OSError, KvError):
         # A home that cannot be written costs the memory, not the verdict.
         return
 
 
-def latest(spec: CellSpec) -> CellResult | None:
+def latest_result(spec: CellSpec) -> CellResult | None:
     """Return what a cell came to when it was last judged, marked where inputs changed since."""
     for where in ("here", "elsewhere"):
-        found = recall(key(spec, where))
+        found = load_result(key(spec, where))
         if found is not None:
             return found
     try:
@@ -99,23 +99,23 @@ def latest(spec: CellSpec) -> CellResult | None:
         found = CellResult.from_json(raw)
     except (OSError, ValueError):
         return None
-    return replace(found, stale=not _passes(found))
+    return replace(found, stale=not _is_transient(found))
 
 
 def latest_of(specs: Iterable[CellSpec]) -> tuple[CellResult, ...]:
     """Return the latest results of cells, without those that were never judged."""
-    return tuple(found for spec in specs if (found := latest(spec)) is not None)
+    return tuple(found for spec in specs if (found := latest_result(spec)) is not None)
 
 
 def stock(release: str) -> dict[str, str]:
     """Return how each scenario ended on a stock release, as far as it was judged."""
-    found = latest(CellSpec(release))
+    found = latest_result(CellSpec(release))
     return {row.id: row.on_stock for row in found.scenarios} if found else {}
 
 
-def _passes(result: CellResult) -> bool:
+def _is_transient(result: CellResult) -> bool:
     hung = any(run.failure == "hang" for run in result.failing)
-    return hung or result.verdict in _PASSING
+    return hung or result.verdict in _TRANSIENT
 
 
 def _texts() -> str:
@@ -129,7 +129,7 @@ def _texts() -> str:
 
 def _code() -> str:
     whole = hashlib.sha256(parallel_runs.code_digest().encode())
-    for name in _JUDGING:
+    for name in _DECIDING_MODULES:
         whole.update((_PACKAGE / "verification" / name).read_bytes())
     return whole.hexdigest()
 

@@ -69,13 +69,13 @@ class Pair:
     @property
     def broken(self) -> bool:
         """Tell whether patched does not do what it should, in a run that counts."""
-        if self.patched is None or _silent(self):
+        if self.patched is None or _absent_on_both(self):
             return False
         return _countable(self.patched) and self.patched.status != "pass"
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Decision:
     """Hold a verdict, its reason in one line, the counts behind it and each scenario's own."""
 
     verdict: Verdict
@@ -96,13 +96,13 @@ class Judgement:
         return f"{self.verdict}: {self.reason}"
 
 
-def judge(
+def decide(
     pairs: Sequence[Pair],
     *,
     untestable: str = "",
     conflict: str = "",
     build_error: str = "",
-) -> Judgement:
+) -> Decision:
     """Return the verdict of a release: the worst of its scenarios.
 
     Each scenario takes the first line of the design's table that matches.
@@ -112,44 +112,44 @@ def judge(
     patched build; each is empty otherwise.
     """
     names = list(dict.fromkeys(pair.scenario for pair in pairs))
-    pairs = [pair for pair in pairs if not _silent(pair)]
+    pairs = [pair for pair in pairs if not _absent_on_both(pair)]
     counted = [pair for pair in pairs if _countable(pair.stock)]
-    stock_failed = sum(_ailing(pair) for pair in counted)
+    stock_failed = sum(_stock_fails(pair) for pair in counted)
     if untestable:
-        return Judgement(Verdict.UNTESTABLE, untestable)
+        return Decision(Verdict.UNTESTABLE, untestable)
     if build_error:
-        return Judgement(Verdict.BROKEN_BUILD, build_error, len(counted), stock_failed)
+        return Decision(Verdict.BROKEN_BUILD, build_error, len(counted), stock_failed)
     scenarios = {
-        name: judge_scenario([pair for pair in pairs if pair.scenario == name]) for name in names
+        name: decide_scenario([pair for pair in pairs if pair.scenario == name]) for name in names
     }
     verdict = worst(scenarios.values())
     patched_failed = sum(pair.patched is not None and pair.patched.failed for pair in pairs)
     counts = len(counted), stock_failed, patched_failed
     reason = _reason(verdict, pairs, scenarios, conflict, counts)
-    return Judgement(verdict, reason, *counts, scenarios)
+    return Decision(verdict, reason, *counts, scenarios)
 
 
-def judge_scenario(pairs: Sequence[Pair]) -> Verdict:
+def decide_scenario(pairs: Sequence[Pair]) -> Verdict:
     """Return the verdict of one scenario over its settings, all of them run on both sides."""
     if all(pair.patched is None for pair in pairs):
         cures = [pair for pair in pairs if pair.kind == "cure" and _countable(pair.stock)]
         if not cures:
             return Verdict.UNTESTABLE
-        return Verdict.BROKEN_APPLY if any(map(_ailing, cures)) else Verdict.NATIVE
+        return Verdict.BROKEN_APPLY if any(map(_stock_fails, cures)) else Verdict.NATIVE
     ran = [pair for pair in pairs if pair.patched is not None and _countable(pair.patched)]
     if not ran:
         return Verdict.UNTESTABLE
-    if any(harms(pair) for pair in ran):
+    if any(is_harmful(pair) for pair in ran):
         return Verdict.HARMFUL
     if any(pair.broken for pair in ran):
         # A guard must hold on patched; failing it just as stock does is no harm, and no cure.
         return Verdict.INEFFECTIVE
-    if any(pair.kind == "cure" and _ailing(pair) for pair in ran):
+    if any(pair.kind == "cure" and _stock_fails(pair) for pair in ran):
         return Verdict.NEEDED
     return Verdict.REDUNDANT
 
 
-def harms(pair: Pair) -> bool:
+def is_harmful(pair: Pair) -> bool:
     """Tell whether patched fails in a way that stock does not.
 
     Another class of harm than stock's counts, and so does any failure where stock passes.
@@ -182,7 +182,7 @@ def _reason(
         case Verdict.UNTESTABLE:
             return next(filter(None, map(_says, pairs)), conflict or "no scenario could run")
         case Verdict.BROKEN_APPLY:
-            failing = dict.fromkeys(pair.scenario for pair in inside if _ailing(pair))
+            failing = dict.fromkeys(pair.scenario for pair in inside if _stock_fails(pair))
             return f"stock fails {', '.join(failing)}; {conflict or 'no text applies'}"
         case Verdict.NATIVE:
             cures = sum(pair.kind == "cure" for pair in inside)
@@ -194,7 +194,7 @@ def _reason(
                 if pair.patched is not None
                 and pair.patched.status != "pass"
                 and _countable(pair.patched)
-                and harms(pair) is (verdict is Verdict.HARMFUL)
+                and is_harmful(pair) is (verdict is Verdict.HARMFUL)
             )
             assert broken.patched is not None
             what = broken.patched.failure or broken.patched.status
@@ -217,7 +217,7 @@ def _countable(outcome: Outcome) -> bool:
     return outcome.status not in ("skip", "fault")
 
 
-def _silent(pair: Pair) -> bool:
+def _absent_on_both(pair: Pair) -> bool:
     """Tell whether a capability that the scenario needs exists on neither side.
 
     Where upstream has no defragmentation and no patch brings it back, a scenario that asks for one
@@ -228,6 +228,6 @@ def _silent(pair: Pair) -> bool:
     return pair.patched is None or pair.patched.status == "absent"
 
 
-def _ailing(pair: Pair) -> bool:
+def _stock_fails(pair: Pair) -> bool:
     """Tell whether stock does not do what the scenario claims."""
     return pair.stock.failed or (pair.kind == "cure" and pair.stock.status == "absent")

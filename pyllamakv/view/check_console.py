@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from pyllamakv.scenarios.scenario import Scenario
-    from pyllamakv.verification.check import Answer
+    from pyllamakv.verification.check import CheckResult
 
 _STYLES = {
     Verdict.HARMFUL: "bold red",
@@ -29,16 +29,16 @@ _STYLES = {
 _LONGEST = 300
 
 
-def show(answer: Answer, scenarios: dict[str, Scenario], console: Console, maps: bool) -> None:
+def show(answer: CheckResult, scenarios: dict[str, Scenario], console: Console, maps: bool) -> None:
     """Print the table of scenarios, what patched fails, cell maps and the verdict."""
     from rich.table import Table
 
-    if answer.judgement.scenarios:
+    if answer.decision.scenarios:
         table = Table(box=None, pad_edge=False)
         for head in ("scenario", "kind", "stock", "patched", "verdict"):
             # a narrow terminal may fold the counts, never a name or a verdict
             table.add_column(head, no_wrap=head not in ("stock", "patched"))
-        for name, verdict in answer.judgement.scenarios.items():
+        for name, verdict in answer.decision.scenarios.items():
             mine = [pair for pair in answer.pairs if pair.scenario == name]
             kind = scenarios[name].kind if name in scenarios else mine[0].kind
             table.add_row(
@@ -65,11 +65,11 @@ def show(answer: Answer, scenarios: dict[str, Scenario], console: Console, maps:
         console.print(f"left out: {name}: {reason}", style="dim", markup=False)
     if answer.patches:
         console.print(f"patches: {', '.join(answer.patches)}", style="dim", markup=False)
-    style = _STYLES[answer.judgement.verdict]
-    console.print(str(answer.judgement), style=style, markup=False, soft_wrap=True)
+    style = _STYLES[answer.decision.verdict]
+    console.print(str(answer.decision), style=style, markup=False, soft_wrap=True)
 
 
-def _failing(answer: Answer) -> dict[tuple[str, str], list[tuple[str, str]]]:
+def _failing(answer: CheckResult) -> dict[tuple[str, str], list[tuple[str, str]]]:
     """Return what patched fails: by scenario and class, for settings mostly fail alike."""
     found: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for pair in answer.pairs:
@@ -80,7 +80,7 @@ def _failing(answer: Answer) -> dict[tuple[str, str], list[tuple[str, str]]]:
     return found
 
 
-def _show_maps(answer: Answer, console: Console) -> None:
+def _show_maps(answer: CheckResult, console: Console) -> None:
     for side, picture in check_report.pictures(answer):
         console.print()
         console.print(

@@ -63,7 +63,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Words:
+class Text:
     """Write a line of text whose baseline begins, ends or is centred at a point."""
 
     text: str
@@ -77,14 +77,14 @@ class Words:
 
 
 @dataclass(frozen=True)
-class Tip:
+class Tooltip:
     """Say something about a place to whoever hovers there."""
 
     box: Box
     text: str
 
 
-Item = Area | Band | Segment | Mark | Words | Tip
+Item = Area | Band | Segment | Mark | Text | Tooltip
 
 
 @dataclass
@@ -155,9 +155,9 @@ def _item(item: Item) -> str:
             )
         case Mark():
             return _mark(item)
-        case Words():
+        case Text():
             return _words(item)
-        case Tip():
+        case Tooltip():
             x, y, width, height = map(_short, item.box)
             return (
                 f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="none" '
@@ -176,7 +176,7 @@ def _mark(mark: Mark) -> str:
     )
 
 
-def _words(words: Words) -> str:
+def _words(words: Text) -> str:
     x, y = _short(words.x), _short(words.y)
     turn = f' transform="rotate(-90 {x} {y})"' if words.turned else ""
     anchor = "" if words.anchor == "start" else f' text-anchor="{words.anchor}"'

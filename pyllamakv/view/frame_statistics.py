@@ -15,7 +15,7 @@ from pyllamakv.scenarios.cell_picture import NOBODY, SEVERAL
 
 if TYPE_CHECKING:
     from pyllamakv.scenarios.cell_picture import Picture
-    from pyllamakv.scenarios.frames import Film
+    from pyllamakv.scenarios.frames import Timeline
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ class PictureStats:
 LABELS = ("op", "failure")
 
 
-def of_film(film: Film) -> tuple[Metric, ...]:
+def timeline_metrics(film: Timeline) -> tuple[Metric, ...]:
     """Return what was done in a run: operations, failures and cells that moved."""
-    deeds = film.deeds()
+    deeds = film.operations()
     operations = Counter(frame.op for frame in deeds)
     failures = Counter((frame.op, frame.failed) for frame in deeds if frame.failed)
     found = [
@@ -132,9 +132,9 @@ def of_film(film: Film) -> tuple[Metric, ...]:
     return tuple(metric for metric in found if metric.samples)
 
 
-def to_json(film: Film) -> dict[str, Any]:
+def to_json(film: Timeline) -> dict[str, Any]:
     """Return the same as plain JSON values."""
-    deeds = film.deeds()
+    deeds = film.operations()
     failures = Counter(f"{frame.op}: {frame.failed}" for frame in deeds if frame.failed)
     return {
         "operations": dict(sorted(Counter(frame.op for frame in deeds).items())),
@@ -143,7 +143,7 @@ def to_json(film: Film) -> dict[str, Any]:
     }
 
 
-def rows(film: Film) -> list[tuple[str, str]]:
+def rows(film: Timeline) -> list[tuple[str, str]]:
     """Return the same for people, as lines of `metrics.text`."""
     raw = to_json(film)
     return [

@@ -17,7 +17,7 @@ from pyllamakv.view.screen import Screen
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from pyllamakv.scenarios.cell_samples import Look
+    from pyllamakv.scenarios.cell_samples import CellSample
 
 #: Calls that decode: with the context first, or behind a sampler.
 _DECODES = {"decode": "batch", "decode_one": "step", "decode_each": "batch"}
@@ -35,14 +35,14 @@ _CHANGES = {
 }
 
 
-class _Window:
+class _ScreenNative:
     """Pass every call on to a library, and show the cells after those that change them."""
 
     def __init__(self, context: Context, screen: Screen) -> None:
         self.inner = context.native
         self.about = context.native.about
         self._mine, self._info, self._screen = context.handle, context.info, screen
-        self._last: Look | None = None
+        self._last: CellSample | None = None
         self._number = 0
         self._show("context", "", 0)
 
@@ -80,7 +80,7 @@ class _Window:
         return change
 
     def _show(self, op: str, detail: str, status: int) -> None:
-        now = cell_samples.look(self.inner, self._mine, self._info)
+        now = cell_samples.sample_cells(self.inner, self._mine, self._info)
         if now is None:
             return
         moves: tuple[tuple[int, int, int], ...] = ()
@@ -117,6 +117,6 @@ def watch(
     name = title or f"{context.native.about.variant}, {context.model.path.name}"
     with (
         Screen(name, speed=speed, width=width, console=console) as screen,
-        intercept(context, lambda: _Window(context, screen)),
+        intercept(context, lambda: _ScreenNative(context, screen)),
     ):
         yield screen

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.scenarios import cell_picture
-from pyllamakv.scenarios.frames import Film
+from pyllamakv.scenarios.frames import Timeline
 from pyllamakv.verification.verdict import GOOD, Verdict
 from pyllamakv.view import cell_drawing, drawing, timeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pyllamakv.verification.cell import CellResult, Failing
+    from pyllamakv.verification.cell import CellResult, FailedRun
     from pyllamakv.verification.expected import Comparison
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
@@ -37,13 +37,13 @@ WORDS = {
 
 
 @dataclass(frozen=True)
-class Part:
+class CellSection:
     """Hold one cell as the page shows it."""
 
     result: CellResult
     compared: Comparison
     anchor: str
-    failing: tuple[tuple[Failing, list[str]], ...]
+    failing: tuple[tuple[FailedRun, list[str]], ...]
     maps: tuple[tuple[str, str], ...]
     films: tuple[tuple[str, str], ...]
     drift: tuple[dict[str, Any], ...]
@@ -51,7 +51,7 @@ class Part:
     @property
     def tone(self) -> str:
         """Return the class of the verdict's colour."""
-        return tone(self.result.verdict)
+        return css_class(self.result.verdict)
 
 
 def render(results: Sequence[CellResult], compared: Sequence[Comparison]) -> str:
@@ -68,17 +68,17 @@ def render(results: Sequence[CellResult], compared: Sequence[Comparison]) -> str
     return template.render(
         parts=parts,
         counts=[
-            (str(word), verdicts.count(word), tone(word)) for word in WORDS if word in verdicts
+            (str(word), verdicts.count(word), css_class(word)) for word in WORDS if word in verdicts
         ],
-        words=[(str(word), meaning, tone(word)) for word, meaning in WORDS.items()],
+        words=[(str(word), meaning, css_class(word)) for word, meaning in WORDS.items()],
         regressions=[one for one in compared if one.regression],
         created=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        tone=tone,
+        tone=css_class,
         colours=drawing.style(),
     )
 
 
-def tone(verdict: str) -> str:
+def css_class(verdict: str) -> str:
     """Return the class of a verdict's colour: good, idle, bad or dim."""
     if verdict in ("needed", "holds", "works"):
         return "good"
@@ -87,15 +87,15 @@ def tone(verdict: str) -> str:
     return "dim" if verdict == Verdict.UNTESTABLE else "bad"
 
 
-def _part(number: int, result: CellResult, compared: Comparison) -> Part:
+def _part(number: int, result: CellResult, compared: Comparison) -> CellSection:
     anchor = f"cell-{number}"
     maps, films, drift = tuple(_maps(result)), tuple(_films(result)), tuple(_drift(result))
-    return Part(result, compared, anchor, tuple(_failing(result)), maps, films, drift)
+    return CellSection(result, compared, anchor, tuple(_failing(result)), maps, films, drift)
 
 
-def _failing(result: CellResult) -> Iterable[tuple[Failing, list[str]]]:
+def _failing(result: CellResult) -> Iterable[tuple[FailedRun, list[str]]]:
     """Yield what patched fails, by scenario and class: the first run, and all the settings."""
-    found: dict[tuple[str, str], list[Failing]] = {}
+    found: dict[tuple[str, str], list[FailedRun]] = {}
     for run in result.failing:
         found.setdefault((run.scenario, run.failure), []).append(run)
     return ((runs[0], [run.setting for run in runs]) for runs in found.values())
@@ -116,7 +116,7 @@ def _maps(result: CellResult) -> Iterable[tuple[str, str]]:
 def _films(result: CellResult) -> Iterable[tuple[str, str]]:
     """Yield caption and timeline of each film."""
     for raw in result.films:
-        film = Film.from_json(raw)
+        film = Timeline.from_json(raw)
         if film.cells:
             made = timeline.paint(film, f"{raw['scenario']}, {raw['side']}")
             failed = next((frame for frame in film.frames if frame.failed), None)

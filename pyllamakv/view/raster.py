@@ -6,7 +6,7 @@ import io
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import Unsupported
-from pyllamakv.view.drawing import Area, Band, Drawing, Item, Mark, Segment, Tip, Words
+from pyllamakv.view.drawing import Area, Band, Drawing, Item, Mark, Segment, Text, Tooltip
 from pyllamakv.view.palette import THEMES
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class _Painter:
 
     def paint(self, item: Item) -> None:
         """Paint one item over what is there; what can only be hovered leaves no trace."""
-        colour = "" if isinstance(item, Tip) else self._roles[item.role]
+        colour = "" if isinstance(item, Tooltip) else self._roles[item.role]
         match item:
             case Area(boxes=boxes):
                 self._fill([self._corners(*box) for box in boxes], colour, 1)
@@ -70,7 +70,7 @@ class _Painter:
                 self._line(points, colour, width, dash)
             case Mark():
                 self._mark(item, colour)
-            case Words():
+            case Text():
                 self._words(item, colour)
 
     def _at(self, *numbers: float) -> list[int]:
@@ -124,7 +124,7 @@ class _Painter:
             self._brush.line([tuple(self._at(*first)), tuple(self._at(*last))], colour,
                              2 * self._factor)  # fmt: skip
 
-    def _words(self, words: Words, colour: str) -> None:
+    def _words(self, words: Text, colour: str) -> None:
         from PIL import ImageFont
 
         font = ImageFont.load_default(words.size * self._factor)

@@ -13,9 +13,9 @@ from itertools import count, groupby
 
 from pyllamakv.errors import UsageError
 from pyllamakv.scenarios.cell_picture import NOBODY, SEVERAL, Picture, most_frequent
-from pyllamakv.scenarios.frames import Film, Frame
+from pyllamakv.scenarios.frames import Frame, Timeline
 from pyllamakv.view import palette
-from pyllamakv.view.drawing import Area, Band, Box, Drawing, Mark, Segment, Tip, Words
+from pyllamakv.view.drawing import Area, Band, Box, Drawing, Mark, Segment, Text, Tooltip
 
 #: Room around the cells: on the left for their numbers, on the right, above for the marks.
 LEFT, RIGHT, TOP = 52.0, 20.0, 74.0
@@ -103,12 +103,12 @@ class Plot:
         return self.bottom - cell * self.cell
 
 
-def paint(film: Film, title: str = "") -> Drawing:
+def paint(film: Timeline, title: str = "") -> Drawing:
     """Return the timeline of a film as a drawing. Raises UsageError when it has no cells."""
     if not film.cells:
         msg = "a timeline needs cells: record the run with `pyllamakv run SCRIPT --trace FILE`"
         raise UsageError(msg)
-    film = Film(film.title, film.deeds() or film.frames)
+    film = Timeline(film.title, film.operations() or film.frames)
     plot = lay_out(film)
     owners = sorted({owner for frame in film.frames for owner in frame.picture.owner})
     below = plot.bottom + 14
@@ -119,8 +119,8 @@ def paint(film: Film, title: str = "") -> Drawing:
     legend = _legend(plot, owners, LEFT + plot.width, axis + 26)
     made = Drawing(LEFT + plot.width + RIGHT, legend[1] + 14, title or film.title or "cells")
     made.add(
-        Words(title or film.title or "The cells of a cache", 16, 27, "ink", 15, bold=True),
-        Words(_subtitle(film, plot), 16, 45),
+        Text(title or film.title or "The cells of a cache", 16, 27, "ink", 15, bold=True),
+        Text(_subtitle(film, plot), 16, 45),
         *_grid(plot),
         *_cells(plot),
         *_bands(plot),
@@ -134,7 +134,7 @@ def paint(film: Film, title: str = "") -> Drawing:
     return made
 
 
-def _subtitle(film: Film, plot: Plot) -> str:
+def _subtitle(film: Timeline, plot: Plot) -> str:
     parts = [f"{film.cells} cells", f"{len(film)} operations"]
     if len(plot.columns) < len(film):
         parts.append(f"{len(plot.columns[0].frames)} of them to a column")
@@ -208,7 +208,7 @@ def _streams(plot: Plot) -> Iterator[Segment]:
         yield Segment("paper", ((LEFT, y), (LEFT + plot.width, y)), 2)
 
 
-def _marks(plot: Plot) -> Iterator[Segment | Mark | Words]:
+def _marks(plot: Plot) -> Iterator[Segment | Mark | Text]:
     y = TOP - 12
     for number, column in enumerate(plot.columns):
         x = plot.middle(number)
@@ -222,15 +222,15 @@ def _marks(plot: Plot) -> Iterator[Segment | Mark | Words]:
             yield Mark("bad", "cross", at, y, 4 if plot.pitch >= 10 else 2.5)
 
 
-def _grid(plot: Plot) -> Iterator[Segment | Words]:
+def _grid(plot: Plot) -> Iterator[Segment | Text]:
     for cell in ticks(plot.cells):
         y = plot.y(cell)
         yield Segment("line", ((LEFT - 5, y), (LEFT, y)))
-        yield Words(str(cell), LEFT - 9, y + 4, anchor="end")
-    yield Words("cells", 14, TOP + plot.height / 2, anchor="middle", turned=True)
+        yield Text(str(cell), LEFT - 9, y + 4, anchor="end")
+    yield Text("cells", 14, TOP + plot.height / 2, anchor="middle", turned=True)
 
 
-def _strip(plot: Plot, top: float) -> Iterator[Area | Segment | Words]:
+def _strip(plot: Plot, top: float) -> Iterator[Area | Segment | Text]:
     """Yield how much is free, and of it the largest hole, column by column."""
     free, together = [], []
     bottom = top + _STRIP
@@ -244,21 +244,21 @@ def _strip(plot: Plot, top: float) -> Iterator[Area | Segment | Words]:
     yield Area("free", tuple(free))
     yield Area("hole", tuple(together))
     yield Segment("line", ((LEFT, bottom), (LEFT + plot.width, bottom)))
-    yield Words("free", 14, top + _STRIP / 2, anchor="middle", turned=True)
-    yield Words(str(plot.cells), LEFT - 9, top + 8, anchor="end")
-    yield Words("0", LEFT - 9, bottom + 4, anchor="end")
+    yield Text("free", 14, top + _STRIP / 2, anchor="middle", turned=True)
+    yield Text(str(plot.cells), LEFT - 9, top + 8, anchor="end")
+    yield Text("0", LEFT - 9, bottom + 4, anchor="end")
 
 
-def _axis(plot: Plot, top: float, *, named: bool, turned: bool) -> Iterator[Words | Segment]:
+def _axis(plot: Plot, top: float, *, named: bool, turned: bool) -> Iterator[Text | Segment]:
     if named:
         for number, column in enumerate(plot.columns):
             op, x = column.frames[0].op, plot.middle(number)
             bad = column.failed
             role = "bad" if bad else "soft"
             if turned:
-                yield Words(op, x + 4, top + 10, role, anchor="end", turned=True, bold=bad)
+                yield Text(op, x + 4, top + 10, role, anchor="end", turned=True, bold=bad)
             else:
-                yield Words(op, x, top + 18, role, anchor="middle", bold=bad)
+                yield Text(op, x, top + 18, role, anchor="middle", bold=bad)
         return
     lines = plot.columns[-1].frames[-1].number
     every = round_step(plot.width / lines)
@@ -268,13 +268,13 @@ def _axis(plot: Plot, top: float, *, named: bool, turned: bool) -> Iterator[Word
         if reached > done:
             done = reached
             yield Segment("line", ((plot.middle(number), top), (plot.middle(number), top + 4)))
-            yield Words(str(reached), plot.middle(number), top + 16, anchor="middle")
-    yield Words("line of the trace", LEFT + plot.width, top + 30, anchor="end")
+            yield Text(str(reached), plot.middle(number), top + 16, anchor="middle")
+    yield Text("line of the trace", LEFT + plot.width, top + 30, anchor="end")
 
 
 def _legend(
     plot: Plot, owners: list[int], right: float, y: float
-) -> tuple[list[Area | Mark | Words], float]:
+) -> tuple[list[Area | Mark | Text], float]:
     """Return the legend's items from ``y`` down, and where it ends."""
     kinds: dict[str, list[int]] = {}
     for owner in owners:
@@ -291,7 +291,7 @@ def _legend(
         entries.append(("cross", "failed"))
     if any(column.moved for column in plot.columns):
         entries.append(("diamond", "cells moved"))
-    items: list[Area | Mark | Words] = []
+    items: list[Area | Mark | Text] = []
     x = LEFT
     for role, text in entries:
         width = 18 + 11 * _LETTER * len(text) + 14
@@ -303,22 +303,22 @@ def _legend(
             items.append(Mark("move", "diamond", x + 6, y - 4, 4))
         else:
             items.append(Area(role, ((x, y - 10, 12, 12),)))
-        items.append(Words(text, x + 18, y))
+        items.append(Text(text, x + 18, y))
         x += width
     return items, y
 
 
-def _tips(plot: Plot, bottom: float) -> Iterator[Tip]:
+def _tips(plot: Plot, bottom: float) -> Iterator[Tooltip]:
     for number, column in enumerate(plot.columns):
         said = [f"line {frame.number}: {frame.caption()}" for frame in column.frames[:5]]
         if len(column.frames) > 5:
             said.append(f"and {len(column.frames) - 5} more")
         left = plot.left(number)
         box = (left, TOP, plot.pitch, bottom - TOP)
-        yield Tip(box, "\n".join([*said, column.picture.numbers()]))
+        yield Tooltip(box, "\n".join([*said, column.picture.numbers()]))
 
 
-def lay_out(film: Film) -> Plot:
+def lay_out(film: Timeline) -> Plot:
     """Return where a film's columns and cells stand."""
     share = -(-len(film) // _COLUMNS)
     columns = tuple(

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 import pyllamakv
 from pyllamakv.errors import KvError, Untestable
 from pyllamakv.runtime.model import Mover
-from pyllamakv.scenarios.device_placement import ALL, Place
+from pyllamakv.scenarios.device_placement import ALL, DevicePlacement
 from pyllamakv.source.releases import DEFAULT_RELEASE
-from qa.bench import workloads
-from qa.bench.carving import Carver
+from qa.bench import defrag_workloads
+from qa.bench.contexts import context, model
+from qa.bench.defrag_workloads import SETTINGS, CacheShape, CacheTypes, Live
 from qa.bench.figure import Figure
+from qa.bench.fragmentation import Fragmenter
 from qa.bench.measure import interval
 from qa.bench.rounds import complete
-from qa.bench.stands import context, model
-from qa.bench.workloads import SETTINGS, Cache, Live, Setting
 
 GROUP = "Devices"
 Tick = Callable[[], None]
@@ -34,12 +34,12 @@ TARGETS = {
 
 #: Small, for the published algorithm takes minutes over a network.
 RPC_PLAN = tuple(
-    (Cache("1B", setting, 4096), pattern)
+    (CacheShape("1B", setting, 4096), pattern)
     for setting in SETTINGS[:2]
     for pattern in ("alternate", "runs of 16")
 )
 CUDA_PLAN = tuple(
-    (Cache("8B", setting, cells), "alternate")
+    (CacheShape("8B", setting, cells), "alternate")
     for cells in (16384, 65536, 131072)
     for setting in SETTINGS[:2]
 )
@@ -68,11 +68,11 @@ def on(
         endpoint = (
             opened.enter_context(pyllamakv.serve_rpc(spec)).endpoint if backend == "rpc" else ""
         )
-        env = Place(backend).environment
+        env = DevicePlacement(backend).environment
         library = opened.enter_context(
             pyllamakv.open(spec, isolated=True, env=env, backend=backend)
         )
-        stand = Stand(backend.upper(), library, rounds, tick, until, endpoint or None)
+        stand = DeviceBenchmark(backend.upper(), library, rounds, tick, until, endpoint or None)
         return [
             _row(stand, cache, pattern, len(plan) - number)
             for number, (cache, pattern) in enumerate(plan)
@@ -80,7 +80,7 @@ def on(
 
 
 @dataclass(frozen=True)
-class Stand:
+class DeviceBenchmark:
     """Hold where is measured, and how much, and until when.
 
     ``paces`` are the seconds that a byte of a cache took, by setting: contexts and two rounds.
@@ -92,7 +92,7 @@ class Stand:
     tick: Tick
     until: float
     endpoint: str | None = None
-    paces: dict[Setting, float] = field(default_factory=dict)
+    paces: dict[CacheTypes, float] = field(default_factory=dict)
 
     @property
     def target(self) -> tuple[str, float]:
@@ -104,13 +104,13 @@ class Stand:
         """Return the seconds that are left for everything."""
         return self.until - time.monotonic()
 
-    def needs(self, cache: Cache) -> float:
+    def needs(self, cache: CacheShape) -> float:
         """Return the fewest seconds that a cache takes, by those that were measured before."""
         paces = self.paces
         return cache.bytes * paces.get(cache.setting, max(paces.values(), default=0.0))
 
 
-def _row(stand: Stand, cache: Cache, pattern: str, among: int) -> Figure:
+def _row(stand: DeviceBenchmark, cache: CacheShape, pattern: str, among: int) -> Figure:
     """Measure one cache of ``among`` that are left, or say why not."""
     try:
         return _measure(stand, cache, pattern, among)
@@ -120,7 +120,7 @@ def _row(stand: Stand, cache: Cache, pattern: str, among: int) -> Figure:
         return Figure(GROUP, name, f"not measured: {reason}", stand.target[0])
 
 
-def _measure(stand: Stand, cache: Cache, pattern: str, among: int) -> Figure:
+def _measure(stand: DeviceBenchmark, cache: CacheShape, pattern: str, among: int) -> Figure:
     left, needed = stand.left, stand.needs(cache)
     if left <= max(needed, 0.0):
         msg = f"it takes {needed:.0f} s or more, {max(left, 0.0):.0f} s are left"
@@ -140,8 +140,8 @@ def _measure(stand: Stand, cache: Cache, pattern: str, among: int) -> Figure:
             if made.kv.snapshot().streams[0].info.host > 0:
                 msg = f"the cache lies in host memory, not on the {stand.device} device"
                 raise Untestable(msg)
-            stands[mover] = (made, Carver(made))
-        rounds.run(stands, cache, workloads.live(pattern, cache.cells))
+            stands[mover] = (made, Fragmenter(made))
+        rounds.run(stands, cache, defrag_workloads.live(pattern, cache.cells))
     seconds = rounds.seconds
     ours = interval(seconds["auto"])
     published, staged = (
@@ -169,13 +169,16 @@ def _measure(stand: Stand, cache: Cache, pattern: str, among: int) -> Figure:
 class Rounds:
     """Run all movers in turn, as long as there is time: the first two rounds while there is any."""
 
-    def __init__(self, stand: Stand, begin: float, until: float) -> None:
+    def __init__(self, stand: DeviceBenchmark, begin: float, until: float) -> None:
         self.stand, self.begin, self.until = stand, begin, until
         self.seconds: dict[str, list[float]] = {each: [] for each in MOVERS}
         self.graphs = self.scratch = self.bytes = 0
 
     def run(
-        self, stands: dict[Mover, tuple[pyllamakv.Context, Carver]], cache: Cache, mask: Live
+        self,
+        stands: dict[Mover, tuple[pyllamakv.Context, Fragmenter]],
+        cache: CacheShape,
+        mask: Live,
     ) -> None:
         """Fill ``seconds``; raises Untestable when not even one round fits."""
         took = dict.fromkeys(MOVERS, 0.0)
@@ -188,7 +191,7 @@ class Rounds:
                 rest = MOVERS[MOVERS.index(mover) :]
                 if start + sum(took[each] for each in rest) > end:
                     return self._ended()
-                carver.carve(mask)
+                carver.fragment(mask)
                 report = complete(made, mask)
                 took[mover] = time.monotonic() - start
                 seconds[mover] = report.seconds
@@ -209,15 +212,15 @@ class Rounds:
             raise Untestable(msg)
 
 
-def _need_memory(stand: Stand, cache: Cache) -> None:
+def _need_memory(stand: DeviceBenchmark, cache: CacheShape) -> None:
     """Raise Untestable when the device does not have room for a cache per mover."""
     there = [each.memory_free for each in stand.library.devices() if each.kind == "gpu"]
-    needed = len(MOVERS) * cache.bytes + workloads.BESIDE
+    needed = len(MOVERS) * cache.bytes + defrag_workloads.BESIDE
     # Some backends do not tell.
     if all(there) and there and needed > sum(there):
         msg = f"it needs {needed / 1e9:.0f} GB, {sum(there) / 1e9:.0f} GB are free on the device"
         raise Untestable(msg)
 
 
-def _what(cache: Cache, pattern: str) -> str:
+def _what(cache: CacheShape, pattern: str) -> str:
     return f"{cache.shape}, {cache.cells} cells, {pattern}, {cache.setting.name}"

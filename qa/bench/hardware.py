@@ -67,9 +67,9 @@ def figures(
 
 def _judged(tick: Tick, backend: str, release: str, group: str) -> Figure:
     before, name = time.monotonic(), f"all scenarios on {release}"
-    question = check.Question(release, backend=backend, fresh=True)
+    question = check.CheckRequest(release, backend=backend, fresh=True)
     try:
-        judged = check.check(question, progress=lambda *_: tick()).judgement
+        judged = check.check(question, progress=lambda *_: tick()).decision
     except KvError as error:
         return Figure(group, name, f"no verdict: {_first(error)}", "needed", met=False)
     wall = time.monotonic() - before

@@ -17,12 +17,12 @@ from pathlib import Path
 from pyllamakv.building import variant as variants
 from pyllamakv.errors import NotBuilt, Untestable
 from pyllamakv.home import home
-from pyllamakv.scenarios import architectures, synthetic
+from pyllamakv.scenarios import architectures, synthetic_models
+from qa.bench.decode_loops import ours, plain
 from qa.bench.figure import Figure
 from qa.bench.measure import Interval, Pairs, interleave, interval
-from qa.bench.peer import peer
-from qa.bench.sides import ours, plain
-from qa.bench.workload import PIECE, Runner, Workload, check_same
+from qa.bench.peer_loops import peer
+from qa.bench.workload import PIECE, Runner, Workload, require_same_result
 
 GROUP = "The decode loop"
 Tick = Callable[[], None]
@@ -85,16 +85,16 @@ def figures(tick: Tick, spec: str = "0.3.9+patched", pairs: int = PAIRS) -> list
 
 def model_file() -> Path:
     """Return the model that PYLLAMAKV_TEST_MODEL names, or one of the same shape."""
-    if os.environ.get(synthetic.VARIABLE):
-        return synthetic.model(synthetic.TEST)
-    return synthetic.generate(SHAPE, home() / "models")
+    if os.environ.get(synthetic_models.VARIABLE):
+        return synthetic_models.model(synthetic_models.TEST)
+    return synthetic_models.generate(SHAPE, home() / "models")
 
 
 def _pairs(
     other: AbstractContextManager[Runner], mine: Runner, work: Workload, pairs: int, tick: Tick
 ) -> Pairs:
     with other as theirs:
-        check_same(work.name, mine(), theirs())
+        require_same_result(work.name, mine(), theirs())
         return interleave(
             lambda: theirs().seconds, lambda: mine().seconds, pairs=pairs, progress=tick
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyllamakv
 from pyllamakv.home import home
-from pyllamakv.scenarios import architectures, synthetic
+from pyllamakv.scenarios import architectures, synthetic_models
 from qa.bench import sparse
 from qa.bench.figure import Figure
 from qa.bench.measure import MINIMUM_PAIRS, Interval, interleave
@@ -76,7 +76,7 @@ def figures(
     shape: architectures.Shape = sparse.WIDE,
 ) -> list[Figure]:
     """Measure each workload with and without flash attention, one thread."""
-    model = synthetic.generate(shape, home() / "models")
+    model = synthetic_models.generate(shape, home() / "models")
     found = []
     with pyllamakv.open(spec) as library, library.load_model(model) as loaded:
         for name, setting in sparse.SETTINGS.items():

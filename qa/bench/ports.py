@@ -13,13 +13,13 @@ from pyllamakv.building import variant
 from pyllamakv.errors import UsageError
 from pyllamakv.home import data
 from pyllamakv.patching import series, shared_files
-from qa.bench import workloads
-from qa.bench.carving import Carver
+from qa.bench import defrag_workloads
+from qa.bench.contexts import opened
+from qa.bench.defrag_workloads import SETTINGS, CacheShape
 from qa.bench.figure import Figure
+from qa.bench.fragmentation import Fragmenter
 from qa.bench.measure import Pairs, interleave, interval
 from qa.bench.rounds import complete
-from qa.bench.stands import opened
-from qa.bench.workloads import SETTINGS, Cache
 
 GROUP = "Ports"
 Tick = Callable[[], None]
@@ -40,7 +40,7 @@ def figures(tick: Tick, old: Iterable[str] = (), pairs: int = 5) -> list[Figure]
     return [
         _lines(),
         *_changed(),
-        *(_ratio(each, Cache("1B", setting, CELLS), pairs, tick)
+        *(_ratio(each, CacheShape("1B", setting, CELLS), pairs, tick)
           for each in compared for setting in SETTINGS[:3]),
     ]  # fmt: skip
 
@@ -98,7 +98,7 @@ def _changed() -> list[Figure]:
 
 
 def _ratio(
-    old: variant.Variant, cache: Cache, pairs: int, tick: Tick, rounds: int = ROUNDS
+    old: variant.Variant, cache: CacheShape, pairs: int, tick: Tick, rounds: int = ROUNDS
 ) -> Figure:
     """Defragment the same cache with today's build of the release and with an older one.
 
@@ -134,15 +134,15 @@ def _ratio(
     )
 
 
-def _round(specs: dict[str, str], cache: Cache, pairs: int) -> Pairs:
+def _round(specs: dict[str, str], cache: CacheShape, pairs: int) -> Pairs:
     """Open the libraries in the order of ``specs``, and measure pairs of "new" and "old"."""
-    mask = workloads.live("alternate", cache.cells)
+    mask = defrag_workloads.live("alternate", cache.cells)
     with ExitStack() as stack:
         contexts = {name: stack.enter_context(opened(spec, cache)) for name, spec in specs.items()}
-        carvers = {name: Carver(context) for name, context in contexts.items()}
+        carvers = {name: Fragmenter(context) for name, context in contexts.items()}
 
         def measured(name: str) -> float:
-            carvers[name].carve(mask)
+            carvers[name].fragment(mask)
             return complete(contexts[name], mask).seconds
 
         return interleave(lambda: measured("new"), lambda: measured("old"), pairs=pairs)

@@ -13,11 +13,11 @@ from typing import Any
 from pyllamakv.errors import Untestable
 from pyllamakv.runtime.context import Context
 from pyllamakv.runtime.kv import DefragReport
-from qa.bench import limits, workloads
-from qa.bench.carving import Carver
-from qa.bench.limits import Limits
+from qa.bench import defrag_workloads, memory_bandwidth
+from qa.bench.defrag_workloads import CacheShape, Live
+from qa.bench.fragmentation import Fragmenter
 from qa.bench.measure import MINIMUM_PAIRS, Interval, interval
-from qa.bench.workloads import Cache, Live
+from qa.bench.memory_bandwidth import MemoryBandwidth
 
 #: The mover of the patch that does what the published algorithm does: graphs of copies of rows.
 VARIABLE, PUBLISHED = "LLAMA_KV_DEFRAG_MOVER", "graph"
@@ -37,7 +37,7 @@ class Measured:
     most bytes beyond the cache that ours needed; empty and 0 where the build does not count them.
     """
 
-    cache: Cache
+    cache: CacheShape
     pattern: str
     skipped: str = ""
     moves: int = 0
@@ -80,29 +80,29 @@ def ratio(first: list[float], second: list[float]) -> Interval:
     return interval([a / b for a, b in zip(first, second, strict=False)])
 
 
-class Stand:
+class DefragBenchmark:
     """Hold what a cache is measured with: its context, and a block of memory like it."""
 
     def __init__(
         self,
-        cache: Cache,
+        cache: CacheShape,
         context: Context,
-        block: Limits,
+        block: MemoryBandwidth,
         *,
         budget: float,
         tick: Tick,
     ) -> None:
         self.cache, self.context, self.block = cache, context, block
         self.budget, self.tick = budget, tick
-        self.carver = Carver(context)
+        self.carver = Fragmenter(context)
 
     def measure(self, pattern: str) -> Measured:
         """Measure a pattern: thirty rounds where they fit into twice the budget, at least five.
 
         The published algorithm is in as many of them as fit into the budget once.
         """
-        mask = workloads.live(pattern, self.cache.cells)
-        found = Measured(self.cache, pattern, least_moves=workloads.least_moves(mask))
+        mask = defrag_workloads.live(pattern, self.cache.cells)
+        found = Measured(self.cache, pattern, least_moves=defrag_workloads.least_moves(mask))
         runs = self._moves(found, mask)
         steps = (
             partial(self._ours, found, mask),
@@ -124,29 +124,29 @@ class Stand:
             self.tick()
         return found
 
-    def _moves(self, found: Measured, mask: Live) -> limits.Table:
-        self.carver.carve(mask)
+    def _moves(self, found: Measured, mask: Live) -> memory_bandwidth.Table:
+        self.carver.fragment(mask)
         before = self.context.kv.snapshot()
         # Not timed: the first one pays for what is needed once. No other mover has been there yet.
         found.scratch = complete(self.context, mask).scratch or 0
         moves = before.moves_to(self.context.kv.snapshot())
-        runs = limits.table(moves)
+        runs = memory_bandwidth.table(moves)
         found.moves, found.bytes = len(runs), moves.cells * self.cache.cell
         return runs
 
     def _ours(self, found: Measured, mask: Live) -> None:
-        self.carver.carve(mask)
+        self.carver.fragment(mask)
         report = complete(self.context, mask)
         found.ours.append(report.seconds)
         if report.plan_seconds is not None:
             found.plan.append(report.plan_seconds)
 
     def _published(self, found: Measured, mask: Live) -> None:
-        self.carver.carve(mask)
+        self.carver.fragment(mask)
         with mover(PUBLISHED):
             found.published.append(complete(self.context, mask).seconds)
 
-    def _memory(self, found: Measured, runs: limits.Table) -> None:
+    def _memory(self, found: Measured, runs: memory_bandwidth.Table) -> None:
         found.strided.append(self.block.strided(runs))
         found.straight.append(self.block.straight(found.bytes))
 

@@ -19,7 +19,7 @@ from pyllamakv.cache.batcher import Batcher
 from pyllamakv.cache.generation import Generation
 from pyllamakv.cache.slot_cache import SlotCache, ghost_cells
 from pyllamakv.errors import NotBuilt
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import synthetic_models
 from qa.bench.figure import Figure
 
 GROUP = "The soak"
@@ -30,7 +30,7 @@ DECODES, CLIENTS, N_CTX, LENGTHS = 20_000, 4, 8192, (10, 2100)
 
 
 @dataclass
-class Soaked:
+class SoakResult:
     """Hold what a run came to; ``ghosts`` are positions, added up over all decodes."""
 
     decodes: int = 0
@@ -95,9 +95,9 @@ def soak(
     seed: int = 1,
     tick: Tick | None = None,
     **options: Any,
-) -> Soaked:
+) -> SoakResult:
     """Run until so many decodes are done; ``options`` are those of `SlotCache`."""
-    found, begin = Soaked(), time.perf_counter()
+    found, begin = SoakResult(), time.perf_counter()
     n_vocab = context.n_vocab
     with SlotCache(context, keep=8, **options) as cache, Batcher(cache) as batcher:
         those = [Client(seed * 1000 + n, lengths, n_vocab) for n in range(clients)]
@@ -117,7 +117,7 @@ def soak(
     return found
 
 
-def _serve(client: Client, cache: SlotCache, batcher: Batcher, found: Soaked) -> None:
+def _serve(client: Client, cache: SlotCache, batcher: Batcher, found: SoakResult) -> None:
     going = client.going
     if going is not None and not going.done:
         if len(going.tokens) < client.patience or not going.tokens:
@@ -133,7 +133,7 @@ def _serve(client: Client, cache: SlotCache, batcher: Batcher, found: Soaked) ->
 
 
 def _look(
-    context: pyllamakv.Context, batcher: Batcher, clients: list[Client], found: Soaked
+    context: pyllamakv.Context, batcher: Batcher, clients: list[Client], found: SoakResult
 ) -> None:
     found.ghosts += sum(ghost_cells(context).values())
     for client in clients:
@@ -159,7 +159,7 @@ def figures(
             raise NotBuilt(msg)
         with (
             pyllamakv.open(variant.folder) as library,
-            library.load_model(synthetic.tiny()) as model,
+            library.load_model(synthetic_models.tiny()) as model,
             model.context(
                 n_ctx=N_CTX, n_batch=512, n_ubatch=128, n_seq_max=CLIENTS, flash_attn=True
             ) as context,
@@ -169,7 +169,7 @@ def figures(
     return found
 
 
-def figure(policy: str, done: Soaked, spec: str, *, asked: bool = True) -> Figure:
+def figure(policy: str, done: SoakResult, spec: str, *, asked: bool = True) -> Figure:
     """Tell what came of a run; only where it is ``asked`` for nothing may go wrong."""
     low, high = LENGTHS
     return Figure(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pyllamakv
 from pyllamakv.home import home
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import synthetic_models
 from pyllamakv.scenarios.architectures import Shape
 from qa.bench.figure import Figure
 from qa.bench.measure import Interval, Pairs, interleave
@@ -45,7 +45,7 @@ def figures(
     shape: Shape = WIDE,
 ) -> list[Figure]:
     """Measure each size with and without flash attention, one thread."""
-    model = synthetic.generate(shape, home() / "models")
+    model = synthetic_models.generate(shape, home() / "models")
     return [
         _figure(cells, name, setting, stock, patched, model, pairs, tick)
         for cells in sizes

@@ -59,7 +59,7 @@ class Round:
 Runner = Callable[[], Round]
 
 
-def check_same(name: str, mine: Round, other: Round) -> None:
+def require_same_result(name: str, mine: Round, other: Round) -> None:
     """Refuse to compare two loops that did not compute the same."""
     pairs = zip(mine.result, other.result, strict=False)
     same = len(mine.result) == len(other.result) and all(

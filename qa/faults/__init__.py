@@ -18,8 +18,8 @@ from typing import Final
 from pyllamakv.source import spec_resolver
 from pyllamakv.source.releases import DEFAULT_RELEASE
 from qa.built import SPEC, STOCK
-from qa.entry import Effort, Entry, Tick, untried
-from qa.faults.trial import FILES, Record
+from qa.entry import Entry, StressOptions, Tick, skipped_entry
+from qa.faults.fault_injection import FILES, InjectionRecord
 
 _STEPS: Final = "qa.faults.steps"
 #: Steps by the name of their entry; the native ones need a built variant and a model, the last one
@@ -41,7 +41,7 @@ _NATIVE: Final = {
     "keeping": "caching:Keeping",
 }
 _JUDGED: Final = {"matrix": "judging:Matrix"}
-_LOST: Final = ("workers", "servers")
+_KILLED_PROCESSES: Final = ("workers", "servers")
 #: Entries about one kind of fault on all steps.
 _ACROSS: Final = {
     "two at once": ("stop",),
@@ -68,10 +68,10 @@ _WORDS: Final = {
 
 def names() -> tuple[str, ...]:
     """Return the names of all families of faults."""
-    return (*_ALONE, *_NATIVE, *_JUDGED, *_ACROSS, *_LOST)
+    return (*_ALONE, *_NATIVE, *_JUDGED, *_ACROSS, *_KILLED_PROCESSES)
 
 
-def entries(effort: Effort, tick: Tick) -> list[Entry]:
+def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
     """Inject faults for about ``effort.seconds``; return an entry per family.
 
     One of which nothing was tried says why.
@@ -92,13 +92,13 @@ def entries(effort: Effort, tick: Tick) -> list[Entry]:
         tried = {r.kind for r in mine if r.tried}
         lack = ", ".join(_WORDS[kind] for kind in kinds if kind not in tried)
         entry = _entry(name, mine, effort)
-        made.append(replace(entry, undecided=f"not tried: {lack}" if lack else ""))
-    for name in _LOST:
+        made.append(replace(entry, skip_reason=f"not tried: {lack}" if lack else ""))
+    for name in _KILLED_PROCESSES:
         made.append(_entry(name, [r for r in records if r.step == name], effort))
     shown = [each for each in made if not _empty(each) or effort.wants(each.name)]
     late = "the time was over; give it more with --seconds"
     return [
-        untried("faults", each.name, lacks.get(each.name, late)) if _empty(each) else each
+        skipped_entry("faults", each.name, lacks.get(each.name, late)) if _empty(each) else each
         for each in shown
     ]
 
@@ -113,7 +113,9 @@ def _lacks(stock: Path | None, patched: Path | None) -> dict[str, str]:
 
     build = f"run: pyllamakv build {DEFAULT_RELEASE}"
     if patched is None:
-        return dict.fromkeys((*_NATIVE, *_JUDGED, *_LOST), f"{SPEC} is not built here; {build}")
+        return dict.fromkeys(
+            (*_NATIVE, *_JUDGED, *_KILLED_PROCESSES), f"{SPEC} is not built here; {build}"
+        )
     if stock is None:
         return dict.fromkeys(_JUDGED, f"{STOCK} is not built here; {build}")
     if not open_store().has(spec_resolver.resolve(DEFAULT_RELEASE)):
@@ -122,11 +124,11 @@ def _lacks(stock: Path | None, patched: Path | None) -> dict[str, str]:
 
 
 def _walked(
-    effort: Effort, sides: Sequence[Path | None], lacks: Mapping[str, str], tick: Tick
-) -> list[Record]:
+    effort: StressOptions, sides: Sequence[Path | None], lacks: Mapping[str, str], tick: Tick
+) -> list[InjectionRecord]:
     """Try the kinds of fault that are wanted on the steps that are wanted."""
-    from pyllamakv.scenarios import synthetic
-    from qa.faults import stage
+    from pyllamakv.scenarios import synthetic_models
+    from qa.faults import preloaded_process
 
     across = [kind for name, kinds in _ACROSS.items() if effort.wants(name) for kind in kinds]
     everywhere = any(effort.wants(name) for name in _ACROSS)
@@ -137,7 +139,7 @@ def _walked(
     for name, place in steps.items():
         if not (everywhere or effort.wants(name)):
             continue
-        given = [str(sides[1]), str(synthetic.tiny())] if name in _NATIVE else []
+        given = [str(sides[1]), str(synthetic_models.tiny())] if name in _NATIVE else []
         given = [str(side) for side in sides] if name in _JUDGED else given
         wanted.append((f"{_STEPS}.{place}", given))
     files = FILES if any(map(effort.wants, steps)) else ()
@@ -145,21 +147,23 @@ def _walked(
     if not wanted or not kinds:
         return []
     seconds = effort.seconds * (1 - 2 * _SHARE)
-    return stage.conduct(wanted, kinds, seconds=seconds, seed=effort.seed, tick=tick)
+    return preloaded_process.run_injections(
+        wanted, kinds, seconds=seconds, seed=effort.seed, tick=tick
+    )
 
 
-def _lost(effort: Effort, folder: Path | None, tick: Tick) -> list[Record]:
+def _lost(effort: StressOptions, folder: Path | None, tick: Tick) -> list[InjectionRecord]:
     """Lose what is wanted, where there is something to lose."""
-    from qa.faults import lost
+    from qa.faults import process_kill
 
     if folder is None:
         return []
-    losing = zip(_LOST, (lost.workers, lost.servers), strict=True)
+    losing = zip(_KILLED_PROCESSES, (process_kill.workers, process_kill.servers), strict=True)
     seconds = effort.seconds * _SHARE
     return [lose(folder, seconds, effort.seed, tick) for name, lose in losing if effort.wants(name)]
 
 
-def _entry(name: str, records: Sequence[Record], effort: Effort) -> Entry:
+def _entry(name: str, records: Sequence[InjectionRecord], effort: StressOptions) -> Entry:
     """Return the line of a family."""
     places = sum(record.places for record in records)
     tried = sum(record.tried for record in records)

@@ -47,7 +47,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AttemptResult:
     """Tell how an attempt ended: its result, or the error and whether that is one of ours."""
 
     ending: Ending
@@ -87,7 +87,7 @@ class Child:
                 pause = min(pause * 1.5, 0.05)
         return True
 
-    def end(self, seconds: float = PATIENCE) -> Outcome:
+    def end(self, seconds: float = PATIENCE) -> AttemptResult:
         """Wait for the child, kill what is left of it, and return how it ended."""
         in_time = self.wait(seconds)
         with contextlib.suppress(ProcessLookupError):
@@ -101,10 +101,10 @@ class Child:
                 said += piece
         os.close(self._said)
         if not in_time:
-            return Outcome("hung", error=f"it had not ended after {seconds:.0f} s")
+            return AttemptResult("hung", error=f"it had not ended after {seconds:.0f} s")
         if self._status == 0 and said:
-            return Outcome(**json.loads(said))
-        return Outcome("killed", error=f"status {self._status}")
+            return AttemptResult(**json.loads(said))
+        return AttemptResult("killed", error=f"status {self._status}")
 
 
 def _run(work: Callable[[], Any], fault: Fault, root: Path, counter: Path, says: int) -> None:

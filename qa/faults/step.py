@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from pyllamakv.source import git_command
-from qa.faults.attempt import Outcome
+from qa.faults.attempt import AttemptResult
 
 #: What a killed git may leave: objects that nothing points at, half ones under passing names that
 #: it never reads, and what `git init` tries a file system with. `git fsck` tells of the others.
 GIT_LEAVES = (r"home/store\.git/objects/.+", r"home/store\.git/t\w{6}")
 
 
-class Step:
+class FaultTarget:
     """Do one thing in a folder; subclasses say what.
 
     ``prepare`` fills the folder once; each attempt works on a copy of it at the same place, with
@@ -25,9 +25,9 @@ class Step:
 
     name = ""
     #: Patterns, below the folder, of what a killed run may leave behind by what the docs say.
-    leaves: tuple[str, ...] = ()
+    allowed_leftovers: tuple[str, ...] = ()
     #: Errors with which a second run beside the first may be refused.
-    refuses: tuple[str, ...] = ()
+    allowed_errors: tuple[str, ...] = ()
     #: Kinds of fault that tell nothing about it.
     without: tuple[str, ...] = ()
 
@@ -41,11 +41,11 @@ class Step:
     def close(self) -> None:
         """End what `prepare` started."""
 
-    def half(self, folder: Path, outcome: Outcome, expected: Any) -> list[str]:
+    def check_interrupted(self, folder: Path, outcome: AttemptResult, expected: Any) -> list[str]:
         """Return what is wrong with what a disturbed run left, before it is repeated."""
         return []
 
-    def wrong(self, folder: Path) -> list[str]:
+    def check_completed(self, folder: Path) -> list[str]:
         """Return what is wrong with a folder in which the step ran through."""
         store = folder / "home" / "store.git"
         if not store.is_dir():
@@ -55,7 +55,7 @@ class Step:
 
     def files(self, folder: Path) -> set[str]:
         """Return the files and folders there are, without what may be left behind."""
-        allowed = re.compile("|".join(f"(?:{each})" for each in self.leaves) or r"(?!)")
+        allowed = re.compile("|".join(f"(?:{each})" for each in self.allowed_leftovers) or r"(?!)")
         found = set()
         for place, folders, files in os.walk(folder):
             below = Path(place).relative_to(folder)

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from pyllamakv.errors import Untestable
 from pyllamakv.home import checkout
-from qa.entry import Effort, Entry, Tick, untried
-from qa.fuzzing import corpora, header
-from qa.fuzzing.child import fuzz
+from qa.entry import Entry, StressOptions, Tick, skipped_entry
+from qa.fuzzing import corpus_store, libfuzzer
+from qa.fuzzing.fuzz_result import entry, known
 from qa.fuzzing.job import FOUND
-from qa.fuzzing.outcome import entry, known
 from qa.fuzzing.processes import Processes
 from qa.fuzzing.target import memory
+from qa.fuzzing.target_process import fuzz
 
 #: What is fuzzed, by the names of entries and of the folders of their corpora.
 TARGETS = {
@@ -45,7 +45,7 @@ def names() -> tuple[str, ...]:
     return (*TARGETS, HEADER)
 
 
-def entries(effort: Effort, tick: Tick) -> list[Entry]:
+def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
     """Fuzz every target that is wanted, each for its share of the time."""
     wanted = [name for name in (*TARGETS, HEADER) if effort.wants(name)]
     jobs = min(effort.jobs, max(1, len(wanted)))
@@ -62,10 +62,12 @@ def entries(effort: Effort, tick: Tick) -> list[Entry]:
                 return _header(seconds, effort.seed, place, tick, processes)
             outcome = fuzz(
                 f"{__name__}.{TARGETS[name]}", seconds, folder=place, seed=effort.seed,
-                kept=(*known(name), *kept(name), *corpora.lent(name, place / "saved")),
+                kept=(
+                    *known(name), *kept(name), *corpus_store.copied_inputs(name, place / "saved"),
+                ),
                 alive=lambda inputs: tick(f"{name}: {inputs} inputs"), processes=processes,
             )  # fmt: skip
-            corpora.save(name, place / FOUND)
+            corpus_store.save(name, place / FOUND)
             return entry(name, outcome, effort.seed)
 
         return list(pool.map(one, wanted))
@@ -75,15 +77,15 @@ def _header(seconds: float, seed: int, place: Path, tick: Tick, processes: Proce
     began = time.monotonic()
     tick(f"{HEADER}: compiling")
     try:
-        program = header.build(place)
+        program = libfuzzer.build(place)
     except Untestable as reason:
-        return untried("fuzzing", HEADER, str(reason))
+        return skipped_entry("fuzzing", HEADER, str(reason))
     left = max(1.0, seconds - (time.monotonic() - began))
-    inputs = (*known(HEADER), *kept(HEADER), *corpora.lent(HEADER, place / "saved"))
-    outcome = header.fuzz(
+    inputs = (*known(HEADER), *kept(HEADER), *corpus_store.copied_inputs(HEADER, place / "saved"))
+    outcome = libfuzzer.fuzz(
         program, left, place, seed=seed, kept=inputs, tick=tick, processes=processes
     )
-    corpora.save(HEADER, place / FOUND)
+    corpus_store.save(HEADER, place / FOUND)
     return entry(HEADER, outcome, seed, "edges")
 
 

@@ -35,7 +35,7 @@ class Arena:
         """Take back everything that was lent."""
         self._next = 0
 
-    def lend(self, type_: Any, elements: int, fill: list[int]) -> Any:
+    def allocate(self, type_: Any, elements: int, fill: list[int]) -> Any:
         """Return a pointer to so many elements, the first ones filled with a pattern."""
         size = ffi.sizeof(type_)
         end, self._next = self._ends[self._next], self._next + 1

@@ -19,7 +19,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from qa.fuzzing.loop import Loop, limit_memory
+from qa.fuzzing.fuzz_loop import FuzzLoop, limit_memory
 from qa.fuzzing.target import Target
 
 #: What the file of the last input begins with: how many there were, how many of those before it
@@ -57,7 +57,7 @@ def main(text: str) -> None:
             # At once: the next input may end this process.
             (found / hashlib.sha256(data).hexdigest()).write_bytes(data)
 
-        loop = Loop(target, job["seed"], note, keep)
+        loop = FuzzLoop(target, job["seed"], note, keep)
         limit_memory(target.headroom)
         kept = tuple(Path(each).read_bytes() for each in job["kept"])
         # However long it took to begin, something is tried.

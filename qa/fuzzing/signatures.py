@@ -54,7 +54,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Entry:
+class EntryPoint:
     """Hold one entry point; ``result`` is the name of a C type."""
 
     name: str
@@ -62,7 +62,7 @@ class Entry:
     parameters: tuple[Parameter, ...]
 
 
-def entries(text: str | None = None) -> dict[str, Entry]:
+def entries(text: str | None = None) -> dict[str, EntryPoint]:
     """Return every entry point of plk.h, or of a text like it, by name."""
     text = generate.HEADER.read_text("utf-8") if text is None else text
     found = {}
@@ -70,7 +70,7 @@ def entries(text: str | None = None) -> dict[str, Entry]:
         parts = re.findall(r"(.+?)(\w+)(?:,|$)", re.sub(r"\s+", " ", inside).strip())
         declared = {} if inside.strip() == "void" else {each: kind for kind, each in parts}
         parameters = tuple(_parameter(name, each, declared) for each in declared)
-        found[name] = Entry(name, result.strip(), parameters)
+        found[name] = EntryPoint(name, result.strip(), parameters)
     return found
 
 

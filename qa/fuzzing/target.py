@@ -14,7 +14,7 @@ from typing import Any
 Mutator = Callable[[Random, bytes, bytes], bytes]
 
 
-class Broken(Exception):
+class WrongAnswer(Exception):
     """Report an input that was taken or refused wrongly: what is not as it was, or must be."""
 
 
@@ -37,7 +37,7 @@ class Target:
     run: Callable[[bytes], Iterable[Hashable]]
     seeds: tuple[bytes, ...]
     modules: tuple[str, ...] = ()
-    mend: Callable[[Random, bytes], bytes] = unchanged
+    post_process: Callable[[Random, bytes], bytes] = unchanged
     mutate: Mutator | None = None
     headroom: int = 256 << 20
     longest: int = 1 << 16

@@ -22,11 +22,11 @@ from typing import Any, Final
 import numpy as np
 
 from pyllamakv.errors import HarnessError
-from qa import apart
+from qa import child_environment
 from qa.built import SPEC
-from qa.entry import Effort, Entry, Tick, without_folders
+from qa.entry import Entry, StressOptions, Tick, strip_directories
 
-_CHURN: Final = "qa.leaks.churn"
+_CHURN: Final = "qa.leaks.leak_workloads"
 #: Seconds beyond its share that a kind may take to start, to finish a round, and to end.
 _GRACE: Final = 120.0
 #: Bytes by which memory may grow in a run of any length. Caches of Python and pools of malloc grow
@@ -46,7 +46,7 @@ _MORE: Final = {"maps": 4, "fds": 0, "threads": 0}
 
 
 @dataclass(frozen=True)
-class Kind:
+class LeakWorkload:
     """Name one kind of work: its function in `churn`, and how often the long run does it.
 
     ``bound`` bytes per operation are what may seem to be lost, by pages and by fragments: about
@@ -66,20 +66,20 @@ class Kind:
 
 
 KINDS: Final = {
-    "contexts": Kind(f"{_CHURN}:contexts", 10_000, 256),
-    "contexts in mapped memory": Kind(f"{_CHURN}:mapped", 10_000, 256),
-    "refused contexts": Kind(f"{_CHURN}:refused", 10_000, 16),
-    "libraries and models": Kind(f"{_CHURN}:models", 1_000, 512),
-    "decodes": Kind(f"{_CHURN}:decodes", 1_000_000, 0.5),
-    "decodes in C": Kind(f"{_CHURN}:advances", 1_000_000, 0.5),
-    "failing decodes": Kind(f"{_CHURN}:failing", 100_000, 4),
-    "defragmentations": Kind(f"{_CHURN}:defrags", 20_000, 16),
-    "saves and restores": Kind(f"{_CHURN}:saves", 20_000, 16),
-    "snapshots": Kind(f"{_CHURN}:snapshots", 20_000, 8),
-    "recordings": Kind(f"{_CHURN}:recordings", 5_000, 256),
-    "slot cache prompts": Kind(f"{_CHURN}:slots", 10_000, 16),
-    "prefix cache prompts": Kind(f"{_CHURN}:prefixes", 10_000, 64),
-    "workers": Kind(f"{_CHURN}:workers", 1_000, 512),
+    "contexts": LeakWorkload(f"{_CHURN}:contexts", 10_000, 256),
+    "contexts in mapped memory": LeakWorkload(f"{_CHURN}:mapped", 10_000, 256),
+    "refused contexts": LeakWorkload(f"{_CHURN}:refused", 10_000, 16),
+    "libraries and models": LeakWorkload(f"{_CHURN}:models", 1_000, 512),
+    "decodes": LeakWorkload(f"{_CHURN}:decodes", 1_000_000, 0.5),
+    "decodes in C": LeakWorkload(f"{_CHURN}:advances", 1_000_000, 0.5),
+    "failing decodes": LeakWorkload(f"{_CHURN}:failing", 100_000, 4),
+    "defragmentations": LeakWorkload(f"{_CHURN}:defrags", 20_000, 16),
+    "saves and restores": LeakWorkload(f"{_CHURN}:saves", 20_000, 16),
+    "snapshots": LeakWorkload(f"{_CHURN}:snapshots", 20_000, 8),
+    "recordings": LeakWorkload(f"{_CHURN}:recordings", 5_000, 256),
+    "slot cache prompts": LeakWorkload(f"{_CHURN}:slots", 10_000, 16),
+    "prefix cache prompts": LeakWorkload(f"{_CHURN}:prefixes", 10_000, 64),
+    "workers": LeakWorkload(f"{_CHURN}:workers", 1_000, 512),
 }
 
 
@@ -129,7 +129,7 @@ def names() -> tuple[str, ...]:
     return tuple(KINDS)
 
 
-def entries(effort: Effort, tick: Tick) -> list[Entry]:
+def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
     """Churn for about ``effort.seconds``; return an entry per kind. Raises NotBuilt.
 
     Work that breaks is a defect of its kind, and the others follow.
@@ -145,20 +145,20 @@ def entries(effort: Effort, tick: Tick) -> list[Entry]:
     for name, kind in wanted.items():
         tick(name)
         try:
-            made.append(judge(name, kind, churn(kind, variant, share), effort.seed))
+            made.append(evaluate(name, kind, run_workload(kind, variant, share), effort.seed))
         except HarnessError as error:
-            broken = f"{name}: {without_folders(str(error))}"
+            broken = f"{name}: {strip_directories(str(error))}"
             made.append(Entry("leaks", name, {"operations": "broke"}, (broken,), effort.seed))
     return made
 
 
-def churn(kind: Kind, variant: Path, seconds: float) -> list[dict[str, int]]:
+def run_workload(kind: LeakWorkload, variant: Path, seconds: float) -> list[dict[str, int]]:
     """Work in a process of its own until time is up or the target reached; return the samples.
 
     A sample has ``count`` operations, ``heap`` and ``resident`` bytes, ``maps``, ``fds`` and
     ``threads``. Raises HarnessError when the work breaks.
     """
-    env = apart.environment(PYTHONMALLOC="malloc", MALLOC_ARENA_MAX="1")
+    env = child_environment.environment(PYTHONMALLOC="malloc", MALLOC_ARENA_MAX="1")
     with tempfile.TemporaryDirectory(prefix="pyllamakv-leaks-") as folder:
         words = [kind.work, str(variant), str(seconds), str(kind.target), folder]
         command = [sys.executable, "-m", _CHURN, *words]
@@ -177,7 +177,9 @@ def churn(kind: Kind, variant: Path, seconds: float) -> list[dict[str, int]]:
     return samples
 
 
-def judge(name: str, kind: Kind, samples: Sequence[Mapping[str, int]], seed: int) -> Entry:
+def evaluate(
+    name: str, kind: LeakWorkload, samples: Sequence[Mapping[str, int]], seed: int
+) -> Entry:
     """Return the line of a kind: what its samples say."""
     counts = [sample["count"] for sample in samples]
     last = samples[-1]
@@ -203,7 +205,7 @@ def judge(name: str, kind: Kind, samples: Sequence[Mapping[str, int]], seed: int
             defects.append(f"{name}: {what} grow from {early[what]} to {last[what]}")
     few = "too few operations" if last["count"] < _FEWEST else ""
     few = few or ("" if last["heap"] else "this libc does not count the heap")
-    return Entry("leaks", name, row, tuple(defects), seed=seed, data=data, undecided=few)
+    return Entry("leaks", name, row, tuple(defects), seed=seed, data=data, skip_reason=few)
 
 
 def _bytes(size: float) -> str:

@@ -24,13 +24,13 @@ from pyllamakv.patching import apply, series, trees
 from pyllamakv.source import releases, spec_resolver
 from pyllamakv.source.store import open_store
 from pyllamakv.verification import discovery
-from qa.entry import Effort, Entry, Tick, untried
+from qa.entry import Entry, StressOptions, Tick, skipped_entry
 from qa.headers import HEADERS
-from qa.mutation import accepted, drivers, switches, trial
-from qa.mutation.judging import Judge
+from qa.mutation import equivalent_mutants, header_tests, mutant_schemata, mutation_run
 from qa.mutation.mutant import HUNK, Made, Mutant, make
-from qa.mutation.trials import SwitchedLibrary
-from qa.mutation.workshop import Workshop
+from qa.mutation.mutant_builder import MutantBuilder
+from qa.mutation.mutant_evaluation import MutantEvaluator
+from qa.mutation.scenario_runs import SchemataLibrary
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
@@ -61,12 +61,12 @@ def names() -> tuple[str, ...]:
     return (*(f"{name} {patch}" for name in RELEASES for patch in patches), ACCEPTED)
 
 
-def entries(effort: Effort, tick: Tick) -> list[Entry]:
+def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
     """Try mutants of every patch of each release of `RELEASES`; an entry is ``0.3.9 full-defrag``.
 
     Builds the patched variant where it is missing, and needs its objects.
     """
-    shipped, known = series.load(), accepted.load()
+    shipped, known = series.load(), equivalent_mutants.load()
     long = effort.seconds >= LONG
     found: list[Entry] = []
     end = time.monotonic() + effort.seconds
@@ -81,21 +81,21 @@ def entries(effort: Effort, tick: Tick) -> list[Entry]:
     for number, (name, patches) in enumerate(wanted):
         later = sum(len(each) for _, each in wanted[number + 1 :])
         tick(f"{name}: preparing")
-        with bench(name, shipped, effort.jobs) as prepared:
+        with prepare_release(name, shipped, effort.jobs) as prepared:
             given = prepared.patched.patches
             if effort.only:
                 none = f"{name} is not given this patch"
                 lack = [f"{name} {patch}" for patch in patches if patch not in given]
-                found += [untried(trial.SECTION, each, none) for each in lack]
+                found += [skipped_entry(mutation_run.SECTION, each, none) for each in lack]
             patches = [patch for patch in patches if patch in given]
             for done, patch in enumerate(patches):
                 # What one patch leaves of its share is the others'.
                 now, left = time.monotonic(), len(patches) - done + later
                 what = f"{name} {patch}"
-                tally = trial.run(
+                tally = mutation_run.run(
                     prepared.made[patch],
                     known,
-                    prepared.judges(shipped.definition(patch).scenarios),
+                    prepared.evaluators(shipped.definition(patch).scenarios),
                     seed=effort.seed,
                     deadline=now + max((end - now) / left, _LEAST),
                     most=None if long or effort.only else SIZED,
@@ -111,36 +111,38 @@ def _about(tick: Tick, what: str, about: str) -> None:
     tick(f"{what} {about}")
 
 
-def _accepted(known: tuple[accepted.Equivalent, ...], shipped: Series) -> Entry:
-    stale = accepted.stale(known, shipped)
+def _accepted(known: tuple[equivalent_mutants.EquivalentMutant, ...], shipped: Series) -> Entry:
+    stale = equivalent_mutants.stale(known, shipped)
     defects = tuple(f"{each} is accepted, and is no mutant of any patch" for each in stale)
-    return Entry(trial.SECTION, ACCEPTED, {"equivalent": str(len(known))}, defects)
+    return Entry(mutation_run.SECTION, ACCEPTED, {"equivalent": str(len(known))}, defects)
 
 
 @dataclass(frozen=True)
-class Bench:
+class MutationSetup:
     """Hold what all patches of a release are judged with."""
 
     release: Release
     patched: PatchedRelease
     variant: Variant
-    workshops: tuple[Workshop, ...]
-    logic: dict[str, drivers.Driver]
+    builders: tuple[MutantBuilder, ...]
+    header_tests: dict[str, header_tests.HeaderTest]
     made: dict[str, Made]
-    switched: SwitchedLibrary | None
+    switched: SchemataLibrary | None
     stock: Variant | None
 
-    def judges(self, own: tuple[str, ...]) -> list[Judge]:
+    def evaluators(self, own: tuple[str, ...]) -> list[MutantEvaluator]:
         """Return a judge per workshop, for a patch that names its scenarios."""
         every = list(discovery.discover().values())
         return [
-            Judge(self.variant, shop, every, own, self.logic, self.switched, self.stock)
-            for shop in self.workshops
+            MutantEvaluator(
+                self.variant, shop, every, own, self.header_tests, self.switched, self.stock
+            )
+            for shop in self.builders
         ]
 
 
 @contextlib.contextmanager
-def bench(name: str, shipped: Series, jobs: int = 1) -> Iterator[Bench]:
+def prepare_release(name: str, shipped: Series, jobs: int = 1) -> Iterator[MutationSetup]:
     """Prepare a release: build it patched, and open workshops in a passing folder of the home."""
     spec = f"{name}+patched"
     built = build(spec)
@@ -153,7 +155,7 @@ def bench(name: str, shipped: Series, jobs: int = 1) -> Iterator[Bench]:
     parent = home() / "objects"
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"mutants-{release.key}-", dir=parent) as folder:
-        shops = tuple(Workshop(Path(folder) / str(job), spec, patched) for job in range(jobs))
+        shops = tuple(MutantBuilder(Path(folder) / str(job), spec, patched) for job in range(jobs))
         made = {patch: make(store, release, patched, patch) for patch in patched.patches}
         logic = dict(_drivers(tree))
         library = _switched(shops[0], [m for each in made.values() for m in each.mutants], tree)
@@ -161,28 +163,29 @@ def bench(name: str, shipped: Series, jobs: int = 1) -> Iterator[Bench]:
             if library is not None and header in library.files:
                 driver.switch(library.files[header])
         stock = variant.find(f"{name}+stock")
-        yield Bench(release, patched, built, shops, logic, made, library, stock)
+        yield MutationSetup(release, patched, built, shops, logic, made, library, stock)
 
 
 def _switched(
-    shop: Workshop, mutants: Sequence[Mutant], tree: trees.StoreTree
-) -> SwitchedLibrary | None:
+    shop: MutantBuilder, mutants: Sequence[Mutant], tree: trees.StoreTree
+) -> SchemataLibrary | None:
     """Build the library that has all mutants in it."""
     files = {}
     for path in {each.file for each in mutants if each.operator != HUNK}:
         entry = tree.entry(path)
-        if entry is not None and switches.CPP.match(path):
+        if entry is not None and mutant_schemata.CPP.match(path):
             files[path] = entry.data
     found = shop.switched(
-        lambda refused: switches.switch(mutants, files, refused), shop.folder / "switched"
+        lambda refused: mutant_schemata.build_schemata(mutants, files, refused),
+        shop.folder / "switched",
     )
-    return SwitchedLibrary.of(*found, shop.objects.name) if found else None
+    return SchemataLibrary.of(*found, shop.objects.name) if found else None
 
 
-def _drivers(tree: trees.StoreTree) -> Iterator[tuple[str, drivers.Driver]]:
+def _drivers(tree: trees.StoreTree) -> Iterator[tuple[str, header_tests.HeaderTest]]:
     for header in HEADERS:
         entry, source = tree.entry(header.path), header.source
         if entry is not None and source is not None:
             needs = {Path(path).name: tree.entry(path) for path in header.needs}
             beside = {name: each.data for name, each in needs.items() if each is not None}
-            yield header.path, drivers.Driver(header, entry.data, source, beside)
+            yield header.path, header_tests.HeaderTest(header, entry.data, source, beside)

@@ -24,7 +24,7 @@ _REFUSAL: Final = re.compile(
 )
 
 
-class Refused(Exception):
+class CompileError(Exception):
     """Say that a tool refused its input, with its first error and all that it said."""
 
     def __init__(self, message: str, output: str = "") -> None:
@@ -32,7 +32,7 @@ class Refused(Exception):
         self.output = output
 
 
-class Broken(HarnessError):
+class CompilerCrash(HarnessError):
     """Say that a tool ended without a word about its input, which so is not judged."""
 
     def __init__(self, message: str, output: str = "") -> None:
@@ -65,7 +65,7 @@ def run(words: Sequence[str], folder: Path) -> None:
         )
     except subprocess.TimeoutExpired as error:
         msg = f"{Path(words[0]).name} took more than {PATIENCE:g} seconds"
-        raise Broken(msg) from error
+        raise CompilerCrash(msg) from error
     if not done.returncode:
         return
     output = done.stdout + done.stderr
@@ -74,6 +74,6 @@ def run(words: Sequence[str], folder: Path) -> None:
         raise BuildError(msg)
     said = cmake.first_error(output) or output.strip()[-400:]
     if done.returncode > 0 and refusal(output):
-        raise Refused(said, output)
+        raise CompileError(said, output)
     msg = f"{Path(words[0]).name} ended with {done.returncode}, not for its input: {said}"
-    raise Broken(msg, output)
+    raise CompilerCrash(msg, output)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.errors import PatchConflict, PatchError
 from pyllamakv.patching import port_choice, trees
-from qa.mutation import lines, operators
+from qa.mutation import line_origins, operators
 
 if TYPE_CHECKING:
     from pyllamakv.patching.apply import PatchedRelease
@@ -66,7 +66,7 @@ def make(store: Store, release: Release, patched: PatchedRelease, patch: str) ->
     stock = trees.StoreTree(store, store.tree_of(release))
     tree = trees.StoreTree(store, patched.tree)
     found: list[Mutant] = list(_without_hunks(store, release, patched, patch, tree, reasons))
-    for path, content in lines.follow(patched.steps, stock).items():
+    for path, content in line_origins.trace_lines(patched.steps, stock).items():
         if not any(line.patch == patch for line in content):
             continue
         entry = tree.entry(path)
@@ -82,7 +82,7 @@ def listed(text: Port) -> Iterator[Mutant]:
     for file in text.patch.files:
         for hunk in file.hunks:
             content = tuple(
-                lines.Line(line[1:], text.id if line[:1] == b"+" else "")
+                line_origins.PatchedLine(line[1:], text.id if line[:1] == b"+" else "")
                 for line in hunk.lines
                 if line[:1] in (b"+", b" ")
             )
@@ -90,7 +90,7 @@ def listed(text: Port) -> Iterator[Mutant]:
 
 
 def _wrong_lines(
-    path: str, content: tuple[lines.Line, ...], patch: str, reasons: Counter[str]
+    path: str, content: tuple[line_origins.PatchedLine, ...], patch: str, reasons: Counter[str]
 ) -> Iterator[Mutant]:
     above = ""
     begin: list[bytes] = [line.data for line in content]

@@ -13,7 +13,7 @@ from pyllamakv.source import spec_resolver
 from pyllamakv.source.releases import DEFAULT_RELEASE
 
 if TYPE_CHECKING:
-    from qa.peer.trial import Trial
+    from qa.peer.peer_comparison import PeerComparison
 
 app = typer.Typer(add_completion=False)
 
@@ -34,7 +34,7 @@ def peer(
     Exit status 1 when a test passes on stock and not on patched, or patched finds no slot.
     """
     from pyllamakv.cli import progress_bar
-    from qa.peer import trial
+    from qa.peer import peer_comparison
 
     if as_json and markdown:
         raise UsageError("choose one of --json and --markdown")
@@ -43,10 +43,10 @@ def peer(
         *(_one_per_era() if sample else ()),
     ]
     chosen = {release.name: release for release in map(spec_resolver.resolve, wanted)}
-    found: list[Trial] = []
+    found: list[PeerComparison] = []
     with progress_bar.progress() as progress:
         for release in sorted(chosen.values(), key=lambda release: release.order):
-            one = trial.run(release, backend=backend, progress=progress)
+            one = peer_comparison.run(release, backend=backend, progress=progress)
             found.append(one)
             if not (as_json or markdown):
                 sys.stdout.write(_text(one))
@@ -54,7 +54,7 @@ def peer(
         json.dump([one.to_json() for one in found], sys.stdout, indent=2)
         sys.stdout.write("\n")
     if markdown:
-        sys.stdout.write(trial.markdown(found))
+        sys.stdout.write(peer_comparison.markdown(found))
     if any(one.faults for one in found):
         raise typer.Exit(1)
 
@@ -70,7 +70,7 @@ def _one_per_era() -> list[str]:
     return list(chosen.values())
 
 
-def _text(one: Trial) -> str:
+def _text(one: PeerComparison) -> str:
     lines = [f"llama-cpp-python {one.release}"]
     for name, side in (("stock", one.stock), ("patched", one.patched)):
         lines.append(f"  {name:<8} its own tests: {side.suite}")

@@ -24,13 +24,13 @@ from pyllamakv.home import home
 from pyllamakv.source import lockfile
 from pyllamakv.source.releases import DEFAULT_RELEASE
 from pyllamakv.verification import matrix
-from qa.entry import Effort, Entry, Tick, without_folders
-from qa.random_operations import schedules
+from qa.entry import Entry, StressOptions, Tick, strip_directories
+from qa.random_operations import operation_cases
+from qa.random_operations.case_counts import CaseCounts
+from qa.random_operations.case_process import CaseProcess, Make
+from qa.random_operations.case_session import CaseSession
 from qa.random_operations.combination import Combination, walk
-from qa.random_operations.hand import Hand, Make
-from qa.random_operations.stage import Stage
-from qa.random_operations.tally import Tally
-from qa.random_operations.task import Task
+from qa.random_operations.task import CaseTask
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -49,11 +49,11 @@ SEEDS = 1_000_003
 SEARCH = 120.0
 #: The ways back (`Manifest.probes`) that are llama.cpp's own, patched or not. With the others it is
 #: the shim that undoes a broken-off decode: from 0.3.10 on its finished micro-batches stay.
-UNDOING = ("guard", "patched")
+ROLLING_BACK = ("guard", "patched")
 #: Releases whose RPC server ends over a quantised cache, stock as well, where that is not built.
-FAINT = ("0.3.5",)
+FAILING_DEVICES = ("0.3.5",)
 #: What a first batch is, for a device that may not even do that.
-FIRST = (schedules.Operation("prefill", 1),)
+FIRST = (operation_cases.Operation("prefill", 1),)
 
 
 def names() -> tuple[str, ...]:
@@ -61,7 +61,7 @@ def names() -> tuple[str, ...]:
     return tuple(lockfile.known())
 
 
-def entries(effort: Effort, tick: Tick) -> list[Entry]:
+def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
     """Play schedules on each release for its share of the seconds; an entry for each.
 
     Raises NotBuilt before anything is tried.
@@ -75,12 +75,12 @@ def entries(effort: Effort, tick: Tick) -> list[Entry]:
         raise NotBuilt(msg)
     share = effort.shared(len(found))
     return [
-        try_out(
+        run_cases(
             name,
             each.folder,
             share,
             tick,
-            undoes=each.manifest.probes.get("rollback") in UNDOING,
+            undoes=each.manifest.probes.get("rollback") in ROLLING_BACK,
             can=_can(each.manifest),
             stock=variant.find(f"{name}+stock"),
         )
@@ -92,7 +92,7 @@ def entries(effort: Effort, tick: Tick) -> list[Entry]:
 def _releases(seconds: float) -> list[str]:
     if seconds < LONG:
         return [DEFAULT_RELEASE]
-    return [spec.release for spec in matrix.plan(matrix.Choice(sample=True))]
+    return [spec.release for spec in matrix.plan(matrix.MatrixSelection(sample=True))]
 
 
 def _can(manifest: Manifest) -> tuple[str, ...]:
@@ -101,8 +101,9 @@ def _can(manifest: Manifest) -> tuple[str, ...]:
     return (*mapped, *({"rpc"} & {*manifest.capabilities}))
 
 
-def try_out(
-    name: str, folder: Path, effort: Effort, tick: Tick, make: Make = Stage, most: int = 0, *,
+def run_cases(
+    name: str, folder: Path, effort: StressOptions, tick: Tick, make: Make = CaseSession,
+    most: int = 0, *,
     undoes: bool = True, can: Sequence[str] = (), stock: Variant | None = None,
 ) -> Entry:  # fmt: skip
     """Play schedules on the variant in a folder, for the effort's seconds and its operations.
@@ -111,9 +112,9 @@ def try_out(
     ``can`` have must have been played, and a device that fails at a first batch, or a cache that
     is absent, must with ``stock`` as well.
     """
-    tally, began = Tally(), time.monotonic()
+    tally, began = CaseCounts(), time.monotonic()
     with ExitStack() as stack:
-        hands: dict[str, Hand] = {}
+        hands: dict[str, CaseProcess] = {}
         for number, combination in enumerate(walk(effort.seed, undoes=undoes)):
             spent = time.monotonic() - began
             hopeless = bool(tally.absent) and not tally.operations
@@ -125,11 +126,13 @@ def try_out(
             tick(f"{name}: {tally.operations} operations ({combination})")
             # The environment is that of a process.
             if combination.slots not in hands:
-                hand = Hand(folder, combination.environment, make)
+                hand = CaseProcess(folder, combination.environment, make)
                 hands[combination.slots] = stack.enter_context(hand)
             hand = hands[combination.slots]
-            operations = schedules.draw(effort.seed * SEEDS + number, combination.length)
-            task = Task(combination, operations, watched=WATCHED)
+            operations = operation_cases.generate_operations(
+                effort.seed * SEEDS + number, combination.length
+            )
+            task = CaseTask(combination, operations, watched=WATCHED)
             played = hand.play(task)
             if played.failed is not None and played.failed.failure == "hang":
                 # A machine that was busy or asleep looks the same; a real hang comes again.
@@ -143,25 +146,25 @@ def try_out(
     raise AssertionError(msg)
 
 
-def _fainted(name: str, tally: Tally, stock: Variant | None, make: Make) -> Iterator[str]:
+def _fainted(name: str, tally: CaseCounts, stock: Variant | None, make: Make) -> Iterator[str]:
     """Yield a defect for each device that fails at a first batch, and not so with stock."""
     for why, met in tally.faint.items():
         if stock is None:
-            if name not in FAINT:
+            if name not in FAILING_DEVICES:
                 ask = f"pyllamakv build {name}+stock"
                 yield f"{why}, at a first batch; whether stock does so too is not known: {ask}"
             continue
-        with Hand(stock.folder, met.environment, make) as hand:
+        with CaseProcess(stock.folder, met.environment, make) as hand:
             if _has(hand, met.plain):
                 yield f"{why}, at a first batch, which stock computes"
 
 
-def _lacking(folder: Path, tally: Tally, stock: Variant | None, make: Make) -> Iterator[str]:
+def _lacking(folder: Path, tally: CaseCounts, stock: Variant | None, make: Make) -> Iterator[str]:
     """Yield a defect for what cannot be opened on the heap, and can with stock, where that is."""
     if stock is None:
         return
     usual = Combination().environment
-    with Hand(folder, usual, make) as ours, Hand(stock.folder, usual, make) as theirs:
+    with CaseProcess(folder, usual, make) as ours, CaseProcess(stock.folder, usual, make) as theirs:
         for (why, *_), met in tally.lacking.items():
             # Some memories cannot be kept; that a backing is there at all, `Tally.never` says.
             backed = met.backing != "heap" and _has(ours, replace(met, backing="heap"))
@@ -169,12 +172,12 @@ def _lacking(folder: Path, tally: Tally, stock: Variant | None, make: Make) -> I
                 yield f"absent with {met}, which stock has: {why}"
 
 
-def _has(hand: Hand, combination: Combination) -> bool:
-    again = hand.play(Task(combination, FIRST))
+def _has(hand: CaseProcess, combination: Combination) -> bool:
+    again = hand.play(CaseTask(combination, FIRST))
     return again.failed is None and not again.absent
 
 
-def _find(hand: Hand, task: Task, failed: ScenarioFailed, tally: Tally) -> None:
+def _find(hand: CaseProcess, task: CaseTask, failed: ScenarioFailed, tally: CaseCounts) -> None:
     """Shorten what failed and write its trace, unless its kind is known."""
     # Whichever operation it was that met it.
     kind = failed.failure, re.sub(r"\d+", "#", re.sub(r"^\w+: ", "", _text(failed)))
@@ -183,7 +186,7 @@ def _find(hand: Hand, task: Task, failed: ScenarioFailed, tally: Tally) -> None:
         return
     assert task.trace is not None
     until = time.monotonic() + SEARCH
-    short, failed = schedules.shorten(
+    short, failed = operation_cases.minimize_operations(
         lambda less: hand.play(replace(task, operations=tuple(less), trace=None)).failed,
         task.operations,
         failed,
@@ -205,4 +208,4 @@ def _find(hand: Hand, task: Task, failed: ScenarioFailed, tally: Tally) -> None:
 
 
 def _text(failed: ScenarioFailed) -> str:
-    return without_folders(next(iter(str(failed).strip().splitlines()), "without a word"))
+    return strip_directories(next(iter(str(failed).strip().splitlines()), "without a word"))

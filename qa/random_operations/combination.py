@@ -116,7 +116,7 @@ class Combination:
         return ", ".join(words) or "as usual"
 
 
-def sensible(drawn: Combination, *, undoes: bool = True) -> Combination:
+def normalize(drawn: Combination, *, undoes: bool = True) -> Combination:
     """Replace the values that mean nothing beside the others.
 
     Mapped memory lies in this process, and so does what the host mover moves; a state has neither
@@ -144,7 +144,7 @@ def walk(seed: int, *, undoes: bool = True) -> Iterator[Combination]:
     decks = {name: _deal(values, Random(f"{seed} {name}")) for name, values in VALUES.items()}
     while True:
         drawn = Combination(**{name: next(deck) for name, deck in decks.items()})
-        yield sensible(drawn, undoes=undoes)
+        yield normalize(drawn, undoes=undoes)
 
 
 def _deal(values: Sequence[str], chance: Random) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pyllamakv.binding.protocol import Memory, Status
 from pyllamakv.errors import PartialRemovalRefused
 from pyllamakv.scenarios import kv_rows
-from qa.random_operations.acting import Actor
+from qa.random_operations.operation_base import OperationBase
 
 if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
@@ -55,7 +55,7 @@ def impossible(context: Context, *, reopens: bool = False) -> set[str]:
     return without
 
 
-class Operations(Actor):
+class Operations(OperationBase):
     """Do operations by their names, out of `WEIGHTS`."""
 
     def __init__(self, context: Context, other: Context, **options: Any) -> None:

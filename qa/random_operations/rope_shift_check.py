@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.staterows import SequenceState
     from pyllamakv.scenarios.ledger import Cell
-    from qa.random_operations.subject import Subject
+    from qa.random_operations.context_player import ContextPlayer
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class _Held:
     cells: tuple[tuple[int, Cell], ...]
 
 
-class Turning:
+class RopeShiftCheck:
     """Watch the moves of ``subject``; twins live in ``other``. ``proved`` counts sequences."""
 
-    def __init__(self, subject: Subject, other: Context) -> None:
+    def __init__(self, subject: ContextPlayer, other: Context) -> None:
         self.subject = subject
         self.other = other
         self.waits = False

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Self
 
 from pyllamakv.errors import ScenarioFailed
 from qa.random_operations.combination import Combination
-from qa.random_operations.schedules import Operation
+from qa.random_operations.operation_cases import Operation
 
 if TYPE_CHECKING:
     from qa.random_operations.operations import Operations
 
 
 @dataclass(frozen=True)
-class Task:
+class CaseTask:
     """Name a schedule and what it is played on; with ``trace`` it is recorded into that file."""
 
     combination: Combination
@@ -41,10 +41,10 @@ class Played:
     compared: int = 0
     logits: int = 0
     exact: int = 0
-    turned: int = 0
+    shifts_checked: int = 0
     failed: ScenarioFailed | None = None
     absent: str = ""
-    faint: bool = False
+    device_failed: bool = False
 
     @classmethod
     def of(cls, work: Operations | None, failed: ScenarioFailed | None) -> Self:
@@ -69,4 +69,4 @@ class Played:
         self.compared += other.compared
         self.logits += other.logits
         self.exact += other.exact
-        self.turned += other.turned
+        self.shifts_checked += other.shifts_checked

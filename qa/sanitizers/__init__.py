@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Final
 
 from pyllamakv.errors import KvError
 from pyllamakv.source.releases import DEFAULT_RELEASE
-from qa.entry import Effort, Entry, Tick
-from qa.sanitizers import drivers, instrument, playing, reports
+from qa.entry import Entry, StressOptions, Tick
+from qa.sanitizers import instrument, reports, sanitized_process, sanitizer_targets
 
 if TYPE_CHECKING:
     from qa.sanitizers.instrument import Sanitized
-    from qa.sanitizers.playing import Ended
     from qa.sanitizers.reports import Report
+    from qa.sanitizers.sanitized_process import ProcessResult
 
 #: From so many seconds on everything is instrumented, and every scenario runs in every setting.
 LONG = 900.0
@@ -49,7 +49,7 @@ SAYS = {
 
 
 @dataclass
-class Trial:
+class SanitizerRun:
     """Collect what one part ran, what was reported meanwhile, and what went wrong besides."""
 
     ran: int = 0
@@ -65,7 +65,7 @@ class Trial:
                 known.add(report.key)
                 self.found.append(report)
 
-    def take(self, what: str, ended: Ended) -> None:
+    def take(self, what: str, ended: ProcessResult) -> None:
         """Take what was reported of a program, and that it failed."""
         self.add(ended.found)
         if ended.code:
@@ -77,12 +77,12 @@ def names() -> tuple[str, ...]:
     return tuple(PARTS)
 
 
-def entries(effort: Effort, tick: Tick) -> list[Entry]:
+def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
     """Run what is wanted, within about ``effort.seconds`` beside what has to be built first.
 
     The faults planted for a kind of sanitizer come with whatever runs under it.
     """
-    work = Work(effort, tick)
+    work = SanitizerBuilds(effort, tick)
     kinds = {kind for name, (kind, _) in PARTS.items() if effort.wants(name)}
     return [
         _entry(name, work.scope(kind) if kind else "headers", part, work)
@@ -91,8 +91,8 @@ def entries(effort: Effort, tick: Tick) -> list[Entry]:
     ]
 
 
-def _entry(name: str, scope: str, part: Part, work: Work) -> Entry:
-    trial = Trial()
+def _entry(name: str, scope: str, part: Part, work: SanitizerBuilds) -> Entry:
+    trial = SanitizerRun()
     built = work.building
     start = time.monotonic()
     try:
@@ -119,10 +119,10 @@ def _entry(name: str, scope: str, part: Part, work: Work) -> Entry:
     return Entry("sanitizers", name, row, tuple(defects), work.effort.seed, data)
 
 
-class Work:
+class SanitizerBuilds:
     """Do the parts; a library is built when it is first asked for."""
 
-    def __init__(self, effort: Effort, tick: Tick) -> None:
+    def __init__(self, effort: StressOptions, tick: Tick) -> None:
         self.effort = effort
         self.tick = tick
         #: Seconds that went into building, which are spent once.
@@ -149,39 +149,39 @@ class Work:
             self.building += time.monotonic() - start
         return self._built[side, kind]
 
-    def plant(self, trial: Trial, kind: str) -> None:
+    def plant(self, trial: SanitizerRun, kind: str) -> None:
         """Load the library with each planted fault: what is not reported makes it blind."""
         trial.of = "faults planted and seen"
         library = self.library("patched", kind).library
         for fault in PLANTED[kind]:
             self.tick(f"planted {fault}")
-            seen = playing.planted(kind, library, fault)
+            seen = sanitized_process.planted(kind, library, fault)
             if any(SAYS[fault] in report.what for report in seen):
                 trial.ran += 1
             else:
                 trial.wrong.append(f"the sanitizer is blind: it does not see a planted {fault}")
-        clean = playing.planted(kind, library, "nothing")
+        clean = sanitized_process.planted(kind, library, "nothing")
         trial.add(clean)
 
-    def drive(self, trial: Trial) -> None:
+    def drive(self, trial: SanitizerRun) -> None:
         """Run the tests of the patches' headers, without llama.cpp."""
         trial.of = "groups of tests"
-        for name, group, ended in drivers.headers(self.tick):
+        for name, group, ended in sanitizer_targets.headers(self.tick):
             trial.ran += bool(group)
             trial.take(f"{name} {group}".strip(), ended)
             if not group and not ended.out.split():
                 trial.wrong.append(f"{name} lists no groups of tests")
 
-    def smoke(self, trial: Trial) -> None:
+    def smoke(self, trial: SanitizerRun) -> None:
         """Run the C program over both libraries."""
         trial.of = "runs"
         for side in ("patched", "stock"):
             made = self.library(side, "address")
-            for settings, ended in drivers.smoke(made, self.tick):
+            for settings, ended in sanitizer_targets.smoke(made, self.tick):
                 trial.ran += 1
                 trial.take(f"smoke on {side} ({settings})", ended)
 
-    def threads(self, trial: Trial) -> None:
+    def threads(self, trial: SanitizerRun) -> None:
         """Use the log ring, cancel and several contexts from several threads."""
         trial.of = "rounds"
         # ggml's own threads are left out where ggml is not instrumented: what orders them would
@@ -189,20 +189,20 @@ class Work:
         threads, rounds = (3, 20) if self.long else (1, 8)
         made = self.library("patched", "thread")
         trial.ran += rounds
-        trial.take("the driver", drivers.threads(made, threads, rounds, self.tick))
+        trial.take("the driver", sanitizer_targets.threads(made, threads, rounds, self.tick))
 
-    def worker(self, trial: Trial) -> None:
+    def worker(self, trial: SanitizerRun) -> None:
         """Use a worker from several threads, where a planted race has to be seen first."""
         trial.of = "rounds"
         rounds = 20 if self.long else 3
         folder = self.library("patched", "thread").folder
-        seen = drivers.worker(folder, 1, self.tick, fault="race")
+        seen = sanitizer_targets.worker(folder, 1, self.tick, fault="race")
         if not any(SAYS["race"] in report.what for report in seen.found):
             trial.wrong.append("the sanitizer is blind: it does not see a planted race in a worker")
         trial.ran += rounds
-        trial.take("the driver", drivers.worker(folder, rounds, self.tick))
+        trial.take("the driver", sanitizer_targets.worker(folder, rounds, self.tick))
 
-    def play(self, trial: Trial, side: str) -> None:
+    def play(self, trial: SanitizerRun, side: str) -> None:
         """Run scenarios in a worker under the sanitizer, as long as there is time."""
         trial.of = "runs of scenarios"
         made = self.library(side, "address")
@@ -215,24 +215,24 @@ class Work:
             if outcome.status == "fault" or (side == "patched" and outcome.failed):
                 trial.wrong.append(f"{name} [{setting}]: {outcome.failure} {outcome.message}")
 
-    def _runs(self, made: Sanitized, seconds: float) -> Iterator[drivers.Played]:
+    def _runs(self, made: Sanitized, seconds: float) -> Iterator[sanitizer_targets.Played]:
         until = time.monotonic() + seconds
-        for played in drivers.scenarios(made, FIRST, self.tick, whole=self.long):
+        for played in sanitizer_targets.scenarios(made, FIRST, self.tick, whole=self.long):
             yield played
             if time.monotonic() > until:
                 return
 
 
-Part = Callable[[Work, Trial], None]
+Part = Callable[[SanitizerBuilds, SanitizerRun], None]
 #: What is run, by the name of its entry, and the kind of library that it loads: none, or one that
 #: `Work.scope` knows.
 PARTS: Final[dict[str, tuple[str, Part]]] = {
     "planted, address and undefined": ("address", lambda work, t: work.plant(t, "address")),
     "planted, threads": ("thread", lambda work, t: work.plant(t, "thread")),
-    "native drivers": ("", Work.drive),
-    "C program": ("address", Work.smoke),
-    "threads": ("thread", Work.threads),
-    "worker, threads": ("thread", Work.worker),
+    "native drivers": ("", SanitizerBuilds.drive),
+    "C program": ("address", SanitizerBuilds.smoke),
+    "threads": ("thread", SanitizerBuilds.threads),
+    "worker, threads": ("thread", SanitizerBuilds.worker),
     "scenarios, patched": ("address", lambda work, t: work.play(t, "patched")),
     "scenarios, stock": ("address", lambda work, t: work.play(t, "stock")),
 }

@@ -39,7 +39,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownReport:
     """Name a report that is upstream's own, in a function that no patch touches, and why."""
 
     what: str
@@ -61,11 +61,15 @@ _BUILDERS = (
     "larger, are deleted as one"
 )
 #: What upstream's own code does in every build, stock as well; each was looked at.
-UPSTREAM: tuple[Known, ...] = (
-    Known("new-delete-type-mismatch", "llama_model::build_graph", "llama-model.cpp", _BUILDERS),
+UPSTREAM: tuple[KnownReport, ...] = (
+    KnownReport(
+        "new-delete-type-mismatch", "llama_model::build_graph", "llama-model.cpp", _BUILDERS
+    ),
     # Where the models' file is not instrumented, its caller is the first that is known.
-    Known("new-delete-type-mismatch", "llama_context::graph_build", "llama-context.cpp", _BUILDERS),
-    Known(
+    KnownReport(
+        "new-delete-type-mismatch", "llama_context::graph_build", "llama-context.cpp", _BUILDERS
+    ),
+    KnownReport(
         "data race",
         "gemm_bloc",
         "llamafile/sgemm.cpp",

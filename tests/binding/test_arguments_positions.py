@@ -13,8 +13,8 @@ import pyllamakv as kv
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import KVFileDamaged, ModelError, NativeError
 from pyllamakv.runtime import state
-from pyllamakv.scenarios import synthetic
-from qa.fuzzing import filesums
+from pyllamakv.scenarios import synthetic_models
+from qa.fuzzing import kv_file_checksums
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +29,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[kv.Model]:
     """Load the smallest model into one release per way that memories are asked."""
     with (
         kv.open(built(f"{request.param}+patched").folder) as library,
-        library.load_model(synthetic.tiny()) as loaded,
+        library.load_model(synthetic_models.tiny()) as loaded,
     ):
         yield loaded
 
@@ -85,7 +85,7 @@ def test_states_are_divided(release: str, name: str) -> None:
     """A state has no cells to find its position by, but a last position."""
     with kv.open(built(f"{release}+patched").folder) as library:
         try:
-            model = library.load_model(synthetic.model(name))
+            model = library.load_model(synthetic_models.model(name))
         except ModelError:
             pytest.skip("this release does not know the model")
         with model.context(**options()) as ctx:
@@ -123,12 +123,15 @@ def test_states_and_kept_files_end_before(model: kv.Model, tmp_path: Path) -> No
         ctx.prefill(ctx.sequence(), range(1, 6))
         cells = ctx.kv.stats.size
     whole = bytearray((tmp_path / "cache").read_bytes())
-    at = filesums.SIZE + 8 + cells * 8
+    at = kv_file_checksums.SIZE + 8 + cells * 8
     assert struct.unpack_from("<6i", whole, at) == (0, 1, 2, 3, 4, -1)
     struct.pack_into("<i", whole, at + 16, 2**30)
     mended = next(
         made
-        for made in (filesums.Mend(len(whole), cells)(Random(n), bytes(whole)) for n in range(50))
+        for made in (
+            kv_file_checksums.ChecksumFixer(len(whole), cells)(Random(n), bytes(whole))
+            for n in range(50)
+        )
         if made != whole
     )
     (tmp_path / "cache").write_bytes(mended)

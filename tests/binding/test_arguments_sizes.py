@@ -13,7 +13,7 @@ from native_kit import built
 
 import pyllamakv as kv
 from pyllamakv.errors import NativeError
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import synthetic_models
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +36,7 @@ def model(request: pytest.FixtureRequest, release: str) -> Iterator[kv.Model]:
     folder = built(f"{release}+{request.param}").folder
     with (
         kv.open(folder, isolated=True) as library,
-        library.load_model(synthetic.tiny()) as loaded,
+        library.load_model(synthetic_models.tiny()) as loaded,
     ):
         yield loaded
 

@@ -44,7 +44,7 @@ def releases() -> list[str]:
         return named.split(",")
     from pyllamakv.verification import matrix
 
-    return [cell.release for cell in matrix.plan(matrix.Choice(sample=True))]
+    return [cell.release for cell in matrix.plan(matrix.MatrixSelection(sample=True))]
 
 
 @dataclass

@@ -17,7 +17,7 @@ from pyllamakv.binding.forwarding import forwards, operations
 from pyllamakv.binding.local import Local
 from pyllamakv.binding.protocol import Native
 from pyllamakv.binding.remote import Remote
-from pyllamakv.traces.recording_native import Tap
+from pyllamakv.traces.recording_native import RecordingNative
 
 NAMES = sorted(operations(Native))
 
@@ -95,7 +95,7 @@ def test_the_recorder_has_every_operation(tmp_path: Path, monkeypatch: pytest.Mo
             monkeypatch.setattr(type(inner), name, operations(Wider)[name], raising=False)
         monkeypatch.setattr(type(inner), "warm", lambda self, context, depth: depth + 1)
         notes = type("Quiet", (), {"rows": [], "count": lambda self, look: None})()
-        for kind, names in ((Tap, NAMES), (wider, [*NAMES, "warm"])):
+        for kind, names in ((RecordingNative, NAMES), (wider, [*NAMES, "warm"])):
             tap = kind(context, notes)
             for name in names:
                 declared = operations(Wider)[name]

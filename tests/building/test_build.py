@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from building_kit import NINJA, Workshop, script
+from building_kit import NINJA, BuildSandbox, script
 
 from pyllamakv import open_variant
 from pyllamakv.building import artifacts, build, cuda, variant
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
+def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuildSandbox:
     """Return a workshop with stand-ins for every program."""
-    return Workshop(tmp_path, monkeypatch)
+    return BuildSandbox(tmp_path, monkeypatch)
 
 
-def patched(shop: Workshop, text: bytes) -> tuple[releases.Release, PatchedRelease]:
+def patched(shop: BuildSandbox, text: bytes) -> tuple[releases.Release, PatchedRelease]:
     """Return the workshop's release and a patched tree of it."""
     release = spec_resolver.resolve(f"path:{shop.tree}")
     commit, tree = open_store().commit(release.commit, {"src/llama.cpp": text}, "a patch")
     return release, PatchedRelease(release.name, commit, tree, "digest", ("some-patch",))
 
 
-def test_build_publishes_a_whole_variant(shop: Workshop) -> None:
+def test_build_publishes_a_whole_variant(shop: BuildSandbox) -> None:
     """Library, drop-in and manifest arrive together, and the manifest fits the library."""
     found = build.build(shop.spec)
     manifest = found.manifest
@@ -58,7 +58,7 @@ def test_build_publishes_a_whole_variant(shop: Workshop) -> None:
     assert manifest.cpu_flags == ("pni",)
 
 
-def test_second_build_runs_nothing(shop: Workshop) -> None:
+def test_second_build_runs_nothing(shop: BuildSandbox) -> None:
     """What is built is found: no compiler, no cmake, no ninja."""
     first = build.build(shop.spec)
     asked = shop.compiler_calls.read_text("utf-8")
@@ -67,7 +67,7 @@ def test_second_build_runs_nothing(shop: Workshop) -> None:
     assert shop.compiler_calls.read_text("utf-8") == asked
 
 
-def test_the_build_folder_of_a_variant_is_lent(shop: Workshop) -> None:
+def test_the_build_folder_of_a_variant_is_lent(shop: BuildSandbox) -> None:
     """Whoever goes on from a variant's objects gets them, also after another was built there."""
     stock = build.build(shop.spec)
     release, changed = patched(shop, b"// patched\n")
@@ -80,7 +80,7 @@ def test_the_build_folder_of_a_variant_is_lent(shop: Workshop) -> None:
         assert (job.folder / "CMakeCache.txt").is_file()
 
 
-def test_lost_index_costs_no_compiling(shop: Workshop) -> None:
+def test_lost_index_costs_no_compiling(shop: BuildSandbox) -> None:
     """The index is a cache: without it the variant is found by its content."""
     first = build.build(shop.spec)
     shutil.rmtree(variant.built() / ".index")
@@ -89,7 +89,7 @@ def test_lost_index_costs_no_compiling(shop: Workshop) -> None:
 
 
 def test_built_variants_are_found_without_a_compiler(
-    shop: Workshop, monkeypatch: pytest.MonkeyPatch
+    shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An image without a compiler runs what was built before; a spec still says which."""
     stock = build.build(shop.spec, native=False)
@@ -109,7 +109,7 @@ def test_built_variants_are_found_without_a_compiler(
 
 
 def test_a_cuda_variant_is_found_without_a_gpu(
-    shop: Workshop, monkeypatch: pytest.MonkeyPatch
+    shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was built for a named architecture is opened by its spec, where no GPU can be asked."""
     toolkit = shop.folder / "cuda"
@@ -131,7 +131,7 @@ def test_a_cuda_variant_is_found_without_a_gpu(
         open_variant.find_built(shop.spec, backend="abacus")
 
 
-def test_patched_after_stock_rewrites_only_what_differs(shop: Workshop) -> None:
+def test_patched_after_stock_rewrites_only_what_differs(shop: BuildSandbox) -> None:
     """Stock and patched share one build folder; untouched files keep their time."""
     stock = build.build(shop.spec)
     tree = shop.home / "objects" / f"{spec_resolver.resolve(f'path:{shop.tree}').key}-tree"
@@ -150,7 +150,7 @@ def test_patched_after_stock_rewrites_only_what_differs(shop: Workshop) -> None:
     assert stock.manifest.check_library(stock.folder)
 
 
-def test_edited_tree_is_put_right(shop: Workshop) -> None:
+def test_edited_tree_is_put_right(shop: BuildSandbox) -> None:
     """Somebody's edit in the build's tree does not reach a variant."""
     first = build.build(shop.spec)
     shutil.rmtree(first.folder)
@@ -159,7 +159,7 @@ def test_edited_tree_is_put_right(shop: Workshop) -> None:
     assert build.build(shop.spec).library.read_text("utf-8").endswith("// stock\n")
 
 
-def test_compile_error_leaves_nothing_and_is_kept(shop: Workshop) -> None:
+def test_compile_error_leaves_nothing_and_is_kept(shop: BuildSandbox) -> None:
     """A failed build names the first error and publishes nothing; the next one works."""
     shop.use("ninja", "echo 'llama.cpp:1:1: error: broken'; echo 'x: error: later'; exit 1\n")
     with pytest.raises(CommandFailed) as caught:
@@ -171,14 +171,14 @@ def test_compile_error_leaves_nothing_and_is_kept(shop: Workshop) -> None:
     assert build.build(shop.spec).library.is_file()
 
 
-def test_configure_error(shop: Workshop) -> None:
+def test_configure_error(shop: BuildSandbox) -> None:
     """A failing configure is told as such."""
     shop.use("cmake", "echo 'CMake Error at x:1 (y):'; echo '  no such thing'; exit 1\n")
     with pytest.raises(CommandFailed, match=r"configuring failed[^$]*no such thing"):
         build.build(shop.spec)
 
 
-def test_build_without_result(shop: Workshop) -> None:
+def test_build_without_result(shop: BuildSandbox) -> None:
     """A build that ends well without a library is a BuildError, not a variant."""
     shop.use("ninja", "exit 0\n")
     with pytest.raises(BuildError, match="libplk"):
@@ -186,14 +186,14 @@ def test_build_without_result(shop: Workshop) -> None:
     assert shop.built() == []
 
 
-def test_full_disk_while_compiling(shop: Workshop) -> None:
+def test_full_disk_while_compiling(shop: BuildSandbox) -> None:
     """A compiler that runs out of room gives DiskFull."""
     shop.use("ninja", "echo 'as: a.o: No space left on device'; exit 1\n")
     with pytest.raises(DiskFull):
         build.build(shop.spec)
 
 
-def test_full_disk_while_publishing(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_while_publishing(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy that runs out of room gives DiskFull and leaves nothing in built/."""
 
     def full(*_args: object, **_options: object) -> None:
@@ -207,7 +207,7 @@ def test_full_disk_while_publishing(shop: Workshop, monkeypatch: pytest.MonkeyPa
     assert build.build(shop.spec).library.is_file()
 
 
-def test_remains_of_a_killed_build_are_cleared(shop: Workshop) -> None:
+def test_remains_of_a_killed_build_are_cleared(shop: BuildSandbox) -> None:
     """Half a folder, with or without its passing name, is replaced by a whole one."""
     name = build.build(shop.spec).id
     shutil.rmtree(variant.built() / ".index")
@@ -227,7 +227,7 @@ print(build.build(sys.argv[2]).id, flush=True)
 """
 
 
-def start(shop: Workshop) -> subprocess.Popen[str]:
+def start(shop: BuildSandbox) -> subprocess.Popen[str]:
     """Start a build in a process of its own."""
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(shop.programs), shop.spec],
@@ -246,7 +246,7 @@ def wait_for(path: Path) -> None:
     pytest.fail(f"{path} never came")
 
 
-def held_ninja(shop: Workshop) -> tuple[Path, Path]:
+def held_ninja(shop: BuildSandbox) -> tuple[Path, Path]:
     """Let ninja say when it starts, and wait for leave to go on."""
     begun, go = shop.folder / "begun", shop.folder / "go"
     shop.use(
@@ -259,7 +259,7 @@ def held_ninja(shop: Workshop) -> tuple[Path, Path]:
     return begun, go
 
 
-def test_two_builds_at_once_wait(shop: Workshop) -> None:
+def test_two_builds_at_once_wait(shop: BuildSandbox) -> None:
     """The second of two builds waits for the first and compiles nothing itself."""
     begun, go = held_ninja(shop)
     first = start(shop)
@@ -278,7 +278,7 @@ def test_two_builds_at_once_wait(shop: Workshop) -> None:
     assert shop.count("ninja") == 1
 
 
-def test_killed_build_leaves_nothing_half_done(shop: Workshop) -> None:
+def test_killed_build_leaves_nothing_half_done(shop: BuildSandbox) -> None:
     """After SIGKILL nothing is published, no lock stays, and the next build goes through."""
     begun, go = held_ninja(shop)
     process = start(shop)
@@ -291,7 +291,7 @@ def test_killed_build_leaves_nothing_half_done(shop: Workshop) -> None:
     assert build.build(shop.spec).library.is_file()
 
 
-def test_home_that_cannot_be_written(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_that_cannot_be_written(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without permission the message names PYLLAMAKV_HOME."""
 
     def refuse(*_args: object, **_options: object) -> None:
@@ -302,7 +302,7 @@ def test_home_that_cannot_be_written(shop: Workshop, monkeypatch: pytest.MonkeyP
         build.build(shop.spec)
 
 
-def test_definitions_are_reproducible(shop: Workshop) -> None:
+def test_definitions_are_reproducible(shop: BuildSandbox) -> None:
     """Paths are mapped away, positions are independent, and no launcher is found by accident."""
     wanted = variant.request(shop.spec)
     definitions = build.definitions(wanted, "name")
@@ -316,7 +316,7 @@ def test_definitions_are_reproducible(shop: Workshop) -> None:
     assert "PLK_NATIVE" not in build.definitions(portable, "name")["CMAKE_C_FLAGS"]
 
 
-def test_cache_of_objects_has_a_place(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_of_objects_has_a_place(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ccache fails without a folder, so it gets one where HOME offers none."""
     monkeypatch.delenv("CCACHE_DIR", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import pytest
-from building_kit import Workshop, manifest
+from building_kit import BuildSandbox, manifest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -140,7 +140,7 @@ def test_files_digest(tmp_path: Path) -> None:
 
 def test_absent_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was never built is not found."""
-    shop = Workshop(tmp_path, monkeypatch)
+    shop = BuildSandbox(tmp_path, monkeypatch)
     assert variant.find(shop.spec) is None
 
 
@@ -148,7 +148,7 @@ def test_a_patch_that_there_is_not_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not something to build; its closest name is told."""
-    shop = Workshop(tmp_path, monkeypatch)
+    shop = BuildSandbox(tmp_path, monkeypatch)
     release = shop.spec.partition("+")[0]
     with pytest.raises(UnknownPatch, match="did you mean full-defrag") as caught:
         variant.find(f"{release}+ful-defrag")
@@ -157,7 +157,7 @@ def test_a_patch_that_there_is_not_is_named(
 
 def test_find_asks_no_program_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Looking runs neither compiler nor cmake, the first time either."""
-    shop = Workshop(tmp_path, monkeypatch)
+    shop = BuildSandbox(tmp_path, monkeypatch)
     variant.find(shop.spec)
     assert not shop.compiler_calls.exists()
     assert shop.count("cmake") == 0
@@ -165,7 +165,7 @@ def test_find_asks_no_program_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_lookup_needs_a_whole_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry of the index whose folder lost its library or manifest counts for nothing."""
-    shop = Workshop(tmp_path, monkeypatch)
+    shop = BuildSandbox(tmp_path, monkeypatch)
     wanted = variant.request(shop.spec)
     folder = variant.built() / "some-variant"
     folder.mkdir(parents=True)

@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from building_kit import Workshop, script
+from building_kit import BuildSandbox, script
 
 from pyllamakv import open_variant
 from pyllamakv.building import backend, build, compiler, variant
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
+def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuildSandbox:
     """Return a workshop whose patches and patching code are two files beside it."""
     for name in ("patches", "package/patching"):
         (tmp_path / name).mkdir(parents=True)
@@ -31,10 +31,10 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
     monkeypatch.setattr(variant, "data", lambda name: tmp_path / name)
     monkeypatch.setattr(variant, "_PACKAGE", tmp_path / "package")
     monkeypatch.setattr(manifests, "machine_flags", lambda *_path: frozenset())
-    return Workshop(tmp_path, monkeypatch)
+    return BuildSandbox(tmp_path, monkeypatch)
 
 
-def no_compiler(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_compiler(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the compiler away, and what it answered; git stays, which reads folders of sources."""
     git = shutil.which("git")
     assert git
@@ -48,13 +48,13 @@ def no_compiler(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
         variant.request(shop.spec)
 
 
-def another_compiler(shop: Workshop) -> None:
+def another_compiler(shop: BuildSandbox) -> None:
     """Put a later version in its place."""
     path = shop.programs / "c++"
     script(path, path.read_text("utf-8").replace("1.2.3", "1.2.34").removeprefix("#!/bin/sh\n"))
 
 
-def both(shop: Workshop) -> tuple[variant.Spec, variant.Spec, variant.Variant]:
+def both(shop: BuildSandbox) -> tuple[variant.Spec, variant.Spec, variant.Variant]:
     """Return the specs of stock and patched, and the build that both name."""
     made = build.build(shop.spec)
     stock = variant.parse(shop.spec)
@@ -66,7 +66,7 @@ def both(shop: Workshop) -> tuple[variant.Spec, variant.Spec, variant.Variant]:
 @pytest.mark.parametrize("compiler_here", [True, False])
 @pytest.mark.parametrize("place", ["patches", "package/patching"])
 def test_other_patches_are_another_build(
-    shop: Workshop, monkeypatch: pytest.MonkeyPatch, place: str, *, compiler_here: bool
+    shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch, place: str, *, compiler_here: bool
 ) -> None:
     """A changed patch, or code that applies them, hides the patched build, and no stock one."""
     stock, patched, made = both(shop)
@@ -83,7 +83,7 @@ def test_other_patches_are_another_build(
 
 @pytest.mark.parametrize("compiler_here", [True, False])
 def test_another_shim_is_another_build(
-    shop: Workshop, monkeypatch: pytest.MonkeyPatch, *, compiler_here: bool
+    shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch, *, compiler_here: bool
 ) -> None:
     """So are another release under the name, other options, and another recipe of ours."""
     stock, patched, made = both(shop)
@@ -105,7 +105,7 @@ def test_another_shim_is_another_build(
 
 
 def test_what_is_not_built_names_the_command(
-    shop: Workshop, monkeypatch: pytest.MonkeyPatch
+    shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With nothing built, and with something else built, compiler or not."""
     wanted = f"build {shop.spec}"
@@ -121,7 +121,7 @@ def test_what_is_not_built_names_the_command(
 
 
 def test_a_build_by_another_compiler_is_found(
-    shop: Workshop, monkeypatch: pytest.MonkeyPatch
+    shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`build` makes its own; of both that of the compiler here is opened, else the newest."""
     stamps = iter(("2026-01-02", "2026-01-01"))
@@ -144,7 +144,7 @@ def test_a_build_by_another_compiler_is_found(
 
 
 def test_a_build_for_another_machine_is_not_found(
-    shop: Workshop, monkeypatch: pytest.MonkeyPatch
+    shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither one for another processor, nor one whose instructions this one lacks."""
     made = build.build(shop.spec)
@@ -158,7 +158,9 @@ def test_a_build_for_another_machine_is_not_found(
     assert variant.find(shop.spec) is None
 
 
-def test_what_no_spec_names_is_not_found(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_spec_names_is_not_found(
+    shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A build that the index does not hold for a spec is none of it, whatever its manifest says."""
     stock, patched, made = both(shop)
     (variant.built() / ".index" / variant.request(patched).key).unlink()
@@ -166,7 +168,7 @@ def test_what_no_spec_names_is_not_found(shop: Workshop, monkeypatch: pytest.Mon
     assert (variant.find(stock), variant.find(patched)) == (made, None)
 
 
-def test_a_compiler_is_remembered_not_asked(shop: Workshop, tmp_path: Path) -> None:
+def test_a_compiler_is_remembered_not_asked(shop: BuildSandbox, tmp_path: Path) -> None:
     """`recall` knows what `find` was told, and nothing else."""
     cache = tmp_path / "answers.json"
     assert compiler.find_cached(cache) is None

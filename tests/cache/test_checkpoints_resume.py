@@ -12,7 +12,7 @@ from native_kit import built
 import pyllamakv as kv
 from pyllamakv.cache.checkpoints import Schedule
 from pyllamakv.errors import StateError, Unsupported
-from pyllamakv.scenarios import architectures, synthetic
+from pyllamakv.scenarios import architectures, synthetic_models
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,7 +48,7 @@ def window() -> str:
     from pyllamakv.home import home
 
     shape = architectures.Shape("narrow", n_layer=26, architecture="gemma2", window=8)
-    return str(synthetic.generate(shape, home() / "models"))
+    return str(synthetic_models.generate(shape, home() / "models"))
 
 
 @pytest.mark.native
@@ -58,7 +58,7 @@ def test_it_says_yes_exactly_where_the_content_is_right(
 ) -> None:
     """Brute force: go back by force, go on, compare with a fresh context."""
     tokens = some(LENGTH)
-    path = window() if name == "sliding" else synthetic.model(name)
+    path = window() if name == "sliding" else synthetic_models.model(name)
     with kv.open(built(spec).folder) as library, library.load_model(path) as model:
         sizes = {"max_sequences": 2, "capacity": LENGTH + 68, "max_batch": 64, "n_ubatch": 64}
         reference = {k: v for k, v in options.items() if k in ("flash_attn", "kv_unified")}
@@ -123,7 +123,7 @@ def forgetful(request: pytest.FixtureRequest) -> Iterator[tuple[kv.Model, Contex
     """Give a cache whose memory cannot go back, with a checkpoint every 120 positions at least."""
     spec, name = request.param
     with kv.open(built(spec).folder) as library:
-        model = library.load_model(window() if name == "sliding" else synthetic.model(name))
+        model = library.load_model(window() if name == "sliding" else synthetic_models.model(name))
         with kv.ContextCache.init(
             model,
             max_sequences=2,

@@ -14,7 +14,7 @@ from native_kit import built
 
 import pyllamakv as kv
 from pyllamakv.errors import KVCacheFull, SharedCells, Unsupported
-from pyllamakv.scenarios import architectures, synthetic
+from pyllamakv.scenarios import architectures, synthetic_models
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,7 +62,10 @@ class Bench(NamedTuple):
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     """Open a library with the smallest model."""
     spec, unified, flash = request.param
-    with kv.open(built(spec).folder) as library, library.load_model(synthetic.tiny()) as model:
+    with (
+        kv.open(built(spec).folder) as library,
+        library.load_model(synthetic_models.tiny()) as model,
+    ):
         yield Bench(model, {"flash_attn": flash, "n_ubatch": 16}, unified)
 
 
@@ -264,7 +267,7 @@ def test_the_whole_can_always_be_removed(spec: str, name: str) -> None:
     """Also where a memory keeps states or windows, after an aborted pass, many times over."""
     with kv.open(built(spec).folder, isolated=True) as library:
         try:
-            model = library.load_model(synthetic.model(name))
+            model = library.load_model(synthetic_models.model(name))
         except kv.ModelError:
             pytest.skip("this release does not know the architecture")
         sizes = {"max_sequences": 2, "capacity": 96, "max_batch": 32}
@@ -289,7 +292,7 @@ def windowed(library: kv.OpenLibrary, window: int) -> kv.Model:
     from pyllamakv.home import home
 
     shape = architectures.Shape(f"window{window}", n_layer=26, architecture="gemma2", window=window)
-    return library.load_model(synthetic.generate(shape, home() / "models"))
+    return library.load_model(synthetic_models.generate(shape, home() / "models"))
 
 
 @pytest.mark.parametrize("flash", [False, True])

@@ -18,7 +18,7 @@ from pyllamakv.errors import (
     Unsupported,
     UsageError,
 )
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import synthetic_models
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -273,7 +273,9 @@ def test_a_real_draft_and_target(spec: str, name: str) -> None:
     """The target has no room or is cancelled: the draft goes on as if nothing had happened."""
     tokens, sizes = some(60), {"max_sequences": 2, "max_batch": 64, "n_ubatch": 32}
     with kv.open(built(spec).folder) as library:
-        draft, target = (library.load_model(synthetic.model(each)) for each in (name, "grouped"))
+        draft, target = (
+            library.load_model(synthetic_models.model(each)) for each in (name, "grouped")
+        )
         with kv.Lockstep(
             [
                 kv.ContextCache.init(draft, capacity=128, **sizes),

@@ -12,7 +12,7 @@ from prefix_kit import serve
 import pyllamakv as kv
 from pyllamakv.building import variant as variants
 from pyllamakv.cache.prefix_cache import PrefixCache
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import synthetic_models
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -208,7 +208,7 @@ def test_random_traffic_is_exact_in_every_memory(
     late: kv.OpenLibrary, name: str, paging: str | None, unified: bool
 ) -> None:
     """Do everything at random with streams, windows and states."""
-    with late.load_model(synthetic.model(name)) as model:
+    with late.load_model(synthetic_models.model(name)) as model:
         look = Oracle(model)
         n_ctx = 512 if unified else 1024
         with model.context(
@@ -226,7 +226,7 @@ def test_a_state_that_cannot_go_back_is_begun_anew(late: kv.OpenLibrary, entries
 
     The single entry of 5c73c4e2e ignored that its trim was refused: tokens and state disagreed.
     """
-    with late.load_model(synthetic.model("recurrent")) as model:
+    with late.load_model(synthetic_models.model("recurrent")) as model:
         look = Oracle(model)
         with model.context(n_ctx=256, n_batch=64, n_seq_max=6) as ctx:
             cache = PrefixCache(ctx, entries=entries)
@@ -243,7 +243,7 @@ def test_a_state_that_cannot_go_back_is_begun_anew_in_early_releases(
 ) -> None:
     """Change prompts of a recurrent model where the whole context has to be cleared for it."""
     with kv.open(patched.folder) as library:
-        model = library.load_model(synthetic.model("recurrent"))
+        model = library.load_model(synthetic_models.model("recurrent"))
         look = Oracle(model)
         with model.context(n_ctx=256, n_batch=64, n_seq_max=1) as ctx:
             cache = PrefixCache(ctx, entries=1)
@@ -261,7 +261,7 @@ def test_states_are_kept_where_prompts_part(late: kv.OpenLibrary) -> None:
     a prompt parts from others, and where it is pinned; none beyond the prompt
     (SnapshotBeyondPrefillSkipped).
     """
-    with late.load_model(synthetic.model("recurrent")) as model:
+    with late.load_model(synthetic_models.model("recurrent")) as model:
         look = Oracle(model)
         with model.context(n_ctx=512, n_batch=64, n_seq_max=12) as ctx:
             cache = PrefixCache(ctx)
@@ -299,7 +299,7 @@ def test_a_cancelled_recurrent_prompt_leaves_no_state_that_may_be_wrong(
     late: kv.OpenLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cancel where a memory cannot go back: what was broken off has moved the others' states."""
-    with late.load_model(synthetic.model("recurrent")) as model:
+    with late.load_model(synthetic_models.model("recurrent")) as model:
         look = Oracle(model)
         with model.context(n_ctx=512, n_batch=64, n_seq_max=8) as ctx:
             cache = PrefixCache(ctx)
@@ -335,7 +335,7 @@ def test_a_window_is_never_left_behind(late: kv.OpenLibrary) -> None:
 
     A rotating cache of the original dropped what it still needed (06ae6367b).
     """
-    with late.load_model(synthetic.model("sliding")) as model:
+    with late.load_model(synthetic_models.model("sliding")) as model:
         look = Oracle(model)
         for paging in (None, "memory"):
             with model.context(n_ctx=512, n_batch=64, n_ubatch=32, n_seq_max=4) as ctx:

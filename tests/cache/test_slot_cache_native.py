@@ -15,7 +15,7 @@ from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.cache.slot_cache import SlotCache
 from pyllamakv.cache.slot_choice import checked
 from pyllamakv.errors import ReprocessNeeded
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import synthetic_models
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +37,7 @@ def library(request: pytest.FixtureRequest) -> Iterator[kv.OpenLibrary]:
 @pytest.fixture(scope="module")
 def model(library: kv.OpenLibrary) -> kv.Model:
     """Load a model of two layers."""
-    return library.load_model(synthetic.model("grouped"))
+    return library.load_model(synthetic_models.model("grouped"))
 
 
 @pytest.fixture(params=["plain", "flash", "quantized", "streams"])
@@ -156,7 +156,7 @@ def test_a_recurrent_memory_keeps_wholes(library: kv.OpenLibrary) -> None:
     The original's single entry ignored that the trim was refused; tokens and state disagreed.
     """
     with (
-        library.load_model(synthetic.model("recurrent")) as model,
+        library.load_model(synthetic_models.model("recurrent")) as model,
         model.context(n_ctx=256, n_batch=64, n_seq_max=1) as ctx,
     ):
         cache = SlotCache(ctx)
@@ -177,7 +177,7 @@ def test_a_recurrent_memory_keeps_wholes(library: kv.OpenLibrary) -> None:
 def test_a_sliding_window_goes_back_only_as_far_as_it_sees(library: kv.OpenLibrary) -> None:
     """A prefix whose window has lost a part is decoded again, and logits are those of a start."""
     with (
-        library.load_model(synthetic.model("sliding")) as model,
+        library.load_model(synthetic_models.model("sliding")) as model,
         model.context(n_ctx=512, n_batch=64, n_ubatch=64, n_seq_max=2) as ctx,
     ):
         cache = SlotCache(ctx, policy="longest")

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from building_kit import Workshop
+from building_kit import BuildSandbox
 from typer.testing import CliRunner
 
 from pyllamakv.building import build as builds
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
+def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuildSandbox:
     """Return a workshop with stand-ins for every program."""
-    return Workshop(tmp_path, monkeypatch)
+    return BuildSandbox(tmp_path, monkeypatch)
 
 
 def invoke(app: Any, *words: str) -> str:
@@ -31,7 +31,7 @@ def invoke(app: Any, *words: str) -> str:
     return done.stdout
 
 
-def test_build_prints_id_folder_and_capabilities(shop: Workshop) -> None:
+def test_build_prints_id_folder_and_capabilities(shop: BuildSandbox) -> None:
     """The text names what the next command needs, and what the shim lacks."""
     said = invoke(build.app, f"path:{shop.tree}", "--stock")
     (name,) = shop.built()
@@ -42,7 +42,7 @@ def test_build_prints_id_folder_and_capabilities(shop: Workshop) -> None:
     assert "absent        defrag" in said
 
 
-def test_build_json(shop: Workshop) -> None:
+def test_build_json(shop: BuildSandbox) -> None:
     """JSON holds the manifest and nothing else stands on stdout."""
     (row,) = json.loads(invoke(build.app, shop.spec, "--json"))
     assert row["spec"] == shop.spec
@@ -81,20 +81,20 @@ def test_build_makes_stock_and_patched(monkeypatch: pytest.MonkeyPatch) -> None:
         ("0.3.9", "--stock", "--backend", "abacus"),
     ],
 )
-def test_build_refuses(shop: Workshop, words: tuple[str, ...]) -> None:
+def test_build_refuses(shop: BuildSandbox, words: tuple[str, ...]) -> None:
     """Options that contradict each other are refused before anything is done."""
     with pytest.raises(UsageError):
         invoke(build.app, *words)
     assert shop.count("cmake") == 0
 
 
-def test_env_of_what_is_not_built(shop: Workshop) -> None:
+def test_env_of_what_is_not_built(shop: BuildSandbox) -> None:
     """The message holds the command that builds it."""
     with pytest.raises(NotBuilt, match="pyllamakv build path:"):
         invoke(env.app, shop.spec)
 
 
-def test_env(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_env(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """The line for the shell stands alone on stdout; JSON tells the package too."""
     invoke(build.app, shop.spec)
     described = dropin.DropIn("LLAMA_CPP_LIB_PATH", "/x/lib", "llama-cpp-python==0.3.9")

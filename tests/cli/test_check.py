@@ -7,8 +7,8 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
-from check_kit import SOME, World, make
-from fakes.rolling import Rolling
+from check_kit import SOME, CheckSandbox, make
+from fakes.rollback_libraries import Rolling
 
 from pyllamakv.cli import main
 from pyllamakv.errors import CommandFailed
@@ -16,7 +16,7 @@ from pyllamakv.verification import check_report
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
+def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CheckSandbox:
     """Return a world of stock that fails and patched that heals."""
     return make(monkeypatch, tmp_path)
 
@@ -32,7 +32,7 @@ def names(*chosen: str) -> list[str]:
     return [word for name in chosen for word in ("--scenario", name)]
 
 
-def test_the_command_prints_table_maps_and_verdict(world: World, capsys) -> None:
+def test_the_command_prints_table_maps_and_verdict(world: CheckSandbox, capsys) -> None:
     """People read the table; the verdict is the last line, unbroken."""
     code, out, _ = run_cli(capsys, "0.3.9", *names(*SOME))
     assert code == 0
@@ -43,7 +43,7 @@ def test_the_command_prints_table_maps_and_verdict(world: World, capsys) -> None
     assert last.endswith("patched passes all")
 
 
-def test_the_command_prints_json_and_junit(world: World, capsys, tmp_path: Path) -> None:
+def test_the_command_prints_json_and_junit(world: CheckSandbox, capsys, tmp_path: Path) -> None:
     """JSON on stdout is the whole answer; JUnit counts only what is wrong with patched."""
     file = tmp_path / "junit.xml"
     code, out, _ = run_cli(capsys, "0.3.9", "--json", "--junit", str(file), *names(*SOME))
@@ -55,7 +55,7 @@ def test_the_command_prints_json_and_junit(world: World, capsys, tmp_path: Path)
     assert len(root[0]) == len(found["results"]["stock"])
 
 
-def test_the_command_tells_bisect(world: World, capsys) -> None:
+def test_the_command_tells_bisect(world: CheckSandbox, capsys) -> None:
     """1 for bad, 125 for skip, 128 for a fault of the harness, 2 for a wrong question."""
     world.make = lambda side: Rolling()
     assert run_cli(capsys, "0.3.9", *names(*SOME))[0] == 1

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes import judging
-from fakes.judging import result
+from fakes import cell_results
+from fakes.cell_results import result
 
 from pyllamakv.cli import main
 from pyllamakv.errors import FetchError
@@ -29,15 +29,15 @@ def run(monkeypatch, tmp_path: Path, capsys) -> Run:
     known = {name: each for name, each in lockfile.known().items() if name in SOME}
     monkeypatch.setattr(lockfile, "known", lambda: known)
     monkeypatch.setattr(matrix.spec_resolver, "resolve", lambda name: known[name])
-    monkeypatch.setattr(matrix.shipped, "load", judging.Series)
+    monkeypatch.setattr(matrix.shipped, "load", cell_results.Series)
     monkeypatch.setattr(result_cache, "key", lambda spec, where="here": spec.name)
     monkeypatch.setattr(expected, "shipped", lambda: tmp_path / "expected.toml")
-    monkeypatch.setattr(expected, "own", lambda: tmp_path / "expected.toml")
+    monkeypatch.setattr(expected, "local_file", lambda: tmp_path / "expected.toml")
 
     def judge(spec, **_):
-        return cell.CellResult.from_json(judging.judge(spec.to_json()))
+        return cell.CellResult.from_json(cell_results.judge(spec.to_json()))
 
-    monkeypatch.setattr(cell, "run_cell", judge)
+    monkeypatch.setattr(cell, "verify_cell", judge)
 
     def call(*words: str) -> tuple[int, str, str]:
         capsys.readouterr()
@@ -61,18 +61,18 @@ def test_bare_matrix_runs_everything_then_shows(run: Run) -> None:
 
 def test_an_interrupt_says_how_to_go_on(run: Run, monkeypatch) -> None:
     """Ctrl-C ends it with the shell's status and no traceback; the next run judges the rest."""
-    judge = cell.run_cell
+    judge = cell.verify_cell
 
     def stopped(spec, **_):
         if spec.release == "0.3.9":
             raise KeyboardInterrupt
         return judge(spec)
 
-    monkeypatch.setattr(cell, "run_cell", stopped)
+    monkeypatch.setattr(cell, "verify_cell", stopped)
     code, out, err = run("matrix", "run")
     assert (code, out) == (130, "")
     assert err.endswith("goes on from there\ninterrupted\n")
-    monkeypatch.setattr(cell, "run_cell", judge)
+    monkeypatch.setattr(cell, "verify_cell", judge)
     _, _, err = run("matrix", "run")
     assert "0.3.5" not in err
     assert "0.3.9: needed (3 of 4" in err
@@ -197,7 +197,7 @@ def test_watch(run: Run, monkeypatch) -> None:
     )
     assert json.loads(run("matrix", "watch", "--look", "--json")[1])["new"] == ["0.3.37", "0.3.38"]
     assert not added
-    monkeypatch.setitem(judging.VERDICTS, "0.3.38", "broken-apply")
+    monkeypatch.setitem(cell_results.VERDICTS, "0.3.38", "broken-apply")
     code, out, err = run("matrix", "watch")
     assert code == 1
     assert added == ["0.3.37", "0.3.38"]

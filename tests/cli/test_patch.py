@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from patching_kit import Bench, fill, numbered
+from patching_kit import SeriesSandbox, fill, numbered
 
 from pyllamakv.cli import main
 from pyllamakv.source import lockfile
@@ -21,10 +21,10 @@ TWO = ONE | {"src/a.cpp": numbered(60, l10="x\nz", l40="y")}
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SeriesSandbox:
     """Return a home with two releases, and a series of two patches."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
-    bench = Bench(open_store(), tmp_path / "patches")
+    bench = SeriesSandbox(open_store(), tmp_path / "patches")
     bench.add_release("0.3.1", OLD)
     bench.add_release("0.3.2", OLD | {"src/a.cpp": numbered(60, l41="upstream")}, "2025-02-02")
     bench.add_patch("one", {"0.3.1": (OLD, ONE)})
@@ -34,7 +34,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 def call(
-    bench: Bench, capsys: pytest.CaptureFixture[str], *words: str, shipped: bool = False
+    bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], *words: str, shipped: bool = False
 ) -> tuple[int, str, str]:
     patches = [] if shipped else ["--patches", str(bench.folder)]
     with pytest.raises(SystemExit) as left:
@@ -44,7 +44,7 @@ def call(
     return (code if isinstance(code, int) else 0), out, err
 
 
-def test_status(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
     """Fetched releases are shown when none is named; a conflict waits for a person: exit 3."""
     code, out, _ = call(bench, capsys, "status", "--json")
     assert code == 3
@@ -64,7 +64,7 @@ def test_status(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(bench, capsys, "status", "--annotate", "other")[0] == 2
 
 
-def test_apply(bench: Bench, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_apply(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The commit is printed, and the tree put where it is asked for."""
     target = tmp_path / "tree"
     code, out, _ = call(bench, capsys, "apply", "0.3.1", "--json", "--to", str(target))
@@ -80,7 +80,7 @@ def test_apply(bench: Bench, capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert call(bench, capsys, "apply", "0.3.7")[0] == 2
 
 
-def test_export(bench: Bench, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_export(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The check is good, finds an edit, and writing mends it."""
     assert call(bench, capsys, "export", "--check")[0] == 0
     file = bench.file("one", "0.3.1")
@@ -98,7 +98,7 @@ def test_export(bench: Bench, capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert call(bench, capsys, "export", "--from", str(tmp_path / "tree"))[0] == 2
 
 
-def test_lint(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lint(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
     """Every fault is a line on stdout; exit 1."""
     (bench.folder / "stray").mkdir()
     (bench.folder / "stray" / "x.patch").write_text("")
@@ -109,7 +109,7 @@ def test_lint(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert "fault(s)" in err
 
 
-def test_show(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
     """The series, a patch and a text can be shown."""
     code, out, _ = call(bench, capsys, "show", "--json")
     assert code == 0
@@ -125,7 +125,7 @@ def test_show(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     of="Python",
 )
 def test_no_text_of_a_patch_gives_orders_to_the_terminal(
-    bench: Bench, capsys: pytest.CaptureFixture[str]
+    bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A title, a reason and a file may be anybody's."""
     about = bench.folder / "two" / "patch.toml"

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from patching_kit import Bench, diff, numbered
+from patching_kit import SeriesSandbox, diff, numbered
 
 from pyllamakv import home
 from pyllamakv.cli import main
@@ -21,10 +21,10 @@ SOLVED = numbered(60, l10="x", l40="y")
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SeriesSandbox:
     """Return a home with two releases, and a shipped series of one patch."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
-    bench = Bench(open_store(), tmp_path / "patches")
+    bench = SeriesSandbox(open_store(), tmp_path / "patches")
     bench.add_release("0.3.1", OLD)
     bench.add_release("0.3.2", OLD | {"src/a.cpp": numbered(60, l40="upstream")}, "2025-02-02")
     bench.add_patch("one", {"0.3.1": (OLD, ONE)})
@@ -41,7 +41,7 @@ def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
     return (code if isinstance(code, int) else 0), out, err
 
 
-def test_rebase(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rebase(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
     """A conflict exits with 3 and names the folder; --continue writes the text."""
     code, out, err = call(capsys, "rebase", "one", "--onto", "0.3.2")
     assert (code, out) == (3, "")
@@ -61,7 +61,7 @@ def test_rebase(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert out == "one onto 0.3.2: applies\n"
 
 
-def test_rebase_leave(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rebase_leave(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
     """Abort and skip need no name while one patch waits; without one there is nothing to do."""
     for way in ("--abort", "--skip"):
         assert call(capsys, "rebase", "one", "--onto", "0.3.2")[0] == 3
@@ -73,7 +73,7 @@ def test_rebase_leave(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(capsys, "rebase", "../one", "--abort")[0] == 2
 
 
-def test_diff(bench: Bench, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_diff(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A lost hunk is told and exits with 1; texts come from bases or files."""
     short = tmp_path / "short.patch"
     short.write_bytes(diff(OLD, OLD | {"src/a.cpp": numbered(60, l10="x")}))
@@ -87,7 +87,7 @@ def test_diff(bench: Bench, capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert call(capsys, "diff", "one", "0.3.1", "0.3.1")[0] == 0
 
 
-def test_drift(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drift(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
     """The hunk that lost its place names the release; exit 3 as for status."""
     code, out, _ = call(capsys, "drift", "0.3.2", "--json")
     assert code == 3
@@ -98,7 +98,7 @@ def test_drift(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(capsys, "drift", "0.3.1", "one")[0] == 0
 
 
-def test_obsolete(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_obsolete(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
     """Signs are told; they are hints and no failure."""
     code, out, _ = call(capsys, "obsolete", "0.3.1", "--json")
     assert code == 0
@@ -106,7 +106,7 @@ def test_obsolete(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert "behaviour: unknown" in call(capsys, "obsolete", "0.3.1")[1]
 
 
-def test_obsolete_by_behaviour(bench: Bench, capsys, monkeypatch) -> None:
+def test_obsolete_by_behaviour(bench: SeriesSandbox, capsys, monkeypatch) -> None:
     """What the last matrix saw of stock is the third sign; other patches' scenarios are none."""
     seen = {"some-scenario": "pass", "other": "fail"}
     monkeypatch.setattr(result_cache, "stock", lambda _release: seen)
@@ -115,7 +115,7 @@ def test_obsolete_by_behaviour(bench: Bench, capsys, monkeypatch) -> None:
     assert "behaviour: no (stock fails some-scenario)" in call(capsys, "obsolete", "0.3.1")[1]
 
 
-def test_import(bench: Bench, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_import(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A user's patch is taken in, and every release says how it fares."""
     file = tmp_path / "mine.patch"
     file.write_bytes(diff(OLD, OLD | {"src/a.cpp": numbered(60, l41="mine")}))

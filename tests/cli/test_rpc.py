@@ -14,7 +14,7 @@ import pytest
 
 import pyllamakv as kv
 from pyllamakv.home import home
-from pyllamakv.scenarios import architectures, synthetic
+from pyllamakv.scenarios import architectures, synthetic_models
 from pyllamakv.scenarios.device_placement import ALL
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def logits(model: kv.Model) -> np.ndarray:
 
 def test_a_cache_on_a_server_is_the_one_here(patched: Variant) -> None:
     """It lies on the device, moves there, and gives the same logits."""
-    path = synthetic.model("grouped")
+    path = synthetic_models.model("grouped")
     with kv.open(patched.folder) as lib, lib.load_model(path) as model:
         expected = logits(model)
     with (
@@ -66,7 +66,9 @@ def test_layers_are_shared_out_between_servers(patched: Variant) -> None:
         kv.open(patched.folder, backend="rpc") as lib,
     ):
         both = f"{one.endpoint},{other.endpoint}"
-        model = lib.load_model(synthetic.model("grouped"), n_gpu_layers=ALL, rpc_servers=both)
+        model = lib.load_model(
+            synthetic_models.model("grouped"), n_gpu_layers=ALL, rpc_servers=both
+        )
         assert logits(model).shape == (64,)
         ctx = model.context(n_ctx=256)
         sequence = ctx.sequence()
@@ -82,7 +84,7 @@ def test_layers_are_shared_out_between_servers(patched: Variant) -> None:
         kv.open(patched.folder, backend="rpc") as lib,
     ):
         again = lib.load_model(
-            synthetic.model("grouped"), n_gpu_layers=ALL, rpc_servers=server.endpoint
+            synthetic_models.model("grouped"), n_gpu_layers=ALL, rpc_servers=server.endpoint
         )
         assert logits(again).shape == (64,)
 
@@ -96,7 +98,7 @@ def test_a_server_killed_in_the_middle_of_a_decode(patched: Variant) -> None:
         kv.open(patched.folder, backend="rpc") as lib,
     ):
         model = lib.load_model(
-            synthetic.model("deep"), n_gpu_layers=ALL, rpc_servers=server.endpoint
+            synthetic_models.model("deep"), n_gpu_layers=ALL, rpc_servers=server.endpoint
         )
         ctx = model.context(n_ctx=512, n_batch=512, n_ubatch=16)
         sequence = ctx.sequence()
@@ -109,7 +111,7 @@ def test_a_server_killed_in_the_middle_of_a_decode(patched: Variant) -> None:
 
 def test_what_cannot_be_reached(patched: Variant) -> None:
     """A dead endpoint, one that is none, and a process that a lost server would end."""
-    path = synthetic.tiny()
+    path = synthetic_models.tiny()
     with kv.serve_rpc(patched.folder) as server:
         endpoint = server.endpoint
     with kv.open(patched.folder, backend="rpc") as lib:
@@ -117,7 +119,7 @@ def test_what_cannot_be_reached(patched: Variant) -> None:
             lib.load_model(path, n_gpu_layers=ALL, rpc_servers=endpoint)
         with pytest.raises(kv.KvError, match="host:port"):
             lib.load_model(path, n_gpu_layers=ALL, rpc_servers="nowhere")
-        assert logits(lib.load_model(synthetic.model("grouped"))).shape == (64,)
+        assert logits(lib.load_model(synthetic_models.model("grouped"))).shape == (64,)
     with kv.open(patched.folder) as lib, pytest.raises(kv.UsageError, match="isolated=True"):
         lib.load_model(path, rpc_servers=endpoint)
 
@@ -129,7 +131,7 @@ def test_more_than_a_server_has(patched: Variant) -> None:
         kv.open(patched.folder, backend="rpc") as lib,
     ):
         model = lib.load_model(
-            synthetic.model("deep"), n_gpu_layers=ALL, rpc_servers=server.endpoint
+            synthetic_models.model("deep"), n_gpu_layers=ALL, rpc_servers=server.endpoint
         )
         with pytest.raises((kv.ContextError, kv.DeviceLost)):
             model.context(n_ctx=1 << 30, n_batch=32)
@@ -155,7 +157,7 @@ def test_the_verb_serves_until_it_is_ended(patched: Variant) -> None:
                 assert verb.stdout is not None
                 endpoint = verb.stdout.readline().strip().replace("0.0.0.0", "127.0.0.1")
                 with kv.open(patched.folder, backend="rpc") as lib:
-                    lib.load_model(synthetic.tiny(), n_gpu_layers=ALL, rpc_servers=endpoint)
+                    lib.load_model(synthetic_models.tiny(), n_gpu_layers=ALL, rpc_servers=endpoint)
                 verb.send_signal(signal.SIGINT)
                 _, said = verb.communicate(timeout=120)
             finally:
@@ -173,7 +175,7 @@ def test_ordered_moves_on_two_servers(patched: Variant, mover: str) -> None:
         kv.serve_rpc(patched.folder, threads=1) as other,
         kv.open(patched.folder, backend="rpc") as lib,
         lib.load_model(
-            synthetic.generate(shape, home() / "models"),
+            synthetic_models.generate(shape, home() / "models"),
             n_gpu_layers=ALL,
             rpc_servers=f"{one.endpoint},{other.endpoint}",
         ) as model,

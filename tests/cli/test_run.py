@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cli_kit import EXAMPLE, Opened, cli
-from fakes.rolling import Rolling
+from fakes.rollback_libraries import Rolling
 
 import pyllamakv
 
@@ -151,9 +151,9 @@ def test_run_refuses_what_makes_no_sense(opened, capsys, words) -> None:
 @pytest.mark.native
 def test_run_continues_prompts_side_by_side(patched, capsys) -> None:
     """Two prompts in one cache say what each says alone."""
-    from pyllamakv.scenarios import synthetic
+    from pyllamakv.scenarios import synthetic_models
 
-    options = ["--variant", patched.folder, "--model", synthetic.model("bytes"), "--json"]
+    options = ["--variant", patched.folder, "--model", synthetic_models.model("bytes"), "--json"]
     options += ["--max-tokens", 12]
     one, other = ["--prompt", "the cat"], ["--prompt", "a dog ran"]
     code, out, _ = cli(capsys, "run", *options, *one, *other)

@@ -31,7 +31,7 @@ echo "[plk 2/2] Linking CXX shared library libplk.so"
 """
 
 
-class Workshop:
+class BuildSandbox:
     """Hold a home, a tiny tree as release, and the stand-ins that build it."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,18 +7,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fakes.rolling import Opener, Rolling
+from fakes.rollback_libraries import Opener, Rolling
 
 from pyllamakv.scenarios import runner
 from pyllamakv.verification import check as checking
-from pyllamakv.verification.check import Question, check
+from pyllamakv.verification.check import CheckRequest, check
 
 #: Scenarios that the world's libraries can run: a cure and a guard.
 SOME = ("fragmented", "fork-then-defrag")
 
 
 @dataclass
-class World:
+class CheckSandbox:
     """Hold what the checked world does; fields that are errors are raised."""
 
     build_stock: object = None
@@ -41,11 +41,11 @@ class World:
         return SimpleNamespace(folder=folder, id=f"id-{side}", manifest=manifest)
 
 
-def make(monkeypatch: pytest.MonkeyPatch, home: Path) -> World:
+def make(monkeypatch: pytest.MonkeyPatch, home: Path) -> CheckSandbox:
     """Put a new world in the place of what check builds, applies, fetches and opens."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(home))
     monkeypatch.delenv("PYLLAMAKV_TEST_MODEL", raising=False)
-    world = World()
+    world = CheckSandbox()
 
     def build(spec, **_):
         stock = str(spec).endswith("+stock")
@@ -81,6 +81,6 @@ def make(monkeypatch: pytest.MonkeyPatch, home: Path) -> World:
     return world
 
 
-def ask(**words) -> checking.Answer:
+def ask(**words) -> checking.CheckResult:
     """Ask for the default release and some scenarios."""
-    return check(Question("0.3.9", scenarios=words.pop("scenarios", SOME), **words))
+    return check(CheckRequest("0.3.9", scenarios=words.pop("scenarios", SOME), **words))

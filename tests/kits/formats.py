@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyllamakv as kv
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import synthetic_models
 
 if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
@@ -45,7 +45,7 @@ def write(folder: Path) -> None:
     """Write the files; needs builds of the default release."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(ROOT / "vendor" / "upstream.lock.toml", folder / "lock.toml")
-    with kv.open("0.3.9+patched") as lib, lib.load_model(synthetic.tiny()) as model:
+    with kv.open("0.3.9+patched") as lib, lib.load_model(synthetic_models.tiny()) as model:
         with model.context(**SHAPE) as context, kv.record(context, folder / "trace.jsonl"):
             fill(context)[0].remove()
         with model.context(**SHAPE) as context:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pyllamakv.errors import StateError
-from qa.fuzzing import calls
+from qa.fuzzing import entry_point_calls
 from qa.fuzzing.target import Target
 
 
@@ -97,7 +97,7 @@ class Faulty:
 
 
 def _faulty(folder: Path, name: str, wrong: Any) -> Target:
-    target = calls.entry_points(folder)
+    target = entry_point_calls.entry_points(folder)
     world = target.run.__self__.world  # type: ignore[attr-defined]
     world.lib = Faulty(world.lib, name, wrong)
     return target

@@ -116,7 +116,7 @@ markers = [{{ file = "{file}", has = "{has}" }}]
 """
 
 
-class Bench:
+class SeriesSandbox:
     """Hold a store, releases and a series folder that tests fill step by step."""
 
     def __init__(self, store: Store, folder: Path) -> None:

@@ -247,9 +247,9 @@ def _parameter(one: Any) -> dict[str, Any]:
 
 
 def _verdict_codes(verdict: Any) -> dict[str, int]:
-    from pyllamakv.verification.verdict import Judgement
+    from pyllamakv.verification.verdict import Decision
 
-    return {word.value: Judgement(word, "").exit_code for word in verdict}
+    return {word.value: Decision(word, "").exit_code for word in verdict}
 
 
 RECORDS = {one.__name__: one for one in (trees, api, cli, exit_codes, schemas, tests, verdicts)}

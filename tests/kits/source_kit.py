@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from pyllamakv.source import git_command, lockfile
 from pyllamakv.source.releases import Release
 from pyllamakv.source.store import open_store
-from qa.faults.steps import upstream
-from qa.faults.steps.upstream import MODULE, clone
-from qa.faults.steps.upstream import fill as fill
-from qa.faults.steps.upstream import pack as pack
+from qa.faults.steps import tiny_upstream
+from qa.faults.steps.tiny_upstream import MODULE, clone
+from qa.faults.steps.tiny_upstream import fill as fill
+from qa.faults.steps.tiny_upstream import pack as pack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -53,7 +53,7 @@ def isolate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def repository(folder: Path, files: Mapping[str, bytes] = TREE, *, commits: int = 2) -> str:
     """Make a repository whose last commit has these files; return that commit."""
-    return upstream.repository(folder, files, commits=commits)
+    return tiny_upstream.repository(folder, files, commits=commits)
 
 
 def sdist_members(folder: Path, version: str, files: Mapping[str, bytes] = TREE) -> dict[str, Any]:

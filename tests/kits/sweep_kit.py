@@ -111,7 +111,7 @@ CHOICES = {
 }
 
 
-def values(world: World) -> list[Any]:
+def values(world: CallObjects) -> list[Any]:
     """Return the wrong arguments; what is right for a parameter is right there."""
     numbers = [
         *(0, 1, 2, 3, 7, 40, 1000, 10**6, 2**31 - 1, 2**31, 2**32, 2**63, 2**64, 10**30, 10**5000),
@@ -143,7 +143,7 @@ def values(world: World) -> list[Any]:
 
 
 @dataclass
-class World:
+class CallObjects:
     """Hold the objects of one call, and see whether they changed."""
 
     lib: Any
@@ -215,17 +215,17 @@ class World:
 # What is called on what...
 
 
-def _snapshot(world: World) -> Any:
+def _snapshot(world: CallObjects) -> Any:
     return world.ctx.kv.snapshot()
 
 
-def _batch(world: World) -> Any:
+def _batch(world: CallObjects) -> Any:
     made = kv.Batch()
     world.looks.append(lambda: len(made))
     return made
 
 
-def _context_cache(world: World) -> Any:
+def _context_cache(world: CallObjects) -> Any:
     cache = world.keep(kv.ContextCache(world.context()))
     cache.start_forward([1, 2, 3, 4], [0, 1, 2, 3], [0, 0, 0, 0])
     world.looks.append(lambda: [cache.length(n) for n in range(cache.max_sequences)])
@@ -233,14 +233,14 @@ def _context_cache(world: World) -> Any:
     return cache
 
 
-def _lockstep(world: World) -> Any:
+def _lockstep(world: CallObjects) -> Any:
     both = world.keep(kv.Lockstep([_context_cache(world), kv.ContextCache(world.context())]))
     both.remove(0, 0)
     both.start_forward([1, 2, 3], [0, 1, 2], [0, 0, 0])
     return both
 
 
-def _slots(world: World) -> Any:
+def _slots(world: CallObjects) -> Any:
     cache = world.keep(kv.SlotCache(world.context(), 2))
     with cache.acquire([1, 2, 3, 4]) as lease:
         lease.decode()
@@ -248,13 +248,13 @@ def _slots(world: World) -> Any:
     return cache
 
 
-def _slot_lease(world: World) -> Any:
+def _slot_lease(world: CallObjects) -> Any:
     lease = _slots(world).acquire([1, 2, 9, 9])
     lease.decode()
     return lease
 
 
-def _prefixes(world: World) -> Any:
+def _prefixes(world: CallObjects) -> Any:
     cache = world.keep(kv.PrefixCache(world.context(), entries=3, paging="memory"))
     with cache.acquire([1, 2, 3, 4]) as lease:
         lease.prefill()
@@ -265,17 +265,17 @@ def _prefixes(world: World) -> Any:
     return cache
 
 
-def _prefix_lease(world: World) -> Any:
+def _prefix_lease(world: CallObjects) -> Any:
     return _prefixes(world).acquire([1, 2, 9, 9])
 
 
-def _batcher(world: World) -> Any:
+def _batcher(world: CallObjects) -> Any:
     batcher = world.keep(kv.Batcher(_slots(world)))
     world.looks.append(lambda: (len(batcher._roster.waiting), len(batcher._roster.active)))
     return batcher
 
 
-def _recording(world: World) -> Any:
+def _recording(world: CallObjects) -> Any:
     block = kv.record(world.ctx, Path(f"trace-{next(_NUMBERS)}.jsonl"))
     made = block.__enter__()
     world.more.append(types.SimpleNamespace(close=lambda: block.__exit__(None, None, None)))
@@ -285,7 +285,7 @@ def _recording(world: World) -> Any:
 _NUMBERS = itertools.count()
 
 #: The class of an object, by its name, and how a live one is had.
-LIVE: dict[str, Callable[[World], Any]] = {
+LIVE: dict[str, Callable[[CallObjects], Any]] = {
     "OpenLibrary": lambda world: world.lib,
     "Model": lambda world: world.model,
     "Context": lambda world: world.ctx,
@@ -311,7 +311,7 @@ LIVE: dict[str, Callable[[World], Any]] = {
 }
 
 #: A right argument, by call and parameter or by parameter alone.
-RIGHT: dict[str, Callable[[World], Any]] = {
+RIGHT: dict[str, Callable[[CallObjects], Any]] = {
     "Batch.of.positions": lambda world: [0, 1, 2],
     "Batch.of.sequences": lambda world: 0,
     "Batch.of.counts": lambda world: None,
@@ -510,7 +510,7 @@ def calls() -> list[Call]:
     return found
 
 
-def right(call: Call, parameter: inspect.Parameter, world: World) -> Any:
+def right(call: Call, parameter: inspect.Parameter, world: CallObjects) -> Any:
     """Return a right argument for a parameter; ``empty``: leave it out."""
     one = RIGHT.get(f"{call.name}.{parameter.name}")
     if one is None and call.owner in NUMBERED and parameter.name == "sequences":
@@ -680,13 +680,13 @@ class Worker:
     """Make the calls of a variant, one after the other."""
 
     def __init__(self, spec: str, first: int, part: int, every: int) -> None:
-        from pyllamakv.scenarios import synthetic
+        from pyllamakv.scenarios import synthetic_models
 
         self.lib = kv.open(spec)
-        self.path = synthetic.model("bytes")
+        self.path = synthetic_models.model("bytes")
         self.model = self.lib.load_model(self.path)
         self.first, self.part, self.every = first, part, every
-        self.world: World | None = None
+        self.world: CallObjects | None = None
         self.target: Any = None
         self.before: list[bytes] = []
         self.count = 0
@@ -697,7 +697,7 @@ class Worker:
 
     def run(self) -> None:
         """Make all calls, and print what was found."""
-        with contextlib.closing(World(self.lib, self.model)) as world:
+        with contextlib.closing(CallObjects(self.lib, self.model)) as world:
             self.count = len(world.values)
         for call in calls():
             self._drop()
@@ -714,12 +714,12 @@ class Worker:
         self._drop()
         say("=", json.dumps({**self.counts, "peak_mib": peak_mib(), "failing": self.failing}))
 
-    def _world(self, call: Call) -> World:
+    def _world(self, call: Call) -> CallObjects:
         if self.world is None:
             if self.lib.closed or self.model.closed:
                 self.lib = kv.open(self.lib.path.parent)
                 self.model = self.lib.load_model(self.path)
-            self.world = World(self.lib, self.model)
+            self.world = CallObjects(self.lib, self.model)
             self.target = None
             if call.owner and call.method:
                 self.target = LIVE[call.owner](self.world)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from fakes.simulated import SimulatedNative
 
-from pyllamakv.scenarios import synthetic
-from pyllamakv.traces import playing, script, trace
-from pyllamakv.traces.stage import Stage
+from pyllamakv.scenarios import synthetic_models
+from pyllamakv.traces import script, script_player, trace
+from pyllamakv.traces.script_session import ScriptSession
 
 STORY = """
 # two sequences, one leaves
@@ -31,10 +31,12 @@ STORY = """
 
 def record(path: Path, text: str = STORY, native=None) -> Path:
     """Play a script and record it."""
-    stage = Stage(native or SimulatedNative())
-    recorder = trace.Recorder(path, trace.here("simulated", synthetic.model("tiny"), {}), stage)
+    stage = ScriptSession(native or SimulatedNative())
+    recorder = trace.Recorder(
+        path, trace.current_head("simulated", synthetic_models.model("tiny"), {}), stage
+    )
     try:
-        playing.play(script.parse(text.splitlines()), stage, recorder.observe)
+        script_player.play(script.parse(text.splitlines()), stage, recorder.observe)
     finally:
         recorder.close()
         stage.close()

@@ -5,19 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from inside_kit import run_inside
+from linked_program_kit import run_inside
 
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import synthetic_models
 
 
 @pytest.mark.native
 def test_cells_that_others_know_by_number_stay(tmp_path: Path) -> None:
     """Check shared cells, mirrors that drifted apart, and a batch that is preceded by a move."""
-    models = [str(synthetic.model(name)) for name in ("tiny", "indexed")]
+    models = [str(synthetic_models.model(name)) for name in ("tiny", "indexed")]
     run_inside("0.3.36+patched", "refusals", tmp_path, *models)
 
 
 @pytest.mark.native
 def test_a_whole_context_is_restored(tmp_path: Path) -> None:
     """Check what llama_state_set_data restores, where scattered-restore changes how."""
-    run_inside("b6845+patched", "whole_state", tmp_path, str(synthetic.model("tiny")))
+    run_inside("b6845+patched", "whole_state", tmp_path, str(synthetic_models.model("tiny")))

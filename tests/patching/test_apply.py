@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from patching_kit import Bench, numbered
+from patching_kit import SeriesSandbox, numbered
 
 from pyllamakv.errors import PatchConflict
 from pyllamakv.patching import apply, series
@@ -21,8 +21,8 @@ ONE = OLD | {"src/a.cpp": numbered(60, l10="x", l40="y"), "src/new.h": b"// new\
 TWO = ONE | {"src/a.cpp": numbered(60, l10="x\nz", l40="y")}
 
 
-def make(folder: Path) -> Bench:
-    bench = Bench(open_store(folder / "store.git"), folder / "patches")
+def make(folder: Path) -> SeriesSandbox:
+    bench = SeriesSandbox(open_store(folder / "store.git"), folder / "patches")
     bench.add_release("0.3.1", OLD)
     bench.add_patch("one", {"0.3.1": (OLD, ONE)})
     bench.add_patch("two", {"0.3.1": (ONE, TWO)}, requires=("one",))
@@ -30,22 +30,22 @@ def make(folder: Path) -> Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
+def bench(tmp_path: Path) -> SeriesSandbox:
     """Return a release with two patches."""
     return make(tmp_path / "a")
 
 
-def run(bench: Bench, names: list[str | Port] | None = None) -> apply.PatchedRelease:
+def run(bench: SeriesSandbox, names: list[str | Port] | None = None) -> apply.PatchedRelease:
     return apply.apply(
         bench.releases["0.3.1"], names, series=series.load(bench.folder), store=bench.store
     )
 
 
-def tree(bench: Bench, commit: str) -> dict[str, bytes | None]:
+def tree(bench: SeriesSandbox, commit: str) -> dict[str, bytes | None]:
     return dict(bench.store.read_many(commit, bench.store.ls(commit)))
 
 
-def test_commit_holds_the_patched_tree(bench: Bench) -> None:
+def test_commit_holds_the_patched_tree(bench: SeriesSandbox) -> None:
     """The commit has the release's tree with the changes, one commit per patch, on its commit."""
     patched = run(bench)
     assert patched.patches == ("one", "two")
@@ -55,7 +55,9 @@ def test_commit_holds_the_patched_tree(bench: Bench) -> None:
     assert bench.store.tree_of(patched.commit) == patched.tree
 
 
-def test_same_id_everywhere(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_id_everywhere(
+    bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another store, another user, another time zone: the same commit, tree and digest."""
     first = run(bench)
     for name, value in {
@@ -69,7 +71,7 @@ def test_same_id_everywhere(bench: Bench, tmp_path: Path, monkeypatch: pytest.Mo
     assert run(bench).commit == first.commit
 
 
-def test_stock_is_upstream(bench: Bench) -> None:
+def test_stock_is_upstream(bench: SeriesSandbox) -> None:
     """No patch at all is the release's own commit and tree."""
     stock = run(bench, [])
     release = bench.releases["0.3.1"]
@@ -77,7 +79,7 @@ def test_stock_is_upstream(bench: Bench) -> None:
     assert stock.digest == apply.digest(())
 
 
-def test_nothing_changes_after_a_failure(bench: Bench) -> None:
+def test_nothing_changes_after_a_failure(bench: SeriesSandbox) -> None:
     """A conflict in the second patch leaves no commit and no ref."""
     bench.add_patch("bad", {"0.3.1": (TWO | {"src/b.cpp": numbered(20, l9="no")}, TWO)})
     before = git_command.git(bench.store.path, "for-each-ref")
@@ -88,7 +90,7 @@ def test_nothing_changes_after_a_failure(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_dropping_each_hunk_changes_the_tree(bench: Bench, number: int) -> None:
+def test_dropping_each_hunk_changes_the_tree(bench: SeriesSandbox, number: int) -> None:
     """A text without one hunk makes another tree, and exactly that change is missing."""
     text = bench.text("one", "0.3.1")
     crippled = run(bench, [text.without("src/a.cpp", number)])
@@ -98,7 +100,7 @@ def test_dropping_each_hunk_changes_the_tree(bench: Bench, number: int) -> None:
     assert crippled.digest != run(bench, [text]).digest
 
 
-def test_author_and_message_are_kept(bench: Bench) -> None:
+def test_author_and_message_are_kept(bench: SeriesSandbox) -> None:
     """A foreign patch keeps its author, date and message; the committer is fixed."""
     data = bench.mail("one", "0.3.1")
     mail = data[: data.index(b"diff --git")]
@@ -117,7 +119,7 @@ def test_author_and_message_are_kept(bench: Bench) -> None:
     )
 
 
-def test_modes_survive(bench: Bench) -> None:
+def test_modes_survive(bench: SeriesSandbox) -> None:
     """Programs stay programs, and a patch can make one."""
     file = bench.folder / "mode.patch"
     file.write_bytes(b"diff --git a/run.sh b/run.sh\nold mode 100644\nnew mode 100755\n")

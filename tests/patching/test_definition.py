@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from patching_kit import Bench, diff, numbered
+from patching_kit import SeriesSandbox, diff, numbered
 
 from pyllamakv.errors import PatchFormatError
 from pyllamakv.patching import definition
@@ -61,7 +61,7 @@ def test_releases(spec: str, name: str, wanted: bool) -> None:
 
 def test_load(tmp_path: Path) -> None:
     """All fields arrive, and the ports with them, composed of hooks and shared files."""
-    bench = Bench(open_store(tmp_path / "store.git"), tmp_path / "patches")
+    bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
     with_shared = NEW | {"src/x.h": b"// x\n"}
     bench.add_patch("one", {"0.3.1": (OLD, with_shared)}, releases="<1", shared=("src/x.h",))
     found = definition.load(bench.folder / "one")
@@ -74,7 +74,7 @@ def test_load(tmp_path: Path) -> None:
 
 def test_hooks_leave_shared_files_alone(tmp_path: Path) -> None:
     """Hooks that change a shared file are refused, with the file to change instead."""
-    bench = Bench(open_store(tmp_path / "store.git"), tmp_path / "patches")
+    bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
     bench.add_patch("one", {"0.3.1": (OLD, NEW | {"src/x.h": b"// x\n"})}, shared=("src/x.h",))
     file = bench.file("one", "0.3.1")
     file.write_bytes(file.read_bytes() + diff({"src/x.h": b"// x\n"}, {"src/x.h": b"// y\n"}))
@@ -105,7 +105,7 @@ def test_hooks_leave_shared_files_alone(tmp_path: Path) -> None:
 )
 def test_each_fault_is_named(tmp_path: Path, old: str, new: str, says: str) -> None:
     """A wrong description names the file and what was expected."""
-    bench = Bench(open_store(tmp_path / "store.git"), tmp_path / "patches")
+    bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
     bench.add_patch("one", {"0.3.1": (OLD, NEW)})
     toml = bench.folder / "one" / "patch.toml"
     text = toml.read_text("utf-8")

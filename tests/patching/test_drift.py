@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from patching_kit import SHOWN, WITH, Bench, code, diff, numbered
+from patching_kit import SHOWN, WITH, SeriesSandbox, code, diff, numbered
 
 from pyllamakv.cli import patch_views
 from pyllamakv.patching import drift, foreign_series, hunk_locator, hunks, series, status
@@ -25,9 +25,9 @@ KEPT = {"src/cache.cpp": numbered(9) + b"".join(CODE) + numbered(9)}
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SeriesSandbox:
     """Return a line of releases that drifts away from a text for the second."""
-    bench = Bench(open_store(tmp_path / "store.git"), tmp_path / "patches")
+    bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
     line = {
         "0.3.1": numbered(60, l41="an older line"),
         "0.3.2": numbered(60),
@@ -42,7 +42,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     return bench
 
 
-def on(bench: Bench, name: str) -> drift.Drift:
+def on(bench: SeriesSandbox, name: str) -> drift.Drift:
     (found,) = drift.drift(
         bench.releases[name], series=series.load(bench.folder), store=bench.store
     )
@@ -61,7 +61,12 @@ def on(bench: Bench, name: str) -> drift.Drift:
     ],
 )
 def test_drift(
-    bench: Bench, release: str, state: str, offsets: list[int], fuzz: list[int], changed: list[str]
+    bench: SeriesSandbox,
+    release: str,
+    state: str,
+    offsets: list[int],
+    fuzz: list[int],
+    changed: list[str],
 ) -> None:
     """Each hunk has its offset, the fuzz it would need and the release that changed its lines."""
     found = on(bench, release)
@@ -74,7 +79,7 @@ def test_drift(
 
 def test_file_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a file that is gone it is told which file has its code now."""
-    bench = Bench(open_store(tmp_path / "store.git"), tmp_path / "patches")
+    bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
     other = {"src/other.cpp": b"int other(int cell) {\n}\n"}
     bench.add_release("0.3.1", KEPT | other)
     moved = {"src/unified.cpp": b"// new\n" * 9 + b"".join(CODE)}
@@ -88,7 +93,7 @@ def test_file_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hunk.changed_in == "0.3.2"
 
 
-def test_a_text_without_a_base(bench: Bench, tmp_path: Path) -> None:
+def test_a_text_without_a_base(bench: SeriesSandbox, tmp_path: Path) -> None:
     """A stranger's patch counts as written for the nearest release that has its lines."""
     file = tmp_path / "theirs.diff"
     file.write_bytes(diff(OLD, ONE))
@@ -100,7 +105,7 @@ def test_a_text_without_a_base(bench: Bench, tmp_path: Path) -> None:
     assert [hunk.changed_in for hunk in found.hunks] == ["", "0.3.2"]
 
 
-def test_the_nearest_of_texts_that_are_not_meant(bench: Bench) -> None:
+def test_the_nearest_of_texts_that_are_not_meant(bench: SeriesSandbox) -> None:
     """Where markers refuse every text, the one for the nearest base shows what has changed."""
     new = bench.files["0.3.4"]
     there = new | {"src/a.cpp": new["src/a.cpp"].replace(b"line 10\n", b"x\n")}
@@ -111,7 +116,7 @@ def test_the_nearest_of_texts_that_are_not_meant(bench: Bench) -> None:
     assert (two.id, two.state, two.base) == ("two", "not-applicable", "0.3.4")
 
 
-def test_why(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why(bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line names the patch, the first hunk without a place, and who changed its lines."""
     loaded = series.load(bench.folder)
     monkeypatch.setattr(series, "load", lambda: loaded)
@@ -139,7 +144,7 @@ def test_a_place_that_is_refused(
     said: str,
 ) -> None:
     """Lines that match once, where the hunk does not belong, are reported as what they are."""
-    bench = Bench(open_store(tmp_path / "store.git"), tmp_path / "patches")
+    bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
     old, new = ({"src/a.cpp": code("first", *lines)} for lines in (SHOWN, WITH))
     bench.add_release("0.3.1", old)
     second = (code(there, *WITH) if there else b"") + code("second", *SHOWN)
@@ -162,7 +167,7 @@ def test_a_place_that_is_refused(
     assert "fuzz" not in out
 
 
-def test_blanks(bench: Bench) -> None:
+def test_blanks(bench: SeriesSandbox) -> None:
     """Lines that differ in nothing but blanks are called so."""
     data = numbered(60, l39="line   39")
     bench.add_release("0.3.6", OLD | {"src/a.cpp": data}, "2025-01-06")

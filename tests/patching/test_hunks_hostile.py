@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from patching_kit import Bench, numbered
+from patching_kit import SeriesSandbox, numbered
 
 from pyllamakv.errors import PatchConflict, PatchFormatError, SourceError
 from pyllamakv.patching import apply, hunks
@@ -150,7 +150,7 @@ def test_modes_that_are_none(mode: str) -> None:
 
 def applied(folder: Path, *texts: bytes) -> dict[str, bytes | None]:
     """Apply patches to a release in a store; return the patched tree's files."""
-    bench = Bench(open_store(folder / "store.git"), folder / "patches")
+    bench = SeriesSandbox(open_store(folder / "store.git"), folder / "patches")
     bench.add_release("0.3.1", OLD)
     names: list[str | Port] = []
     for number, data in enumerate(texts):

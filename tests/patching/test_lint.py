@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from patching_kit import Bench, numbered
+from patching_kit import SeriesSandbox, numbered
 
 from pyllamakv.errors import PatchLintError
 from pyllamakv.patching import lint
@@ -21,21 +21,21 @@ ONE = OLD | {"src/a.cpp": numbered(60, l10="x"), "src/own.h": b"// own\n"} | SHA
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
+def bench(tmp_path: Path) -> SeriesSandbox:
     """Return a patch with two ports that add a shared file."""
-    bench = Bench(open_store(tmp_path / "store.git"), tmp_path / "patches")
+    bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
     two = {"src/a.cpp": b"+\n" + numbered(60, l10="y")}
     ports = {"0.3.1": (OLD, ONE), "0.3.2": (OTHER, two | SHARED)}
     bench.add_patch("one", ports, shared=("src/shared.h",))
     return bench
 
 
-def rules(bench: Bench, scenarios: set[str] | None = None) -> list[tuple[str, str]]:
+def rules(bench: SeriesSandbox, scenarios: set[str] | None = None) -> list[tuple[str, str]]:
     found = lint.lint(bench.folder, scenarios=scenarios)
     return [(finding.path, finding.rule) for finding in found]
 
 
-def test_a_clean_series_has_no_finding(bench: Bench) -> None:
+def test_a_clean_series_has_no_finding(bench: SeriesSandbox) -> None:
     """What export writes is clean."""
     assert rules(bench, {"some-scenario"}) == []
     lint.check(bench.folder)
@@ -78,7 +78,7 @@ TOML = "one/patch.toml"
     ],
 )  # fmt: skip
 def test_each_fault_is_found(
-    bench: Bench, path: str, old: bytes, new: bytes, expected: tuple[str, str]
+    bench: SeriesSandbox, path: str, old: bytes, new: bytes, expected: tuple[str, str]
 ) -> None:
     """One fault, one rule that names it."""
     file = bench.folder / path
@@ -88,7 +88,7 @@ def test_each_fault_is_found(
     assert expected in rules(bench, {"some-scenario"})
 
 
-def test_series_and_files_agree_both_ways(bench: Bench) -> None:
+def test_series_and_files_agree_both_ways(bench: SeriesSandbox) -> None:
     """A folder outside the order, and files that no port and no patch names, are found."""
     (bench.folder / "empty").mkdir()  # git would not even keep it
     (bench.folder / "stray").mkdir()
@@ -103,7 +103,7 @@ def test_series_and_files_agree_both_ways(bench: Bench) -> None:
     ]
 
 
-def test_rename_is_found(bench: Bench) -> None:
+def test_rename_is_found(bench: SeriesSandbox) -> None:
     """A rename hides what it changes: deletion and new file are wanted."""
     file = bench.file("one", "0.3.1")
     extra = (
@@ -113,7 +113,7 @@ def test_rename_is_found(bench: Bench) -> None:
     assert (FILE, "rename") in rules(bench)
 
 
-def test_check_raises_with_everything(bench: Bench) -> None:
+def test_check_raises_with_everything(bench: SeriesSandbox) -> None:
     """The error lists every finding."""
     for name in ("stray", "other"):
         (bench.folder / name).mkdir()

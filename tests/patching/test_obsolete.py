@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from patching_kit import Bench
+from patching_kit import SeriesSandbox
 
 from pyllamakv.patching import obsolete, series
 from pyllamakv.source import lockfile
@@ -21,9 +21,9 @@ RENAMED = OLD.replace(b"defrag_prepare", b"other").replace(b"plan_old", b"plan")
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SeriesSandbox:
     """Return a base, a release that has the change, one whose hooks are gone, and one like it."""
-    bench = Bench(open_store(tmp_path / "store.git"), tmp_path / "patches")
+    bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
     trees = {"0.3.0": RENAMED, "0.3.1": OLD, "0.3.2": NEW, "0.3.3": RENAMED, "0.3.4": OLD + b"//\n"}
     for number, (name, data) in enumerate(trees.items(), 1):
         bench.add_release(name, {"src/a.cpp": data}, f"2025-01-0{number}")
@@ -34,7 +34,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 def signs(
-    bench: Bench, name: str, **stock: str
+    bench: SeriesSandbox, name: str, **stock: str
 ) -> tuple[obsolete.Obsolescence, dict[str, bool | None]]:
     (found,) = obsolete.obsolete(
         bench.releases[name],
@@ -57,14 +57,14 @@ def signs(
         ("0.3.0", False, None),
     ],
 )
-def test_signs(bench: Bench, release: str, text: bool, symbols: bool | None) -> None:
+def test_signs(bench: SeriesSandbox, release: str, text: bool, symbols: bool | None) -> None:
     """Text and names speak for themselves; without a run the behaviour is mute."""
     found, said = signs(bench, release)
     assert said == {"text": text, "symbols": symbols, "behaviour": None}
     assert found.obsolete is (text and symbols is True)
 
 
-def test_behaviour(bench: Bench) -> None:
+def test_behaviour(bench: SeriesSandbox) -> None:
     """What stock did decides with one of the others; one failure is enough against it."""
     assert signs(bench, "0.3.3", a="pass", b="skip")[0].obsolete
     assert not signs(bench, "0.3.3", a="pass", b="fail")[0].obsolete

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from patching_kit import Bench, fill, numbered
+from patching_kit import SeriesSandbox, fill, numbered
 
 from pyllamakv.errors import PatchFormatError, UnknownRelease, UsageError
 from pyllamakv.patching import apply, patch_export, series
@@ -23,9 +23,9 @@ TWO = {k: v for k, v in ONE.items() if k != "src/gone.cpp"} | {"src/b.cpp": numb
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SeriesSandbox:
     """Return a release with two patches, the second written on top of the first."""
-    bench = Bench(open_store(tmp_path / "store.git"), tmp_path / "patches")
+    bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
     bench.add_release("0.3.1", OLD)
     bench.add_patch("one", {"0.3.1": (OLD, ONE)})
     bench.add_patch("two", {"0.3.1": (ONE, TWO)}, requires=("one",))
@@ -33,12 +33,12 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     return bench
 
 
-def check(bench: Bench) -> list[tuple[str, str]]:
+def check(bench: SeriesSandbox) -> list[tuple[str, str]]:
     found = patch_export.check(series.load(bench.folder), store=bench.store)
     return [(one.id, one.kind) for one in found]
 
 
-def test_round_trip(bench: Bench) -> None:
+def test_round_trip(bench: SeriesSandbox) -> None:
     """What git exports from the commit of a text is the file, byte for byte."""
     assert check(bench) == [("one", "same"), ("two", "same")]
     patched = apply.apply(
@@ -47,7 +47,9 @@ def test_round_trip(bench: Bench) -> None:
     assert patch_export.format_patch(bench.store, patched.commit) == bench.mail("two", "0.3.1")
 
 
-def test_a_base_without_a_lock_is_fetched(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_base_without_a_lock_is_fetched(
+    bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A base that no lock has comes from the package index, and the blob ids vouch for it."""
 
     def unknown(spec: str) -> Release:
@@ -66,7 +68,7 @@ def test_a_base_without_a_lock_is_fetched(bench: Bench, monkeypatch: pytest.Monk
         (b"-line 10", b"-line 11", "failed"),
     ],
 )
-def test_any_other_byte_is_told(bench: Bench, old: bytes, new: bytes, kind: str) -> None:
+def test_any_other_byte_is_told(bench: SeriesSandbox, old: bytes, new: bytes, kind: str) -> None:
     """A file that was edited by hand differs, and the report says in what."""
     file = bench.file("one", "0.3.1")
     data = file.read_bytes()
@@ -75,7 +77,7 @@ def test_any_other_byte_is_told(bench: Bench, old: bytes, new: bytes, kind: str)
     assert check(bench)[0] == ("one", kind)
 
 
-def test_writing_mends_the_file(bench: Bench) -> None:
+def test_writing_mends_the_file(bench: SeriesSandbox) -> None:
     """Writing gives the positions that belong there; a second time, nothing."""
     file = bench.file("one", "0.3.1")
     data = file.read_bytes()
@@ -89,7 +91,7 @@ def test_writing_mends_the_file(bench: Bench) -> None:
     assert patch_export.write(loaded, patch_export.select_ports(loaded), store=bench.store) == ()
 
 
-def test_from_a_folder(bench: Bench, tmp_path: Path) -> None:
+def test_from_a_folder(bench: SeriesSandbox, tmp_path: Path) -> None:
     """A change made by hand in a tree becomes the text, with what it requires left out."""
     file = bench.file("two", "0.3.1")
     data = file.read_bytes()
@@ -104,7 +106,7 @@ def test_from_a_folder(bench: Bench, tmp_path: Path) -> None:
     assert file.read_bytes() == data
 
 
-def test_a_folder_without_change_is_refused(bench: Bench, tmp_path: Path) -> None:
+def test_a_folder_without_change_is_refused(bench: SeriesSandbox, tmp_path: Path) -> None:
     """An unchanged tree makes no patch."""
     fill(tmp_path / "tree", ONE)
     loaded = series.load(bench.folder)
@@ -114,7 +116,7 @@ def test_a_folder_without_change_is_refused(bench: Bench, tmp_path: Path) -> Non
         )
 
 
-def test_nothing_is_written_when_one_fails(bench: Bench) -> None:
+def test_nothing_is_written_when_one_fails(bench: SeriesSandbox) -> None:
     """Two texts are written, or none."""
     one, two = bench.file("one", "0.3.1"), bench.file("two", "0.3.1")
     one.write_bytes(one.read_bytes().replace(b"@@ -7,7", b"@@ -6,7"))
@@ -126,13 +128,13 @@ def test_nothing_is_written_when_one_fails(bench: Bench) -> None:
     assert one.read_bytes() == before
 
 
-def test_unknown_base_is_refused(bench: Bench) -> None:
+def test_unknown_base_is_refused(bench: SeriesSandbox) -> None:
     """A base without a text is a usage error."""
     with pytest.raises(UsageError, match=r"0\.9"):
         patch_export.select_ports(series.load(bench.folder), [], "0.9")
 
 
-def test_shared_files_are_written_once(bench: Bench, tmp_path: Path) -> None:
+def test_shared_files_are_written_once(bench: SeriesSandbox, tmp_path: Path) -> None:
     """An export from a folder puts a changed shared file into its one place, for every port."""
     shared = {"src/shared.h": b"// shared\n"}
     other = OLD | {"src/a.cpp": b"other\n" + numbered(60)}
@@ -157,7 +159,7 @@ def test_shared_files_are_written_once(bench: Bench, tmp_path: Path) -> None:
     assert check(bench)[2:] == [("three", "same"), ("three", "same")]
 
 
-def test_a_folder_without_a_shared_file_is_refused(bench: Bench, tmp_path: Path) -> None:
+def test_a_folder_without_a_shared_file_is_refused(bench: SeriesSandbox, tmp_path: Path) -> None:
     """The error names the file that is missing, and nothing is written."""
     ports = {"0.3.1": (OLD, ONE | {"src/shared.h": b"// shared\n"})}
     bench.add_patch("three", ports, shared=("src/shared.h",))

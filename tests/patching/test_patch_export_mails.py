@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from patching_kit import Bench, git, numbered
+from patching_kit import SeriesSandbox, git, numbered
 
 from pyllamakv.cli import main
 from pyllamakv.errors import UsageError
@@ -21,10 +21,10 @@ TWO = {k: v for k, v in ONE.items() if k != "src/gone.cpp"} | {"src/b.cpp": numb
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SeriesSandbox:
     """Return a release with two patches, the second written on top of the first."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
-    bench = Bench(open_store(), tmp_path / "patches")
+    bench = SeriesSandbox(open_store(), tmp_path / "patches")
     bench.add_release("0.3.1", OLD)
     bench.add_release("0.3.2", {"src/other.cpp": b"\n"})
     bench.add_patch("one", {"0.3.1": (OLD, ONE)})
@@ -66,7 +66,7 @@ def taken(store: Store, commit: str, files: list[Path], folder: Path) -> str:
     return git_command.git(folder, "rev-parse", "HEAD")
 
 
-def test_git_makes_our_commit_of_the_mails(bench: Bench, tmp_path: Path, capfd) -> None:
+def test_git_makes_our_commit_of_the_mails(bench: SeriesSandbox, tmp_path: Path, capfd) -> None:
     """One mail per patch, in order, numbered; git am makes the commits that we make."""
     assert run("0.3.1", "--to", str(tmp_path / "out"), "--patches", str(bench.folder)) == 0
     said = capfd.readouterr().out
@@ -79,7 +79,9 @@ def test_git_makes_our_commit_of_the_mails(bench: Bench, tmp_path: Path, capfd) 
     assert taken(bench.store, base.commit, files, tmp_path / "r") == patched.commit
 
 
-def test_without_a_folder_the_mails_go_to_stdout(bench: Bench, tmp_path: Path, capfdbinary) -> None:
+def test_without_a_folder_the_mails_go_to_stdout(
+    bench: SeriesSandbox, tmp_path: Path, capfdbinary
+) -> None:
     """What is printed is the mails one behind the other, which git takes as well."""
     assert run("0.3.1", "--patches", str(bench.folder)) == 0
     printed = capfdbinary.readouterr().out
@@ -92,7 +94,7 @@ def test_without_a_folder_the_mails_go_to_stdout(bench: Bench, tmp_path: Path, c
     assert run("0.3.1", "--json", "--patches", str(bench.folder)) == UsageError.exit_code
 
 
-def test_the_folder_is_a_quilt_folder(bench: Bench, tmp_path: Path) -> None:
+def test_the_folder_is_a_quilt_folder(bench: SeriesSandbox, tmp_path: Path) -> None:
     """The list names the mails in their order, so that quilt and our own doors take the folder."""
     assert run("0.3.1", "--to", str(tmp_path / "out"), "--patches", str(bench.folder)) == 0
     head, *names = (tmp_path / "out" / "series").read_text("utf-8").splitlines()
@@ -102,7 +104,9 @@ def test_the_folder_is_a_quilt_folder(bench: Bench, tmp_path: Path) -> None:
     assert again.order == ("one", "two")
 
 
-def test_an_earlier_series_makes_room_and_nothing_else(bench: Bench, tmp_path: Path) -> None:
+def test_an_earlier_series_makes_room_and_nothing_else(
+    bench: SeriesSandbox, tmp_path: Path
+) -> None:
     """A second export replaces the first; a folder with anything else in it stays as it is."""
     out = tmp_path / "out"
     assert run("0.3.1", "--to", str(out), "--patches", str(bench.folder)) == 0
@@ -127,7 +131,7 @@ def test_an_earlier_series_makes_room_and_nothing_else(bench: Bench, tmp_path: P
         patch_export.write_mails((), quilt, base="", release="")
 
 
-def test_a_release_without_patches_is_told(bench: Bench, tmp_path: Path, capfd) -> None:
+def test_a_release_without_patches_is_told(bench: SeriesSandbox, tmp_path: Path, capfd) -> None:
     """Where no patch is meant the reasons are named, and nothing is written."""
     out = tmp_path / "out"
     assert run("0.3.2", "--to", str(out), "--patches", str(bench.folder)) != 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from patching_kit import Bench, diff, numbered
+from patching_kit import SeriesSandbox, diff, numbered
 
 from pyllamakv.errors import NoPortApplies, PatchConflict, UsageError
 from pyllamakv.patching import apply, lint, patch_import, series
@@ -32,9 +32,9 @@ Subject: [PATCH 1/2] kv: do a thing that takes a great many words to say, too ma
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
+def bench(tmp_path: Path) -> SeriesSandbox:
     """Return three releases: the base, one where the hunks moved, one where they do not apply."""
-    bench = Bench(open_store(tmp_path / "store.git"), tmp_path / "patches")
+    bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
     bench.add_release("0.3.1", OLD, "2025-01-01")
     bench.add_release("0.3.2", OLD | {"src/a.cpp": b"+\n" + numbered(60)}, "2025-01-02")
     bench.add_release("0.3.3", OLD | {"src/a.cpp": numbered(60, l10="other")}, "2025-01-03")
@@ -42,7 +42,9 @@ def bench(tmp_path: Path) -> Bench:
     return bench
 
 
-def take(bench: Bench, path: Path, id_: str = "mine", **words: object) -> patch_import.Imported:
+def take(
+    bench: SeriesSandbox, path: Path, id_: str = "mine", **words: object
+) -> patch_import.Imported:
     return patch_import.import_patch(
         path,
         id_,
@@ -54,7 +56,7 @@ def take(bench: Bench, path: Path, id_: str = "mine", **words: object) -> patch_
     )
 
 
-def test_file(bench: Bench, tmp_path: Path) -> None:
+def test_file(bench: SeriesSandbox, tmp_path: Path) -> None:
     """It is tried everywhere, written against the nearest base, and clean under lint."""
     file = tmp_path / "mine.patch"
     file.write_bytes(MAIL + diff(OLD, NEW))
@@ -74,7 +76,7 @@ def test_file(bench: Bench, tmp_path: Path) -> None:
         take(bench, file)
 
 
-def test_folder_is_one_patch(bench: Bench, tmp_path: Path) -> None:
+def test_folder_is_one_patch(bench: SeriesSandbox, tmp_path: Path) -> None:
     """The files of a folder, and the mails of a mailbox, become one text."""
     folder = tmp_path / "set"
     folder.mkdir()
@@ -91,7 +93,7 @@ def test_folder_is_one_patch(bench: Bench, tmp_path: Path) -> None:
     ]
 
 
-def test_new_series(bench: Bench, tmp_path: Path) -> None:
+def test_new_series(bench: SeriesSandbox, tmp_path: Path) -> None:
     """A folder that is no series yet becomes one."""
     file = tmp_path / "x.diff"
     file.write_bytes(diff(OLD, NEW))
@@ -103,7 +105,7 @@ def test_new_series(bench: Bench, tmp_path: Path) -> None:
     assert series.load(own).order == ("x",)
 
 
-def test_refusals(bench: Bench, tmp_path: Path) -> None:
+def test_refusals(bench: SeriesSandbox, tmp_path: Path) -> None:
     """Where it does not apply, or cannot be named, nothing is written."""
     file = tmp_path / "mine.patch"
     file.write_bytes(diff(OLD, NEW))

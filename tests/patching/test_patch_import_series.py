@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from patching_kit import Bench, diff, numbered
+from patching_kit import SeriesSandbox, diff, numbered
 
 from pyllamakv.errors import PatchFormatError, UsageError
 from pyllamakv.patching import apply, foreign_series, status
@@ -20,14 +20,14 @@ TWO = diff(OLD, OLD | {"src/b.cpp": numbered(20, l9="y")})
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
+def bench(tmp_path: Path) -> SeriesSandbox:
     """Return a release without any series."""
-    bench = Bench(open_store(tmp_path / "store.git"), tmp_path / "patches")
+    bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
     bench.add_release("0.3.1", OLD)
     return bench
 
 
-def test_one_file(bench: Bench, tmp_path: Path) -> None:
+def test_one_file(bench: SeriesSandbox, tmp_path: Path) -> None:
     """A file is a series of one patch, named after it."""
     file = tmp_path / "0001-Some Fix.patch"
     file.write_bytes(ONE)
@@ -70,7 +70,7 @@ def test_a_quilt_series_stays_in_its_folder(tmp_path: Path, name: str) -> None:
         foreign_series.load(tmp_path / "theirs")
 
 
-def test_our_own_shape(bench: Bench) -> None:
+def test_our_own_shape(bench: SeriesSandbox) -> None:
     """A folder with series.toml is read like the shipped one."""
     bench.add_patch("one", {"0.3.1": (OLD, OLD | {"src/b.cpp": numbered(20, l9="y")})})
     (definition,) = foreign_series.load(bench.folder)

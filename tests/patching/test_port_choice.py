@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from patching_kit import Bench, diff, numbered
+from patching_kit import SeriesSandbox, diff, numbered
 
 from pyllamakv.errors import NoPortApplies, PatchConflict, UsageError
 from pyllamakv.patching import port_choice, series
@@ -27,9 +27,9 @@ def patched(files: dict[str, bytes], **changed: bytes) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
+def bench(tmp_path: Path) -> SeriesSandbox:
     """Return two releases and three patches: `one`, `two` (requires `one`), `three`."""
-    bench = Bench(open_store(tmp_path / "store.git"), tmp_path / "patches")
+    bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
     bench.add_release("0.3.1", OLD)
     bench.add_release("0.3.2", NEW)
     first = (OLD, patched(OLD, a=numbered(60, l10="one")))
@@ -46,14 +46,14 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def plan(
-    bench: Bench, release: str, names: list[str | Port] | None = None
+    bench: SeriesSandbox, release: str, names: list[str | Port] | None = None
 ) -> port_choice.PortChoice:
     return port_choice.choose_for_release(
         bench.releases[release], names, series=series.load(bench.folder), store=bench.store
     )
 
 
-def test_requirements_come_along(bench: Bench) -> None:
+def test_requirements_come_along(bench: SeriesSandbox) -> None:
     """Asking for one patch brings the ones it requires, before it."""
     found = plan(bench, "0.3.1", ["two"])
     assert [text.id for text in found.texts] == ["one", "two"]
@@ -62,7 +62,7 @@ def test_requirements_come_along(bench: Bench) -> None:
     assert entry.data == numbered(60, l10="one\ntwo")
 
 
-def test_every_patch_that_applies(bench: Bench) -> None:
+def test_every_patch_that_applies(bench: SeriesSandbox) -> None:
     """Without names the series is applied; what does not apply is left out with the reason."""
     assert [text.name for text in plan(bench, "0.3.1").texts] == [
         "one (0.3.1)", "two (0.3.1)", "three (0.3.1)",
@@ -74,7 +74,7 @@ def test_every_patch_that_applies(bench: Bench) -> None:
     assert "does not apply" in skipped.reason
 
 
-def test_the_text_of_the_release_goes_first(bench: Bench) -> None:
+def test_the_text_of_the_release_goes_first(bench: SeriesSandbox) -> None:
     """Where several texts would go in, the one written for the release is taken."""
     both = plan(bench, "0.3.2", ["one"])
     assert both.texts[0].base == "0.3.2"
@@ -82,7 +82,7 @@ def test_the_text_of_the_release_goes_first(bench: Bench) -> None:
     assert [text.base for text in port_choice.candidates(definition, "0.3.2")] == ["0.3.2", "0.3.1"]
 
 
-def test_markers_decide_before_the_hunks(bench: Bench) -> None:
+def test_markers_decide_before_the_hunks(bench: SeriesSandbox) -> None:
     """A text whose markers do not hold is not tried, and the reason names the marker."""
     bench.add_patch(
         "four", {"0.3.1": (OLD, patched(OLD, b=numbered(20, l3="4")))}, marker=("src/c.cpp", "x")
@@ -91,7 +91,7 @@ def test_markers_decide_before_the_hunks(bench: Bench) -> None:
         plan(bench, "0.3.1", ["four"])
 
 
-def test_releases_are_respected(bench: Bench) -> None:
+def test_releases_are_respected(bench: SeriesSandbox) -> None:
     """A patch that is meant for older releases is refused by name and left out otherwise."""
     bench.add_patch(
         "five", {"0.3.1": (OLD, patched(OLD, b=numbered(20, l15="5")))}, releases="<0.3.2"
@@ -102,7 +102,7 @@ def test_releases_are_respected(bench: Bench) -> None:
         plan(bench, "0.3.2", ["five"])
 
 
-def test_a_named_patch_must_apply(bench: Bench) -> None:
+def test_a_named_patch_must_apply(bench: SeriesSandbox) -> None:
     """A conflict in a named patch is raised with its whole state."""
     with pytest.raises(PatchConflict) as caught:
         plan(bench, "0.3.2", ["two"])
@@ -113,7 +113,7 @@ def test_a_named_patch_must_apply(bench: Bench) -> None:
     assert error.exit_code == 3
 
 
-def test_nothing_applies(bench: Bench) -> None:
+def test_nothing_applies(bench: SeriesSandbox) -> None:
     """A release on which no patch applies says so, with every conflict."""
     bench.add_release("0.4", {"src/a.cpp": b"line 1\nnothing else\n"})
     with pytest.raises(NoPortApplies) as caught:
@@ -121,13 +121,13 @@ def test_nothing_applies(bench: Bench) -> None:
     assert {error.patch.split()[0] for error in caught.value.conflicts} == {"one", "three"}
 
 
-def test_unknown_patch(bench: Bench) -> None:
+def test_unknown_patch(bench: SeriesSandbox) -> None:
     """A name that is not in the series gets the closest names."""
     with pytest.raises(UsageError, match="three"):
         plan(bench, "0.3.1", ["thre"])
 
 
-def test_foreign_files_and_texts(bench: Bench, tmp_path: Path) -> None:
+def test_foreign_files_and_texts(bench: SeriesSandbox, tmp_path: Path) -> None:
     """A patch file is a name like any other; a text at hand replaces the shipped one of its id."""
     file = tmp_path / "My Fix.patch"
     file.write_bytes(diff(OLD, patched(OLD, b=numbered(20, l2="mine"))))
@@ -140,7 +140,7 @@ def test_foreign_files_and_texts(bench: Bench, tmp_path: Path) -> None:
     assert [text.id for text in plan(bench, "0.3.1", [crippled]).texts] == ["one", "two"]
 
 
-def test_requirement_of_one_text(bench: Bench) -> None:
+def test_requirement_of_one_text(bench: SeriesSandbox) -> None:
     """A requirement that only one text states counts where that text is meant."""
     toml = bench.folder / "three" / "patch.toml"
     toml.write_text(
@@ -150,7 +150,7 @@ def test_requirement_of_one_text(bench: Bench) -> None:
     assert [text.id for text in plan(bench, "0.3.1", ["three"]).texts] == ["one", "three"]
 
 
-def test_a_failed_requirement_is_the_reason(bench: Bench) -> None:
+def test_a_failed_requirement_is_the_reason(bench: SeriesSandbox) -> None:
     """A patch whose requirement does not apply says that, not something about its own hunks."""
     bench.add_release("0.3.3", {**OLD, "src/a.cpp": numbered(60, l8="other")})
     found = plan(bench, "0.3.3")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from patching_kit import Bench, numbered
+from patching_kit import SeriesSandbox, numbered
 
 from pyllamakv.errors import NoPortApplies, RebaseConflict, UsageError
 from pyllamakv.patching import apply, lint, patch_export, rebase, rebase_session, series, worktree
@@ -29,10 +29,10 @@ GONE = {"src/b.cpp": numbered(20), "src/c.cpp": b"other\n" * 99 + CODE}
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SeriesSandbox:
     """Return releases of growing distance and two patches for the first, one on the other."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
-    bench = Bench(open_store(), tmp_path / "patches")
+    bench = SeriesSandbox(open_store(), tmp_path / "patches")
     trees = {"0.3.1": OLD, "0.3.2": NEAR, "0.3.3": FAR, "0.3.4": DONE, "0.3.5": GONE}
     for number, (name, files) in enumerate(trees.items(), 1):
         bench.add_release(name, files, f"2025-01-0{number}")
@@ -43,23 +43,23 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     return bench
 
 
-def carry(bench: Bench, *ids: str, onto: str, **words: object) -> list[rebase.Rebased]:
+def carry(bench: SeriesSandbox, *ids: str, onto: str, **words: object) -> list[rebase.Rebased]:
     return list(rebase.rebase(ids, onto, patches=bench.folder, **words))  # type: ignore[arg-type]
 
 
-def stop(bench: Bench, *ids: str, onto: str = "0.3.3", **words: object) -> RebaseConflict:
+def stop(bench: SeriesSandbox, *ids: str, onto: str = "0.3.3", **words: object) -> RebaseConflict:
     with pytest.raises(RebaseConflict) as caught:
         carry(bench, *ids, onto=onto, **words)
     assert caught.value.folder is not None
     return caught.value
 
 
-def left(bench: Bench) -> list[Path]:
+def left(bench: SeriesSandbox) -> list[Path]:
     folder = bench.store.path.parent / "rebase"
     return [*folder.glob("*"), *(bench.store.path / "worktrees").glob("*")]
 
 
-def test_clean(bench: Bench) -> None:
+def test_clean(bench: SeriesSandbox) -> None:
     """What git can merge becomes a text that applies, round-trips and is in patch.toml."""
     (done,) = carry(bench, "one", onto="0.3.2")
     assert (done.state, done.anchor, done.base) == ("clean", "0.3.1", "0.3.1")
@@ -80,7 +80,7 @@ def test_clean(bench: Bench) -> None:
     assert carry(bench, "one", onto="0.3.2", force=True)[0].state == "clean"
 
 
-def test_conflict_continue(bench: Bench) -> None:
+def test_conflict_continue(bench: SeriesSandbox) -> None:
     """A conflict leaves marks with the common ancestor; once solved, the text is written."""
     error = stop(bench, "one")
     assert error.files == ("src/a.cpp",)
@@ -108,7 +108,7 @@ def test_conflict_continue(bench: Bench) -> None:
 MARKS = (b"<<<<<<<", b"|||||||", b">>>>>>>")
 
 
-def test_what_a_person_lost_is_told(bench: Bench) -> None:
+def test_what_a_person_lost_is_told(bench: SeriesSandbox) -> None:
     """A hunk that is dropped while solving a conflict is named."""
     error = stop(bench, "one")
     file = error.folder / "src/a.cpp"  # type: ignore[operator]
@@ -121,7 +121,7 @@ def test_what_a_person_lost_is_told(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("way", ["abort", "skip"])
-def test_leaving(bench: Bench, way: str) -> None:
+def test_leaving(bench: SeriesSandbox, way: str) -> None:
     """Abort and skip write nothing and leave nothing."""
     stop(bench, "one")
     before = {path: path.read_bytes() for path in bench.folder.rglob("*") if path.is_file()}
@@ -136,7 +136,7 @@ def test_leaving(bench: Bench, way: str) -> None:
         list(rebase.resume("one"))
 
 
-def test_several(bench: Bench, tmp_path: Path) -> None:
+def test_several(bench: SeriesSandbox, tmp_path: Path) -> None:
     """Patches follow each other; one that requires another finds what was just written."""
     out = tmp_path / "out"
     error = stop(bench, "one", "two", to=out)
@@ -151,7 +151,7 @@ def test_several(bench: Bench, tmp_path: Path) -> None:
         carry(bench, "two", onto="0.3.3")
 
 
-def test_a_requirement_that_has_ended(bench: Bench) -> None:
+def test_a_requirement_that_has_ended(bench: SeriesSandbox) -> None:
     """A required patch that is not meant for the target is left behind, and that is told."""
     file = bench.folder / "one" / "patch.toml"
     file.write_text(file.read_text().replace('releases = ""', 'releases = "<0.3.4"'))
@@ -170,14 +170,14 @@ def test_a_requirement_that_has_ended(bench: Bench) -> None:
     assert patched.patches == ("two",)
 
 
-def test_empty(bench: Bench) -> None:
+def test_empty(bench: SeriesSandbox) -> None:
     """A release that has the change already needs no text."""
     (done,) = carry(bench, "one", onto="0.3.4")
     assert (done.state, done.path) == ("empty", None)
     assert not left(bench)
 
 
-def test_file_gone(bench: Bench) -> None:
+def test_file_gone(bench: SeriesSandbox) -> None:
     """A file that the target has not got must be decided on, not slip in as a whole."""
     error = stop(bench, "one", onto="0.3.5")
     assert error.files == ("src/a.cpp",)
@@ -193,7 +193,7 @@ def test_file_gone(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("moment", ["make", "cherry_pick"])
-def test_killed(bench: Bench, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+def test_killed(bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     """A process that dies at any moment leaves what abort cleans and a new start replaces."""
 
     class KilledError(BaseException):
@@ -216,7 +216,7 @@ def test_killed(bench: Bench, monkeypatch: pytest.MonkeyPatch, moment: str) -> N
     assert not left(bench)
 
 
-def test_foreign_patch(bench: Bench, tmp_path: Path) -> None:
+def test_foreign_patch(bench: SeriesSandbox, tmp_path: Path) -> None:
     """A patch that is no series is carried to a folder, with its own words."""
     file = tmp_path / "mine.patch"
     file.write_bytes(bench.mail("one", "0.3.1").replace(b"Patch: one", b"Patch: mine"))
@@ -227,7 +227,7 @@ def test_foreign_patch(bench: Bench, tmp_path: Path) -> None:
     assert b"Because one is needed." in done.path.read_bytes()
 
 
-def test_nothing_to_start_from(bench: Bench) -> None:
+def test_nothing_to_start_from(bench: SeriesSandbox) -> None:
     """A patch that applies nowhere cannot be carried."""
     data = bench.file("one", "0.3.1").read_bytes()
     bench.file("one", "0.3.1").write_bytes(data.replace(b"-line 10", b"-line X"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from patching_kit import Bench, numbered
+from patching_kit import SeriesSandbox, numbered
 
 from pyllamakv.errors import PatchFormatError, UsageError
 from pyllamakv.patching import lint, series
@@ -19,15 +19,15 @@ NEW = {"src/a.cpp": numbered(20, l9="x")}
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
+def bench(tmp_path: Path) -> SeriesSandbox:
     """Return two patches, the second requiring the first."""
-    bench = Bench(open_store(tmp_path / "store.git"), tmp_path / "patches")
+    bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
     bench.add_patch("one", {"0.3.1": (OLD, NEW)})
     bench.add_patch("two", {"0.3.1": (NEW, OLD)}, requires=("one",))
     return bench
 
 
-def test_order(bench: Bench) -> None:
+def test_order(bench: SeriesSandbox) -> None:
     """Patches come in the order of series.toml."""
     found = series.load(bench.folder)
     assert found.order == ("one", "two")
@@ -36,20 +36,20 @@ def test_order(bench: Bench) -> None:
     assert found.definition("two").ports[0].requires == ("one",)
 
 
-def test_requirements_come_before(bench: Bench) -> None:
+def test_requirements_come_before(bench: SeriesSandbox) -> None:
     """An order that puts a patch before one it requires is refused."""
     (bench.folder / "series.toml").write_text('schema = 1\norder = ["two", "one"]\n')
     with pytest.raises(PatchFormatError, match="two requires one"):
         series.load(bench.folder)
 
 
-def test_unknown_id(bench: Bench) -> None:
+def test_unknown_id(bench: SeriesSandbox) -> None:
     """A misspelt id is answered with the closest one."""
     with pytest.raises(UsageError, match="did you mean two"):
         series.load(bench.folder).definition("tow")
 
 
-def test_a_text_may_be_missing_while_it_is_written(bench: Bench) -> None:
+def test_a_text_may_be_missing_while_it_is_written(bench: SeriesSandbox) -> None:
     """A text without a file is an error, unless it is just being made."""
     bench.file("two", "0.3.1").unlink()
     with pytest.raises(PatchFormatError, match="has no file"):

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from patching_kit import Bench, numbered
+from patching_kit import SeriesSandbox, numbered
 
 from pyllamakv.patching import series, status
 from pyllamakv.source.store import open_store
@@ -21,9 +21,9 @@ THREE = OLD | {"src/b.cpp": numbered(20, l9="three")}
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
+def bench(tmp_path: Path) -> SeriesSandbox:
     """Return three releases, and patches of which the first two fail on the second release."""
-    bench = Bench(open_store(tmp_path / "store.git"), tmp_path / "patches")
+    bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
     bench.add_release("0.3.1", OLD)
     bench.add_release("0.3.2", OLD | {"src/a.cpp": b"+\n+\n" + numbered(60, l41="upstream")})
     bench.add_release("0.3.3", OLD | {"src/a.cpp": b"+\n+\n" + numbered(60)})
@@ -33,14 +33,14 @@ def bench(tmp_path: Path) -> Bench:
     return bench
 
 
-def table(bench: Bench) -> dict[str, list[status.PatchStatus]]:
+def table(bench: SeriesSandbox) -> dict[str, list[status.PatchStatus]]:
     found = status.status(
         bench.releases.values(), series=series.load(bench.folder), store=bench.store
     )
     return {name: [s for s in found if s.release == name] for name in bench.releases}
 
 
-def test_every_patch_is_shown(bench: Bench) -> None:
+def test_every_patch_is_shown(bench: SeriesSandbox) -> None:
     """A failure hides nothing: the patch that needs it is blocked, the next one is tried."""
     found = {name: [s.state for s in row] for name, row in table(bench).items()}
     assert found == {
@@ -50,7 +50,7 @@ def test_every_patch_is_shown(bench: Bench) -> None:
     }
 
 
-def test_hunks_tell_where_they_went(bench: Bench) -> None:
+def test_hunks_tell_where_they_went(bench: SeriesSandbox) -> None:
     """Each hunk has its state and offset, the good ones of a failing patch too."""
     one, two, _ = table(bench)["0.3.2"]
     assert one.best is not None
@@ -58,12 +58,12 @@ def test_hunks_tell_where_they_went(bench: Bench) -> None:
     assert one.best.failed[0].found == "upstream"
     assert two.reason == "requires one, which is not applied here"
     moved = table(bench)["0.3.3"][0]
-    assert moved.text == "0.3.1"
+    assert moved.port == "0.3.1"
     assert moved.best is not None
     assert [p.offset for p in moved.best.placements] == [2, 2]
 
 
-def test_json_and_annotations(bench: Bench) -> None:
+def test_json_and_annotations(bench: SeriesSandbox) -> None:
     """Both machine forms name the failing hunk; annotations are one line each."""
     row = table(bench)["0.3.2"]
     data = json.loads(json.dumps([one.as_json() for one in row]))
@@ -78,7 +78,7 @@ def test_json_and_annotations(bench: Bench) -> None:
     assert "%0A" in lines[0]
 
 
-def test_nothing_is_written(bench: Bench) -> None:
+def test_nothing_is_written(bench: SeriesSandbox) -> None:
     """Looking leaves the store as it was."""
     before = sorted(path.name for path in bench.store.path.rglob("*"))
     table(bench)

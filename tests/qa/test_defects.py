@@ -9,7 +9,7 @@ import pytest
 from pyllamakv.errors import HarnessError
 from pyllamakv.home import checkout
 from qa import defects, document
-from qa.entry import Effort
+from qa.entry import StressOptions
 
 _CONFIG = """
 [tool.pytest.ini_options]
@@ -53,14 +53,14 @@ def test_found_and_fixed_is_what_markers_say(root: Path) -> None:
     """Each defect counts once, where it lay; its tests run, and a cure that none ran for shows."""
     put(root, _TESTS.replace("== {wanted}", "> 0"))
     seen: list[str] = []
-    found = {entry.name: entry for entry in defects.entries(Effort(), seen.append)}
+    found = {entry.name: entry for entry in defects.entries(StressOptions(), seen.append)}
     assert tuple(found) == defects.names()
     fuzzing = found["found by fuzzing"]
     assert (fuzzing.row["defects fixed"], fuzzing.row["in shim"]) == ("1", "1")
     assert (fuzzing.row["tests that hold the cures"], fuzzing.row["passed"]) == ("2", "2")
     assert fuzzing.notes == ("a restore left half a state (shim)",)
     assert found["found by random_operations"].row["in llama.cpp"] == "1"
-    assert found["found by faults"].undecided == "1 need what is not built here"
+    assert found["found by faults"].skip_reason == "1 need what is not built here"
     assert all(entry.passed for entry in found.values())
     assert "test_both" in seen
 
@@ -68,7 +68,7 @@ def test_found_and_fixed_is_what_markers_say(root: Path) -> None:
 def test_a_cure_that_does_not_hold_is_a_defect(root: Path) -> None:
     """One parameter is enough, and what another finder found is not blamed."""
     put(root, _TESTS.replace("{wanted}", "1"))
-    effort = Effort(only=("found by fuzzing", "found by random_operations"))
+    effort = StressOptions(only=("found by fuzzing", "found by random_operations"))
     schedules, fuzzing = defects.entries(effort, str)
     assert schedules.passed
     assert fuzzing.defects == ("tests/test_some.py::test_again fails",)
@@ -79,7 +79,7 @@ def test_tests_that_cannot_be_run_break_off(root: Path) -> None:
     """Nothing was proved then."""
     put(root, _TESTS + "\nimport nothing_of_that_name\n")
     with pytest.raises(HarnessError, match="pytest ended with status"):
-        defects.entries(Effort(), str)
+        defects.entries(StressOptions(), str)
 
 
 @pytest.mark.parametrize(
@@ -104,15 +104,15 @@ def test_markers_say_all_of_it(root: Path, words: str) -> None:
 def test_an_installed_package_has_no_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which says so, and replaces nothing."""
     monkeypatch.setattr(defects, "checkout", lambda: None)
-    entry = defects.entries(Effort(only=("found by leaks",)), str)[0]
-    assert not entry.tried
-    assert "needs a checkout" in entry.undecided
+    entry = defects.entries(StressOptions(only=("found by leaks",)), str)[0]
+    assert not entry.ran
+    assert "needs a checkout" in entry.skip_reason
 
 
 def test_defects_are_listed_below_the_table(root: Path, tmp_path: Path) -> None:
     """And come back as they were written."""
     put(root, _TESTS.replace("== {wanted}", "> 0"))
-    made = defects.entries(Effort(only=("found by fuzzing",)), str)
+    made = defects.entries(StressOptions(only=("found by fuzzing",)), str)
     path = tmp_path / "RELIABILITY.md"
     document.write(path, made)
     assert "\nFound by fuzzing:\n\n- a restore left half a state (shim)\n" in path.read_text()
@@ -128,5 +128,6 @@ def test_the_shipped_document_lists_what_the_tests_hold() -> None:
     kept = [each for each in shipped if each.section == "defects"]
     noted = {(entry.name, note) for entry in kept for note in entry.notes}
     assert noted == {
-        (f"found by {each.by}", f"{each.what} ({each.of})") for each in defects.read(root)
+        (f"found by {each.found_by}", f"{each.what} ({each.location})")
+        for each in defects.read(root)
     }

@@ -8,7 +8,7 @@ import pytest
 
 from pyllamakv.home import checkout
 from qa import SECTIONS, document, selection
-from qa.entry import Effort, Entry, untried
+from qa.entry import Entry, StressOptions, skipped_entry
 
 
 def entry(name: str, count: str, *defects: str, section: str = "faults") -> Entry:
@@ -31,11 +31,11 @@ def test_what_was_not_tried_again_stays(tmp_path: Path) -> None:
 def test_what_could_not_be_tried_replaces_nothing(tmp_path: Path) -> None:
     """Its line stands only where there is no other, says why, and has no date."""
     path = tmp_path / "RELIABILITY.md"
-    lacking = [untried("faults", name, "no clang").dated("a") for name in ("kill", "disk")]
+    lacking = [skipped_entry("faults", name, "no clang").dated("a") for name in ("kill", "disk")]
     document.write(path, [entry("kill", "10")])
     document.write(path, lacking)
     kill, disk = document.read(path)
-    assert (kill, disk.tried) == (entry("kill", "10"), False)
+    assert (kill, disk.ran) == (entry("kill", "10"), False)
     assert "| disk |  | not tried: no clang |" in path.read_text()
     assert path.read_text().count("Measured") == 1
     document.write(path, [entry("disk", "4")])
@@ -63,6 +63,6 @@ def test_the_shipped_document_has_no_names_of_before(section: str) -> None:
 
 def test_an_effort_is_shared_among_parts() -> None:
     """Parts have the time of the whole together, and `only` chooses among them."""
-    assert Effort(seconds=60).shared(4).seconds == 15
-    assert Effort().wants("any")
-    assert not Effort(only=("one",)).wants("other")
+    assert StressOptions(seconds=60).shared(4).seconds == 15
+    assert StressOptions().wants("any")
+    assert not StressOptions(only=("one",)).wants("other")

@@ -12,8 +12,8 @@ import pytest
 from pyllamakv.errors import NotBuilt, UsageError
 from qa import SECTIONS, document, fuzzing, leaks, main, sanitizers, selection
 from qa import random_operations as schedules
-from qa.entry import Effort, Entry, Tick, untried
-from qa.fuzzing.outcome import Outcome, entry
+from qa.entry import Entry, StressOptions, Tick, skipped_entry
+from qa.fuzzing.fuzz_result import FuzzResult, entry
 
 
 def cli(capsys, *words: object) -> tuple[int, str, str]:
@@ -24,11 +24,11 @@ def cli(capsys, *words: object) -> tuple[int, str, str]:
 
 
 @pytest.fixture
-def efforts(monkeypatch: pytest.MonkeyPatch) -> list[Effort]:
+def efforts(monkeypatch: pytest.MonkeyPatch) -> list[StressOptions]:
     """Let a section find a leak where it is asked for ``bad``, and nothing else anywhere."""
-    asked: list[Effort] = []
+    asked: list[StressOptions] = []
 
-    def entries(effort: Effort, tick: object) -> list[Entry]:
+    def entries(effort: StressOptions, tick: object) -> list[Entry]:
         asked.append(effort)
         known = [Entry("leaks", "bad", {}, ("it leaks",)), Entry("leaks", "good", {})]
         return [entry for entry in known if effort.wants(entry.name)]
@@ -56,10 +56,10 @@ def test_the_command_is_the_one_that_measures_it_again(efforts, capsys) -> None:
     options = ("--seconds", "30", "--seed", "7", "--only", "good", "--jobs", "2")
     _, out, _ = cli(capsys, "stress", "leaks", *options)
     assert "`python -m qa stress leaks --seconds 30 --seed 7 --jobs 2 --only good`" in out
-    assert efforts == [Effort(30.0, 7, ("good",), 2)]
+    assert efforts == [StressOptions(30.0, 7, ("good",), 2)]
     _, out, _ = cli(capsys, "stress", "leaks", "--operations", 10)
     assert "`python -m qa stress leaks --seconds 90 --operations 10`" in out
-    assert efforts.pop() == Effort(90.0, operations=10)
+    assert efforts.pop() == StressOptions(90.0, operations=10)
     _, out, _ = cli(capsys, "stress", "leaks", "--only", "good")
     assert "`python -m qa stress leaks --seconds 90 --only good`" in out
 
@@ -69,7 +69,7 @@ def test_what_is_being_done_may_have_brackets(efforts, capsys, monkeypatch) -> N
     broken: list[object] = []
     monkeypatch.setattr(threading, "excepthook", broken.append)
 
-    def entries(effort: Effort, tick: Tick) -> list[Entry]:
+    def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
         tick("test_paths[/x]")
         # Several times as long as between two drawings.
         time.sleep(0.5)
@@ -102,7 +102,7 @@ def test_a_section_has_the_names_that_are_its_own(efforts, capsys, monkeypatch) 
     for section in SECTIONS:
         if section != "leaks":
             monkeypatch.setattr(selection.module(section), "entries", None)
-    asked: list[Effort] = []
+    asked: list[StressOptions] = []
     monkeypatch.setattr(schedules, "entries", lambda effort, tick: asked.append(effort) or [])
     assert cli(capsys, "stress", "--only", "good")[0] == 0
     assert cli(capsys, "stress", "--only", "good", "--only", "0.3.9")[0] == 0
@@ -133,7 +133,7 @@ def test_a_section_that_breaks_takes_nothing_with_it(
     """The next ones are tried, all that was found is told, and the status is the error's."""
     path = tmp_path / "RELIABILITY.md"
 
-    def breaks(effort: Effort, tick: object) -> list[Entry]:
+    def breaks(effort: StressOptions, tick: object) -> list[Entry]:
         raise error
 
     monkeypatch.setattr(fuzzing, "entries", breaks)
@@ -157,7 +157,7 @@ def test_a_section_that_breaks_takes_nothing_with_it(
 def test_what_was_found_is_told_when_somebody_interrupts(efforts, capsys, monkeypatch) -> None:
     """Hours of one section are not lost with the next one."""
 
-    def interrupted(effort: Effort, tick: object) -> list[Entry]:
+    def interrupted(effort: StressOptions, tick: object) -> list[Entry]:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sanitizers, "entries", interrupted)
@@ -185,9 +185,9 @@ def test_what_could_not_be_tried_is_told(
     path = tmp_path / "RELIABILITY.md"
     lacks = False
 
-    def entries(effort: Effort, tick: object) -> list[Entry]:
-        made = [entry(name, Outcome(inputs=9), effort.seed) for name in ("lock", "wire")]
-        made = [made[0], untried("fuzzing", "wire", "no clang")] if lacks else made
+    def entries(effort: StressOptions, tick: object) -> list[Entry]:
+        made = [entry(name, FuzzResult(inputs=9), effort.seed) for name in ("lock", "wire")]
+        made = [made[0], skipped_entry("fuzzing", "wire", "no clang")] if lacks else made
         return [each for each in made if effort.wants(each.name)]
 
     monkeypatch.setattr(fuzzing, "entries", entries)
@@ -208,8 +208,8 @@ def test_fuzzing_adds_up_in_the_document(
     """Another seed is added to what stands there; the same one would count the same twice."""
     path = tmp_path / "RELIABILITY.md"
 
-    def entries(effort: Effort, tick: object) -> list[Entry]:
-        made = Outcome(inputs=100, seconds=1.0, cpu=2.0, coverage=3, total=4)
+    def entries(effort: StressOptions, tick: object) -> list[Entry]:
+        made = FuzzResult(inputs=100, seconds=1.0, cpu=2.0, coverage=3, total=4)
         return [entry(name, made, effort.seed) for name in ("lock", "wire") if effort.wants(name)]
 
     monkeypatch.setattr(fuzzing, "entries", entries)

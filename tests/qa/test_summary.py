@@ -79,7 +79,7 @@ def test_defects_and_undecided_entries_are_open() -> None:
     entries = [
         Entry("leaks", "good", {"operations": "1,000"}, measured="2026-11-24, a, `x`"),
         Entry("leaks", "bad", {"operations": "10"}, ("it leaks",), measured="2026-11-23, a, `y`"),
-        Entry("leaks", "short", {"operations": "1"}, undecided="too few", measured=""),
+        Entry("leaks", "short", {"operations": "1"}, skip_reason="too few", measured=""),
     ]
     page = summary.reliability(entries)
     row = next(line for line in page.splitlines() if line.startswith("| Memory"))

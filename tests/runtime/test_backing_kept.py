@@ -34,10 +34,10 @@ pytestmark = [
 @pytest.fixture
 def speaking(build: Variant) -> Iterator[kv.Model]:
     """Load another model."""
-    from pyllamakv.scenarios import synthetic
+    from pyllamakv.scenarios import synthetic_models
 
     with kv.open(build.folder) as library:
-        yield library.load_model(synthetic.model("bytes"))
+        yield library.load_model(synthetic_models.model("bytes"))
 
 
 def test_kept_across_processes(build: Variant, model: kv.Model, tmp_path: Path) -> None:

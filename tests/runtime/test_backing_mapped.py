@@ -151,12 +151,12 @@ def test_in_a_worker(build: Variant, tiny_model: Path, tmp_path: Path) -> None:
 
 def test_a_sliding_window_keeps_two_files(build: Variant, tmp_path: Path) -> None:
     """A model with a window has two caches, each in a file; both must be of one flush."""
-    from pyllamakv.scenarios import synthetic
+    from pyllamakv.scenarios import synthetic_models
 
     file = tmp_path / "cache"
     keep: dict[str, Any] = {"kv_backing": file, "kv_keep": True, **context_options()}
     with kv.open(build.folder) as library:
-        model = library.load_model(synthetic.model("sliding"))
+        model = library.load_model(synthetic_models.model("sliding"))
         with model.context(**context_options()) as ctx:
             wanted = logits(ctx, [fill(ctx, TOKENS)])[0]
         with model.context(**keep) as ctx:
@@ -228,25 +228,25 @@ def test_the_environment_chooses(build: Variant, tiny_model: Path, tmp_path: Pat
 @pytest.mark.parametrize("flash", [False, True])
 def test_random_schedules(model: kv.Model, flash: bool) -> None:
     """Whatever happens to sequences in mapped memory, every step is proved as on the heap."""
-    from qa.random_operations import schedules
+    from qa.random_operations import operation_cases
 
     def make() -> kv.Context:
         return model.context(256, 96, 32, 5, flash_attn=flash, kv_backing="mmap", defrag_trim=True)
 
     for seed in range(6):
-        schedules.prove(make, seed, 25)
+        operation_cases.run_seed(make, seed, 25)
 
 
 def test_layers_on_devices_stay_there(build: Variant, tmp_path: Path) -> None:
     """What lies on a device is not mapped: it is counted, and where nothing is left, refused."""
-    from pyllamakv.scenarios import synthetic
+    from pyllamakv.scenarios import synthetic_models
 
     with (
         kv.serve_rpc(build.folder, threads=1) as server,
         kv.open(build.folder, isolated=True) as library,
     ):
         endpoint = server.endpoint
-        path = synthetic.model("deep")
+        path = synthetic_models.model("deep")
         options: dict[str, Any] = {"n_ctx": 512, "flash_attn": True}
         whole = library.load_model(path, n_gpu_layers=999, rpc_servers=endpoint)
         for backing in ("mmap", tmp_path):

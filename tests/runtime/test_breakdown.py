@@ -13,7 +13,7 @@ import pyllamakv as kv
 from pyllamakv.binding import logs
 from pyllamakv.binding.protocol import Buffer, Memory
 from pyllamakv.runtime.breakdown import ROUNDING
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import synthetic_models
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -79,7 +79,7 @@ def test_what_a_log_tells_beyond_the_cells(tmp_path: Path, monkeypatch: pytest.M
 def test_a_real_library_tells(spec: str, kind: str, isolated: bool) -> None:
     """K and V are counted and agree with the log; compute and output are there."""
     with kv.open(built(spec).folder, isolated=isolated) as library:
-        model = library.load_model(synthetic.tiny())
+        model = library.load_model(synthetic_models.tiny())
         with model.context(2048, 256, 64, flash_attn=True, type_k=kind, type_v=kind) as ctx:
             told = kv.memory_breakdown(ctx)
             row = 64 if kind == "f16" else 34
@@ -97,7 +97,7 @@ def test_a_real_library_tells(spec: str, kind: str, isolated: bool) -> None:
 def test_states_are_told() -> None:
     """A recurrent memory has no cells to count."""
     with kv.open(built("0.3.36+patched").folder) as library:
-        model = library.load_model(synthetic.model("recurrent"))
+        model = library.load_model(synthetic_models.model("recurrent"))
         with model.context(256, 64, n_seq_max=4) as ctx:
             told = kv.memory_breakdown(ctx)
             assert (told.k.bytes, told.v.bytes) == (0, 0)

@@ -38,9 +38,9 @@ def model(opened: kv.OpenLibrary, tiny_model: Path) -> kv.Model:
 @pytest.fixture
 def speaking(opened: kv.OpenLibrary) -> kv.Model:
     """Load a model with a vocabulary of bytes."""
-    from pyllamakv.scenarios import synthetic
+    from pyllamakv.scenarios import synthetic_models
 
-    return opened.load_model(synthetic.model("bytes"))
+    return opened.load_model(synthetic_models.model("bytes"))
 
 
 def interleave(ctx: kv.Context, n: int) -> tuple[kv.Sequence, kv.Sequence]:

@@ -12,8 +12,8 @@ from native_kit import built
 import pyllamakv
 from pyllamakv.binding.protocol import Memory
 from pyllamakv.errors import Cancelled, PartialRemovalRefused, Unsupported
-from pyllamakv.scenarios import architectures, synthetic
-from pyllamakv.scenarios.runner import Bench
+from pyllamakv.scenarios import architectures, synthetic_models
+from pyllamakv.scenarios.runner import ScenarioRunner
 from pyllamakv.verification import discovery
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ KINDS = ["memory-sliding", "memory-recurrent", "memory-latent", "sliding-window"
 def test_patched_holds_what_each_kind_of_memory_promises(patched: Variant, name: str) -> None:
     """The scenarios that the matrix runs on every release hold on this one."""
     one = discovery.find(name)
-    with Bench() as bench:
+    with ScenarioRunner() as bench:
         ends = {each.name: bench.run(patched.folder, one, each).outcome for each in one.settings}
     assert {outcome.status for outcome in ends.values()} == {"pass"}, ends
 
@@ -39,7 +39,7 @@ def test_patched_holds_what_each_kind_of_memory_promises(patched: Variant, name:
 def test_an_unknown_architecture_is_skipped(stock: Variant) -> None:
     """The hybrid model came later: that says nothing about a patch."""
     one = discovery.find("memory-hybrid")
-    with Bench() as bench:
+    with ScenarioRunner() as bench:
         outcome = bench.run(stock.folder, one, one.settings[0]).outcome
     assert outcome.status == "skip"
     assert "hybrid" in outcome.message
@@ -49,7 +49,7 @@ def test_an_unknown_architecture_is_skipped(stock: Variant) -> None:
 def recurrent(library: Any) -> Iterator[Any]:
     """Give a context of a recurrent model."""
     with (
-        library.load_model(synthetic.model("recurrent")) as model,
+        library.load_model(synthetic_models.model("recurrent")) as model,
         model.context(n_ctx=64, n_batch=64, n_seq_max=4) as ctx,
     ):
         yield ctx
@@ -123,7 +123,7 @@ def test_states_of_the_older_releases_stay_apart(release: str) -> None:
     """They mix up what begins beside others and die of what is broken off: neither happens."""
     with (
         pyllamakv.open(built(f"{release}+patched").folder, isolated=True) as library,
-        library.load_model(synthetic.model("recurrent")) as model,
+        library.load_model(synthetic_models.model("recurrent")) as model,
         model.context(n_ctx=64, n_batch=64, n_ubatch=16, n_seq_max=4) as ctx,
     ):
         one, two, late = (ctx.sequence() for _ in range(3))
@@ -151,7 +151,7 @@ def test_states_of_the_older_releases_stay_apart(release: str) -> None:
 def test_rows_of_latent_attention(library: Any) -> None:
     """Keys are as wide as latent and rotated part together, and forks have the same ones."""
     with (
-        library.load_model(synthetic.model("latent")) as model,
+        library.load_model(synthetic_models.model("latent")) as model,
         model.context(n_ctx=64, n_batch=64, n_seq_max=2) as ctx,
     ):
         assert ctx.info.memory == Memory.ATTENTION
@@ -167,7 +167,7 @@ def test_rows_of_latent_attention(library: Any) -> None:
 def test_a_window_without_a_cache_of_its_own(library: Any) -> None:
     """In this release windows are a mask: everything stays, and any cut is exact."""
     with (
-        library.load_model(synthetic.model("sliding")) as model,
+        library.load_model(synthetic_models.model("sliding")) as model,
         model.context(n_ctx=128, n_batch=128, n_seq_max=2) as ctx,
     ):
         assert (ctx.info.memory, ctx.info.n_caches, ctx.info.n_swa) == (Memory.ATTENTION, 1, 0)
@@ -185,7 +185,7 @@ def test_a_window_without_a_cache_of_its_own(library: Any) -> None:
 def test_a_model_that_aborts_is_refused_before(library: Any, tmp_path: Path) -> None:
     """A gemma2 of three layers ended the process in this release."""
     shape = architectures.Shape("odd", n_layer=3, architecture="gemma2", window=32)
-    path = synthetic.generate(shape, tmp_path)
+    path = synthetic_models.generate(shape, tmp_path)
     assert gguf.GGUFReader(path).fields["gemma2.block_count"].contents() == 3
     with library.load_model(path) as model, pytest.raises(Unsupported, match="26, 42 and 46"):
         model.context(n_ctx=64)

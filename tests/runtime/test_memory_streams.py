@@ -16,7 +16,7 @@ import pyllamakv as kv
 from pyllamakv.binding.protocol import Memory
 from pyllamakv.cache.slot_cache import SlotCache
 from pyllamakv.errors import ContextError, ModelError, SharedCells, StateError
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import synthetic_models
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,7 +54,7 @@ def library(request: pytest.FixtureRequest, spec: str) -> Iterator[kv.OpenLibrar
 @pytest.fixture(scope="module")
 def model(library: kv.OpenLibrary) -> kv.Model:
     """Load a model of two layers."""
-    return library.load_model(synthetic.model("grouped"))
+    return library.load_model(synthetic_models.model("grouped"))
 
 
 @pytest.fixture(params=[True, False], ids=["unified", "separate"])
@@ -92,7 +92,7 @@ def test_streams_are_those_of_the_cells(
 ) -> None:
     """The number that the context tells is that of the caches, for every kind of memory."""
     try:
-        loaded = library.load_model(synthetic.model(name))
+        loaded = library.load_model(synthetic_models.model(name))
         ctx = context(loaded, {**asked, "n_seq_max": n_seq_max})
     except (ContextError, ModelError) as error:
         pytest.skip(str(error))
@@ -115,7 +115,7 @@ def test_slots_in_one_hole_are_of_one_stream(spec: str) -> None:
     for rows in ("0", "1"):
         with (
             kv.open(built(spec).folder, isolated=True, env={"LLAMA_SET_ROWS": rows}) as opened,
-            opened.load_model(synthetic.model("grouped")) as loaded,
+            opened.load_model(synthetic_models.model("grouped")) as loaded,
         ):
             if kv.Capability.KV_UNIFIED not in opened.about.capabilities:
                 pytest.skip("this release has no streams")
@@ -257,7 +257,7 @@ def test_a_state_moves_between_layouts_or_changes_nothing(
 def test_a_hybrid_fork_shares_its_state(library: kv.OpenLibrary, asked: dict[str, Any]) -> None:
     """A shift of one would move the other's state: it is refused in streams as well."""
     try:
-        loaded = library.load_model(synthetic.model("hybrid"))
+        loaded = library.load_model(synthetic_models.model("hybrid"))
         ctx = context(loaded, asked)
     except (ContextError, ModelError) as error:
         pytest.skip(str(error))

@@ -13,7 +13,7 @@ from native_kit import built
 import pyllamakv as kv
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.runtime import memory, reservation
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import synthetic_models
 
 MIB = 1 << 20
 SIZES = {"max_sequences": 2, "capacity": 2048, "max_batch": 1024, "n_ubatch": 512}
@@ -42,7 +42,7 @@ def work(cache: kv.ContextCache) -> None:
 def test_memory_runs_out_at_the_start_or_never(spec: str, flash: bool) -> None:
     """Around the least address space that will do, a cache is refused, or does all its work."""
     with kv.open(built(spec).folder, isolated=True) as library:
-        model = library.load_model(synthetic.model("bytes"))
+        model = library.load_model(synthetic_models.model("bytes"))
         pid = library.native.pid  # type: ignore[attr-defined]
 
         def made(room: int) -> bool:
@@ -72,7 +72,7 @@ def test_what_was_made_does_its_work(monkeypatch: pytest.MonkeyPatch, flash: boo
     made = []
     for room in range(2, 44, 4):
         with kv.open(built("0.3.36+patched").folder, isolated=True) as library:
-            model = library.load_model(synthetic.model("bytes"))
+            model = library.load_model(synthetic_models.model("bytes"))
             _limit(library.native.pid, room * MIB)  # type: ignore[attr-defined]
             try:
                 cache = kv.ContextCache.init(model, flash_attn=flash, **SIZES)

@@ -10,7 +10,7 @@ import pytest
 
 import pyllamakv as kv
 from pyllamakv.home import home
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import synthetic_models
 from pyllamakv.scenarios.architectures import Shape
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def wide() -> Path:
     """Generate the model."""
-    return synthetic.generate(SHAPE, home() / "models")
+    return synthetic_models.generate(SHAPE, home() / "models")
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pyllamakv.scenarios.client_workload import HEAD, SlotServer
+from pyllamakv.scenarios.client_workload import KEPT_PREFIX, SlotServer
 from pyllamakv.scenarios.ledger import CellLedger
 
 
@@ -43,7 +43,7 @@ def test_every_request_is_answered_within_its_share() -> None:
     SlotServer(player, 2).serve([(20, 5), (30, 2), (12, 3)])
     fed = sum(sum(batch.values()) for batch in player.batches)
     # The third prompt takes over a sequence, and shares its head with the one before.
-    assert fed == 20 + 5 + 30 + 2 + 12 + 3 - HEAD
+    assert fed == 20 + 5 + 30 + 2 + 12 + 3 - KEPT_PREFIX
     assert all(sum(batch.values()) <= 8 for batch in player.batches)
 
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 
-from fakes.rolling import Rolling
+from fakes.rollback_libraries import Rolling
 from fakes.simulated import SimulatedNative
 
 from pyllamakv.binding.protocol import ContextParams, ModelParams
-from pyllamakv.scenarios.frames import LONGEST, Film, FilmedPlayer, films
+from pyllamakv.scenarios.frames import LONGEST, Timeline, TimelinePlayer, films
 from pyllamakv.scenarios.lab import Lab
 from pyllamakv.scenarios.outcome import Outcome
 from pyllamakv.scenarios.runner import Run
 from pyllamakv.verification import discovery, parallel_runs
 
 
-def player(native: SimulatedNative, path) -> FilmedPlayer:
+def player(native: SimulatedNative, path) -> TimelinePlayer:
     model = native.model_load(str(path), ModelParams())
-    return FilmedPlayer(native, model, ContextParams(n_ctx=32, n_batch=32, n_seq_max=4))
+    return TimelinePlayer(native, model, ContextParams(n_ctx=32, n_batch=32, n_seq_max=4))
 
 
 def test_every_operation_is_a_frame(tiny_model) -> None:
@@ -54,14 +54,14 @@ def test_one_run_of_a_scenario_is_filmed(tiny_model) -> None:
     native = Rolling(heals=True)
     model = native.model_load(str(tiny_model), ModelParams())
     fragmented = discovery.find("fragmented")
-    assert fragmented.film
+    assert fragmented.record_frames
     lab = Lab(native, model, fragmented.settings[0], film=True)
     fragmented.run(lab)
     (film,) = films(lab.players)
     assert sum(frame.moved for frame in film.frames) > 0
     run = Run("fragmented", "x", Outcome("pass"), films=(film,))
     again = parallel_runs.from_json(json.loads(json.dumps(parallel_runs.to_json(run))))
-    assert again.films == (Film("", film.frames),)
+    assert again.films == (Timeline("", film.frames),)
     plain = Lab(native, model, fragmented.settings[0])
     fragmented.run(plain)
     assert not films(plain.players)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes.rolling import Opener, Rolling
+from fakes.rollback_libraries import Opener, Rolling
 from fakes.simulated import SimulatedNative
 
 from pyllamakv.binding.protocol import Capability, ModelParams
@@ -20,10 +20,10 @@ from pyllamakv.errors import (
     WorkerTimeout,
 )
 from pyllamakv.scenarios import scenario
-from pyllamakv.scenarios.device_placement import Place
+from pyllamakv.scenarios.device_placement import DevicePlacement
 from pyllamakv.scenarios.lab import Lab
 from pyllamakv.scenarios.outcome import classify
-from pyllamakv.scenarios.runner import Bench
+from pyllamakv.scenarios.runner import ScenarioRunner
 from pyllamakv.scenarios.scenario import CACHES, Scenario
 from pyllamakv.verification import discovery
 
@@ -95,7 +95,7 @@ def _home(tmp_path, monkeypatch) -> None:
 
 
 def run(make, name: str, setting=CACHES[0]):
-    with Bench(Opener(make)) as bench:
+    with ScenarioRunner(Opener(make)) as bench:
         return bench.run(Path("lib"), discovery.find(name), setting)
 
 
@@ -150,7 +150,7 @@ def test_logits_alone_give_damage_away() -> None:
         player.fill({0: 220})
         lab.verify(player)
 
-    with Bench(Opener(Mute)) as bench:
+    with ScenarioRunner(Opener(Mute)) as bench:
         found = bench.run(Path("lib"), Scenario("x", "guard", "", "", workload), CACHES[0])
     assert found.outcome.failure == "data"
     assert found.difference > 1
@@ -159,7 +159,7 @@ def test_logits_alone_give_damage_away() -> None:
 def test_a_crash_loses_its_own_run_only() -> None:
     """The next run gets a fresh worker, and a claim that fails keeps the old one."""
     opener = Opener(Crashing)
-    with Bench(opener) as bench:
+    with ScenarioRunner(opener) as bench:
         crashing, claiming = discovery.find("fork-then-defrag"), discovery.find("fragmented")
         assert bench.run(Path("lib"), claiming, CACHES[0]).outcome.failure == "claim"
         assert bench.run(Path("lib"), claiming, CACHES[1]).outcome.failure == "claim"
@@ -174,7 +174,7 @@ def test_a_crash_loses_its_own_run_only() -> None:
 def test_an_environment_gets_a_worker_of_its_own() -> None:
     """Variables are read once per process, so they are not mixed."""
     opener = Opener(lambda: Rolling(heals=True))
-    with Bench(opener) as bench:
+    with ScenarioRunner(opener) as bench:
         for setting in (CACHES[0], scenario.MOVERS[0], CACHES[0]):
             bench.run(Path("lib"), discovery.find("fragmented"), setting)
     always = dict(scenario.CONTIGUOUS)
@@ -184,7 +184,7 @@ def test_an_environment_gets_a_worker_of_its_own() -> None:
 def test_a_setting_overrides_the_environment_of_its_scenario() -> None:
     """A release that can scatter a batch is asked to, where the setting says so."""
     opener = Opener(lambda: Rolling(heals=True))
-    with Bench(opener) as bench:
+    with ScenarioRunner(opener) as bench:
         bench.run(Path("lib"), discovery.find("fragmented"), scenario.SCATTERED)
     assert opener.environments == [{"LLAMA_SET_ROWS": "1"}]
 
@@ -192,7 +192,7 @@ def test_a_setting_overrides_the_environment_of_its_scenario() -> None:
 def test_contexts_are_given_back() -> None:
     """A run leaves no context behind in its worker."""
     opener = Opener(lambda: Rolling(heals=True))
-    with Bench(opener) as bench:
+    with ScenarioRunner(opener) as bench:
         bench.run(Path("lib"), discovery.find("fragmented"), CACHES[0])
         native = opener.opened[0].native
         assert native.freed.count("context") == 2
@@ -232,7 +232,9 @@ def test_what_keeps_no_cache_in_mapped_memory_lacks_it(backend: str, error: type
             raise Unsupported("kv_backing has no effect here")
 
     native = Unmapped()
-    lab = Lab(native, native.model_load("tiny", ModelParams()), CACHES[0], place=Place(backend))
+    lab = Lab(
+        native, native.model_load("tiny", ModelParams()), CACHES[0], place=DevicePlacement(backend)
+    )
     with pytest.raises(error, match="has no effect here"):
         lab.player(256, kv_backing=1)
     with pytest.raises(Untestable):
@@ -246,7 +248,7 @@ def test_without_readable_cells_positions_are_checked() -> None:
         def __init__(self) -> None:
             super().__init__(capabilities=Capability.DEFRAG | Capability.STATES)
 
-    with Bench(Opener(Blind)) as bench:
+    with ScenarioRunner(Opener(Blind)) as bench:
 
         def workload(lab: Lab) -> None:
             player = lab.player(256)
@@ -265,7 +267,7 @@ def test_a_scenario_that_asks_for_the_wrong_size_is_a_fault() -> None:
     def workload(lab: Lab) -> None:
         lab.player(100)
 
-    with Bench(Opener(Rolling)) as bench:
+    with ScenarioRunner(Opener(Rolling)) as bench:
         found = bench.run(Path("lib"), Scenario("x", "guard", "", "", workload), CACHES[0])
     assert found.outcome.status == "fault"
     assert "256" in found.outcome.message

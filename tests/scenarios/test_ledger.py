@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from pyllamakv.scenarios.ledger import CellLedger, differences
+from pyllamakv.scenarios.ledger import CellLedger, cell_differences
 
 
 def filled(**seqs: int) -> CellLedger:
@@ -61,8 +61,8 @@ def test_differences_name_what_is_lost_and_what_is_a_ghost() -> None:
     """Both directions are told apart, and named."""
     expected = Counter({(0, (0,)): 1, (1, (0, 1)): 1})
     found = Counter({(0, (0,)): 1, (7, (2,)): 1})
-    lost, ghosts, text = differences(expected, found)
+    lost, ghosts, text = cell_differences(expected, found)
     assert (lost, ghosts) == (1, 1)
     assert "position 1 of sequence 0+1" in text
     assert "position 7 of sequence 2" in text
-    assert differences(expected, expected) == (0, 0, "")
+    assert cell_differences(expected, expected) == (0, 0, "")

@@ -8,10 +8,10 @@ import pytest
 
 from pyllamakv.binding.protocol import ModelParams
 from pyllamakv.errors import NativeError, ScenarioFailed, WorkerDied
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import synthetic_models
 from pyllamakv.scenarios.lab import Lab
-from pyllamakv.scenarios.ledger import CellLedger, windows
-from pyllamakv.scenarios.memory_checks import routine
+from pyllamakv.scenarios.ledger import CellLedger, window_errors
+from pyllamakv.scenarios.memory_checks import exercise_memory
 from pyllamakv.scenarios.scenario import Setting
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ class Liar:
 
 def run(native: Any) -> None:
     """Run the routine on a tiny model in this process."""
-    model = native.model_load(str(synthetic.tiny()), ModelParams())
+    model = native.model_load(str(synthetic_models.tiny()), ModelParams())
     lab = Lab(native, model, Setting())
     try:
-        routine(lab, lab.player(256, n_seq_max=4))
+        exercise_memory(lab, lab.player(256, n_seq_max=4))
     finally:
         lab.close()
         native.model_free(model)
@@ -96,14 +96,14 @@ def test_what_a_window_must_have() -> None:
     """The last positions must be there, older ones may; gaps, strangers and doubles may not."""
     ledger = CellLedger()
     ledger.add(range(20), range(20), [(0,)] * 20)
-    assert windows(ledger, {0: list(range(13, 20))}, 8) == ""
-    assert windows(ledger, {0: list(range(20))}, 8) == ""
-    assert "lost" in windows(ledger, {0: list(range(14, 20))}, 8)
-    assert "lost" in windows(ledger, {0: [5, *range(13, 20)]}, 8)
-    assert "ghost" in windows(ledger, {0: list(range(13, 21))}, 8)
-    assert "ghost" in windows(ledger, {0: [13, *range(13, 20)]}, 8)
-    assert "ghost" in windows(ledger, {0: list(range(13, 20)), 1: [0]}, 8)
-    assert "lost" in windows(ledger, {}, 8)
+    assert window_errors(ledger, {0: list(range(13, 20))}, 8) == ""
+    assert window_errors(ledger, {0: list(range(20))}, 8) == ""
+    assert "lost" in window_errors(ledger, {0: list(range(14, 20))}, 8)
+    assert "lost" in window_errors(ledger, {0: [5, *range(13, 20)]}, 8)
+    assert "ghost" in window_errors(ledger, {0: list(range(13, 21))}, 8)
+    assert "ghost" in window_errors(ledger, {0: [13, *range(13, 20)]}, 8)
+    assert "ghost" in window_errors(ledger, {0: list(range(13, 20)), 1: [0]}, 8)
+    assert "lost" in window_errors(ledger, {}, 8)
 
 
 def test_copies_between_streams_have_cells_of_their_own() -> None:

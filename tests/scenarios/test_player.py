@@ -15,7 +15,7 @@ from native_kit import built
 from pyllamakv.binding.library import open_library
 from pyllamakv.binding.protocol import Capability, ContextParams, ModelParams
 from pyllamakv.scenarios import kv_rows
-from pyllamakv.scenarios.ledger import differences
+from pyllamakv.scenarios.ledger import cell_differences
 from pyllamakv.scenarios.player import Player
 
 if TYPE_CHECKING:
@@ -36,12 +36,12 @@ def loaded(
     request: pytest.FixtureRequest, patched: Variant
 ) -> Iterator[tuple[Native, ModelHandle]]:
     """Open a library in this process, with the smallest model."""
-    from pyllamakv.scenarios import synthetic
+    from pyllamakv.scenarios import synthetic_models
 
     chosen = patched if request.param == "default" else built(request.param)
     with open_library(chosen.folder) as library:
         native = library.native
-        model = native.model_load(str(synthetic.tiny()), ModelParams())
+        model = native.model_load(str(synthetic_models.tiny()), ModelParams())
         yield native, model
         native.model_free(model)
 
@@ -100,7 +100,9 @@ def test_cells_are_what_the_ledger_says(
             done.append(step(player, chance))
             snapshot = player.snapshot()
             assert snapshot is not None
-            lost, ghosts, text = differences(player.ledger.contents(), kv_rows.contents(snapshot))
+            lost, ghosts, text = cell_differences(
+                player.ledger.contents(), kv_rows.contents(snapshot)
+            )
             assert not lost, f"{text} after {done[-8:]}"
             assert not ghosts, f"{text} after {done[-8:]}"
     finally:

@@ -12,11 +12,11 @@ from native_kit import built
 import pyllamakv as kv
 from pyllamakv.errors import ScenarioFailed, UsageError
 from pyllamakv.runtime.batch import Batch
-from pyllamakv.scenarios import kv_rows, synthetic
+from pyllamakv.scenarios import kv_rows, synthetic_models
 from pyllamakv.scenarios.player import Player
 from pyllamakv.scenarios.reference import Reference
-from qa.random_operations.acting import Actor
-from qa.random_operations.subject import Subject
+from qa.random_operations.context_player import ContextPlayer
+from qa.random_operations.operation_base import OperationBase
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +36,7 @@ def behind(reference: Reference) -> Player:
 
 def test_other_logits_are_found(tmp_path: Path) -> None:
     """What a player saw is compared with what the reference sees."""
-    player = Subject(runtime_kit.context(tmp_path))
+    player = ContextPlayer(runtime_kit.context(tmp_path))
     reference = Reference(player)
     player.decode({0: 6})
     reference.catch_up()
@@ -49,7 +49,7 @@ def test_other_logits_are_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("n_caches", [1, 2])
 def test_a_cell_of_a_window_has_two_owners(tmp_path: Path, n_caches: int) -> None:
     """Only where a second cache gives cells away; what was removed has none."""
-    player = Subject(runtime_kit.context(tmp_path))
+    player = ContextPlayer(runtime_kit.context(tmp_path))
     player.info = replace(player.info, n_swa=8, n_caches=n_caches)
     reference = Reference(player)
     player.decode({0: 12, 1: 9})
@@ -69,7 +69,7 @@ def test_who_lost_a_part_of_its_window_shares_no_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others share where they begin and end alike."""
-    actor = Actor(*(runtime_kit.context(tmp_path) for _ in range(2)))
+    actor = OperationBase(*(runtime_kit.context(tmp_path) for _ in range(2)))
     subject = actor.subject
     subject.decode({0: 10, 1: 10, 2: 10})
     assert actor._ends() == [(0, 9), (0, 9), (0, 9), ()]
@@ -87,14 +87,14 @@ def test_who_lost_a_part_of_its_window_shares_no_token(
 def sliding() -> Iterator[kv.Model]:
     """Load a model with a sliding window into a release that has a cache of its own for it."""
     with kv.open(built("0.3.36+patched").folder) as library:
-        yield library.load_model(synthetic.model("sliding"))
+        yield library.load_model(synthetic_models.model("sliding"))
 
 
 @pytest.mark.native
 def test_the_reference_keeps_what_a_window_has_passed(sliding: kv.Model) -> None:
     """Although llama.cpp searches on from the first cell that was freed, over cells behind it."""
     with sliding.context(**OPTIONS) as context:
-        subject = Subject(context)
+        subject = ContextPlayer(context)
         reference = Reference(subject)
         subject.decode({1: 8})
         subject.decode({0: 60})

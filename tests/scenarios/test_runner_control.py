@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes.rolling import Opener, Rolling
+from fakes.rollback_libraries import Opener, Rolling
 
 from pyllamakv.errors import WorkerDied, WorkerTimeout
-from pyllamakv.scenarios.device_placement import Place
-from pyllamakv.scenarios.runner import TOKENS, Bench
+from pyllamakv.scenarios.device_placement import DevicePlacement
+from pyllamakv.scenarios.runner import TOKENS, ScenarioRunner
 from pyllamakv.scenarios.scenario import CACHES
 from pyllamakv.verification import discovery
-from pyllamakv.verification.verdict import Pair, harms
+from pyllamakv.verification.verdict import Pair, is_harmful
 
 
 class Device(Rolling):
@@ -68,7 +68,7 @@ def _home(tmp_path, monkeypatch) -> None:
 def run(make, backend: str, times: int = 1):
     """Run a scenario on a backend; return the outcome, and what the last worker was asked."""
     opener = Opener(make)
-    with Bench(opener, Place(backend)) as bench:
+    with ScenarioRunner(opener, DevicePlacement(backend)) as bench:
         for _ in range(times):
             found = bench.run(Path("lib"), discovery.find("fragmented"), CACHES[0])
         return found.outcome, opener.opened[-1].native.calls, len(opener.opened)
@@ -107,8 +107,8 @@ def test_a_device_that_has_not_the_cache_is_tried_once() -> None:
 @pytest.mark.parametrize("backend", ["cpu", "rpc"])
 def test_processors_are_not_tried(backend: str) -> None:
     """Where the processor computes, every failure counts."""
-    place = Place(backend)
-    assert not place.apart
+    place = DevicePlacement(backend)
+    assert not place.off_cpu
     assert place.model("tiny") == "tiny"
     if backend == "cpu":
         outcome, calls, _ = run(lambda: Rolling(heals=True), backend)
@@ -153,4 +153,4 @@ def test_a_patch_that_ends_the_process_is_not_excused_either() -> None:
     assert pair.stock.failure == "claim"
     assert pair.patched is not None
     assert pair.patched.failure == "crash"
-    assert harms(pair)
+    assert is_harmful(pair)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pyllamakv.errors import UsageError
-from pyllamakv.scenarios import synthetic
-from pyllamakv.scenarios.runner import Bench
+from pyllamakv.scenarios import synthetic_models
+from pyllamakv.scenarios.runner import ScenarioRunner
 from pyllamakv.scenarios.scenario import CACHES, MOVERS, PLAIN, Scenario, Setting
 from pyllamakv.verification import discovery
 
@@ -38,7 +38,7 @@ def test_each_scenario_says_what_it_is_for(name: str) -> None:
     assert each.claim.count(".") == 1
     assert each.claim.endswith(".")
     assert re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", each.issue)
-    assert each.model in (*synthetic.SHAPES, synthetic.TEST)
+    assert each.model in (*synthetic_models.SHAPES, synthetic_models.TEST)
     names = [setting.name for setting in each.settings]
     assert len(set(names)) == len(names) >= 1
     assert len(each.digest) == 64
@@ -78,7 +78,7 @@ def test_the_page_writes_a_scenario(example: Scenario) -> None:
 @pytest.mark.native
 def test_the_scenario_of_the_page_is_a_cure(example: Scenario, stock, patched) -> None:
     """It is red on stock and green on patched, as the page says."""
-    with Bench() as bench:
+    with ScenarioRunner() as bench:
         for setting in PLAIN:
             assert bench.run(stock.folder, example, setting).outcome.failure == "claim"
             assert bench.run(patched.folder, example, setting).outcome.status == "pass"

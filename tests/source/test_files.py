@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pyllamakv.errors import DiskFailed, DiskFull, SourceError, UsageError
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import synthetic_models
 from pyllamakv.source.files import (
     inheritable_lock,
     locked,
@@ -18,7 +18,7 @@ from pyllamakv.source.files import (
     write_bytes_atomic,
     write_text_atomic,
 )
-from pyllamakv.traces import identity
+from pyllamakv.traces import model_digest
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -157,10 +157,10 @@ def test_a_home_of_others_is_told(
     with pytest.raises(UsageError, match="set PYLLAMAKV_HOME"), locked(tmp_path / "a.lock"):
         pass
     with pytest.raises(UsageError, match="set PYLLAMAKV_HOME"):
-        synthetic.generate(synthetic.SHAPES["tiny"], tmp_path)
+        synthetic_models.generate(synthetic_models.SHAPES["tiny"], tmp_path)
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
     with pytest.raises(UsageError, match="set PYLLAMAKV_HOME"):
-        identity.find("tiny", "")
+        model_digest.find("tiny", "")
 
 
 def test_a_home_that_is_a_file_is_told(tmp_path: Path) -> None:

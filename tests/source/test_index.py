@@ -107,7 +107,7 @@ def test_a_server_fault_is_no_empty_index() -> None:
 def test_a_page_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page is counted as it unpacks, from a server or a folder; other sources still answer."""
     files = sdists(tmp_path / "f", "0.3.9")
-    monkeypatch.setattr(tree_limits, "PAGE", 1 << 16)
+    monkeypatch.setattr(tree_limits, "MAX_INDEX_PAGE_BYTES", 1 << 16)
     page = tmp_path / "local" / "llama-cpp-python" / "index.html"
     page.parent.mkdir(parents=True)
     page.write_bytes(bytes(1 << 17))

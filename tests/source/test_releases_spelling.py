@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from patching_kit import Bench, numbered
+from patching_kit import SeriesSandbox, numbered
 from source_kit import isolate
 
 from pyllamakv.cli import main
@@ -46,10 +46,10 @@ COSTLY = ("bisect", "build", "check")
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SeriesSandbox:
     """Return a lock and a store with releases of each kind of name, and a patch for them."""
     isolate(tmp_path, monkeypatch)
-    bench = Bench(open_store(), tmp_path / "patches")
+    bench = SeriesSandbox(open_store(), tmp_path / "patches")
     for day, name in enumerate((*NAMES, "0.4.1"), 1):
         files = OLD | {"README.md": f"llama.cpp of {name}\n".encode()}
         kind = "sdist" if sdist_version(name) else "npm"
@@ -71,7 +71,7 @@ def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
     return int(left.value.code or 0), out, err
 
 
-def test_a_name_of_the_lock_is_never_taken_for_another(bench: Bench) -> None:
+def test_a_name_of_the_lock_is_never_taken_for_another(bench: SeriesSandbox) -> None:
     """`v0.5.0` and `0.5.0` are two releases; `v0.4.0`, which no release is called, is `0.4.0`."""
     other = bench.add_release("0.5.0", {"include/llama.h": b"// 0.5.0\n"}, "2026-10-01")
     lockfile.save(lockfile.added(), [other])
@@ -83,7 +83,7 @@ def test_a_name_of_the_lock_is_never_taken_for_another(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("words", VERBS)
-def test_verbs(bench: Bench, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbs(bench: SeriesSandbox, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Each verb finds each name that is listed, and does with it what it does with the others."""
     _, out, _ = call(capsys, "upstream", "list", "--json")
     listed = [row["name"] for row in json.loads(out)]
@@ -94,7 +94,7 @@ def test_verbs(bench: Bench, words: str, capsys: pytest.CaptureFixture[str]) -> 
         assert (code, name) == (VERBS[words], name), out + err
 
 
-def test_versions_are_those_of_llama_cpp_python(bench: Bench) -> None:
+def test_versions_are_those_of_llama_cpp_python(bench: SeriesSandbox) -> None:
     """A tag of llama.cpp is no version to compare with: markers decide for it, no wheel has it."""
     assert sdist_version("v0.5.0") is sdist_version("b4980") is sdist_version("") is None
     assert str(sdist_version("0.5.0")) == "0.5.0"

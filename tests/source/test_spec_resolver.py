@@ -226,7 +226,7 @@ def test_a_pipe_does_not_hold_a_folder(tmp_path: Path, monkeypatch, where: str) 
         config.write("[include]\n\tpath = include\n")
     (up / where).unlink(missing_ok=True)
     os.mkfifo(up / where)
-    monkeypatch.setattr(git_limits, "SECONDS", 1.0)
+    monkeypatch.setattr(git_limits, "MAX_SECONDS", 1.0)
     with pytest.raises(SourceError, match="not done within 1 s"):
         resolve(f"path:{up}")
     if where.startswith(".git/"):

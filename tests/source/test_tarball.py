@@ -117,7 +117,7 @@ def test_attributes_without_number(tmp_path: Path, kind: bytes) -> None:
     ("claims", "words"),
     [
         ({"size": str(1 << 95)}, "unpacks to more than"),
-        ({"size": str(tree_limits.BYTES + 1)}, "unpacks to more than"),
+        ({"size": str(tree_limits.MAX_BYTES + 1)}, "unpacks to more than"),
         ({"size": "-5"}, "below zero"),
         ({"size": "-5000"}, "below zero"),
         ({"GNU.sparse.size": "x", "GNU.sparse.map": "0,0"}, "cannot be read"),

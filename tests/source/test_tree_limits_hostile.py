@@ -45,7 +45,7 @@ def test_an_archive_that_unpacks_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What comes out is counted, wherever in the archive it lies."""
-    monkeypatch.setattr(tree_limits, "BYTES", 1 << 20)
+    monkeypatch.setattr(tree_limits, "MAX_BYTES", 1 << 20)
     bomb = bytes(2 << 20)
     where = [f"{UNPACKED}/big", "llama_cpp_python-1.0/README"]
     for name in where:
@@ -122,7 +122,7 @@ def test_a_packed_object_without_end(
 @pytest.mark.defect("a small pack could keep git at work for days", by="hostile input", of="Python")
 def test_objects_that_take_git_days(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each object of a small pack may be large, and there may be many: time has a limit as well."""
-    monkeypatch.setattr(git_limits, "CPU_SECONDS", 1)
+    monkeypatch.setattr(git_limits, "MAX_CPU_SECONDS", 1)
     number, large = 30, packed((3, bytes(100 << 20)))[12:-20]
     head = b"PACK" + struct.pack(">II", 2, number)
     whole = head + large * number
@@ -141,7 +141,7 @@ def test_objects_that_take_git_days(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 )
 def test_loose_objects_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Objects of a few kilobytes each are counted as they unpack."""
-    monkeypatch.setattr(tree_limits, "BYTES", 5 << 20)
+    monkeypatch.setattr(tree_limits, "MAX_BYTES", 5 << 20)
     at = "llama_cpp_python-1.0/.git/modules/vendor/llama.cpp/objects"
     members = {}
     for number in range(6):
@@ -165,17 +165,17 @@ def test_a_repository_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     specs = (f"git:file://{tmp_path / 'up'}@main", f"git:{tmp_path / 'bundle'}@main")
     for spec in specs:
         with monkeypatch.context() as patch:
-            patch.setattr(git_limits, "FILE", 1 << 20)
+            patch.setattr(git_limits, "MAX_FILE_BYTES", 1 << 20)
             not_fetched(spec, "in a file to unpack")
         with monkeypatch.context() as patch:
-            patch.setattr(tree_limits, "BYTES", 1 << 20)
-            not_fetched(spec, "no release comes near")
+            patch.setattr(tree_limits, "MAX_BYTES", 1 << 20)
+            not_fetched(spec, "no release (is that large|needs that much)")
         with monkeypatch.context() as patch:
             patch.setattr(git_limits, "MAX_OBJECT_BYTES", 500 << 10)
-            not_fetched(spec, "no release comes near")
+            not_fetched(spec, "no release (is that large|needs that much)")
         with monkeypatch.context() as patch:
-            patch.setattr(tree_limits, "NAMES", 100)
-            not_fetched(spec, "no release comes near")
+            patch.setattr(tree_limits, "MAX_NAMES_BYTES", 100)
+            not_fetched(spec, "no release (is that large|needs that much)")
     for spec in specs:
         fetch.add(spec)
 
@@ -198,7 +198,7 @@ def test_a_folder_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             patch.setattr(tree_limits, "MAX_FILES", 3)
             not_fetched(f"path:{folder}", "more than 3 files")
         with monkeypatch.context() as patch:
-            patch.setattr(tree_limits, "BYTES", 20)
+            patch.setattr(tree_limits, "MAX_BYTES", 20)
             not_fetched(f"path:{folder}", "20 bytes")
 
 
@@ -228,10 +228,10 @@ def test_trees_that_hold_each_other(tmp_path: Path) -> None:
     file = pack(tmp_path / "node-llama-cpp-1.0.0.tgz", {BUNDLE: (tmp_path / "bundle").read_bytes()})
     store = open_store()
     before = objects(store)
-    with pytest.raises(ArchiveError, match="no release comes near"):
+    with pytest.raises(ArchiveError, match="no release (is that large|needs that much)"):
         npm.import_package(store, file)
     assert objects(store) == before
-    not_fetched(f"git:{tmp_path / 'bundle'}@main", "no release comes near")
+    not_fetched(f"git:{tmp_path / 'bundle'}@main", "no release (is that large|needs that much)")
 
 
 @pytest.mark.defect(
@@ -254,11 +254,11 @@ def test_folders_within_each_other(tmp_path: Path) -> None:
 )
 def test_files_that_are_small_in_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bytes of a tree are counted as they would be written out."""
-    monkeypatch.setattr(tree_limits, "BYTES", 1 << 20)
+    monkeypatch.setattr(tree_limits, "MAX_BYTES", 1 << 20)
     members = sdist_members(tmp_path / "making", "1.0", TREE | {"zeros": bytes(2 << 20)})
     small = {name: data for name, data in members.items() if len(data) < 1 << 20}
     assert len(small) < len(members)
-    refused(open_store(), sdist(tmp_path, small), "no release comes near")
+    refused(open_store(), sdist(tmp_path, small), "no release (is that large|needs that much)")
 
 
 @pytest.mark.defect(
@@ -268,7 +268,7 @@ def test_files_that_are_small_in_git(tmp_path: Path, monkeypatch: pytest.MonkeyP
 )
 def test_a_download_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that never stops is left, and what it sent is thrown away."""
-    monkeypatch.setattr(tree_limits, "BYTES", 1 << 16)
+    monkeypatch.setattr(tree_limits, "MAX_BYTES", 1 << 16)
     endless = serving({"/f": bytes(1 << 20)})
     with endless as server, PackageIndex() as index, pytest.raises(FetchError, match="longer than"):
         download.download(index.session, f"{server.url}/f", tmp_path / "f", sha256=None)

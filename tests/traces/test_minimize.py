@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import trace_kit
-from fakes.rolling import Opener, Rolling
+from fakes.rollback_libraries import Opener, Rolling
 
 import pyllamakv
 from pyllamakv.cli import main
 from pyllamakv.errors import UsageError, WorkerDied
-from pyllamakv.scenarios import synthetic
-from pyllamakv.scenarios.runner import Bench
-from pyllamakv.traces import builds, minimize, trace, traced
+from pyllamakv.scenarios import synthetic_models
+from pyllamakv.scenarios.runner import ScenarioRunner
+from pyllamakv.traces import minimize, trace, trace_scenario, variant_selection
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "stock-fails.jsonl"
 
@@ -41,9 +41,9 @@ def _home(request, tmp_path, monkeypatch) -> None:
 
 
 def shrink(path: Path, make=Rolling, **options):
-    head, lines = traced.load(path)
-    model = synthetic.model("tiny")
-    return minimize.shrink(head, lines, Path("lib"), model=model, opener=Opener(make), **options)
+    head, lines = trace_scenario.load(path)
+    model = synthetic_models.model("tiny")
+    return minimize.minimize(head, lines, Path("lib"), model=model, opener=Opener(make), **options)
 
 
 def words(found) -> list[dict]:
@@ -62,12 +62,14 @@ def test_what_matters_is_left(tmp_path: Path) -> None:
     assert told[-1] == (3, told[-1][1])
     assert told[-1][1] <= found.runs
     # It fails, and fails no more with a token less anywhere.
-    head, _ = traced.load(path)
+    head, _ = trace_scenario.load(path)
     first, *rest = found.lines
-    with Bench(Opener(Rolling)) as bench:
-        work = minimize.FailureProbe(head, first, Path("lib"), synthetic.model("tiny"), bench)
+    with ScenarioRunner(Opener(Rolling)) as bench:
+        work = minimize.FailureProbe(
+            head, first, Path("lib"), synthetic_models.model("tiny"), bench
+        )
         items = tuple(json.dumps(line.to_json()) for line in rest)
-        wanted = minimize.kind(work.outcome(items))
+        wanted = minimize.failure_key(work.outcome(items))
         assert wanted[0] == "claim"
         for place, item in enumerate(items):
             less = [(*items[:place], *items[place + 1 :])]
@@ -75,7 +77,7 @@ def test_what_matters_is_left(tmp_path: Path) -> None:
             if n > 1:
                 less.append((*items[:place], minimize._cut(item, n - 1), *items[place + 1 :]))
             for some in less:
-                assert minimize.kind(work.outcome(some)) != wanted
+                assert minimize.failure_key(work.outcome(some)) != wanted
 
 
 def test_a_script_is_shrunk_as_well(tmp_path: Path) -> None:
@@ -193,8 +195,8 @@ def test_the_verb_writes_a_trace(capsys, monkeypatch, tmp_path: Path) -> None:
             pass
 
     monkeypatch.setattr(pyllamakv, "open", lambda *_, **__: Opened(), raising=False)
-    monkeypatch.setattr(builds, "folder", lambda *_: Path("lib"))
-    monkeypatch.setattr(minimize, "Bench", lambda _: Bench(Opener(Rolling)))
+    monkeypatch.setattr(variant_selection, "variant_folder", lambda *_: Path("lib"))
+    monkeypatch.setattr(minimize, "ScenarioRunner", lambda _: ScenarioRunner(Opener(Rolling)))
     path = trace_kit.record(tmp_path / "long.jsonl", LONG, Rolling())
     code, out, _ = cli(capsys, "shrink", path)
     assert code == 0
@@ -205,7 +207,9 @@ def test_the_verb_writes_a_trace(capsys, monkeypatch, tmp_path: Path) -> None:
     code, out, _ = cli(capsys, "shrink", path, "--json", "-o", tmp_path / "x.jsonl")
     assert json.loads(out)["operations"] == 3
     assert (tmp_path / "x.jsonl").is_file()
-    monkeypatch.setattr(minimize, "Bench", lambda _: Bench(Opener(lambda: Rolling(heals=True))))
+    monkeypatch.setattr(
+        minimize, "ScenarioRunner", lambda _: ScenarioRunner(Opener(lambda: Rolling(heals=True)))
+    )
     assert cli(capsys, "shrink", path)[0] == 2
 
 

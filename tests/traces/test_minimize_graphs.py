@@ -13,7 +13,7 @@ import pyllamakv as kv
 from pyllamakv.building.build import build_patched
 from pyllamakv.patching import apply
 from pyllamakv.patching.definition import Port
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import synthetic_models
 from pyllamakv.source import spec_resolver
 from pyllamakv.source.releases import DEFAULT_RELEASE
 
@@ -61,7 +61,7 @@ def scattered(ctx: kv.Context) -> kv.Sequence:
 @pytest.mark.parametrize("flash_attn", [False, True])
 def test_the_default_plan_loses_nothing(failing: Variant, mover: Any, flash_attn: bool) -> None:
     """K, V, positions and logits are what they were, and the decode that needed room says so."""
-    with kv.open(failing.folder) as library, library.load_model(synthetic.tiny()) as model:
+    with kv.open(failing.folder) as library, library.load_model(synthetic_models.tiny()) as model:
         options: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 3, "flash_attn": flash_attn}
         with model.context(**options, defrag_mover=mover) as ctx, model.context(**options) as fresh:
             keep = scattered(ctx)
@@ -84,7 +84,7 @@ def test_the_ordered_plan_ends_the_process(failing: Variant) -> None:
     """What overlaps cannot be undone: the worker dies, and the script goes on."""
     with (
         kv.open(failing.folder, isolated=True) as library,
-        library.load_model(synthetic.tiny()) as model,
+        library.load_model(synthetic_models.tiny()) as model,
         model.context(256, n_seq_max=3, defrag_mover="gather", defrag_plan="ordered") as ctx,
     ):
         scattered(ctx)
@@ -105,7 +105,7 @@ def test_what_a_device_refuses_goes_by_way_of_the_host(
     with (
         # What no backend can compute ends the process.
         kv.open(refusing.folder, isolated=True) as library,
-        library.load_model(synthetic.tiny()) as model,
+        library.load_model(synthetic_models.tiny()) as model,
         model.context(**options) as ctx,
     ):
         keep = scattered(ctx)

@@ -8,7 +8,7 @@ from zlib import crc32
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyllamakv.traces.minimize import Shrinker, Sizes
+from pyllamakv.traces.minimize import Minimizer, Sizes
 
 #: An item is a name and a size.
 Item = tuple[str, int]
@@ -38,7 +38,7 @@ def test_what_is_needed_stays_and_nothing_else(items: list[Item], need: dict[str
 
     if not fails(tuple(items)):
         return
-    best = Shrinker(items, fails, SIZES).run()
+    best = Minimizer(items, fails, SIZES).run()
     assert sums(best) == {**dict.fromkeys(NAMES, 0), **need}
     assert all(one[0] != two[0] for one, two in pairwise(best))
 
@@ -48,7 +48,7 @@ def test_a_subset_is_found(values: list[int], data: st.DataObject) -> None:
     """Delta debugging on plain items: the guilty ones, in their order."""
     guilty = data.draw(st.sets(st.sampled_from(values))) if values else set()
     items = [("a", value) for value in values]
-    found = Shrinker(items, lambda some: guilty <= {n for _, n in some}, NEVER).run()
+    found = Minimizer(items, lambda some: guilty <= {n for _, n in some}, NEVER).run()
     assert [n for _, n in found] == [n for n in values if n in guilty]
 
 
@@ -62,7 +62,7 @@ def test_the_result_is_minimal_for_any_failure(items: list[Item], seed: int) -> 
         return asked.setdefault(some, crc32(repr((some, seed)).encode()) % 3 == 0)
 
     told: list[tuple[Item, ...]] = []
-    shrinker = Shrinker(items, fails, SIZES, told.append)
+    shrinker = Minimizer(items, fails, SIZES, told.append)
     best = shrinker.run()
     assert fails(best)
     for place, (name, n) in enumerate(best):
@@ -81,6 +81,6 @@ def test_no_list_is_asked_about_twice() -> None:
         asked.append(some)
         return sums(some)["a"] >= 3
 
-    shrinker = Shrinker([("a", 2), ("b", 5), ("a", 9), ("c", 1)], fails, SIZES)
+    shrinker = Minimizer([("a", 2), ("b", 5), ("a", 9), ("c", 1)], fails, SIZES)
     assert shrinker.run() == (("a", 3),)
     assert len(asked) == len(set(asked)) == shrinker.runs

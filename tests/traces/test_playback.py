@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pyllamakv.errors import ScriptError
 from pyllamakv.scenarios.cell_picture import NOBODY, Picture
-from pyllamakv.scenarios.frames import Film, Frame
+from pyllamakv.scenarios.frames import Frame, Timeline
 from pyllamakv.traces import playback, script
 from pyllamakv.traces.script import Line
 
@@ -39,10 +39,10 @@ def test_a_trace_becomes_a_film() -> None:
         line(8, "defrag", {"picture": runs((1, 2), (-1, 2)), "moved": [[2, 0, 2]]}),
         line(9, "restore", {"done": False}, seq=0),
     ]
-    found = playback.of_trace(lines, "it")
+    found = playback.timeline_of_trace(lines, "it")
     assert [frame.number for frame in found.frames] == [3, 4, 5, 6, 7, 8, 9]
     assert [frame.number for frame in found.changes()] == [3, 4, 7]
-    found.frames = found.deeds()
+    found.frames = found.operations()
     assert [frame.number for frame in found.frames] == [3, 4, 5, 7, 8, 9]
     assert [frame.failed for frame in found.frames] == ["", "", "no-slot", "", "", "refused"]
     assert found.frames[2].picture is found.frames[1].picture
@@ -63,9 +63,9 @@ def test_a_film_has_bounds(monkeypatch) -> None:
     """Few bytes of a trace name as many cells as memory has room for, each time anew."""
     monkeypatch.setattr(script, "DRAWN", 8)
     lines = [line(number, "clear", {"picture": runs((0, 4))}) for number in (2, 3, 4)]
-    assert len(playback.of_trace(lines[:2])) == 2
+    assert len(playback.timeline_of_trace(lines[:2])) == 2
     with pytest.raises(ScriptError, match=r"line 4 \(clear\): the pictures up to here have 12"):
-        playback.of_trace(lines)
+        playback.timeline_of_trace(lines)
 
 
 @given(OWNERS, st.randoms(use_true_random=False))
@@ -86,11 +86,11 @@ def test_moves_are_found_again(owners: tuple[int, ...], chance) -> None:
 @given(st.lists(st.tuples(OWNERS, st.sampled_from(["", "no-slot"])), max_size=6))
 def test_films_survive_json(told) -> None:
     """What is written can be read again, and cells that did not change are written once."""
-    made = Film("x")
+    made = Timeline("x")
     for number, (owners, failed) in enumerate(told, 1):
         picture = Picture("", owners)
         made.frames.append(Frame(number, "decode", "d", picture, failed, ((0, 1, 2),), 2))
     raw = made.to_json()
-    assert Film.from_json(json.loads(json.dumps(raw))) == made
+    assert Timeline.from_json(json.loads(json.dumps(raw))) == made
     changes = sum(a != b for (a, _), (b, _) in pairwise(told)) + bool(told)
     assert sum("picture" in frame for frame in raw["frames"]) == changes

@@ -17,9 +17,9 @@ import pyllamakv as kv
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import NativeError, NoKVSlot, UsageError
 from pyllamakv.traces import recording_native, trace
-from pyllamakv.traces.recording_native import Tap
-from pyllamakv.traces.replaying import replay
-from pyllamakv.traces.stage import Stage
+from pyllamakv.traces.recording_native import RecordingNative
+from pyllamakv.traces.replay import replay
+from pyllamakv.traces.script_session import ScriptSession
 
 
 def rows(path: Path) -> list[dict]:
@@ -70,7 +70,7 @@ def test_every_operation_is_a_row(tmp_path: Path) -> None:
     with runtime_kit.context(tmp_path) as context:
         native = context.native
         with kv.record(context, path) as recording:
-            assert isinstance(context.native, Tap)
+            assert isinstance(context.native, RecordingNative)
             everything(context)
             context.native.seq_keep(context.handle, 0)
             context.native.cancel_after(context.handle, 3)
@@ -82,7 +82,7 @@ def test_every_operation_is_a_row(tmp_path: Path) -> None:
     head, lines = trace.read(path)
     assert (len(lines), head.complete, head.variant) == (count, True, "simulated")
     assert all(line.result["at"] >= 0 for line in lines)
-    stage = Stage(SimulatedNative(), file=tmp_path / "tiny.gguf")
+    stage = ScriptSession(SimulatedNative(), file=tmp_path / "tiny.gguf")
     assert replay(head, lines, stage) == (count, [])
 
 
@@ -197,7 +197,7 @@ def test_a_context_with_tokens_begins_with_them(tmp_path: Path) -> None:
     assert [line.op for line in lines] == ["context", "batch", "clear"]
     assert len(lines[1].arguments["tokens"]) == 31
     assert lines[1].arguments["seq"][:11] == [*[[0, 1]] * 10, 0]
-    stage = Stage(SimulatedNative(), file=tmp_path / "tiny.gguf")
+    stage = ScriptSession(SimulatedNative(), file=tmp_path / "tiny.gguf")
     assert replay(head, lines, stage)[1] == []
 
 
@@ -308,24 +308,27 @@ def test_a_watched_context_is_recorded(tmp_path: Path, order: str) -> None:
 @pytest.mark.parametrize("flash", [False, True])
 def test_random_schedules_replay_exactly(variant, tmp_path: Path, flash: bool) -> None:
     """Hundreds of operations, failures and aborts among them: the same cells, moves and logits."""
-    from pyllamakv.scenarios import synthetic
-    from qa.random_operations import schedules
+    from pyllamakv.scenarios import synthetic_models
+    from qa.random_operations import operation_cases
     from qa.random_operations.operations import Operations
 
     path, stock = tmp_path / "run.jsonl", variant.manifest.stock
     options = {"flash_attn": flash} | ({"type_k": "q8_0", "type_v": "q8_0"} if flash else {})
     for seed in (1, 2):
-        with kv.open(variant.folder) as lib, lib.load_model(synthetic.model("grouped")) as model:
+        with (
+            kv.open(variant.folder) as lib,
+            lib.load_model(synthetic_models.model("grouped")) as model,
+        ):
             one, other = (model.context(256, 96, 32, 5, **options) for _ in range(2))
             with kv.record(one, path):
                 work = Operations(one, other, heals=not stock)
-                for operation in schedules.draw(seed, 30):
+                for operation in operation_cases.generate_operations(seed, 30):
                     work.do(operation.name, operation.number)
                 work.proof.close()
         head, lines = trace.read(path)
         assert head.variant == variant.id
         with kv.open(variant.folder, isolated=True) as lib:
-            stage = Stage(lib.native, file=trace.model_file(head))
+            stage = ScriptSession(lib.native, file=trace.model_file(head))
             assert replay(head, lines, stage) == (len(lines), [])
             stage.close()
 
@@ -337,12 +340,12 @@ def test_what_a_cache_manager_does_is_recorded(patched, tmp_path: Path, manager:
     from pyllamakv.cache.batcher import Batcher
     from pyllamakv.cache.prefix_cache import PrefixCache
     from pyllamakv.cache.slot_cache import SlotCache
-    from pyllamakv.scenarios import synthetic
+    from pyllamakv.scenarios import synthetic_models
 
     path = tmp_path / "run.jsonl"
     with (
         kv.open(patched.folder) as lib,
-        lib.load_model(synthetic.model("bytes")) as model,
+        lib.load_model(synthetic_models.model("bytes")) as model,
         model.context(n_ctx=256, n_batch=64, n_ubatch=32, n_seq_max=4) as context,
         kv.record(context, path),
     ):
@@ -355,7 +358,7 @@ def test_what_a_cache_manager_does_is_recorded(patched, tmp_path: Path, manager:
     head, lines = trace.read(path)
     assert len(lines) > 10
     with kv.open(patched.folder, isolated=True) as lib:
-        stage = Stage(lib.native, file=trace.model_file(head))
+        stage = ScriptSession(lib.native, file=trace.model_file(head))
         assert replay(head, lines, stage) == (len(lines), [])
         stage.close()
 
@@ -363,12 +366,12 @@ def test_what_a_cache_manager_does_is_recorded(patched, tmp_path: Path, manager:
 @pytest.mark.native
 def test_where_the_cache_lies_is_no_part_of_a_trace(patched, tmp_path: Path) -> None:
     """A context over a file is recorded and replayed like any other; the file is not named."""
-    from pyllamakv.scenarios import synthetic
+    from pyllamakv.scenarios import synthetic_models
 
     path = tmp_path / "run.jsonl"
     with (
         kv.open(patched.folder) as lib,
-        lib.load_model(synthetic.model("bytes")) as model,
+        lib.load_model(synthetic_models.model("bytes")) as model,
         model.context(n_ctx=256, n_seq_max=2, kv_backing=tmp_path / "kept.kv") as context,
         kv.record(context, path),
     ):

@@ -13,7 +13,7 @@ import runtime_kit
 import pyllamakv as kv
 from pyllamakv.errors import DiskFull
 from pyllamakv.traces import recording_native, trace
-from pyllamakv.traces.recording_native import Tap
+from pyllamakv.traces.recording_native import RecordingNative
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,7 +42,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_run(tmp_path, monkeypatch, c
             context.step(a, 6)
             assert len(a) == 37
         context.step(a, 7)
-        assert not isinstance(context.native, Tap)
+        assert not isinstance(context.native, RecordingNative)
         monkeypatch.undo()
         head, lines = trace.read(path)
         assert (head.complete, len(lines)) == (False, 2)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from pyllamakv.errors import ScenarioFailed, ScriptError
 from pyllamakv.scenarios.player import Player
-from pyllamakv.traces import playing, script, trace
-from pyllamakv.traces.stage import Stage
+from pyllamakv.traces import script, script_player, trace
+from pyllamakv.traces.script_session import ScriptSession
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -46,10 +46,10 @@ def lines(text: str) -> list[script.Line]:
 
 
 def play(text: str, native=None) -> list[tuple[str, dict]]:
-    stage = Stage(native or SimulatedNative())
+    stage = ScriptSession(native or SimulatedNative())
     told: list[tuple[str, dict]] = []
     try:
-        playing.play(lines(text), stage, lambda line, result: told.append((line.op, result)))
+        script_player.play(lines(text), stage, lambda line, result: told.append((line.op, result)))
     finally:
         stage.close()
     return told

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from fakes.rolling import Rolling
+from fakes.rollback_libraries import Rolling
 from fakes.simulated import SimulatedNative
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,9 +17,9 @@ from trace_kit import STORY, record
 
 from pyllamakv.errors import KvError, ScenarioFailed, ScriptError, TraceMismatch, WorkerDied
 from pyllamakv.home import data
-from pyllamakv.scenarios import synthetic
-from pyllamakv.traces import playing, script, trace, traced
-from pyllamakv.traces.stage import Stage
+from pyllamakv.scenarios import synthetic_models
+from pyllamakv.traces import script, script_player, trace, trace_scenario
+from pyllamakv.traces.script_session import ScriptSession
 from pyllamakv.verification import discovery
 
 
@@ -199,7 +199,7 @@ def test_another_version_or_model_is_a_mismatch(recorded: Path, tmp_path: Path) 
         trace.read(path)
     assert (caught.value.expected, caught.value.found) == ("2", "1")
     head, _ = trace.read(recorded)
-    assert trace.model_file(head) == synthetic.model("tiny")
+    assert trace.model_file(head) == synthetic_models.model("tiny")
     with pytest.raises(TraceMismatch, match="another model") as caught:
         trace.model_file(head, "grouped")
     assert caught.value.expected == head.identity
@@ -223,7 +223,7 @@ def test_the_environment_of_a_recording_is_in_its_head(monkeypatch) -> None:
     monkeypatch.setenv("LLAMA_CPP_LIB_PATH", "/x")
     monkeypatch.setenv("SECRET", "x")
     more = {"LLAMA_KV_BACKING": "mmap", "LLAMA_KV_DEFRAG_PLAN": "ordered"}
-    environment = trace.here("simulated", synthetic.model("tiny"), more).environment
+    environment = trace.current_head("simulated", synthetic_models.model("tiny"), more).environment
     assert environment == {"LLAMA_SET_ROWS": "1", **more}
     assert not trace.recorded({"LLAMA_KV_BACKING": "/a/folder"}).keys() & {trace.BACKING}
     assert not trace.wrong(environment)
@@ -267,8 +267,8 @@ def test_what_failed_then_and_not_now_is_undone(tmp_path: Path) -> None:
     path = record(tmp_path / "x.jsonl", text, Rolling())
     _, lines = trace.read(path)
     assert lines[3].result["status"] == 1
-    stage = Stage(Rolling(heals=True))
-    playing.play(lines, stage)
+    stage = ScriptSession(Rolling(heals=True))
+    script_player.play(lines, stage)
     assert stage.player is not None
     assert stage.player.ledger.used == 24
 
@@ -305,5 +305,5 @@ def test_what_is_no_file_is_no_trace(tmp_path: Path) -> None:
     text = '{"op": "clear"}\n'
     writer = threading.Thread(target=pipe.write_text, args=(text,))
     writer.start()
-    assert [line.op for line in traced.load(pipe)[1]] == ["clear"]
+    assert [line.op for line in trace_scenario.load(pipe)[1]] == ["clear"]
     writer.join()

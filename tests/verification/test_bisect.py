@@ -33,7 +33,7 @@ def test_one_change_in_few_questions() -> None:
     assert (found.last.release, found.first.release) == ("r10", "r11")
     assert asked[:2] == ["r0", "r15"]
     assert len(asked) <= 6
-    assert not found.suspects and not found.odd
+    assert not found.suspects and not found.untestable
     assert "r11 is the first release that is native; r10 is needed." in str(found)
     assert found.to_json()["first"]["release"] == "r11"
 
@@ -63,7 +63,7 @@ def test_more_than_one_change_is_told() -> None:
     memory = {"r13": BisectStep("r13", "needed")}
     found = bisect("r0", "r15", CHAIN, judge, memory.get)
     assert found.first.release == "r4"
-    assert found.odd == (BisectStep("r13", "needed"),)
+    assert found.untestable == (BisectStep("r13", "needed"),)
     assert "more than one change: r13 is needed" in str(found)
     assert "r13" not in asked
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fakes.judging import failing, result
+from fakes.cell_results import failing, result
 
 from pyllamakv.errors import FetchError, HarnessError, ToolMissing
 from pyllamakv.scenarios.cell_picture import Picture
@@ -16,14 +16,14 @@ from pyllamakv.scenarios.runner import Run
 from pyllamakv.source.releases import Release
 from pyllamakv.verification import cell as cells
 from pyllamakv.verification.cell import CellResult, CellSpec
-from pyllamakv.verification.check import Answer, Question
-from pyllamakv.verification.verdict import Pair, judge
+from pyllamakv.verification.check import CheckRequest, CheckResult
+from pyllamakv.verification.verdict import Pair, decide
 
 RELEASE = Release("0.3.9", "sdist", "1" * 40, "2" * 40, "unified", "2025-05-08T00:00:00Z")
 FAIL, PASS = Outcome("fail", "claim", "no slot"), Outcome("pass")
 
 
-def answer(question: Question) -> Answer:
+def answer(question: CheckRequest) -> CheckResult:
     """Answer as the check would: a cure that is needed, a guard that holds, a failing setting."""
     pairs = (
         Pair("fragmented", "cure", "plain f16", FAIL, PASS),
@@ -33,7 +33,7 @@ def answer(question: Question) -> Answer:
     picture = Picture("after", (0, 0, -1))
     runs = {"patched": (Run("fragmented", "plain f16", PASS, pictures=(picture,)),)}
     ids = {"stock": "s", "patched": "p"}
-    return Answer(question, judge(pairs), pairs, runs, ids, ("full-defrag",), {"x": "why"})
+    return CheckResult(question, decide(pairs), pairs, runs, ids, ("full-defrag",), {"x": "why"})
 
 
 @pytest.fixture
@@ -72,12 +72,12 @@ def world(monkeypatch, tmp_path: Path) -> SimpleNamespace:
 
 def test_a_cell_is_judged(world) -> None:
     """Verdict, counts, rows, drift, pictures and the release's facts are in the result."""
-    found = cells.run_cell(CellSpec("0.3.9"))
+    found = cells.verify_cell(CellSpec("0.3.9"))
     assert (found.verdict, found.era, found.commit) == ("ineffective", "unified", "1" * 40)
     assert (found.runs, found.stock_failed, found.patched_failed) == (3, 2, 1)
     assert [row.word for row in found.scenarios] == ["needed", "holds", "ineffective"]
     assert found.scenarios[0].claim
-    assert found.failing == (cells.Failing("many-moves", "flash f16", "claim", "no slot"),)
+    assert found.failing == (cells.FailedRun("many-moves", "flash f16", "claim", "no slot"),)
     assert found.pictures == ({"side": "patched", "label": "after", "runs": [[0, 2], [-1, 1]]},)
     assert found.drift == ({"patch": "full-defrag", "hunks": []},)
     assert found.skipped == {"x": "why"}
@@ -115,7 +115,7 @@ def test_what_is_no_result_is_refused(raw) -> None:
 def test_trouble_is_a_result(world, where: str, error: Exception, says: str) -> None:
     """Nothing that happens in a cell ends the matrix."""
     setattr(world, where, error)
-    found = cells.run_cell(CellSpec("0.3.9"))
+    found = cells.verify_cell(CellSpec("0.3.9"))
     assert (found.verdict, found.reason) == ("untestable", says)
     assert found.measured == says
 
@@ -123,7 +123,7 @@ def test_trouble_is_a_result(world, where: str, error: Exception, says: str) -> 
 def test_a_failed_build_and_no_drift_leave_the_verdict_to_the_check(world) -> None:
     """A build that fails is met again, and told, by the check."""
     world.build, world.drift = ToolMissing("no compiler"), FetchError("gone")
-    found = cells.run_cell(CellSpec("0.3.9", isolate="full-defrag", backend="cuda"))
+    found = cells.verify_cell(CellSpec("0.3.9", isolate="full-defrag", backend="cuda"))
     assert found.verdict == "ineffective"
     assert world.built == ["0.3.9+stock"]
     assert found.drift == ()
@@ -134,12 +134,12 @@ def test_an_interrupt_is_not_swallowed(world) -> None:
     """The person at the keyboard ends the whole matrix."""
     world.check = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        cells.run_cell(CellSpec("0.3.9"))
+        cells.verify_cell(CellSpec("0.3.9"))
 
 
 def test_judge_is_run_cell_in_json(world) -> None:
     """Executors of other processes get plain values only."""
-    raw = cells.judge(CellSpec("0.3.9").to_json(), True)
+    raw = cells.verify_cell_json(CellSpec("0.3.9").to_json(), True)
     assert CellResult.from_json(json.loads(json.dumps(raw))).verdict == "ineffective"
     assert world.asked[0].fresh
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from check_kit import SOME, World, ask, make
-from fakes.rolling import Rolling
+from check_kit import SOME, CheckSandbox, ask, make
+from fakes.rollback_libraries import Rolling
 
 from pyllamakv.errors import (
     CommandFailed,
@@ -28,22 +28,22 @@ from pyllamakv.verification.verdict import Verdict
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
+def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CheckSandbox:
     """Return a world of stock that fails and patched that heals."""
     return make(monkeypatch, tmp_path)
 
 
-def test_needed(world: World) -> None:
+def test_needed(world: CheckSandbox) -> None:
     """Stock fails, patched passes, every run is kept."""
     answer = ask()
-    assert answer.judgement.verdict is Verdict.NEEDED
+    assert answer.decision.verdict is Verdict.NEEDED
     runs = len(discovery.find(SOME[0]).settings) + len(discovery.find(SOME[1]).settings)
-    assert answer.judgement.runs == runs
+    assert answer.decision.runs == runs
     assert [len(answer.runs[side]) for side in ("stock", "patched")] == [runs, runs]
     assert answer.variants == {"stock": "id-stock", "patched": "id-patched"}
 
 
-def test_a_second_run_starts_nothing(world: World) -> None:
+def test_a_second_run_starts_nothing(world: CheckSandbox) -> None:
     """Results are remembered by content; --fresh runs them again."""
     first = ask()
     opened = len(world.opener.opened)
@@ -55,29 +55,29 @@ def test_a_second_run_starts_nothing(world: World) -> None:
     assert all(held.closed for held in world.opener.opened)
 
 
-def test_broken_apply(world: World) -> None:
+def test_broken_apply(world: CheckSandbox) -> None:
     """No text applies and stock fails: a port is due, and nothing patched is built."""
     world.applied = NoPortApplies("src/llama-context.cpp hunk 2")
     answer = ask()
-    assert answer.judgement.verdict is Verdict.BROKEN_APPLY
-    assert "hunk 2" in answer.judgement.reason
+    assert answer.decision.verdict is Verdict.BROKEN_APPLY
+    assert "hunk 2" in answer.decision.reason
     assert "patched" not in world.calls
     assert {run.outcome.status for run in answer.runs["stock"]} >= {"fail"}
 
 
-def test_native(world: World) -> None:
+def test_native(world: CheckSandbox) -> None:
     """No text applies and stock passes: upstream does it itself."""
     world.applied = PatchConflict("no such function")
     world.make = lambda side: Rolling(heals=True)
-    assert ask().judgement.verdict is Verdict.NATIVE
+    assert ask().decision.verdict is Verdict.NATIVE
 
 
-def test_broken_build(world: World) -> None:
+def test_broken_build(world: CheckSandbox) -> None:
     """The first error of the compiler is the reason."""
     world.build_patched = CommandFailed("x", ["ninja"], 1, "log", "error: no member 'head'")
     answer = ask()
-    assert answer.judgement.verdict is Verdict.BROKEN_BUILD
-    assert "no member 'head'" in answer.judgement.reason
+    assert answer.decision.verdict is Verdict.BROKEN_BUILD
+    assert "no member 'head'" in answer.decision.reason
 
 
 @pytest.mark.parametrize(
@@ -89,16 +89,16 @@ def test_broken_build(world: World) -> None:
         ("fetched", FetchError("no network")),
     ],
 )
-def test_untestable(world: World, where: str, error: Exception) -> None:
+def test_untestable(world: CheckSandbox, where: str, error: Exception) -> None:
     """What keeps stock from running says nothing about the patch."""
     setattr(world, where, error)
     answer = ask()
-    assert answer.judgement.verdict is Verdict.UNTESTABLE
-    assert answer.judgement.exit_code == 125
-    assert str(error) in answer.judgement.reason
+    assert answer.decision.verdict is Verdict.UNTESTABLE
+    assert answer.decision.exit_code == 125
+    assert str(error) in answer.decision.reason
 
 
-def test_a_library_that_does_not_load(world: World) -> None:
+def test_a_library_that_does_not_load(world: CheckSandbox) -> None:
     """A patched one is a broken build; a stock one says nothing about the patch."""
 
     def refusing(side: str):
@@ -112,20 +112,20 @@ def test_a_library_that_does_not_load(world: World) -> None:
 
     world.make = refusing("patched")
     answer = ask()
-    assert answer.judgement.verdict is Verdict.BROKEN_BUILD
-    assert "undefined symbol" in answer.judgement.reason
+    assert answer.decision.verdict is Verdict.BROKEN_BUILD
+    assert "undefined symbol" in answer.decision.reason
     world.make = refusing("stock")
-    assert ask(fresh=True).judgement.verdict is Verdict.UNTESTABLE
+    assert ask(fresh=True).decision.verdict is Verdict.UNTESTABLE
 
 
-def test_an_unknown_release_is_a_usage_error(world: World) -> None:
+def test_an_unknown_release_is_a_usage_error(world: CheckSandbox) -> None:
     """A wrong name is not called untestable."""
     world.fetched = UnknownRelease("no release 0.3.99")
     with pytest.raises(UnknownRelease):
         ask()
 
 
-def test_a_harmful_patch_is_red(world: World) -> None:
+def test_a_harmful_patch_is_red(world: CheckSandbox) -> None:
     """A patched library that loses tokens is named with its scenario and setting."""
 
     class Losing(Rolling):
@@ -137,12 +137,12 @@ def test_a_harmful_patch_is_red(world: World) -> None:
 
     world.make = lambda side: Losing(heals=True) if side == "patched" else Rolling()
     answer = ask()
-    assert answer.judgement.verdict is Verdict.HARMFUL
-    assert "fork-then-defrag" in answer.judgement.reason
-    assert answer.judgement.scenarios["fragmented"] is Verdict.NEEDED
+    assert answer.decision.verdict is Verdict.HARMFUL
+    assert "fork-then-defrag" in answer.decision.reason
+    assert answer.decision.scenarios["fragmented"] is Verdict.NEEDED
 
 
-def test_a_fault_of_ours_is_never_a_verdict(world: World) -> None:
+def test_a_fault_of_ours_is_never_a_verdict(world: CheckSandbox) -> None:
     """A broken scenario ends the check, and nothing is remembered of it."""
 
     class Odd(Rolling):
@@ -154,29 +154,29 @@ def test_a_fault_of_ours_is_never_a_verdict(world: World) -> None:
         ask()
 
 
-def test_isolate_takes_the_patches_own_scenarios_and_the_guards(world: World) -> None:
+def test_isolate_takes_the_patches_own_scenarios_and_the_guards(world: CheckSandbox) -> None:
     """One patch is judged by what it names; other guards may not be harmed."""
     answer = ask(isolate="full-defrag", scenarios=(*SOME, "counters"))
-    names = set(answer.judgement.scenarios)
+    names = set(answer.decision.scenarios)
     assert "fragmented" in names
     assert "counters" not in names
     assert ("apply", ["full-defrag"]) in world.calls
 
 
-def test_a_scenario_of_ones_own_is_asked_of_one_patch(world: World, tmp_path: Path) -> None:
+def test_a_scenario_of_ones_own_is_asked_of_one_patch(world: CheckSandbox, tmp_path: Path) -> None:
     """No shipped patch names it; asked for by name it is judged all the same."""
     text = discovery.find("fragmented").source.read_text(encoding="utf-8")
     (tmp_path / "mine.py").write_text(text.replace('id="fragmented"', 'id="mine"'))
     folders = (tmp_path,)
     answer = ask(isolate="full-defrag", scenarios=("mine", "counters"), folders=folders)
-    assert answer.judgement.scenarios == {"mine": Verdict.NEEDED}
+    assert answer.decision.scenarios == {"mine": Verdict.NEEDED}
 
 
-def test_a_foreign_patch(world: World, tmp_path: Path) -> None:
+def test_a_foreign_patch(world: CheckSandbox, tmp_path: Path) -> None:
     """A file goes through the same doors; a missing one is named."""
     file = tmp_path / "theirs.patch"
     file.write_text("")
-    assert ask(patches=(file,)).judgement.verdict is Verdict.NEEDED
+    assert ask(patches=(file,)).decision.verdict is Verdict.NEEDED
     assert ("apply", [str(file)]) in world.calls
     with pytest.raises(UsageError, match="nowhere"):
         ask(patches=(tmp_path / "nowhere.patch",))
@@ -186,16 +186,16 @@ def test_a_foreign_patch(world: World, tmp_path: Path) -> None:
         ask(isolate="full-defrga")
 
 
-def test_a_foreign_series_names_its_scenarios(world: World, tmp_path: Path) -> None:
+def test_a_foreign_series_names_its_scenarios(world: CheckSandbox, tmp_path: Path) -> None:
     """A folder of our shape is judged by what its patches name; guards may not be harmed."""
     mine = tmp_path / "mine"
     shutil.copytree(data("patches") / "quant-copy-fix", mine / "quant-copy-fix")
     (mine / "series.toml").write_text('schema = 1\norder = ["quant-copy-fix"]\n')
     own = {name for patch in series.load(mine) for name in patch.scenarios} & {"many-moves"}
     answer = ask(patches=(mine,), scenarios=("retry-between-ubatches", "many-moves", SOME[1]))
-    assert set(answer.judgement.scenarios) == {*own, SOME[1]}
+    assert set(answer.decision.scenarios) == {*own, SOME[1]}
     both = ask(patches=(mine, _file(tmp_path)), scenarios=("retry-between-ubatches", "many-moves"))
-    assert set(both.judgement.scenarios) == {"retry-between-ubatches", "many-moves"}
+    assert set(both.decision.scenarios) == {"retry-between-ubatches", "many-moves"}
 
 
 def _file(folder: Path) -> Path:
@@ -204,18 +204,18 @@ def _file(folder: Path) -> Path:
     return file
 
 
-def test_why_a_patch_does_not_apply(world: World) -> None:
+def test_why_a_patch_does_not_apply(world: CheckSandbox) -> None:
     """The reason is what drift knows of it; without that the words of the conflict, in a line."""
     world.applied = PatchConflict("one does not apply\n  expected: x")
-    assert ask().judgement.reason.endswith("; one does not apply")
+    assert ask().decision.reason.endswith("; one does not apply")
     world.why = "hunk 2, changed in 0.3.10"
-    assert ask(fresh=True).judgement.reason.endswith("; hunk 2, changed in 0.3.10")
+    assert ask(fresh=True).decision.reason.endswith("; hunk 2, changed in 0.3.10")
 
 
-def test_a_part_of_the_series_left_out(world: World) -> None:
+def test_a_part_of_the_series_left_out(world: CheckSandbox) -> None:
     """Scenarios that only a patch proves that did not apply have no patched side."""
     world.skipped = (SimpleNamespace(id="full-defrag", reason="hunk 4 fails", conflicts=(1,)),)
     answer = ask()
-    assert answer.judgement.verdict is Verdict.BROKEN_APPLY
-    assert "hunk 4" in answer.judgement.reason
+    assert answer.decision.verdict is Verdict.BROKEN_APPLY
+    assert "hunk 4" in answer.decision.reason
     assert answer.skipped == {"full-defrag": "hunk 4 fails"}

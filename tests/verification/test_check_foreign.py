@@ -15,8 +15,8 @@ import pytest
 import pyllamakv as kv
 from pyllamakv.cli import main
 from pyllamakv.home import home
-from pyllamakv.scenarios import synthetic
-from qa.random_operations import schedules
+from pyllamakv.scenarios import synthetic_models
+from qa.random_operations import operation_cases
 
 RELEASE = foreign_kit.RELEASE
 pytestmark = pytest.mark.native
@@ -76,10 +76,15 @@ def test_a_corrupted_v_under_flash_attention_is_harmful(check: Check, tmp_path: 
     assert any("V rows of layer 0" in run["outcome"]["message"] for run in wrong)
     assert not any("K rows" in run["outcome"]["message"] for run in wrong)
     with kv.open(home() / "built" / answer["variants"]["patched"]) as library:
-        model = library.load_model(synthetic.model("grouped"))
+        model = library.load_model(synthetic_models.model("grouped"))
         for flash, found in ((True, {"data"}), (False, set())):
             opener = partial(model.context, 256, 96, 32, 5, flash_attn=flash)
-            failed = [schedules.Ground(opener).play(schedules.draw(seed, 25)) for seed in range(4)]
+            failed = [
+                operation_cases.CaseRunner(opener).play(
+                    operation_cases.generate_operations(seed, 25)
+                )
+                for seed in range(4)
+            ]
             assert {each.failure for each in failed if each is not None} == found
 
 

@@ -18,13 +18,13 @@ from pyllamakv.building.build import build_patched
 from pyllamakv.errors import CommandFailed, KvError
 from pyllamakv.patching import apply, series
 from pyllamakv.patching.definition import Port
-from pyllamakv.scenarios.runner import Bench, Run
+from pyllamakv.scenarios.runner import Run, ScenarioRunner
 from pyllamakv.scenarios.scenario import Scenario, Setting
 from pyllamakv.source import spec_resolver
 from pyllamakv.source.store import open_store
 from pyllamakv.verification import discovery, parallel_runs
 from pyllamakv.verification.check import pair_up
-from pyllamakv.verification.verdict import GOOD, Verdict, judge
+from pyllamakv.verification.verdict import GOOD, Verdict, decide
 
 RELEASE = "0.3.9"
 DOCTORED = Path(__file__).resolve().parents[1] / "data" / "doctored"
@@ -46,7 +46,7 @@ def shipped() -> Port:
 
 def run_side(side: str, variant, chosen: list[tuple[Scenario, Setting]]) -> tuple[Run, ...]:
     digest = variant.manifest.library_sha256
-    tasks = [parallel_runs.Task(side, variant.folder, digest, one, how) for one, how in chosen]
+    tasks = [parallel_runs.RunTask(side, variant.folder, digest, one, how) for one, how in chosen]
     return tuple(parallel_runs.run_tasks(tasks).values())
 
 
@@ -106,12 +106,12 @@ def test_a_guard_holds_on_patched(pairs, name: str) -> None:
 
 def test_the_release_needs_the_patch(pairs) -> None:
     """The default release's verdict is needed."""
-    assert judge(pairs).verdict is Verdict.NEEDED
+    assert decide(pairs).verdict is Verdict.NEEDED
 
 
 def test_the_same_run_twice_gives_the_same(patched) -> None:
     """Scenarios are deterministic: nothing but the time differs."""
-    with Bench() as bench:
+    with ScenarioRunner() as bench:
         for name in ("fragmented", "abort-after-defrag"):
             each = ALL[name]
             one = bench.run(patched.folder, each, each.settings[0])
@@ -143,7 +143,7 @@ def verdict_of(stock, variant, chosen: list[tuple[Scenario, Setting]]) -> Verdic
         "stock": run_side("stock", stock, chosen),
         "patched": run_side("patched", variant, chosen),
     }
-    return judge(pair_up([each for each, _ in chosen], runs)).verdict
+    return decide(pair_up([each for each, _ in chosen], runs)).verdict
 
 
 def caught_by(path: Path) -> Scenario:

@@ -8,13 +8,13 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from fakes import judging
+from fakes import cell_results
 
 from pyllamakv.errors import UnknownRelease, UsageError
 from pyllamakv.source import lockfile, releases
 from pyllamakv.verification import matrix, result_cache
 from pyllamakv.verification.cell import CellSpec
-from pyllamakv.verification.matrix import Choice, Pace, plan
+from pyllamakv.verification.matrix import MatrixSelection, ProgressEstimate, plan
 
 SOME = ("0.3.5", "0.3.6", "b4980", "0.3.9", "0.3.36")
 
@@ -25,10 +25,10 @@ def trace(monkeypatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
     folder = tmp_path / "trace"
     folder.mkdir()
-    monkeypatch.setenv(judging.TRACE, str(folder))
+    monkeypatch.setenv(cell_results.TRACE, str(folder))
     # Keys read every source; tests of the key itself are with `remembered`.
     monkeypatch.setattr(result_cache, "key", lambda spec, where="here": f"{spec.release}-{where}")
-    monkeypatch.setattr(matrix.shipped, "load", judging.Series)
+    monkeypatch.setattr(matrix.shipped, "load", cell_results.Series)
     return folder
 
 
@@ -52,34 +52,34 @@ def test_plan_has_every_release_once() -> None:
 
 def test_plan_is_narrowed() -> None:
     """By release, era, backend and patch."""
-    assert [c.release for c in plan(Choice(("0.3.10", "0.3.9")))] == ["0.3.9", "0.3.10"]
-    eras = {lockfile.known()[c.release].era for c in plan(Choice(eras=("split",)))}
+    assert [c.release for c in plan(MatrixSelection(("0.3.10", "0.3.9")))] == ["0.3.9", "0.3.10"]
+    eras = {lockfile.known()[c.release].era for c in plan(MatrixSelection(eras=("split",)))}
     assert eras == {"split"}
-    assert [c.backend for c in plan(Choice(("0.3.9",), backends=("cpu", "cuda")))] == [
+    assert [c.backend for c in plan(MatrixSelection(("0.3.9",), backends=("cpu", "cuda")))] == [
         "cpu",
         "cuda",
     ]
-    alone = plan(Choice(("0.3.9",), each=True))
+    alone = plan(MatrixSelection(("0.3.9",), each=True))
     assert alone[0].isolate == ""
     assert "full-defrag" in [c.isolate for c in alone]
-    assert [c.isolate for c in plan(Choice(("0.3.9",), isolate=("full-defrag",)))] == [
+    assert [c.isolate for c in plan(MatrixSelection(("0.3.9",), isolate=("full-defrag",)))] == [
         "full-defrag"
     ]
-    assert plan(Choice(("0.3.9",), series=("full-defrag",)))[0].series == ("full-defrag",)
+    assert plan(MatrixSelection(("0.3.9",), series=("full-defrag",)))[0].series == ("full-defrag",)
 
 
 @pytest.mark.parametrize(
     ("choice", "error"),
     [
-        (Choice(("0.3.99",)), UnknownRelease),
-        (Choice(eras=("bronze",)), UsageError),
-        (Choice(("0.3.9",), eras=("split",)), UsageError),
-        (Choice(backends=("abacus",)), UsageError),
-        (Choice(series=("nonsense",)), UsageError),
-        (Choice(isolate=("nonsense",)), UsageError),
+        (MatrixSelection(("0.3.99",)), UnknownRelease),
+        (MatrixSelection(eras=("bronze",)), UsageError),
+        (MatrixSelection(("0.3.9",), eras=("split",)), UsageError),
+        (MatrixSelection(backends=("abacus",)), UsageError),
+        (MatrixSelection(series=("nonsense",)), UsageError),
+        (MatrixSelection(isolate=("nonsense",)), UsageError),
     ],
 )
-def test_a_wrong_plan_is_refused(choice: Choice, error: type[Exception]) -> None:
+def test_a_wrong_plan_is_refused(choice: MatrixSelection, error: type[Exception]) -> None:
     """Names are checked before anything is built."""
     with pytest.raises(error):
         plan(choice)
@@ -89,7 +89,7 @@ def test_in_this_process() -> None:
     """Without an executor cells are judged one by one, in order."""
     said = []
     found = matrix.run(
-        specs(), judge=judging.judge, progress=lambda what, done, total: said.append(what)
+        specs(), judge=cell_results.judge, progress=lambda what, done, total: said.append(what)
     )
     assert [r.spec.release for r in found] == list(SOME)
     assert [r.verdict for r in found] == ["needed", "ineffective", "untestable", "needed", "native"]
@@ -100,9 +100,9 @@ def test_in_this_process() -> None:
 def test_on_threads_and_on_processes(trace: Path) -> None:
     """Any executor will do; the order of results is that of the cells."""
     with ThreadPoolExecutor(3) as pool:
-        first = matrix.run(specs(), executor=pool, judge=judging.judge)
+        first = matrix.run(specs(), executor=pool, judge=cell_results.judge)
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        second = matrix.run(specs(), executor=pool, judge=judging.judge, fresh=True)
+        second = matrix.run(specs(), executor=pool, judge=cell_results.judge, fresh=True)
     assert first == second
     assert [r.spec.release for r in second] == list(SOME)
     assert len(judged(trace)) == 10
@@ -110,27 +110,27 @@ def test_on_threads_and_on_processes(trace: Path) -> None:
 
 def test_what_was_judged_is_not_judged_again(trace: Path) -> None:
     """A second run starts nothing but what is untestable; --fresh judges all."""
-    first = matrix.run(specs(), judge=judging.judge)
-    assert matrix.run(specs(), judge=judging.judge) == first
+    first = matrix.run(specs(), judge=cell_results.judge)
+    assert matrix.run(specs(), judge=cell_results.judge) == first
     assert judged(trace) == sorted([*SOME, "b4980"])
-    matrix.run(specs("0.3.9"), judge=judging.judge, fresh=True)
+    matrix.run(specs("0.3.9"), judge=cell_results.judge, fresh=True)
     assert judged(trace).count("0.3.9") == 2
 
 
 def test_results_of_other_machines_are_kept_apart(trace: Path) -> None:
     """What another kind of machine found is not this machine's result."""
     with ThreadPoolExecutor(1) as pool:
-        matrix.run(specs("0.3.9"), executor=pool, judge=judging.judge)
-    matrix.run(specs("0.3.9"), judge=judging.judge)
+        matrix.run(specs("0.3.9"), executor=pool, judge=cell_results.judge)
+    matrix.run(specs("0.3.9"), judge=cell_results.judge)
     assert judged(trace) == ["0.3.9", "0.3.9"]
 
 
 def test_a_killed_run_goes_on_where_it_was(trace: Path) -> None:
     """Each result is kept when it is there; the next run judges the rest."""
     with pytest.raises(KeyboardInterrupt):
-        matrix.run(specs(), judge=judging.judge_then_be_killed)
+        matrix.run(specs(), judge=cell_results.judge_then_be_killed)
     assert judged(trace) == ["0.3.5"]
-    matrix.run(specs(), judge=judging.judge)
+    matrix.run(specs(), judge=cell_results.judge)
     assert judged(trace) == sorted(SOME)
 
 
@@ -142,7 +142,7 @@ def test_two_runs_at_once_share_the_cells(trace: Path) -> None:
     def slowly(raw, fresh):
         begun.set()
         assert go_on.wait(120)
-        return judging.judge(raw, fresh)
+        return cell_results.judge(raw, fresh)
 
     results = []
     one = threading.Thread(target=lambda: results.extend(matrix.run([first], judge=slowly)))
@@ -152,7 +152,7 @@ def test_two_runs_at_once_share_the_cells(trace: Path) -> None:
     def let_go(raw, fresh):
         if raw == others[-1].to_json():
             go_on.set()
-        return judging.judge(raw, fresh)
+        return cell_results.judge(raw, fresh)
 
     found = matrix.run(cells, judge=let_go)
     one.join(120)
@@ -163,11 +163,11 @@ def test_two_runs_at_once_share_the_cells(trace: Path) -> None:
 def test_a_lost_worker_costs_no_more_than_it_had() -> None:
     """Cells whose worker died are untestable, with the reason, and judged again next time."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        found = matrix.run(specs(), executor=pool, judge=judging.judge_and_die)
+        found = matrix.run(specs(), executor=pool, judge=cell_results.judge_and_die)
     lost = {r.spec.release: r for r in found}["0.3.9"]
     assert lost.verdict == "untestable"
     assert lost.reason.startswith("a worker was lost: BrokenProcessPool")
-    again = matrix.run(specs("0.3.9"), judge=judging.judge)
+    again = matrix.run(specs("0.3.9"), judge=cell_results.judge)
     assert again[0].verdict == "needed"
 
 
@@ -175,14 +175,14 @@ def test_inputs_that_change_meanwhile_leave_no_key(monkeypatch, trace: Path) -> 
     """A result is never kept under inputs that it was not judged on."""
     keys = iter(["before", "after"])
     monkeypatch.setattr(result_cache, "key", lambda *_: next(keys))
-    matrix.run(specs("0.3.9"), judge=judging.judge)
-    assert result_cache.recall("before") is None
-    assert result_cache.recall("after") is None
+    matrix.run(specs("0.3.9"), judge=cell_results.judge)
+    assert result_cache.load_result("before") is None
+    assert result_cache.load_result("after") is None
 
 
 def test_pace() -> None:
     """The estimate is the mean of the cells so far, and says nothing before the first."""
-    pace = Pace(10, 4, started=100.0)
+    pace = ProgressEstimate(10, 4, started=100.0)
     assert pace.left(160.0) is None
     assert str(pace) == "4 of 10"
     pace.done = 2
@@ -193,7 +193,7 @@ def test_pace() -> None:
 
 def test_sample_is_one_release_per_era() -> None:
     """Plan the default release for its era, and the newest of every other."""
-    names = [spec.release for spec in plan(Choice(sample=True))]
+    names = [spec.release for spec in plan(MatrixSelection(sample=True))]
     known = lockfile.known()
     eras = [known[name].era for name in names]
     assert sorted(eras) == sorted({release.era for release in known.values()})

@@ -8,13 +8,13 @@ import threading
 from pathlib import Path
 
 import pytest
-from fakes.rolling import Opener, Rolling
+from fakes.rollback_libraries import Opener, Rolling
 
 from pyllamakv.errors import WorkerDied, WorkerTimeout
 from pyllamakv.scenarios.outcome import Outcome
 from pyllamakv.scenarios.runner import Run
 from pyllamakv.verification import discovery, parallel_runs
-from pyllamakv.verification.parallel_runs import Task
+from pyllamakv.verification.parallel_runs import RunTask
 
 PATIENCE = 120
 
@@ -41,9 +41,9 @@ def _home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
 
 
-def task(side: str, name: str) -> Task:
+def task(side: str, name: str) -> RunTask:
     found = discovery.find(name)
-    return Task(side, Path("/nowhere") / side, side, found, found.settings[0])
+    return RunTask(side, Path("/nowhere") / side, side, found, found.settings[0])
 
 
 def test_an_interrupt_ends_a_run_at_once() -> None:
@@ -62,8 +62,8 @@ def test_an_interrupt_ends_a_run_at_once() -> None:
     quick, slow = task("patched", "fragmented"), task("stuck", "fragmented")
     with pytest.raises(KeyboardInterrupt):
         parallel_runs.run_tasks([slow, quick], workers=2, opener=Opener(make), progress=interrupt)
-    assert parallel_runs.recall(quick.key).outcome.status == "pass"
-    assert parallel_runs.recall(slow.key) is None
+    assert parallel_runs.load_run(quick.key).outcome.status == "pass"
+    assert parallel_runs.load_run(slow.key) is None
 
 
 class Silent(Rolling):
@@ -85,7 +85,7 @@ def test_a_hang_is_believed_when_it_comes_twice(silent: int, ended: str) -> None
     one = task("patched", "fragmented")
     run = parallel_runs.run_tasks([one], workers=1, opener=opener)[one]
     assert run.outcome.status == ended
-    assert (parallel_runs.recall(one.key) is None) is (ended == "fail")
+    assert (parallel_runs.load_run(one.key) is None) is (ended == "fail")
 
 
 def test_a_full_disk_costs_the_memory_alone(
@@ -99,11 +99,11 @@ def test_a_full_disk_costs_the_memory_alone(
 
     with monkeypatch.context() as patched:
         patched.setattr("pathlib.Path.replace", full)
-        parallel_runs.remember("key", run)
-    assert parallel_runs.recall("key") is None
+        parallel_runs.store_run("key", run)
+    assert parallel_runs.load_run("key") is None
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-    parallel_runs.remember("key", run)
-    assert parallel_runs.recall("key") == run
+    parallel_runs.store_run("key", run)
+    assert parallel_runs.load_run("key") == run
 
 
 def test_a_library_is_tried_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes.judging import failing, result, row
+from fakes.cell_results import failing, result, row
 
 from pyllamakv.errors import ToolMissing
 from pyllamakv.verification import result_cache
@@ -48,7 +48,7 @@ def test_no_key_without_tools(monkeypatch) -> None:
     monkeypatch.setattr(result_cache.compiler, "find", missing)
     assert result_cache.key(SPEC) is None
     assert result_cache.key(CellSpec("nonsense")) is None
-    assert result_cache.recall(None) is None
+    assert result_cache.load_result(None) is None
 
 
 def test_what_stock_did(place: Path) -> None:
@@ -61,18 +61,18 @@ def test_what_stock_did(place: Path) -> None:
         row("d", kind="feature", stock="absent 2/2"),
         row("e", stock="skipped"),
     )
-    result_cache.remember(None, result(scenarios=rows))
+    result_cache.store_result(None, result(scenarios=rows))
     ended = {"a": "pass", "b": "fail", "c": "skip", "d": "fail", "e": "skip"}
     assert result_cache.stock("0.3.9") == ended
 
 
 def test_latest_is_marked_when_inputs_changed(place: Path) -> None:
     """An old result is shown as what it is."""
-    assert result_cache.latest(SPEC) is None
-    result_cache.remember(result_cache.key(SPEC), result())
-    assert result_cache.latest(SPEC) == result()
+    assert result_cache.latest_result(SPEC) is None
+    result_cache.store_result(result_cache.key(SPEC), result())
+    assert result_cache.latest_result(SPEC) == result()
     (place / "a.patch").write_text("c")
-    assert result_cache.latest(SPEC) == result(stale=True)
+    assert result_cache.latest_result(SPEC) == result(stale=True)
     assert result_cache.latest_of([SPEC, CellSpec("0.3.8")]) == (result(stale=True),)
 
 
@@ -87,9 +87,9 @@ def test_latest_is_marked_when_inputs_changed(place: Path) -> None:
 def test_what_may_not_come_again_is_judged_again(passing) -> None:
     """A machine's trouble of the moment is shown, but never taken for the result."""
     name = result_cache.key(SPEC)
-    result_cache.remember(name, passing)
-    assert result_cache.recall(name) is None
-    assert result_cache.latest(SPEC) == passing
+    result_cache.store_result(name, passing)
+    assert result_cache.load_result(name) is None
+    assert result_cache.latest_result(SPEC) == passing
 
 
 @pytest.mark.defect(
@@ -109,22 +109,22 @@ def test_who_is_found_by_its_key_is_the_latest_too(monkeypatch) -> None:
 
     monkeypatch.setattr(result_cache, "write_text_atomic", killed)
     with pytest.raises(KeyboardInterrupt):
-        result_cache.remember("a key", result())
-    assert result_cache.recall("a key") is None
+        result_cache.store_result("a key", result())
+    assert result_cache.load_result("a key") is None
 
 
 def test_damage_is_no_result(place: Path) -> None:
     """A half-written or foreign file is as good as none."""
     name = result_cache.key(SPEC)
-    result_cache.remember(name, result())
+    result_cache.store_result(name, result())
     for file in (place.parent / "home" / "results").rglob("*.json"):
         file.write_text("{")
-    assert result_cache.recall(name) is None
-    assert result_cache.latest(SPEC) is None
+    assert result_cache.load_result(name) is None
+    assert result_cache.latest_result(SPEC) is None
 
 
 def test_a_home_that_cannot_be_written_costs_no_verdict(monkeypatch, tmp_path: Path) -> None:
     """Keeping is best effort."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "file"))
-    result_cache.remember("0" * 64, result())
+    result_cache.store_result("0" * 64, result())

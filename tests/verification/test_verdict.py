@@ -14,9 +14,9 @@ from pyllamakv.verification.verdict import (
     SEVERITY,
     Pair,
     Verdict,
-    harms,
-    judge,
-    judge_scenario,
+    decide,
+    decide_scenario,
+    is_harmful,
     worst,
 )
 
@@ -36,7 +36,7 @@ def pair(stock, patched, kind="cure", scenario="one", setting="plain f16") -> Pa
 def test_needed_when_stock_fails_and_patched_passes() -> None:
     """The usual case, with the line that check prints."""
     pairs = [pair(fail(), PASS), pair(PASS, PASS, setting="flash f16")]
-    found = judge(pairs)
+    found = decide(pairs)
     assert found.verdict is Verdict.NEEDED
     assert str(found) == "needed: stock fails 1 of 2 runs, patched passes all"
     assert found.exit_code == 0
@@ -44,14 +44,14 @@ def test_needed_when_stock_fails_and_patched_passes() -> None:
 
 def test_redundant_when_stock_passes_every_cure() -> None:
     """Upstream does it by itself, and the patch does no harm."""
-    found = judge([pair(PASS, PASS)])
+    found = decide([pair(PASS, PASS)])
     assert found.verdict is Verdict.REDUNDANT
     assert found.exit_code == 0
 
 
 def test_ineffective_when_patched_still_fails_a_cure() -> None:
     """One setting that fails is enough."""
-    found = judge([pair(fail(), fail()), pair(fail(), PASS, setting="flash f16")])
+    found = decide([pair(fail(), fail()), pair(fail(), PASS, setting="flash f16")])
     assert found.verdict is Verdict.INEFFECTIVE
     assert found.exit_code == 1
     assert "a claim" in found.reason
@@ -60,14 +60,14 @@ def test_ineffective_when_patched_still_fails_a_cure() -> None:
 def test_the_reason_names_a_cure_first() -> None:
     """What the patch is there for tells more than a guard, whatever its name."""
     pairs = [pair(fail(), fail(), "guard", "abort"), pair(fail(), fail(), "cure", "fragmented")]
-    assert judge(pairs).reason.endswith(": fragmented [plain f16] (and abort): claim: a claim")
+    assert decide(pairs).reason.endswith(": fragmented [plain f16] (and abort): claim: a claim")
 
 
 @pytest.mark.parametrize("kind", HARM)
 @pytest.mark.parametrize("stock", [PASS, fail("claim")], ids=["passes", "fails"])
 def test_harmful_when_patched_shows_a_class_that_stock_does_not(kind: str, stock: Outcome) -> None:
     """Wrong data, crash, hang and lost tokens are worse than a failed claim."""
-    found = judge([pair(stock, fail(kind))])
+    found = decide([pair(stock, fail(kind))])
     assert found.verdict is Verdict.HARMFUL
     assert found.exit_code == 1
 
@@ -75,58 +75,58 @@ def test_harmful_when_patched_shows_a_class_that_stock_does_not(kind: str, stock
 @pytest.mark.parametrize(("one", "other"), list(itertools.permutations(HARM, 2)))
 def test_another_class_of_harm_is_harm(one: str, other: str) -> None:
     """A hang in the place of a crash is a new class."""
-    assert harms(pair(fail(one), fail(other)))
+    assert is_harmful(pair(fail(one), fail(other)))
 
 
 @pytest.mark.parametrize("kind", FAILURES)
 def test_the_same_class_is_no_new_harm(kind: str) -> None:
     """What stock does as well was not brought by the patch: it is not cured, though."""
-    assert judge_scenario([pair(fail(kind), fail(kind))]) is Verdict.INEFFECTIVE
+    assert decide_scenario([pair(fail(kind), fail(kind))]) is Verdict.INEFFECTIVE
 
 
 def test_a_guard_that_breaks_only_on_patched_is_harmful() -> None:
     """A broken claim of a guard where stock keeps it is the patch's doing."""
-    assert judge_scenario([pair(PASS, fail("claim"), "guard")]) is Verdict.HARMFUL
+    assert decide_scenario([pair(PASS, fail("claim"), "guard")]) is Verdict.HARMFUL
 
 
 def test_a_guard_that_stock_breaks_makes_nothing_needed() -> None:
     """Only cures say that a patch is needed."""
-    assert judge_scenario([pair(fail(), PASS, "guard")]) is Verdict.REDUNDANT
+    assert decide_scenario([pair(fail(), PASS, "guard")]) is Verdict.REDUNDANT
 
 
 def test_a_guard_must_hold_on_patched() -> None:
     """A guard that both break alike is not good enough to ship."""
-    assert judge_scenario([pair(fail("lost"), fail("lost"), "guard")]) is Verdict.INEFFECTIVE
+    assert decide_scenario([pair(fail("lost"), fail("lost"), "guard")]) is Verdict.INEFFECTIVE
 
 
 def test_a_feature_that_patched_lacks_is_ineffective() -> None:
     """The capability must be there on patched."""
-    assert judge_scenario([pair(ABSENT, ABSENT, "feature")]) is Verdict.INEFFECTIVE
-    assert judge_scenario([pair(ABSENT, PASS, "feature")]) is Verdict.REDUNDANT
+    assert decide_scenario([pair(ABSENT, ABSENT, "feature")]) is Verdict.INEFFECTIVE
+    assert decide_scenario([pair(ABSENT, PASS, "feature")]) is Verdict.REDUNDANT
 
 
 def test_a_missing_capability_fails_a_cure() -> None:
     """A feature judged by itself is a cure of its patch."""
-    assert judge_scenario([pair(ABSENT, PASS)]) is Verdict.NEEDED
+    assert decide_scenario([pair(ABSENT, PASS)]) is Verdict.NEEDED
 
 
 def test_untestable_comes_first() -> None:
     """Where nothing can run, nothing else is said, and git bisect skips."""
-    found = judge([], untestable="no compiler")
+    found = decide([], untestable="no compiler")
     assert (found.verdict, found.exit_code) == (Verdict.UNTESTABLE, 125)
     assert "no compiler" in str(found)
 
 
 def test_untestable_when_every_run_is_skipped() -> None:
     """The reason of the first skip is the reason."""
-    found = judge([pair(SKIP, SKIP)])
+    found = decide([pair(SKIP, SKIP)])
     assert found.verdict is Verdict.UNTESTABLE
     assert "no such cache" in found.reason
 
 
 def test_skipped_settings_do_not_count() -> None:
     """A setting that cannot run here takes nothing from the others."""
-    found = judge([pair(fail(), PASS), pair(SKIP, SKIP, setting="flash q8_0")])
+    found = decide([pair(fail(), PASS), pair(SKIP, SKIP, setting="flash q8_0")])
     assert found.verdict is Verdict.NEEDED
     assert found.runs == 1
 
@@ -136,14 +136,14 @@ def test_skipped_settings_do_not_count() -> None:
 )
 def test_what_only_patched_cannot_run_is_its_failure(stock: Outcome, verdict: Verdict) -> None:
     """A patch that keeps a model from loading is not saved by the scenarios of other models."""
-    found = judge([pair(stock, SKIP), pair(fail(), PASS, scenario="other")])
+    found = decide([pair(stock, SKIP), pair(fail(), PASS, scenario="other")])
     assert found.verdict is verdict
     assert "cannot run what stock can: no such cache here" in found.reason
 
 
 def test_broken_apply_when_nothing_applies_and_stock_fails() -> None:
     """A port is due."""
-    found = judge([pair(fail(), None)], conflict="src/a.cpp hunk 3")
+    found = decide([pair(fail(), None)], conflict="src/a.cpp hunk 3")
     assert (found.verdict, found.exit_code) == (Verdict.BROKEN_APPLY, 1)
     assert "hunk 3" in found.reason
     assert "one" in found.reason
@@ -152,7 +152,7 @@ def test_broken_apply_when_nothing_applies_and_stock_fails() -> None:
 def test_native_when_nothing_applies_and_stock_passes() -> None:
     """Upstream does it itself: nothing is due, whatever the guards say."""
     pairs = [pair(PASS, None), pair(fail(), None, "guard", "other")]
-    found = judge(pairs, conflict="src/a.cpp hunk 3")
+    found = decide(pairs, conflict="src/a.cpp hunk 3")
     assert (found.verdict, found.exit_code) == (Verdict.NATIVE, 0)
     assert "all 1 runs" in found.reason
     assert "hunk 3" in found.reason
@@ -160,12 +160,12 @@ def test_native_when_nothing_applies_and_stock_passes() -> None:
 
 def test_nothing_applies_and_no_cure_runs() -> None:
     """Without a cure that runs there is no saying."""
-    assert judge([pair(SKIP, None)], conflict="x").verdict is Verdict.UNTESTABLE
+    assert decide([pair(SKIP, None)], conflict="x").verdict is Verdict.UNTESTABLE
 
 
 def test_broken_build_keeps_the_first_error() -> None:
     """A patched tree that does not compile is the patch's fault."""
-    found = judge([pair(fail(), None)], build_error="error: no member named head")
+    found = decide([pair(fail(), None)], build_error="error: no member named head")
     assert (found.verdict, found.exit_code) == (Verdict.BROKEN_BUILD, 1)
     assert "no member" in found.reason
 
@@ -173,13 +173,13 @@ def test_broken_build_keeps_the_first_error() -> None:
 def test_a_part_of_the_series_that_does_not_apply_is_seen() -> None:
     """What did apply does not hide what did not."""
     pairs = [pair(PASS, PASS, "guard", "applied"), pair(fail(), None, "cure", "left out")]
-    assert judge(pairs, conflict="a hunk").verdict is Verdict.BROKEN_APPLY
+    assert decide(pairs, conflict="a hunk").verdict is Verdict.BROKEN_APPLY
 
 
 def test_needed_beats_redundant() -> None:
     """A release takes its worst scenario, and needed counts for more than redundant."""
     pairs = [pair(PASS, PASS, scenario="a"), pair(fail(), PASS, scenario="b")]
-    found = judge(pairs)
+    found = decide(pairs)
     assert found.verdict is Verdict.NEEDED
     assert found.scenarios == {"a": Verdict.REDUNDANT, "b": Verdict.NEEDED}
 
@@ -209,7 +209,7 @@ OUTCOMES = st.sampled_from([PASS, SKIP, ABSENT, *map(fail, FAILURES)])
 )
 def test_a_good_verdict_means_that_patched_failed_nothing(pairs: list[Pair]) -> None:
     """Whatever the mix, no failure on patched hides behind a good verdict."""
-    found = judge(pairs)
+    found = decide(pairs)
     failed = any(each.patched.failed for each in pairs)
     assert not (found.verdict in GOOD and failed)
     assert not (found.verdict is Verdict.NEEDED and found.stock_failed == 0)
@@ -223,17 +223,19 @@ def test_what_exists_on_neither_side_says_nothing() -> None:
     both = Pair("many-moves", "cure", "plain", none, none)
     stock_alone = Pair("many-moves", "cure", "plain", none, None)
     fine = Pair("fragmented", "cure", "plain", good, good)
-    assert judge([both, fine]).verdict is Verdict.REDUNDANT
-    assert judge([both, fine]).runs == 1
-    assert judge([stock_alone, Pair("fragmented", "cure", "plain", good)]).verdict is Verdict.NATIVE
+    assert decide([both, fine]).verdict is Verdict.REDUNDANT
+    assert decide([both, fine]).runs == 1
+    assert (
+        decide([stock_alone, Pair("fragmented", "cure", "plain", good)]).verdict is Verdict.NATIVE
+    )
     cured = Pair("many-moves", "cure", "plain", none, good)
-    assert judge([cured, fine]).verdict is Verdict.NEEDED
+    assert decide([cured, fine]).verdict is Verdict.NEEDED
 
 
 def test_what_neither_side_can_run_here_is_no_harm() -> None:
     """A feature that stock lacks and that this device has no use for says nothing."""
     absent = Outcome("absent", "", "no such option")
     skipped = Outcome("skip", "", "the cache lies on a device")
-    found = judge([Pair("lazy", "feature", "plain f16", absent, skipped)])
+    found = decide([Pair("lazy", "feature", "plain f16", absent, skipped)])
     assert found.verdict == Verdict.UNTESTABLE
     assert found.patched_failed == 0

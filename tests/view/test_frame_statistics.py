@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from film_kit import film
 from hypothesis import given
 from hypothesis import strategies as st
+from timeline_kit import film
 
 from pyllamakv.runtime import metrics
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
@@ -46,7 +46,7 @@ def test_what_was_done_in_a_run() -> None:
     assert raw["operations"] == {"decode": 3, "defrag": 1, "remove": 1}
     assert raw["failures"] == {"decode: no-slot": 1}
     assert raw["cells_moved"] == 1
-    said = metrics.expose(frame_statistics.of_film(film()))
+    said = metrics.expose(frame_statistics.timeline_metrics(film()))
     assert 'pyllamakv_run_operations_total{op="decode"} 3\n' in said
     assert 'pyllamakv_run_failures_total{op="decode",failure="no-slot"} 1\n' in said
     assert ("failures", "1 decode: no-slot") in frame_statistics.rows(film())

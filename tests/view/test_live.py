@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 import pyllamakv as kv
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import synthetic_models
 
 pytestmark = pytest.mark.native
 
@@ -18,7 +18,7 @@ def test_a_script_of_ones_own_is_watched(stock) -> None:
     target = Console(file=io.StringIO(), width=200, force_terminal=False, _environ={})
     with (
         kv.open(stock.folder) as library,
-        library.load_model(synthetic.tiny()) as model,
+        library.load_model(synthetic_models.tiny()) as model,
         model.context(n_ctx=64, n_batch=64, n_seq_max=4) as context,
     ):
         native, one = context.native, context.decode_one
@@ -51,7 +51,7 @@ def test_it_ends_with_the_block_also_for_an_error(stock) -> None:
     target = Console(file=io.StringIO(), force_terminal=False, _environ={})
     with (
         kv.open(stock.folder) as library,
-        library.load_model(synthetic.tiny()) as model,
+        library.load_model(synthetic_models.tiny()) as model,
         model.context(n_ctx=64) as context,
     ):
         native = context.native

@@ -7,9 +7,9 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from fakes.judging import failing, result, row
+from fakes.cell_results import failing, result, row
 
-from pyllamakv.verification.cell import Failing
+from pyllamakv.verification.cell import FailedRun
 from pyllamakv.verification.expected import Accepted, compare
 from pyllamakv.verification.verdict import Verdict
 from pyllamakv.view import page
@@ -94,7 +94,7 @@ def test_everything_is_there(html: str) -> None:
 def test_runs_that_fail_alike_are_told_once() -> None:
     """With all their settings; a capability that is only absent is no alarm."""
     wrong = [replace(failing(), setting=name) for name in ("plain f16", "flash f16")]
-    lacks = Failing("story", "plain f16", "absent", "no such model")
+    lacks = FailedRun("story", "plain f16", "absent", "no such model")
     results = (result("0.3.9", "harmful", failing=(*wrong, lacks)),)
     html = page.render(results, compare(results, {}))
     assert html.count("layer 0 differs") == 1
@@ -120,8 +120,8 @@ def test_it_fits_phones_and_both_schemes(html: str) -> None:
 def test_every_verdict_has_a_tone_and_a_meaning() -> None:
     """A verdict that is added later cannot be forgotten here."""
     assert set(page.WORDS) == set(Verdict)
-    tones = {str(verdict): page.tone(verdict) for verdict in Verdict}
-    assert tones["needed"] == page.tone("holds") == "good"
+    tones = {str(verdict): page.css_class(verdict) for verdict in Verdict}
+    assert tones["needed"] == page.css_class("holds") == "good"
     assert tones["native"] == tones["redundant"] == "idle"
     assert tones["untestable"] == "dim"
     assert {tones[v] for v in ("harmful", "ineffective", "broken-apply", "broken-build")} == {"bad"}

@@ -7,15 +7,15 @@ from itertools import pairwise
 from xml.etree import ElementTree as ET
 
 import pytest
-from film_kit import film, frame
 from hypothesis import given
 from hypothesis import strategies as st
+from timeline_kit import film, frame
 
 from pyllamakv.errors import UsageError
 from pyllamakv.scenarios.cell_picture import NOBODY
-from pyllamakv.scenarios.frames import Film
+from pyllamakv.scenarios.frames import Timeline
 from pyllamakv.view import drawing, timeline
-from pyllamakv.view.drawing import Area, Band, Mark, Words
+from pyllamakv.view.drawing import Area, Band, Mark, Text
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -56,7 +56,7 @@ def test_failures_and_moves_are_marked() -> None:
 
 def test_axes_and_legend_say_what_is_what() -> None:
     """Cells on one axis, operations on the other, and a name for each colour."""
-    said = [item.text for item in timeline.paint(film()).items if isinstance(item, Words)]
+    said = [item.text for item in timeline.paint(film()).items if isinstance(item, Text)]
     assert {"cells", "free", "0", "4", "decode", "remove", "defrag"} <= set(said)
     assert {"sequence 0", "sequence 1", "sequence 2", "shared", "failed"} <= set(said)
     assert "4 cells · 5 operations · 1 failed · 1 cells moved" in said
@@ -85,7 +85,7 @@ def test_a_long_film_stays_a_picture() -> None:
     """Thousands of operations on thousands of cells share columns and rows; marks are kept."""
     frames = [frame(n, [n % 3] * n + [NOBODY] * (4000 - n)) for n in range(1, 2001)]
     frames[777] = frame(778, [1] * 778 + [NOBODY] * (4000 - 778), failed="no-slot")
-    made = timeline.paint(Film("long", frames))
+    made = timeline.paint(Timeline("long", frames))
     assert made.width < 1000 and made.height < 600
     assert sum(isinstance(item, Mark) for item in made.items) == 2  # in the plot and the legend
     assert len(drawing.svg(made)) < 400_000
@@ -94,7 +94,7 @@ def test_a_long_film_stays_a_picture() -> None:
 def test_no_cells_no_timeline() -> None:
     """A trace without pictures is refused, with what to do."""
     with pytest.raises(UsageError, match="--trace"):
-        timeline.paint(Film("empty"))
+        timeline.paint(Timeline("empty"))
 
 
 @given(st.integers(1, 100_000))
@@ -108,7 +108,7 @@ def test_ticks_are_few_and_round(cells: int) -> None:
 @given(st.lists(st.lists(st.integers(-2, 12), min_size=6, max_size=6), min_size=1, max_size=40))
 def test_any_film_is_painted(owners: list[list[int]]) -> None:
     """Whatever the cells hold, the drawing is well formed and inside its own size."""
-    made = timeline.paint(Film("any", [frame(n, each) for n, each in enumerate(owners, 1)]))
+    made = timeline.paint(Timeline("any", [frame(n, each) for n, each in enumerate(owners, 1)]))
     ET.fromstring(drawing.svg(made))
     for item in made.items:
         if isinstance(item, Area):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.scenarios.abort_decode import abort, polls_of
+from pyllamakv.scenarios.abort_decode import abort, count_abort_polls
 from pyllamakv.scenarios.scenario import PLAIN, Scenario
 
 if TYPE_CHECKING:
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 def run(lab: Lab) -> None:
     """Abort in the third of four micro-batches, behind the defragmentation."""
     # Where nothing can be aborted, stock would fail before that could be seen.
-    polls_of(lab.player(256, n_ubatch=32), {0: 128})
+    count_abort_polls(lab.player(256, n_ubatch=32), {0: 128})
     measured = _scattered(lab)
-    polls = polls_of(measured, {3: 112})
+    polls = count_abort_polls(measured, {3: 112})
     player = _scattered(lab)
     lab.picture(player, "before")
     with player.unchanged("the aborted decode"):

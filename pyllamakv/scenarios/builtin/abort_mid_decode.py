@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.scenarios.abort_decode import abort, polls_of
+from pyllamakv.scenarios.abort_decode import abort, count_abort_polls
 from pyllamakv.scenarios.scenario import PLAIN, Scenario
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ def run(lab: Lab) -> None:
     """Abort a batch of four micro-batches early, in its middle and late."""
     player = lab.player(256, n_ubatch=32)
     player.fill({0: 40, 1: 40}, interleave=True)
-    polls = polls_of(player, {2: 128})
+    polls = count_abort_polls(player, {2: 128})
     for quarter in (0, 1, 2, 3):
         with player.unchanged("the aborted decode"):
             abort(lab, player, {2: 128}, max(1, polls * (2 * quarter + 1) // 8), polls)

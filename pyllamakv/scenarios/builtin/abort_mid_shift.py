@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.scenarios.abort_decode import abort, polls_of
+from pyllamakv.scenarios.abort_decode import abort, count_abort_polls
 from pyllamakv.scenarios.scenario import PLAIN, Scenario
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def run(lab: Lab) -> None:
     """Abort at the first polls, where the shift is applied before any token is decoded."""
     twin = _shifted(lab)
-    polls = polls_of(twin, {2: 8})
+    polls = count_abort_polls(twin, {2: 8})
     for at in (1, 2, 3):
         player = _shifted(lab)
         abort(lab, player, {2: 8}, at, polls)

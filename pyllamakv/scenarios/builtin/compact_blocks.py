@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.scenarios.builtin._compacting import defrag, stay_behind
+from pyllamakv.scenarios.builtin._compaction import defrag, defrag_sparse_tail
 from pyllamakv.scenarios.scenario import CACHES, MOVERS, Scenario
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def run(lab: Lab) -> None:
     """Compact a cache that all sequences share, then streams: only there are blocks picked."""
-    stay_behind(lab, rows=False)
+    defrag_sparse_tail(lab, rows=False)
     player = lab.player(2048, n_ubatch=128, n_batch=512, n_seq_max=2, kv_unified=False)
     player.fill({0: 500, 1: 300})
     player.remove(0, 0, 400)

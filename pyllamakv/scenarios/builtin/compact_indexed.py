@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from pyllamakv.scenarios.builtin._compacting import stay_behind
+from pyllamakv.scenarios.builtin._compaction import defrag_sparse_tail
 from pyllamakv.scenarios.scenario import CACHES, MOVERS, Scenario
 
 SCENARIO = Scenario(
@@ -13,7 +13,7 @@ SCENARIO = Scenario(
     claim="A cache and the indexer that mirrors it move by one plan, cell for cell.",
     issue="ggml-org/llama.cpp#21149",
     # States keep more than rows.
-    run=partial(stay_behind, rows=False),
+    run=partial(defrag_sparse_tail, rows=False),
     model="indexed",
     settings=(CACHES[0], CACHES[3], *MOVERS[:1]),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pyllamakv.scenarios.builtin._compacting import stay_behind
+from pyllamakv.scenarios.builtin._compaction import defrag_sparse_tail
 from pyllamakv.scenarios.scenario import CACHES, MOVERS, Scenario
 
 SCENARIO = Scenario(
@@ -10,7 +10,7 @@ SCENARIO = Scenario(
     kind="cure",
     claim="A cache without values is compacted like any other.",
     issue="ggml-org/llama.cpp#20993",
-    run=stay_behind,
+    run=defrag_sparse_tail,
     model="latent",
     settings=(CACHES[0], CACHES[3], *MOVERS[:1]),
 )

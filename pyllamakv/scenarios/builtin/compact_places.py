@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import Unsupported
-from pyllamakv.scenarios.builtin._compacting import defrag, stay_behind
+from pyllamakv.scenarios.builtin._compaction import defrag, defrag_sparse_tail
 from pyllamakv.scenarios.scenario import CACHES, MOVERS, Scenario
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ def run(lab: Lab) -> None:
         # The first releases that knew such models read batches of text beyond their end.
         msg = "this library does not compact"
         raise Unsupported(msg, capability="defrag")
-    stay_behind(lab, rows=False)
+    defrag_sparse_tail(lab, rows=False)
     player = lab.player(256)
     player.fill({0: 100})
     player.fill({1: 40})

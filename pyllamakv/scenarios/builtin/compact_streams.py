@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.scenarios.builtin._compacting import defrag
+from pyllamakv.scenarios.builtin._compaction import defrag
 from pyllamakv.scenarios.scenario import CACHES, MOVERS, Scenario
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.scenarios.builtin._compacting import attended, defrag, needed
+from pyllamakv.scenarios.builtin._compaction import attended, defrag, needed
 from pyllamakv.scenarios.scenario import CACHES, MOVERS, ORDERED, SCATTERED, Scenario
 
 if TYPE_CHECKING:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.scenarios import synthetic
-from pyllamakv.scenarios.builtin._compacting import defrag
+from pyllamakv.scenarios import synthetic_models
+from pyllamakv.scenarios.builtin._compaction import defrag
 from pyllamakv.scenarios.scenario import CACHES, MOVERS, Scenario
 
 if TYPE_CHECKING:
     from pyllamakv.scenarios.lab import Lab
 
-WINDOW = synthetic.SHAPES["sliding"].window
+WINDOW = synthetic_models.SHAPES["sliding"].window
 
 
 def run(lab: Lab) -> None:

@@ -37,5 +37,5 @@ SCENARIO = Scenario(
     issue="ollama/ollama#7545",
     run=run,
     settings=(*CACHES, *MOVERS, *ORDERED, SCATTERED),
-    film=True,
+    record_frames=True,
 )

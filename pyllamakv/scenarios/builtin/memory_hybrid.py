@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.scenarios.memory_checks import prove, routine, twins
+from pyllamakv.scenarios.memory_checks import exercise_memory, require_deterministic, verify_memory
 from pyllamakv.scenarios.scenario import CACHES, SCATTERED, Scenario
 
 if TYPE_CHECKING:
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 def run(lab: Lab) -> None:
     """Do everything to a hybrid memory; then a batch of several micro-batches."""
     player = lab.player(256, n_ubatch=32, n_seq_max=4)
-    twins(lab, player)
-    routine(lab, player)
+    require_deterministic(lab, player)
+    exercise_memory(lab, player)
     player.decode({0: 80, 2: 80}, interleave=True)
-    prove(lab, player)
+    verify_memory(lab, player)
 
 
 SCENARIO = Scenario(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.scenarios.memory_checks import routine
+from pyllamakv.scenarios.memory_checks import exercise_memory
 from pyllamakv.scenarios.scenario import CACHES, SCATTERED, Scenario
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def run(lab: Lab) -> None:
     """Do everything to a cache of latent rows."""
-    routine(lab, lab.player(256, n_seq_max=4))
+    exercise_memory(lab, lab.player(256, n_seq_max=4))
 
 
 SCENARIO = Scenario(

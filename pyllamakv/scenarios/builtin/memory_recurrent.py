@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import Status
 from pyllamakv.errors import Unsupported
-from pyllamakv.scenarios.memory_checks import attempt, prove, routine, twins
+from pyllamakv.scenarios.memory_checks import (
+    exercise_memory,
+    require_deterministic,
+    supported,
+    verify_memory,
+)
 from pyllamakv.scenarios.scenario import PLAIN, Scenario
 
 if TYPE_CHECKING:
@@ -20,10 +25,10 @@ def run(lab: Lab) -> None:
     counted = player.counters()
     lab.expect(counted is None, f"a memory without cells counted {counted}")
     _no_cells_to_move(lab, player)
-    twins(lab, player)
-    routine(lab, player)
-    lab.note(split=attempt(lambda: player.decode({0: 160})))
-    prove(lab, player)
+    require_deterministic(lab, player)
+    exercise_memory(lab, player)
+    lab.note(split=supported(lambda: player.decode({0: 160})))
+    verify_memory(lab, player)
     if player.native.about.probes.get("rollback") == "patched":
         _aborted(lab)
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.scenarios import synthetic
-from pyllamakv.scenarios.memory_checks import routine
+from pyllamakv.scenarios import synthetic_models
+from pyllamakv.scenarios.memory_checks import exercise_memory
 from pyllamakv.scenarios.scenario import CACHES, SCATTERED, Scenario
 
 if TYPE_CHECKING:
     from pyllamakv.scenarios.lab import Lab
 
-WINDOW = synthetic.SHAPES["sliding"].window
+WINDOW = synthetic_models.SHAPES["sliding"].window
 
 
 def run(lab: Lab) -> None:
     """Do everything to a pair of caches, the small one as small as it goes and as large."""
     for full in (False, True):
-        routine(lab, lab.player(512, n_seq_max=4, swa_full=full), window=WINDOW)
+        exercise_memory(lab, lab.player(512, n_seq_max=4, swa_full=full), window=WINDOW)
 
 
 SCENARIO = Scenario(

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import Capability
-from pyllamakv.scenarios.memory_checks import routine
+from pyllamakv.scenarios.memory_checks import exercise_memory
 from pyllamakv.scenarios.scenario import CACHES, CONTIGUOUS, Scenario
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def run(lab: Lab) -> None:
     """Do everything to a cache of four streams."""
     lab.needs(Capability.KV_UNIFIED)
-    routine(lab, lab.player(1024, n_seq_max=4, kv_unified=False))
+    exercise_memory(lab, lab.player(1024, n_seq_max=4, kv_unified=False))
 
 
 SCENARIO = Scenario(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.scenarios.builtin._mapped import committed, expect_little, mapped
+from pyllamakv.scenarios.builtin._mapped_memory import committed, expect_committed_below, mapped
 from pyllamakv.scenarios.scenario import CACHES, Scenario
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def run(lab: Lab) -> None:
     player.check_cells()
     player.restore(1, "kept")
     player.decode({1: 8, 3: 40})
-    expect_little(lab, player, 348 + 256, "after going on")
+    expect_committed_below(lab, player, 348 + 256, "after going on")
     lab.verify(player)
 
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.scenarios.builtin._mapped import committed, expect_little, mapped, reserved
+from pyllamakv.scenarios.builtin._mapped_memory import (
+    committed,
+    expect_committed_below,
+    mapped,
+    reserved,
+)
 from pyllamakv.scenarios.scenario import CACHES, Scenario
 
 if TYPE_CHECKING:
@@ -19,14 +24,14 @@ def run(lab: Lab) -> None:
     player = mapped(lab, 65536, n_batch=512, n_ubatch=64)
     lab.expect(committed(player) == 0, f"{committed(player)} bytes are resident before any token")
     player.fill({0: 64})
-    expect_little(lab, player, STEP, "after 64 tokens")
+    expect_committed_below(lab, player, STEP, "after 64 tokens")
     lab.note(reserved=reserved(player))
     lab.expect(
         committed(player) <= reserved(player) // 20,
         f"64 tokens of 65536 made {committed(player)} of {reserved(player)} bytes resident",
     )
     player.fill({1: 300, 2: 300}, interleave=True)
-    expect_little(lab, player, 664 + STEP, "after 664 tokens")
+    expect_committed_below(lab, player, 664 + STEP, "after 664 tokens")
     lab.verify(player)
 
 

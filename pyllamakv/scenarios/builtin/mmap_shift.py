@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.scenarios.builtin._mapped import committed, expect_little, mapped, must_shift
+from pyllamakv.scenarios.builtin._mapped_memory import (
+    committed,
+    expect_committed_below,
+    mapped,
+    must_shift,
+)
 from pyllamakv.scenarios.scenario import CACHES, Scenario
 
 if TYPE_CHECKING:
@@ -27,7 +32,7 @@ def run(lab: Lab) -> None:
         f"a shift of 400 tokens made {committed(player) - before} more bytes resident",
     )
     player.decode({0: 20, 1: 20})
-    expect_little(lab, player, 440 + 256, "after a shift")
+    expect_committed_below(lab, player, 440 + 256, "after a shift")
     lab.verify(player)
     # Nothing is left to shift, but it is pending all the same.
     player.shift(0, 0, -1, 3)

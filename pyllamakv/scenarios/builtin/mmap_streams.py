@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import Untestable
-from pyllamakv.scenarios.builtin._mapped import enough, expect_little, mapped, must_shift
+from pyllamakv.scenarios.builtin._mapped_memory import (
+    expect_committed_below,
+    mapped,
+    max_committed,
+    must_shift,
+)
 from pyllamakv.scenarios.scenario import CACHES, Scenario
 
 if TYPE_CHECKING:
@@ -27,13 +32,13 @@ def run(lab: Lab) -> None:
     player.copy(2, 3)
     player.remove(2)
     player.update()
-    expect_little(lab, player, 300 + 256, "after two copies")
+    expect_committed_below(lab, player, 300 + 256, "after two copies")
     player.remove(0)
     player.shift(3, 0, -1, 10)
     player.update()
     player.native.mapping_trim(player.context)
-    lab.note(enough=enough(player, 300))
-    expect_little(lab, player, 300 + 256, "after giving back")
+    lab.note(enough=max_committed(player, 300))
+    expect_committed_below(lab, player, 300 + 256, "after giving back")
     player.decode({1: 8, 3: 8})
     lab.verify(player)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import Capability
-from pyllamakv.scenarios.builtin._mapped import committed, expect_little, mapped
+from pyllamakv.scenarios.builtin._mapped_memory import committed, expect_committed_below, mapped
 from pyllamakv.scenarios.scenario import CACHES, Scenario
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def run(lab: Lab) -> None:
         )
         snapshot = player.snapshot()
         assert snapshot is not None  # whoever maps memory sees cells
-        expect_little(lab, player, snapshot.stats.used_max, "after giving back")
+        expect_committed_below(lab, player, snapshot.stats.used_max, "after giving back")
         player.check_cells()
         again = player.native.mapping_trim(player.context)
         lab.expect(again == 0, f"a second time {again} bytes went, where nothing had come")

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import synthetic_models
 from pyllamakv.scenarios.scenario import CACHES, MOVERS, SCATTERED, Scenario
 
 if TYPE_CHECKING:
     from pyllamakv.scenarios.lab import Lab
 
-WINDOW = synthetic.SHAPES["sliding"].window
+WINDOW = synthetic_models.SHAPES["sliding"].window
 
 
 def run(lab: Lab) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 from pyllamakv.building import build, cmake, variant
 from pyllamakv.source import spec_resolver, vendor
 from pyllamakv.source.store import open_store
-from qa.faults.step import GIT_LEAVES, Step
-from qa.faults.steps import upstream
+from qa.faults.step import GIT_LEAVES, FaultTarget
+from qa.faults.steps import tiny_upstream
 
 #: Takes the arguments of a configure run and leaves what a real one leaves for us.
 CMAKE = r"""
@@ -64,7 +64,7 @@ def script(path: Path, body: str) -> Path:
     return path
 
 
-class Build(Step):
+class Build(FaultTarget):
     """Build a release with stand-ins that compile nothing: all that is around a compiler."""
 
     name = "build"
@@ -74,7 +74,7 @@ class Build(Step):
         """Write the stand-ins and a tree."""
         for name, text in (("cmake", CMAKE), ("ninja", _NINJA)):
             script(folder / "programs" / name, text)
-        upstream.fill(folder / "llama", upstream.TREE)
+        tiny_upstream.fill(folder / "llama", tiny_upstream.TREE)
         os.environ["PYLLAMAKV_COMPILER_LAUNCHER"] = "none"
 
     def run(self, folder: Path) -> Any:
@@ -94,7 +94,7 @@ class Build(Step):
         ]
 
 
-class SyncAndClean(Step):
+class SyncAndClean(FaultTarget):
     """Put a tree into place and remove it again, as `vendor sync` and `vendor clean` do."""
 
     name = "vendor and clean"
@@ -102,8 +102,8 @@ class SyncAndClean(Step):
 
     def prepare(self, folder: Path) -> None:
         """Make a home with a release."""
-        with upstream.at_home(folder / "home"):
-            upstream.release("9.0.1", upstream.TREE, "2025-01-01")
+        with tiny_upstream.at_home(folder / "home"):
+            tiny_upstream.release("9.0.1", tiny_upstream.TREE, "2025-01-01")
 
     def run(self, folder: Path) -> Any:
         """Sync, and clean."""
@@ -113,13 +113,13 @@ class SyncAndClean(Step):
         # What another run put there meanwhile is its own matter.
         return vendored.tree
 
-    def wrong(self, folder: Path) -> list[str]:
+    def check_completed(self, folder: Path) -> list[str]:
         """See that nothing is left of the tree."""
         left = sorted((folder / "home" / "trees").glob("*"))
-        return [*super().wrong(folder), *(f"{path.name} is still there" for path in left)]
+        return [*super().check_completed(folder), *(f"{path.name} is still there" for path in left)]
 
 
-class Compile(Step):
+class Compile(FaultTarget):
     """Build a tiny library with the real CMake, ninja and compiler."""
 
     name = "compile and link"

@@ -12,8 +12,8 @@ from typing import Any, Final
 import pyllamakv as kv
 from pyllamakv.errors import KvError, KVFileDirty, PagingError
 from pyllamakv.traces import trace
-from qa.faults.attempt import Outcome
-from qa.faults.step import Step
+from qa.faults.attempt import AttemptResult
+from qa.faults.step import FaultTarget
 
 # Imported before the forks, once: attributes of the package are looked up when they are used.
 _open, _record, _prefix_cache = kv.open, kv.record, kv.PrefixCache
@@ -25,7 +25,7 @@ def _digest(logits: Any) -> str:
     return hashlib.sha256(logits.copy().tobytes()).hexdigest()[:16]
 
 
-class Native(Step):
+class NativeStep(FaultTarget):
     """Work with a built variant and a model, which lie outside the folder."""
 
     def __init__(self, variant: Path, model: Path) -> None:
@@ -43,7 +43,7 @@ class Native(Step):
         return model.context(**{**shape, **options})
 
 
-class Recording(Native):
+class RecordRun(NativeStep):
     """Record a run; what is left of a trace is read as far as it goes."""
 
     name = "recording"
@@ -67,7 +67,7 @@ class Recording(Native):
     def _rows(self, path: Path) -> list[str]:
         return [f"{line.op} {json.dumps(line.arguments)}" for line in trace.read(path)[1]]
 
-    def half(self, folder: Path, outcome: Outcome, expected: Any) -> list[str]:
+    def check_interrupted(self, folder: Path, outcome: AttemptResult, expected: Any) -> list[str]:
         """See that a trace has the first rows, all of them whole."""
         path = folder / "run.jsonl"
         lines = path.read_bytes().count(b"\n") if path.is_file() else 0
@@ -81,7 +81,7 @@ class Recording(Native):
         return [] if right else ["what is left of the trace differs from what was recorded"]
 
 
-class Paging(Native):
+class Paging(NativeStep):
     """Page branches out to files and in again."""
 
     name = "paging"
@@ -118,7 +118,7 @@ class Paging(Native):
                 assert lease.cached == len(prompt), "a branch was lost with its page"
             raise
 
-    def half(self, folder: Path, outcome: Outcome, expected: Any) -> list[str]:
+    def check_interrupted(self, folder: Path, outcome: AttemptResult, expected: Any) -> list[str]:
         """See that only what was killed leaves pages behind."""
         left = list((folder / "home" / "pages").glob("*/*"))
         # No process reads the pages of another.
@@ -127,7 +127,7 @@ class Paging(Native):
         return [] if ended or not left else [f"pages are left behind: {left[0].name}"]
 
 
-class Keeping(Native):
+class Keeping(NativeStep):
     """Keep a cache in a file over several flushes, and go on from what an earlier run left."""
 
     name = "keeping"

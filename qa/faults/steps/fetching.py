@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from pyllamakv.source import fetch, lockfile
 from pyllamakv.source.store import open_store
-from qa.faults.step import GIT_LEAVES, Step
-from qa.faults.steps import upstream
+from qa.faults.step import GIT_LEAVES, FaultTarget
+from qa.faults.steps import tiny_upstream
 
 _VERSION: Final = "9.0.1"
 
@@ -31,7 +31,7 @@ def _held(store: Any) -> dict[str, Any]:
     return {"refs": refs, "content": content, "lock": known}
 
 
-class FetchIndex(Step):
+class FetchIndex(FaultTarget):
     """Add a version that a package index has: look, download, check, import, note in the lock."""
 
     name = "fetch from an index"
@@ -43,8 +43,8 @@ class FetchIndex(Step):
     def prepare(self, folder: Path) -> None:
         """Serve an index of one sdist."""
         site = folder.parent / "site"
-        upstream.repository(site / "upstream", upstream.TREE)
-        made = upstream.sdist(site, _VERSION, site / "upstream", plain=self.plain)
+        tiny_upstream.repository(site / "upstream", tiny_upstream.TREE)
+        made = tiny_upstream.sdist(site, _VERSION, site / "upstream", plain=self.plain)
         files = site / "served" / "files"
         files.mkdir(parents=True)
         shutil.copy(made, files)
@@ -89,7 +89,7 @@ class FetchPlain(FetchIndex):
     plain = True
 
 
-class FetchGit(Step):
+class FetchGit(FaultTarget):
     """Add a branch of a git URL."""
 
     name = "fetch from git"
@@ -98,7 +98,7 @@ class FetchGit(Step):
     def prepare(self, folder: Path) -> None:
         """Make the repository."""
         self._url = folder.parent / "upstream"
-        upstream.repository(self._url, upstream.TREE)
+        tiny_upstream.repository(self._url, tiny_upstream.TREE)
 
     def run(self, folder: Path) -> Any:
         """Add the branch."""

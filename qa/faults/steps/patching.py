@@ -10,8 +10,8 @@ from pyllamakv.patching import apply, rebase, rebase_session, series
 from pyllamakv.patching.definition import Port
 from pyllamakv.source import git_command, spec_resolver, vendor
 from pyllamakv.source.store import open_store
-from qa.faults.step import GIT_LEAVES, Step
-from qa.faults.steps import upstream
+from qa.faults.step import GIT_LEAVES, FaultTarget
+from qa.faults.steps import tiny_upstream
 
 _OLD: Final = "9.0.1"
 _NEW: Final = "9.0.2"
@@ -21,7 +21,7 @@ def _lines(**changed: str) -> bytes:
     return "".join(changed.get(f"l{n}", f"line {n}") + "\n" for n in range(1, 61)).encode()
 
 
-_BEFORE: Final = upstream.TREE | {"src/a.cpp": _lines()}
+_BEFORE: Final = tiny_upstream.TREE | {"src/a.cpp": _lines()}
 _AFTER: Final = _BEFORE | {"src/a.cpp": _lines(l10="x", l40="y"), "src/new.cpp": b"int new;\n"}
 #: What strict apply refuses and git merges.
 _NEAR: Final = _BEFORE | {"src/a.cpp": _lines(l13="upstream", l30="up")}
@@ -29,7 +29,7 @@ _NEAR: Final = _BEFORE | {"src/a.cpp": _lines(l13="upstream", l30="up")}
 
 def _patch(scratch: Path) -> bytes:
     """Let git write the patch."""
-    upstream.repository(scratch, _BEFORE)
+    tiny_upstream.repository(scratch, _BEFORE)
     for name in ("src/a.cpp", "src/new.cpp"):
         (scratch / name).write_bytes(_AFTER[name])
     git_command.git(scratch, "add", "-A", "-f")
@@ -44,7 +44,7 @@ def _hashes(folder: Path) -> dict[str, str]:
     }
 
 
-class Apply(Step):
+class Apply(FaultTarget):
     """Apply a patch to a release and put the patched tree into its folder."""
 
     name = "apply and vendor"
@@ -69,7 +69,7 @@ class Apply(Step):
         return [done.commit, done.tree, str(difference), files, store.refs("refs")]
 
 
-class Rebase(Step):
+class Rebase(FaultTarget):
     """Carry a patch over to a release whose lines around it changed."""
 
     name = "rebase"
@@ -111,6 +111,6 @@ class Rebase(Step):
 
 def _released(folder: Path) -> None:
     """Put both releases into a home of the folder."""
-    with upstream.at_home(folder / "home"):
-        upstream.release(_OLD, _BEFORE, "2025-01-01")
-        upstream.release(_NEW, _NEAR, "2025-01-02")
+    with tiny_upstream.at_home(folder / "home"):
+        tiny_upstream.release(_OLD, _BEFORE, "2025-01-01")
+        tiny_upstream.release(_NEW, _NEAR, "2025-01-02")

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pyllamakv.errors import ContextError, Untestable
-from qa.bench import devices, workloads
-from qa.bench.devices import MOVERS, Rounds, Stand
-from qa.bench.workloads import SETTINGS, Cache
+from qa.bench import defrag_workloads, devices
+from qa.bench.defrag_workloads import SETTINGS, CacheShape
+from qa.bench.devices import MOVERS, DeviceBenchmark, Rounds
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
 
-SMALL = Cache("1B", SETTINGS[0], 256)
+SMALL = CacheShape("1B", SETTINGS[0], 256)
 
 
-def stand(library: Any = None, *, seconds: float = 60.0, rounds: int = 15) -> Stand:
+def stand(library: Any = None, *, seconds: float = 60.0, rounds: int = 15) -> DeviceBenchmark:
     """Make one that has so many seconds left."""
-    return Stand("CUDA", library, rounds, lambda: None, time.monotonic() + seconds)
+    return DeviceBenchmark("CUDA", library, rounds, lambda: None, time.monotonic() + seconds)
 
 
 @pytest.mark.native
@@ -42,7 +42,7 @@ def test_a_size_that_takes_too_long_is_not_begun() -> None:
     """What smaller caches took says what a larger one takes, also in another setting."""
     there = stand(seconds=100)
     there.paces[SETTINGS[0]] = 1 / SMALL.bytes
-    large = Cache("1B", SETTINGS[1], 256 * 200)
+    large = CacheShape("1B", SETTINGS[1], 256 * 200)
     assert there.needs(large) == pytest.approx(200)
     figure = devices._row(there, large, "alternate", 1)
     assert figure.name == "CUDA, 1B, 51200 cells, alternate, no flash attention, f16"
@@ -52,7 +52,7 @@ def test_a_size_that_takes_too_long_is_not_begun() -> None:
 
 def test_a_size_that_does_not_fit_is_not_begun() -> None:
     """Each mover has a cache; what a device does not tell stops nothing."""
-    needed = len(MOVERS) * SMALL.bytes + workloads.BESIDE
+    needed = len(MOVERS) * SMALL.bytes + defrag_workloads.BESIDE
     for free, fits in ((needed, True), (needed - 1, False), (0, True)):
         gpu = SimpleNamespace(kind="gpu", memory_free=free)
         cpu = SimpleNamespace(kind="cpu", memory_free=1)
@@ -92,9 +92,11 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def run(until: float, share: float) -> Rounds:
     """Run rounds of three seconds until the end of everything, or of their share."""
-    rounds = Rounds(Stand("CUDA", None, 15, lambda: None, until), 0.0, share)
+    rounds = Rounds(DeviceBenchmark("CUDA", None, 15, lambda: None, until), 0.0, share)
     carver = SimpleNamespace(carve=lambda _mask: None)
-    rounds.run(dict.fromkeys(MOVERS, (None, carver)), SMALL, workloads.live("alternate", 256))
+    rounds.run(
+        dict.fromkeys(MOVERS, (None, carver)), SMALL, defrag_workloads.live("alternate", 256)
+    )
     return rounds
 
 

@@ -18,8 +18,8 @@ from pyllamakv.errors import ContextError
 from pyllamakv.verification import check
 from qa import benchmarks as cli
 from qa.bench import devices, hardware
+from qa.bench.defrag_workloads import SETTINGS, CacheShape
 from qa.bench.figure import Figure
-from qa.bench.workloads import SETTINGS, Cache
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
@@ -34,12 +34,12 @@ def test_all_steps_on_a_server(
     """Tools, both builds, the verdict and the figures stand in one group, with the whole time."""
     whole = check.check
 
-    def some(question: check.Question, **more):
+    def some(question: check.CheckRequest, **more):
         few = dataclasses.replace(question, scenarios=("fragmented",), quick=True)
         return whole(few, **more)
 
     monkeypatch.setattr(hardware.check, "check", some)
-    monkeypatch.setattr(devices, "RPC_PLAN", ((Cache("1B", SETTINGS[0], 256), "alternate"),))
+    monkeypatch.setattr(devices, "RPC_PLAN", ((CacheShape("1B", SETTINGS[0], 256), "alternate"),))
     ticks: list[None] = []
     found = hardware.figures(lambda: ticks.append(None), "rpc", patched.manifest.release)
     assert {figure.group for figure in found} == {"On a device: rpc"}

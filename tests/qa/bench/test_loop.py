@@ -13,9 +13,9 @@ from building_kit import manifest
 
 from pyllamakv.building.variant import Variant
 from pyllamakv.errors import CommandFailed, HarnessError, NotBuilt, ToolMissing, Untestable
-from qa.bench import loop, peer, sides
+from qa.bench import decode_loops, loop, peer_loops
 from qa.bench.measure import Pairs
-from qa.bench.workload import Round, Workload, check_same
+from qa.bench.workload import Round, Workload, require_same_result
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,10 +68,10 @@ def test_llama_cpp_python_s_factor_is_its_time_over_ours() -> None:
 
 def test_loops_must_do_the_same() -> None:
     """Check equal, nearly equal and different results."""
-    check_same("x", Round(1, [1.0, 2.0]), Round(2, [1.0, 2.00001]))
+    require_same_result("x", Round(1, [1.0, 2.0]), Round(2, [1.0, 2.00001]))
     for other in ([1.0, 3.0], [1.0], []):
         with pytest.raises(HarnessError, match="different work"):
-            check_same("x", Round(1, [1.0, 2.0]), Round(1, other))
+            require_same_result("x", Round(1, [1.0, 2.0]), Round(1, other))
 
 
 def test_figures_are_in_order_and_say_what_is_missing(monkeypatch, tmp_path: Path) -> None:
@@ -111,25 +111,25 @@ def test_figures_are_in_order_and_say_what_is_missing(monkeypatch, tmp_path: Pat
 
 def test_a_loop_in_c_that_does_not_compile_says_so(monkeypatch, dropin: Variant) -> None:
     """Check the compiler's first error, and a machine without compiler."""
-    monkeypatch.setattr(sides, "_headers", lambda variant, folder: None)
+    monkeypatch.setattr(decode_loops, "_headers", lambda variant, folder: None)
     source = dropin.folder / "wrong.c"
     source.write_text("int prepare(void) { return nothing; }\n", encoding="utf-8")
     try:
         with pytest.raises(CommandFailed, match="nothing") as caught:
-            sides.compiled(dropin, dropin.folder, source)
+            decode_loops.compiled(dropin, dropin.folder, source)
     except ToolMissing:
         pytest.skip("no C compiler on this machine")
     assert caught.value.code != 0
-    monkeypatch.setattr(sides.shutil, "which", lambda name: None)
+    monkeypatch.setattr(decode_loops.shutil, "which", lambda name: None)
     with pytest.raises(ToolMissing, match="gcc or clang"):
-        sides.compiled(dropin, dropin.folder, source)
+        decode_loops.compiled(dropin, dropin.folder, source)
 
 
 def test_a_loop_in_c_that_fails_is_a_typed_error() -> None:
     """Check the code in the message."""
-    sides._answer(0, "decode")
+    decode_loops._answer(0, "decode")
     with pytest.raises(HarnessError, match="could not decode: it gave -3"):
-        sides._answer(-3, "decode")
+        decode_loops._answer(-3, "decode")
 
 
 def python_that(folder: Path, code: str) -> str:
@@ -152,14 +152,14 @@ for line in sys.stdin:
 def test_the_child_answers_round_by_round(monkeypatch, dropin: Variant) -> None:
     """Check rounds of a child that pretends, and another version."""
     good = python_that(dropin.folder, ANSWERS.replace("VERSION", "'0.3.9'"))
-    monkeypatch.setenv(peer.VARIABLE, good)
-    with peer.peer(dropin, Path("m.gguf"), EIGHT, "llama_decode") as run:
+    monkeypatch.setenv(peer_loops.VARIABLE, good)
+    with peer_loops.peer(dropin, Path("m.gguf"), EIGHT, "llama_decode") as run:
         assert [run() for _ in range(3)] == [Round(0.5, [7.0])] * 3
     other = python_that(dropin.folder, ANSWERS.replace("VERSION", "'0.3.2'"))
-    monkeypatch.setenv(peer.VARIABLE, other)
+    monkeypatch.setenv(peer_loops.VARIABLE, other)
     with (
         pytest.raises(Untestable, match=r"0\.3\.2.*dropin setup 0\.3\.9"),
-        peer.peer(dropin, Path("m.gguf"), EIGHT, "llama_decode"),
+        peer_loops.peer(dropin, Path("m.gguf"), EIGHT, "llama_decode"),
     ):
         pass
 
@@ -176,16 +176,16 @@ def test_a_child_that_cannot_is_untestable(
     monkeypatch, dropin: Variant, code: str, message: str
 ) -> None:
     """Check the reason and the cure."""
-    monkeypatch.setenv(peer.VARIABLE, python_that(dropin.folder, code))
+    monkeypatch.setenv(peer_loops.VARIABLE, python_that(dropin.folder, code))
     with (
         pytest.raises(Untestable, match=message),
-        peer.peer(dropin, Path("m.gguf"), EIGHT, "eval"),
+        peer_loops.peer(dropin, Path("m.gguf"), EIGHT, "eval"),
     ):
         pass
-    monkeypatch.setenv(peer.VARIABLE, str(dropin.folder / "nowhere"))
+    monkeypatch.setenv(peer_loops.VARIABLE, str(dropin.folder / "nowhere"))
     with (
         pytest.raises(Untestable, match="does not run"),
-        peer.peer(dropin, Path("m.gguf"), EIGHT, "eval"),
+        peer_loops.peer(dropin, Path("m.gguf"), EIGHT, "eval"),
     ):
         pass
 
@@ -194,12 +194,15 @@ def test_a_child_that_cannot_is_untestable(
 def test_ours_and_plain_c_come_to_the_same(patched: Variant) -> None:
     """Check every workload, shortened, on the generated model."""
     from pyllamakv.home import home
-    from pyllamakv.scenarios import synthetic
+    from pyllamakv.scenarios import synthetic_models
 
-    model = synthetic.generate(loop.SHAPE, home() / "models")
+    model = synthetic_models.generate(loop.SHAPE, home() / "models")
     for work in loop.WORKLOADS:
         steps = 2 * (work.burst or 4) if work.kind != "prompt" else 200
         short = Workload(work.name, work.kind, work.sequences, steps, (), work.burst)
-        with sides.ours(patched, model, short) as mine, sides.plain(patched, model, short) as c:
-            check_same(work.name, mine(), c())
-            check_same(work.name, mine(), c())
+        with (
+            decode_loops.ours(patched, model, short) as mine,
+            decode_loops.plain(patched, model, short) as c,
+        ):
+            require_same_result(work.name, mine(), c())
+            require_same_result(work.name, mine(), c())

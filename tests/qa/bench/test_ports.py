@@ -9,7 +9,7 @@ import pytest
 from pyllamakv.building.variant import Variant
 from pyllamakv.errors import UsageError
 from qa.bench import ports
-from qa.bench.workloads import SETTINGS, Cache
+from qa.bench.defrag_workloads import SETTINGS, CacheShape
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -50,7 +50,7 @@ def test_a_build_that_is_not_there() -> None:
 @pytest.mark.native
 def test_builds_are_compared_side_by_side(patched: Variant) -> None:
     """Both contexts defragment the same cells, and the ratio is of as many pairs as asked."""
-    figure = ports._ratio(patched, Cache("1B", SETTINGS[0], 1024), 3, lambda: None, rounds=2)
+    figure = ports._ratio(patched, CacheShape("1B", SETTINGS[0], 1024), 3, lambda: None, rounds=2)
     assert "0.3.9" in figure.name
     assert len(figure.data["new"]) == len(figure.data["old"]) == 6
     assert len(figure.data["ratios"]) == 2

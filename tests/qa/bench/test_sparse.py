@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import synthetic_models
 from qa.bench import policies, sparse
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.native
 
-SMALL = synthetic.SHAPES["tiny"]
+SMALL = synthetic_models.SHAPES["tiny"]
 
 
 def test_a_sparse_cache_is_measured(stock: Variant, patched: Variant) -> None:

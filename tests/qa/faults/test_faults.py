@@ -16,11 +16,11 @@ import pytest
 from pyllamakv.building import variant
 from pyllamakv.errors import HarnessError, WorkerDied, WorkerTimeout
 from qa import faults
-from qa.entry import Effort
-from qa.faults import lost, stage
-from qa.faults.attempt import Outcome
-from qa.faults.steps.judging import Results
-from qa.faults.trial import FILES, Record
+from qa.entry import StressOptions
+from qa.faults import preloaded_process, process_kill
+from qa.faults.attempt import AttemptResult
+from qa.faults.fault_injection import FILES, InjectionRecord
+from qa.faults.steps.result_writing import StoreResults
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
@@ -28,11 +28,13 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.skipif(not shutil.which("cc"), reason="faults need a C compiler")
 
 
-def conduct(name: str, *kinds: str, seconds: float = 4.0) -> dict[str, Record]:
+def conduct(name: str, *kinds: str, seconds: float = 4.0) -> dict[str, InjectionRecord]:
     """Try faults on one of the planted steps; return the records by kind."""
-    steps = [(f"fakes.careless:{name}", [])]
+    steps = [(f"fakes.faulty_steps:{name}", [])]
     tried: list[str] = []
-    records = stage.conduct(steps, kinds, seconds=seconds, seed=1, tick=tried.append)
+    records = preloaded_process.run_injections(
+        steps, kinds, seconds=seconds, seed=1, tick=tried.append
+    )
     assert len(tried) == sum(record.tried for record in records)
     return {record.kind: record for record in records}
 
@@ -107,7 +109,7 @@ def test_a_stage_that_breaks_is_told() -> None:
 
 def test_an_entry_says_what_was_tried() -> None:
     """Only what was asked for is tried, and the product's own results stand."""
-    effort = Effort(seconds=3.0, seed=5, only=("results",))
+    effort = StressOptions(seconds=3.0, seed=5, only=("results",))
     (results,) = faults.entries(effort, lambda _: None)
     assert results.defects == ()
     assert results.seed == 5
@@ -124,7 +126,7 @@ def test_what_does_not_strike_is_no_fault() -> None:
     assert found["memory"].struck < found["memory"].tried
     assert conduct("Forgiving", "fsize", seconds=30.0)["fsize"].struck == 4
     assert conduct("Believing", "clock")["clock"].struck > 0
-    entry = faults._entry("x", list(found.values()), Effort())
+    entry = faults._entry("x", list(found.values()), StressOptions())
     struck = found["fsize"].struck + found["memory"].struck
     tried = found["fsize"].tried + found["memory"].tried
     assert entry.row["faults"] == entry.row["repeats that worked"] == str(struck)
@@ -137,35 +139,35 @@ def test_what_nothing_could_be_tried_of_says_why(monkeypatch: pytest.MonkeyPatch
     found = conduct("Starved", "kill", "memory")
     assert found["kill"].defects == ["starved, kill: no change of a file was seen"]
     assert found["memory"].tried and not found["memory"].defects
-    assert not faults._empty(faults._entry("x", [found["kill"]], Effort()))
+    assert not faults._empty(faults._entry("x", [found["kill"]], StressOptions()))
     monkeypatch.setattr(variant, "find", lambda *_: None)
-    effort = Effort(seconds=1.0, only=("keeping", "matrix", "workers"))
+    effort = StressOptions(seconds=1.0, only=("keeping", "matrix", "workers"))
     lacking = faults.entries(effort, lambda _: None)
     assert [entry.name for entry in lacking] == ["keeping", "matrix", "workers"]
-    assert all("not tried: 0.3.9+patched is not built here" in e.undecided for e in lacking)
+    assert all("not tried: 0.3.9+patched is not built here" in e.skip_reason for e in lacking)
 
 
 def test_a_kind_that_was_left_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no disk can be mounted, limits of files alone prove little of full disks."""
-    met = [Record("x", "fsize", tried=3, struck=2)]
+    met = [InjectionRecord("x", "fsize", tried=3, struck=2)]
     monkeypatch.setattr(faults, "_walked", lambda *_: met)
     monkeypatch.setattr(faults, "_lost", lambda *_: [])
-    effort = Effort(only=("full disks",))
+    effort = StressOptions(only=("full disks",))
     (entry,) = faults.entries(effort, lambda _: None)
-    assert entry.tried and entry.undecided == "not tried: disks with little room"
-    met.append(Record("x", "room", tried=1))
+    assert entry.ran and entry.skip_reason == "not tried: disks with little room"
+    met.append(InjectionRecord("x", "room", tried=1))
     (entry,) = faults.entries(effort, lambda _: None)
-    assert not entry.undecided
+    assert not entry.skip_reason
 
 
 def test_a_half_result_is_seen_before_the_repeat_replaces_it(tmp_path: Path) -> None:
     """Who reads it meanwhile would run again what is there."""
-    step, kept = Results(), tmp_path / "home" / "results" / "runs" / "one.json"
+    step, kept = StoreResults(), tmp_path / "home" / "results" / "runs" / "one.json"
     kept.parent.mkdir(parents=True)
     kept.write_text("{}")
-    assert step.half(tmp_path, Outcome("killed"), None) == []
+    assert step.check_interrupted(tmp_path, AttemptResult("killed"), None) == []
     kept.write_text('{"half')
-    (problem,) = step.half(tmp_path, Outcome("killed"), None)
+    (problem,) = step.check_interrupted(tmp_path, AttemptResult("killed"), None)
     assert problem.startswith("one.json cannot be read")
 
 
@@ -176,9 +178,14 @@ def test_an_entry_says_of_how_many_places() -> None:
         conduct("Careful", "eio", "kill", seconds=0.0),
     )
     assert whole["kill"].places == whole["kill"].tried == short["kill"].places
-    row = faults._entry("x", list(short.values()), Effort()).row
+    row = faults._entry("x", list(short.values()), StressOptions()).row
     assert row["tried"] == f"1 of {2 * short['eio'].places} places"
-    assert faults._entry("x", [Record("workers", "lost", tried=4)], Effort()).row["tried"] == "4"
+    assert (
+        faults._entry("x", [InjectionRecord("workers", "lost", tried=4)], StressOptions()).row[
+            "tried"
+        ]
+        == "4"
+    )
 
 
 @pytest.mark.parametrize("last", [1.0, 2.0])
@@ -187,16 +194,16 @@ def test_the_last_repeat_must_come_to_the_same(
 ) -> None:
     """Nothing comes after it that would see what the last loss left."""
     logits = iter([1.0, 1.0, last])
-    monkeypatch.setattr(lost, "_logits", lambda _: np.array([next(logits)]))
-    monkeypatch.setattr(lost, "_strike", lambda *_: "")
+    monkeypatch.setattr(process_kill, "_logits", lambda _: np.array([next(logits)]))
+    monkeypatch.setattr(process_kill, "_strike", lambda *_: "")
 
     @contextlib.contextmanager
     def opened() -> Iterator[tuple[Any, int]]:
         yield SimpleNamespace(context=lambda **_: contextlib.nullcontext()), 0
 
-    record = Record("workers", "lost")
+    record = InjectionRecord("workers", "lost")
     signals = {signal.SIGKILL: WorkerDied, signal.SIGABRT: WorkerDied}
-    lost._lose(record, opened, signals, 0.0, 1, lambda _: None)
+    process_kill._lose(record, opened, signals, 0.0, 1, lambda _: None)
     wrong = [] if last == 1.0 else ["workers: the last repeat came to other logits"]
     assert (record.defects, record.repeated) == (wrong, 2 - len(wrong))
 
@@ -204,7 +211,7 @@ def test_the_last_repeat_must_come_to_the_same(
 @pytest.mark.native
 def test_a_disturbed_matrix_comes_to_the_same(stock: Variant, patched: Variant) -> None:
     """A real cell, stock against patched, is judged; what a fault cut off is judged again."""
-    (matrix,) = faults.entries(Effort(seconds=2.0, seed=3, only=("matrix",)), lambda _: None)
+    (matrix,) = faults.entries(StressOptions(seconds=2.0, seed=3, only=("matrix",)), lambda _: None)
     assert matrix.defects == ()
     assert matrix.data["faults"] == matrix.data["repeated"] >= 1
 
@@ -212,18 +219,18 @@ def test_a_disturbed_matrix_comes_to_the_same(stock: Variant, patched: Variant) 
 @pytest.mark.native
 def test_lost_workers(patched: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way to lose one is an error of its own; an error of another kind is a defect."""
-    found = lost.workers(patched.folder, 0.0, 1, lambda _: None)
+    found = process_kill.workers(patched.folder, 0.0, 1, lambda _: None)
     assert found.defects == []
     assert found.tried == found.struck == found.repeated == 4
     assert found.errors == {"WorkerDied": 3, "WorkerTimeout": 1}
-    monkeypatch.setattr(lost, "_WORKER", {signal.SIGKILL: WorkerTimeout})
-    planted = lost.workers(patched.folder, 0.0, 1, lambda _: None)
+    monkeypatch.setattr(process_kill, "_WORKER", {signal.SIGKILL: WorkerTimeout})
+    planted = process_kill.workers(patched.folder, 0.0, 1, lambda _: None)
     assert "WorkerDied instead of WorkerTimeout" in planted.defects[0]
 
 
 @pytest.mark.native
 def test_lost_servers(patched: Variant) -> None:
     """A server that is gone is a lost device, a silent one a timeout."""
-    found = lost.servers(patched.folder, 0.0, 1, lambda _: None)
+    found = process_kill.servers(patched.folder, 0.0, 1, lambda _: None)
     assert found.defects == []
     assert found.errors == {"DeviceLost": 1, "WorkerTimeout": 1}

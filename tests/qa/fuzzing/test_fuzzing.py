@@ -15,14 +15,14 @@ import pytest
 import pyllamakv as kv
 from pyllamakv.errors import DecodeError, HarnessError, KVFileDamaged, StateError, Untestable
 from pyllamakv.runtime.context import Context
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import synthetic_models
 from qa import fuzzing
-from qa.fuzzing import child, filesums, header, live
-from qa.fuzzing.drawing import LEFT, Drawer, unpacked
-from qa.fuzzing.loop import Finding, Loop
+from qa.fuzzing import kv_file_checksums, libfuzzer, native_targets, target_process
+from qa.fuzzing.call_generator import EXCLUDED, CallGenerator, unpacked
+from qa.fuzzing.fuzz_loop import FuzzFinding, FuzzLoop
 from qa.fuzzing.mutate import Bytes
 from qa.fuzzing.signatures import entries
-from qa.fuzzing.target import Broken, Target
+from qa.fuzzing.target import Target, WrongAnswer
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
@@ -35,7 +35,9 @@ READERS = [name for name in fuzzing.TARGETS if name not in NATIVE]
 
 def found(target: str, folder: Path, seconds: float = 20.0, silence: float = 120.0) -> list[str]:
     """Return what is found in a target of the kit, ending with the first finding."""
-    made = child.fuzz(f"fuzz_kit:{target}", seconds, folder=folder, silence=silence, most=1)
+    made = target_process.fuzz(
+        f"fuzz_kit:{target}", seconds, folder=folder, silence=silence, most=1
+    )
     return [f"{each.what} {each.where}" for each in made.findings.values()]
 
 
@@ -116,7 +118,7 @@ def test_every_seed_is_taken(name: str, tmp_path: Path) -> None:
 )
 def test_what_was_found_stays_away(name: str, tmp_path: Path, timer: None) -> None:
     """Seeds are taken, and kept inputs are too, or refused with errors of this package."""
-    loop = Loop(target(name, tmp_path))
+    loop = FuzzLoop(target(name, tmp_path))
     loop.run(0, tuple(path.read_bytes() for path in fuzzing.kept(name)))
     assert not [(each.what, each.where) for each in loop.findings.values()]
     assert loop.inputs >= 2
@@ -133,7 +135,7 @@ def test_what_was_found_stays_away(name: str, tmp_path: Path, timer: None) -> No
 )
 def test_what_was_found_in_contexts_stays_away(name: str, tmp_path: Path) -> None:
     """The same for what reaches the library: in a process of its own, which must not end."""
-    made = child.fuzz(
+    made = target_process.fuzz(
         f"qa.fuzzing.{fuzzing.TARGETS[name]}", 0.1, folder=tmp_path,
         kept=fuzzing.kept(name),
     )  # fmt: skip
@@ -149,31 +151,31 @@ def test_a_context_that_decodes_no_more_is_found(
 ) -> None:
     """It does not pass for the refusal of an input, and later inputs are not blamed for it."""
     made = target(name, tmp_path)
-    loop, seed = Loop(made), made.seeds[1]
+    loop, seed = FuzzLoop(made), made.seeds[1]
     with monkeypatch.context() as patch:
 
         def fail(*_: object) -> None:
             raise DecodeError("llama_decode gave -3", code=-3)
 
         patch.setattr(Context, "decode", fail)
-        finding = loop.judge(seed)
+        finding = loop.run_input(seed)
     assert finding is not None
     assert finding.what.startswith("Broken: the context does not work any more: DecodeError")
-    assert loop.judge(seed) is None and not loop._refusal
+    assert loop.run_input(seed) is None and not loop._refusal
 
 
 @pytest.mark.native
 def test_only_a_full_cache_may_refuse(patched: Variant) -> None:
     """Without free cells there is nothing to expect, with some there is."""
     library = kv.open(patched.folder)
-    with library, library.load_model(synthetic.tiny()).context(n_ctx=32) as context:
+    with library, library.load_model(synthetic_models.tiny()).context(n_ctx=32) as context:
         own = context.sequence()
         context.prefill(own, [1] * context.kv.stats.free)
-        live.goes_on(context, own.feed([1]))
+        native_targets.goes_on(context, own.feed([1]))
         assert context.kv.stats.free == 0
         own.trim(20)
-        with pytest.raises(Broken, match="UsageError"):
-            live.goes_on(context, own.feed([-1]))
+        with pytest.raises(WrongAnswer, match="UsageError"):
+            native_targets.goes_on(context, own.feed([-1]))
 
 
 def target(name: str, folder: Path) -> Target:
@@ -201,7 +203,7 @@ def test_planted_faults_are_found(name: str, what: str, tmp_path: Path) -> None:
 
 def test_silence_in_c_is_found(tmp_path: Path) -> None:
     """What no signal of Python can interrupt is ended from outside, and its input kept."""
-    made = child.fuzz("fuzz_kit:silent", 20, folder=tmp_path, silence=1.0, most=1)
+    made = target_process.fuzz("fuzz_kit:silent", 20, folder=tmp_path, silence=1.0, most=1)
     (finding,) = made.findings.values()
     assert finding.what.startswith("hung") and len(finding.data) > 3
     assert made.accepted == made.inputs - 1
@@ -209,7 +211,7 @@ def test_silence_in_c_is_found(tmp_path: Path) -> None:
 
 def test_a_sound_reader_has_no_findings(tmp_path: Path) -> None:
     """Nothing is made up, and the numbers are those of the run."""
-    made = child.fuzz("fuzz_kit:sound", 0.5, folder=tmp_path)
+    made = target_process.fuzz("fuzz_kit:sound", 0.5, folder=tmp_path)
     assert not made.findings
     assert made.inputs > 10 and made.coverage > 0 and made.cpu > 0
     assert made.accepted and made.refused and made.accepted + made.refused == made.inputs
@@ -218,7 +220,7 @@ def test_a_sound_reader_has_no_findings(tmp_path: Path) -> None:
 def test_a_target_that_cannot_begin_is_no_finding(tmp_path: Path) -> None:
     """A fault of the harness is told as such."""
     with pytest.raises(HarnessError, match="cannot begin"):
-        child.fuzz("fuzz_kit:nothing", 5, folder=tmp_path)
+        target_process.fuzz("fuzz_kit:nothing", 5, folder=tmp_path)
 
 
 def test_chance_starts_where_it_is_told(tmp_path: Path, timer: None) -> None:
@@ -226,7 +228,7 @@ def test_chance_starts_where_it_is_told(tmp_path: Path, timer: None) -> None:
 
     def tried(seed: int) -> list[bytes]:
         data: list[bytes] = []
-        loop = Loop(target("lock", tmp_path), seed, data.append)
+        loop = FuzzLoop(target("lock", tmp_path), seed, data.append)
         mutate = loop._mutate
         for _ in range(50):
             loop.attempt(mutate(loop._chance, loop.target.seeds[0], loop.target.seeds[1]))
@@ -243,11 +245,11 @@ def test_a_valid_input_must_be_taken(timer: None) -> None:
             raise StateError("no 7")
         return [1]
 
-    loop = Loop(Target(run, (b"seed", b"not")))
+    loop = FuzzLoop(Target(run, (b"seed", b"not")))
     loop.run(0, (b"not", b"kept"))
     (finding,) = loop.findings.values()
     what = "Broken: a valid input is refused: StateError: no 7"
-    assert finding == Finding(what, "seed 1", b"not")
+    assert finding == FuzzFinding(what, "seed 1", b"not")
     assert (loop.inputs, loop.accepted, loop.refused) == (4, 2, 1)
 
 
@@ -255,7 +257,7 @@ def test_findings_become_smaller(tmp_path: Path, timer: None) -> None:
     """What does not belong to a fault is left out of its input."""
     import fuzz_kit
 
-    loop = Loop(fuzz_kit.key_error(tmp_path))
+    loop = FuzzLoop(fuzz_kit.key_error(tmp_path))
     loop.attempt(b"PLK\x07" + b"words" * 100)
     loop.run(0)
     (finding,) = loop.findings.values()
@@ -281,11 +283,11 @@ def test_damage_in_place_moves_nothing() -> None:
 
 def test_entry_points_come_from_the_header() -> None:
     """All of plk.h is drawn, and what is added to it is drawn at once."""
-    drawer = Drawer(entries())
-    assert {name for name, _ in unpacked(drawer.each())[1]} == set(entries()) - set(LEFT)
+    drawer = CallGenerator(entries())
+    assert {name for name, _ in unpacked(drawer.each())[1]} == set(entries()) - set(EXCLUDED)
     text = "/* cdef begin */ int plk_new(plk_context *context, int64_t room, int32_t *out); " \
            "/* cdef end */"  # fmt: skip
-    more = Drawer(entries(text))
+    more = CallGenerator(entries(text))
     name, words = more.call(Random(1))
     assert name == "plk_new" and set(words) == {"context", "room", "out"}
     assert more.entries["plk_new"].parameters[2].elements({"room": 7}) == 7
@@ -324,10 +326,10 @@ def test_planted_faults_of_entry_points_are_found(name: str, what: str, tmp_path
 def test_sums_are_those_of_the_header(tmp_path: Path) -> None:
     """A file whose sums are made again is the same file; one of them alone is not enough."""
     seeds = target("kept", tmp_path).seeds
-    mend = filesums.Mend(len(seeds[1]))
+    mend = kv_file_checksums.ChecksumFixer(len(seeds[1]))
     assert [mend(Random(2), each) for each in seeds] == list(seeds)
     torn = bytearray(seeds[1])
-    torn[filesums.SIZE + 8] ^= 2  # a sequence of the first cell
+    torn[kv_file_checksums.SIZE + 8] ^= 2  # a sequence of the first cell
     assert mend(Random(2), bytes(torn)) != bytes(torn)
 
 
@@ -336,9 +338,9 @@ def test_sums_are_those_of_the_header(tmp_path: Path) -> None:
 def test_a_kept_cache_of_nobody_is_refused(tmp_path: Path) -> None:
     """Cells of sequences that the context has not, under right sums, are damage, and stay."""
     made = target("kept", tmp_path)
-    mend = filesums.Mend(len(made.seeds[1]))
+    mend = kv_file_checksums.ChecksumFixer(len(made.seeds[1]))
     strange = bytearray(made.seeds[1])
-    strange[filesums.SIZE + 8] = 1 << 5  # the first cell is that of sequence 5, of three
+    strange[kv_file_checksums.SIZE + 8] = 1 << 5  # the first cell is that of sequence 5, of three
     with pytest.raises(KVFileDamaged, match="of no sequence"):
         list(made.run(mend(Random(2), bytes(strange))))
 
@@ -346,7 +348,7 @@ def test_a_kept_cache_of_nobody_is_refused(tmp_path: Path) -> None:
 def program(folder: Path, text: str | None = None) -> Path:
     """Compile the fuzzer of the header, or skip."""
     try:
-        return header.build(folder, text)
+        return libfuzzer.build(folder, text)
     except Untestable as reason:
         pytest.skip(str(reason))
 
@@ -354,14 +356,14 @@ def program(folder: Path, text: str | None = None) -> Path:
 def test_faults_of_the_header_are_found(tmp_path: Path) -> None:
     """An end of the process where an error belongs is found, and the input that led to it."""
     right = 'throw error(FAILURE_DAMAGED, path + " is damaged: the sum of its content is wrong");'
-    text = header.header_text()
+    text = libfuzzer.header_text()
     assert text.count(right) == 1
-    made = header.fuzz(
+    made = libfuzzer.fuzz(
         program(tmp_path, text.replace(right, "std::abort();")), 30, tmp_path, seed=1, kept=(),
         tick=lambda _: None, most=1,
     )  # fmt: skip
     (finding,) = made.findings.values()
-    assert "deadly signal" in finding.what and header.HEADER in finding.where
+    assert "deadly signal" in finding.what and libfuzzer.HEADER in finding.where
     assert made.coverage > 100 and finding.data
     assert list((tmp_path / "found").iterdir())
 
@@ -370,12 +372,12 @@ def test_a_slow_input_gets_more_time(tmp_path: Path, timer: None) -> None:
     """Threads that spin on a loaded machine are no hang."""
     import fuzz_kit
 
-    loop = Loop(fuzz_kit.sound(tmp_path))
+    loop = FuzzLoop(fuzz_kit.sound(tmp_path))
     given: list[float] = []
 
-    def judge(data: bytes, patience: float = 2.0) -> Finding | None:
+    def judge(data: bytes, patience: float = 2.0) -> FuzzFinding | None:
         given.append(patience)
-        return Finding("Hung: more than 2 s", "", data) if patience < 5 else None
+        return FuzzFinding("Hung: more than 2 s", "", data) if patience < 5 else None
 
-    loop.judge = judge  # type: ignore[method-assign]
+    loop.run_input = judge  # type: ignore[method-assign]
     assert loop.attempt(b"slow") and given == [2.0, 10.0] and not loop.findings

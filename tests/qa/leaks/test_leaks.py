@@ -11,8 +11,8 @@ import pytest
 from pyllamakv import open_variant
 from pyllamakv.errors import HarnessError
 from qa import document, leaks
-from qa.entry import Effort
-from qa.leaks import Kind, Slope
+from qa.entry import StressOptions
+from qa.leaks import LeakWorkload, Slope
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
@@ -54,9 +54,9 @@ def test_many_steps_are_a_slope_and_so_is_a_large_one() -> None:
 
 def judged(work: str, target: int = 50_000) -> tuple[str, ...]:
     """Churn one of the planted kinds of work; return the defects."""
-    kind = Kind(f"fakes.leaking:{work}", target, 64)
-    samples = leaks.churn(kind, Path("/nowhere"), 2.0)
-    entry = leaks.judge(work, kind, samples, 1)
+    kind = LeakWorkload(f"fakes.leaking_workloads:{work}", target, 64)
+    samples = leaks.run_workload(kind, Path("/nowhere"), 2.0)
+    entry = leaks.evaluate(work, kind, samples, 1)
     assert int(entry.row["operations"].replace(",", "")) == samples[-1]["count"] <= target + 50
     return entry.defects
 
@@ -90,8 +90,8 @@ def test_work_that_breaks_is_told() -> None:
 def test_too_few_samples_prove_nothing() -> None:
     """Of two points every line can be drawn."""
     sample = {"heap": 1, "resident": 1, "maps": 1, "fds": 1, "threads": 1}
-    kind = Kind("x", 10, 1.0)
-    (defect,) = leaks.judge("x", kind, [{"count": n, **sample} for n in (1, 2)], 1).defects
+    kind = LeakWorkload("x", 10, 1.0)
+    (defect,) = leaks.evaluate("x", kind, [{"count": n, **sample} for n in (1, 2)], 1).defects
     assert "too few samples" in defect
 
 
@@ -101,7 +101,7 @@ def test_what_grows_once_is_no_leak() -> None:
     def grown(what: str, size: int) -> tuple[str, ...]:
         flat = {"heap": 0, "resident": 0, "maps": 9, "fds": 1, "threads": 1}
         samples = [{**flat, "count": n, what: n * size} for n in range(1, 101)]
-        return leaks.judge("x", Kind("x", 100, 2.0), samples, 1).defects
+        return leaks.evaluate("x", LeakWorkload("x", 100, 2.0), samples, 1).defects
 
     assert grown("resident", 10_000) == grown("heap", 500) == ()
     assert "resident memory grows" in grown("resident", 20_000)[0]
@@ -117,37 +117,40 @@ def flat(count: int) -> list[dict[str, int]]:
 
 def test_the_bound_that_is_shown_is_the_one_that_holds() -> None:
     """What grows once is spread over the operations, until the kind's own bound is the larger."""
-    kind = Kind("x", 10, 512)
-    rows = [leaks.judge("x", kind, flat(count), 1).row for count in (100, 10_000)]
+    kind = LeakWorkload("x", 10, 512)
+    rows = [leaks.evaluate("x", kind, flat(count), 1).row for count in (100, 10_000)]
     assert [row["heap bound"] for row in rows] == ["655 B", "512 B"]
     assert [row["resident bound"] for row in rows] == ["10,486 B", "512 B"]
 
 
 def test_few_operations_decide_nothing() -> None:
     """Twenty workers may lose 50 KB each: their row says so, and what did leak is said as well."""
-    kind = Kind("x", 10, 512)
-    few, enough = (leaks.judge("x", kind, flat(count), 1) for count in (99, 100))
+    kind = LeakWorkload("x", 10, 512)
+    few, enough = (leaks.evaluate("x", kind, flat(count), 1) for count in (99, 100))
     assert few.passed and "| too few operations |" in document.render([few])
     assert "| nothing |" in document.render([enough])
     lost = [each | {"fds": n} for n, each in enumerate(flat(99))]
-    text = document.render([leaks.judge("x", kind, lost, 1)])
+    text = document.render([leaks.evaluate("x", kind, lost, 1)])
     assert "fds grow from" in text and "too few" not in text
 
 
 def test_a_heap_that_nobody_counts_decides_nothing() -> None:
     """Before glibc 2.33 there is no count of it, and none never grows."""
     blind = [each | {"heap": 0} for each in flat(100)]
-    entry = leaks.judge("x", Kind("x", 10, 512), blind, 1)
-    assert entry.passed and entry.undecided == "this libc does not count the heap"
+    entry = leaks.evaluate("x", LeakWorkload("x", 10, 512), blind, 1)
+    assert entry.passed and entry.skip_reason == "this libc does not count the heap"
 
 
 def test_work_that_breaks_is_a_defect_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kinds behind it are tried, and where nothing is wanted no build is looked for."""
-    assert leaks.entries(Effort(only=("no such kind",)), lambda _: None) == []
-    kinds = {name: Kind(f"fakes.leaking:{name}", 5000, 64) for name in ("breaking", "steady")}
+    assert leaks.entries(StressOptions(only=("no such kind",)), lambda _: None) == []
+    kinds = {
+        name: LeakWorkload(f"fakes.leaking_workloads:{name}", 5000, 64)
+        for name in ("breaking", "steady")
+    }
     monkeypatch.setattr(leaks, "KINDS", kinds)
     monkeypatch.setattr(open_variant, "find_built", lambda _: Path("/nowhere"))
-    broken, steady = leaks.entries(Effort(seconds=4.0), lambda _: None)
+    broken, steady = leaks.entries(StressOptions(seconds=4.0), lambda _: None)
     assert "breaking ended with status 1" in broken.defects[0]
     assert "ValueError: broken" in broken.defects[0] and str(Path.cwd()) not in broken.defects[0]
     assert steady.passed
@@ -156,6 +159,6 @@ def test_work_that_breaks_is_a_defect_of_its_kind(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.native
 def test_every_kind_works(patched: Variant) -> None:
     """Each kind of work runs some rounds and is flat in descriptors and threads."""
-    for entry in leaks.entries(Effort(seconds=7.0), lambda _: None):
+    for entry in leaks.entries(StressOptions(seconds=7.0), lambda _: None):
         assert entry.row["operations"] != "0"
         assert not [each for each in entry.defects if "fds" in each or "threads" in each]

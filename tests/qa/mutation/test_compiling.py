@@ -16,13 +16,13 @@ from mutation_kit import some
 
 from qa.headers import HEADERS
 from qa.mutation import (
+    compile_commands,
     compiling,
-    drivers,
-    kept,
-    limits,
-    recipe,
+    header_tests,
+    mutant_results,
+    resource_limits,
 )
-from qa.mutation.judging import Judge
+from qa.mutation.mutant_evaluation import MutantEvaluator
 
 
 @pytest.mark.parametrize(
@@ -43,29 +43,29 @@ def test_a_compiler_that_breaks_refuses_nothing(
 ) -> None:
     """Only an error at a place in the text, or a missing name, is about the mutant."""
     words = ["sh", "-c", f'echo "$0" >&2; {ending}', said]
-    with pytest.raises(compiling.Refused if refused else compiling.Broken):
+    with pytest.raises(compiling.CompileError if refused else compiling.CompilerCrash):
         compiling.run(words, tmp_path)
 
 
 def test_a_compiler_that_hangs_refuses_nothing(tmp_path: Path, monkeypatch) -> None:
     """Nor does one that has too much beside it."""
     monkeypatch.setattr(compiling, "PATIENCE", 0.2)
-    with pytest.raises(compiling.Broken, match=r"sleep took more than 0\.2 seconds"):
+    with pytest.raises(compiling.CompilerCrash, match=r"sleep took more than 0\.2 seconds"):
         compiling.run(["sleep", "30"], tmp_path)
 
 
 def test_a_broken_compiler_leaves_a_mutant_not_judged(tmp_path: Path, monkeypatch) -> None:
     """It is asked again by the next run, as is what an earlier one took for a refusal."""
-    monkeypatch.setattr(kept, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(mutant_results, "_folder", lambda: tmp_path)
 
     def build(*_: object, **__: object) -> None:
-        raise compiling.Broken("c++ took more than 900 seconds")
+        raise compiling.CompilerCrash("c++ took more than 900 seconds")
 
     shop = SimpleNamespace(folder=tmp_path, build=build)
     built = SimpleNamespace(id="v", folder=tmp_path, manifest=None)
-    judge = Judge(built, shop, [], (), {})  # type: ignore[arg-type]
+    judge = MutantEvaluator(built, shop, [], (), {})  # type: ignore[arg-type]
     found = judge.answer(some(), time.monotonic() + 60)
-    assert (found.outcome, found.caught) == (kept.UNJUDGED, False)
+    assert (found.outcome, found.killed) == (mutant_results.NOT_EVALUATED, False)
     assert judge.recall(some()) is None
     for said, known in (("c++ took more than 900 seconds", False), ("a.h:1:2: error: no", True)):
         shop.build = lambda *_, said=said, **__: SimpleNamespace(error=said)
@@ -81,15 +81,15 @@ def test_a_toolchain_without_sanitizers_is_told_from_a_broken_one(
     said = "/usr/bin/ld: cannot find -lasan: No such file or directory"
 
     def run(*_: object) -> None:
-        raise compiling.Broken("c++ ended with 1", said)
+        raise compiling.CompilerCrash("c++ ended with 1", said)
 
     monkeypatch.setattr(compiling, "run", run)
     header = next(each for each in HEADERS if each.source is not None)
     assert header.source is not None
-    driver = drivers.Driver(header, b"", header.source)
-    assert driver._program(b"", drivers._MODES[1]).error
-    with pytest.raises(compiling.Broken):
-        driver._program(b"", drivers._MODES[0])
+    driver = header_tests.HeaderTest(header, b"", header.source)
+    assert driver._program(b"", header_tests._MODES[1]).error
+    with pytest.raises(compiling.CompilerCrash):
+        driver._program(b"", header_tests._MODES[0])
 
 
 @pytest.mark.parametrize(("times", "passed"), [(1, True), (2, False)])
@@ -97,14 +97,14 @@ def test_a_hang_of_a_group_is_believed_when_it_comes_twice(
     tmp_path: Path, monkeypatch, times: int, passed: bool
 ) -> None:
     """A machine that was stopped for half a minute catches nothing."""
-    monkeypatch.setattr(drivers, "_PATIENCE", 1.0)
+    monkeypatch.setattr(header_tests, "_PATIENCE", 1.0)
     path = tmp_path / "driver"
     path.write_text(
         f'#!/bin/sh\ncd "{tmp_path}"; echo >> asked\n'
         f"[ $(wc -l < asked) -gt {times} ] || exec sleep 30\n"
     )
     path.chmod(0o755)
-    program = drivers.Program(path, with_folder=False, bounded=False)
+    program = header_tests.Program(path, with_folder=False, bounded=False)
     assert program.passes("group") is passed
 
 
@@ -121,9 +121,9 @@ def test_joined_sources_are_read_from_the_copy(tmp_path: Path, monkeypatch) -> N
     ]
     (objects / "compile_commands.json").write_text(json.dumps(commands))
     read = {"joined.o": frozenset({"src/a.cpp", "src/b.cpp", "src/all.h"})}
-    monkeypatch.setattr(recipe, "_reads", lambda wanted: read)
+    monkeypatch.setattr(compile_commands, "_reads", lambda wanted: read)
     wanted = SimpleNamespace(tree=root, objects=objects)
-    units = {each.output: each for each in recipe.units(wanted, tree)}  # type: ignore[arg-type]
+    units = {each.output: each for each in compile_commands.units(wanted, tree)}  # type: ignore[arg-type]
     assert units["joined.o"].holds == {"src/a.cpp", "src/b.cpp"} and not units["joined.o"].ours
     assert units["one.o"].holds == {"src/one.cpp"} and units["shim.o"].ours
     own = Path(units["joined.o"].words[-1])
@@ -136,7 +136,7 @@ def test_joined_sources_are_read_from_the_copy(tmp_path: Path, monkeypatch) -> N
 def test_a_byte_too_many_is_noticed(tmp_path: Path) -> None:
     """Where the C library can check its heap, a block that was written beyond its end aborts."""
     compiler = shutil.which("cc")
-    if compiler is None or not limits.checked_heap():
+    if compiler is None or not resource_limits.checked_heap():
         pytest.skip("no compiler, or no heap that is checked")
     source = tmp_path / "beyond.c"
     source.write_text(
@@ -146,7 +146,7 @@ def test_a_byte_too_many_is_noticed(tmp_path: Path) -> None:
     )
     program = str(tmp_path / "beyond")
     subprocess.run([compiler, "-O0", str(source), "-o", program], check=True)
-    own = {**os.environ, **limits.checked_heap()}
+    own = {**os.environ, **resource_limits.checked_heap()}
     ended = [
         subprocess.run([program, *more], env=own, capture_output=True).returncode
         for more in ([], ["one"])

@@ -20,22 +20,22 @@ from pyllamakv.scenarios import scenario
 from pyllamakv.scenarios.outcome import Outcome
 from pyllamakv.verification import discovery, parallel_runs
 from qa import mutation as mutants
-from qa.entry import Effort
+from qa.entry import StressOptions
 from qa.headers import HEADERS
 from qa.mutation import (
-    accepted,
-    drivers,
-    kept,
+    equivalent_mutants,
+    header_tests,
     mutant,
+    mutant_results,
+    mutant_schemata,
+    mutation_run,
     operators,
-    switches,
-    trial,
-    trials,
+    scenario_runs,
 )
-from qa.mutation.judging import Judge
-from qa.mutation.kept import Answer
 from qa.mutation.mutant import Made, Mutant
-from qa.mutation.trials import Trial
+from qa.mutation.mutant_evaluation import MutantEvaluator
+from qa.mutation.mutant_results import MutantResult
+from qa.mutation.scenario_runs import ScenarioRun
 
 RELEASE = "0.3.9"
 
@@ -101,13 +101,13 @@ def test_statements_go_whole_or_not_at_all() -> None:
 class Says:
     """Judge as it was told, and count what it was asked."""
 
-    def __init__(self, answers: dict[str, Answer], known: tuple[str, ...] = ()) -> None:
+    def __init__(self, answers: dict[str, MutantResult], known: tuple[str, ...] = ()) -> None:
         self.answers, self.known, self.asked = answers, known, []
 
-    def recall(self, each: Mutant) -> Answer | None:
+    def recall(self, each: Mutant) -> MutantResult | None:
         return self.answers[each.now] if each.now in self.known else None
 
-    def answer(self, each: Mutant, deadline: float) -> Answer:
+    def answer(self, each: Mutant, deadline: float) -> MutantResult:
         self.asked.append(each.now)
         return self.answers[each.now]
 
@@ -115,16 +115,16 @@ class Says:
 def test_a_survivor_is_a_defect() -> None:
     """What nobody catches is told by its place; what is accepted is not tried."""
     answers = {
-        "a": Answer("scenario", "story", "data: wrong"),
-        "b": Answer("survivor"),
-        "c": Answer("compiler", "the compiler", "no such name"),
-        "d": Answer("same code"),
-        "e": Answer(kept.UNFINISHED),
+        "a": MutantResult("scenario", "story", "data: wrong"),
+        "b": MutantResult("survivor"),
+        "c": MutantResult("compiler", "the compiler", "no such name"),
+        "d": MutantResult("same code"),
+        "e": MutantResult(mutant_results.UNFINISHED),
     }
     judge = Says(answers)
-    known = accepted.Equivalent("f.h", "x", "z", "It is the same.")
+    known = equivalent_mutants.EquivalentMutant("f.h", "x", "z", "It is the same.")
     made = Made(tuple(some(now) for now in (*answers, "z")), {"comment": 1})
-    found = trial.run(made, [known], [judge], seed=1, deadline=time.monotonic() + 60)  # type: ignore[list-item]
+    found = mutation_run.run(made, [known], [judge], seed=1, deadline=time.monotonic() + 60)  # type: ignore[list-item]
     assert sorted(judge.asked) == sorted(answers)
     entry = found.entry("0.3.9 p", 1)
     assert entry.defects == ("nobody catches f.h:3: bound: `x` became `b`",)
@@ -141,7 +141,7 @@ class Runs:
     def benches(self, number: int) -> contextlib.AbstractContextManager[Runs]:
         return contextlib.nullcontext(self)
 
-    def met(self, each: Trial) -> frozenset[int]:
+    def met(self, each: ScenarioRun) -> frozenset[int]:
         return frozenset(self.numbers.values())
 
     def run(self, *_: object) -> Any:
@@ -152,7 +152,7 @@ class Runs:
     ("kind", "outcome", "stock", "comes_of_it"),
     [
         ("cure", Outcome("fail", "data"), None, "scenario"),
-        ("guard", Outcome("fault", message="of ours"), None, kept.UNJUDGED),
+        ("guard", Outcome("fault", message="of ours"), None, mutant_results.NOT_EVALUATED),
         ("cure", Outcome("absent"), None, "survivor"),
         ("cure", Outcome("absent"), Outcome("absent"), "survivor"),
         ("cure", Outcome("absent"), Outcome("fail", "data"), "scenario"),
@@ -177,16 +177,16 @@ def test_a_catch_is_what_check_counts(
     shop = SimpleNamespace(folder=tmp_path, build=lambda *_, **__: made)
     story = scenario.Scenario("story", kind, "It is so.", "", print, settings=scenario.CACHES[:1])
     runs = Runs({some().id: 1}, outcome)
-    judge = Judge(built, shop, [story], (), {}, runs, built if stock else None)  # type: ignore[arg-type]
+    judge = MutantEvaluator(built, shop, [story], (), {}, runs, built if stock else None)  # type: ignore[arg-type]
     found = judge.answer(some(), time.monotonic() + 60)
     assert found.outcome == comes_of_it
-    assert (judge.recall(some()) == found) is (comes_of_it != kept.UNJUDGED)
+    assert (judge.recall(some()) == found) is (comes_of_it != mutant_results.NOT_EVALUATED)
     # A catch is its catcher's word; that nobody minds is also what ran them.
     monkeypatch.setattr(parallel_runs, "code_digest", lambda: "another")
     assert (judge.recall(some()) == found) is (comes_of_it == "scenario")
-    entry = trial.Tally(Made((some(),), {}), 0, ((some(), found),)).entry("p", 1)
+    entry = mutation_run.MutationResult(Made((some(),), {}), 0, ((some(), found),)).entry("p", 1)
     assert entry.passed is (comes_of_it == "scenario")
-    if comes_of_it == kept.UNJUDGED:
+    if comes_of_it == mutant_results.NOT_EVALUATED:
         assert entry.row["tried"] == "0"
         assert entry.defects[0].endswith("could not be judged: story [plain f16] fault: of ours")
 
@@ -195,73 +195,75 @@ def test_a_fault_is_tried_once_more(monkeypatch) -> None:
     """What comes twice is believed, of hangs and of the harness's own faults."""
     fault, passed = Outcome("fault"), Outcome("pass")
     answers = [SimpleNamespace(outcome=each) for each in (fault, passed, fault, fault)]
-    monkeypatch.setattr(trials, "Bench", lambda *_: Runs({}, *answers))
-    story = Trial(SimpleNamespace(), scenario.CACHES[0])  # type: ignore[arg-type]
-    benches = trials.Benches(Path("/nowhere"))
+    monkeypatch.setattr(scenario_runs, "ScenarioRunner", lambda *_: Runs({}, *answers))
+    story = ScenarioRun(SimpleNamespace(), scenario.CACHES[0])  # type: ignore[arg-type]
+    benches = scenario_runs.MutantRunner(Path("/nowhere"))
     assert benches.run(story) == passed
     assert benches.run(story) == fault
 
 
 def test_time_is_kept_and_chance_is_seeded() -> None:
     """Without time only what is known counts; a seed gives one order, another seed another."""
-    answers = {str(n): Answer("scenario", "story") for n in range(30)}
+    answers = {str(n): MutantResult("scenario", "story") for n in range(30)}
     made = Made(tuple(some(now) for now in answers), {})
     judge = Says(answers, known=("3", "4"))
-    found = trial.run(made, [], [judge], seed=1, deadline=time.monotonic() - 1)  # type: ignore[list-item]
+    found = mutation_run.run(made, [], [judge], seed=1, deadline=time.monotonic() - 1)  # type: ignore[list-item]
     assert judge.asked == [] and len(found.answers) == 2
-    nothing = trial.run(made, [], [Says(answers)], seed=1, deadline=time.monotonic() - 1)  # type: ignore[list-item]
+    nothing = mutation_run.run(made, [], [Says(answers)], seed=1, deadline=time.monotonic() - 1)  # type: ignore[list-item]
     assert nothing.entry("0.3.9 p", 1).defects == (
         "none of 30 mutants was tried: give it more time",
     )
     orders = []
     for seed in (1, 1, 2):
         judge = Says(answers)
-        trial.run(made, [], [judge], seed=seed, deadline=time.monotonic() + 60)  # type: ignore[list-item]
+        mutation_run.run(made, [], [judge], seed=seed, deadline=time.monotonic() + 60)  # type: ignore[list-item]
         orders.append(judge.asked)
     assert orders[0] == orders[1] != orders[2]
     judge = Says(answers)
-    trial.run(made, [], [judge], seed=1, deadline=time.monotonic() + 60, most=3)  # type: ignore[list-item]
+    mutation_run.run(made, [], [judge], seed=1, deadline=time.monotonic() + 60, most=3)  # type: ignore[list-item]
     assert judge.asked == orders[0][:3]
 
 
 def test_an_answer_is_kept_as_long_as_its_catcher_is_the_same(tmp_path, monkeypatch) -> None:
     """A scenario that changed is asked again, and so are all after nobody caught it."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
-    name, digests = kept.key("one"), {"story": "1", "other": "1", "": "11"}
+    name, digests = mutant_results.key("one"), {"story": "1", "other": "1", "": "11"}
     for answer, changed in (
-        (Answer("scenario", "story", "data"), {"story": "2", "": "21"}),
-        (Answer("survivor"), {"other": "2", "": "12"}),
+        (MutantResult("scenario", "story", "data"), {"story": "2", "": "21"}),
+        (MutantResult("survivor"), {"other": "2", "": "12"}),
     ):
-        kept.remember(name, answer, digests)
-        assert kept.recall(name, digests) == answer
-        assert kept.recall(name, digests | changed) is None
-    kept.remember(kept.key("two"), Answer(kept.UNFINISHED), digests)
-    assert kept.recall(kept.key("two"), digests) is None
+        mutant_results.store_result(name, answer, digests)
+        assert mutant_results.load_result(name, digests) == answer
+        assert mutant_results.load_result(name, digests | changed) is None
+    mutant_results.store_result(
+        mutant_results.key("two"), MutantResult(mutant_results.UNFINISHED), digests
+    )
+    assert mutant_results.load_result(mutant_results.key("two"), digests) is None
 
 
 def test_every_accepted_mutant_is_one_still() -> None:
     """The shipped list fits the shipped patches; an entry of a line that is gone is told."""
-    known = accepted.load()
+    known = equivalent_mutants.load()
     shipped = series.load()
-    assert not accepted.stale(known, shipped)
-    gone = accepted.Equivalent("src/llama-kv-defrag.h", "no such line", "", "")
-    assert accepted.stale([*known, gone], shipped) == [gone]
-    (entry,) = mutants.entries(Effort(only=(mutants.ACCEPTED,)), lambda about: None)
+    assert not equivalent_mutants.stale(known, shipped)
+    gone = equivalent_mutants.EquivalentMutant("src/llama-kv-defrag.h", "no such line", "", "")
+    assert equivalent_mutants.stale([*known, gone], shipped) == [gone]
+    (entry,) = mutants.entries(StressOptions(only=(mutants.ACCEPTED,)), lambda about: None)
     assert entry.passed and entry.row["equivalent"] == str(len(known))
 
 
 def test_a_patch_that_a_release_is_not_given_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who names it beside another would take its silence for nothing found."""
     prepared = SimpleNamespace(patched=SimpleNamespace(patches=("compaction",)))
-    monkeypatch.setattr(mutants, "bench", lambda *_: contextlib.nullcontext(prepared))
-    (entry,) = mutants.entries(Effort(only=("0.3.36 full-defrag",)), lambda about: None)
-    assert not entry.tried
-    assert entry.undecided == "not tried: 0.3.36 is not given this patch"
+    monkeypatch.setattr(mutants, "prepare_release", lambda *_: contextlib.nullcontext(prepared))
+    (entry,) = mutants.entries(StressOptions(only=("0.3.36 full-defrag",)), lambda about: None)
+    assert not entry.ran
+    assert entry.skip_reason == "not tried: 0.3.36 is not given this patch"
 
 
 def test_an_acceptance_names_its_place() -> None:
     """The same line elsewhere is another mutant where the line above is named."""
-    anywhere = accepted.Equivalent("f.h", "x", "y", "It is the same.")
+    anywhere = equivalent_mutants.EquivalentMutant("f.h", "x", "y", "It is the same.")
     here = replace(anywhere, above="first();")
     first, second = some(above="    first();"), some(above="    second();")
     assert anywhere.covers(first) and anywhere.covers(second)
@@ -271,10 +273,10 @@ def test_an_acceptance_names_its_place() -> None:
 
 def test_judges_share_the_work() -> None:
     """Each mutant is judged once, by one of them."""
-    answers = {str(n): Answer("scenario", "story") for n in range(30)}
+    answers = {str(n): MutantResult("scenario", "story") for n in range(30)}
     made = Made(tuple(some(now) for now in answers), {})
     judges = [Says(answers), Says(answers)]
-    found = trial.run(made, [], judges, seed=1, deadline=time.monotonic() + 60)  # type: ignore[arg-type]
+    found = mutation_run.run(made, [], judges, seed=1, deadline=time.monotonic() + 60)  # type: ignore[arg-type]
     assert sorted(judges[0].asked + judges[1].asked) == sorted(answers)
     assert len(found.answers) == 30
 
@@ -292,13 +294,13 @@ def test_an_acceptance_needs_a_reason(tmp_path: Path, text: str, says: str) -> N
     head = 'schema = 1\n[[mutant]]\nfile = "f"\nwas = "w"\n'
     path.write_text(head + text, encoding="utf-8")
     with pytest.raises(PatchFormatError, match=says):
-        accepted.load(path)
+        equivalent_mutants.load(path)
 
 
 @pytest.fixture(scope="module")
 def bench(patched):
     """Prepare the objects of the default release once."""
-    with mutants.bench(RELEASE, series.load()) as prepared:
+    with mutants.prepare_release(RELEASE, series.load()) as prepared:
         yield prepared
 
 
@@ -319,12 +321,12 @@ def test_a_mutant_from_end_to_end(bench, patched, tmp_path, monkeypatch) -> None
     broken.files[kept_ranges.file] = b"#error wrong\n"
     every = discovery.discover()
     own = ("abort-after-defrag", "fail-defrag-fail", "fail-between-ubatches")
-    monkeypatch.setattr(kept, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(mutant_results, "_folder", lambda: tmp_path)
     (shop,) = bench.workshops
     deadline = time.monotonic() + 600
     chosen = [every[name] for name in own]
-    alone = Judge(patched, shop, chosen, own, bench.logic).answer(kept_ranges, deadline)
-    judge = Judge(patched, shop, chosen, own, bench.logic, bench.switched)
+    alone = MutantEvaluator(patched, shop, chosen, own, bench.logic).answer(kept_ranges, deadline)
+    judge = MutantEvaluator(patched, shop, chosen, own, bench.logic, bench.switched)
     assert bench.switched is not None and kept_ranges.id in bench.switched.numbers
     shutil.rmtree(tmp_path, ignore_errors=True)
     found = judge.answer(kept_ranges, deadline)
@@ -332,8 +334,8 @@ def test_a_mutant_from_end_to_end(bench, patched, tmp_path, monkeypatch) -> None
     assert judge.recall(kept_ranges) == found
     assert (alone.outcome, alone.by) == (found.outcome, found.by), "it is no other when switched"
     assert judge.answer(broken, deadline).outcome == "compiler"
-    nobody = Judge(patched, shop, [], (), bench.logic, bench.switched)
-    tally = trial.run(Made((kept_ranges,), {}), [], [nobody], seed=1, deadline=deadline)
+    nobody = MutantEvaluator(patched, shop, [], (), bench.logic, bench.switched)
+    tally = mutation_run.run(Made((kept_ranges,), {}), [], [nobody], seed=1, deadline=deadline)
     assert len(tally.entry("planted", 1).defects) == 1
     assert others and others[0].files
     # The tree is as it was: the next mutant starts from there.
@@ -349,7 +351,7 @@ def test_a_header_is_judged_by_its_own_tests(tmp_path, monkeypatch) -> None:
     text = series.load().definition("full-defrag").port(RELEASE)
     (hunk,) = text.patch.file(header.path).hunks
     assert header.source is not None
-    driver = drivers.Driver(header, b"".join(hunk.added), header.source)
+    driver = header_tests.HeaderTest(header, b"".join(hunk.added), header.source)
     assert driver.judge(driver.text.replace(b"src = cell_t();", b"")).group == "kv_defrag cells"
     assert driver.judge(driver.text.replace(b"src = cell_t();", b"nonsense")).error
     (wrong,) = [
@@ -360,7 +362,7 @@ def test_a_header_is_judged_by_its_own_tests(tmp_path, monkeypatch) -> None:
     lines = driver.text.split(b"\n")
     place = lines.index(wrong.was.encode()) + 1
     made = replace(wrong, line=place, files={header.path: b"any"})
-    switched = switches.switch([made], {header.path: driver.text})
+    switched = mutant_schemata.build_schemata([made], {header.path: driver.text})
     driver.switch(switched.files[header.path])
     said = driver.choose(switched.numbers[made.id])
     assert said is not None and said.group == "kv_defrag cells"
@@ -382,4 +384,6 @@ def test_a_hunk_goes_by_a_line_that_is_all_it_changes(lines: list[bytes], line: 
     hunk = Hunk(1, 1, 1, 1, b"@@", tuple(lines))
     assert mutant._only(hunk).strip() == line
     lost = Mutant("p", "f.h", 1, mutant.HUNK, mutant._only(hunk))
-    assert accepted.Equivalent("f.h", "done();", "", "why").covers(lost) is (line == "done();")
+    assert equivalent_mutants.EquivalentMutant("f.h", "done();", "", "why").covers(lost) is (
+        line == "done();"
+    )

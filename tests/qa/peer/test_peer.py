@@ -16,13 +16,13 @@ from patching_kit import release as made_release
 from pyllamakv.building import llama_cpp_python_env as install
 from pyllamakv.building.variant import Variant
 from pyllamakv.errors import ArchiveError, CommandFailed, ToolMissing, Unsupported, Untestable
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import synthetic_models
 from pyllamakv.source import fetch, spec_resolver
 from pyllamakv.source.releases import Release
 from pyllamakv.source.store import open_store
 from qa import main
 from qa.peer import command as verb
-from qa.peer import hub, slots, suite, trial
+from qa.peer import hub, peer_comparison, slots, suite
 
 pytest_plugins = ["pytester"]
 
@@ -271,20 +271,24 @@ def test_another_library_or_none_is_told(tmp_path: Path) -> None:
         )
 
 
-def side(name: str, code: int, **outcomes: str) -> trial.Side:
+def side(name: str, code: int, **outcomes: str) -> peer_comparison.PeerResult:
     """Return one side of a trial."""
     found = slots.Slots("0.3.9", "", code, None if code else 0.0)
-    return trial.Side(name, suite.Suite(outcomes), found)
+    return peer_comparison.PeerResult(name, suite.Suite(outcomes), found)
 
 
 def test_a_trial_names_what_is_wrong() -> None:
     """Only what is worse than stock is a fault, and a slot that patched does not find."""
     stock = side("s", 1, a="passed", b="failed")
-    good = trial.Trial("0.3.9", "unified", stock, side("p", 0, a="passed", b="failed"))
+    good = peer_comparison.PeerComparison(
+        "0.3.9", "unified", stock, side("p", 0, a="passed", b="failed")
+    )
     assert good.faults == ()
-    bad = trial.Trial("0.3.9", "unified", stock, side("p", 1, a="failed", b="failed"))
+    bad = peer_comparison.PeerComparison(
+        "0.3.9", "unified", stock, side("p", 1, a="failed", b="failed")
+    )
     assert [fault.split(" ")[0] for fault in bad.faults] == ["a", "no", "scattered"]
-    table = trial.markdown([good, bad]).splitlines()
+    table = peer_comparison.markdown([good, bad]).splitlines()
     assert len(table) == 4
     assert (
         "| 1 passed, 1 failed | the same | no slot: `llama_decode` gives 1 | placed |" in table[2]
@@ -297,12 +301,14 @@ def test_the_verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     tried: list[str] = []
     codes = {"0.3.16": 1}
 
-    def run(release: Release, **_: object) -> trial.Trial:
+    def run(release: Release, **_: object) -> peer_comparison.PeerComparison:
         tried.append(release.name)
         patched = side("p", codes.get(release.name, 0), a="passed")
-        return trial.Trial(release.name, release.era, side("s", 1, a="passed"), patched)
+        return peer_comparison.PeerComparison(
+            release.name, release.era, side("s", 1, a="passed"), patched
+        )
 
-    monkeypatch.setattr(trial, "run", run)
+    monkeypatch.setattr(peer_comparison, "run", run)
 
     def call(*words: str) -> int:
         with pytest.raises(SystemExit) as leaving:
@@ -339,7 +345,7 @@ def test_the_document_has_a_row_per_era() -> None:
 @pytest.mark.peer
 def test_the_slot_failure_and_its_cure(stock: Variant, patched: Variant) -> None:
     """Through llama_cpp stock finds no slot among scattered cells, patched does."""
-    model = synthetic.model("deep")
+    model = synthetic_models.model("deep")
     set_up = install.installed("0.3.9")
     python = set_up.python if set_up else Path(sys.executable)
     try:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import runtime_kit
-from fakes.simulated import SimulatedNative
-from fakes.stages import (
+from fakes.faulty_stages import (
     Keeping,
 )
+from fakes.simulated import SimulatedNative
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
@@ -19,7 +19,7 @@ import pyllamakv
 from pyllamakv.binding.remote import Remote
 from pyllamakv.errors import ScenarioFailed
 from pyllamakv.open_variant import OpenLibrary
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import synthetic_models
 from qa.random_operations.operations import WEIGHTS, Operations
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def test_hypothesis_finds_nothing_in_llama_cpp(patched: Variant, cache: str) -> 
     few = settings(max_examples=10, stateful_step_count=25, deadline=None)
     options = {**replace(PLAIN, cache=cache).options, "defrag_policy": "on_failure"}
     with pyllamakv.open(patched.folder, isolated=True) as library:
-        model = library.load_model(synthetic.model("grouped"))
+        model = library.load_model(synthetic_models.model("grouped"))
         run_state_machine_as_test(on(lambda: model, **options), settings=few)
 
 
@@ -122,6 +122,6 @@ def test_hypothesis_finds_a_fault_of_llama_cpp(
     )
     quick = settings(max_examples=10, stateful_step_count=25, phases=(Phase.generate,))
     with pyllamakv.open(patched.folder, isolated=True) as library:
-        model = library.load_model(synthetic.model("grouped"))
+        model = library.load_model(synthetic_models.model("grouped"))
         with pytest.raises(ScenarioFailed, match="ghost"):
             run_state_machine_as_test(on(lambda: model, **PLAIN.options), settings=quick)

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fakes.simulated import SimulatedNative
-from fakes.stages import (
+from fakes.faulty_stages import (
     FarBroken,
     FarBrokenByPatches,
     FarVanishing,
@@ -24,21 +23,22 @@ from fakes.stages import (
     Unopened,
     Unquantised,
 )
+from fakes.simulated import SimulatedNative
 
 from pyllamakv.building import variant
 from pyllamakv.errors import NotBuilt, ScenarioFailed
 from pyllamakv.home import home
-from pyllamakv.traces import replaying, trace
-from pyllamakv.traces.stage import Stage as Stand
+from pyllamakv.traces import replay, trace
+from pyllamakv.traces.script_session import ScriptSession as Stand
 from qa import random_operations as trial
-from qa.entry import Effort
-from qa.random_operations import combination, schedules
-from qa.random_operations.combination import LENGTH, SHORT, VALUES, Combination, sensible, walk
-from qa.random_operations.hand import Hand
+from qa.entry import StressOptions
+from qa.random_operations import combination, operation_cases
+from qa.random_operations.case_process import CaseProcess
+from qa.random_operations.case_session import CaseSession
+from qa.random_operations.combination import LENGTH, SHORT, VALUES, Combination, normalize, walk
+from qa.random_operations.operation_cases import Operation
 from qa.random_operations.operations import WEIGHTS
-from qa.random_operations.schedules import Operation
-from qa.random_operations.stage import Stage
-from qa.random_operations.task import Played, Task
+from qa.random_operations.task import CaseTask, Played
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,8 +59,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def try_out(folder: Path, make: type[Simulated], most: int = 3) -> tuple[Entry, list[str]]:
     """Return the entry of a trial of so many schedules, and what it told while it went on."""
     told: list[str] = []
-    effort = Effort(seconds=600.0, seed=3)
-    return trial.try_out("simulated", folder, effort, told.append, make, most), told
+    effort = StressOptions(seconds=600.0, seed=3)
+    return trial.run_cases("simulated", folder, effort, told.append, make, most), told
 
 
 # Without a build...
@@ -68,7 +68,9 @@ def try_out(folder: Path, make: type[Simulated], most: int = 3) -> tuple[Entry, 
 
 def test_it_goes_on_until_there_are_enough_operations(folder: Path) -> None:
     """Seconds that are over do not end it before; where nothing can be done they do."""
-    entry = trial.try_out("simulated", folder, Effort(0.0, operations=150), print, Simulated)
+    entry = trial.run_cases(
+        "simulated", folder, StressOptions(0.0, operations=150), print, Simulated
+    )
     assert 150 <= sum(entry.data["operations"].values()) < 350
     assert entry.passed
 
@@ -94,11 +96,11 @@ def test_what_takes_long_is_played_for_short() -> None:
 
 def test_senseless_combinations_are_not_played() -> None:
     """A device has no mapped memory, a state no cells, and only cells go without a guard."""
-    far = sensible(Combination(device="rpc", backing="kept", mover="host"))
+    far = normalize(Combination(device="rpc", backing="kept", mover="host"))
     assert (far.backing, far.mover) == ("heap", "auto")
-    states = sensible(Combination(memory="recurrent", cache="flash q8_0", guard="off"))
+    states = normalize(Combination(memory="recurrent", cache="flash q8_0", guard="off"))
     assert states == Combination(memory="recurrent", cache="plain f16")
-    assert sensible(PLAIN) == PLAIN
+    assert normalize(PLAIN) == PLAIN
     assert (str(PLAIN), str(far)) == ("as usual", "device rpc")
 
 
@@ -108,17 +110,17 @@ def test_without_a_guard_only_what_undoes_by_itself_is_tried(
     """From 0.3.10 on a broken-off decode keeps micro-batches, which the guard takes back."""
     tried: dict[str, Any] = {}
     monkeypatch.setattr(
-        trial, "try_out", lambda name, *_, undoes, **__: tried.update({name: undoes})
+        trial, "run_cases", lambda name, *_, undoes, **__: tried.update({name: undoes})
     )
     ways = {"guard": True, "patched": True, "memory": False, "prefix": False, "none": False}
     for back in ways:
         manifest = SimpleNamespace(probes={"rollback": back}, patches=(), capabilities=())
         found = SimpleNamespace(folder=folder, manifest=manifest)
         monkeypatch.setattr(variant, "find", lambda _, found=found: found)
-        trial.entries(Effort(only=(back,)), print)
+        trial.entries(StressOptions(only=(back,)), print)
     assert tried == ways
-    assert sensible(Combination(guard="off")) == Combination(guard="off")
-    assert sensible(Combination(guard="off"), undoes=False) == PLAIN
+    assert normalize(Combination(guard="off")) == Combination(guard="off")
+    assert normalize(Combination(guard="off"), undoes=False) == PLAIN
     dealt = zip(walk(1), walk(1, undoes=False), range(40), strict=False)
     assert all(replace(one, guard="on") == other for one, other, _ in dealt)
 
@@ -139,7 +141,9 @@ def test_a_device_that_only_patches_lose_is_a_defect(folder: Path) -> None:
 
     def lost(name: str, make: type[Simulated], built: bool) -> list[str]:
         stock: Any = SimpleNamespace(folder=folder / "stock") if built else None
-        made = trial.try_out(name, folder, Effort(600.0, seed=3), print, make, 2, stock=stock)
+        made = trial.run_cases(
+            name, folder, StressOptions(600.0, seed=3), print, make, 2, stock=stock
+        )
         assert made.row["absent"] == "2"
         return [each for each in made.defects if "at a first batch" in each]
 
@@ -153,7 +157,9 @@ def test_a_cache_that_only_patches_lose_is_a_defect(folder: Path) -> None:
     """What is absent must be so with stock, too; a backing may be what it cannot have."""
 
     def lost(make: type[Simulated], stock: Any) -> list[str]:
-        made = trial.try_out("x", folder, Effort(600.0, seed=3), print, make, 12, stock=stock)
+        made = trial.run_cases(
+            "x", folder, StressOptions(600.0, seed=3), print, make, 12, stock=stock
+        )
         return [each for each in made.defects if "which stock has" in each]
 
     stock = SimpleNamespace(folder=folder / "stock")
@@ -168,8 +174,8 @@ def test_a_backing_that_a_build_promises_must_have_been_played(folder: Path) -> 
     """One that dropped out of the library says "absent", as one that it never had."""
 
     def lost(*can: str) -> list[str]:
-        effort = Effort(600.0, seed=3)
-        made = trial.try_out("x", folder, effort, print, Unmapped, 30, can=can)
+        effort = StressOptions(600.0, seed=3)
+        made = trial.run_cases("x", folder, effort, print, Unmapped, 30, can=can)
         return sorted(each.split()[0] for each in made.defects)
 
     assert lost() == []
@@ -216,18 +222,20 @@ def test_a_fault_is_found_and_its_trace_replays_to_it(
     assert head.complete
     assert lines[-1].op == "verify"
     assert len(lines) < 60
-    found = replay(make.native, head, lines)
+    found = divergences(make.native, head, lines)
     assert found
     if make is OnRefusing:
         assert "status was ok, now no-slot" in str(found[0])
-        assert not replay(SimulatedNative, head, lines, strict=False)
+        assert not divergences(SimulatedNative, head, lines, strict=False)
 
 
-def replay(native: type[SimulatedNative], head: Any, lines: Any, *, strict: bool = True) -> list:
+def divergences(
+    native: type[SimulatedNative], head: Any, lines: Any, *, strict: bool = True
+) -> list:
     """Return where a trace comes out otherwise on a simulated library."""
     stand = Stand(native(heals=True), file=home() / "models" / "x.gguf")
     try:
-        return replaying.replay(head, lines, stand, strict=strict)[1]
+        return replay.replay(head, lines, stand, strict=strict)[1]
     finally:
         stand.close()
 
@@ -257,11 +265,11 @@ def test_a_trace_that_is_not_there_is_not_named(
 def test_a_hang_is_a_finding(folder: Path) -> None:
     """Who waits for it is told, and the next schedule has a new process."""
     hanging, fine = (Operation("defrag", 1),), (Operation("decode", 1),)
-    with Hand(folder, {}, OnSilent, patience=4.0) as hand:
-        failed = hand.play(Task(PLAIN, hanging)).failed
+    with CaseProcess(folder, {}, OnSilent, patience=4.0) as hand:
+        failed = hand.play(CaseTask(PLAIN, hanging)).failed
         assert failed is not None
         assert failed.failure == "hang"
-        played = hand.play(Task(PLAIN, fine))
+        played = hand.play(CaseTask(PLAIN, fine))
     assert played.failed is None
     assert played.done == {"decode": 1, "verify": 1}
 
@@ -274,11 +282,11 @@ def test_a_hang_is_believed_when_it_comes_twice(
     silent = ScenarioFailed("nothing", failure="hang", evidence={"done": 0, "proven": 0})
     left = [Played(failed=silent)] * times
 
-    class Sleepy(Hand):
-        def play(self, task: Task) -> Played:
+    class Sleepy(CaseProcess):
+        def play(self, task: CaseTask) -> Played:
             return left.pop() if left else super().play(task)
 
-    monkeypatch.setattr(trial, "Hand", Sleepy)
+    monkeypatch.setattr(trial, "CaseProcess", Sleepy)
     monkeypatch.setattr(trial, "_find", lambda hand, task, failed, tally: found.append(failed))
     found: list[ScenarioFailed] = []
     try_out(folder, Simulated, 1)
@@ -287,8 +295,8 @@ def test_a_hang_is_believed_when_it_comes_twice(
 
 def test_what_cannot_be_opened_is_a_finding(folder: Path) -> None:
     """Where nothing can be opened at all, the schedule has failed, and says why."""
-    with Hand(folder, {"LLAMA_SET_ROWS": "1"}) as hand:
-        failed = hand.play(Task(PLAIN, ())).failed
+    with CaseProcess(folder, {"LLAMA_SET_ROWS": "1"}) as hand:
+        failed = hand.play(CaseTask(PLAIN, ())).failed
     assert failed is not None
     assert "LoadError" in str(failed)
 
@@ -299,7 +307,7 @@ def test_what_is_not_built_is_said_before_anything_is_tried(
     """With the command that builds it."""
     monkeypatch.setattr(variant, "find", lambda _: None)
     with pytest.raises(NotBuilt, match=r"pyllamakv build 0\.3\.9 && pyllamakv build 0\.3\.36"):
-        trial.entries(Effort(only=("0.3.9", "0.3.36")), print)
+        trial.entries(StressOptions(only=("0.3.9", "0.3.36")), print)
 
 
 # On real builds...
@@ -311,9 +319,9 @@ def test_every_operation_is_done(patched: Variant, memory: str) -> None:
     """Each of them twice on a kept cache; what a memory lacks is left out, and nothing else."""
     names = [each for name in WEIGHTS for each in ("decode", name)]
     operations = tuple(Operation(name, 7 * n) for n in (1, 2) for name in names)
-    combination = sensible(Combination(memory=memory, backing="kept"))
-    with Stage(patched.folder) as stage:
-        played = stage.play(Task(combination, operations))
+    combination = normalize(Combination(memory=memory, backing="kept"))
+    with CaseSession(patched.folder) as stage:
+        played = stage.play(CaseTask(combination, operations))
     assert played.failed is None, played.failed
     lacks = set(WEIGHTS) - set(played.done)
     states = {"cut", "thin", "trim", "slide", "shift", "divide", "brim", "boundaries", "defrag"}
@@ -323,7 +331,7 @@ def test_every_operation_is_done(patched: Variant, memory: str) -> None:
 @pytest.mark.native
 def test_a_minute_of_it(patched: Variant) -> None:
     """The default release is tried without any choice, and holds."""
-    effort = Effort(seconds=10.0, only=("0.3.9",))
+    effort = StressOptions(seconds=10.0, only=("0.3.9",))
     (entry,) = trial.entries(effort, lambda _: None)
     assert entry.passed, entry.defects
     assert entry.name == "0.3.9"
@@ -335,17 +343,17 @@ def test_stock_fails_and_the_trace_replays(stock: Variant, folder: Path) -> None
     """What patches are for is found on stock, and replayed in a worker on that very build."""
     operations = next(
         each
-        for each in (schedules.draw(seed, 60) for seed in range(20))
+        for each in (operation_cases.generate_operations(seed, 60) for seed in range(20))
         if {"thin", "brim"} <= {one.name for one in each}
     )
-    with Stage(stock.folder) as stage:
-        failed = stage.play(Task(PLAIN, operations)).failed
+    with CaseSession(stock.folder) as stage:
+        failed = stage.play(CaseTask(PLAIN, operations)).failed
         assert failed is not None
         path = folder / "stock.jsonl"
-        again = stage.play(Task(PLAIN, operations, trace=path)).failed
+        again = stage.play(CaseTask(PLAIN, operations, trace=path)).failed
     assert again is not None
     assert str(again) == str(failed)
     head, lines = trace.read(path)
-    done = replaying.on(str(stock.folder), head, lines)
+    done = replay.replay_on_variant(str(stock.folder), head, lines)
     assert done.failed
     assert "status" in str(done.divergences[0])

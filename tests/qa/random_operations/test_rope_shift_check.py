@@ -15,8 +15,8 @@ import pyllamakv as kv
 from pyllamakv.binding.protocol import Status
 from pyllamakv.errors import ScenarioFailed
 from pyllamakv.runtime import staterows
-from pyllamakv.scenarios import synthetic
-from qa.random_operations import schedules
+from pyllamakv.scenarios import synthetic_models
+from qa.random_operations import operation_cases
 from qa.random_operations.operations import Operations
 
 if TYPE_CHECKING:
@@ -37,8 +37,10 @@ def test_a_wrong_turn_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(SimulatedNative, "update", update)
     model = runtime_kit.model(tmp_path, heals=True)
-    ground = schedules.Ground(lambda: model.context(n_ctx=64, n_batch=32, n_ubatch=8, n_seq_max=4))
-    found = (ground.play(schedules.draw(seed, 30)) for seed in range(20))
+    ground = operation_cases.CaseRunner(
+        lambda: model.context(n_ctx=64, n_batch=32, n_ubatch=8, n_seq_max=4)
+    )
+    found = (ground.play(operation_cases.generate_operations(seed, 30)) for seed in range(20))
     failed = next(each for each in found if each is not None)
     assert failed.failure == "data"
     assert "a shift changed" in str(failed)
@@ -53,7 +55,7 @@ def work(patched: Variant, request: pytest.FixtureRequest) -> Iterator[Operation
 
 def opened(library: Any, **options: Any) -> Operations:
     """Return what plays on a context that has two sequences with a gap in the first."""
-    model = library.load_model(synthetic.model("grouped"))
+    model = library.load_model(synthetic_models.model("grouped"))
     context = partial(model.context, n_ctx=256, n_batch=96, n_ubatch=32, n_seq_max=3)
     work = Operations(context(**options), context(**options))
     work.subject.decode({1: 5})

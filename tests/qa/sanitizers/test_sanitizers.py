@@ -13,11 +13,11 @@ from pyllamakv.home import data
 from pyllamakv.scenarios.outcome import Outcome
 from pyllamakv.verification import discovery
 from qa import headers, sanitizers
-from qa.entry import Effort
-from qa.sanitizers import drivers, instrument, playing, reports
+from qa.entry import StressOptions
+from qa.sanitizers import instrument, reports, sanitized_process, sanitizer_targets
 from qa.sanitizers.instrument import Command, Sanitized
-from qa.sanitizers.playing import Ended
-from qa.sanitizers.reports import Known, Report
+from qa.sanitizers.reports import KnownReport, Report
+from qa.sanitizers.sanitized_process import ProcessResult
 
 ADDRESS = """\
 ==41==ERROR: AddressSanitizer: heap-buffer-overflow on address 0x602 at pc 0x7f bp 0x7f sp 0x7f
@@ -114,7 +114,7 @@ def test_the_same_report_counts_once(tmp_path: Path) -> None:
 
 def test_upstream_s_own_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """A report on the list is counted apart; the same in another function is a defect."""
-    known = Known("overflow", "llama_batch::grow", "llama-batch.cpp", "it wraps on purpose")
+    known = KnownReport("overflow", "llama_batch::grow", "llama-batch.cpp", "it wraps on purpose")
     monkeypatch.setattr(reports, "UPSTREAM", (known,))
     mine = Report("signed integer overflow", "plk_decode", "shim/decode.cpp")
     theirs = Report("signed integer overflow", "llama_batch::grow", "src/llama-batch.cpp")
@@ -141,17 +141,17 @@ def test_planted_faults_are_seen(tmp_path: Path, kind: str, fault: str) -> None:
     source.write_text(f'#include "{instrument.native("planted.h")}"\n')
     library = tmp_path / "planted.so"
     instrument.program(source, library, kind, "-shared", "-fPIC")
-    seen = playing.planted(kind, library, fault)
+    seen = sanitized_process.planted(kind, library, fault)
     assert any(sanitizers.SAYS[fault] in report.what for report in seen)
-    assert playing.planted(kind, library, "nothing") == []
+    assert sanitized_process.planted(kind, library, "nothing") == []
 
 
 def test_a_blind_sanitizer_is_a_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that reports none of what is planted in it proves nothing."""
     blind = instrument.Sanitized("address", tmp_path, tmp_path / "libplk.so")
-    monkeypatch.setattr(sanitizers.Work, "library", lambda *_: blind)
-    monkeypatch.setattr(playing, "planted", lambda *_: [])
-    wanted = Effort(only=("planted, address and undefined",))
+    monkeypatch.setattr(sanitizers.SanitizerBuilds, "library", lambda *_: blind)
+    monkeypatch.setattr(sanitized_process, "planted", lambda *_: [])
+    wanted = StressOptions(only=("planted, address and undefined",))
     (entry,) = sanitizers.entries(wanted, lambda _: None)
     assert len(entry.defects) == 3
     assert entry.row["ran"] == "0 faults planted and seen"
@@ -164,7 +164,7 @@ def test_what_is_named_alone_brings_the_planted_faults(monkeypatch: pytest.Monke
     monkeypatch.setattr(sanitizers, "PARTS", parts)
 
     def brought(name: str) -> list[str]:
-        made = sanitizers.entries(Effort(only=(name,)), lambda _: None)
+        made = sanitizers.entries(StressOptions(only=(name,)), lambda _: None)
         return [entry.name for entry in made if entry.name != name]
 
     assert brought("C program") == ["planted, address and undefined"]
@@ -182,8 +182,8 @@ def test_a_fault_in_what_is_run_is_a_defect(
     source.write_text(TINY)
     monkeypatch.setattr(headers, "checkout", lambda: tmp_path)
     tiny = headers.Header("full-defrag", "src/llama-kv-defrag.h", "tiny")
-    monkeypatch.setattr(drivers, "HEADERS", (tiny,))
-    wanted = Effort(only=("native drivers",))
+    monkeypatch.setattr(sanitizer_targets, "HEADERS", (tiny,))
+    wanted = StressOptions(only=("native drivers",))
     (entry,) = sanitizers.entries(wanted, lambda _: None)
     assert (entry.row["ran"], entry.row["scope"]) == ("2 groups of tests", "headers")
     assert any("heap-buffer-overflow in main" in defect for defect in entry.defects)
@@ -196,19 +196,21 @@ def test_a_program_that_lists_nothing_is_a_defect(monkeypatch: pytest.MonkeyPatc
     """One that crashes at its start has no groups, and what is reported of it counts."""
     bad = Report("heap-use-after-free", "main", "tiny.cpp")
     tiny = headers.Header("full-defrag", "src/llama-kv-defrag.h", "tiny")
-    monkeypatch.setattr(drivers, "HEADERS", (tiny,))
-    monkeypatch.setattr(drivers, "native", Path)
+    monkeypatch.setattr(sanitizer_targets, "HEADERS", (tiny,))
+    monkeypatch.setattr(sanitizer_targets, "native", Path)
     monkeypatch.setattr(instrument, "program", lambda *_: None)
-    listed = Ended(0, "\n".join(f"group-of-tests-{n}" for n in range(100)))
+    listed = ProcessResult(0, "\n".join(f"group-of-tests-{n}" for n in range(100)))
     for ended, wrong in (
-        (Ended(-11, "", "segmentation fault"), "tiny ends with -11: segmentation fault"),
-        (Ended(0), "tiny lists no groups of tests"),
-        (Ended(0, "good", found=[bad]), "heap-use-after-free in main"),
+        (ProcessResult(-11, "", "segmentation fault"), "tiny ends with -11: segmentation fault"),
+        (ProcessResult(0), "tiny lists no groups of tests"),
+        (ProcessResult(0, "good", found=[bad]), "heap-use-after-free in main"),
         (listed, ""),
     ):
         answers = iter([ended])
-        monkeypatch.setattr(playing, "run", lambda *_, answers=answers: next(answers, Ended(0)))
-        (entry,) = sanitizers.entries(Effort(only=("native drivers",)), lambda _: None)
+        monkeypatch.setattr(
+            sanitized_process, "run", lambda *_, answers=answers: next(answers, ProcessResult(0))
+        )
+        (entry,) = sanitizers.entries(StressOptions(only=("native drivers",)), lambda _: None)
         assert entry.passed if not wrong else any(wrong in each for each in entry.defects)
     assert entry.row["ran"] == "100 groups of tests"
 
@@ -218,12 +220,14 @@ def test_what_is_instrumented_stands_in_the_row(
 ) -> None:
     """The library of the threads has less of it than the others; in a long run it is all."""
     monkeypatch.setattr(
-        sanitizers.Work, "library", lambda _, __, kind: Sanitized(kind, tmp_path, tmp_path)
+        sanitizers.SanitizerBuilds,
+        "library",
+        lambda _, __, kind: Sanitized(kind, tmp_path, tmp_path),
     )
-    monkeypatch.setattr(playing, "planted", lambda *_: [])
+    monkeypatch.setattr(sanitized_process, "planted", lambda *_: [])
     names = ("planted, address and undefined", "planted, threads")
     for seconds, scopes in ((60.0, ["core", "threads"]), (sanitizers.LONG, ["whole", "whole"])):
-        found = sanitizers.entries(Effort(seconds, only=names), lambda _: None)
+        found = sanitizers.entries(StressOptions(seconds, only=names), lambda _: None)
         assert [entry.row["scope"] for entry in found] == scopes
         assert [entry.data["scope"] for entry in found] == scopes
 
@@ -240,7 +244,7 @@ def test_a_race_in_a_worker_is_reported(tmp_path: Path) -> None:
     )
     library = tmp_path / "libplk.so"
     instrument.program(SOURCE, library, "thread", *words)
-    ended = drivers.worker(library, 1, lambda _: None)
+    ended = sanitizer_targets.worker(library, 1, lambda _: None)
     races = [report for report in ended.found if "data race" in report.what]
     assert any("_cancel" in report.text for report in races), ended
 
@@ -250,16 +254,18 @@ def test_a_worker_whose_races_are_not_seen_is_a_defect(
 ) -> None:
     """So is one whose driver fails, and a report of it."""
     made = instrument.Sanitized("thread", tmp_path, tmp_path / "libplk.so")
-    monkeypatch.setattr(sanitizers.Work, "library", lambda *_: made)
+    monkeypatch.setattr(sanitizers.SanitizerBuilds, "library", lambda *_: made)
     race = Report("data race", "plk_cancel", "shim/decode.cpp")
     for seen, code, found, wrong in (
         ([], 0, [], "the sanitizer is blind"),
         ([race], 1, [], "the driver ends with 1: words"),
         ([race], 0, [race], "data race in plk_cancel"),
     ):
-        answers = iter([Ended(0, found=seen), Ended(code, "words", found=found)])
-        monkeypatch.setattr(drivers, "worker", lambda *_, answers=answers, **__: next(answers))
-        *_, entry = sanitizers.entries(Effort(only=("worker, threads",)), lambda _: None)
+        answers = iter([ProcessResult(0, found=seen), ProcessResult(code, "words", found=found)])
+        monkeypatch.setattr(
+            sanitizer_targets, "worker", lambda *_, answers=answers, **__: next(answers)
+        )
+        *_, entry = sanitizers.entries(StressOptions(only=("worker, threads",)), lambda _: None)
         (defect,) = entry.defects
         assert wrong in defect
 
@@ -267,7 +273,7 @@ def test_a_worker_whose_races_are_not_seen_is_a_defect(
 def test_what_cannot_be_tried_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the tools the section says so, and does not pass."""
     monkeypatch.setattr(shutil, "which", lambda *_args, **_more: None)
-    planted, entry = sanitizers.entries(Effort(only=("threads",)), lambda _: None)
+    planted, entry = sanitizers.entries(StressOptions(only=("threads",)), lambda _: None)
     assert "could not be tried" in planted.defects[0]
     assert "could not be tried" in entry.defects[0]
     assert "g++" in entry.defects[0]
@@ -275,9 +281,9 @@ def test_what_cannot_be_tried_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_hang_is_a_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that does not end is killed, and told; the other parts can follow."""
-    monkeypatch.setattr(playing, "PATIENCE", 0.5)
-    ended = playing.run(["sleep", "60"], "address", tmp_path)
-    assert (ended.code, ended.found) == (playing.HUNG, [])
+    monkeypatch.setattr(sanitized_process, "PATIENCE", 0.5)
+    ended = sanitized_process.run(["sleep", "60"], "address", tmp_path)
+    assert (ended.code, ended.found) == (sanitized_process.HUNG, [])
     assert "no end within 0.5 seconds" in ended.said
 
 
@@ -286,7 +292,7 @@ def test_a_run_of_a_scenario_that_reports_is_a_defect(
 ) -> None:
     """Reports, last words and crashes on patched count; what a setting lacks was not run."""
     library = instrument.Sanitized("address", tmp_path, tmp_path / "libplk.so")
-    monkeypatch.setattr(sanitizers.Work, "library", lambda *_: library)
+    monkeypatch.setattr(sanitizers.SanitizerBuilds, "library", lambda *_: library)
     bad = Report("heap-use-after-free", "plk_decode", "shim/decode.cpp")
     played = [
         ("one", "plain f16", Outcome("pass"), [bad]),
@@ -294,8 +300,8 @@ def test_a_run_of_a_scenario_that_reports_is_a_defect(
         ("three", "plain f16", Outcome("fail", "crash", CHECKED), [bad]),
         ("four", "plain f16", Outcome("absent", "", "no windows here"), []),
     ]
-    monkeypatch.setattr(drivers, "scenarios", lambda *_args, **_more: iter(played))
-    *_, entry = sanitizers.entries(Effort(only=("scenarios, patched",)), lambda _: None)
+    monkeypatch.setattr(sanitizer_targets, "scenarios", lambda *_args, **_more: iter(played))
+    *_, entry = sanitizers.entries(StressOptions(only=("scenarios, patched",)), lambda _: None)
     assert (entry.row["ran"], entry.row["scope"]) == ("2 runs of scenarios", "core")
     assert entry.row["reports"] == "2"
     assert len(entry.defects) == 3

@@ -1,0 +1,90 @@
+"""Compose batches: which token goes where, for whom, and who wants its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from pyllamakv.binding.protocol import ContextHandle, Native
+    from pyllamakv.scenarios.ledger import CellLedger
+
+#: What a batch is asked to hold: per sequence, or per tuple of sequences that share the cells, how
+#: many tokens, or which.
+#: Keys are sequences or tuples of them; a Mapping's key type is invariant, so it says Any.
+Feeds = Mapping[Any, int | Sequence[int]]
+
+
+@dataclass(frozen=True)
+class BatchRows:
+    """Hold the arrays of one batch and what each row of logits belongs to."""
+
+    token: NDArray[np.int32]
+    pos: NDArray[np.int32]
+    owners: tuple[tuple[int, ...], ...]
+    logits: NDArray[np.int8]
+
+    def run(self, native: Native, context: ContextHandle) -> int:
+        """Decode the batch and return llama.cpp's own status."""
+        counts = np.array([len(seqs) for seqs in self.owners], dtype=np.int32)
+        flat = np.array([seq for seqs in self.owners for seq in seqs], dtype=np.int32)
+        single = bool((counts == 1).all())
+        return native.decode(
+            context, self.token, self.pos, None if single else counts, flat, self.logits
+        )
+
+    def read(
+        self, native: Native, context: ContextHandle, n_vocab: int
+    ) -> dict[int, NDArray[np.float32]]:
+        """Return a copy of the logits that the batch asked for, by place."""
+        return {
+            int(place): np.array(native.logits(context, int(place), n_vocab), dtype=np.float32)
+            for place in np.flatnonzero(self.logits)
+        }
+
+
+def compose(
+    ledger: CellLedger, feeds: Feeds, n_vocab: int, *, interleave: bool = False
+) -> BatchRows:
+    """Return a batch that continues each sequence; the last token of each asks for logits."""
+    lanes: list[list[tuple[int, int, tuple[int, ...], int]]] = []
+    for key, what in feeds.items():
+        owners = (key,) if isinstance(key, int) else tuple(key)
+        start = ledger.next(owners[0])
+        tokens = _made_up(owners[0], start, what, n_vocab)
+        last = len(tokens) - 1
+        lanes.append([(t, start + n, owners, int(n == last)) for n, t in enumerate(tokens)])
+    order = list(_interleaved(lanes)) if interleave else [item for lane in lanes for item in lane]
+    return BatchRows(
+        np.array([item[0] for item in order], dtype=np.int32),
+        np.array([item[1] for item in order], dtype=np.int32),
+        tuple(item[2] for item in order),
+        np.array([item[3] for item in order], dtype=np.int8),
+    )
+
+
+def filler_token(seq: int, pos: int, n_vocab: int) -> int:
+    """Return the token that stands at a position of a sequence when none is given."""
+    mixed = (seq * 0x9E3779B1 + pos * 0x85EBCA77 + 0xC2B2AE3D) & 0xFFFFFFFF
+    mixed ^= mixed >> 15
+    mixed = (mixed * 0x2C1B3C6D) & 0xFFFFFFFF
+    mixed ^= mixed >> 12
+    return mixed % n_vocab
+
+
+def _made_up(seq: int, start: int, what: int | Sequence[int], n_vocab: int) -> list[int]:
+    if isinstance(what, int):
+        return [filler_token(seq, start + n, n_vocab) for n in range(what)]
+    return [int(token) for token in what]
+
+
+def _interleaved(lanes: Sequence[Sequence[Any]]) -> Iterator[Any]:
+    for n in range(max(map(len, lanes), default=0)):
+        for lane in lanes:
+            if n < len(lane):
+                yield lane[n]

@@ -1,0 +1,103 @@
+"""What the scenarios of compaction have in common: how far attention runs, and how far it must."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyllamakv.binding.protocol import Capability
+from pyllamakv.errors import ScenarioFailed, Unsupported
+
+if TYPE_CHECKING:
+    from pyllamakv.runtime.snapshot import Snapshot
+    from pyllamakv.scenarios.lab import Lab
+    from pyllamakv.scenarios.player import Player
+
+#: Attention runs over a multiple of so many cells.
+STEP = 256
+
+
+def attended(snapshot: Snapshot) -> list[int]:
+    """Return over how many cells attention runs in each stream of each cache."""
+    return [-(-each.stats.used_max // STEP) * STEP for each in snapshot.streams]
+
+
+def needed(snapshot: Snapshot) -> list[int]:
+    """Return over how many it has to run."""
+    return [-(-each.stats.used // STEP) * STEP for each in snapshot.streams]
+
+
+def defrag_sparse_tail(lab: Lab, *, rows: bool = True) -> None:
+    """Leave every other sequence, at the end of the cache, compact it, and go on; then again.
+
+    ``rows`` as for `defrag`.
+    """
+    player = lab.player(1024, n_ubatch=64)
+    player.fill({0: 500})
+    player.fill(dict.fromkeys((1, 2, 3, 4), 60), interleave=True)
+    for seq in (0, 1, 3):
+        player.remove(seq)
+    before = player.snapshot()
+    player.decode({2: 2})
+    after = player.snapshot()
+    if before is not None and after is not None:
+        moved = before.moves_to(after).cells
+        lab.expect(moved == 0, f"a decode that found its cells moved {moved} others")
+    defrag(lab, player, rows=rows)
+    player.decode({2: 20, 4: 8})
+    lab.verify(player)
+    player.fill({5: 80})
+    player.remove(2)
+    defrag(lab, player, rows=rows)
+    lab.verify(player)
+
+
+def defrag(lab: Lab, player: Player, *, window: int = 0, rows: bool = True) -> None:
+    """Defragment, and prove that nothing but the place of the cells has changed.
+
+    ``rows`` False leaves out the bytes, for memory whose states keep more than rows.
+    """
+    before = lab.picture(player, "before")
+    counted = player.counters()
+    if rows:
+        with player.unchanged(window=window):
+            _defrag(lab, player)
+    else:
+        _defrag(lab, player)
+    after = lab.picture(player, "after")
+    player.check_cells()
+    if before is None or after is None:
+        return
+    moves = before.moves_to(after)
+    lab.notes.setdefault("compactions", []).append(
+        {"before": attended(before), "after": attended(after), "cells": moves.cells}
+    )
+    lab.expect(
+        attended(after) == needed(after),
+        f"attention runs over {attended(after)} cells, {needed(after)} would do",
+    )
+    if lab.native.about.capabilities & Capability.COUNTERS:
+        lab.expect(counted is not None, "this library counts, and not this memory")
+    if counted is not None:
+        counts = lab.counters(player) - counted
+        lab.expect(
+            counts.cells_moved == moves.cells,
+            f"{moves.cells} cells moved, and {counts.cells_moved} were counted",
+        )
+    lab.expect(
+        not moves.vanished and not moves.appeared,
+        f"{moves.vanished} cells vanished and {moves.appeared} appeared",
+    )
+
+
+def _defrag(lab: Lab, player: Player) -> None:
+    """Defragment, which a library that can at all does here, and says nothing of."""
+    lab.logs()
+    try:
+        player.defrag()
+    except Unsupported as error:
+        if not lab.native.about.capabilities & Capability.DEFRAG:
+            raise
+        msg = f"this library can defragment, and refuses here: {error}"
+        raise ScenarioFailed(msg, failure="claim") from error
+    lines = lab.logs()
+    lab.expect(not lines, f"a defragmentation logged: {lines[0] if lines else ''}")

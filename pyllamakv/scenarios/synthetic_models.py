@@ -1,0 +1,188 @@
+"""Generate tiny GGUF models by code, so that nothing has to be downloaded to judge a patch.
+
+A model is a pure function of its `Shape`: a fixed seed, no time, no machine. The files lie in
+``home()/models`` under names that carry a digest of the shape, so that a changed shape is a new
+file and two processes that generate the same one agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+
+from pyllamakv.errors import Untestable, UsageError
+from pyllamakv.home import home
+from pyllamakv.scenarios import architectures
+from pyllamakv.scenarios.architectures import Shape
+from pyllamakv.source.files import translate_permission_errors
+
+#: The name of a real model that the user has, and the variable that says where it lies.
+TEST = "test"
+VARIABLE = "PYLLAMAKV_TEST_MODEL"
+
+#: Where bytes begin in the vocabulary of `Shape.vocab` "bytes", after unknown, start and end.
+BYTE_OFFSET = 3
+
+
+#: The models that scenarios name.
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("tiny"),
+        Shape("deep", n_layer=64),
+        Shape("grouped", n_layer=2, n_embd=128, n_head=4, n_head_kv=2),
+        Shape("bytes", n_vocab=320, vocab="bytes"),
+        # To b5415 a gemma2 of any other number of layers than the published ones aborts.
+        Shape("sliding", n_layer=26, architecture="gemma2", window=32),
+        Shape("recurrent", n_layer=2, architecture="mamba"),
+        Shape("hybrid", n_layer=4, architecture="jamba"),
+        Shape("latent", n_layer=2, n_embd=64, n_head=2, n_head_kv=1, architecture="deepseek2"),
+        Shape("indexed", n_layer=2, n_embd=64, n_head=2, n_head_kv=1, architecture="deepseek32"),
+        Shape(
+            "indexed-sliding",
+            n_layer=2,
+            n_embd=64,
+            n_head=2,
+            n_head_kv=1,
+            architecture="dots3note",
+            window=32,
+        ),
+        Shape("places", n_layer=2, n_embd=64, n_head=2, n_head_kv=2, architecture="qwen2vl"),
+        Shape("blocks", n_layer=2, n_embd=128, n_head=4, n_head_kv=2, architecture="minimax-m3"),
+    )
+}
+
+#: What is put behind the name of a model for its wide twin.
+WIDE = "-wide"
+
+
+def with_wide_rows(shape: Shape) -> Shape:
+    """Return the twin of a shape that devices compute rightly, with rows of 256 values.
+
+    Kernels for flash attention know heads of 64 values. Vulkan writes a row of quantised blocks to
+    a wrong place unless it begins at a multiple of what the device aligns buffers to, 4 to 16 bytes
+    as a rule: 256 values are 272 bytes in q8_0, 144 in q4_0.
+    """
+    heads = 4 * (shape.n_head // shape.n_head_kv)
+    return replace(shape, name=shape.name + WIDE, head=64, n_head=heads, n_head_kv=4)
+
+
+SHAPES |= {
+    twin.name: twin
+    for twin in (
+        with_wide_rows(each) for each in SHAPES.values() if each.architecture in ("llama", "gemma2")
+    )
+}
+
+
+def tiny() -> Path:
+    """Return the model of one layer, 32 wide, without a vocabulary."""
+    return model("tiny")
+
+
+def model(name: str) -> Path:
+    """Return the file of a named model, generating it when it is not there.
+
+    ``test`` is the model that PYLLAMAKV_TEST_MODEL names, and the path of a GGUF is itself.
+    """
+    if name in SHAPES:
+        return generate(SHAPES[name], home() / "models")
+    if name == TEST:
+        named = os.environ.get(VARIABLE, "")
+        if not named:
+            msg = f"{VARIABLE} names no model"
+            raise Untestable(msg)
+        name = named
+    # A path that no system takes, too long or with a zero byte, names no model either.
+    with suppress(OSError, ValueError):
+        path = Path(name)
+        if path.is_file():
+            return path
+    msg = f"there is no model {name!r}: expected a GGUF file or one of {', '.join(SHAPES)}"
+    raise UsageError(msg)
+
+
+def identity(name: str) -> str:
+    """Return what tells the content of a named model, without generating it."""
+    if name in SHAPES:
+        return SHAPES[name].digest
+    try:
+        with model(name).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except Untestable:
+        return ""
+
+
+def cost(name: str) -> int:
+    """Return roughly how much a run on a named model costs, for the order of work."""
+    return SHAPES[name].n_layer if name in SHAPES else 8
+
+
+def generate(shape: Shape, folder: Path) -> Path:
+    """Return ``folder/NAME-DIGEST.gguf``, written in one step when it is not there yet."""
+    path = folder / f"{shape.name}-{shape.digest}.gguf"
+    if path.is_file():
+        return path
+    with translate_permission_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{shape.name}-", suffix=".gguf", dir=folder)
+    os.close(handle)
+    try:
+        write(shape, Path(name))
+        # mkstemp makes private files; a home may be shared between users.
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def write(shape: Shape, path: Path) -> None:
+    """Write the model of a shape to ``path``: f32 weights."""
+    writer = gguf.GGUFWriter(path, shape.architecture)
+    writer.add_name(f"pyllamakv {shape.name}")
+    for key, value in architectures.keys(shape).items():
+        _add(writer, f"{shape.architecture}.{key}", value)
+    _add_vocab(writer, shape)
+    for name, tensor in architectures.tensors(shape).items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: float | list[int]) -> None:
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    else:
+        writer.add_uint32(key, value)
+
+
+def _add_vocab(writer: gguf.GGUFWriter, shape: Shape) -> None:
+    if shape.vocab == "none":
+        writer.add_tokenizer_model("no_vocab")
+        return
+    words = [b"<unk>", b"<s>", b"</s>", *(f"<0x{byte:02X}>".encode() for byte in range(256))]
+    kinds = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
+    kinds += [gguf.TokenType.BYTE] * 256
+    extra = ["\u2581", *"abcdefghijklmnopqrstuvwxyz", "\u2581a", "\u2581the", "th", "he", "an"]
+    words += [word.encode() for word in extra]
+    words += [f"<spare{number}>".encode() for number in range(shape.n_vocab - len(words))]
+    kinds += [gguf.TokenType.NORMAL] * (shape.n_vocab - len(kinds))
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(words)
+    writer.add_token_scores([-float(number) for number in range(len(words))])
+    writer.add_token_types(kinds)
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)

@@ -1,0 +1,135 @@
+"""Hold what a script or a trace is played on, and make its context."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pyllamakv.binding.protocol import ContextParams, ModelParams
+from pyllamakv.errors import UsageError, WorkerDied
+from pyllamakv.runtime import ggml_types as types
+from pyllamakv.scenarios import cell_samples, synthetic_models
+from pyllamakv.scenarios.player import Player
+from pyllamakv.scenarios.reference import Reference
+from pyllamakv.traces.script import Line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from pyllamakv.binding.protocol import Native
+    from pyllamakv.scenarios.batch_composition import BatchRows
+    from pyllamakv.scenarios.cell_samples import CellSample
+
+
+@dataclass
+class ScriptSession:
+    """Hold what a script works on: a library, the model, and the context once it is there.
+
+    ``file`` is the model's file where the script does not choose it; ``guard`` overrides what a
+    trace says of it. ``lenient`` lets decodes and restores end as they will. ``player_type`` is
+    what plays.
+    """
+
+    native: Native
+    model: str = "tiny"
+    file: Path | None = None
+    guard: bool | None = None
+    lenient: bool = False
+    player_type: type[Player] = Player
+    player: Player | None = None
+    reference: Reference | None = None
+    #: A state came from outside, so that no reference can follow.
+    foreign: bool = False
+    look: CellSample | None = None
+    #: A batch that failed when it was recorded and did not now; it goes before the next line.
+    extra: BatchRows | None = None
+    loaded: dict[str, Any] = field(default_factory=dict)
+
+    def play_leniently(self) -> None:
+        """Let decodes and restores end as they will from now on."""
+        self.lenient = True
+
+    def check_expectation(self, line: Line) -> None:
+        """Hold a line to what it expects only if nothing was recorded of it."""
+        self.lenient = line.result is not None
+
+    def follow(self, reference: Reference) -> None:
+        """Let another reference follow the context."""
+        self.reference = reference
+
+    def accept_foreign_state(self) -> None:
+        """Note that a state came from outside, so that no reference can follow."""
+        self.foreign = True
+
+    def take_back_later(self, feed: BatchRows) -> None:
+        """Keep a batch that succeeded here and failed when recorded, for `take_back`."""
+        self.extra = feed
+
+    def take_back(self) -> None:
+        """Remove the batch that `take_back_later` kept, if there is one."""
+        if self.extra is not None and self.player is not None:
+            remove(self.player, self.extra)
+        self.extra = None
+
+    def sample(self) -> dict[str, int]:
+        """Sample the cells and return their counts, none where the build shows no cells."""
+        assert self.player is not None
+        player = self.player
+        self.look = cell_samples.sample_cells(player.native, player.context, player.info)
+        return {} if self.look is None else self.look.counts
+
+    def close(self) -> None:
+        """Give the contexts back; a worker that is gone has none."""
+        with suppress(WorkerDied):
+            if self.reference is not None:
+                self.reference.close()
+            if self.player is not None:
+                self.player.close()
+
+
+def model_name(lines: Iterable[Line], default: str) -> str:
+    """Return the model that a script is played on."""
+    first = next(iter(lines), None)
+    named = first.arguments.get("model") if first is not None and first.op == "context" else None
+    return str(named or default)
+
+
+def open_context(line: Line, stage: ScriptSession) -> None:
+    """Make the context that a line asks for."""
+    if stage.player is not None:
+        raise line.wrong("the context is there already; it must be the first operation")
+    words = dict(line.arguments)
+    name = words.pop("model", stage.model)
+    for key in ("type_k", "type_v"):
+        words[key] = types.cache_type(words.get(key, "f16"), key[-1].upper()).number
+    words.setdefault("n_ctx", 256)
+    words.setdefault("n_batch", words["n_ctx"])
+    words.setdefault("n_ubatch", min(words["n_batch"], 512))
+    words.setdefault("n_seq_max", 8)
+    guard = bool(words.pop("guard", False))
+    try:
+        params = ContextParams(guard=guard if stage.guard is None else stage.guard, **words)
+    except (TypeError, UsageError) as error:
+        raise line.wrong(f"no context can be made of these words: {error}") from error
+    try:
+        key = str(stage.file or name)
+        if key not in stage.loaded:
+            path = stage.file or synthetic_models.model(name)
+            stage.loaded[key] = stage.native.model_load(str(path), ModelParams())
+        stage.player = stage.player_type(stage.native, stage.loaded[key], params)
+    except (TypeError, OverflowError) as error:
+        raise line.wrong(f"no context can be made of these words: {error}") from error
+    stage.reference = Reference(stage.player)
+
+
+def remove(player: Player, feed: BatchRows) -> None:
+    """Remove what a batch has brought."""
+    ends: dict[int, tuple[int, int]] = {}
+    for pos, seqs in zip(feed.pos.tolist(), feed.owners, strict=True):
+        for seq in seqs:
+            low, high = ends.get(seq, (pos, pos))
+            ends[seq] = min(low, pos), max(high, pos)
+    for seq, (low, high) in ends.items():
+        player.remove(seq, low, high + 1)

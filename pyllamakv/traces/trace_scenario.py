@@ -1,0 +1,203 @@
+"""Make a scenario of a trace or a script: play it again, and hold its claim against what happens.
+
+What a trace claims, unless its head says otherwise: every decode finds its cells whenever enough
+are free, every restore is done that was done, no token is lost, no ghost is left, and the logits
+are those of a reference that decoded everything anew.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyllamakv.binding.protocol import Memory, Status
+from pyllamakv.errors import (
+    ContextError,
+    NativeError,
+    ScenarioFailed,
+    ScriptError,
+    Unsupported,
+    Untestable,
+    UsageError,
+    WorkerDied,
+)
+from pyllamakv.scenarios.player import word
+from pyllamakv.scenarios.reference import LIMIT
+from pyllamakv.scenarios.scenario import CONTIGUOUS, Scenario, Setting
+from pyllamakv.traces import model_digest, script, script_player, trace
+from pyllamakv.traces.script import DECODES
+from pyllamakv.traces.script_session import ScriptSession, model_name
+
+if TYPE_CHECKING:
+    from pyllamakv.scenarios.lab import Lab
+    from pyllamakv.scenarios.player import Player
+    from pyllamakv.traces.script import Line
+    from pyllamakv.traces.trace import Head
+
+#: So many decodes keep their logits for the reference; of later ones every few do.
+KEPT, FEW = 256, 16
+
+CLAIM = "What was recorded goes through, with nothing lost and nothing wrong."
+
+
+def scenario(path: Path) -> Scenario:
+    """Return the scenario of a trace or script; raises ScriptError where it is none."""
+    try:
+        head, lines = load(path)
+    except ScriptError as error:
+        name = "" if str(path) in str(error) else f"{path}: "
+        raise type(error)(f"{name}{error}", error.line) from error
+    model, why = _model(head)
+    name = re.sub(r"[^a-z0-9]+", "-", path.name.removesuffix(".jsonl").lower()).strip("-")
+    return scenario_of_lines(head, lines, name, model, why)
+
+
+def scenario_of_lines(
+    head: Head, lines: list[Line], name: str, model: str, why: str = ""
+) -> Scenario:
+    """Return the scenario of these lines on a model; ``why`` says why it cannot be played."""
+    words = lines[0].arguments if lines and lines[0].op == "context" else {}
+    types = (str(words.get("type_k", "f16")), str(words.get("type_v", "f16")))
+    return Scenario(
+        id=name,
+        kind=head.kind,  # type: ignore[arg-type]
+        claim=head.claim or CLAIM,
+        issue=head.issue or "a recorded run",
+        run=partial(run_trace, head, lines, why=why),
+        model=model,
+        settings=(Setting(bool(words.get("flash_attn", False)), *types),),
+        environment=tuple(sorted(head.environment.items())),
+        record_frames=True,
+    )
+
+
+def load(path: Path) -> tuple[Head, list[Line]]:
+    """Return head and lines of a trace, or of a script as if it had a head."""
+    if trace.is_trace(path):
+        return trace.read(path)
+    lines = script.read(path)
+    return trace.Head(model=model_name(lines, "tiny"), environment=dict(CONTIGUOUS)), lines
+
+
+def run_trace(head: Head, lines: list[Line], lab: Lab, *, why: str = "") -> None:
+    """Play a trace in a lab; raises ScenarioFailed where it does not keep its claim."""
+    if why:
+        raise Untestable(why)
+    file = Path(head.model or "tiny")
+    stage = ScriptSession(lab.native, file=file, guard=False, player_type=lab.player_type)
+    stage.loaded[str(stage.file)] = lab.model
+    try:
+        _open(lines, stage, lab)
+    except (ContextError, Unsupported) as error:
+        msg = f"no context with {lab.setting.name} here: {error}"
+        raise Untestable(msg) from error
+    player = stage.player
+    assert player is not None
+    for line in lines:
+        if line.op == "context":
+            continue
+        try:
+            _play(line, head, stage, player)
+        except ScenarioFailed as error:
+            msg = f"row {line.number} ({line.op}): {error}"
+            raise ScenarioFailed(msg, failure=error.failure, evidence=error.evidence) from error
+        except UsageError as error:
+            raise line.wrong(str(error)) from error
+    lab.picture(player, "after")
+    _verify(stage, player, lab)
+
+
+def _model(head: Head) -> tuple[str, str]:
+    """Return the model to load, and why the right one is not there."""
+    try:
+        return model_digest.name(trace.model_file(head)), ""
+    except (UsageError, ScriptError, Untestable) as error:
+        return "tiny", str(error)
+
+
+def _open(lines: list[Line], stage: ScriptSession, lab: Lab) -> None:
+    first = lines[0]
+    if first.op != "context":
+        first = replace(first, op="context", arguments={})
+    script_player.play_line(first, stage)
+    assert stage.player is not None
+    lab.adopt(stage.player)
+    stage.follow(lab.reference(stage.player))
+
+
+def _play(line: Line, head: Head, stage: ScriptSession, player: Player) -> None:
+    recorded = line.result
+    stage.check_expectation(line)
+    free, decodes = player.n_cells - player.ledger.used, line.op in DECODES
+    try:
+        result = script_player.play_line(line, stage)
+    except (NativeError, Unsupported) as error:
+        if isinstance(error, WorkerDied) or recorded is None or "error" not in recorded:
+            raise
+        return
+    if decodes and result["status"] == Status.OK:
+        kept = sum(bool(step.logits) for step in player.steps[-2 * KEPT :])
+        if kept > KEPT and line.number % FEW:
+            player.steps[-1].logits.clear()
+    if recorded is None:
+        return
+    if decodes:
+        expected = _expected(line, recorded, head, None if player.ledger.streams else free)
+        if expected is not None and result["status"] != expected:
+            msg = (
+                f"a decode of {size(line)} tokens with {free} free cells ended with "
+                f"{word(result['status'])}, expected {word(expected)}"
+            )
+            evidence = {"status": result["status"], "free": free}
+            raise ScenarioFailed(msg, failure="claim", evidence=evidence)
+    elif line.op in ("restore", "remove") and recorded.get("done") and not result["done"]:
+        msg = f"it was refused with {free} free cells"
+        raise ScenarioFailed(msg, failure="claim", evidence={"done": False})
+
+
+def _expected(line: Line, recorded: dict[str, Any], head: Head, free: int | None) -> int | None:
+    """Return how a decode must end; None where it may end as it will."""
+    status = recorded.get("status")
+    if status == Status.ABORTED or not isinstance(status, int):
+        return None
+    if head.expect == "recorded":
+        return status
+    if free is not None and size(line) > free:
+        return None  # it cannot but fail
+    known = free is not None and size(line)
+    return int(Status.OK) if status == Status.OK or (known and status == Status.NO_SLOT) else None
+
+
+def size(line: Line) -> int:
+    """Return how many tokens a decode has at once; 0 where only the model could tell."""
+    words = line.arguments
+    match line.op:
+        case "step":
+            return 1
+        case "batch":
+            return len(words["tokens"])
+        case "advance":
+            return len(words["seq"])
+        case "decode":
+            feeds = list(words["feed"].values())
+            if any(isinstance(each, str) for each in feeds):
+                return 0
+            return sum(each if isinstance(each, int) else len(each) for each in feeds)
+    return 0
+
+
+def _verify(stage: ScriptSession, player: Player, lab: Lab) -> None:
+    player.check_cells()
+    if player.info.memory == Memory.SWA and player.info.n_swa:
+        player.check_windows(player.info.n_swa)
+    decoded = sum(len(step.arguments[0].token) for step in player.steps if step.op == "decode")
+    if stage.foreign or decoded + player.info.n_ctx > LIMIT // 2:
+        return  # no reference can follow: it would have to know what a state holds, or be too large
+    reference = lab.reference(player)
+    reference.catch_up()
+    if player.ledger.used < player.n_cells:
+        reference.check_next()
+        player.check_cells()

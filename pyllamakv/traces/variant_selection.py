@@ -1,0 +1,105 @@
+"""Name the builds that a trace is played on, and open them as it was recorded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyllamakv
+from pyllamakv import open_variant
+from pyllamakv.errors import UsageError
+from pyllamakv.source import releases
+from pyllamakv.traces import trace, trace_scenario
+from pyllamakv.traces.script import Line
+from pyllamakv.traces.script_session import ScriptSession
+from pyllamakv.traces.trace import Head
+
+if TYPE_CHECKING:
+    from pyllamakv.traces.trace import Head
+
+
+@dataclass(frozen=True)
+class ScriptRun:
+    """Hold a script or a trace that is about to be played, and the variant it is played on."""
+
+    head: Head
+    lines: list[Line]
+    stage: ScriptSession
+    variant: str
+    model: Path
+
+
+@contextmanager
+def open_run(path: Path, variant: str, model: str = "") -> Iterator[ScriptRun]:
+    """Open a build in a worker for a script or a trace, until the end of the block.
+
+    A trace is played on the model, and in the environment, that it was recorded in; a script as
+    it is judged, unless this process's environment says otherwise. ``model`` is played on instead
+    of the one that either names. Raises ScriptError, UsageError, TraceMismatch and what
+    `pyllamakv.open` raises before anything is played.
+    """
+    head, lines = trace_scenario.load(path)
+    if not trace.is_trace(path):
+        head = replace(head, environment={**head.environment, **trace.recorded()})
+    file = trace.model_file(head, model)
+    with (
+        pyllamakv.open(variant, isolated=True, env=head.environment) as library,
+        closing(ScriptSession(library.native, file=file)) as stage,
+    ):
+        yield ScriptRun(head, lines, stage, library.about.variant, file)
+
+
+#: A patch's name, which goes on a spec, as in 0.3.9+full-defrag,kv-counters.
+_PATCH = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)+")
+#: Words for variants of the recorded release, and for the recorded one itself.
+RECORDED = "recorded"
+
+_NAMELESS = "this trace does not say which build recorded it: name one with --variant"
+
+
+def specs(head: Head, texts: list[str]) -> list[str]:
+    """Return the variants that lists of words name: ``stock,patched`` are of the recorded release.
+
+    Others are specs, ids or folders as `pyllamakv.open` takes them; none named is the recorded one.
+    """
+    found: list[str] = []
+    for text in texts:
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            if _PATCH.fullmatch(part) and found and "+" in found[-1]:
+                found[-1] += f",{part}"
+            elif part in ("stock", "patched"):
+                found.append(f"{_release(head, part)}+{part}")
+            else:
+                found.append(part)
+    return found or [RECORDED]
+
+
+def opened(spec: str, head: Head) -> pyllamakv.OpenLibrary:
+    """Open a variant in a worker, in the environment of the recording."""
+    where = variant_folder(spec, head) if spec == RECORDED else spec
+    return pyllamakv.open(where, isolated=True, env=head.environment)
+
+
+def variant_folder(spec: str, head: Head) -> Path:
+    """Return where the library of a variant lies, or raise NotBuilt."""
+    if spec != RECORDED:
+        return open_variant.variant_path(spec)
+    if not head.variant and not head.spec:
+        raise UsageError(_NAMELESS)
+    return open_variant.find_recorded(head.variant, head.spec)
+
+
+def _release(head: Head, word: str) -> str:
+    release = head.spec.partition("+")[0] or re.sub(r"-(stock|patched)-.*", "", head.variant)
+    if not release:
+        msg = f"this trace does not name the release that recorded it: say 0.3.9+{word}"
+        raise UsageError(msg)
+    if not releases.is_safe_name(release):
+        # To look it up would be to read or to fetch what the trace names.
+        msg = f"this trace was recorded on {release!r}, no pinned release: name a variant in full"
+        raise UsageError(msg)
+    return release

@@ -1,0 +1,82 @@
+"""Open one cache after the other and measure patterns in it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyllamakv
+from pyllamakv.home import home
+from pyllamakv.runtime.memory import available_bytes
+from pyllamakv.scenarios import synthetic_models
+from qa.bench import c_library, defrag_workloads
+from qa.bench.defrag_workloads import CacheShape
+from qa.bench.memory_bandwidth import MemoryBandwidth
+from qa.bench.rounds import DefragBenchmark, Measured
+
+Tick = Callable[[], None]
+
+
+def model(shape: str) -> Path:
+    """Return the model file of a shape of the workloads."""
+    return synthetic_models.generate(defrag_workloads.SHAPES[shape], home() / "models")
+
+
+def context(loaded: pyllamakv.Model, cache: CacheShape, **options: Any) -> pyllamakv.Context:
+    """Make the context of a cache: one thread, and batches that keep the other buffers small.
+
+    ``options`` are more of `Model.context`.
+    """
+    return loaded.context(
+        n_ctx=cache.cells,
+        n_batch=32,
+        n_ubatch=32,
+        n_seq_max=2,
+        n_threads=1,
+        flash_attn=cache.setting.flash_attn,
+        type_k=cache.setting.kind,
+        type_v=cache.setting.kind,
+        **options,
+    )
+
+
+@contextmanager
+def opened(spec: str, cache: CacheShape, **options: Any) -> Iterator[pyllamakv.Context]:
+    """Give the context of a cache in a library of its own."""
+    with (
+        pyllamakv.open(spec) as library,
+        library.load_model(model(cache.shape)) as loaded,
+        context(loaded, cache, **options) as made,
+    ):
+        yield made
+
+
+def measure(
+    plan: Iterable[tuple[CacheShape, tuple[str, ...]]], tick: Tick, *, spec: str, budget: float
+) -> list[Measured]:
+    """Measure patterns in caches, one context at a time; those that do not fit say so.
+
+    ``budget`` are seconds for the published algorithm in one pattern of one cache.
+    """
+    found: list[Measured] = []
+    with tempfile.TemporaryDirectory(prefix="pyllamakv-bench-") as folder, ExitStack() as stack:
+        limits = c_library.load("limits.c", Path(folder))
+        library = stack.enter_context(pyllamakv.open(spec))
+        models: dict[str, pyllamakv.Model] = {}
+        for cache, patterns in plan:
+            reason = cache.skipped(available_bytes())
+            if reason:
+                found += [Measured(cache, pattern, reason) for pattern in patterns]
+                continue
+            if cache.shape not in models:
+                models[cache.shape] = stack.enter_context(library.load_model(model(cache.shape)))
+            with (
+                context(models[cache.shape], cache) as made,
+                MemoryBandwidth(limits, cache) as block,
+            ):
+                stand = DefragBenchmark(cache, made, block, budget=budget, tick=tick)
+                found += [stand.measure(pattern) for pattern in patterns]
+    return found

@@ -1,0 +1,141 @@
+"""Say which caches a defragmentation is measured on, and which cells are live in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyllamakv.runtime.ggml_types import number_type
+from pyllamakv.scenarios.architectures import Shape
+
+Live = NDArray[np.bool_]
+
+#: Heads as wide and as many, and layers as many, as models of a billion and of eight billion
+#: parameters have; everything that is not kept in the cache is tiny.
+SHAPES = {
+    "1B": Shape(
+        "kv-1b", n_layer=16, n_embd=32, n_head=8, n_head_kv=8, head=64, n_ff=32, n_ctx=1 << 18
+    ),
+    "8B": Shape(
+        "kv-8b", n_layer=32, n_embd=32, n_head=8, n_head_kv=8, head=128, n_ff=32, n_ctx=1 << 18
+    ),
+}
+
+PATTERNS = ("alternate", "random 10 %", "random 50 %", "random 90 %", "runs of 16")
+
+CELLS = (4096, 16384, 65536, 131072)
+
+#: Bytes beside the cache and its like: the library, a piece of state, the compute buffers.
+BESIDE = 2 << 30
+
+
+@dataclass(frozen=True)
+class CacheTypes:
+    """Name how a cache keeps K and V."""
+
+    flash_attn: bool
+    kind: str = "f16"
+
+    @property
+    def name(self) -> str:
+        """Return what a table calls it."""
+        return (
+            f"flash attention, {self.kind}"
+            if self.flash_attn
+            else f"no flash attention, {self.kind}"
+        )
+
+
+SETTINGS = (
+    CacheTypes(True),
+    CacheTypes(False),
+    CacheTypes(True, "q8_0"),
+    CacheTypes(True, "q4_0"),
+)
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Describe one cache to measure: a shape's name, a setting, and how many cells."""
+
+    shape: str
+    setting: CacheTypes
+    cells: int
+
+    @property
+    def layers(self) -> int:
+        """Return the number of layers."""
+        return SHAPES[self.shape].n_layer
+
+    @property
+    def width(self) -> int:
+        """Return the values in a row of K or V."""
+        return SHAPES[self.shape].head * SHAPES[self.shape].n_head_kv
+
+    @property
+    def row(self) -> int:
+        """Return the bytes of a row of K or V."""
+        return number_type(self.setting.kind).row_bytes(self.width)
+
+    @property
+    def transposed(self) -> bool:
+        """Tell whether V has a row per value."""
+        return not self.setting.flash_attn
+
+    @property
+    def cell(self) -> int:
+        """Return the bytes of a cell, over all layers."""
+        return 2 * self.row * self.layers
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of the whole cache."""
+        return self.cells * self.cell
+
+    def skipped(self, available: int | None) -> str:
+        """Return why it cannot be measured in this much memory, or nothing.
+
+        The limits are measured in a block as large as the cache, which lives at the same time.
+        """
+        needed = 2 * self.bytes + BESIDE
+        if available is None or needed <= available:
+            return ""
+        return f"skipped: needs {needed / 1e9:.0f} GB, {available / 1e9:.0f} GB there"
+
+
+def caches(
+    shapes: tuple[str, ...] = tuple(SHAPES),
+    cells: tuple[int, ...] = CELLS,
+    settings: tuple[CacheTypes, ...] = SETTINGS,
+) -> list[CacheShape]:
+    """Return the caches of a grid, those that share a row of its table together."""
+    return [CacheShape(shape, each, n) for shape in shapes for n in cells for each in settings]
+
+
+def live(pattern: str, cells: int, seed: int = 20261120) -> Live:
+    """Return which cells of a full cache stay, (cells,) bool."""
+    numbers = np.arange(cells)
+    if pattern == "alternate":
+        return np.asarray(numbers % 2 == 0)
+    kind, _, rest = pattern.partition(" ")
+    if kind == "runs":
+        length = int(rest.removeprefix("of "))
+        return np.asarray(numbers // length % 2 == 0)
+    share = int(rest.removesuffix(" %")) / 100
+    return np.asarray(np.random.default_rng(seed).random(cells) < share)
+
+
+def least_moves(mask: Live) -> int:
+    """Return how many moves any plan needs that fills the cells below the number of live ones.
+
+    Each hole there takes at least one, and so does each run of live cells above.
+    """
+    used = int(np.count_nonzero(mask))
+    holes, runs = ~mask[:used], mask[used:]
+    return max(_runs(holes), _runs(runs))
+
+
+def _runs(mask: Live) -> int:
+    return int(np.count_nonzero(np.diff(mask, prepend=False) & mask))

@@ -1,0 +1,141 @@
+"""Try faults on steps in a process that has the library of preload.c loaded: `-m`, by `conduct`.
+
+It has no threads and opens no native library itself, so that every attempt may be a fork of it.
+Lines of JSON on stdout tell each fault that was tried, and at the end a record per step and kind.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter as Tally
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pyllamakv.errors import HarnessError
+from qa import child_environment
+from qa.entry import Tick
+from qa.faults import preload
+from qa.faults.fault_injection import FaultInjector, InjectionRecord
+
+#: The size of the disk that steps work on: what a copy of a home takes, many times.
+_DISK = "192m"
+
+
+def run_injections(
+    steps: Sequence[tuple[str, Sequence[str]]],
+    kinds: Sequence[str],
+    *,
+    seconds: float,
+    seed: int,
+    tick: Tick,
+) -> list[InjectionRecord]:
+    """Try faults of some kinds on steps, each for its share of the time; return the records.
+
+    A step is named as ``module:Class``, with the arguments that it is made with. All happens on a
+    small disk in memory; where none can be mounted the kind "room" is left out. Raises
+    ToolMissing without a C compiler, HarnessError when the stage itself breaks.
+    """
+    with tempfile.TemporaryDirectory(prefix="pyllamakv-faults-") as name:
+        folder = Path(name).resolve()
+        (folder / "disk").mkdir()
+        library = preload.compiled(folder)
+        mounted = _mounts(folder)
+        chosen = [kind for kind in kinds if kind != "room" or mounted]
+        orders = {"steps": steps, "kinds": chosen, "seconds": seconds, "seed": seed}
+        (folder / "orders.json").write_text(json.dumps(orders), encoding="utf-8")
+        env = child_environment.environment(LD_PRELOAD=str(library), PYTHONDONTWRITEBYTECODE="1")
+        command = [sys.executable, "-m", "qa.faults.preloaded_process", str(folder)]
+        if mounted:
+            command = [*_mounting(folder), *command]
+        with (folder / "stderr").open("w+", encoding="utf-8") as said:
+            return _listen(command, env, said, tick)
+
+
+def _mounting(folder: Path) -> list[str]:
+    """Return the words that give a command a disk of its own, which goes with it."""
+    script = f'mount -t tmpfs -o size={_DISK} none "$0" && exec "$@"'
+    return ["unshare", "--mount", "sh", "-c", script, str(folder / "disk")]
+
+
+def _mounts(folder: Path) -> bool:
+    try:
+        done = subprocess.run([*_mounting(folder), "true"], capture_output=True, check=False)
+    except OSError:
+        return False
+    return done.returncode == 0
+
+
+def _listen(
+    command: list[str], env: dict[str, str], said: Any, tick: Tick
+) -> list[InjectionRecord]:
+    records = []
+    with subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=said, text=True
+    ) as stage:
+        try:
+            assert stage.stdout is not None
+            for line in stage.stdout:
+                told = json.loads(line)
+                if "step" in told:
+                    records.append(InjectionRecord(**{**told, "errors": Tally(told["errors"])}))
+                else:
+                    tick(told["tried"])
+        except BaseException:
+            stage.terminate()
+            raise
+    if stage.returncode:
+        said.seek(0)
+        last = said.read()[-2000:]
+        msg = f"the stage of the faults ended with status {stage.returncode}: {last}"
+        raise HarnessError(msg)
+    return records
+
+
+def main(folder: Path) -> None:
+    """Carry out the orders that lie in a folder."""
+    # So that what the steps started ends with this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    orders = json.loads((folder / "orders.json").read_text(encoding="utf-8"))
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    begin = time.monotonic()
+    for number, (name, arguments) in enumerate(orders["steps"]):
+        module, _, kind = name.partition(":")
+        place = folder / "disk" / f"step-{number}"
+        place.mkdir()
+        made = getattr(importlib.import_module(module), kind)(*map(_read, arguments))
+        try:
+            trial = FaultInjector(made, place)
+            # With little time each step begins with other kinds, so that all come to their turn.
+            kinds = orders["kinds"]
+            first = 2 * number % len(kinds)
+            kinds = (*kinds[first:], *kinds[:first])
+            # What one step takes beyond its share, to begin with, is the next one's loss.
+            until = begin + orders["seconds"] * (number + 1) / len(orders["steps"])
+            left = until - time.monotonic()
+            for fault in trial.walk(kinds, orders["seed"] + number, left):
+                _say(answers, {"tried": f"{made.name}, {fault}"})
+            for record in trial.records.values():
+                _say(answers, vars(record))
+        finally:
+            made.close()
+
+
+def _read(argument: str) -> Any:
+    return Path(argument) if argument.startswith("/") else argument
+
+
+def _say(answers: Any, told: dict[str, Any]) -> None:
+    answers.write(json.dumps(told) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,80 @@
+"""Read which mutants change nothing, each with the reason why nobody can see them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyllamakv.errors import PatchFormatError
+from pyllamakv.patching import strict_toml
+from qa.mutation.mutant import listed
+
+if TYPE_CHECKING:
+    from pyllamakv.patching.series import Series
+    from qa.mutation.mutant import Mutant
+
+#: The shipped list.
+FILE = Path(__file__).with_name("equivalent.toml")
+
+_KEYS = {"file", "above", "was", "now", "why"}
+
+
+@dataclass(frozen=True)
+class EquivalentMutant:
+    """Hold a mutant that is accepted: in which file which line became what, and why.
+
+    Lines are compared without the space around them, so that one entry serves every release, and
+    every patch that brings the file. ``above`` is the code above the line, where the same line
+    stands at several places.
+    """
+
+    file: str
+    was: str
+    now: str
+    why: str
+    above: str = ""
+
+    def covers(self, mutant: Mutant) -> bool:
+        """Tell whether a mutant is this one."""
+        return (
+            self.file == mutant.file
+            and (self.was, self.now) == (mutant.was.strip(), mutant.now.strip())
+            and self.above in ("", mutant.above.strip())
+        )
+
+    def __str__(self) -> str:
+        return f"{self.file}: `{self.was}` became `{self.now}`"
+
+
+def load(path: Path | None = None) -> tuple[EquivalentMutant, ...]:
+    """Read the file; raises PatchFormatError for one without a reason, or one twice."""
+    path = path or FILE
+    table = strict_toml.load(path, {"schema", "mutant"}, schema=1)
+    found = tuple(
+        EquivalentMutant(
+            part.string("file"),
+            part.string("was").strip(),
+            part.string("now", "").strip(),
+            part.string("why").strip(),
+            part.string("above", "").strip(),
+        )
+        for part in table.tables("mutant", _KEYS)
+    )
+    names = [f"{each.above}, {each}" for each in found]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise PatchFormatError(f"{path}: {twice} stands there twice.", str(path))
+    return found
+
+
+def stale(known: Iterable[EquivalentMutant], series: Series) -> list[EquivalentMutant]:
+    """Return the entries that are no mutant of any text of any patch any more."""
+    left = list(known)
+    for text in (text for patch in series for text in patch.ports):
+        touched = {file.path for file in text.patch.files}
+        if any(each.file in touched for each in left):
+            for mutant in listed(text):
+                left = [each for each in left if not each.covers(mutant)]
+    return left

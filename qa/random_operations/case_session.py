@@ -1,0 +1,156 @@
+"""Open what a combination names, and play schedules on it: runs in a process of its own."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import pyllamakv
+from pyllamakv.binding.server import Server
+from pyllamakv.errors import (
+    KvError,
+    ModelError,
+    ScenarioFailed,
+    Unsupported,
+    WorkerDied,
+)
+from pyllamakv.scenarios import synthetic_models
+from pyllamakv.scenarios.device_placement import ALL
+from pyllamakv.scenarios.outcome import classify
+from qa.random_operations import failure_trace
+from qa.random_operations.operation_cases import CaseRunner
+from qa.random_operations.task import CaseTask, Played
+
+if TYPE_CHECKING:
+    from pyllamakv.runtime.model import Model
+    from qa.random_operations.combination import Combination
+    from qa.random_operations.operations import Operations
+
+#: Opens a library, in a worker of its own or in this process, which is one already.
+Open = Callable[[Path, "Combination", bool], Any]
+
+
+class CaseSession:
+    """Own the libraries, models and servers of one variant, and play on them."""
+
+    def __init__(self, folder: Path, opening: Open | None = None) -> None:
+        self._folder = folder
+        self._opening = opening or open_library
+        self._opened: dict[tuple[str, bool], tuple[ExitStack, Any, dict[str, Any]]] = {}
+        self._models: dict[tuple[str, bool, str], Model] = {}
+        self._files = tempfile.TemporaryDirectory(prefix="pyllamakv-schedules-")
+
+    def close(self) -> None:
+        """Close everything."""
+        for key in list(self._opened):
+            self._drop(key)
+        self._files.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def play(self, task: CaseTask) -> Played:
+        """Play the schedule of a task, and say what was done and how it failed."""
+        key = (task.combination.device, bool(task.trace))
+        works: list[Operations] = []
+        try:
+            ground = self._ground(key, task)
+            if task.trace:
+                failed = failure_trace.record(ground, task, works.append)
+            else:
+                failed = ground.play(task.operations, works.append)
+        except Exception as error:
+            if isinstance(error, (ModelError, Unsupported)) and not works:
+                # What this release never had is no failure of its patches.
+                return Played(absent=str(error))
+            # Not only what the library refuses: a fault of ours must not pass for none.
+            failed, works = _fault(error), []
+        if failed is not None and isinstance(failed.__cause__, WorkerDied):
+            self._drop(key)
+        if failed is not None and task.combination.device != "cpu":
+            # On a server of its own: one that the schedule has ended must not pass for absent.
+            if key in self._opened:
+                self._drop(key)
+            why = self._wrong(key, task)
+            if why:
+                return Played(absent=why, device_failed=True)
+        return Played.of(works[0] if works else None, failed)
+
+    def _wrong(self, key: tuple[str, bool], task: CaseTask) -> str:
+        """Return why a device cannot even fill such a cache, nothing if it can."""
+        try:
+            with self._ground(key, task).opener() as context:
+                context.prefill(context.sequence(), range(1, 41))
+        except KvError as error:
+            self._drop(key)
+            return f"{task.combination.device}, {task.combination.cache}: {type(error).__name__}"
+        return ""
+
+    def _ground(self, key: tuple[str, bool], task: CaseTask) -> CaseRunner:
+        model = self._model(key, task.combination)
+        options = task.combination.options
+        file = Path(self._files.name) / "kept.kv"
+        backings: dict[str, dict[str, Any]] = {
+            "heap": {},
+            "mmap": {"kv_backing": "mmap"},
+            "file": {"kv_backing": file.parent},
+            "kept": {"kv_backing": file, "kv_keep": "fresh"},
+        }
+        backing = backings[task.combination.backing]
+        again = None
+        if task.combination.backing == "kept":
+            again = partial(model.context, **options, kv_backing=file, kv_keep=True)
+        return CaseRunner(
+            partial(model.context, **options, **backing),
+            partial(model.context, **options),
+            again,
+            watched=task.watched,
+        )
+
+    def _model(self, key: tuple[str, bool], combination: Combination) -> Model:
+        if key not in self._opened:
+            stack = ExitStack()
+            options: dict[str, Any] = {}
+            if combination.device == "rpc":
+                server = stack.enter_context(Server(self._folder, threads=1))
+                options = {"n_gpu_layers": ALL, "rpc_servers": server.endpoint}
+            library = stack.enter_context(self._opening(self._folder, combination, key[1]))
+            self._opened[key] = stack, library, options
+        _, library, options = self._opened[key]
+        found = self._models.get((*key, combination.model))
+        if found is None:
+            found = library.load_model(synthetic_models.model(combination.model), **options)
+            self._models[*key, combination.model] = found
+        return found
+
+    def _drop(self, key: tuple[str, bool]) -> None:
+        stack, _, _ = self._opened.pop(key)
+        self._models = {name: each for name, each in self._models.items() if name[:2] != key}
+        # What died has nothing left to give back.
+        with suppress(KvError):
+            stack.close()
+
+
+def open_library(folder: Path, combination: Combination, apart: bool) -> Any:
+    """Open a library; ``apart`` in a worker, from which a recording survives a crash."""
+    if apart or combination.device == "rpc":
+        return pyllamakv.open(folder, isolated=True, env=combination.environment)
+    library = pyllamakv.open(folder)
+    # This process is a worker: nothing but schedules ends with it.
+    library.isolated = True
+    return library
+
+
+def _fault(error: Exception) -> ScenarioFailed:
+    outcome = classify(error)
+    failed = ScenarioFailed(outcome.message, failure=outcome.failure or "fault")
+    failed.evidence = {"script": [], "done": 0, "proven": 0}
+    failed.__cause__ = error
+    return failed

@@ -1,0 +1,139 @@
+"""Prove what a subject holds: K and V by their bytes, logits by two references.
+
+One decoded everything anew (`reference.Reference`). The other had the state of one sequence
+restored into it: what its next token leads to is the same to the last bit where attention adds up
+the same cells in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from pyllamakv.binding.protocol import Memory
+from pyllamakv.errors import PartialRemovalRefused, ScenarioFailed
+from pyllamakv.runtime import ggml_types as types
+from pyllamakv.scenarios import kv_rows
+from pyllamakv.scenarios.reference import Reference, distance
+from qa.random_operations.rope_shift_check import RopeShiftCheck
+
+if TYPE_CHECKING:
+    from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.staterows import SequenceState
+    from pyllamakv.scenarios.batch_composition import BatchRows
+    from qa.random_operations.context_player import ContextPlayer
+
+#: What logits may differ from the reference's by with keys of 4 bits. There cells lie in another
+#: order, and a single key of a short sequence that rounds to the next step made 0.17, the most in
+#: 300 such schedules (keys of 8 bits: 0.02); all other keys were the same to the last bit.
+COARSE = 0.5
+
+
+class ContentCheck:
+    """Prove what is in ``subject``; states are restored into ``other``, a context like its own.
+
+    ``watching`` False leaves out the bytes around operations. ``compared`` counts the sequences
+    whose bytes were compared, ``logits`` the rows of logits behind restored states, and ``exact``
+    those that had to be, and were, the same to the last bit.
+    """
+
+    def __init__(self, subject: ContextPlayer, other: Context) -> None:
+        self.subject = subject
+        self.other = other
+        self.reference = Reference(subject)
+        self.turning = RopeShiftCheck(subject, other)
+        self.bound = self.reference.bound
+        if types.number_type(subject.params.type_k).name.startswith("q4"):
+            self.reference.bound = COARSE
+        self.watching = True
+        self.compared = self.logits = self.exact = 0
+
+    def close(self) -> None:
+        """Give the reference's context back."""
+        self.reference.close()
+
+    @property
+    def pending(self) -> bool:
+        """Tell whether a shift waits: positions are new, and keys old."""
+        return self.turning.pending
+
+    @contextmanager
+    def unchanged(self, what: str, *but: int) -> Iterator[None]:
+        """Raise ScenarioFailed unless K and V of the others survive; a pending shift turns K."""
+        if not self.watching or self.pending:
+            yield
+            return
+        before = self.rows(*(seq for seq in self.subject.ledger.sequences if seq not in but))
+        yield
+        self.compare(before, what)
+
+    def compare(self, before: kv_rows.Rows, what: str) -> None:
+        """Raise ScenarioFailed unless what the ledger still has of ``before`` has those bytes."""
+        before = {seq: state for seq, state in before.items() if self._comparable(seq, state)}
+        kv_rows.compare(before, self.rows(*before), what, window=self.subject.info.n_swa)
+        self.compared += len(before)
+
+    def rows(self, *sequences: int) -> kv_rows.Rows:
+        """Read K and V of some sequences."""
+        # Not by the subject's own library: whoever records that has nothing to do with proofs.
+        return kv_rows.read(self.other.native, self.subject.context, sequences)
+
+    def _comparable(self, seq: int, state: SequenceState) -> bool:
+        """Tell whether a sequence is still there, and no token came on top of its one state."""
+        following = self.subject.ledger.next(seq)
+        if self.subject.info.memory is not Memory.RECURRENT:
+            return following > 0
+        return any(following == section.pos.max() + 1 for section in state.sections)
+
+    def check_logits(self) -> None:
+        """Compare the logits of all decodes, and of the next token of each sequence.
+
+        Raises ScenarioFailed ("data"). With no free cell there is no next token.
+        """
+        subject = self.subject
+        if self.pending:
+            subject.update()
+        self.turning.settle()
+        stays = subject.info.memory.keeps_states
+        self.reference.catch_up()
+        for seq in subject.ledger.sequences:
+            if not subject.free:
+                break
+            start, order = subject.ledger.next(seq), self._order(seq)
+            state = subject.sequences[seq].save()
+            feed = subject.feed({seq: 1})
+            subject.decode(feed)
+            self.reference.catch_up()
+            # Flash attention passes over the cells of others.
+            same = bool(order and subject.info.flash_attn) and self._order(seq) == [*order, start]
+            plain = subject.info.memory is Memory.ATTENTION
+            self._check_restored(seq, state, feed, exact=same and plain)
+            if not stays:
+                # A window may have given away what the sequence would see again.
+                with suppress(PartialRemovalRefused):
+                    subject.remove(seq, start)
+
+    def _check_restored(self, seq: int, state: bytes, feed: BatchRows, *, exact: bool) -> None:
+        """Compare the logits of a token with those behind a restored state."""
+        self.other.clear()
+        with self.other.sequence() as twin:
+            twin.restore(state)
+            self.other.step(twin, int(feed.token[0]))
+            found = distance(self.subject.steps[-1].logits[0], self.other.logits().copy())
+        bound = 0.0 if exact else self.bound
+        if found > bound:
+            pos = int(feed.pos[0])
+            msg = (
+                f"logits at position {pos} of sequence {seq} differ by {found:.3g} from those "
+                f"behind its restored state, allowed {bound:g}"
+            )
+            raise ScenarioFailed(msg, failure="data", evidence={"sequence": seq, "position": pos})
+        self.logits += 1
+        self.exact += exact
+
+    def _order(self, seq: int) -> list[int]:
+        """Return the positions of a sequence in the order of its cells; none where unknown."""
+        snapshot = self.subject.snapshot()
+        cells = snapshot.streams[0] if snapshot is not None else None
+        return [] if cells is None else cells.pos[cells.has(seq)].tolist()

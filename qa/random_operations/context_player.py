@@ -1,0 +1,238 @@
+"""Play through the runtime's classes what a player plays on the library itself.
+
+So guards, ledgers and policies of the runtime are under test as well: three records of the same
+cells have to agree, the harness's ledger, that of each sequence, and the cells themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pyllamakv.binding.protocol import Memory, Status
+from pyllamakv.errors import (
+    Cancelled,
+    NoKVSlot,
+    PartialRemovalRefused,
+    ScenarioFailed,
+    StateError,
+)
+from pyllamakv.runtime.batch import Batch
+from pyllamakv.scenarios.batch_composition import BatchRows
+from pyllamakv.scenarios.player import Player, Step
+
+if TYPE_CHECKING:
+    from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.sequence import Sequence
+
+#: Cells that a memory has which keeps a state of each sequence, however long.
+ENDLESS = 1 << 30
+
+
+class ContextPlayer(Player):
+    """Drive one `Context` that nobody else uses; it has all the sequences there are.
+
+    ``cause`` is the runtime's word for why the last decode found no cells.
+    """
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context.native, context.model.handle, context.params, context.handle)
+        self.runtime = context
+        self.sequences = [context.sequence(n) for n in range(context.info.n_seq_max)]
+        self.cause = ""
+
+    @property
+    def free(self) -> int:
+        """Return how many cells are free by the ledger."""
+        return self.n_cells - self.ledger.used
+
+    @cached_property
+    def n_cells(self) -> int:
+        """Return the size of the cache in cells."""
+        return ENDLESS if self.info.memory is Memory.RECURRENT else super().n_cells
+
+    def close(self) -> None:
+        """Close the context."""
+        self.runtime.close()
+
+    def reopen(self, again: Callable[[], Context]) -> None:
+        """Close the context, and go on with one that has what the first one kept in its file."""
+        self.close()
+        self._step("update")
+        self.runtime = again()
+        self.context = self.runtime.handle
+        self.sequences = [self.runtime.sequence(n) for n in range(self.info.n_seq_max)]
+
+    def prefill(self, seq: int, tokens: list[int]) -> int:
+        """Decode a prompt in pieces of n_batch and return the status; pieces before a failure stay.
+
+        The ledger follows what the runtime says that it has done.
+        """
+        before, status, self.cause = len(self.sequences[seq]), Status.OK, ""
+        try:
+            self.runtime.prefill(self.sequences[seq], tokens)
+        except NoKVSlot as error:
+            self.cause, status = error.cause, Status.NO_SLOT
+            self._follow_emptied()
+        done, size = len(self.sequences[seq]) - before, self.info.n_batch
+        for start in range(0, done, size):
+            feed = self.feed({seq: tokens[start : min(start + size, done)]})
+            self.ledger.add(feed.token.tolist(), feed.pos.tolist(), feed.owners)
+            whole = start + size >= len(tokens)
+            logits = feed.read(self.native, self.context, self.n_vocab) if whole else {}
+            self.steps.append(Step("decode", (feed,), logits))
+        return status
+
+    def remove(self, seq: int, p0: int = -1, p1: int = -1) -> bool:
+        """Remove positions of a sequence."""
+        self.sequences[seq].remove(_bound(p0), _bound(p1))
+        self.ledger.remove(seq, p0, p1)
+        self._step("remove", seq, p0, p1)
+        return True
+
+    def fork(self, src: int, dst: int, length: int) -> None:
+        """Close ``dst``, and let it begin again as the first ``length`` tokens of ``src``."""
+        self.sequences[dst].close()
+        self.ledger.remove(dst)
+        self._step("remove", dst, -1, -1)
+        positions = self.sequences[src].positions
+        end = positions[length] if length < len(positions) else -1
+        try:
+            self.sequences[dst] = self.sequences[src].fork(length)
+        except PartialRemovalRefused:
+            self.sequences[dst] = self.runtime.sequence(dst)
+            raise
+        self.ledger.copy(src, dst, -1, end)
+        self._step("copy", src, dst, -1, end)
+
+    def keep(self, seq: int) -> None:
+        """Remove every other sequence at once, which the runtime does one by one only."""
+        self.native.seq_keep(self.context, seq)
+        for number, ledger in enumerate(self.runtime.ledgers):
+            if number != seq:
+                ledger.clear()
+        self.runtime.defrag_policy.freed()
+        self.ledger.keep(seq)
+        self._step("keep", seq)
+
+    def shift(self, seq: int, p0: int, p1: int, delta: int) -> None:
+        """Move positions, also of cells that others share."""
+        self.sequences[seq].shift(_bound(p0), _bound(p1), delta, allow_shared=True)
+        self.ledger.shift(seq, p0, p1, delta)
+        self._step("shift", seq, p0, p1, delta)
+
+    def divide(self, seq: int, p0: int, p1: int, divisor: int) -> None:
+        """Divide positions, also of cells that others share."""
+        self.sequences[seq].divide(_bound(p0), _bound(p1), divisor, allow_shared=True)
+        self.ledger.divide(seq, p0, p1, divisor)
+        self._step("divide", seq, p0, p1, divisor)
+
+    def clear(self) -> None:
+        """Empty the cache."""
+        self.runtime.clear()
+        self.ledger.clear()
+        self._step("clear")
+
+    def update(self) -> None:
+        """Apply pending shifts."""
+        self.runtime.kv.update()
+        self._step("update")
+
+    def save(self, seq: int, name: str) -> None:
+        """Keep the state of a sequence under a name."""
+        if not self.params.guard:
+            # Positions are new and keys are old while a shift is pending; the guard sees to it.
+            self.update()
+        self.saved[name] = (self.sequences[seq].save(), self.ledger.of(seq))
+        self._step("save", seq, name)
+
+    def restore(self, seq: int, name: str, *, must: bool = True) -> bool:
+        """Put a saved state into a sequence; with ``must`` a refusal breaks the claim."""
+        state, cells = self.saved[name]
+        try:
+            self.sequences[seq].restore(state)
+        except StateError as error:
+            if must:
+                msg = f"a state of {len(cells)} tokens was refused: {error}"
+                raise ScenarioFailed(msg, failure="claim") from error
+            return False
+        self.ledger.replace(seq, cells)
+        self._step("restore", seq, name)
+        return True
+
+    def check_cells(self, *, ends: bool = True) -> None:
+        """Raise ScenarioFailed ("lost") unless cells, both ledgers and all counts agree.
+
+        ``ends`` asks the library as well where each sequence begins and ends.
+        """
+        super().check_cells()
+        if self.info.n_swa:
+            self.check_windows(self.info.n_swa)
+        for sequence in self.sequences:
+            expected = self.ledger.of(sequence.id)
+            found = list(zip(sequence.positions, sequence.tokens, strict=True))
+            if found != expected:
+                msg = f"sequence {sequence.id} records {found}, expected {expected}"
+                raise ScenarioFailed(msg, failure="lost")
+            if ends:
+                self._check_ends(sequence, expected)
+
+    def _check_ends(self, sequence: Sequence, expected: list[tuple[int, int]]) -> None:
+        first, last = (expected[0][0], expected[-1][0]) if expected else (-1, -1)
+        found = sequence.pos_min, sequence.pos_max
+        # States and windows do not know where a sequence began.
+        begins = found[0] == first or self.info.memory is not Memory.ATTENTION
+        ends = found[1] == last or self.ambiguous(found[1], last)
+        if not (begins and ends):
+            msg = (
+                f"sequence {sequence.id} has positions {found[0]}..{found[1]}, "
+                f"expected {first}..{last}"
+            )
+            raise ScenarioFailed(msg, failure="lost")
+
+    def _follow_emptied(self) -> None:
+        """Follow what the runtime emptied, because its memory cannot go back."""
+        emptied = [*self.runtime.emptied]
+        states = self.info.memory.keeps_states
+        if states and emptied and emptied == self.ledger.sequences:
+            self.ledger.clear()
+            self._step("clear")
+            return
+        for seq in emptied:
+            if self.info.memory is Memory.ATTENTION:
+                msg = f"a failed decode emptied sequence {seq}, whose cells could stay"
+                raise ScenarioFailed(msg, failure="lost")
+            self.ledger.remove(seq)
+            self._step("remove", seq, -1, -1)
+
+    def _run(self, feed: BatchRows) -> int:
+        """Decode by what the runtime has for batches of this kind."""
+        self.cause = ""
+        flat = [seq for seqs in feed.owners for seq in seqs]
+        counts = np.array([len(seqs) for seqs in feed.owners], dtype=np.int32)
+        shared = len(flat) > len(counts)
+        try:
+            if len(flat) == 1:
+                self.runtime.step(self.sequences[flat[0]], int(feed.token[0]))
+            elif feed.logits.all() and not shared:
+                self.runtime.step_all([self.sequences[seq] for seq in flat], feed.token)
+            else:
+                batch = Batch.of(
+                    feed.token, feed.pos, flat, feed.logits, counts=counts if shared else None
+                )
+                self.runtime.decode(batch)
+        except NoKVSlot as error:
+            self.cause = error.cause
+            self._follow_emptied()
+            return Status.NO_SLOT
+        except Cancelled:
+            self._follow_emptied()
+            return Status.ABORTED
+        return Status.OK
+
+
+def _bound(position: int) -> int | None:
+    return None if position < 0 else position

@@ -1,0 +1,123 @@
+"""Know what is run under sanitizers: the native tests, a C program, threads, and scenarios."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyllamakv.errors import UsageError
+from pyllamakv.home import data, shim
+from pyllamakv.scenarios import runner, synthetic_models
+from pyllamakv.verification import discovery
+from qa.headers import HEADERS, native, stubs
+from qa.sanitizers import instrument, reports, sanitized_process
+
+if TYPE_CHECKING:
+    from pyllamakv.scenarios.outcome import Outcome
+    from qa.sanitizers.instrument import Sanitized
+    from qa.sanitizers.reports import Report
+    from qa.sanitizers.sanitized_process import ProcessResult
+
+Tell = Callable[[str], None]
+Played = tuple[str, str, "Outcome", "list[Report]"]
+
+_WORKING = "qa.sanitizers.worker_threads"
+#: Flash attention, types of K and V: one layout of V, then the other.
+_SETTINGS = ("0 1 1", "1 8 8", "1 2 8", "1 1 1")
+
+
+def headers(tell: Tell) -> Iterator[tuple[str, str, ProcessResult]]:
+    """Run every group of the tests of the patches' headers; yield program, group and outcome.
+
+    What a program says without a group, which lists its groups, comes first, as the group "".
+    Raises UsageError where the tests are not there, as in an installed package.
+    """
+    with tempfile.TemporaryDirectory(prefix="pyllamakv-drivers-") as name:
+        folder = Path(name)
+        for header in HEADERS:
+            program = header.program
+            tell(f"compiling {program}")
+            made = folder / program
+            words = [f"-I{each}" for each in (data("patches") / "shared" / "src", stubs()) if each]
+            instrument.program(_test(f"{program}.cpp"), made, "address", *words)
+            with sanitized_process.logs() as logs:
+                listed = sanitized_process.run([str(made)], "address", logs)
+            yield program, "", listed
+            for group in listed.out.split():
+                tell(f"{program} {group}")
+                scratch = folder / f"{program}-{group}"
+                scratch.mkdir()
+                command = [str(made), group, *([str(scratch)] if header.needs_directory else [])]
+                with sanitized_process.logs() as logs:
+                    yield program, group, sanitized_process.run(command, "address", logs)
+
+
+def smoke(made: Sanitized, tell: Tell) -> Iterator[tuple[str, ProcessResult]]:
+    """Run the C program over a library, setting by setting; raises UsageError as `headers` does."""
+    with _linked(_test("smoke.c"), made) as program:
+        for settings in _SETTINGS:
+            tell(f"smoke {settings}")
+            command = [str(program), str(synthetic_models.tiny()), *settings.split()]
+            with sanitized_process.logs() as logs:
+                yield settings, sanitized_process.run(command, "address", logs)
+
+
+def threads(made: Sanitized, n_threads: int, rounds: int, tell: Tell) -> ProcessResult:
+    """Run the thread driver over a library; ``n_threads`` are llama.cpp's own in a context."""
+    tell("threads")
+    with (
+        _linked(instrument.native("threads.cpp"), made) as program,
+        sanitized_process.logs() as logs,
+    ):
+        command = [str(program), str(synthetic_models.tiny()), str(n_threads), str(rounds)]
+        return sanitized_process.run(command, "thread", logs)
+
+
+def worker(folder: Path, rounds: int, tell: Tell, *, fault: str = "nothing") -> ProcessResult:
+    """Use a worker under the thread sanitizer from several threads; ``fault`` is planted in it."""
+    tell("worker, threads")
+    with sanitized_process.logs() as logs:
+        words = [str(folder), str(synthetic_models.tiny()), str(rounds), str(logs)]
+        command = [sys.executable, "-m", _WORKING, *words]
+        return sanitized_process.run(command, "thread", logs, env={"PLK_PLANTED": fault})
+
+
+def scenarios(
+    made: Sanitized, first: Sequence[str], tell: Tell, *, whole: bool
+) -> Iterator[Played]:
+    """Run scenarios in a worker: those of ``first``, then the others; all settings if ``whole``."""
+    known = discovery.discover()
+    order = [*first, *(name for name in known if name not in first)]
+    with (
+        sanitized_process.logs() as logs,
+        runner.ScenarioRunner(sanitized_process.opener("address", logs)) as bench,
+    ):
+        for name in order:
+            chosen = known[name]
+            for setting in chosen.settings if whole else chosen.few:
+                tell(f"{name} [{setting.name}]")
+                run = bench.run(made.folder, chosen, setting)
+                yield name, setting.name, run.outcome, reports.collect(logs)
+
+
+def _test(name: str) -> Path:
+    found = native(name)
+    if found is None:
+        msg = f"expected tests/native/{name}: run this in a checkout"
+        raise UsageError(msg)
+    return found
+
+
+@contextmanager
+def _linked(source: Path, made: Sanitized) -> Iterator[Path]:
+    """Compile a program against a library for the length of a block."""
+    with tempfile.TemporaryDirectory(prefix="pyllamakv-drivers-") as name:
+        program = Path(name) / source.stem
+        words = [f"-I{path}" for path in (shim(), shim() / "shim")]
+        words += [str(made.library), f"-Wl,-rpath,{made.library.parent}"]
+        instrument.program(source, program, made.kind, *words)
+        yield program

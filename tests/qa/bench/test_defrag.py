@@ -1,0 +1,284 @@
+"""The benchmarks of defragmentation: their plan, arithmetic and tables; never a time."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from pyllamakv.errors import Untestable
+from pyllamakv.runtime.snapshot import Moves
+from pyllamakv.scenarios.architectures import Shape
+from qa.bench import (
+    benchmark_document,
+    c_library,
+    contexts,
+    defrag,
+    defrag_alternatives,
+    defrag_figures,
+    defrag_in_decode,
+    defrag_options,
+    defrag_workloads,
+    grid,
+    memory_bandwidth,
+    rounds,
+)
+from qa.bench.defrag_workloads import PATTERNS, SETTINGS, CacheShape
+from qa.bench.rounds import Measured
+
+if TYPE_CHECKING:
+    from pyllamakv.building.variant import Variant
+
+FLASH, NONE, Q8, Q4 = SETTINGS
+GROUP = "A group"
+
+
+def measured(cache: CacheShape, pattern: str = "alternate", **changes: object) -> Measured:
+    """Return a workload where ours takes twice the strided copy and a quarter of the published."""
+    found = Measured(cache, pattern, moves=30, least_moves=20, bytes=4_000_000)
+    found = replace(
+        found, ours=[2.0] * 6, strided=[1.0] * 6, straight=[0.5] * 6, published=[8.0] * 5
+    )
+    return replace(found, plan=[0.03] * 6, **changes)  # type: ignore[arg-type]
+
+
+def test_grid_has_every_workload_once() -> None:
+    """Two shapes, four sizes, four settings and five patterns; quantised only with flash."""
+    caches = defrag_workloads.caches()
+    assert len(caches) == len(set(caches)) == 32
+    assert len(PATTERNS) == 5
+    assert {each.cells for each in caches} == {4096, 16384, 65536, 131072}
+    assert all(each.setting.flash_attn or each.setting.kind == "f16" for each in caches)
+    assert {each for each, _ in defrag.PLAN} <= set(caches)
+
+
+def test_bytes_are_those_of_the_shapes() -> None:
+    """A billion parameters keep 32 KiB a cell in f16, eight billion 128."""
+    assert CacheShape("1B", FLASH, 4096).cell == 32768
+    assert CacheShape("8B", NONE, 4096).cell == 131072
+    assert CacheShape("1B", Q8, 4096).row == 512 // 32 * 34
+    assert CacheShape("8B", Q4, 65536).bytes == 65536 * 2 * 32 * (1024 // 32 * 18)
+
+
+def test_what_does_not_fit_says_why() -> None:
+    """Cache and block need room at one time; where nothing tells how much there is, it is tried."""
+    cache = CacheShape("8B", FLASH, 131072)
+    assert cache.skipped(9_000_000_000) == "skipped: needs 37 GB, 9 GB there"
+    assert cache.skipped(2 * cache.bytes + defrag_workloads.BESIDE) == ""
+    assert cache.skipped(None) == ""
+
+
+@pytest.mark.parametrize(
+    ("pattern", "share"),
+    list(zip(PATTERNS, (0.5, 0.1, 0.5, 0.9, 0.5), strict=True)),
+)
+def test_patterns_leave_what_they_say(pattern: str, share: float) -> None:
+    """The same cells each time, and about as many as the name says."""
+    mask = defrag_workloads.live(pattern, 4096)
+    assert np.array_equal(mask, defrag_workloads.live(pattern, 4096))
+    assert abs(mask.mean() - share) < 0.03
+    if pattern == "runs of 16":
+        assert mask[:16].all() and not mask[16:32].any()
+
+
+def test_least_moves_is_what_no_plan_can_beat() -> None:
+    """Holes below and runs above each take one; the plan of the patch takes no fewer."""
+    found = {
+        text: defrag_workloads.least_moves(_mask(text)) for text in ("1111", "10101010", "110011")
+    }
+    assert found == {"1111": 0, "10101010": 2, "110011": 1}
+    for bits in itertools.product("01", repeat=7):
+        mask = _mask("".join(bits))
+        used = int(mask.sum())
+        holes, live = np.flatnonzero(~mask[:used]), used + np.flatnonzero(mask[used:])
+        moves = Moves(np.zeros(len(live), dtype=np.int64), live, holes)
+        assert (
+            moves.runs == len(memory_bandwidth.table(moves)) >= defrag_workloads.least_moves(mask)
+        )
+
+
+def _mask(text: str) -> defrag_workloads.Live:
+    return np.array([each == "1" for each in text])
+
+
+def test_table_joins_neighbours() -> None:
+    """Cells that stay neighbours are one move."""
+    source, target = np.array([4, 5, 7, 8]), np.array([0, 1, 2, 3])
+    found = memory_bandwidth.table(Moves(np.zeros(4, dtype=np.int64), source, target))
+    assert found.tolist() == [[4, 0, 2], [7, 2, 2]]
+    empty = np.empty(0, dtype=np.int64)
+    assert memory_bandwidth.table(Moves(empty, empty, empty)).shape == (0, 3)
+
+
+def test_ratios_go_as_far_as_both_do() -> None:
+    """The published algorithm may have fewer rounds: they are paired with the first of ours."""
+    found = measured(CacheShape("1B", FLASH, 4096))
+    assert found.over_strided.median == 2.0
+    assert found.over_straight.median == 4.0
+    assert found.faster.median == 4.0
+    assert len(found.to_json()["published"]) == 5
+
+
+def test_targets_are_judged_by_the_worst() -> None:
+    """Each promise names the workload that keeps it least, and says met or missed."""
+    good = measured(CacheShape("1B", FLASH, 16384), strided=[1.9] * 6, published=[50.0] * 5)
+    bad = measured(CacheShape("1B", FLASH, 65536))
+    none = measured(CacheShape("1B", NONE, 16384))
+    gone = Measured(
+        CacheShape("8B", FLASH, 131072), "alternate", "skipped: needs 37 GB, 9 GB there"
+    )
+    by_name = {each.name: each for each in defrag_figures.targets(GROUP, [good, bad, none, gone])}
+    strided = by_name["with flash attention, alternate cells, over a strided copy of the same rows"]
+    assert strided.met is False and "65536 cells" in strided.value
+    memcpy = by_name["no flash attention, alternate cells, over memcpy of the same bytes"]
+    assert memcpy.met is False and memcpy.value.startswith("4.00 [4.00, 4.00] x")
+    assert by_name["every workload: the published algorithm over ours"].met is True
+    assert by_name["the plan, as a part of the whole"].value.startswith("1.5%")
+    growth = [each for each in by_name.values() if each.target.endswith(": linear")]
+    assert [each.value for each in growth] == ["1.00 x"]
+    over = by_name["moves, over the fewest that any plan of the same cells needs"]
+    assert over.value.startswith("1.50 x: 30 of 20")
+    assert not any("peak" in name for name in by_name)
+    counted = defrag_figures.targets(GROUP, [replace(good, scratch=2_000_000)])
+    assert any(each.value.startswith("2.00 MB") for each in counted)
+    assert defrag_figures.targets(GROUP, [gone]) == []
+
+
+def test_table_has_a_row_per_pattern_and_a_column_per_setting(tmp_path: Path) -> None:
+    """What was skipped says so in its place, and the raw numbers are kept in the JSON."""
+    gone = Measured(CacheShape("1B", Q8, 4096), "alternate", "skipped: needs 37 GB, 9 GB there")
+    rest = [
+        measured(CacheShape("1B", each, 4096), name) for each in (FLASH, NONE) for name in PATTERNS
+    ]
+    rows = defrag_figures.table(GROUP, [*rest, gone, measured(CacheShape("8B", FLASH, 4096))])
+    assert len(rows) == 6
+    path = tmp_path / "B.md"
+    benchmark_document.write(path, [defrag_figures.targets(GROUP, rest)[0], *rows])
+    text = path.read_text(encoding="utf-8")
+    header = "| cells | live | flash attention, f16 | no flash attention, f16 |"
+    assert f"{header} flash attention, q8_0 |" in text
+    ours = "2000.0 ms, 2.00, 4.0, 4.0 (6; 5)"
+    gone_text = "skipped: needs 37 GB, 9 GB there"
+    assert f"| 4096 | alternate | {ours} | {ours} | {gone_text} |" in text
+    assert text.count("The cache of a 1B model") == text.count("The cache of a 8B model") == 1
+    kept = {each.name: each for each in benchmark_document.read(path)}
+    assert kept["1B, 4096 cells, alternate"].data["flash attention, f16"]["ours"] == [2.0] * 6
+    assert benchmark_document.render(benchmark_document.read(path)) == text
+
+
+def test_grid_measures_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole grid is asked for, in an order that leaves one context open at a time."""
+    asked: list[tuple[CacheShape, tuple[str, ...]]] = []
+
+    def measure(plan, tick, *, spec: str, budget: float) -> list[Measured]:
+        asked.extend(plan)
+        assert spec == "0.3.9+patched"
+        return [measured(cache, pattern) for cache, names in plan for pattern in names]
+
+    monkeypatch.setattr(contexts, "measure", measure)
+    figures = grid.figures(lambda: None)
+    assert sum(len(names) for _, names in asked) == 160
+    assert len([each for each in figures if each.row]) == 40
+
+
+def test_a_release_that_is_not_built_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring the later release is no condition for measuring the default one."""
+
+    def measure(*_: object, **__: object) -> list[Measured]:
+        msg = "not built"
+        raise Untestable(msg)
+
+    monkeypatch.setattr(contexts, "measure", measure)
+    (figure,) = defrag.later(lambda: None, "9.9.9")
+    assert figure.value == "skipped: not built"
+    assert figure.group.endswith("9.9.9")
+
+
+def test_mover_is_chosen_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment is afterwards what it was, set or not."""
+    monkeypatch.delenv(rounds.VARIABLE, raising=False)
+    with rounds.mover("graph"):
+        assert os.environ[rounds.VARIABLE] == "graph"
+    assert rounds.VARIABLE not in os.environ
+    monkeypatch.setenv(rounds.VARIABLE, "host")
+    with rounds.mover("graph"):
+        pass
+    assert os.environ[rounds.VARIABLE] == "host"
+
+
+def test_no_compiler_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without a compiler there is nothing to compare with."""
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    with pytest.raises(Untestable, match="install gcc or clang"):
+        c_library.load("limits.c", tmp_path)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda each: each.name)
+def test_a_small_grid_is_measured(
+    patched: Variant, monkeypatch: pytest.MonkeyPatch, setting: defrag_workloads.CacheTypes
+) -> None:
+    """Every pattern of a cache of 256 cells, with a layout of the block that is the cache's."""
+    small = Shape("kv-small", n_layer=2, n_head=2, n_head_kv=2, head=32, n_ctx=1024)
+    monkeypatch.setitem(defrag_workloads.SHAPES, "1B", small)
+    cache = CacheShape("1B", setting, 256)
+    found = contexts.measure([(cache, PATTERNS)], lambda: None, spec="0.3.9+patched", budget=0.0)
+    assert [each.pattern for each in found] == list(PATTERNS)
+    for each in found:
+        assert len(each.ours) == len(each.strided) == len(each.plan) >= len(each.published) == 5
+        assert each.moves >= each.least_moves > 0
+        assert each.bytes % cache.cell == 0
+    assert len(defrag_figures.targets(GROUP, found)) >= 5
+    assert len(defrag_figures.table(GROUP, found)) == 5
+
+
+@pytest.mark.native
+def test_what_does_not_fit_is_not_opened(patched: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache larger than the memory is a reason in its place, and no context."""
+    monkeypatch.setattr(contexts, "available_bytes", lambda: 1000)
+    plan = [(CacheShape("1B", FLASH, 256), PATTERNS[:2])]
+    found = contexts.measure(plan, lambda: None, spec="0.3.9+patched", budget=0.0)
+    assert [each.skipped for each in found] == ["skipped: needs 2 GB, 0 GB there"] * 2
+
+
+@pytest.mark.native
+def test_decodes_and_peers_are_measured(
+    stock: Variant, patched: Variant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decode defragments once by itself, and every peer leaves a compact cache."""
+    small = Shape("kv-small", n_layer=2, n_head=2, n_head_kv=2, head=32, n_ctx=1024)
+    monkeypatch.setitem(defrag_workloads.SHAPES, "1B", small)
+    cache = CacheShape("1B", FLASH, 256)
+    healed = defrag_in_decode.defragmenting_decodes(
+        GROUP, cache, lambda: None, "0.3.9+patched", pairs=2
+    )
+    assert all(len(healed.data[name]) == 2 for name in healed.data)
+    assert (
+        len(defrag_in_decode.ordinary_decodes(GROUP, lambda: None, "0.3.9", 2, 4).data["stock"])
+        == 2
+    )
+    assert (
+        len(defrag_alternatives.passes(GROUP, cache, lambda: None, "0.3.9", 2).data["theirs"]) == 2
+    )
+    assert (
+        len(defrag_alternatives.saved(GROUP, cache, lambda: None, "0.3.9+patched", 2).data["ours"])
+        == 2
+    )
+
+
+@pytest.mark.native
+def test_choices_are_weighed(patched: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ordered plan moves more cells than the other, and says how many."""
+    small = Shape("kv-small", n_layer=2, n_head=2, n_head_kv=2, head=32, n_ctx=1024)
+    monkeypatch.setitem(defrag_workloads.SHAPES, "1B", small)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    cache = CacheShape("1B", FLASH, 256)
+    found = list(defrag_options.figures(GROUP, cache, lambda: None, "0.3.9+patched"))
+    assert len(found) == len(defrag_options.PATTERNS) + 1
+    assert found[0].limit == "cells moved: 127 and 64"
+    assert found[-1].limit == "cells moved: 64 and 64"

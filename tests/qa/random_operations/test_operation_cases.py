@@ -1,0 +1,291 @@
+"""Random schedules pass with every mover, plan and policy, and find what is wrong."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import runtime_kit
+from fakes.simulated import SimulatedNative
+from fakes.simulated_cache import Cache
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_kit import built
+
+import pyllamakv as kv
+from pyllamakv.errors import ScenarioFailed, Unsupported
+from pyllamakv.scenarios import synthetic_models
+from pyllamakv.traces import script
+from qa.random_operations import operation_cases
+from qa.random_operations.operation_cases import Operation
+from qa.random_operations.operations import WEIGHTS, Operations
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from pyllamakv.building.variant import Variant
+
+#: Operations of each combination, in schedules of 100 at most; more of them for a long run.
+COUNT = int(os.environ.get("PYLLAMAKV_SCHEDULES") or 20)
+
+PLANS = ("fewest", "ordered")
+MOVERS = ("host", "gather", "graph", "staged")
+POLICIES = ("never", "on_failure", "threshold", "always")
+KINDS: dict[str, dict[str, Any]] = {
+    "rows f16": {"flash_attn": True},
+    "rows q8_0": {"flash_attn": True, "type_k": "q8_0", "type_v": "q8_0"},
+    "columns f16": {"flash_attn": False},
+    "columns q8_0": {"flash_attn": False, "type_k": "q8_0"},
+}
+COMBINATIONS = list(itertools.product(MOVERS, PLANS, POLICIES, KINDS))
+
+
+def native_opener(model: kv.Model, **options: Any) -> operation_cases.Opener:
+    """Return what opens contexts whose batches are several micro-batches, and soon fill them."""
+    return lambda: model.context(n_ctx=256, n_batch=96, n_ubatch=32, n_seq_max=5, **options)
+
+
+def simulated_opener(folder: Path, **options: Any) -> operation_cases.Opener:
+    """Return what opens contexts of a simulated library that heals itself."""
+    model = runtime_kit.model(folder, heals=True, **options)
+    return lambda: model.context(n_ctx=64, n_batch=32, n_ubatch=8, n_seq_max=4)
+
+
+# Without a build...
+
+
+def test_where_no_state_can_be_saved_nothing_is_played(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every proof saves states: a release that cannot of a memory says so before the first step."""
+
+    def refuse(*_: object) -> bytes:
+        raise Unsupported("this release cannot save a sequence of a hybrid model", "STATES")
+
+    opener = simulated_opener(tmp_path)
+    monkeypatch.setattr(SimulatedNative, "state_save", refuse)
+    begun: list[Operations] = []
+    with pytest.raises(Unsupported, match="hybrid"):
+        operation_cases.CaseRunner(opener).play(
+            operation_cases.generate_operations(1, 5), begun.append
+        )
+    assert not begun
+
+
+def test_a_seed_is_always_the_same_schedule() -> None:
+    """A schedule is a pure function of its seed, and its start is one of a longer one."""
+    assert operation_cases.generate_operations(7, 50) == operation_cases.generate_operations(7, 50)
+    assert operation_cases.generate_operations(7, 50) != operation_cases.generate_operations(8, 50)
+    assert {each.name for each in operation_cases.generate_operations(1, 2000)} == set(WEIGHTS)
+
+
+def test_every_name_is_an_operation() -> None:
+    """What a schedule is drawn from can be done."""
+    assert all(callable(getattr(Operations, f"_{name}")) for name in WEIGHTS)
+
+
+def test_only_what_acts_is_counted(tmp_path: Path) -> None:
+    """An operation that finds nothing to do was not tried."""
+    works: list[Operations] = []
+    idle = [Operation(name, 1) for name in ("restore", "save", "thin")]
+    acts = [Operation("decode", 1), Operation("save", 1)]
+    ground = operation_cases.CaseRunner(simulated_opener(tmp_path))
+    assert ground.play([*idle, *acts], works.append) is None
+    assert works[0].done == {"decode": 1, "save": 1, "verify": 1}
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(
+        st.builds(Operation, st.sampled_from(sorted(WEIGHTS)), st.integers(0, 1 << 16)),
+        min_size=10,
+        max_size=40,
+    )
+)
+def test_any_schedule_passes(
+    tmp_path_factory: pytest.TempPathFactory, operations: list[Operation]
+) -> None:
+    """Whatever is done in whatever order, a right library and the ledger agree."""
+    failed = operation_cases.CaseRunner(simulated_opener(tmp_path_factory.mktemp("model"))).play(
+        operations
+    )
+    assert failed is None, failed
+
+
+def vanish(cache: Cache) -> None:
+    """Forget the last used cell."""
+    cache.pos[np.flatnonzero(cache.pos >= 0)[-1:]] = -1
+    cache.seqs[cache.pos < 0] = 0
+
+
+def stay(cache: Cache) -> None:
+    """Leave the last used cell behind, at the end of the cache."""
+    if cache.pos[-1] < 0:
+        last = np.flatnonzero(cache.pos >= 0)[-1]
+        for array in (cache.pos, cache.shift, cache.seqs, cache.token):
+            array[-1], array[last] = array[last], 0
+        cache.rows[:, -1] = cache.rows[:, last]
+        cache.pos[last] = -1
+
+
+def disown(cache: Cache) -> None:
+    """Keep the first sequence of each cell."""
+    cache.seqs &= ~cache.seqs + np.uint64(1)
+
+
+def swap(cache: Cache) -> None:
+    """Exchange the values of the first two cells in the last layer."""
+    cache.rows[-1, [0, 1]] = cache.rows[-1, [1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"), [(vanish, "lost"), (stay, "claim"), (disown, "lost"), (swap, "data")]
+)
+def test_a_fault_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any, kind: str
+) -> None:
+    """A library whose moves go wrong in one way fails within a few schedules, and is told why."""
+    right = Cache.compact
+
+    def wrong(cache: Cache) -> tuple[int, int]:
+        done = right(cache)
+        if done[0]:
+            fault(cache)
+        return done
+
+    monkeypatch.setattr(Cache, "compact", wrong)
+    opener = simulated_opener(tmp_path)
+    found = (
+        operation_cases.CaseRunner(opener).play(operation_cases.generate_operations(seed, 30))
+        for seed in range(20)
+    )
+    first = next((each for each in found if each is not None), None)
+    assert first is not None
+    assert first.failure == kind, first
+
+
+def test_a_failure_tells_its_seed_and_the_shortest_schedule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What still fails is a script, and each operation of it is needed."""
+    right = Cache.compact
+    monkeypatch.setattr(Cache, "compact", lambda cache: (right(cache), vanish(cache))[0])
+    opener = simulated_opener(tmp_path)
+    seed = next(
+        s
+        for s in range(20)
+        if operation_cases.CaseRunner(opener).play(operation_cases.generate_operations(s, 30))
+    )
+    with pytest.raises(ScenarioFailed, match=f"^seed {seed}: ") as caught:
+        operation_cases.run_seed(opener, seed, 30)
+    told = caught.value.evidence["script"]
+    lines = list(script.parse(told))
+    assert lines[-1].op in ("defrag", "decode", "verify")
+    assert str(caught.value).endswith("\n".join(told))
+    short = caught.value.evidence["operations"]
+    assert set(short) <= set(operation_cases.generate_operations(seed, 30))
+    for number in range(len(short)):
+        less = short[:number] + short[number + 1 :]
+        assert operation_cases.CaseRunner(opener).play(less) is None
+
+
+def test_a_library_that_does_not_heal_is_told_from_one_that_does(tmp_path: Path) -> None:
+    """Without the promise a decode may fail for fragmentation, and all else holds."""
+    model = runtime_kit.model(tmp_path)
+    opener: operation_cases.Opener = lambda: model.context(64, 32, 8, 4)  # noqa: E731
+    drawn = [operation_cases.generate_operations(seed, 30) for seed in range(10)]
+    held = [operation_cases.CaseRunner(opener).play(each) for each in drawn]
+    assert {each.failure for each in held if each is not None} == {"claim"}
+    assert all(
+        operation_cases.CaseRunner(opener, defrags_on_failure=False).play(each) is None
+        for each in drawn
+    )
+
+
+# On real builds...
+
+
+@pytest.fixture(scope="module")
+def opened(patched: Variant) -> Iterator[kv.Model]:
+    """Load a model of two layers into the patched library."""
+    with kv.open(patched.folder) as library:
+        yield library.load_model(synthetic_models.model("grouped"))
+
+
+@pytest.fixture(scope="module")
+def unguarded(patched: Variant) -> Iterator[kv.Model]:
+    """Load it where nothing of ours checks or undoes what the library does."""
+    with kv.open(patched.folder, isolated=True) as library:
+        yield library.load_model(synthetic_models.model("grouped"))
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    ("mover", "plan", "policy", "kind"), COMBINATIONS, ids=[" ".join(each) for each in COMBINATIONS]
+)
+def test_every_combination_passes(
+    opened: kv.Model, mover: Any, plan: Any, policy: Any, kind: str
+) -> None:
+    """Cells, K and V, and logits are right after every operation, whoever moves cells and when."""
+    opener = native_opener(
+        opened, defrag_mover=mover, defrag_plan=plan, defrag_policy=policy, **KINDS[kind]
+    )
+    first = COMBINATIONS.index((mover, plan, policy, kind))
+    prove_many(opener, first)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("mover", MOVERS)
+def test_the_library_alone_passes(unguarded: kv.Model, mover: Any, plan: Any, kind: str) -> None:
+    """So they are where only the patch undoes a decode that fails."""
+    opener = native_opener(
+        unguarded, guard="off", defrag_mover=mover, defrag_plan=plan, **KINDS[kind]
+    )
+    prove_many(opener, 1000 + COMBINATIONS.index((mover, plan, "never", kind)))
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_later_release_passes(plan: Any, policy: Any) -> None:
+    """So it is where slots are scattered and `compaction` moves cells, if that is built here."""
+    found = built("0.3.36+patched")
+    options = {"defrag_plan": plan, "defrag_policy": policy}
+    with kv.open(found.folder) as library:
+        model = library.load_model(synthetic_models.model("grouped"))
+        for number, (mover, kind) in enumerate(itertools.product(MOVERS, KINDS.values())):
+            prove_many(native_opener(model, defrag_mover=mover, **options, **kind), 2000 + number)
+
+
+@pytest.mark.native
+def test_stock_breaks_the_promise(stock: Variant) -> None:
+    """Stock finds no cells where enough are free; with a policy it does, and all else holds."""
+    drawn = [operation_cases.generate_operations(seed, 40) for seed in range(12)]
+    with kv.open(stock.folder, isolated=True) as library:
+        model = library.load_model(synthetic_models.model("grouped"))
+        found = [operation_cases.CaseRunner(native_opener(model)).play(each) for each in drawn]
+        assert {each.failure for each in found if each is not None} == {"claim"}
+        assert any("free cells ended with no-slot" in str(each) for each in found)
+        for each in drawn:
+            assert (
+                operation_cases.CaseRunner(native_opener(model), defrags_on_failure=False).play(
+                    each
+                )
+                is None
+            )
+            healed = operation_cases.CaseRunner(
+                native_opener(model, defrag_policy="on_failure")
+            ).play(each)
+            assert healed is None, healed
+
+
+def prove_many(opener: operation_cases.Opener, first: int) -> None:
+    """Play `COUNT` operations in schedules of 100; seeds differ by more than there are tests."""
+    for number, start in enumerate(range(0, COUNT, 100)):
+        operation_cases.run_seed(opener, first + 10_000 * number, min(100, COUNT - start))

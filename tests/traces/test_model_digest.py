@@ -1,0 +1,56 @@
+"""Models are told apart by little of their files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pyllamakv.errors import UsageError
+from pyllamakv.scenarios import synthetic_models
+from pyllamakv.traces import model_digest
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
+    monkeypatch.delenv(synthetic_models.VARIABLE, raising=False)
+
+
+def test_generated_models_have_names_and_digests_of_their_own() -> None:
+    """The name stands for the file wherever the home is."""
+    tiny, grouped = synthetic_models.model("tiny"), synthetic_models.model("grouped")
+    assert (model_digest.name(tiny), model_digest.name(grouped)) == ("tiny", "grouped")
+    assert model_digest.identity(tiny) == model_digest.identity(synthetic_models.model("tiny"))
+    assert model_digest.identity(tiny) != model_digest.identity(grouped)
+
+
+def test_other_weights_are_another_model(tmp_path: Path) -> None:
+    """The same header with other tensors is told apart, though not every byte is read."""
+    one, other = tmp_path / "one.gguf", tmp_path / "other.gguf"
+    data = bytearray(4 << 20)
+    one.write_bytes(data)
+    data[model_digest.HEADER + 10 :] = b"x" * (len(data) - model_digest.HEADER - 10)
+    other.write_bytes(data)
+    assert model_digest.identity(one) != model_digest.identity(other)
+    assert model_digest.name(one) == str(one)
+    # A file that is replaced is looked at again.
+    before = model_digest.identity(one)
+    one.write_bytes(b"GGUF")
+    assert model_digest.identity(one) != before
+
+
+def test_a_model_is_found_where_the_variable_says(tmp_path: Path, monkeypatch) -> None:
+    """The recorded path comes first, then the user's model if it is that one; else a cure."""
+    mine = tmp_path / "mine.gguf"
+    mine.write_bytes(b"GGUF and more")
+    digest = model_digest.identity(mine)
+    assert model_digest.find(str(mine), digest) == mine
+    with pytest.raises(UsageError, match="--model"):
+        model_digest.find("/no/such/model.gguf", digest)
+    monkeypatch.setenv(synthetic_models.VARIABLE, str(mine))
+    assert model_digest.find("/no/such/model.gguf", digest) == mine
+    with pytest.raises(UsageError, match="is not here"):
+        model_digest.find("/no/such/model.gguf", "another")
+    with pytest.raises(UsageError, match="cannot be read"):
+        model_digest.identity(tmp_path / "missing.gguf")

@@ -1,0 +1,234 @@
+"""A trace is a scenario: it is found, played in a lab, and held to its claim."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import trace_kit
+from fakes.rollback_libraries import Opener, Rolling
+
+from pyllamakv.errors import NativeError, ScriptError, UsageError, WorkerDied
+from pyllamakv.scenarios import synthetic_models
+from pyllamakv.scenarios.runner import ScenarioRunner
+from pyllamakv.traces import trace, trace_scenario
+from pyllamakv.verification import discovery
+
+FRAGMENTED = """
+{"op": "context", "n_ctx": 256, "n_ubatch": 64, "n_seq_max": 4}
+{"op": "decode", "feed": {"0": 128, "1": 128}, "interleave": true}
+{"op": "remove", "seq": 1}
+{"op": "batch", "tokens": [1, 2, 3, 4, 5, 6, 7, 8], "seq": 2, "expect": "any"}
+{"op": "step", "seq": 0, "token": 5}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _home(request, tmp_path, monkeypatch) -> None:
+    if request.node.get_closest_marker("native"):
+        return  # builds lie in the real one
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv(discovery.VARIABLE, raising=False)
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """Return a trace in which a library fails that does not defragment."""
+    return trace_kit.record(tmp_path / "Stock_fails.jsonl", FRAGMENTED, Rolling())
+
+
+def run(path: Path, make=Rolling):
+    """Play the scenario of a file on a library and return its outcome."""
+    one = discovery.read(path)
+    with ScenarioRunner(Opener(make)) as bench:
+        return bench.run(Path("lib"), one, one.settings[0]).outcome
+
+
+def healing() -> Rolling:
+    return Rolling(heals=True)
+
+
+def edit(path: Path, **words: str) -> Path:
+    """Change words of a trace's head, as a person would."""
+    first, rest = path.read_text().split("\n", 1)
+    path.write_text(json.dumps({**json.loads(first), **words}) + "\n" + rest)
+    return path
+
+
+def test_a_recorded_failure_is_a_cure(recorded: Path) -> None:
+    """The library that failed fails it again; one that heals passes, and goes on as recorded."""
+    outcome = run(recorded)
+    assert (outcome.status, outcome.failure) == ("fail", "claim")
+    assert "row 5 (batch)" in outcome.message
+    assert "8 tokens with 128 free cells ended with no-slot, expected ok" in outcome.message
+    assert run(recorded, healing).status == "pass"
+
+
+def test_the_head_says_the_claim(recorded: Path) -> None:
+    """What it is called, which kind it is, and whether decodes must end as they did."""
+    plain = discovery.read(recorded)
+    assert (plain.id, plain.kind, plain.claim) == ("stock-fails", "cure", trace_scenario.CLAIM)
+    assert plain.model == "tiny"
+    assert plain.environment == ()
+    edit(recorded, claim="It holds.", kind="guard", issue="a/b#1", expect="recorded")
+    one = discovery.read(recorded)
+    assert (one.claim, one.kind, one.issue) == ("It holds.", "guard", "a/b#1")
+    assert run(recorded).status == "pass"
+    outcome = run(recorded, healing)
+    assert outcome.failure == "claim"
+    assert "ended with ok, expected no-slot" in outcome.message
+
+
+def test_what_cannot_fit_may_fail(tmp_path: Path) -> None:
+    """A cache that is full is nobody's fault."""
+    text = (
+        '{"op": "decode", "feed": {"0": 250}}\n{"op": "decode", "feed": {"0": 9}, "expect": "any"}'
+    )
+    assert run(trace_kit.record(tmp_path / "full.jsonl", text, Rolling())).status == "pass"
+
+
+def test_contents_are_proved(recorded: Path, tmp_path: Path) -> None:
+    """Lost cells, other logits, a refusal, a crash: each has its class."""
+
+    class Losing(Rolling):
+        def decode(self, context, token, pos, seq_count, seq_id, logits):
+            status = super().decode(context, token, pos, seq_count, seq_id, logits)
+            cache = self._get(context).cache
+            if len(token) == 8:
+                cache.drop(cache.ranged(0, 3, 4), 0)
+            return status
+
+    class Wrong(Rolling):
+        def _row(self, cache, seq, pos):
+            row = super()._row(cache, seq, pos)
+            return row * 2 if cache.size == 256 and pos == 128 else row
+
+    class Refusing(Rolling):
+        def seq_rm(self, context, seq, p0, p1):
+            return False
+
+    class Dying(Rolling):
+        def seq_rm(self, context, seq, p0, p1):
+            raise WorkerDied("the worker was killed")
+
+    for kind, failure in (
+        (lambda: Losing(heals=True), "lost"),
+        (lambda: Wrong(heals=True), "data"),
+        (lambda: Refusing(heals=True), "claim"),
+        (lambda: Dying(heals=True), "crash"),
+    ):
+        assert run(recorded, kind).failure == failure, failure
+
+
+def test_errors_that_were_recorded_may_come_again(tmp_path: Path) -> None:
+    """A call that threw does not have to; one that did not must not."""
+
+    class Throwing(Rolling):
+        def update(self, context):
+            raise NativeError("threw", code=-3)
+
+    text = '{"op": "decode", "feed": {"0": 3}}\n{"op": "update"}'
+    with pytest.raises(NativeError):
+        trace_kit.record(tmp_path / "a.jsonl", text, Throwing())
+    for make in (Rolling, Throwing):
+        assert run(tmp_path / "a.jsonl", make).status == "pass"
+    trace_kit.record(tmp_path / "b.jsonl", text)
+    assert run(tmp_path / "b.jsonl", Throwing).failure == "claim"
+
+
+def test_a_script_is_a_scenario_too(tmp_path: Path) -> None:
+    """Its own expectations are the claim."""
+    path = tmp_path / "mine.jsonl"
+    path.write_text(FRAGMENTED.replace('"expect": "any"', '"expect": "ok"'))
+    assert run(path).failure == "claim"
+    assert run(path, healing).status == "pass"
+    path.write_text("# nothing\n")
+    with pytest.raises(ScriptError, match="no operations"):
+        discovery.read(path)
+
+
+def test_traces_are_found_beside_scenarios(recorded: Path, monkeypatch) -> None:
+    """In a folder, by the environment, or by the name of the file."""
+    assert "stock-fails" in discovery.discover([recorded.parent])
+    monkeypatch.setenv(discovery.VARIABLE, str(recorded.parent))
+    known = discovery.discover()
+    assert known["stock-fails"].source == recorded
+    monkeypatch.delenv(discovery.VARIABLE)
+    (chosen,) = discovery.select(discovery.discover(), [str(recorded)])
+    assert (chosen.id, chosen.source) == ("stock-fails", recorded)
+    before = chosen.digest
+    edit(recorded, claim="Other.")
+    assert discovery.read(recorded).digest != before
+    with pytest.raises(UsageError, match="no scenario file"):
+        discovery.select(discovery.discover(), ["nowhere.jsonl"])
+    recorded.write_text('{"trace": 2}\n{"op": "nothing"}\n')
+    with pytest.raises(ScriptError, match=r"Stock_fails\.jsonl: line 2"):
+        discovery.discover([recorded.parent])
+
+
+def test_a_trace_of_a_model_that_is_not_here_is_untestable(recorded: Path) -> None:
+    """It keeps nobody from using the other scenarios."""
+    edit(recorded, model="/no/such/model.gguf")
+    outcome = run(recorded)
+    assert outcome.status == "skip"
+    assert "is not here" in outcome.message
+    edit(recorded, model="grouped")
+    assert "another model" in run(recorded).message
+
+
+def test_long_traces_keep_few_logits(tmp_path: Path, monkeypatch) -> None:
+    """Of later decodes every few; the result is the same."""
+    monkeypatch.setattr(trace_scenario, "KEPT", 4)
+    lines = ['{"op": "step", "seq": 0, "token": 5}'] * 60
+    path = trace_kit.record(tmp_path / "long.jsonl", "\n".join(lines), Rolling())
+    assert run(path).status == "pass"
+    monkeypatch.setattr(trace_scenario, "LIMIT", 100)
+    assert run(path).status == "pass"
+
+
+def test_every_decode_has_a_size() -> None:
+    """Texts have none that is known without the model."""
+    from pyllamakv.traces.script import Line
+
+    def size(op: str, **words: object) -> int:
+        return trace_scenario.size(Line(1, op, words))
+
+    assert size("step", token=1) == 1
+    assert size("batch", tokens=[1, 2]) == 2
+    assert size("advance", seq=[0, 1, 2]) == 3
+    assert size("decode", feed={"0": 3, "1": [1, 2]}) == 5
+    assert size("decode", feed={"0": "text"}) == 0
+    assert size("defrag") == 0
+
+
+@pytest.mark.native
+def test_a_trace_recorded_on_stock_is_needed(stock, patched, tmp_path) -> None:
+    """On real builds: what failed on stock passes on patched, K/V and logits right."""
+    import pyllamakv as kv
+
+    path = tmp_path / "real.jsonl"
+    with (
+        kv.open(stock.folder) as lib,
+        lib.load_model(synthetic_models.model("grouped")) as model,
+        model.context(n_ctx=256, n_batch=256, n_seq_max=3) as ctx,
+        kv.record(ctx, path),
+    ):
+        a, b, c = ctx.sequence(), ctx.sequence(), ctx.sequence()
+        for token in range(128):
+            ctx.decode([a.feed([token % 32]), b.feed([token % 32])])
+        b.remove()
+        feed = c.feed(list(range(16)))
+        assert ctx.try_decode(feed) == 1
+        ctx.kv.defrag()
+        ctx.decode(feed)
+        saved = a.save()
+        a.remove(3, 50)
+        a.shift(50, None, -47)
+        a.restore(saved)
+    head, _ = trace.read(path)
+    assert head.spec == "0.3.9+stock"
+    one = discovery.read(path)
+    with ScenarioRunner() as bench:
+        assert bench.run(stock.folder, one, one.settings[0]).outcome.failure == "claim"
+        assert bench.run(patched.folder, one, one.settings[0]).outcome.status == "pass"
