@@ -45,15 +45,15 @@ def main(path: str, folder: Path) -> None:
 
     head, lines = trace.read(recorded)
     for side in ("stock", "patched"):
-        replay = replay.replay_on_variant(f"0.3.9+{side}", head, lines, model=path)
+        replayed = replay.replay_on_variant(f"0.3.9+{side}", head, lines, model=path)
         picture = folder / f"{side}.svg"
         film = playback.play_timeline(recorded, f"0.3.9+{side}", path)
         picture.write_text(
             drawing.svg(timeline.paint(film, f"One client of three leaves: {side}")),
             encoding="utf-8",
         )
-        print(f"{side}: {replay.rows} rows played, {picture.name} drawn")
-        for divergence in replay.divergences:
+        print(f"{side}: {replayed.rows} rows played, {picture.name} drawn")
+        for divergence in replayed.divergences:
             print(f"  {divergence}")
 
 

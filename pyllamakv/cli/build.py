@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pyllamakv.cli.options import Backend, Json, Portable, ReleaseOrVariant, Series, Variant
+from pyllamakv.cli.options import Backend, Json, Portable, ReleaseOrVariant, Series
 from pyllamakv.cli.stdout import write_json, write_lines
 from pyllamakv.errors import UsageError
 from pyllamakv.source.releases import DEFAULT_RELEASE

@@ -14,7 +14,7 @@ from pyllamakv.cli.options import (
     Json,
     Junit,
     Portable,
-    Release,
+    ReleaseName,
     Scenarios,
     Series,
     Verbose,
@@ -30,7 +30,7 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def command(
-    release: Release = DEFAULT_RELEASE,
+    release: ReleaseName = DEFAULT_RELEASE,
     patch: Annotated[
         list[Path] | None,
         typer.Option("--patch", help="Verify this patch file or directory; repeatable."),

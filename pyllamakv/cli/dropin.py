@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from pyllamakv.cli.options import Json, Release
+from pyllamakv.cli.options import Json, ReleaseName
 from pyllamakv.cli.stdout import write_json, write_lines
 from pyllamakv.source.releases import DEFAULT_RELEASE
 
@@ -18,7 +18,7 @@ def main() -> None:
 
 @app.command()
 def setup(
-    release: Release = DEFAULT_RELEASE,
+    release: ReleaseName = DEFAULT_RELEASE,
     as_json: Json = False,
 ) -> None:
     """Install llama-cpp-python of a release; print the path of its Python."""

@@ -27,7 +27,7 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         """Return the name, the command that its module defines, and the remaining arguments."""
         name, listed, rest = super().resolve_command(ctx, args)
-        return name, listed and load(self.modules[name][0]), rest
+        return name, load(self.modules[name][0]) if name and listed else None, rest
 
 
 def load(module: str) -> Any:

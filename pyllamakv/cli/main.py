@@ -57,7 +57,7 @@ def _version(value: bool) -> None:
 
 def _show_completion(shell: str) -> None:
     if shell:
-        script = completion.get_completion_script(
+        script = completion.get_completion_script(  # type: ignore[attr-defined]
             prog_name="pyllamakv", complete_var="_PYLLAMAKV_COMPLETE", shell=shell
         )
         stdout.write_lines([script])
@@ -66,7 +66,7 @@ def _show_completion(shell: str) -> None:
 
 def _install_completion(shell: str) -> None:
     if shell:
-        _, path = completion.install(shell=shell, prog_name="pyllamakv")
+        _, path = completion.install(shell=shell, prog_name="pyllamakv")  # type: ignore[attr-defined]
         stdout.note(f"completion is installed in {path}; start a new shell to use it")
         raise typer.Exit
 
@@ -112,7 +112,7 @@ def root(
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run the command line and exit with its status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    completion.completion_init()
+    completion.completion_init()  # type: ignore[attr-defined]
     leave(lambda: _run(words), as_json="--json" in words)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pyllamakv.cli.options import Json, Model, Variant
+from pyllamakv.cli.options import Json, Model, VariantName
 from pyllamakv.cli.stdout import write_json, write_lines
 from pyllamakv.errors import UsageError
 
@@ -17,7 +17,7 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def command(
     trace: Annotated[Path, typer.Argument(help="Failing trace or script.")],
-    variant: Variant = "",
+    variant: VariantName = "",
     output: Annotated[
         Path | None,
         typer.Option(

@@ -30,7 +30,7 @@ def patch_names(incomplete: str) -> list[str]:
 
 
 # What a command works on.
-Release = Annotated[
+ReleaseName = Annotated[
     str,
     typer.Argument(
         metavar="RELEASE",
@@ -118,7 +118,7 @@ Backends = Annotated[
     typer.Option("--backend", help="cpu (default), rpc, cuda, metal, vulkan; repeatable."),
 ]
 Portable = Annotated[bool, typer.Option("--portable", help="Build for any CPU, not this one.")]
-Variant = Annotated[str, typer.Option("--variant", help="Build to use: 0.3.9+patched.")]
+VariantName = Annotated[str, typer.Option("--variant", help="Build to use: 0.3.9+patched.")]
 Variants = Annotated[
     list[str] | None,
     typer.Option("--variant", help="Build, `stock`, `patched` or `recorded`; repeatable."),

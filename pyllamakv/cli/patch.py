@@ -18,7 +18,7 @@ from pyllamakv.cli.options import (
     Patch,
     Patches,
     PatchNames,
-    Release,
+    ReleaseName,
     Releases,
     Scenarios,
     To,
@@ -71,7 +71,7 @@ def status(
 
 @app.command()
 def apply(
-    release: Release,
+    release: ReleaseName,
     names: PatchNames = None,
     *,
     patches: Patches = None,
@@ -142,7 +142,7 @@ def export(
 
 @app.command("export-series")
 def export_series(
-    release: Release,
+    release: ReleaseName,
     names: PatchNames = None,
     *,
     to: To = None,
@@ -345,7 +345,7 @@ def diff(
 
 @app.command()
 def drift(
-    release: Release,
+    release: ReleaseName,
     names: PatchNames = None,
     *,
     patches: Patches = None,
@@ -369,7 +369,7 @@ def drift(
 
 @app.command()
 def obsolete(
-    release: Release,
+    release: ReleaseName,
     names: PatchNames = None,
     *,
     patches: Patches = None,

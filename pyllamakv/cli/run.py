@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pyllamakv.cli.options import Json, Model, Threads, Variant
+from pyllamakv.cli.options import Json, Model, Threads, VariantName
 from pyllamakv.cli.stdout import note, to_json, write_json, write_lines
 from pyllamakv.errors import UsageError
 from pyllamakv.scenarios import cell_picture
@@ -30,7 +30,7 @@ def command(
     script: Annotated[
         Path | None, typer.Argument(help="Decode script (JSON lines) or trace.")
     ] = None,
-    variant: Variant = "0.3.9+patched",
+    variant: VariantName = "0.3.9+patched",
     model: Model = "",
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", help="Text to complete; repeatable.")

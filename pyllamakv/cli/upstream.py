@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pyllamakv import errors
-from pyllamakv.cli.options import AllReleases, Json, Keep, OlderReleases, Release, Releases
+from pyllamakv.cli.options import AllReleases, Json, Keep, OlderReleases, Releases
 from pyllamakv.cli.stdout import note, write_json, write_lines
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pyllamakv import errors
-from pyllamakv.cli.options import AllTrees, Json, Release, To, release_names
+from pyllamakv.cli.options import AllTrees, Json, To, release_names
 from pyllamakv.cli.stdout import write_json, write_lines
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pyllamakv.cli.options import Json, Model, Run, Variant
+from pyllamakv.cli.options import Json, Model, Run, VariantName
 from pyllamakv.cli.stdout import write_json, write_lines
 from pyllamakv.errors import ScenarioFailed, ScriptError, UsageError
 from pyllamakv.scenarios import frames
@@ -22,7 +22,7 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def command(
     run: Run,
-    variant: Variant = "",
+    variant: VariantName = "",
     model: Model = "",
     speed: Annotated[
         float, typer.Option("--speed", min=0.0, help="Operations per second; 0: no pauses.")

@@ -129,7 +129,7 @@ def _transfer(session: Any, url: str, part: Path, name: str, tell: Progress) -> 
 def _too_long(part: Path, url: str, name: str) -> FetchError:
     part.unlink()
     return FetchError(
-        f"{name} from {redacted(url)} is longer than {tree_limits.MAX_BYTES} bytes; it was thrown away"
+        f"{name} from {redacted(url)} is longer than {tree_limits.MAX_BYTES} bytes; it was deleted"
     )
 
 

@@ -166,7 +166,11 @@ def stream(
         assert process.stdout is not None
         # A full pipe of stderr would stop git while its stdout is read.
         drain = threading.Thread(target=_drain, args=(process.stderr, said), daemon=True)
-        drain.start()
+        try:
+            drain.start()
+        except RuntimeError as error:
+            _kill(process)
+            raise MemoryError("no thread could be started to read the errors of git") from error
         try:
             yield process.stdout
         except BaseException:

@@ -79,14 +79,15 @@ def raise_if_limit_hit(error: GitError, what: str) -> None:
     """Raise ArchiveError when a limit is what git failed of; ``what`` is what it unpacked."""
     if error.code == -signal.SIGXCPU or _ENDED in error.output:
         msg = (
-            f"{what} takes more than {MAX_CPU_SECONDS} s of processor time to unpack; no release comes "
-            "near that, so it was not taken"
+            f"{what} takes more than {MAX_CPU_SECONDS} s of processor time to unpack; no release "
+            "needs that much, so it was refused"
         )
         raise ArchiveError(msg) from error
     if any(word in error.output for word in _WORDS):
         msg = (
-            f"{what} takes more than {MAX_OBJECT_BYTES} bytes for an object, {MAX_MEMORY_BYTES} in memory "
-            f"or {MAX_FILE_BYTES} in a file to unpack; no release comes near that, so it was not taken: "
+            f"{what} takes more than {MAX_OBJECT_BYTES} bytes for an object, {MAX_MEMORY_BYTES} in "
+            f"memory or {MAX_FILE_BYTES} in a file to unpack; no release needs that much; "
+            "refused: "
             f"{error.output.strip()}"
         )
         raise ArchiveError(msg) from error

@@ -150,7 +150,8 @@ def _bounded(response: Any) -> None:
         for piece in pieces():
             length += len(piece)
             if length > tree_limits.MAX_INDEX_PAGE_BYTES:
-                msg = f"the page is longer than {tree_limits.MAX_INDEX_PAGE_BYTES} bytes; no index of a project is"
+                limit = tree_limits.MAX_INDEX_PAGE_BYTES
+                msg = f"the index page is longer than {limit} bytes; no project has one that long"
                 raise FetchError(msg)
             yield piece
 

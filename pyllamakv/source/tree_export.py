@@ -293,7 +293,8 @@ def _target(entry: TreeEntry, data: bytes) -> str:
     """Return what a link says. Raises SourceError where it leads out, or is none."""
     target = os.fsdecode(data)
     if _leads_out(entry.path, target):
-        msg = f"the link {entry.path} leads outside the tree, to {target[: tree_limits.MAX_PATH_BYTES]!r}"
+        shown = target[: tree_limits.MAX_PATH_BYTES]
+        msg = f"the link {entry.path} leads outside the tree, to {shown!r}"
         raise SourceError(msg)
     if not data or len(data) > tree_limits.MAX_PATH_BYTES or b"\0" in data:
         shown = target[: tree_limits.MAX_PATH_BYTES]

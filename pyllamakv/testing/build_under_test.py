@@ -121,8 +121,8 @@ def _is_path(word: str) -> bool:
 def context(library: DeviceLibrary, asked: Mapping[str, Any]) -> Iterator[Context]:
     """Make a context as a marker asks for it.
 
-    ``model`` is a path, or the name of a generated model: `pyllamakv.scenarios.synthetic_models` has them.
-    On a GPU its wide twin stands for it.
+    ``model`` is a path, or the name of a model that `pyllamakv.scenarios.synthetic_models`
+    generates. On a GPU, the variant of that model with wide rows is used.
     """
     from pyllamakv.scenarios import synthetic_models
 

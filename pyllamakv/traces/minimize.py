@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 #: Results that say what is expected of a line; the others are made anew.
 _EXPECTED = ("status", "done", "error", "polls")
 
-Told = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,9 @@ def minimize(
 
         def left(best: tuple[str, ...]) -> None:
             if told:
-                told(len(best), shrinker.runs)
+                told(len(best), minimizer.runs)
 
-        shrinker = Minimizer(
+        minimizer = Minimizer(
             items,
             lambda some: failure_key(failing.outcome(some)) == wanted,
             Sizes(_size, _cut, lambda one, other: _join(one, other, failing.n_batch)),
@@ -105,13 +105,13 @@ def minimize(
         )
         minimal = True
         try:
-            shrinker.offer(tuple(map(_without_positions, items)))
-            shrinker.run()
+            minimizer.offer(tuple(map(_without_positions, items)))
+            minimizer.run()
         except KeyboardInterrupt:
             minimal = False
-    found = (first, *script.parse(shrinker.best))
+    found = (first, *script.parse(minimizer.best))
     return MinimizedTrace(
-        wanted[0], failure_message(outcome), len(rest), found, shrinker.runs, minimal
+        wanted[0], failure_message(outcome), len(rest), found, minimizer.runs, minimal
     )
 
 

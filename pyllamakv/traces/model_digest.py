@@ -69,7 +69,8 @@ def find(recorded: str, digest: str) -> Path:
             named = None
         if named is not None and identity(named) == digest:
             return named
-        msg = f"the model is not here: {recorded}; name it with --model, or by {synthetic_models.VARIABLE}"
+        by = f"--model, or by {synthetic_models.VARIABLE}"
+        msg = f"the model is not here: {recorded}; name it with {by}"
         raise UsageError(msg) from error
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pyllamakv.source.progress import Progress
 
 #: Judges a cell from JSON to JSON; a function of a module, so that it can be sent anywhere.
-Judge = Callable[[dict[str, Any], bool], dict[str, Any]]
+VerifyCell = Callable[[dict[str, Any], bool], dict[str, Any]]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.scenarios.cell_picture import NOBODY, SEVERAL, Picture
 from pyllamakv.view import drawing, palette
-from pyllamakv.view.drawing import Area, Drawing, Text
+from pyllamakv.view.drawing import Area, Drawing
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -81,7 +81,7 @@ def paint(picture: Picture, columns: int = 64, side: int = 10, *, caption: bool 
     more = f", {step} cells to a place" if step > 1 else ""
     made = Drawing(columns * side - 1, top + lines * side - 1, picture.caption() + more)
     if caption:
-        made.add(Text(made.title, 0, 14, role="ink", size=12))
+        made.add(drawing.Text(made.title, 0, 14, role="ink", size=12))
     boxes: dict[int, list[drawing.Box]] = {}
     for place, owner in enumerate(shown):
         line, at = divmod(place, columns)

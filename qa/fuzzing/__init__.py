@@ -62,7 +62,9 @@ def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
                 return _header(seconds, effort.seed, place, tick, processes)
             outcome = fuzz(
                 f"{__name__}.{TARGETS[name]}", seconds, folder=place, seed=effort.seed,
-                kept=(*known(name), *kept(name), *corpus_store.copied_inputs(name, place / "saved")),
+                kept=(
+                    *known(name), *kept(name), *corpus_store.copied_inputs(name, place / "saved"),
+                ),
                 alive=lambda inputs: tick(f"{name}: {inputs} inputs"), processes=processes,
             )  # fmt: skip
             corpus_store.save(name, place / FOUND)

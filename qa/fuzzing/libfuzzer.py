@@ -133,5 +133,5 @@ def _finding(folder: Path, log: Path, code: int) -> FuzzFinding:
     for path in inputs:
         path.unlink()
     where = re.search(rf"{HEADER}:\d+", said)
-    return FuzzFinding(marks[0] if marks else f"died: status {code}", where.group() if where else "",
-                   data)  # fmt: skip
+    mark = marks[0] if marks else f"died: status {code}"
+    return FuzzFinding(mark, where.group() if where else "", data)

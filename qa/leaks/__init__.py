@@ -26,7 +26,7 @@ from qa import child_environment
 from qa.built import SPEC
 from qa.entry import Entry, StressOptions, Tick, strip_directories
 
-_CHURN: Final = "qa.leaks.run_workload"
+_CHURN: Final = "qa.leaks.leak_workloads"
 #: Seconds beyond its share that a kind may take to start, to finish a round, and to end.
 _GRACE: Final = 120.0
 #: Bytes by which memory may grow in a run of any length. Caches of Python and pools of malloc grow

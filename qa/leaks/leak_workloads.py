@@ -1,4 +1,4 @@
-"""Do one thing over and over, to be sampled: `-m`, by `qa.leaks.run_workload`.
+"""Do one thing over and over, to be sampled: `-m`, by `qa.leaks.leak_workloads`.
 
 Each function is a generator: it opens what it needs, and every time it is asked for more it does
 some operations and says how many.

@@ -102,7 +102,8 @@ def _can(manifest: Manifest) -> tuple[str, ...]:
 
 
 def run_cases(
-    name: str, folder: Path, effort: StressOptions, tick: Tick, make: Make = CaseSession, most: int = 0, *,
+    name: str, folder: Path, effort: StressOptions, tick: Tick, make: Make = CaseSession,
+    most: int = 0, *,
     undoes: bool = True, can: Sequence[str] = (), stock: Variant | None = None,
 ) -> Entry:  # fmt: skip
     """Play schedules on the variant in a folder, for the effort's seconds and its operations.

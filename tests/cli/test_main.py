@@ -177,7 +177,7 @@ def test_a_document_is_followed_by_no_other(capsys, monkeypatch) -> None:
     code, out, err = cli(capsys, "x", "--json")
     assert (code, json.loads(out), err) == (2, {"found": 1}, "")
     monkeypatch.setattr(main, "_run", run(None))
-    first, second = cli(capsys, "x", "--json")[1].splitlines()
+    _, second = cli(capsys, "x", "--json")[1].splitlines()
     assert json.loads(second)["error"]["message"] == "no"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cli_kit import EXAMPLE, Opened, cli
-from fakes.rolling import Rolling
+from fakes.rollback_libraries import Rolling
 
 import pyllamakv
 

@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from cli_kit import EXAMPLE, Opened, cli
-from fakes.rolling import Rolling
+from fakes.rollback_libraries import Rolling
 from metrics_kit import parse
 
 import pyllamakv

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fakes.rolling import Opener, Rolling
+from fakes.rollback_libraries import Opener, Rolling
 
 from pyllamakv.scenarios import runner
 from pyllamakv.verification import check as checking

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fakes.rolling import Rolling
+from fakes.rollback_libraries import Rolling
 
 from pyllamakv.cli import main
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from inside_kit import run_inside
+from linked_program_kit import run_inside
 
 from pyllamakv.scenarios import synthetic_models
 

@@ -7,7 +7,7 @@ import math
 import struct
 from typing import TYPE_CHECKING
 
-import calm  # noqa: F401
+import hypothesis_profile  # noqa: F401
 import pytest
 from fakes.tiny_gguf import gguf_bytes
 from hypothesis import HealthCheck, given, settings

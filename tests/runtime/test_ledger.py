@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import calm  # noqa: F401
+import hypothesis_profile  # noqa: F401
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

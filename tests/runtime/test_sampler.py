@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import calm  # noqa: F401
+import hypothesis_profile  # noqa: F401
 import numpy as np
 import pytest
 import runtime_kit as kit

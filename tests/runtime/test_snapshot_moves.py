@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-import calm  # noqa: F401
+import hypothesis_profile  # noqa: F401
 import numpy as np
 import pytest
 from hypothesis import given

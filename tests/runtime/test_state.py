@@ -6,7 +6,7 @@ import struct
 import zlib
 from typing import TYPE_CHECKING
 
-import calm  # noqa: F401
+import hypothesis_profile  # noqa: F401
 import pytest
 import runtime_kit as kit
 from fakes.simulated import ALL

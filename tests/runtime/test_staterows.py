@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import struct
 
-import calm  # noqa: F401
+import hypothesis_profile  # noqa: F401
 import numpy as np
 import pytest
 from hypothesis import given

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from fakes.rolling import Rolling
+from fakes.rollback_libraries import Rolling
 from fakes.simulated import SimulatedNative
 
 from pyllamakv.binding.protocol import ContextParams, ModelParams

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes.rolling import Opener, Rolling
+from fakes.rollback_libraries import Opener, Rolling
 from fakes.simulated import SimulatedNative
 
 from pyllamakv.binding.protocol import Capability, ModelParams

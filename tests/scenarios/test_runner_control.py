@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes.rolling import Opener, Rolling
+from fakes.rollback_libraries import Opener, Rolling
 
 from pyllamakv.errors import WorkerDied, WorkerTimeout
 from pyllamakv.scenarios.device_placement import DevicePlacement

@@ -169,13 +169,13 @@ def test_a_repository_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             not_fetched(spec, "in a file to unpack")
         with monkeypatch.context() as patch:
             patch.setattr(tree_limits, "MAX_BYTES", 1 << 20)
-            not_fetched(spec, "no release comes near")
+            not_fetched(spec, "no release (is that large|needs that much)")
         with monkeypatch.context() as patch:
             patch.setattr(git_limits, "MAX_OBJECT_BYTES", 500 << 10)
-            not_fetched(spec, "no release comes near")
+            not_fetched(spec, "no release (is that large|needs that much)")
         with monkeypatch.context() as patch:
             patch.setattr(tree_limits, "MAX_NAMES_BYTES", 100)
-            not_fetched(spec, "no release comes near")
+            not_fetched(spec, "no release (is that large|needs that much)")
     for spec in specs:
         fetch.add(spec)
 
@@ -228,10 +228,10 @@ def test_trees_that_hold_each_other(tmp_path: Path) -> None:
     file = pack(tmp_path / "node-llama-cpp-1.0.0.tgz", {BUNDLE: (tmp_path / "bundle").read_bytes()})
     store = open_store()
     before = objects(store)
-    with pytest.raises(ArchiveError, match="no release comes near"):
+    with pytest.raises(ArchiveError, match=r"no release (is that large|needs that much)"):
         npm.import_package(store, file)
     assert objects(store) == before
-    not_fetched(f"git:{tmp_path / 'bundle'}@main", "no release comes near")
+    not_fetched(f"git:{tmp_path / 'bundle'}@main", "no release (is that large|needs that much)")
 
 
 @pytest.mark.defect(
@@ -258,7 +258,7 @@ def test_files_that_are_small_in_git(tmp_path: Path, monkeypatch: pytest.MonkeyP
     members = sdist_members(tmp_path / "making", "1.0", TREE | {"zeros": bytes(2 << 20)})
     small = {name: data for name, data in members.items() if len(data) < 1 << 20}
     assert len(small) < len(members)
-    refused(open_store(), sdist(tmp_path, small), "no release comes near")
+    refused(open_store(), sdist(tmp_path, small), "no release (is that large|needs that much)")
 
 
 @pytest.mark.defect(

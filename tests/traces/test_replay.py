@@ -109,7 +109,8 @@ def test_variants_are_named_in_words(story) -> None:
     head = trace.Head("0.3.9-stock-cpu-0123456789abcdef", spec="0.3.9+stock")
     assert variant_selection.specs(head, []) == ["recorded"]
     assert variant_selection.specs(head, ["stock,patched"]) == ["0.3.9+stock", "0.3.9+patched"]
-    assert variant_selection.specs(head, ["0.3.9+full-defrag,kv-counters,stock", "b4980+patched"]) == [
+    several = ["0.3.9+full-defrag,kv-counters,stock", "b4980+patched"]
+    assert variant_selection.specs(head, several) == [
         "0.3.9+full-defrag,kv-counters", "0.3.9+stock", "b4980+patched",
     ]  # fmt: skip
     bare = trace.Head("0.3.9-stock-cpu-0123456789abcdef")

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from fakes.rolling import Rolling
+from fakes.rollback_libraries import Rolling
 from fakes.simulated import SimulatedNative
 from hypothesis import given
 from hypothesis import strategies as st

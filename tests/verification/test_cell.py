@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fakes.judging import failing, result
+from fakes.cell_results import failing, result
 
 from pyllamakv.errors import FetchError, HarnessError, ToolMissing
 from pyllamakv.scenarios.cell_picture import Picture

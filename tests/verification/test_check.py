@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from check_kit import SOME, CheckSandbox, ask, make
-from fakes.rolling import Rolling
+from fakes.rollback_libraries import Rolling
 
 from pyllamakv.errors import (
     CommandFailed,

@@ -7,7 +7,7 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 
 import pytest
-from fakes import judging
+from fakes import cell_results
 
 from pyllamakv.errors import ToolMissing
 from pyllamakv.verification import cluster, matrix
@@ -43,7 +43,7 @@ def test_each_backend_asks_for_its_device(monkeypatch, tmp_path: Path) -> None:
     client = Client()
     specs = [CellSpec("0.3.9"), CellSpec("0.3.9", backend="cuda"), CellSpec("0.3.8")]
     with cluster.Cluster(client) as executor:
-        found = matrix.run(specs, executor=executor, judge=judging.judge)
+        found = matrix.run(specs, executor=executor, judge=cell_results.judge)
     assert [r.spec for r in found] == specs
     assert client.wants == [
         {"pure": False, "retries": 2},
@@ -74,7 +74,7 @@ def test_two_worker_processes(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONPATH", KITS)
     trace = tmp_path / "trace"
     trace.mkdir()
-    monkeypatch.setenv(judging.TRACE, str(trace))
+    monkeypatch.setenv(cell_results.TRACE, str(trace))
     specs = [CellSpec(name) for name in ("0.3.5", "0.3.6", "b4980", "0.3.9", "0.3.10", "0.3.36")]
     patience = {"distributed.comm.timeouts.connect": "120s"}
     with (
@@ -91,10 +91,10 @@ def test_two_worker_processes(monkeypatch, tmp_path: Path) -> None:
     ):
         lacks = executor.lacking({"cpu", "cuda"})
         assert [line.split()[-1] for line in lacks] == ["CUDA=1"]
-        found = matrix.run(specs, executor=executor, judge=judging.judge)
-        again = matrix.run(specs[:2], executor=executor, judge=judging.judge)
+        found = matrix.run(specs, executor=executor, judge=cell_results.judge)
+        again = matrix.run(specs[:2], executor=executor, judge=cell_results.judge)
     assert [r.verdict for r in found] == [
-        judging.VERDICTS.get(spec.release, "needed") for spec in specs
+        cell_results.VERDICTS.get(spec.release, "needed") for spec in specs
     ]
     assert again == found[:2]
     judges = {file.name.split(".")[-2] for file in trace.iterdir()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fakes.judging import result, row
+from fakes.cell_results import result, row
 
 from pyllamakv.errors import UsageError
 from pyllamakv.verification import expected

@@ -8,7 +8,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from fakes import judging
+from fakes import cell_results
 
 from pyllamakv.errors import UnknownRelease, UsageError
 from pyllamakv.source import lockfile, releases
@@ -25,10 +25,10 @@ def trace(monkeypatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
     folder = tmp_path / "trace"
     folder.mkdir()
-    monkeypatch.setenv(judging.TRACE, str(folder))
+    monkeypatch.setenv(cell_results.TRACE, str(folder))
     # Keys read every source; tests of the key itself are with `remembered`.
     monkeypatch.setattr(result_cache, "key", lambda spec, where="here": f"{spec.release}-{where}")
-    monkeypatch.setattr(matrix.shipped, "load", judging.Series)
+    monkeypatch.setattr(matrix.shipped, "load", cell_results.Series)
     return folder
 
 
@@ -89,7 +89,7 @@ def test_in_this_process() -> None:
     """Without an executor cells are judged one by one, in order."""
     said = []
     found = matrix.run(
-        specs(), judge=judging.judge, progress=lambda what, done, total: said.append(what)
+        specs(), judge=cell_results.judge, progress=lambda what, done, total: said.append(what)
     )
     assert [r.spec.release for r in found] == list(SOME)
     assert [r.verdict for r in found] == ["needed", "ineffective", "untestable", "needed", "native"]
@@ -100,9 +100,9 @@ def test_in_this_process() -> None:
 def test_on_threads_and_on_processes(trace: Path) -> None:
     """Any executor will do; the order of results is that of the cells."""
     with ThreadPoolExecutor(3) as pool:
-        first = matrix.run(specs(), executor=pool, judge=judging.judge)
+        first = matrix.run(specs(), executor=pool, judge=cell_results.judge)
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        second = matrix.run(specs(), executor=pool, judge=judging.judge, fresh=True)
+        second = matrix.run(specs(), executor=pool, judge=cell_results.judge, fresh=True)
     assert first == second
     assert [r.spec.release for r in second] == list(SOME)
     assert len(judged(trace)) == 10
@@ -110,27 +110,27 @@ def test_on_threads_and_on_processes(trace: Path) -> None:
 
 def test_what_was_judged_is_not_judged_again(trace: Path) -> None:
     """A second run starts nothing but what is untestable; --fresh judges all."""
-    first = matrix.run(specs(), judge=judging.judge)
-    assert matrix.run(specs(), judge=judging.judge) == first
+    first = matrix.run(specs(), judge=cell_results.judge)
+    assert matrix.run(specs(), judge=cell_results.judge) == first
     assert judged(trace) == sorted([*SOME, "b4980"])
-    matrix.run(specs("0.3.9"), judge=judging.judge, fresh=True)
+    matrix.run(specs("0.3.9"), judge=cell_results.judge, fresh=True)
     assert judged(trace).count("0.3.9") == 2
 
 
 def test_results_of_other_machines_are_kept_apart(trace: Path) -> None:
     """What another kind of machine found is not this machine's result."""
     with ThreadPoolExecutor(1) as pool:
-        matrix.run(specs("0.3.9"), executor=pool, judge=judging.judge)
-    matrix.run(specs("0.3.9"), judge=judging.judge)
+        matrix.run(specs("0.3.9"), executor=pool, judge=cell_results.judge)
+    matrix.run(specs("0.3.9"), judge=cell_results.judge)
     assert judged(trace) == ["0.3.9", "0.3.9"]
 
 
 def test_a_killed_run_goes_on_where_it_was(trace: Path) -> None:
     """Each result is kept when it is there; the next run judges the rest."""
     with pytest.raises(KeyboardInterrupt):
-        matrix.run(specs(), judge=judging.judge_then_be_killed)
+        matrix.run(specs(), judge=cell_results.judge_then_be_killed)
     assert judged(trace) == ["0.3.5"]
-    matrix.run(specs(), judge=judging.judge)
+    matrix.run(specs(), judge=cell_results.judge)
     assert judged(trace) == sorted(SOME)
 
 
@@ -142,7 +142,7 @@ def test_two_runs_at_once_share_the_cells(trace: Path) -> None:
     def slowly(raw, fresh):
         begun.set()
         assert go_on.wait(120)
-        return judging.judge(raw, fresh)
+        return cell_results.judge(raw, fresh)
 
     results = []
     one = threading.Thread(target=lambda: results.extend(matrix.run([first], judge=slowly)))
@@ -152,7 +152,7 @@ def test_two_runs_at_once_share_the_cells(trace: Path) -> None:
     def let_go(raw, fresh):
         if raw == others[-1].to_json():
             go_on.set()
-        return judging.judge(raw, fresh)
+        return cell_results.judge(raw, fresh)
 
     found = matrix.run(cells, judge=let_go)
     one.join(120)
@@ -163,11 +163,11 @@ def test_two_runs_at_once_share_the_cells(trace: Path) -> None:
 def test_a_lost_worker_costs_no_more_than_it_had() -> None:
     """Cells whose worker died are untestable, with the reason, and judged again next time."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        found = matrix.run(specs(), executor=pool, judge=judging.judge_and_die)
+        found = matrix.run(specs(), executor=pool, judge=cell_results.judge_and_die)
     lost = {r.spec.release: r for r in found}["0.3.9"]
     assert lost.verdict == "untestable"
     assert lost.reason.startswith("a worker was lost: BrokenProcessPool")
-    again = matrix.run(specs("0.3.9"), judge=judging.judge)
+    again = matrix.run(specs("0.3.9"), judge=cell_results.judge)
     assert again[0].verdict == "needed"
 
 
@@ -175,7 +175,7 @@ def test_inputs_that_change_meanwhile_leave_no_key(monkeypatch, trace: Path) -> 
     """A result is never kept under inputs that it was not judged on."""
     keys = iter(["before", "after"])
     monkeypatch.setattr(result_cache, "key", lambda *_: next(keys))
-    matrix.run(specs("0.3.9"), judge=judging.judge)
+    matrix.run(specs("0.3.9"), judge=cell_results.judge)
     assert result_cache.load_result("before") is None
     assert result_cache.load_result("after") is None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
-from fakes.judging import failing, result
+from fakes.cell_results import failing, result
 
 from pyllamakv.errors import UsageError
 from pyllamakv.verification import matrix_reports

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from fakes.rolling import Opener, Rolling
+from fakes.rollback_libraries import Opener, Rolling
 
 from pyllamakv.errors import WorkerDied, WorkerTimeout
 from pyllamakv.scenarios.outcome import Outcome

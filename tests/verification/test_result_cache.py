@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes.judging import failing, result, row
+from fakes.cell_results import failing, result, row
 
 from pyllamakv.errors import ToolMissing
 from pyllamakv.verification import result_cache

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from film_kit import film
 from hypothesis import given
 from hypothesis import strategies as st
+from timeline_kit import film
 
 from pyllamakv.runtime import metrics
 from pyllamakv.runtime.snapshot import CellMap, Snapshot

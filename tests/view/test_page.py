@@ -7,7 +7,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from fakes.judging import failing, result, row
+from fakes.cell_results import failing, result, row
 
 from pyllamakv.verification.cell import FailedRun
 from pyllamakv.verification.expected import Accepted, compare

@@ -6,7 +6,7 @@ import builtins
 import io
 
 import pytest
-from film_kit import film
+from timeline_kit import film
 
 from pyllamakv.errors import Unsupported
 from pyllamakv.scenarios.cell_picture import NOBODY, SEVERAL, Picture

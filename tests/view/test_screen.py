@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 
-from film_kit import film, frame
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from timeline_kit import film, frame
 
 from pyllamakv.scenarios.cell_picture import NOBODY, SEVERAL, Picture
 from pyllamakv.traces.playback import infer

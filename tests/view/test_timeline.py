@@ -7,9 +7,9 @@ from itertools import pairwise
 from xml.etree import ElementTree as ET
 
 import pytest
-from film_kit import film, frame
 from hypothesis import given
 from hypothesis import strategies as st
+from timeline_kit import film, frame
 
 from pyllamakv.errors import UsageError
 from pyllamakv.scenarios.cell_picture import NOBODY

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(not shutil.which("cc"), reason="faults need a C 
 
 def conduct(name: str, *kinds: str, seconds: float = 4.0) -> dict[str, InjectionRecord]:
     """Try faults on one of the planted steps; return the records by kind."""
-    steps = [(f"fakes.careless:{name}", [])]
+    steps = [(f"fakes.faulty_steps:{name}", [])]
     tried: list[str] = []
     records = preloaded_process.run_injections(
         steps, kinds, seconds=seconds, seed=1, tick=tried.append

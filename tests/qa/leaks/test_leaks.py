@@ -54,7 +54,7 @@ def test_many_steps_are_a_slope_and_so_is_a_large_one() -> None:
 
 def judged(work: str, target: int = 50_000) -> tuple[str, ...]:
     """Churn one of the planted kinds of work; return the defects."""
-    kind = LeakWorkload(f"fakes.leaking:{work}", target, 64)
+    kind = LeakWorkload(f"fakes.leaking_workloads:{work}", target, 64)
     samples = leaks.run_workload(kind, Path("/nowhere"), 2.0)
     entry = leaks.evaluate(work, kind, samples, 1)
     assert int(entry.row["operations"].replace(",", "")) == samples[-1]["count"] <= target + 50
@@ -145,7 +145,8 @@ def test_work_that_breaks_is_a_defect_of_its_kind(monkeypatch: pytest.MonkeyPatc
     """The kinds behind it are tried, and where nothing is wanted no build is looked for."""
     assert leaks.entries(StressOptions(only=("no such kind",)), lambda _: None) == []
     kinds = {
-        name: LeakWorkload(f"fakes.leaking:{name}", 5000, 64) for name in ("breaking", "steady")
+        name: LeakWorkload(f"fakes.leaking_workloads:{name}", 5000, 64)
+        for name in ("breaking", "steady")
     }
     monkeypatch.setattr(leaks, "KINDS", kinds)
     monkeypatch.setattr(open_variant, "find_built", lambda _: Path("/nowhere"))

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import runtime_kit
-from fakes.simulated import SimulatedNative
-from fakes.stages import (
+from fakes.faulty_stages import (
     Keeping,
 )
+from fakes.simulated import SimulatedNative
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test

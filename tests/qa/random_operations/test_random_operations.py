@@ -8,8 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fakes.simulated import SimulatedNative
-from fakes.stages import (
+from fakes.faulty_stages import (
     FarBroken,
     FarBrokenByPatches,
     FarVanishing,
@@ -24,6 +23,7 @@ from fakes.stages import (
     Unopened,
     Unquantised,
 )
+from fakes.simulated import SimulatedNative
 
 from pyllamakv.building import variant
 from pyllamakv.errors import NotBuilt, ScenarioFailed
@@ -222,14 +222,16 @@ def test_a_fault_is_found_and_its_trace_replays_to_it(
     assert head.complete
     assert lines[-1].op == "verify"
     assert len(lines) < 60
-    found = replay(make.native, head, lines)
+    found = divergences(make.native, head, lines)
     assert found
     if make is OnRefusing:
         assert "status was ok, now no-slot" in str(found[0])
-        assert not replay(SimulatedNative, head, lines, strict=False)
+        assert not divergences(SimulatedNative, head, lines, strict=False)
 
 
-def replay(native: type[SimulatedNative], head: Any, lines: Any, *, strict: bool = True) -> list:
+def divergences(
+    native: type[SimulatedNative], head: Any, lines: Any, *, strict: bool = True
+) -> list:
     """Return where a trace comes out otherwise on a simulated library."""
     stand = Stand(native(heals=True), file=home() / "models" / "x.gguf")
     try:
