@@ -40,7 +40,7 @@ SHARED = {
     "pyllamakv.printable",
     "pyllamakv",
 }
-#: `opening` finds and opens builds: above the runtime and building, below all that use both.
+#: `open_variant` finds and opens builds: above the runtime and building, below all that use both.
 OPENING = {"cli", "testing", "view", "verification", "traces", "scenarios"}
 
 
@@ -165,9 +165,9 @@ def _starts_git(node: ast.AST) -> bool:
 
 
 def test_one_module_runs_git() -> None:
-    """`source.gitting` alone imports GitPython, looks git up, or writes a command of git."""
+    """`source.git_command` alone imports GitPython, looks git up, or writes a command of git."""
     for path in MODULES:
-        if path == ROOT / "source" / "gitting.py":
+        if path == ROOT / "source" / "git_command.py":
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         # An error shows the command that failed.
