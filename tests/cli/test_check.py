@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from check_kit import SOME, CheckSandbox, make
-from fakes.rolling import Rolling
+from fakes.rollback_libraries import Rolling
 
 from pyllamakv.cli import main
 from pyllamakv.errors import CommandFailed

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes import judging
-from fakes.judging import result
+from fakes import cell_results
+from fakes.cell_results import result
 
 from pyllamakv.cli import main
 from pyllamakv.errors import FetchError
@@ -29,13 +29,13 @@ def run(monkeypatch, tmp_path: Path, capsys) -> Run:
     known = {name: each for name, each in lockfile.known().items() if name in SOME}
     monkeypatch.setattr(lockfile, "known", lambda: known)
     monkeypatch.setattr(matrix.spec_resolver, "resolve", lambda name: known[name])
-    monkeypatch.setattr(matrix.shipped, "load", judging.Series)
+    monkeypatch.setattr(matrix.shipped, "load", cell_results.Series)
     monkeypatch.setattr(result_cache, "key", lambda spec, where="here": spec.name)
     monkeypatch.setattr(expected, "shipped", lambda: tmp_path / "expected.toml")
     monkeypatch.setattr(expected, "local_file", lambda: tmp_path / "expected.toml")
 
     def judge(spec, **_):
-        return cell.CellResult.from_json(judging.judge(spec.to_json()))
+        return cell.CellResult.from_json(cell_results.judge(spec.to_json()))
 
     monkeypatch.setattr(cell, "verify_cell", judge)
 
@@ -197,7 +197,7 @@ def test_watch(run: Run, monkeypatch) -> None:
     listed = json.loads(run("matrix", "watch", "--dry-run", "--json")[1])
     assert listed["new"] == ["0.3.37", "0.3.38"]
     assert not added
-    monkeypatch.setitem(judging.VERDICTS, "0.3.38", "broken-apply")
+    monkeypatch.setitem(cell_results.VERDICTS, "0.3.38", "broken-apply")
     code, out, err = run("matrix", "watch")
     assert code == 1
     assert added == ["0.3.37", "0.3.38"]

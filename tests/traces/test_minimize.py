@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import trace_kit
-from fakes.rolling import Opener, Rolling
+from fakes.rollback_libraries import Opener, Rolling
 
 import pyllamakv
 from pyllamakv.cli import main
