@@ -59,7 +59,7 @@ class Entry:
 
     ``section`` is its table and ``name`` what was tried; ``row`` has a text per further column.
     ``defects`` tell what was lost or wrong, one sentence each: without any it passed. ``data`` are
-    the raw numbers, ``seed`` what starts the same again. ``undecided`` says why an entry without
+    the raw numbers, ``seed`` what starts the same again. ``skip_reason`` says why an entry without
     defects does not prove that nothing was lost, such as "too few operations". ``notes`` are listed
     below the table.
     """
@@ -76,7 +76,7 @@ class Entry:
 
     @property
     def ran(self) -> bool:
-        """Tell whether anything was; else ``undecided`` says why not, and there is nothing more."""
+        """Tell whether anything was; else ``skip_reason`` says why not, and there is nothing more."""
         return bool(self.data or self.defects or not self.skip_reason)
 
     @property

@@ -33,14 +33,14 @@ _ALONE: Final = {
     "build": "building:Build",
     "compile and link": "building:Compile",
     "vendor and clean": "building:SyncAndClean",
-    "results": "judging:Results",
+    "results": "result_writing:StoreResults",
 }
 _NATIVE: Final = {
-    "recording": "caching:Recording",
+    "recording": "caching:RecordRun",
     "paging": "caching:Paging",
     "keeping": "caching:Keeping",
 }
-_JUDGED: Final = {"matrix": "judging:Matrix"}
+_JUDGED: Final = {"matrix": "result_writing:Matrix"}
 _KILLED_PROCESSES: Final = ("workers", "servers")
 #: Entries about one kind of fault on all steps.
 _ACROSS: Final = {

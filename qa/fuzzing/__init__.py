@@ -25,17 +25,17 @@ from qa.fuzzing.target_process import fuzz
 
 #: What is fuzzed, by the names of entries and of the folders of their corpora.
 TARGETS = {
-    "gguf": "readers:gguf",
-    "states": "readers:states",
-    "state-rows": "readers:rows",
-    "traces": "readers:traces",
-    "lock": "readers:locks",
-    "patches": "readers:patches",
-    "series": "readers:tables",
-    "wire": "readers:messages",
-    "restore": "live:restored",
-    "kept": "live:kept",
-    "entry-points": "calls:entry_points",
+    "gguf": "python_targets:gguf",
+    "states": "python_targets:states",
+    "state-rows": "python_targets:rows",
+    "traces": "python_targets:traces",
+    "lock": "python_targets:locks",
+    "patches": "python_targets:patches",
+    "series": "python_targets:tables",
+    "wire": "python_targets:messages",
+    "restore": "native_targets:restored",
+    "kept": "native_targets:kept",
+    "entry-points": "entry_point_calls:entry_points",
 }
 HEADER = "kept-header"
 

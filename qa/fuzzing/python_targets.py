@@ -137,7 +137,7 @@ def traces(folder: Path) -> Target:
         json.dumps([row.to_json() for row in found])
         return [head.complete]
 
-    names = ("trace", "script", "batches")
+    names = ("trace", "script", "batch_encoding")
     modules = tuple(f"{_HERE}traces.{name}" for name in names)
     return Target(run, _traces(), modules)
 
@@ -178,7 +178,7 @@ def locks(folder: Path) -> Target:
     seed = "# words\nversion = 1\n\n" + "\n".join(
         entry.format(f"0.3.{n}", "ab" * 20, n, "0f" * 32) for n in (8, 9)
     )
-    modules = (_HERE + "source.lock", _HERE + "source.releases")
+    modules = (_HERE + "source.lockfile", _HERE + "source.releases")
     return Target(run, (seed.encode(), b"version = 1\n"), modules)
 
 

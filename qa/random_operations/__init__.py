@@ -140,7 +140,7 @@ def run_cases(
             tally.add(combination, played)
             if played.failed is not None:
                 tick(f"{name}: shortening a failure ({combination})")
-                trace = home() / "trust" / "schedules" / name / f"{effort.seed}-{number}.jsonl"
+                trace = home() / "random_operations" / name / f"{effort.seed}-{number}.jsonl"
                 _find(hand, replace(task, trace=trace), played.failed, tally)
     msg = "walks have no end"
     raise AssertionError(msg)

@@ -191,9 +191,9 @@ NATIVE = """
 import sys
 import pyllamakv as kv
 from pyllamakv.binding.protocol import ContextParams, ModelParams, SamplerParams
-from pyllamakv.scenarios import synthetic
+from pyllamakv.scenarios import synthetic_models
 native = kv.open(sys.argv[1]).native
-model = native.model_load(str(synthetic.tiny()), ModelParams())
+model = native.model_load(str(synthetic_models.tiny()), ModelParams())
 def changed(record, name, value):
     object.__setattr__(record, name, value)
     return record

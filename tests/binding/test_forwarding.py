@@ -86,7 +86,7 @@ def test_what_no_message_can_carry_is_not_merely_asked(name: str) -> None:
 def test_the_recorder_has_every_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the parameters of the Protocol, and those beyond it without an edit."""
     monkeypatch.setattr(protocol, "Native", Wider)
-    wider = again("pyllamakv.traces.recording_native").Tap
+    wider = again("pyllamakv.traces.recording_native").RecordingNative
 
     with runtime_kit.context(tmp_path) as context:
         inner = context.native

@@ -116,7 +116,7 @@ def test_caches_lie_on_the_device(project: pytest.Pytester, patched: Variant) ->
     project.makepyfile(
         """
         import pytest
-        from pyllamakv.scenarios import synthetic
+        from pyllamakv.scenarios import synthetic_models
         from pyllamakv.scenarios.device_placement import ALL, Place
         from pyllamakv.binding.protocol import ModelParams
 
@@ -130,7 +130,7 @@ def test_caches_lie_on_the_device(project: pytest.Pytester, patched: Variant) ->
 
         def test_both_libraries_at_once(kv_library, kv_worker):
             made = [
-                library.load_model(synthetic.model("tiny")).context(n_ctx=256)
+                library.load_model(synthetic_models.model("tiny")).context(n_ctx=256)
                 for library in (kv_library, kv_worker)
             ]
             assert [host(context) for context in made] == [[0], [0]]

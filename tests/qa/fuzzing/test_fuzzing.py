@@ -300,7 +300,7 @@ def test_buffers_end_where_nothing_may_be_written() -> None:
             "from qa.fuzzing.arena import Arena\n"
             "from pyllamakv.native._plk import ffi\n"
             "arena = Arena(1)\n"
-            f"arena.lend(ffi.typeof('int32_t'), 5, [1, -2])[{at}] = 1\n"
+            f"arena.allocate(ffi.typeof('int32_t'), 5, [1, -2])[{at}] = 1\n"
         )
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == status
 

@@ -141,7 +141,7 @@ class Runs:
     def benches(self, number: int) -> contextlib.AbstractContextManager[Runs]:
         return contextlib.nullcontext(self)
 
-    def met(self, each: ScenarioRun) -> frozenset[int]:
+    def covered(self, each: ScenarioRun) -> frozenset[int]:
         return frozenset(self.numbers.values())
 
     def run(self, *_: object) -> Any:
@@ -322,11 +322,13 @@ def test_a_mutant_from_end_to_end(bench, patched, tmp_path, monkeypatch) -> None
     every = discovery.discover()
     own = ("abort-after-defrag", "fail-defrag-fail", "fail-between-ubatches")
     monkeypatch.setattr(mutant_results, "_folder", lambda: tmp_path)
-    (shop,) = bench.workshops
+    (shop,) = bench.builders
     deadline = time.monotonic() + 600
     chosen = [every[name] for name in own]
-    alone = MutantEvaluator(patched, shop, chosen, own, bench.logic).answer(kept_ranges, deadline)
-    judge = MutantEvaluator(patched, shop, chosen, own, bench.logic, bench.switched)
+    alone = MutantEvaluator(patched, shop, chosen, own, bench.header_tests).answer(
+        kept_ranges, deadline
+    )
+    judge = MutantEvaluator(patched, shop, chosen, own, bench.header_tests, bench.switched)
     assert bench.switched is not None and kept_ranges.id in bench.switched.numbers
     shutil.rmtree(tmp_path, ignore_errors=True)
     found = judge.answer(kept_ranges, deadline)
@@ -334,7 +336,7 @@ def test_a_mutant_from_end_to_end(bench, patched, tmp_path, monkeypatch) -> None
     assert judge.recall(kept_ranges) == found
     assert (alone.outcome, alone.by) == (found.outcome, found.by), "it is no other when switched"
     assert judge.answer(broken, deadline).outcome == "compiler"
-    nobody = MutantEvaluator(patched, shop, [], (), bench.logic, bench.switched)
+    nobody = MutantEvaluator(patched, shop, [], (), bench.header_tests, bench.switched)
     tally = mutation_run.run(Made((kept_ranges,), {}), [], [nobody], seed=1, deadline=deadline)
     assert len(tally.entry("planted", 1).defects) == 1
     assert others and others[0].files
