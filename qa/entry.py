@@ -76,7 +76,7 @@ class Entry:
 
     @property
     def ran(self) -> bool:
-        """Tell whether anything was; else ``skip_reason`` says why not, and there is nothing more."""
+        """Return whether the entry ran; if not, ``skip_reason`` has the reason."""
         return bool(self.data or self.defects or not self.skip_reason)
 
     @property

@@ -152,7 +152,8 @@ def test_what_ships_is_found(outside: Path) -> None:
     assert lint.returncode == 0, lint.stdout + lint.stderr
     code = (
         "from pyllamakv.building.variant import built, shim_digest;"
-        "from pyllamakv.scenarios import synthetic_models; from pyllamakv.verification import discovery;"
+        "from pyllamakv.scenarios import synthetic_models;"
+        "from pyllamakv.verification import discovery;"
         "assert len(discovery.discover()) > 30;"
         "from pyllamakv.home import data;"
         "print(built(), shim_digest(), synthetic_models.tiny(), data('patches'))"
