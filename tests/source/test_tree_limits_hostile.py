@@ -92,7 +92,7 @@ def packed(*entries: tuple[int, bytes]) -> bytes:
     return bytes(out + hashlib.sha1(out).digest())
 
 
-@pytest.mark.parametrize(("name", "limit"), [("OBJECT", 1 << 20), ("MEMORY", 256 << 20)])
+@pytest.mark.parametrize(("name", "limit"), [("MAX_OBJECT_BYTES", 1 << 20), ("MAX_MEMORY_BYTES", 256 << 20)])
 @pytest.mark.defect(
     "a pack that claimed an object of any size made git take as much memory",
     by="hostile input",
@@ -114,7 +114,7 @@ def test_a_packed_object_without_end(
     with pytest.raises(ArchiveError, match="bytes for an object"):
         npm.import_package(open_store(), file)
     assert not objects(open_store())
-    if name == "OBJECT":
+    if name == "MAX_OBJECT_BYTES":
         (tmp_path / "bundle").write_bytes(bundle)
         not_fetched(f"git:{tmp_path / 'bundle'}@HEAD", "bytes for an object")
 
@@ -148,7 +148,7 @@ def test_loose_objects_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         content = b"blob 1048577\0" + bytes(1 << 20) + bytes([number])
         name = hashlib.sha1(content).hexdigest()
         members[f"{at}/{name[:2]}/{name[2:]}"] = zlib.compress(content)
-    refused(open_store(), sdist(tmp_path, members), "not packed")
+    refused(open_store(), sdist(tmp_path, members), "loose objects")
 
 
 @pytest.mark.defect(

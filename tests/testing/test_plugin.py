@@ -117,7 +117,7 @@ def test_caches_lie_on_the_device(project: pytest.Pytester, patched: Variant) ->
         """
         import pytest
         from pyllamakv.scenarios import synthetic_models
-        from pyllamakv.scenarios.device_placement import ALL, Place
+        from pyllamakv.scenarios.device_placement import ALL, DevicePlacement
         from pyllamakv.binding.protocol import ModelParams
 
         def host(context):
@@ -142,7 +142,7 @@ def test_caches_lie_on_the_device(project: pytest.Pytester, patched: Variant) ->
         @pytest.fixture
         def astray(monkeypatch):
             monkeypatch.setattr(
-                Place, "params", lambda self, at: ModelParams(n_gpu_layers=0, rpc_servers=at)
+                DevicePlacement, "params", lambda self, at: ModelParams(n_gpu_layers=0, rpc_servers=at)
             )
 
         def test_in_host_memory(astray, kv_context):

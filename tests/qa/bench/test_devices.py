@@ -93,7 +93,7 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def run(until: float, share: float) -> Rounds:
     """Run rounds of three seconds until the end of everything, or of their share."""
     rounds = Rounds(DeviceBenchmark("CUDA", None, 15, lambda: None, until), 0.0, share)
-    carver = SimpleNamespace(carve=lambda _mask: None)
+    carver = SimpleNamespace(fragment=lambda _mask: None)
     rounds.run(
         dict.fromkeys(MOVERS, (None, carver)), SMALL, defrag_workloads.live("alternate", 256)
     )
