@@ -92,7 +92,9 @@ def packed(*entries: tuple[int, bytes]) -> bytes:
     return bytes(out + hashlib.sha1(out).digest())
 
 
-@pytest.mark.parametrize(("name", "limit"), [("MAX_OBJECT_BYTES", 1 << 20), ("MAX_MEMORY_BYTES", 256 << 20)])
+@pytest.mark.parametrize(
+    ("name", "limit"), [("MAX_OBJECT_BYTES", 1 << 20), ("MAX_MEMORY_BYTES", 256 << 20)]
+)
 @pytest.mark.defect(
     "a pack that claimed an object of any size made git take as much memory",
     by="hostile input",

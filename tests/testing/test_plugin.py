@@ -142,7 +142,8 @@ def test_caches_lie_on_the_device(project: pytest.Pytester, patched: Variant) ->
         @pytest.fixture
         def astray(monkeypatch):
             monkeypatch.setattr(
-                DevicePlacement, "params", lambda self, at: ModelParams(n_gpu_layers=0, rpc_servers=at)
+                DevicePlacement, "params",
+                lambda self, at: ModelParams(n_gpu_layers=0, rpc_servers=at),
             )
 
         def test_in_host_memory(astray, kv_context):
