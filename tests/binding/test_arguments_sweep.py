@@ -145,6 +145,11 @@ def test_every_public_class_is_swept_or_excluded() -> None:
     for call in sweep_kit.calls():
         if call.owner and call.method:
             assert call.owner in sweep_kit.LIVE, f"{call.name}: tell LIVE how a live one is had"
+    # A key that a rename left behind would give its parameter no right value.
+    parameters = [(call.name, each.name) for call in sweep_kit.calls() for each in call.parameters]
+    known = {name for _, name in parameters} | {".".join(pair) for pair in parameters}
+    assert set(sweep_kit.RIGHT) <= known
+    assert set(sweep_kit.BY_CALL) <= known
     swept = {call.name for call in sweep_kit.calls()}
     assert {"Sequence.remove", "Batch.of", "open", "ContextCache", "metrics.expose"} <= swept
 

@@ -361,8 +361,8 @@ RIGHT: dict[str, Callable[[CallObjects], Any]] = {
     "open.backend": lambda world: "cpu",
     "OpenLibrary.open.where": lambda world: world.lib.path.parent,
     "OpenLibrary.load_model.path": lambda world: world.model.path,
-    "serve.spec": lambda world: world.lib.path.parent,
-    "serve.memory": lambda world: 0,
+    "serve_rpc.spec": lambda world: world.lib.path.parent,
+    "serve_rpc.memory": lambda world: 0,
     "Server.where": lambda world: world.lib.path.parent,
     "NumpySampler.choose.logits": lambda world: np.array([0.0, 1.0], np.float32),
     # by the parameter alone
