@@ -20,19 +20,19 @@ if TYPE_CHECKING:
         ContextInfo,
         ContextParams,
         Counters,
+        DecodeStatus,
         Device,
-        Memory,
+        MemoryType,
         ModelInfo,
         SamplerParams,
-        Status,
     )
-    from pyllamakv.binding.server import Server
+    from pyllamakv.binding.rpc_server import RpcServer
     from pyllamakv.cache.batcher import Batcher
-    from pyllamakv.cache.checkpoints import Schedule
-    from pyllamakv.cache.context_cache import CacheStats, ContextCache
+    from pyllamakv.cache.checkpoints import CheckpointSchedule
+    from pyllamakv.cache.context_cache import ContextCache, ContextCacheStats
     from pyllamakv.cache.generation import Generation
-    from pyllamakv.cache.interface import Cache, Lease, Manager
-    from pyllamakv.cache.lockstep import Lockstep
+    from pyllamakv.cache.interface import Cache, CacheManager, Lease
+    from pyllamakv.cache.lockstep import LockstepCache
     from pyllamakv.cache.prefix_cache import PrefixCache, PrefixStats
     from pyllamakv.cache.slot_cache import SlotCache
     from pyllamakv.errors import (
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.batch import Batch
     from pyllamakv.runtime.breakdown import MemoryBreakdown, memory_breakdown
     from pyllamakv.runtime.context import Context
-    from pyllamakv.runtime.defrag_policy import Costs, measure_costs
+    from pyllamakv.runtime.defrag_policy import DefragCosts, measure_defrag_costs
     from pyllamakv.runtime.kv import KV, DefragReport
     from pyllamakv.runtime.logits import Logits, LogitsRows
     from pyllamakv.runtime.model import Model
@@ -91,16 +91,16 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "binding.protocol": (
-        "Backing Capability ContextInfo ContextParams Counters Device Memory ModelInfo "
-        "SamplerParams Status"
+        "Backing Capability ContextInfo ContextParams Counters Device MemoryType ModelInfo "
+        "SamplerParams DecodeStatus"
     ),
-    "binding.server": "Server",
+    "binding.rpc_server": "RpcServer",
     "cache.batcher": "Batcher",
-    "cache.checkpoints": "Schedule",
-    "cache.context_cache": "CacheStats ContextCache",
+    "cache.checkpoints": "CheckpointSchedule",
+    "cache.context_cache": "ContextCacheStats ContextCache",
     "cache.generation": "Generation",
-    "cache.interface": "Cache Lease Manager",
-    "cache.lockstep": "Lockstep",
+    "cache.interface": "Cache Lease CacheManager",
+    "cache.lockstep": "LockstepCache",
     "cache.prefix_cache": "PrefixCache PrefixStats",
     "cache.slot_cache": "SlotCache",
     "errors": (
@@ -116,7 +116,7 @@ _MODULES = {
     "runtime.backing": "KVMemory LayerMemory",
     "runtime.batch": "Batch",
     "runtime.breakdown": "MemoryBreakdown memory_breakdown",
-    "runtime.defrag_policy": "Costs measure_costs",
+    "runtime.defrag_policy": "DefragCosts measure_defrag_costs",
     "runtime.context": "Context",
     "runtime.kv": "KV DefragReport",
     "runtime.logits": "Logits LogitsRows",
@@ -139,19 +139,22 @@ __all__ = [
     "BudgetTooSmall",
     "Busy",
     "Cache",
-    "CacheStats",
+    "CacheManager",
     "Cancelled",
     "Capability",
     "CellMap",
+    "CheckpointSchedule",
     "Closed",
     "Context",
     "ContextCache",
+    "ContextCacheStats",
     "ContextError",
     "ContextInfo",
     "ContextParams",
-    "Costs",
     "Counters",
     "DecodeError",
+    "DecodeStatus",
+    "DefragCosts",
     "DefragReport",
     "Device",
     "DeviceLost",
@@ -169,12 +172,11 @@ __all__ = [
     "LayerMemory",
     "Lease",
     "LoadError",
-    "Lockstep",
+    "LockstepCache",
     "Logits",
     "LogitsRows",
-    "Manager",
-    "Memory",
     "MemoryBreakdown",
+    "MemoryType",
     "Model",
     "ModelError",
     "ModelInfo",
@@ -192,17 +194,15 @@ __all__ = [
     "PrefixStats",
     "Recording",
     "ReprocessNeeded",
+    "RpcServer",
     "Sampler",
     "SamplerParams",
-    "Schedule",
     "Sequence",
-    "Server",
     "SharedCells",
     "SlotCache",
     "Snapshot",
     "StaleLogits",
     "StateError",
-    "Status",
     "TraceMismatch",
     "Unsupported",
     "UsageError",
@@ -210,7 +210,7 @@ __all__ = [
     "WorkerTimeout",
     "__version__",
     "errors",
-    "measure_costs",
+    "measure_defrag_costs",
     "memory_breakdown",
     "metrics",
     "open",

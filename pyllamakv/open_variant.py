@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pyllamakv.binding import arguments
 from pyllamakv.binding.library import Library
 from pyllamakv.binding.protocol import ModelParams
-from pyllamakv.binding.server import Server
+from pyllamakv.binding.rpc_server import RpcServer
 from pyllamakv.building import manifest as manifests
 from pyllamakv.errors import ManifestError, NotBuilt, UnknownRelease, UsageError
 from pyllamakv.home import home
@@ -245,7 +245,7 @@ def serve_rpc(
     memory: int = 0,
     threads: int | None = None,
     backend: str = "cpu",
-) -> Server:
+) -> RpcServer:
     """Serve a device of a built variant over RPC; ``.endpoint`` goes into ``rpc_servers``.
 
     The server lives until it is closed or this process ends. Clients must be of the same release.
@@ -255,4 +255,4 @@ def serve_rpc(
     GPU finds none), UsageError, or DeviceLost when the server ends at once.
     """
     where = variant_path(spec, backend=backend)
-    return Server(where, host=host, port=port, device=device, memory=memory, threads=threads)
+    return RpcServer(where, host=host, port=port, device=device, memory=memory, threads=threads)

@@ -29,7 +29,7 @@ INT32: Final = 2**31 - 1
 FLOAT32: Final = float(np.finfo(np.float32).max)
 
 #: The most items that a list in an argument may have.
-MOST: Final = 1 << 27
+MAX_ITEMS: Final = 1 << 27
 
 #: How much of a value a message shows.
 _SHOWN: Final = 60
@@ -65,7 +65,7 @@ def wrong_value(name: str, value: object, expected: str) -> UsageError:
     return UsageError(f"{name} must be {expected}, not {shown(value)}")
 
 
-def whole(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
+def integer(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
     """Return a whole number as an int; ``low`` and ``high`` are the limits, both included."""
     if type(value) is not int:
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
@@ -83,7 +83,7 @@ def whole_or_none(
     if value is None:
         return None
     try:
-        return whole(name, value, low, high)
+        return integer(name, value, low, high)
     except ArgumentTypeError:
         raise wrong_type(name, value, f"{_whole(low, high)}, or None") from None
 
@@ -201,12 +201,12 @@ def items(name: str, value: Any, expected: str) -> list[Any]:
     try:
         walk = iter(value)
         # Some have more items than a list can: their length is no number of C's, or huge.
-        many = hasattr(value, "__len__") and len(value) > MOST
+        many = hasattr(value, "__len__") and len(value) > MAX_ITEMS
     except TypeError:
         raise wrong_type(name, value, expected) from None
     except OverflowError:
         many = True
-    found = [] if many else list(islice(walk, MOST + 1))
-    if many or len(found) > MOST:
-        raise wrong_value(name, value, f"{expected}, at most {MOST}")
+    found = [] if many else list(islice(walk, MAX_ITEMS + 1))
+    if many or len(found) > MAX_ITEMS:
+        raise wrong_value(name, value, f"{expected}, at most {MAX_ITEMS}")
     return found

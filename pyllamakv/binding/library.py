@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import os
     from types import TracebackType
 
-    from pyllamakv.binding.protocol import About, Native
+    from pyllamakv.binding.protocol import LibraryInfo, Native
     from pyllamakv.building.manifest import Manifest
 
 #: Backends that can end the process they live in; they always get one of their own.
@@ -33,7 +33,7 @@ _CURES: Final = {
 _TOO_OLD: Final = "driver version is insufficient"
 
 #: The longest timeout of a call, in seconds: a year.
-LONGEST: Final = 3.2e7
+MAX_TIMEOUT: Final = 3.2e7
 
 #: Library -> (modification time, size) when its sha256 was last found to be the manifest's.
 _checked: dict[Path, tuple[int, int]] = {}
@@ -54,7 +54,7 @@ class Library:
         self.path = path
         self.manifest = manifest
         self.isolated = isolated
-        self.about: About = native.about
+        self.about: LibraryInfo = native.about
         self.handle: Handle[int] = Handle(0, lambda _raw: native.close(), "library")
 
     @classmethod
@@ -76,8 +76,8 @@ class Library:
         isolated = arguments.flag("isolated", isolated)
         env = variables(env)
         if timeout is not None:
-            timeout = arguments.number("timeout", timeout, 0.0, LONGEST)
-        path, manifest = find(arguments.path("where", where))
+            timeout = arguments.number("timeout", timeout, 0.0, MAX_TIMEOUT)
+        path, manifest = find_library(arguments.path("where", where))
         if manifest is not None and manifest.backend in _APART:
             isolated = True
         if not isolated and (env or timeout is not None):
@@ -145,7 +145,7 @@ def open_library(
     return Library.open(where, isolated=isolated, env=env, timeout=timeout)
 
 
-def find(where: Path) -> tuple[Path, Manifest | None]:
+def find_library(where: Path) -> tuple[Path, Manifest | None]:
     """Return the library of a folder or file, and its manifest after checking both and the machine.
 
     Raises LoadError.
@@ -220,7 +220,7 @@ def first_gpu(native: Native, manifest: Manifest) -> str | None:
     )
 
 
-def _compare(about: About, manifest: Manifest, path: Path) -> None:
+def _compare(about: LibraryInfo, manifest: Manifest, path: Path) -> None:
     if about.variant != manifest.variant:
         raise LoadError(
             f"{path} says that it is variant {about.variant}, its manifest says "

@@ -19,7 +19,6 @@ from pyllamakv.binding import codes, loading
 from pyllamakv.binding.codes import OWN, Code
 from pyllamakv.binding.logs import Log, buffers, forward
 from pyllamakv.binding.protocol import (
-    About,
     Backing,
     Buffer,
     Capability,
@@ -29,8 +28,9 @@ from pyllamakv.binding.protocol import (
     ContextParams,
     Counters,
     Device,
+    LibraryInfo,
     MappingInfo,
-    Memory,
+    MemoryType,
     ModelHandle,
     ModelInfo,
     ModelParams,
@@ -78,7 +78,7 @@ _READ: dict[str, Callable[[Any], Any] | None] = {
     "float": None,
     "bool": bool,
     "bool | None": _maybe,
-    "Memory": Memory,
+    "MemoryType": MemoryType,
     "Backing": Backing,
 }
 
@@ -203,13 +203,13 @@ class Local:
         # Bound once: decode_one is called for every token.
         self._one: Any = self._lib.plk_decode_one
 
-    def _read_about(self) -> About:
+    def _read_about(self) -> LibraryInfo:
         text = self._lib.plk_probes()
         try:
             probes = json.loads(ffi.string(text)) if text != NULL else {}
         except ValueError:
             probes = {}
-        return About(
+        return LibraryInfo(
             abi=self._lib.plk_abi(),
             variant=ffi.string(self._lib.plk_variant()).decode(),
             capabilities=Capability(self._lib.plk_capabilities()),

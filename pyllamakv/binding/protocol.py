@@ -59,7 +59,7 @@ def _put(record: Any, name: str, value: object) -> None:
     object.__setattr__(record, name, value)
 
 
-class Status(IntEnum):
+class DecodeStatus(IntEnum):
     """Tell how a decode ended, as ``llama_decode`` numbers it."""
 
     OK = 0
@@ -85,7 +85,7 @@ class Capability(IntFlag):
     MAPPING = 4096
 
 
-class Memory(IntEnum):
+class MemoryType(IntEnum):
     """Name the kind of memory behind a context (``PLK_MEMORY_*``)."""
 
     NONE = 0
@@ -98,7 +98,7 @@ class Memory(IntEnum):
     @property
     def keeps_states(self) -> bool:
         """Tell whether it keeps a state per sequence, of which no part can be taken away."""
-        return self in (Memory.RECURRENT, Memory.HYBRID)
+        return self in (MemoryType.RECURRENT, MemoryType.HYBRID)
 
 
 class Backing(IntEnum):
@@ -125,7 +125,7 @@ class ModelParams:
     def __post_init__(self) -> None:
         _check(self, arguments.flag, "use_mmap use_mlock check_tensors vocab_only")
         _check(self, arguments.c_text_or_none, "rpc_servers devices")
-        _check(self, arguments.whole, "n_gpu_layers")
+        _check(self, arguments.integer, "n_gpu_layers")
         if not 0 <= self.n_gpu_layers <= arguments.INT32:
             msg = (
                 f"n_gpu_layers must be 0 or more, not {arguments.shown(self.n_gpu_layers)}: a "
@@ -196,7 +196,7 @@ class ContextParams:
     def __post_init__(self) -> None:
         _put(self, "flash_attn", arguments.flash_attn(self.flash_attn))
         for low, high, names in _CONTEXT:
-            _check(self, arguments.whole, names, low, high)
+            _check(self, arguments.integer, names, low, high)
         _check(self, arguments.flag, "kv_unified swa_full offload_kqv embeddings guard kv_huge")
         _check(self, arguments.number, "defrag_thold")
         _check(self, arguments.c_text_or_none, "kv_path kv_model")
@@ -214,7 +214,7 @@ class ContextInfo:
     n_batch: int
     n_ubatch: int
     n_seq_max: int
-    memory: Memory
+    memory: MemoryType
     n_caches: int
     can_shift: bool
     can_remove_partly: bool | None
@@ -372,13 +372,13 @@ class SamplerParams:
 
     def __post_init__(self) -> None:
         for low, high, names in _SAMPLER:
-            _check(self, arguments.whole, names, low, high)
+            _check(self, arguments.integer, names, low, high)
         for least, most, names in _SAMPLER_NUMBERS:
             _check(self, arguments.number, names, least, most)
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class LibraryInfo:
     """Say what a loaded library is: ABI number, variant, capabilities, shim candidates."""
 
     abi: int
@@ -396,7 +396,7 @@ class About:
 class Native(Protocol):
     """Speak to one loaded library. One thread at a time per context, but for `cancel`."""
 
-    about: About
+    about: LibraryInfo
     #: The variables that its process has besides those of this one.
     environment: Mapping[str, str]
 

@@ -20,16 +20,16 @@ import numpy as np
 
 from pyllamakv.binding import arguments
 from pyllamakv.binding.protocol import SamplerParams
-from pyllamakv.cache import groups as grouping
-from pyllamakv.cache import room
+from pyllamakv.cache import defrag_retry
+from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.generation import (
     Generation,
     checked_request,
+    drop_last_token,
     follow_ledger,
     make_room,
     make_sampler,
-    mark_served,
-    restore_logits,
+    record_step,
 )
 from pyllamakv.errors import (
     Cancelled,
@@ -52,9 +52,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pyllamakv.cache.generation import Reason
-    from pyllamakv.cache.interface import Manager
+    from pyllamakv.cache.interface import CacheManager
     from pyllamakv.runtime.context import Context
-    from pyllamakv.runtime.sampler import NumpySampler, Picker, Sampler
+    from pyllamakv.runtime.sampler import NumpySampler, Sampler, TokenSampler
 
 
 class Batcher:
@@ -64,7 +64,7 @@ class Batcher:
     no room waits until another has ended.
     """
 
-    def __init__(self, manager: Manager, *, n_batch: int | None = None) -> None:
+    def __init__(self, manager: CacheManager, *, n_batch: int | None = None) -> None:
         context = getattr(manager, "context", None)
         if not isinstance(context, Context) or not callable(getattr(manager, "acquire", None)):
             expected = "a cache manager (PrefixCache, SlotCache, or another Manager)"
@@ -82,22 +82,22 @@ class Batcher:
             raise UsageError(msg)
         #: The text of tokens that were chosen before: see `Generation`.
         self.known: dict[int, str] = {}
-        self._roster = Roster(manager)
+        self._queue = GenerationQueue(manager)
         self._greedy = make_sampler(context.model, SamplerParams())
         self._feeding: list[Portion] = []
         #: Those who are continued, while nobody comes, goes or is cancelled.
-        self._steady: Steady | None = None
+        self._decode_only: DecodeOnlyBatch | None = None
         self._lock = threading.Lock()
         #: Of the context's cancels those that were ours, and those of others that were seen.
         self._interrupts, self._cancels = 0, context.cancels
-        self._steps = self._decodes = self._tokens = self._chosen = self._slot_failures = 0
+        self._steps = self._decodes = self._tokens = self._generated = self._slot_failures = 0
 
     def submit(
         self,
         prompt: str | Iterable[int],
         max_tokens: int | None = None,
         stop: str | Iterable[str] = (),
-        sampler: Picker | SamplerParams | None = None,
+        sampler: TokenSampler | SamplerParams | None = None,
         *,
         groups: Iterable[tuple[int, int]] = (),
         stop_at_end: bool = True,
@@ -114,10 +114,10 @@ class Batcher:
             sampler=sampler, groups=groups, stop_at_end=stop_at_end,
         )  # fmt: skip
         made = Generation(self, asked)
-        self._unsettle()
-        if not self._roster:
+        self._leave_decode_only()
+        if not self._queue:
             self._cancels = self.context.cancels - self._interrupts
-        self._roster.waiting.append(made)
+        self._queue.waiting.append(made)
         return made
 
     def step(self) -> bool:
@@ -126,26 +126,26 @@ class Batcher:
         What fails, fails alone. Raises what ends everything: the context, or its worker, is gone.
         """
         try:
-            steady = self._steady
-            if steady is not None:
+            decode_only = self._decode_only
+            if decode_only is not None:
                 try:
-                    outcome = steady.step()
+                    outcome = decode_only.step()
                 except DecodeError as error:
-                    self._unsettle()
-                    self._failed(error, steady.portions)
-                    return bool(self._roster)
+                    self._leave_decode_only()
+                    self._failed(error, decode_only.portions)
+                    return bool(self._queue)
                 if outcome is GOING:
                     return True
-                self._unsettle()
+                self._leave_decode_only()
                 if outcome is ENDED:
-                    self._strike_out(steady.generations)
-                    return bool(self._roster)
+                    self._remove_ended(decode_only.generations)
+                    return bool(self._queue)
             self._step()
         except (Closed, WorkerDied) as error:
-            self._steady = None
-            self._roster.end_all("failed", error)
+            self._decode_only = None
+            self._queue.end_all("failed", error)
             raise
-        return bool(self._roster)
+        return bool(self._queue)
 
     def run(self) -> None:
         """Go on until every generation has ended."""
@@ -154,23 +154,23 @@ class Batcher:
 
     def stats(self) -> BatcherStats:
         """Count what was done so far."""
-        roster, more = self._roster, self._steady.steps if self._steady is not None else 0
-        each = more * len(roster.active)
+        queue, more = self._queue, self._decode_only.steps if self._decode_only is not None else 0
+        each = more * len(queue.active)
         return BatcherStats(
-            len(roster.waiting), len(roster.active), self._decodes + more, self._tokens + each,
-            self._chosen + each,
-            self._slot_failures, sum(roster.ended.values()), roster.ended["cancelled"],
-            roster.ended["failed"],
+            len(queue.waiting), len(queue.active), self._decodes + more, self._tokens + each,
+            self._generated + each,
+            self._slot_failures, sum(queue.ended.values()), queue.ended["cancelled"],
+            queue.ended["failed"],
         )  # fmt: skip
 
     def interrupt(self, generation: Generation) -> None:
         """End the decode that runs, if it is one of this generation's; from any thread."""
         arguments.instance("generation", generation, Generation, "a Generation")
         with self._lock:
-            steady = self._steady
-            if steady is not None:
-                steady.cancels = -1
-                running = steady.decoding and generation in steady.generations
+            decode_only = self._decode_only
+            if decode_only is not None:
+                decode_only.cancels = -1
+                running = decode_only.decoding and generation in decode_only.generations
             else:
                 running = any(each is generation for each, _ in self._feeding)
             if running:
@@ -180,9 +180,9 @@ class Batcher:
 
     def close(self) -> None:
         """Cancel what has not ended; the manager stays as it is."""
-        self._unsettle()
+        self._leave_decode_only()
         try:
-            self._roster.end_all("cancelled")
+            self._queue.end_all("cancelled")
         finally:
             if isinstance(self._greedy, Sampler):
                 self._greedy.close()
@@ -197,63 +197,63 @@ class Batcher:
 
     # While nothing changes...
 
-    def _settle(self) -> None:
+    def _enter_decode_only(self) -> None:
         """Take note that everybody just needs one token, if so."""
-        roster = self._roster
-        if not roster.active or len(roster.active) > self.n_batch:
+        queue = self._queue
+        if not queue.active or len(queue.active) > self.n_batch:
             return
-        if roster.waiting and not roster.full:
+        if queue.waiting and not queue.full:
             return
-        if any(len(one.stream) - len(one.ledger.tokens) != 1 for one in roster.active):
+        if any(len(one.all_tokens) - len(one.ledger.tokens) != 1 for one in queue.active):
             return
         cancels = self._interrupts + self._cancels
-        self._steady = Steady(self.context, self._greedy, roster.active, cancels)
-        if any(one.cancelled for one in roster):
+        self._decode_only = DecodeOnlyBatch(self.context, self._greedy, queue.active, cancels)
+        if any(one.cancelled for one in queue):
             # In this order: `Generation.cancel` says so first, and interrupts then.
-            self._unsettle()
+            self._leave_decode_only()
 
-    def _unsettle(self) -> None:
-        steady, self._steady = self._steady, None
-        if steady is not None:
-            self._steps += steady.steps
-            self._decodes += steady.steps
-            self._tokens += steady.steps * len(steady.portions)
-            self._chosen += steady.steps * len(steady.portions)
-            mark_served(steady.generations, self._steps)
+    def _leave_decode_only(self) -> None:
+        decode_only, self._decode_only = self._decode_only, None
+        if decode_only is not None:
+            self._steps += decode_only.steps
+            self._decodes += decode_only.steps
+            self._tokens += decode_only.steps * len(decode_only.portions)
+            self._generated += decode_only.steps * len(decode_only.portions)
+            record_step(decode_only.generations, self._steps)
 
-    def _strike_out(self, those: Iterable[Generation]) -> None:
+    def _remove_ended(self, those: Iterable[Generation]) -> None:
         for one in those:
-            if one.reason is not None:
-                self._roster.left(one)
+            if one.finish_reason is not None:
+                self._queue.left(one)
 
     # When something does...
 
     def _step(self) -> None:
         # Who ended when an exception came between, Ctrl-C for one, is still on the list.
-        self._strike_out(tuple(self._roster))
+        self._remove_ended(tuple(self._queue))
         self._sweep()
-        for one in self._roster.active:
-            restore_logits(one)
-        self._roster.admit(self._steps)
+        for one in self._queue.active:
+            drop_last_token(one)
+        self._queue.admit(self._steps)
         # In place: of those who were fed together another one comes first the next time.
-        self._roster.active.sort(key=lambda one: one.served)
-        portions = plan(self._roster.active, self.n_batch, self._steps)
+        self._queue.active.sort(key=lambda one: one.last_step)
+        portions = schedule_batch(self._queue.active, self.n_batch, self._steps)
         self._steps += 1
         portions = [each for each in portions if self._room(*each)]
         if portions:
             self._feed(portions)
-        self._settle()
+        self._enter_decode_only()
 
     def _sweep(self) -> bool:
         """End what was cancelled; True when anything was."""
         others = self.context.cancels - self._interrupts
         if others > self._cancels:
             self._cancels = others
-            self._roster.end_all("cancelled")
+            self._queue.end_all("cancelled")
             return True
-        gone = [each for each in self._roster if each.cancelled]
+        gone = [each for each in self._queue if each.cancelled]
         for each in gone:
-            self._roster.end(each, "cancelled")
+            self._queue.end(each, "cancelled")
         return bool(gone)
 
     def _room(self, one: Generation, n: int) -> bool:
@@ -266,18 +266,18 @@ class Batcher:
 
     def _no_room(self, one: Generation, error: NoKVSlot) -> None:
         """Let a prompt wait until another has ended; what has text already fails."""
-        if one.tokens or len(self._roster.active) == 1:
-            self._roster.end(one, "failed", error)
+        if one.tokens or len(self._queue.active) == 1:
+            self._queue.end(one, "failed", error)
         else:
-            self._roster.set_back(one)
+            self._queue.requeue(one)
 
-    def _feed(self, portions: list[Portion], *, healed: bool = False) -> None:
+    def _feed(self, portions: list[Portion], *, defragged: bool = False) -> None:
         """Decode, and choose the next tokens."""
         self._feeding = portions
         try:
             decode(self.context, portions)
         except DecodeError as error:
-            self._failed(error, portions, healed=healed)
+            self._failed(error, portions, defragged=defragged)
             return
         finally:
             self._feeding = []
@@ -285,14 +285,20 @@ class Batcher:
         self._tokens += sum(n for _, n in portions)
         self._choose([one for one, _ in portions])
 
-    def _failed(self, error: DecodeError, portions: list[Portion], *, healed: bool = False) -> None:
+    def _failed(
+        self, error: DecodeError, portions: list[Portion], *, defragged: bool = False
+    ) -> None:
         """Find out who failed: what fails together is tried one by one."""
         self._slot_failures += isinstance(error, NoKVSlot)
         if isinstance(error, Cancelled):
             if not self._sweep():
-                self._roster.end_all("cancelled")
-        elif isinstance(error, NoKVSlot) and not healed and room.defragment(self.context, error):
-            self._feed(portions, healed=True)
+                self._queue.end_all("cancelled")
+        elif (
+            isinstance(error, NoKVSlot)
+            and not defragged
+            and defrag_retry.defragment(self.context, error)
+        ):
+            self._feed(portions, defragged=True)
         elif len(portions) > 1:
             for each in portions:
                 # Together they may need more than was made room for, one by one.
@@ -301,59 +307,61 @@ class Batcher:
         elif isinstance(error, NoKVSlot):
             one, n = portions[0]
             counts = {one.sequence.id: n}
-            self._no_room(one, room.full(self.context, error, counts, defragged=healed))
+            self._no_room(
+                one, defrag_retry.cache_full_error(self.context, error, counts, defragged=defragged)
+            )
         else:
-            self._roster.end(portions[0][0], "failed", error)
+            self._queue.end(portions[0][0], "failed", error)
 
     def _choose(self, fed: list[Generation]) -> None:
         context, greedy, ready = self.context, self._greedy, []
-        mark_served(fed, self._steps)
+        record_step(fed, self._steps)
         for one in fed:
-            if len(one.stream) == len(one.ledger.tokens):
+            if len(one.all_tokens) == len(one.ledger.tokens):
                 if one.max_tokens == 0:
-                    self._roster.end(one, "length")
+                    self._queue.end(one, "length")
                 else:
                     ready.append(one)
         if not ready:
             return
-        self._chosen += len(ready)
+        self._generated += len(ready)
         if all(one.sampler is greedy for one in ready):
-            tokens = [greedy.pick(context)] if len(ready) == 1 else greedy.pick_all(context)
+            tokens = [greedy.sample(context)] if len(ready) == 1 else greedy.sample_all(context)
             for one, token in zip(ready, tokens, strict=True):
-                one.take(token)
+                one.accept_token(token)
         else:
             for one in ready:
-                one.choose(context)
-        self._strike_out(ready)
+                one.sample_token(context)
+        self._remove_ended(ready)
 
 
 #: Steps after which whoever was left out goes before those that are being continued.
-PATIENCE = 8
+STARVATION_STEPS = 8
 
 Portion = tuple["Generation", int]
 
 
-def plan(active: Sequence[Generation], n_batch: int, steps: int) -> list[Portion]:
+def schedule_batch(active: Sequence[Generation], n_batch: int, steps: int) -> list[Portion]:
     """Share a batch out: who was left out too long, then who needs one token, then the prompts.
 
     Of each kind the one first that was fed longest ago. Groups of a prompt are not split.
     """
     if len(active) <= n_batch and all(
-        len(each.stream) - len(each.ledger.tokens) == 1 for each in active
+        len(each.all_tokens) - len(each.ledger.tokens) == 1 for each in active
     ):
         return [(each, 1) for each in active]
     late, single, others = [], [], []
-    for each in sorted(active, key=lambda one: one.served):
-        if steps - each.served > PATIENCE:
+    for each in sorted(active, key=lambda one: one.last_step):
+        if steps - each.last_step > STARVATION_STEPS:
             late.append(each)
-        elif len(each.stream) - len(each.ledger.tokens) == 1:
+        elif len(each.all_tokens) - len(each.ledger.tokens) == 1:
             single.append(each)
         else:
             others.append(each)
     found: list[Portion] = []
     for each in (*late, *single, *others):
         have = len(each.ledger.tokens)
-        n = min(len(each.stream) - have, n_batch)
+        n = min(len(each.all_tokens) - have, n_batch)
         if each.groups and have + n < len(each.prompt):
             n = grouping.floor(each.groups, have + n) - have
         if n > 0:
@@ -364,20 +372,20 @@ def plan(active: Sequence[Generation], n_batch: int, steps: int) -> list[Portion
 
 def decode(context: Context, portions: Sequence[Portion]) -> None:
     """Decode one batch, with logits where all of a stream is decoded then."""
-    if all(n == 1 == len(one.stream) - len(one.ledger.tokens) for one, n in portions):
+    if all(n == 1 == len(one.all_tokens) - len(one.ledger.tokens) for one, n in portions):
         if len(portions) == 1:
             one = portions[0][0]
-            context.step(one.sequence, one.stream[-1])
+            context.step(one.sequence, one.all_tokens[-1])
         else:
             context.step_all(
-                [one.sequence for one, _ in portions], [one.stream[-1] for one, _ in portions]
+                [one.sequence for one, _ in portions], [one.all_tokens[-1] for one, _ in portions]
             )
         return
     feeds = []
     for one, n in portions:
         have = len(one.ledger.tokens)
-        piece = np.array(one.stream[have : have + n], dtype=np.int32)
-        wants = have + n == len(one.stream) and one.max_tokens != 0
+        piece = np.array(one.all_tokens[have : have + n], dtype=np.int32)
+        wants = have + n == len(one.all_tokens) and one.max_tokens != 0
         feeds.append(Feed(one.sequence, piece, "last" if wants else "none"))
     context.decode(feeds)
 
@@ -393,7 +401,7 @@ class BatcherStats:
     active: int
     decodes: int
     decoded_tokens: int
-    chosen_tokens: int
+    generated_tokens: int
     slot_failures: int
     finished: int
     cancelled: int
@@ -404,10 +412,10 @@ class BatcherStats:
         return asdict(self)
 
 
-class Roster:
+class GenerationQueue:
     """Hold the generations of a batcher that have not ended, and count how the others did."""
 
-    def __init__(self, manager: Manager) -> None:
+    def __init__(self, manager: CacheManager) -> None:
         self.manager = manager
         self.waiting: deque[Generation] = deque()
         self.active: list[Generation] = []
@@ -452,12 +460,12 @@ class Roster:
                 first.begin(lease, steps)
                 self.active.append(first)
 
-    def set_back(self, one: Generation) -> None:
+    def requeue(self, one: Generation) -> None:
         """Let one wait again, as the first, until another has ended."""
         self.active.remove(one)
         self.waiting.appendleft(one)
         self._crowded = len(self.active)
-        one.give_back()
+        one.release_lease()
 
     def end(self, one: Generation, reason: Reason, error: Exception | None = None) -> None:
         """End one; raises what giving its lease back does, with it struck out."""
@@ -478,8 +486,8 @@ class Roster:
         for those in (self.active, self.waiting):
             if one in those:
                 those.remove(one)
-        if one.reason is not None:
-            self.ended[one.reason] += 1
+        if one.finish_reason is not None:
+            self.ended[one.finish_reason] += 1
 
 
 class StepOutcome(Enum):
@@ -493,7 +501,7 @@ class StepOutcome(Enum):
 GOING, ENDED, NOTHING = StepOutcome
 
 
-class Steady:
+class DecodeOnlyBatch:
     """Hold generations that need one token each.
 
     ``steps`` counts what was decoded, ``decoding`` says that it is being done, and another number
@@ -535,7 +543,7 @@ class Steady:
         tokens = []
         for one, ledger, reserve in self._rooms:
             have = len(ledger.tokens)
-            if len(one.stream) != have + 1:
+            if len(one.all_tokens) != have + 1:
                 return NOTHING
             try:
                 reserve(1)
@@ -544,7 +552,7 @@ class Steady:
                 return NOTHING
             except NoKVSlot:
                 return NOTHING
-            token = one.stream[-1]
+            token = one.all_tokens[-1]
             if len(ledger.tokens) != have:
                 follow_ledger(one, have)
             tokens.append(token)
@@ -558,13 +566,13 @@ class Steady:
         outcome = GOING
         if self._alike:
             if len(tokens) == 1:
-                return GOING if one.take(self._greedy.pick(context)) else ENDED
-            chosen = self._greedy.pick_all(context)
+                return GOING if one.accept_token(self._greedy.sample(context)) else ENDED
+            chosen = self._greedy.sample_all(context)
             for one, token in zip(self.generations, chosen, strict=True):
-                if not one.take(token):
+                if not one.accept_token(token):
                     outcome = ENDED
         else:
             for one in self.generations:
-                if not one.choose(context):
+                if not one.sample_token(context):
                     outcome = ENDED
         return outcome

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pyllamakv.binding.protocol import Memory
-from pyllamakv.cache.prefix_tree import PrefixTree, pack
+from pyllamakv.binding.protocol import MemoryType
+from pyllamakv.cache.prefix_tree import PrefixTree, tokens_to_key
 from pyllamakv.errors import (
     NativeError,
     PagingError,
@@ -42,9 +42,11 @@ class Branches:
     def __init__(self, context: Context, limit: int, pager: Pager | None) -> None:
         self.context, self.limit, self.pager = context, limit, pager
         memory = context.info.memory
-        self.cuttable = memory in (Memory.ATTENTION, Memory.SWA)
-        self.partial = self.cuttable and (memory is Memory.ATTENTION or context.params.swa_full)
-        self.sharing = memory is Memory.ATTENTION and not context.streams
+        self.may_trim = memory in (MemoryType.ATTENTION, MemoryType.SWA)
+        self.can_trim = self.may_trim and (
+            memory is MemoryType.ATTENTION or context.params.swa_full
+        )
+        self.sharing = memory is MemoryType.ATTENTION and not context.stream_per_sequence
         self.tree = PrefixTree(whole_pages=not self.sharing)
         self.taken = 0
         self.cell_bytes = _cell_bytes(context)
@@ -70,7 +72,7 @@ class Branches:
 
     def new(self) -> Sequence:
         """Make an empty sequence, one of the vacant ones."""
-        if not self.cuttable and len(self.context.vacant) == self.context.info.n_seq_max:
+        if not self.may_trim and len(self.context.vacant) == self.context.info.n_seq_max:
             # Some releases begin no recurrent sequence where another was, unless all is cleared.
             self.context.clear()
         sequence = self.context.sequence()
@@ -97,7 +99,9 @@ class Branches:
                 return each.entry  # type: ignore[no-any-return]
             if each.leases and leased is None:
                 leased = each.leases[0].sequence
-            waiting += [low for low in each.children.values() if low.held and low is not beside]
+            waiting += [
+                low for low in each.children.values() if low.ref_count and low is not beside
+            ]
         assert leased is not None, f"{node} is not held"
         return leased  # type: ignore[no-any-return]
 
@@ -122,7 +126,7 @@ class Branches:
 
     def _forget_pages(self, node: Node) -> None:
         # What is in the cache is on no page. A state at the end of a node says nothing of above.
-        for each in node.path if self.partial else [node]:
+        for each in node.path if self.can_trim else [node]:
             self.forget_page(each)
 
     def forget_page(self, node: Node) -> None:
@@ -136,14 +140,14 @@ class Branches:
         if self.sharing:
             self._share(node, sequence)
         self.attach(node, sequence)
-        if not self.partial and not self.state_bytes:
+        if not self.can_trim and not self.state_bytes:
             try:
                 saved = len(sequence.save())
             except (NativeError, Unsupported, MemoryError):
                 saved = 0  # no more than an estimate: not worth losing a sequence for
             self.state_bytes = max(1, saved - len(sequence) * self.cell_bytes)
         # Where sequences can be cut, the longer one holds the shorter ones.
-        for above in node.path[:-1] if self.partial else ():
+        for above in node.path[:-1] if self.can_trim else ():
             if above.entry is not None:
                 self.close(self.detach(above))
 
@@ -153,7 +157,7 @@ class Branches:
         Prompts that are decoded at the same time do not see each other's tokens; leases may still
         have such cells, so that only entries are shared with.
         """
-        for each in reversed([above for above in node.path if above.held]):
+        for each in reversed([above for above in node.path if above.ref_count]):
             other = next((below.entry for below in each.walk() if below.entry is not None), None)
             if other is None:
                 continue
@@ -175,11 +179,11 @@ class Branches:
 
     def removable(self, node: Node, *, frees_id: bool) -> bool:
         """Tell whether a node's sequence can be paged out, or dropped where there are no pages."""
-        if node.entry is None or node.leases or (self.partial and node.held != 1):
+        if node.entry is None or node.leases or (self.can_trim and node.ref_count != 1):
             return False
         if self.pager is not None:
             return True
-        if node.pins or len(node.children) > (0 if self.partial else 1):
+        if node.pins or len(node.children) > (0 if self.can_trim else 1):
             return False
         return not (frees_id and self.heir(node))
 
@@ -210,10 +214,10 @@ class Branches:
     def heir(self, node: Node) -> Node | None:
         """Return the node above that keeps the sequence of a dropped one, if it needs one."""
         parent = node.parent
-        if not self.partial or node.entry is None or parent is None or parent.parent is None:
+        if not self.can_trim or node.entry is None or parent is None or parent.parent is None:
             return None
         needed = parent.pins or (self.sharing and len(parent.children) > 1)
-        return parent if needed and parent.held == 1 else None
+        return parent if needed and parent.ref_count == 1 else None
 
     def forget_emptied(self) -> None:
         """Part with entries that a broken-off decode emptied, and with pins that no page has."""
@@ -249,7 +253,7 @@ class Branches:
         assert self.pager is not None
         sequence: Sequence = node.entry
         chain = [node]
-        while self.sharing and (above := chain[-1].parent) is not None and above.held == 1:
+        while self.sharing and (above := chain[-1].parent) is not None and above.ref_count == 1:
             if above.parent is None:
                 break
             chain.append(above)
@@ -291,7 +295,7 @@ class Branches:
         """Return the pages that a node needs, from the root down, to be in the cache."""
         if not self.sharing:
             return [node.page]
-        path = [each for each in node.path if not each.held]
+        path = [each for each in node.path if not each.ref_count]
         pages: list[Page] = []
         low = node.end
         # Pages may overlap: from the end up, only what the ones below leave out.
@@ -309,7 +313,7 @@ class Branches:
         pages = self.missing(node)
         covered = 0
         if self.sharing:
-            first = next(each for each in node.path if not each.held)
+            first = next(each for each in node.path if not each.ref_count)
             covered = first.start
         made: list[Sequence] = []
         try:
@@ -326,7 +330,7 @@ class Branches:
                 self.close(made.pop())
             if covered:
                 sequence.share(self.provider(first.parent or node), 0, covered)
-            if pack(sequence.ledger.tokens) != node.key:
+            if tokens_to_key(sequence.ledger.tokens) != node.key:
                 msg = f"a page of {node.end} tokens holds others; decode them again"
                 raise DamagedPage(PagingError(msg), pages[-1])
             made.clear()
@@ -391,8 +395,8 @@ class Branches:
                 kept.update(node.path)
         going = [node for node in tree.walk() if node not in kept]
         if self.sharing:
-            found = sum(len(node) for node in going if node.held)
-            if head is not None and head[0].held and head[0] in going:
+            found = sum(len(node) for node in going if node.ref_count)
+            if head is not None and head[0].ref_count and head[0] in going:
                 found -= head[1] - head[0].start
             return found
         ids = {node.entry.id for node in going if node.entry is not None}

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.binding import arguments
 from pyllamakv.binding.protocol import Capability
-from pyllamakv.cache.room import no_room
+from pyllamakv.cache.defrag_retry import restore_full_error
 from pyllamakv.errors import NativeError, PartialRemovalRefused, StateError, Unsupported
-from pyllamakv.runtime import state, windows
+from pyllamakv.runtime import state, swa
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +41,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class CheckpointSchedule:
     """Say how many checkpoints a sequence keeps, and when one is due.
 
     The oldest goes for a new one, and where all of them would hold more than ``budget`` bytes.
@@ -54,14 +54,14 @@ class Schedule:
 
     def __post_init__(self) -> None:
         for name, low in (("size", 0), ("interval", 1), ("first", 0), ("budget", 0)):
-            object.__setattr__(self, name, arguments.whole(name, getattr(self, name), low))
+            object.__setattr__(self, name, arguments.integer(name, getattr(self, name), low))
 
 
 class Ring:
     """Hold the checkpoints of one sequence, in the order of their positions."""
 
-    def __init__(self, schedule: Schedule | None = None) -> None:
-        self.schedule = schedule or Schedule()
+    def __init__(self, schedule: CheckpointSchedule | None = None) -> None:
+        self.schedule = schedule or CheckpointSchedule()
         self._kept: list[Checkpoint] = []
         self._bytes = 0
         #: The first position at which the next one is due.
@@ -128,7 +128,7 @@ class Ring:
 LOGGER = logging.getLogger("pyllamakv.cache")
 
 
-def going_back(sequence: Sequence, position: int) -> str | None:
+def why_no_rewind(sequence: Sequence, position: int) -> str | None:
     """Return why the memory cannot keep the positions below ``position`` alone; None: it can."""
     ledger, info = sequence.ledger, sequence.context.info
     if position > ledger.next:
@@ -140,7 +140,7 @@ def going_back(sequence: Sequence, position: int) -> str | None:
     return _window(sequence, ledger.without(position, None))
 
 
-def closing_gap(sequence: Sequence, begin: int, end: int) -> str | None:
+def why_no_gap_removal(sequence: Sequence, begin: int, end: int) -> str | None:
     """Return why positions from ``end`` on cannot move to ``begin``; None: they can."""
     info = sequence.context.info
     if info.memory.keeps_states or info.can_remove_partly is False:
@@ -154,24 +154,24 @@ def _window(sequence: Sequence, positions: list[int]) -> str | None:
     context = sequence.context
     if not context.info.n_swa or not positions:
         return None
-    with context.turn:
-        if context.kv.peek() is None:
+    with context.lock:
+        if context.kv.try_snapshot() is None:
             return "this build cannot show what its sliding-window cache still holds"
         try:
-            windows.check(context, sequence.id, positions, "removing them")
+            swa.check(context, sequence.id, positions, "removing them")
         except PartialRemovalRefused as refusal:
             return str(refusal)
     return None
 
 
-class Past:
+class SequenceRewinder:
     """Take the sequences of a context back, by their memory or by checkpoints.
 
     The context must be empty: it is tried out, where its memory keeps states.
     """
 
-    def __init__(self, lanes: Many[Sequence], schedule: Schedule | None) -> None:
-        self._lanes = lanes
+    def __init__(self, lanes: Many[Sequence], schedule: CheckpointSchedule | None) -> None:
+        self._sequences = lanes
         self._context = lanes[0].context
         info = self._context.info
         self.rings = tuple(Ring(schedule) for _ in lanes)
@@ -185,45 +185,45 @@ class Past:
         self._leaves = info.memory.keeps_states and self._try_to_restart()
         self._left = False
 
-    def can_resume(self, lane: Sequence, position: int) -> bool:
+    def can_resume(self, sequence: Sequence, position: int) -> bool:
         """Tell whether `go_back` to a position works."""
         if position == 0 and self._leaves:
-            others = any(len(each) for each in self._lanes if each is not lane)
-            return not others or (not len(lane) and not self._left)
-        if going_back(lane, position) is None:
+            others = any(len(each) for each in self._sequences if each is not sequence)
+            return not others or (not len(sequence) and not self._left)
+        if why_no_rewind(sequence, position) is None:
             return True
-        return self.rings[lane.id].at(position - 1) is not None
+        return self.rings[sequence.id].at(position - 1) is not None
 
-    def latest(self, lane: Sequence, target: int) -> int:
+    def latest_resumable(self, sequence: Sequence, target: int) -> int:
         """Return the last position up to ``target`` that `can_resume`, 0 where there is none."""
-        if self.can_resume(lane, target):
+        if self.can_resume(sequence, target):
             return target
-        best = self.rings[lane.id].best(target)
-        end = lane.next_pos
+        best = self.rings[sequence.id].best(target)
+        end = sequence.next_pos
         return max(best.pos + 1 if best else 0, end if end < target else 0)
 
-    def kept(self, lane: Sequence, position: int) -> Checkpoint | None:
+    def checkpoint_at(self, sequence: Sequence, position: int) -> Checkpoint | None:
         """Return the checkpoint of exactly the positions below ``position``, or None."""
-        return self.rings[lane.id].at(position - 1)
+        return self.rings[sequence.id].at(position - 1)
 
-    def restore(self, lane: Sequence, checkpoint: Checkpoint) -> None:
+    def restore(self, sequence: Sequence, checkpoint: Checkpoint) -> None:
         """Put a checkpoint into a sequence, or raise KVCacheFull with nothing changed.
 
         Raises StateError for a damaged one.
         """
         state.unpack(checkpoint.saved)
         try:
-            lane.restore(checkpoint.saved)
+            sequence.restore(checkpoint.saved)
         except StateError as error:
-            raise no_room(lane, checkpoint.pos + 1, error) from error
-        self.rings[lane.id].prune(checkpoint.pos)
+            raise restore_full_error(sequence, checkpoint.pos + 1, error) from error
+        self.rings[sequence.id].prune(checkpoint.pos)
         self._left |= self._leaves
 
-    def empty(self, lane: Sequence) -> None:
+    def empty(self, sequence: Sequence) -> None:
         """Remove a whole sequence, which always works."""
-        self._left |= self._leaves and len(lane) > 0
-        lane.remove()
-        self.rings[lane.id].prune(-1)
+        self._left |= self._leaves and len(sequence) > 0
+        sequence.remove()
+        self.rings[sequence.id].prune(-1)
         self._forget()
 
     def failed(self) -> None:
@@ -231,36 +231,36 @@ class Past:
         self._left |= self._leaves and bool(self._context.emptied)
         self._forget()
 
-    def passed(self, lane: Sequence, more: int) -> None:
+    def record_decoded(self, sequence: Sequence, more: int) -> None:
         """Take note of ``more`` tokens of a sequence, and save it if it is time to."""
-        ring, pos = self.rings[lane.id], lane.ledger.next - 1
+        ring, pos = self.rings[sequence.id], sequence.ledger.next - 1
         if ring.newest > pos - more:
             # Left by what a failure emptied, and of other tokens than these.
             ring.prune(pos - more)
         if pos < ring.due:
             return
         try:
-            ring.put(Checkpoint(pos, lane.save()))
+            ring.put(Checkpoint(pos, sequence.save()))
         except (NativeError, Unsupported, MemoryError) as error:
             LOGGER.info("no checkpoints are kept: %s", error)
             self.saves = False
             for each in self.rings:
                 each.prune(-1)
             return
-        LOGGER.debug("checkpoint of sequence %d at %d, %d bytes", lane.id, pos, ring.bytes)
+        LOGGER.debug("checkpoint of sequence %d at %d, %d bytes", sequence.id, pos, ring.bytes)
 
     def _forget(self) -> None:
-        if self._left and not any(map(len, self._lanes)):
+        if self._left and not any(map(len, self._sequences)):
             self._context.clear()
             self._left = False
 
     def _try_to_restart(self) -> bool:
-        lane = self._lanes[0]
+        sequence = self._sequences[0]
         try:
             for _ in range(2):
                 # Two tokens: of one, some releases say that there is none.
-                self._context.decode(lane.feed([0, 0]))
-                lane.remove()
+                self._context.decode(sequence.feed([0, 0]))
+                sequence.remove()
         except Unsupported:
             return True
         finally:

@@ -12,11 +12,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding import arguments
-from pyllamakv.cache import room
-from pyllamakv.cache.checkpoints import Past, Schedule, closing_gap, going_back
+from pyllamakv.cache import defrag_retry
+from pyllamakv.cache.checkpoints import (
+    CheckpointSchedule,
+    SequenceRewinder,
+    why_no_gap_removal,
+    why_no_rewind,
+)
+from pyllamakv.cache.defrag_retry import restore_full_error
 from pyllamakv.cache.inspection import check_ledgers, describe
 from pyllamakv.cache.interface import check_range
-from pyllamakv.cache.room import no_room
 from pyllamakv.errors import (
     KVCacheFull,
     KvError,
@@ -44,20 +49,24 @@ class ContextCache:
     """Implement `Cache` over a context, whose sequences it takes all: ``lanes``.
 
     ``checkpoints`` says how often a sequence is saved where the memory cannot go back by itself;
-    ``rehearse`` fills the whole cache once, to see that nothing is missing.
+    ``fill_cache`` fills the whole cache once, to see that nothing is missing.
     Raises NotEnoughMemory when the worst case does not fit, UsageError when the context is in use.
     """
 
     def __init__(
-        self, context: Context, *, checkpoints: Schedule | None = None, rehearse: bool = False
+        self,
+        context: Context,
+        *,
+        checkpoints: CheckpointSchedule | None = None,
+        fill_cache: bool = False,
     ) -> None:
         self.context = arguments.instance("context", context, Context, "a Context")
-        rehearse = arguments.flag("rehearse", rehearse)
+        fill_cache = arguments.flag("fill_cache", fill_cache)
         if checkpoints is not None:
-            arguments.instance("checkpoints", checkpoints, Schedule, "a Schedule or None")
-        self.lanes: tuple[runtime.Sequence, ...] = ()
+            arguments.instance("checkpoints", checkpoints, CheckpointSchedule, "a Schedule or None")
+        self.sequences: tuple[runtime.Sequence, ...] = ()
         self._owned: Context | None = None
-        self._stats = CacheStats()
+        self._stats = ContextCacheStats()
         if any(map(len, context.ledgers)):
             msg = "this context has tokens already; a cache begins with an empty one"
             raise UsageError(msg)
@@ -66,9 +75,9 @@ class ContextCache:
         self.capacity = info.n_ctx // context.partitions
         try:
             for number in range(info.n_seq_max):
-                self.lanes += (context.sequence(number),)
-            reserve(context, rehearse=rehearse)
-            self.past = Past(self.lanes, checkpoints)
+                self.sequences += (context.sequence(number),)
+            reserve(context, fill_cache=fill_cache)
+            self.rewinder = SequenceRewinder(self.sequences, checkpoints)
         except BaseException:
             self.close()
             raise
@@ -82,8 +91,8 @@ class ContextCache:
         max_sequences: int = 1,
         capacity: int = 512,
         max_batch: int = 512,
-        checkpoints: Schedule | None = None,
-        rehearse: bool = False,
+        checkpoints: CheckpointSchedule | None = None,
+        fill_cache: bool = False,
         **options: Any,
     ) -> ContextCache:
         """Make a context for so many sequences of so many tokens each, and a cache that owns it.
@@ -92,12 +101,12 @@ class ContextCache:
         Raises NotEnoughMemory and what `Model.context` raises.
         """
         arguments.instance("model", model, Model, "a Model")
-        max_sequences = arguments.whole("max_sequences", max_sequences, 1, arguments.INT32)
-        capacity = arguments.whole("capacity", capacity, 1, arguments.INT32)
-        max_batch = arguments.whole("max_batch", max_batch, 1, arguments.INT32)
-        rehearse = arguments.flag("rehearse", rehearse)
+        max_sequences = arguments.integer("max_sequences", max_sequences, 1, arguments.INT32)
+        capacity = arguments.integer("capacity", capacity, 1, arguments.INT32)
+        max_batch = arguments.integer("max_batch", max_batch, 1, arguments.INT32)
+        fill_cache = arguments.flag("fill_cache", fill_cache)
         if checkpoints is not None:
-            arguments.instance("checkpoints", checkpoints, Schedule, "a Schedule or None")
+            arguments.instance("checkpoints", checkpoints, CheckpointSchedule, "a Schedule or None")
         if max_batch > capacity:
             msg = (
                 f"a batch of {max_batch} tokens does not fit into a sequence of {capacity}: give "
@@ -113,7 +122,7 @@ class ContextCache:
         check_address_space(model, cells, max_batch, **options)
         context = model.context(cells, max_batch, **options)
         try:
-            cache = cls(context, checkpoints=checkpoints, rehearse=rehearse)
+            cache = cls(context, checkpoints=checkpoints, fill_cache=fill_cache)
         except BaseException:
             context.close()
             raise
@@ -122,18 +131,18 @@ class ContextCache:
 
     def length(self, sequence: int) -> int:
         """Return the position that a sequence's next token gets."""
-        return self.lane(sequence).next_pos
+        return self.runtime_sequence(sequence).next_pos
 
-    def lane(self, number: int) -> runtime.Sequence:
+    def runtime_sequence(self, number: int) -> runtime.Sequence:
         """Return the runtime's sequence of a number, or raise UsageError."""
-        number = arguments.whole("sequence", number)
-        if not 0 <= number < len(self.lanes):
+        number = arguments.integer("sequence", number)
+        if not 0 <= number < len(self.sequences):
             msg = (
                 f"sequence {arguments.shown(number)} is out of range: there are "
-                f"0..{len(self.lanes) - 1}"
+                f"0..{len(self.sequences) - 1}"
             )
             raise UsageError(msg)
-        return self.lanes[number]
+        return self.sequences[number]
 
     def start_forward(
         self,
@@ -144,65 +153,67 @@ class ContextCache:
     ) -> None:
         """Decode a batch; `Cache.start_forward` describes it."""
         tokens, positions, sequences = checked_pass(tokens, positions, sequences)
-        counts, run = lay_out(self.context, self.lanes, tokens, positions, sequences, logits)
+        counts, run = split_batch(
+            self.context, self.sequences, tokens, positions, sequences, logits
+        )
         for number, more in counts.items():
-            held = len(self.lanes[number].ledger.tokens)
+            held = len(self.sequences[number].ledger.tokens)
             if held + more > self.capacity:
-                self._stats.full += 1
-                raise room.beyond(number, held, more, self.capacity)
+                self._stats.full_errors += 1
+                raise defrag_retry.capacity_error(number, held, more, self.capacity)
         try:
-            self._stats.defrags += room.decode(self.context, run, counts)
+            self._stats.defrags += defrag_retry.decode_with_defrag(self.context, run, counts)
         except KvError as error:
-            self.past.failed()
-            self._stats.full += isinstance(error, KVCacheFull)
+            self.rewinder.failed()
+            self._stats.full_errors += isinstance(error, KVCacheFull)
             self._stats.defrags += isinstance(error, KVCacheFull) and error.defragged
             if isinstance(error, Unsupported):
                 raise Unsupported(str(error), error.capability, reason=str(error)) from error
             raise
         self._stats.forwards += 1
         self._stats.decoded_tokens += len(tokens)
-        if self.past.saves:
+        if self.rewinder.saves:
             for number, more in counts.items():
-                self.past.passed(self.lanes[number], more)
+                self.rewinder.record_decoded(self.sequences[number], more)
 
     def copy_prefix(self, source: int, target: int, length: int) -> int:
         """Share a prefix; `Cache.copy_prefix` describes it."""
-        length = arguments.whole("length", length, 0)
+        length = arguments.integer("length", length, 0)
         kept = self.check_copy(source, target, length)
-        lane, other = self.lanes[source], self.lanes[target]
-        length = min(length, lane.next_pos)
+        seq, other = self.sequences[source], self.sequences[target]
+        length = min(length, seq.next_pos)
         if source == target:
             return length
         if kept is not None:
-            self.past.restore(other, kept)
+            self.rewinder.restore(other, kept)
         else:
-            self.past.empty(other)
-            lane.copy_to(other, lane.ledger.span(None, length)[1])
-        self.past.rings[target].copy_from(self.past.rings[source], length)
+            self.rewinder.empty(other)
+            seq.copy_to(other, seq.ledger.span(None, length)[1])
+        self.rewinder.rings[target].copy_from(self.rewinder.rings[source], length)
         self._stats.copies += 1
         self._stats.restores += kept is not None
         return length
 
     def check_copy(self, source: int, target: int, length: int) -> Checkpoint | None:
         """Raise what `copy_prefix` would; return the checkpoint that it would go by, if any."""
-        lane, _ = self.lane(source), self.lane(target)
-        length = arguments.whole("length", length, 0)
-        length = min(length, lane.next_pos)
-        reason = None if source == target else going_back(lane, length)
+        seq, _ = self.runtime_sequence(source), self.runtime_sequence(target)
+        length = arguments.integer("length", length, 0)
+        length = min(length, seq.next_pos)
+        reason = None if source == target else why_no_rewind(seq, length)
         if reason is None:
             return None
-        return self._kept(lane, length, f"copy {length} positions of sequence {source}", reason)
+        return self._kept(seq, length, f"copy {length} positions of sequence {source}", reason)
 
     def can_resume(self, sequence: int, position: int) -> bool:
         """Tell where decoding can go on; `Cache.can_resume` describes it."""
-        position = arguments.whole("position", position, 0)
-        return self.past.can_resume(self.lane(sequence), position)
+        position = arguments.integer("position", position, 0)
+        return self.rewinder.can_resume(self.runtime_sequence(sequence), position)
 
     def prepare_restore(self, sequence: int, target: int) -> int:
         """Return where to go on at the latest; `Cache.prepare_restore` describes it."""
-        target = arguments.whole("target", target, 0)
+        target = arguments.integer("target", target, 0)
         self.can_resume(sequence, target)
-        return self.past.latest(self.lane(sequence), target)
+        return self.rewinder.latest_resumable(self.runtime_sequence(sequence), target)
 
     def remove(
         self, sequence: int, begin: int, end: int | None = None, *, unshare: bool = False
@@ -212,47 +223,49 @@ class ContextCache:
         kept = self.check_remove(sequence, begin, end, unshare=unshare)
         if begin == end:
             return
-        lane = self.lanes[sequence]
+        seq = self.sequences[sequence]
         if kept is not None:
-            self.past.restore(lane, kept)
+            self.rewinder.restore(seq, kept)
             self._stats.restores += 1
-        elif end is not None and end < lane.next_pos:
-            _close_gap(lane, begin, end)
+        elif end is not None and end < seq.next_pos:
+            _close_gap(seq, begin, end)
         elif begin == 0:
-            self.past.empty(lane)
-        elif begin < lane.next_pos:
-            lane.remove(begin, None)
-        self.past.rings[sequence].prune(begin - 1)
+            self.rewinder.empty(seq)
+        elif begin < seq.next_pos:
+            seq.remove(begin, None)
+        self.rewinder.rings[sequence].prune(begin - 1)
         self._stats.removals += 1
 
     def check_remove(
         self, sequence: int, begin: int, end: int | None = None, *, unshare: bool = False
     ) -> Checkpoint | None:
         """Raise what `remove` would; return the checkpoint that it would go by, if any."""
-        lane = self.lane(sequence)
+        seq = self.runtime_sequence(sequence)
         begin, end = check_range(begin, end)
         unshare = arguments.flag("unshare", unshare)
         if begin == end:
             return None
         what = f"remove positions {begin}..{'' if end is None else end} of sequence {sequence}"
-        if end is not None and end < lane.next_pos:
-            reason = closing_gap(lane, begin, end)
+        if end is not None and end < seq.next_pos:
+            reason = why_no_gap_removal(seq, begin, end)
             if reason is not None:
                 raise _refused(what, reason)
-            _check_unshared(lane, end, unshare=unshare)
+            _check_unshared(seq, end, unshare=unshare)
             return None
-        if begin > lane.next_pos:
-            return self.past.kept(lane, begin)  # after a failure that emptied the sequence
-        reason = going_back(lane, begin)
-        return self._kept(lane, begin, what, reason) if reason is not None else None
+        if begin > seq.next_pos:
+            return self.rewinder.checkpoint_at(
+                seq, begin
+            )  # after a failure that emptied the sequence
+        reason = why_no_rewind(seq, begin)
+        return self._kept(seq, begin, what, reason) if reason is not None else None
 
     def memory_breakdown(self) -> MemoryBreakdown:
         """Say where the bytes of the cache, its context and its model lie."""
         return memory_breakdown(self.context)
 
-    def stats(self) -> CacheStats:
+    def stats(self) -> ContextCacheStats:
         """Return what was done so far, and what is kept."""
-        rings = self.past.rings
+        rings = self.rewinder.rings
         held = sum(ring.bytes for ring in rings)
         return replace(self._stats, checkpoints=sum(map(len, rings)), checkpoint_bytes=held)
 
@@ -266,8 +279,8 @@ class ContextCache:
 
     def close(self) -> None:
         """Give the sequences back, and the context where `init` made it."""
-        for lane in self.lanes:
-            lane.close()
+        for seq in self.sequences:
+            seq.close()
         if self._owned is not None:
             self._owned.close()
 
@@ -285,8 +298,8 @@ class ContextCache:
             f"{self.max_batch}>"
         )
 
-    def _kept(self, lane: runtime.Sequence, length: int, what: str, reason: str) -> Checkpoint:
-        found = self.past.kept(lane, length)
+    def _kept(self, seq: runtime.Sequence, length: int, what: str, reason: str) -> Checkpoint:
+        found = self.rewinder.checkpoint_at(seq, length)
         if found is None:
             raise _refused(what, reason)
         return found
@@ -296,7 +309,7 @@ def _refused(what: str, reason: str) -> Unsupported:
     return Unsupported(f"cannot {what}: {reason}; nothing was changed", reason=reason)
 
 
-def lay_out(
+def split_batch(
     context: Context,
     lanes: tuple[runtime.Sequence, ...],
     tokens: Sequence[int],
@@ -318,10 +331,10 @@ def lay_out(
     if logits is None and 0 < n == len(counts) == len(positions) == len(sequences):
         # A token for each: what generation does, over and over.
         chosen = [lanes[number] for number in sequences]
-        for lane, pos in zip(chosen, positions, strict=True):
-            if pos != lane.ledger.next:
+        for seq, pos in zip(chosen, positions, strict=True):
+            if pos != seq.ledger.next:
                 msg = (
-                    f"sequence {lane.id} goes on at position {lane.ledger.next}, not {pos}: "
+                    f"sequence {seq.id} goes on at position {seq.ledger.next}, not {pos}: "
                     "positions follow each other without a gap"
                 )
                 raise UsageError(msg)
@@ -354,50 +367,50 @@ def lengths(sequences: Sequence[int]) -> dict[int, int]:
     return found
 
 
-def _check_unshared(lane: runtime.Sequence, end: int, *, unshare: bool) -> None:
+def _check_unshared(seq: runtime.Sequence, end: int, *, unshare: bool) -> None:
     """Raise SharedCells, or KVCacheFull, unless the positions from ``end`` on can move."""
-    others = _sharers(lane, end)
+    others = _sharers(seq, end)
     if not others:
         return
     if not unshare:
         names = ", ".join(map(str, others))
         msg = (
-            f"positions from {end} on of sequence {lane.id} lie in cells that sequence {names} has "
+            f"positions from {end} on of sequence {seq.id} lie in cells that sequence {names} has "
             "as well, where they would move too; nothing was changed: give unshare=True for cells "
             "of its own"
         )
         raise SharedCells(msg, others)
-    ledgers = lane.context.ledgers
-    theirs = {mark for each in ledgers if each is not lane.ledger for mark in each.marks}
-    needed = sum(mark in theirs for mark in lane.ledger.marks)
-    with lane.context.turn:
-        seen = lane.context.kv.peek()
+    ledgers = seq.context.ledgers
+    theirs = {mark for each in ledgers if each is not seq.ledger for mark in each.marks}
+    needed = sum(mark in theirs for mark in seq.ledger.marks)
+    with seq.context.lock:
+        seen = seq.context.kv.try_snapshot()
     if seen is not None and seen.stats.free < needed:
-        raise no_room(lane, needed, f"{needed} shared cells, {seen.stats.free} free ones")
+        raise restore_full_error(seq, needed, f"{needed} shared cells, {seen.stats.free} free ones")
 
 
-def _close_gap(lane: runtime.Sequence, begin: int, end: int) -> None:
+def _close_gap(seq: runtime.Sequence, begin: int, end: int) -> None:
     """Remove begin <= p < end, and let the positions behind close up, in cells of their own."""
-    if _sharers(lane, end):
+    if _sharers(seq, end):
         try:
-            lane.restore(lane.save())
+            seq.restore(seq.save())
         except StateError as error:
-            raise no_room(lane, len(lane), error) from error
-    lane.remove(begin, end)
-    lane.shift(end, None, begin - end)
+            raise restore_full_error(seq, len(seq), error) from error
+    seq.remove(begin, end)
+    seq.shift(end, None, begin - end)
 
 
-def _sharers(lane: runtime.Sequence, end: int) -> tuple[int, ...]:
-    return lane.ledger.shared_with(enumerate(lane.context.ledgers), end, None)
+def _sharers(seq: runtime.Sequence, end: int) -> tuple[int, ...]:
+    return seq.ledger.shared_with(enumerate(seq.context.ledgers), end, None)
 
 
 @dataclass(slots=True)
-class CacheStats:
+class ContextCacheStats:
     """Count what a `ContextCache` did, and the checkpoints that it has."""
 
     forwards: int = 0
     decoded_tokens: int = 0
-    full: int = 0
+    full_errors: int = 0
     defrags: int = 0
     copies: int = 0
     removals: int = 0

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import Capability
-from pyllamakv.cache.room import Room
+from pyllamakv.cache.defrag_retry import CellUsage
 from pyllamakv.errors import (
     NativeError,
     NoSlotAvailable,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("pyllamakv.cache")
 
 
-def cells(context: Context) -> KVStats | None:
+def cell_stats(context: Context) -> KVStats | None:
     """Count the cells, or return None where tokens need none, or nothing can be seen."""
     try:
         stats = context.kv.stats
@@ -45,7 +45,7 @@ def cells(context: Context) -> KVStats | None:
 
 def capacity(context: Context) -> int | None:
     """Return how many tokens a sequence may have, None where there is no limit."""
-    found = cells(context)
+    found = cell_stats(context)
     if found is None:
         return None
     return found.size // context.partitions
@@ -55,7 +55,7 @@ def victim(cache: PrefixCache, kept: Iterable[Node], *, frees_id: bool) -> Node 
     """Return the node whose sequence goes next, not one of ``kept`` nor on the way to a lease."""
     branches = cache.branches
     protected = {*kept, *(each for lease in cache.leases for each in lease.node.path)}
-    return branches.tree.oldest(
+    return branches.tree.least_recently_used(
         lambda node: node not in protected and branches.removable(node, frees_id=frees_id)
     )
 
@@ -63,7 +63,7 @@ def victim(cache: PrefixCache, kept: Iterable[Node], *, frees_id: bool) -> Node 
 def evict(cache: PrefixCache, node: Node, keep: int = 0) -> Sequence | None:
     """Page a node out, or drop it where there are no pages; its sequence with ``keep`` tokens."""
     kept = cache.branches.evict(node, keep)
-    cache.counts.add("evicted" if cache.branches.pager is None else "paged_out")
+    cache.counts.add("evictions" if cache.branches.pager is None else "paged_out")
     return kept
 
 
@@ -77,10 +77,10 @@ def droppable(cache: PrefixCache) -> Node | None:
         keeps = node.entry is not None or node.page is not None
         return keeps and not node.pins and len(node.children) <= most and node not in protected
 
-    return branches.tree.oldest(wanted)
+    return branches.tree.least_recently_used(wanted)
 
 
-def make_ids(cache: PrefixCache, n: int, kept: Iterable[Node]) -> bool:
+def free_sequences(cache: PrefixCache, n: int, kept: Iterable[Node]) -> bool:
     """Make sequences vacant; False when there are too few to part with."""
     kept = list(kept)
     while cache.branches.vacant < n:
@@ -120,12 +120,12 @@ def pin_state(cache: PrefixCache, node: Node, length: int) -> None:
     if length < node.end or not node.leases:
         msg = f"this memory has no state of {length} tokens any more: pin it while it is leased"
         raise Unsupported(msg, reason="a state cannot go back")
-    if not make_ids(cache, 1, node.path):
-        raise all_taken(cache)
+    if not free_sequences(cache, 1, node.path):
+        raise no_sequence_error(cache)
     branches.attach(node, branches.fork(node.leases[0].sequence, length))
 
 
-def all_taken(cache: PrefixCache) -> NoSlotAvailable:
+def no_sequence_error(cache: PrefixCache) -> NoSlotAvailable:
     """Make the error for a sequence that nobody gives up."""
     limit = cache.branches.limit
     msg = (
@@ -144,7 +144,7 @@ def make_page_room(cache: PrefixCache, node: Node) -> bool:
         short = shortage(cache, wanted, None)
         if short > 0 and short > cache.branches.reclaimable(above):
             return False
-        if not make_ids(cache, 1 + (len(pages) > 1), above):
+        if not free_sequences(cache, 1 + (len(pages) > 1), above):
             return False
         # What goes for it may be what the pages began after: then there are more of them.
         if not _free(cache, wanted, None, above, shortage(cache, wanted, None)):
@@ -152,10 +152,10 @@ def make_page_room(cache: PrefixCache, node: Node) -> bool:
     return True
 
 
-def plenty(cache: PrefixCache, n: int, lease: PrefixLease | None) -> bool:
+def certainly_fits(cache: PrefixCache, n: int, lease: PrefixLease | None) -> bool:
     """Tell without a look at the cells whether ``n`` more tokens find room for sure."""
     context, branches = cache.context, cache.branches
-    if context.streams or cache.size_limit is None:
+    if context.stream_per_sequence or cache.max_sequence_tokens is None:
         return True
     if not branches.sharing or _needs_holes(context):
         return False
@@ -163,9 +163,9 @@ def plenty(cache: PrefixCache, n: int, lease: PrefixLease | None) -> bool:
     most = branches.tree.held_tokens + n
     for each in cache.leases:
         most += len(each.ledger.tokens) + (each.promised if each is not lease else 0)
-    if most > cache.size_limit:
+    if most > cache.max_sequence_tokens:
         return False
-    return branches.alone or most + branches.foreign() <= cache.size_limit
+    return branches.alone or most + branches.foreign() <= cache.max_sequence_tokens
 
 
 def shortage(cache: PrefixCache, n: int, lease: PrefixLease | None) -> int:
@@ -173,7 +173,7 @@ def shortage(cache: PrefixCache, n: int, lease: PrefixLease | None) -> int:
 
     Where some are, leases give up what they were granted ahead.
     """
-    stats = None if cache.context.streams else cells(cache.context)
+    stats = None if cache.context.stream_per_sequence else cell_stats(cache.context)
     if stats is None:
         return 0
     others = [each for each in cache.leases if each is not lease]
@@ -185,7 +185,7 @@ def shortage(cache: PrefixCache, n: int, lease: PrefixLease | None) -> int:
 
 def check_cells(cache: PrefixCache, n: int, node: Node, length: int) -> None:
     """Raise KVCacheFull unless ``n`` tokens can be placed after ``length`` tokens up to a node."""
-    if plenty(cache, n, None):
+    if certainly_fits(cache, n, None):
         return
     short = shortage(cache, n, None)
     if short <= 0:
@@ -197,10 +197,10 @@ def check_cells(cache: PrefixCache, n: int, node: Node, length: int) -> None:
 
 def make_cells(cache: PrefixCache, n: int, lease: PrefixLease) -> None:
     """Make room for ``n`` more tokens of a lease, or raise KVCacheFull."""
-    longest = cache.size_limit
+    longest = cache.max_sequence_tokens
     if longest is not None and len(lease.ledger) + n > longest:
         raise full(cache, n)
-    if plenty(cache, n, lease):
+    if certainly_fits(cache, n, lease):
         return
     short = shortage(cache, n, lease)
     if short > 0 and short > cache.branches.reclaimable(()):
@@ -225,7 +225,7 @@ def _free(
         if short <= 0 or not branches.sharing:
             short = shortage(cache, n, lease)
     if _needs_holes(context):
-        stats = cells(context)
+        stats = cell_stats(context)
         if stats is not None and stats.largest_hole < min(n, stats.free):
             with suppress(Unsupported):
                 context.kv.defrag()
@@ -240,7 +240,7 @@ def _needs_holes(context: Context) -> bool:
 
 def full(cache: PrefixCache, n: int) -> KVCacheFull:
     """Make the error for ``n`` tokens that find no room."""
-    there = Room.of(cache.context, cells(cache.context))
+    there = CellUsage.of(cache.context, cell_stats(cache.context))
     msg = (
         f"there is no room for {n} more tokens: {there.used} of {there.cells} cells are used, by "
         "leases and what is pinned most of all; release a lease, or make the context with a larger "

@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pyllamakv.binding import arguments
 from pyllamakv.binding.protocol import Capability, SamplerParams
-from pyllamakv.cache import groups as grouping
+from pyllamakv.cache import token_groups as grouping
 from pyllamakv.errors import PartialRemovalRefused, ReprocessNeeded, Unsupported, UsageError
 from pyllamakv.runtime.batch import as_int32
-from pyllamakv.runtime.sampler import NumpySampler, Sampler, check_picker, punishes
-from pyllamakv.runtime.textstream import TextStream
+from pyllamakv.runtime.detokenizer import IncrementalDetokenizer
+from pyllamakv.runtime.sampler import NumpySampler, Sampler, check_sampler, uses_penalties
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from pyllamakv.cache.batcher import Batcher
-    from pyllamakv.cache.groups import Group
     from pyllamakv.cache.interface import Lease
+    from pyllamakv.cache.token_groups import Group
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.ledger import Ledger
     from pyllamakv.runtime.model import Model
-    from pyllamakv.runtime.sampler import Picker
+    from pyllamakv.runtime.sampler import TokenSampler
     from pyllamakv.runtime.sequence import Sequence
 
 Reason = Literal["end", "stop", "length", "cancelled", "failed"]
@@ -44,7 +44,7 @@ class Generation:
         self.prompt = asked.prompt
         #: The tokens that were chosen, the one that ended it left out.
         self.tokens: list[int] = []
-        self.reason: Reason | None = None
+        self.finish_reason: Reason | None = None
         self.error: Exception | None = None
         #: How many of the prompt's tokens the cache had; None while it waits.
         self.cached: int | None = None
@@ -56,25 +56,25 @@ class Generation:
         self._owned = asked.owned
         model = batcher.context.model
         self._piece = model.piece if model.info.has_vocab else None
-        self._is_end = model.is_end if model.info.has_vocab and asked.stop_at_end else None
-        self._text = TextStream()
+        self._is_eog = model.is_eog if model.info.has_vocab and asked.stop_at_end else None
+        self._text = IncrementalDetokenizer()
         #: The text of tokens that are known to be ASCII, and no end.
         self._known = batcher.known
-        self._stops = Stops(asked.stop) if asked.stop else None
+        self._stops = StopStrings(asked.stop) if asked.stop else None
         self._parts: list[str] = []
         # What the batcher needs, while it has a lease.
         self.lease: Lease | None = None
         self.sequence: Sequence
         self.ledger: Ledger
         #: What the sequence has to hold: what it has, then what is to be decoded.
-        self.stream: list[int] = []
+        self.all_tokens: list[int] = []
         #: When it was fed last.
-        self.served = 0
+        self.last_step = 0
 
     @property
     def done(self) -> bool:
         """Tell whether it has ended."""
-        return self.reason is not None
+        return self.finish_reason is not None
 
     @property
     def text(self) -> str:
@@ -83,7 +83,7 @@ class Generation:
 
     def cancel(self) -> None:
         """End it, also while it is decoded; callable from any thread. What it decoded stays."""
-        if self.reason is None:
+        if self.finish_reason is None:
             self.cancelled = True
             self._batcher.interrupt(self)
 
@@ -98,40 +98,40 @@ class Generation:
             while at < len(self._parts):
                 at += 1
                 yield self._parts[at - 1]
-            if self.reason is not None:
+            if self.finish_reason is not None:
                 break
             self._batcher.step()
         if self.error is not None:
             raise self.error
 
     def __repr__(self) -> str:
-        state = self.reason or ("waits" if self.lease is None else "runs")
+        state = self.finish_reason or ("waits" if self.lease is None else "runs")
         return f"<Generation of {len(self.prompt)} + {len(self.tokens)} tokens, {state}>"
 
     # What the batcher asks for...
 
     def begin(self, lease: Lease, steps: int) -> None:
         """Take a lease over, after so many steps."""
-        self.served = steps
+        self.last_step = steps
         self.lease, self.cached = lease, lease.cached
         self.sequence = lease.sequence
         self.ledger = lease.sequence.ledger
-        self.stream = [*self.prompt, *self.tokens]
+        self.all_tokens = [*self.prompt, *self.tokens]
 
-    def choose(self, context: Context) -> bool:
+    def sample_token(self, context: Context) -> bool:
         """Choose a token by its own sampler and take it; a sampler that raises makes it fail."""
         try:
-            token = self.sampler.pick(context, self.ledger.logits_at)
+            token = self.sampler.sample(context, self.ledger.logits_at)
         except Exception as error:
             self.end("failed", error)
             return False
-        return self.take(token)
+        return self.accept_token(token)
 
-    def take(self, token: int) -> bool:
+    def accept_token(self, token: int) -> bool:
         """Go on with a chosen token, or end; False when it has ended."""
         text = self._known.get(token)
         if text is None or self._text.held:
-            if self._is_end is not None and self._is_end(token):
+            if self._is_eog is not None and self._is_eog(token):
                 self.end("end")
                 return False
             text = self._read(token)
@@ -146,7 +146,7 @@ class Generation:
         elif len(tokens) == self.max_tokens:
             self.end("length")
         else:
-            self.stream.append(token)
+            self.all_tokens.append(token)
             return True
         return False
 
@@ -154,27 +154,27 @@ class Generation:
         if self._piece is None:
             return ""
         piece = self._piece(token)
-        if piece.isascii() and self._is_end is not None:
+        if piece.isascii() and self._is_eog is not None:
             # Read once: what is in here is no end, and text by itself.
             self._known[token] = piece.decode("ascii")
         return self._text.feed(piece)
 
     def end(self, reason: Reason, error: Exception | None = None) -> None:
         """End, let out the text that was held back, and give the lease back."""
-        if self.reason is not None:
+        if self.finish_reason is not None:
             return
         if reason != "stop":
             self._flush()
             if self._stops is not None and self._stops.found is not None and reason != "failed":
                 reason = "stop"
-        self.reason, self.error = reason, error
+        self.finish_reason, self.error = reason, error
         try:
-            self.give_back()
+            self.release_lease()
         finally:
             if self._owned is not None:
                 self._owned.close()
 
-    def give_back(self) -> None:
+    def release_lease(self) -> None:
         """Release the lease; what was decoded stays in the cache."""
         lease, self.lease = self.lease, None
         if lease is not None:
@@ -195,13 +195,13 @@ def follow_ledger(one: Generation, have: int, again: Iterable[int] = ()) -> None
 
     ``have`` is how many tokens of the stream were decoded before; ``again`` are decoded next.
     """
-    one.stream = [*one.ledger.tokens, *again, *one.stream[have:]]
+    one.all_tokens = [*one.ledger.tokens, *again, *one.all_tokens[have:]]
 
 
-def mark_served(those: Iterable[Generation], step: int) -> None:
+def record_step(those: Iterable[Generation], step: int) -> None:
     """Record the step in which generations were fed last."""
     for one in those:
-        one.served = step
+        one.last_step = step
 
 
 def make_room(one: Generation, n: int) -> bool:
@@ -222,11 +222,11 @@ def make_room(one: Generation, n: int) -> bool:
     return True
 
 
-def restore_logits(one: Generation) -> None:
+def drop_last_token(one: Generation) -> None:
     """Take the last token back, where none was chosen after it: an exception came between."""
-    if one.sequence.open and len(one.stream) == len(one.ledger.tokens):
+    if one.sequence.open and len(one.all_tokens) == len(one.ledger.tokens):
         try:
-            one.sequence.trim(len(one.stream) - 1)
+            one.sequence.trim(len(one.all_tokens) - 1)
         except PartialRemovalRefused:
             one.sequence.remove()
 
@@ -240,19 +240,19 @@ class Request:
     stop: tuple[str, ...]
     stop_at_end: bool
     groups: tuple[Group, ...]
-    sampler: Picker
+    sampler: TokenSampler
     owned: Sampler | None
 
 
 def checked_request(
     context: Context,
-    greedy: Picker,
+    greedy: TokenSampler,
     n_batch: int,
     prompt: str | Iterable[int],
     *,
     max_tokens: int | None,
     stop: str | Iterable[str],
-    sampler: Picker | SamplerParams | None,
+    sampler: TokenSampler | SamplerParams | None,
     groups: Iterable[tuple[int, int]],
     stop_at_end: bool,
 ) -> Request:
@@ -269,8 +269,8 @@ def checked_request(
         raise UsageError(msg)
     max_tokens = arguments.whole_or_none("max_tokens", max_tokens, 0)
     stop_at_end = arguments.flag("stop_at_end", stop_at_end)
-    check_picker(sampler)
-    strings = checked_stops(stop)
+    check_sampler(sampler)
+    strings = check_stop_strings(stop)
     if strings and not model.info.has_vocab:
         msg = "this model has no vocabulary: there is no text to stop at"
         raise Unsupported(msg, "vocabulary")
@@ -286,18 +286,20 @@ def make_sampler(model: Model, params: SamplerParams) -> Sampler | NumpySampler:
     return NumpySampler(params)
 
 
-def _picker(model: Model, greedy: Picker, sampler: Any) -> tuple[Picker, Sampler | None]:
+def _picker(
+    model: Model, greedy: TokenSampler, sampler: Any
+) -> tuple[TokenSampler, Sampler | None]:
     if sampler is None:
         return greedy, None
     if not isinstance(sampler, SamplerParams):
         return sampler, None
-    if sampler.temperature <= 0 and not punishes(sampler):
+    if sampler.temperature <= 0 and not uses_penalties(sampler):
         return greedy, None
     made = make_sampler(model, sampler)
     return made, made if isinstance(made, Sampler) else None
 
 
-def checked_stops(stop: str | Iterable[str]) -> tuple[str, ...]:
+def check_stop_strings(stop: str | Iterable[str]) -> tuple[str, ...]:
     """Return the stop strings of an argument; UsageError for an empty one, or no text."""
     texts = "text, or an iterable of texts"
     found = (stop,) if isinstance(stop, str) else tuple(arguments.items("stop", stop, texts))
@@ -308,7 +310,7 @@ def checked_stops(stop: str | Iterable[str]) -> tuple[str, ...]:
     return found
 
 
-class Stops:
+class StopStrings:
     """Let text through up to the first stop string; what may become one is held back."""
 
     __slots__ = ("_held", "_longest", "_stop", "found")

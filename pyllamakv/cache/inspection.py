@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pyllamakv.binding.protocol import Memory
+from pyllamakv.binding.protocol import MemoryType
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 def describe(context: Context) -> str:
     """Return what every sequence and every run of cells holds, as text, a line for each."""
-    with context.turn:
-        snapshot = context.kv.peek()
+    with context.lock:
+        snapshot = context.kv.try_snapshot()
     lines = [
         f"sequence {number}: {len(ledger)} tokens at positions "
         f"{ledger.positions[0]}..{ledger.positions[-1]}"
@@ -55,15 +55,15 @@ def _runs(cells: CellMap) -> Iterator[str]:
 
 def check_ledgers(context: Context) -> None:
     """Raise AssertionError unless the library has exactly the tokens that the ledgers record."""
-    with context.turn:
-        snapshot = context.kv.peek()
+    with context.lock:
+        snapshot = context.kv.try_snapshot()
         for number, ledger in enumerate(context.ledgers):
             last = context.native.seq_pos_max(context.handle, number)
             # Of a state after its first token some releases say that there is none.
-            unclear = context.info.memory == Memory.RECURRENT and len(ledger) == 1
-            if len(ledger) and context.info.memory != Memory.SWA and not unclear:
+            unclear = context.info.memory == MemoryType.RECURRENT and len(ledger) == 1
+            if len(ledger) and context.info.memory != MemoryType.SWA and not unclear:
                 _agree(last == ledger.next - 1, f"sequence {number} ends at {last} in the library")
-    if snapshot is None or context.info.memory == Memory.RECURRENT:
+    if snapshot is None or context.info.memory == MemoryType.RECURRENT:
         return
     for number, ledger in enumerate(context.ledgers):
         there = _positions(snapshot, number)
@@ -71,7 +71,7 @@ def check_ledgers(context: Context) -> None:
             there == ledger.positions,
             f"sequence {number}: cells have positions {there}, the ledger {ledger.positions}",
         )
-    if not context.streams:
+    if not context.stream_per_sequence:
         marks = {mark for ledger in context.ledgers for mark in ledger.marks}
         used = snapshot.stats.used
         _agree(used == len(marks), f"{used} cells are used for {len(marks)} tokens")

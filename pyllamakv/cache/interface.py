@@ -1,7 +1,7 @@
 """Define the protocols of cache managers.
 
 `Cache` is used by sequence number, `Manager` and `Lease` by prompt.
-`ContextCache` and `Lockstep` implement `Cache`; `PrefixCache` and `SlotCache` are managers.
+`ContextCache` and `LockstepCache` implement `Cache`; `PrefixCache` and `SlotCache` are managers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pyllamakv.binding import arguments
 from pyllamakv.errors import UsageError
-from pyllamakv.runtime.ledger import POSITIONS
+from pyllamakv.runtime.ledger import POSITION_LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -85,7 +85,7 @@ class Cache(Protocol):
 
 def check_range(begin: object, end: object) -> tuple[int, int | None]:
     """Return a range of positions, None for an open end; UsageError for a wrong one."""
-    first = arguments.whole("begin", begin, 0)
+    first = arguments.integer("begin", begin, 0)
     last = arguments.whole_or_none("end", end, 0)
     if last is not None and last < first:
         msg = (
@@ -93,7 +93,7 @@ def check_range(begin: object, end: object) -> tuple[int, int | None]:
         )
         raise UsageError(msg)
     # Whatever lies behind all positions is as good as the first that does.
-    return min(first, POSITIONS), None if last is None else min(last, POSITIONS)
+    return min(first, POSITION_LIMIT), None if last is None else min(last, POSITION_LIMIT)
 
 
 class Lease(Protocol):
@@ -132,7 +132,7 @@ class Lease(Protocol):
     ) -> None: ...
 
 
-class Manager(Protocol):
+class CacheManager(Protocol):
     """Own the cache of a context, and hand out its sequences prompt by prompt."""
 
     @property

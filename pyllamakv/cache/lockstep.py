@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
-class Lockstep:
+class LockstepCache:
     """Implement `Cache` over several of them, which close with it."""
 
     def __init__(self, caches: Iterable[ContextCache]) -> None:
@@ -77,7 +77,7 @@ class Lockstep:
         Should one break off after all were asked, the target is emptied in all of them.
         """
         source, target = self._checked(source), self._checked(target)
-        length = arguments.whole("length", length, 0)
+        length = arguments.integer("length", length, 0)
         for cache in self.caches:
             cache.check_copy(source, target, length)
         with self._in_step(target, 0):
@@ -91,7 +91,7 @@ class Lockstep:
     def prepare_restore(self, sequence: int, target: int) -> int:
         """Return the last position up to ``target`` at which every cache can be resumed."""
         sequence = self._checked(sequence)
-        target = arguments.whole("target", target, 0)
+        target = arguments.integer("target", target, 0)
         while not self.can_resume(sequence, target):
             lower = min(cache.prepare_restore(sequence, target) for cache in self.caches)
             if lower >= target:
@@ -129,7 +129,7 @@ class Lockstep:
         for cache in self.caches:
             cache.close()
 
-    def __enter__(self) -> Lockstep:
+    def __enter__(self) -> LockstepCache:
         return self
 
     def __exit__(
@@ -150,7 +150,7 @@ class Lockstep:
             raise
 
     def _contents(self, number: int) -> list[tuple[list[int], list[int]]]:
-        lanes = (cache.lanes[number] for cache in self.caches)
+        lanes = (cache.sequences[number] for cache in self.caches)
         return [(lane.tokens, lane.positions) for lane in lanes]
 
     def _align(self, number: int) -> None:
@@ -170,7 +170,7 @@ class Lockstep:
                 cache.remove(number, 0)
 
     def _checked(self, sequence: int) -> int:
-        sequence = arguments.whole("sequence", sequence)
+        sequence = arguments.integer("sequence", sequence)
         if not 0 <= sequence < self.max_sequences:
             msg = (
                 f"sequence {arguments.shown(sequence)} is out of range: there are "
@@ -188,7 +188,7 @@ class _Undo:
         self._ends = {number: cache.length(number) for number in numbers}
         self._saved: dict[int, bytes] = {}
         if _keeps_no_past(cache) and not last:
-            self._saved = {i: cache.lanes[i].save() for i, end in self._ends.items() if end}
+            self._saved = {i: cache.sequences[i].save() for i, end in self._ends.items() if end}
 
     def run(self) -> None:
         for number, end in self._ends.items():
@@ -196,7 +196,7 @@ class _Undo:
                 continue
             if number in self._saved:
                 kept = Checkpoint(end - 1, self._saved[number])
-                self._cache.past.restore(self._cache.lanes[number], kept)
+                self._cache.rewinder.restore(self._cache.sequences[number], kept)
             elif self._cache.length(number) > end:
                 self._cache.remove(number, end)
 

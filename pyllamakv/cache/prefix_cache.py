@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding import arguments
-from pyllamakv.cache import eviction, prefix_match, room
-from pyllamakv.cache import groups as grouping
+from pyllamakv.cache import defrag_retry, eviction, prefix_match
+from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.branches import Branches
 from pyllamakv.cache.paging import pager
-from pyllamakv.cache.prefix_tree import WIDTH, pack, unpack
+from pyllamakv.cache.prefix_tree import TOKEN_BYTES, key_to_tokens, tokens_to_key
 from pyllamakv.errors import BudgetTooSmall, Closed, PagingError, UsageError
-from pyllamakv.runtime.batch import as_int32, outside
+from pyllamakv.runtime.batch import as_int32, first_out_of_range
 from pyllamakv.runtime.context import Context
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class PrefixCache:
         self.branches = Branches(context, entries or most, pager(paging))
         self.budget = budget
         #: How many tokens a sequence may have, None where there is no limit.
-        self.size_limit = eviction.capacity(context)
+        self.max_sequence_tokens = eviction.capacity(context)
         self.pins: dict[str, Node] = {}
         self._emptied = context.emptied
         self.leases: list[PrefixLease] = []
@@ -80,13 +80,13 @@ class PrefixCache:
         the cache has what it had then.
         """
         key = self.key(tokens)
-        prompt = len(key) // WIDTH
+        prompt = len(key) // TOKEN_BYTES
         together = grouping.checked(groups, prompt, prompt)
         self.check_budget(prompt)
         self.sync()
         known = self.branches.tree.match(key)[1]
         try:
-            sequence, length = prefix_match.begin(self, key, together)
+            sequence, length = prefix_match.fork_longest_prefix(self, key, together)
         finally:
             self.forget_pins()
         lease = PrefixLease(self, sequence, key, length, known)
@@ -102,8 +102,8 @@ class PrefixCache:
     def _count(self, prompt: int, length: int) -> None:
         counts = self.counts
         counts.add("hits" if length else "misses")
-        counts.add("reused", length)
-        counts.add("asked", prompt)
+        counts.add("reused_tokens", length)
+        counts.add("prompt_tokens", prompt)
         if LOG.isEnabledFor(logging.INFO):
             stats = self.stats()
             LOG.info(
@@ -117,7 +117,7 @@ class PrefixCache:
         """Take note of what was decoded under the leases since the last call."""
         self._check_open()
         for lease in self.leases:
-            lease.follow()
+            lease.sync_node()
         if self.context.emptied is not self._emptied:
             # A decode that is broken off may take the states of sequences that had no part in it.
             self._emptied = self.context.emptied
@@ -136,10 +136,11 @@ class PrefixCache:
         self.sync()
         branches = self.branches
         node, length = branches.tree.match(key)
-        if length * WIDTH < len(key):
-            msg = f"only {length} of {len(key) // WIDTH} tokens are in the cache; decode them first"
+        if length * TOKEN_BYTES < len(key):
+            cached = f"{length} of {len(key) // TOKEN_BYTES}"
+            msg = f"only {cached} tokens are in the cache; decode the others first"
             raise UsageError(msg)
-        if not branches.partial and (length < node.end or node.entry is None):
+        if not branches.can_trim and (length < node.end or node.entry is None):
             eviction.pin_state(self, node, length)
         self.unpin(name, missing_ok=True)
         node = branches.tree.insert(key)
@@ -192,8 +193,8 @@ class PrefixCache:
         key = self.key(tokens)
         self.sync()
         node, length = self.branches.tree.match(key)
-        if length * WIDTH < len(key) or length < node.end:
-            msg = f"no branch has just these {len(key) // WIDTH} tokens"
+        if length * TOKEN_BYTES < len(key) or length < node.end:
+            msg = f"no branch has just these {len(key) // TOKEN_BYTES} tokens"
             raise UsageError(msg)
         return node
 
@@ -203,7 +204,7 @@ class PrefixCache:
         node = eviction.droppable(self)
         if node is not None:
             self.branches.drop(node)
-            self.counts.add("evicted")
+            self.counts.add("evictions")
         self.settle()
         return node is not None
 
@@ -216,7 +217,7 @@ class PrefixCache:
 
     def check_budget(self, tokens: int) -> None:
         """Raise BudgetTooSmall when so many tokens alone are more than the budget."""
-        tokens = arguments.whole("tokens", tokens, 0)
+        tokens = arguments.integer("tokens", tokens, 0)
         needed = self.branches.bytes_of(tokens)
         if self.budget is not None and needed > self.budget:
             msg = (
@@ -227,13 +228,13 @@ class PrefixCache:
 
     def enforce(self, tokens: int) -> None:
         """Drop what is over the budget, were so many more tokens decoded."""
-        tokens = arguments.whole("tokens", tokens, 0)
+        tokens = arguments.integer("tokens", tokens, 0)
         while self.budget is not None and self.size + self.branches.bytes_of(tokens) > self.budget:
             node = eviction.droppable(self)
             if node is None:
                 break
             self.branches.drop(node)
-            self.counts.add("evicted")
+            self.counts.add("evictions")
 
     @property
     def size(self) -> int:
@@ -247,13 +248,13 @@ class PrefixCache:
         if not len(numbers):
             msg = "expected a prompt of at least one token; an empty one leaves nothing to decode"
             raise UsageError(msg)
-        bad = outside(numbers, self.context.n_vocab)
+        bad = first_out_of_range(numbers, self.context.n_vocab)
         if bad is not None:
             msg = (
                 f"token {bad} is out of range: this model has tokens 0..{self.context.n_vocab - 1}"
             )
             raise UsageError(msg)
-        longest = self.size_limit
+        longest = self.max_sequence_tokens
         if longest is not None and len(numbers) > longest:
             msg = f"the prompt has {len(numbers)} tokens and a sequence at most {longest}"
             raise UsageError(msg)
@@ -311,10 +312,10 @@ class PrefixCache:
 
 
 #: Room is asked for so many tokens at a time where it costs nobody anything.
-AHEAD = 64
+LOOKAHEAD_TOKENS = 64
 
 #: States of memories that cannot go back are kept so many tokens apart.
-STATE_EVERY = 2048
+STATE_INTERVAL = 2048
 
 
 class PrefixLease:
@@ -326,18 +327,18 @@ class PrefixLease:
         self.cache = cache
         self.sequence = sequence
         self.cached = cached
-        self.rest = unpack(key[cached * WIDTH :])
+        self.rest = key_to_tokens(key[cached * TOKEN_BYTES :])
         self._key = key
         #: How long the sequence may become before room has to be made again, and how long it was
         #: asked for to become; what is between them was granted ahead and may be taken back.
-        self.granted = self.asked = self._prompt = len(key) // WIDTH
+        self.granted = self.asked = self._prompt = len(key) // TOKEN_BYTES
         #: How much of the prompt the tree has, where a state may be missing.
         self._known = known
         self.ledger = sequence.ledger
         self._seen: tuple[int, ...] = ()
         self._whole = True
         branches = cache.branches
-        self.node = branches.tree.insert(key[: cached * WIDTH])
+        self.node = branches.tree.insert(key[: cached * TOKEN_BYTES])
         branches.lease(self.node, self)
         branches.tree.touch(self.node)
         branches.tidy(self.node)
@@ -365,7 +366,7 @@ class PrefixLease:
         for stop in [*self._stops(prompt), prompt]:
             here = len(self.ledger)
             if here < stop:
-                tokens = unpack(self._key[here * WIDTH : stop * WIDTH])
+                tokens = key_to_tokens(self._key[here * TOKEN_BYTES : stop * TOKEN_BYTES])
                 self._decode(tokens, logits=logits and stop == prompt)
             if stop < prompt:
                 self.cache.sync()
@@ -378,12 +379,12 @@ class PrefixLease:
         def go_on() -> None:
             context.prefill(sequence, tokens[len(self.ledger) - start :], logits=logits)
 
-        room.decode(context, go_on, {sequence.id: len(tokens)})
+        defrag_retry.decode_with_defrag(context, go_on, {sequence.id: len(tokens)})
 
     def _stops(self, prompt: int) -> list[int]:
-        if self.cache.branches.partial:
+        if self.cache.branches.can_trim:
             return []
-        places = {self._known, prompt - 1, *range(STATE_EVERY, prompt - 1, STATE_EVERY)}
+        places = {self._known, prompt - 1, *range(STATE_INTERVAL, prompt - 1, STATE_INTERVAL)}
         return sorted(each for each in places if self.cached < each < prompt)
 
     def make_room(self, n: int) -> None:
@@ -392,7 +393,7 @@ class PrefixLease:
         Raises KVCacheFull when it cannot, with nothing changed.
         """
         if type(n) is not int or not 0 <= n <= arguments.INT32:
-            n = arguments.whole("n", n, 0, arguments.INT32)
+            n = arguments.integer("n", n, 0, arguments.INT32)
         self.asked = asked = len(self.ledger.tokens) + n
         if asked > self.granted:
             self._grow(n)
@@ -405,18 +406,19 @@ class PrefixLease:
         cache = self.cache
         cache.sync()
         here = len(self.ledger)
-        ahead = n + AHEAD
-        longest = cache.size_limit
+        ahead = n + LOOKAHEAD_TOKENS
+        longest = cache.max_sequence_tokens
         near = longest is not None and here + ahead > longest
         roomy = not near and (
-            eviction.plenty(cache, ahead, self) or eviction.shortage(cache, ahead, self) <= 0
+            eviction.certainly_fits(cache, ahead, self)
+            or eviction.shortage(cache, ahead, self) <= 0
         )
         wanted = ahead if roomy else n
         eviction.make_cells(cache, wanted, self)
         self.granted = max(self.granted, here + wanted)
         cache.enforce(n)
 
-    def follow(self) -> None:
+    def sync_node(self) -> None:
         """Move to the node where the tokens of the sequence end now."""
         ledger, branches = self.ledger, self.cache.branches
         count = len(ledger) if self.sequence.open else 0
@@ -427,7 +429,9 @@ class PrefixLease:
         # Tokens that were shifted, or have a gap, are no beginning of any prompt.
         self._whole = self.sequence.open and ledger.next == count and not ledger.moved
         before = self.node
-        self.node = branches.tree.insert(pack(ledger.tokens) if self._whole and count else b"")
+        self.node = branches.tree.insert(
+            tokens_to_key(ledger.tokens) if self._whole and count else b""
+        )
         if self.node is not before:
             branches.lease(self.node, self)
             branches.unlease(before, self)
@@ -439,12 +443,12 @@ class PrefixLease:
         cache = self.cache
         if cache.closed or cache.context.closed or self.released:
             return
-        self.follow()
+        self.sync_node()
         branches, node = cache.branches, self.node
         cache.leases.remove(self)
         branches.unlease(node, self)
         # Others may have decoded the same; what is longer holds this as well.
-        known = node.held if branches.partial else node.entry is not None
+        known = node.ref_count if branches.can_trim else node.entry is not None
         if node.parent is None or not self._whole or known:
             branches.close(self.sequence)
         else:
@@ -468,8 +472,8 @@ class PrefixLease:
 
 #: What is counted as it happens.
 COUNTED = (
-    *("hits", "misses", "reused", "asked"),
-    *("evicted", "paged_out", "paged_in", "damaged"),
+    *("hits", "misses", "reused_tokens", "prompt_tokens"),
+    *("evictions", "paged_out", "paged_in", "damaged"),
 )
 
 
@@ -507,9 +511,9 @@ class PrefixStats:
     budget: int | None
     hits: int
     misses: int
-    reused: int
-    asked: int
-    evicted: int
+    reused_tokens: int
+    prompt_tokens: int
+    evictions: int
     paged_out: int
     paged_in: int
     damaged: int
@@ -561,7 +565,7 @@ def _facts(node: Node) -> list[str]:
     if node.page is not None:
         facts.append(f"page {node.page.start}..{node.page.end}")
     facts += [f"pinned {name}" for name in sorted(node.pins)]
-    return [*facts, f"used {node.used}"]
+    return [*facts, f"used {node.last_used}"]
 
 
 def check(cache: PrefixCache) -> None:
@@ -588,14 +592,16 @@ def _check_node(cache: PrefixCache, node: Node) -> None:
     branches, entry = cache.branches, node.entry
     if entry is not None:
         assert entry.open, f"the sequence of {node} was closed"
-        assert pack(entry.ledger.tokens) == node.key, f"the sequence of {node} has other tokens"
+        assert tokens_to_key(entry.ledger.tokens) == node.key, (
+            f"the sequence of {node} has other tokens"
+        )
         assert entry.positions == list(range(node.end)), f"the sequence of {node} has gaps"
         assert entry.pos_max == node.end - 1, f"the cache has not all of {node}"
-    if branches.partial:
-        assert not (node.held and node.page), f"{node} is resident and paged out"
+    if branches.can_trim:
+        assert not (node.ref_count and node.page), f"{node} is resident and paged out"
     if branches.sharing:
         page = node.page
-        there = node.held or (page and page.start <= node.start and node.end <= page.end)
+        there = node.ref_count or (page and page.start <= node.start and node.end <= page.end)
         assert there, f"the tokens of {node} are nowhere"
     if not node.children:
         kept = entry is not None or node.leases or node.page is not None
@@ -604,7 +610,7 @@ def _check_node(cache: PrefixCache, node: Node) -> None:
 
 def _check_cells(cache: PrefixCache) -> None:
     branches, context = cache.branches, cache.context
-    stats = eviction.cells(context)
+    stats = eviction.cell_stats(context)
     if cache.leases or not branches.sharing or stats is None:
         return
     ours = {each.id for each in branches.sequences()}

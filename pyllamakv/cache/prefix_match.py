@@ -6,32 +6,34 @@ import logging
 from typing import TYPE_CHECKING
 
 from pyllamakv.cache import eviction
-from pyllamakv.cache import groups as grouping
+from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.branches import DamagedPage
-from pyllamakv.cache.prefix_tree import WIDTH
+from pyllamakv.cache.prefix_tree import TOKEN_BYTES
 from pyllamakv.errors import PagingError, PartialRemovalRefused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pyllamakv.cache.branches import Branches
-    from pyllamakv.cache.groups import Group
     from pyllamakv.cache.prefix_cache import PrefixCache
     from pyllamakv.cache.prefix_tree import Node
+    from pyllamakv.cache.token_groups import Group
     from pyllamakv.runtime import sequence as runtime
 
 LOG = logging.getLogger("pyllamakv.cache")
 
 
-def begin(cache: PrefixCache, key: bytes, groups: Sequence[Group]) -> tuple[runtime.Sequence, int]:
+def fork_longest_prefix(
+    cache: PrefixCache, key: bytes, groups: Sequence[Group]
+) -> tuple[runtime.Sequence, int]:
     """Return a sequence with the longest beginning of a prompt, short of its last token.
 
     Raises KVCacheFull where the rest can find no room, NoSlotAvailable; nothing is lost then.
     """
-    exact = not cache.branches.cuttable
+    exact = not cache.branches.may_trim
     while True:
         node, length = _find(cache, key, groups, exact=exact)
-        eviction.check_cells(cache, len(key) // WIDTH - length, node, length)
+        eviction.check_cells(cache, len(key) // TOKEN_BYTES - length, node, length)
         try:
             return _sequence(cache, key, length), length
         except PartialRemovalRefused:
@@ -51,7 +53,7 @@ def _find(
     pages = True
     while True:
         node, length = _candidate(cache, key, groups, exact=exact, pages=pages)
-        there = node.entry is not None or node.leases if exact else node.held
+        there = node.entry is not None or node.leases if exact else node.ref_count
         if not length or there:
             return node, length
         pages = _page_in(cache, node if exact or cache.branches.sharing else _paged(node))
@@ -62,7 +64,7 @@ def _candidate(
 ) -> tuple[Node, int]:
     tree = cache.branches.tree
     node, length = tree.match(key)
-    length = min(length, len(key) // WIDTH - 1)  # one token is left to decode
+    length = min(length, len(key) // TOKEN_BYTES - 1)  # one token is left to decode
     path = node.path
     if exact:
         for each in reversed(path):
@@ -71,7 +73,7 @@ def _candidate(
                 return each, each.end
         return tree.root, 0
     if not pages:
-        length = min(length, max((each.end for each in path if each.held), default=0))
+        length = min(length, max((each.end for each in path if each.ref_count), default=0))
     length = grouping.floor(groups, length)
     return next((each for each in path if each.end >= length > each.start), tree.root), length
 
@@ -115,9 +117,9 @@ def _sequence(cache: PrefixCache, key: bytes, length: int) -> runtime.Sequence:
     branches = cache.branches
     while True:
         # What was evicted may have joined nodes: look again each time.
-        node, _ = branches.tree.match(key[: length * WIDTH])
+        node, _ = branches.tree.match(key[: length * TOKEN_BYTES])
         alone = node.entry is not None and not node.pins and not node.children
-        if length and alone and node.end == length and (branches.partial or not branches.vacant):
+        if length and alone and node.end == length and (branches.can_trim or not branches.vacant):
             return branches.detach(node)
         donor = branches.provider(node) if length else None
         if branches.vacant:
@@ -127,7 +129,7 @@ def _sequence(cache: PrefixCache, key: bytes, length: int) -> runtime.Sequence:
         if victim is None and donor is not None:
             victim = _tail(branches, donor, length)
         if victim is None:
-            raise eviction.all_taken(cache)
+            raise eviction.no_sequence_error(cache)
         if victim.entry is donor and donor is not None:
             taken = eviction.evict(cache, victim, length)
             assert taken is not None

@@ -17,28 +17,31 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 #: The bytes of a token.
-WIDTH = 4
+TOKEN_BYTES = 4
 
 
-def pack(tokens: Iterable[int]) -> bytes:
+def tokens_to_key(tokens: Iterable[int]) -> bytes:
     """Return tokens as the bytes that a tree compares."""
     return array("i", tokens).tobytes()
 
 
-def unpack(key: bytes) -> list[int]:
+def key_to_tokens(key: bytes) -> list[int]:
     """Return the tokens of a key."""
     return array("i", key).tolist()
 
 
 def common(a: bytes, b: bytes, at: int = 0) -> int:
     """Return how many tokens ``a`` has in common with ``b`` from byte ``at`` on."""
-    low, high = 0, min(len(a), len(b) - at) // WIDTH
-    if high > 0 and b.startswith(a[: high * WIDTH], at):
+    low, high = 0, min(len(a), len(b) - at) // TOKEN_BYTES
+    if high > 0 and b.startswith(a[: high * TOKEN_BYTES], at):
         return high
     # Halves are compared as memory; together they are as long as the run.
     while low < high - 1:
         middle = (low + high) // 2
-        if a[low * WIDTH : middle * WIDTH] == b[at + low * WIDTH : at + middle * WIDTH]:
+        if (
+            a[low * TOKEN_BYTES : middle * TOKEN_BYTES]
+            == b[at + low * TOKEN_BYTES : at + middle * TOKEN_BYTES]
+        ):
             low = middle
         else:
             high = middle
@@ -52,30 +55,30 @@ class Node:
         "children",
         "end",
         "entry",
-        "held",
+        "last_used",
         "leases",
         "page",
         "parent",
         "pins",
+        "ref_count",
         "run",
         "start",
-        "used",
     )
 
     def __init__(self, parent: Node | None, start: int, run: bytes) -> None:
         self.parent = parent
         self.start = start
         self.run = run
-        self.end = start + len(run) // WIDTH
+        self.end = start + len(run) // TOKEN_BYTES
         self.children: dict[bytes, Node] = {}
         self.entry: Any = None
         self.page: Any = None
         self.leases: list[Any] = []
         self.pins: set[str] = set()
         #: How many entries and leases are here and below.
-        self.held = 0
+        self.ref_count = 0
         #: When it was last used, by the tree's clock.
-        self.used = 0
+        self.last_used = 0
 
     def __len__(self) -> int:
         return self.end - self.start
@@ -91,7 +94,7 @@ class Node:
     @property
     def linked(self) -> bool:
         """Tell whether this is a node below another one still."""
-        return self.parent is not None and self.parent.children.get(self.run[:WIDTH]) is self
+        return self.parent is not None and self.parent.children.get(self.run[:TOKEN_BYTES]) is self
 
     @property
     def path(self) -> list[Node]:
@@ -116,7 +119,9 @@ class Node:
             waiting.extend(node.children.values())
 
     def __repr__(self) -> str:
-        return f"<Node {self.start}..{self.end}, {len(self.children)} children, held {self.held}>"
+        return (
+            f"<Node {self.start}..{self.end}, {len(self.children)} children, held {self.ref_count}>"
+        )
 
 
 class PrefixTree:
@@ -137,25 +142,25 @@ class PrefixTree:
         """Return the deepest node that a key goes into, and how many of its tokens are known."""
         node, at, size = self.root, 0, len(key)
         while at < size:
-            child = node.children.get(key[at : at + WIDTH])
+            child = node.children.get(key[at : at + TOKEN_BYTES])
             if child is None:
                 break
             run = child.run
             if not key.startswith(run, at):
-                return child, at // WIDTH + common(run, key, at)
+                return child, at // TOKEN_BYTES + common(run, key, at)
             node, at = child, at + len(run)
-        return node, at // WIDTH
+        return node, at // TOKEN_BYTES
 
     def insert(self, key: bytes) -> Node:
         """Return the node that ends with a key, made where there is none."""
         node, length = self.match(key)
         if length < node.end:
             node = self.split(node, length)
-        rest = key[length * WIDTH :]
+        rest = key[length * TOKEN_BYTES :]
         if rest:
             child = Node(node, length, rest)
-            child.used = self.clock
-            node.children[rest[:WIDTH]] = child
+            child.last_used = self.clock
+            node.children[rest[:TOKEN_BYTES]] = child
             self.nodes += 1
             self.tokens += len(child)
             node = child
@@ -166,15 +171,15 @@ class PrefixTree:
 
         The lower one keeps what it had. A page that is not whole is of use for both.
         """
-        parent, cut = node.parent, (at - node.start) * WIDTH
+        parent, cut = node.parent, (at - node.start) * TOKEN_BYTES
         if parent is None or not node.start < at < node.end:
             msg = f"expected a position inside {node}, not {at}"
             raise ValueError(msg)
         upper = Node(parent, node.start, node.run[:cut])
-        upper.used, upper.held = node.used, node.held
-        parent.children[upper.run[:WIDTH]] = upper
+        upper.last_used, upper.ref_count = node.last_used, node.ref_count
+        parent.children[upper.run[:TOKEN_BYTES]] = upper
         node.parent, node.start, node.run = upper, at, node.run[cut:]
-        upper.children[node.run[:WIDTH]] = node
+        upper.children[node.run[:TOKEN_BYTES]] = node
         self.nodes += 1
         if node.page is not None and not self.whole_pages:
             self.set_page(upper, node.page)
@@ -193,7 +198,7 @@ class PrefixTree:
             node.page = None
         child.run = node.run + child.run
         child.start, child.parent = node.start, parent
-        parent.children[child.run[:WIDTH]] = child
+        parent.children[child.run[:TOKEN_BYTES]] = child
         self.nodes -= 1
         return True
 
@@ -202,7 +207,7 @@ class PrefixTree:
         while not node.children and node.bare and node.page is None and node.linked:
             parent = node.parent
             assert parent is not None
-            del parent.children[node.run[:WIDTH]]
+            del parent.children[node.run[:TOKEN_BYTES]]
             self.nodes -= 1
             self.tokens -= len(node)
             node = parent
@@ -211,36 +216,36 @@ class PrefixTree:
     def attach(self, node: Node, entry: Any) -> None:
         """Set the entry of a node."""
         node.entry = entry
-        self.hold(node)
+        self.add_ref(node)
 
     def detach(self, node: Node) -> Any:
         """Take the entry from a node and return it."""
         entry, node.entry = node.entry, None
-        self.let_go(node)
+        self.drop_ref(node)
         return entry
 
     def lease(self, node: Node, lease: Any) -> None:
         """Add a lease to a node."""
         node.leases.append(lease)
-        self.hold(node)
+        self.add_ref(node)
 
     def unlease(self, node: Node, lease: Any) -> None:
         """Take a lease from a node."""
         node.leases.remove(lease)
-        self.let_go(node)
+        self.drop_ref(node)
 
-    def hold(self, node: Node) -> None:
+    def add_ref(self, node: Node) -> None:
         """Count an entry or a lease at a node."""
         for each in node.path:
-            each.held += 1
-            if each.held == 1:
+            each.ref_count += 1
+            if each.ref_count == 1:
                 self.held_tokens += len(each)
 
-    def let_go(self, node: Node) -> None:
+    def drop_ref(self, node: Node) -> None:
         """Count an entry or a lease less."""
         for each in node.path:
-            each.held -= 1
-            if each.held == 0:
+            each.ref_count -= 1
+            if each.ref_count == 0:
                 self.held_tokens -= len(each)
 
     def set_page(self, node: Node, page: Any) -> Any:
@@ -256,12 +261,12 @@ class PrefixTree:
         """Take note that the tokens up to the end of a node were used."""
         self.clock += 1
         for each in node.path:
-            each.used = self.clock
+            each.last_used = self.clock
 
-    def oldest(self, wanted: Callable[[Node], bool]) -> Node | None:
+    def least_recently_used(self, wanted: Callable[[Node], bool]) -> Node | None:
         """Return the node to part with first: used longest ago, then deepest, then largest."""
         found = (node for node in self.walk() if wanted(node))
-        return min(found, key=lambda node: (node.used, -node.end, -len(node)), default=None)
+        return min(found, key=lambda node: (node.last_used, -node.end, -len(node)), default=None)
 
     def walk(self) -> Iterator[Node]:
         """Yield every node but the root."""
@@ -276,12 +281,16 @@ class PrefixTree:
         for node in self.walk():
             parent = node.parent
             assert parent is not None, f"{node} has no parent"
-            assert parent.children.get(node.run[:WIDTH]) is node, f"{node} is not under its token"
+            assert parent.children.get(node.run[:TOKEN_BYTES]) is node, (
+                f"{node} is not under its token"
+            )
             assert node.start == parent.end, f"{node} does not begin where {parent} ends"
-            assert node.end - node.start == len(node.run) // WIDTH > 0, f"{node} has another length"
+            assert node.end - node.start == len(node.run) // TOKEN_BYTES > 0, (
+                f"{node} has another length"
+            )
             own = (node.entry is not None) + len(node.leases)
-            below = sum(child.held for child in node.children.values())
-            assert node.held == own + below, f"{node} is held by {own + below}"
+            below = sum(child.ref_count for child in node.children.values())
+            assert node.ref_count == own + below, f"{node} is held by {own + below}"
             kept = not node.bare or node.page is not None
             assert kept or node.children, f"{node} keeps nothing"
             if node.page is not None:
@@ -292,7 +301,7 @@ class PrefixTree:
                 joint = node.page is None or node.page is child.page
                 assert not joint, f"{node} should be one with its only child"
             nodes, tokens = nodes + 1, tokens + len(node)
-            held_tokens += len(node) if node.held else 0
+            held_tokens += len(node) if node.ref_count else 0
         for page, count in pages.values():
             assert page.refs == count, f"{page} is at {count} nodes and counts {page.refs}"
         counted = (self.nodes, self.tokens, self.held_tokens)

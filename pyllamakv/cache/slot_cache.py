@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyllamakv.binding import arguments
-from pyllamakv.cache import groups as grouping
-from pyllamakv.cache import room, slot_choice
-from pyllamakv.cache.room import Room
+from pyllamakv.cache import defrag_retry, slot_choice
+from pyllamakv.cache import token_groups as grouping
+from pyllamakv.cache.defrag_retry import CellUsage
 from pyllamakv.errors import (
     Closed,
     NoSlotAvailable,
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from types import TracebackType
 
-    from pyllamakv.cache.groups import Group
     from pyllamakv.cache.slot_choice import Policy
+    from pyllamakv.cache.token_groups import Group
     from pyllamakv.runtime import sequence as runtime
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.ledger import Ledger
@@ -73,7 +73,7 @@ class SlotCache:
             raise UsageError(msg)
         self.context = context
         self.policy = slot_choice.checked(policy)
-        self.keep = arguments.whole("keep", keep)
+        self.keep = arguments.integer("keep", keep)
         cells = context.info.n_ctx // context.partitions
         self.size = (cells if context.partitions > 1 else cells // n) if size is None else size
         if not 2 <= self.size <= cells:
@@ -82,7 +82,7 @@ class SlotCache:
             )
             raise UsageError(msg)
         self._cells = cells
-        self._counts = Counts()
+        self._counts = SlotCounts()
         self._clock = 0
         self._closed = False
         self._slots: list[Slot] = []
@@ -93,7 +93,7 @@ class SlotCache:
             self.close()
             raise
         #: Whether a slot may find that others have the cells that it needs.
-        self.lends = context.partitions == 1 and (
+        self.overcommits = context.partitions == 1 and (
             n * self.size > cells or n < context.info.n_seq_max
         )
 
@@ -124,7 +124,7 @@ class SlotCache:
         largest = min(self.context.info.n_batch, self.size - 1)
         together = grouping.checked(groups, len(prompt), largest)
         kept = head(self.size, self._kept(prompt, keep), together)
-        with self.context.turn:
+        with self.context.lock:
             self._check_open()
             found = slot_choice.choose([self._candidate(each, prompt) for each in self._slots],
                                     self.policy)  # fmt: skip
@@ -163,9 +163,9 @@ class SlotCache:
 
     def check(self) -> None:
         """Compare slots and cells; AssertionError names what does not hold: our own fault."""
-        with self.context.turn:
+        with self.context.lock:
             self._check_open()
-            examine(self._slots, self.size, self.context)
+            check_slots(self._slots, self.size, self.context)
 
     def close(self) -> None:
         """Remove the slots' sequences from the context; a second call does nothing."""
@@ -186,7 +186,7 @@ class SlotCache:
 
     # What leases ask for...
 
-    def give_back(self, slot: Slot) -> None:
+    def release_slot(self, slot: Slot) -> None:
         """Take a slot back; `SlotLease.release` calls this."""
         slot.lease = None
         self._clock += 1
@@ -206,7 +206,7 @@ class SlotCache:
         Raises ReprocessNeeded where that cannot be done in place; then the head is left.
         """
         sequence = slot.sequence
-        with self.context.turn:
+        with self.context.lock:
             end = keep + n
             if self._can_shift(slot, end):
                 try:
@@ -245,8 +245,8 @@ class SlotCache:
                 f"no room for {n} tokens: {least} of {self._cells} cells belong to slots in use; "
                 "release one, or make the cache with smaller slots"
             )
-            raise Room(self._cells, _cells(ledgers)).full(msg, n)
-        with self.context.turn:
+            raise CellUsage(self._cells, _cells(ledgers)).full(msg, n)
+        with self.context.lock:
             for each in sorted(free, key=lambda one: one.last_used):
                 if _cells(ledgers) + n <= self._cells:
                     return
@@ -264,7 +264,7 @@ class SlotCache:
 
     def _candidate(self, slot: Slot, prompt: list[int]) -> slot_choice.Candidate:
         common, length = slot_choice.count_common(slot.tokens, prompt), len(slot.tokens)
-        exact = slot.sequence.ledger.exact
+        exact = slot.sequence.ledger.first_moved
         if exact is not None:
             # What follows was evaluated behind tokens that a shift has discarded since: it is no
             # prefix of a prompt that says the same.
@@ -360,12 +360,12 @@ class SlotLease:
         self._prompt = prompt
         #: What the sequence is to have again before anything else is decoded, after a shift that
         #: was not done in place.
-        self._owed: list[int] = []
+        self._to_decode_again: list[int] = []
         self.keep = keep
         self._cache = cache
         self._slot = slot
         self._size = cache.size
-        self._lends = cache.lends
+        self._overcommits = cache.overcommits
         self._tokens = slot.sequence.ledger
         self.released = False
 
@@ -377,15 +377,15 @@ class SlotLease:
         head that stays, and the error the tokens to decode after it; `decode` does that.
         """
         if type(n) is not int or not 0 <= n <= arguments.INT32:
-            n = arguments.whole("n", n, 0, arguments.INT32)
-        if self._owed:
-            left = self._owed[len(self._tokens) :]
-            self._owed = []
+            n = arguments.integer("n", n, 0, arguments.INT32)
+        if self._to_decode_again:
+            left = self._to_decode_again[len(self._tokens) :]
+            self._to_decode_again = []
             msg = f"the last shift was not finished: decode these {len(left)} tokens first"
             raise ReprocessNeeded(msg, left)
         if len(self._tokens.tokens) + n > self._size:
             self._shift(n)
-        if self._lends:
+        if self._overcommits:
             self._cache.reserve(n, self._slot)
 
     def decode(self, tokens: int | Iterable[int] | None = None) -> None:
@@ -400,7 +400,7 @@ class SlotLease:
         if tokens is not None:
             many = [tokens] if isinstance(tokens, int | np.integer) else tokens
             given = as_int32(many, "tokens").tolist()
-        self._repay()
+        self._decode_again()
         if tokens is None:
             given = self._prompt[len(self.sequence) :]
             together = self._slot.groups
@@ -413,14 +413,16 @@ class SlotLease:
             upto = grouping.floor(together, min(at + size, end))
             self._room(upto - at)
             piece = given[at - start : upto - start]
-            room.decode_feed(context, self.sequence.feed(piece, "last" if upto == end else "none"))
+            defrag_retry.decode_feed(
+                context, self.sequence.feed(piece, "last" if upto == end else "none")
+            )
             at = upto
 
     def release(self) -> None:
         """Give the slot back; what it holds stays for later prompts. Twice does nothing."""
         if not self.released:
             self.released = True
-            self._cache.give_back(self._slot)
+            self._cache.release_slot(self._slot)
 
     def __enter__(self) -> SlotLease:
         return self
@@ -438,16 +440,16 @@ class SlotLease:
         try:
             self.make_room(n)
         except ReprocessNeeded as needed:
-            self._owed = [*self.sequence.tokens, *needed.tokens]
-            self._repay()
+            self._to_decode_again = [*self.sequence.tokens, *needed.tokens]
+            self._decode_again()
 
-    def _repay(self) -> None:
+    def _decode_again(self) -> None:
         """Decode again what a shift could not keep; when a piece fails the next call goes on."""
-        context, owed = self._cache.context, self._owed
-        while (have := len(self.sequence)) < len(owed):
-            piece = owed[have : have + context.info.n_batch]
-            room.decode_feed(context, self.sequence.feed(piece, "none"))
-        self._owed = []
+        context, again = self._cache.context, self._to_decode_again
+        while (have := len(self.sequence)) < len(again):
+            piece = again[have : have + context.info.n_batch]
+            defrag_retry.decode_feed(context, self.sequence.feed(piece, "none"))
+        self._to_decode_again = []
 
     def _shift(self, n: int) -> None:
         slot, keep, have = self._slot, self.keep, len(self._tokens)
@@ -456,7 +458,7 @@ class SlotLease:
                 f"no room for {n} tokens in a slot of {self._size} whose first {keep} stay: decode "
                 "fewer at once, keep fewer, or make the cache with larger slots"
             )
-            raise room.Room(self._size, have).full(msg, n)
+            raise defrag_retry.CellUsage(self._size, have).full(msg, n)
         discard = shift_discard(self._size, keep, have, slot.groups, wanted=n)
         self._cache.discard(slot, keep, discard)
 
@@ -469,7 +471,7 @@ SHOWN = 24
 class SlotStats:
     """Hold the numbers of a slot cache.
 
-    Of ``prompts`` with ``prompt_tokens``, ``cached_tokens`` were there already; ``hits`` had any.
+    Of ``prompts`` with ``prompt_tokens``, ``reused_tokens`` were there already; ``hits`` had any.
     ``forks`` copied a beginning, ``evictions`` threw a history away, ``refused`` found all slots in
     use. ``shifts`` were done in place, ``reprocessed`` tokens had to be decoded again.
     """
@@ -482,7 +484,7 @@ class SlotStats:
     hits: int
     misses: int
     prompt_tokens: int
-    cached_tokens: int
+    reused_tokens: int
     forks: int
     evictions: int
     shifts: int
@@ -494,11 +496,11 @@ class SlotStats:
         return asdict(self)
 
 
-class Counts:
+class SlotCounts:
     """Count what happens."""
 
     def __init__(self) -> None:
-        self.prompts = self.hits = self.prompt_tokens = self.cached_tokens = 0
+        self.prompts = self.hits = self.prompt_tokens = self.reused_tokens = 0
         self.forks = self.evictions = self.shifts = self.reprocessed = self.refused = 0
 
     def take(self, evicts: bool, cached: int, length: int) -> None:
@@ -506,7 +508,7 @@ class Counts:
         self.prompts += 1
         self.hits += cached > 0
         self.evictions += evicts
-        self.cached_tokens += cached
+        self.reused_tokens += cached
         self.prompt_tokens += length
 
     def stats(self, slots: Sequence[Slot], size: int) -> SlotStats:
@@ -527,7 +529,7 @@ def draw(slots: Sequence[Slot], size: int, model: Model) -> str:
     lines = []
     for number, each in enumerate(slots):
         state = "in use" if each.lease is not None else "free" if each.tokens else "empty"
-        exact = each.sequence.ledger.exact
+        exact = each.sequence.ledger.first_moved
         shifted = "" if exact is None else f", shifted from {exact} on"
         lines.append(
             f"slot {number}: sequence {each.sequence.id}, {state}, {len(each.tokens)} of {size} "
@@ -545,8 +547,11 @@ def _shown(tokens: list[int], model: Model) -> str:
     return f"{model.detokenize(tokens[:SHOWN])!r} ... {model.detokenize(tokens[-SHOWN:])!r}"
 
 
-def examine(slots: Sequence[Slot], size: int, context: Context) -> None:
-    """Raise AssertionError unless slots, ledgers and cells agree; the context's turn is held."""
+def check_slots(slots: Sequence[Slot], size: int, context: Context) -> None:
+    """Raise AssertionError unless slots, ledgers and cells agree.
+
+    The caller holds the context's lock.
+    """
     ids = [each.sequence.id for each in slots]
     _hold(len(set(ids)) == len(ids), f"two slots have one sequence: {ids}")
     for slot in slots:
@@ -557,17 +562,17 @@ def examine(slots: Sequence[Slot], size: int, context: Context) -> None:
         _hold(slot.sequence.positions == places, f"{name} has gaps between its positions")
         last = slot.sequence.pos_max
         _hold(last == len(tokens) - 1, f"{name} ends at {last} and has {len(tokens)} tokens")
-    ghosts = ghost_cells(context)
+    ghosts = ledger_mismatches(context)
     _hold(not ghosts, f"cells that no ledger knows, or that are missing: {ghosts}")
 
 
-def ghost_cells(context: Context) -> dict[int, int]:
-    """Return by sequence how many positions its ledger and the cells do not have in common.
+def ledger_mismatches(context: Context) -> dict[int, int]:
+    """Return per sequence the number of positions in its ledger or its cells, but not in both.
 
-    The context's turn is held. What a sliding window has given away is no ghost. Empty where cells
-    cannot be seen.
+    The caller holds the context's lock. Cells that left a sliding window do not count. The
+    result is empty where cells cannot be read.
     """
-    snapshot = context.kv.peek()
+    snapshot = context.kv.try_snapshot()
     if snapshot is None or not snapshot.streams:
         return {}
     found: dict[int, int] = {}

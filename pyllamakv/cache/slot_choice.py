@@ -33,7 +33,7 @@ class Candidate:
     last_used: int
 
     @property
-    def loses(self) -> int:
+    def discards(self) -> int:
         """Return how many tokens would be thrown away."""
         return self.length - self.common
 
@@ -74,24 +74,24 @@ def choose(slots: Sequence[Candidate], policy: Policy) -> SlotChoice | None:
     free = [n for n, each in enumerate(slots) if not each.in_use]
     if not free:
         return None
-    target = _to_go_on_with(slots, free, policy)
+    target = _reusable_slot(slots, free, policy)
     if target is None:
         target = min(free, key=lambda n: (slots[n].length > 0, slots[n].last_used))
     sources = range(len(slots)) if policy == "best" else free
     source = max(sources, key=lambda n: (slots[n].common, n == target))
-    evicts = slots[target].loses > 0
+    evicts = slots[target].discards > 0
     if source == target:
         return SlotChoice(target, slots[target].common, None, evicts)
     return SlotChoice(target, slots[source].common, source, evicts)
 
 
-def _to_go_on_with(slots: Sequence[Candidate], free: list[int], policy: Policy) -> int | None:
+def _reusable_slot(slots: Sequence[Candidate], free: list[int], policy: Policy) -> int | None:
     def belongs(each: Candidate) -> bool:
         if policy == "best":
-            return each.loses == 0
+            return each.discards == 0
         return 2 * each.common >= each.length
 
     fitting = [n for n in free if slots[n].common and belongs(slots[n])]
     # Of equals the one that loses least, then the one that was used longest ago.
-    order = [(-slots[n].common, slots[n].loses, slots[n].last_used, n) for n in fitting]
+    order = [(-slots[n].common, slots[n].discards, slots[n].last_used, n) for n in fitting]
     return min(order)[3] if order else None

@@ -120,10 +120,10 @@ def leave(run: Callable[[], Any], *, as_json: bool = False) -> NoReturn:
     """Exit with the status that ``run`` returns; report errors on stderr, or as JSON on stdout."""
     status: Any = 0
     try:
-        with stdout.guarded() as out:
+        with stdout.translate_stdout_errors() as out:
             try:
                 status = run()
-            except (stdout.ReaderLeft, stdout.StdoutFull):
+            except (stdout.StdoutClosed, stdout.StdoutFull):
                 raise
             except (Exception, KeyboardInterrupt) as error:
                 if os.environ.get("PYLLAMAKV_TRACEBACK"):
@@ -132,7 +132,7 @@ def leave(run: Callable[[], Any], *, as_json: bool = False) -> NoReturn:
     except stdout.StdoutFull as error:
         stdout.note(f"DiskFull: {error}")
         status = error.exit_code
-    except stdout.ReaderLeft:
+    except stdout.StdoutClosed:
         pass  # a pager that was closed is no error; a status that is known is kept
     sys.exit(status if isinstance(status, int) else 0)
 

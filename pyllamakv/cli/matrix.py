@@ -52,7 +52,7 @@ Html = Annotated[Path | None, typer.Option("--html", help="Write an HTML report 
 
 
 @app.callback(invoke_without_command=True)
-def whole(context: typer.Context, *, as_json: Json = False) -> None:
+def main(context: typer.Context, *, as_json: Json = False) -> None:
     """Verify every release, stock against patched, and compare with accepted verdicts.
 
     Without a command: `run` of all releases. Known results are not run again. Exit status: 0 as
@@ -115,7 +115,7 @@ def run(
     specs = matrix.plan(
         _choice(names, era, backend, series, isolate, each, scenario, portable, sample)
     )
-    _verify(specs, fresh, scheduler, views.Wanted(expected, html, junit, github, as_json))
+    _verify(specs, fresh, scheduler, views.ReportOptions(expected, html, junit, github, as_json))
 
 
 @app.command()
@@ -132,7 +132,7 @@ def show(
 ) -> None:
     """Show the last results; run nothing."""
     results, specs = _last_results(None, names, era, backend, series, isolate, each)
-    views.finish(results, views.Wanted(expected, as_json=as_json))
+    views.write_reports(results, views.ReportOptions(expected, as_json=as_json))
     views.missing(specs, results)
 
 
@@ -166,10 +166,10 @@ def report(
         raise UsageError(msg)
     if markdown:
         sys.stdout.write(matrix_reports.markdown(results))
-    asked = views.Wanted(expected, html, junit, github, as_json, quiet=True)
+    asked = views.ReportOptions(expected, html, junit, github, as_json, quiet=True)
     if not (html or junit or github or as_json or markdown):
-        asked = views.Wanted(expected, views.default_page(), quiet=True)
-    views.finish(results, asked)
+        asked = views.ReportOptions(expected, views.default_page(), quiet=True)
+    views.write_reports(results, asked)
 
 
 @app.command()
@@ -200,14 +200,14 @@ def watch(
     news = watching.compare_with_index()
     fresh = (*news.unpinned, *news.new) if unpinned else news.new
     names = (*_unverified(backend), *fresh)
-    views.news(news, names, as_json and (dry_run or not names))
+    views.new_releases(news, names, as_json and (dry_run or not names))
     if dry_run or not names:
         return
     with progress_bar.progress() as progress:
         for name in fresh:
             fetch.add(name, progress=progress)
     specs = matrix.plan(_choice(list(names), None, backend))
-    _verify(specs, False, scheduler, views.Wanted(expected, html, junit, github, as_json))
+    _verify(specs, False, scheduler, views.ReportOptions(expected, html, junit, github, as_json))
 
 
 @app.command()
@@ -294,7 +294,9 @@ def _choice(
     )
 
 
-def _verify(specs: Sequence[CellSpec], fresh: bool, scheduler: str, wanted: views.Wanted) -> None:
+def _verify(
+    specs: Sequence[CellSpec], fresh: bool, scheduler: str, wanted: views.ReportOptions
+) -> None:
     """Verify cells and write the requested output; exit with 1 if a verdict is worse."""
     from pyllamakv.cli import progress_bar
     from pyllamakv.verification import matrix
@@ -305,7 +307,7 @@ def _verify(specs: Sequence[CellSpec], fresh: bool, scheduler: str, wanted: view
     except KeyboardInterrupt:
         note("results so far are kept; the same command continues from there")
         raise
-    if views.finish(results, wanted):
+    if views.write_reports(results, wanted):
         raise typer.Exit(1)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ReportOptions:
     """Hold what is to be written about results, and what they are compared with."""
 
     expected: Path | None = None
@@ -30,7 +30,7 @@ class Wanted:
     quiet: bool = False
 
 
-def finish(results: Sequence[CellResult], wanted: Wanted) -> bool:
+def write_reports(results: Sequence[CellResult], wanted: ReportOptions) -> bool:
     """Write the requested output; return whether a verdict is worse than accepted."""
     from pyllamakv.source.files import write_text_atomic
     from pyllamakv.verification import expected, matrix_reports
@@ -85,7 +85,7 @@ def missing(specs: Sequence[CellSpec], results: Iterable[CellResult]) -> None:
         note(f"no results yet: {', '.join(names)}; run `pyllamakv matrix run`")
 
 
-def news(found: IndexChanges, names: Sequence[str], as_json: bool) -> None:
+def new_releases(found: IndexChanges, names: Sequence[str], as_json: bool) -> None:
     """Tell what the index has beyond the locks."""
     if as_json:
         facts = {"new": found.new, "unpinned": found.unpinned, "lost": found.lost, "verify": names}

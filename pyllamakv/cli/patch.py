@@ -405,7 +405,7 @@ def obsolete(
 
 
 @app.command("import")
-def take(
+def import_patch(
     path: Annotated[
         Path, typer.Argument(metavar="PATH", help="Patch file or directory of patches.")
     ],

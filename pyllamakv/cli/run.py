@@ -62,8 +62,15 @@ def command(
     options: dict[str, Any] = {"n_threads": threads, "flash_attn": flash_attn, "trace": trace}
     if temperature:
         options |= {"temperature": temperature, "seed": seed}
-    _tell(variant, model, list(prompt or ()), max_tokens=max_tokens, n_ctx=n_ctx, json_=as_json,
-          **options)  # fmt: skip
+    _complete_prompts(
+        variant,
+        model,
+        list(prompt or ()),
+        max_tokens=max_tokens,
+        n_ctx=n_ctx,
+        json_=as_json,
+        **options,
+    )
 
 
 def _check_options(context: typer.Context) -> None:
@@ -119,7 +126,7 @@ def _show(line: Line, result: dict[str, Any], stage: Any) -> None:
         Console().print(cell_drawing.draw(cell_picture.Picture.of(snapshot, label)))
 
 
-def _tell(
+def _complete_prompts(
     variant: str,
     model: str,
     prompts: list[str],

@@ -39,7 +39,7 @@ def note(text: str) -> None:
     sys.stderr.write(printable(text, keep="\n\t") + "\n")
 
 
-class ReaderLeft(Exception):
+class StdoutClosed(Exception):
     """Report that the reader of stdout is gone (a pager, head)."""
 
 
@@ -48,7 +48,7 @@ class StdoutFull(DiskFull):
 
 
 class Guarded:
-    """Write to a file, and raise `ReaderLeft` or `StdoutFull` where it cannot take more.
+    """Write to a file, and raise `StdoutClosed` or `StdoutFull` where it cannot take more.
 
     Click and rich turn a broken pipe into status 1, which means a regression here.
     """
@@ -73,8 +73,8 @@ class Guarded:
 
 
 @contextlib.contextmanager
-def guarded() -> Iterator[Guarded]:
-    """Let stdout raise ReaderLeft or DiskFull in the block, also for what waits at its end.
+def translate_stdout_errors() -> Iterator[Guarded]:
+    """Let stdout raise StdoutClosed or DiskFull in the block, also for what waits at its end.
 
     A stdout that was closed takes everything and keeps nothing, as it does for `print`.
     """
@@ -90,7 +90,7 @@ def guarded() -> Iterator[Guarded]:
             # The exit status of a raised exception takes precedence.
             try:
                 sys.stdout.flush()
-            except (ReaderLeft, StdoutFull) as error:
+            except (StdoutClosed, StdoutFull) as error:
                 _drop(whole)
                 left = error
         if left is not None:
@@ -112,7 +112,7 @@ def _translate_errors() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        raise ReaderLeft from None
+        raise StdoutClosed from None
     except OSError as error:
         msg = f"the result cannot be written to stdout: {error.strerror}"
         raise StdoutFull(msg) from error

@@ -70,7 +70,7 @@ class KVMemory:
     reserved: int
     committed: int | None
     file: int = 0
-    elsewhere: int = 0
+    on_devices: int = 0
     kept: bool = False
     resumed: bool = False
     generation: int = 0
@@ -134,7 +134,7 @@ def identity(model: Model) -> str:
 
 
 def read(context: Context) -> KVMemory:
-    """Return what the cache takes; the turn is held."""
+    """Return what the cache takes; the caller holds the context's lock."""
     # The environment may have chosen otherwise.
     try:
         raw = context.native.mapping(context.handle)
@@ -152,7 +152,7 @@ def read(context: Context) -> KVMemory:
         reserved=info.bytes_reserved,
         committed=info.bytes_committed,
         file=info.bytes_file,
-        elsewhere=info.bytes_elsewhere,
+        on_devices=info.bytes_elsewhere,
         kept=info.kept,
         resumed=info.resumed,
         generation=info.generation,
@@ -160,7 +160,7 @@ def read(context: Context) -> KVMemory:
     )
 
 
-class Kept:
+class KVFile:
     """Keep the cache of one context in its file; outlives the context until that is freed."""
 
     def __init__(self, native: Native, ledgers: tuple[Ledger, ...]) -> None:
@@ -225,8 +225,8 @@ def resume(context: Context) -> None:
 
 def _leave(context: Context) -> None:
     """Close a context, and leave its file as it is."""
-    if context.kept:
-        context.kept.flushes = False
+    if context.kv_file:
+        context.kv_file.flushes = False
     context.close()
 
 

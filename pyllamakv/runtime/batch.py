@@ -9,7 +9,7 @@ import numpy as np
 
 from pyllamakv.binding import arguments
 from pyllamakv.errors import ArgumentTypeError, UsageError
-from pyllamakv.runtime import windows
+from pyllamakv.runtime import swa
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from pyllamakv.runtime import sequence
     from pyllamakv.runtime.context import Context
 
-Wanted = Literal["last", "all", "none"]
+LogitsChoice = Literal["last", "all", "none"]
 
 _NUMBERS = "a flat list of whole numbers"
 _FLAGS = "a flat list of True and False (or 1 and 0)"
 _WORK = "feeds (sequence.feed(...)) or a Batch"
 
 
-class Arrays(NamedTuple):
+class BatchArrays(NamedTuple):
     """Hold one batch as `Native.decode` takes it; ``counts`` None: one sequence per token."""
 
     token: NDArray[np.int32]
@@ -42,7 +42,7 @@ class Feed:
 
     sequence: sequence.Sequence
     tokens: NDArray[np.int32]
-    logits: Wanted = "last"
+    logits: LogitsChoice = "last"
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -56,17 +56,17 @@ class Batch:
         self._pos: list[int] = []
         self._seqs: list[tuple[int, ...]] = []
         self._logits: list[bool] = []
-        self._arrays: Arrays | None = None
+        self._arrays: BatchArrays | None = None
 
     def add(
         self, token: int, pos: int, sequences: int | Iterable[int] = 0, logits: bool = False
     ) -> Batch:
         """Add a token at a position of one or several sequences (their ids); return the batch."""
-        token = arguments.whole("token", token, -(2**31), arguments.INT32)
-        pos = arguments.whole("pos", pos, -(2**31), arguments.INT32)
+        token = arguments.integer("token", token, -(2**31), arguments.INT32)
+        pos = arguments.integer("pos", pos, -(2**31), arguments.INT32)
         many = sequences
         if isinstance(sequences, int | np.integer):
-            many = (arguments.whole("sequences", sequences),)
+            many = (arguments.integer("sequences", sequences),)
         ids = tuple(as_int32(many, "sequences").tolist())
         logits = arguments.flag("logits", logits)
         if not ids:
@@ -101,9 +101,9 @@ class Batch:
         token = as_int32(tokens, "tokens")
         seq = sequences
         if isinstance(sequences, int | np.integer):
-            one = arguments.whole("sequences", sequences, -(2**31), arguments.INT32)
+            one = arguments.integer("sequences", sequences, -(2**31), arguments.INT32)
             seq = np.full(len(token), one, dtype=np.int32)
-        arrays = Arrays(
+        arrays = BatchArrays(
             token,
             as_int32(positions, "positions"),
             None if counts is None else as_int32(counts, "counts"),
@@ -114,11 +114,11 @@ class Batch:
         batch._arrays = arrays
         return batch
 
-    def arrays(self) -> Arrays:
+    def arrays(self) -> BatchArrays:
         """Return the batch as arrays."""
         if self._arrays is None:
             single = all(len(ids) == 1 for ids in self._seqs)
-            self._arrays = Arrays(
+            self._arrays = BatchArrays(
                 as_int32(self._token, "tokens"),
                 as_int32(self._pos, "positions"),
                 None if single else as_int32([len(ids) for ids in self._seqs], "counts"),
@@ -159,9 +159,9 @@ def _numbers(values: Any, what: str) -> NDArray[Any]:
     if isinstance(values, range):
         # The ends have to fit, or the array of what is between them would fill the memory.
         ends = (values[0], values[-1]) if values else ()
-        if any(not -(2**31) <= end < 2**31 for end in ends) or len(values) > arguments.MOST:
+        if any(not -(2**31) <= end < 2**31 for end in ends) or len(values) > arguments.MAX_ITEMS:
             msg = (
-                f"{what} must fit into 32 bits, and be at most {arguments.MOST}, found "
+                f"{what} must fit into 32 bits, and be at most {arguments.MAX_ITEMS}, found "
                 f"{arguments.shown(values)}"
             )
             raise UsageError(msg)
@@ -201,7 +201,7 @@ def _as_flags(values: Any) -> NDArray[np.int8]:
     return np.ascontiguousarray(flags, dtype=np.int8)
 
 
-def lay_out(context: Context, work: Feed | Batch | Iterable[Feed]) -> Arrays:
+def to_arrays(context: Context, work: Feed | Batch | Iterable[Feed]) -> BatchArrays:
     """Return a batch's arrays, or feeds one after the other, each where its sequence ends.
 
     Raises UsageError for what is neither, and Closed for a closed sequence's feed.
@@ -216,7 +216,7 @@ def lay_out(context: Context, work: Feed | Batch | Iterable[Feed]) -> Arrays:
     return _from_feeds(feeds)
 
 
-def _from_feeds(feeds: list[Feed]) -> Arrays:
+def _from_feeds(feeds: list[Feed]) -> BatchArrays:
     if len({id(feed.sequence) for feed in feeds}) != len(feeds):
         msg = "a sequence can be fed once per batch; join its tokens into one feed"
         raise UsageError(msg)
@@ -234,10 +234,10 @@ def _from_feeds(feeds: list[Feed]) -> Arrays:
         # A prompt, or a piece of one: its tokens are used where they lie.
         only, start, n = feeds[0], starts[0], lengths[0]
         pos = np.arange(start, start + n, dtype=np.int32)
-        return Arrays(only.tokens, pos, None, np.full(n, only.sequence.id, np.int32), flags)
+        return BatchArrays(only.tokens, pos, None, np.full(n, only.sequence.id, np.int32), flags)
     empty = np.empty(0, dtype=np.int32)
     follow = (np.arange(a, a + n, dtype=np.int32) for a, n in zip(starts, lengths, strict=True))
-    return Arrays(
+    return BatchArrays(
         np.concatenate([empty, *(feed.tokens for feed in feeds)]),
         np.concatenate([empty, *follow]),
         None,
@@ -246,7 +246,7 @@ def _from_feeds(feeds: list[Feed]) -> Arrays:
     )
 
 
-def _check_lengths(arrays: Arrays) -> None:
+def _check_lengths(arrays: BatchArrays) -> None:
     n = len(arrays.token)
     ids = n if arrays.counts is None else int(arrays.counts.sum())
     for what, part, expected in (
@@ -263,7 +263,7 @@ def _check_lengths(arrays: Arrays) -> None:
         raise UsageError(msg)
 
 
-def check_batch(context: Context, batch: Arrays, *, positions: bool = True) -> None:
+def check_batch(context: Context, batch: BatchArrays, *, positions: bool = True) -> None:
     """Refuse a batch that llama.cpp would assert on, misread or silently place wrong.
 
     ``positions`` False leaves out what holds already when feeds were laid out.
@@ -278,11 +278,11 @@ def check_batch(context: Context, batch: Arrays, *, positions: bool = True) -> N
             "(context.prefill does), or make the context with a larger n_batch"
         )
         raise UsageError(msg)
-    bad = outside(batch.token, context.n_vocab)
+    bad = first_out_of_range(batch.token, context.n_vocab)
     if bad is not None:
         msg = f"token {bad} is out of range: this model has tokens 0..{context.n_vocab - 1}"
         raise UsageError(msg)
-    bad = outside(batch.seq, context.info.n_seq_max)
+    bad = first_out_of_range(batch.seq, context.info.n_seq_max)
     if bad is not None:
         msg = (
             f"sequence {bad} is out of range: this context has sequences "
@@ -293,7 +293,7 @@ def check_batch(context: Context, batch: Arrays, *, positions: bool = True) -> N
         _check_positions(context, batch)
 
 
-def outside(values: NDArray[np.int32], end: int) -> int | None:
+def first_out_of_range(values: NDArray[np.int32], end: int) -> int | None:
     """Return a value that is not in 0 <= value < end, None when all are."""
     # A negative number is a large one without its sign: one pass finds both.
     if np.maximum.reduce(values.view(np.uint32)) < end:
@@ -302,10 +302,10 @@ def outside(values: NDArray[np.int32], end: int) -> int | None:
     return low if low < 0 else int(values.max())
 
 
-def _check_positions(context: Context, batch: Arrays) -> None:
+def _check_positions(context: Context, batch: BatchArrays) -> None:
     expected: dict[int, int] = {}
     shared: set[tuple[int, ...]] = set()
-    for pos, ids in placed(batch):
+    for pos, ids in positions_and_sequences(batch):
         if len(ids) > 1:
             shared.add(tuple(ids))
         if len(ids) != len(set(ids)):
@@ -323,10 +323,10 @@ def _check_positions(context: Context, batch: Arrays) -> None:
                 raise UsageError(msg)
             expected[each] = pos + 1
     for owners in sorted(shared):
-        windows.check_shared(context, owners)
+        swa.check_shared(context, owners)
 
 
-def placed(batch: Arrays) -> Iterable[tuple[int, list[int]]]:
+def positions_and_sequences(batch: BatchArrays) -> Iterable[tuple[int, list[int]]]:
     """Return position and sequence ids of each token."""
     seq = batch.seq.tolist()
     if batch.counts is None:

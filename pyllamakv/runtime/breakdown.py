@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.runtime.sampler import turn
+from pyllamakv.runtime.sampler import context_lock
 
 if TYPE_CHECKING:
     from pyllamakv.binding.protocol import Buffer
@@ -22,7 +22,7 @@ ROUNDING = 2**20 // 180
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class MemoryShare:
     """Hold the bytes that one purpose takes, whether they are exact, and how they are known."""
 
     bytes: int
@@ -38,12 +38,12 @@ class MemoryBreakdown:
     ``output`` the logits of a batch that wants all of its own, which is the most there can be.
     """
 
-    model: Share
-    k: Share
-    v: Share
-    states: Share
-    compute: Share
-    output: Share
+    model: MemoryShare
+    k: MemoryShare
+    v: MemoryShare
+    states: MemoryShare
+    compute: MemoryShare
+    output: MemoryShare
 
     @property
     def total(self) -> int:
@@ -68,12 +68,12 @@ class MemoryBreakdown:
 
 def memory_breakdown(context: Context) -> MemoryBreakdown:
     """Say where the bytes of a context and its model lie."""
-    with turn(context) as handle:
+    with context_lock(context) as handle:
         told = context.native.buffers(handle)
-        seen = context.kv.peek()
+        seen = context.kv.try_snapshot()
     k, v, states = _kept(context, told, seen)
     return MemoryBreakdown(
-        model=Share(context.model.info.n_bytes, exact=True, known_by="the model's tensors"),
+        model=MemoryShare(context.model.info.n_bytes, exact=True, known_by="the model's tensors"),
         k=k,
         v=v,
         states=states,
@@ -82,11 +82,11 @@ def memory_breakdown(context: Context) -> MemoryBreakdown:
     )
 
 
-def _kept(context: Context, told: list[Buffer], seen: Snapshot | None) -> tuple[Share, ...]:
+def _kept(context: Context, told: list[Buffer], seen: Snapshot | None) -> tuple[MemoryShare, ...]:
     """Return K, V and states: counted from the cells, and the rest by the log."""
     infos = [each.info for each in seen.streams] if seen is not None else []
     k, v = (
-        Share(sum(getattr(info, name) for info in infos), exact=True, known_by="counted")
+        MemoryShare(sum(getattr(info, name) for info in infos), exact=True, known_by="counted")
         for name in ("bytes_k", "bytes_v")
     )
     recurrent = context.info.memory.keeps_states
@@ -97,25 +97,27 @@ def _kept(context: Context, told: list[Buffer], seen: Snapshot | None) -> tuple[
         beyond = 0
     if recurrent:
         known_by = "the library's log" if told else "the library did not say"
-        return k, v, _logged(told, "RS") or Share(beyond, exact=False, known_by=known_by)
+        return k, v, _logged(told, "RS") or MemoryShare(beyond, exact=False, known_by=known_by)
     if beyond:
         known_by = "counted, and the library's log" if k.bytes else "the library's log, with V"
-        k = Share(k.bytes + beyond, exact=False, known_by=known_by)
-    states = Share(0, exact=True, known_by="this memory has none")
+        k = MemoryShare(k.bytes + beyond, exact=False, known_by=known_by)
+    states = MemoryShare(0, exact=True, known_by="this memory has none")
     return k, v, states
 
 
-def _logged(told: list[Buffer], *kinds: str) -> Share | None:
+def _logged(told: list[Buffer], *kinds: str) -> MemoryShare | None:
     found = [each.bytes for each in told if each.kind in kinds]
-    return Share(sum(found), exact=False, known_by="the library's log") if found else None
+    return MemoryShare(sum(found), exact=False, known_by="the library's log") if found else None
 
 
-def _mask(context: Context) -> Share:
+def _mask(context: Context) -> MemoryShare:
     lower = 4 * (context.info.n_ctx // context.partitions) * context.info.n_ubatch
-    return Share(lower, exact=False, known_by="at least the mask; the library did not say more")
+    return MemoryShare(
+        lower, exact=False, known_by="at least the mask; the library did not say more"
+    )
 
 
-def _output(context: Context) -> Share:
+def _output(context: Context) -> MemoryShare:
     width = context.n_vocab + (context.model.info.n_embd if context.params.embeddings else 0)
     rows = max(context.info.n_batch, context.info.n_seq_max)
-    return Share(4 * rows * width, exact=False, known_by=f"{rows} rows of {width} numbers")
+    return MemoryShare(4 * rows * width, exact=False, known_by=f"{rows} rows of {width} numbers")

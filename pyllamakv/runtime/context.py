@@ -15,19 +15,19 @@ import numpy as np
 
 from pyllamakv.binding import arguments
 from pyllamakv.binding.handle import Handle, free_quietly
-from pyllamakv.binding.protocol import Capability, SamplerParams, Status
+from pyllamakv.binding.protocol import Capability, DecodeStatus, SamplerParams
 from pyllamakv.errors import Cancelled, DecodeError, KvError, NativeError, StaleLogits, UsageError
 from pyllamakv.runtime import decode_failure
-from pyllamakv.runtime.backing import Kept
-from pyllamakv.runtime.batch import Batch, Feed, as_int32, check_batch, lay_out
+from pyllamakv.runtime.backing import KVFile
+from pyllamakv.runtime.batch import Batch, Feed, as_int32, check_batch, to_arrays
 from pyllamakv.runtime.decode_failure import roll_back
 from pyllamakv.runtime.defrag_policy import DefragPolicy
+from pyllamakv.runtime.detokenizer import IncrementalDetokenizer
 from pyllamakv.runtime.kv import KV
 from pyllamakv.runtime.ledger import Ledger, record_batch, record_step
 from pyllamakv.runtime.logits import Logits, LogitsRows
-from pyllamakv.runtime.sampler import NumpySampler, Sampler, check_picker
+from pyllamakv.runtime.sampler import NumpySampler, Sampler, check_sampler
 from pyllamakv.runtime.sequence import Sequence, checked
-from pyllamakv.runtime.textstream import TextStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
         ContextParams,
         Counters,
     )
-    from pyllamakv.runtime.batch import Arrays, Wanted
+    from pyllamakv.runtime.batch import BatchArrays, LogitsChoice
     from pyllamakv.runtime.model import Model
-    from pyllamakv.runtime.sampler import Picker
+    from pyllamakv.runtime.sampler import TokenSampler
 
 Work = Feed | Batch | Iterable[Feed]
 
@@ -91,7 +91,7 @@ class Outputs:
         self.every = False
         self.flags: NDArray[np.int8] | None = None
 
-    def take(self, batch: Arrays) -> None:
+    def take(self, batch: BatchArrays) -> None:
         """Take over what a decoded batch asked for."""
         self.n, self.flags, self.every = len(batch.token), batch.logits, False
 
@@ -135,18 +135,18 @@ class Context:
         self.guard = params.guard
         self.info: ContextInfo = native.context_info(handle)
         self.ledgers = tuple(Ledger() for _ in range(self.info.n_seq_max))
-        self.kept = Kept(native, self.ledgers) if params.kv_keep else None
-        free = partial(free_quietly, self.kept.free if self.kept else native.context_free)
+        self.kv_file = KVFile(native, self.ledgers) if params.kv_keep else None
+        free = partial(free_quietly, self.kv_file.free if self.kv_file else native.context_free)
         #: Who holds this is at work; a second thread gets Busy.
-        self.turn: Handle[Any] = Handle(handle, free, "context", model.life, exclusive=True)
+        self.lock: Handle[Any] = Handle(handle, free, "context", model.life, exclusive=True)
         self.n_vocab, self.epoch = model.info.n_vocab, 0
         n_streams = self.info.n_streams
         #: Whether each sequence has a stream of cells of its own, as llama.cpp made the context:
         #: LLAMA_SET_ROWS=0 makes it share the cells whatever was asked for (0.3.15 and 0.3.16).
-        self.streams = n_streams > 1
+        self.stream_per_sequence = n_streams > 1
         #: Whether a fork may have cells or a state in common with its source. A state is common to
         #: both until one of them decodes, also where their cells are not.
-        self.shares = not self.streams or self.info.memory.keeps_states
+        self.shares = not self.stream_per_sequence or self.info.memory.keeps_states
         #: Into how many equal parts the cells are divided; at worst one for each sequence.
         self.partitions = self.info.n_seq_max if n_streams < 0 else max(1, n_streams)
         self.decode_one = native.decode_one  # bound once: for every token
@@ -172,7 +172,7 @@ class Context:
         Raises UsageError when it is in use or out of range, or all are in use.
         """
         number = arguments.whole_or_none("number", number)
-        with self.turn:
+        with self.lock:
             n, free = self.info.n_seq_max, self.vacant
             if number is not None and (number in self._taken or not 0 <= number < n):
                 why = "in use" if number in self._taken else f"out of range: there are 0..{n - 1}"
@@ -198,7 +198,7 @@ class Context:
         if isinstance(sequence, Sequence):
             sequence.check(self)
             return sequence.id
-        sequence = arguments.whole("sequence", sequence)
+        sequence = arguments.integer("sequence", sequence)
         if not 0 <= sequence < self.info.n_seq_max:
             msg = (
                 f"sequence {arguments.shown(sequence)} is out of range: there are "
@@ -207,19 +207,25 @@ class Context:
             raise UsageError(msg)
         return sequence
 
-    def forget(self, sequence: Sequence) -> None:
-        """Take back a closed sequence's id; `Sequence.close` calls this, the turn is held."""
+    def release_sequence(self, sequence: Sequence) -> None:
+        """Free the id of a closed sequence, for `Sequence.close`.
+
+        The caller holds the context's lock.
+        """
         self._taken.discard(sequence.id)
         self._group = None
 
     def new_marks(self, n: int) -> int:
-        """Reserve marks for ``n`` cells and return the first; the turn is held."""
+        """Reserve marks for ``n`` cells and return the first.
+
+        The caller holds the context's lock.
+        """
         self._marks += n
         return self._marks - n
 
     def clear(self) -> None:
         """Empty the cache and every sequence."""
-        with self.turn:
+        with self.lock:
             self.native.clear(self.handle, True)
             for ledger in self.ledgers:
                 ledger.clear()
@@ -235,31 +241,31 @@ class Context:
         if isinstance(work, Feed) and work.logits == "last" and len(work.tokens) == 1:
             self.step(work.sequence, int(work.tokens[0]))
             return
-        with self.turn:
-            batch = lay_out(self, work)
+        with self.lock:
+            batch = to_arrays(self, work)
             code = self._run(batch, positions=isinstance(work, Batch))
             if code:
                 raise decode_failure.failure(self, code, batch.seq.tolist(), len(batch.token))
 
-    def try_decode(self, work: Work) -> Status:
+    def try_decode(self, work: Work) -> DecodeStatus:
         """Decode like `decode`, and return the status where that would raise for 1 and 2."""
-        with self.turn:
-            batch = lay_out(self, work)
+        with self.lock:
+            batch = to_arrays(self, work)
             code = self._run(batch, positions=isinstance(work, Batch))
             if code not in (0, 1, 2):
                 raise decode_failure.failure(self, code, batch.seq.tolist(), len(batch.token))
-            return Status(code)
+            return DecodeStatus(code)
 
     def step(self, sequence: Sequence, token: int) -> None:
         """Decode one token that follows in a sequence, with logits: `decode` at its cheapest."""
-        with self.turn as handle:
+        with self.lock as handle:
             try:
                 if sequence.context is not self or not sequence.open:
                     sequence.check(self)
             except AttributeError:
                 raise arguments.wrong_type("sequence", sequence, "a Sequence") from None
             if type(token) is not int:
-                token = arguments.whole("token", token)
+                token = arguments.integer("token", token)
             if not 0 <= token < self.n_vocab:
                 self._check_token(token)
             ledger, number, policy = sequence.ledger, sequence.id, self.defrag_policy
@@ -271,7 +277,7 @@ class Context:
             pos = ledger.next
             try:
                 code = self.decode_one(handle, token, pos, number)
-                if code == 1 and policy.heal((number,)):
+                if code == 1 and policy.defrag_after_failure((number,)):
                     code = self.decode_one(handle, token, pos, number)
             except BaseException as error:
                 self._rollback_after_error(error, (number,))
@@ -286,15 +292,15 @@ class Context:
     def step_all(self, sequences: Iterable[Sequence], tokens: Any) -> None:
         """Decode one token that follows in each of these sequences, in one batch, all with logits.
 
-        Place i is sequence i's, also for `logits_all` and ``pick_all``. Raises as `decode` does.
+        Place i is sequence i's, also for `logits_all` and ``sample_all``. Raises as `decode` does.
         """
-        with self.turn as handle:
+        with self.lock as handle:
             group = self._group_of(sequences)
             given, ids = self._given(group, tokens), group.ids
             places = self._begin(group)
             try:
                 code = self.native.decode_each(handle, given, places, ids)
-                if code == 1 and self.defrag_policy.heal(ids):
+                if code == 1 and self.defrag_policy.defrag_after_failure(ids):
                     code = self.native.decode_each(handle, given, places, ids)
             except BaseException as error:
                 self._rollback_after_error(error, ids)
@@ -306,20 +312,20 @@ class Context:
     def advance(
         self, sequences: Iterable[Sequence], tokens: Any, steps: int, sampler: Sampler
     ) -> list[list[int]]:
-        """Repeat `step_all` and the sampler's ``pick_all`` ``steps`` times, in one call of C.
+        """Repeat `step_all` and the sampler's ``sample_all`` ``steps`` times, in one call of C.
 
         Returns the tokens chosen after each step; decode the last of them next. Ends early after
         a step that chose an end of generation. When a step fails, those before it stay.
         """
-        steps = arguments.whole("steps", steps, 1, arguments.INT32)
+        steps = arguments.integer("steps", steps, 1, arguments.INT32)
         arguments.instance("sampler", sampler, Sampler, "a Sampler in C (model.sampler)")
         sampler.check_context(self)
-        with self.turn as handle, sampler.life as raw:
+        with self.lock as handle, sampler.life as raw:
             group = self._group_of(sequences)
             given, ids = self._given(group, tokens), group.ids
             sampler.check(len(ids))
             chosen: list[list[int]] = []
-            healed, cancels = False, self.cancels
+            defragged, cancels = False, self.cancels
             while True:
                 places = self._begin(group)
                 left = min(steps - len(chosen), _STEPS)
@@ -332,19 +338,23 @@ class Context:
                     self._record_step(group, row)
                 chosen += rows
                 if not code:
-                    ended = len(rows) < left or any(map(self.model.is_end, rows[-1]))
+                    ended = len(rows) < left or any(map(self.model.is_eog, rows[-1]))
                     if ended or len(chosen) == steps:
                         return chosen
-                    healed, given = False, rows[-1]
+                    defragged, given = False, rows[-1]
                     if self.cancels == cancels:
                         continue
-                    code = int(Status.ABORTED)
+                    code = int(DecodeStatus.ABORTED)
                 self.epoch += 1
                 self.outputs.n = 0
                 # Having moved cells helps once; the next failure must have decoded something first.
-                if code != 1 or (healed and not rows) or not self.defrag_policy.heal(ids):
+                if (
+                    code != 1
+                    or (defragged and not rows)
+                    or not self.defrag_policy.defrag_after_failure(ids)
+                ):
                     raise self._failed(code, ids)
-                healed, given = True, rows[-1] if rows else given
+                defragged, given = True, rows[-1] if rows else given
 
     def prefill(self, sequence: Sequence, tokens: Any, *, logits: bool = True) -> None:
         """Decode any number of tokens in pieces of n_batch; logits of the very last one.
@@ -363,14 +373,14 @@ class Context:
                 msg = f"cancelled with {len(rest) - start} tokens left; the others stay"
                 raise Cancelled(msg, code=2)
             final = start + size >= len(rest)
-            wanted: Wanted = "last" if logits and final else "none"
+            wanted: LogitsChoice = "last" if logits and final else "none"
             self.decode(Feed(sequence, rest[start : start + size], wanted))
 
     def generate(
         self,
         sequence: Sequence,
         max_tokens: int | None = None,
-        sampler: Picker | SamplerParams | None = None,
+        sampler: TokenSampler | SamplerParams | None = None,
         *,
         stop_at_end: bool = True,
     ) -> Iterator[str]:
@@ -382,7 +392,7 @@ class Context:
         checked(sequence).check(self)
         max_tokens = arguments.whole_or_none("max_tokens", max_tokens, 0)
         stop_at_end = arguments.flag("stop_at_end", stop_at_end)
-        check_picker(sampler)
+        check_sampler(sampler)
         if not len(sequence):
             msg = "the sequence has no tokens to go on from; decode a prompt first"
             raise UsageError(msg)
@@ -390,16 +400,16 @@ class Context:
 
     def set_threads(self, n_threads: int, n_threads_batch: int | None = None) -> None:
         """Compute with so many threads from now on; ``n_threads_batch`` for more than a token."""
-        n_threads = arguments.whole("n_threads", n_threads, 1, arguments.INT32)
+        n_threads = arguments.integer("n_threads", n_threads, 1, arguments.INT32)
         n_threads_batch = arguments.whole_or_none(
             "n_threads_batch", n_threads_batch, 1, arguments.INT32
         )
-        with self.turn as handle:
+        with self.lock as handle:
             self.native.threads(handle, n_threads, n_threads_batch or n_threads)
 
     def cancel(self) -> None:
         """End the decode that runs, and `prefill` and `generate`; callable from any thread."""
-        self.turn.interrupt(self.native.cancel)
+        self.lock.interrupt(self.native.cancel)
         self.cancels += 1
 
     # What the last decode left...
@@ -410,8 +420,8 @@ class Context:
         Raises StaleLogits when there are none, UsageError when that place asked for none.
         """
         if type(index) is not int:
-            index = arguments.whole("index", index)
-        with self.turn as handle:
+            index = arguments.integer("index", index)
+        with self.lock as handle:
             outputs = self.outputs
             if not outputs.every or not -outputs.n <= index < outputs.n:
                 outputs.check(index)
@@ -422,7 +432,7 @@ class Context:
 
         Raises StaleLogits when there are none.
         """
-        with self.turn as handle:
+        with self.lock as handle:
             if not self.outputs.n:
                 self.outputs.count()
             return LogitsRows(self, self.native.logits_all(handle, self.n_vocab), self.epoch)
@@ -430,7 +440,7 @@ class Context:
     @property
     def counters(self) -> Counters:
         """Count slot searches, defragmentations and moves; Unsupported without `kv-counters`."""
-        with self.turn:
+        with self.lock:
             self.native.about.require(Capability.COUNTERS, "count what the cache does")
             return self.native.counters(self.handle)
 
@@ -439,15 +449,15 @@ class Context:
     @property
     def closed(self) -> bool:
         """Tell whether this context, its model or its library was closed."""
-        return self.turn.closed
+        return self.lock.closed
 
     def check(self) -> None:
         """Raise Closed when this was closed."""
-        _ = self.turn.raw
+        _ = self.lock.raw
 
     def close(self) -> None:
         """Free the context; a second call does nothing. Raises Busy while a decode runs."""
-        self.turn.close()
+        self.lock.close()
 
     def __enter__(self) -> Context:
         self.check()
@@ -462,7 +472,7 @@ class Context:
         state = "closed" if self.closed else f"n_ctx {self.info.n_ctx}"
         return f"<Context {state}, {self.info.n_seq_max} sequences>"
 
-    def _run(self, batch: Arrays, *, positions: bool) -> int:
+    def _run(self, batch: BatchArrays, *, positions: bool) -> int:
         if self.guard:
             check_batch(self, batch, positions=positions)
         if self.defrag_policy.dirty:
@@ -471,7 +481,9 @@ class Context:
         self.outputs.n = 0
         try:
             code = self.native.decode(self.handle, *batch)
-            if code == 1 and self.defrag_policy.heal(batch.seq.tolist(), len(batch.token)):
+            if code == 1 and self.defrag_policy.defrag_after_failure(
+                batch.seq.tolist(), len(batch.token)
+            ):
                 code = self.native.decode(self.handle, *batch)
         except BaseException as error:
             self._rollback_after_error(error, batch.seq.tolist())
@@ -566,19 +578,19 @@ class Context:
         self,
         sequence: Sequence,
         max_tokens: int | None,
-        sampler: Picker | SamplerParams | None,
+        sampler: TokenSampler | SamplerParams | None,
         stop_at_end: bool,
     ) -> Iterator[str]:
         picker, mine = self._picker(sampler)
-        stream, cancels, model = TextStream(), self.cancels, self.model
+        stream, cancels, model = IncrementalDetokenizer(), self.cancels, self.model
         try:
             token = -1
             left = max_tokens
             while left is None or left > 0:
                 if token < 0:
                     self._refresh(sequence)
-                    token = picker.pick(self, sequence.ledger.logits_at)
-                if stop_at_end and model.is_end(token):
+                    token = picker.sample(self, sequence.ledger.logits_at)
+                if stop_at_end and model.is_eog(token):
                     break
                 if cancels != self.cancels:
                     msg = "the generation was cancelled; what was yielded is in the sequence"
@@ -587,7 +599,7 @@ class Context:
                 text = stream.feed(model.piece(token))
                 left = None if left is None else left - 1
                 # The next token is chosen before the caller gets this one, and may decode others.
-                token = picker.pick(self) if left is None or left else -1
+                token = picker.sample(self) if left is None or left else -1
                 if text:
                     yield text
             rest = stream.flush()
@@ -597,7 +609,9 @@ class Context:
             if mine is not None:
                 mine.close()
 
-    def _picker(self, sampler: Picker | SamplerParams | None) -> tuple[Picker, Sampler | None]:
+    def _picker(
+        self, sampler: TokenSampler | SamplerParams | None
+    ) -> tuple[TokenSampler, Sampler | None]:
         """Return what chooses tokens, and the sampler to close afterwards if one was made."""
         if sampler is not None and not isinstance(sampler, SamplerParams):
             return sampler, None
@@ -620,9 +634,9 @@ class Context:
 def intercept(context: Context, make: Callable[[], Any]) -> Iterator[None]:
     """Replace a context's library by what ``make`` returns, to the end of the block.
 
-    The replacement passes each call on. The context's turn is held while ``make`` runs.
+    The replacement passes each call on. The caller holds the context's lock while ``make`` runs.
     """
-    with context.turn:
+    with context.lock:
         native, decode_one = context.native, context.decode_one
         replacement = make()
         context.native, context.decode_one = replacement, replacement.decode_one

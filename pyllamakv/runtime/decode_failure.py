@@ -13,7 +13,7 @@ from pyllamakv.errors import (
     NoKVSlot,
     WorkerDied,
 )
-from pyllamakv.runtime import windows
+from pyllamakv.runtime import swa
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def failure(
     context: Context, code: int, ids: Sequence[int], n_tokens: int | None = None
 ) -> KvError:
-    """Make the error for a decode that returned ``code``; the context's turn is held.
+    """Make the error for a decode that returned ``code``; the caller holds the context's lock.
 
     ``ids`` has the sequences of each token; ``n_tokens`` None: there is a token for each.
     """
@@ -37,7 +37,7 @@ def failure(
     if code != 1:
         msg = f"llama_decode gave {code} for {n} tokens; {kept}"
         return DecodeError(msg, code=code)
-    snapshot = context.kv.peek()
+    snapshot = context.kv.try_snapshot()
     if snapshot is None or not snapshot.streams:
         msg = f"no cells were found for {n} tokens; this build cannot say why; {kept}"
         return NoKVSlot(msg, cause="other", n_tokens=n)
@@ -52,7 +52,7 @@ def _cause(snapshot: Snapshot, n: int, counts: Counter[int], context: Context) -
         f"the largest of {stats.largest_hole}"
     )
     full = stats.free < n
-    if context.streams:
+    if context.stream_per_sequence:
         # Each sequence has cells of its own; the stream of a sequence has its number.
         free = {each.stream: each.stats.free for each in snapshot.streams if not each.swa}
         full = any(free.get(each, k) < k for each, k in counts.items())
@@ -61,7 +61,7 @@ def _cause(snapshot: Snapshot, n: int, counts: Counter[int], context: Context) -
             f"the KV cache is full: {numbers}; remove tokens, or make the context with a larger "
             f"n_ctx; {_outcome(context)}"
         )
-    behind = windows.full(context, snapshot, counts, n)
+    behind = swa.full_reason(context, snapshot, counts, n)
     if behind:
         return "full", (
             f"the KV cache is full: {numbers}, but {behind}; remove one of the sequences that "
@@ -92,7 +92,7 @@ def roll_back(
             kept = True
             if context.native.seq_pos_max(context.handle, each) >= ledger.next:
                 kept = context.native.seq_rm(context.handle, each, ledger.next, -1)
-            if not kept or windows.lacking(context, each, ledger.positions) is not None:
+            if not kept or swa.first_missing_position(context, each, ledger.positions) is not None:
                 context.native.seq_rm(context.handle, each, -1, -1)
                 ledger.clear()
                 emptied.append(each)

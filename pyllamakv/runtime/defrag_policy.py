@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 PolicyName = Literal["never", "on_failure", "threshold", "always"]
 
 #: Attention runs over a multiple of so many cells.
-STEP = 256
+ATTENTION_PADDING = 256
 
 #: How much more it costs to save and restore a byte than to move it.
-STATES = 4.0
+RESTORE_COST_FACTOR = 4.0
 
 #: Decodes between two looks at the cells, which cost about as much as a decode of a tiny model.
-LOOK = 32
+LOOK_INTERVAL = 32
 
 
 def checked(policy: str) -> PolicyName:
@@ -46,7 +46,7 @@ def checked(policy: str) -> PolicyName:
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class DefragCosts:
     """Hold what the threshold weighs, in seconds per byte of K and V.
 
     ``attend`` is what a decode of one token pays for a byte in a cell that it attends to in vain,
@@ -64,25 +64,28 @@ class Costs:
 
 #: By `measure_costs` on one core of an AMD EPYC, with 16 layers of 8 heads of 64 values, f16, and
 #: 4096 and 8192 cells. Flash attention skips what its mask hides, and pays little for it.
-FLASH = Costs(attend=0.013e-9, move=0.19e-9)
-PLAIN = Costs(attend=0.23e-9, move=0.6e-9)
+FLASH_ATTN_COSTS = DefragCosts(attend=0.013e-9, move=0.19e-9)
+STANDARD_COSTS = DefragCosts(attend=0.23e-9, move=0.6e-9)
 
 
 class DefragPolicy:
-    """Watch one context and defragment it by a policy. The context's turn is held in every call."""
+    """Watch one context and defragment it by a policy.
+
+    In every call, the caller holds the context's lock.
+    """
 
     def __init__(
         self,
         context: Context,
         policy: PolicyName,
-        costs: Costs | None = None,
+        costs: DefragCosts | None = None,
         *,
         trims: bool = False,
     ) -> None:
         self.policy: PolicyName = policy
         #: Whether a defragmentation gives back the memory that it has freed.
         self.trims = trims
-        self.costs = costs or (PLAIN if context.info.v_transposed else FLASH)
+        self.costs = costs or (STANDARD_COSTS if context.info.v_transposed else FLASH_ATTN_COSTS)
         #: Whether cells may have been freed since the cache was last seen to be compact.
         self.dirty = False
         self._context = context
@@ -106,7 +109,9 @@ class DefragPolicy:
         if self._wasted >= self._price:
             self._defrag()
 
-    def heal(self, ids: list[int] | tuple[int, ...], n_tokens: int | None = None) -> bool:
+    def defrag_after_failure(
+        self, ids: list[int] | tuple[int, ...], n_tokens: int | None = None
+    ) -> bool:
         """Defragment after a decode that found no cells; True when it may be tried again.
 
         The arguments are those of `decode_failure.failure`.
@@ -117,25 +122,25 @@ class DefragPolicy:
         return getattr(error, "cause", "") == "fragmented" and self._defrag()
 
     def _look(self) -> None:
-        self._next_look = LOOK
-        seen = self._context.kv.peek()
+        self._next_look = LOOK_INTERVAL
+        seen = self._context.kv.try_snapshot()
         if seen is None:
             # Nothing can be weighed where cells cannot be seen.
             self._watches = False
             self._rest()
             return
-        excess, moving = weigh(seen)
+        excess, moving = wasted_and_moved_bytes(seen)
         self._rate = excess * self.costs.attend
         self._price = moving * self.costs.move
         if not self._context.info.defrag:
-            self._price *= STATES
+            self._price *= RESTORE_COST_FACTOR
         if not excess:
             self._rest()
 
     def _defrag(self) -> bool:
         self._rest()
         try:
-            return bool(self._context.kv.arrange(fallback=True).cells)
+            return bool(self._context.kv.defrag_locked(fallback=True).cells)
         except Unsupported:
             # Forks may stand in its way; the next removal may take them away.
             return False
@@ -147,19 +152,19 @@ class DefragPolicy:
         self._next_look = 0
 
 
-def weigh(snapshot: Snapshot) -> tuple[int, int]:
+def wasted_and_moved_bytes(snapshot: Snapshot) -> tuple[int, int]:
     """Return the bytes of K and V that attention reads in vain, and those that a move copies."""
     excess = moving = 0
     for each in snapshot.streams:
         cell = _bytes_per_cell(each)
         stats = each.stats
-        excess += (_attended(stats.used_max) - _attended(stats.used)) * cell
+        excess += (_attended(stats.used_max_p1) - _attended(stats.used)) * cell
         moving += int(each.used[stats.used :].sum()) * cell
     return excess, moving
 
 
 def _attended(cells: int) -> int:
-    return -(-cells // STEP) * STEP
+    return -(-cells // ATTENTION_PADDING) * ATTENTION_PADDING
 
 
 def _bytes_per_cell(stream: CellMap) -> int:
@@ -167,7 +172,9 @@ def _bytes_per_cell(stream: CellMap) -> int:
     return (info.bytes_k + info.bytes_v) // max(1, info.n_cells) if info is not None else 0
 
 
-def measure_costs(model: Model, *, cells: int = 4096, rounds: int = 15, **options: Any) -> Costs:
+def measure_defrag_costs(
+    model: Model, *, cells: int = 4096, rounds: int = 15, **options: Any
+) -> DefragCosts:
     """Measure both constants on this machine, in a scratch context of ``cells`` cells.
 
     ``options`` are those of `Model.context`. A few tokens are decoded near the end of the cache,
@@ -175,28 +182,28 @@ def measure_costs(model: Model, *, cells: int = 4096, rounds: int = 15, **option
     """
     arguments.instance("model", model, LoadedModel, "a Model")
     # The filler leaves one step of cells for the other sequence, and one to spare.
-    cells = arguments.whole("cells", cells, 3 * STEP, arguments.INT32)
-    rounds = arguments.whole("rounds", rounds, 1)
+    cells = arguments.integer("cells", cells, 3 * ATTENTION_PADDING, arguments.INT32)
+    rounds = arguments.integer("rounds", rounds, 1)
     near: list[float] = []
     far: list[float] = []
     moved: list[float] = []
     excess = moving = 1
     with model.context(n_ctx=cells, n_batch=512, n_ubatch=512, n_seq_max=2, **options) as context:
         filler, live = context.sequence(), context.sequence()
-        context.prefill(filler, [1] * (cells - 2 * STEP))
-        context.prefill(live, [1] * (STEP - 64))
+        context.prefill(filler, [1] * (cells - 2 * ATTENTION_PADDING))
+        context.prefill(live, [1] * (ATTENTION_PADDING - 64))
         below, above = filler.save(), live.save()
         for _ in range(rounds):
             context.clear()
             filler.restore(below)
             live.restore(above)
             filler.remove()
-            excess, moving = weigh(context.kv.snapshot())
+            excess, moving = wasted_and_moved_bytes(context.kv.snapshot())
             far.append(_seconds(context, live))
             moved.append(context.kv.defrag(fallback=False).seconds)
             near.append(_seconds(context, live))
     lost = statistics.median(a - b for a, b in zip(far, near, strict=True))
-    return Costs(max(lost, 0.0) / max(1, excess), statistics.median(moved) / max(1, moving))
+    return DefragCosts(max(lost, 0.0) / max(1, excess), statistics.median(moved) / max(1, moving))
 
 
 def _seconds(context: Context, sequence: Sequence) -> float:

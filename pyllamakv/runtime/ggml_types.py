@@ -66,7 +66,7 @@ def number_type(which: str | int) -> NumberType:
     if isinstance(which, str):
         found = _BY_NAME.get(which.lower())
     else:
-        found = _BY_NUMBER.get(arguments.whole("a ggml type", which))
+        found = _BY_NUMBER.get(arguments.integer("a ggml type", which))
     if found is None:
         msg = (
             f"there is no ggml type {arguments.shown(which)}; known are "

@@ -33,7 +33,7 @@ class ModelFile:
     meta: dict[str, Any]
 
     @property
-    def uneven(self) -> bool:
+    def has_partial_layers(self) -> bool:
         """Tell whether some layers may keep less than every token."""
         return any(key.endswith(".attention.sliding_window") or ".ssm." in key for key in self.meta)
 

@@ -11,7 +11,7 @@ import numpy as np
 from pyllamakv.binding import arguments
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import Unsupported, UsageError
-from pyllamakv.runtime import backing, repack, staterows
+from pyllamakv.runtime import backing, defrag_by_restore, state_parser
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class KV:
 
     def snapshot(self) -> Snapshot:
         """Read all cells, or raise Unsupported where the build cannot."""
-        with self._context.turn:
+        with self._context.lock:
             return self._read()
 
     @property
@@ -76,8 +76,11 @@ class KV:
         """Count the cells now."""
         return self.snapshot().stats
 
-    def peek(self) -> Snapshot | None:
-        """Read all cells while the turn is held, or return None where the build cannot."""
+    def try_snapshot(self) -> Snapshot | None:
+        """Read all cells, or return None if the build cannot.
+
+        The caller holds the context's lock.
+        """
         try:
             return self._read()
         except Unsupported:
@@ -86,7 +89,7 @@ class KV:
     @property
     def memory(self) -> KVMemory:
         """Say what the cache takes: reserved, committed, on disk, and per layer."""
-        with self._context.turn:
+        with self._context.lock:
             return backing.read(self._context)
 
     def trim(self) -> int:
@@ -96,7 +99,7 @@ class KV:
         could fail, and on file systems that cannot forget a part of a file nothing is given back.
         Raises Unsupported for a cache on the heap.
         """
-        with self._context.turn:
+        with self._context.lock:
             return self._context.native.mapping_trim(self._context.handle)
 
     def flush(self) -> None:
@@ -104,11 +107,11 @@ class KV:
 
         Raises Unsupported for a cache that is not kept.
         """
-        with self._context.turn:
-            if self._context.kept is None:
+        with self._context.lock:
+            if self._context.kv_file is None:
                 msg = "this cache is not kept: make the context with a path and kv_keep=True"
                 raise Unsupported(msg, "MAPPING")
-            self._context.kept.flush(self._context.handle)
+            self._context.kv_file.flush(self._context.handle)
 
     def defrag(self, *, fallback: bool = True) -> DefragReport:
         """Move the used cells together, so that the free ones are one hole.
@@ -118,11 +121,11 @@ class KV:
         nothing was done. With ``defrag_trim`` the memory that is free now is given back.
         """
         fallback = arguments.flag("fallback", fallback)
-        with self._context.turn:
-            return self.arrange(fallback=fallback)
+        with self._context.lock:
+            return self.defrag_locked(fallback=fallback)
 
-    def arrange(self, *, fallback: bool) -> DefragReport:
-        """Defragment like `defrag`, while the turn is held."""
+    def defrag_locked(self, *, fallback: bool) -> DefragReport:
+        """Defragment like `defrag`, while the caller holds the context's lock."""
         report = self._arrange(fallback=fallback)
         if self._context.defrag_policy.trims:
             self._context.native.mapping_trim(self._context.handle)
@@ -130,7 +133,7 @@ class KV:
 
     def _arrange(self, *, fallback: bool) -> DefragReport:
         context = self._context
-        before = self.peek()
+        before = self.try_snapshot()
         if not context.info.defrag and fallback and before is not None and before.streams:
             return self._repack(before)
         if Capability.DEFRAG not in context.native.about.capabilities:
@@ -158,7 +161,7 @@ class KV:
 
     def _repack(self, before: Snapshot) -> DefragReport:
         begin = time.perf_counter()
-        done = repack.repack(self._context, before)
+        done = defrag_by_restore.repack(self._context, before)
         seconds = time.perf_counter() - begin
         found = before.moves_to(self._read())
         restored = done.rounds > 0
@@ -166,17 +169,17 @@ class KV:
 
     def update(self) -> None:
         """Apply what is pending: shifts, and copies between streams."""
-        with self._context.turn:
+        with self._context.lock:
             self._context.native.update(self._context.handle)
 
-    def state(self, sequence: Sequence | int) -> staterows.SequenceState:
+    def state(self, sequence: Sequence | int) -> state_parser.SequenceState:
         """Read everything that the cache keeps of a sequence."""
         context = self._context
-        with context.turn:
+        with context.lock:
             number = context.sequence_id(sequence)
             context.native.about.require(Capability.STATES, "save the state of a sequence")
             raw = context.native.state_save(context.handle, number)
-        return staterows.parse(raw)
+        return state_parser.parse(raw)
 
     def rows(self, layer: int, sequence: Sequence | int, *, cache: int = 0) -> KVRows:
         """Read K and V of one layer, as stored, ordered by position.
@@ -184,7 +187,7 @@ class KV:
         ``cache`` 1 is the second of a model with a sliding window, whose layers count separately;
         of a hybrid model, it has the states of the recurrent layers: one row, of after ``pos``.
         """
-        layer, cache = arguments.whole("layer", layer), arguments.whole("cache", cache)
+        layer, cache = arguments.integer("layer", layer), arguments.integer("cache", cache)
         state = self.state(sequence)
         if not state.sections:
             msg = f"sequence {sequence!r} has no cells, so it has no rows"

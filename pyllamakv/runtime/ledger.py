@@ -11,21 +11,21 @@ from bisect import bisect_left
 from typing import TYPE_CHECKING, Final
 
 from pyllamakv.errors import UsageError
-from pyllamakv.runtime.batch import placed
+from pyllamakv.runtime.batch import positions_and_sequences
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from pyllamakv.runtime.batch import Arrays
+    from pyllamakv.runtime.batch import BatchArrays
 
 #: Where positions end, as plk.h has it: llama.cpp cannot remove the last ones that an int32 holds.
-POSITIONS: Final = 1 << 30
+POSITION_LIMIT: Final = 1 << 30
 
 
 class Ledger:
     """Record one sequence: parallel lists in the order of positions, and the ``next`` position."""
 
-    __slots__ = ("exact", "logits_at", "logits_epoch", "marks", "next", "positions", "tokens")
+    __slots__ = ("first_moved", "logits_at", "logits_epoch", "marks", "next", "positions", "tokens")
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -34,7 +34,7 @@ class Ledger:
         self.next = 0
         #: Entries from here on had their positions changed: a fresh decode of the tokens would give
         #: other rows. None: there are no such entries.
-        self.exact: int | None = None
+        self.first_moved: int | None = None
         #: Where in the batch of which decode the logits of the last token lie.
         self.logits_at = -1
         self.logits_epoch = -1
@@ -45,7 +45,7 @@ class Ledger:
     @property
     def moved(self) -> bool:
         """Tell whether the positions of any entries were changed."""
-        return self.exact is not None
+        return self.first_moved is not None
 
     def clear(self) -> None:
         """Forget everything."""
@@ -80,8 +80,8 @@ class Ledger:
         added = self.positions[max(first - 1, 0) :]
         if added != sorted(added):
             self._sort()
-            if self.exact is not None:
-                self.exact = 0  # some of these came before, nobody knows how many
+            if self.first_moved is not None:
+                self.first_moved = 0  # some of these came before, nobody knows how many
         self._settle()
 
     def replace(
@@ -94,7 +94,7 @@ class Ledger:
         """Record other tokens, in the order of their positions; ``exact`` as of the ledger."""
         self.clear()
         self.extend(tokens, positions, marks)
-        self.exact = exact
+        self.first_moved = exact
 
     def renew_marks(self, first: int) -> None:
         """Give every entry a mark of its own, from ``first`` on: its cells are shared with none."""
@@ -122,9 +122,9 @@ class Ledger:
         """Take over entries of another sequence; ``share`` False gives them cells of their own."""
         start, end = other.span(p0, p1)
         marks = other.marks[start:end] if share else [-1] * (end - start)
-        if other.exact is not None and other.exact < end:
+        if other.first_moved is not None and other.first_moved < end:
             # Entries may go between those that are here: then nothing is known of any.
-            self._touched(max(other.exact - start, 0) if not self.positions else 0)
+            self._touched(max(other.first_moved - start, 0) if not self.positions else 0)
         self.extend(other.tokens[start:end], other.positions[start:end], marks)
 
     def take_logits(self, other: Ledger) -> None:
@@ -163,7 +163,7 @@ class Ledger:
                 "remove those tokens first"
             )
             raise UsageError(msg)
-        if high >= POSITIONS:
+        if high >= POSITION_LIMIT:
             msg = f"shifting by {delta} would put a token at {high}; positions end at 2^30 - 1"
             raise UsageError(msg)
         before = self.positions[start - 1] if start else -1
@@ -191,12 +191,12 @@ class Ledger:
         self._settle()
 
     def _touched(self, first: int) -> None:
-        self.exact = first if self.exact is None else min(self.exact, first)
+        self.first_moved = first if self.first_moved is None else min(self.first_moved, first)
 
     def _delete(self, start: int, end: int) -> None:
         del self.tokens[start:end], self.positions[start:end], self.marks[start:end]
-        if self.exact is not None and start < self.exact:
-            self.exact -= min(end, self.exact) - start
+        if self.first_moved is not None and start < self.first_moved:
+            self.first_moved -= min(end, self.first_moved) - start
 
     def _sort(self) -> None:
         order = sorted(range(len(self.positions)), key=self.positions.__getitem__)
@@ -207,19 +207,19 @@ class Ledger:
 
     def _settle(self) -> None:
         self.next = self.positions[-1] + 1 if self.positions else 0
-        if self.exact is not None and self.exact >= len(self.positions):
-            self.exact = None
+        if self.first_moved is not None and self.first_moved >= len(self.positions):
+            self.first_moved = None
         self.logits_epoch = -1
 
 
-def record_batch(ledgers: Sequence[Ledger], batch: Arrays, mark: int, epoch: int) -> int:
+def record_batch(ledgers: Sequence[Ledger], batch: BatchArrays, mark: int, epoch: int) -> int:
     """Write a decoded batch into the ledgers of a context; return the next free mark."""
     tokens, seq = batch.token.tolist(), batch.seq.tolist()
     end = mark + len(tokens)
     flags = [0] * (len(tokens) - 1) + [1] if batch.logits is None else batch.logits.tolist()
     if batch.counts is not None:
         for place, (token, flag, (pos, ids)) in enumerate(
-            zip(tokens, flags, placed(batch), strict=True)
+            zip(tokens, flags, positions_and_sequences(batch), strict=True)
         ):
             for each in ids:
                 ledger = ledgers[each]

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 class _View(NDArrayOperatorsMixin):
     """View what a decode left, for as long as it is there."""
 
-    __slots__ = ("_context", "_epoch", "_turn", "_values")
+    __slots__ = ("_context", "_epoch", "_lock", "_values")
 
     def __init__(self, context: Context, values: NDArray[np.float32], epoch: int) -> None:
         self._context = context
         self._values = values
         self._epoch = epoch
-        self._turn = context.turn
+        self._lock = context.lock
 
     @property
     def stale(self) -> bool:
@@ -73,7 +73,7 @@ class _View(NDArrayOperatorsMixin):
 
     def _read(self) -> NDArray[np.float32]:
         context = self._context
-        if self._turn.closed:
+        if self._lock.closed:
             context.check()
         if self._epoch != context.epoch:
             msg = "a later decode has overwritten these logits; read or copy() them before it"
@@ -97,7 +97,7 @@ class Logits(_View):
 
     def top(self, n: int = 5) -> list[tuple[int, float]]:
         """Return the ``n`` most likely tokens with their logits, best first."""
-        n = arguments.whole("n", n, 0)
+        n = arguments.integer("n", n, 0)
         values = self._read()
         best = np.argsort(-values, kind="stable")[:n]
         return [(int(token), float(values[token])) for token in best]

@@ -56,7 +56,7 @@ class CellStats(Protocol):
         """Return the cells of the longest run of free cells."""
 
     @property
-    def used_max(self) -> int:
+    def used_max_p1(self) -> int:
         """Return the highest used cell plus one."""
 
     @property
@@ -149,7 +149,7 @@ def rows(
         rows += _about_counters(counters)
     for name, each in (managers or {}).items():
         rows += [
-            (f"{name} {key.replace('_', ' ')}", spell(value))
+            (f"{name} {key.replace('_', ' ')}", format_value(value))
             for key, value in _numbers(each)
         ]  # fmt: skip
     return rows
@@ -168,7 +168,7 @@ def aligned(rows: Iterable[tuple[str, str]]) -> str:
 
 def _check(stats: object, counters: object, managers: object) -> None:
     """Refuse what has not the numbers that are read here."""
-    wanted = ("size", "used", "free", "shared", "holes", "largest_hole", "used_max", "to_json")
+    wanted = ("size", "used", "free", "shared", "holes", "largest_hole", "used_max_p1", "to_json")
     if stats is not None and not all(hasattr(stats, name) for name in wanted):
         raise arguments.wrong_type("stats", stats, "statistics of cells (kv.stats), or None")
     if counters is not None and not all(hasattr(counters, field) for field, *_ in _COUNTS):
@@ -192,7 +192,7 @@ _CELLS: tuple[tuple[str, str, Callable[[CellStats], float]], ...] = (
     ("kv_cells_free", "Cells that hold nothing.", lambda s: s.free),
     ("kv_cells_shared", "Cells that more than one sequence uses.", lambda s: s.shared),
     ("kv_cells_attended", "Cells up to the highest used one: attention runs so far.",
-     lambda s: s.used_max),
+     lambda s: s.used_max_p1),
     ("kv_holes", "Runs of free cells.", lambda s: s.holes),
     ("kv_largest_hole_cells", "Cells of the longest run of free cells.", lambda s: s.largest_hole),
     ("kv_usage_ratio", "Used cells as a part of all, 0 to 1.",
@@ -219,14 +219,14 @@ _COUNTS = (
 
 
 #: What cache managers count up; their other numbers are levels.
-COUNTED = frozenset(
+COUNTER_FIELDS = frozenset(
     {
-        *("prompts", "hits", "misses", "prompt_tokens", "cached_tokens", "reused", "asked"),
-        *("forks", "evictions", "evicted", "shifts", "reprocessed", "refused"),
+        *("prompts", "hits", "misses", "prompt_tokens", "reused_tokens"),
+        *("forks", "evictions", "shifts", "reprocessed", "refused"),
         *("paged_out", "paged_in", "damaged"),
-        *("decodes", "decoded_tokens", "chosen_tokens", "slot_failures"),
+        *("decodes", "decoded_tokens", "generated_tokens", "slot_failures"),
         *("finished", "cancelled", "failed"),
-        *("forwards", "full", "defrags", "copies", "removals", "restores"),
+        *("forwards", "full_errors", "defrags", "copies", "removals", "restores"),
     }
 )
 
@@ -259,7 +259,7 @@ def _of_managers(managers: Mapping[str, ManagerStats]) -> list[Metric]:
     """Put what several managers tell under one name together: Prometheus wants it so."""
     samples: dict[tuple[str, bool], list[tuple[Mapping[str, str], float]]] = {}
     for manager, stats in managers.items():
-        counted = getattr(stats, "COUNTERS", COUNTED)
+        counted = getattr(stats, "COUNTERS", COUNTER_FIELDS)
         for key, value in _numbers(stats):
             place = samples.setdefault((key, key in counted), [])
             place.append(({"manager": manager}, value))
@@ -286,7 +286,7 @@ def _about_cells(stats: CellStats) -> list[tuple[str, str]]:
         ("free", str(stats.free)),
         ("holes", f"{stats.holes}, the largest of {_cells(stats.largest_hole)}"),
         ("fragmentation", f"{stats.fragmentation:.1%} of the free cells outside it"),
-        ("attended", f"{_cells(stats.used_max)}, up to the highest used one"),
+        ("attended", f"{_cells(stats.used_max_p1)}, up to the highest used one"),
         ("shared", str(stats.shared)),
     ]
     for number, each in stats.per_sequence.items():
@@ -323,7 +323,7 @@ def _scaled(counters: Counters, field: str, unit: float) -> float:
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 #: Labels that samples have of their own, whatever is exposed.
-OURS = ("sequence", "manager")
+RESERVED_LABELS = ("sequence", "manager")
 
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
@@ -359,13 +359,13 @@ def expose(found: Iterable[Metric], labels: Mapping[str, str] | None = None) -> 
                 f'{key}="{_escape(str(each), quote=True)}"'
                 for key, each in {**(labels or {}), **own}.items()
             )
-            lines.append(f"{metric.name}{f'{{{said}}}' if said else ''} {spell(value)}")
+            lines.append(f"{metric.name}{f'{{{said}}}' if said else ''} {format_value(value)}")
     return "".join(line + "\n" for line in lines)
 
 
 def check(labels: Iterable[str], own: Iterable[str] = ()) -> None:
     """Raise UsageError for what cannot be a label beside those that samples have of their own."""
-    ours = {*OURS, *own}
+    ours = {*RESERVED_LABELS, *own}
     for label in labels:
         if not _LABEL.fullmatch(label) or label.startswith("__") or label in ours:
             msg = (
@@ -375,7 +375,7 @@ def check(labels: Iterable[str], own: Iterable[str] = ()) -> None:
             raise UsageError(msg)
 
 
-def spell(value: float) -> str:
+def format_value(value: float) -> str:
     """Return a number as Prometheus reads it, whole ones without a point."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"

@@ -11,14 +11,14 @@ from pyllamakv.binding import arguments
 from pyllamakv.binding.handle import Handle, LoadedModel, free_quietly
 from pyllamakv.binding.protocol import Capability, ContextParams, ModelParams, SamplerParams
 from pyllamakv.errors import ModelError, Unsupported, UsageError
-from pyllamakv.runtime import textstream
+from pyllamakv.runtime import detokenizer
 from pyllamakv.runtime.backing import choose, resume
 from pyllamakv.runtime.batch import as_int32
 from pyllamakv.runtime.context import Context
-from pyllamakv.runtime.defrag_policy import Costs, DefragPolicy, checked
+from pyllamakv.runtime.defrag_policy import DefragCosts, DefragPolicy, checked
 from pyllamakv.runtime.ggml_types import cache_type
 from pyllamakv.runtime.gguf_file import check_file
-from pyllamakv.runtime.memory import check_memory
+from pyllamakv.runtime.memory_estimate import check_memory
 from pyllamakv.runtime.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -83,19 +83,19 @@ class Model(LoadedModel):
         parse_special = arguments.flag("parse_special", parse_special)
         self._need_vocab()
         return self.native.tokenize(
-            self.handle, textstream.encode(text), add_special, parse_special
+            self.handle, detokenizer.encode(text), add_special, parse_special
         )
 
     def detokenize(self, tokens: Iterable[int], special: bool = False) -> str:
         """Return tokens as text; bytes that are no text become U+FFFD."""
         numbers = as_int32(tokens, "tokens").tolist()
         special = arguments.flag("special", special)
-        return textstream.decode(b"".join(self.piece(token, special) for token in numbers))
+        return detokenizer.decode(b"".join(self.piece(token, special) for token in numbers))
 
     def piece(self, token: int, special: bool = False) -> bytes:
         """Return the bytes of a token; ``special`` shows tokens that stand for no text."""
         if type(token) is not int:
-            token = arguments.whole("token", token)
+            token = arguments.integer("token", token)
         if special is not False:
             special = arguments.flag("special", special)
         found = self._pieces.get((token, special))
@@ -106,10 +106,10 @@ class Model(LoadedModel):
             self._pieces[token, special] = found
         return found
 
-    def is_end(self, token: int) -> bool:
+    def is_eog(self, token: int) -> bool:
         """Tell whether a token ends a generation."""
         if type(token) is not int:
-            token = arguments.whole("token", token)
+            token = arguments.integer("token", token)
         found = self._ends.get(token)
         if found is None:
             _ = self.life.raw
@@ -136,7 +136,7 @@ class Model(LoadedModel):
         embeddings: bool = False,
         defrag_thold: float = -1.0,
         defrag_policy: PolicyName = "never",
-        defrag_costs: Costs | None = None,
+        defrag_costs: DefragCosts | None = None,
         defrag_plan: Plan = "fewest",
         defrag_mover: Mover = "auto",
         defrag_threads: int | None = None,
@@ -169,7 +169,7 @@ class Model(LoadedModel):
             raise UsageError(msg)
         policy = checked(defrag_policy)
         if defrag_costs is not None:
-            arguments.instance("defrag_costs", defrag_costs, Costs, "Costs or None")
+            arguments.instance("defrag_costs", defrag_costs, DefragCosts, "Costs or None")
         if arguments.flag("defrag_trim", defrag_trim) and kv_backing == "heap":
             msg = "defrag_trim needs mapped memory: give kv_backing='mmap' or a path"
             raise UsageError(msg)
@@ -197,11 +197,11 @@ class Model(LoadedModel):
             backing=choose(self, kv_backing, kv_keep, kv_huge),
         )
         if self.on_host and not params.kv_backing:
-            check_memory(self.info, params, uneven=self.file.uneven)
+            check_memory(self.info, params, uneven=self.file.has_partial_layers)
         with self.life as model:
             context = Context(self, self.native.context_new(model, params), params)
         context.defrag_policy = DefragPolicy(context, policy, defrag_costs, trims=defrag_trim)
-        if context.kept:
+        if context.kv_file:
             resume(context)
         return context
 
@@ -366,4 +366,4 @@ def _index(name: str, value: str, known: tuple[str, ...]) -> int:
 
 
 def _count(name: str, value: int) -> int:
-    return arguments.whole(name, value, 1, arguments.INT32)
+    return arguments.integer(name, value, 1, arguments.INT32)

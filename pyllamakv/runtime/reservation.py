@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyllamakv.binding import arguments
-from pyllamakv.binding.protocol import ContextParams, Memory
+from pyllamakv.binding.protocol import ContextParams, MemoryType
 from pyllamakv.errors import Cancelled, DecodeError, NotEnoughMemory, WorkerDied
-from pyllamakv.runtime import memory
+from pyllamakv.runtime import memory_estimate
 from pyllamakv.runtime.batch import Batch
 from pyllamakv.runtime.ggml_types import cache_type
 
@@ -37,11 +37,11 @@ def check_address_space(model: Model, n_ctx: int, n_batch: int, **options: Any) 
 
     The arguments are those of `Model.context`.
     """
-    room = memory.address_space(_pid(model))
+    room = memory_estimate.address_space_left(_pid(model))
     if room is None:
         return
     flash_attn = arguments.flash_attn(options.get("flash_attn", False))
-    n_ubatch = arguments.whole("n_ubatch", options.get("n_ubatch", 512), 1, arguments.INT32)
+    n_ubatch = arguments.integer("n_ubatch", options.get("n_ubatch", 512), 1, arguments.INT32)
     n_ubatch = min(n_ubatch, n_batch, n_ctx)
     params = ContextParams(
         n_ctx=n_ctx,
@@ -51,7 +51,7 @@ def check_address_space(model: Model, n_ctx: int, n_batch: int, **options: Any) 
         type_v=cache_type(options.get("type_v", "f16"), "V").number,
     )
     attention = 4 * n_ctx * n_ubatch * (1 if flash_attn else model.info.n_head)
-    needed = GRAPHS + memory.context_bytes(model.info, params) + attention
+    needed = GRAPHS + memory_estimate.context_bytes(model.info, params) + attention
     if room < needed:
         msg = (
             f"a context of {n_ctx} cells may map {needed >> 20} MiB, {GRAPHS >> 20} of them for "
@@ -60,23 +60,25 @@ def check_address_space(model: Model, n_ctx: int, n_batch: int, **options: Any) 
         raise NotEnoughMemory(msg, needed=needed, available=room)
 
 
-def reserve(context: Context, *, rehearse: bool = False) -> None:
+def reserve(context: Context, *, fill_cache: bool = False) -> None:
     """Allocate the rest of the worst case in an empty context, and leave it empty.
 
-    ``rehearse`` fills the whole cache once with real decodes, which takes its time. Raises
+    ``fill_cache`` fills the whole cache once with real decodes, which takes its time. Raises
     NotEnoughMemory when there is too little. Everything that was in the cache is gone.
     """
     try:
-        with context.turn:
+        with context.lock:
             _warm(context)
             for batch in _largest(context):
                 _allocate(context, batch)
-            if rehearse:
+            if fill_cache:
                 _fill(context)
     except (DecodeError, MemoryError, WorkerDied) as error:
         raise _too_little(context, str(error)) from error
     needed = work_bytes(context) + SLACK
-    available = memory.available_bytes(_pid(context.model)) if context.model.on_host else None
+    available = (
+        memory_estimate.available_bytes(_pid(context.model)) if context.model.on_host else None
+    )
     if available is not None and available < needed:
         msg = f"{needed} bytes of work space are needed and {available} are left"
         raise _too_little(context, msg, needed=needed, available=available)
@@ -87,7 +89,7 @@ def work_bytes(context: Context) -> int:
 
     Without flash attention, weights of attention become 16 bits wide before they meet the values.
     """
-    if context.info.flash_attn or context.info.memory in (Memory.NONE, Memory.RECURRENT):
+    if context.info.flash_attn or context.info.memory in (MemoryType.NONE, MemoryType.RECURRENT):
         return 0
     return 2 * context.info.n_ctx * context.info.n_ubatch * max(context.model.info.n_head, 1)
 
@@ -112,7 +114,7 @@ def _warm(context: Context) -> None:
     context.clear()
     context.decode(Batch.of([0], [0], 0))
     info = context.info
-    if info.can_shift and info.memory in (Memory.ATTENTION, Memory.SWA):
+    if info.can_shift and info.memory in (MemoryType.ATTENTION, MemoryType.SWA):
         context.native.seq_add(context.handle, 0, -1, -1, 1)
         context.native.update(context.handle)
     context.clear()

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.model import Model
 
 
-class Picker(Protocol):
+class TokenSampler(Protocol):
     """Choose a token from the logits at a place of the context's last batch."""
 
-    def pick(self, context: Context, index: int = -1) -> int:
+    def sample(self, context: Context, index: int = -1) -> int:
         """Return the token; the context's logits are current."""
 
 
@@ -33,30 +33,30 @@ def check_params(params: SamplerParams) -> SamplerParams:
     return arguments.instance("params", params, SamplerParams, "SamplerParams")
 
 
-def check_picker(sampler: Any) -> None:
+def check_sampler(sampler: Any) -> None:
     """Refuse what can neither pick a token nor say how a sampler picks them."""
-    picks = isinstance(sampler, type) or not callable(getattr(sampler, "pick", None))
+    picks = isinstance(sampler, type) or not callable(getattr(sampler, "sample", None))
     if picks and sampler is not None and not isinstance(sampler, SamplerParams):
-        expected = "a sampler (it has a method pick), SamplerParams or None"
+        expected = "a sampler (it has a method sample), SamplerParams or None"
         raise arguments.wrong_type("sampler", sampler, expected)
 
 
-def turn(context: Context) -> Handle[Any]:
-    """Return the turn of a context, or raise ArgumentTypeError for what is none."""
+def context_lock(context: Context) -> Handle[Any]:
+    """Return the lock of a context; raise ArgumentTypeError for another object."""
     try:
-        return context.turn
+        return context.lock
     except AttributeError:
         raise arguments.wrong_type("context", context, "a Context") from None
 
 
-def punishes(params: SamplerParams) -> bool:
+def uses_penalties(params: SamplerParams) -> bool:
     """Tell whether tokens chosen before count."""
     return params.penalty_last_n > 0 and params.penalty_repeat != 1.0
 
 
-def check_places(params: SamplerParams, n: int) -> None:
+def check_single_sequence(params: SamplerParams, n: int) -> None:
     """Refuse to choose for several places with a memory for one sequence's tokens."""
-    if n > 1 and punishes(params):
+    if n > 1 and uses_penalties(params):
         msg = (
             f"a sampler with a repetition penalty remembers the tokens of one sequence, and the "
             f"last batch has {n} places: make one for each, and pick(context, place)"
@@ -73,7 +73,7 @@ class Sampler:
             msg = "this build has no sampler in C; use NumpySampler"
             raise Unsupported(msg, "SAMPLER")
         self.params = check_params(params)
-        self._punishes = punishes(params)
+        self._uses_penalties = uses_penalties(params)
         self._native = model.native
         with model.life as raw:
             #: Who holds this is choosing.
@@ -85,22 +85,22 @@ class Sampler:
                 exclusive=True,
             )
 
-    def pick(self, context: Context, index: int = -1) -> int:
+    def sample(self, context: Context, index: int = -1) -> int:
         """Return the token chosen from the logits at ``index`` of the last batch."""
         if type(index) is not int:
-            index = arguments.whole("index", index)
-        with turn(context) as raw, self.life as handle:
+            index = arguments.integer("index", index)
+        with context_lock(context) as raw, self.life as handle:
             if context.model.native is not self._native:
                 self.check_context(context)
             context.outputs.check(index)
             return self._native.sample(handle, raw, index)
 
-    def pick_all(self, context: Context) -> list[int]:
+    def sample_all(self, context: Context) -> list[int]:
         """Return a token for each place of the last batch with logits, in order.
 
         Raises UsageError where a repetition penalty would mix up several sequences.
         """
-        with turn(context) as raw, self.life as handle:
+        with context_lock(context) as raw, self.life as handle:
             if context.model.native is not self._native:
                 self.check_context(context)
             n = context.outputs.count()
@@ -109,7 +109,7 @@ class Sampler:
 
     def check_context(self, context: Context) -> None:
         """Refuse a context of another library, whose handles mean something else here."""
-        turn(context)
+        context_lock(context)
         if context.model.native is not self._native:
             msg = "the sampler and the context are of two libraries: make both of one model"
             raise UsageError(msg)
@@ -117,9 +117,9 @@ class Sampler:
     def check(self, n: int) -> None:
         """Refuse to choose for ``n`` sequences where the tokens of one are remembered."""
         if type(n) is not int or n < 0:
-            n = arguments.whole("n", n, 0)
-        if n > 1 and self._punishes:
-            check_places(self.params, n)
+            n = arguments.integer("n", n, 0)
+        if n > 1 and self._uses_penalties:
+            check_single_sequence(self.params, n)
 
     def reset(self) -> None:
         """Forget the tokens so far and start again from the seed."""
@@ -151,37 +151,37 @@ class NumpySampler:
         self._random = np.random.default_rng(self.params.seed)
         self._last: list[int] = []
 
-    def pick(self, context: Context, index: int = -1) -> int:
+    def sample(self, context: Context, index: int = -1) -> int:
         """Return the token chosen from the logits at ``index`` of the last batch."""
-        turn(context)
+        context_lock(context)
         logits = context.logits(index)
-        if self.params.temperature <= 0 and not punishes(self.params):
+        if self.params.temperature <= 0 and not uses_penalties(self.params):
             return logits.argmax()
         return self._take(logits.copy())
 
-    def pick_all(self, context: Context) -> list[int]:
+    def sample_all(self, context: Context) -> list[int]:
         """Return a token for each place of the last batch with logits, as `Sampler` does."""
-        turn(context)
+        context_lock(context)
         rows = context.logits_all()
-        check_places(self.params, len(rows))
-        if self.params.temperature <= 0 and not punishes(self.params):
+        check_single_sequence(self.params, len(rows))
+        if self.params.temperature <= 0 and not uses_penalties(self.params):
             found: list[int] = rows.argmax().tolist()
             return found
         return [self._take(row) for row in rows.copy()]
 
     def _take(self, logits: NDArray[np.float32]) -> int:
-        token = self.choose(logits)
+        token = self.sample_logits(logits)
         self._last = [*self._last, token][-max(self.params.penalty_last_n, 1) :]
         return token
 
-    def choose(self, logits: NDArray[np.float32]) -> int:
+    def sample_logits(self, logits: NDArray[np.float32]) -> int:
         """Return the token chosen from an array of logits (n,), which is changed."""
         good = isinstance(logits, np.ndarray) and logits.ndim == 1 and logits.dtype.kind == "f"
         if not good or not logits.size:
             expected = "a flat array of floats, at least one"
             raise arguments.wrong_type("logits", logits, expected)
         params = self.params
-        if punishes(params) and self._last:
+        if uses_penalties(params) and self._last:
             seen = np.unique(self._last)
             part = logits[seen]
             by = params.penalty_repeat

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyllamakv.binding import arguments
-from pyllamakv.binding.protocol import Memory
+from pyllamakv.binding.protocol import MemoryType
 from pyllamakv.errors import (
     Closed,
     PartialRemovalRefused,
@@ -18,15 +18,15 @@ from pyllamakv.errors import (
     UsageError,
     WorkerDied,
 )
-from pyllamakv.runtime import state, windows
+from pyllamakv.runtime import state, swa
 from pyllamakv.runtime.batch import Feed, as_int32
-from pyllamakv.runtime.ledger import POSITIONS
+from pyllamakv.runtime.ledger import POSITION_LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-    from pyllamakv.runtime.batch import Wanted
+    from pyllamakv.runtime.batch import LogitsChoice
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.ledger import Ledger
     from pyllamakv.runtime.logits import Logits
@@ -67,18 +67,18 @@ class Sequence:
     @property
     def pos_min(self) -> int:
         """Return the lowest position that the cache has, -1 when it has none."""
-        with self.context.turn:
+        with self.context.lock:
             self.check(self.context)
             return self.context.native.seq_pos_min(self.context.handle, self.id)
 
     @property
     def pos_max(self) -> int:
         """Return the highest position that the cache has, -1 when it has none."""
-        with self.context.turn:
+        with self.context.lock:
             self.check(self.context)
             return self.context.native.seq_pos_max(self.context.handle, self.id)
 
-    def feed(self, text_or_tokens: Any, logits: Wanted = "last") -> Feed:
+    def feed(self, text_or_tokens: Any, logits: LogitsChoice = "last") -> Feed:
         """Say what follows, text or tokens; nothing is decoded, and a feed may be used again.
 
         To text in an empty sequence the model's first token is added.
@@ -91,7 +91,7 @@ class Sequence:
         elif isinstance(tokens, bytes):
             raise arguments.wrong_type("text_or_tokens", tokens, "text or tokens, decoded")
         elif isinstance(tokens, int | np.integer):
-            tokens = [arguments.whole("text_or_tokens", tokens)]
+            tokens = [arguments.integer("text_or_tokens", tokens)]
         return Feed(self, as_int32(tokens, "tokens"), logits)
 
     def logits(self) -> Logits:
@@ -132,7 +132,7 @@ class Sequence:
         checked(other, "other").check(self.context)
         length = _length(length)
         if other is not self:
-            with self.context.turn:
+            with self.context.lock:
                 if length != 0:
                     _check_fork(self, length)
                 other.remove()
@@ -143,7 +143,7 @@ class Sequence:
     def trim(self, length: int) -> int:
         """Keep the first ``length`` tokens; return how many were removed."""
         self.check(self.context)
-        length = arguments.whole("length", length, 0)
+        length = arguments.integer("length", length, 0)
         if length >= len(self):
             return 0
         return self.remove(self.ledger.positions[length] if length else None, None)
@@ -155,12 +155,12 @@ class Sequence:
         """
         first, end = _check_range(p0, p1)
         context = self.context
-        with context.turn:
+        with context.lock:
             self.check(context)
             if first == end >= 0:
                 return 0
             if context.info.n_swa:
-                windows.check(context, self.id, self.ledger.without(p0, p1), "removing them")
+                swa.check(context, self.id, self.ledger.without(p0, p1), "removing them")
             if not context.native.seq_rm(context.handle, self.id, first, end):
                 raise _refused(self.id, p0, p1)
             context.defrag_policy.freed()
@@ -176,13 +176,13 @@ class Sequence:
         Unsupported where this memory cannot shift, UsageError where positions would meet.
         """
         first, end = _check_range(p0, p1)
-        delta = arguments.whole("delta", delta)
+        delta = arguments.integer("delta", delta)
         allow_shared = arguments.flag("allow_shared", allow_shared)
-        if abs(delta) >= POSITIONS:
+        if abs(delta) >= POSITION_LIMIT:
             msg = f"no position can be shifted by {arguments.shown(delta)}: they are 0 to 2^30 - 1"
             raise UsageError(msg)
         context = self.context
-        with context.turn:
+        with context.lock:
             self.check(context)
             self._check_shift(p0, p1, allow_shared)
             if context.guard:
@@ -195,13 +195,13 @@ class Sequence:
     ) -> None:
         """Divide the positions p0 <= p < p1, rounding down; raises as `shift` does."""
         first, end = _check_range(p0, p1)
-        divisor = arguments.whole("divisor", divisor, 1)
+        divisor = arguments.integer("divisor", divisor, 1)
         allow_shared = arguments.flag("allow_shared", allow_shared)
         context = self.context
-        with context.turn:
+        with context.lock:
             self.check(context)
             self._check_shift(p0, p1, allow_shared)
-            by = min(divisor, POSITIONS)
+            by = min(divisor, POSITION_LIMIT)
             context.native.seq_div(context.handle, self.id, first, end, by)
             self._move(p0, p1, lambda p: p // divisor)
 
@@ -226,14 +226,14 @@ class Sequence:
         if context.closed:
             self.open = False
             return
-        with context.turn:
+        with context.lock:
             # With its worker gone there is nothing left to remove.
             with suppress(WorkerDied):
                 context.native.seq_rm(context.handle, self.id, -1, -1)
             context.defrag_policy.freed()
             self.ledger.clear()
             self.open = False
-            context.forget(self)
+            context.release_sequence(self)
 
     def check(self, context: Context) -> None:
         """Raise Closed or UsageError unless this is an open sequence of an open ``context``."""
@@ -266,11 +266,11 @@ class Sequence:
         if not self.context.info.can_shift:
             msg = "this context's memory cannot shift positions"
             raise Unsupported(msg, "shift")
-        if (allow_shared and not self.context.streams) or not self.context.guard:
+        if (allow_shared and not self.context.stream_per_sequence) or not self.context.guard:
             return
         others = self.ledger.shared_with(enumerate(self.context.ledgers), p0, p1)
         names = ", ".join(map(str, others))
-        if others and self.context.streams:
+        if others and self.context.stream_per_sequence:
             msg = (
                 f"sequence {self.id} may share its state with sequence {names}, whose state would "
                 "move and whose cells would not; restore a save of it into itself to get a state "
@@ -303,7 +303,10 @@ def _check_range(p0: int | None, p1: int | None) -> tuple[int, int]:
         )
         raise UsageError(msg)
     # Whatever lies behind all positions is as good as the first that does.
-    return (-1 if p0 is None else min(p0, POSITIONS), -1 if p1 is None else min(p1, POSITIONS))
+    return (
+        -1 if p0 is None else min(p0, POSITION_LIMIT),
+        -1 if p1 is None else min(p1, POSITION_LIMIT),
+    )
 
 
 def checked(value: Any, name: str = "sequence") -> Sequence:
@@ -323,17 +326,17 @@ def _check_fork(source: Sequence, length: int | None) -> None:
     if context.info.can_remove_partly is False:
         raise _refused(source.id, positions[length], None)
     if context.info.n_swa:
-        with context.turn:
-            windows.check(context, source.id, positions[:length], "a fork")
+        with context.lock:
+            swa.check(context, source.id, positions[:length], "a fork")
 
 
 def _share_prefix(source: Sequence, other: Sequence, length: int | None) -> None:
     """Let an empty sequence have the first ``length`` tokens of another (None: all)."""
     context, native, ledger = source.context, source.context.native, source.ledger
     cut = None if length is None or length >= len(ledger) else ledger.positions[length]
-    with context.turn:
+    with context.lock:
         if context.info.n_swa:
-            windows.check(context, source.id, ledger.positions[:length], "a fork")
+            swa.check(context, source.id, ledger.positions[:length], "a fork")
         if cut is None or context.partitions == 1:
             native.seq_cp(context.handle, source.id, other.id, -1, -1 if cut is None else cut)
         else:
@@ -352,11 +355,15 @@ def _share_prefix(source: Sequence, other: Sequence, length: int | None) -> None
 def _share_span(sequence: Sequence, other: Sequence, p0: int | None, p1: int | None) -> int:
     """Share a range of another sequence's cells; `Sequence.share` describes it."""
     context = sequence.context
-    with context.turn:
+    with context.lock:
         sequence.check(context)
         other.check(context)
-        if context.streams or context.info.memory is not Memory.ATTENTION:
-            why = "each sequence has cells of its own" if context.streams else "it keeps states"
+        if context.stream_per_sequence or context.info.memory is not MemoryType.ATTENTION:
+            why = (
+                "each sequence has cells of its own"
+                if context.stream_per_sequence
+                else "it keeps states"
+            )
             msg = f"a part of a sequence cannot be shared in this memory: {why}; fork all of it"
             raise Unsupported(msg, "share")
         start, end = other.ledger.span(p0, p1)

@@ -81,7 +81,7 @@ class PerSequence(Mapping[int, SequenceStats]):
 class KVStats:
     """Hold the numbers of a cache.
 
-    ``used_max`` is the highest used cell plus one, summed over streams: attention runs that far.
+    ``used_max_p1`` is the highest used cell plus one, summed over streams: attention runs that far.
     ``fragmentation`` is the part of the free cells outside the largest hole: 0 (all together or
     none free) to nearly 1.
     """
@@ -91,7 +91,7 @@ class KVStats:
     free: int
     holes: int
     largest_hole: int
-    used_max: int
+    used_max_p1: int
     per_sequence: PerSequence
 
     @property
@@ -107,7 +107,7 @@ class KVStats:
 
     def to_json(self) -> dict[str, Any]:
         """Return the numbers as plain JSON values."""
-        names = ("size", "used", "free", "holes", "largest_hole", "used_max", "fragmentation")
+        names = ("size", "used", "free", "holes", "largest_hole", "used_max_p1", "fragmentation")
         counts = self.per_sequence.counts
         per_sequence = {str(i): int(counts[i]) for i in np.flatnonzero(counts)}
         facts = {name: getattr(self, name) for name in names}
@@ -174,14 +174,14 @@ class CellMap:
 
     def has(self, sequence: int) -> NDArray[np.bool_]:
         """Return which cells a sequence uses, (n,) bool."""
-        word, bit = divmod(arguments.whole("sequence", sequence, 0), 64)
+        word, bit = divmod(arguments.integer("sequence", sequence, 0), 64)
         if not 0 <= word < self.seqs.shape[1]:
             return np.zeros(len(self), dtype=np.bool_)
         return np.asarray((self.seqs[:, word] & np.uint64(1 << bit)) != 0)
 
     def fits(self, n: int, contiguous: bool = True) -> bool:
         """Tell whether ``n`` more cells fit: in one hole, or anywhere."""
-        n = arguments.whole("n", n, 0)
+        n = arguments.integer("n", n, 0)
         contiguous = arguments.flag("contiguous", contiguous)
         if n == 0:
             return True
@@ -220,7 +220,7 @@ class Snapshot:
 
         ``contiguous`` defaults to what the context said of itself, and to True where unknown.
         """
-        n = arguments.whole("n", n, 0)
+        n = arguments.integer("n", n, 0)
         stream = arguments.whole_or_none("stream", stream, 0)
         if contiguous is None:
             contiguous = self.contiguous is not False
@@ -246,12 +246,12 @@ def _statistics(maps: tuple[CellMap, ...]) -> KVStats:
     used = sum(int(np.count_nonzero(each.used)) for each in maps)
     holes = [each.holes for each in maps]
     largest = max((int(each[:, 1].max()) for each in holes if len(each)), default=0)
-    used_max = 0
+    used_max_p1 = 0
     for each, gaps in zip(maps, holes, strict=True):
         ends_free = len(gaps) > 0 and int(gaps[-1].sum()) == len(each)
-        used_max += int(gaps[-1, 0]) if ends_free else len(each)
+        used_max_p1 += int(gaps[-1, 0]) if ends_free else len(each)
     n_holes = sum(map(len, holes))
-    return KVStats(size, used, size - used, n_holes, largest, used_max, PerSequence(maps))
+    return KVStats(size, used, size - used, n_holes, largest, used_max_p1, PerSequence(maps))
 
 
 @dataclass(frozen=True, eq=False)

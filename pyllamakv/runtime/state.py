@@ -12,7 +12,7 @@ import numpy as np
 
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import NativeError, StateError, WorkerDied
-from pyllamakv.runtime import staterows
+from pyllamakv.runtime import state_parser
 from pyllamakv.runtime.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _HEAD = struct.Struct("<8sII")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Saved:
+class SavedSequence:
     """Hold an unpacked save: what it fits, tokens and positions (n,) int32, the library's bytes.
 
     ``exact`` is as in a `Ledger`.
@@ -43,7 +43,7 @@ class Saved:
 def save(sequence: Sequence) -> bytes:
     """Return a sequence as bytes; `Sequence.save` describes it."""
     context = sequence.context
-    with context.turn:
+    with context.lock:
         sequence.check(context)
         context.native.about.require(Capability.STATES, "save the state of a sequence")
         ledger = sequence.ledger
@@ -55,13 +55,13 @@ def pack(context: Context, ledger: Ledger, raw: bytes) -> bytes:
     """Put together what `unpack` takes apart: a sequence's tokens and the library's bytes."""
     tokens = np.array(ledger.tokens, dtype="<i4").tobytes()
     positions = np.array(ledger.positions, dtype="<i4").tobytes()
-    about = {"fits": _fits(context), "tokens": len(ledger), "exact": ledger.exact}
+    about = {"fits": _fits(context), "tokens": len(ledger), "exact": ledger.first_moved}
     head = json.dumps(about, sort_keys=True).encode()
     body = b"".join((head, tokens, positions, raw))
     return _HEAD.pack(_MAGIC, len(head), zlib.crc32(body)) + body
 
 
-def unpack(saved: bytes) -> Saved:
+def unpack(saved: bytes) -> SavedSequence:
     """Take a save apart, or raise StateError where it is damaged or something else."""
     if len(saved) < _HEAD.size or not saved.startswith(_MAGIC):
         msg = "this is not a saved sequence: expected what Sequence.save() gave"
@@ -83,13 +83,13 @@ def unpack(saved: bytes) -> Saved:
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         msg = f"this saved sequence cannot be read: {error}"
         raise StateError(msg) from error
-    return Saved(fits, tokens, positions, bytes(body[size + 8 * n :]), exact)
+    return SavedSequence(fits, tokens, positions, bytes(body[size + 8 * n :]), exact)
 
 
 def restore(sequence: Sequence, saved: bytes) -> None:
     """Put a save into a sequence; `Sequence.restore` describes it."""
     context, content = sequence.context, unpack(saved)
-    with context.turn:
+    with context.lock:
         sequence.check(context)
         context.native.about.require(Capability.STATES, "restore the state of a sequence")
         here = _fits(context)
@@ -120,9 +120,9 @@ def restore(sequence: Sequence, saved: bytes) -> None:
         )
 
 
-def _load(sequence: Sequence, content: Saved) -> None:
+def _load(sequence: Sequence, content: SavedSequence) -> None:
     context, native = sequence.context, sequence.context.native
-    snapshot = context.kv.peek()
+    snapshot = context.kv.try_snapshot()
     # A recurrent memory has no cells per token, and always room for a state of each sequence.
     counts = snapshot is not None and snapshot.streams
     needed = _cells(content) if counts else 0
@@ -207,17 +207,17 @@ def _try(sequence: Sequence, raw: bytes) -> bool:
         return False
 
 
-def _cells(content: Saved) -> int:
+def _cells(content: SavedSequence) -> int:
     """Return how many cells a state needs; 0 where its memory has none per token."""
     try:
-        return staterows.parse(content.raw).cells
+        return state_parser.parse(content.raw).cells
     except StateError:
         return 0
 
 
 def _positions(context: Context, number: int) -> list[int]:
     """Return the positions of a sequence as the cells have them, but for those of windows."""
-    snapshot = context.kv.peek()
+    snapshot = context.kv.try_snapshot()
     streams = () if snapshot is None else (each for each in snapshot.streams if not each.swa)
     return sorted(pos for each in streams for pos in each.pos[each.has(number)].tolist())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.binding.protocol import Status
+from pyllamakv.binding.protocol import DecodeStatus
 from pyllamakv.errors import ScenarioFailed, Untestable
 from pyllamakv.scenarios import kv_rows
 from pyllamakv.scenarios.ledger import cell_differences
@@ -42,7 +42,7 @@ def abort(lab: Lab, player: Player, feeds: Feeds, at: int, polls: int) -> None:
     status = player.decode(feed, expect=None)
     player.cancel_after(-1)
     lab.expect(
-        status == Status.ABORTED,
+        status == DecodeStatus.ABORTED,
         f"a decode cancelled at poll {at} of {polls} ended with {word(status)}, expected aborted",
     )
     snapshot = player.snapshot()

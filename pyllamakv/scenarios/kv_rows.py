@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pyllamakv.errors import ScenarioFailed
-from pyllamakv.runtime import staterows
+from pyllamakv.runtime import state_parser
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from pyllamakv.scenarios.ledger import Content
 
 #: The parsed states by sequence.
-Rows = dict[int, staterows.SequenceState]
+Rows = dict[int, state_parser.SequenceState]
 
 
 def read(native: Native, context: ContextHandle, sequences: Iterable[int]) -> Rows:
     """Return K and V of the sequences as they are stored."""
-    return {seq: staterows.parse(native.state_save(context, seq)) for seq in sequences}
+    return {seq: state_parser.parse(native.state_save(context, seq)) for seq in sequences}
 
 
 def compare(before: Rows, after: Rows, what: str, *, window: int = 0) -> None:
@@ -52,7 +52,7 @@ def compare(before: Rows, after: Rows, what: str, *, window: int = 0) -> None:
 
 
 def _compare_sections(
-    old: staterows.Section, new: staterows.Section, seq: int, what: str, first: int
+    old: state_parser.Section, new: state_parser.Section, seq: int, what: str, first: int
 ) -> None:
     order = np.argsort(new.pos, kind="stable")
     ordered = new.pos[order]

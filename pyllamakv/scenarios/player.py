@@ -19,11 +19,11 @@ from pyllamakv.binding.protocol import (
     ContextHandle,
     ContextParams,
     Counters,
-    Memory,
+    DecodeStatus,
+    MemoryType,
     ModelHandle,
     Native,
     RawDefrag,
-    Status,
 )
 from pyllamakv.errors import NativeError, ScenarioFailed, Unsupported, WorkerDied
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 #: Words for the statuses of a decode, as scripts and messages use them.
-WORDS = {Status.OK: "ok", Status.NO_SLOT: "no-slot", Status.ABORTED: "aborted"}
+WORDS = {DecodeStatus.OK: "ok", DecodeStatus.NO_SLOT: "no-slot", DecodeStatus.ABORTED: "aborted"}
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Player:
         feeds: Feeds | BatchRows,
         *,
         interleave: bool = False,
-        expect: Status | None = Status.OK,
+        expect: DecodeStatus | None = DecodeStatus.OK,
     ) -> int:
         """Decode one batch and return llama.cpp's status; the ledger follows what succeeded.
 
@@ -95,7 +95,7 @@ class Player:
         """
         feed = feeds if isinstance(feeds, BatchRows) else self.feed(feeds, interleave=interleave)
         status = self._run(feed)
-        if status == Status.OK:
+        if status == DecodeStatus.OK:
             logits = feed.read(self.native, self.context, self.n_vocab)
             self.ledger.add(feed.token.tolist(), feed.pos.tolist(), feed.owners)
             self.steps.append(Step("decode", (feed,), logits))
@@ -286,7 +286,7 @@ class Player:
 
     def ambiguous(self, found: int, expected: int) -> bool:
         """Tell whether a position 0 passes for none: so it does in states of earlier releases."""
-        return found == -1 and expected == 0 and self.info.memory is Memory.RECURRENT
+        return found == -1 and expected == 0 and self.info.memory is MemoryType.RECURRENT
 
     def _step(self, op: str, *arguments: Any) -> None:
         self.steps.append(Step(op, arguments))
@@ -295,6 +295,6 @@ class Player:
 def word(status: int) -> str:
     """Return the word for a decode's status."""
     try:
-        return WORDS[Status(status)]
+        return WORDS[DecodeStatus(status)]
     except ValueError:
         return f"status {status}"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pyllamakv.binding.protocol import ContextHandle, Status
+from pyllamakv.binding.protocol import ContextHandle, DecodeStatus
 from pyllamakv.errors import HarnessError, NativeError, ScenarioFailed, Unsupported, WorkerDied
 from pyllamakv.runtime import ggml_types as types
 
@@ -140,9 +140,9 @@ class Reference:
             case "decode":
                 feed = step.arguments[0]
                 status = feed.run(native, context)
-                if status == Status.NO_SLOT:
+                if status == DecodeStatus.NO_SLOT:
                     return False
-                if status != Status.OK:
+                if status != DecodeStatus.OK:
                     msg = f"the reference's decode ended with status {status}"
                     raise HarnessError(msg)
                 self._compare(step, feed.read(native, context, self.player.n_vocab))

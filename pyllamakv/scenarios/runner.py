@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from pyllamakv.binding.library import open_library
-from pyllamakv.binding.server import Server
+from pyllamakv.binding.rpc_server import RpcServer
 from pyllamakv.errors import (
     HarnessError,
     KvError,
@@ -78,7 +78,7 @@ class Workers:
         self._opener = opener
         self._place = place
         self._open: dict[Key, Any] = {}
-        self._servers: dict[Key, Server] = {}
+        self._servers: dict[Key, RpcServer] = {}
         self._models: dict[tuple[Key, str], ModelHandle] = {}
 
     def open(self, key: Key) -> Any:
@@ -135,7 +135,7 @@ class Workers:
         if server is None:
             # One thread: as many runs as processors are at work, and threads spin while they wait.
             try:
-                server = self._servers[key] = Server(Path(key[0]), threads=1)
+                server = self._servers[key] = RpcServer(Path(key[0]), threads=1)
             except KvError as error:
                 msg = f"no RPC server for {key[0]}: {error}"
                 raise HarnessError(msg) from error

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.binding.server import Server
+from pyllamakv.binding.rpc_server import RpcServer
 from pyllamakv.open_variant import OpenLibrary
 from pyllamakv.runtime.model import Model
 from pyllamakv.scenarios.device_placement import DevicePlacement
@@ -31,8 +31,8 @@ class DeviceModel(Model):
         made = super().context(*args, **options)
         if not self.on_host and options.get("offload_kqv", True):
             try:
-                with made.turn:
-                    self.place.check(made.kv.peek())
+                with made.lock:
+                    self.place.check(made.kv.try_snapshot())
             except BaseException:
                 made.close()
                 raise
@@ -44,7 +44,7 @@ class DeviceLibrary(OpenLibrary):
 
     model_type = DeviceModel
     place: DevicePlacement = DevicePlacement()
-    _server: Server | None = None
+    _server: RpcServer | None = None
 
     @classmethod
     def at(
@@ -91,5 +91,5 @@ class DeviceLibrary(OpenLibrary):
             return None
         # One of its own: a server takes one client, and would keep the next one waiting.
         if self._server is None:
-            self._server = Server(self.path, threads=1)
+            self._server = RpcServer(self.path, threads=1)
         return self._server.endpoint

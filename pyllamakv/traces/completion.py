@@ -70,6 +70,6 @@ def complete_prompts(
         batcher.run()
         stats = context.kv.stats.to_json()
         return [
-            Completion(prompt, each.result(), len(each.tokens), each.reason == "end")
+            Completion(prompt, each.result(), len(each.tokens), each.finish_reason == "end")
             for prompt, each in zip(prompts, going, strict=True)
         ], stats

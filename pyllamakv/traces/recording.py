@@ -56,10 +56,10 @@ def rows(context: Context, model: str) -> list[dict[str, Any]]:
     for number, ledger in enumerate(context.ledgers):
         for token, pos, mark in zip(ledger.tokens, ledger.positions, ledger.marks, strict=True):
             # No stream has a cell of another one, whatever the marks say.
-            key = (mark, number, pos) if context.streams else (mark,)
+            key = (mark, number, pos) if context.stream_per_sequence else (mark,)
             cells.setdefault(key, (token, pos, []))[2].append(number)
     look = cell_samples.sample_cells(context.native, context.handle, context.info)
-    if look is not None and not context.streams and look.counts["used"] != len(cells):
+    if look is not None and not context.stream_per_sequence and look.counts["used"] != len(cells):
         msg = (
             f"the context has {look.counts['used']} used cells, of which its sequences know "
             f"{len(cells)}: clear it, or record it from its beginning"
@@ -134,7 +134,7 @@ def record(
     path, claim = arguments.path("path", path), arguments.text("claim", claim)
     pictures = arguments.flag("pictures", pictures)
     with ExitStack() as stack:
-        with context.turn:
+        with context.lock:
             if _recorded(context.native):
                 msg = "this context is being recorded already; end that recording first"
                 raise UsageError(msg)

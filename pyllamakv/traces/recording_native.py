@@ -34,7 +34,7 @@ clock = time.perf_counter_ns
 
 
 class CallRecorder:
-    """Note calls on one context. The context's turn is held in every call."""
+    """Note calls on one context. The caller holds the context's lock in every call."""
 
     def __init__(self, context: Context, notes: RowWriter) -> None:
         native = context.native
@@ -184,7 +184,7 @@ class RecordingNative(CallRecorder):
     """Pass every call on to a library, and note those on one context.
 
     Costs a decode of one token two looks at a clock and an append; what costs more is done every
-    few rows, in `pause`. The context's turn is held in every call.
+    few rows, in `pause`. The caller holds the context's lock in every call.
     """
 
     def __init__(self, context: Context, notes: RowWriter) -> None:

@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.binding.protocol import Status
+from pyllamakv.binding.protocol import DecodeStatus
 from pyllamakv.errors import NativeError, ScenarioFailed, Unsupported, UsageError, WorkerDied
 from pyllamakv.scenarios import cell_samples
 from pyllamakv.scenarios.player import word
@@ -173,8 +173,8 @@ def _counts(line: Line, result: dict[str, Any], strict: bool) -> bool:
 def _excused(recorded: dict[str, Any], result: dict[str, Any], strict: bool) -> bool:
     """Tell whether a decode was aborted at a moment that another build reaches elsewhere."""
     ended = result.get("status")
-    aborted = recorded.get("status") == Status.ABORTED
-    return not strict and aborted and ended in (Status.OK, Status.ABORTED)
+    aborted = recorded.get("status") == DecodeStatus.ABORTED
+    return not strict and aborted and ended in (DecodeStatus.OK, DecodeStatus.ABORTED)
 
 
 def _choices(

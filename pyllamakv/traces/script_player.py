@@ -6,9 +6,9 @@ import base64
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.binding.protocol import Status
+from pyllamakv.binding.protocol import DecodeStatus
 from pyllamakv.errors import KvError, ScenarioFailed, ScriptError, StateError, UsageError
-from pyllamakv.runtime import staterows
+from pyllamakv.runtime import state_parser
 from pyllamakv.scenarios import cell_samples
 from pyllamakv.scenarios.player import Player
 from pyllamakv.traces import batch_encoding
@@ -92,7 +92,7 @@ def _decode(line: Line, stage: ScriptSession, player: Player) -> dict[str, Any]:
 
 
 def _advance(line: Line, stage: ScriptSession, player: Player) -> dict[str, Any]:
-    words, result = line.arguments, {"status": int(Status.OK), "steps": 0}
+    words, result = line.arguments, {"status": int(DecodeStatus.OK), "steps": 0}
     pos = words.get("pos")
     for step, tokens in enumerate(words["steps"]):
         one: dict[str, Any] = {"tokens": tokens, "seq": words["seq"], "logits": "all"}
@@ -103,7 +103,7 @@ def _advance(line: Line, stage: ScriptSession, player: Player) -> dict[str, Any]
             **_run(line, stage, player, batch_encoding.decode_words(one, player.ledger.next)),
             "steps": step,
         }
-        if result["status"] != Status.OK:
+        if result["status"] != DecodeStatus.OK:
             return result
         result["steps"] = step + 1
     return result
@@ -113,7 +113,7 @@ def _run(line: Line, stage: ScriptSession, player: Player, feed: BatchRows) -> d
     recorded = line.result or {}
     ended = recorded.get("status", 0)
     expect = line.arguments.get("expect", "ok" if ended in (0, None) else "any")
-    polls = recorded.get("polls", 0) if ended == Status.ABORTED else 0
+    polls = recorded.get("polls", 0) if ended == DecodeStatus.ABORTED else 0
     if polls:
         player.cancel_after(polls)
     try:
@@ -123,7 +123,7 @@ def _run(line: Line, stage: ScriptSession, player: Player, feed: BatchRows) -> d
         if polls:
             player.cancel_after(-1)
     result: dict[str, Any] = {"status": status}
-    if status != Status.OK:
+    if status != DecodeStatus.OK:
         return result
     logits = player.steps[-1].logits
     chosen = [int(place) for place in recorded.get("best", ())] or list(logits)[-PLACES:]
@@ -151,7 +151,7 @@ def _restore(line: Line, stage: ScriptSession, player: Player) -> dict[str, Any]
     if "state" in words and words["as"] not in player.saved:
         try:
             raw = base64.b64decode(words["state"], validate=True)
-            held = staterows.parse(raw)
+            held = state_parser.parse(raw)
         except (TypeError, ValueError, StateError) as error:
             raise line.wrong(f"its state cannot be read: {error}") from error
         positions = sorted({int(pos) for each in held.sections for pos in each.pos.tolist()})

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.binding.protocol import Memory, Status
+from pyllamakv.binding.protocol import DecodeStatus, MemoryType
 from pyllamakv.errors import (
     ContextError,
     NativeError,
@@ -138,7 +138,7 @@ def _play(line: Line, head: Head, stage: ScriptSession, player: Player) -> None:
         if isinstance(error, WorkerDied) or recorded is None or "error" not in recorded:
             raise
         return
-    if decodes and result["status"] == Status.OK:
+    if decodes and result["status"] == DecodeStatus.OK:
         kept = sum(bool(step.logits) for step in player.steps[-2 * KEPT :])
         if kept > KEPT and line.number % FEW:
             player.steps[-1].logits.clear()
@@ -161,14 +161,18 @@ def _play(line: Line, head: Head, stage: ScriptSession, player: Player) -> None:
 def _expected(line: Line, recorded: dict[str, Any], head: Head, free: int | None) -> int | None:
     """Return how a decode must end; None where it may end as it will."""
     status = recorded.get("status")
-    if status == Status.ABORTED or not isinstance(status, int):
+    if status == DecodeStatus.ABORTED or not isinstance(status, int):
         return None
     if head.expect == "recorded":
         return status
     if free is not None and size(line) > free:
         return None  # it cannot but fail
     known = free is not None and size(line)
-    return int(Status.OK) if status == Status.OK or (known and status == Status.NO_SLOT) else None
+    return (
+        int(DecodeStatus.OK)
+        if status == DecodeStatus.OK or (known and status == DecodeStatus.NO_SLOT)
+        else None
+    )
 
 
 def size(line: Line) -> int:
@@ -191,7 +195,7 @@ def size(line: Line) -> int:
 
 def _verify(stage: ScriptSession, player: Player, lab: Lab) -> None:
     player.check_cells()
-    if player.info.memory == Memory.SWA and player.info.n_swa:
+    if player.info.memory == MemoryType.SWA and player.info.n_swa:
         player.check_windows(player.info.n_swa)
     decoded = sum(len(step.arguments[0].token) for step in player.steps if step.op == "decode")
     if stage.foreign or decoded + player.info.n_ctx > LIMIT // 2:

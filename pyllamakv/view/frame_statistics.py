@@ -58,7 +58,7 @@ class PictureStats:
         return self.picture.holes[1]
 
     @property
-    def used_max(self) -> int:
+    def used_max_p1(self) -> int:
         """Return the highest used cell plus one, summed over streams."""
         edges = (0, *self.picture.starts, self.size)
         found = 0
@@ -87,7 +87,7 @@ class PictureStats:
 
     def to_json(self) -> dict[str, Any]:
         """Return the numbers as plain JSON values."""
-        names = ("size", "used", "free", "holes", "largest_hole", "used_max")
+        names = ("size", "used", "free", "holes", "largest_hole", "used_max_p1")
         per_sequence = {str(owner): each.cells for owner, each in self.per_sequence.items()}
         facts: dict[str, Any] = {name: getattr(self, name) for name in names}
         return {

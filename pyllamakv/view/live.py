@@ -110,7 +110,7 @@ def watch(
     arguments.instance("context", context, Context, "a Context")
     arguments.text("title", title)
     speed = arguments.number("speed", speed, 0.0)
-    width = arguments.whole("width", width, 1, arguments.INT32)
+    width = arguments.integer("width", width, 1, arguments.INT32)
     if console is not None and not callable(getattr(console, "print", None)):
         raise arguments.wrong_type("console", console, "a console of rich, or None")
     context.kv.snapshot()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pyllamakv
 from pyllamakv.home import home
-from pyllamakv.runtime.memory import available_bytes
+from pyllamakv.runtime.memory_estimate import available_bytes
 from pyllamakv.scenarios import synthetic_models
 from qa.bench import c_library, defrag_workloads
 from qa.bench.defrag_workloads import CacheShape

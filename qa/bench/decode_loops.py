@@ -65,7 +65,7 @@ def _loop(
         tokens = first
         for _ in range(work.steps):
             context.step_all(sequences, tokens)
-            tokens = sampler.pick_all(context)
+            tokens = sampler.sample_all(context)
         return list(map(float, tokens))
 
     def bursts() -> list[float]:
@@ -80,7 +80,7 @@ def _loop(
         token = first[0]
         for _ in range(work.steps):
             context.step(one, token)
-            token = sampler.pick(context)
+            token = sampler.sample(context)
         return [float(token)]
 
     def logits() -> list[float]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pyllamakv
 from pyllamakv.errors import Untestable
-from pyllamakv.runtime.memory import available_bytes
+from pyllamakv.runtime.memory_estimate import available_bytes
 from qa.bench import defrag_workloads
 from qa.bench.contexts import opened
 from qa.bench.defrag_workloads import CacheShape
@@ -35,7 +35,7 @@ def passes(group: str, cache: CacheShape, tick: Tick, release: str, pairs: int =
         def theirs() -> float:
             stock_carver.fragment(mask)
             seconds = 0.0
-            while stock_context.kv.stats.used_max > mask.sum():
+            while stock_context.kv.stats.used_max_p1 > mask.sum():
                 report = stock_context.kv.defrag()
                 if not report.cells:
                     break

@@ -10,7 +10,7 @@ from typing import Any
 
 import pyllamakv
 from pyllamakv.runtime.kv import DefragReport
-from pyllamakv.runtime.memory import available_bytes
+from pyllamakv.runtime.memory_estimate import available_bytes
 from qa.bench import defrag_workloads
 from qa.bench.contexts import opened
 from qa.bench.defrag_workloads import CacheShape, Live

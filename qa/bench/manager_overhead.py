@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import pyllamakv
 from pyllamakv.building import variant as variants
 from pyllamakv.cache.batcher import Batcher
-from pyllamakv.cache.interface import Manager
+from pyllamakv.cache.interface import CacheManager
 from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.cache.slot_cache import SlotCache
 from pyllamakv.errors import NotBuilt
@@ -27,7 +27,7 @@ from qa.bench.workload import Round, require_same_result
 
 GROUP = "Cache managers"
 Tick = Callable[[], None]
-Maker = Callable[[pyllamakv.Context], Manager]
+Maker = Callable[[pyllamakv.Context], CacheManager]
 
 MANAGERS: dict[str, Maker] = {"SlotCache": SlotCache, "PrefixCache": PrefixCache}
 
@@ -104,14 +104,14 @@ def by_hand(model: pyllamakv.Model, work: ManagerWorkload) -> Iterator[Side]:
                 context.prefill(lanes[0], prompts[0])
             else:
                 context.decode([a.feed(b) for a, b in zip(lanes, prompts, strict=True)])
-            tokens = sampler.pick_all(context)
+            tokens = sampler.sample_all(context)
             for _ in range(work.steps - 1):
                 if len(lanes) == 1:
                     context.step(lanes[0], tokens[0])
-                    tokens = [sampler.pick(context)]
+                    tokens = [sampler.sample(context)]
                 else:
                     context.step_all(lanes, tokens)
-                    tokens = sampler.pick_all(context)
+                    tokens = sampler.sample_all(context)
             return Round(time.thread_time() - begin, list(map(float, tokens)))
 
         yield run
@@ -130,11 +130,11 @@ def leased(model: pyllamakv.Model, work: ManagerWorkload, make: Maker) -> Iterat
             with manager.acquire(prompt) as lease:
                 lease.make_room(len(lease.rest))
                 context.prefill(lease.sequence, lease.rest)
-                token = sampler.pick(context)
+                token = sampler.sample(context)
                 for _ in range(work.steps - 1):
                     lease.make_room(1)
                     context.step(lease.sequence, token)
-                    token = sampler.pick(context)
+                    token = sampler.sample(context)
             return Round(time.thread_time() - begin, [float(token)])
 
         yield run

@@ -14,7 +14,7 @@ from itertools import count
 
 import pyllamakv
 from pyllamakv.cache.prefix_cache import PrefixCache
-from pyllamakv.cache.prefix_tree import PrefixTree, pack
+from pyllamakv.cache.prefix_tree import PrefixTree, tokens_to_key
 from qa.bench.figure import Figure
 from qa.bench.loop import model_file
 from qa.bench.measure import MINIMUM_PAIRS, Pairs, clock, interleave, interval
@@ -60,7 +60,7 @@ def _trees() -> dict[str, list[bytes]]:
             [*trunk[: step * i], *some(LENGTH - step * i)] for i in range(ENTRIES)
         ),
     }
-    return {name: [pack(tokens) for tokens in made] for name, made in shapes.items()}
+    return {name: [tokens_to_key(tokens) for tokens in made] for name, made in shapes.items()}
 
 
 def _lookup(name: str, keys: list[bytes], tick: Tick) -> Figure:
@@ -71,7 +71,7 @@ def _lookup(name: str, keys: list[bytes], tick: Tick) -> Figure:
     prompts = [[*prompt[:-1], 7] for prompt in prompts]
     times: list[float] = []
     for prompt in prompts * 5:
-        times.append(clock(lambda prompt=prompt: tree.match(pack(prompt))))  # type: ignore[misc]
+        times.append(clock(lambda prompt=prompt: tree.match(tokens_to_key(prompt))))  # type: ignore[misc]
     tick()
     worst = max(statistics.median(times[i :: len(prompts)]) for i in range(len(prompts)))
     return Figure(
@@ -87,7 +87,7 @@ def _lookup(name: str, keys: list[bytes], tick: Tick) -> Figure:
 
 
 def _packing(prompt: list[int]) -> float:
-    return statistics.median(clock(lambda: pack(prompt)) for _ in range(20))
+    return statistics.median(clock(lambda: tokens_to_key(prompt)) for _ in range(20))
 
 
 # Overhead...
@@ -116,11 +116,11 @@ def _overhead(model: pyllamakv.Model, shared: int, pairs: int, tick: Tick) -> Fi
             with cache.acquire(prompt) as lease:
                 sequence, context = lease.sequence, one
                 context.prefill(sequence, lease.rest)
-                token = sampler.pick(context)
+                token = sampler.sample(context)
                 for _ in range(ANSWER):
                     lease.make_room(1)
                     context.step(sequence, token)
-                    token = sampler.pick(context)
+                    token = sampler.sample(context)
             return time.thread_time() - begin
 
         def by_hand() -> float:
@@ -130,10 +130,10 @@ def _overhead(model: pyllamakv.Model, shared: int, pairs: int, tick: Tick) -> Fi
             cached = shared if kept else 0
             sequence = kept[-1].fork(shared) if cached else other.sequence()
             other.prefill(sequence, prompt[cached:])
-            token = sampler.pick(other)
+            token = sampler.sample(other)
             for _ in range(ANSWER):
                 other.step(sequence, token)
-                token = sampler.pick(other)
+                token = sampler.sample(other)
             kept.append(sequence)
             return time.thread_time() - begin
 

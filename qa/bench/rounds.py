@@ -175,6 +175,6 @@ def complete(context: Context, mask: Live) -> DefragReport:
 def check(context: Context, mask: Live) -> None:
     """Raise Untestable unless all live cells, and no others, lie at the start of the cache."""
     stats, used = context.kv.stats, int(mask.sum())
-    if (stats.used, stats.used_max) != (used, used):
-        msg = f"of {used} live cells, {stats.used} lie below {stats.used_max} after all moves"
+    if (stats.used, stats.used_max_p1) != (used, used):
+        msg = f"of {used} live cells, {stats.used} lie below {stats.used_max_p1} after all moves"
         raise Untestable(msg)

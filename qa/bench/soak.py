@@ -17,7 +17,7 @@ import pyllamakv
 from pyllamakv.building import variant as variants
 from pyllamakv.cache.batcher import Batcher
 from pyllamakv.cache.generation import Generation
-from pyllamakv.cache.slot_cache import SlotCache, ghost_cells
+from pyllamakv.cache.slot_cache import SlotCache, ledger_mismatches
 from pyllamakv.errors import NotBuilt
 from pyllamakv.scenarios import synthetic_models
 from qa.bench.figure import Figure
@@ -135,13 +135,13 @@ def _serve(client: Client, cache: SlotCache, batcher: Batcher, found: SoakResult
 def _look(
     context: pyllamakv.Context, batcher: Batcher, clients: list[Client], found: SoakResult
 ) -> None:
-    found.ghosts += sum(ghost_cells(context).values())
+    found.ghosts += sum(ledger_mismatches(context).values())
     for client in clients:
         going = client.going
         if going is not None and going.lease is not None:
             held = going.ledger.tokens
             # The ledger is the beginning of what the sequence has to hold, token by token.
-            found.ledger_errors += held != going.stream[: len(held)]
+            found.ledger_errors += held != going.all_tokens[: len(held)]
 
 
 def figures(
@@ -182,7 +182,7 @@ def figure(policy: str, done: SoakResult, spec: str, *, asked: bool = True) -> F
         "",
         f"{done.prompts} prompts of {low} to {high} tokens in {N_CTX} cells, "
         f"{done.truncated} truncated, {done.cache['shifts']} shifts, {done.cache['reprocessed']} "
-        f"tokens decoded again, {done.cache['cached_tokens']:,} of "
+        f"tokens decoded again, {done.cache['reused_tokens']:,} of "
         f"{done.cache['prompt_tokens']:,} prompt tokens were cached; ledgers compared with "
         "all cells after every decode",
         asdict(done),

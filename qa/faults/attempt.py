@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from pyllamakv.errors import KvError
-from pyllamakv.runtime.memory import mapped
+from pyllamakv.runtime.memory_estimate import mapped_bytes
 from qa.faults import preload
 
 #: No step takes a second; one that takes this long waits for something that never comes.
@@ -118,7 +118,7 @@ def _run(work: Callable[[], Any], fault: Fault, root: Path, counter: Path, says:
         if fault.kind == "clock":
             words["PLF_CLOCK"] = str(fault.amount)
         elif fault.kind == "memory":
-            _limit(resource.RLIMIT_AS, mapped() + fault.amount)
+            _limit(resource.RLIMIT_AS, mapped_bytes() + fault.amount)
         elif fault.kind == "fsize":
             _limit(resource.RLIMIT_FSIZE, fault.amount)
         elif fault.kind not in ("none", "room"):

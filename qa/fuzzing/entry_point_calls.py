@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from pyllamakv.binding.codes import Code
-from pyllamakv.binding.library import find
+from pyllamakv.binding.library import find_library
 from pyllamakv.native._plk import ffi
 from pyllamakv.open_variant import find_built
-from pyllamakv.runtime.ledger import POSITIONS
+from pyllamakv.runtime.ledger import POSITION_LIMIT
 from pyllamakv.scenarios.ledger import Cell, cell_differences
 from qa.built import SPEC
 from qa.fuzzing.call_generator import CallGenerator, unpacked
@@ -35,7 +35,7 @@ _FREEING = ("plk_model_free", "plk_context_free", "plk_sampler_free")
 
 def entry_points(folder: Path) -> Target:
     """Return the entry points of the built library."""
-    return of(find(find_built(SPEC))[0], folder)
+    return of(find_library(find_built(SPEC))[0], folder)
 
 
 def of(library: Path, folder: Path) -> Target:
@@ -212,7 +212,7 @@ class CallRunner:
                 lib.plk_clear(context, 1)
                 ledger.clear()
             pos = ledger.next(0)
-            if pos >= POSITIONS:
+            if pos >= POSITION_LIMIT:
                 continue
             code = lib.plk_decode_one(context, 1, pos, 0)
             if code == 0:

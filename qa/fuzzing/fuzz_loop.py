@@ -14,7 +14,7 @@ from random import Random
 from types import FrameType
 
 from pyllamakv.errors import KvError
-from pyllamakv.runtime.memory import mapped
+from pyllamakv.runtime.memory_estimate import mapped_bytes
 from qa.fuzzing.line_coverage import LineCoverage
 from qa.fuzzing.mutate import Bytes, words
 from qa.fuzzing.target import Target, WrongAnswer
@@ -193,5 +193,5 @@ def _place(error: BaseException) -> str:
 def limit_memory(headroom: int) -> None:
     """Bound the address space of this process to what it has and ``headroom`` bytes more."""
     if sys.platform == "linux":
-        limit = mapped() + headroom
+        limit = mapped_bytes() + headroom
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -13,7 +13,7 @@ import numpy as np
 
 import pyllamakv
 from pyllamakv.errors import KvError, KVFileError, NoKVSlot
-from pyllamakv.runtime.ledger import POSITIONS
+from pyllamakv.runtime.ledger import POSITION_LIMIT
 from pyllamakv.scenarios import synthetic_models
 from qa.built import SPEC
 from qa.fuzzing import kv_file_checksums
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.sequence import Sequence
 
 _SIZES: dict[str, Any] = {"n_ctx": 32, "n_batch": 32, "n_seq_max": 3, "n_threads": 1}
-_READ = ("pyllamakv.runtime.state", "pyllamakv.runtime.staterows")
+_READ = ("pyllamakv.runtime.state", "pyllamakv.runtime.state_parser")
 
 
 def _model() -> Model:
@@ -177,7 +177,7 @@ def goes_on(context: Context, *feeds: Feed) -> None:
 
     Only a full cache may refuse it, and one of whose positions there are no more.
     """
-    last = any(feed.sequence.next_pos + len(feed.tokens) > POSITIONS for feed in feeds)
+    last = any(feed.sequence.next_pos + len(feed.tokens) > POSITION_LIMIT for feed in feeds)
     with needed():
         try:
             # One token goes another way than a batch does.

@@ -16,7 +16,7 @@ from pyllamakv.binding import protocol, wire
 from pyllamakv.errors import StateError
 from pyllamakv.home import data as shipped
 from pyllamakv.patching import foreign_series, hunks, mail_header
-from pyllamakv.runtime import gguf_file, state, staterows
+from pyllamakv.runtime import gguf_file, state, state_parser
 from pyllamakv.scenarios import synthetic_models
 from pyllamakv.source import lockfile
 from pyllamakv.traces import trace
@@ -32,7 +32,7 @@ def gguf(folder: Path) -> Target:
     def run(data: bytes) -> Iterable[Hashable]:
         path.write_bytes(data)
         found = gguf_file.check_file(path)
-        return [("uneven", found.uneven)]
+        return [("uneven", found.has_partial_layers)]
 
     seeds = tuple(_small(synthetic_models.model(name)) for name in ("tiny", "bytes"))
     return Target(run, (*seeds, _header()), (_HERE + "runtime.gguf_file",))
@@ -97,21 +97,21 @@ def rows(_folder: Path) -> Target:
     """Return the reader of a library's own states."""
 
     def run(data: bytes) -> Iterable[Hashable]:
-        found = staterows.parse(data)
+        found = state_parser.parse(data)
         for section in found.sections:
             for layer in section.layers:
                 if len(layer.k) != len(section.pos):
                     raise WrongAnswer("a layer has a number of rows that is not that of its cells")
         return [(found.layout, len(found.sections), found.cells > 0)]
 
-    seeds = tuple(_state(layout, magic) for layout in staterows.LAYOUTS for magic in (0, 1))
-    return Target(run, (*seeds, _state(staterows.LAYOUTS[0], 0, more=True)),
+    seeds = tuple(_state(layout, magic) for layout in state_parser.LAYOUTS for magic in (0, 1))
+    return Target(run, (*seeds, _state(state_parser.LAYOUTS[0], 0, more=True)),
                   (_HERE + "runtime.staterows",))  # fmt: skip
 
 
-def _state(layout: staterows.Layout, magic: int, *, more: bool = False) -> bytes:
+def _state(layout: state_parser.Layout, magic: int, *, more: bool = False) -> bytes:
     """Return a state of two cells and one layer; ``more``: with a recurrent layer behind it."""
-    made = struct.pack("<II", staterows.MAGIC, 0) if magic else b""
+    made = struct.pack("<II", state_parser.MAGIC, 0) if magic else b""
     made += struct.pack("<I", 1) if layout.streams else b""
     made += struct.pack("<I", 2)
     for pos in range(2):

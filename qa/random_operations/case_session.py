@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import pyllamakv
-from pyllamakv.binding.server import Server
+from pyllamakv.binding.rpc_server import RpcServer
 from pyllamakv.errors import (
     KvError,
     ModelError,
@@ -119,7 +119,7 @@ class CaseSession:
             stack = ExitStack()
             options: dict[str, Any] = {}
             if combination.device == "rpc":
-                server = stack.enter_context(Server(self._folder, threads=1))
+                server = stack.enter_context(RpcServer(self._folder, threads=1))
                 options = {"n_gpu_layers": ALL, "rpc_servers": server.endpoint}
             library = stack.enter_context(self._opening(self._folder, combination, key[1]))
             self._opened[key] = stack, library, options

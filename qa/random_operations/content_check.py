@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from pyllamakv.binding.protocol import Memory
+from pyllamakv.binding.protocol import MemoryType
 from pyllamakv.errors import PartialRemovalRefused, ScenarioFailed
 from pyllamakv.runtime import ggml_types as types
 from pyllamakv.scenarios import kv_rows
@@ -20,7 +20,7 @@ from qa.random_operations.rope_shift_check import RopeShiftCheck
 
 if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
-    from pyllamakv.runtime.staterows import SequenceState
+    from pyllamakv.runtime.state_parser import SequenceState
     from pyllamakv.scenarios.batch_composition import BatchRows
     from qa.random_operations.context_player import ContextPlayer
 
@@ -82,7 +82,7 @@ class ContentCheck:
     def _comparable(self, seq: int, state: SequenceState) -> bool:
         """Tell whether a sequence is still there, and no token came on top of its one state."""
         following = self.subject.ledger.next(seq)
-        if self.subject.info.memory is not Memory.RECURRENT:
+        if self.subject.info.memory is not MemoryType.RECURRENT:
             return following > 0
         return any(following == section.pos.max() + 1 for section in state.sections)
 
@@ -107,7 +107,7 @@ class ContentCheck:
             self.reference.catch_up()
             # Flash attention passes over the cells of others.
             same = bool(order and subject.info.flash_attn) and self._order(seq) == [*order, start]
-            plain = subject.info.memory is Memory.ATTENTION
+            plain = subject.info.memory is MemoryType.ATTENTION
             self._check_restored(seq, state, feed, exact=same and plain)
             if not stays:
                 # A window may have given away what the sequence would see again.

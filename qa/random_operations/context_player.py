@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pyllamakv.binding.protocol import Memory, Status
+from pyllamakv.binding.protocol import DecodeStatus, MemoryType
 from pyllamakv.errors import (
     Cancelled,
     NoKVSlot,
@@ -52,7 +52,7 @@ class ContextPlayer(Player):
     @cached_property
     def n_cells(self) -> int:
         """Return the size of the cache in cells."""
-        return ENDLESS if self.info.memory is Memory.RECURRENT else super().n_cells
+        return ENDLESS if self.info.memory is MemoryType.RECURRENT else super().n_cells
 
     def close(self) -> None:
         """Close the context."""
@@ -71,11 +71,11 @@ class ContextPlayer(Player):
 
         The ledger follows what the runtime says that it has done.
         """
-        before, status, self.cause = len(self.sequences[seq]), Status.OK, ""
+        before, status, self.cause = len(self.sequences[seq]), DecodeStatus.OK, ""
         try:
             self.runtime.prefill(self.sequences[seq], tokens)
         except NoKVSlot as error:
-            self.cause, status = error.cause, Status.NO_SLOT
+            self.cause, status = error.cause, DecodeStatus.NO_SLOT
             self._follow_emptied()
         done, size = len(self.sequences[seq]) - before, self.info.n_batch
         for start in range(0, done, size):
@@ -184,7 +184,7 @@ class ContextPlayer(Player):
         first, last = (expected[0][0], expected[-1][0]) if expected else (-1, -1)
         found = sequence.pos_min, sequence.pos_max
         # States and windows do not know where a sequence began.
-        begins = found[0] == first or self.info.memory is not Memory.ATTENTION
+        begins = found[0] == first or self.info.memory is not MemoryType.ATTENTION
         ends = found[1] == last or self.ambiguous(found[1], last)
         if not (begins and ends):
             msg = (
@@ -202,7 +202,7 @@ class ContextPlayer(Player):
             self._step("clear")
             return
         for seq in emptied:
-            if self.info.memory is Memory.ATTENTION:
+            if self.info.memory is MemoryType.ATTENTION:
                 msg = f"a failed decode emptied sequence {seq}, whose cells could stay"
                 raise ScenarioFailed(msg, failure="lost")
             self.ledger.remove(seq)
@@ -227,11 +227,11 @@ class ContextPlayer(Player):
         except NoKVSlot as error:
             self.cause = error.cause
             self._follow_emptied()
-            return Status.NO_SLOT
+            return DecodeStatus.NO_SLOT
         except Cancelled:
             self._follow_emptied()
-            return Status.ABORTED
-        return Status.OK
+            return DecodeStatus.ABORTED
+        return DecodeStatus.OK
 
 
 def _bound(position: int) -> int | None:

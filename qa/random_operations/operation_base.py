@@ -13,9 +13,9 @@ from itertools import pairwise
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.binding.protocol import Memory, Status
+from pyllamakv.binding.protocol import DecodeStatus, MemoryType
 from pyllamakv.errors import PartialRemovalRefused, ScenarioFailed, Unsupported
-from pyllamakv.runtime import windows
+from pyllamakv.runtime import swa
 from pyllamakv.scenarios import kv_rows
 from pyllamakv.scenarios.player import word
 from qa.random_operations.content_check import ContentCheck
@@ -150,23 +150,23 @@ class OperationBase:
                 raise
             self.script.pop()
             self.ended["refused"] += 1
-            return Status.ABORTED
+            return DecodeStatus.ABORTED
         self.ended[word(status)] += 1
-        if status != Status.ABORTED or not aborts:
+        if status != DecodeStatus.ABORTED or not aborts:
             self._judge(status, n, free)
         return status
 
     def _judge(self, status: int, n: int, free: int) -> None:
         """Compare how a decode of ``n`` tokens ended with what ``free`` cells allow."""
-        lacks = n > free or (status == Status.NO_SLOT and n > self._window())
-        expected = Status.NO_SLOT if lacks else Status.OK
-        if status != expected and (self.heals or status != Status.NO_SLOT):
+        lacks = n > free or (status == DecodeStatus.NO_SLOT and n > self._window())
+        expected = DecodeStatus.NO_SLOT if lacks else DecodeStatus.OK
+        if status != expected and (self.heals or status != DecodeStatus.NO_SLOT):
             self._fail(
                 f"a decode of {n} tokens with {free} free cells ended with {word(status)}, "
                 f"expected {word(expected)}",
                 status=int(expected),
             )
-        if status == Status.NO_SLOT and (self.subject.cause == "full") != lacks:
+        if status == DecodeStatus.NO_SLOT and (self.subject.cause == "full") != lacks:
             self._fail(f"the cause of no slot is {self.subject.cause}, of {n} tokens, {free} free")
 
     def _window(self) -> int:
@@ -176,7 +176,7 @@ class OperationBase:
         """
         snapshot = self.subject.snapshot() if self.subject.info.n_swa else None
         streams = snapshot.streams if snapshot is not None else ()
-        left = [windows.room(each, self.subject.info.n_swa) for each in streams if each.swa]
+        left = [swa.reusable_cells(each, self.subject.info.n_swa) for each in streams if each.swa]
         return min(left, default=self.subject.n_cells)
 
     def _remove(self, seq: int, p0: int = -1, p1: int = -1) -> None:
@@ -190,7 +190,7 @@ class OperationBase:
     def _refused(self) -> None:
         """Take note that a part of a sequence was refused, which cells of attention never are."""
         self.script.pop()
-        if self.subject.info.memory is Memory.ATTENTION:
+        if self.subject.info.memory is MemoryType.ATTENTION:
             self._fail("the removal of a part of a sequence was refused")
 
     def _move(self, op: str, seq: int, p0: int, by: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.binding.protocol import Memory, Status
+from pyllamakv.binding.protocol import DecodeStatus, MemoryType
 from pyllamakv.errors import PartialRemovalRefused
 from pyllamakv.scenarios import kv_rows
 from qa.random_operations.operation_base import OperationBase
@@ -42,7 +42,7 @@ def impossible(context: Context, *, reopens: bool = False) -> set[str]:
     without: set[str] = set()
     if info.memory.keeps_states:
         without.update(PARTS)
-    if info.memory is Memory.RECURRENT:
+    if info.memory is MemoryType.RECURRENT:
         without.update(CELLS)
     if info.n_swa or not info.can_shift:
         without.update(MOVES)
@@ -104,7 +104,7 @@ class Operations(OperationBase):
         done = len(self.subject.sequences[seq]) - before
         piece = min(len(tokens) - done, size)
         self._judge(status, piece, free - done)
-        if status == Status.OK and piece:
+        if status == DecodeStatus.OK and piece:
             self._fail(f"a prefill of {len(tokens)} tokens ended after {done}")
 
     def _brim(self, *, aborts: bool = False) -> None:
@@ -120,7 +120,7 @@ class Operations(OperationBase):
             free = min(fit * size + self._chance.randrange(size), most - 1)
             while self.subject.free > free:
                 n = min(most, self.subject.free - free)
-                if self._feed(self.subject.feed({filler: self._tokens(n)})) != Status.OK:
+                if self._feed(self.subject.feed({filler: self._tokens(n)})) != DecodeStatus.OK:
                     break
             if self.subject.free // size == fit:
                 self._feed(self._two(most))
@@ -268,9 +268,9 @@ class Operations(OperationBase):
             self.subject.runtime.kv.defrag()
         snapshot = self.subject.snapshot()
         for each in snapshot.streams if self.heals and snapshot is not None else ():
-            if each.stats.used_max > each.stats.used:
+            if each.stats.used_max_p1 > each.stats.used:
                 self._fail(
-                    f"a defragmentation left holes before cell {each.stats.used_max}",
+                    f"a defragmentation left holes before cell {each.stats.used_max_p1}",
                     holes=int(each.stats.free > 0),
                 )
         # The default is the plan that moves least.

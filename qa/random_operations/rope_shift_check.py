@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from pyllamakv.runtime import staterows
+from pyllamakv.runtime import state_parser
 from pyllamakv.scenarios import kv_rows
 from pyllamakv.scenarios.player import Step
 
 if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
-    from pyllamakv.runtime.staterows import SequenceState
+    from pyllamakv.runtime.state_parser import SequenceState
     from pyllamakv.scenarios.ledger import Cell
     from qa.random_operations.context_player import ContextPlayer
 
@@ -98,4 +98,4 @@ class RopeShiftCheck:
             for by, places in (*down, *up):
                 native.seq_add(context, twin.id, places[0], places[-1] + 1, by)
             native.update(context)
-            return staterows.parse(native.state_save(context, twin.id))
+            return state_parser.parse(native.state_save(context, twin.id))

@@ -22,10 +22,10 @@ from pyllamakv.binding.protocol import (
     Capability,
     ContextHandle,
     ContextParams,
+    DecodeStatus,
     ModelHandle,
     ModelParams,
     Native,
-    Status,
 )
 from pyllamakv.errors import Closed, HarnessError, WorkerDied
 from qa.sanitizers import sanitized_process
@@ -139,7 +139,7 @@ def main(arguments: list[str]) -> None:
             close_at_work(library, model)
         finally:
             library.close()
-    if not (ended[Status.OK] and ended[Status.ABORTED]):
+    if not (ended[DecodeStatus.OK] and ended[DecodeStatus.ABORTED]):
         raise HarnessError(f"expected decodes that end and decodes that are cancelled: {ended}")
 
 

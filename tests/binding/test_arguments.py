@@ -28,7 +28,7 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3)])
 def test_whole_numbers(value: Any) -> None:
     """An int or a numpy integer becomes an int."""
-    found = arguments.whole("n", value, 0, 5)
+    found = arguments.integer("n", value, 0, 5)
     assert (found, type(found)) == (3, int)
     assert arguments.whole_or_none("n", None) is None
 
@@ -37,7 +37,7 @@ def test_whole_numbers(value: Any) -> None:
 def test_what_is_no_whole_number(value: Any) -> None:
     """A bool or a float is none, not even 2.0; the error is a TypeError and a UsageError."""
     with pytest.raises(TypeError, match="n must be a whole number from 0 to 5, not") as caught:
-        arguments.whole("n", value, 0, 5)
+        arguments.integer("n", value, 0, 5)
     assert isinstance(caught.value, UsageError)
     if value is not None:
         with pytest.raises(ArgumentTypeError, match="or None"):
@@ -46,10 +46,10 @@ def test_what_is_no_whole_number(value: Any) -> None:
 
 def test_limits_are_included() -> None:
     """Check the ends of a range, and a number that cannot be printed."""
-    assert [arguments.whole("n", n, 1, 3) for n in (1, 3)] == [1, 3]
+    assert [arguments.integer("n", n, 1, 3) for n in (1, 3)] == [1, 3]
     for n in (0, 4, -(10**30), 10**5000):
         with pytest.raises(UsageError, match="from 1 to 3") as caught:
-            arguments.whole("n", n, 1, 3)
+            arguments.integer("n", n, 1, 3)
         assert not isinstance(caught.value, TypeError)
 
 

@@ -7,7 +7,7 @@ import pytest
 from pyllamakv import errors
 from pyllamakv.binding import codes
 from pyllamakv.binding.codes import Code
-from pyllamakv.binding.protocol import Capability, Memory, Status
+from pyllamakv.binding.protocol import Capability, DecodeStatus, MemoryType
 from pyllamakv.native._plk import ffi
 
 
@@ -19,11 +19,11 @@ def test_numbers_are_the_header_s(code: Code) -> None:
 
 def test_enumerations_are_the_header_s() -> None:
     """Statuses, capabilities and kinds of memory have the numbers of plk.h."""
-    for status in Status:
+    for status in DecodeStatus:
         assert ffi.integer_const(f"PLK_{status.name}") == status
     for capability in Capability:
         assert ffi.integer_const(f"PLK_CAP_{capability.name}") == capability
-    for memory in Memory:
+    for memory in MemoryType:
         assert ffi.integer_const(f"PLK_MEMORY_{memory.name}") == memory
 
 

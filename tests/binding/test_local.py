@@ -16,7 +16,7 @@ from pyllamakv.binding.protocol import (
     ContextHandle,
     ContextParams,
     Device,
-    Memory,
+    MemoryType,
     ModelHandle,
     ModelParams,
     Native,
@@ -75,7 +75,7 @@ def test_models_that_cannot_be_loaded(native: Native) -> None:
 def test_contexts(native: Native, model: ModelHandle, context: ContextHandle) -> None:
     """A context says how it was made; None is what the build cannot tell."""
     info = native.context_info(context)
-    assert (info.n_ctx, info.n_batch, info.memory) == (64, 32, Memory.ATTENTION)
+    assert (info.n_ctx, info.n_batch, info.memory) == (64, 32, MemoryType.ATTENTION)
     assert info.can_remove_partly is None
     assert info.contiguous_slots is True
     assert info.flash_attn is False

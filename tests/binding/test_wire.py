@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from pyllamakv import errors
 from pyllamakv.binding.protocol import (
-    About,
     Capability,
     CellsInfo,
     ContextInfo,
     ContextParams,
     Counters,
-    Memory,
+    DecodeStatus,
+    LibraryInfo,
+    MemoryType,
     ModelParams,
     RawCells,
-    Status,
 )
 from pyllamakv.binding.wire import (
     Channel,
@@ -107,10 +107,10 @@ INFO = CellsInfo(0, True, 4, 2, -1, False, 2, 1, 8, True, True, 2**40, 5)
     [
         ContextParams(n_ctx=77, flash_attn=None, defrag_thold=0.1),
         ModelParams(rpc_servers="a:1,b:2"),
-        About(1, "v", Capability.CELLS | Capability.DEFRAG, {"load": "x", "cells": None}),
-        ContextInfo(1, 2, 3, 4, Memory.SWA, 2, True, None, False, True, None, True, 7, 4),
+        LibraryInfo(1, "v", Capability.CELLS | Capability.DEFRAG, {"load": "x", "cells": None}),
+        ContextInfo(1, 2, 3, 4, MemoryType.SWA, 2, True, None, False, True, None, True, 7, 4),
         Counters(1, 2, 3),
-        Status.NO_SLOT,
+        DecodeStatus.NO_SLOT,
         INFO,
     ],
     ids=lambda value: type(value).__name__,

@@ -47,9 +47,9 @@ def test_together_is_as_alone(tmp_path: Path, ctx: Context, manager: str, n_batc
             cache.check()
         for each, prompt, n in zip(going, PROMPTS, lengths, strict=True):
             assert each.text == alone(tmp_path, prompt, n)
-            assert (each.reason, len(each.tokens)) == ("length", n)
+            assert (each.finish_reason, len(each.tokens)) == ("length", n)
     assert batcher.stats().finished == 6
-    assert batcher.stats().chosen_tokens == sum(lengths)
+    assert batcher.stats().generated_tokens == sum(lengths)
 
 
 def test_without_a_sampler_in_c(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_text_streams_and_others_go_on_meanwhile(ctx: Context) -> None:
     other = batcher.submit("Ho", sampler=said(b"three four"))
     pieces = list(one)
     assert pieces == list("one two")
-    assert (one.reason, one.done, other.reason) == ("end", True, None)
+    assert (one.finish_reason, one.done, other.finish_reason) == ("end", True, None)
     assert other.text == "three fo"
     assert other.result() == "three four"
     assert "".join(one) == "one two"
@@ -94,14 +94,14 @@ def test_text_ends_before_stop_strings(
     batcher = Batcher(SlotCache(ctx))
     one = batcher.submit("Hi", stop=stop, sampler=said(data))
     pieces = list(one)
-    assert ("".join(pieces), one.reason) == (text, reason)
+    assert ("".join(pieces), one.finish_reason) == (text, reason)
     assert "\ufffd" not in "".join(pieces[:-1])
 
 
 def test_half_a_stop_string_comes_out_at_the_end(ctx: Context) -> None:
     """What was held back is text, when no more tokens are wanted."""
     one = Batcher(SlotCache(ctx)).submit("Hi", 5, "two", said(b"abctwo"))
-    assert (one.result(), one.reason, len(one.tokens)) == ("abctw", "length", 5)
+    assert (one.result(), one.finish_reason, len(one.tokens)) == ("abctw", "length", 5)
 
 
 def test_an_end_is_said_when_it_shall_be(ctx: Context) -> None:
@@ -110,8 +110,8 @@ def test_an_end_is_said_when_it_shall_be(ctx: Context) -> None:
     one = batcher.submit("Hi", 4, sampler=Fixed([70, 2, 71, 72, 73]), stop_at_end=False)
     other = batcher.submit("Hi", 4, sampler=Fixed([70, 2, 71, 72, 73]))
     batcher.run()
-    assert (one.text, one.tokens, one.reason) == ("CDE", [70, 2, 71, 72], "length")
-    assert (other.text, other.tokens, other.reason) == ("C", [70], "end")
+    assert (one.text, one.tokens, one.finish_reason) == ("CDE", [70, 2, 71, 72], "length")
+    assert (other.text, other.tokens, other.finish_reason) == ("C", [70], "end")
 
 
 def test_no_tokens_wanted_leaves_the_prompt_in_the_cache(ctx: Context) -> None:
@@ -120,9 +120,9 @@ def test_no_tokens_wanted_leaves_the_prompt_in_the_cache(ctx: Context) -> None:
     batcher = Batcher(cache)
     one, other = batcher.submit("x" * 60, 0), batcher.submit("Hi", 3)
     batcher.run()
-    assert (one.text, one.reason, other.reason) == ("", "length", "length")
+    assert (one.text, one.finish_reason, other.finish_reason) == ("", "length", "length")
     assert batcher.submit("x" * 60 + "y", 1).result()
-    assert cache.stats().cached_tokens == 61
+    assert cache.stats().reused_tokens == 61
 
 
 def test_bad_requests_are_refused(ctx: Context) -> None:

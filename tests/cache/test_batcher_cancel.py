@@ -36,9 +36,9 @@ def test_cancel_between_steps(ctx: Context) -> None:
     one.cancel()
     waiting.cancel()
     batcher.run()
-    assert (one.reason, len(one.tokens)) == ("cancelled", 5)
-    assert (other.reason, len(other.tokens)) == ("length", 20)
-    assert waiting.reason == "cancelled"
+    assert (one.finish_reason, len(one.tokens)) == ("cancelled", 5)
+    assert (other.finish_reason, len(other.tokens)) == ("length", 20)
+    assert waiting.finish_reason == "cancelled"
     assert one.result() == one.text
     one.cancel()
     # The tokens that were decoded are there for who asks again.
@@ -70,10 +70,10 @@ def test_cancel_inside_a_decode(ctx: Context, whole: bool) -> None:
     ctx.native.gate.set()
     thread.join(120)
     assert not thread.is_alive()
-    assert one.reason == "cancelled"
+    assert one.finish_reason == "cancelled"
     # What was decoded before is kept, what was being decoded is not.
     assert before == len(cache._slots[0].tokens) == 32
-    assert other.reason == ("cancelled" if whole else "length")
+    assert other.finish_reason == ("cancelled" if whole else "length")
     cache.check()
     later = batcher.submit("x" * 60, 2)
     later.result()
@@ -96,7 +96,7 @@ def test_the_end_of_the_context_ends_all(ctx: Context) -> None:
     ctx.close()
     with pytest.raises(Closed):
         batcher.step()
-    assert (one.reason, type(one.error)) == ("failed", Closed)
+    assert (one.finish_reason, type(one.error)) == ("failed", Closed)
 
 
 def test_close_cancels(ctx: Context) -> None:
@@ -105,7 +105,7 @@ def test_close_cancels(ctx: Context) -> None:
     with Batcher(cache) as batcher:
         one = batcher.submit("Hi", 5)
         batcher.step()
-    assert one.reason == "cancelled"
+    assert one.finish_reason == "cancelled"
     assert cache.stats().in_use == 0
     assert cache.stats().tokens == 3
     assert batcher.stats().to_json()["cancelled"] == 1
@@ -151,7 +151,11 @@ def test_an_exception_while_a_lease_is_given_back_ends_nobody_else(ctx: Context,
         batcher.run()
     kept = lease.sequence.tokens
     batcher.run()
-    assert (one.reason, other.reason, batcher.stats().finished) == ("length", "length", 2)
+    assert (one.finish_reason, other.finish_reason, batcher.stats().finished) == (
+        "length",
+        "length",
+        2,
+    )
     assert lease.sequence.tokens == kept
     cache.check()
 
@@ -162,16 +166,16 @@ def test_a_cancel_while_a_token_is_chosen(ctx: Context, when: int) -> None:
     batcher = Batcher(SlotCache(ctx))
 
     class Leaving(Fixed):
-        def pick(self, context: Context, index: int = -1) -> int:
+        def sample(self, context: Context, index: int = -1) -> int:
             if len(self.tokens) == 21 - when:
                 one.cancel()
-            return super().pick(context, index)
+            return super().sample(context, index)
 
     one = batcher.submit("Hi", 20, sampler=Leaving([70] * 20))
     other = batcher.submit("Ho", 6)
     batcher.run()
-    assert (one.reason, len(one.tokens)) == ("cancelled", when)
-    assert other.reason == "length"
+    assert (one.finish_reason, len(one.tokens)) == ("cancelled", when)
+    assert other.finish_reason == "length"
 
 
 def test_a_cancel_while_waiting(ctx: Context) -> None:
@@ -182,6 +186,6 @@ def test_a_cancel_while_waiting(ctx: Context) -> None:
         batcher.step()
     waiting.cancel()
     batcher.step()
-    assert (waiting.reason, one.reason, len(one.tokens)) == ("cancelled", None, 5)
+    assert (waiting.finish_reason, one.finish_reason, len(one.tokens)) == ("cancelled", None, 5)
     batcher.run()
-    assert one.reason == "length"
+    assert one.finish_reason == "length"

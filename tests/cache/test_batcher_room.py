@@ -8,7 +8,7 @@ import pytest
 import runtime_kit as kit
 from batching_kit import PROMPTS, Fixed, alone
 
-from pyllamakv.cache.batcher import PATIENCE, Batcher
+from pyllamakv.cache.batcher import STARVATION_STEPS, Batcher
 from pyllamakv.cache.slot_cache import SlotCache
 from pyllamakv.errors import DecodeError, KVCacheFull, NativeError, NoSlotAvailable, UsageError
 
@@ -32,7 +32,7 @@ def test_one_failure_is_alone(tmp_path: Path, ctx: Context) -> None:
     broken = batcher.submit("Ho", 8, sampler=Fixed([70]))
     other = batcher.submit("Hello", 8)
     batcher.run()
-    assert [each.reason for each in (good, long, broken, other)] == [
+    assert [each.finish_reason for each in (good, long, broken, other)] == [
         "length", "failed", "failed", "length",
     ]  # fmt: skip
     assert isinstance(long.error, UsageError)
@@ -70,7 +70,7 @@ def test_a_decode_that_fails_is_tried_one_by_one(
 
     ctx.native.decode = decode
     batcher.run()
-    assert [each.reason for each in going] == ["length", "failed", "length"]
+    assert [each.finish_reason for each in going] == ["length", "failed", "length"]
     assert isinstance(going[1].error, DecodeError)
     assert going[0].text == alone(tmp_path, PROMPTS[0], 8)
     assert going[2].text == alone(tmp_path, PROMPTS[2], 8)
@@ -90,7 +90,7 @@ def test_waiting_for_a_slot(ctx: Context) -> None:
     batcher.step()
     assert (batcher.stats().active, batcher.stats().waiting) == (1, 2)
     batcher.run()
-    assert [each.reason for each in going] == ["length"] * 3
+    assert [each.finish_reason for each in going] == ["length"] * 3
 
 
 def test_a_prompt_waits_for_cells(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_prompt_waits_for_cells(tmp_path: Path) -> None:
         asked.append(one.done or other.done) or real(*args, **more)
     )
     batcher.run()
-    assert (one.reason, other.reason) == ("length", "length")
+    assert (one.finish_reason, other.finish_reason) == ("length", "length")
     assert other.text == alone(tmp_path, "y" * 40, 6)
     # Set back once, and not asked again before there can be room.
     assert asked == [False, False, True]
@@ -117,10 +117,10 @@ def test_text_that_finds_no_room_fails(tmp_path: Path) -> None:
     batcher = Batcher(SlotCache(ctx, size=60))
     one, other = batcher.submit("x" * 28, 100), batcher.submit("y" * 28, 100)
     batcher.run()
-    failed, rest = sorted((one, other), key=lambda each: each.reason != "failed")
+    failed, rest = sorted((one, other), key=lambda each: each.finish_reason != "failed")
     assert isinstance(failed.error, KVCacheFull)
     assert len(failed.tokens) > 2
-    assert (rest.reason, len(rest.tokens)) == ("length", 100)
+    assert (rest.finish_reason, len(rest.tokens)) == ("length", 100)
 
 
 def test_who_finds_no_cells_beside_others_gets_those_of_old_histories(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_who_finds_no_cells_beside_others_gets_those_of_old_histories(tmp_path: 
     batcher.submit("z" * 28, 1).result()
     one, other = batcher.submit([70] * 16, 10), batcher.submit([80] * 16, 10)
     batcher.run()
-    assert (one.reason, other.reason) == ("length", "length")
+    assert (one.finish_reason, other.finish_reason) == ("length", "length")
     assert other.text == alone(tmp_path, [80] * 16, 10)
     assert cache.stats().evictions == 1
     cache.check()
@@ -149,7 +149,7 @@ def test_long_generations_shift(tmp_path: Path, native: dict) -> None:
     long, short = batcher.submit("Once", 60), batcher.submit("Hi", 12)
     while batcher.step():
         cache.check()
-    assert (long.reason, len(long.tokens)) == ("length", 60)
+    assert (long.finish_reason, len(long.tokens)) == ("length", 60)
     assert short.text == alone(tmp_path, "Hi", 12, **native)
     assert (cache.stats().reprocessed > 0) is bool(native)
     # The head of the prompt, and the newest that was decoded: nothing between the two is mixed up.
@@ -183,7 +183,7 @@ def test_prompts_do_not_starve(ctx: Context) -> None:
     for _ in range(4):
         batcher.step()
     late = batcher.submit("Hello", 1)
-    for _ in range(6 * PATIENCE):
+    for _ in range(6 * STARVATION_STEPS):
         batcher.step()
     assert late.done
     assert not any(each.done for each in going)
@@ -203,5 +203,5 @@ def test_fragmented_cells_are_moved_together(tmp_path: Path) -> None:
         each.release()
     one = batcher.submit("x" * 14, 1)
     batcher.run()
-    assert (one.reason, one.error) == ("length", None)
+    assert (one.finish_reason, one.error) == ("length", None)
     cache.check()

@@ -47,7 +47,7 @@ def test_all_end_although_some_cannot_be_given_back(
     waiting = [batcher.submit([9]) for _ in range(3)]
     with pytest.raises(NativeError):
         batcher.close()
-    assert [one.reason for one in (*some, *waiting)] == ["cancelled"] * 6
+    assert [one.finish_reason for one in (*some, *waiting)] == ["cancelled"] * 6
     assert all(one.lease is None for one in some)
     stats = batcher.stats()
     assert (stats.active, stats.waiting, stats.cancelled) == (0, 0, 6)
@@ -61,10 +61,10 @@ def test_who_cannot_be_given_back_is_struck_out(batcher: Batcher) -> None:
     one.cancel()
     with pytest.raises(NativeError):
         batcher.step()
-    assert (one.reason, other.reason) == ("cancelled", None)
+    assert (one.finish_reason, other.finish_reason) == ("cancelled", None)
     assert batcher.stats().active == 1
     batcher.run()
-    assert other.reason == "length"
+    assert other.finish_reason == "length"
     assert batcher.stats().cancelled == 1
 
 
@@ -78,6 +78,6 @@ def test_everybody_is_known_to_have_been_served(tmp_path: Path, n_batch: int) ->
         batcher.submit([8])  # ends what was done without a look at anybody
         last = batcher.stats().decodes
         assert last == 20
-        assert all(last - 1 <= one.served <= last for one in some)
+        assert all(last - 1 <= one.last_step <= last for one in some)
         counts = [len(one.tokens) for one in some]
         assert max(counts) - min(counts) <= 1

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyllamakv.cache.checkpoints import Checkpoint, Ring, Schedule
+from pyllamakv.cache.checkpoints import Checkpoint, CheckpointSchedule, Ring
 from pyllamakv.errors import UsageError
 
 
 def ring(*positions: int, size: int = 24, interval: int = 1, budget: int = 1 << 30) -> Ring:
     """Return a ring with checkpoints at these positions, of 10 bytes each."""
-    made = Ring(Schedule(size, interval, 0, budget))
+    made = Ring(CheckpointSchedule(size, interval, 0, budget))
     for pos in positions:
         made.put(Checkpoint(pos, b"x" * 10))
     return made
@@ -120,7 +120,7 @@ def test_a_copy_has_the_checkpoints_of_its_prefix() -> None:
 def test_a_schedule_that_cannot_be(wrong: dict[str, int]) -> None:
     """Numbers that mean nothing are refused."""
     with pytest.raises(UsageError, match=next(iter(wrong))):
-        Schedule(**wrong)
+        CheckpointSchedule(**wrong)
 
 
 @given(
@@ -136,7 +136,7 @@ def test_a_schedule_that_cannot_be(wrong: dict[str, int]) -> None:
 )
 def test_it_agrees_with_a_list(steps: list[tuple[str, int, int]], size: int, budget: int) -> None:
     """Whatever is put and pruned, positions, bytes and the best are those of a plain list."""
-    kept, plain = Ring(Schedule(size, 3, 2, budget)), []
+    kept, plain = Ring(CheckpointSchedule(size, 3, 2, budget)), []
     for what, pos, length in steps:
         if what == "put":
             plain = [each for each in plain if each.pos < pos] + [Checkpoint(pos, b"x" * length)]

@@ -10,7 +10,7 @@ from cache_kit import forward, fresh, picture, simulated, some
 from native_kit import built
 
 import pyllamakv as kv
-from pyllamakv.cache.checkpoints import Schedule
+from pyllamakv.cache.checkpoints import CheckpointSchedule
 from pyllamakv.errors import StateError, Unsupported
 from pyllamakv.scenarios import architectures, synthetic_models
 
@@ -63,7 +63,9 @@ def test_it_says_yes_exactly_where_the_content_is_right(
         sizes = {"max_sequences": 2, "capacity": LENGTH + 68, "max_batch": 64, "n_ubatch": 64}
         reference = {k: v for k, v in options.items() if k in ("flash_attn", "kv_unified")}
         rows = every_row(model, tokens, **reference)
-        with kv.ContextCache.init(model, checkpoints=Schedule(size=0), **sizes, **options) as cache:
+        with kv.ContextCache.init(
+            model, checkpoints=CheckpointSchedule(size=0), **sizes, **options
+        ) as cache:
             answers = {}
             for position in (0, 1, 9, 200, 400, 530, 640, 655, 680, 691, 692, 693, 699, 700):
                 cache.remove(0, 0)
@@ -91,7 +93,7 @@ def every_row(model: kv.Model, tokens: list[int], **options: Any) -> np.ndarray:
 
 def content_after(cache: ContextCache, position: int, tokens: list[int], rows: np.ndarray) -> bool:
     """Go back to a position behind the cache's back, go on, and tell whether all is right."""
-    lane, context = cache.lanes[0], cache.context
+    lane, context = cache.sequences[0], cache.context
     if 0 < position < len(tokens):
         if not context.native.seq_rm(context.handle, 0, position, -1):
             return False
@@ -130,7 +132,7 @@ def forgetful(request: pytest.FixtureRequest) -> Iterator[tuple[kv.Model, Contex
             capacity=LENGTH + 68,
             max_batch=64,
             n_ubatch=64,
-            checkpoints=Schedule(interval=120),
+            checkpoints=CheckpointSchedule(interval=120),
         ) as cache:
             yield model, cache
 
@@ -142,18 +144,18 @@ def test_checkpoints_take_a_sequence_back(forgetful: tuple[kv.Model, ContextCach
     tokens = some(LENGTH)
     forward(cache, 0, tokens)
     forward(cache, 1, tokens[:60])
-    assert cache.past.rings[0].positions == [63, 191, 319, 447, 575, 699]
+    assert cache.rewinder.rings[0].positions == [63, 191, 319, 447, 575, 699]
     target = cache.prepare_restore(0, 420)
     assert target in (320, 420)
     assert cache.can_resume(0, target)
     cache.remove(0, target)
-    assert cache.lanes[0].tokens == tokens[:target]
-    assert cache.past.rings[0].positions == [63, 191, 319]
+    assert cache.sequences[0].tokens == tokens[:target]
+    assert cache.rewinder.rings[0].positions == [63, 191, 319]
     forward(cache, 0, [3, 4, 5])
-    there = cache.lanes[0].logits().copy()
+    there = cache.sequences[0].logits().copy()
     expected = fresh(model, [*tokens[:target], 3, 4, 5], swa_full=True)
     assert np.abs(there - expected).max() < CLOSE
-    assert cache.lanes[1].tokens == tokens[:60]
+    assert cache.sequences[1].tokens == tokens[:60]
     cache.check()
     assert cache.prepare_restore(0, 20) in (0, 20)
 
@@ -173,8 +175,8 @@ def test_a_copy_goes_by_a_checkpoint(forgetful: tuple[kv.Model, ContextCache]) -
     assert cache.copy_prefix(0, 1, 320) == 320
     forward(cache, 1, [3])
     expected = fresh(model, [*tokens[:320], 3], swa_full=True)
-    assert np.abs(cache.lanes[1].logits().copy() - expected).max() < CLOSE
-    assert cache.past.rings[1].positions == [63, 191, 319]
+    assert np.abs(cache.sequences[1].logits().copy() - expected).max() < CLOSE
+    assert cache.rewinder.rings[1].positions == [63, 191, 319]
     cache.check()
 
 
@@ -194,7 +196,7 @@ def test_after_an_aborted_pass_a_checkpoint_is_left(
     at = cache.prepare_restore(0, 300)
     assert at in (192, 300)
     cache.remove(0, at)
-    assert cache.lanes[0].tokens == tokens[:at]
+    assert cache.sequences[0].tokens == tokens[:at]
     forward(cache, 0, [1])
     cache.check()
 
@@ -202,34 +204,34 @@ def test_after_an_aborted_pass_a_checkpoint_is_left(
 def test_checkpoints_of_an_emptied_sequence_go_when_others_take_its_place(tmp_path: Path) -> None:
     """A state of other tokens must never come back as the beginning of what is there now."""
     cache = simulated(tmp_path, {"partial": False})
-    cache.past.saves = True
+    cache.rewinder.saves = True
     forward(cache, 0, range(20))
-    cache.lanes[0].remove()  # as an aborted pass does
+    cache.sequences[0].remove()  # as an aborted pass does
     assert cache.prepare_restore(0, 20) == 20
     forward(cache, 0, range(30, 60))
     assert not cache.can_resume(0, 20)
     with pytest.raises(kv.Unsupported):
         cache.remove(0, 20)
-    assert cache.lanes[0].tokens == list(range(30, 60))
+    assert cache.sequences[0].tokens == list(range(30, 60))
 
 
 def test_removing_nothing_forgets_nothing(tmp_path: Path) -> None:
     """An empty range is no reason to drop the checkpoints behind it, nor to go back to one."""
     cache = simulated(tmp_path, {"partial": False})
-    cache.past.saves = True
+    cache.rewinder.saves = True
     forward(cache, 0, range(20))
     forward(cache, 0, [5])
     for at in (0, 7, 20, 21, 40):
         cache.remove(0, at, at)
-        assert (cache.length(0), cache.past.rings[0].positions) == (21, [19])
+        assert (cache.length(0), cache.rewinder.rings[0].positions) == (21, [19])
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     """Its checksum tells; the sequence stays as it was."""
     cache = simulated(tmp_path, {"partial": False})
-    cache.past.saves = True
+    cache.rewinder.saves = True
     forward(cache, 0, range(20))
-    ring = cache.past.rings[0]
+    ring = cache.rewinder.rings[0]
     assert ring.positions == [19]
     forward(cache, 0, [5])
     broken = ring.at(19)
@@ -247,7 +249,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_where_nothing_can_be_saved_decoding_goes_on(tmp_path: Path) -> None:
     """Checkpoints are a help, and no reason to fail."""
     cache = simulated(tmp_path, {"partial": False})
-    cache.past.saves = True
+    cache.rewinder.saves = True
 
     def fail(*_: object) -> bytes:
         raise MemoryError
@@ -255,4 +257,4 @@ def test_where_nothing_can_be_saved_decoding_goes_on(tmp_path: Path) -> None:
     cache.context.native.state_save = fail
     forward(cache, 0, range(20))
     assert cache.length(0) == 20
-    assert not cache.past.saves
+    assert not cache.rewinder.saves

@@ -52,7 +52,7 @@ def test_init_asks_for_all_sequences_together(tmp_path: Path) -> None:
         error = caught.value
         assert (error.cells, error.used, error.largest_hole, error.wanted) == (16, 16, 0, 1)
         assert picture(cache) == before
-        assert cache.stats().full == 1
+        assert cache.stats().full_errors == 1
     assert cache.context.closed
 
 
@@ -106,11 +106,11 @@ def test_one_token_and_many_are_the_same(cache: ContextCache) -> None:
     for place, token in enumerate([3, 5, 7]):
         cache.start_forward([token], [place], [0])
         cache.start_forward([token], [place], [1], [True])
-    assert cache.lanes[0].tokens == cache.lanes[1].tokens == [3, 5, 7]
+    assert cache.sequences[0].tokens == cache.sequences[1].tokens == [3, 5, 7]
     cache.start_forward([1, 2, 4], [3, 3, 4], [0, 1, 0])
-    assert cache.lanes[0].tokens == [3, 5, 7, 1, 4]
-    assert cache.lanes[1].logits() is not None
-    assert cache.lanes[0].logits() is not None
+    assert cache.sequences[0].tokens == [3, 5, 7, 1, 4]
+    assert cache.sequences[1].logits() is not None
+    assert cache.sequences[0].logits() is not None
     assert cache.stats().decoded_tokens == 9
     cache.check()
 
@@ -169,7 +169,7 @@ def test_a_fragmented_cache_is_defragmented_once(cache: ContextCache) -> None:
     fragmented(cache)
     forward(cache, 2, [3] * 32)
     assert cache.stats().defrags == 1
-    assert cache.lanes[0].tokens == [1] * 32
+    assert cache.sequences[0].tokens == [1] * 32
     cache.check()
 
 
@@ -239,7 +239,7 @@ def test_a_checker_that_sees_what_is_wrong(cache: ContextCache) -> None:
     native.seq_rm(handle, 0, 2, 3)
     with pytest.raises(AssertionError, match="sequence 0"):
         cache.check()
-    cache.lanes[0].ledger.remove(2, 3)
+    cache.sequences[0].ledger.remove(2, 3)
     cache.check()
     native.seq_cp(handle, 0, 3, -1, -1)
     with pytest.raises(AssertionError, match="sequence 3"):
@@ -305,8 +305,8 @@ def test_any_schedule_agrees_with_plain_lists(
                 assert picture(cache) == before
             else:
                 plain = expected
-            assert [each.tokens for each in cache.lanes] == plain
-            assert all(each.positions == list(range(len(each))) for each in cache.lanes)
+            assert [each.tokens for each in cache.sequences] == plain
+            assert all(each.positions == list(range(len(each))) for each in cache.sequences)
             cache.check()
         for number in range(4):
             cache.remove(number, 0)

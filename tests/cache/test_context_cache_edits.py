@@ -25,11 +25,11 @@ def test_a_copy_replaces_what_was_there(cache: ContextCache) -> None:
     forward(cache, 0, [1, 2, 3, 4])
     forward(cache, 1, [9] * 9)
     assert cache.copy_prefix(0, 1, 2) == 2
-    assert cache.lanes[1].tokens == [1, 2]
+    assert cache.sequences[1].tokens == [1, 2]
     assert cache.context.kv.stats.shared == 2
     forward(cache, 1, [7, 8])
-    assert cache.lanes[1].tokens == [1, 2, 7, 8]
-    assert cache.lanes[0].tokens == [1, 2, 3, 4]
+    assert cache.sequences[1].tokens == [1, 2, 7, 8]
+    assert cache.sequences[0].tokens == [1, 2, 3, 4]
     cache.check()
 
 
@@ -47,7 +47,7 @@ def test_copies_of_nothing_and_of_too_much(cache: ContextCache) -> None:
     forward(cache, 0, [1, 2, 3])
     forward(cache, 1, [9])
     assert cache.copy_prefix(0, 1, 99) == 3
-    assert cache.lanes[1].tokens == [1, 2, 3]
+    assert cache.sequences[1].tokens == [1, 2, 3]
     assert cache.copy_prefix(0, 1, 0) == 0
     assert cache.length(1) == 0
     assert cache.copy_prefix(2, 0, 5) == 0
@@ -75,10 +75,10 @@ def test_a_removed_end_leaves_a_hole_that_is_used_again(cache: ContextCache) -> 
     """TestRemove/RemoveEnd: tokens behind are gone, the next ones take their place."""
     forward(cache, 0, [1, 2, 3, 4, 5])
     cache.remove(0, 3)
-    assert cache.lanes[0].tokens == [1, 2, 3]
+    assert cache.sequences[0].tokens == [1, 2, 3]
     forward(cache, 0, [6, 7])
-    assert cache.lanes[0].positions == [0, 1, 2, 3, 4]
-    assert cache.context.kv.stats.used_max == 5
+    assert cache.sequences[0].positions == [0, 1, 2, 3, 4]
+    assert cache.context.kv.stats.used_max_p1 == 5
     cache.remove(0, 9)
     cache.remove(0, 5, 7)
     assert cache.length(0) == 5
@@ -88,12 +88,12 @@ def test_a_removed_middle_closes_up(cache: ContextCache) -> None:
     """TestRemove/RemoveMiddle: what lies behind moves down, and the cache turns its keys."""
     forward(cache, 0, [1, 2, 3, 4, 5, 6])
     cache.remove(0, 1, 3)
-    assert (cache.lanes[0].tokens, cache.lanes[0].positions) == ([1, 4, 5, 6], [0, 1, 2, 3])
+    assert (cache.sequences[0].tokens, cache.sequences[0].positions) == ([1, 4, 5, 6], [0, 1, 2, 3])
     assert cache.context.kv.snapshot().streams[0].shift.min() == -2
     cache.remove(0, 0, 2)
-    assert cache.lanes[0].tokens == [5, 6]
+    assert cache.sequences[0].tokens == [5, 6]
     cache.remove(0, 1, 1)
-    assert cache.lanes[0].tokens == [5, 6]
+    assert cache.sequences[0].tokens == [5, 6]
     cache.check()
 
 
@@ -110,8 +110,8 @@ def test_a_shared_cell_is_found_before_anything_moves(cache: ContextCache) -> No
     assert caught.value.sequences == (1,)
     assert picture(cache) == before
     cache.remove(0, 7, 8)  # only position 8 and 9 move, which nobody shares
-    assert cache.lanes[0].tokens == [0, 1, 2, 3, 4, 5, 6, 8, 9]
-    assert cache.lanes[1].tokens == list(range(8))
+    assert cache.sequences[0].tokens == [0, 1, 2, 3, 4, 5, 6, 8, 9]
+    assert cache.sequences[1].tokens == list(range(8))
     cache.check()
 
 
@@ -119,11 +119,11 @@ def test_cells_of_its_own_on_request(cache: ContextCache) -> None:
     """The sibling stays as it was, byte for byte."""
     forward(cache, 0, range(10))
     cache.copy_prefix(0, 1, 8)
-    rows = cache.context.kv.rows(0, cache.lanes[1])
+    rows = cache.context.kv.rows(0, cache.sequences[1])
     cache.remove(0, 2, 4, unshare=True)
-    assert cache.lanes[0].tokens == [0, 1, 4, 5, 6, 7, 8, 9]
-    assert cache.lanes[1].tokens == list(range(8))
-    after = cache.context.kv.rows(0, cache.lanes[1])
+    assert cache.sequences[0].tokens == [0, 1, 4, 5, 6, 7, 8, 9]
+    assert cache.sequences[1].tokens == list(range(8))
+    after = cache.context.kv.rows(0, cache.sequences[1])
     assert (rows.k == after.k).all()
     assert (rows.v == after.v).all()
     assert cache.context.kv.stats.shared == 0

@@ -50,7 +50,7 @@ class Bench(NamedTuple):
     def check(self, cache: kv.ContextCache, sequence: int, tokens: list[int]) -> None:
         """Check that a sequence has these tokens, and goes on as a fresh context does."""
         cache.check()
-        lane = cache.lanes[sequence]
+        lane = cache.sequences[sequence]
         assert lane.tokens == tokens
         forward(cache, sequence, [11])
         there = lane.logits().copy()
@@ -119,7 +119,7 @@ def test_remove_middle(bench: Bench) -> None:
         cache.context.kv.update()
         rest = tokens[:4] + tokens[9:]
         forward(other, 0, rest)
-        moved, expected = (each.context.kv.rows(0, each.lanes[0]) for each in (cache, other))
+        moved, expected = (each.context.kv.rows(0, each.sequences[0]) for each in (cache, other))
         assert moved.pos.tolist() == expected.pos.tolist() == list(range(15))
         near = [
             np.abs(_f16(a) - _f16(b)).max()
@@ -161,12 +161,12 @@ def test_copy(bench: Bench) -> None:
     with bench.cache() as cache:
         forward(cache, 0, tokens)
         forward(cache, 1, old)
-        rows = cache.context.kv.rows(0, cache.lanes[0])
+        rows = cache.context.kv.rows(0, cache.sequences[0])
         assert cache.copy_prefix(0, 1, 5) == 5
         forward(cache, 1, [7, 8])
         bench.check(cache, 1, [*tokens[:5], 7, 8])
         bench.check(cache, 0, tokens)
-        assert (cache.context.kv.rows(0, cache.lanes[0]).k == rows.k).all()
+        assert (cache.context.kv.rows(0, cache.sequences[0]).k == rows.k).all()
         shared = 5 if bench.unified else 0
         assert cache.context.kv.stats.shared == shared
         before = picture(cache)
@@ -253,7 +253,7 @@ def test_after_every_error_the_whole_can_be_removed(bench: Bench) -> None:
         ):
             with pytest.raises(kv.KvError):
                 call()
-        assert cache.lanes[0].tokens == some(20)
+        assert cache.sequences[0].tokens == some(20)
         for sequence in (0, 1):
             cache.remove(sequence, 0)
         assert cache.context.kv.stats.used == 0
@@ -315,7 +315,7 @@ def test_windows_of_all_sequences_slide(flash: bool) -> None:
                     forward(cache, sequence, tokens[sequence][at : at + 20])
             for sequence in (0, 1):
                 forward(cache, sequence, [7])
-                there = cache.lanes[sequence].logits().copy()
+                there = cache.sequences[sequence].logits().copy()
                 expected = fresh(
                     model, [*tokens[sequence], 7], flash_attn=flash, swa_full=True, n_ctx=512
                 )
@@ -332,7 +332,9 @@ def test_a_window_of_four_resumes_where_its_cells_are() -> None:
     with kv.open(built("0.3.36+patched").folder) as library:
         model = windowed(library, 4)
         sizes = {"max_sequences": 1, "capacity": 512, "max_batch": 32, "n_ubatch": 32}
-        with kv.ContextCache.init(model, checkpoints=kv.Schedule(size=0), **sizes) as cache:
+        with kv.ContextCache.init(
+            model, checkpoints=kv.CheckpointSchedule(size=0), **sizes
+        ) as cache:
             forward(cache, 0, some(5))
             assert all(cache.can_resume(0, position) for position in range(6))
             assert not cache.can_resume(0, 6)

@@ -36,7 +36,7 @@ def test_the_least_recently_used_branch_goes_first(tmp_path: Path) -> None:
     serve(cache, [*SYSTEM, 4, 4])  # a goes: its beginning was used by all, its own tokens were not
     assert serve(cache, [*b, 5]) == 22
     assert serve(cache, [*a, 5]) == 20
-    assert cache.stats().evicted == 2
+    assert cache.stats().evictions == 2
 
 
 def test_active_conversations_are_never_evicted(tmp_path: Path) -> None:

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyllamakv.cache.generation import Stops, checked_stops
+from pyllamakv.cache.generation import StopStrings, check_stop_strings
 from pyllamakv.errors import UsageError
 
 
 def through(pieces: list[str], stop: tuple[str, ...]) -> tuple[str, str | None]:
     """Feed pieces, and return all that came out, and the stop string."""
-    stops, out = Stops(stop), ""
+    stops, out = StopStrings(stop), ""
     for piece in pieces:
         out += stops.feed(piece)
         if stops.found is not None:
@@ -31,7 +31,7 @@ def test_text_ends_before_the_stop_string() -> None:
 
 def test_nothing_that_may_be_a_stop_string_comes_out() -> None:
     """The end that begins one waits."""
-    stops = Stops(("</s>", "\n\n"))
+    stops = StopStrings(("</s>", "\n\n"))
     assert stops.feed("a</") == "a"
     assert stops.feed("b\n") == "</b"
     assert stops.feed("c") == "\nc"
@@ -41,11 +41,11 @@ def test_nothing_that_may_be_a_stop_string_comes_out() -> None:
 
 def test_wrong_stop_strings_are_refused() -> None:
     """An empty one would stop at once."""
-    assert checked_stops("ab") == ("ab",)
-    assert checked_stops(["a", "b"]) == ("a", "b")
+    assert check_stop_strings("ab") == ("ab",)
+    assert check_stop_strings(["a", "b"]) == ("a", "b")
     for wrong in ("", [""], [b"a"], [1]):
         with pytest.raises(UsageError):
-            checked_stops(wrong)  # type: ignore[arg-type]
+            check_stop_strings(wrong)  # type: ignore[arg-type]
 
 
 letters = st.text("ab", max_size=12)

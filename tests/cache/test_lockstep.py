@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def pair(folder: Path, second: dict[str, Any] | None = None, **options: Any) -> kv.Lockstep:
+def pair(folder: Path, second: dict[str, Any] | None = None, **options: Any) -> kv.LockstepCache:
     """Return two simulated caches in lock-step; ``options`` shape the context of the second."""
-    return kv.Lockstep([simulated(folder), simulated(folder, second, **options)])
+    return kv.LockstepCache([simulated(folder), simulated(folder, second, **options)])
 
 
-def both(caches: kv.Lockstep) -> list[Any]:
+def both(caches: kv.LockstepCache) -> list[Any]:
     """Return all that a refusal must leave alone, of every cache."""
     return [picture(each) for each in caches.caches]
 
@@ -45,12 +45,12 @@ def test_they_hold_the_same(tmp_path: Path) -> None:
     assert (caches.length(0), caches.length(1)) == (20, 8)
     assert caches.can_resume(0, 7)
     assert caches.prepare_restore(0, 99) == 20
-    assert isinstance(caches, kv.Lockstep)
+    assert isinstance(caches, kv.LockstepCache)
     caches.check()
-    assert caches.caches[0].lanes[1].tokens == caches.caches[1].lanes[1].tokens
+    assert caches.caches[0].sequences[1].tokens == caches.caches[1].sequences[1].tokens
     with caches:
         pass
-    assert not any(each.open for cache in caches.caches for each in cache.lanes)
+    assert not any(each.open for cache in caches.caches for each in cache.sequences)
 
 
 @pytest.mark.parametrize("code", [1, 2, -3])
@@ -88,7 +88,7 @@ def test_who_cannot_go_back_goes_last_or_is_saved(tmp_path: Path) -> None:
     """A memory of states is taken back by a save, and needs none when it is the last."""
     first, second = simulated(tmp_path), simulated(tmp_path)
     for each in (first, second):
-        object.__setattr__(each.context.info, "memory", kv.Memory.RECURRENT)
+        object.__setattr__(each.context.info, "memory", kv.MemoryType.RECURRENT)
     saves: list[int] = []
     for number, each in enumerate((first, second)):
         save = each.context.native.state_save
@@ -98,8 +98,8 @@ def test_who_cannot_go_back_goes_last_or_is_saved(tmp_path: Path) -> None:
             return save(*given)
 
         each.context.native.state_save = counting
-        each.past.saves = False
-    caches = kv.Lockstep([first, second])
+        each.rewinder.saves = False
+    caches = kv.LockstepCache([first, second])
     forward(caches, 0, range(10))
     forward(caches, 0, [3])
     assert saves == [0]
@@ -122,7 +122,7 @@ def test_what_the_last_one_lost_all_give_up(tmp_path: Path, checkpoints: bool, l
     """Its abort empties the sequence: draft and target go on from the same place all the same."""
     caches = pair(tmp_path, {"partial": False})
     second = caches.caches[1]
-    second.past.saves = checkpoints
+    second.rewinder.saves = checkpoints
     forward(caches, 0, range(20))
     forward(caches, 0, [1, 2])
     real = second.context.native.decode
@@ -132,7 +132,7 @@ def test_what_the_last_one_lost_all_give_up(tmp_path: Path, checkpoints: bool, l
     second.context.native.decode = real
     assert second.context.emptied == (0,)
     caches.check()
-    assert [each.lanes[0].tokens for each in caches.caches] == [list(range(left))] * 2
+    assert [each.sequences[0].tokens for each in caches.caches] == [list(range(left))] * 2
     forward(caches, 0, range(left, 30))
     caches.check()
 
@@ -204,7 +204,7 @@ def test_what_breaks_off_in_the_midst_leaves_them_in_step(
         else:
             caches.remove(0, 4, 6, unshare=True)
     caches.check()
-    tokens = [[lane.tokens for lane in cache.lanes] for cache in caches.caches]
+    tokens = [[lane.tokens for lane in cache.sequences] for cache in caches.caches]
     assert tokens[0] == tokens[1]
     assert tokens[0][2] == list(range(8))
     changed = tokens[0][1] if name == "seq_cp" else tokens[0][0]
@@ -246,7 +246,7 @@ def test_wrong_use(tmp_path: Path) -> None:
     one = simulated(tmp_path)
     for wrong in ([], [one, one]):
         with pytest.raises(UsageError):
-            kv.Lockstep(wrong)
+            kv.LockstepCache(wrong)
     caches = pair(tmp_path, n_batch=16, n_seq_max=2)
     before = both(caches)
     for call in (
@@ -276,7 +276,7 @@ def test_a_real_draft_and_target(spec: str, name: str) -> None:
         draft, target = (
             library.load_model(synthetic_models.model(each)) for each in (name, "grouped")
         )
-        with kv.Lockstep(
+        with kv.LockstepCache(
             [
                 kv.ContextCache.init(draft, capacity=128, **sizes),
                 kv.ContextCache.init(target, capacity=64, **sizes),
@@ -292,8 +292,8 @@ def test_a_real_draft_and_target(spec: str, name: str) -> None:
                     forward(caches, 1, [2] * 40)
                 native.cancel_after(handle, -1)
             caches.check()
-            assert caches.caches[1].lanes[0].tokens == tokens
+            assert caches.caches[1].sequences[0].tokens == tokens
             forward(caches, 0, [5])
             for model, cache in zip((draft, target), caches.caches, strict=True):
                 expected = fresh(model, [*tokens, 5])
-                assert np.abs(cache.lanes[0].logits().copy() - expected).max() < 0.05
+                assert np.abs(cache.sequences[0].logits().copy() - expected).max() < 0.05

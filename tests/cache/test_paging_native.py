@@ -36,7 +36,7 @@ def test_branches_are_paged_out_and_in(tmp_path: Path, where: str) -> None:
     for chat in chats * 2:
         assert serve(cache, [*chat, 1]) >= len(chat)
     stats = cache.stats()
-    assert (stats.misses, stats.evicted, stats.damaged) == (1, 0, 0)
+    assert (stats.misses, stats.evictions, stats.damaged) == (1, 0, 0)
     assert stats.paged_in >= 6
     cache.close()
     assert used(cache) == 0
@@ -114,7 +114,7 @@ def test_the_budget_counts_pages(tmp_path: Path) -> None:
     for number in range(8):
         serve(cache, [number] * 10)
         assert cache.stats().bytes <= cache.budget
-    assert cache.stats().evicted > 0
+    assert cache.stats().evictions > 0
     assert serve(cache, [7] * 11) == 10
     assert serve(cache, [0] * 11) == 0
 

@@ -55,7 +55,7 @@ def test_the_single_entry_keeps_the_longest_beginning(
     assert serve(cache, [7, 8]) == 0
     assert used(cache) == 2
     stats = cache.stats()
-    assert (stats.hits, stats.misses, stats.reused, stats.asked) == (1, 2, 3, 10)
+    assert (stats.hits, stats.misses, stats.reused_tokens, stats.prompt_tokens) == (1, 2, 3, 10)
     assert (stats.resident, stats.cells, stats.nodes) == (1, 2, 1)
     first, second, third = (record.getMessage() for record in caplog.records)
     assert first.startswith("miss: 0 of 4 tokens cached, 4 to decode")

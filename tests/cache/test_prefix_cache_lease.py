@@ -9,8 +9,8 @@ import runtime_kit as kit
 from fakes.simulated import ALL
 from prefix_kit import serve
 
-from pyllamakv.binding.protocol import Capability, Memory
-from pyllamakv.cache.prefix_cache import AHEAD, PrefixCache
+from pyllamakv.binding.protocol import Capability, MemoryType
+from pyllamakv.cache.prefix_cache import LOOKAHEAD_TOKENS, PrefixCache
 from pyllamakv.errors import KVCacheFull, StateError, Unsupported
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def test_room_is_granted_ahead_where_it_costs_nobody_anything(tmp_path: Path) ->
     with cache.acquire([1, 2, 3]) as lease:
         lease.prefill()
         lease.make_room(1)
-        assert lease.granted == 3 + 1 + AHEAD
+        assert lease.granted == 3 + 1 + LOOKAHEAD_TOKENS
         assert cache.stats().resident == 1
         cache.context.prefill(lease.sequence, [4] * 60)
         for _ in range(100):
@@ -41,7 +41,7 @@ def test_room_that_was_granted_ahead_is_given_up(tmp_path: Path) -> None:
     one = cache.acquire([1, 2, 3])
     one.prefill()
     one.make_room(1)
-    assert one.granted == 3 + 1 + AHEAD
+    assert one.granted == 3 + 1 + LOOKAHEAD_TOKENS
     with cache.acquire([4] * 124) as two:
         assert one.granted == 4
         two.prefill()
@@ -116,7 +116,7 @@ def test_prompts_that_take_each_others_holes_are_decoded_all_the_same(tmp_path: 
 def test_a_branch_whose_state_cannot_be_saved_is_kept_all_the_same(tmp_path: Path) -> None:
     """The size of a state is only counted with; no sequence goes missing for want of it."""
     ctx = kit.context(tmp_path, {"capabilities": ALL & ~Capability.STATES, "partial": False})
-    object.__setattr__(ctx.info, "memory", Memory.RECURRENT)
+    object.__setattr__(ctx.info, "memory", MemoryType.RECURRENT)
     cache = PrefixCache(ctx)
     with cache.acquire([3, 4, 5, 6]) as lease:
         ctx.prefill(lease.sequence, [3, 4, 5, 6])
@@ -130,7 +130,7 @@ def test_a_branch_whose_state_cannot_be_saved_is_kept_all_the_same(tmp_path: Pat
 def recurrent(folder: Path, **options: Any) -> PrefixCache:
     """Return a cache whose memory cannot go back."""
     ctx = kit.context(folder, {"partial": False}, n_ctx=256)
-    object.__setattr__(ctx.info, "memory", Memory.RECURRENT)
+    object.__setattr__(ctx.info, "memory", MemoryType.RECURRENT)
     return PrefixCache(ctx, **options)
 
 
@@ -161,11 +161,11 @@ def test_a_state_that_cannot_be_kept_fails_no_prompt(
 
 def test_nobody_makes_way_for_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prompt keeps states on its way while sequences are vacant, and evicts no other."""
-    monkeypatch.setattr("pyllamakv.cache.prefix_cache.STATE_EVERY", 4)
+    monkeypatch.setattr("pyllamakv.cache.prefix_cache.STATE_INTERVAL", 4)
     cache = recurrent(tmp_path)
     for number in (5, 6):
         with cache.acquire([number]) as lease:
             lease.prefill()
     serve(cache, [*range(10, 30)])
-    assert cache.stats().evicted == 0
+    assert cache.stats().evictions == 0
     assert [serve(cache, [number, 9]) for number in (5, 6)] == [1, 1]

@@ -303,7 +303,7 @@ def test_a_cancelled_recurrent_prompt_leaves_no_state_that_may_be_wrong(
         look = Oracle(model)
         with model.context(n_ctx=512, n_batch=64, n_seq_max=8) as ctx:
             cache = PrefixCache(ctx)
-            monkeypatch.setattr("pyllamakv.cache.prefix_cache.STATE_EVERY", 32)
+            monkeypatch.setattr("pyllamakv.cache.prefix_cache.STATE_INTERVAL", 32)
             serve(cache, [*SYSTEM, 1])
             cache.pin("here", [*SYSTEM, 1])
             with cache.acquire([*SYSTEM, *([2] * 80)]) as lease:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pyllamakv.cache.paging import CountedPage
-from pyllamakv.cache.prefix_tree import Node, PrefixTree, common, pack, unpack
+from pyllamakv.cache.prefix_tree import Node, PrefixTree, common, key_to_tokens, tokens_to_key
 
 WORDS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
@@ -23,7 +23,7 @@ class Sheet(CountedPage):
 
 def entered(tree: PrefixTree, tokens: list[int]) -> Node:
     """Let a node keep something, so that it stays."""
-    node = tree.insert(pack(tokens))
+    node = tree.insert(tokens_to_key(tokens))
     if node.entry is None:
         tree.attach(node, tuple(tokens))
     return node
@@ -43,20 +43,20 @@ def test_the_common_beginning_is_counted_as_one_by_one(
     """Count tokens that agree, wherever the second key begins."""
     expected = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
     expected = min(len(a), len(b)) if expected is None else expected
-    assert common(pack(a), pack([7] * before + b), 4 * before) == expected
+    assert common(tokens_to_key(a), tokens_to_key([7] * before + b), 4 * before) == expected
 
 
 def test_tokens_survive_packing() -> None:
     """Pack the largest token there can be, and none."""
     tokens = [0, 1, 255, 256, 65536, 2**31 - 1]
-    assert unpack(pack(tokens)) == tokens
-    assert pack([]) == b""
+    assert key_to_tokens(tokens_to_key(tokens)) == tokens
+    assert tokens_to_key([]) == b""
 
 
 def test_find_best_match_in_an_empty_tree() -> None:
     """Match nothing (FindBestMatch, empty)."""
     tree = PrefixTree()
-    assert tree.match(pack([1, 2])) == (tree.root, 0)
+    assert tree.match(tokens_to_key([1, 2])) == (tree.root, 0)
     assert tree.match(b"") == (tree.root, 0)
 
 
@@ -64,8 +64,8 @@ def test_find_best_match_at_the_end_of_a_node() -> None:
     """Match whole nodes, and go on below them (FindBestMatch, full edge)."""
     tree = PrefixTree()
     node = entered(tree, [1, 2, 3])
-    assert tree.match(pack([1, 2, 3])) == (node, 3)
-    assert tree.match(pack([1, 2, 3, 4])) == (node, 3)
+    assert tree.match(tokens_to_key([1, 2, 3])) == (node, 3)
+    assert tree.match(tokens_to_key([1, 2, 3, 4])) == (node, 3)
 
 
 def test_find_best_match_inside_of_a_node() -> None:
@@ -73,7 +73,7 @@ def test_find_best_match_inside_of_a_node() -> None:
     tree = PrefixTree()
     long = list(range(47_000))
     node = entered(tree, long)
-    assert tree.match(pack([*long[:46_000], 5])) == (node, 46_000)
+    assert tree.match(tokens_to_key([*long[:46_000], 5])) == (node, 46_000)
 
 
 def test_a_split_and_a_merge_give_the_node_back() -> None:
@@ -83,7 +83,7 @@ def test_a_split_and_a_merge_give_the_node_back() -> None:
     key = node.key
     upper = tree.split(node, 2)
     assert (upper.start, upper.end, node.start, node.end) == (0, 2, 2, 5)
-    assert (upper.key + node.run, node.key, upper.held) == (key, key, 1)
+    assert (upper.key + node.run, node.key, upper.ref_count) == (key, key, 1)
     assert tree.merge(upper)
     assert (node.start, node.end, node.key, node.entry) == (0, 5, key, (1, 2, 3, 4, 5))
     tree.check()
@@ -99,7 +99,7 @@ def test_repeated_branching_keeps_every_branch() -> None:
     nodes = [entered(tree, [*trunk[:i], 1, 2]) for i in range(1, 20)]
     tree.check()
     for i, node in enumerate(nodes, 1):
-        assert tree.match(pack([*trunk[:i], 1, 2, 3])) == (node, i + 2)
+        assert tree.match(tokens_to_key([*trunk[:i], 1, 2, 3])) == (node, i + 2)
 
 
 def test_removing_a_node_joins_what_is_left() -> None:
@@ -117,13 +117,13 @@ def test_removing_a_node_joins_what_is_left() -> None:
 def test_a_pin_resists_the_merge() -> None:
     """Keep a pinned node apart from its only child (UserSnapshotResistsAutoMerge)."""
     tree = PrefixTree()
-    pinned = tree.insert(pack([1, 2]))
+    pinned = tree.insert(tokens_to_key([1, 2]))
     pinned.pins.add("system")
     leaf = entered(tree, [1, 2, 3])
     assert not tree.merge(pinned)
     tree.check()
     parted(tree, leaf)
-    assert tree.match(pack([1, 2])) == (pinned, 2)
+    assert tree.match(tokens_to_key([1, 2])) == (pinned, 2)
 
 
 def test_the_oldest_goes_first_then_the_deepest_then_the_largest() -> None:
@@ -132,9 +132,9 @@ def test_the_oldest_goes_first_then_the_deepest_then_the_largest() -> None:
     for tokens in ([1], [2, 2], [3, 3], [3, 4, 4], [3, 4, 5], [6, 6, 6]):
         entered(tree, tokens)
     order = []
-    tree.touch(tree.match(pack([1]))[0])
-    while (node := tree.oldest(lambda node: not node.children)) is not None:
-        order.append(unpack(node.key))
+    tree.touch(tree.match(tokens_to_key([1]))[0])
+    while (node := tree.least_recently_used(lambda node: not node.children)) is not None:
+        order.append(key_to_tokens(node.key))
         parted(tree, node)
     assert order[-1] == [1]
     assert order[0] == [6, 6, 6]  # three deep, and all of it goes
@@ -150,16 +150,16 @@ def test_only_what_is_used_is_touched() -> None:
     a, b = entered(tree, [1, 2, 3]), entered(tree, [1, 2, 4])
     tree.touch(a)
     tree.touch(b)
-    middle = tree.match(pack([1, 2]))[0]
+    middle = tree.match(tokens_to_key([1, 2]))[0]
     tree.touch(middle)
-    assert a.used < b.used < middle.used
-    assert tree.oldest(lambda node: not node.children) is a
+    assert a.last_used < b.last_used < middle.last_used
+    assert tree.least_recently_used(lambda node: not node.children) is a
 
 
 def test_a_divided_page_is_counted_at_both_nodes() -> None:
     """Split a node with a page: both may use it, until neither needs it (SplitPreservesData)."""
     tree = PrefixTree()
-    node = tree.insert(pack([1, 2, 3, 4]))
+    node = tree.insert(tokens_to_key([1, 2, 3, 4]))
     page = Sheet(0, 4)
     assert tree.set_page(node, page) is None
     upper = tree.split(node, 2)
@@ -169,7 +169,7 @@ def test_a_divided_page_is_counted_at_both_nodes() -> None:
     tree.check()
     assert tree.set_page(node, None) is page
     whole = PrefixTree(whole_pages=True)
-    node = whole.insert(pack([1, 2, 3, 4]))
+    node = whole.insert(tokens_to_key([1, 2, 3, 4]))
     whole.set_page(node, page)
     assert whole.split(node, 2).page is None
 
@@ -206,17 +206,17 @@ class Machine(RuleBasedStateMachine):
         """Find the longest beginning that any sequence has."""
         known = {each[:i] for each in self.kept for i in range(len(each) + 1)} | {()}
         expected = max(i for i in range(len(tokens) + 1) if tuple(tokens[:i]) in known)
-        node, length = self.tree.match(pack(tokens))
+        node, length = self.tree.match(tokens_to_key(tokens))
         assert length == expected
         assert node is self.tree.root or node.start < length <= node.end
-        assert unpack(node.key)[:length] == tokens[:length]
+        assert key_to_tokens(node.key)[:length] == tokens[:length]
 
     @invariant()
     def holds(self) -> None:
         """Check the tree, and that nothing was lost."""
         self.tree.check()
         for tokens, node in self.kept.items():
-            assert (tuple(unpack(node.key)), node.entry) == (tokens, tokens)
+            assert (tuple(key_to_tokens(node.key)), node.entry) == (tokens, tokens)
         prefixes = {each[:i] for each in self.kept for i in range(1, len(each) + 1)}
         assert self.tree.tokens == self.tree.held_tokens == len(prefixes)
 

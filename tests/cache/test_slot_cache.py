@@ -101,7 +101,7 @@ def test_slots_have_their_part_of_what_was_made(
     made.native.context_info = lambda _: replace(made.info, n_streams=n_streams)
     ctx = Context(made.model, made.handle, made.params)
     with SlotCache(ctx, n_slots=n) as cache:
-        assert (cache.size, cache.lends) == (size, ctx.partitions == 1 and n < 4)
+        assert (cache.size, cache.overcommits) == (size, ctx.partitions == 1 and n < 4)
 
 
 def test_bad_options_are_refused(ctx: Context) -> None:
@@ -193,7 +193,7 @@ def test_a_cancelled_prompt_goes_on_where_it_was(ctx: Context) -> None:
 def test_slots_lend_each_other_cells(ctx: Context) -> None:
     """With larger slots the oldest free history makes way, and those in use never."""
     cache = SlotCache(ctx, 4, size=40)
-    assert cache.lends
+    assert cache.overcommits
     fill(cache, [5] * 20)
     fill(cache, [6] * 20)
     first = cache.acquire([7] * 30)
@@ -256,7 +256,7 @@ def test_stats_and_dump(ctx: Context, caplog: pytest.LogCaptureFixture) -> None:
     found = cache.stats()
     assert (found.slots, found.in_use, found.size, found.tokens) == (2, 0, 32, 24)
     assert (found.hits, found.misses, found.forks) == (1, 1, 1)
-    assert (found.cached_tokens, found.prompt_tokens) == (7, 24)
+    assert (found.reused_tokens, found.prompt_tokens) == (7, 24)
     assert found.to_json()["prompts"] == 2
     lease = cache.acquire([9])
     assert lease.sequence.id == 0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyllamakv.cache import groups
+from pyllamakv.cache import token_groups
 from pyllamakv.cache.slot_cache import head, shift_discard, truncate
 from pyllamakv.errors import UsageError
 
@@ -84,13 +84,13 @@ def test_a_prompt_that_would_go_as_a_whole_is_refused() -> None:
 def test_wrong_groups_are_refused(wrong: list[tuple[int, int]]) -> None:
     """Empty, backwards, outside, overlapping."""
     with pytest.raises(UsageError):
-        groups.checked(wrong, 10, 10)
+        token_groups.checked(wrong, 10, 10)
     with pytest.raises(UsageError, match="at most 3"):
-        groups.checked([(0, 4)], 10, 3)
+        token_groups.checked([(0, 4)], 10, 3)
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[int, int, int, tuple[groups.Group, ...]]:
+def cases(draw: st.DrawFn) -> tuple[int, int, int, tuple[token_groups.Group, ...]]:
     """Return size, keep, length and groups."""
     size = draw(st.integers(2, 24))
     length = draw(st.integers(1, 40))
@@ -109,7 +109,7 @@ def test_discards_against_brute_force(case: tuple, wanted: int) -> None:
     discard = shift_discard(size, keep, length, found, wanted=wanted)
     assert 0 <= discard <= length - keep
     target = max((size - keep) // 2, 1, wanted)
-    whole = [n for n in range(length - keep + 1) if groups.around(found, keep + n) is None]
+    whole = [n for n in range(length - keep + 1) if token_groups.around(found, keep + n) is None]
     enough = [n for n in whole if size - (length - n) >= target]
     assert discard == (min(enough) if enough else length - keep)
 

@@ -33,9 +33,9 @@ def forward(cache: Any, sequence: int, tokens: Any) -> None:
 def picture(cache: ContextCache) -> list[Any]:
     """Return all that a refusal must leave alone: tokens, positions, cells, checkpoints."""
     ledgers = [(each.tokens.copy(), each.positions.copy()) for each in cache.context.ledgers]
-    seen = cache.context.kv.peek()
+    seen = cache.context.kv.try_snapshot()
     cells = [(each.pos.tolist(), each.seqs.tolist()) for each in seen.streams] if seen else []
-    return [ledgers, cells, [ring.positions for ring in cache.past.rings]]
+    return [ledgers, cells, [ring.positions for ring in cache.rewinder.rings]]
 
 
 def fresh(model: kv.Model, tokens: list[int], **options: Any) -> np.ndarray:

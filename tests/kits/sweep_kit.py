@@ -5,7 +5,7 @@ the number of the first call, and prints a line before each call, so that a call
 process is known by name. What is called is found by introspection from ``pyllamakv.__all__``; a new
 public method needs no entry here as long as the names and annotations of its parameters are known.
 
-Objects that hang on public attributes but serve other parts of the package (a context's turn,
+Objects that hang on public attributes but serve other parts of the package (a context's lock,
 defrag policy, outputs and ledgers, a cache's branches and rings, `Native`) are not called here.
 """
 
@@ -43,33 +43,38 @@ NOT_CONSTRUCTED = {
     "made by Batcher.submit": ("Generation",),
     "made by pyllamakv.record": ("Recording",),
     "a record that the package returns and never reads": (
-        "CacheStats", "CellMap", "ContextInfo", "Counters", "DefragReport", "Device", "KVMemory",
+        "CellMap", "ContextCacheStats", "ContextInfo",
+        "Counters", "DefragReport", "Device", "KVMemory",
         "KVStats", "LayerMemory", "MemoryBreakdown", "ModelInfo", "Moves", "PrefixStats",
         "Snapshot",
     ),
-    "a protocol": ("Cache", "Lease", "Manager"),
-    "an enumeration: Python's own lookup by value": ("Backing", "Capability", "Memory", "Status"),
+    "a protocol": ("Cache", "CacheManager", "Lease"),
+    "an enumeration: Python's own lookup by value": (
+        "Backing", "Capability", "DecodeStatus", "MemoryType",
+    ),
 }  # fmt: skip
 
 #: Methods that are not for callers, although their name has no underscore, and functions whose
 #: arguments need no check, by the reason.
 NOT_CALLED = {
     "what the batcher asks of its generation": (
-        "Generation.begin", "Generation.choose", "Generation.end", "Generation.take",
+        "Generation.begin", "Generation.sample_token", "Generation.end", "Generation.accept_token",
     ),
     "what leases ask of their cache": (
-        "SlotCache.discard", "SlotCache.give_back", "SlotCache.reserve", "PrefixCache.settle",
+        "SlotCache.discard", "SlotCache.release_slot", "SlotCache.reserve", "PrefixCache.settle",
     ),
-    "what a sequence and a decode ask of their context": ("Context.forget", "Context.new_marks"),
-    "what a policy asks of the cells, while the turn is held": ("KV.arrange",),
+    "what a sequence and a decode ask of their context": (
+        "Context.release_sequence", "Context.new_marks",
+    ),
+    "what a policy asks of the cells, with the context's lock held": ("KV.defrag_locked",),
     "what the window asks of its screen": ("Screen.show",),
 }  # fmt: skip
 
 #: Where a number of 2 or more is valid and takes long, and why; it is left out.
 SLOW = {
-    "measure_costs(rounds=)": "measures that often",
-    "measure_costs(cells=)": "fills a cache of that size",
-    "Server.wait(timeout=)": "waits that long",
+    "measure_defrag_costs(rounds=)": "measures that often",
+    "measure_defrag_costs(cells=)": "fills a cache of that size",
+    "RpcServer.wait(timeout=)": "waits that long",
 }
 
 #: Calls that keep what they did before a failure, as their documentation says.
@@ -102,7 +107,7 @@ NEGATIVE = {
 }
 #: The texts of annotations that are names of choices.
 CHOICES = {
-    "Wanted": ("last", "all", "none"),
+    "LogitsChoice": ("last", "all", "none"),
     "Policy": ("longest", "best"),
     "Plan": ("fewest", "ordered"),
     "Mover": ("auto", "host", "gather", "graph", "staged"),
@@ -137,7 +142,7 @@ def values(world: CallObjects) -> list[Any]:
     others = [
         *(None, object(), int, len, Ellipsis, NotImplemented, Path("nowhere")),
         *(world.closed, world.foreign, world.away, [world.closed], [world.foreign], [world.away]),
-        *(kv.SamplerParams(), kv.Schedule(), kv.Costs(0.0, 0.0)),
+        *(kv.SamplerParams(), kv.CheckpointSchedule(), kv.DefragCosts(0.0, 0.0)),
     ]
     return [*numbers, *texts, *arrays, *lists, *others]
 
@@ -182,7 +187,7 @@ class CallObjects:
         """Return K and V of every sequence of the first two contexts."""
         found = []
         for each in (self.ctx, self.away):
-            with each.turn as handle:
+            with each.lock as handle:
                 if kv.Capability.STATES in each.native.about.capabilities:
                     lanes = [n for n, own in enumerate(each.ledgers) if len(own)]
                     found += [each.native.state_save(handle, n) for n in lanes]
@@ -195,8 +200,8 @@ class CallObjects:
             if each.closed:
                 found.append("closed")
                 continue
-            with each.turn:
-                snapshot = each.kv.peek()
+            with each.lock:
+                snapshot = each.kv.try_snapshot()
             cells = () if snapshot is None else snapshot.streams
             found += [(one.pos.tobytes(), one.seqs.tobytes(), one.shift.tobytes()) for one in cells]
             found.append(
@@ -234,7 +239,7 @@ def _context_cache(world: CallObjects) -> Any:
 
 
 def _lockstep(world: CallObjects) -> Any:
-    both = world.keep(kv.Lockstep([_context_cache(world), kv.ContextCache(world.context())]))
+    both = world.keep(kv.LockstepCache([_context_cache(world), kv.ContextCache(world.context())]))
     both.remove(0, 0)
     both.start_forward([1, 2, 3], [0, 1, 2], [0, 0, 0])
     return both
@@ -271,7 +276,7 @@ def _prefix_lease(world: CallObjects) -> Any:
 
 def _batcher(world: CallObjects) -> Any:
     batcher = world.keep(kv.Batcher(_slots(world)))
-    world.looks.append(lambda: (len(batcher._roster.waiting), len(batcher._roster.active)))
+    world.looks.append(lambda: (len(batcher._queue.waiting), len(batcher._queue.active)))
     return batcher
 
 
@@ -300,14 +305,14 @@ LIVE: dict[str, Callable[[CallObjects], Any]] = {
     "Sampler": lambda world: world.keep(world.model.sampler()),
     "NumpySampler": lambda world: kv.NumpySampler(),
     "ContextCache": _context_cache,
-    "Lockstep": _lockstep,
+    "LockstepCache": _lockstep,
     "SlotCache": _slots,
     "SlotLease": _slot_lease,
     "PrefixCache": _prefixes,
     "PrefixLease": _prefix_lease,
     "Batcher": _batcher,
     "Recording": _recording,
-    "Server": lambda world: world.keep(kv.serve_rpc(world.lib.path.parent)),
+    "RpcServer": lambda world: world.keep(kv.serve_rpc(world.lib.path.parent)),
 }
 
 #: A right argument, by call and parameter or by parameter alone.
@@ -327,7 +332,7 @@ RIGHT: dict[str, Callable[[CallObjects], Any]] = {
     "Context.sequence.number": lambda world: 5,
     "Context.logits.index": lambda world: -1,
     "ContextCache.context": lambda world: world.context(),
-    "Lockstep.caches": lambda world: [kv.ContextCache(world.context())],
+    "LockstepCache.caches": lambda world: [kv.ContextCache(world.context())],
     "PrefixCache.context": lambda world: world.context(),
     "PrefixCache.unpin.name": lambda world: "kept",
     "PrefixCache.pin.tokens": lambda world: [1, 2],
@@ -336,9 +341,9 @@ RIGHT: dict[str, Callable[[CallObjects], Any]] = {
     "PrefixCache.check_budget.tokens": lambda world: 1,
     "PrefixCache.enforce.tokens": lambda world: 1,
     "Sampler.model": lambda world: world.model,
-    "Lockstep.start_forward.positions": lambda world: [3, 4, 5],
+    "LockstepCache.start_forward.positions": lambda world: [3, 4, 5],
     "Sampler.params": lambda world: kv.SamplerParams(),
-    "Server.wait.timeout": lambda world: 0.0,
+    "RpcServer.wait.timeout": lambda world: 0.0,
     "SlotLease.decode.tokens": lambda world: [1, 2],
     "Sequence.check.context": lambda world: world.ctx,
     "Sequence.copy_to.other": lambda world: world.fork,
@@ -356,15 +361,15 @@ RIGHT: dict[str, Callable[[CallObjects], Any]] = {
     "metrics.aligned.rows": lambda world: [("a", "b")],
     "watch.console": lambda world: _console(),
     "record.path": lambda world: Path(f"trace-{next(_NUMBERS)}.jsonl"),
-    "measure_costs.cells": lambda world: 768,
+    "measure_defrag_costs.cells": lambda world: 768,
     "open.spec": lambda world: world.lib.path.parent,
     "open.backend": lambda world: "cpu",
     "OpenLibrary.open.where": lambda world: world.lib.path.parent,
     "OpenLibrary.load_model.path": lambda world: world.model.path,
     "serve_rpc.spec": lambda world: world.lib.path.parent,
     "serve_rpc.memory": lambda world: 0,
-    "Server.where": lambda world: world.lib.path.parent,
-    "NumpySampler.choose.logits": lambda world: np.array([0.0, 1.0], np.float32),
+    "RpcServer.where": lambda world: world.lib.path.parent,
+    "NumpySampler.sample_logits.logits": lambda world: np.array([0.0, 1.0], np.float32),
     # by the parameter alone
     "add_special": lambda world: True,
     "attend": lambda world: 0.0,
@@ -428,7 +433,7 @@ RIGHT: dict[str, Callable[[CallObjects], Any]] = {
     "work": lambda world: world.seq.feed([1, 2]),
 }
 #: In the managers, sequences are numbers.
-NUMBERED = ("ContextCache", "Lockstep")
+NUMBERED = ("ContextCache", "LockstepCache")
 
 
 def _console() -> Any:
@@ -598,9 +603,9 @@ ACCEPTS: dict[str, Callable[[Any], bool]] = {
     "Model": _one_of(kv.Model),
     "Snapshot": _one_of(kv.Snapshot),
     "SamplerParams": _one_of(kv.SamplerParams),
-    "Schedule": _one_of(kv.Schedule),
-    "Costs": _one_of(kv.Costs),
-    "Picker": _one_of(kv.Sampler, kv.NumpySampler),
+    "CheckpointSchedule": _one_of(kv.CheckpointSchedule),
+    "DefragCosts": _one_of(kv.DefragCosts),
+    "TokenSampler": _one_of(kv.Sampler, kv.NumpySampler),
     "Mapping[str, str]": lambda value: value == {},
     "FlashAttn": lambda value: _flag(value) or value is None or value in ("auto", "on", "off"),
     "KeepName": lambda value: value == "fresh",
@@ -612,7 +617,7 @@ ACCEPTS: dict[str, Callable[[Any], bool]] = {
     "Iterable[Metric]": _empty,
     "Iterable[tuple[str, str]]": _empty,
     "Sequence[Moves]": _empty,
-    "Manager": lambda value: False,
+    "CacheManager": lambda value: False,
     "Generation": lambda value: False,
     "Sampler": _one_of(kv.Sampler),
     "Iterable[ContextCache]": lambda value: False,

@@ -257,7 +257,7 @@ def test_layers_on_devices_stay_there(build: Variant, tmp_path: Path) -> None:
         # Keys and values stay here where they are not offloaded.
         with whole.context(kv_backing="mmap", offload_kqv=False, **options) as ctx:
             fill(ctx, TOKENS[:9])
-            assert ctx.kv.memory.elsewhere == 0 and len(ctx.kv.memory.layers) > 1
+            assert ctx.kv.memory.on_devices == 0 and len(ctx.kv.memory.layers) > 1
         part = library.load_model(path, n_gpu_layers=2, rpc_servers=endpoint)
         with (
             part.context(kv_backing="mmap", **options) as ctx,
@@ -265,7 +265,7 @@ def test_layers_on_devices_stay_there(build: Variant, tmp_path: Path) -> None:
         ):
             memory = ctx.kv.memory
             assert 0 < len(memory.layers) < part.info.n_layer
-            assert memory.elsewhere == heap.kv.memory.reserved - memory.reserved > 0
+            assert memory.on_devices == heap.kv.memory.reserved - memory.reserved > 0
             rows = [logits(each, [fill(each, TOKENS[:50])])[0] for each in (ctx, heap)]
             assert np.array_equal(*rows)
             ctx.kv.trim()

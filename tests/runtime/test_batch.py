@@ -9,7 +9,7 @@ import pytest
 import runtime_kit as kit
 
 from pyllamakv.errors import Closed, UsageError
-from pyllamakv.runtime.batch import Batch, as_int32, lay_out
+from pyllamakv.runtime.batch import Batch, as_int32, to_arrays
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,7 +71,7 @@ def test_feeds_go_on_where_their_sequences_end(tmp_path: Path) -> None:
     a, b = ctx.sequence(), ctx.sequence()
     ctx.decode(a.feed([9, 9, 9]))
     feeds = [a.feed([5, 6]), b.feed([7, 8], logits="all"), ctx.sequence().feed([4], logits="none")]
-    arrays = lay_out(ctx, feeds)
+    arrays = to_arrays(ctx, feeds)
     assert arrays.token.tolist() == [5, 6, 7, 8, 4]
     assert arrays.pos.tolist() == [3, 4, 0, 1, 0]
     assert arrays.seq.tolist() == [0, 0, 1, 1, 2]
@@ -82,7 +82,7 @@ def test_a_piece_of_a_prompt_is_used_where_it_lies(tmp_path: Path) -> None:
     """Check that one feed of int32 tokens reaches C without a copy."""
     ctx = kit.context(tmp_path)
     tokens = np.arange(8, dtype=np.int32)
-    arrays = lay_out(ctx, ctx.sequence().feed(tokens[2:6]))
+    arrays = to_arrays(ctx, ctx.sequence().feed(tokens[2:6]))
     assert np.shares_memory(arrays.token, tokens)
     assert arrays.pos.tolist() == [0, 1, 2, 3]
     assert arrays.seq.tolist() == [0] * 4

@@ -11,7 +11,7 @@ from native_kit import built
 
 import pyllamakv as kv
 from pyllamakv.binding import logs
-from pyllamakv.binding.protocol import Buffer, Memory
+from pyllamakv.binding.protocol import Buffer, MemoryType
 from pyllamakv.runtime.breakdown import ROUNDING
 from pyllamakv.scenarios import synthetic_models
 
@@ -65,7 +65,7 @@ def test_what_a_log_tells_beyond_the_cells(tmp_path: Path, monkeypatch: pytest.M
     told.append(Buffer("CPU", "KV", 50000))
     more = kv.memory_breakdown(ctx).k
     assert (more.exact, more.bytes) == (False, counted.k.bytes + 50000 + ROUNDING // 2)
-    object.__setattr__(ctx.info, "memory", Memory.HYBRID)
+    object.__setattr__(ctx.info, "memory", MemoryType.HYBRID)
     states = kv.memory_breakdown(ctx).states
     assert (states.exact, states.bytes) == (False, 50000 + ROUNDING // 2)
     told.append(Buffer("CPU", "RS", 777))

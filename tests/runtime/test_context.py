@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import runtime_kit as kit
 
-from pyllamakv.binding.protocol import Capability, SamplerParams, Status
+from pyllamakv.binding.protocol import Capability, DecodeStatus, SamplerParams
 from pyllamakv.errors import (
     Busy,
     Cancelled,
@@ -116,10 +116,10 @@ def test_a_status_is_returned_where_failures_are_counted(tmp_path: Path) -> None
     """Check `try_decode` for each status, and that errors still raise."""
     ctx = kit.context(tmp_path)
     a = ctx.sequence()
-    assert ctx.try_decode(a.feed([1])) is Status.OK
+    assert ctx.try_decode(a.feed([1])) is DecodeStatus.OK
     ctx.native.fail_next += [1, 2, -1]
-    assert ctx.try_decode(a.feed([1])) is Status.NO_SLOT
-    assert ctx.try_decode(a.feed([1])) is Status.ABORTED
+    assert ctx.try_decode(a.feed([1])) is DecodeStatus.NO_SLOT
+    assert ctx.try_decode(a.feed([1])) is DecodeStatus.ABORTED
     with pytest.raises(DecodeError):
         ctx.try_decode(a.feed([1]))
     assert a.tokens == [1]

@@ -22,7 +22,7 @@ class Fixed:
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = list(tokens)
 
-    def pick(self, context, index: int = -1) -> int:
+    def sample(self, context, index: int = -1) -> int:
         """Return the next of the list, once the logits may be read."""
         context.logits(index)
         return self.tokens.pop(0)

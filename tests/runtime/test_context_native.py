@@ -131,7 +131,7 @@ def test_a_fragmented_cache_fails_on_stock_and_works_on_patched(
                 assert caught.value.cause == "fragmented"
                 assert caught.value.stats.free == 128
                 assert (len(a), a.pos_max, len(c), c.pos_max) == (128, 127, 0, -1)
-                assert ctx.try_decode(feed) is kv.Status.NO_SLOT
+                assert ctx.try_decode(feed) is kv.DecodeStatus.NO_SLOT
                 assert not len(before.moves_to(ctx.kv.snapshot()))
                 ctx.kv.defrag()
                 ctx.decode(feed)
@@ -378,13 +378,13 @@ def test_several_sequences_step_as_each_alone(speaking: kv.Model) -> None:
             while len(rows) < 6:
                 if way == "together":
                     ctx.step_all(lanes, tokens)
-                    tokens = sampler.pick_all(ctx)
+                    tokens = sampler.sample_all(ctx)
                     assert tokens == ctx.logits_all().argmax().tolist()
                 else:
                     chosen = []
                     for lane, token in zip(lanes, tokens, strict=True):
                         ctx.step(lane, token)
-                        chosen.append(sampler.pick(ctx))
+                        chosen.append(sampler.sample(ctx))
                     tokens = chosen
                 rows.append(tokens)
             assert ctx.kv.stats.used == 18

@@ -149,9 +149,9 @@ def test_all_places_are_picked_as_one_by_one(tmp_path: Path, temperature: float)
     ctx.step_all(three(ctx), [7, 8, 9])
     params = SamplerParams(temperature=temperature, seed=5)
     one, many = NumpySampler(params), NumpySampler(params)
-    assert many.pick_all(ctx) == [one.pick(ctx, place) for place in range(3)]
+    assert many.sample_all(ctx) == [one.sample(ctx, place) for place in range(3)]
     with ctx.model.sampler() as sampler:
-        assert sampler.pick_all(ctx) == ctx.logits_all().argmax().tolist()
+        assert sampler.sample_all(ctx) == ctx.logits_all().argmax().tolist()
 
 
 def test_a_penalty_is_for_one_sequence(tmp_path: Path) -> None:
@@ -162,9 +162,9 @@ def test_a_penalty_is_for_one_sequence(tmp_path: Path) -> None:
     for sampler in (NumpySampler(SamplerParams(**params)), ctx.model.sampler(**params)):
         ctx.step_all(sequences, [7, 8, 9])
         with pytest.raises(UsageError, match="remembers the tokens of one sequence"):
-            sampler.pick_all(ctx)
+            sampler.sample_all(ctx)
         ctx.step_all(sequences[:1], [7])
-        assert len(sampler.pick_all(ctx)) == 1
+        assert len(sampler.sample_all(ctx)) == 1
     with pytest.raises(UsageError, match="remembers"):
         ctx.advance(sequences, [7, 8, 9], 2, ctx.model.sampler(**params))
 
@@ -176,7 +176,7 @@ def test_many_steps_at_once_are_what_single_ones_are(tmp_path: Path) -> None:
     sampler, rows, tokens = other.model.sampler(), [], [7, 8, 9]
     for _ in range(6):
         other.step_all(singles, tokens)
-        tokens = sampler.pick_all(other)
+        tokens = sampler.sample_all(other)
         rows.append(tokens)
     assert ctx.advance(sequences, [7, 8, 9], 6, ctx.model.sampler()) == rows
     assert [each.tokens for each in sequences] == [each.tokens for each in singles]
@@ -246,7 +246,7 @@ def test_without_a_sampler_in_c_numpy_chooses(tmp_path: Path) -> None:
     ctx = kit.context(tmp_path, {"capabilities": ALL & ~Capability.SAMPLER})
     sequences, sampler = three(ctx), NumpySampler()
     ctx.step_all(sequences, [7, 8, 9])
-    ctx.step_all(sequences, sampler.pick_all(ctx))
+    ctx.step_all(sequences, sampler.sample_all(ctx))
     assert [len(each) for each in sequences] == [3, 4, 5]
 
 

@@ -11,7 +11,7 @@ from fakes.simulated import ALL
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import NoKVSlot, UsageError
 from pyllamakv.runtime import defrag_policy
-from pyllamakv.runtime.defrag_policy import Costs, weigh
+from pyllamakv.runtime.defrag_policy import DefragCosts, wasted_and_moved_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,9 +57,9 @@ def test_what_attention_loses_is_weighed_in_steps(tmp_path: Path) -> None:
     ctx, _, _ = sparse(tmp_path)
     info = ctx.kv.snapshot().streams[0].info
     cell = (info.bytes_k + info.bytes_v) // 1024
-    assert weigh(ctx.kv.snapshot()) == ((768 - 256) * cell, 20 * cell)
+    assert wasted_and_moved_bytes(ctx.kv.snapshot()) == ((768 - 256) * cell, 20 * cell)
     ctx.kv.defrag()
-    assert weigh(ctx.kv.snapshot()) == (0, 0)
+    assert wasted_and_moved_bytes(ctx.kv.snapshot()) == (0, 0)
 
 
 def test_never_is_the_default(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_the_threshold_waits_until_as_much_is_lost_as_a_move_costs(tmp_path: Pat
     """Check the decode at which it moves, for a dear move and a cheap one, and for no loss."""
     for price, when in ((25.6 * 10, 10), (0.1, 1), (1e9, None)):
         ctx, live, seen = sparse(
-            tmp_path, defrag_policy="threshold", defrag_costs=Costs(attend=1.0, move=price)
+            tmp_path, defrag_policy="threshold", defrag_costs=DefragCosts(attend=1.0, move=price)
         )
         before = None
         for n in range(1, 20):
@@ -94,7 +94,7 @@ def test_the_threshold_waits_until_as_much_is_lost_as_a_move_costs(tmp_path: Pat
                 before = n
         assert before is None if when is None else abs(before - when) <= 1
     ctx, live, seen = sparse(
-        tmp_path, defrag_policy="threshold", defrag_costs=Costs(attend=0.0, move=1.0)
+        tmp_path, defrag_policy="threshold", defrag_costs=DefragCosts(attend=0.0, move=1.0)
     )
     steps(ctx, live, 80)
     assert not seen
@@ -103,13 +103,13 @@ def test_the_threshold_waits_until_as_much_is_lost_as_a_move_costs(tmp_path: Pat
 def test_a_cache_that_is_filled_again_is_left_alone(tmp_path: Path) -> None:
     """Check that the threshold looks again, and stops looking once nothing is lost."""
     ctx, live, seen = sparse(
-        tmp_path, defrag_policy="threshold", defrag_costs=Costs(attend=1.0, move=25.6 * 100)
+        tmp_path, defrag_policy="threshold", defrag_costs=DefragCosts(attend=1.0, move=25.6 * 100)
     )
     steps(ctx, live, 3)
     filler = ctx.sequence()
     ctx.prefill(filler, [1] * 590)
     assert ctx.defrag_policy.dirty
-    steps(ctx, live, defrag_policy.LOOK)
+    steps(ctx, live, defrag_policy.LOOK_INTERVAL)
     assert not ctx.defrag_policy.dirty
     steps(ctx, live, 200)
     assert not seen
@@ -153,10 +153,10 @@ def test_forks_in_the_way_are_tried_again_after_the_next_removal(tmp_path: Path)
     fork = live.fork()
     gone.close()
     steps(ctx, live, 2)
-    assert ctx.kv.stats.used_max == 620
+    assert ctx.kv.stats.used_max_p1 == 620
     fork.close()
     steps(ctx, live, 2)
-    assert ctx.kv.stats.used_max == 24
+    assert ctx.kv.stats.used_max_p1 == 24
 
 
 def test_other_words_are_refused(tmp_path: Path) -> None:
@@ -168,6 +168,6 @@ def test_other_words_are_refused(tmp_path: Path) -> None:
 def test_costs_can_be_measured(tmp_path: Path) -> None:
     """Check that both constants come out as numbers."""
     made = kit.model(tmp_path, **SCATTERED)
-    costs = defrag_policy.measure_costs(made, cells=1024, rounds=2)
+    costs = defrag_policy.measure_defrag_costs(made, cells=1024, rounds=2)
     assert costs.attend >= 0
     assert costs.move > 0

@@ -33,7 +33,7 @@ def test_a_whole_file_is_described(tmp_path: Path) -> None:
     assert (found.architecture, found.version, found.n_tensors) == ("llama", 3, 1)
     assert found.meta["general.name"] == "tiny"
     assert "some.list" in found.meta
-    assert not found.uneven
+    assert not found.has_partial_layers
 
 
 @pytest.mark.parametrize(

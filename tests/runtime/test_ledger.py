@@ -133,24 +133,24 @@ def test_what_was_moved_is_known_from_its_first_entry_on() -> None:
     """Follow shifts, removals and copies: what lies before is as a fresh decode gives it."""
     ledger = Ledger()
     ledger.extend(range(10), range(10), range(10))
-    assert (ledger.exact, ledger.moved) == (None, False)
+    assert (ledger.first_moved, ledger.moved) == (None, False)
     ledger.remove(4, 6)
     ledger.move(6, None, lambda p: p - 2)
-    assert (ledger.exact, ledger.next, ledger.moved) == (4, 8, True)
+    assert (ledger.first_moved, ledger.next, ledger.moved) == (4, 8, True)
     fork, head, tail = Ledger(), Ledger(), Ledger()
     fork.copy_from(ledger, None, None, share=True)
     head.copy_from(ledger, None, 4, share=True)
     tail.copy_from(ledger, 3, None, share=False)
-    assert (fork.exact, head.exact, tail.exact) == (4, None, 1)
+    assert (fork.first_moved, head.first_moved, tail.first_moved) == (4, None, 1)
     ledger.move(20, None, lambda p: p + 1)
     ledger.remove(1, 2)
-    assert ledger.exact == 3
+    assert ledger.first_moved == 3
     ledger.remove(2, 6)
-    assert ledger.exact == 1
+    assert ledger.first_moved == 1
     ledger.remove(3, None)
-    assert ledger.exact is None
+    assert ledger.first_moved is None
     # A sibling that moved cells takes these along.
     fork.follow({2, 3}, lambda p: p)
-    assert fork.exact == 2
+    assert fork.first_moved == 2
     fork.clear()
     assert not fork.moved

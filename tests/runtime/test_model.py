@@ -38,8 +38,8 @@ def test_text_becomes_tokens_and_back(tmp_path: Path) -> None:
     assert model.detokenize(model.tokenize("\ud83d")) == "\ufffd"
     assert model.piece(2) == b""
     assert model.piece(2, special=True) == b"</s>"
-    assert model.is_end(2)
-    assert not model.is_end(5)
+    assert model.is_eog(2)
+    assert not model.is_eog(5)
     with pytest.raises(UsageError, match="text must be text"):
         model.tokenize(b"bytes")
 
@@ -48,7 +48,7 @@ def test_tokens_out_of_range_are_refused(tmp_path: Path) -> None:
     """Check everything that takes a token."""
     model = kit.model(tmp_path)
     for token in (-1, 259):
-        for attempt in (model.piece, model.is_end, lambda t: model.detokenize([t])):
+        for attempt in (model.piece, model.is_eog, lambda t: model.detokenize([t])):
             with pytest.raises(UsageError, match="out of range"):
                 attempt(token)
 
@@ -103,7 +103,7 @@ def test_a_closed_model_is_refused(tmp_path: Path) -> None:
         model.context,
         lambda: model.tokenize("a"),
         lambda: model.piece(5),
-        lambda: model.is_end(5),
+        lambda: model.is_eog(5),
         lambda: model.meta("x"),
         model.__enter__,
     ):

@@ -12,7 +12,7 @@ from native_kit import built
 
 import pyllamakv as kv
 from pyllamakv.binding.protocol import Capability
-from pyllamakv.runtime import memory, reservation
+from pyllamakv.runtime import memory_estimate, reservation
 from pyllamakv.scenarios import synthetic_models
 
 MIB = 1 << 20
@@ -85,13 +85,15 @@ def test_what_was_made_does_its_work(monkeypatch: pytest.MonkeyPatch, flash: boo
 
 
 def _limit(pid: int, room: int) -> None:
-    resource.prlimit(pid, resource.RLIMIT_AS, (memory.mapped(pid) + room, resource.RLIM_INFINITY))
+    resource.prlimit(
+        pid, resource.RLIMIT_AS, (memory_estimate.mapped_bytes(pid) + room, resource.RLIM_INFINITY)
+    )
 
 
 def test_a_context_is_left_empty(tmp_path: Path) -> None:
     """Nothing of what was tried remains: tokens, cells, a pending shift, a cancel."""
     ctx = runtime_kit.context(tmp_path)
-    reservation.reserve(ctx, rehearse=True)
+    reservation.reserve(ctx, fill_cache=True)
     assert ctx.kv.stats.used == 0
     assert not any(map(len, ctx.ledgers))
     sequence = ctx.sequence()
@@ -103,7 +105,7 @@ def test_a_rehearsal_fills_every_cell(tmp_path: Path, monkeypatch: pytest.Monkey
     """It decodes as many tokens as there are cells, in the largest pieces."""
     ctx = runtime_kit.context(tmp_path, n_ctx=72)
     ctx.native.calls.clear()
-    reservation.reserve(ctx, rehearse=True)
+    reservation.reserve(ctx, fill_cache=True)
     assert ctx.native.calls == [f"decode {n}" for n in (1, 32, 32, 32, 32, 8)]
 
 
@@ -113,7 +115,7 @@ def test_work_space_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert reservation.work_bytes(plain) == 2 * 64 * 8 * plain.model.info.n_head
     flash = runtime_kit.context(tmp_path, flash_attn=True)
     assert reservation.work_bytes(flash) == 0
-    monkeypatch.setattr(memory, "available_bytes", lambda _=None: reservation.SLACK)
+    monkeypatch.setattr(memory_estimate, "available_bytes", lambda _=None: reservation.SLACK)
     reservation.reserve(flash)
     with pytest.raises(kv.NotEnoughMemory, match="work space") as caught:
         reservation.reserve(plain)
@@ -126,7 +128,7 @@ def test_a_limit_that_would_end_the_process(
     """Some releases abort when they find no address space for their graphs."""
     model = runtime_kit.model(tmp_path)
     reservation.check_address_space(model, 64, 64)
-    monkeypatch.setattr(memory, "address_space", lambda _=None: reservation.GRAPHS)
+    monkeypatch.setattr(memory_estimate, "address_space_left", lambda _=None: reservation.GRAPHS)
     with pytest.raises(kv.NotEnoughMemory, match="ulimit"):
         kv.ContextCache.init(model)
     assert model.native.freed == []

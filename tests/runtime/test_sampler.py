@@ -26,7 +26,7 @@ LOGITS = st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=30)
 def test_no_temperature_is_greedy(values: list[float], seed: int) -> None:
     """Check the best token, whatever the seed."""
     logits = np.array(values, dtype=np.float32)
-    assert NumpySampler(SamplerParams(seed=seed)).choose(logits.copy()) == logits.argmax()
+    assert NumpySampler(SamplerParams(seed=seed)).sample_logits(logits.copy()) == logits.argmax()
 
 
 @given(
@@ -47,7 +47,7 @@ def test_what_is_cut_off_is_never_chosen(
         SamplerParams(seed=seed, temperature=2.0, top_p=top_p),
         SamplerParams(seed=seed, temperature=2.0, min_p=min_p),
     ):
-        token = NumpySampler(params).choose(logits.copy())
+        token = NumpySampler(params).sample_logits(logits.copy())
         better = int((logits > logits[token]).sum())
         if params.top_k:
             assert better < top_k
@@ -62,25 +62,25 @@ def test_chances_follow_the_logits() -> None:
     """Check shares of many draws, with and without a low temperature."""
     logits = np.log(np.array([0.7, 0.2, 0.1], dtype=np.float32))
     sampler = NumpySampler(SamplerParams(seed=3, temperature=1.0))
-    counts = np.bincount([sampler.choose(logits.copy()) for _ in range(4000)], minlength=3)
+    counts = np.bincount([sampler.sample_logits(logits.copy()) for _ in range(4000)], minlength=3)
     assert np.abs(counts / 4000 - [0.7, 0.2, 0.1]).max() < 0.05
     cold = NumpySampler(SamplerParams(seed=3, temperature=0.05))
-    assert {cold.choose(logits.copy()) for _ in range(50)} == {0}
+    assert {cold.sample_logits(logits.copy()) for _ in range(50)} == {0}
 
 
 def test_repetition_is_punished(tmp_path: Path) -> None:
     """Check that a token just chosen gives way, on both sides of zero."""
     sampler = NumpySampler(SamplerParams(penalty_last_n=4, penalty_repeat=4.0))
     sampler._last = [0]
-    assert sampler.choose(np.array([2.0, 1.0], dtype=np.float32)) == 1
-    assert sampler.choose(np.array([-1.0, -2.0], dtype=np.float32)) == 1
+    assert sampler.sample_logits(np.array([2.0, 1.0], dtype=np.float32)) == 1
+    assert sampler.sample_logits(np.array([-1.0, -2.0], dtype=np.float32)) == 1
     sampler.reset()
-    assert sampler.choose(np.array([2.0, 1.0], dtype=np.float32)) == 0
+    assert sampler.sample_logits(np.array([2.0, 1.0], dtype=np.float32)) == 0
     ctx = kit.context(tmp_path)
     a = ctx.sequence()
     ctx.step(a, 5)
-    first = sampler.pick(ctx)
-    assert sampler.pick(ctx) != first
+    first = sampler.sample(ctx)
+    assert sampler.sample(ctx) != first
 
 
 @pytest.mark.parametrize(
@@ -108,9 +108,9 @@ def test_a_sampler_of_the_library_ends_with_its_model(tmp_path: Path) -> None:
     a = ctx.sequence()
     ctx.step(a, 5)
     with ctx.model.sampler(temperature=0.5) as sampler:
-        assert sampler.pick(ctx) == ctx.logits().argmax()
+        assert sampler.sample(ctx) == ctx.logits().argmax()
         sampler.reset()
-    for attempt in (lambda: sampler.pick(ctx), sampler.reset):
+    for attempt in (lambda: sampler.sample(ctx), sampler.reset):
         with pytest.raises(Closed):
             attempt()
     other = ctx.model.sampler()

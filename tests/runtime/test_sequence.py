@@ -9,7 +9,7 @@ import pytest
 import runtime_kit as kit
 from fakes.simulated import ALL
 
-from pyllamakv.binding.protocol import Capability, Memory
+from pyllamakv.binding.protocol import Capability, MemoryType
 from pyllamakv.errors import (
     Closed,
     PartialRemovalRefused,
@@ -65,7 +65,7 @@ def test_streams_are_copied_whole_and_cut(tmp_path: Path) -> None:
     ctx = kit.model(
         tmp_path, capabilities=ALL | Capability.STREAMS | Capability.KV_UNIFIED
     ).context(n_ctx=64, n_seq_max=2, kv_unified=False)
-    assert ctx.streams
+    assert ctx.stream_per_sequence
     a = ctx.sequence()
     ctx.decode(a.feed(range(10, 20)))
     ranges, copy = [], ctx.native.seq_cp
@@ -85,7 +85,7 @@ def test_streams_that_were_not_made_are_not_relied_on(tmp_path: Path, n_streams:
     tell = made.native.context_info
     made.native.context_info = lambda handle: replace(tell(handle), n_streams=n_streams)
     ctx = made.context(n_ctx=64, n_seq_max=4, kv_unified=False)
-    assert (ctx.streams, ctx.partitions) == (False, 1 if n_streams == 1 else 4)
+    assert (ctx.stream_per_sequence, ctx.partitions) == (False, 1 if n_streams == 1 else 4)
     a = ctx.sequence()
     ctx.decode(a.feed(range(10, 20)))
     calls, copy = [], ctx.native.seq_cp
@@ -104,7 +104,7 @@ def test_a_state_may_be_shared_where_cells_are_not(tmp_path: Path) -> None:
     able = ALL | Capability.STREAMS | Capability.KV_UNIFIED
     made = kit.model(tmp_path, capabilities=able)
     tell = made.native.context_info
-    made.native.context_info = lambda handle: replace(tell(handle), memory=Memory.HYBRID)
+    made.native.context_info = lambda handle: replace(tell(handle), memory=MemoryType.HYBRID)
     ctx = made.context(n_ctx=64, n_seq_max=2, kv_unified=False)
     a = ctx.sequence()
     ctx.decode(a.feed(range(10, 20)))

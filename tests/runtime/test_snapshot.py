@@ -38,7 +38,7 @@ def test_statistics_agree_with_counting(cells: list) -> None:
     assert [tuple(hole) for hole in snapshot.streams[0].holes.tolist()] == holes
     assert stats.holes == len(holes)
     assert stats.largest_hole == max((n for _, n in holes), default=0)
-    assert stats.used_max == (used[-1] + 1 if used else 0)
+    assert stats.used_max_p1 == (used[-1] + 1 if used else 0)
     assert stats.shared == sum(len(cell[1]) > 1 for cell in cells if cell)
     expected = 1 - stats.largest_hole / stats.free if stats.free else 0
     assert stats.fragmentation == pytest.approx(expected)
@@ -89,7 +89,7 @@ def test_streams_add_up_and_a_window_beside_them_does_not() -> None:
     ]
     snapshot = Snapshot((*full, cell_map([None] * 9, swa=True)))
     assert (snapshot.stats.size, snapshot.stats.used, snapshot.stats.holes) == (6, 3, 2)
-    assert snapshot.stats.used_max == 3
+    assert snapshot.stats.used_max_p1 == 3
     assert snapshot.fits(2)
     assert snapshot.fits(2, stream=0)
     assert not snapshot.fits(2, stream=1)

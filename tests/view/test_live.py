@@ -27,7 +27,7 @@ def test_a_script_of_ones_own_is_watched(stock) -> None:
             for token in range(32):
                 context.decode([a.feed([token]), b.feed([token])])
             b.remove()
-            assert context.try_decode(c.feed([1] * 8)) == kv.Status.NO_SLOT
+            assert context.try_decode(c.feed([1] * 8)) == kv.DecodeStatus.NO_SLOT
             context.kv.defrag()
             context.step(c, 1)
             context.advance([c], [2], 3, model.sampler())

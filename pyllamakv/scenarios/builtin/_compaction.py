@@ -18,7 +18,7 @@ STEP = 256
 
 def attended(snapshot: Snapshot) -> list[int]:
     """Return over how many cells attention runs in each stream of each cache."""
-    return [-(-each.stats.used_max // STEP) * STEP for each in snapshot.streams]
+    return [-(-each.stats.used_max_p1 // STEP) * STEP for each in snapshot.streams]
 
 
 def needed(snapshot: Snapshot) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.binding.protocol import Capability, Status
+from pyllamakv.binding.protocol import Capability, DecodeStatus
 from pyllamakv.scenarios.scenario import PLAIN, Scenario
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def run(lab: Lab) -> None:
     lab.expect(filled.slot_failures == 0, f"nothing failed, counted {filled.slot_failures}")
 
     before = lab.counters(player)
-    player.decode({2: 160}, expect=Status.NO_SLOT)
+    player.decode({2: 160}, expect=DecodeStatus.NO_SLOT)
     failed = lab.counters(player) - before
     lab.expect(failed.slot_failures >= 1, "a decode without room counted no slot failure")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.binding.protocol import Status
+from pyllamakv.binding.protocol import DecodeStatus
 from pyllamakv.scenarios.scenario import Scenario
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def run(lab: Lab) -> None:
         # 90 cells are free and 96 are asked for: the third micro-batch fails.
         lab.picture(player, f"{where}, before")
         with player.unchanged("the failed decode"):
-            player.decode({3: 96}, expect=Status.NO_SLOT)
+            player.decode({3: 96}, expect=DecodeStatus.NO_SLOT)
         lab.picture(player, f"{where}, after")
         lab.verify(player)
         player.decode({3: 30})

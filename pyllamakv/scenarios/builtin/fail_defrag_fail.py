@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.binding.protocol import Status
+from pyllamakv.binding.protocol import DecodeStatus
 from pyllamakv.scenarios.scenario import Scenario
 
 if TYPE_CHECKING:
@@ -22,12 +22,12 @@ def run(lab: Lab) -> None:
     player.fill({1: 166})
     player.remove(0)
     # 90 cells are free: 60 in front, 30 at the end. The first micro-batch finds a place.
-    player.decode({2: 96}, expect=Status.NO_SLOT)
+    player.decode({2: 96}, expect=DecodeStatus.NO_SLOT)
     player.check_cells()
     lab.picture(player, "before")
     with player.unchanged():
         player.defrag()
-    player.decode({2: 96}, expect=Status.NO_SLOT)
+    player.decode({2: 96}, expect=DecodeStatus.NO_SLOT)
     lab.picture(player, "after")
     player.check_cells()
     player.decode({2: 64})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.binding.protocol import Status
+from pyllamakv.binding.protocol import DecodeStatus
 from pyllamakv.errors import Unsupported
 from pyllamakv.scenarios.memory_checks import (
     exercise_memory,
@@ -51,7 +51,7 @@ def _aborted(lab: Lab) -> None:
     player.fill({0: 20})
     player.fill({1: 12})
     player.cancel_after(3)
-    player.decode({0: 24}, expect=Status.ABORTED)
+    player.decode({0: 24}, expect=DecodeStatus.ABORTED)
     left = [player.native.seq_pos_max(player.context, seq) for seq in (0, 1)]
     lab.expect(left == [-1, -1], f"an aborted decode left states of {left} as last positions")
 

@@ -34,7 +34,7 @@ def run(lab: Lab) -> None:
         )
         snapshot = player.snapshot()
         assert snapshot is not None  # whoever maps memory sees cells
-        expect_committed_below(lab, player, snapshot.stats.used_max, "after giving back")
+        expect_committed_below(lab, player, snapshot.stats.used_max_p1, "after giving back")
         player.check_cells()
         again = player.native.mapping_trim(player.context)
         lab.expect(again == 0, f"a second time {again} bytes went, where nothing had come")

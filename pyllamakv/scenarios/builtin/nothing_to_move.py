@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.binding.protocol import Capability, Counters, Status
+from pyllamakv.binding.protocol import Capability, Counters, DecodeStatus
 from pyllamakv.errors import Unsupported
 from pyllamakv.scenarios.scenario import PLAIN, Scenario
 
@@ -63,7 +63,7 @@ def _scattered(lab: Lab, player: Player) -> None:
     for pos in (10, 100, 200):
         player.remove(0, pos, pos + 1)
     before = player.counters()
-    player.decode({1: 4}, expect=Status.NO_SLOT)
+    player.decode({1: 4}, expect=DecodeStatus.NO_SLOT)
     after = player.counters()
     if before is not None and after is not None:
         moves = (after - before).moves
@@ -77,7 +77,7 @@ def _repeat(player: Player, *, fits: bool) -> Counters | None:
             player.remove(0, 255)
             player.decode({0: 1})
         else:
-            player.decode({1: 4}, expect=Status.NO_SLOT)
+            player.decode({1: 4}, expect=DecodeStatus.NO_SLOT)
     after = player.counters()
     return after - before if before is not None and after is not None else None
 

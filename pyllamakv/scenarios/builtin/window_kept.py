@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.binding.protocol import Status
+from pyllamakv.binding.protocol import DecodeStatus
 from pyllamakv.scenarios import synthetic_models
 from pyllamakv.scenarios.scenario import CACHES, Scenario
 
@@ -26,7 +26,7 @@ def run(lab: Lab) -> None:
     player.decode({0: 100})
     player.check_windows(WINDOW)
     lab.verify(player)
-    if player.decode({1: 60, 2: 40}, expect=None) == Status.NO_SLOT:
+    if player.decode({1: 60, 2: 40}, expect=None) == DecodeStatus.NO_SLOT:
         # Where a slot is one hole, all micro-batches need theirs at once.
         player.check_windows(WINDOW)
         lab.verify(player)

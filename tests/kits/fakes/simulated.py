@@ -13,13 +13,13 @@ from fakes.simulated_cache import N_EMBD, N_LAYER, Cache
 from fakes.simulated_model import N_VOCAB, SimulatedModels
 
 from pyllamakv.binding.protocol import (
-    About,
     Capability,
     CellsInfo,
     ContextInfo,
     Counters,
     Device,
-    Memory,
+    LibraryInfo,
+    MemoryType,
     RawCells,
     RawDefrag,
     RawMapping,
@@ -58,7 +58,7 @@ class SimulatedNative(SimulatedModels):
         can_shift: bool = True,
         unifies: bool = False,
     ) -> None:
-        self.about = About(1, "simulated", capabilities)
+        self.about = LibraryInfo(1, "simulated", capabilities)
         self.environment: dict[str, str] = {}
         self.heals, self.contiguous = heals, contiguous
         self.partial, self.can_shift = partial, can_shift
@@ -102,7 +102,7 @@ class SimulatedNative(SimulatedModels):
         )
         info = ContextInfo(
             params.n_ctx, min(params.n_batch, params.n_ctx), params.n_ubatch, params.n_seq_max,
-            Memory.ATTENTION, 1, self.can_shift, self.partial, self.contiguous,
+            MemoryType.ATTENTION, 1, self.can_shift, self.partial, self.contiguous,
             Capability.DEFRAG in self.about.capabilities, params.flash_attn, not params.flash_attn,
             n_streams=1 if self.unifies or params.kv_unified else params.n_seq_max,
         )  # fmt: skip

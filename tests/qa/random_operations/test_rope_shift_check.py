@@ -12,9 +12,9 @@ from fakes.simulated import SimulatedNative
 from native_kit import built
 
 import pyllamakv as kv
-from pyllamakv.binding.protocol import Status
+from pyllamakv.binding.protocol import DecodeStatus
 from pyllamakv.errors import ScenarioFailed
-from pyllamakv.runtime import staterows
+from pyllamakv.runtime import state_parser
 from pyllamakv.scenarios import synthetic_models
 from qa.random_operations import operation_cases
 from qa.random_operations.operations import Operations
@@ -107,7 +107,7 @@ def test_the_reference_judges_keys_that_were_shifted(work: Operations) -> None:
     subject.update()
     work.do("verify", 0)
     state = bytearray(subject.native.state_save(subject.context, 0))
-    keys = staterows.parse(bytes(state)).sections[0].layers[0].k.tobytes()
+    keys = state_parser.parse(bytes(state)).sections[0].layers[0].k.tobytes()
     place = state.find(keys)
     state[place : place + len(keys)] = keys[len(keys) // 2 :] + keys[: len(keys) // 2]
     assert subject.native.state_load(subject.context, 0, bytes(state))
@@ -123,7 +123,7 @@ def test_the_reference_turns_as_often(work: Operations) -> None:
         work.proof.turning.begin(watching=False)
         subject.shift(0, 4, -1, by)
         subject.cancel_after(3)
-        assert subject.decode({1: 40}, expect=None) == Status.ABORTED
+        assert subject.decode({1: 40}, expect=None) == DecodeStatus.ABORTED
         subject.cancel_after(-1)
         work.proof.turning.settle()
     work.proof.check_logits()

@@ -13,7 +13,7 @@ import pytest
 from native_kit import built
 
 import pyllamakv as kv
-from pyllamakv.binding.protocol import Memory
+from pyllamakv.binding.protocol import MemoryType
 from pyllamakv.cache.slot_cache import SlotCache
 from pyllamakv.errors import ContextError, ModelError, SharedCells, StateError
 from pyllamakv.scenarios import synthetic_models
@@ -97,9 +97,9 @@ def test_streams_are_those_of_the_cells(
     except (ContextError, ModelError) as error:
         pytest.skip(str(error))
     with loaded, ctx:
-        streams = ctx.kv.snapshot().streams if ctx.info.memory is not Memory.RECURRENT else ()
+        streams = ctx.kv.snapshot().streams if ctx.info.memory is not MemoryType.RECURRENT else ()
         assert ctx.info.n_streams == len({each.stream for each in streams})
-        assert ctx.streams == (ctx.info.n_streams > 1)
+        assert ctx.stream_per_sequence == (ctx.info.n_streams > 1)
         assert ctx.info.n_streams in (0, 1, n_seq_max)
         assert ctx.info.n_seq_max == n_seq_max
         share = ctx.info.n_ctx // ctx.partitions
@@ -204,7 +204,7 @@ def test_a_gap_is_closed_in_cells_of_ones_own(model: kv.Model, asked: dict[str, 
     with context(model, asked) as ctx, kv.ContextCache(ctx) as cache:
         cache.start_forward(TOKENS, range(40), [0] * 40)
         cache.copy_prefix(0, 1, 32)
-        kept = cache.lane(0).save()
+        kept = cache.runtime_sequence(0).save()
         if ctx.info.n_streams == 1:
             with pytest.raises(SharedCells):
                 cache.remove(1, 4, 12)
@@ -212,9 +212,9 @@ def test_a_gap_is_closed_in_cells_of_ones_own(model: kv.Model, asked: dict[str, 
         else:
             cache.remove(1, 4, 12)
         cache.check()
-        assert cache.lane(0).save() == kept
-        assert cache.lane(1).tokens == TOKENS[:4] + TOKENS[12:32]
-        proves(model, cache.lane(0))
+        assert cache.runtime_sequence(0).save() == kept
+        assert cache.runtime_sequence(1).tokens == TOKENS[:4] + TOKENS[12:32]
+        proves(model, cache.runtime_sequence(0))
         cache.check()
 
 
@@ -228,7 +228,7 @@ def test_prefixes_are_shared_or_copied(model: kv.Model, asked: dict[str, Any]) -
                 found, expected = ctx.logits().copy(), fresh(model, tokens)
                 assert np.abs(found - expected).max() <= NOISE * np.abs(expected).max()
             cache.check()
-        assert cache.stats().reused >= 60
+        assert cache.stats().reused_tokens >= 60
 
 
 def test_a_state_moves_between_layouts_or_changes_nothing(
@@ -267,7 +267,7 @@ def test_a_hybrid_fork_shares_its_state(library: kv.OpenLibrary, asked: dict[str
         other = one.fork()
         if not ctx.info.can_shift:
             pytest.skip("this memory shifts no positions")
-        for allowed in (False, True) if ctx.streams else (False,):
+        for allowed in (False, True) if ctx.stream_per_sequence else (False,):
             with pytest.raises(SharedCells):
                 one.shift(None, None, 4, allow_shared=allowed)
         assert (one.positions, other.positions) == ([*range(40)], [*range(40)])

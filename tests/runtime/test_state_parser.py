@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyllamakv.errors import StateError
-from pyllamakv.runtime.staterows import MAGIC, parse
+from pyllamakv.runtime.state_parser import MAGIC, parse
 
 F16, Q8_0 = 1, 8
 LAYOUTS = ["plain", "streams", "streams with places", "streams without V"]

@@ -43,7 +43,7 @@ def context_bytes(info: ModelInfo, params: ContextParams, *, uneven: bool = Fals
 
 def available_bytes(pid: int | None = None) -> int | None:
     """Return how much this process, or its worker, may still allocate; None: nothing tells."""
-    known = [n for n in (address_space(pid), _cgroup(), _machine()) if n is not None]
+    known = [n for n in (address_space_left(pid), _cgroup(), _machine()) if n is not None]
     return max(0, min(known)) if known else None
 
 
@@ -64,7 +64,7 @@ def _row(kind: int, width: int) -> int:
     return -(-width // number.block) * number.bytes
 
 
-def address_space(pid: int | None = None) -> int | None:
+def address_space_left(pid: int | None = None) -> int | None:
     """Return how many bytes this process, or another, may still map; None: without limit."""
     try:
         if pid is None:
@@ -76,12 +76,12 @@ def address_space(pid: int | None = None) -> int | None:
     if limit == resource.RLIM_INFINITY:
         return None
     try:
-        return limit - mapped(pid)
+        return limit - mapped_bytes(pid)
     except (OSError, ValueError, IndexError):
         return limit
 
 
-def mapped(pid: int | None = None) -> int:
+def mapped_bytes(pid: int | None = None) -> int:
     """Return the bytes of address space that this process, or another, has.
 
     Raises OSError where the system does not tell.

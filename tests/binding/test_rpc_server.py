@@ -17,7 +17,7 @@ from library_kit import variant
 
 import pyllamakv as kv
 from pyllamakv.binding.remote import Remote
-from pyllamakv.binding.server import Server
+from pyllamakv.binding.rpc_server import RpcServer
 from pyllamakv.errors import DeviceLost, LoadError, UsageError
 
 LONG = 120.0
@@ -43,7 +43,7 @@ def gone(endpoint: str) -> bool:
 
 def test_a_server_answers_until_it_is_closed() -> None:
     """It listens when it is there, on loopback, and no longer after its end."""
-    with Server(fake(), threads=1) as server:
+    with RpcServer(fake(), threads=1) as server:
         assert server.alive
         assert not server.open_to_others
         connect(server.endpoint).close()
@@ -75,7 +75,7 @@ def test_a_variant_for_a_gpu_serves_the_first(
 
 def test_names_become_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """llama.cpp knows addresses alone, and they tell whether others can reach a server."""
-    with Server(fake(), host="localhost") as server:
+    with RpcServer(fake(), host="localhost") as server:
         assert server.endpoint.startswith("127.0.0.1:")
         assert not server.open_to_others
     asked = socket.getaddrinfo
@@ -85,16 +85,16 @@ def test_names_become_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
         return asked(places.get(host, host), *words)
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    monkeypatch.setattr(Server, "_await", lambda *_words: None)
+    monkeypatch.setattr(RpcServer, "_await", lambda *_words: None)
     for name, address in places.items():
-        with Server(fake(), host=name) as server:
+        with RpcServer(fake(), host=name) as server:
             assert server.endpoint.startswith(f"{address}:")
             assert server.open_to_others == (address == "0.0.0.0")
 
 
 def test_a_server_that_dies_is_lost() -> None:
     """Whoever waits for it learns that it was killed; closing it is still fine."""
-    with Server(fake()) as server:
+    with RpcServer(fake()) as server:
         os.kill(server.pid, signal.SIGKILL)
         with pytest.raises(DeviceLost, match=r"SIGKILL"):
             server.wait(LONG)
@@ -103,7 +103,7 @@ def test_a_server_that_dies_is_lost() -> None:
 
 def test_a_server_that_aborts_is_lost() -> None:
     """What a client makes it do ends the server, and nothing else."""
-    with Server(fake()) as server:
+    with RpcServer(fake()) as server:
         with connect(server.endpoint) as client:
             client.send(b"x")
         with pytest.raises(DeviceLost, match=r"SIGABRT"):
@@ -116,26 +116,27 @@ def test_a_place_that_is_taken() -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         with pytest.raises(UsageError, match="port that is free"):
-            Server(fake(), port=other.getsockname()[1])
+            RpcServer(fake(), port=other.getsockname()[1])
     with pytest.raises(UsageError, match="IPv4"):
-        Server(fake(), host="no.such.host.invalid")
+        RpcServer(fake(), host="no.such.host.invalid")
     with pytest.raises(UsageError, match="no such device"):
-        Server(fake(), device="abacus")
+        RpcServer(fake(), device="abacus")
     with pytest.raises(UsageError, match="threads"):
-        Server(fake(), threads=0)
+        RpcServer(fake(), threads=0)
 
 
 def test_a_library_that_is_not_there(tmp_path: Path) -> None:
     """The library's own error comes through."""
     with pytest.raises(LoadError):
-        Server(tmp_path / "libplk.so")
+        RpcServer(tmp_path / "libplk.so")
 
 
 def test_a_server_ends_with_its_owner() -> None:
     """A program that is killed leaves no server behind."""
     code = (
-        "import sys, time; from pathlib import Path; from pyllamakv.binding.server import Server;"
-        "server = Server(Path(sys.argv[1])); print(server.endpoint, flush=True); time.sleep(600)"
+        "import sys, time; from pathlib import Path;"
+        " from pyllamakv.binding.rpc_server import RpcServer;"
+        "server = RpcServer(Path(sys.argv[1])); print(server.endpoint, flush=True); time.sleep(600)"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(

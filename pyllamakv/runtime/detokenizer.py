@@ -34,7 +34,7 @@ def _repair(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error(_HANDLER, _repair)
 
 
-class TextStream:
+class IncrementalDetokenizer:
     """Turn pieces of bytes into text: what `feed` and `flush` return, joined, is all of it."""
 
     __slots__ = ("held",)

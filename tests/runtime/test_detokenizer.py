@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyllamakv.runtime.textstream import TextStream, decode, encode
+from pyllamakv.runtime.detokenizer import IncrementalDetokenizer, decode, encode
 
 CHARACTER = st.characters(exclude_categories=["Cs"])
 
@@ -20,7 +20,7 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
 
 def joined(pieces: list[bytes]) -> str:
     """Feed all pieces and flush."""
-    stream = TextStream()
+    stream = IncrementalDetokenizer()
     return "".join([*map(stream.feed, pieces), stream.flush()])
 
 
@@ -64,7 +64,7 @@ def test_invalid_bytes_read_alike_however_they_are_cut(data: bytes, places: list
 
 def test_nothing_is_given_out_before_it_is_whole() -> None:
     """Check that a character waits for its last byte, and a half pair for its other half."""
-    stream = TextStream()
+    stream = IncrementalDetokenizer()
     assert [stream.feed(bytes([b])) for b in "€".encode()] == ["", "", "€"]
     pair = cesu("😀")
     assert stream.feed(pair[:3]) == ""

@@ -21,15 +21,17 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.snapshot import CellMap, Snapshot
 
 
-def lacking(context: Context, number: int, positions: Positions[int]) -> int | None:
-    """Return the first position that is missing in a sequence's window; the turn is held.
+def first_missing_position(context: Context, number: int, positions: Positions[int]) -> int | None:
+    """Return the first position that is missing in a sequence's window.
+
+    The caller holds the context's lock.
 
     ``positions`` are what the sequence has, or would have, in order. None: nothing is missing.
     """
     window = context.info.n_swa
     if not window or not positions:
         return None
-    snapshot = context.kv.peek()
+    snapshot = context.kv.try_snapshot()
     if snapshot is None:
         return None
     there: set[int] = set()
@@ -40,7 +42,7 @@ def lacking(context: Context, number: int, positions: Positions[int]) -> int | N
     return next((pos for pos in needed if pos not in there), None)
 
 
-def room(cells: CellMap, window: int) -> int:
+def reusable_cells(cells: CellMap, window: int) -> int:
     """Count the cells of a sliding-window cache that the next tokens may have.
 
     These are the free ones, and those behind the window of the one sequence that has them:
@@ -54,14 +56,14 @@ def room(cells: CellMap, window: int) -> int:
     return found
 
 
-def full(context: Context, snapshot: Snapshot, counts: Mapping[int, int], n: int) -> str:
+def full_reason(context: Context, snapshot: Snapshot, counts: Mapping[int, int], n: int) -> str:
     """Return how a sliding-window cache is too full for ``n`` tokens; nothing where none is.
 
     ``counts`` are the tokens of each sequence, which has cells of its own in caches of streams.
     """
     for cells in snapshot.streams:
-        wanted = counts.get(cells.stream, 0) if context.streams else n
-        if cells.swa and (left := room(cells, context.info.n_swa)) < wanted:
+        wanted = counts.get(cells.stream, 0) if context.stream_per_sequence else n
+        if cells.swa and (left := reusable_cells(cells, context.info.n_swa)) < wanted:
             return (
                 f"{left} of the {len(cells)} cells for sliding windows are free or behind every "
                 "window; what several sequences share is not given away"
@@ -71,7 +73,7 @@ def full(context: Context, snapshot: Snapshot, counts: Mapping[int, int], n: int
 
 def check(context: Context, number: int, positions: Positions[int], what: str) -> None:
     """Raise PartialRemovalRefused when a sequence of these positions would lack a part."""
-    lost = lacking(context, number, positions) if context.guard else None
+    lost = first_missing_position(context, number, positions) if context.guard else None
     if lost is not None:
         msg = (
             f"{what} would leave sequence {number} at position {positions[-1] + 1}, from where it "
@@ -83,7 +85,7 @@ def check(context: Context, number: int, positions: Positions[int], what: str) -
 
 
 def check_shared(context: Context, ids: Iterable[int]) -> None:
-    """Raise UsageError unless sequences may share a token; the turn is held.
+    """Raise UsageError unless sequences may share a token; the caller holds the context's lock.
 
     Their parts of the sliding-window cache have to begin and end alike: llama.cpp asks for it, and
     refuses the batch otherwise. Where there is no such cache nothing is asked.

@@ -22,7 +22,7 @@ LOGGER = logging.getLogger("pyllamakv.cache")
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class CellUsage:
     """Hold what there is of room: in a cache, in a stream of it, or in one sequence's share.
 
     ``largest_hole`` is None where it cannot be told, ``stats`` where no cells can be seen.
@@ -34,7 +34,7 @@ class Room:
     stats: KVStats | None = None
 
     @classmethod
-    def of(cls, context: Context, stats: KVStats | None) -> Room:
+    def of(cls, context: Context, stats: KVStats | None) -> CellUsage:
         """Return the room of a whole context, by its ledgers where it shows no cells."""
         if stats is None:
             return cls(context.info.n_ctx, sum(map(len, context.ledgers)))
@@ -56,7 +56,9 @@ class Room:
         )
 
 
-def decode(context: Context, run: Callable[[], None], counts: Mapping[int, int]) -> bool:
+def decode_with_defrag(
+    context: Context, run: Callable[[], None], counts: Mapping[int, int]
+) -> bool:
     """Run a decode of ``counts`` tokens per sequence; return whether a defragmentation helped.
 
     Raises KVCacheFull; what the cache then holds goes to the debug log.
@@ -72,7 +74,7 @@ def decode(context: Context, run: Callable[[], None], counts: Mapping[int, int])
                 error = again
             else:
                 return True
-        raise full(context, error, counts, defragged=defragged) from error
+        raise cache_full_error(context, error, counts, defragged=defragged) from error
     return False
 
 
@@ -90,27 +92,27 @@ def defragment(context: Context, error: NoKVSlot) -> bool:
 
 def decode_feed(context: Context, feed: Feed) -> None:
     """Decode a feed, defragmenting once where that helps; raises KVCacheFull."""
-    decode(context, partial(context.decode, feed), {feed.sequence.id: len(feed)})
+    decode_with_defrag(context, partial(context.decode, feed), {feed.sequence.id: len(feed)})
 
 
-def full(
+def cache_full_error(
     context: Context, error: NoKVSlot, counts: Mapping[int, int], *, defragged: bool
 ) -> KVCacheFull:
     """Make the error for a decode that found no room, and log what the cache holds."""
     if LOGGER.isEnabledFor(logging.DEBUG):
         LOGGER.debug("no room for %s tokens of sequences: %s", dict(counts), describe(context))
     wanted = sum(counts.values())
-    there = Room.of(context, error.stats)
-    if context.streams:
+    there = CellUsage.of(context, error.stats)
+    if context.stream_per_sequence:
         # Each sequence has cells of its own: tell of the one that lacks most.
-        with context.turn:
-            snapshot = context.kv.peek()
+        with context.lock:
+            snapshot = context.kv.try_snapshot()
         streams = snapshot.streams if snapshot is not None else ()
         own = {each.stream: each.stats for each in streams if not each.swa}
         lacking = max(counts, key=lambda i: counts[i] - (own[i].free if i in own else 0))
         if lacking in own:
             wanted, of = counts[lacking], own[lacking]
-            there = Room(of.size, of.used, of.largest_hole, error.stats)
+            there = CellUsage(of.size, of.used, of.largest_hole, error.stats)
     tried = "; a defragmentation did not help" if defragged else ""
     msg = (
         f"the KV cache has no room (cells: {there.cells}, used: {there.used}, largest hole: "
@@ -120,20 +122,20 @@ def full(
     return there.full(msg, wanted, defragged=defragged, cause=error.cause)
 
 
-def beyond(number: int, held: int, wanted: int, capacity: int) -> KVCacheFull:
+def capacity_error(number: int, held: int, wanted: int, capacity: int) -> KVCacheFull:
     """Make the error for a sequence that would have more tokens than its share."""
     msg = (
         f"sequence {number} has {held} of {capacity} tokens and cannot take {wanted} more: what "
         "others may need was reserved for them; nothing was changed: remove tokens first"
     )
-    return Room(capacity, held, max(capacity - held, 0)).full(msg, wanted)
+    return CellUsage(capacity, held, max(capacity - held, 0)).full(msg, wanted)
 
 
-def no_room(lane: Sequence, wanted: int, error: Exception | str) -> KVCacheFull:
+def restore_full_error(sequence: Sequence, wanted: int, error: Exception | str) -> KVCacheFull:
     """Make the error for a sequence that finds no cells to be restored into."""
-    context = lane.context
-    with context.turn:
-        snapshot = context.kv.peek()
-    there = Room.of(context, snapshot.stats if snapshot is not None else None)
-    msg = f"there is no room to restore sequence {lane.id}: {error}"
+    context = sequence.context
+    with context.lock:
+        snapshot = context.kv.try_snapshot()
+    there = CellUsage.of(context, snapshot.stats if snapshot is not None else None)
+    msg = f"there is no room to restore sequence {sequence.id}: {error}"
     return there.full(msg, wanted, defragged=context.info.defrag)

@@ -11,7 +11,7 @@ from fakes.simulated import SimulatedNative
 
 from pyllamakv.binding.protocol import ContextParams
 from pyllamakv.errors import NotEnoughMemory
-from pyllamakv.runtime import memory
+from pyllamakv.runtime import memory_estimate
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,8 +29,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "MemTotal: 9 kB\nMemAvailable: 6144 kB\nSwapFree: 2048 kB\n"
     )
     (tmp_path / "proc/self/statm").write_text("16 1 1")
-    monkeypatch.setattr(memory, "_PROC", tmp_path / "proc")
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(memory_estimate, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(memory_estimate, "_CGROUP", tmp_path / "cgroup")
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     monkeypatch.setattr(resource, "getrlimit", lambda _: unlimited)
     return tmp_path
@@ -38,21 +38,21 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_keys_and_values_are_counted_by_their_types() -> None:
     """Check that q8_0 needs 34 bytes where f16 needs 64, per row of 32."""
-    f16 = memory.context_bytes(INFO, ContextParams(n_ctx=4096))
-    q8 = memory.context_bytes(INFO, ContextParams(n_ctx=4096, type_k=8, type_v=8))
+    f16 = memory_estimate.context_bytes(INFO, ContextParams(n_ctx=4096))
+    q8 = memory_estimate.context_bytes(INFO, ContextParams(n_ctx=4096, type_k=8, type_v=8))
     assert f16 - q8 == 4096 * INFO.n_layer * 2 * (64 - 34)
-    uneven = memory.context_bytes(INFO, ContextParams(n_ctx=4096), uneven=True)
+    uneven = memory_estimate.context_bytes(INFO, ContextParams(n_ctx=4096), uneven=True)
     assert f16 - uneven == 4096 * (INFO.n_layer - 1) * 2 * 64
     unknown = dataclasses.replace(INFO, n_embd_k_gqa=0, n_embd_v_gqa=0)
-    assert memory.context_bytes(unknown, ContextParams(n_ctx=4096)) == f16
+    assert memory_estimate.context_bytes(unknown, ContextParams(n_ctx=4096)) == f16
 
 
 def test_the_machine_sets_a_bound(machine: Path) -> None:
     """Check available memory and swap, and the message's numbers."""
-    assert memory.available_bytes() == 8 * MIB
-    memory.check_memory(INFO, ContextParams(n_ctx=512))
+    assert memory_estimate.available_bytes() == 8 * MIB
+    memory_estimate.check_memory(INFO, ContextParams(n_ctx=512))
     with pytest.raises(NotEnoughMemory, match=r"8\.0 MiB are available") as caught:
-        memory.check_memory(INFO, ContextParams(n_ctx=1 << 20))
+        memory_estimate.check_memory(INFO, ContextParams(n_ctx=1 << 20))
     assert caught.value.available == 8 * MIB
     assert caught.value.needed > caught.value.available
 
@@ -62,9 +62,9 @@ def test_a_limit_on_address_space_sets_a_bound(
 ) -> None:
     """Check RLIMIT_AS less what the process has mapped."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (MIB, MIB))
-    assert memory.available_bytes() == MIB - 16 * resource.getpagesize()
+    assert memory_estimate.available_bytes() == MIB - 16 * resource.getpagesize()
     (machine / "proc/self/statm").unlink()
-    assert memory.available_bytes() == MIB
+    assert memory_estimate.available_bytes() == MIB
 
 
 @pytest.mark.parametrize(
@@ -86,13 +86,13 @@ def test_control_groups_set_a_bound(machine: Path, line: str, folder: str, names
     (group / names[0]).write_text(f"{4 * MIB}\n")
     (group / names[1]).write_text(f"{3 * MIB}\n")
     (group / "memory.stat").write_text(f"anon 5\ninactive_file {MIB}\n")
-    assert memory.available_bytes() == 2 * MIB
+    assert memory_estimate.available_bytes() == 2 * MIB
     (group / names[0]).write_text("max\n")
-    assert memory.available_bytes() == 8 * MIB
+    assert memory_estimate.available_bytes() == 8 * MIB
 
 
 def test_nothing_known_refuses_nothing(machine: Path) -> None:
     """Check a system that tells nothing."""
     (machine / "proc/meminfo").unlink()
-    assert memory.available_bytes() is None
-    memory.check_memory(INFO, ContextParams(n_ctx=1 << 30))
+    assert memory_estimate.available_bytes() is None
+    memory_estimate.check_memory(INFO, ContextParams(n_ctx=1 << 30))

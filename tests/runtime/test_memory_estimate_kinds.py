@@ -10,7 +10,7 @@ import pytest
 from native_kit import built
 
 import pyllamakv
-from pyllamakv.binding.protocol import Memory
+from pyllamakv.binding.protocol import MemoryType
 from pyllamakv.errors import Cancelled, PartialRemovalRefused, Unsupported
 from pyllamakv.scenarios import architectures, synthetic_models
 from pyllamakv.scenarios.runner import ScenarioRunner
@@ -58,7 +58,7 @@ def recurrent(library: Any) -> Iterator[Any]:
 def test_a_recurrent_memory_says_what_it_is(recurrent: Any) -> None:
     """It has states, no cells, and statistics of nothing."""
     info = recurrent.info
-    assert (info.memory, info.n_caches, info.can_remove_partly) == (Memory.RECURRENT, 0, False)
+    assert (info.memory, info.n_caches, info.can_remove_partly) == (MemoryType.RECURRENT, 0, False)
     assert not info.defrag
     sequence = recurrent.sequence()
     recurrent.decode(sequence.feed(range(20)))
@@ -154,7 +154,7 @@ def test_rows_of_latent_attention(library: Any) -> None:
         library.load_model(synthetic_models.model("latent")) as model,
         model.context(n_ctx=64, n_batch=64, n_seq_max=2) as ctx,
     ):
-        assert ctx.info.memory == Memory.ATTENTION
+        assert ctx.info.memory == MemoryType.ATTENTION
         one = ctx.sequence()
         ctx.decode(one.feed(range(12)))
         rows = ctx.kv.rows(1, one)
@@ -170,7 +170,7 @@ def test_a_window_without_a_cache_of_its_own(library: Any) -> None:
         library.load_model(synthetic_models.model("sliding")) as model,
         model.context(n_ctx=128, n_batch=128, n_seq_max=2) as ctx,
     ):
-        assert (ctx.info.memory, ctx.info.n_caches, ctx.info.n_swa) == (Memory.ATTENTION, 1, 0)
+        assert (ctx.info.memory, ctx.info.n_caches, ctx.info.n_swa) == (MemoryType.ATTENTION, 1, 0)
         one = ctx.sequence()
         ctx.decode(one.feed([n % 60 for n in range(100)]))
         one.trim(40)

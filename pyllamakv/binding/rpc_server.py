@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from pyllamakv.binding import arguments
 from pyllamakv.binding.codes import Code
-from pyllamakv.binding.library import LONGEST, find, first_gpu, variables
+from pyllamakv.binding.library import MAX_TIMEOUT, find_library, first_gpu, variables
 from pyllamakv.binding.remote import Remote
 from pyllamakv.errors import (
     DeviceLost,
@@ -35,7 +35,7 @@ PORT: Final = 50052
 _LOOPBACK: Final = "127."
 
 
-class Server:
+class RpcServer:
     """Own a process that serves one device; make one with the library that clients use."""
 
     def __init__(
@@ -61,15 +61,15 @@ class Server:
         """
         where = arguments.path("where", where)
         host = arguments.c_text("host", host)
-        port = arguments.whole("port", port, 0, 65535)
+        port = arguments.integer("port", port, 0, 65535)
         device = arguments.c_text_or_none("device", device)
-        memory = arguments.whole("memory", memory, 0, 2**63 - 1)
+        memory = arguments.integer("memory", memory, 0, 2**63 - 1)
         threads = arguments.whole_or_none("threads", threads, 1, arguments.INT32)
-        patience = arguments.number("patience", patience, 0.0, LONGEST)
+        patience = arguments.number("patience", patience, 0.0, MAX_TIMEOUT)
         more = variables(env) or {}
         self.endpoint = _free(host, port)
         self._error: KvError | None = None
-        path, manifest = find(where)
+        path, manifest = find_library(where)
         self._native = Remote(path, env={**_threads(threads), **more})  # type: ignore[abstract]
         try:
             if device is None and manifest is not None:
@@ -101,7 +101,7 @@ class Server:
     def wait(self, timeout: float | None = None) -> None:
         """Return after ``timeout`` seconds; raise DeviceLost when the server ends before."""
         if timeout is not None:
-            timeout = arguments.number("timeout", timeout, 0.0, LONGEST)
+            timeout = arguments.number("timeout", timeout, 0.0, MAX_TIMEOUT)
         self._thread.join(timeout)
         if not self._thread.is_alive():
             self._ended()

@@ -12,7 +12,7 @@ from fakes.simulated import ALL
 
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import NativeError, StateError, Unsupported
-from pyllamakv.runtime import repack
+from pyllamakv.runtime import defrag_by_restore
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,7 +41,7 @@ def test_cells_come_together_and_keep_their_bytes(tmp_path: Path) -> None:
     there = ctx.kv.snapshot().streams[0].has(low.id)
     report = ctx.kv.defrag()
     after = ctx.kv.snapshot()
-    assert (after.stats.used, after.stats.used_max, after.stats.holes) == (9, 9, 1)
+    assert (after.stats.used, after.stats.used_max_p1, after.stats.holes) == (9, 9, 1)
     assert (after.streams[0].has(low.id) == there).all()
     for each, old in rows.items():
         now = ctx.kv.rows(1, each)
@@ -135,7 +135,7 @@ def test_what_is_refused_once_is_put_back_with_all_the_others(tmp_path: Path) ->
     assert asked[0] == high.id
     assert sorted(asked[1:]) == [low.id, high.id]
     assert report.passes == 2
-    assert ctx.kv.snapshot().stats.used_max == 9
+    assert ctx.kv.snapshot().stats.used_max_p1 == 9
     assert np.array_equal(ctx.kv.rows(0, high).pos, np.arange(5))
 
 
@@ -246,8 +246,8 @@ def test_a_cache_that_cannot_be_emptied_is_handed_over_too(tmp_path: Path) -> No
 def test_a_cache_is_compact_when_no_free_cell_lies_below_a_used_one(tmp_path: Path) -> None:
     """Check an empty, a compact and a sparse cache."""
     ctx = kit.context(tmp_path, STOCK)
-    assert repack.compact(ctx.kv.snapshot())
+    assert defrag_by_restore.is_compact(ctx.kv.snapshot())
     sparse(ctx)
-    assert not repack.compact(ctx.kv.snapshot())
+    assert not defrag_by_restore.is_compact(ctx.kv.snapshot())
     ctx.kv.defrag()
-    assert repack.compact(ctx.kv.snapshot())
+    assert defrag_by_restore.is_compact(ctx.kv.snapshot())

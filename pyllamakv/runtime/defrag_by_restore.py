@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import NativeError, StateError, Unsupported, WorkerDied
-from pyllamakv.runtime import state, staterows
+from pyllamakv.runtime import state, state_parser
 
 if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
@@ -19,15 +19,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Repacked:
+class RestoreDefragReport:
     """Count what one repacking did: bytes of states written back, and how many rounds it took."""
 
     bytes: int
     rounds: int
 
 
-def repack(context: Context, before: Snapshot) -> Repacked:
-    """Put all used cells together; the context's turn is held, ``before`` are its cells now.
+def repack(context: Context, before: Snapshot) -> RestoreDefragReport:
+    """Move all used cells together by saving and restoring sequences.
+
+    The caller holds the context's lock. ``before``: its cells now.
 
     Raises Unsupported with nothing changed, StateError when the library refuses what it gave
     itself: then ``saved`` of the error holds the sequences that are gone. What else ends it, such
@@ -44,7 +46,7 @@ def repack(context: Context, before: Snapshot) -> Repacked:
         raise
 
 
-def _rounds(context: Context, before: Snapshot, held: dict[int, bytes]) -> Repacked:
+def _rounds(context: Context, before: Snapshot, held: dict[int, bytes]) -> RestoreDefragReport:
     """Take sequences out and put them back in rounds; ``held`` has the states of what is out."""
     everything = sorted(before.stats.per_sequence)
     windows = any(each.swa for each in before.streams)
@@ -53,7 +55,7 @@ def _rounds(context: Context, before: Snapshot, held: dict[int, bytes]) -> Repac
     choices = [everything] if windows else [_high(before), everything]
     now, written, rounds = before, 0, 0
     for numbers in choices:
-        if not held and compact(now):
+        if not held and is_compact(now):
             break
         new = _saved(context, numbers, held)
         if not held:
@@ -67,7 +69,7 @@ def _rounds(context: Context, before: Snapshot, held: dict[int, bytes]) -> Repac
         now = _read(context)
     if held:
         raise _failure(context, held)
-    return Repacked(written, rounds)
+    return RestoreDefragReport(written, rounds)
 
 
 def _put_back(context: Context, everything: list[int], held: dict[int, bytes]) -> None:
@@ -83,9 +85,9 @@ def _put_back(context: Context, everything: list[int], held: dict[int, bytes]) -
             continue
 
 
-def compact(snapshot: Snapshot) -> bool:
+def is_compact(snapshot: Snapshot) -> bool:
     """Tell whether no used cell lies above a free one, in any stream."""
-    return all(each.stats.used_max == each.stats.used for each in snapshot.streams)
+    return all(each.stats.used_max_p1 == each.stats.used for each in snapshot.streams)
 
 
 def _check(context: Context, before: Snapshot) -> None:
@@ -103,7 +105,7 @@ def _check(context: Context, before: Snapshot) -> None:
 def _check_whole(before: Snapshot, number: int, raw: bytes) -> None:
     """Refuse a state that leaves out cells, such as those a sliding window has passed."""
     try:
-        sections = staterows.parse(raw).sections
+        sections = state_parser.parse(raw).sections
     except StateError:
         # Other memory writes more than cells; the cells that can be seen are compared afterwards.
         return
@@ -173,7 +175,7 @@ def _failure(context: Context, held: dict[int, bytes]) -> StateError:
 
 
 def _read(context: Context) -> Snapshot:
-    found = context.kv.peek()
+    found = context.kv.try_snapshot()
     assert found is not None
     return found
 

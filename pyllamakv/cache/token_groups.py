@@ -27,7 +27,7 @@ def checked(groups: Iterable[tuple[int, int]], length: int, largest: int) -> tup
         ends = arguments.items("an item of groups", group, "a pair (first, end)")
         if len(ends) != 2:
             raise arguments.wrong_value("an item of groups", group, "a pair (first, end)")
-        found.append((arguments.whole("first", ends[0]), arguments.whole("end", ends[1])))
+        found.append((arguments.integer("first", ends[0]), arguments.integer("end", ends[1])))
     found.sort()
     for first, end in found:
         if not 0 <= first < end <= length:

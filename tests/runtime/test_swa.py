@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import runtime_kit
 
-from pyllamakv.binding.protocol import Memory
+from pyllamakv.binding.protocol import MemoryType
 from pyllamakv.errors import Cancelled, NoKVSlot, PartialRemovalRefused, UsageError
-from pyllamakv.runtime import decode_failure, windows
+from pyllamakv.runtime import decode_failure, swa
 from pyllamakv.runtime.batch import Batch
 from pyllamakv.runtime.kv import KV
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
@@ -35,7 +35,7 @@ def ctx(tmp_path, monkeypatch) -> Any:
     context = runtime_kit.context(tmp_path)
     context.info = replace(context.info, n_swa=WINDOW)
     there = sliding({0: list(range(12, 30))})
-    monkeypatch.setattr(KV, "peek", lambda _: there)
+    monkeypatch.setattr(KV, "try_snapshot", lambda _: there)
     sequence = context.sequence()
     sequence.ledger.extend(range(30), range(30), range(30))
     return context
@@ -43,19 +43,19 @@ def ctx(tmp_path, monkeypatch) -> Any:
 
 def test_what_the_next_token_sees_must_be_there(ctx) -> None:
     """A window of 8 shows seven positions before the next one."""
-    assert windows.lacking(ctx, 0, list(range(30))) is None
-    assert windows.lacking(ctx, 0, list(range(19))) is None
-    assert windows.lacking(ctx, 0, list(range(18))) == 11
-    assert windows.lacking(ctx, 0, []) is None
+    assert swa.first_missing_position(ctx, 0, list(range(30))) is None
+    assert swa.first_missing_position(ctx, 0, list(range(19))) is None
+    assert swa.first_missing_position(ctx, 0, list(range(18))) == 11
+    assert swa.first_missing_position(ctx, 0, []) is None
     # A gap that the sequence itself has is none of the window's.
-    assert windows.lacking(ctx, 0, [*range(9), *range(12, 18)]) is None
+    assert swa.first_missing_position(ctx, 0, [*range(9), *range(12, 18)]) is None
 
 
 def test_without_a_window_nothing_is_asked(ctx, monkeypatch) -> None:
     """Most memories have none, and a cut costs them nothing."""
     ctx.info = replace(ctx.info, n_swa=0)
-    monkeypatch.setattr(KV, "peek", lambda _: pytest.fail("the cells were read"))
-    assert windows.lacking(ctx, 0, list(range(3))) is None
+    monkeypatch.setattr(KV, "try_snapshot", lambda _: pytest.fail("the cells were read"))
+    assert swa.first_missing_position(ctx, 0, list(range(3))) is None
 
 
 def test_a_cut_behind_the_window_is_refused(ctx) -> None:
@@ -63,10 +63,10 @@ def test_a_cut_behind_the_window_is_refused(ctx) -> None:
     sequence = SimpleNamespace(ledger=ctx.ledgers[0])
     positions = sequence.ledger.without(16, None)
     with pytest.raises(PartialRemovalRefused, match="given position 9 away"):
-        windows.check(ctx, 0, positions, "removing them")
+        swa.check(ctx, 0, positions, "removing them")
     assert len(sequence.ledger) == 30
-    windows.check(ctx, 0, sequence.ledger.without(24, None), "removing them")
-    windows.check(ctx, 0, sequence.ledger.without(None, None), "removing them")
+    swa.check(ctx, 0, sequence.ledger.without(24, None), "removing them")
+    swa.check(ctx, 0, sequence.ledger.without(None, None), "removing them")
 
 
 def test_who_shares_a_token_has_the_same_window(ctx, monkeypatch) -> None:
@@ -95,7 +95,7 @@ def test_a_failed_decode_empties_what_cannot_go_back(ctx, monkeypatch) -> None:
     other = ctx.sequence()
     other.ledger.extend(range(4), range(4), range(40, 44))
     lost = sliding({0: list(range(26, 30)), 1: list(range(4))})
-    monkeypatch.setattr(KV, "peek", lambda _: lost)
+    monkeypatch.setattr(KV, "try_snapshot", lambda _: lost)
     ctx.emptied = decode_failure.roll_back(ctx, [0, 1])
     assert ctx.emptied == (0,)
     assert len(ctx.ledgers[0]) == 0
@@ -130,7 +130,7 @@ def test_a_state_that_cannot_go_back_is_emptied(tmp_path, monkeypatch) -> None:
 def test_a_computation_that_ends_halfway_empties_all_states(tmp_path, monkeypatch) -> None:
     """States of others move while it computes: all sequences go, and the error names them."""
     context = runtime_kit.context(tmp_path)
-    context.info = replace(context.info, memory=Memory.RECURRENT)
+    context.info = replace(context.info, memory=MemoryType.RECURRENT)
     one, other = context.sequence(), context.sequence()
     context.decode([one.feed([5, 6]), other.feed([7])])
     context.native.fail_next.append(1)
@@ -162,10 +162,10 @@ def test_what_sequences_share_is_not_given_away(ctx, monkeypatch) -> None:
     free = np.array([-1, -1], dtype=np.int32)
     more = CellMap(free, free * 0, np.zeros((2, 1), dtype=np.uint64), own.streams[0].info)
     # The next token is at 30 and sees 23 to 29: eleven lie behind, six of which are shared.
-    assert [windows.room(each, WINDOW) for each in (*own.streams, more)] == [11, 2]
-    assert windows.room(shared.streams[0], WINDOW) == 5
+    assert [swa.reusable_cells(each, WINDOW) for each in (*own.streams, more)] == [11, 2]
+    assert swa.reusable_cells(shared.streams[0], WINDOW) == 5
     base = CellMap(np.full(40, -1, np.int32), np.zeros(40, np.int32), np.zeros((40, 1), np.uint64))
-    monkeypatch.setattr(KV, "peek", lambda _: Snapshot((base, *shared.streams)))
+    monkeypatch.setattr(KV, "try_snapshot", lambda _: Snapshot((base, *shared.streams)))
     error = decode_failure.failure(ctx, 1, [0] * 6)
     assert (error.cause, error.stats.free) == ("full", 40)
     assert "5 of the 19 cells for sliding windows" in str(error)
