@@ -16,7 +16,7 @@ from pathlib import Path
 import pyllamakv as kv
 from pyllamakv.scenarios import synthetic_models
 from pyllamakv.traces import playback, replay, trace
-from pyllamakv.view import drawing, timeline
+from pyllamakv.view import drawing, timeline_drawing
 
 
 def serve(context: kv.Context) -> None:
@@ -49,7 +49,7 @@ def main(path: str, folder: Path) -> None:
         picture = folder / f"{side}.svg"
         film = playback.play_timeline(recorded, f"0.3.9+{side}", path)
         picture.write_text(
-            drawing.svg(timeline.paint(film, f"One client of three leaves: {side}")),
+            drawing.svg(timeline_drawing.paint(film, f"One client of three leaves: {side}")),
             encoding="utf-8",
         )
         print(f"{side}: {replayed.rows} rows played, {picture.name} drawn")

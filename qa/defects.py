@@ -1,10 +1,10 @@
-"""List what the other sections found, and run the tests that hold the cures.
+"""List what the other sections found, and run the tests that cover the fixes.
 
 A test says by a marker what was wrong, what found it, and where it lay::
 
-    @pytest.mark.defect("a restore left half a state", by="fuzzing", of="shim")
+    @pytest.mark.regression("a restore left half a state", by="fuzzing", of="shim")
 
-Several tests may hold one cure, and one test several. The markers are read from the sources of the
+Several tests may cover one fix, and one test several. The markers are read from the sources of the
 tests, which lie in a checkout and in no wheel.
 """
 
@@ -36,7 +36,7 @@ _OUTCOMES: Final = {"failure": "failed", "error": "failed", "skipped": "skipped"
 
 @dataclass(frozen=True)
 class Defect:
-    """Say what was wrong, what found it, where it lay, and which tests hold the cure.
+    """Say what was wrong, what found it, where it lay, and which tests cover the fix.
 
     ``tests`` are named as pytest does, ``tests/test_x.py::test_y``, without parameters.
     """
@@ -53,7 +53,7 @@ def names() -> tuple[str, ...]:
 
 
 def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
-    """Run every test that holds a cure, once, however long it takes; return an entry per finder.
+    """Run every test that covers a fix, once, however long it takes; return an entry per finder.
 
     Raises HarnessError for a marker that is none, and when pytest does not come to an end.
     """
@@ -85,7 +85,7 @@ def _marks(path: Path) -> Iterator[tuple[str, str, str, str]]:
         if not isinstance(node, ast.FunctionDef):
             continue
         for mark in reversed(node.decorator_list):
-            if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.defect":
+            if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.regression":
                 yield *_mark(mark, f"{path.name}:{mark.lineno}"), node.name
 
 
@@ -98,7 +98,7 @@ def _mark(mark: ast.Call, place: str) -> tuple[str, str, str]:
     by, of = said.pop("by", None), said.pop("of", None)
     if said or not isinstance(what, str) or by not in FINDERS or of not in PLACES:
         msg = (
-            f'{place}: expected defect("what was wrong", by=..., of=...) with by one of '
+            f'{place}: expected regression("what was wrong", by=..., of=...) with by one of '
             f"{', '.join(FINDERS)} and of one of {', '.join(PLACES)}: {ast.unparse(mark)}"
         )
         raise HarnessError(msg)
@@ -145,14 +145,14 @@ def _outcomes(cases: Iterator[ElementTree.Element]) -> dict[str, list[str]]:
 
 
 def evaluate(name: str, found: Collection[Defect], outcomes: dict[str, list[str]]) -> Entry:
-    """Return the entry of one finder: a cure is held when a test of it passed and none failed."""
+    """Return the entry of one finder: a fix is covered when a test of it passed and none failed."""
     tests = sorted({test for each in found for test in each.tests})
     broken = [test for test in tests if "failed" in outcomes.get(test, ["failed"])]
     passed = [test for test in tests if "passed" in outcomes.get(test, []) and test not in broken]
     unseen = [each for each in found if not _seen(each, outcomes)]
     row = {"defects fixed": str(len(found))}
     row |= {f"in {place}": str(sum(each.location == place for each in found)) for place in PLACES}
-    row["tests that hold the cures"] = str(len(tests))
+    row["tests that cover the fixes"] = str(len(tests))
     row["passed"] = str(len(passed))
     return Entry(
         "defects",

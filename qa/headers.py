@@ -17,7 +17,7 @@ class Header:
 
     Each group of its tests is named by the program's first argument; ``in_folder`` says that the
     second is a folder to work in, which a group leaves empty. ``needs`` are other headers of the
-    patch that it includes; what it includes of llama.cpp stands in ``tests/native/around``.
+    patch that it includes; what it includes of llama.cpp stands in ``tests/native/stubs``.
     """
 
     patch: str
@@ -35,7 +35,7 @@ class Header:
 def stubs() -> Path | None:
     """Return the folder of what the programs are compiled with, None outside a checkout."""
     root = checkout()
-    found = root / "tests" / "native" / "around" if root else None
+    found = root / "tests" / "native" / "stubs" if root else None
     return found if found is not None and found.is_dir() else None
 
 

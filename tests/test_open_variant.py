@@ -106,12 +106,12 @@ def test_paths_are_opened_as_they_are(tmp_path: Path) -> None:
         open_variant.open(str(tmp_path))
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "names of sources and paths that no file system can have were bare errors of Python",
     by="hostile input",
     of="Python",
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "`replay` and `shrink` of a trace loaded a library of the name in it from the current folder",
     by="hostile input",
     of="Python",

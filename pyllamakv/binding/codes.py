@@ -108,8 +108,8 @@ def error(
         small.code, small.log = code, tuple(log)
         return small
     if code in _FILE:
-        of_file, cure = _FILE[code]
-        return of_file(f"{message}; {cure}", code=code, log=log)
+        of_file, hint = _FILE[code]
+        return of_file(f"{message}; {hint}", code=code, log=log)
     kind = {
         Code.EMODEL: ModelError,
         Code.ECONTEXT: ContextError,

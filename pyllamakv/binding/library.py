@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: Backends that can end the process they live in; they always get one of their own.
 _APART: Final = frozenset({"cuda", "metal", "vulkan"})
 
-_CURES: Final = {
+_HINTS: Final = {
     "cuda": "`nvidia-smi` must list a GPU, and CUDA_VISIBLE_DEVICES must not hide it",
     "metal": "Metal needs a Mac with a GPU",
     "vulkan": "`vulkaninfo --summary` must list a device; a processor only counts with "
@@ -206,16 +206,16 @@ def first_gpu(native: Native, manifest: Manifest) -> str | None:
     found = next((each.name for each in native.devices() if each.kind == "gpu"), None)
     if found is not None:
         return found
-    cure, said = _CURES[manifest.backend], [text for _, text in native.logs()]
+    hint, said = _HINTS[manifest.backend], [text for _, text in native.logs()]
     if any(_TOO_OLD in text for text in said):
         toolkit = manifest.options.get("PLK_CUDA_VERSION", "that built it")
-        cure = (
+        hint = (
             f"the driver is too old for the toolkit {toolkit}: update it, or build with a toolkit "
             "of the CUDA version that `nvidia-smi` shows"
         )
     raise LoadError(
         f"variant {manifest.variant} is for {manifest.backend}, and finds no such device here: "
-        f"{cure}, or use a CPU variant",
+        f"{hint}, or use a CPU variant",
         log=said,
     )
 

@@ -12,7 +12,7 @@ from pyllamakv.native._plk import ffi
 ABI: Final[int] = ffi.integer_const("PLK_ABI")
 
 #: Name of a library that the loader may miss -> what to tell.
-_CURES: Final = {
+_HINTS: Final = {
     "libcuda.so": (
         "no NVIDIA driver on this machine (libcuda.so.1 is missing): install the driver, or use a "
         "CPU variant"
@@ -73,9 +73,9 @@ def load(path: Path) -> Any:
 
 
 def _explain(path: Path, text: str) -> str:
-    for mark, cure in _CURES.items():
+    for mark, hint in _HINTS.items():
         if mark in text.replace(str(path), ""):
-            return f"cannot load {path}: {cure} ({text})"
+            return f"cannot load {path}: {hint} ({text})"
     return f"cannot load {path}: {text}; expected a libplk built by pyllamakv build"
 
 

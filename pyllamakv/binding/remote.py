@@ -235,13 +235,13 @@ class Remote(_Declared):
         tail = self._process.tail()
         said = f": {tail[-1]}" if tail else ""
         lost = any(mark in line for mark in _LOST for line in tail)
-        cure = (
+        hint = (
             "; the device or server behind it is gone, or of another release: when it is back, "
             "open the library again"
         )
         self._gone = (
             DeviceLost if lost else WorkerDied,
-            f"the worker {describe(status)} during {operation}{said}{cure if lost else ''}",
+            f"the worker {describe(status)} during {operation}{said}{hint if lost else ''}",
             max(0, -status),
             status,
             (*self._lines, *tail),

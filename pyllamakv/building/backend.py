@@ -106,7 +106,7 @@ def choose(
     """Return the backend's options for this machine, after looking for the tools that it needs.
 
     ``native`` tunes for this processor; without it x86 gets AVX2, FMA, F16C and BMI2. Raises
-    ToolMissing with the cure, Unsupported where the platform has no such backend, UsageError for
+    ToolMissing with the hint, Unsupported where the platform has no such backend, UsageError for
     an unknown name or a CUDA architecture that can neither be found nor was named.
     """
     env = os.environ if environ is None else environ

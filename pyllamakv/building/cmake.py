@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pyllamakv.source.progress import Progress
 
 
-_CURE = "install the wheels into the Python that runs pyllamakv: `pip install cmake ninja`"
+_HINT = "install the wheels into the Python that runs pyllamakv: `pip install cmake ninja`"
 
 _STEP = re.compile(r"^\[plk (\d+)/(\d+)\] (.*)$")
 
@@ -71,10 +71,10 @@ def binary(name: str) -> Path:
     try:
         path = Path(getattr(importlib.import_module(name), attribute)) / name
     except (ImportError, AttributeError) as error:
-        message = f"expected the Python package {name} with its program, found none; {_CURE}"
-        raise ToolMissing(message, name, _CURE) from error
+        message = f"expected the Python package {name} with its program, found none; {_HINT}"
+        raise ToolMissing(message, name, _HINT) from error
     if not os.access(path, os.X_OK):
-        raise ToolMissing(f"the {name} wheel holds no program at {path}; {_CURE}", name, _CURE)
+        raise ToolMissing(f"the {name} wheel holds no program at {path}; {_HINT}", name, _HINT)
     return path
 
 
@@ -156,8 +156,8 @@ def _started(job: BuildSession, command: Sequence[str]) -> Iterator[subprocess.P
             process_group=0,
         )
     except OSError as error:
-        message = f"{command[0]} cannot be started: {error.strerror}; {_CURE}"
-        raise ToolMissing(message, Path(command[0]).name, _CURE) from error
+        message = f"{command[0]} cannot be started: {error.strerror}; {_HINT}"
+        raise ToolMissing(message, Path(command[0]).name, _HINT) from error
     try:
         yield process
     except BaseException:

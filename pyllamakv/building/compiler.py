@@ -27,7 +27,7 @@ from pyllamakv.source.files import write_text_atomic
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_CURE = (
+_HINT = (
     "install one: Debian or Ubuntu `apt-get install g++ make`, Fedora `dnf install gcc-c++ make`, "
     "macOS `xcode-select --install`; or name it in CC and CXX"
 )
@@ -158,7 +158,7 @@ def _paths(env: Mapping[str, str]) -> tuple[str, str]:
         if c and cxx and _same_family(c, cxx):
             return c, cxx
     wanted = "C and C++" if not _any(pairs, env) else "C++"
-    raise ToolMissing(f"expected a {wanted} compiler on PATH, found none; {_CURE}", "c++", _CURE)
+    raise ToolMissing(f"expected a {wanted} compiler on PATH, found none; {_HINT}", "c++", _HINT)
 
 
 def _any(pairs: list[tuple[str, str]], env: Mapping[str, str]) -> bool:
@@ -183,8 +183,8 @@ def _named(variable: str, env: Mapping[str, str]) -> str | None:
         raise ToolMissing(message, words[0], f"unset {variable}")
     path = _which(words[0], env)
     if path is None:
-        message = f"{variable} names {words[0]!r}, which is not on PATH; {_CURE}"
-        raise ToolMissing(message, words[0], _CURE)
+        message = f"{variable} names {words[0]!r}, which is not on PATH; {_HINT}"
+        raise ToolMissing(message, words[0], _HINT)
     return path
 
 
@@ -223,8 +223,8 @@ def _ask(c: str, cxx: str) -> Compiler:
     version = _run(cxx, "--version").splitlines()[:1]
     target = _run(cxx, "-dumpmachine").strip()
     if not version or not target:
-        message = f"expected {cxx} to tell its version and target, as gcc and clang do; {_CURE}"
-        raise ToolMissing(message, cxx, _CURE)
+        message = f"expected {cxx} to tell its version and target, as gcc and clang do; {_HINT}"
+        raise ToolMissing(message, cxx, _HINT)
     _prove_standard(cxx, version[0])
     # The program's own name differs between c++ and g++; the version does not.
     line = re.sub(r"^\S+(?= \()", "gcc", version[0])
@@ -239,9 +239,9 @@ def _prove_standard(cxx: str, version: str) -> None:
     said = _run(cxx, f"-std={_STANDARD}", "-dM", "-E", "-x", "c++", "-")
     has = re.search(r"^#define __cplusplus (\d+)", said, re.M)
     if has is None or int(has[1]) < _YEAR:
-        cure = f"take GCC 9, Clang 9 or later, named in CC and CXX; {_CURE}"
-        msg = f"llama.cpp needs {_STANDARD}, for which {version} ({cxx}) is too old: {cure}"
-        raise ToolMissing(msg, cxx, cure)
+        hint = f"take GCC 9, Clang 9 or later, named in CC and CXX; {_HINT}"
+        msg = f"llama.cpp needs {_STANDARD}, for which {version} ({cxx}) is too old: {hint}"
+        raise ToolMissing(msg, cxx, hint)
 
 
 def _run(program: str, *args: str) -> str:
@@ -258,19 +258,19 @@ def _run(program: str, *args: str) -> str:
             timeout=120,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ToolMissing(f"{program} cannot be run: {error}; {_CURE}", program, _CURE) from error
+        raise ToolMissing(f"{program} cannot be run: {error}; {_HINT}", program, _HINT) from error
     if done.returncode != 0 and args[0] == "--version":
         said = (done.stderr or done.stdout).strip()
         raise ToolMissing(
-            f"`{program} --version` exited with {done.returncode}: {said}; {_CURE}", program, _CURE
+            f"`{program} --version` exited with {done.returncode}: {said}; {_HINT}", program, _HINT
         )
     if done.returncode != 0 and "native" in args[0] and "native" not in done.stderr:
         # A compiler that knows no such word says so; taken for an answer, another fault would
         # stay: what is known of a compiler is kept.
         said = done.stderr.strip() or f"status {done.returncode}"
         raise ToolMissing(
-            f"`{program} {args[0]}` did not tell what this processor can do: {said}; {_CURE}",
+            f"`{program} {args[0]}` did not tell what this processor can do: {said}; {_HINT}",
             program,
-            _CURE,
+            _HINT,
         )
     return done.stdout if done.returncode == 0 else ""

@@ -43,7 +43,7 @@ WHEELS = (
 )
 
 # Only wheels of the interpreter that builds are found.
-_CURE = (
+_HINT = (
     "install the CUDA toolkit of your system, or its wheels (the extra `cuda` of pyllamakv): "
     f"`{_PIP} {shlex.join(WHEELS)}`"
 )
@@ -66,12 +66,12 @@ class Toolkit:
 
 
 def find(environ: Mapping[str, str] | None = None) -> Toolkit:
-    """Return the toolkit and the architecture; raise ToolMissing or UsageError with the cure."""
+    """Return the toolkit and the architecture; raise ToolMissing or UsageError with the hint."""
     env = os.environ if environ is None else environ
     nvcc = compiler(env)
     if nvcc is None:
         raise ToolMissing(
-            f"the CUDA backend needs nvcc, which was not found; {_CURE}", "nvcc", _CURE
+            f"the CUDA backend needs nvcc, which was not found; {_HINT}", "nvcc", _HINT
         )
     version = _version(nvcc)
     root = _root(nvcc)
@@ -222,7 +222,7 @@ def _root(nvcc: Path) -> Path:
 def _version(nvcc: Path) -> str:
     match = re.search(r"release \d+\.\d+, V([\d.]+)", program_output(str(nvcc), "--version"))
     if match is None:
-        raise ToolMissing(f"{nvcc} does not tell its version as nvcc does; {_CURE}", "nvcc", _CURE)
+        raise ToolMissing(f"{nvcc} does not tell its version as nvcc does; {_HINT}", "nvcc", _HINT)
     return match.group(1)
 
 
@@ -238,9 +238,9 @@ def _cublas(root: Path, version: str) -> dict[str, str]:
             places = {f"CUDA_{name}_LIBRARY": str(library) for name, library in named.items()}
             return {"CMAKE_CUDA_FLAGS": f"-I{wheel / 'include'}", **places}
     wheel_name = "nvidia-cublas-cu12" if major == "12" else f"'nvidia-cublas=={major}.*'"
-    cure = f"install it with the toolkit, or its wheel: `{_PIP} {wheel_name}`"
-    message = f"the CUDA backend needs cuBLAS of CUDA {major}, which is not in {root}; {cure}"
-    raise ToolMissing(message, "cublas", cure)
+    hint = f"install it with the toolkit, or its wheel: `{_PIP} {wheel_name}`"
+    message = f"the CUDA backend needs cuBLAS of CUDA {major}, which is not in {root}; {hint}"
+    raise ToolMissing(message, "cublas", hint)
 
 
 def _first(root: Path, folders: tuple[str, ...], name: str) -> Path | None:

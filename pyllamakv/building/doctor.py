@@ -1,4 +1,4 @@
-"""Look for everything that fetching, building and testing need, and name the cure of what lacks."""
+"""Look for everything that fetching, building and testing need, and name the hint of what lacks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ProbeResult:
     name: str
     state: State
     found: str
-    cure: str = ""
+    hint: str = ""
 
 
 def examine() -> list[ProbeResult]:
@@ -105,10 +105,10 @@ def _git() -> ProbeResult:
         return ProbeResult("git", "missing", error.output.strip(), "apt-get install git")
 
 
-def _program(name: str, why: str, cure: str) -> ProbeResult:
+def _program(name: str, why: str, hint: str) -> ProbeResult:
     path = shutil.which(name)
     if path is None:
-        return ProbeResult(name, "optional", f"none ({why})", cure)
+        return ProbeResult(name, "optional", f"none ({why})", hint)
     return ProbeResult(name, "ok", path)
 
 
@@ -129,8 +129,8 @@ def _disk() -> ProbeResult:
     if not os.access(place, os.W_OK):
         return ProbeResult("disk", "missing", f"{place} cannot be written", "set PYLLAMAKV_HOME")
     if free < _DISK:
-        cure = f"free {_DISK // _GIB} GiB, or set PYLLAMAKV_HOME to another disk"
-        return ProbeResult("disk", "missing", shown, cure)
+        hint = f"free {_DISK // _GIB} GiB, or set PYLLAMAKV_HOME to another disk"
+        return ProbeResult("disk", "missing", shown, hint)
     return ProbeResult("disk", "ok", shown)
 
 
@@ -148,8 +148,8 @@ def _memory() -> ProbeResult:
 def _cache() -> ProbeResult:
     path = compiler.launcher()
     if path is None:
-        cure = "apt-get install ccache (rebuilds of other releases become several times faster)"
-        return ProbeResult("ccache", "optional", "none", cure)
+        hint = "apt-get install ccache (rebuilds of other releases become several times faster)"
+        return ProbeResult("ccache", "optional", "none", hint)
     return ProbeResult("ccache", "ok", path)
 
 
@@ -187,8 +187,8 @@ def rpc() -> ProbeResult:
             place.bind(("127.0.0.1", 0))
             place.listen()
     except OSError as error:
-        cure = "allow this process to listen on 127.0.0.1"
-        return ProbeResult("rpc", "optional", f"no loopback: {error}", cure)
+        hint = "allow this process to listen on 127.0.0.1"
+        return ProbeResult("rpc", "optional", f"no loopback: {error}", hint)
     return ProbeResult("rpc", "ok", "in every CPU build; `pyllamakv rpc serve` serves this machine")
 
 
@@ -203,8 +203,8 @@ def gpu(environ: Mapping[str, str] | None = None) -> ProbeResult:
     shown = f"nvcc {toolkit.version} for {toolkit.architecture} ({toolkit.nvcc})"
     driver = nvidia.driver(environ)
     if driver is None:
-        cure = "it builds here; to run it, install the NVIDIA driver (on a machine with the GPU)"
-        return ProbeResult("cuda", "optional", f"{shown}; no driver", cure)
+        hint = "it builds here; to run it, install the NVIDIA driver (on a machine with the GPU)"
+        return ProbeResult("cuda", "optional", f"{shown}; no driver", hint)
     shown += f"; driver {driver.version} for CUDA {driver.cuda} and {driver.gpus or 'no GPU'}"
     lacks = nvidia.mismatch(toolkit, driver)
     return ProbeResult("cuda", "optional" if lacks else "ok", shown, lacks)
@@ -213,8 +213,8 @@ def gpu(environ: Mapping[str, str] | None = None) -> ProbeResult:
 def metal() -> ProbeResult:
     """Say whether Metal can be built for: it needs a Mac and the Command Line Tools alone."""
     if sys.platform != "darwin":
-        cure = "build on a Mac; the options are written for one, and were never run"
-        return ProbeResult("metal", "optional", f"none on {sys.platform}", cure)
+        hint = "build on a Mac; the options are written for one, and were never run"
+        return ProbeResult("metal", "optional", f"none on {sys.platform}", hint)
     if shutil.which("xcrun") is None:
         return ProbeResult("metal", "optional", "no Command Line Tools", "xcode-select --install")
     return ProbeResult("metal", "optional", "Command Line Tools", "never run by us; please report")
@@ -227,19 +227,19 @@ def vulkan(environ: Mapping[str, str] | None = None) -> ProbeResult:
     if lacks:
         return ProbeResult("vulkan", "optional", f"no {lacks}", backend.VULKAN_HINT)
     if ctypes.util.find_library("vulkan") is None:
-        cure = "to run it: apt-get install libvulkan1"
-        return ProbeResult("vulkan", "optional", "headers and glslc, but no loader", cure)
+        hint = "to run it: apt-get install libvulkan1"
+        return ProbeResult("vulkan", "optional", "headers and glslc, but no loader", hint)
     devices = vulkan_devices(env)
     if not devices and not _drivers(env):
-        cure = (
+        hint = (
             "to run it: install your GPU's driver, or a software device: "
             "apt-get install mesa-vulkan-drivers"
         )
-        return ProbeResult("vulkan", "optional", "headers, glslc and loader, but no driver", cure)
+        return ProbeResult("vulkan", "optional", "headers, glslc and loader, but no driver", hint)
     shown = f"headers, glslc; {', '.join(devices) or 'a driver'}"
     if backend.vulkan_missing(env, spirv=True):
-        cure = f"for later releases SPIRV-Headers as well: {backend.VULKAN_HINT}"
-        return ProbeResult("vulkan", "optional", f"{shown}; no SPIRV-Headers", cure)
+        hint = f"for later releases SPIRV-Headers as well: {backend.VULKAN_HINT}"
+        return ProbeResult("vulkan", "optional", f"{shown}; no SPIRV-Headers", hint)
     return ProbeResult("vulkan", "ok", shown)
 
 

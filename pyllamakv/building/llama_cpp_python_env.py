@@ -188,9 +188,9 @@ def _need_pip() -> None:
         check=False,
     )
     if done.returncode:
-        cure = "python3 -m ensurepip, or your system's package python3-pip"
-        msg = f"installing llama-cpp-python needs pip in {sys.executable}: {cure}"
-        raise ToolMissing(msg, "pip", cure)
+        hint = "python3 -m ensurepip, or your system's package python3-pip"
+        msg = f"installing llama-cpp-python needs pip in {sys.executable}: {hint}"
+        raise ToolMissing(msg, "pip", hint)
 
 
 def _pip(python: Path, *words: str) -> None:

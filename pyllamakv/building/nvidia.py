@@ -16,7 +16,7 @@ from pyllamakv.errors import ToolMissing
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_CURE = "name another compiler in CC and CXX, or install a toolkit that goes with it"
+_HINT = "name another compiler in CC and CXX, or install a toolkit that goes with it"
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ def need_driver(toolkit: cuda.Toolkit, environ: Mapping[str, str] | None = None)
     env = os.environ if environ is None else environ
     found = None if env.get(cuda.ARCHITECTURE, "").strip() else driver(env)
     if found and (lacks := mismatch(toolkit, found)):
-        cure = f"{lacks}; to build for another machine name its GPU in {cuda.ARCHITECTURE}"
-        raise ToolMissing(f"driver {found.version} is too old: {cure}", "driver", cure)
+        hint = f"{lacks}; to build for another machine name its GPU in {cuda.ARCHITECTURE}"
+        raise ToolMissing(f"driver {found.version} is too old: {hint}", "driver", hint)
 
 
 def prove(toolkit: cuda.Toolkit, cxx: str) -> None:
@@ -91,7 +91,7 @@ def prove(toolkit: cuda.Toolkit, cxx: str) -> None:
         first = next((line for line in said if "error" in line.lower()), said[0] if said else "")
         raise ToolMissing(
             f"nvcc {toolkit.version} cannot compile for {toolkit.architecture} with {cxx} "
-            f"({first}); {_CURE}",
+            f"({first}); {_HINT}",
             "nvcc",
-            _CURE,
+            _HINT,
         )

@@ -394,7 +394,7 @@ def decode(context: Context, portions: Sequence[Portion]) -> None:
 class BatcherStats:
     """Count what a batcher did: batches and their tokens, generations by how they ended.
 
-    ``slot_failures`` are decodes that found no cells; most of them are cured, and fail nobody.
+    ``slot_failures`` counts decodes that found no cells. A retry serves most of them.
     """
 
     waiting: int

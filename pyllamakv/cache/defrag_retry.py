@@ -79,7 +79,7 @@ def decode_with_defrag(
 
 
 def defragment(context: Context, error: NoKVSlot) -> bool:
-    """Defragment where that may cure a failure; True when it was done."""
+    """Defragment if that can fix a failure; return whether cells were moved."""
     if error.cause != "fragmented":
         return False
     try:

@@ -38,5 +38,5 @@ def command(
 
 def _lines(finding: ProbeResult) -> Iterator[str]:
     yield f"{_SIGNS[finding.state]:<8}{finding.name:<10}{finding.found}"
-    if finding.cure:
-        yield f"{'':<18}fix: {finding.cure}"
+    if finding.hint:
+        yield f"{'':<18}fix: {finding.hint}"

@@ -319,6 +319,6 @@ def _executor(scheduler: str, specs: Sequence[CellSpec]) -> Iterator[Executor | 
     from pyllamakv.verification import cluster
 
     with cluster.connect(scheduler) as found:
-        for cure in found.lacking({spec.backend for spec in specs}):
-            note(f"no worker for it yet; waiting for one: {cure}")
+        for hint in found.lacking({spec.backend for spec in specs}):
+            note(f"no worker for it yet; waiting for one: {hint}")
         yield found

@@ -40,7 +40,6 @@ def command(
     the statistics end where it did.
     """
     from pyllamakv.runtime import metrics
-    from pyllamakv.traces import playback as films
     from pyllamakv.traces import trace as traces
     from pyllamakv.view.frame_statistics import LABELS, PictureStats
 
@@ -52,14 +51,14 @@ def command(
     counters = broken = None
     if traces.is_trace(run) and not variant:
         head, lines = traces.read(run)
-        film = films.timeline_of_trace(lines, head.spec or head.variant)
-        if film.frames:
-            stats = PictureStats(film.frames[-1].picture)
+        timeline = playback.timeline_of_trace(lines, head.spec or head.variant)
+        if timeline.frames:
+            stats = PictureStats(timeline.frames[-1].picture)
     else:
         with variant_selection.open_run(run, variant or "0.3.9+patched", model) as played:
-            film = frames.Timeline(played.variant)
+            timeline = frames.Timeline(played.variant)
             try:
-                playback.play(played.lines, played.stage, film.frames.append)
+                playback.play(played.lines, played.stage, timeline.frames.append)
             except ScenarioFailed as error:
                 broken = error
             player = played.stage.player
@@ -71,50 +70,50 @@ def command(
         msg = f"{run} has no cells to count: record it with `pyllamakv run --trace`"
         raise broken or ScriptError(msg)
     if as_json:
-        write_json(_document(film, stats, counters, labels))
+        write_json(_document(timeline, stats, counters, labels))
     else:
-        sys.stdout.write((_exposition if prometheus else _table)(film, stats, counters, labels))
+        sys.stdout.write((_exposition if prometheus else _table)(timeline, stats, counters, labels))
     if broken:
         raise broken
 
 
 def _exposition(
-    film: Timeline, stats: CellStats, counters: Counters | None, labels: dict[str, str]
+    timeline: Timeline, stats: CellStats, counters: Counters | None, labels: dict[str, str]
 ) -> str:
     from pyllamakv.runtime import metrics
     from pyllamakv.view import frame_statistics
 
-    found = (*metrics.metrics(stats, counters), *frame_statistics.timeline_metrics(film))
-    return metrics.expose(found, {"variant": film.title, **labels})
+    found = (*metrics.metrics(stats, counters), *frame_statistics.timeline_metrics(timeline))
+    return metrics.expose(found, {"variant": timeline.title, **labels})
 
 
 def _document(
-    film: Timeline, stats: CellStats, counters: Counters | None, labels: dict[str, str]
+    timeline: Timeline, stats: CellStats, counters: Counters | None, labels: dict[str, str]
 ) -> dict[str, Any]:
     from pyllamakv.runtime import metrics
     from pyllamakv.view import frame_statistics
 
     raw = {
-        "variant": film.title,
+        "variant": timeline.title,
         **metrics.to_json(stats, counters),
-        "run": frame_statistics.to_json(film),
+        "run": frame_statistics.to_json(timeline),
     }
     return raw | ({"labels": labels} if labels else {})
 
 
 def _table(
-    film: Timeline, stats: CellStats, counters: Counters | None, labels: dict[str, str]
+    timeline: Timeline, stats: CellStats, counters: Counters | None, labels: dict[str, str]
 ) -> str:
     from pyllamakv.printable import printable
     from pyllamakv.runtime import metrics
     from pyllamakv.view import frame_statistics
 
-    named = {"variant": film.title, **labels}
+    named = {"variant": timeline.title, **labels}
     return metrics.aligned(
         [
             *((name, printable(value)) for name, value in named.items()),
             *metrics.rows(stats, counters),
-            *((name, printable(value)) for name, value in frame_statistics.rows(film)),
+            *((name, printable(value)) for name, value in frame_statistics.rows(timeline)),
         ]
     )
 

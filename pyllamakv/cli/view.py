@@ -50,25 +50,25 @@ def command(
     files = [each for each in (timeline, svg, png) if each is not None]
     _check(timeline, svg, png)
     silent = bool(files) or as_json or bool(line)
-    film, broken = _follow(run, variant, model, speed, width, silent=silent, plain=plain)
-    numbers = [frame.number for frame in film.frames]
+    recorded, broken = _follow(run, variant, model, speed, width, silent=silent, plain=plain)
+    numbers = [frame.number for frame in recorded.frames]
     if line:
-        film.frames[:] = [frame for frame in film.frames if frame.number == line]
-    if not film.frames:
+        recorded.frames[:] = [frame for frame in recorded.frames if frame.number == line]
+    if not recorded.frames:
         known = f"; lines {numbers[0]} to {numbers[-1]} have" if numbers else ""
         where = f"line {line} of {run}" if line else str(run)
         hint = known or ": --variant shows those of a build, `run --trace` records them"
         msg = f"{where} has no cells to show{hint}"
         raise broken or ScriptError(msg)
     if as_json:
-        _print_json(film)
+        _print_json(recorded)
     try:
-        written = _write(film, timeline, svg, png, width, dark=dark)
+        written = _write(recorded, timeline, svg, png, width, dark=dark)
     except OSError as error:
         raise UsageError(f"{error.filename} cannot be written: {error.strerror}") from error
     write_lines(map(str, written))
     if line and not files and not as_json:
-        _print(film, width)
+        _print(recorded, width)
     if broken:
         raise broken
 
@@ -76,13 +76,12 @@ def command(
 def _follow(
     run: Path, variant: str, model: str, speed: float, width: int, *, silent: bool, plain: bool
 ) -> tuple[Timeline, ScenarioFailed | None]:
-    """Show a run on the terminal unless ``silent``, and return its film and how it broke off."""
+    """Show a run on the terminal unless ``silent``; return its timeline and what ended it early."""
     from contextlib import nullcontext
 
     from rich.console import Console
 
     from pyllamakv.printable import printable
-    from pyllamakv.traces import playback as films
     from pyllamakv.traces import trace as traces
     from pyllamakv.view.screen import Screen
 
@@ -93,7 +92,7 @@ def _follow(
     if traces.is_trace(run) and not variant:
         head, lines = traces.read(run)
         title = playback.title(run, head.spec or head.variant)
-        film = films.timeline_of_trace(lines, title)
+        recorded = playback.timeline_of_trace(lines, title)
         unseen = playback.unseen(lines)
         if unseen:
             said = f"{unseen} decodes kept no cells: --variant {head.spec or 'SPEC'} shows them"
@@ -102,24 +101,24 @@ def _follow(
             )
         with screen(title) as shown:
             if shown:
-                for frame in film.frames:
+                for frame in recorded.frames:
                     shown.show(frame)
-        return film, None
+        return recorded, None
 
     with variant_selection.open_run(run, variant or "0.3.9+patched", model) as played:
-        film = frames.Timeline(playback.title(run, played.variant))
-        with screen(film.title) as shown:
+        recorded = frames.Timeline(playback.title(run, played.variant))
+        with screen(recorded.title) as shown:
 
             def show(frame: frames.Frame) -> None:
-                film.frames.append(frame)
+                recorded.frames.append(frame)
                 if shown:
                     shown.show(frame)
 
             try:
                 playback.play(played.lines, played.stage, show)
             except ScenarioFailed as error:
-                return film, error
-    return film, None
+                return recorded, error
+    return recorded, None
 
 
 def _check(timeline: Path | None, svg: Path | None, png: Path | None) -> None:
@@ -136,7 +135,7 @@ def _check(timeline: Path | None, svg: Path | None, png: Path | None) -> None:
 
 
 def _write(
-    film: Timeline,
+    recorded: Timeline,
     timeline: Path | None,
     svg: Path | None,
     png: Path | None,
@@ -144,12 +143,11 @@ def _write(
     *,
     dark: bool,
 ) -> list[Path]:
-    from pyllamakv.view import cell_drawing, drawing, raster
-    from pyllamakv.view import timeline as timelines
+    from pyllamakv.view import cell_drawing, drawing, raster, timeline_drawing
 
     written = []
     if timeline is not None:
-        made = timelines.paint(film)
+        made = timeline_drawing.paint(recorded)
         timeline.parent.mkdir(parents=True, exist_ok=True)
         if timeline.suffix == ".svg":
             timeline.write_text(drawing.svg(made) + "\n", encoding="utf-8")
@@ -160,7 +158,7 @@ def _write(
         if folder is None:
             continue
         folder.mkdir(parents=True, exist_ok=True)
-        for frame in film.changes():
+        for frame in recorded.changes():
             made = cell_drawing.paint(frame.picture, width)
             path = folder / f"{frame.number:04d}{suffix}"
             if suffix == ".svg":
@@ -171,15 +169,15 @@ def _write(
     return written
 
 
-def _print(film: Timeline, width: int) -> None:
+def _print(recorded: Timeline, width: int) -> None:
     from pyllamakv.view.screen import Screen
 
-    with Screen(film.title, width=width, live=False) as screen:
-        for frame in film.frames:
+    with Screen(recorded.title, width=width, live=False) as screen:
+        for frame in recorded.frames:
             screen.show(frame)
 
 
-def _print_json(film: Timeline) -> None:
+def _print_json(recorded: Timeline) -> None:
     raw = [
         {
             "line": frame.number,
@@ -190,6 +188,6 @@ def _print_json(film: Timeline) -> None:
             "holes": frame.picture.holes[0],
             **frame.picture.to_json(),
         }
-        for frame in film.changes()
+        for frame in recorded.changes()
     ]
     write_json(raw)

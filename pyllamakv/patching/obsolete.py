@@ -92,7 +92,7 @@ def obsolete(
 ) -> tuple[Obsolescence, ...]:
     """Collect the signs for patches (all of the series by default) on a release.
 
-    ``stock`` holds, by patch, how each of its cures ended on the stock release.
+    ``stock`` maps each patch to the outcomes of its fix scenarios on the stock release.
     """
     store = store or open_store()
     series = series_module.load() if series is None else series
@@ -114,10 +114,10 @@ def obsolete(
 
 
 def scenario_sign(stock: Mapping[str, str]) -> Sign:
-    """Judge by how a patch's cures ended on the stock release: scenario to "pass", "fail", ....
+    """Decide from the outcomes of a patch's fix scenarios on the stock release.
 
-    Stock that passes every cure needs no patch; one failure is enough against it. Scenarios that
-    could not be judged do not count.
+    If stock passes every fix scenario, no patch is needed. One failure shows that it is.
+    Scenarios without a result do not count.
     """
     judged = {name: how for name, how in stock.items() if how in ("pass", "fail")}
     failed = sorted(name for name, how in judged.items() if how == "fail")

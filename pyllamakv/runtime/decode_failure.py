@@ -68,8 +68,8 @@ def _cause(snapshot: Snapshot, n: int, counts: Counter[int], context: Context) -
             f"share tokens, or make the context with swa_full=True; {_outcome(context)}"
         )
     if context.info.contiguous_slots is not False and stats.holes > 1:
-        cure = "kv.defrag() and decode again" if context.info.defrag else "remove more tokens"
-        return "fragmented", (f"the KV cache is fragmented: {numbers}; {cure}; {_outcome(context)}")
+        hint = "kv.defrag() and decode again" if context.info.defrag else "remove more tokens"
+        return "fragmented", (f"the KV cache is fragmented: {numbers}; {hint}; {_outcome(context)}")
     return "other", f"no cells were found although there are enough: {numbers}"
 
 

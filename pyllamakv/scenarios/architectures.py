@@ -320,7 +320,7 @@ def _gemma2_keys(shape: Shape) -> dict[str, Any]:
 
 def _gemma2(shape: Shape, draw: WeightGenerator, layer: int) -> Tensors:
     # What a layer adds is as large as the weights of the norm that follows it. One sliding and one
-    # full layer speak, the others whisper: the noise of so many quantised layers would add up.
+    # full layer speak, the others whisper: the noise of so many quantized layers would add up.
     size = 4.0 if layer < 2 else 0.1
     after = {
         "post_attention_norm.weight": ones(shape.n_embd, size),

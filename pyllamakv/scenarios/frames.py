@@ -84,7 +84,7 @@ class Timeline:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Return the film as plain JSON values; a picture that did not change is left out."""
+        """Return the timeline as plain JSON values; a picture that did not change is left out."""
         frames = []
         last: tuple[int, ...] | None = None
         for frame in self.frames:
@@ -102,12 +102,12 @@ class Timeline:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Timeline:
-        """Return the film that `to_json` described."""
-        film, last = cls(str(raw["title"])), Picture("", ())
+        """Return the timeline that `to_json` described."""
+        timeline, last = cls(str(raw["title"])), Picture("", ())
         for each in raw["frames"]:
             if "picture" in each:
                 last = Picture.from_json(each["picture"])
-            film.frames.append(
+            timeline.frames.append(
                 Frame(
                     int(each["number"]),
                     str(each["op"]),
@@ -118,22 +118,22 @@ class Timeline:
                     int(each.get("moved", 0)),
                 )
             )
-        return film
+        return timeline
 
 
-#: A film keeps no more frames: it is there to be looked at.
+#: A timeline keeps no more frames: it is there to be looked at.
 LONGEST = 400
 
 
 class TimelinePlayer(Player):
-    """Keep the film of what is played; a build that shows no cells leaves it empty."""
+    """Keep the timeline of what is played; a build that shows no cells leaves it empty."""
 
-    film: Timeline
+    timeline: Timeline
     _before: CellSample | None
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.film = Timeline("")
+        self.timeline = Timeline("")
         self._before = None
 
     def defrag(self) -> RawDefrag:
@@ -156,7 +156,7 @@ class TimelinePlayer(Player):
         self._take(op, ", ".join(str(each) for each in arguments if each != -1))
 
     def _take(self, op: str, detail: str, failed: str = "") -> None:
-        if len(self.film) >= LONGEST:
+        if len(self.timeline) >= LONGEST:
             return
         now = cell_samples.sample_cells(self.native, self.context, self.info)
         if now is None:
@@ -164,17 +164,17 @@ class TimelinePlayer(Player):
         moves: tuple[tuple[int, int, int], ...] = ()
         if self._before is not None and op in MOVING:
             moves = tuple((a, b, n) for a, b, n in now.moved(self._before))
-        number = len(self.film) + 1
+        number = len(self.timeline) + 1
         moved = sum(length for *_, length in moves)
         picture = Picture.of(now.snapshot)
-        self.film.frames.append(Frame(number, op, detail, picture, failed, moves, moved))
+        self.timeline.frames.append(Frame(number, op, detail, picture, failed, moves, moved))
         self._before = now
 
 
-def films(players: Iterable[Player]) -> tuple[Timeline, ...]:
-    """Return what was filmed of players, of those that were."""
-    filmed = (each.film for each in players if isinstance(each, TimelinePlayer))
-    return tuple(film for film in filmed if len(film))
+def timelines(players: Iterable[Player]) -> tuple[Timeline, ...]:
+    """Return the timelines of the players that recorded frames."""
+    recorded = (each.timeline for each in players if isinstance(each, TimelinePlayer))
+    return tuple(timeline for timeline in recorded if len(timeline))
 
 
 def detail(arguments: Mapping[str, Any]) -> str:

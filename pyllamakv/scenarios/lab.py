@@ -44,10 +44,10 @@ class Lab:
         setting: Setting,
         *,
         tolerance: Tolerance | None = None,
-        film: bool = False,
+        timeline: bool = False,
         place: DevicePlacement | None = None,
     ) -> None:
-        self.player_type: type[Player] = TimelinePlayer if film else Player
+        self.player_type: type[Player] = TimelinePlayer if timeline else Player
         self.place = place or DevicePlacement()
         self.native = native
         self.model = model

@@ -18,7 +18,7 @@ from pyllamakv.errors import (
     WorkerTimeout,
 )
 
-Kind = Literal["cure", "guard", "feature"]
+Kind = Literal["fix", "guard", "feature"]
 Status = Literal["pass", "fail", "absent", "skip", "fault"]
 
 #: What a run can do worse than not keeping its claim.
@@ -59,7 +59,7 @@ def classify(error: Exception) -> Outcome:
         case WorkerDied():
             return Outcome("fail", "crash", text)
         case Unsupported() | PartialRemovalRefused():
-            # What a memory cannot do at all: to 0.3.6 for example shift quantised keys.
+            # What a memory cannot do at all: to 0.3.6 for example shift quantized keys.
             return Outcome("absent", "", text)
         case DecodeError() | NativeError():
             return Outcome("fail", "claim", f"{type(error).__name__}: {text}")

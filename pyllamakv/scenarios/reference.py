@@ -35,7 +35,7 @@ class Tolerance:
     """Bound the difference of two logits that a correct cache may show.
 
     Correct defragmentations differ by up to 6e-3; with flash attention and an f16 V by up to 5e-2,
-    because its f16 accumulators see the cells in another order; in a quantised cache by up to 3e-2,
+    because its f16 accumulators see the cells in another order; in a quantized cache by up to 3e-2,
     where the last bit of one layer turns into another step of the next layer's keys. A damaged
     cache shows 0.3 to 11.
     """

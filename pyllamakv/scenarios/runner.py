@@ -32,7 +32,7 @@ from pyllamakv.errors import (
 from pyllamakv.scenarios import synthetic_models
 from pyllamakv.scenarios.cell_picture import Picture
 from pyllamakv.scenarios.device_placement import DevicePlacement
-from pyllamakv.scenarios.frames import Timeline, films
+from pyllamakv.scenarios.frames import Timeline, timelines
 from pyllamakv.scenarios.lab import Lab
 from pyllamakv.scenarios.outcome import Outcome, classify
 from pyllamakv.scenarios.reference import distance
@@ -68,7 +68,7 @@ class Run:
     difference: float = 0.0
     notes: dict[str, Any] = field(default_factory=dict)
     pictures: tuple[Picture, ...] = ()
-    films: tuple[Timeline, ...] = ()
+    timelines: tuple[Timeline, ...] = ()
 
 
 class Workers:
@@ -242,9 +242,9 @@ class ScenarioRunner:
                     (key, scenario.model, setting),
                     lambda: Lab(native, model, setting, place=self._place),
                 )
-            # One film of a scenario is enough to look at.
-            film = scenario.record_frames and setting == scenario.settings[0]
-            lab = Lab(native, model, setting, film=film, place=self._place)
+            # One timeline of a scenario is enough to look at.
+            timeline = scenario.record_frames and setting == scenario.settings[0]
+            lab = Lab(native, model, setting, timeline=timeline, place=self._place)
             scenario.run(lab)
             outcome = Outcome("pass")
         except Exception as error:
@@ -263,7 +263,7 @@ class ScenarioRunner:
             lab.difference if lab else 0.0,
             lab.notes if lab else {},
             tuple(lab.pictures) if lab else (),
-            films(lab.players) if lab else (),
+            timelines(lab.players) if lab else (),
         )
 
 

@@ -38,8 +38,8 @@ class Setting:
         return " ".join(words)
 
 
-#: Every layout of the cache: V by columns (no flash attention) or rows, whole or quantised rows.
-#: Without flash attention llama.cpp has no quantised V.
+#: Every layout of the cache: V by columns (no flash attention) or rows, whole or quantized rows.
+#: Without flash attention llama.cpp has no quantized V.
 CACHES = (
     Setting(False, "f16", "f16"),
     Setting(False, "q8_0", "f16"),
@@ -83,10 +83,10 @@ FEW_LAYERS = 8
 class Scenario:
     """Hold a workload and its claim.
 
-    A *cure* fails on stock and passes on patched; a *guard* must hold on patched; a *feature*
-    shows a capability that stock lacks. ``issue`` is the public issue it stands for.
-    ``model`` is a name of `synthetic.SHAPES`. ``film`` keeps the cells after every operation of its
-    first run, for a timeline in the report. ``source`` is filled in by `discover`.
+    A *fix* scenario must fail on stock and pass on patched, a *guard* must pass on patched, and a
+    *feature* is absent on stock. ``issue`` is the public issue that reports the failure.
+    ``model`` is a name in `synthetic_models.SHAPES`. ``record_frames`` keeps the cells after every
+    operation of the first run, for the report. `discover` fills in ``source``.
     """
 
     id: str

@@ -65,7 +65,7 @@ WIDE = "-wide"
 def with_wide_rows(shape: Shape) -> Shape:
     """Return the twin of a shape that devices compute rightly, with rows of 256 values.
 
-    Kernels for flash attention know heads of 64 values. Vulkan writes a row of quantised blocks to
+    Kernels for flash attention know heads of 64 values. Vulkan writes a row of quantized blocks to
     a wrong place unless it begins at a multiple of what the device aligns buffers to, 4 to 16 bytes
     as a rule: 256 values are 272 bytes in q8_0, 144 in q4_0.
     """

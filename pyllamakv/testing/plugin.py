@@ -61,11 +61,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "kv_build" not in metafunc.fixturenames:
         return
     found = _subjects(metafunc.config)
-    cure = metafunc.definition.get_closest_marker("kv_fix") is not None
-    expected = pytest.mark.xfail(reason="a cure: stock fails it", strict=True)
+    fix = metafunc.definition.get_closest_marker("kv_fix") is not None
+    expected = pytest.mark.xfail(reason="a fix: stock fails this test", strict=True)
     metafunc.parametrize(
         "kv_build",
-        [pytest.param(one, marks=[expected] if cure and one.stock else []) for one in found],
+        [pytest.param(one, marks=[expected] if fix and one.stock else []) for one in found],
         ids=[one.name for one in found],
         scope="session",
         indirect=True,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def timeline_of_trace(lines: Iterable[Line], title: str = "") -> Timeline:
-    """Return the film of a recorded trace.
+    """Return the timeline of a recorded trace.
 
     Raises ScriptError where its pictures have more cells together than memory is lent for.
     """
@@ -113,7 +113,7 @@ def title(path: Path, variant: str) -> str:
 
 
 def play_timeline(path: Path, variant: str, model: str = "") -> Timeline:
-    """Return the film of a script or a trace on a build, whatever its operations come to."""
+    """Return the timeline of a script or a trace on a build, whatever its operations come to."""
     with variant_selection.open_run(path, variant, model) as run:
         run.stage.play_leniently()
         made = Timeline(title(path, run.variant))

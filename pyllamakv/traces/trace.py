@@ -198,7 +198,7 @@ class Head:
     environment: dict[str, str] = field(default_factory=dict)
     start: str = "empty"
     expect: str = "ok"
-    kind: str = "cure"
+    kind: str = "fix"
     claim: str = ""
     issue: str = ""
     complete: bool = True
@@ -387,7 +387,9 @@ def _head(path: Path, text: str) -> Head:
     if not texts:
         msg = f"{path}: the head's {', '.join(_TEXTS)} and environment must be texts"
         raise ScriptError(msg, 1)
-    for name, known in (("expect", EXPECTS), ("kind", ("cure", "guard", "feature"))):
+    if words.get("kind") == "cure":
+        words["kind"] = "fix"  # the name of this kind in traces of version 0.1 and earlier
+    for name, known in (("expect", EXPECTS), ("kind", ("fix", "guard", "feature"))):
         if words.get(name, known[0]) not in known:
             msg = f"{path}: {name} must be one of {', '.join(known)}, found {words[name]!r}"
             raise ScriptError(msg, 1)

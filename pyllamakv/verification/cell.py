@@ -189,11 +189,11 @@ class CellResult:
     failing: tuple[FailedRun, ...] = ()
     drift: tuple[dict[str, Any], ...] = ()
     pictures: tuple[dict[str, Any], ...] = ()
-    films: tuple[dict[str, Any], ...] = ()
+    timelines: tuple[dict[str, Any], ...] = ()
     seconds: float = 0.0
     machine: str = ""
-    #: When it was judged, ISO 8601 in UTC; `date` is the release's.
-    judged: str = ""
+    #: When the cell was verified, ISO 8601 in UTC; `date` is the release's.
+    verified: str = ""
     #: A verdict on inputs that have changed since.
     stale: bool = False
 
@@ -226,7 +226,11 @@ class CellResult:
             facts["failing"] = tuple(FailedRun(**run) for run in raw["failing"])
             for key in ("patches", "drift", "pictures"):
                 facts[key] = tuple(raw[key])
-            facts["films"] = tuple(raw.get("films", ()))
+            # Results of version 0.1 and earlier have the older names.
+            for old, new in (("films", "timelines"), ("judged", "verified")):
+                if old in facts:
+                    facts[new] = facts.pop(old)
+            facts["timelines"] = tuple(facts.get("timelines", ()))
             facts["verdict"] = str(Verdict(raw["verdict"]))
             return cls(**facts)
         except (KeyError, TypeError) as error:
@@ -258,7 +262,7 @@ def verify_cell(
     taken = {
         "seconds": round(time.monotonic() - started, 1),
         "machine": os.uname().machine,
-        "judged": datetime.now(UTC).isoformat(timespec="seconds"),
+        "verified": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     return CellResult(**{**vars(result), **known, **taken})
 
@@ -304,9 +308,9 @@ def _result(spec: CellSpec, answer: CheckResult, drifted: tuple[dict[str, Any], 
         pictures=tuple(
             {"side": side, **picture.to_json()} for side, picture in check_report.pictures(answer)
         ),
-        films=tuple(
-            {"scenario": name, "side": side, **film.to_json()}
-            for name, side, film in check_report.films(answer)
+        timelines=tuple(
+            {"scenario": name, "side": side, **timeline.to_json()}
+            for name, side, timeline in check_report.timelines(answer)
         ),
     )
 

@@ -74,9 +74,9 @@ class CheckResult:
     def to_json(self, *, pictures: bool = True) -> dict[str, Any]:
         """Return the answer as plain JSON values (docs/verification.md explains the verdicts).
 
-        Pictures and films of the cells are most of it, and are left out without ``pictures``.
+        Pictures and timelines of the cells are most of it, and are left out without ``pictures``.
         """
-        drawn = ("pictures", "films")
+        drawn = ("pictures", "timelines")
         found = self.decision
         return {
             "schema": 1,
@@ -175,7 +175,7 @@ def check(question: CheckRequest, *, progress: Progress | None = None) -> CheckR
         raise HarnessError(msg)
     pairs = pair_up(chosen, runs)
     if own is not None:
-        # What another patch is there to cure says nothing about this one, unless it harms.
+        # A fix scenario of another patch counts only if this patch breaks it.
         pairs = [p for p in pairs if p.scenario in own or is_harmful(p) or not _fails(p)]
     judgement = decide(pairs, conflict=made.conflict, build_error=made.build_error)
     ids = {side: built.id for side, built in sides.items()}
@@ -238,12 +238,12 @@ def _named(path: Path) -> set[str]:
 
 
 def _narrowed(chosen: list[Scenario], own: set[str]) -> list[Scenario]:
-    """Return the scenarios that prove some patches, as cures of theirs, and all guards.
+    """Return the fix scenarios of some patches, and all guards.
 
     A guard or a feature of the whole series is the very thing that one patch is there to bring.
     """
     return [
-        replace(each, kind="cure") if each.id in own else each
+        replace(each, kind="fix") if each.id in own else each
         for each in chosen
         if each.id in own or each.kind == "guard"
     ]

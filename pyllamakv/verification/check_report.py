@@ -21,8 +21,8 @@ _LONGEST = 300
 
 
 def word(verdict: Verdict, kind: str) -> str:
-    """Return a scenario's verdict as people read it: only a cure can be redundant."""
-    if verdict is Verdict.REDUNDANT and kind != "cure":
+    """Return a scenario's verdict for display: only a fix scenario can be redundant."""
+    if verdict is Verdict.REDUNDANT and kind != "fix":
         return "holds" if kind == "guard" else "works"
     return str(verdict)
 
@@ -92,18 +92,18 @@ def pictures(answer: CheckResult) -> Iterator[tuple[str, cell_picture.Picture]]:
                 break
 
 
-def films(answer: CheckResult) -> Iterator[tuple[str, str, Timeline]]:
-    """Yield scenario, side and film of every scenario that was filmed, stock before patched."""
-    filmed = {
-        (run.scenario, side): run.films[0]
+def timelines(answer: CheckResult) -> Iterator[tuple[str, str, Timeline]]:
+    """Yield scenario, side and timeline of each scenario with recorded frames, stock first."""
+    recorded = {
+        (run.scenario, side): run.timelines[0]
         for side, runs in answer.runs.items()
         for run in reversed(runs)
-        if run.films
+        if run.timelines
     }
-    for name in dict.fromkeys(name for name, _ in filmed):
+    for name in dict.fromkeys(name for name, _ in recorded):
         for side in ("stock", "patched"):
-            if (name, side) in filmed:
-                yield name, side, filmed[name, side]
+            if (name, side) in recorded:
+                yield name, side, recorded[name, side]
 
 
 def _case(suite: Any, name: str, run: Run) -> ET.Element:

@@ -73,9 +73,9 @@ def connect(address: str) -> Iterator[Cluster]:
     try:
         from distributed import Client
     except ImportError as error:
-        cure = "pip install 'pyllamakv[cluster]'"
-        msg = f"--scheduler needs the package distributed; run: {cure}"
-        raise ToolMissing(msg, tool="distributed", hint=cure) from error
+        hint = "pip install 'pyllamakv[cluster]'"
+        msg = f"--scheduler needs the package distributed; run: {hint}"
+        raise ToolMissing(msg, tool="distributed", hint=hint) from error
     try:
         client = Client(address, timeout=_PATIENCE)
     except (OSError, ValueError) as error:

@@ -80,7 +80,7 @@ def markdown(results: Iterable[CellResult]) -> str:
         cells.append(_fixed(result))
         if devices:
             ran = [row for row in result.scenarios if row.verdict != Verdict.UNTESTABLE]
-            cells += [f"{len(ran)} of {len(result.scenarios)}", result.judged[:10]]
+            cells += [f"{len(ran)} of {len(result.scenarios)}", result.verified[:10]]
         rows.append(f"| {' | '.join(_cell(text) for text in cells)} |")
     return "\n".join(rows) + "\n"
 

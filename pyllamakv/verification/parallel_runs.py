@@ -209,16 +209,16 @@ def to_json(run: Run) -> dict[str, Any]:
     """Return a result as plain JSON values."""
     raw = asdict(run)
     raw["pictures"] = [picture.to_json() for picture in run.pictures]
-    raw["films"] = [film.to_json() for film in run.films]
+    raw["timelines"] = [timeline.to_json() for timeline in run.timelines]
     return raw
 
 
 def from_json(raw: dict[str, Any]) -> Run:
     """Return the result that `to_json` described."""
     pictures = tuple(Picture.from_json(each) for each in raw["pictures"])
-    films = tuple(Timeline.from_json(each) for each in raw["films"])
+    timelines = tuple(Timeline.from_json(each) for each in raw["timelines"])
     outcome = Outcome(**raw["outcome"])
-    return Run(**{**raw, "outcome": outcome, "pictures": pictures, "films": films})
+    return Run(**{**raw, "outcome": outcome, "pictures": pictures, "timelines": timelines})
 
 
 def _file(key: str) -> Path:

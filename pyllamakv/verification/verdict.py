@@ -132,19 +132,19 @@ def decide(
 def decide_scenario(pairs: Sequence[Pair]) -> Verdict:
     """Return the verdict of one scenario over its settings, all of them run on both sides."""
     if all(pair.patched is None for pair in pairs):
-        cures = [pair for pair in pairs if pair.kind == "cure" and _countable(pair.stock)]
-        if not cures:
+        fixes = [pair for pair in pairs if pair.kind == "fix" and _countable(pair.stock)]
+        if not fixes:
             return Verdict.UNTESTABLE
-        return Verdict.BROKEN_APPLY if any(map(_stock_fails, cures)) else Verdict.NATIVE
+        return Verdict.BROKEN_APPLY if any(map(_stock_fails, fixes)) else Verdict.NATIVE
     ran = [pair for pair in pairs if pair.patched is not None and _countable(pair.patched)]
     if not ran:
         return Verdict.UNTESTABLE
     if any(is_harmful(pair) for pair in ran):
         return Verdict.HARMFUL
     if any(pair.broken for pair in ran):
-        # A guard must hold on patched; failing it just as stock does is no harm, and no cure.
+        # A guard must hold on patched; failing it just as stock does is no harm, and no fix.
         return Verdict.INEFFECTIVE
-    if any(pair.kind == "cure" and _stock_fails(pair) for pair in ran):
+    if any(pair.kind == "fix" and _stock_fails(pair) for pair in ran):
         return Verdict.NEEDED
     return Verdict.REDUNDANT
 
@@ -176,7 +176,7 @@ def _reason(
     runs, stock_failed, patched_failed = counts
     inside = [pair for pair in pairs if scenarios[pair.scenario] is verdict]
     # What the patch is there for tells more than what it had to leave alone.
-    inside.sort(key=lambda pair: pair.kind != "cure")
+    inside.sort(key=lambda pair: pair.kind != "fix")
     named = list(dict.fromkeys(pair.scenario for pair in inside))
     match verdict:
         case Verdict.UNTESTABLE:
@@ -185,8 +185,8 @@ def _reason(
             failing = dict.fromkeys(pair.scenario for pair in inside if _stock_fails(pair))
             return f"stock fails {', '.join(failing)}; {conflict or 'no text applies'}"
         case Verdict.NATIVE:
-            cures = sum(pair.kind == "cure" for pair in inside)
-            return f"stock passes all {cures} runs of the cures by itself; {conflict or 'no text'}"
+            fixes = sum(pair.kind == "fix" for pair in inside)
+            return f"stock passes all {fixes} runs of the fix scenarios; {conflict or 'no text'}"
         case Verdict.HARMFUL | Verdict.INEFFECTIVE:
             broken = next(
                 pair
@@ -206,7 +206,7 @@ def _reason(
         case Verdict.NEEDED:
             return f"stock fails {stock_failed} of {runs} runs, patched passes all"
         case _:
-            return f"stock passes every cure, patched passes all {runs} runs"
+            return f"stock passes every fix scenario, patched passes all {runs} runs"
 
 
 def _says(pair: Pair) -> str:
@@ -230,4 +230,4 @@ def _absent_on_both(pair: Pair) -> bool:
 
 def _stock_fails(pair: Pair) -> bool:
     """Tell whether stock does not do what the scenario claims."""
-    return pair.stock.failed or (pair.kind == "cure" and pair.stock.status == "absent")
+    return pair.stock.failed or (pair.kind == "fix" and pair.stock.status == "absent")

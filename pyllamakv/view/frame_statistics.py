@@ -101,9 +101,9 @@ class PictureStats:
 LABELS = ("op", "failure")
 
 
-def timeline_metrics(film: Timeline) -> tuple[Metric, ...]:
+def timeline_metrics(timeline: Timeline) -> tuple[Metric, ...]:
     """Return what was done in a run: operations, failures and cells that moved."""
-    deeds = film.operations()
+    deeds = timeline.operations()
     operations = Counter(frame.op for frame in deeds)
     failures = Counter((frame.op, frame.failed) for frame in deeds if frame.failed)
     found = [
@@ -132,9 +132,9 @@ def timeline_metrics(film: Timeline) -> tuple[Metric, ...]:
     return tuple(metric for metric in found if metric.samples)
 
 
-def to_json(film: Timeline) -> dict[str, Any]:
+def to_json(timeline: Timeline) -> dict[str, Any]:
     """Return the same as plain JSON values."""
-    deeds = film.operations()
+    deeds = timeline.operations()
     failures = Counter(f"{frame.op}: {frame.failed}" for frame in deeds if frame.failed)
     return {
         "operations": dict(sorted(Counter(frame.op for frame in deeds).items())),
@@ -143,9 +143,9 @@ def to_json(film: Timeline) -> dict[str, Any]:
     }
 
 
-def rows(film: Timeline) -> list[tuple[str, str]]:
+def rows(timeline: Timeline) -> list[tuple[str, str]]:
     """Return the same for people, as lines of `metrics.text`."""
-    raw = to_json(film)
+    raw = to_json(timeline)
     return [
         ("operations", ", ".join(f"{n} {op}" for op, n in raw["operations"].items()) or "none"),
         ("failures", ", ".join(f"{n} {what}" for what, n in raw["failures"].items()) or "none"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pyllamakv.scenarios import cell_picture
 from pyllamakv.scenarios.frames import Timeline
 from pyllamakv.verification.verdict import GOOD, Verdict
-from pyllamakv.view import cell_drawing, drawing, timeline
+from pyllamakv.view import cell_drawing, drawing, timeline_drawing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -26,11 +26,11 @@ _COLUMNS = 32
 #: Meanings of the verdicts, in the order in which people read them.
 WORDS = {
     Verdict.NEEDED: "stock fails, patched passes",
-    Verdict.REDUNDANT: "the patch applies, stock passes every cure",
-    Verdict.NATIVE: "no text applies, stock passes every cure",
+    Verdict.REDUNDANT: "the patch applies, stock passes every fix scenario",
+    Verdict.NATIVE: "no port applies, stock passes every fix scenario",
     Verdict.INEFFECTIVE: "patched still fails what stock fails",
     Verdict.HARMFUL: "patched fails in a way that stock does not",
-    Verdict.BROKEN_APPLY: "no text applies, and stock fails: a port is due",
+    Verdict.BROKEN_APPLY: "no port applies, and stock fails: a port is due",
     Verdict.BROKEN_BUILD: "the patched tree does not build",
     Verdict.UNTESTABLE: "cannot be judged here",
 }
@@ -45,7 +45,7 @@ class CellSection:
     anchor: str
     failing: tuple[tuple[FailedRun, list[str]], ...]
     maps: tuple[tuple[str, str], ...]
-    films: tuple[tuple[str, str], ...]
+    timelines: tuple[tuple[str, str], ...]
     drift: tuple[dict[str, Any], ...]
 
     @property
@@ -89,8 +89,8 @@ def css_class(verdict: str) -> str:
 
 def _part(number: int, result: CellResult, compared: Comparison) -> CellSection:
     anchor = f"cell-{number}"
-    maps, films, drift = tuple(_maps(result)), tuple(_films(result)), tuple(_drift(result))
-    return CellSection(result, compared, anchor, tuple(_failing(result)), maps, films, drift)
+    maps, timelines, drift = tuple(_maps(result)), tuple(_timelines(result)), tuple(_drift(result))
+    return CellSection(result, compared, anchor, tuple(_failing(result)), maps, timelines, drift)
 
 
 def _failing(result: CellResult) -> Iterable[tuple[FailedRun, list[str]]]:
@@ -113,14 +113,14 @@ def _maps(result: CellResult) -> Iterable[tuple[str, str]]:
         yield named.caption() + more, drawing.svg(made, inside=True)
 
 
-def _films(result: CellResult) -> Iterable[tuple[str, str]]:
-    """Yield caption and timeline of each film."""
-    for raw in result.films:
-        film = Timeline.from_json(raw)
-        if film.cells:
-            made = timeline.paint(film, f"{raw['scenario']}, {raw['side']}")
-            failed = next((frame for frame in film.frames if frame.failed), None)
-            moved = sum(frame.moved for frame in film.frames)
+def _timelines(result: CellResult) -> Iterable[tuple[str, str]]:
+    """Yield caption and timeline of each timeline."""
+    for raw in result.timelines:
+        timeline = Timeline.from_json(raw)
+        if timeline.cells:
+            made = timeline_drawing.paint(timeline, f"{raw['scenario']}, {raw['side']}")
+            failed = next((frame for frame in timeline.frames if frame.failed), None)
+            moved = sum(frame.moved for frame in timeline.frames)
             told = f"{raw['side']}: {f'{moved} cells moved' if moved else 'nothing moved'}"
             if failed:
                 told += f", and operation {failed.number} ended with {failed.failed}"

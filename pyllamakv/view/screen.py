@@ -1,4 +1,4 @@
-"""Show a film in the terminal, frame by frame as it comes: cells, what moves, numbers.
+"""Show a timeline in the terminal, frame by frame as it comes: cells, what moves, numbers.
 
 Where the output is no terminal, each frame that changed something is printed once instead.
 """

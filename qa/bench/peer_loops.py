@@ -54,7 +54,7 @@ def peer(variant: Variant, model: Path, work: Workload, api: str) -> Iterator[Ru
             try:
                 version = _ask(child, work_said, errors, described.package)["version"]
                 if f"llama-cpp-python=={version}" != described.package:
-                    msg = f"{python} has llama-cpp-python {version}: {_cure(described.package)}"
+                    msg = f"{python} has llama-cpp-python {version}: {_fix(described.package)}"
                     raise Untestable(msg)
 
                 def run() -> Round:
@@ -89,13 +89,13 @@ def _ask(
     lines = errors.read().strip().splitlines()
     last = lines[-1] if lines else f"it ended with {child.returncode}"
     if "No module named" in last:
-        msg = f"llama-cpp-python is not there ({last}): {_cure(package)}"
+        msg = f"llama-cpp-python is not there ({last}): {_fix(package)}"
     else:
         msg = f"llama-cpp-python failed: {last}"
     raise Untestable(msg)
 
 
-def _cure(package: str) -> str:
+def _fix(package: str) -> str:
     return (
         f"`pyllamakv dropin setup {package.rpartition('==')[2]}` installs {package} and compiles "
         f"nothing; {VARIABLE} may name another Python that has it"

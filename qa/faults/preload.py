@@ -25,11 +25,11 @@ def compiled(folder: Path) -> Path:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
-        cure = "install a C compiler, or name one in CC"
-        raise ToolMissing(f"{compiler} cannot be started: {error}; {cure}", "cc", cure) from error
+        hint = "install a C compiler, or name one in CC"
+        raise ToolMissing(f"{compiler} cannot be started: {error}; {hint}", "cc", hint) from error
     if done.returncode:
-        cure = "use a compiler for this machine, with glibc's headers"
-        raise ToolMissing(f"{source.name} does not compile: {done.stderr}; {cure}", "cc", cure)
+        hint = "use a compiler for this machine, with glibc's headers"
+        raise ToolMissing(f"{source.name} does not compile: {done.stderr}; {hint}", "cc", hint)
     return library
 
 

@@ -106,7 +106,7 @@ def rows(_folder: Path) -> Target:
 
     seeds = tuple(_state(layout, magic) for layout in state_parser.LAYOUTS for magic in (0, 1))
     return Target(run, (*seeds, _state(state_parser.LAYOUTS[0], 0, more=True)),
-                  (_HERE + "runtime.staterows",))  # fmt: skip
+                  (_HERE + "runtime.state_parser",))  # fmt: skip
 
 
 def _state(layout: state_parser.Layout, magic: int, *, more: bool = False) -> bytes:

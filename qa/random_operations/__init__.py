@@ -50,7 +50,7 @@ SEARCH = 120.0
 #: The ways back (`Manifest.probes`) that are llama.cpp's own, patched or not. With the others it is
 #: the shim that undoes a broken-off decode: from 0.3.10 on its finished micro-batches stay.
 ROLLING_BACK = ("guard", "patched")
-#: Releases whose RPC server ends over a quantised cache, stock as well, where that is not built.
+#: Releases whose RPC server ends over a quantized cache, stock as well, where that is not built.
 FAILING_DEVICES = ("0.3.5",)
 #: What a first batch is, for a device that may not even do that.
 FIRST = (operation_cases.Operation("prefill", 1),)

@@ -66,7 +66,7 @@ class RopeShiftCheck:
         self.waits = False
         held, self._held = self._held, {}
         # What turned the keys may have been a decode that failed, which the reference leaves out,
-        # and quantised keys are rounded at each turn: turned as often they lead to logits that
+        # and quantized keys are rounded at each turn: turned as often they lead to logits that
         # differ by 0.03 at most, and by up to 1.2 otherwise (measured, of 100 operations each).
         self.subject.steps.append(Step("update", ()))
         there = {id(cell) for cell in self.subject.ledger.cells}

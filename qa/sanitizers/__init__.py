@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 LONG = 900.0
 #: What a sized run plays first: where memory is mapped, taken back and restored.
 FIRST = (
-    "mmap-story",
+    "mmap-environment",
     "fail-between-ubatches",
     "restore-fragmented",
     "mmap-trim",
@@ -34,7 +34,7 @@ FIRST = (
     "retry-between-ubatches",
     "restore-after-shift",
     "mmap-clear",
-    "quantised-defrag",
+    "quantized-defrag",
     "fork-then-defrag",
     "shift-then-defrag",
 )

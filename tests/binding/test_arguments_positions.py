@@ -40,12 +40,12 @@ def options(**more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.native
-@pytest.mark.defect(
+@pytest.mark.regression(
     "decodes and shifts took positions from 2^30 on, where sums of two positions overflow",
     by="fuzzing",
     of="shim",
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "`plk_seq_div` looked at every position up to the last where shifts divide: a billion of "
     "them took hours",
     by="fuzzing",
@@ -96,7 +96,7 @@ def test_states_are_divided(release: str, name: str) -> None:
 
 
 @pytest.mark.native
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a state with a position of 2^31 - 1 was refused and stayed in the cache, as llama.cpp "
     "removes no such cell",
     by="fuzzing",

@@ -127,7 +127,7 @@ def test_missing_function(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "cure"),
+    ("text", "hint"),
     [
         ("libcuda.so.1: cannot open shared object file", "no NVIDIA driver"),
         ("libcublas.so.12: cannot open shared object file", "CUDA toolkit"),
@@ -136,9 +136,9 @@ def test_missing_function(tmp_path: Path) -> None:
     ],
 )
 def test_what_the_loader_misses(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, cure: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, hint: str
 ) -> None:
-    """A dependency that is not there is named by its cure."""
+    """A dependency that is not there is named by its hint."""
     target = tmp_path / "libplk.so"
     target.write_bytes(b"x")
 
@@ -153,7 +153,7 @@ def test_what_the_loader_misses(
             raise OSError(f"cannot load library '{name}': {text}")
 
     monkeypatch.setattr(loading, "ffi", Loader())
-    with pytest.raises(LoadError, match=cure):
+    with pytest.raises(LoadError, match=hint):
         loading.load(target)
 
 
@@ -223,7 +223,7 @@ def test_a_device_that_is_not_there(tmp_path: Path, backend: str) -> None:
 
 
 def test_a_driver_that_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the CUDA runtime says of it becomes the cure, with the toolkit's version."""
+    """What the CUDA runtime says of it becomes the hint, with the toolkit's version."""
     said = "ggml_cuda_init: CUDA driver version is insufficient for CUDA runtime version"
     monkeypatch.setenv("FAKE_PLK_LOG", said)
     folder = variant(tmp_path / "v", backend="cuda", options={"PLK_CUDA_VERSION": "13.0.88"})

@@ -55,7 +55,7 @@ def test_metal_is_for_macos(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_vulkan_names_what_lacks(tmp_path: Path) -> None:
-    """The shader compiler's absence is named with its cure; a complete SDK is accepted."""
+    """The shader compiler's absence is named with its hint; a complete SDK is accepted."""
     env = {"PATH": str(tmp_path / "bin"), "VULKAN_SDK": str(tmp_path / "sdk")}
     with pytest.raises(ToolMissing, match=r"glslc.*apt-get install libvulkan-dev"):
         backend.choose("vulkan", environ=env)

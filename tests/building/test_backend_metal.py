@@ -63,5 +63,5 @@ def test_metal_is_configured(spec: str, tmp_path: Path, monkeypatch: pytest.Monk
     for name in kernels:
         text = (job.folder / name).with_suffix(".metal").read_text("utf-8")
         assert "kernel void" in text, name
-        # In its place are the types of quantised rows, which no user's Mac would find.
+        # In its place are the types of quantized rows, which no user's Mac would find.
         assert "__embed_ggml-common.h__" not in text, name

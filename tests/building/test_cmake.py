@@ -114,7 +114,7 @@ def test_names_with_error_in_them_are_no_errors() -> None:
 
 
 def test_full_disk(job: cmake.BuildSession) -> None:
-    """A compiler that finds no room is a DiskFull with a cure, not a compile error."""
+    """A compiler that finds no room is a DiskFull with a hint, not a compile error."""
     body = "echo 'fatal error: error writing to a.s: No space left on device'; exit 1"
     with pytest.raises(DiskFull, match="PYLLAMAKV_HOME"):
         cmake.run(job, shell(body), "compiling")

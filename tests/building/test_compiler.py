@@ -1,4 +1,4 @@
-"""The compiler is found, asked once, and missed with a cure."""
+"""The compiler is found, asked once, and missed with a hint."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_pairs_stay_together(tmp_path: Path) -> None:
     assert (found.c, found.cxx) == (str(tmp_path / "clang"), str(tmp_path / "clang++"))
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a compiler that lacked memory passed for one without flags for this processor, and that was "
     "kept",
     by="faults",

@@ -1,4 +1,4 @@
-"""The doctor names what is there, what lacks, and the cure; necessary and optional apart."""
+"""The doctor names what is there, what lacks, and the hint; necessary and optional apart."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def by_name(findings: list[ProbeResult]) -> dict[str, ProbeResult]:
 
 
 def test_bare_machine(bare: Path) -> None:
-    """Without any program the necessary ones are missing, the others optional, all with a cure."""
+    """Without any program the necessary ones are missing, the others optional, all with a hint."""
     found = by_name(doctor.examine())
     assert found["compiler"].state == found["git"].state == "missing"
-    assert "g++" in found["compiler"].cure
+    assert "g++" in found["compiler"].hint
     for name in ("make", "npm", "ccache"):
         assert found[name].state == "optional"
-        assert found[name].cure
+        assert found[name].hint
     assert found["python"].state == found["cmake"].state == found["ninja"].state == "ok"
     assert not doctor.healthy(list(found.values()))
 
@@ -61,9 +61,9 @@ def test_furnished_machine(bare: Path) -> None:
         assert found[name].state == "ok", name
 
 
-def test_every_shortage_has_a_cure(bare: Path) -> None:
+def test_every_shortage_has_a_hint(bare: Path) -> None:
     """Nothing is reported as lacking without a word on what to do."""
-    assert all(f.cure for f in doctor.examine() if f.state != "ok" and f.name != "platform")
+    assert all(f.hint for f in doctor.examine() if f.state != "ok" and f.name != "platform")
 
 
 def test_little_room(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_little_room(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.build, "available_memory", lambda: 1 << 20)
     found = by_name(doctor.examine())
     assert found["disk"].state == "missing"
-    assert "PYLLAMAKV_HOME" in found["disk"].cure
+    assert "PYLLAMAKV_HOME" in found["disk"].hint
     assert found["memory"].state == "optional"
 
 
@@ -89,7 +89,7 @@ def test_missing_wheel(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cmake, "binary", absent)
     found = by_name(doctor.examine())
     assert found["cmake"].state == "missing"
-    assert "pip install" in found["cmake"].cure
+    assert "pip install" in found["cmake"].hint
 
 
 def test_command(bare: Path) -> None:

@@ -20,32 +20,32 @@ def test_rpc_and_the_processor_are_always_there() -> None:
 def test_metal_is_for_macs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere it is not there; there it says that nobody ran it."""
     monkeypatch.setattr(sys, "platform", "linux")
-    assert "on a Mac" in doctor.metal().cure
+    assert "on a Mac" in doctor.metal().hint
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(doctor.shutil, "which", lambda _name: None)
-    assert doctor.metal().cure == "xcode-select --install"
+    assert doctor.metal().hint == "xcode-select --install"
     monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
-    assert "never run" in doctor.metal().cure
+    assert "never run" in doctor.metal().hint
 
 
 def test_vulkan_needs_headers_loader_and_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of them has a cure of its own, and devices are named."""
+    """Each of them has a hint of its own, and devices are named."""
     monkeypatch.setattr(doctor, "_DRIVERS", (str(tmp_path),))
     env = {"PATH": str(tmp_path)}
     monkeypatch.setattr(backend, "vulkan_missing", lambda _env, **_more: "glslc")
-    assert "libvulkan-dev" in doctor.vulkan(env).cure
+    assert "libvulkan-dev" in doctor.vulkan(env).hint
     lacks = {False: "", True: ""}
     monkeypatch.setattr(backend, "vulkan_missing", lambda _env, spirv=False: lacks[spirv])
     monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda _name: None)
-    assert "libvulkan1" in doctor.vulkan(env).cure
+    assert "libvulkan1" in doctor.vulkan(env).hint
     monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda name: f"lib{name}.so.1")
     monkeypatch.setattr(sys, "platform", "linux")
-    assert "mesa-vulkan-drivers" in doctor.vulkan(env).cure
+    assert "mesa-vulkan-drivers" in doctor.vulkan(env).hint
     (tmp_path / "lvp_icd.json").touch()
     assert doctor.vulkan(env).state == "ok"
     script(tmp_path / "vulkaninfo", "printf '\\tdeviceName = llvmpipe (LLVM)\\n'\n")
     assert doctor.vulkan(env).found.endswith("llvmpipe (LLVM)")
     lacks[True] = "SPIRV-Headers"
-    assert "spirv-headers" in doctor.vulkan(env).cure
+    assert "spirv-headers" in doctor.vulkan(env).hint

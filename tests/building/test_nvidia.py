@@ -35,7 +35,7 @@ def test_a_driver_is_read(tmp_path: Path) -> None:
 
 
 def test_a_driver_that_is_too_old(tmp_path: Path) -> None:
-    """Another major version of CUDA is refused with both cures, a minor one is not."""
+    """Another major version of CUDA is refused with both hints, a minor one is not."""
     made = toolkit(tmp_path, "")
     assert nvidia.mismatch(made, nvidia.Driver("1", "13.2", "")) == ""
     said = nvidia.mismatch(made, nvidia.Driver("535.1", "12.2", ""))
@@ -107,7 +107,7 @@ def test_the_doctor_tells_apart_what_lacks(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(cuda, "USUAL", tmp_path / "usual")
     monkeypatch.setattr(cuda, "_wheel_folders", list)
     env = {"PATH": str(tmp_path), cuda.ARCHITECTURE: "90-real"}
-    assert "pip install 'nvidia-cuda-nvcc" in doctor.gpu(env).cure
+    assert "pip install 'nvidia-cuda-nvcc" in doctor.gpu(env).hint
     made = toolkit(tmp_path / "cuda", "exit 0\n")
     monkeypatch.setattr(cuda, "find", lambda _env: made)
     found = doctor.gpu(env)
@@ -115,4 +115,4 @@ def test_the_doctor_tells_apart_what_lacks(tmp_path: Path, monkeypatch: pytest.M
     script(tmp_path / "nvidia-smi", SMI)
     assert doctor.gpu(env).state == "ok"
     script(tmp_path / "nvidia-smi", SMI.replace("CUDA Version: 13", "CUDA Version: 11"))
-    assert "update the driver" in doctor.gpu(env).cure
+    assert "update the driver" in doctor.gpu(env).hint

@@ -78,7 +78,7 @@ def test_a_second_one_without_room(tmp_path: Path) -> None:
     assert both(caches) == before
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a decode that was cancelled over recurrent states left wrong ones to sequences that had no "
     "part in it",
     by="random_operations",

@@ -159,7 +159,7 @@ def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
         cache.check()
         assert prefix_kit.leaves(cache) == before
         assert not len(cells.moves_to(cache.context.kv.snapshot()))
-    assert cache.evict()  # the cure that the error names
+    assert cache.evict()  # the fix that the error names
     assert serve(cache, [*SYSTEM, 3]) == 20
     monkeypatch.undo()
     assert serve(cache, [*SYSTEM, 4]) == 20

@@ -289,7 +289,7 @@ def test_states_are_kept_where_prompts_part(late: kv.OpenLibrary) -> None:
             assert serve(cache, [*SYSTEM, 5, 6, 7, 8]) == 93
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a decode that was cancelled over recurrent states left wrong ones to sequences that had no "
     "part in it",
     by="random_operations",

@@ -59,7 +59,7 @@ def test_json_has_pictures_on_request(world: CheckSandbox, capsys) -> None:
     _, large, _ = run_cli(capsys, "0.3.9", "--json", "--pictures", *names("fragmented"))
     found, drawn = json.loads(small)["results"]["stock"], json.loads(large)["results"]["stock"]
     assert all(one["pictures"] for one in drawn)
-    assert not any("pictures" in one or "films" in one for one in found)
+    assert not any("pictures" in one or "timelines" in one for one in found)
     assert len(small) < 40_000 < len(large)
 
 

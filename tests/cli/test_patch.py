@@ -163,7 +163,7 @@ def test_show(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(bench, capsys, "show", "three")[0] == 2
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "names of files and texts of patches could give orders to the terminal",
     by="hostile input",
     of="Python",

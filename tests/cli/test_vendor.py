@@ -68,7 +68,7 @@ def test_each_file_is_named(home: Path, capsys: pytest.CaptureFixture[str]) -> N
     run("verify")
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "names of files and texts of patches could give orders to the terminal",
     by="hostile input",
     of="Python",

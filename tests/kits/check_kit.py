@@ -13,7 +13,7 @@ from pyllamakv.scenarios import runner
 from pyllamakv.verification import check as checking
 from pyllamakv.verification.check import CheckRequest, check
 
-#: Scenarios that the world's libraries can run: a cure and a guard.
+#: Scenarios that the world's libraries can run: a fix and a guard.
 SOME = ("fragmented", "fork-then-defrag")
 
 

@@ -43,8 +43,8 @@ class Header:
         for name in self.needs:
             (folder / name).write_text(self.text(name), encoding="utf-8")
         (folder / self.name).write_text(text or self.text(), encoding="utf-8")
-        around = f"-I{ROOT / 'tests' / 'native' / 'around'}"
-        return compiled(source or self.source, folder, *flags, "-pthread", around)
+        stubs = f"-I{ROOT / 'tests' / 'native' / 'stubs'}"
+        return compiled(source or self.source, folder, *flags, "-pthread", stubs)
 
     def program(self, folder: Path) -> Path:
         """Build the tests of the header, under sanitizers where the toolchain has them."""

@@ -1,4 +1,4 @@
-"""A short film for the tests of pictures."""
+"""A short timeline for the tests of pictures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def frame(number: int, owner: list[int], op: str = "decode", **more) -> Frame:
     return Frame(number, op, "", Picture("", tuple(owner)), **more)
 
 
-def film() -> Timeline:
+def timeline() -> Timeline:
     """Return a run that scatters, fails, and defragments: four cells."""
     return Timeline(
         "a < b",

@@ -1,7 +1,7 @@
 // Decode tokens of one sequence through the public calls.
 #pragma once
 
-#include "around/check.h"
+#include "stubs/check.h"
 #include "llama.h"
 
 inline void decode(llama_context *ctx, llama_seq_id seq, int first, int n) {

@@ -377,8 +377,8 @@ static void test_moves() {
         std::vector<std::unique_ptr<cache_tensor>> tensors;
         for (uint32_t i = 1 + below(5); i > 0; --i) {
             const auto type = types[below(3)];
-            const bool quantised = type == GGML_TYPE_Q8_0;
-            tensors.emplace_back(new cache_tensor(places[below(4)], type, quantised ? 32*(1 + below(4)) : 1 + below(40), n_cells, n_stream, !quantised && below(2)));
+            const bool quantized = type == GGML_TYPE_Q8_0;
+            tensors.emplace_back(new cache_tensor(places[below(4)], type, quantized ? 32*(1 + below(4)) : 1 + below(40), n_cells, n_stream, !quantized && below(2)));
         }
         const auto used  = some_cells(n_cells);
         const auto kept  = below(2) ? ORDER_KEPT : ORDER_FEWEST;

@@ -22,7 +22,7 @@ static void check_refusals(plk_model *model, plk_context *c) {
     plk_context *made = NULL;
     plk_context_params p = params(0, 999, 1);
     CHECK(plk_context_new(model, &p, &made) == PLK_EINVAL);
-    p = params(0, 1, 8); /* a quantised V cache needs flash attention */
+    p = params(0, 1, 8); /* a quantized V cache needs flash attention */
     CHECK(plk_context_new(model, &p, &made) < 0 && made == NULL);
 
     int32_t token[80] = {0}, pos[80] = {0}, seq[80] = {0};

@@ -49,7 +49,7 @@ def test_every_group_is_listed(program: Path) -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.defect(
+@pytest.mark.regression(
     "one lost bit in the header of a kept cache made it one that was never kept, and it was "
     "begun anew",
     by="fuzzing",

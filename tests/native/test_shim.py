@@ -51,7 +51,7 @@ def smoke(variant: Variant, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.native
 @pytest.mark.parametrize("settings", SETTINGS, ids=":".join)
-@pytest.mark.defect(
+@pytest.mark.regression(
     "`plk_run` did not say how many steps were decoded when it was refused at once",
     by="fuzzing",
     of="shim",

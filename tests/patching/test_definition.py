@@ -97,7 +97,7 @@ def test_hooks_leave_shared_files_alone(tmp_path: Path) -> None:
         pytest.param("schema = 1", "a" + ".a" * 101 + " = 1", "more than 100 dots", id="dots"),
     ],
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a key of 100,000 parts in a series took all memory, and a number of too many digits was a "
     "bare ValueError",
     by="hostile input",

@@ -91,7 +91,9 @@ def test_only_some_files() -> None:
         ((b"+++ b/src/b.cpp", b"+++ b/" + b"d/" * 100_000 + b"f"), "longer than 512"),
     ],
 )
-@pytest.mark.defect("a path of 200 KB in a patch took all memory", by="hostile input", of="Python")
+@pytest.mark.regression(
+    "a path of 200 KB in a patch took all memory", by="hostile input", of="Python"
+)
 def test_damaged_patches_are_refused(change: tuple[bytes, bytes], says: str) -> None:
     """Wrong counts, hostile paths and broken lines are errors with the line, never skipped."""
     _, data = three_hunks()

@@ -78,7 +78,7 @@ MAIL = "From {0:040d} Mon Sep 17 00:00:00 2001\n{1}\n\n{2}---\n"
         ("Subject: a", "b\0c\n"),
     ],
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "an author or a subject that no commit can hold got as far as git, or was a bare error of "
     "Python",
     by="hostile input",
@@ -108,13 +108,13 @@ def test_what_no_commit_can_say(tmp_path: Path, words: tuple[str, str]) -> None:
         "From: =?utf-8?b?/w==?= <x@y>",
     ],
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "an author or a subject that no commit can hold got as far as git, or was a bare error of "
     "Python",
     by="hostile input",
     of="Python",
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a date in a patch that git cannot read was taken for one",
     by="hostile input",
     of="Python",
@@ -134,7 +134,7 @@ def test_odd_names_stay_names(path: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["160000", "040000", "100666", "104755", "x"])
-@pytest.mark.defect(
+@pytest.mark.regression(
     "modes in a patch that are none of a file, a program or a link were taken",
     by="hostile input",
     of="Python",
@@ -168,7 +168,7 @@ def linking(at: str, to: str) -> bytes:
 
 
 @pytest.mark.parametrize("to", ["/etc", "../..", "src", "."])
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a patch that made a file below a link or a file of the tree put a folder in its place",
     by="hostile input",
     of="Python",

@@ -56,7 +56,7 @@ def test_quilt_series(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../b.patch", "sub/../../b.patch", "{folder}/b.patch"])
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a quilt series could list files outside of its folder, which were then read",
     by="hostile input",
     of="Python",
@@ -77,7 +77,7 @@ def test_our_own_shape(bench: SeriesSandbox) -> None:
     assert definition.ports[0].markers
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "names of sources and paths that no file system can have were bare errors of Python",
     by="hostile input",
     of="Python",

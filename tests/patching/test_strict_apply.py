@@ -140,7 +140,7 @@ def test_new_file_in_the_way() -> None:
     assert applied({}, data) == {"n": b"ours\n"}
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a patch that made a file where the tree has a folder deleted the folder with all that is in "
     "it",
     by="hostile input",

@@ -101,7 +101,7 @@ def linked(store: Store, parent: str, name: str, target: str) -> str:
     return store.commit_tree(tree, [parent], "link")
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "links of a tree lay as links where a rebase waits for a person, who would have edited what "
     "they lead to",
     by="hostile input",
@@ -138,7 +138,7 @@ def test_other_failures_are_errors(store: Store, tmp_path: Path) -> None:
         worktree.cherry_pick(tmp_path / "t", "0" * 39 + "1")
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "records of vendored trees and waiting rebases that are JSON of another shape were bare "
     "errors of Python",
     by="hostile input",

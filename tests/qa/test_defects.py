@@ -1,4 +1,4 @@
-"""What trust found is told by the tests that hold the cures, and these run again."""
+"""What trust found is told by the tests that cover the fixes, and these run again."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from qa.entry import StressOptions
 
 _CONFIG = """
 [tool.pytest.ini_options]
-markers = ["defect(what, by, of): one"]
+markers = ["regression(what, by, of): one"]
 """
 
 _TESTS = """
 import pytest
 
-@pytest.mark.defect("keys turned the wrong way", by="random_operations", of="llama.cpp")
-@pytest.mark.defect("a restore left half a state", by="fuzzing", of="shim")
+@pytest.mark.regression("keys turned the wrong way", by="random_operations", of="llama.cpp")
+@pytest.mark.regression("a restore left half a state", by="fuzzing", of="shim")
 def test_both():
     pass
 
-@pytest.mark.defect("a restore left half a state", by="fuzzing", of="shim")
+@pytest.mark.regression("a restore left half a state", by="fuzzing", of="shim")
 @pytest.mark.parametrize("n", [1, 2])
 def test_again(n):
     assert n == {wanted}
 
-@pytest.mark.defect("a pipe was waited for", by="faults", of="Python")
+@pytest.mark.regression("a pipe was waited for", by="faults", of="Python")
 def test_elsewhere():
     pytest.skip("nothing is built")
 """
@@ -37,7 +37,7 @@ def test_elsewhere():
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a checkout with three tests that hold three cures."""
+    """Return a checkout with three tests that cover three fixes."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "pyproject.toml").write_text(_CONFIG)
     monkeypatch.setattr(defects, "checkout", lambda: tmp_path)
@@ -50,14 +50,14 @@ def put(root: Path, text: str) -> None:
 
 
 def test_found_and_fixed_is_what_markers_say(root: Path) -> None:
-    """Each defect counts once, where it lay; its tests run, and a cure that none ran for shows."""
+    """Each defect counts once. Its tests run, and a fix whose tests did not run is reported."""
     put(root, _TESTS.replace("== {wanted}", "> 0"))
     seen: list[str] = []
     found = {entry.name: entry for entry in defects.entries(StressOptions(), seen.append)}
     assert tuple(found) == defects.names()
     fuzzing = found["found by fuzzing"]
     assert (fuzzing.row["defects fixed"], fuzzing.row["in shim"]) == ("1", "1")
-    assert (fuzzing.row["tests that hold the cures"], fuzzing.row["passed"]) == ("2", "2")
+    assert (fuzzing.row["tests that cover the fixes"], fuzzing.row["passed"]) == ("2", "2")
     assert fuzzing.notes == ("a restore left half a state (shim)",)
     assert found["found by random_operations"].row["in llama.cpp"] == "1"
     assert found["found by faults"].skip_reason == "1 need what is not built here"
@@ -65,7 +65,7 @@ def test_found_and_fixed_is_what_markers_say(root: Path) -> None:
     assert "test_both" in seen
 
 
-def test_a_cure_that_does_not_hold_is_a_defect(root: Path) -> None:
+def test_a_fix_that_does_not_hold_is_a_defect(root: Path) -> None:
     """One parameter is enough, and what another finder found is not blamed."""
     put(root, _TESTS.replace("{wanted}", "1"))
     effort = StressOptions(only=("found by fuzzing", "found by random_operations"))
@@ -96,8 +96,8 @@ def test_tests_that_cannot_be_run_break_off(root: Path) -> None:
 )
 def test_markers_say_all_of_it(root: Path, words: str) -> None:
     """What was wrong, what found it and where it lay; anything else names the line."""
-    put(root, f"import pytest\n\n@pytest.mark.defect({words})\ndef test_it():\n    pass\n")
-    with pytest.raises(HarnessError, match=r"test_some\.py:3: expected defect"):
+    put(root, f"import pytest\n\n@pytest.mark.regression({words})\ndef test_it():\n    pass\n")
+    with pytest.raises(HarnessError, match=r"test_some\.py:3: expected regression"):
         defects.read(root)
 
 

@@ -101,7 +101,7 @@ def child(
     )
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a kept cache on 0.3.9 searched for free cells from its start, and no longer where it stopped",
     by="mutation",
     of="patches",

@@ -112,7 +112,7 @@ def test_a_defragmentation_keeps_every_byte(model: kv.Model, flash_attn: bool, k
 def test_a_fragmented_cache_fails_on_stock_and_works_on_patched(
     stock: Variant, patched: Variant, tiny_model: Path
 ) -> None:
-    """Check the cause, that every token is kept, the cure by hand, and the one in the patch."""
+    """Check the cause, that every token is kept, the fix by hand, and the one in the patch."""
     for variant, heals in ((stock, False), (patched, True)):
         with kv.open(variant.folder) as library:
             model = library.load_model(tiny_model)

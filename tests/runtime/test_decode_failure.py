@@ -38,7 +38,7 @@ def test_a_full_cache_is_called_full(tmp_path: Path) -> None:
 
 
 def test_scattered_cells_are_called_fragmented(tmp_path: Path) -> None:
-    """Check the cause and the cure that the message names, and that it cures."""
+    """Check the cause and the hint that the message names, and that it hints."""
     ctx = kit.context(tmp_path, n_ctx=16)
     fragment(ctx)
     c = ctx.sequence()

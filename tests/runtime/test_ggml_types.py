@@ -28,7 +28,7 @@ def test_names_and_numbers_lead_to_the_same_type() -> None:
         assert number_type(name.upper()) is kind
 
 
-def test_rows_of_quantised_types_need_whole_blocks() -> None:
+def test_rows_of_quantized_types_need_whole_blocks() -> None:
     """Check that a row of 48 values has no q8_0 form, and one of 64 has."""
     assert number_type("q8_0").row_bytes(64) == 68
     assert number_type("f16").row_bytes(48) == 96

@@ -67,7 +67,7 @@ NESTED = struct.pack("<IQ", 9, 1) * 5000 + struct.pack("<IQ", 4, 0)
      (4, struct.pack("<I", 48)), (5, struct.pack("<i", -4096)), (6, struct.pack("<f", math.nan)),
      (12, struct.pack("<d", math.inf)), (10, struct.pack("<Q", 64))],
 )  # fmt: skip
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a GGUF whose alignment is none was taken, or a bare error of Python",
     by="hostile input",
     of="Python",
@@ -80,7 +80,7 @@ def test_an_alignment_that_is_none(tmp_path: Path, kind: int, value: bytes) -> N
             check_file(write(tmp_path, data[:length]))
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "arrays in arrays in a GGUF ended in a bare RecursionError",
     by="hostile input",
     of="Python",
@@ -91,7 +91,7 @@ def test_arrays_in_arrays_are_refused(tmp_path: Path) -> None:
         check_file(write(tmp_path, gguf_bytes(more=("x", 9, NESTED))))
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "names of sources and paths that no file system can have were bare errors of Python",
     by="hostile input",
     of="Python",

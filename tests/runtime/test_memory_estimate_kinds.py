@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.native
 
-KINDS = ["memory-sliding", "memory-recurrent", "memory-latent", "sliding-window", "sliding-prompt"]
+KINDS = ["memory-swa", "memory-recurrent", "memory-mla", "sliding-window", "sliding-prompt"]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -107,13 +107,13 @@ def test_an_aborted_decode_of_a_state_says_what_it_cost(recurrent: Any) -> None:
 
 
 @pytest.mark.parametrize("release", ["0.3.5", "0.3.8"])
-@pytest.mark.defect(
+@pytest.mark.regression(
     "recurrent models to 0.3.8 kept the rest of a cancelled decode for the next one, which could "
     "end the process",
     by="random_operations",
     of="llama.cpp",
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "recurrent models to 0.3.8 could swap the states of sequences when one began in the batch of "
     "others",
     by="random_operations",

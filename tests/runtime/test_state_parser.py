@@ -145,7 +145,7 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
         parse(data)
 
 
-def test_quantised_rows_are_kept_as_bytes() -> None:
+def test_quantized_rows_are_kept_as_bytes() -> None:
     """Check a q8_0 row of 64 values: 68 bytes."""
     k = rows(2, 68)
     raw = section("plain", [0, 1], k, k, trans=False)

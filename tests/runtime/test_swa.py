@@ -121,7 +121,7 @@ def test_a_state_that_cannot_go_back_is_emptied(tmp_path, monkeypatch) -> None:
     assert len(context.ledgers[0]) == 0
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a decode that was cancelled over recurrent states left wrong ones to sequences that had no "
     "part in it",
     by="random_operations",
@@ -149,7 +149,7 @@ def test_a_computation_that_ends_halfway_empties_all_states(tmp_path, monkeypatc
         context.decode([one.feed([5, 6]), other.feed([7])])
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a decode that found a sliding-window cache full of what sequences share was told another "
     "cause than that it is full",
     by="random_operations",

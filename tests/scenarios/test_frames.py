@@ -1,4 +1,4 @@
-"""A filmed player plays like any other, and its film has every operation."""
+"""A timeline player plays like any other, and its timeline has every operation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fakes.rollback_libraries import Rolling
 from fakes.simulated import SimulatedNative
 
 from pyllamakv.binding.protocol import ContextParams, ModelParams
-from pyllamakv.scenarios.frames import LONGEST, Timeline, TimelinePlayer, films
+from pyllamakv.scenarios.frames import LONGEST, Timeline, TimelinePlayer, timelines
 from pyllamakv.scenarios.lab import Lab
 from pyllamakv.scenarios.outcome import Outcome
 from pyllamakv.scenarios.runner import Run
@@ -28,7 +28,7 @@ def test_every_operation_is_a_frame(tiny_model) -> None:
     made.decode({2: 8}, expect=None)
     made.defrag()
     made.copy(0, 3, 0, 4)
-    ops = [(frame.op, frame.failed, frame.moved) for frame in made.film.frames]
+    ops = [(frame.op, frame.failed, frame.moved) for frame in made.timeline.frames]
     assert ops == [
         ("decode", "", 0),
         ("remove", "", 0),
@@ -36,32 +36,32 @@ def test_every_operation_is_a_frame(tiny_model) -> None:
         ("defrag", "", 8),
         ("copy", "", 0),
     ]
-    assert made.film.frames[0].detail == "0: 16 tokens, 1: 16 tokens"
-    assert sorted(made.film.frames[-1].picture.owner)[:5] == [-2, -2, -2, -2, -1]
+    assert made.timeline.frames[0].detail == "0: 16 tokens, 1: 16 tokens"
+    assert sorted(made.timeline.frames[-1].picture.owner)[:5] == [-2, -2, -2, -2, -1]
 
 
-def test_a_film_ends_when_it_is_long_enough(tiny_model) -> None:
+def test_a_timeline_ends_when_it_is_long_enough(tiny_model) -> None:
     """A scenario of thousands of operations keeps no thousands of frames."""
     made = player(SimulatedNative(), tiny_model)
     for _ in range(LONGEST + 5):
         made.decode({0: 1})
         made.remove(0)
-    assert len(made.film) == LONGEST
+    assert len(made.timeline) == LONGEST
 
 
-def test_one_run_of_a_scenario_is_filmed(tiny_model) -> None:
-    """Where the scenario asks for it; the film is kept with the run's result."""
+def test_one_run_of_a_scenario_is_recorded(tiny_model) -> None:
+    """Where the scenario asks for it; the timeline is kept with the run's result."""
     native = Rolling(heals=True)
     model = native.model_load(str(tiny_model), ModelParams())
     fragmented = discovery.find("fragmented")
     assert fragmented.record_frames
-    lab = Lab(native, model, fragmented.settings[0], film=True)
+    lab = Lab(native, model, fragmented.settings[0], timeline=True)
     fragmented.run(lab)
-    (film,) = films(lab.players)
-    assert sum(frame.moved for frame in film.frames) > 0
-    run = Run("fragmented", "x", Outcome("pass"), films=(film,))
+    (timeline,) = timelines(lab.players)
+    assert sum(frame.moved for frame in timeline.frames) > 0
+    run = Run("fragmented", "x", Outcome("pass"), timelines=(timeline,))
     again = parallel_runs.from_json(json.loads(json.dumps(parallel_runs.to_json(run))))
-    assert again.films == (Timeline("", film.frames),)
+    assert again.timelines == (Timeline("", timeline.frames),)
     plain = Lab(native, model, fragmented.settings[0])
     fragmented.run(plain)
-    assert not films(plain.players)
+    assert not timelines(plain.players)

@@ -28,7 +28,7 @@ from pyllamakv.scenarios.scenario import CACHES, Scenario
 from pyllamakv.verification import discovery
 
 #: What stock does wrong on purpose, and a build that heals does right.
-CURES = (
+FIXES = (
     "fragmented",
     "restore-fragmented",
     "retry-between-ubatches",
@@ -99,8 +99,8 @@ def run(make, name: str, setting=CACHES[0]):
         return bench.run(Path("lib"), discovery.find(name), setting)
 
 
-@pytest.mark.parametrize("name", CURES)
-def test_cures_turn_from_red_to_green(name: str) -> None:
+@pytest.mark.parametrize("name", FIXES)
+def test_fixes_turn_from_red_to_green(name: str) -> None:
     """A library that defragments when it must passes what one that does not fails."""
     assert run(lambda: Rolling(), name).outcome.failure == "claim"
     healed = run(lambda: Rolling(heals=True), name)

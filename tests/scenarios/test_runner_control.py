@@ -149,7 +149,7 @@ def test_a_patch_that_ends_the_process_is_not_excused_either() -> None:
     """It crashes where stock does not, though stock breaks its claim, too."""
     stock, _, _ = run(Device, "vulkan")
     patched, _, _ = run(Ending, "vulkan")
-    pair = Pair("fragmented", "cure", "plain f16", stock, patched)
+    pair = Pair("fragmented", "fix", "plain f16", stock, patched)
     assert pair.stock.failure == "claim"
     assert pair.patched is not None
     assert pair.patched.failure == "crash"

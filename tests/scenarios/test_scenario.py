@@ -33,7 +33,7 @@ def test_each_scenario_says_what_it_is_for(name: str) -> None:
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", each.id)
     assert each.source is not None
     assert each.source.stem == each.id.replace("-", "_")
-    assert each.kind in ("cure", "guard", "feature")
+    assert each.kind in ("fix", "guard", "feature")
     assert each.claim[0].isupper()
     assert each.claim.count(".") == 1
     assert each.claim.endswith(".")
@@ -55,8 +55,7 @@ def test_the_page_lists_every_scenario() -> None:
     """docs/verification.md lists each scenario once, with its kind and public issue."""
     row = r"^\| ([a-z0-9-]+) \| (fix|guard|feature) \| (\S+ #\d+) \|"
     rows = re.findall(row, page("verification.md"), re.M)
-    kinds = {"cure": "fix", "guard": "guard", "feature": "feature"}
-    known = [(each.id, kinds[each.kind], each.issue.split("/")[1]) for each in ALL.values()]
+    known = [(each.id, each.kind, each.issue.split("/")[1]) for each in ALL.values()]
     assert sorted((name, kind, issue.replace(" ", "")) for name, kind, issue in rows) == sorted(
         known
     )
@@ -74,12 +73,12 @@ def example(tmp_path: Path) -> Scenario:
 
 def test_the_page_writes_a_scenario(example: Scenario) -> None:
     """The example is a scenario as it stands, under an id that is still free."""
-    assert example.kind == "cure"
+    assert example.kind == "fix"
     assert example.id not in ALL
 
 
 @pytest.mark.native
-def test_the_scenario_of_the_page_is_a_cure(example: Scenario, stock, patched) -> None:
+def test_the_scenario_of_the_page_is_a_fix(example: Scenario, stock, patched) -> None:
     """It is red on stock and green on patched, as the page says."""
     with ScenarioRunner() as bench:
         for setting in PLAIN:

@@ -45,7 +45,7 @@ def test_an_interrupted_write_leaves_nothing(monkeypatch, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("name", list(synthetic_models.SHAPES))
-def test_rows_fit_quantised_blocks(name: str) -> None:
+def test_rows_fit_quantized_blocks(name: str) -> None:
     """K and V rows are whole blocks of 32, and every head has whole ones too."""
     shape = synthetic_models.SHAPES[name]
     head = shape.head or shape.n_embd // shape.n_head
@@ -55,7 +55,7 @@ def test_rows_fit_quantised_blocks(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["tiny-wide", "grouped-wide", "sliding-wide"])
 def test_wide_rows_begin_where_devices_align_buffers(name: str) -> None:
-    """Rows of the model's K and V are 256 values, quantised ones a multiple of 16 bytes."""
+    """Rows of the model's K and V are 256 values, quantized ones a multiple of 16 bytes."""
     reader = gguf.GGUFReader(synthetic_models.model(name))
     ends = ("attn_k.weight", "attn_v.weight")
     widths = {int(each.shape[1]) for each in reader.tensors if each.name.endswith(ends)}
@@ -97,7 +97,7 @@ def test_the_byte_vocabulary_has_every_byte() -> None:
     assert len(words) == len(set(words)) == synthetic_models.SHAPES["bytes"].n_vocab
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "names and states in a script with half a character, or too long for a file, were bare "
     "errors of Python",
     by="hostile input",

@@ -145,7 +145,7 @@ def test_a_version_that_is_gone(tmp_path: Path, server: Server) -> None:
         fetch.fetch(release)
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "two processes that added the same version took its archive away under each other",
     by="faults",
     of="Python",

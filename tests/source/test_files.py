@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "writes that were killed left files under names of chance, which piled up",
     by="faults",
     of="Python",
@@ -39,7 +39,7 @@ def test_a_write_takes_over_what_a_killed_one_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "hard", "pipe"])
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a folder from elsewhere could plant a link where a file goes while it is written, and so "
     "replace any file of the user",
     by="hostile input",
@@ -75,7 +75,7 @@ def test_a_folder_where_the_part_goes_is_told(tmp_path: Path) -> None:
         write_text_atomic(tmp_path / "file", "all")
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a file could be readable for others although the umask forbids it",
     by="hostile input",
     of="Python",
@@ -133,7 +133,7 @@ def test_a_write_that_fails_leaves_the_old_text(
         (errno.ENOENT, FileNotFoundError),
     ],
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a limit on file sizes and a disk that fails or is read-only were bare errors of Python",
     by="faults",
     of="Python",

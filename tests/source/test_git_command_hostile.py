@@ -104,7 +104,7 @@ def test_config_and_hooks_of_a_repository_never_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["{url}", "ssh://h/x", "ext::sh -c touch% {trace}-ext"])
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a folder's own git configuration could name a program that was started to bring objects "
     "that it lacks",
     by="hostile input",
@@ -160,7 +160,7 @@ def test_a_reference_of_a_good_url_is_no_option(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["-x", "--help", "../x", "a b", "a\n", "", ".", "a/b", "x.lock", f"1.{'0' * 300}"]
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "names of sources and paths that no file system can have were bare errors of Python",
     by="hostile input",
     of="Python",
@@ -183,7 +183,7 @@ def test_names_that_are_no_names(tmp_path: Path, name: str) -> None:
         lockfile.load(kept)
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "git could reach other repositories where no fetch was asked for",
     by="hostile input",
     of="Python",

@@ -99,7 +99,7 @@ def test_a_server_fault_is_no_empty_index() -> None:
             index.sdists()
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a page of an index that does not end took all memory",
     by="hostile input",
     of="Python",

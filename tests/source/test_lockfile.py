@@ -142,7 +142,7 @@ def test_an_absent_file_holds_nothing(tmp_path: Path) -> None:
         ("{badname}", "not safe"),
     ],
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "entries of a lock that are no texts or tables, and a version of thousands of digits, were "
     "bare errors of Python",
     by="hostile input",

@@ -86,7 +86,7 @@ def test_a_release_is_packed_and_fetched(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_without_npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without npm the error names npm, its cure, and the way around it."""
+    """Without npm the error names npm, its hint, and the way around it."""
     monkeypatch.setattr(shutil, "which", lambda _name: None)
     with pytest.raises(ToolMissing, match="upstream add FILE") as caught:
         npm.pack("3.7.0", tmp_path, sha256=None)
@@ -167,7 +167,7 @@ def test_a_strange_tag_is_not_used(tmp_path: Path) -> None:
     [b"[" * 60_000, b"[" * 200_000, b"\xff"],
     ids=["nested", "nested deeper", "no text"],  # pytest puts an id into the environment
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "what an npm package says of itself was a bare error of Python where it nests without end or "
     "is no text",
     by="hostile input",

@@ -68,7 +68,7 @@ def test_order_is_by_date_then_number() -> None:
 
 
 @pytest.mark.parametrize("name", ["git:a1²2", "git:a٣", "git:a" + "1" * 5000])
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a name in the lock with digits of other scripts, or thousands of them, made the whole lock "
     "unreadable",
     by="hostile input",

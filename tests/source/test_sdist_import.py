@@ -214,7 +214,9 @@ def test_a_member_that_stands_twice_is_refused(
         import_sdist(store, packed(tmp_path, members | {"again": info}))
 
 
-@pytest.mark.defect("two clones in an sdist were mixed into one", by="hostile input", of="Python")
+@pytest.mark.regression(
+    "two clones in an sdist were mixed into one", by="hostile input", of="Python"
+)
 def test_two_clones_are_refused(store: Store, tmp_path: Path, members: dict[str, Any]) -> None:
     """Two clones in folders of different names are refused like two members of one name."""
     other = {name.replace("llama_cpp_python", "other"): data for name, data in members.items()}
@@ -224,7 +226,7 @@ def test_two_clones_are_refused(store: Store, tmp_path: Path, members: dict[str,
             import_sdist(store, packed(tmp_path, members | again))
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "an sdist whose HEAD was a tag left a store into which nothing could be fetched any more",
     by="hostile input",
     of="Python",

@@ -67,7 +67,7 @@ def test_an_absolute_path_below_the_tree_is_refused(tmp_path: Path, name: str) -
         {"a/b/up": "../..", "out": "a/b/up/../etc"},
     ],
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a link out of a tree by way of another link was exported",
     by="hostile input",
     of="Python",
@@ -81,7 +81,7 @@ def test_a_link_out_of_the_tree_is_not_exported(tmp_path: Path, links: dict[str,
         store.export(commit, tmp_path / "tree")
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a tree could bring the file that says what a folder holds, and so pass for whole",
     by="hostile input",
     of="Python",
@@ -121,7 +121,7 @@ def loose(kind: str, data: bytes) -> tuple[str, bytes]:
 
 
 @pytest.mark.parametrize("said", ODD)
-@pytest.mark.defect(
+@pytest.mark.regression(
     "commits without a date, with one far away, or with parents without number were taken, or a "
     "bare error",
     by="hostile input",
@@ -179,7 +179,7 @@ def test_nothing_of_an_sdist_is_run(tmp_path: Path) -> None:
     assert not trace.exists()
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "files of a tree with a newline or a carriage return in their name could not be read, or "
     "were taken for another",
     by="hostile input",

@@ -41,7 +41,7 @@ def test_urls_and_references(spec: str, url: str, ref: str) -> None:
 @pytest.mark.parametrize(
     "spec", ["git:", "git:--upload-pack=x", "git:a\nb@c", "git:a\0b", "git:/a\udcff@main"]
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "URLs with signs that no lock can hold were taken, or ended in a bare error",
     by="hostile input",
     of="Python",
@@ -53,7 +53,7 @@ def test_urls_that_could_be_options(spec: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["https://me:s3cret@h/x.git", "HTTP://s:3@s3cret@h:8/x@main"])
-@pytest.mark.defect(
+@pytest.mark.regression(
     "the password of a git URL was written into the lock, which is shared",
     by="hostile input",
     of="Python",
@@ -66,7 +66,7 @@ def test_a_password_stays_out_of_the_lock(url: str) -> None:
     assert lockfile.known() == {}
 
 
-@pytest.mark.defect("a token in a git URL stood in errors", by="hostile input", of="Python")
+@pytest.mark.regression("a token in a git URL stood in errors", by="hostile input", of="Python")
 def test_a_token_stays_out_of_errors() -> None:
     """What stands for a name in a URL may be as secret."""
     with pytest.raises(FetchError, match=r"//\*\*\*@127") as caught:
@@ -76,7 +76,7 @@ def test_a_token_stays_out_of_errors() -> None:
 
 @pytest.mark.parametrize("place", ["a" * 5000, "~nobody-is-here/x", "a\0b"])
 @pytest.mark.parametrize("kind", ["git", "path"])
-@pytest.mark.defect(
+@pytest.mark.regression(
     "names of sources and paths that no file system can have were bare errors of Python",
     by="hostile input",
     of="Python",
@@ -198,7 +198,7 @@ def test_a_folder_follows_its_content(tmp_path: Path) -> None:
     assert resolve(f"path:{twin}").commit == first.commit
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "an index that a killed git had locked kept a folder from being read as a source again",
     by="faults",
     of="Python",
@@ -213,7 +213,7 @@ def test_an_index_that_a_killed_git_locked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", [".gitignore", ".gitattributes", ".git/include", ".git/HEAD"])
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a pipe among the files of a folder held git, and the command with it, for ever",
     by="hostile input",
     of="Python",
@@ -234,7 +234,7 @@ def test_a_pipe_does_not_hold_a_folder(tmp_path: Path, monkeypatch, where: str) 
             resolve(f"git:{up}@main")
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a folder whose HEAD is no commit could not be taken, and ended in a bare TypeError",
     by="hostile input",
     of="Python",

@@ -58,7 +58,7 @@ def test_read_and_list(store: Store) -> None:
     assert store.read_text(commit, "none") == ""
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "files of a tree with a newline or a carriage return in their name could not be read, or "
     "were taken for another",
     by="hostile input",
@@ -137,7 +137,7 @@ def test_publish_cuts_off_absent_parents(store: Store, tmp_path: Path) -> None:
     assert (store.path / "shallow").read_text().split() == [commit]
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a clone that was shallow further back left a store into which nothing could be fetched any "
     "more",
     by="hostile input",
@@ -158,7 +158,7 @@ def test_a_history_that_breaks_off_keeps_nobody_from_fetching(store: Store, tmp_
     assert store.ref("refs/upstream/y") == other
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a commit that names a parent again and again held up everybody who used the store",
     by="hostile input",
     of="Python",
@@ -202,7 +202,7 @@ def test_scratch_is_removed(store: Store) -> None:
     assert not old.exists()
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a clock that jumped a day ahead took the scratch folder of the store from under who worked "
     "in it",
     by="faults",
@@ -219,7 +219,7 @@ def test_scratch_of_others_stays_whatever_the_clock_says(store: Store) -> None:
 
 
 @pytest.mark.parametrize("left", ["shallow.lock", "packed-refs.lock", "refs/upstream/a.lock"])
-@pytest.mark.defect(
+@pytest.mark.regression(
     "lock files that a killed git left kept everybody from writing to the store again",
     by="faults",
     of="Python",
@@ -240,7 +240,7 @@ def test_what_a_killed_git_left_is_no_obstacle(store: Store, tmp_path: Path, lef
     assert store.refs("refs") == {"refs/upstream/a": commit}
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a store that was killed while it was made could not be opened any more",
     by="faults",
     of="Python",

@@ -27,7 +27,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE])
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a long name or an extended header of an archive was taken into memory whatever its size",
     by="hostile input",
     of="Python",
@@ -40,7 +40,7 @@ def test_a_header_without_end(tmp_path: Path, kind: bytes) -> None:
 
 
 @pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE])
-@pytest.mark.defect(
+@pytest.mark.regression(
     "headers about headers, or without number, in an archive took memory without bound, or were "
     "bare errors of Python",
     by="hostile input",
@@ -55,7 +55,7 @@ def test_headers_about_headers(tmp_path: Path, kind: bytes) -> None:
     refused(open_store(), sdist(tmp_path, chain), "of text")
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "headers about headers, or without number, in an archive took memory without bound, or were "
     "bare errors of Python",
     by="hostile input",
@@ -75,7 +75,7 @@ def test_a_sparse_map_without_end(tmp_path: Path) -> None:
     refused(open_store(), file, "of text")
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "headers about headers, or without number, in an archive took memory without bound, or were "
     "bare errors of Python",
     by="hostile input",
@@ -91,7 +91,7 @@ def test_headers_without_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE])
-@pytest.mark.defect(
+@pytest.mark.regression(
     "headers about headers, or without number, in an archive took memory without bound, or were "
     "bare errors of Python",
     by="hostile input",
@@ -126,7 +126,7 @@ def test_attributes_without_number(tmp_path: Path, kind: bytes) -> None:
     ],
 )
 @pytest.mark.parametrize("name", [f"{UNPACKED}/src/x", "elsewhere"])
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a member of an archive that claimed a size past all bounds was looked for for ever",
     by="hostile input",
     of="Python",
@@ -140,7 +140,7 @@ def test_a_member_that_claims_what_cannot_be(
     refused(open_store(), sdist(tmp_path, PLAIN | {"x": info}), words)
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a sparse member of an archive passed for a plain file, larger than what the archive holds",
     by="hostile input",
     of="Python",

@@ -78,7 +78,7 @@ def test_strays_go_and_kept_files_stay(store: Store, tmp_path: Path) -> None:
 
 
 def test_damage_is_named_and_repaired(store: Store, tmp_path: Path) -> None:
-    """Changed, missing and stray files and a lost mode are named, and the next export cures."""
+    """Changed, missing and stray files and a lost mode are named, and the next export fixes."""
     out = tmp_path / "out"
     store.export(MAIN, out)
     assert not store.compare(MAIN, out)
@@ -144,7 +144,7 @@ def test_links_that_lead_out_are_refused(store: Store, tmp_path: Path, target: s
 
 
 @pytest.mark.parametrize("target", [b"", b"a\0b", b"a" * 5000])
-@pytest.mark.defect(
+@pytest.mark.regression(
     "links and names in a tree that no file system can write were bare errors in the middle of "
     "an export",
     by="hostile input",
@@ -162,7 +162,7 @@ def test_links_that_are_none_are_refused(store: Store, tmp_path: Path, target: b
     "name", ["n" * 256, "/".join(["n" * 100] * 6), ".pyllamakv-part", "..pyllamakv-tree.part"]
 )
 @pytest.mark.parametrize("tail", ["", "/x"])
-@pytest.mark.defect(
+@pytest.mark.regression(
     "links and names in a tree that no file system can write were bare errors in the middle of "
     "an export",
     by="hostile input",
@@ -214,7 +214,7 @@ def test_a_link_in_the_way_is_not_followed(store: Store, tmp_path: Path) -> None
     assert found(out) == TREE
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "an export took files for written that were only seen through a link, which it then removed",
     by="hostile input",
     of="Python",
@@ -241,7 +241,7 @@ def test_files_behind_a_link_that_goes_are_written(store: Store, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["100644 blob", "120000 blob"])
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a tree with one name for a file and a folder was exported as one of them",
     by="hostile input",
     of="Python",
@@ -261,7 +261,7 @@ def test_a_name_for_two_things_is_refused(store: Store, tmp_path: Path, kind: st
     assert not (tmp_path / "out" / "a").exists()
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a tree of folders within each other without end could end an export in a bare RecursionError",
     by="hostile input",
     of="Python",
@@ -296,7 +296,7 @@ def test_a_foreign_folder_is_refused(store: Store, tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a folder from elsewhere could plant a link where a file goes while it is written, and so "
     "replace any file of the user",
     by="hostile input",

@@ -36,7 +36,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return isolate(tmp_path, monkeypatch)
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "an archive could unpack without end in members that are not taken",
     by="hostile input",
     of="Python",
@@ -57,7 +57,7 @@ def test_an_archive_that_unpacks_without_end(
         npm.import_package(open_store(), tarball)
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "references of a clone in an archive had a bound each, and none together",
     by="hostile input",
     of="Python",
@@ -95,7 +95,7 @@ def packed(*entries: tuple[int, bytes]) -> bytes:
 @pytest.mark.parametrize(
     ("name", "limit"), [("MAX_OBJECT_BYTES", 1 << 20), ("MAX_MEMORY_BYTES", 256 << 20)]
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a pack that claimed an object of any size made git take as much memory",
     by="hostile input",
     of="Python",
@@ -121,7 +121,9 @@ def test_a_packed_object_without_end(
         not_fetched(f"git:{tmp_path / 'bundle'}@HEAD", "bytes for an object")
 
 
-@pytest.mark.defect("a small pack could keep git at work for days", by="hostile input", of="Python")
+@pytest.mark.regression(
+    "a small pack could keep git at work for days", by="hostile input", of="Python"
+)
 def test_objects_that_take_git_days(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each object of a small pack may be large, and there may be many: time has a limit as well."""
     monkeypatch.setattr(git_limits, "MAX_CPU_SECONDS", 1)
@@ -136,7 +138,7 @@ def test_objects_that_take_git_days(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     not_fetched(f"git:{tmp_path / 'bundle'}@HEAD", "processor time")
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "small loose objects of an archive could unpack without end together",
     by="hostile input",
     of="Python",
@@ -153,7 +155,7 @@ def test_loose_objects_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     refused(open_store(), sdist(tmp_path, members), "loose objects")
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a git URL was fetched into the store itself, in any size, and left there what was then "
     "refused",
     by="hostile input",
@@ -182,7 +184,7 @@ def test_a_repository_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         fetch.add(spec)
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a folder as a source was read in any size before it was looked at",
     by="hostile input",
     of="Python",
@@ -215,7 +217,7 @@ def nested(store: Store, depth: int) -> str:
     return tree
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "trees that hold each other, a kilobyte in git, were taken and would have been billions of "
     "files",
     by="hostile input",
@@ -236,7 +238,7 @@ def test_trees_that_hold_each_other(tmp_path: Path) -> None:
     not_fetched(f"git:{tmp_path / 'bundle'}@main", "no release (is that large|needs that much)")
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "folders within each other that git cannot walk ended it, and the error did not name the "
     "archive as the cause",
     by="hostile input",
@@ -248,7 +250,7 @@ def test_folders_within_each_other(tmp_path: Path) -> None:
     refused(open_store(), sdist(tmp_path, PLAIN | {path: b"x"}), "git can walk|lacks objects")
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "trees that hold each other, a kilobyte in git, were taken and would have been billions of "
     "files",
     by="hostile input",
@@ -263,7 +265,7 @@ def test_files_that_are_small_in_git(tmp_path: Path, monkeypatch: pytest.MonkeyP
     refused(open_store(), sdist(tmp_path, small), "no release (is that large|needs that much)")
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a server that never ended a download filled the disk",
     by="hostile input",
     of="Python",

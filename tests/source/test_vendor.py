@@ -84,7 +84,7 @@ def test_clean_removes_only_what_lies_in_trees(
     assert out.is_dir()
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "`vendor clean` removed a tree that a `vendor sync` was filling",
     by="faults",
     of="Python",
@@ -115,7 +115,7 @@ def test_nobody_removes_what_another_fills(
     assert vendor.listed() == []
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a `vendor sync` of a tree in place took its record away meanwhile, so that a second one did "
     "not find it",
     by="faults",
@@ -142,7 +142,7 @@ def test_what_is_put_in_place_again_can_be_found_all_the_time(
 
 
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a tree whose export was killed early passed for a folder with files of the user, and could "
     "not be written",
     by="faults",
@@ -159,7 +159,7 @@ def test_a_tree_that_a_killed_export_left(store: Store, release: Release, whole:
     assert not vendor.verify(store, vendored)
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a `vendor clean` that was killed left half a tree, which then passed for files of the user",
     by="faults",
     of="Python",
@@ -183,7 +183,7 @@ def test_a_clean_that_was_killed(
     assert list(vendor.trees().iterdir()) == []
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "records of vendored trees and waiting rebases that are JSON of another shape were bare "
     "errors of Python",
     by="hostile input",

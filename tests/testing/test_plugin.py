@@ -50,7 +50,7 @@ def test_scattered_cells_are_enough(kv_context):
 def test_a_patch_regression_test(
     project: pytest.Pytester, stock: Variant, patched: Variant
 ) -> None:
-    """A cure passes on patched, has to fail on stock, and is told when it does not."""
+    """A fix passes on patched, has to fail on stock, and is told when it does not."""
     project.makepyfile(THREE_LINES)
     run(project, "-v").stdout.fnmatch_lines(["*cells_are_enough[[]0.3.9+patched[]] PASSED*"])
     both = run(project, "--llama-series", "stock", "--llama-series", "patched", "-v")

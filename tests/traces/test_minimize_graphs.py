@@ -44,7 +44,7 @@ def failing(patched: Variant) -> Iterator[Variant]:
 
 @pytest.fixture(scope="module")
 def refusing(patched: Variant) -> Iterator[Variant]:
-    """Build backends that refuse to copy quantised rows."""
+    """Build backends that refuse to copy quantized rows."""
     yield from doctored("device-refuses.patch")
 
 

@@ -41,7 +41,7 @@ def test_other_weights_are_another_model(tmp_path: Path) -> None:
 
 
 def test_a_model_is_found_where_the_variable_says(tmp_path: Path, monkeypatch) -> None:
-    """The recorded path comes first, then the user's model if it is that one; else a cure."""
+    """The recorded path comes first, then the user's model if it is that one; else a fix."""
     mine = tmp_path / "mine.gguf"
     mine.write_bytes(b"GGUF and more")
     digest = model_digest.identity(mine)

@@ -1,4 +1,4 @@
-"""A film has what a trace has: the owner of each cell after each operation, failures and moves."""
+"""Play a trace: frames hold the owner of each cell after each operation, and failures end them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def runs(*pairs: tuple[int, int]) -> dict:
     return {"label": "", "runs": [list(pair) for pair in pairs]}
 
 
-def test_a_trace_becomes_a_film() -> None:
+def test_a_trace_becomes_a_timeline() -> None:
     """Rows without cells keep the last ones; what failed and what moved is told."""
     lines = [
         line(2, "context", {}, n_ctx=4),
@@ -53,13 +53,13 @@ def test_a_trace_becomes_a_film() -> None:
     assert found.cells == 4
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a few bytes of a trace could name as many cells as memory has room for, in one picture "
     "after the other",
     by="hostile input",
     of="Python",
 )
-def test_a_film_has_bounds(monkeypatch) -> None:
+def test_a_timeline_has_bounds(monkeypatch) -> None:
     """Few bytes of a trace name as many cells as memory has room for, each time anew."""
     monkeypatch.setattr(script, "DRAWN", 8)
     lines = [line(number, "clear", {"picture": runs((0, 4))}) for number in (2, 3, 4)]

@@ -124,7 +124,7 @@ def test_variants_are_named_in_words(story) -> None:
 
 
 @pytest.mark.parametrize("release", ["git:https://example.org/x.git@main", "path:/a/folder"])
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a trace could make `replay` read a folder or fetch a URL",
     by="hostile input",
     of="Python",
@@ -166,12 +166,12 @@ def test_a_recorded_build_is_opened_in_its_environment(monkeypatch, tmp_path: Pa
         ({"spec": "git:evil.so@main"}, "git:evil.so@main"),
     ],
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "`replay` and `shrink` of a trace loaded a library of the name in it from the current folder",
     by="hostile input",
     of="Python",
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a trace could make `replay` read a folder or fetch a URL",
     by="hostile input",
     of="Python",

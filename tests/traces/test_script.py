@@ -100,7 +100,7 @@ def test_the_examples_are_scripts(path: Path) -> None:
         ('{"op": "advance", "steps": [[1, 2]], "seq": [0]}', "seq must be a sequence"),
     ],
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "names and states in a script with half a character, or too long for a file, were bare "
     "errors of Python",
     by="hostile input",
@@ -124,7 +124,7 @@ def test_a_wrong_line_is_named(text: str, says: str) -> None:
         ('{"op": "context", "type_k": "f13"}', "f13"),
     ],
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "names and states in a script with half a character, or too long for a file, were bare "
     "errors of Python",
     by="hostile input",
@@ -219,7 +219,7 @@ def test_positions_beyond_what_c_takes_are_an_error_of_the_line() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/zero").is_char_device(), reason="no endless device here")
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a script or a trace that never ends, a device for one, was read until memory was gone",
     by="hostile input",
     of="Python",
@@ -233,7 +233,7 @@ def test_a_script_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         trace.read(Path("/dev/zero"))
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a small script or trace took room for the largest one while it was read",
     by="fuzzing",
     of="Python",

@@ -149,7 +149,7 @@ def test_damaged_and_foreign_files_are_refused(recorded: Path, tmp_path: Path) -
         '"polls": "z"',
     ],
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "results in a trace that cannot be were taken, or were bare errors of Python",
     by="hostile input",
     of="Python",
@@ -175,7 +175,7 @@ def test_results_that_say_nothing_are_refused(result: str) -> None:
         '"spec": "/tmp/elsewhere"',
     ],
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a trace could set any `LLAMA_` variable, one of which fills a file of its choice with a cache",
     by="hostile input",
     of="Python",
@@ -215,6 +215,14 @@ def test_the_head_goes_through_a_file_unchanged(tmp_path: Path) -> None:
     path.write_text(json.dumps(head.to_json()) + '\n{"op": "defrag"}\n{"end": 1}\n')
     assert trace.read(path)[0] == head
     assert "start" not in head.to_json()
+
+
+def test_a_trace_with_the_older_kind_can_be_read(tmp_path: Path) -> None:
+    """Traces of earlier versions call a fix scenario a cure."""
+    path = tmp_path / "x.jsonl"
+    head = trace.Head("v", "tiny", "0.3.9+stock", "abc", {}).to_json() | {"kind": "cure"}
+    path.write_text(json.dumps(head) + '\n{"op": "defrag"}\n{"end": 1}\n')
+    assert trace.read(path)[0].kind == "fix"
 
 
 def test_the_environment_of_a_recording_is_in_its_head(monkeypatch) -> None:

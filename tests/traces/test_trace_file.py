@@ -34,7 +34,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         TraceFile(tmp_path)
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "two processes that recorded into one file mixed their rows",
     by="faults",
     of="Python",

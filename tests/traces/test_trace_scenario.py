@@ -56,7 +56,7 @@ def edit(path: Path, **words: str) -> Path:
     return path
 
 
-def test_a_recorded_failure_is_a_cure(recorded: Path) -> None:
+def test_a_recorded_failure_is_a_fix(recorded: Path) -> None:
     """The library that failed fails it again; one that heals passes, and goes on as recorded."""
     outcome = run(recorded)
     assert (outcome.status, outcome.failure) == ("fail", "claim")
@@ -68,7 +68,7 @@ def test_a_recorded_failure_is_a_cure(recorded: Path) -> None:
 def test_the_head_says_the_claim(recorded: Path) -> None:
     """What it is called, which kind it is, and whether decodes must end as they did."""
     plain = discovery.read(recorded)
-    assert (plain.id, plain.kind, plain.claim) == ("stock-fails", "cure", trace_scenario.CLAIM)
+    assert (plain.id, plain.kind, plain.claim) == ("stock-fails", "fix", trace_scenario.CLAIM)
     assert plain.model == "tiny"
     assert plain.environment == ()
     edit(recorded, claim="It holds.", kind="guard", issue="a/b#1", expect="recorded")

@@ -24,11 +24,11 @@ FAIL, PASS = Outcome("fail", "claim", "no slot"), Outcome("pass")
 
 
 def answer(question: CheckRequest) -> CheckResult:
-    """Answer as the check would: a cure that is needed, a guard that holds, a failing setting."""
+    """Answer as the check would: a fix that is needed, a guard that holds, a failing setting."""
     pairs = (
-        Pair("fragmented", "cure", "plain f16", FAIL, PASS),
+        Pair("fragmented", "fix", "plain f16", FAIL, PASS),
         Pair("fork-then-defrag", "guard", "plain f16", PASS, PASS),
-        Pair("many-moves", "cure", "flash f16", FAIL, FAIL),
+        Pair("many-moves", "fix", "flash f16", FAIL, FAIL),
     )
     picture = Picture("after", (0, 0, -1))
     runs = {"patched": (Run("fragmented", "plain f16", PASS, pictures=(picture,)),)}
@@ -92,6 +92,14 @@ def test_spec_and_result_survive_json() -> None:
     whole = result(spec=spec, failing=(failing(),))
     assert CellResult.from_json(json.loads(json.dumps(whole.to_json()))) == whole
     assert spec.name == "b4980 [a,b] (fragmented) portable cuda"
+
+
+def test_a_result_with_older_keys_can_be_read() -> None:
+    """``films`` and ``judged`` are the former names of ``timelines`` and ``verified``."""
+    whole = result(verified="2026-11-22T01:02:03+00:00", timelines=({"label": "a"},))
+    raw = whole.to_json()
+    raw["films"], raw["judged"] = raw.pop("timelines"), raw.pop("verified")
+    assert CellResult.from_json(raw) == whole
 
 
 @pytest.mark.parametrize(

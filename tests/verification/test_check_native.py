@@ -1,4 +1,4 @@
-"""Every cure is red on stock and green on patched, and every hunk of the patch is needed."""
+"""Every fix is red on stock and green on patched, and every hunk of the patch is needed."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ DOCTORED = Path(__file__).resolve().parents[1] / "data" / "doctored"
 ALL = discovery.discover()
 #: Features belong to patches of their own.
 JUDGED = [each for each in ALL.values() if each.kind != "feature"]
-#: Cures of what upstream cured before the default release, and the last release that is ill.
-CURED_SINCE = {"quantised-defrag": "0.3.8", "mixed-types": "0.3.8"}
-#: Cures of what came later.
-TO_COME = ("window-kept", "compact-then-decode", "compact-streams", "compact-window")
-CURES = [each.id for each in JUDGED if each.kind == "cure" and each.id not in TO_COME]
+#: Fixes of what upstream fixed before the default release, and the last release that is ill.
+CURED_SINCE = {"quantized-defrag": "0.3.8", "mixed-types": "0.3.8"}
+#: Fixes of what came later.
+TO_COME = ("swa-window-kept", "compact-then-decode", "compact-streams", "compact-swa")
+FIXES = [each.id for each in JUDGED if each.kind == "fix" and each.id not in TO_COME]
 
 pytestmark = pytest.mark.native
 
@@ -60,9 +60,9 @@ def pairs(stock, patched):
     return pair_up(JUDGED, runs)
 
 
-@pytest.mark.parametrize("name", [name for name in CURES if name not in CURED_SINCE])
-def test_a_cure_is_red_on_stock_and_green_on_patched(pairs, patched, name: str) -> None:
-    """In every setting that can run here; a cure that cannot run at all is skipped."""
+@pytest.mark.parametrize("name", [name for name in FIXES if name not in CURED_SINCE])
+def test_a_fix_is_red_on_stock_and_green_on_patched(pairs, patched, name: str) -> None:
+    """In every setting that can run here; a fix that cannot run at all is skipped."""
     known = series.load()
     if not any(name in known.definition(each).scenarios for each in patched.manifest.patches):
         pytest.skip("no patch of this release names it")
@@ -75,15 +75,15 @@ def test_a_cure_is_red_on_stock_and_green_on_patched(pairs, patched, name: str) 
 
 
 @pytest.mark.parametrize("name", CURED_SINCE)
-def test_what_upstream_cured_is_green_on_both_sides(pairs, name: str) -> None:
-    """The default release has upstream's own cure, and the patch does not spoil it."""
+def test_what_upstream_fixed_is_green_on_both_sides(pairs, name: str) -> None:
+    """The default release has upstream's own fix, and the patch does not spoil it."""
     for pair in (each for each in pairs if each.scenario == name):
         assert pair.stock.status == "pass", f"[{pair.setting}]: {pair.stock.message}"
         assert pair.patched.status == "pass", f"[{pair.setting}]: {pair.patched.message}"
 
 
 @pytest.mark.parametrize("name", CURED_SINCE)
-def test_what_upstream_cured_was_red_before(name: str) -> None:
+def test_what_upstream_fixed_was_red_before(name: str) -> None:
     """Where the last release that is ill is built, stock fails there and patched passes."""
     release = CURED_SINCE[name]
     sides = {side: variants.find(f"{release}+{side}") for side in ("stock", "patched")}

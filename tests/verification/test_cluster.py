@@ -55,11 +55,11 @@ def test_who_is_missing_is_named() -> None:
     """A cell waits for ever where no worker has its device: the command that starts one is told."""
     executor = cluster.Cluster(Client(), "tcp://there:8786")
     assert executor.lacking({"cpu", "cuda"}) == []
-    cure = "dask worker tcp://there:8786 --resources METAL=1"
-    assert executor.lacking({"cpu", "metal"}) == [cure]
+    hint = "dask worker tcp://there:8786 --resources METAL=1"
+    assert executor.lacking({"cpu", "metal"}) == [hint]
 
 
-def test_without_distributed_the_cure_is_named(monkeypatch) -> None:
+def test_without_distributed_the_hint_is_named(monkeypatch) -> None:
     """The extra is optional."""
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(ToolMissing, match="cluster"), cluster.connect("tcp://127.0.0.1:9"):

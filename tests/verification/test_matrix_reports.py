@@ -67,7 +67,7 @@ def test_markdown_tells_of_devices_what_ran_and_when() -> None:
     row = RESULTS[0].scenarios[0]
     spec = replace(RESULTS[0].spec, backend="vulkan")
     rows = (row, replace(row, id="other", verdict="untestable"))
-    device = replace(RESULTS[0], spec=spec, scenarios=rows, judged="2026-11-22T01:02:03+00:00")
+    device = replace(RESULTS[0], spec=spec, scenarios=rows, verified="2026-11-22T01:02:03+00:00")
     lines = matrix_reports.markdown([device]).splitlines()
     assert lines[0].endswith("| fixed | scenarios that ran | verified |")
     assert lines[2].endswith("| 1 of 2 | 2026-11-22 |")
@@ -75,7 +75,7 @@ def test_markdown_tells_of_devices_what_ran_and_when() -> None:
 
 
 def test_markdown_counts_what_does_not_fit() -> None:
-    """A few cures are named, many are counted."""
+    """A few fixes are named, many are counted."""
     one = replace(RESULTS[0].scenarios[0], verdict="needed")
     rows = [replace(one, id=name) for name in ("a", "b", "c")]
     few = matrix_reports.markdown([replace(RESULTS[0], scenarios=tuple(rows[:2]))])

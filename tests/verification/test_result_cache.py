@@ -52,7 +52,7 @@ def test_no_key_without_tools(monkeypatch) -> None:
 
 
 def test_what_stock_did(place: Path) -> None:
-    """Each scenario ended well or badly on stock; a cure that nobody can run says nothing."""
+    """Each scenario ended well or badly on stock; a fix that nobody can run says nothing."""
     assert result_cache.stock("0.3.9") == {}
     rows = (
         row("a", stock="passes 6"),
@@ -92,7 +92,7 @@ def test_what_may_not_come_again_is_judged_again(passing) -> None:
     assert result_cache.latest_result(SPEC) == passing
 
 
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a result whose writing was killed was found by its key and never became the latest",
     by="faults",
     of="Python",

@@ -29,7 +29,7 @@ def fail(kind: str = "claim") -> Outcome:
     return Outcome("fail", kind, f"a {kind}")
 
 
-def pair(stock, patched, kind="cure", scenario="one", setting="plain f16") -> Pair:
+def pair(stock, patched, kind="fix", scenario="one", setting="plain f16") -> Pair:
     return Pair(scenario, kind, setting, stock, patched)
 
 
@@ -42,14 +42,14 @@ def test_needed_when_stock_fails_and_patched_passes() -> None:
     assert found.exit_code == 0
 
 
-def test_redundant_when_stock_passes_every_cure() -> None:
+def test_redundant_when_stock_passes_every_fix() -> None:
     """Upstream does it by itself, and the patch does no harm."""
     found = decide([pair(PASS, PASS)])
     assert found.verdict is Verdict.REDUNDANT
     assert found.exit_code == 0
 
 
-def test_ineffective_when_patched_still_fails_a_cure() -> None:
+def test_ineffective_when_patched_still_fails_a_fix() -> None:
     """One setting that fails is enough."""
     found = decide([pair(fail(), fail()), pair(fail(), PASS, setting="flash f16")])
     assert found.verdict is Verdict.INEFFECTIVE
@@ -57,9 +57,9 @@ def test_ineffective_when_patched_still_fails_a_cure() -> None:
     assert "a claim" in found.reason
 
 
-def test_the_reason_names_a_cure_first() -> None:
+def test_the_reason_names_a_fix_first() -> None:
     """What the patch is there for tells more than a guard, whatever its name."""
-    pairs = [pair(fail(), fail(), "guard", "abort"), pair(fail(), fail(), "cure", "fragmented")]
+    pairs = [pair(fail(), fail(), "guard", "abort"), pair(fail(), fail(), "fix", "fragmented")]
     assert decide(pairs).reason.endswith(": fragmented [plain f16] (and abort): claim: a claim")
 
 
@@ -80,7 +80,7 @@ def test_another_class_of_harm_is_harm(one: str, other: str) -> None:
 
 @pytest.mark.parametrize("kind", FAILURES)
 def test_the_same_class_is_no_new_harm(kind: str) -> None:
-    """What stock does as well was not brought by the patch: it is not cured, though."""
+    """What stock does as well was not brought by the patch: it is not fixed, though."""
     assert decide_scenario([pair(fail(kind), fail(kind))]) is Verdict.INEFFECTIVE
 
 
@@ -90,7 +90,7 @@ def test_a_guard_that_breaks_only_on_patched_is_harmful() -> None:
 
 
 def test_a_guard_that_stock_breaks_makes_nothing_needed() -> None:
-    """Only cures say that a patch is needed."""
+    """Only fixes say that a patch is needed."""
     assert decide_scenario([pair(fail(), PASS, "guard")]) is Verdict.REDUNDANT
 
 
@@ -105,8 +105,8 @@ def test_a_feature_that_patched_lacks_is_ineffective() -> None:
     assert decide_scenario([pair(ABSENT, PASS, "feature")]) is Verdict.REDUNDANT
 
 
-def test_a_missing_capability_fails_a_cure() -> None:
-    """A feature judged by itself is a cure of its patch."""
+def test_a_missing_capability_fails_a_fix() -> None:
+    """A feature judged by itself is a fix of its patch."""
     assert decide_scenario([pair(ABSENT, PASS)]) is Verdict.NEEDED
 
 
@@ -158,8 +158,8 @@ def test_native_when_nothing_applies_and_stock_passes() -> None:
     assert "hunk 3" in found.reason
 
 
-def test_nothing_applies_and_no_cure_runs() -> None:
-    """Without a cure that runs there is no saying."""
+def test_nothing_applies_and_no_fix_runs() -> None:
+    """Without a fix that runs there is no saying."""
     assert decide([pair(SKIP, None)], conflict="x").verdict is Verdict.UNTESTABLE
 
 
@@ -172,7 +172,7 @@ def test_broken_build_keeps_the_first_error() -> None:
 
 def test_a_part_of_the_series_that_does_not_apply_is_seen() -> None:
     """What did apply does not hide what did not."""
-    pairs = [pair(PASS, PASS, "guard", "applied"), pair(fail(), None, "cure", "left out")]
+    pairs = [pair(PASS, PASS, "guard", "applied"), pair(fail(), None, "fix", "left out")]
     assert decide(pairs, conflict="a hunk").verdict is Verdict.BROKEN_APPLY
 
 
@@ -201,7 +201,7 @@ OUTCOMES = st.sampled_from([PASS, SKIP, ABSENT, *map(fail, FAILURES)])
             pair,
             OUTCOMES,
             OUTCOMES,
-            st.sampled_from(["cure", "guard", "feature"]),
+            st.sampled_from(["fix", "guard", "feature"]),
             st.sampled_from(["a", "b"]),
         ),
         max_size=6,
@@ -220,16 +220,14 @@ def test_what_exists_on_neither_side_says_nothing() -> None:
     """A scenario that asks for a defragmentation that no side has is left out of the verdict."""
     none = Outcome("absent", "", "no defragmentation here")
     good = Outcome("pass")
-    both = Pair("many-moves", "cure", "plain", none, none)
-    stock_alone = Pair("many-moves", "cure", "plain", none, None)
-    fine = Pair("fragmented", "cure", "plain", good, good)
+    both = Pair("many-moves", "fix", "plain", none, none)
+    stock_alone = Pair("many-moves", "fix", "plain", none, None)
+    fine = Pair("fragmented", "fix", "plain", good, good)
     assert decide([both, fine]).verdict is Verdict.REDUNDANT
     assert decide([both, fine]).runs == 1
-    assert (
-        decide([stock_alone, Pair("fragmented", "cure", "plain", good)]).verdict is Verdict.NATIVE
-    )
-    cured = Pair("many-moves", "cure", "plain", none, good)
-    assert decide([cured, fine]).verdict is Verdict.NEEDED
+    assert decide([stock_alone, Pair("fragmented", "fix", "plain", good)]).verdict is Verdict.NATIVE
+    fixed = Pair("many-moves", "fix", "plain", none, good)
+    assert decide([fixed, fine]).verdict is Verdict.NEEDED
 
 
 def test_what_neither_side_can_run_here_is_no_harm() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from timeline_kit import film
+from timeline_kit import timeline
 
 from pyllamakv.runtime import metrics
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
@@ -51,11 +51,11 @@ def test_a_picture_counts_like_a_snapshot(streams: list[list[int]]) -> None:
 
 def test_what_was_done_in_a_run() -> None:
     """Operations, failures and moves, the same in every form."""
-    raw = frame_statistics.to_json(film())
+    raw = frame_statistics.to_json(timeline())
     assert raw["operations"] == {"decode": 3, "defrag": 1, "remove": 1}
     assert raw["failures"] == {"decode: no-slot": 1}
     assert raw["cells_moved"] == 1
-    said = metrics.expose(frame_statistics.timeline_metrics(film()))
+    said = metrics.expose(frame_statistics.timeline_metrics(timeline()))
     assert 'pyllamakv_run_operations_total{op="decode"} 3\n' in said
     assert 'pyllamakv_run_failures_total{op="decode",failure="no-slot"} 1\n' in said
-    assert ("failures", "1 decode: no-slot") in frame_statistics.rows(film())
+    assert ("failures", "1 decode: no-slot") in frame_statistics.rows(timeline())

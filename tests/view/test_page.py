@@ -24,7 +24,7 @@ RESULTS = (
         scenarios=(),
         drift=(),
         pictures=(),
-        films=(),
+        timelines=(),
         reason="no npm",
     ),
     result("0.3.36", "native", stale=True, scenarios=(row("x", "native"),)),

@@ -6,11 +6,11 @@ import builtins
 import io
 
 import pytest
-from timeline_kit import film
+from timeline_kit import timeline
 
 from pyllamakv.errors import Unsupported
 from pyllamakv.scenarios.cell_picture import NOBODY, SEVERAL, Picture
-from pyllamakv.view import cell_drawing, palette, raster, timeline
+from pyllamakv.view import cell_drawing, palette, raster, timeline_drawing
 
 
 def rgb(colour: str) -> tuple[int, ...]:
@@ -35,7 +35,7 @@ def test_cells_have_their_colours(scheme) -> None:
 def test_a_timeline_is_painted_whole() -> None:
     """Bands, marks, turned words and dashed lines are all on the picture."""
     image_module = pytest.importorskip("PIL.Image")
-    made = timeline.paint(film())
+    made = timeline_drawing.paint(timeline())
     image = image_module.open(io.BytesIO(raster.png(made, scale=1)))
     assert image.size == (round(made.width), round(made.height))
     colours = {colour for _, colour in image.getcolors(1 << 20)}
@@ -55,5 +55,5 @@ def test_without_pillow_the_error_says_what_to_install(monkeypatch) -> None:
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(Unsupported, match=r"pip install 'pyllamakv\[pictures\]'") as error:
-        raster.png(timeline.paint(film()))
+        raster.png(timeline_drawing.paint(timeline()))
     assert error.value.capability == "pictures"

@@ -7,7 +7,7 @@ import io
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from timeline_kit import film, frame
+from timeline_kit import frame, timeline
 
 from pyllamakv.scenarios.cell_picture import NOBODY, SEVERAL, Picture
 from pyllamakv.traces.playback import infer
@@ -22,10 +22,10 @@ def console(width: int = 80, *, terminal: bool) -> Console:
 
 
 def shown(**options) -> str:
-    """Return what a console without colours gets of a film."""
+    """Return what a console without colours gets of a timeline."""
     target = options.pop("console")
     with Screen("a run", console=target, **options) as screen:
-        for each in film().frames:
+        for each in timeline().frames:
             screen.show(each)
     return target.file.getvalue()
 

@@ -135,7 +135,7 @@ int check(const plk_model &model, const plk_context_params &asked) {
 
 // Return whether the keys are quantized and also serve as values without flash attention. Attention
 // must then transpose the keys, and llama.cpp reads quantized ones as if they were floats.
-bool shares_quantised(const plk_context &handle) {
+bool shares_quantized(const plk_context &handle) {
     if (!(plk::cells::bits & PLK_CAP_CELLS) || plk::flash(handle) != 0 ||
         !ggml_is_quantized(static_cast<ggml_type>(handle.asked.type_k))) {
         return false;
@@ -256,11 +256,11 @@ int plk_context_new(plk_model *model, const plk_context_params *params, plk_cont
             llama_free(handle->ctx);
             return code;
         }
-        if (shares_quantised(*handle)) {
+        if (shares_quantized(*handle)) {
             llama_free(handle->ctx);
             return plk::refuse(PLK_EUNSUPPORTED,
                                "this release keeps no values of this model beside its keys, and "
-                               "cannot read quantised ones without flash attention: use type_k "
+                               "cannot read quantized ones without flash attention: use type_k "
                                "f16, or flash attention");
         }
         handle->n_batch = llama_n_batch(handle->ctx);

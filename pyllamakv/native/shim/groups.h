@@ -50,7 +50,7 @@ void seq_add(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t de
 // Return false, without a change, if llama.cpp would rotate keys in the wrong direction.
 bool seq_div(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t divisor);
 bool can_shift(llama_context *ctx);
-// shifts_quantized: true if a shift of quantised keys works; else llama.cpp aborts.
+// shifts_quantized: true if a shift of quantized keys works; else llama.cpp aborts.
 // expands_positions: true if one position per token is enough for models whose tokens have several;
 // else llama.cpp reads beyond the batch.
 extern const bool shifts_quantized;
@@ -104,7 +104,7 @@ extern Watch *const watch;
 // True if creating a context reserves a graph whose tokens are rounded up to a multiple of n_seq_max
 // in a cache with one stream, and aborts if that exceeds the cells (0.3.10 to 0.3.14).
 extern const bool rounds_up;
-// Return whether the graph that shifts quantised keys can be built for this cache.
+// Return whether the graph that shifts quantized keys can be built for this cache.
 bool shifts_quantized(llama_context *ctx);
 // Return whether saving or restoring the state of a sequence works; else it dereferences NULL.
 bool saves_sequences(llama_context *ctx);

@@ -34,7 +34,7 @@ def _shifted(lab: Lab) -> Player:
 
 SCENARIO = Scenario(
     id="abort-mid-shift",
-    kind="cure",
+    kind="fix",
     claim="An aborted decode leaves a shift applied or pending, never in between.",
     issue="ggml-org/llama.cpp#9525",
     run=run,

@@ -9,7 +9,7 @@ from pyllamakv.scenarios.scenario import CACHES, MOVERS, Scenario
 
 SCENARIO = Scenario(
     id="compact-hybrid",
-    kind="cure",
+    kind="fix",
     claim="The attention half of a hybrid model is compacted, its states stay as they are.",
     issue="ggml-org/llama.cpp#21831",
     # States keep more than rows.

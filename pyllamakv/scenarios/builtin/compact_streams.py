@@ -29,7 +29,7 @@ def run(lab: Lab) -> None:
 
 SCENARIO = Scenario(
     id="compact-streams",
-    kind="cure",
+    kind="fix",
     claim="Streams are compacted one by one, after what is to be copied between them.",
     issue="ggml-org/llama.cpp#14363",
     run=run,

@@ -74,7 +74,7 @@ def _sparse(lab: Lab, threshold: float) -> Player:
 
 SCENARIO = Scenario(
     id="compact-then-decode",
-    kind="cure",
+    kind="fix",
     claim="What is alone in the cache is attended to at the cost of its own cells.",
     issue="ggml-org/llama.cpp#20993",
     run=run,

@@ -36,7 +36,7 @@ def run(lab: Lab) -> None:
 
 SCENARIO = Scenario(
     id="fail-defrag-fail",
-    kind="cure",
+    kind="fix",
     claim="A decode that fails after a defragmentation takes no tokens of other sequences.",
     issue="ggml-org/llama.cpp#12695",
     run=run,

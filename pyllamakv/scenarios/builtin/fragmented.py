@@ -32,7 +32,7 @@ def run(lab: Lab) -> None:
 
 SCENARIO = Scenario(
     id="fragmented",
-    kind="cure",
+    kind="fix",
     claim="A decode finds its cells whenever enough are free, however they are scattered.",
     issue="ollama/ollama#7545",
     run=run,

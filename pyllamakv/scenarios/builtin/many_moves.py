@@ -32,7 +32,7 @@ def run(lab: Lab) -> None:
 
 SCENARIO = Scenario(
     id="many-moves",
-    kind="cure",
+    kind="fix",
     claim="A defragmentation is complete, however many moves it takes.",
     issue="ggml-org/llama.cpp#6685",
     run=run,

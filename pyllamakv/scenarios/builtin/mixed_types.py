@@ -1,6 +1,6 @@
-"""Keys and values of different quantised types are moved, each by the size of its own rows.
+"""Keys and values of different quantized types are moved, each by the size of its own rows.
 
-The report is of a device that could not copy between quantised rows at all; to 0.3.8 the CPU
+The report is of a device that could not copy between quantized rows at all; to 0.3.8 the CPU
 copies too much instead. A mover that takes one row size for both shows here as well.
 """
 
@@ -38,8 +38,8 @@ def run(lab: Lab) -> None:
 
 SCENARIO = Scenario(
     id="mixed-types",
-    kind="cure",
-    claim="Keys and values of different quantised types survive a defragmentation.",
+    kind="fix",
+    claim="Keys and values of different quantized types survive a defragmentation.",
     issue="ggml-org/llama.cpp#9314",
     run=run,
     model="grouped",

@@ -29,7 +29,7 @@ def run(lab: Lab) -> None:
 
 SCENARIO = Scenario(
     id="parallel-clients",
-    kind="cure",
+    kind="fix",
     claim="Clients that keep to their shares of a cache are all served.",
     issue="ollama/ollama#7949",
     run=run,

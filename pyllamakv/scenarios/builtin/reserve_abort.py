@@ -30,7 +30,7 @@ def run(lab: Lab) -> None:
 
 SCENARIO = Scenario(
     id="reserve-abort",
-    kind="cure",
+    kind="fix",
     claim="A defragmentation of a nearly full cache returns.",
     issue="ggml-org/llama.cpp#13359",
     run=run,

@@ -28,7 +28,7 @@ def run(lab: Lab) -> None:
 
 SCENARIO = Scenario(
     id="reserve-abort-shift",
-    kind="cure",
+    kind="fix",
     claim="A shift that frees cells near the end of the cache is applied and returns.",
     issue="ggml-org/llama.cpp#13359",
     run=run,

@@ -36,7 +36,7 @@ def run(lab: Lab) -> None:
 
 SCENARIO = Scenario(
     id="restore-after-shift",
-    kind="cure",
+    kind="fix",
     claim="A shift that was pending for tokens that left does not reach those restored there.",
     issue="ggml-org/llama.cpp#9201",
     run=run,

@@ -37,7 +37,7 @@ def run(lab: Lab) -> None:
 
 SCENARIO = Scenario(
     id="restore-fragmented",
-    kind="cure",
+    kind="fix",
     claim="A saved sequence can be restored whenever enough cells are free.",
     issue="ggml-org/llama.cpp#17527",
     run=run,

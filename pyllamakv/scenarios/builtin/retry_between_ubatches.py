@@ -29,7 +29,7 @@ def run(lab: Lab) -> None:
 
 SCENARIO = Scenario(
     id="retry-between-ubatches",
-    kind="cure",
+    kind="fix",
     claim="A decode defragments between its micro-batches when a later one finds no cells.",
     issue="ggml-org/llama.cpp#10873",
     run=run,

@@ -40,7 +40,7 @@ def run(lab: Lab) -> None:
 
 SCENARIO = Scenario(
     id="sliding-window",
-    kind="cure",
+    kind="fix",
     claim="With a sliding window no decode fails while cells are free or out of every window.",
     issue="ollama/ollama#10127",
     run=run,

@@ -57,7 +57,7 @@ def _tell(player: Player, first: dict[int, list[int]], count: int) -> dict[int, 
 
 SCENARIO = Scenario(
     id="story",
-    kind="cure",
+    kind="fix",
     claim="A trained model continues its text word for word after a defragmentation.",
     issue="ollama/ollama#7545",
     run=run,

@@ -29,7 +29,7 @@ def run(lab: Lab) -> None:
 
 SCENARIO = Scenario(
     id="truncated-prompts",
-    kind="cure",
+    kind="fix",
     claim="Prompts that are cut to a share, and shares that slide, never lack cells.",
     issue="ollama/ollama#7930",
     run=run,

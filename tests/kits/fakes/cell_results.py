@@ -29,7 +29,7 @@ class Series:
 
 
 def row(
-    name: str = "fragmented", verdict: str = "needed", kind: str = "cure", **more: Any
+    name: str = "fragmented", verdict: str = "needed", kind: str = "fix", **more: Any
 ) -> ScenarioRow:
     """Make a scenario's row."""
     word = "holds" if kind == "guard" and verdict == "redundant" else verdict
@@ -93,7 +93,7 @@ def result(release: str = "0.3.9", verdict: str = "needed", **more: Any) -> Cell
             {"side": "stock", "label": "when it failed", "runs": [[0, 1], [-1, 1]] * 128},
             {"side": "patched", "label": "after", "runs": [[0, 144], [-1, 112]]},
         ),
-        "films": (
+        "timelines": (
             {
                 "scenario": "fragmented",
                 "side": "stock",

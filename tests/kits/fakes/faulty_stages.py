@@ -157,7 +157,7 @@ class Unmapped(Simulated):
         return super().play(task)
 
 
-class Unquantised(Simulated):
+class Unquantized(Simulated):
     """Have no keys of 8 bits but in the folder of stock."""
 
     def __init__(self, folder: Path) -> None:

@@ -48,7 +48,7 @@ def measured(cache: CacheShape, pattern: str = "alternate", **changes: object) -
 
 
 def test_grid_has_every_workload_once() -> None:
-    """Two shapes, four sizes, four settings and five patterns; quantised only with flash."""
+    """Two shapes, four sizes, four settings and five patterns; quantized only with flash."""
     caches = defrag_workloads.caches()
     assert len(caches) == len(set(caches)) == 32
     assert len(PATTERNS) == 5

@@ -175,7 +175,7 @@ def test_the_child_answers_round_by_round(monkeypatch, dropin: Variant) -> None:
 def test_a_child_that_cannot_is_untestable(
     monkeypatch, dropin: Variant, code: str, message: str
 ) -> None:
-    """Check the reason and the cure."""
+    """Check the reason and the fix."""
     monkeypatch.setenv(peer_loops.VARIABLE, python_that(dropin.folder, code))
     with (
         pytest.raises(Untestable, match=message),

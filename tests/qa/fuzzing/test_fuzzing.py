@@ -50,68 +50,68 @@ def test_every_seed_is_taken(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", READERS)
-@pytest.mark.defect(
+@pytest.mark.regression(
     "answers of a worker that are no messages, or of another shape, were bare errors of Python",
     by="fuzzing",
     of="Python",
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "an answer of a worker that claims a body larger than memory was a bare error of Python",
     by="fuzzing",
     of="Python",
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a saved sequence that counts fewer than no tokens, or more than there can be, was a bare "
     "error or got past the check",
     by="fuzzing",
     of="Python",
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a saved sequence whose head nests without end was a bare RecursionError",
     by="fuzzing",
     of="Python",
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a lock, a `series.toml` or a `patch.toml` that nests without end was a bare RecursionError",
     by="fuzzing",
     of="Python",
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a `series.toml` could name a patch outside of its folder, which was then read",
     by="fuzzing",
     of="Python",
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "ids, bases and names of files in a series that no file can have were bare errors of Python",
     by="fuzzing",
     of="Python",
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a quilt list of patches that is no text was a bare UnicodeDecodeError",
     by="fuzzing",
     of="Python",
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a patch with half a line where a mode or a name belongs was a bare IndexError",
     by="fuzzing",
     of="Python",
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a mode in a patch that is no text was a bare UnicodeDecodeError",
     by="fuzzing",
     of="Python",
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "an author in a patch with comments within comments was a bare RecursionError",
     by="fuzzing",
     of="Python",
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "an author in a patch whose encoding cannot be undone was a bare error of Python",
     by="fuzzing",
     of="Python",
 )
-@pytest.mark.defect(
+@pytest.mark.regression(
     "`/dev/null` passed for the name of a file that a patch renames or copies",
     by="hostile input",
     of="Python",
@@ -127,7 +127,7 @@ def test_what_was_found_stays_away(name: str, tmp_path: Path, timer: None) -> No
 @pytest.mark.native
 @pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize("name", NATIVE)
-@pytest.mark.defect(
+@pytest.mark.regression(
     "a state whose cells lie at other positions than its save says was restored, so that cells "
     "and ledger differed",
     by="fuzzing",

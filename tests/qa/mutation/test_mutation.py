@@ -151,11 +151,11 @@ class Runs:
 @pytest.mark.parametrize(
     ("kind", "outcome", "stock", "comes_of_it"),
     [
-        ("cure", Outcome("fail", "data"), None, "scenario"),
+        ("fix", Outcome("fail", "data"), None, "scenario"),
         ("guard", Outcome("fault", message="of ours"), None, mutant_results.NOT_EVALUATED),
-        ("cure", Outcome("absent"), None, "survivor"),
-        ("cure", Outcome("absent"), Outcome("absent"), "survivor"),
-        ("cure", Outcome("absent"), Outcome("fail", "data"), "scenario"),
+        ("fix", Outcome("absent"), None, "survivor"),
+        ("fix", Outcome("absent"), Outcome("absent"), "survivor"),
+        ("fix", Outcome("absent"), Outcome("fail", "data"), "scenario"),
         ("feature", Outcome("absent"), None, "scenario"),
         ("guard", Outcome("skip"), None, "survivor"),
         ("guard", Outcome("skip"), Outcome("fault"), "survivor"),

@@ -343,7 +343,7 @@ def test_the_document_has_a_row_per_era() -> None:
 
 @pytest.mark.native
 @pytest.mark.peer
-def test_the_slot_failure_and_its_cure(stock: Variant, patched: Variant) -> None:
+def test_the_slot_failure_and_its_fix(stock: Variant, patched: Variant) -> None:
     """Through llama_cpp stock finds no slot among scattered cells, patched does."""
     model = synthetic_models.model("deep")
     set_up = install.installed("0.3.9")

@@ -21,7 +21,7 @@ from fakes.faulty_stages import (
     Simulated,
     Unmapped,
     Unopened,
-    Unquantised,
+    Unquantized,
 )
 from fakes.simulated import SimulatedNative
 
@@ -163,10 +163,10 @@ def test_a_cache_that_only_patches_lose_is_a_defect(folder: Path) -> None:
         return [each for each in made.defects if "which stock has" in each]
 
     stock = SimpleNamespace(folder=folder / "stock")
-    defects = lost(Unquantised, stock)
+    defects = lost(Unquantized, stock)
     assert defects and all("cache flash q8_0" in each for each in defects)
     assert all("no such keys here" in each for each in defects)
-    assert lost(Unquantised, SimpleNamespace(folder=folder)) == lost(Unquantised, None) == []
+    assert lost(Unquantized, SimpleNamespace(folder=folder)) == lost(Unquantized, None) == []
     assert lost(Unmapped, stock) == []
 
 

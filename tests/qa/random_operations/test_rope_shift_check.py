@@ -100,7 +100,7 @@ def test_turning_twice_rounds_twice(work: Operations) -> None:
 
 @pytest.mark.native
 def test_the_reference_judges_keys_that_were_shifted(work: Operations) -> None:
-    """Damage to a sequence is told by its logits after a shift, of quantised keys as well."""
+    """Damage to a sequence is told by its logits after a shift, of quantized keys as well."""
     subject = work.subject
     work.proof.turning.begin(watching=True)
     subject.shift(0, 4, -1, -3)
@@ -132,7 +132,7 @@ def test_the_reference_turns_as_often(work: Operations) -> None:
 
 @pytest.mark.native
 @pytest.mark.parametrize("spec", ["0.3.9+patched", "0.3.14+patched", "0.3.36+patched"])
-@pytest.mark.defect(
+@pytest.mark.regression(
     "`Sequence.divide` turned keys the wrong way round from 0.3.14 to 0.3.36, and what was "
     "decoded on top of them was wrong",
     by="random_operations",

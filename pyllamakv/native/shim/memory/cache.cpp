@@ -37,7 +37,7 @@ template <typename Context> bool ask(Context *ctx, long) {
     return !plk::fields::recurrent(model) && plk::fields::architecture(model) != "deepseek2";
 }
 
-// llama_model_get_vocab was added in the month in which the CPU backend learned to copy quantised
+// llama_model_get_vocab was added in the month in which the CPU backend learned to copy quantized
 // rows to floats (0.3.7).
 template <typename Model, typename = void> struct Later : std::false_type {};
 template <typename Model>

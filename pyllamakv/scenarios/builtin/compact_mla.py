@@ -6,8 +6,8 @@ from pyllamakv.scenarios.builtin._compaction import defrag_sparse_tail
 from pyllamakv.scenarios.scenario import CACHES, MOVERS, Scenario
 
 SCENARIO = Scenario(
-    id="compact-latent",
-    kind="cure",
+    id="compact-mla",
+    kind="fix",
     claim="A cache without values is compacted like any other.",
     issue="ggml-org/llama.cpp#20993",
     run=defrag_sparse_tail,

@@ -1,4 +1,4 @@
-"""Every other layer has a window, the others an indexer: three caches, of which two are alike."""
+"""An indexer with keys of its own picks the cells to attend to: two caches with the same cells."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pyllamakv.scenarios.builtin._compaction import defrag_sparse_tail
 from pyllamakv.scenarios.scenario import CACHES, MOVERS, Scenario
 
 SCENARIO = Scenario(
-    id="compact-indexed-sliding",
-    kind="cure",
-    claim="A cache and its indexer's move by one plan, and that of the windows by its own.",
-    issue="ggml-org/llama.cpp#27060",
+    id="compact-indexer",
+    kind="fix",
+    claim="A cache and the indexer that mirrors it move by one plan, cell for cell.",
+    issue="ggml-org/llama.cpp#21149",
     # States keep more than rows.
     run=partial(defrag_sparse_tail, rows=False),
-    model="indexed-sliding",
+    model="indexed",
     settings=(CACHES[0], CACHES[3], *MOVERS[:1]),
 )

@@ -33,8 +33,8 @@ def run(lab: Lab) -> None:
 
 
 SCENARIO = Scenario(
-    id="compact-window",
-    kind="cure",
+    id="compact-swa",
+    kind="fix",
     claim="The full cache and that of the windows are both compacted, each as its cells lie.",
     issue="ggml-org/llama.cpp#13194",
     run=run,

@@ -17,7 +17,7 @@ def run(lab: Lab) -> None:
 
 
 SCENARIO = Scenario(
-    id="memory-latent",
+    id="memory-mla",
     kind="guard",
     claim="Latent rows are right after all that can be done to them.",
     issue="ggml-org/llama.cpp#12801",

@@ -21,7 +21,7 @@ def run(lab: Lab) -> None:
 
 
 SCENARIO = Scenario(
-    id="memory-sliding",
+    id="memory-swa",
     kind="guard",
     claim="Both caches of a sliding-window model are right after all that can be done to them.",
     issue="ggml-org/llama.cpp#13194",

@@ -31,8 +31,8 @@ def run(lab: Lab) -> None:
 
 
 SCENARIO = Scenario(
-    id="compact-places",
-    kind="cure",
+    id="compact-mrope",
+    kind="fix",
     claim="What a cell knows of a place in a picture moves with it.",
     issue="ggml-org/llama.cpp#20993",
     run=run,

@@ -37,8 +37,8 @@ def run(lab: Lab) -> None:
 
 
 SCENARIO = Scenario(
-    id="window-kept",
-    kind="cure",
+    id="swa-window-kept",
+    kind="fix",
     claim="A token sees its whole window, however many come after it in the same batch.",
     issue="ggml-org/llama.cpp#13746",
     run=run,

@@ -31,7 +31,7 @@ def _open_on_a_device(lab: Lab) -> None:
 
 
 SCENARIO = Scenario(
-    id="mmap-story",
+    id="mmap-environment",
     kind="feature",
     claim="A program that knows nothing of mapped memory gets it by LLAMA_KV_BACKING alone.",
     issue="ggml-org/llama.cpp#11580",

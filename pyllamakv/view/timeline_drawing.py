@@ -1,4 +1,4 @@
-"""Draw a film as a timeline: operations to the right, cells upward, a colour per sequence.
+"""Draw a timeline as a timeline: operations to the right, cells upward, a colour per sequence.
 
 Between two columns, bands lead from where cells were to where they went. Above them stand a cross
 where an operation failed and a diamond where cells moved; below, how much is free, and how much of
@@ -23,7 +23,7 @@ LEFT, RIGHT, TOP = 52.0, 20.0, 74.0
 _NARROW, _WIDE, _COLUMN = 440.0, 860.0, 72.0
 #: Height of the cells, and most rows that they get.
 _HEIGHT, _ROWS = 256, 320
-#: Most columns; in a longer film several operations share one.
+#: Most columns; in a longer timeline several operations share one.
 _COLUMNS = 400
 #: Height of the numbers below the cells.
 _STRIP = 48.0
@@ -103,24 +103,24 @@ class Plot:
         return self.bottom - cell * self.cell
 
 
-def paint(film: Timeline, title: str = "") -> Drawing:
-    """Return the timeline of a film as a drawing. Raises UsageError when it has no cells."""
-    if not film.cells:
+def paint(timeline: Timeline, title: str = "") -> Drawing:
+    """Return the timeline of a timeline as a drawing. Raises UsageError when it has no cells."""
+    if not timeline.cells:
         msg = "a timeline needs cells: record the run with `pyllamakv run SCRIPT --trace FILE`"
         raise UsageError(msg)
-    film = Timeline(film.title, film.operations() or film.frames)
-    plot = lay_out(film)
-    owners = sorted({owner for frame in film.frames for owner in frame.picture.owner})
+    timeline = Timeline(timeline.title, timeline.operations() or timeline.frames)
+    plot = lay_out(timeline)
+    owners = sorted({owner for frame in timeline.frames for owner in frame.picture.owner})
     below = plot.bottom + 14
-    named = len(film) <= _NAMED and len(plot.columns) == len(film)
-    names = 11 * _LETTER * max(len(frame.op) for frame in film.frames)
+    named = len(timeline) <= _NAMED and len(plot.columns) == len(timeline)
+    names = 11 * _LETTER * max(len(frame.op) for frame in timeline.frames)
     turned = names > plot.pitch - 4
     axis = below + _STRIP + (14 + names if named and turned else 18 if named else 32)
     legend = _legend(plot, owners, LEFT + plot.width, axis + 26)
-    made = Drawing(LEFT + plot.width + RIGHT, legend[1] + 14, title or film.title or "cells")
+    made = Drawing(LEFT + plot.width + RIGHT, legend[1] + 14, title or timeline.title or "cells")
     made.add(
-        Text(title or film.title or "The cells of a cache", 16, 27, "ink", 15, bold=True),
-        Text(_subtitle(film, plot), 16, 45),
+        Text(title or timeline.title or "The cells of a cache", 16, 27, "ink", 15, bold=True),
+        Text(_subtitle(timeline, plot), 16, 45),
         *_grid(plot),
         *_cells(plot),
         *_bands(plot),
@@ -134,14 +134,14 @@ def paint(film: Timeline, title: str = "") -> Drawing:
     return made
 
 
-def _subtitle(film: Timeline, plot: Plot) -> str:
-    parts = [f"{film.cells} cells", f"{len(film)} operations"]
-    if len(plot.columns) < len(film):
+def _subtitle(timeline: Timeline, plot: Plot) -> str:
+    parts = [f"{timeline.cells} cells", f"{len(timeline)} operations"]
+    if len(plot.columns) < len(timeline):
         parts.append(f"{len(plot.columns[0].frames)} of them to a column")
     if plot.step > 1:
         parts.append(f"{plot.step} cells to a row, in the colour of most of them")
-    failed = sum(bool(frame.failed) for frame in film.frames)
-    moved = sum(frame.moved for frame in film.frames)
+    failed = sum(bool(frame.failed) for frame in timeline.frames)
+    moved = sum(frame.moved for frame in timeline.frames)
     if failed:
         parts.append(f"{failed} failed")
     if moved:
@@ -318,16 +318,16 @@ def _tips(plot: Plot, bottom: float) -> Iterator[Tooltip]:
         yield Tooltip(box, "\n".join([*said, column.picture.numbers()]))
 
 
-def lay_out(film: Timeline) -> Plot:
-    """Return where a film's columns and cells stand."""
-    share = -(-len(film) // _COLUMNS)
+def lay_out(timeline: Timeline) -> Plot:
+    """Return where a timeline's columns and cells stand."""
+    share = -(-len(timeline) // _COLUMNS)
     columns = tuple(
-        Column(tuple(film.frames[at : at + share])) for at in range(0, len(film), share)
+        Column(tuple(timeline.frames[at : at + share])) for at in range(0, len(timeline), share)
     )
     width = min(_WIDE, max(_NARROW, len(columns) * _COLUMN))
-    step = max(1, -(-film.cells // _ROWS))
-    rows = -(-film.cells // step)
-    return Plot(columns, film.cells, width, step, max(1, _HEIGHT // rows) / step)
+    step = max(1, -(-timeline.cells // _ROWS))
+    rows = -(-timeline.cells // step)
+    return Plot(columns, timeline.cells, width, step, max(1, _HEIGHT // rows) / step)
 
 
 def ticks(cells: int, most: int = 5) -> list[int]:

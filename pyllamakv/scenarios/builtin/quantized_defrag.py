@@ -1,6 +1,6 @@
-"""A defragmentation moves quantised rows: it must move these rows, and no bytes behind them.
+"""A defragmentation moves quantized rows: it must move these rows, and no bytes behind them.
 
-To 0.3.8 the CPU's copy between two quantised rows of a type wrote 32 times too far, over the cells
+To 0.3.8 the CPU's copy between two quantized rows of a type wrote 32 times too far, over the cells
 behind the moved ones and over the end of the buffer: garbage until the server was started again.
 """
 
@@ -28,9 +28,9 @@ def run(lab: Lab) -> None:
 
 
 SCENARIO = Scenario(
-    id="quantised-defrag",
-    kind="cure",
-    claim="A defragmentation moves quantised keys and values byte for byte.",
+    id="quantized-defrag",
+    kind="fix",
+    claim="A defragmentation moves quantized keys and values byte for byte.",
     issue="ggml-org/llama.cpp#12253",
     run=run,
     settings=(CACHES[1], CACHES[2], CACHES[4], CACHES[5], MOVERS[1]),

@@ -9,12 +9,12 @@ from xml.etree import ElementTree as ET
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from timeline_kit import film, frame
+from timeline_kit import frame, timeline
 
 from pyllamakv.errors import UsageError
 from pyllamakv.scenarios.cell_picture import NOBODY
 from pyllamakv.scenarios.frames import Timeline
-from pyllamakv.view import drawing, timeline
+from pyllamakv.view import drawing, timeline_drawing
 from pyllamakv.view.drawing import Area, Band, Mark, Text
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -34,7 +34,7 @@ def areas(made: drawing.Drawing) -> dict[str, float]:
 
 def test_each_cell_of_each_operation_is_painted_once() -> None:
     """Every role covers as much as its cells, and all of them the whole."""
-    made = timeline.paint(film())
+    made = timeline_drawing.paint(timeline())
     covered = areas(made)
     whole = sum(covered.values())
     cells = {role: round(20 * part / whole) for role, part in covered.items()}
@@ -43,7 +43,7 @@ def test_each_cell_of_each_operation_is_painted_once() -> None:
 
 def test_failures_and_moves_are_marked() -> None:
     """A cross above the operation that failed, a diamond and a band where a cell moved."""
-    made = timeline.paint(film())
+    made = timeline_drawing.paint(timeline())
     marks = [item for item in made.items if isinstance(item, Mark)]
     assert [mark.kind for mark in marks] == ["diamond" if n else "cross" for n in (0, 1, 0, 1)]
     failed, moved = marks[:2]
@@ -56,7 +56,9 @@ def test_failures_and_moves_are_marked() -> None:
 
 def test_axes_and_legend_say_what_is_what() -> None:
     """Cells on one axis, operations on the other, and a name for each colour."""
-    said = [item.text for item in timeline.paint(film()).items if isinstance(item, Text)]
+    said = [
+        item.text for item in timeline_drawing.paint(timeline()).items if isinstance(item, Text)
+    ]
     assert {"cells", "free", "0", "4", "decode", "remove", "defrag"} <= set(said)
     assert {"sequence 0", "sequence 1", "sequence 2", "shared", "failed"} <= set(said)
     assert "4 cells · 5 operations · 1 failed · 1 cells moved" in said
@@ -64,7 +66,7 @@ def test_axes_and_legend_say_what_is_what() -> None:
 
 def test_it_is_one_svg_that_needs_nothing() -> None:
     """Well formed, with words to hover, in the colours of either scheme, nothing loaded."""
-    text = drawing.svg(timeline.paint(film()))
+    text = drawing.svg(timeline_drawing.paint(timeline()))
     root = ET.fromstring(text)
     titles = [each.text for each in root.iter(f"{SVG}title")]
     assert titles[0] == "a < b"
@@ -77,15 +79,15 @@ def test_it_is_one_svg_that_needs_nothing() -> None:
 
 def test_a_page_has_the_colours_once() -> None:
     """Inside a page a drawing has neither rules nor paper of its own."""
-    text = drawing.svg(timeline.paint(film()), inside=True)
+    text = drawing.svg(timeline_drawing.paint(timeline()), inside=True)
     assert "<style" not in text and "f-paper" not in text
 
 
-def test_a_long_film_stays_a_picture() -> None:
+def test_a_long_timeline_stays_a_picture() -> None:
     """Thousands of operations on thousands of cells share columns and rows; marks are kept."""
     frames = [frame(n, [n % 3] * n + [NOBODY] * (4000 - n)) for n in range(1, 2001)]
     frames[777] = frame(778, [1] * 778 + [NOBODY] * (4000 - 778), failed="no-slot")
-    made = timeline.paint(Timeline("long", frames))
+    made = timeline_drawing.paint(Timeline("long", frames))
     assert made.width < 1000 and made.height < 600
     assert sum(isinstance(item, Mark) for item in made.items) == 2  # in the plot and the legend
     assert len(drawing.svg(made)) < 400_000
@@ -94,21 +96,23 @@ def test_a_long_film_stays_a_picture() -> None:
 def test_no_cells_no_timeline() -> None:
     """A trace without pictures is refused, with what to do."""
     with pytest.raises(UsageError, match="--trace"):
-        timeline.paint(Timeline("empty"))
+        timeline_drawing.paint(Timeline("empty"))
 
 
 @given(st.integers(1, 100_000))
 def test_ticks_are_few_and_round(cells: int) -> None:
     """Whatever the size, some numbers stand at the axis, in order, the last near the top."""
-    found = timeline.ticks(cells)
+    found = timeline_drawing.ticks(cells)
     assert 2 <= len(found) <= 6 and found[0] == 0 and found[-1] > cells / 2
     assert all(one < other for one, other in pairwise(found))
 
 
 @given(st.lists(st.lists(st.integers(-2, 12), min_size=6, max_size=6), min_size=1, max_size=40))
-def test_any_film_is_painted(owners: list[list[int]]) -> None:
+def test_any_timeline_is_painted(owners: list[list[int]]) -> None:
     """Whatever the cells hold, the drawing is well formed and inside its own size."""
-    made = timeline.paint(Timeline("any", [frame(n, each) for n, each in enumerate(owners, 1)]))
+    made = timeline_drawing.paint(
+        Timeline("any", [frame(n, each) for n, each in enumerate(owners, 1)])
+    )
     ET.fromstring(drawing.svg(made))
     for item in made.items:
         if isinstance(item, Area):

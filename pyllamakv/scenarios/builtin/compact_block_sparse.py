@@ -25,8 +25,8 @@ def run(lab: Lab) -> None:
 
 
 SCENARIO = Scenario(
-    id="compact-blocks",
-    kind="cure",
+    id="compact-block-sparse",
+    kind="fix",
     claim="Blocks of positions are found in a compacted cache, and its indexer's moves with it.",
     issue="ggml-org/llama.cpp#26338",
     run=run,
