@@ -47,9 +47,9 @@ def main(path: str, folder: Path) -> None:
     for side in ("stock", "patched"):
         replayed = replay.replay_on_variant(f"0.3.9+{side}", head, lines, model=path)
         picture = folder / f"{side}.svg"
-        film = playback.play_timeline(recorded, f"0.3.9+{side}", path)
+        timeline = playback.play_timeline(recorded, f"0.3.9+{side}", path)
         picture.write_text(
-            drawing.svg(timeline_drawing.paint(film, f"One client of three leaves: {side}")),
+            drawing.svg(timeline_drawing.paint(timeline, f"One client of three leaves: {side}")),
             encoding="utf-8",
         )
         print(f"{side}: {replayed.rows} rows played, {picture.name} drawn")

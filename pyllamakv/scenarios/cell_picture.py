@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -107,6 +108,13 @@ class Picture:
             most_frequent(self.owner[start : start + step])
             for start in range(0, len(self.owner), step)
         ]
+
+
+def shares(owners: Sequence[int]) -> tuple[tuple[int, float], ...]:
+    """Return (owner, share of the cells), sequences first, then shared and free cells."""
+    counts = Counter(owners)
+    ordered = sorted(counts, key=lambda owner: (owner == NOBODY, owner == SEVERAL, owner))
+    return tuple((owner, counts[owner] / len(owners)) for owner in ordered)
 
 
 def most_frequent(owners: Sequence[int]) -> int:

@@ -23,6 +23,9 @@ MOVING = ("decode", "step", "batch", "advance", "defrag", "update")
 #: Operations that neither do anything to the cells nor tell of them.
 _SILENT = ("context", "note", "expect", "cancel", "threads", "snapshot", "verify")
 
+#: The name of the result 1 of llama_decode.
+NO_SLOT = "no-slot"
+
 #: Arguments that say nothing at a glance.
 _LONG = ("interleave", "expect", "pos", "logits", "state")
 
@@ -31,8 +34,9 @@ _LONG = ("interleave", "expect", "pos", "logits", "state")
 class Frame:
     """Hold one operation and the cells after it.
 
-    ``failed`` says in a word how it failed, and is empty when it did not; ``moves`` are (source,
-    target, cells) of each run of cells that it moved, ``moved`` how many cells that were.
+    ``failed`` is the result of a failed operation in a word, otherwise empty. ``moves`` holds
+    (source, target, cells) of each run of cells that moved, and ``moved`` the number of these
+    cells. ``tokens`` is the number of tokens of a decode, 0 if unknown.
     """
 
     number: int
@@ -42,6 +46,19 @@ class Frame:
     failed: str = ""
     moves: tuple[tuple[int, int, int], ...] = ()
     moved: int = 0
+    tokens: int = 0
+
+    @property
+    def failure(self) -> str:
+        """Return why the operation failed: "48 tokens, largest hole 16", or the result's name.
+
+        The number is that of the whole batch. llama.cpp places one micro-batch after another, so a
+        batch may fail although its first micro-batch fits into the hole.
+        """
+        if self.failed != NO_SLOT or not self.tokens:
+            return self.failed
+        plural = "token" if self.tokens == 1 else "tokens"
+        return f"{self.tokens} {plural}, largest hole {self.picture.holes[1]}"
 
     def caption(self) -> str:
         """Return what was done, and how it ended, in one line."""
@@ -50,7 +67,8 @@ class Frame:
             plural = "cell" if self.moved == 1 else "cells"
             parts.append(f"{self.moved} {plural} moved")
         if self.failed:
-            parts.append(self.failed)
+            numbers = f": {self.failure}" if self.failure != self.failed else ""
+            parts.append(self.failed + numbers)
         return printable("; ".join(parts))
 
 
@@ -116,6 +134,7 @@ class Timeline:
                     str(each.get("failed", "")),
                     tuple((int(a), int(b), int(n)) for a, b, n in each.get("moves", ())),
                     int(each.get("moved", 0)),
+                    int(each.get("tokens", 0)),
                 )
             )
         return timeline
@@ -148,14 +167,15 @@ class TimelinePlayer(Player):
         for owners in feed.owners:
             name = "+".join(map(str, owners))
             fed[name] = fed.get(name, 0) + 1
-        self._take("decode", detail({"feed": fed}), word(status) if status else "")
+        tokens = len(feed.owners)
+        self._take("decode", detail({"feed": fed}), word(status) if status else "", tokens)
         return status
 
     def _step(self, op: str, *arguments: Any) -> None:
         super()._step(op, *arguments)
         self._take(op, ", ".join(str(each) for each in arguments if each != -1))
 
-    def _take(self, op: str, detail: str, failed: str = "") -> None:
+    def _take(self, op: str, detail: str, failed: str = "", tokens: int = 0) -> None:
         if len(self.timeline) >= LONGEST:
             return
         now = cell_samples.sample_cells(self.native, self.context, self.info)
@@ -167,7 +187,8 @@ class TimelinePlayer(Player):
         number = len(self.timeline) + 1
         moved = sum(length for *_, length in moves)
         picture = Picture.of(now.snapshot)
-        self.timeline.frames.append(Frame(number, op, detail, picture, failed, moves, moved))
+        made = Frame(number, op, detail, picture, failed, moves, moved, tokens)
+        self.timeline.frames.append(made)
         self._before = now
 
 

@@ -55,7 +55,8 @@ def after(line: Line, result: Mapping[str, Any], last: Picture | None) -> Frame 
     picture = last if raw is None else Picture.from_json(raw)
     if picture is None:
         return None
-    frame = Frame(line.number, line.op, detail(line.arguments), picture, _failed(result))
+    words, failed = detail(line.arguments), _failed(result)
+    frame = Frame(line.number, line.op, words, picture, failed, tokens=line.tokens)
     if "moved" in result:
         moves = tuple((int(a), int(b), int(n)) for a, b, n in result["moved"])
         return replace(frame, moves=moves, moved=sum(length for *_, length in moves))

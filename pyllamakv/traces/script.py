@@ -150,6 +150,27 @@ class Line:
     arguments: dict[str, Any]
     result: dict[str, Any] | None = None
 
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that a decode needs cells for at once.
+
+        0 for other operations, and for a text, which only a model can tokenize.
+        """
+        words = self.arguments
+        match self.op:
+            case "step":
+                return 1
+            case "batch":
+                return len(words["tokens"])
+            case "advance":
+                return len(words["seq"])
+            case "decode":
+                feeds = list(words["feed"].values())
+                if any(isinstance(each, str) for each in feeds):
+                    return 0
+                return sum(each if isinstance(each, int) else len(each) for each in feeds)
+        return 0
+
     def wrong(self, what: str) -> ScriptError:
         """Return an error that names this line."""
         return ScriptError(f"line {self.number} ({self.op}): {what}", self.number)

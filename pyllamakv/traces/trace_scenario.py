@@ -148,7 +148,7 @@ def _play(line: Line, head: Head, stage: ScriptSession, player: Player) -> None:
         expected = _expected(line, recorded, head, None if player.ledger.streams else free)
         if expected is not None and result["status"] != expected:
             msg = (
-                f"a decode of {size(line)} tokens with {free} free cells ended with "
+                f"a decode of {line.tokens} tokens with {free} free cells ended with "
                 f"{word(result['status'])}, expected {word(expected)}"
             )
             evidence = {"status": result["status"], "free": free}
@@ -165,32 +165,14 @@ def _expected(line: Line, recorded: dict[str, Any], head: Head, free: int | None
         return None
     if head.expect == "recorded":
         return status
-    if free is not None and size(line) > free:
+    if free is not None and line.tokens > free:
         return None  # it cannot but fail
-    known = free is not None and size(line)
+    known = free is not None and line.tokens
     return (
         int(DecodeStatus.OK)
         if status == DecodeStatus.OK or (known and status == DecodeStatus.NO_SLOT)
         else None
     )
-
-
-def size(line: Line) -> int:
-    """Return how many tokens a decode has at once; 0 where only the model could tell."""
-    words = line.arguments
-    match line.op:
-        case "step":
-            return 1
-        case "batch":
-            return len(words["tokens"])
-        case "advance":
-            return len(words["seq"])
-        case "decode":
-            feeds = list(words["feed"].values())
-            if any(isinstance(each, str) for each in feeds):
-                return 0
-            return sum(each if isinstance(each, int) else len(each) for each in feeds)
-    return 0
 
 
 def _verify(stage: ScriptSession, player: Player, lab: Lab) -> None:

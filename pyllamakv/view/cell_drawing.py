@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from pyllamakv.scenarios.cell_picture import NOBODY, SEVERAL, Picture
+from pyllamakv.scenarios.cell_picture import NOBODY, SEVERAL, Picture, shares
 from pyllamakv.view import drawing, palette
 from pyllamakv.view.drawing import Area, Drawing
 
@@ -74,18 +74,28 @@ def plain(picture: Picture, width: int = 64, rows: int = 16) -> str:
 
 
 def paint(picture: Picture, columns: int = 64, side: int = 10, *, caption: bool = True) -> Drawing:
-    """Return a picture as a drawing, ``columns`` places to a line, each ``side`` wide."""
+    """Return a picture as a drawing, ``columns`` places to a line, each ``side`` wide.
+
+    A place of several cells is divided among their owners by the share of each.
+    """
     step, shown = picture.scaled(columns * columns)
     lines = -(-len(shown) // columns)
     top = 24 if caption else 0
     more = f", {step} cells to a place" if step > 1 else ""
-    made = Drawing(columns * side - 1, top + lines * side - 1, picture.caption() + more)
+    title = picture.caption() + more
+    # Letters of size 12 are less than 7 wide on average.
+    width = max(columns * side - 1, 7 * len(title) if caption else 0)
+    made = Drawing(width, top + lines * side - 1, title)
     if caption:
         made.add(drawing.Text(made.title, 0, 14, role="ink", size=12))
     boxes: dict[int, list[drawing.Box]] = {}
-    for place, owner in enumerate(shown):
+    for place in range(len(shown)):
         line, at = divmod(place, columns)
-        boxes.setdefault(owner, []).append((at * side, top + line * side, side - 1, side - 1))
+        left = float(at * side)
+        for owner, share in shares(picture.owner[place * step : (place + 1) * step]):
+            part = share * (side - 1)
+            boxes.setdefault(owner, []).append((left, top + line * side, part, side - 1))
+            left += part
     for owner in sorted(boxes):
         made.add(Area(palette.role(owner), tuple(boxes[owner]), palette.name(owner)))
     return made

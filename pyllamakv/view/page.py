@@ -46,7 +46,10 @@ class CellSection:
     failing: tuple[tuple[FailedRun, list[str]], ...]
     maps: tuple[tuple[str, str], ...]
     timelines: tuple[tuple[str, str], ...]
+    #: Drift of the patches that concern the release: applied ones first, then failing ones.
     drift: tuple[dict[str, Any], ...]
+    #: Drift of the patches that are for other releases.
+    others: tuple[dict[str, Any], ...]
 
     @property
     def tone(self) -> str:
@@ -88,9 +91,18 @@ def css_class(verdict: str) -> str:
 
 
 def _part(number: int, result: CellResult, compared: Comparison) -> CellSection:
-    anchor = f"cell-{number}"
-    maps, timelines, drift = tuple(_maps(result)), tuple(_timelines(result)), tuple(_drift(result))
-    return CellSection(result, compared, anchor, tuple(_failing(result)), maps, timelines, drift)
+    drift = sorted(_drift(result), key=lambda one: one["patch"] not in result.patches)
+    others = tuple(one for one in drift if one["state"] == "not-applicable")
+    return CellSection(
+        result,
+        compared,
+        f"cell-{number}",
+        tuple(_failing(result)),
+        tuple(_maps(result)),
+        tuple(_timelines(result)),
+        tuple(one for one in drift if one not in others),
+        others,
+    )
 
 
 def _failing(result: CellResult) -> Iterable[tuple[FailedRun, list[str]]]:

@@ -1,28 +1,36 @@
-"""Draw a timeline as a timeline: operations to the right, cells upward, a colour per sequence.
+"""Draw a timeline: operations to the right, cells upward, one colour per sequence.
 
-Between two columns, bands lead from where cells were to where they went. Above them stand a cross
-where an operation failed and a diamond where cells moved; below, how much is free, and how much of
-that lies together, which is what a batch can get where slots are contiguous.
+Bands between two columns connect the old and new places of cells that moved. Above a column, a
+cross with its numbers marks a failed operation, and a diamond marks moved cells. The strip below
+shows the free cells and the largest hole, which limits a batch that needs contiguous cells.
+
+Runs of cells are drawn exactly while they are higher than `_BLUR` on average. Where sequences
+interleave more finely, stripes would blur into each other, so a bin of cells is drawn as density:
+its width is divided among the owners by their share of the cells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby
 
 from pyllamakv.errors import UsageError
-from pyllamakv.scenarios.cell_picture import NOBODY, SEVERAL, Picture, most_frequent
+from pyllamakv.scenarios.cell_picture import NOBODY, SEVERAL, Picture, most_frequent, shares
 from pyllamakv.scenarios.frames import Frame, Timeline
 from pyllamakv.view import palette
 from pyllamakv.view.drawing import Area, Band, Box, Drawing, Mark, Segment, Text, Tooltip
 
 #: Room around the cells: on the left for their numbers, on the right, above for the marks.
-LEFT, RIGHT, TOP = 52.0, 20.0, 74.0
+LEFT, RIGHT, TOP = 60.0, 20.0, 88.0
 #: Width of the plot, and of a column in it.
 _NARROW, _WIDE, _COLUMN = 440.0, 860.0, 72.0
 #: Height of the cells, and most rows that they get.
 _HEIGHT, _ROWS = 256, 320
+#: Runs that are at most this high on average blur into each other: two pixels of a screen.
+_BLUR = 2.0
+#: Height of a bin that is drawn as density: low enough for the shape, high enough for the shares.
+_BIN = 8.0
 #: Most columns; in a longer timeline several operations share one.
 _COLUMNS = 400
 #: Height of the numbers below the cells.
@@ -50,6 +58,11 @@ class Column:
         return any(frame.failed for frame in self.frames)
 
     @property
+    def failure(self) -> str:
+        """Return why the first failed operation failed; empty if none failed."""
+        return next((frame.failure for frame in self.frames if frame.failed), "")
+
+    @property
     def moved(self) -> int:
         """Count the cells that moved."""
         return sum(frame.moved for frame in self.frames)
@@ -64,6 +77,11 @@ class Plot:
     width: float
     step: int
     cell: float
+
+    @property
+    def bin(self) -> int:
+        """Return the number of cells in a bin: a whole number of rows."""
+        return max(1, round(_BIN / (self.cell * self.step))) * self.step
 
     @property
     def gap(self) -> float:
@@ -117,7 +135,9 @@ def paint(timeline: Timeline, title: str = "") -> Drawing:
     turned = names > plot.pitch - 4
     axis = below + _STRIP + (14 + names if named and turned else 18 if named else 32)
     legend = _legend(plot, owners, LEFT + plot.width, axis + 26)
-    made = Drawing(LEFT + plot.width + RIGHT, legend[1] + 14, title or timeline.title or "cells")
+    notes = [Text(note, 16, legend[1] + 20 + 16 * line) for line, note in enumerate(_notes(plot))]
+    bottom = legend[1] + 14 + 16 * len(notes)
+    made = Drawing(LEFT + plot.width + RIGHT, bottom, title or timeline.title or "cells")
     made.add(
         Text(title or timeline.title or "The cells of a cache", 16, 27, "ink", 15, bold=True),
         Text(_subtitle(timeline, plot), 16, 45),
@@ -129,6 +149,7 @@ def paint(timeline: Timeline, title: str = "") -> Drawing:
         *_strip(plot, below),
         *_axis(plot, below + _STRIP, named=named, turned=turned),
         *legend[0],
+        *notes,
         *_tips(plot, below + _STRIP),
     )
     return made
@@ -138,8 +159,6 @@ def _subtitle(timeline: Timeline, plot: Plot) -> str:
     parts = [f"{timeline.cells} cells", f"{len(timeline)} operations"]
     if len(plot.columns) < len(timeline):
         parts.append(f"{len(plot.columns[0].frames)} of them to a column")
-    if plot.step > 1:
-        parts.append(f"{plot.step} cells to a row, in the colour of most of them")
     failed = sum(bool(frame.failed) for frame in timeline.frames)
     moved = sum(frame.moved for frame in timeline.frames)
     if failed:
@@ -149,24 +168,37 @@ def _subtitle(timeline: Timeline, plot: Plot) -> str:
     return " · ".join(parts)
 
 
+def _notes(plot: Plot) -> Iterator[str]:
+    """Yield what the rows show where a row is not one cell in one colour."""
+    if plot.step > 1:
+        yield f"A row shows {plot.step} cells in the colour of most of them."
+    if any(len(each) > 1 for column in plot.columns for each, *_ in runs_of(column.picture, plot)):
+        yield f"A bar shows {plot.bin} interleaved cells: each owner's share of them."
+
+
 def _boxes(plot: Plot) -> Iterator[tuple[int, Box]]:
     """Yield owner and rectangle of each run of cells; equal ones side by side are one."""
-    open_: dict[tuple[int, int, int], int] = {}
+    open_: dict[Run, int] = {}
 
-    def close(run: tuple[int, int, int], first: int, last: int) -> tuple[int, Box]:
-        owner, start, length = run
-        left, right = plot.left(first), plot.right(last)
-        return owner, (left, plot.y(start + length), right - left, length * plot.cell)
+    def close(run: Run, first: int, last: int) -> Iterator[tuple[int, Box]]:
+        parts, start, length = run
+        left, whole = plot.left(first), plot.right(last) - plot.left(first)
+        # A line between bars tells them from solid runs, where there is room for one.
+        line = 1.0 if len(parts) > 1 and plot.pitch >= 12 else 0.0
+        for owner, share in parts:
+            height = length * plot.cell - line
+            yield owner, (left, plot.y(start + length) + line, whole * share, height)
+            left += whole * share
 
     for number, column in enumerate(plot.columns):
-        runs = set(runs_of(column.picture, plot.step))
+        runs = set(runs_of(column.picture, plot))
         ended = [run for run in open_ if plot.gap or run not in runs]
         for run in ended:
-            yield close(run, open_.pop(run), number - 1)
+            yield from close(run, open_.pop(run), number - 1)
         for run in sorted(runs - open_.keys()):
             open_[run] = number
     for run, first in open_.items():
-        yield close(run, first, len(plot.columns) - 1)
+        yield from close(run, first, len(plot.columns) - 1)
 
 
 def _cells(plot: Plot) -> Iterator[Area]:
@@ -210,6 +242,7 @@ def _streams(plot: Plot) -> Iterator[Segment]:
 
 def _marks(plot: Plot) -> Iterator[Segment | Mark | Text]:
     y = TOP - 12
+    free_from = 0.0
     for number, column in enumerate(plot.columns):
         x = plot.middle(number)
         both = column.failed and column.moved > 0
@@ -220,6 +253,11 @@ def _marks(plot: Plot) -> Iterator[Segment | Mark | Text]:
             at = x - 8 if both else x
             yield Segment("bad", ((x, TOP - 4), (x, plot.bottom)), 1, dash=True)
             yield Mark("bad", "cross", at, y, 4 if plot.pitch >= 10 else 2.5)
+            half = 11 * _LETTER * len(column.failure) / 2
+            label = min(max(x, LEFT + half), max(LEFT + plot.width - half, LEFT + half))
+            if label - half >= free_from:  # otherwise it would cover the label before it
+                yield Text(column.failure, label, y - 12, "bad", anchor="middle")
+                free_from = label + half + 8
 
 
 def _grid(plot: Plot) -> Iterator[Segment | Text]:
@@ -349,19 +387,40 @@ def round_step(width: float) -> int:
     return next(step for step in steps if step * width >= 44)
 
 
-def runs_of(picture: Picture, step: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (owner, first cell, cells) of each run of rows with one owner."""
+#: (owner, share of the width) of each owner, first cell, number of cells.
+Run = tuple[tuple[tuple[int, float], ...], int, int]
+
+
+def runs_of(picture: Picture, plot: Plot) -> Iterator[Run]:
+    """Yield each run of rows with one owner, and each bin in which owners interleave finely.
+
+    A row of several cells has the colour of most of them.
+    """
     owners = picture.owner
-    rows = [
-        (
-            owners[at]
-            if step == 1
-            else most_frequent(owners[at : at + step])
-        )
-        for at in range(0, len(owners), step)
-    ]  # fmt: skip
     at = 0
-    for owner, run in groupby(rows):
-        length = min(len(list(run)) * step, len(owners) - at)
-        yield owner, at, length
-        at += length
+    for fine, bins in groupby(
+        range(0, len(owners), plot.bin),
+        key=lambda start: _interleaved(owners[start : start + plot.bin], plot.cell),
+    ):
+        starts = list(bins)
+        end = min(starts[-1] + plot.bin, len(owners))
+        if fine:
+            for at in starts:
+                part = owners[at : at + plot.bin]
+                yield shares(part), at, len(part)
+            at = end
+            continue
+        rows = [
+            owners[start] if plot.step == 1 else most_frequent(owners[start : start + plot.step])
+            for start in range(at, end, plot.step)
+        ]
+        for owner, run in groupby(rows):
+            length = min(len(list(run)) * plot.step, end - at)
+            yield ((owner, 1.0),), at, length
+            at += length
+
+
+def _interleaved(owners: Sequence[int], cell: float) -> bool:
+    """Tell whether the runs of some cells, each ``cell`` high, would blur into each other."""
+    runs = sum(1 for _ in groupby(owners))
+    return runs > 2 and len(owners) * cell <= _BLUR * runs

@@ -82,13 +82,29 @@ def test_everything_is_there(html: str) -> None:
         assert word in html
     assert "moved by +12 lines" in html
     assert "changed in 0.3.10, perhaps gone to src/llama-memory.cpp (60% alike)" in html
-    assert "1 of 2 hunks have a place" in html
+    assert "1 of 2 hunks found" in html
     assert html.count("<svg") == (2 + 1) * 3
     assert "stock: nothing moved, and operation 2 ended with no-slot" in html
     assert "line 2: decode &lt;1&gt;; no-slot" in html
     assert "stock, when it failed: 128 of 256 cells used" in html
     assert "1 worse than accepted" in html
     assert "inputs changed since" in html
+
+
+def test_what_concerns_a_release_comes_first() -> None:
+    """Applied patches come first; patches for other releases and idle scenarios are folded."""
+    (own,) = result().drift
+    drift = [{**own, "patch": name, "state": state} for name, state in (
+        ("elsewhere", "not-applicable"), ("broken", "fails"), ("applied", "applies"))]  # fmt: skip
+    rows = (row("ran", "needed"), row("idle", "untestable"))
+    one = result(drift=tuple(drift), patches=("applied",), scenarios=rows)
+    html = page.render((one,), compare((one,), {}))
+    places = [html.index(f"Drift of {name}<") for name in ("applied", "broken", "elsewhere")]
+    assert places == sorted(places)
+    folded = html.index("Patches not applied</b>")
+    assert places[1] < folded < places[2] < html.index("</details>\n</details>\n</details>")
+    idle = html.index("Scenarios without a verdict</b>")
+    assert html.index("<td>ran</td>") < idle < html.index("<td>idle</td>") < places[0]
 
 
 def test_runs_that_fail_alike_are_told_once() -> None:

@@ -22,7 +22,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def areas(made: drawing.Drawing) -> dict[str, float]:
     """Return how much of the cells each role covers, legend and strip left out."""
-    top, bottom = 74.0, 74.0 + 4 * 64
+    top, bottom = 88.0, 88.0 + 4 * 64
     covered: dict[str, float] = {}
     for item in made.items:
         if isinstance(item, Area):
@@ -119,3 +119,45 @@ def test_any_timeline_is_painted(owners: list[list[int]]) -> None:
             for x, y, width, height in item.boxes:
                 assert x >= 0 and y >= 0 and width > 0
                 assert x + width <= made.width + 0.01 and y + height <= made.height + 0.01
+
+
+def texts(made: drawing.Drawing) -> list[str]:
+    """Return what is written in a drawing."""
+    return [item.text for item in made.items if isinstance(item, Text)]
+
+
+def test_a_cross_has_its_numbers() -> None:
+    """A slot failure names tokens and largest hole, another failure its result."""
+    hole = [0, NOBODY, NOBODY, 0]
+    frames = [frame(1, hole, failed="no-slot", tokens=3), frame(2, hole, failed="aborted")]
+    said = texts(timeline_drawing.paint(Timeline("x", frames)))
+    assert "3 tokens, largest hole 2" in said
+    assert "aborted" in said
+    assert frames[0].caption() == "decode; no-slot: 3 tokens, largest hole 2"
+
+
+def test_labels_of_neighbours_do_not_overlap() -> None:
+    """In a long timeline, a label that would cover the one before it is left out."""
+    frames = [frame(n, [0, NOBODY], failed="no-slot", tokens=3) for n in range(1, 101)]
+    made = timeline_drawing.paint(Timeline("x", frames))
+    labels = [i for i in made.items if isinstance(i, Text) and i.text.startswith("3 tokens")]
+    assert 1 < len(labels) < 100
+    width = 11 * 0.55 * len(labels[0].text)
+    assert all(other.x - one.x > width for one, other in pairwise(labels))
+
+
+def test_interleaved_cells_are_drawn_by_share() -> None:
+    """Where stripes would blur, a bar shows each owner's share; runs that can be seen are exact."""
+    striped = [0, 1, 1, 1] * 256 + [NOBODY] * 1024
+    made = timeline_drawing.paint(Timeline("x", [frame(1, striped)]))
+    bars: dict[str, list[drawing.Box]] = {}
+    for item in made.items:
+        if isinstance(item, Area) and item.role in ("s0", "s1"):
+            bars.setdefault(item.role, []).extend(b for b in item.boxes if 4 < b[3] < 9)
+    one, other = bars["s0"], bars["s1"]
+    assert len(one) == len(other) == -(-1024 // 56)  # 8 rows of 7 cells
+    assert all(a[2] * 3 == pytest.approx(b[2]) for a, b in zip(one, other, strict=True))
+    assert "A bar shows 56 interleaved cells: each owner's share of them." in texts(made)
+    blocks = [0] * 512 + [1] * 512 + [NOBODY] * 1024
+    solid = timeline_drawing.paint(Timeline("x", [frame(1, blocks)]))
+    assert not any(said.startswith("A bar shows") for said in texts(solid))
