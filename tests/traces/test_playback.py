@@ -48,7 +48,7 @@ def test_a_trace_becomes_a_timeline() -> None:
     assert found.frames[2].picture is found.frames[1].picture
     assert found.frames[3].moves == found.frames[4].moves == ((2, 0, 2),)
     assert found.frames[0].detail == '0: 2 tokens, 1: "hi"'
-    assert found.frames[2].caption() == "decode 2: 3 tokens; no-slot"
+    assert found.frames[2].caption() == "decode 2: 3 tokens; no-slot: 3 tokens, largest hole 2"
     assert found.frames[3].caption() == "defrag; 2 cells moved"
     assert found.cells == 4
 

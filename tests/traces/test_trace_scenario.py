@@ -192,7 +192,7 @@ def test_every_decode_has_a_size() -> None:
     from pyllamakv.traces.script import Line
 
     def size(op: str, **words: object) -> int:
-        return trace_scenario.size(Line(1, op, words))
+        return Line(1, op, words).tokens
 
     assert size("step", token=1) == 1
     assert size("batch", tokens=[1, 2]) == 2

@@ -1,4 +1,4 @@
-"""What the scenarios of compaction have in common: how far attention runs, and how far it must."""
+"""Helpers for compaction scenarios: the cells that attention visits and those that it needs."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ if TYPE_CHECKING:
     from pyllamakv.scenarios.lab import Lab
     from pyllamakv.scenarios.player import Player
 
-#: Attention runs over a multiple of so many cells.
+#: llama.cpp pads the cells that attention visits to a multiple of this.
 STEP = 256
 
 
 def attended(snapshot: Snapshot) -> list[int]:
-    """Return over how many cells attention runs in each stream of each cache."""
+    """Return the number of cells that attention visits, per stream of each cache."""
     return [-(-each.stats.used_max_p1 // STEP) * STEP for each in snapshot.streams]
 
 
 def needed(snapshot: Snapshot) -> list[int]:
-    """Return over how many it has to run."""
+    """Return the number of cells that attention needs to visit, per stream of each cache."""
     return [-(-each.stats.used // STEP) * STEP for each in snapshot.streams]
 
 
 def defrag_sparse_tail(lab: Lab, *, rows: bool = True) -> None:
-    """Leave every other sequence, at the end of the cache, compact it, and go on; then again.
+    """Keep every second sequence, at the end of the cache, compact, and decode; repeat once.
 
-    ``rows`` as for `defrag`.
+    ``rows``: see `defrag`.
     """
     player = lab.player(1024, n_ubatch=64)
     player.fill({0: 500})
@@ -52,9 +52,9 @@ def defrag_sparse_tail(lab: Lab, *, rows: bool = True) -> None:
 
 
 def defrag(lab: Lab, player: Player, *, window: int = 0, rows: bool = True) -> None:
-    """Defragment, and prove that nothing but the place of the cells has changed.
+    """Defragment, and check that only the indexes of cells have changed.
 
-    ``rows`` False leaves out the bytes, for memory whose states keep more than rows.
+    With ``rows`` False, bytes are not compared, for memory whose states contain more than rows.
     """
     before = lab.picture(player, "before")
     counted = player.counters()
@@ -73,10 +73,10 @@ def defrag(lab: Lab, player: Player, *, window: int = 0, rows: bool = True) -> N
     )
     lab.expect(
         attended(after) == needed(after),
-        f"attention runs over {attended(after)} cells, {needed(after)} would do",
+        f"attention visits {attended(after)} cells and needs {needed(after)}",
     )
     if lab.native.about.capabilities & Capability.COUNTERS:
-        lab.expect(counted is not None, "this library counts, and not this memory")
+        lab.expect(counted is not None, "this library has counters, but not for this memory")
     if counted is not None:
         counts = lab.counters(player) - counted
         lab.expect(
@@ -90,14 +90,14 @@ def defrag(lab: Lab, player: Player, *, window: int = 0, rows: bool = True) -> N
 
 
 def _defrag(lab: Lab, player: Player) -> None:
-    """Defragment, which a library that can at all does here, and says nothing of."""
+    """Defragment. A library with this capability must not refuse, and must log nothing."""
     lab.logs()
     try:
         player.defrag()
     except Unsupported as error:
         if not lab.native.about.capabilities & Capability.DEFRAG:
             raise
-        msg = f"this library can defragment, and refuses here: {error}"
+        msg = f"this library can defragment, but refused: {error}"
         raise ScenarioFailed(msg, failure="claim") from error
     lines = lab.logs()
     lab.expect(not lines, f"a defragmentation logged: {lines[0] if lines else ''}")

@@ -1,4 +1,4 @@
-"""A decode defragments after its first micro-batch, and is aborted in a later one."""
+"""A decode defragments after its first micro-batch and is aborted in a later one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def run(lab: Lab) -> None:
-    """Abort in the third of four micro-batches, behind the defragmentation."""
-    # Where nothing can be aborted, stock would fail before that could be seen.
+    """Abort in the third of four micro-batches, after the defragmentation."""
+    # Without abort support, stock would fail before the abort.
     count_abort_polls(lab.player(256, n_ubatch=32), {0: 128})
     measured = _scattered(lab)
     polls = count_abort_polls(measured, {3: 112})
@@ -40,7 +40,7 @@ def _scattered(lab: Lab) -> Player:
 SCENARIO = Scenario(
     id="abort-after-defrag",
     kind="guard",
-    claim="A decode aborted after it defragmented leaves every sequence as it was.",
+    claim="A decode that is aborted after a defragmentation leaves every sequence unchanged.",
     issue="ggml-org/llama.cpp#12695",
     run=run,
     settings=PLAIN,

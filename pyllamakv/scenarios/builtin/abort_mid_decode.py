@@ -1,4 +1,4 @@
-"""A decode is aborted at several moments: no other sequence loses a token, no ghost stays."""
+"""A decode is aborted at several points. Other sequences keep all tokens, and no cell leaks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def run(lab: Lab) -> None:
-    """Abort a batch of four micro-batches early, in its middle and late."""
+    """Abort a batch of four micro-batches near its start, its middle and its end."""
     player = lab.player(256, n_ubatch=32)
     player.fill({0: 40, 1: 40}, interleave=True)
     polls = count_abort_polls(player, {2: 128})
@@ -27,7 +27,7 @@ def run(lab: Lab) -> None:
 SCENARIO = Scenario(
     id="abort-mid-decode",
     kind="guard",
-    claim="An aborted decode takes nothing from other sequences and leaves no ghosts.",
+    claim="An aborted decode removes no tokens of other sequences and leaves no stray cells.",
     issue="ggml-org/llama.cpp#9525",
     run=run,
     settings=PLAIN,

@@ -1,4 +1,4 @@
-"""A decode is aborted while it applies a shift: the keys must not stay half rotated."""
+"""A decode is aborted while it applies a shift. The keys must not stay partly rotated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def run(lab: Lab) -> None:
-    """Abort at the first polls, where the shift is applied before any token is decoded."""
+    """Abort at the first polls, when the shift is applied before any token is decoded."""
     twin = _shifted(lab)
     polls = count_abort_polls(twin, {2: 8})
     for at in (1, 2, 3):
@@ -35,7 +35,7 @@ def _shifted(lab: Lab) -> Player:
 SCENARIO = Scenario(
     id="abort-mid-shift",
     kind="fix",
-    claim="An aborted decode leaves a shift applied or pending, never in between.",
+    claim="After an aborted decode, a shift is either applied completely or still pending.",
     issue="ggml-org/llama.cpp#9525",
     run=run,
     model="deep",

@@ -1,4 +1,4 @@
-"""An indexer picks blocks of positions, which maps from positions to cells find in the cache."""
+"""An indexer selects blocks of positions. Maps from positions to cells locate them in the cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def run(lab: Lab) -> None:
-    """Compact a cache that all sequences share, then streams: only there are blocks picked."""
+    """Compact a unified cache, then streams. Blocks are selected only with streams."""
     defrag_sparse_tail(lab, rows=False)
     player = lab.player(2048, n_ubatch=128, n_batch=512, n_seq_max=2, kv_unified=False)
     player.fill({0: 500, 1: 300})
@@ -27,7 +27,10 @@ def run(lab: Lab) -> None:
 SCENARIO = Scenario(
     id="compact-block-sparse",
     kind="fix",
-    claim="Blocks of positions are found in a compacted cache, and its indexer's moves with it.",
+    claim=(
+        "After a compaction, the maps from position blocks to cells are valid, and the "
+        "indexer's cache has moved too."
+    ),
     issue="ggml-org/llama.cpp#26338",
     run=run,
     model="blocks",

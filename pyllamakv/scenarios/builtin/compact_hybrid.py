@@ -1,4 +1,4 @@
-"""Half of a hybrid model's layers keep a state, the others cells: only cells can be moved."""
+"""A hybrid model has cells for attention and states for recurrence. Only cells can move."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from pyllamakv.scenarios.scenario import CACHES, MOVERS, Scenario
 SCENARIO = Scenario(
     id="compact-hybrid",
     kind="fix",
-    claim="The attention half of a hybrid model is compacted, its states stay as they are.",
+    claim=(
+        "A compaction of a hybrid model moves its attention cells and leaves its states unchanged."
+    ),
     issue="ggml-org/llama.cpp#21831",
-    # States keep more than rows.
+    # A saved state contains more than rows of cells.
     run=partial(defrag_sparse_tail, rows=False),
     model="hybrid",
     settings=(CACHES[0], CACHES[3], *MOVERS[:1]),

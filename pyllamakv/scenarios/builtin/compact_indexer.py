@@ -1,4 +1,4 @@
-"""An indexer with keys of its own picks the cells to attend to: two caches with the same cells."""
+"""An indexer with its own keys selects the cells to attend to, so two caches have equal cells."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pyllamakv.scenarios.scenario import CACHES, MOVERS, Scenario
 SCENARIO = Scenario(
     id="compact-indexer",
     kind="fix",
-    claim="A cache and the indexer that mirrors it move by one plan, cell for cell.",
+    claim="A cache and the indexer cache that mirrors it are compacted by the same plan.",
     issue="ggml-org/llama.cpp#21149",
-    # States keep more than rows.
+    # A saved state contains more than rows of cells.
     run=partial(defrag_sparse_tail, rows=False),
     model="indexed",
     settings=(CACHES[0], CACHES[3], *MOVERS[:1]),

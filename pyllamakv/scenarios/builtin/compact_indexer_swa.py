@@ -1,4 +1,4 @@
-"""Every other layer has a window, the others an indexer: three caches, of which two are alike."""
+"""Layers alternate between a sliding window and an indexer: three caches, two with equal cells."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pyllamakv.scenarios.scenario import CACHES, MOVERS, Scenario
 SCENARIO = Scenario(
     id="compact-indexer-swa",
     kind="fix",
-    claim="A cache and its indexer's move by one plan, and that of the windows by its own.",
+    claim="A cache and its indexer cache share one plan; the sliding-window cache has its own.",
     issue="ggml-org/llama.cpp#27060",
-    # States keep more than rows.
+    # A saved state contains more than rows of cells.
     run=partial(defrag_sparse_tail, rows=False),
     model="indexed-sliding",
     settings=(CACHES[0], CACHES[3], *MOVERS[:1]),

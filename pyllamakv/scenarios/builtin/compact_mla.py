@@ -1,4 +1,4 @@
-"""Latent attention keeps one compressed row per token, which is key and value, and no V."""
+"""Multi-head latent attention stores one compressed row per token and no V tensor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pyllamakv.scenarios.scenario import CACHES, MOVERS, Scenario
 SCENARIO = Scenario(
     id="compact-mla",
     kind="fix",
-    claim="A cache without values is compacted like any other.",
+    claim="A cache without V tensors is compacted correctly.",
     issue="ggml-org/llama.cpp#20993",
     run=defrag_sparse_tail,
     model="latent",

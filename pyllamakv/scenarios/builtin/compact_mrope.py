@@ -1,4 +1,4 @@
-"""A position may be a place in a picture too: cells know row and column, and states keep them."""
+"""With M-RoPE, a position may include row and column of an image. Cells and states store them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def run(lab: Lab) -> None:
-    """Compact, and save a sequence before and after: it moves as one, so its state is the same."""
+    """Compact, and save a sequence before and after. Its state must not change."""
     if lab.native.about.probes.get("defrag") != "compact":
-        # The first releases that knew such models read batches of text beyond their end.
+        # The first releases with such models read text batches out of bounds.
         msg = "this library does not compact"
         raise Unsupported(msg, capability="defrag")
     defrag_sparse_tail(lab, rows=False)
@@ -33,7 +33,7 @@ def run(lab: Lab) -> None:
 SCENARIO = Scenario(
     id="compact-mrope",
     kind="fix",
-    claim="What a cell knows of a place in a picture moves with it.",
+    claim="The M-RoPE positions of a cell move with it.",
     issue="ggml-org/llama.cpp#20993",
     run=run,
     model="places",

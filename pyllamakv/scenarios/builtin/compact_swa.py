@@ -1,4 +1,4 @@
-"""A model with a sliding window has two caches, whose cells lie differently: each has its plan."""
+"""A sliding-window model has two caches with different cells. Each needs a plan of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WINDOW = synthetic_models.SHAPES["sliding"].window
 
 
 def run(lab: Lab) -> None:
-    """Let five sequences talk past their windows, remove the first ones, and compact."""
+    """Fill five sequences beyond their windows, remove the first ones, and compact."""
     player = lab.player(1024, n_ubatch=32)
     player.fill({0: 500})
     player.fill(dict.fromkeys((1, 2, 3, 4), 80), interleave=True)
@@ -35,7 +35,7 @@ def run(lab: Lab) -> None:
 SCENARIO = Scenario(
     id="compact-swa",
     kind="fix",
-    claim="The full cache and that of the windows are both compacted, each as its cells lie.",
+    claim="The full cache and the sliding-window cache are both compacted, each by its own plan.",
     issue="ggml-org/llama.cpp#13194",
     run=run,
     model="sliding",

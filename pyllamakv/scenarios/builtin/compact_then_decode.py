@@ -1,4 +1,4 @@
-"""A sequence is left alone at the end of the cache: attention runs over all that lies before it."""
+"""One sequence remains at the end of the cache, so attention visits all cells before it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run(lab: Lab) -> None:
 
 
 def _on_request(lab: Lab) -> None:
-    """Empty the cache below two sequences, compact it, and decode both and a third."""
+    """Free the cells below two sequences, compact, and decode both and a third."""
     player = lab.player(2048, n_ubatch=128)
     player.fill({0: 1600})
     player.fill({1: 40, 2: 40}, interleave=True)
@@ -30,14 +30,14 @@ def _on_request(lab: Lab) -> None:
     player.decode({1: 8, 3: 8})
     player.fill({4: 300})
     lab.verify(player)
-    # The place that was emptied is used again, and a second compaction finds what that left.
+    # The freed cells are used again, and a second compaction follows.
     player.remove(3)
     defrag(lab, player)
     lab.verify(player)
 
 
 def _at_a_threshold(lab: Lab) -> None:
-    """Empty a full cache of 2,048 cells, the fewest that are ever sparse, and decode twice.
+    """Free most of a full cache of 2,048 cells, the smallest that the threshold covers.
 
     To 0.3.9 the first decode asks for what the second does.
     """
@@ -50,8 +50,7 @@ def _at_a_threshold(lab: Lab) -> None:
     lab.verify(player)
     if player.native.about.probes.get("defrag") != "compact":
         return  # upstream's own threshold, which counts otherwise in each era
-    # Of 2,048 cells 256 are needed: seven eighths are for nothing, and not more than that. 0 is no
-    # threshold.
+    # 256 of 2,048 visited cells are needed, so seven eighths are unnecessary. 0 is no threshold.
     for threshold in (0.875, 0.0):
         after = _sparse(lab, threshold).snapshot()
         lab.expect(
@@ -61,7 +60,7 @@ def _at_a_threshold(lab: Lab) -> None:
 
 
 def _sparse(lab: Lab, threshold: float) -> Player:
-    """Leave a few cells at the end of a full cache, and go on."""
+    """Keep a few cells at the end of a full cache, and decode."""
     player = lab.player(2048, n_ubatch=256, defrag_thold=threshold)
     player.fill({0: 1980})
     player.fill({1: 68})
@@ -75,7 +74,7 @@ def _sparse(lab: Lab, threshold: float) -> Player:
 SCENARIO = Scenario(
     id="compact-then-decode",
     kind="fix",
-    claim="What is alone in the cache is attended to at the cost of its own cells.",
+    claim="After a compaction, attention visits only the cells that it needs.",
     issue="ggml-org/llama.cpp#20993",
     run=run,
     settings=(*CACHES, *MOVERS, *ORDERED, SCATTERED),

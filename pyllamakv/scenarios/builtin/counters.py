@@ -1,4 +1,4 @@
-"""The counters tell what a context did: slot searches, failures, defragmentations, moves."""
+"""The counters of a context: slot searches, slot failures, defragmentations and moves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def run(lab: Lab) -> None:
-    """Count a decode, a failure and a defragmentation, and compare with what the cells show."""
+    """Count a decode, a failure and a defragmentation, and compare with the cells."""
     lab.needs(Capability.COUNTERS)
     player = lab.player(256, n_ubatch=32)
     start = lab.counters(player)
@@ -41,36 +41,39 @@ def run(lab: Lab) -> None:
         moved = int((there.streams[0].used & ~after.streams[0].used).sum())
         lab.expect(
             worked.cells_moved >= moved and worked.moves >= 1,
-            f"{moved} cells were left, counted {worked.cells_moved} in {worked.moves} moves",
+            f"{moved} cells moved, counted {worked.cells_moved} in {worked.moves} moves",
         )
     _compare(lab, player, worked)
     lab.note(moves=worked.moves, cells=worked.cells_moved, bytes=worked.bytes_moved)
 
 
 def _compare(lab: Lab, player: Player, worked: Counters) -> None:
-    """Compare what a defragmentation counted with what that takes; then let a decode need one."""
+    """Compare the counters of a defragmentation with its work; then force one in a decode."""
     info = player.native.cells(player.context, 0).info
     row = (info.bytes_k + info.bytes_v) // info.n_cells
     lab.expect(
         worked.bytes_moved == row * worked.cells_moved,
         f"{worked.cells_moved} cells of {row} bytes each counted {worked.bytes_moved} bytes",
     )
-    lab.expect(worked.ns >= worked.plan_ns > 0, f"{worked.ns} ns hold {worked.plan_ns} of the plan")
+    lab.expect(
+        worked.ns >= worked.plan_ns > 0,
+        f"{worked.ns} ns in total, {worked.plan_ns} ns for the plan",
+    )
     lab.expect(worked.ns < 60 * 10**9, f"a defragmentation took {worked.ns} ns")
-    # As they are since the start: -1 is what nobody counted.
+    # Totals since the start; -1 means not counted.
     graphs, most = lab.counters(player).graphs, lab.counters(player).scratch_bytes
     right = graphs > 0 if info.host == 0 else graphs == 0
     lab.expect(
         right, f"{graphs} graphs moved memory of {'a device' if info.host == 0 else 'the host'}"
     )
-    lab.expect(0 <= most <= 1 << 20, f"{worked.cells_moved} cells took {most} bytes beside them")
+    lab.expect(0 <= most <= 1 << 20, f"{worked.cells_moved} cells used {most} scratch bytes")
 
     player.fill({1: 64, 2: 64}, interleave=True)
     player.remove(1)
     before = lab.counters(player)
     player.decode({3: 100})
     again = lab.counters(player) - before
-    # Where a batch may lie in scattered cells both are none.
+    # Both are zero where a batch may use scattered cells.
     lab.expect(
         again.decode_retries == again.defrags,
         f"{again.defrags} defragmentations of a decode counted {again.decode_retries} retries",
@@ -80,7 +83,10 @@ def _compare(lab: Lab, player: Player, worked: Counters) -> None:
 SCENARIO = Scenario(
     id="counters",
     kind="feature",
-    claim="The counters tell slot searches, failures, defragmentations and moves.",
+    claim=(
+        "The counters agree with the slot searches, failures, defragmentations and moves "
+        "of a context."
+    ),
     issue="ggml-org/llama.cpp#13653",
     run=run,
     settings=PLAIN,

@@ -1,6 +1,6 @@
-"""A defragmentation that the caller asks for is done, whether a shift is pending or not.
+"""A requested defragmentation runs with and without a pending shift.
 
-For some days in June 2025 upstream did it only when there was a shift to apply as well.
+In June 2025, upstream skipped it for some days unless a shift was pending.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def run(lab: Lab) -> None:
-    """Defragment without a shift, with one, and once more when it has been applied."""
+    """Defragment without a shift, with a pending one, and after it was applied."""
     lab.needs(Capability.CELLS)
     player = lab.player(256, n_ubatch=32)
     player.fill({0: 64, 1: 64, 2: 64}, interleave=True)
@@ -50,7 +50,7 @@ def _defrag(lab: Lab, player: Player, when: str) -> None:
 SCENARIO = Scenario(
     id="defrag-without-shift",
     kind="guard",
-    claim="A defragmentation that is asked for leaves one hole, with a pending shift or without.",
+    claim="A requested defragmentation leaves one hole, with or without a pending shift.",
     issue="ggml-org/llama.cpp#14189",
     run=run,
     settings=(CACHES[0], CACHES[3], SCATTERED),

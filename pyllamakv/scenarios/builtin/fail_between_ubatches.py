@@ -1,8 +1,8 @@
-"""A batch that is larger than the free cells fails, and leaves and loses nothing.
+"""A batch with more tokens than free cells fails and changes nothing.
 
-Once with the free cells side by side, and twice scattered, so that a build which defragments
-inside a decode does it after the first micro-batch has its place, in front where nothing moves or
-at the end where everything does, and before the last one fails.
+The free cells are contiguous once and scattered twice. A build that defragments inside a decode
+then does so after the first micro-batch was placed, either below the moved cells or above them, and
+before the last one fails.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def run(lab: Lab) -> None:
-    """Fail, check that all is as it was, and decode what fits."""
+    """Fail, check that nothing changed, and decode a batch that fits."""
     for where in ("together", "hole in front", "hole at the end"):
         player = lab.player(256, n_ubatch=32)
         if where == "together":
@@ -30,7 +30,7 @@ def run(lab: Lab) -> None:
                 player.fill({0: 40})
             player.remove(0)
             player.remove(1, 0, 50)
-        # 90 cells are free and 96 are asked for: the third micro-batch fails.
+        # 90 cells are free and 96 are requested: the third micro-batch fails.
         lab.picture(player, f"{where}, before")
         with player.unchanged("the failed decode"):
             player.decode({3: 96}, expect=DecodeStatus.NO_SLOT)
@@ -43,7 +43,7 @@ def run(lab: Lab) -> None:
 SCENARIO = Scenario(
     id="fail-between-ubatches",
     kind="guard",
-    claim="A decode that fails between its micro-batches leaves every sequence as it was.",
+    claim="A decode that fails between its micro-batches leaves every sequence unchanged.",
     issue="ggml-org/llama.cpp#12695",
     run=run,
 )

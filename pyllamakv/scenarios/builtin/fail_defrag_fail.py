@@ -1,7 +1,7 @@
-"""A decode fails, the caller defragments by hand and tries again: both failures are undone.
+"""A decode fails, the caller defragments and retries, and the retry fails too.
 
-What the first failure noted down to be undone names cells by their place; after the
-defragmentation other sequences live there.
+The first failure recorded cells by index. After the defragmentation, other sequences own these
+cells.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def run(lab: Lab) -> None:
-    """Ask twice for more cells than are free, with a defragmentation between."""
+    """Request more cells than are free, twice, with a defragmentation in between."""
     player = lab.player(256, n_ubatch=32)
     player.fill({0: 60})
     player.fill({1: 166})
     player.remove(0)
-    # 90 cells are free: 60 in front, 30 at the end. The first micro-batch finds a place.
+    # 90 cells are free: 60 at the start, 30 at the end. The first micro-batch fits.
     player.decode({2: 96}, expect=DecodeStatus.NO_SLOT)
     player.check_cells()
     lab.picture(player, "before")
@@ -37,7 +37,7 @@ def run(lab: Lab) -> None:
 SCENARIO = Scenario(
     id="fail-defrag-fail",
     kind="fix",
-    claim="A decode that fails after a defragmentation takes no tokens of other sequences.",
+    claim="A decode that fails after a defragmentation removes no tokens of other sequences.",
     issue="ggml-org/llama.cpp#12695",
     run=run,
 )

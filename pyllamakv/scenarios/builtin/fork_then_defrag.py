@@ -1,4 +1,4 @@
-"""Forks share cells; a defragmentation moves them once, for all their owners."""
+"""Forks share cells. A defragmentation moves each cell once, for all its sequences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def run(lab: Lab) -> None:
-    """Fork a prompt twice among other tokens, let the forks diverge, make holes, defragment."""
+    """Fork a prompt twice, extend the forks, remove tokens, and defragment."""
     player = lab.player(256, n_ubatch=32)
     player.fill({0: 48, 3: 48}, interleave=True)
     player.copy(0, 1)
@@ -24,7 +24,7 @@ def run(lab: Lab) -> None:
         player.defrag()
     lab.picture(player, "after")
     lab.verify(player)
-    # The prompt's first owner leaves: what the forks share must stay.
+    # The prompt's first sequence is removed; the cells that the forks share must stay.
     player.remove(0)
     player.fill({4: 40})
     lab.verify(player)
@@ -33,7 +33,7 @@ def run(lab: Lab) -> None:
 SCENARIO = Scenario(
     id="fork-then-defrag",
     kind="guard",
-    claim="Cells that sequences share keep all their owners when they move.",
+    claim="A cell that several sequences share keeps all of them when it moves.",
     issue="ggml-org/llama.cpp#14081",
     run=run,
 )

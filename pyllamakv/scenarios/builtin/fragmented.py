@@ -1,6 +1,6 @@
-"""Two sequences lie cell by cell among each other, one leaves, and a batch needs more than a hole.
+"""Two sequences alternate cell by cell, one is removed, and a batch needs more than one cell.
 
-Half the cache is free and its largest hole is one cell.
+Half of the cache is free, and its largest hole is one cell.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def run(lab: Lab) -> None:
-    """Decode into a cache that has room, but no two free cells side by side."""
+    """Decode into a cache with enough free cells, no two of them adjacent."""
     player = lab.player(256)
     player.fill({0: 128, 1: 128}, interleave=True)
     player.remove(1)
@@ -25,7 +25,7 @@ def run(lab: Lab) -> None:
     lines = lab.logs()
     lab.expect(not lines, f"a decode that found its cells logged: {lines[0] if lines else ''}")
     lab.picture(player, "after")
-    # All but the one cell that the proof needs, in one call.
+    # Use all free cells but one, which `verify` needs, in one call.
     player.decode({2: 111})
     lab.verify(player)
 
@@ -33,7 +33,7 @@ def run(lab: Lab) -> None:
 SCENARIO = Scenario(
     id="fragmented",
     kind="fix",
-    claim="A decode finds its cells whenever enough are free, however they are scattered.",
+    claim="A decode succeeds if enough cells are free, however scattered they are.",
     issue="ollama/ollama#7545",
     run=run,
     settings=(*CACHES, *MOVERS, *ORDERED, SCATTERED),

@@ -1,7 +1,7 @@
-"""A deep model needs more moves than one graph holds.
+"""A deep model needs more moves than one graph can hold.
 
-The moves that fit into one pass fall with the number of layers (170 at 64 layers, 11 in later
-releases), so one pass leaves a cache with 192 holes below its last used cell fragmented.
+The number of moves per pass falls with the number of layers (170 at 64 layers, 11 in later
+releases). One pass leaves a cache with 192 holes below its last used cell fragmented.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def run(lab: Lab) -> None:
-    """Ask for all free cells at once after every second cell was freed."""
+    """Request all free cells at once after every second cell was freed."""
     player = lab.player(768, n_ubatch=384)
     player.fill({0: 384, 1: 384}, interleave=True)
     player.remove(1)
@@ -33,7 +33,7 @@ def run(lab: Lab) -> None:
 SCENARIO = Scenario(
     id="many-moves",
     kind="fix",
-    claim="A defragmentation is complete, however many moves it takes.",
+    claim="A defragmentation is complete, however many moves it needs.",
     issue="ggml-org/llama.cpp#6685",
     run=run,
     model="deep",

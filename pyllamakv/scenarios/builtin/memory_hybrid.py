@@ -1,4 +1,4 @@
-"""A hybrid model keeps cells for its attention and states for the rest: both go together."""
+"""A hybrid model has cells for its attention layers and states for the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def run(lab: Lab) -> None:
-    """Do everything to a hybrid memory; then a batch of several micro-batches."""
+    """Run every operation on a hybrid memory, then a batch of several micro-batches."""
     player = lab.player(256, n_ubatch=32, n_seq_max=4)
     require_deterministic(lab, player)
     exercise_memory(lab, player)
@@ -23,7 +23,7 @@ def run(lab: Lab) -> None:
 SCENARIO = Scenario(
     id="memory-hybrid",
     kind="guard",
-    claim="Cells and states of a hybrid model agree after all that can be done to them.",
+    claim="Cells and states of a hybrid model stay consistent through every operation.",
     issue="ggml-org/llama.cpp#19794",
     run=run,
     model="hybrid",

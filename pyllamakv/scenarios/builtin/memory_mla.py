@@ -1,4 +1,4 @@
-"""Multi-head latent attention keeps narrow rows, in later releases without any V."""
+"""Multi-head latent attention stores narrow rows, and no V tensor in later releases."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 def run(lab: Lab) -> None:
-    """Do everything to a cache of latent rows."""
+    """Run every operation on a cache of latent rows."""
     exercise_memory(lab, lab.player(256, n_seq_max=4))
 
 
 SCENARIO = Scenario(
     id="memory-mla",
     kind="guard",
-    claim="Latent rows are right after all that can be done to them.",
+    claim="The latent rows of a cache are correct after every operation.",
     issue="ggml-org/llama.cpp#12801",
     run=run,
     model="latent",

@@ -1,4 +1,4 @@
-"""A recurrent model keeps one state per sequence and no cells: all of it is exact, or refused."""
+"""A recurrent model has one state per sequence and no cells. Operations are exact or refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def run(lab: Lab) -> None:
-    """Do everything to a recurrent memory; then a batch of two micro-batches."""
+    """Run every operation on a recurrent memory, then a batch of two micro-batches."""
     player = lab.player(256, n_ubatch=128, n_seq_max=4)
     counted = player.counters()
     lab.expect(counted is None, f"a memory without cells counted {counted}")
@@ -34,7 +34,7 @@ def run(lab: Lab) -> None:
 
 
 def _no_cells_to_move(lab: Lab, player: Player) -> None:
-    """Defragment, which is refused: nothing here lies in cells."""
+    """Defragment, which must be refused: this memory has no cells."""
     try:
         player.defrag()
     except Unsupported:
@@ -43,7 +43,7 @@ def _no_cells_to_move(lab: Lab, player: Player) -> None:
 
 
 def _aborted(lab: Lab) -> None:
-    """Abort a decode: the state is half moved, and none of the tokens in it may be left.
+    """Abort a decode: the state is partly advanced, and none of its tokens may remain.
 
     So it was upstream to 0.3.8, where the rollback is a patch's; later releases leave such states.
     """
@@ -59,7 +59,7 @@ def _aborted(lab: Lab) -> None:
 SCENARIO = Scenario(
     id="memory-recurrent",
     kind="guard",
-    claim="States of a recurrent model are right after all that can be done to them.",
+    claim="The states of a recurrent model are correct after every operation.",
     issue="ggml-org/llama.cpp#19794",
     run=run,
     model="recurrent",

@@ -1,7 +1,7 @@
-"""Every sequence has a stream of cells of its own; a copy between streams is a real one.
+"""Every sequence has its own stream of cells, and a copy between streams copies data.
 
-Contiguous slots (LLAMA_SET_ROWS=0 on 0.3.15 and 0.3.16) have no streams: llama.cpp then makes a
-unified cache, and the context has to report it.
+Contiguous slots (LLAMA_SET_ROWS=0 on 0.3.15 and 0.3.16) have no streams: llama.cpp then creates a
+unified cache, and the context must report it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def run(lab: Lab) -> None:
-    """Do everything to a cache of four streams."""
+    """Run every operation on a cache of four streams."""
     lab.needs(Capability.KV_UNIFIED)
     exercise_memory(lab, lab.player(1024, n_seq_max=4, kv_unified=False))
 
@@ -26,7 +26,7 @@ def run(lab: Lab) -> None:
 SCENARIO = Scenario(
     id="memory-streams",
     kind="guard",
-    claim="The streams of a cache are right after all that can be done to them.",
+    claim="The streams of a cache are correct after every operation.",
     issue="ggml-org/llama.cpp#14363",
     run=run,
     model="grouped",

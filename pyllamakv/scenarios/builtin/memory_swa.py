@@ -1,4 +1,4 @@
-"""A sliding-window model has two caches, of which one forgets: what a window shows is exact."""
+"""A sliding-window model has two caches, one of which drops cells outside of the window."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WINDOW = synthetic_models.SHAPES["sliding"].window
 
 
 def run(lab: Lab) -> None:
-    """Do everything to a pair of caches, the small one as small as it goes and as large."""
+    """Run every operation on both caches, with the smallest and the full window cache."""
     for full in (False, True):
         exercise_memory(lab, lab.player(512, n_seq_max=4, swa_full=full), window=WINDOW)
 
@@ -23,7 +23,7 @@ def run(lab: Lab) -> None:
 SCENARIO = Scenario(
     id="memory-swa",
     kind="guard",
-    claim="Both caches of a sliding-window model are right after all that can be done to them.",
+    claim="Both caches of a sliding-window model are correct after every operation.",
     issue="ggml-org/llama.cpp#13194",
     run=run,
     model="sliding",

@@ -1,7 +1,7 @@
-"""Keys and values of different quantized types are moved, each by the size of its own rows.
+"""Keys and values of different quantized types are moved, each with its own row size.
 
-The report is of a device that could not copy between quantized rows at all; to 0.3.8 the CPU
-copies too much instead. A mover that takes one row size for both shows here as well.
+The issue reports a device that could not copy between quantized rows. Through 0.3.8, the CPU copied
+too many bytes instead. This scenario also detects a mover that uses one row size for both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FLASH = tuple(
 
 
 def run(lab: Lab) -> None:
-    """Share a cache among three sequences, take the middle one away, defragment twice."""
+    """Share a cache among three sequences, remove the second one, and defragment twice."""
     player = lab.player(256, n_ubatch=32)
     player.fill({0: 48, 1: 48, 2: 48}, interleave=True)
     player.remove(1)

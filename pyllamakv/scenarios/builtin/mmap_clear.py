@@ -1,4 +1,4 @@
-"""A cleared cache costs nothing, and is as good as a new one."""
+"""A cleared cache commits no memory and works like a new one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def run(lab: Lab) -> None:
     """Fill a cache, clear it, and use it again; save a sequence across a clear."""
     player = mapped(lab, 4096, n_batch=512, n_ubatch=128)
-    # Up to the very last cell: what lies behind it must not even be read.
+    # Use the last cell too: bytes after it must not be read.
     player.fill({0: 1500, 1: 300, 2: 4096 - 1800})
     player.save(1, "kept")
     player.clear()
@@ -29,7 +29,7 @@ def run(lab: Lab) -> None:
 SCENARIO = Scenario(
     id="mmap-clear",
     kind="feature",
-    claim="Clearing a cache gives all of its memory back instead of writing zeros to it.",
+    claim="Clearing a cache returns all of its memory to the system instead of writing zeros.",
     issue="ggml-org/llama.cpp#11580",
     run=run,
     settings=CACHES,

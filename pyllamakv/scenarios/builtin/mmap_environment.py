@@ -1,4 +1,4 @@
-"""All that a story goes through, in mapped memory and in a file, as the environment chooses it."""
+"""The workload of `story` in mapped memory and in a file, selected by environment variables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def run(lab: Lab) -> None:
-    """Tell the story of `story`; a decode defragments where that scenario's patch does."""
+    """Run the workload of `story`; a decode defragments if the patches include that."""
     lab.needs(Capability.MAPPING)
     if not lab.place.host:
         _open_on_a_device(lab)
@@ -23,7 +23,7 @@ def run(lab: Lab) -> None:
 
 
 def _open_on_a_device(lab: Lab) -> None:
-    """Break the claim where what no device can have costs a program its context."""
+    """Fail the claim if a device without mapped memory makes the context fail."""
     try:
         lab.player().close()
     except Untestable as error:
@@ -33,7 +33,7 @@ def _open_on_a_device(lab: Lab) -> None:
 SCENARIO = Scenario(
     id="mmap-environment",
     kind="feature",
-    claim="A program that knows nothing of mapped memory gets it by LLAMA_KV_BACKING alone.",
+    claim="LLAMA_KV_BACKING alone puts the cache of any program into mapped memory.",
     issue="ggml-org/llama.cpp#11580",
     run=run,
     model="test",

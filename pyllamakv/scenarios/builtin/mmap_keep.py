@@ -1,4 +1,4 @@
-"""A cache in a file outlives its context: what was flushed goes on, and nothing else does."""
+"""A cache in a file outlives its context. Flushed data can be reused, other data cannot."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from pyllamakv.scenarios.lab import Lab
     from pyllamakv.scenarios.player import Player
 
-#: What is done with a kept file: go on with it, or begin anew.
+#: Modes of opening a cache file: reuse its content, or start empty.
 GO_ON, FRESH = 1, 2
 
-#: The header and the tables of 512 cells end before this byte; keys of the first cell follow.
+#: Header and tables of 512 cells end before this byte; the keys of the first cell follow.
 TABLES = 16384
 
 
 def run(lab: Lab) -> None:
-    """Keep a cache, go on with it, and refuse what is not whole or not meant."""
+    """Keep a cache, reuse it, and refuse files that are incomplete or do not match."""
     lab.needs(Capability.MAPPING)
     with tempfile.TemporaryDirectory(prefix="pyllamakv-") as folder:
         file = Path(folder) / "cache"
@@ -48,7 +48,7 @@ def run(lab: Lab) -> None:
         options |= {"kv_keep": GO_ON, "kv_model": "one", "n_seq_max": 4}
         player, tokens = _keep(lab, options)
         _refuse_others(lab, player)
-        # Looked at and left alone it is as it was.
+        # Opening without changes leaves the file unchanged.
         _again(lab, player, generation=1).close()
         player = _again(lab, player, generation=1)
         _expect_tokens(lab, player, tokens)
@@ -70,7 +70,7 @@ def run(lab: Lab) -> None:
 
 
 def _keep(lab: Lab, options: dict[str, Any]) -> tuple[Player, NDArray[np.int32]]:
-    """Fill a cache, and flush it with a number for each cell."""
+    """Fill a cache, and flush it with one token id per cell."""
     player = lab.player(512, **options)
     _expect(lab, player, resumed=False, generation=0)
     _count_tensors(lab, player)
@@ -87,7 +87,7 @@ def _keep(lab: Lab, options: dict[str, Any]) -> tuple[Player, NDArray[np.int32]]
 
 
 def _fill(player: Player) -> None:
-    """Leave two holes of a cell, and decode what fits in neither: the search goes on behind it."""
+    """Leave two holes of one cell, and decode more tokens: the slot search continues after them."""
     player.fill({0: 120, 1: 60}, interleave=True)
     player.copy(0, 2)
     player.remove(0, 30, 90)
@@ -96,7 +96,7 @@ def _fill(player: Player) -> None:
 
 
 def _go_on_there(lab: Lab, player: Player) -> None:
-    """Decode a token into the cell that it would have in a cache that was never closed."""
+    """Decode a token into the same cell as in a cache that was never closed."""
     never = lab.player(player.params.n_ctx, n_seq_max=player.params.n_seq_max)
     _fill(never)
     for each in (player, never):
@@ -109,7 +109,7 @@ def _go_on_there(lab: Lab, player: Player) -> None:
 
 
 def _refuse_others(lab: Lab, player: Player) -> None:
-    """Close a kept cache, and ask for it as something that it is not."""
+    """Close a kept cache, and open it with parameters that do not match."""
     player.close()
     others: dict[str, Any] = {"kv_model": "two", "n_ctx": 1024, "kv_keep": 0}
     for name, other in others.items():
@@ -118,7 +118,7 @@ def _refuse_others(lab: Lab, player: Player) -> None:
 
 
 def _change(lab: Lab, player: Player) -> None:
-    """Change cells in every way: the file is dirty until the next flush. Closes the player."""
+    """Change cells with every operation: the file stays dirty until a flush. Closes the player."""
     steps = ["a decode"]
     if player.info.can_shift:
         steps.append("a shift")
@@ -133,7 +133,7 @@ def _change(lab: Lab, player: Player) -> None:
         else:
             player.remove(1)
             player.defrag()
-        # A copy of the file is what a process that was killed now would leave behind.
+        # A copy of the file equals what a process killed at this point would leave.
         copy = shutil.copy2(str(player.params.kv_path), f"{player.params.kv_path}-{len(what)}")
         params = replace(player.params, kv_path=copy)
         _refuse(lab, f"{what} and no flush", KVFileDirty, partial(_open, player, params))
@@ -141,7 +141,7 @@ def _change(lab: Lab, player: Player) -> None:
 
 
 def _defragmented(lab: Lab, player: Player) -> Player:
-    """Go on with a cache that has holes, and defragment before anything is computed on it."""
+    """Reuse a cache that has holes, and defragment before any computation."""
     if not lab.native.about.capabilities & Capability.DEFRAG:
         return player
     player.remove(0, 0, 8)
@@ -154,7 +154,7 @@ def _defragmented(lab: Lab, player: Player) -> Player:
 
 
 def _damage(lab: Lab, player: Player) -> None:
-    """Change a byte of the header, of the cells' table, of a key in the file. Closes the player."""
+    """Change a byte of the header, of the cell table, of a key. Closes the player."""
     player.close()
     file = Path(str(player.params.kv_path))
     whole = file.read_bytes()
@@ -167,7 +167,7 @@ def _damage(lab: Lab, player: Player) -> None:
 
 
 def _begin_anew(lab: Lab, options: dict[str, Any]) -> None:
-    """Forget what a file holds, if that is asked for; leave no file without content."""
+    """Discard the content of a file on request; leave no empty file behind."""
     anew = lab.player(512, **{**options, "kv_keep": FRESH})
     _expect(lab, anew, resumed=False, generation=0)
     anew.decode({0: 16})
@@ -179,7 +179,7 @@ def _begin_anew(lab: Lab, options: dict[str, Any]) -> None:
 
 
 def _again(lab: Lab, player: Player, generation: int) -> Player:
-    """Close a player, and go on with its file in another that must hold the same."""
+    """Close a player, and open its file in another one, which must have equal cells."""
     player.close()
     kept = {"kv_backing", "kv_path", "kv_keep", "kv_model", "n_seq_max"}
     options = {name: getattr(player.params, name) for name in kept}
@@ -191,7 +191,7 @@ def _again(lab: Lab, player: Player, generation: int) -> Player:
 
 
 def _open(player: Player, params: ContextParams | None = None) -> None:
-    """Make a context and give it back."""
+    """Create a context and free it."""
     native = player.native
     native.context_free(native.context_new(player.model, params or player.params))
 
@@ -201,7 +201,7 @@ def _flush(player: Player, tokens: NDArray[np.int32] | None) -> None:
 
 
 def _refuse(lab: Lab, what: str, error: type[Exception], act: Callable[[], None]) -> None:
-    """Break the claim unless something is refused by its own name."""
+    """Fail the claim unless the call raises the expected error."""
     try:
         act()
     except error:
@@ -213,7 +213,7 @@ def _refuse(lab: Lab, what: str, error: type[Exception], act: Callable[[], None]
 
 
 def _expect(lab: Lab, player: Player, *, resumed: bool, generation: int) -> None:
-    """Compare what is told about a kept cache with what was done to it."""
+    """Compare the reported facts of a kept cache with the operations on it."""
     info = player.native.mapping(player.context).info
     lab.expect(info.kind == Backing.FILE, f"the cache lies in {info.kind!r}")
     lab.expect(info.kept, "the cache is not kept")
@@ -247,7 +247,7 @@ def _count_tensors(lab: Lab, player: Player) -> None:
 SCENARIO = Scenario(
     id="mmap-keep",
     kind="feature",
-    claim="What was flushed to a file goes on in the next context, and nothing else does.",
+    claim="The next context can reuse flushed data of a cache file, and no other data.",
     issue="ggml-org/llama.cpp#11580",
     run=run,
     model="grouped",

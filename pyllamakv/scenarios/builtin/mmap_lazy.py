@@ -1,4 +1,4 @@
-"""A large context costs no more memory than the cells that were written."""
+"""A large context commits memory only for cells that were written."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pyllamakv.scenarios.scenario import CACHES, Scenario
 if TYPE_CHECKING:
     from pyllamakv.scenarios.lab import Lab
 
-#: Attention reads so many cells at once; what it reads beyond those written costs nothing.
+#: Attention visits a multiple of this; visiting unwritten cells commits no memory.
 STEP = 256
 
 
 def run(lab: Lab) -> None:
-    """Make a context of 65536 cells, decode 64 tokens, and go on in other sequences."""
+    """Create a context of 65536 cells, decode 64 tokens, and decode in other sequences."""
     player = mapped(lab, 65536, n_batch=512, n_ubatch=64)
     lab.expect(committed(player) == 0, f"{committed(player)} bytes are resident before any token")
     player.fill({0: 64})
@@ -38,7 +38,7 @@ def run(lab: Lab) -> None:
 SCENARIO = Scenario(
     id="mmap-lazy",
     kind="feature",
-    claim="Memory is committed as cells are first written, not when the context is made.",
+    claim="Memory is committed when cells are first written, not when the context is created.",
     issue="ggml-org/llama.cpp#11580",
     run=run,
     settings=CACHES,

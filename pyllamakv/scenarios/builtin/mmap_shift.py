@@ -1,4 +1,4 @@
-"""A shift rotates what is used, and leaves the rest of the cache alone."""
+"""A shift rotates the used cells and does not touch the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def run(lab: Lab) -> None:
-    """Cut the head off two sequences in a large cache, shift them, and go on."""
+    """Remove the start of two sequences in a large cache, shift them, and decode."""
     player = mapped(lab, 32768, n_batch=512, n_ubatch=64)
     must_shift(player)
     player.fill({0: 200})
@@ -34,7 +34,7 @@ def run(lab: Lab) -> None:
     player.decode({0: 20, 1: 20})
     expect_committed_below(lab, player, 440 + 256, "after a shift")
     lab.verify(player)
-    # Nothing is left to shift, but it is pending all the same.
+    # No cell is left to shift, but a shift is still pending.
     player.shift(0, 0, -1, 3)
     player.remove(0)
     player.remove(1)
@@ -46,7 +46,7 @@ def run(lab: Lab) -> None:
 SCENARIO = Scenario(
     id="mmap-shift",
     kind="feature",
-    claim="A shift commits no page of cells that are not used.",
+    claim="A shift commits no pages of unused cells.",
     issue="ggml-org/llama.cpp#11580",
     run=run,
     settings=CACHES,

@@ -1,4 +1,4 @@
-"""A copy between the streams of two sequences goes as far as cells are used, and no further."""
+"""A copy between two streams copies used cells only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def run(lab: Lab) -> None:
-    """Copy a sequence, drop its source, shift the copy, and give back what is free."""
+    """Copy a sequence, remove its source, shift the copy, and trim the cache."""
     lab.needs(Capability.MAPPING)
     if not lab.native.about.capabilities & Capability.KV_UNIFIED:
         msg = "all sequences share one stream in this release"
@@ -28,7 +28,7 @@ def run(lab: Lab) -> None:
     must_shift(player)
     player.fill({0: 300, 1: 100})
     player.copy(0, 2)
-    # A copy of the copy, whose source is gone before either has been made.
+    # A copy of the copy, whose source is removed before either copy was made.
     player.copy(2, 3)
     player.remove(2)
     player.update()
@@ -46,7 +46,7 @@ def run(lab: Lab) -> None:
 SCENARIO = Scenario(
     id="mmap-streams",
     kind="feature",
-    claim="A copy between streams commits no page of cells that are not used.",
+    claim="A copy between streams commits no pages of unused cells.",
     issue="ggml-org/llama.cpp#14363",
     run=run,
     settings=(CACHES[0], CACHES[3], CACHES[4]),

@@ -1,4 +1,4 @@
-"""What sequences leave behind goes back to the system, and what stays is right."""
+"""Pages of removed sequences are returned to the system. The remaining cells are unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def run(lab: Lab) -> None:
-    """Fill half a cache, remove most of it, defragment, and give the rest back; go on, again."""
+    """Fill half of a cache, remove most of it, defragment, trim and decode, twice."""
     player = mapped(lab, 8192, n_batch=512, n_ubatch=128)
     for _ in range(2):
         player.fill({0: 2000})
@@ -38,7 +38,7 @@ def run(lab: Lab) -> None:
         player.check_cells()
         again = player.native.mapping_trim(player.context)
         lab.expect(again == 0, f"a second time {again} bytes went, where nothing had come")
-        # What was given back is written again, between and behind what stayed.
+        # Trimmed pages are written again, between and after the remaining cells.
         player.decode({1: 60, 3: 60})
         lab.verify(player)
         player.remove(1)
@@ -48,7 +48,7 @@ def run(lab: Lab) -> None:
 SCENARIO = Scenario(
     id="mmap-trim",
     kind="feature",
-    claim="Memory behind the last used cell is given back, and the cells keep what they hold.",
+    claim="Trimming returns the memory above the last used cell and keeps all used cells.",
     issue="ggml-org/llama.cpp#11580",
     run=run,
     settings=CACHES,

@@ -1,4 +1,4 @@
-"""A full and compact cache is decoded into a hundred times: no work grows, nothing is logged."""
+"""A hundred decodes into a full, compact cache do no growing work and log nothing."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from pyllamakv.scenarios.lab import Lab
     from pyllamakv.scenarios.player import Player
 
-#: Counters of work that a cache without holes gives no reason for.
+#: Counters of work that a cache without holes does not need.
 WORK = ("moves", "cells_moved", "bytes_moved", "graphs")
 TIMES = 50
 
 
 def run(lab: Lab) -> None:
-    """Defragment where nothing moves, then decode: first what fits, then what cannot."""
+    """Defragment without moves, then decode batches that fit and batches that do not."""
     player = lab.player(256)
     player.fill({0: 256})
     if lab.native.about.capabilities & Capability.DEFRAG:
@@ -28,7 +28,7 @@ def run(lab: Lab) -> None:
             player.defrag()
         except Unsupported:
             lab.note(defrag="refused")
-        # At the level of debugging, llama.cpp tells of graphs that it makes room for.
+        # At debug level, llama.cpp logs the graphs that it reserves.
         lines = [line for line in lab.logs(0) if "reserving" in line]
         lab.expect(not lines, f"nothing was moved, and room was made for graphs: {lines[:1]}")
         player.decode({0: 1})
@@ -40,7 +40,7 @@ def run(lab: Lab) -> None:
     )
     failing = [_repeat(player, fits=False) for _ in range(2)]
     lines = lab.logs()
-    # llama.cpp itself says twice per failed decode that it found no cells.
+    # llama.cpp itself logs two lines per decode without a slot.
     lab.expect(
         len(lines) <= 2 * 2 * TIMES,
         f"{2 * TIMES} failed decodes logged {len(lines)} lines: {lines[-1] if lines else ''}",
@@ -59,7 +59,7 @@ def run(lab: Lab) -> None:
 
 
 def _scattered(lab: Lab, player: Player) -> None:
-    """Ask for more cells than are free, where some are: moving them together would not help."""
+    """Request more cells than are free: a defragmentation would not help."""
     for pos in (10, 100, 200):
         player.remove(0, pos, pos + 1)
     before = player.counters()
@@ -85,7 +85,7 @@ def _repeat(player: Player, *, fits: bool) -> Counters | None:
 SCENARIO = Scenario(
     id="nothing-to-move",
     kind="guard",
-    claim="With nothing to move, decodes cost no work that grows and log nothing of their own.",
+    claim="If no cell needs to move, decodes do no growing work and log nothing of their own.",
     issue="ggml-org/llama.cpp#11707",
     run=run,
     settings=PLAIN,

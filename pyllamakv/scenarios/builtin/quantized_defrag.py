@@ -1,7 +1,8 @@
-"""A defragmentation moves quantized rows: it must move these rows, and no bytes behind them.
+"""A defragmentation copies quantized rows and no bytes beyond them.
 
-To 0.3.8 the CPU's copy between two quantized rows of a type wrote 32 times too far, over the cells
-behind the moved ones and over the end of the buffer: garbage until the server was started again.
+Through 0.3.8, the CPU's copy between two quantized rows of one type wrote 32 times too many bytes,
+over the next cells and past the end of the buffer. Output was garbage until the server was
+restarted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def run(lab: Lab) -> None:
-    """Let two clients talk in turn, take one's first half away, defragment, go on talking."""
+    """Decode in two sequences alternately, remove half of one, defragment, and decode."""
     player = lab.player(256, n_ubatch=32)
     player.fill({0: 80, 1: 80}, interleave=True)
     player.remove(1, 0, 40)

@@ -1,6 +1,6 @@
-"""An explicit defragmentation of a nearly full cache must not end the process.
+"""A requested defragmentation of a nearly full cache must not end the process.
 
-Reserving a worst-case graph afterwards places a full micro-batch behind the used cells.
+Reserving a worst-case graph afterwards places a full micro-batch after the used cells.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def run(lab: Lab) -> None:
 SCENARIO = Scenario(
     id="reserve-abort",
     kind="fix",
-    claim="A defragmentation of a nearly full cache returns.",
+    claim="A defragmentation of a nearly full cache does not abort the process.",
     issue="ggml-org/llama.cpp#13359",
     run=run,
 )

@@ -1,7 +1,7 @@
 """A shift that frees cells near the end of the cache must not end the process.
 
-Applying it reserves a worst-case graph where the freed cells are, and a micro-batch reaches
-beyond the end from there.
+Applying it reserves a worst-case graph at the freed cells, and a micro-batch there extends past the
+end.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def run(lab: Lab) -> None:
-    """Shift the last sequence below position zero in part, and decode."""
+    """Shift part of the last sequence below position zero, and decode."""
     player = lab.player(256, n_ubatch=64)
     player.fill({0: 224})
     player.fill({1: 32})
-    # Its first 16 tokens fall below zero: the 16 cells from 224 on are free, the rest is shifted.
+    # The first 16 tokens fall below zero: 16 cells from 224 are freed, the rest is shifted.
     player.shift(1, -1, -1, -16)
     player.check_cells()
     player.decode({0: 8})
@@ -29,7 +29,7 @@ def run(lab: Lab) -> None:
 SCENARIO = Scenario(
     id="reserve-abort-shift",
     kind="fix",
-    claim="A shift that frees cells near the end of the cache is applied and returns.",
+    claim="A shift that frees cells near the end of the cache does not abort the process.",
     issue="ggml-org/llama.cpp#13359",
     run=run,
     settings=PLAIN,

@@ -1,6 +1,6 @@
-"""A sequence leaves while its shift is pending, and another is restored into its cells.
+"""A sequence with a pending shift is removed, and another one is restored into its cells.
 
-The shift belonged to the tokens that left: it must not rotate the keys that came.
+The shift belongs to the removed tokens and must not rotate the restored keys.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def run(lab: Lab) -> None:
-    """Shift, remove the shifted sequence or all, restore, decode."""
+    """Shift, remove the shifted sequence or all sequences, restore, and decode."""
     for everything in (False, True):
         player = lab.player(256)
         player.fill({2: 64})
@@ -37,7 +37,7 @@ def run(lab: Lab) -> None:
 SCENARIO = Scenario(
     id="restore-after-shift",
     kind="fix",
-    claim="A shift that was pending for tokens that left does not reach those restored there.",
+    claim="A pending shift of removed tokens does not affect tokens restored into their cells.",
     issue="ggml-org/llama.cpp#9201",
     run=run,
 )

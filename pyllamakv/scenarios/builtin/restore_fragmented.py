@@ -1,7 +1,7 @@
-"""A saved sequence comes back into a cache that has room for it in single holes only.
+"""A saved sequence is restored into a cache whose free cells are scattered.
 
-Part of it is still there: some cells that it alone has, which count as free, and some that another
-sequence shares, which do not.
+Part of the sequence is still in the cache: cells that only it uses, which count as free, and cells
+that another sequence shares, which do not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def run(lab: Lab) -> None:
-    """Restore as many tokens as there are free cells, in the place of what was left of them."""
+    """Restore as many tokens as there are free cells, over the remains of the sequence."""
     player = lab.player(256)
     player.fill({2: 64})
     player.copy(2, 3, 0, 24)
@@ -38,7 +38,7 @@ def run(lab: Lab) -> None:
 SCENARIO = Scenario(
     id="restore-fragmented",
     kind="fix",
-    claim="A saved sequence can be restored whenever enough cells are free.",
+    claim="A saved sequence can be restored if enough cells are free.",
     issue="ggml-org/llama.cpp#17527",
     run=run,
     settings=(*CACHES, SCATTERED),

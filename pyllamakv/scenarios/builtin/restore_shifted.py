@@ -1,6 +1,6 @@
-"""A restore moves cells whose shift is still pending, or comes to lie beside them.
+"""A restore moves cells with a pending shift, or places tokens next to them.
 
-The shift must move with them, and stay theirs.
+The shift must move with its cells and affect no others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def run(lab: Lab) -> None:
-    """Restore among shifted cells, and right before them; decode."""
+    """Restore among shifted cells, and directly before them; decode."""
     _among(lab)
     _beside(lab)
 
@@ -38,7 +38,7 @@ def _among(lab: Lab) -> None:
 
 
 def _beside(lab: Lab) -> None:
-    """Shift a sequence, and restore another into the cells that end where it begins."""
+    """Shift a sequence, and restore another into the cells directly before it."""
     player = lab.player(256)
     player.fill({2: 64})
     player.save(2, "kept")

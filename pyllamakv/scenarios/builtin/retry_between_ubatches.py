@@ -1,6 +1,6 @@
-"""A batch of several micro-batches, of which a later one finds no cells side by side.
+"""In a batch of several micro-batches, a later one finds no contiguous cells.
 
-The first micro-batch lies where the defragmentation will move cells, and must move with them.
+The defragmentation moves the cells of the first micro-batch too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def run(lab: Lab) -> None:
 SCENARIO = Scenario(
     id="retry-between-ubatches",
     kind="fix",
-    claim="A decode defragments between its micro-batches when a later one finds no cells.",
+    claim="A decode defragments between its micro-batches if a later one finds no slot.",
     issue="ggml-org/llama.cpp#10873",
     run=run,
     settings=CACHES + MOVERS + ORDERED,

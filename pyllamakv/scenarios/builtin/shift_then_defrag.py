@@ -1,4 +1,4 @@
-"""A shift is pending when the cells move: each key must be rotated by its own distance."""
+"""Cells move while a shift is pending. Each key must still be rotated by its own distance."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(lab: Lab) -> None:
     player.check_cells()
     player.decode({0: 8, 1: 8})
     lab.verify(player)
-    # Nothing is pending any more: from here on the bytes themselves must stay.
+    # No shift is pending now, so the bytes must not change.
     player.remove(1, 4, 20)
     with player.unchanged():
         player.defrag()
@@ -33,7 +33,7 @@ def run(lab: Lab) -> None:
 SCENARIO = Scenario(
     id="shift-then-defrag",
     kind="guard",
-    claim="A pending shift moves with its cells, and a shift after a defragmentation is right.",
+    claim="A pending shift moves with its cells, and a shift after a defragmentation is correct.",
     issue="ggml-org/llama.cpp#14189",
     run=run,
 )

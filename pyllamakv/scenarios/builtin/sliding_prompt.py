@@ -1,4 +1,4 @@
-"""Prompts longer than a window, in one batch each, come into two caches that are full of holes."""
+"""Prompts longer than the window enter two fragmented caches, one batch each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WINDOW = synthetic_models.SHAPES["sliding"].window
 
 
 def run(lab: Lab) -> None:
-    """Decode prompts of several micro-batches: what the first one sees makes room for the last."""
+    """Decode prompts of several micro-batches. The last one reuses cells outside of the window."""
     player = lab.player(512, n_ubatch=32, n_seq_max=7)
     player.fill(dict.fromkeys(range(6), 48), interleave=True)
     for seq in (1, 3):
@@ -36,7 +36,9 @@ def run(lab: Lab) -> None:
 SCENARIO = Scenario(
     id="sliding-prompt",
     kind="guard",
-    claim="A prompt longer than the window finds its cells in both caches, and is read right.",
+    claim=(
+        "A prompt longer than the window finds its cells in both caches and is evaluated correctly."
+    ),
     issue="ollama/ollama#10127",
     run=run,
     model="sliding",

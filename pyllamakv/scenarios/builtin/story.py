@@ -1,6 +1,6 @@
-"""A trained model tells a story while another leaves the cache, and goes on word for word.
+"""A trained model continues its text word for word after another sequence was removed.
 
-Damage to the cache of a trained model shows as broken text, where anyone can see it.
+Damage to the cache of a trained model is visible as broken text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LENGTH = 60
 
 
 def run(lab: Lab) -> None:
-    """Tell two stories in turn, drop one, let a long text in, and let the other go on."""
+    """Generate two texts alternately, remove one, decode a long prompt, and continue the other."""
     alone = lab.player(512, n_ubatch=256)
     prompt = lab.tokenize("Once upon a time, there was a little girl")
     told = _tell(alone, {0: prompt}, 2 * LENGTH)[0]
@@ -43,7 +43,7 @@ def run(lab: Lab) -> None:
 
 
 def _tell(player: Player, first: dict[int, list[int]], count: int) -> dict[int, list[int]]:
-    """Feed each sequence, and continue each with its most likely tokens."""
+    """Decode each prompt, and continue each sequence greedily."""
     said: dict[int, list[int]] = {seq: [] for seq in first}
     feeds = first
     while len(next(iter(said.values()))) < count:

@@ -1,7 +1,7 @@
-"""A batch of several micro-batches meets a sliding-window cache that has just enough cells.
+"""A batch of several micro-batches enters a sliding-window cache with just enough cells.
 
-It is placed as a whole before its first token is computed. What its last micro-batch does not see
-any more, its first one still needs.
+llama.cpp places the whole batch before it computes the first token. The first micro-batch needs
+cells that the last one does not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def run(lab: Lab) -> None:
     player.check_windows(WINDOW)
     lab.verify(player)
     if player.decode({1: 60, 2: 40}, expect=None) == DecodeStatus.NO_SLOT:
-        # Where a slot is one hole, all micro-batches need theirs at once.
+        # With contiguous slots, all micro-batches need their slots at once.
         player.check_windows(WINDOW)
         lab.verify(player)
         player.decode({1: 60})
@@ -39,11 +39,11 @@ def run(lab: Lab) -> None:
 SCENARIO = Scenario(
     id="swa-window-kept",
     kind="fix",
-    claim="A token sees its whole window, however many come after it in the same batch.",
+    claim="Every token of a batch sees its whole window, however many tokens follow it.",
     issue="ggml-org/llama.cpp#13746",
     run=run,
     model="sliding",
     settings=(CACHES[0], CACHES[3], CACHES[4]),
-    # Where slots need not be one hole (0.3.12 and later) this is about windows alone.
+    # With scattered slots (0.3.12 and later), only the windows matter.
     environment=(("LLAMA_SET_ROWS", "1"),),
 )

@@ -1,7 +1,7 @@
-"""Prompts are a little too long, are cut to a client's share, and fill the cache to the last cell.
+"""Prompts exceed a client's share slightly, are truncated to it, and fill the cache completely.
 
-Whoever answers has no room from the first token on: half the share slides out, while the next
-prompt comes in.
+Each client has no free cell from its first token: half of its share is dropped while the next
+prompt arrives.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def run(lab: Lab) -> None:
 SCENARIO = Scenario(
     id="truncated-prompts",
     kind="fix",
-    claim="Prompts that are cut to a share, and shares that slide, never lack cells.",
+    claim=(
+        "Prompts truncated to a share, and shares that drop their oldest half, never lack cells."
+    ),
     issue="ollama/ollama#7930",
     run=run,
     settings=(CACHES[0], CACHES[3], SCATTERED),

@@ -1,6 +1,6 @@
-"""Everything that frees, shares and moves cells, in a long mix: the library's own count holds.
+"""The library's count of used cells stays exact while cells are freed, shared and moved.
 
-Where the count drifts, a defragmentation looks for used cells that are not there, and asserts.
+If the count is wrong, a defragmentation looks for used cells that do not exist, and asserts.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from pyllamakv.scenarios.lab import Lab
     from pyllamakv.scenarios.player import Player
 
-#: More used cells than this are never asked for: there is always a slot, and room for a graph of
-#: the worst case behind it, so that nothing but the count decides.
+#: Maximum number of used cells. A slot and a worst-case graph always fit, so that only a wrong
+#: count can fail.
 MOST = 192
 SEQUENCES = range(6)
 
 
 def run(lab: Lab) -> None:
-    """Play a mix that is always the same; the cells are compared with the ledger at each step."""
+    """Run a fixed mix of operations, and compare the cells with the ledger after each one."""
     player = lab.player(512, n_ubatch=32)
     mix = Mix(player, Random(14059))
     for step in range(90):
@@ -35,7 +35,7 @@ def run(lab: Lab) -> None:
 
 
 class Mix:
-    """Choose operations that leave every sequence with positions that a decode can continue."""
+    """Choose operations after which every sequence can still be decoded."""
 
     def __init__(self, player: Player, draw: Random) -> None:
         self.player = player
@@ -44,7 +44,7 @@ class Mix:
         self.shifted = False
 
     def step(self) -> None:
-        """Do one operation, after a decode where too little is left to work on."""
+        """Run one operation, after a decode if too few cells are used."""
         ledger = self.player.ledger
         if ledger.used < MOST // 3:
             self._decode()
@@ -75,7 +75,7 @@ class Mix:
             self.player.keep(self._any()[0])
 
     def _slide(self) -> None:
-        """Forget a part and move what is behind it up, as a context that is full does."""
+        """Remove a part and shift the rest down, as llama.cpp's context shift does."""
         seq, end = self._alone()
         if end >= 12:
             cut = end // 3
@@ -84,13 +84,13 @@ class Mix:
             self.shifted = True
 
     def _sink(self) -> None:
-        """Move everything down: what falls below zero is free, for all its owners."""
+        """Shift everything down. Cells below position zero are freed for all their sequences."""
         seq, end = self._any()
         self.player.shift(seq, -1, -1, -max(1, end // 4))
         self.shifted = True
 
     def _divide(self) -> None:
-        """Halve the positions, of which every second one was freed."""
+        """Divide the positions by two, after every second one was removed."""
         seq, end = self._alone()
         for pos in range(1, end, 2):
             self.player.remove(seq, pos, pos + 1)
@@ -109,7 +109,7 @@ class Mix:
             self.player.restore(self.draw.choice(SEQUENCES), self.kept)
 
     def _defrag(self) -> None:
-        # Where upstream has no defragmentation any more, the rest of the mix still counts.
+        # Where upstream has removed defragmentation, the other operations are still tested.
         with suppress(Unsupported):
             if self.shifted:
                 self.player.defrag()
@@ -119,13 +119,13 @@ class Mix:
             self.shifted = False
 
     def _any(self) -> tuple[int, int]:
-        """Return a sequence that has cells, and the position behind its last."""
+        """Return a sequence with cells, and the position after its last one."""
         ledger = self.player.ledger
         seq = self.draw.choice(ledger.sequences)
         return seq, ledger.next(seq)
 
     def _alone(self) -> tuple[int, int]:
-        """Return a sequence that shares nothing; of none the position is 0."""
+        """Return a sequence without shared cells, and its next position (0 if none)."""
         ledger = self.player.ledger
         shared = {seq for cell in ledger.cells if len(cell.seqs) > 1 for seq in cell.seqs}
         alone = [seq for seq in ledger.sequences if seq not in shared]
@@ -136,7 +136,7 @@ class Mix:
 SCENARIO = Scenario(
     id="used-count",
     kind="guard",
-    claim="The library counts exactly the cells in use, whatever freed, shared or moved them.",
+    claim="The library's count of used cells is exact after every operation.",
     issue="ggml-org/llama.cpp#14059",
     run=run,
     settings=(*PLAIN, SCATTERED),

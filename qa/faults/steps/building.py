@@ -68,7 +68,7 @@ class Build(FaultTarget):
     """Build a release with stand-ins that compile nothing: all that is around a compiler."""
 
     name = "build"
-    leaves = GIT_LEAVES
+    allowed_leftovers = GIT_LEAVES
 
     def prepare(self, folder: Path) -> None:
         """Write the stand-ins and a tree."""
@@ -98,7 +98,7 @@ class SyncAndClean(FaultTarget):
     """Put a tree into place and remove it again, as `vendor sync` and `vendor clean` do."""
 
     name = "vendor and clean"
-    leaves = GIT_LEAVES
+    allowed_leftovers = GIT_LEAVES
 
     def prepare(self, folder: Path) -> None:
         """Make a home with a release."""
@@ -124,7 +124,7 @@ class Compile(FaultTarget):
 
     name = "compile and link"
     # What lies in a build folder is CMake's and ninja's: they go on from it.
-    leaves = (*GIT_LEAVES, r"home/objects/.+")
+    allowed_leftovers = (*GIT_LEAVES, r"home/objects/.+")
 
     def prepare(self, folder: Path) -> None:
         """Write the project and a tree."""

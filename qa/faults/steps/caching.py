@@ -47,7 +47,7 @@ class RecordRun(NativeStep):
     """Record a run; what is left of a trace is read as far as it goes."""
 
     name = "recording"
-    refuses = ("UsageError",)
+    allowed_errors = ("UsageError",)
 
     def run(self, folder: Path) -> Any:
         """Record, with many flushes, and read the trace."""
@@ -86,7 +86,7 @@ class Paging(NativeStep):
 
     name = "paging"
     # After a crash this folder is left behind and may be deleted (docs/prefix-cache.md).
-    leaves = (r"home(/pages)?", r"home/pages/prefixes-\w+(/.*)?")
+    allowed_leftovers = (r"home(/pages)?", r"home/pages/prefixes-\w+(/.*)?")
 
     def run(self, folder: Path) -> Any:
         """Fill a cache, page out, and go on with every branch."""
@@ -131,7 +131,7 @@ class Keeping(NativeStep):
     """Keep a cache in a file over several flushes, and go on from what an earlier run left."""
 
     name = "keeping"
-    refuses = ("KVFileBusy",)
+    allowed_errors = ("KVFileBusy",)
     _MORE: Final = (5, 6, 7, 8)
 
     def run(self, folder: Path) -> Any:

@@ -37,7 +37,7 @@ class FetchIndex(FaultTarget):
     name = "fetch from an index"
     plain = False
     # What arrived of an archive is kept, so that the next try goes on there.
-    leaves = (*GIT_LEAVES, r"home/downloads/.*\.part")
+    allowed_leftovers = (*GIT_LEAVES, r"home/downloads/.*\.part")
     _server: subprocess.Popen[bytes] | None = None
 
     def prepare(self, folder: Path) -> None:
@@ -93,7 +93,7 @@ class FetchGit(FaultTarget):
     """Add a branch of a git URL."""
 
     name = "fetch from git"
-    leaves = GIT_LEAVES
+    allowed_leftovers = GIT_LEAVES
 
     def prepare(self, folder: Path) -> None:
         """Make the repository."""

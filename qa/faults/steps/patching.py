@@ -48,7 +48,7 @@ class Apply(FaultTarget):
     """Apply a patch to a release and put the patched tree into its folder."""
 
     name = "apply and vendor"
-    leaves = GIT_LEAVES
+    allowed_leftovers = GIT_LEAVES
 
     def prepare(self, folder: Path) -> None:
         """Make a home with the release, at the place where it is worked with."""
@@ -73,7 +73,7 @@ class Rebase(FaultTarget):
     """Carry a patch over to a release whose lines around it changed."""
 
     name = "rebase"
-    leaves = GIT_LEAVES
+    allowed_leftovers = GIT_LEAVES
 
     def prepare(self, folder: Path) -> None:
         """Make two releases, and a series of one patch for the older."""
