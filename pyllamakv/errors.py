@@ -75,7 +75,7 @@ __all__ = [
 
 
 class KvError(Exception):
-    """Stand above everything that this package raises on purpose."""
+    """Base class of all errors that this package raises on purpose."""
 
     #: Exit status of the command line for this error.
     exit_code = 2
@@ -84,18 +84,18 @@ class KvError(Exception):
 
 
 class UsageError(KvError, ValueError):
-    """Refuse an argument, before anything has been done."""
+    """An argument is invalid. Nothing was changed."""
 
 
 class ArgumentTypeError(UsageError, TypeError):
-    """Refuse an argument of a wrong type: a UsageError that is a TypeError as well."""
+    """An argument has the wrong type. This is a UsageError and a TypeError."""
 
 
 class Unsupported(KvError):
-    """Report what this library, release, platform or kind of memory cannot do; nothing was changed.
+    """The library, release, platform or memory type lacks a feature. Nothing was changed.
 
-    ``capability`` names the missing capability of the library; ``reason`` is what a cache manager
-    found about the memory. Either may be empty.
+    ``capability`` is the missing capability of the library, and ``reason`` the finding of a cache
+    manager about the memory. Either may be empty.
     """
 
     def __init__(self, message: str, capability: str = "", *, reason: str = "") -> None:
@@ -297,14 +297,14 @@ class ManifestError(BuildError):
 
 
 class NotBuilt(BuildError):
-    """Say that a variant was not built yet, and the command that builds it."""
+    """A variant has not been built. The message has the command that builds it."""
 
 
 # What goes wrong in or around the native library.
 
 
 class NativeError(KvError):
-    """Stand above what goes wrong in the native library; carries its last log lines."""
+    """Base class of errors of the native library, with its last log lines."""
 
     def __init__(self, message: str, *, code: int = 0, log: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -313,19 +313,19 @@ class NativeError(KvError):
 
 
 class LoadError(NativeError):
-    """Report a library that cannot be loaded here: file, ABI, manifest, CPU flags or driver."""
+    """A library cannot be loaded: file, ABI, manifest, CPU features or driver."""
 
 
 class ModelError(NativeError):
-    """Report a model file that cannot be loaded, and why."""
+    """A model file cannot be loaded. The message states the reason."""
 
 
 class ContextError(NativeError):
-    """Report a context that cannot be made, and which parameter is at fault."""
+    """A context cannot be created. The message names the parameter."""
 
 
 class NotEnoughMemory(ContextError):
-    """Report that a context would not fit, before anything was allocated."""
+    """A context does not fit into memory. Raised before any allocation."""
 
     def __init__(self, message: str, *, needed: int = 0, available: int = 0) -> None:
         super().__init__(message)
@@ -334,43 +334,43 @@ class NotEnoughMemory(ContextError):
 
 
 class KVFileError(ContextError):
-    """Stand above what is wrong with the file behind a cache; the file is left as it is."""
+    """Base class of errors about the file of a cache. The file is unchanged."""
 
 
 class KVFileFull(KVFileError):
-    """Report that there is no room on disk for a cache, before anything is computed."""
+    """The disk has no room for a cache. Raised before any computation."""
 
 
 class KVFileBusy(KVFileError):
-    """Report a file that is the cache of another context or process."""
+    """The file is the cache of another context or process."""
 
 
 class KVFileDirty(KVFileError):
-    """Report a kept cache whose last owner wrote to it and ended before it could flush."""
+    """The last owner of a cache file ended before it could flush its changes."""
 
 
 class KVFileForeign(KVFileError):
-    """Report a file that is no kept cache, or that of another model, release or shape."""
+    """The file is no cache file, or belongs to another model, release or shape."""
 
 
 class KVFileDamaged(KVFileError):
-    """Report a kept cache whose checksum does not match."""
+    """The checksum of a cache file does not match."""
 
 
 class Closed(KvError, RuntimeError):
-    """Refuse to use something that was closed."""
+    """An object was used after it was closed."""
 
 
 class Busy(KvError, RuntimeError):
-    """Refuse a second thread on a context that is at work."""
+    """A second thread used a context that is in use."""
 
 
 class StaleLogits(KvError, RuntimeError):
-    """Refuse to read logits that a later decode has overwritten."""
+    """The logits were overwritten by a later decode."""
 
 
 class WorkerDied(NativeError):
-    """Report a worker that ended: exit status or signal, and its last lines."""
+    """A worker ended. The message has its exit status or signal, and its last lines."""
 
     def __init__(
         self, message: str, *, signal: int = 0, exitcode: int | None = None, log: Sequence[str] = ()
@@ -381,25 +381,26 @@ class WorkerDied(NativeError):
 
 
 class WorkerTimeout(WorkerDied):
-    """Report a worker that did not answer in time and was ended."""
+    """A worker did not answer in time and was killed."""
 
 
 class DeviceLost(WorkerDied):
-    """Report a device or server that went away under a context."""
+    """A device or RPC server of a context was lost."""
 
 
 # What decodes and sequences refuse.
 
 
 class DecodeError(NativeError):
-    """Report a decode that failed for another reason than room; every sequence kept its tokens."""
+    """A decode failed for a reason other than missing cells. Every sequence kept its tokens."""
 
 
 class NoKVSlot(DecodeError):
-    """Report that a batch found no cells.
+    """A batch found no slot.
 
     ``cause`` is ``"full"`` (too few free cells), ``"fragmented"`` (enough, but scattered) or
-    ``"other"``; ``n_tokens`` is the size of the batch; ``stats`` are the cache's statistics then.
+    ``"other"``. ``n_tokens`` is the size of the batch. ``stats`` are the statistics of the cache at
+    that time.
     """
 
     def __init__(
@@ -418,15 +419,15 @@ class NoKVSlot(DecodeError):
 
 
 class Cancelled(DecodeError):
-    """Report a decode that was cancelled; every sequence kept its tokens."""
+    """A decode was cancelled. Every sequence kept its tokens."""
 
 
 class PartialRemovalRefused(KvError):
-    """Say that this memory cannot remove a part of a sequence."""
+    """The memory cannot remove a part of a sequence."""
 
 
 class SharedCells(KvError):
-    """Refuse to move positions of cells that another sequence shares: it would change there too."""
+    """Positions cannot change, because another sequence shares their cells."""
 
     def __init__(self, message: str, sequences: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -434,9 +435,9 @@ class SharedCells(KvError):
 
 
 class StateError(NativeError):
-    """Report a sequence state that cannot be saved or restored; nothing was changed.
+    """A sequence state cannot be saved or restored. Nothing was changed.
 
-    Where something was, ``saved`` holds the sequences that are gone, by id, for `Sequence.restore`.
+    Otherwise, ``saved`` contains the lost sequences by id, for `Sequence.restore`.
     """
 
     def __init__(
@@ -455,11 +456,11 @@ class StateError(NativeError):
 
 
 class KVCacheFull(NoKVSlot):
-    """Report that a cache manager found no room: what it has, what was wanted, what was tried.
+    """A cache manager has no free cells for a request.
 
-    ``cells`` the cache has, ``used`` hold tokens, ``largest_hole`` is the longest run of free ones
-    (None where the build cannot tell), ``wanted`` more were asked for; ``defragged`` says whether
-    a defragmentation was tried first.
+    ``cells`` is the size of the cache, ``used`` the number of used cells, ``largest_hole`` the
+    longest run of free cells (None if unknown), and ``wanted`` the number of requested cells.
+    ``defragged``: a defragmentation was tried.
     """
 
     def __init__(
@@ -483,7 +484,7 @@ class KVCacheFull(NoKVSlot):
 
 
 class NoSlotAvailable(KvError):
-    """Report that every slot is in use; release one, or make the cache with more."""
+    """All slots are in use. Release one, or create the cache with more slots."""
 
     def __init__(self, message: str, *, slots: int = 0) -> None:
         super().__init__(message)
@@ -491,7 +492,7 @@ class NoSlotAvailable(KvError):
 
 
 class ReprocessNeeded(KvError):
-    """Hand back the tokens that must be decoded again: the memory could not keep them."""
+    """The memory could not keep tokens; they must be decoded again."""
 
     def __init__(self, message: str, tokens: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -499,7 +500,7 @@ class ReprocessNeeded(KvError):
 
 
 class BudgetTooSmall(UsageError):
-    """Report a budget that not even one entry fits into."""
+    """A budget is smaller than a single entry."""
 
     def __init__(self, message: str, *, needed: int = 0, budget: int = 0) -> None:
         super().__init__(message)
@@ -508,7 +509,7 @@ class BudgetTooSmall(UsageError):
 
 
 class PagingError(KvError):
-    """Report a branch that could not be paged out or in; the cache is as it was before."""
+    """A branch could not be paged out or in. The cache is unchanged."""
 
     def __init__(self, message: str, path: Path | None = None) -> None:
         super().__init__(message)
@@ -546,7 +547,7 @@ class ScriptError(KvError):
 
 
 class TraceMismatch(ScriptError):
-    """Refuse a trace that was recorded on another model, or by another version of the format."""
+    """A trace belongs to another model or format version."""
 
     def __init__(self, message: str, line: int = 0, *, expected: str = "", found: str = "") -> None:
         super().__init__(message, line)

@@ -31,7 +31,7 @@ _LONGEST = 255
 
 
 class OpenLibrary(Library):
-    """Hold an opened library; closing it closes its contexts and models first."""
+    """An opened library. Closing it closes its contexts and models first."""
 
     #: What `load_model` makes.
     model_type: type[Model] = Model
@@ -48,14 +48,14 @@ class OpenLibrary(Library):
         rpc_servers: str | None = None,
         devices: str | None = None,
     ) -> Model:
-        """Load a GGUF file, or raise ModelError saying what is wrong with it.
+        """Load a GGUF file. Raises ModelError with the reason.
 
-        ``rpc_servers`` is ``host:port,host:port``, whose devices take the layers in turn, with
-        their K and V; ``devices`` are names of `devices`, separated by commas. ``n_gpu_layers``
-        says how many layers go there, 0 or more (beyond the model's number: all; releases differ
-        in what -1 is, so it is refused: UsageError). ``check_tensors`` looks for
-        numbers that are none. A server that is lost ends the process that uses it, so
-        ``rpc_servers`` need ``isolated=True`` or ``backend="rpc"``; that is `DeviceLost` then.
+        ``rpc_servers`` is ``host:port,host:port``; layers are distributed over their devices, with
+        their K and V. ``devices`` are names from `devices`, separated by commas. ``n_gpu_layers``
+        is the number of layers on devices, at least 0 (larger than the model: all). -1 differs
+        between releases and raises UsageError. ``check_tensors`` detects invalid numbers in
+        tensors. A lost RPC server ends the process that uses it, so ``rpc_servers`` needs
+        ``isolated=True`` or ``backend="rpc"``, where it raises DeviceLost.
         """
         arguments.path("path", path)
         params = ModelParams(
@@ -96,12 +96,12 @@ def open(
 ) -> OpenLibrary:
     """Open a built variant.
 
-    ``spec`` is ``0.3.9`` or ``0.3.9+stock``, ``0.3.9+patched``, ``0.3.9+PATCH,PATCH``, a variant's
-    id, or a path to its folder or to a library. A text without a ``/`` is never a path: nothing
-    that lies in the current folder is loaded because it has the name of a build.
-    ``isolated`` loads it into a worker, where ``env`` adds variables and ``timeout`` bounds each
-    call in seconds. Backends other than ``cpu`` always get a worker; ``rpc`` is the CPU variant in
-    one. Raises NotBuilt with the command that builds it, UnknownPatch, or LoadError.
+    ``spec`` is ``0.3.9`` or ``0.3.9+stock``, ``0.3.9+patched``, ``0.3.9+PATCH,PATCH``, the id of a
+    variant, or a path to its directory or to a library. A text without ``/`` is never a path, so
+    that nothing is loaded from the current directory by accident. ``isolated`` loads the library in
+    a worker process; ``env`` sets variables there, and ``timeout`` limits each call in seconds.
+    Backends other than ``cpu`` always use a worker; ``rpc`` is the CPU variant in a worker. Raises
+    NotBuilt with the command that builds it, UnknownPatch, or LoadError.
     """
     isolated = arguments.flag("isolated", isolated) or backend == "rpc"
     where = variant_path(spec, backend=backend)
@@ -246,13 +246,13 @@ def serve_rpc(
     threads: int | None = None,
     backend: str = "cpu",
 ) -> RpcServer:
-    """Serve a device of a built variant over RPC; ``.endpoint`` goes into ``rpc_servers``.
+    """Serve a device of a built variant over RPC. Pass ``.endpoint`` to ``rpc_servers``.
 
-    The server lives until it is closed or this process ends. Clients must be of the same release.
-    The protocol has no authentication: a ``host`` other than loopback is open to everybody who can
-    reach it. ``backend`` names the variant to serve from: ``cuda`` for a GPU, whose first one is
-    served unless ``device`` names another. Raises NotBuilt, LoadError (also where a variant for a
-    GPU finds none), UsageError, or DeviceLost when the server ends at once.
+    The server runs until it is closed or this process ends. Clients must have the same release. The
+    protocol has no authentication: a ``host`` other than loopback is open to every machine that can
+    reach it. ``backend`` selects the variant; for ``cuda``, the first GPU is served unless
+    ``device`` names another. Raises NotBuilt, LoadError (also if no GPU is found), UsageError, or
+    DeviceLost if the server ends at once.
     """
     where = variant_path(spec, backend=backend)
     return RpcServer(where, host=host, port=port, device=device, memory=memory, threads=threads)

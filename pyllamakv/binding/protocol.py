@@ -60,7 +60,7 @@ def _put(record: Any, name: str, value: object) -> None:
 
 
 class DecodeStatus(IntEnum):
-    """Tell how a decode ended, as ``llama_decode`` numbers it."""
+    """The result of ``llama_decode``."""
 
     OK = 0
     NO_SLOT = 1
@@ -68,7 +68,7 @@ class DecodeStatus(IntEnum):
 
 
 class Capability(IntFlag):
-    """Name what a build can do at all (``PLK_CAP_*``)."""
+    """The capabilities of a build (``PLK_CAP_*``)."""
 
     DEFRAG = 1
     CELLS = 2
@@ -86,7 +86,7 @@ class Capability(IntFlag):
 
 
 class MemoryType(IntEnum):
-    """Name the kind of memory behind a context (``PLK_MEMORY_*``)."""
+    """The type of memory of a context (``PLK_MEMORY_*``)."""
 
     NONE = 0
     ATTENTION = 1
@@ -97,12 +97,12 @@ class MemoryType(IntEnum):
 
     @property
     def keeps_states(self) -> bool:
-        """Tell whether it keeps a state per sequence, of which no part can be taken away."""
+        """Whether the memory stores one state per sequence, which cannot be removed in part."""
         return self in (MemoryType.RECURRENT, MemoryType.HYBRID)
 
 
 class Backing(IntEnum):
-    """Name what a cache in host memory is made of (``PLK_BACKING_*``)."""
+    """The memory of a cache on the host (``PLK_BACKING_*``)."""
 
     HEAP = 0
     ANONYMOUS = 1
@@ -136,7 +136,7 @@ class ModelParams:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Describe a loaded model; token ids are -1 where the vocabulary has none."""
+    """The properties of a loaded model. Token ids are -1 if the vocabulary has none."""
 
     n_vocab: int
     n_ctx_train: int
@@ -159,14 +159,13 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class ContextParams:
-    """Hold what a context is made with; ``flash_attn`` None lets llama.cpp decide.
+    """The parameters of a new context. ``flash_attn`` None lets llama.cpp decide.
 
-    llama.cpp takes cache types, ``swa_full``, ``embeddings`` and threads as given, or makes no
-    context; it may change the sizes, flash attention and ``kv_unified``: `ContextInfo` has what it
-    made. ``type_k`` and ``type_v`` are ggml type numbers. ``guard`` False adds no check and no
-    rollback of ours to what the library does. ``kv_backing`` is a `Backing`; ``kv_keep`` 1 goes on
-    with what the file at ``kv_path`` holds, 2 begins anew, and ``kv_model`` is what it must have
-    been for.
+    llama.cpp uses cache types, ``swa_full``, ``embeddings`` and threads as given, or refuses the
+    context. It may change sizes, flash attention and ``kv_unified``; `ContextInfo` has the result.
+    ``type_k`` and ``type_v`` are ggml type numbers. ``guard`` False disables the checks and the
+    rollback of this package. ``kv_backing`` is a `Backing`. ``kv_keep`` 1 reuses the file at
+    ``kv_path``, 2 starts empty. ``kv_model`` identifies the model that the file must belong to.
     """
 
     n_ctx: int = 512
@@ -204,10 +203,10 @@ class ContextParams:
 
 @dataclass(frozen=True, slots=True)
 class ContextInfo:
-    """Describe a context as it was made, not as it was asked for; None where the build cannot tell.
+    """The properties of a created context, as the library reports them; None if unknown.
 
-    ``n_streams`` is the number of streams of each cache: with 1 all sequences share the cells, with
-    more each has cells of its own. It is 0 where the memory has no cells, -1 where it is unknown.
+    ``n_streams`` is the number of streams of each cache. With 1, all sequences share the cells;
+    with more, each sequence has its own. It is 0 for memory without cells and -1 if unknown.
     """
 
     n_ctx: int
@@ -290,10 +289,10 @@ class RawDefrag:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Count what a context did since it was made (the patch ``kv-counters``).
+    """Totals of a context since its creation (patch ``kv-counters``).
 
-    ``ns`` of defragmentations, ``plan_ns`` of them to find out what moves where; ``scratch_bytes``
-    is no sum, but the most that one defragmentation needed beside the cache.
+    ``ns`` is the time of defragmentations and ``plan_ns`` the part for plans, in nanoseconds.
+    ``scratch_bytes`` is the maximum of one defragmentation, not a sum.
     """
 
     slot_searches: int = 0
@@ -344,7 +343,7 @@ class RawMapping:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Describe a device; bytes of memory are 0 where the backend does not say."""
+    """A compute device. Its memory sizes are 0 if the backend does not report them."""
 
     name: str
     description: str
@@ -354,13 +353,13 @@ class Device:
 
     @property
     def kv(self) -> str:
-        """Say where K and V of the layers that go to it lie: "device", or "host" memory."""
+        """Where K and V of layers on this device are stored: "device" or "host"."""
         return "device" if self.kind == "gpu" else "host"
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerParams:
-    """Hold what a sampler is made with; temperature 0 is greedy."""
+    """The parameters of a sampler. Temperature 0 is greedy."""
 
     seed: int = 0
     temperature: float = 0.0

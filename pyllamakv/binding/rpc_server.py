@@ -36,7 +36,7 @@ _LOOPBACK: Final = "127."
 
 
 class RpcServer:
-    """Own a process that serves one device; make one with the library that clients use."""
+    """A process that serves one device, started with the library that clients use."""
 
     def __init__(
         self,
@@ -85,21 +85,21 @@ class RpcServer:
 
     @property
     def pid(self) -> int:
-        """Return the process that serves."""
+        """The id of the server process."""
         return self._native.pid
 
     @property
     def alive(self) -> bool:
-        """Tell whether it still serves."""
+        """Whether the server process is running."""
         return self._thread.is_alive()
 
     @property
     def open_to_others(self) -> bool:
-        """Tell whether other machines can reach it: whoever can may read and write its memory."""
+        """Whether other machines can connect: a client can read and write all its memory."""
         return not self.endpoint.startswith(_LOOPBACK)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return after ``timeout`` seconds; raise DeviceLost when the server ends before."""
+        """Return after ``timeout`` seconds. Raises DeviceLost if the server ends before."""
         if timeout is not None:
             timeout = arguments.number("timeout", timeout, 0.0, MAX_TIMEOUT)
         self._thread.join(timeout)
@@ -107,7 +107,7 @@ class RpcServer:
             self._ended()
 
     def close(self) -> None:
-        """End the process; its clients lose what they had there. May be repeated."""
+        """Stop the process. Clients lose their data on it. A second call does nothing."""
         self._native.close()
 
     def __enter__(self) -> Self:

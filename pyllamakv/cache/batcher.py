@@ -58,10 +58,10 @@ if TYPE_CHECKING:
 
 
 class Batcher:
-    """Continue the prompts that are submitted, over the sequences that a cache manager hands out.
+    """Generate for several prompts at once, with the sequences of a cache manager.
 
-    ``n_batch`` tokens at most per decode (None: as many as the context takes). A prompt that finds
-    no room waits until another has ended.
+    A decode has at most ``n_batch`` tokens (None: the context's n_batch). A prompt without room
+    waits until another generation has ended.
     """
 
     def __init__(self, manager: CacheManager, *, n_batch: int | None = None) -> None:
@@ -102,12 +102,13 @@ class Batcher:
         groups: Iterable[tuple[int, int]] = (),
         stop_at_end: bool = True,
     ) -> Generation:
-        """Take a prompt, text or tokens, and return what will continue it; nothing is decoded yet.
+        """Queue a prompt, text or tokens, and return its generation. Decodes nothing.
 
-        Ends after ``max_tokens`` (None: without limit; 0: with the prompt), before a stop string,
-        or at an end of generation unless ``stop_at_end`` is False. ``sampler`` None is greedy.
-        ``groups`` of tokens are decoded in one batch. Raises UsageError for what cannot be right;
-        a prompt that the manager refuses fails alone, when its turn comes.
+        The generation ends after ``max_tokens`` (None: no limit; 0: after the prompt), before a
+        stop string, or at an end-of-generation token unless ``stop_at_end`` is False. Without
+        ``sampler``, it is greedy. Each of ``groups`` of tokens is decoded in one batch. Raises
+        UsageError for invalid arguments. If the manager refuses the prompt later, only this
+        generation fails.
         """
         asked = checked_request(
             self.context, self._greedy, self.n_batch, prompt, max_tokens=max_tokens, stop=stop,
@@ -121,9 +122,10 @@ class Batcher:
         return made
 
     def step(self) -> bool:
-        """Decode one batch; False when there is nothing left to continue.
+        """Decode one batch. Returns False if no generation is left.
 
-        What fails, fails alone. Raises what ends everything: the context, or its worker, is gone.
+        A failing generation does not affect the others. Raises an error only if all end with it:
+        the context was closed, or its worker died.
         """
         try:
             decode_only = self._decode_only
@@ -148,12 +150,12 @@ class Batcher:
         return bool(self._queue)
 
     def run(self) -> None:
-        """Go on until every generation has ended."""
+        """Decode until every generation has ended."""
         while self.step():
             pass
 
     def stats(self) -> BatcherStats:
-        """Count what was done so far."""
+        """Return the totals so far."""
         queue, more = self._queue, self._decode_only.steps if self._decode_only is not None else 0
         each = more * len(queue.active)
         return BatcherStats(
@@ -164,7 +166,7 @@ class Batcher:
         )  # fmt: skip
 
     def interrupt(self, generation: Generation) -> None:
-        """End the decode that runs, if it is one of this generation's; from any thread."""
+        """Cancel the running decode if it includes this generation. Thread-safe."""
         arguments.instance("generation", generation, Generation, "a Generation")
         with self._lock:
             decode_only = self._decode_only
@@ -179,7 +181,7 @@ class Batcher:
                     self.context.cancel()
 
     def close(self) -> None:
-        """Cancel what has not ended; the manager stays as it is."""
+        """Cancel all generations. The manager stays open."""
         self._leave_decode_only()
         try:
             self._queue.end_all("cancelled")

@@ -42,9 +42,10 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSchedule:
-    """Say how many checkpoints a sequence keeps, and when one is due.
+    """Define the number of checkpoints per sequence, and their interval.
 
-    The oldest goes for a new one, and where all of them would hold more than ``budget`` bytes.
+    A new checkpoint replaces the oldest one if all slots are taken or their sum exceeds ``budget``
+    bytes.
     """
 
     size: int = SIZE

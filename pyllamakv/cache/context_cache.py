@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 
 
 class ContextCache:
-    """Implement `Cache` over a context, whose sequences it takes all: ``lanes``.
+    """Implement `Cache` over a context, and use all of its ``sequences``.
 
-    ``checkpoints`` says how often a sequence is saved where the memory cannot go back by itself;
-    ``fill_cache`` fills the whole cache once, to see that nothing is missing.
-    Raises NotEnoughMemory when the worst case does not fit, UsageError when the context is in use.
+    ``checkpoints`` schedules saved states for memory that cannot remove tokens. ``fill_cache``
+    fills the cache once, to prove that every allocation succeeds. Raises NotEnoughMemory if the
+    worst case does not fit, and UsageError if the context is in use.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class ContextCache:
         fill_cache: bool = False,
         **options: Any,
     ) -> ContextCache:
-        """Make a context for so many sequences of so many tokens each, and a cache that owns it.
+        """Create a context for this number of sequences and tokens, and a cache that owns it.
 
-        ``dtype`` is the type of K and V, or one for each; ``options`` are those of `Model.context`.
-        Raises NotEnoughMemory and what `Model.context` raises.
+        ``dtype`` is the type of K and V, or a pair. ``options`` are those of `Model.context`.
+        Raises NotEnoughMemory and the errors of `Model.context`.
         """
         arguments.instance("model", model, Model, "a Model")
         max_sequences = arguments.integer("max_sequences", max_sequences, 1, arguments.INT32)
@@ -130,11 +130,11 @@ class ContextCache:
         return cache
 
     def length(self, sequence: int) -> int:
-        """Return the position that a sequence's next token gets."""
+        """Return the position of the sequence's next token."""
         return self.runtime_sequence(sequence).next_pos
 
     def runtime_sequence(self, number: int) -> runtime.Sequence:
-        """Return the runtime's sequence of a number, or raise UsageError."""
+        """Return the `Sequence` of a number. Raises UsageError if it is out of range."""
         number = arguments.integer("sequence", number)
         if not 0 <= number < len(self.sequences):
             msg = (
@@ -151,7 +151,7 @@ class ContextCache:
         sequences: Sequence[int],
         logits: Sequence[bool] | None = None,
     ) -> None:
-        """Decode a batch; `Cache.start_forward` describes it."""
+        """Decode a batch: see `Cache.start_forward`."""
         tokens, positions, sequences = checked_pass(tokens, positions, sequences)
         counts, run = split_batch(
             self.context, self.sequences, tokens, positions, sequences, logits
@@ -177,7 +177,7 @@ class ContextCache:
                 self.rewinder.record_decoded(self.sequences[number], more)
 
     def copy_prefix(self, source: int, target: int, length: int) -> int:
-        """Share a prefix; `Cache.copy_prefix` describes it."""
+        """Share a prefix: see `Cache.copy_prefix`."""
         length = arguments.integer("length", length, 0)
         kept = self.check_copy(source, target, length)
         seq, other = self.sequences[source], self.sequences[target]
@@ -195,7 +195,7 @@ class ContextCache:
         return length
 
     def check_copy(self, source: int, target: int, length: int) -> Checkpoint | None:
-        """Raise what `copy_prefix` would; return the checkpoint that it would go by, if any."""
+        """Raise the errors of `copy_prefix`; return the checkpoint that it would use, if any."""
         seq, _ = self.runtime_sequence(source), self.runtime_sequence(target)
         length = arguments.integer("length", length, 0)
         length = min(length, seq.next_pos)
@@ -205,12 +205,12 @@ class ContextCache:
         return self._kept(seq, length, f"copy {length} positions of sequence {source}", reason)
 
     def can_resume(self, sequence: int, position: int) -> bool:
-        """Tell where decoding can go on; `Cache.can_resume` describes it."""
+        """Return whether decoding can continue: see `Cache.can_resume`."""
         position = arguments.integer("position", position, 0)
         return self.rewinder.can_resume(self.runtime_sequence(sequence), position)
 
     def prepare_restore(self, sequence: int, target: int) -> int:
-        """Return where to go on at the latest; `Cache.prepare_restore` describes it."""
+        """Return the last resumable position: see `Cache.prepare_restore`."""
         target = arguments.integer("target", target, 0)
         self.can_resume(sequence, target)
         return self.rewinder.latest_resumable(self.runtime_sequence(sequence), target)
@@ -218,7 +218,7 @@ class ContextCache:
     def remove(
         self, sequence: int, begin: int, end: int | None = None, *, unshare: bool = False
     ) -> None:
-        """Remove positions and close the gap; `Cache.remove` describes it."""
+        """Remove positions and shift later ones down: see `Cache.remove`."""
         begin, end = check_range(begin, end)
         kept = self.check_remove(sequence, begin, end, unshare=unshare)
         if begin == end:
@@ -239,7 +239,7 @@ class ContextCache:
     def check_remove(
         self, sequence: int, begin: int, end: int | None = None, *, unshare: bool = False
     ) -> Checkpoint | None:
-        """Raise what `remove` would; return the checkpoint that it would go by, if any."""
+        """Raise the errors of `remove`; return the checkpoint that it would use, if any."""
         seq = self.runtime_sequence(sequence)
         begin, end = check_range(begin, end)
         unshare = arguments.flag("unshare", unshare)
@@ -260,17 +260,17 @@ class ContextCache:
         return self._kept(seq, begin, what, reason) if reason is not None else None
 
     def memory_breakdown(self) -> MemoryBreakdown:
-        """Say where the bytes of the cache, its context and its model lie."""
+        """Return the bytes of the cache, its context and its model."""
         return memory_breakdown(self.context)
 
     def stats(self) -> ContextCacheStats:
-        """Return what was done so far, and what is kept."""
+        """Return totals and checkpoints."""
         rings = self.rewinder.rings
         held = sum(ring.bytes for ring in rings)
         return replace(self._stats, checkpoints=sum(map(len, rings)), checkpoint_bytes=held)
 
     def dump(self) -> str:
-        """Return what every sequence and every run of cells holds, as text."""
+        """Return the content of sequences and cells as text."""
         return describe(self.context)
 
     def check(self) -> None:
@@ -278,7 +278,7 @@ class ContextCache:
         check_ledgers(self.context)
 
     def close(self) -> None:
-        """Give the sequences back, and the context where `init` made it."""
+        """Free the sequences, and the context if `init` created it."""
         for seq in self.sequences:
             seq.close()
         if self._owned is not None:
@@ -406,7 +406,7 @@ def _sharers(seq: runtime.Sequence, end: int) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class ContextCacheStats:
-    """Count what a `ContextCache` did, and the checkpoints that it has."""
+    """The totals of a `ContextCache`, and its checkpoints."""
 
     forwards: int = 0
     decoded_tokens: int = 0
@@ -419,5 +419,5 @@ class ContextCacheStats:
     checkpoint_bytes: int = 0
 
     def to_json(self) -> dict[str, int]:
-        """Return the numbers as plain JSON values."""
+        """Return the numbers as JSON values."""
         return asdict(self)

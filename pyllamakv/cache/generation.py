@@ -33,11 +33,11 @@ Reason = Literal["end", "stop", "length", "cancelled", "failed"]
 
 
 class Generation:
-    """Give a prompt's continuation piece by piece. `Batcher.submit` makes it.
+    """The text that continues a prompt. `Batcher.submit` creates it.
 
-    Iterating drives the batcher, and so all its generations, as far as this one's text needs.
-    ``reason`` says why it ended, None while it has not: "end" (the model ended it), "stop" (a stop
-    string), "length" (``max_tokens``), "cancelled" or "failed", with ``error``.
+    Iterating steps the batcher, and thereby all its generations, until this one has more text.
+    ``finish_reason`` is None while the generation runs, then "end" (end-of-generation token),
+    "stop" (stop string), "length" (``max_tokens``), "cancelled" or "failed", with ``error``.
     """
 
     def __init__(self, batcher: Batcher, asked: Request) -> None:
@@ -73,22 +73,22 @@ class Generation:
 
     @property
     def done(self) -> bool:
-        """Tell whether it has ended."""
+        """Whether the generation has ended."""
         return self.finish_reason is not None
 
     @property
     def text(self) -> str:
-        """Return the text so far; what may yet become a stop string or a character is not in it."""
+        """The text so far, without a possible part of a stop string or an incomplete character."""
         return "".join(self._parts)
 
     def cancel(self) -> None:
-        """End it, also while it is decoded; callable from any thread. What it decoded stays."""
+        """End the generation, also during a decode, from any thread. Decoded tokens remain."""
         if self.finish_reason is None:
             self.cancelled = True
             self._batcher.interrupt(self)
 
     def result(self) -> str:
-        """Go on until it has ended, and return all of its text; raises what made it fail."""
+        """Step until the generation has ended; return its text, or raise its error."""
         return "".join(self)
 
     def __iter__(self) -> Iterator[str]:
@@ -111,7 +111,7 @@ class Generation:
     # What the batcher asks for...
 
     def begin(self, lease: Lease, steps: int) -> None:
-        """Take a lease over, after so many steps."""
+        """Accept a lease; ``step`` is the present step."""
         self.last_step = steps
         self.lease, self.cached = lease, lease.cached
         self.sequence = lease.sequence
@@ -119,7 +119,7 @@ class Generation:
         self.all_tokens = [*self.prompt, *self.tokens]
 
     def sample_token(self, context: Context) -> bool:
-        """Choose a token by its own sampler and take it; a sampler that raises makes it fail."""
+        """Sample a token with the own sampler and accept it. An error of the sampler ends it."""
         try:
             token = self.sampler.sample(context, self.ledger.logits_at)
         except Exception as error:
@@ -128,7 +128,7 @@ class Generation:
         return self.accept_token(token)
 
     def accept_token(self, token: int) -> bool:
-        """Go on with a chosen token, or end; False when it has ended."""
+        """Continue with a sampled token, or end. Returns False if the generation has ended."""
         text = self._known.get(token)
         if text is None or self._text.held:
             if self._is_eog is not None and self._is_eog(token):
@@ -160,7 +160,7 @@ class Generation:
         return self._text.feed(piece)
 
     def end(self, reason: Reason, error: Exception | None = None) -> None:
-        """End, let out the text that was held back, and give the lease back."""
+        """End the generation, emit withheld text, and release the lease."""
         if self.finish_reason is not None:
             return
         if reason != "stop":
@@ -175,7 +175,7 @@ class Generation:
                 self._owned.close()
 
     def release_lease(self) -> None:
-        """Release the lease; what was decoded stays in the cache."""
+        """Release the lease. Decoded tokens stay in the cache."""
         lease, self.lease = self.lease, None
         if lease is not None:
             lease.release()

@@ -21,27 +21,27 @@ if TYPE_CHECKING:
 
 
 class Cache(Protocol):
-    """Hold tokens of several sequences, by number and position.
+    """Store tokens of several sequences, addressed by number and position.
 
-    ``max_sequences`` sequences of up to ``capacity`` tokens each, at most ``max_batch`` in a
-    forward pass. Everything that it will ever need was allocated when it was made. What it raises
-    leaves it as it was, and a removal of a whole sequence always works.
+    There are ``max_sequences`` sequences of up to ``capacity`` tokens each, and at most
+    ``max_batch`` tokens in a forward pass. All memory is allocated at creation. An operation that
+    raises leaves the cache unchanged. Removing a complete sequence always succeeds.
     """
 
     @property
     def max_sequences(self) -> int:
-        """Return how many sequences there are; their numbers begin with 0."""
+        """The number of sequences; they are numbered from 0."""
 
     @property
     def capacity(self) -> int:
-        """Return how many tokens a sequence can have."""
+        """The maximum number of tokens per sequence."""
 
     @property
     def max_batch(self) -> int:
-        """Return how many tokens a forward pass can have."""
+        """The maximum number of tokens per forward pass."""
 
     def length(self, sequence: int) -> int:
-        """Return the position that a sequence's next token gets."""
+        """Return the position of the sequence's next token."""
 
     def start_forward(
         self,
@@ -50,37 +50,37 @@ class Cache(Protocol):
         sequences: Sequence[int],
         logits: Sequence[bool] | None = None,
     ) -> None:
-        """Run the model over tokens, each at a position of a sequence, and keep them.
+        """Evaluate tokens, each at a position of a sequence, and store them.
 
-        ``logits`` says of which tokens logits are wanted; None: of the last one of each sequence.
-        Raises KVCacheFull, Unsupported, Cancelled, DecodeError, and UsageError for a batch that
-        cannot be right.
+        ``logits`` marks the tokens whose logits are needed; None marks the last one of each
+        sequence. Raises KVCacheFull, Unsupported, Cancelled, DecodeError, or UsageError for an
+        invalid batch.
         """
 
     def copy_prefix(self, source: int, target: int, length: int) -> int:
-        """Replace what ``target`` holds by the first positions of ``source``; return how many.
+        """Replace ``target`` by the first positions of ``source``; return their number.
 
-        A copy of a sequence to itself changes nothing. Raises Unsupported.
+        Copying a sequence to itself changes nothing. Raises Unsupported.
         """
 
     def can_resume(self, sequence: int, position: int) -> bool:
-        """Tell whether ``remove(sequence, position)`` leaves what decoding can go on with."""
+        """Return whether decoding can continue after ``remove(sequence, position)``."""
 
     def prepare_restore(self, sequence: int, target: int) -> int:
-        """Return the last position up to ``target`` at which the sequence can be resumed."""
+        """Return the last position up to ``target`` from which the sequence can be resumed."""
 
     def remove(
         self, sequence: int, begin: int, end: int | None = None, *, unshare: bool = False
     ) -> None:
-        """Remove the positions begin <= p < end (None: all from there on); later ones close up.
+        """Remove the positions begin <= p < end (None: to the end) and shift later ones down.
 
-        Raises SharedCells where those that move lie in cells that another sequence has as well;
-        ``unshare`` gives the sequence cells of its own. Raises Unsupported, and KVCacheFull where
-        there is no room for those.
+        Raises SharedCells if the shifted tokens are in cells that another sequence shares;
+        ``unshare`` copies them first. Raises Unsupported, and KVCacheFull if the copies have no
+        room.
         """
 
     def close(self) -> None:
-        """Give everything back; a second call does nothing."""
+        """Free all resources. A second call does nothing."""
 
 
 def check_range(begin: object, end: object) -> tuple[int, int | None]:
@@ -97,33 +97,33 @@ def check_range(begin: object, end: object) -> tuple[int, int | None]:
 
 
 class Lease(Protocol):
-    """Hold a sequence for one prompt, with as much of the prompt as the cache had.
+    """A sequence for one prompt, with the cached part of the prompt.
 
-    A context manager: leaving it releases. Whoever holds it feeds ``sequence`` with ``rest`` and
-    with what follows; what the sequence holds when it is released stays for later prompts.
+    As a context manager, it releases the sequence at the end. Decode ``rest`` with ``sequence``,
+    then further tokens. Tokens that the sequence has at release stay cached for later prompts.
     """
 
     @property
     def sequence(self) -> runtime.Sequence:
-        """Return the sequence to feed."""
+        """The sequence to decode with."""
 
     @property
     def cached(self) -> int:
-        """Return how many of the prompt's tokens the sequence holds already."""
+        """The number of prompt tokens that the sequence has already."""
 
     @property
     def rest(self) -> list[int]:
-        """Return the prompt's tokens from ``cached`` on, never empty."""
+        """The prompt tokens from ``cached``; never empty."""
 
     def make_room(self, n: int) -> None:
-        """Make room for ``n`` more tokens in the sequence and in the cache: evict, shift.
+        """Make room for ``n`` more tokens in the sequence and the cache, by eviction and shifts.
 
-        Raises KVCacheFull when it cannot; ReprocessNeeded when the sequence has to be decoded
-        again, with the tokens to decode next: it holds what comes before them.
+        Raises KVCacheFull if that is impossible. Raises ReprocessNeeded if the sequence must be
+        decoded again: it has the tokens to decode next, and the sequence keeps those before them.
         """
 
     def release(self) -> None:
-        """Give the sequence back; a second call does nothing."""
+        """Release the sequence. A second call does nothing."""
 
     def __enter__(self) -> Lease: ...
 
@@ -133,19 +133,19 @@ class Lease(Protocol):
 
 
 class CacheManager(Protocol):
-    """Own the cache of a context, and hand out its sequences prompt by prompt."""
+    """Manage the cache of a context, and assign its sequences to prompts."""
 
     @property
     def context(self) -> Context:
-        """Return the context whose cache this owns."""
+        """The context whose cache is managed."""
 
     def acquire(self, tokens: Iterable[int], *, groups: Iterable[tuple[int, int]] = ()) -> Lease:
-        """Return a lease for a prompt, with what the cache has of it already.
+        """Return a lease for a prompt, with the cached part of the prompt.
 
-        ``groups`` are ranges (first, end) of the prompt that are never split by a shift. Raises
-        UsageError (an empty prompt, one longer than a sequence can be), NoSlotAvailable when all
-        sequences are in use, KVCacheFull; the cache is as it was then.
+        ``groups`` are ranges (first, end) of the prompt that a shift never splits. Raises
+        UsageError (the prompt is empty or longer than a sequence), NoSlotAvailable (all sequences
+        are in use) or KVCacheFull; the cache is unchanged then.
         """
 
     def close(self) -> None:
-        """Free what the manager holds, the context's sequences; a second call does nothing."""
+        """Free the sequences of the context. A second call does nothing."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class LockstepCache:
-    """Implement `Cache` over several of them, which close with it."""
+    """Implement `Cache` over several caches, which it closes."""
 
     def __init__(self, caches: Iterable[ContextCache]) -> None:
         expected = "caches (ContextCache), one or more"
@@ -38,7 +38,7 @@ class LockstepCache:
         self._order = sorted(self.caches, key=_keeps_no_past)
 
     def length(self, sequence: int) -> int:
-        """Return the position that a sequence's next token gets."""
+        """Return the position of the sequence's next token."""
         return self.caches[0].length(self._checked(sequence))
 
     def start_forward(
@@ -48,10 +48,10 @@ class LockstepCache:
         sequences: Sequence[int],
         logits: Sequence[bool] | None = None,
     ) -> None:
-        """Decode in every cache, or in none; `Cache.start_forward` describes it.
+        """Decode in all caches or in none: see `Cache.start_forward`.
 
-        Memories that cannot go back are saved first, but for the last of them: what its failure
-        empties goes back to its last checkpoint in all of them, or is emptied in all.
+        Memory that cannot remove tokens is saved first, except that of the last cache. If its
+        decode fails and loses a state, all caches return to its last checkpoint, or are emptied.
         """
         tokens, positions, sequences = checked_pass(tokens, positions, sequences)
         numbers = tuple(lengths([self._checked(each) for each in sequences]))
@@ -72,9 +72,9 @@ class LockstepCache:
             raise
 
     def copy_prefix(self, source: int, target: int, length: int) -> int:
-        """Share a prefix in every cache, or in none.
+        """Share a prefix in all caches or in none.
 
-        Should one break off after all were asked, the target is emptied in all of them.
+        If one fails after all were checked, the target is emptied in all caches.
         """
         source, target = self._checked(source), self._checked(target)
         length = arguments.integer("length", length, 0)
@@ -84,12 +84,12 @@ class LockstepCache:
             return max([cache.copy_prefix(source, target, length) for cache in self.caches])
 
     def can_resume(self, sequence: int, position: int) -> bool:
-        """Tell whether every cache can."""
+        """Return whether all caches can resume there."""
         sequence = self._checked(sequence)
         return all(cache.can_resume(sequence, position) for cache in self.caches)
 
     def prepare_restore(self, sequence: int, target: int) -> int:
-        """Return the last position up to ``target`` at which every cache can be resumed."""
+        """Return the last position up to ``target`` from which all caches can be resumed."""
         sequence = self._checked(sequence)
         target = arguments.integer("target", target, 0)
         while not self.can_resume(sequence, target):
@@ -102,9 +102,9 @@ class LockstepCache:
     def remove(
         self, sequence: int, begin: int, end: int | None = None, *, unshare: bool = False
     ) -> None:
-        """Remove positions in every cache, or in none.
+        """Remove positions in all caches or in none.
 
-        Should one break off after all were asked, all of them give up what lies from ``begin`` on.
+        If one fails after all were checked, all caches drop the positions from ``begin``.
         """
         sequence = self._checked(sequence)
         begin, end = check_range(begin, end)
@@ -115,7 +115,7 @@ class LockstepCache:
                 cache.remove(sequence, begin, end, unshare=unshare)
 
     def check(self) -> None:
-        """Raise AssertionError unless every cache agrees with its cells, and with the others."""
+        """Raise AssertionError unless each cache agrees with its cells and with the others."""
         for cache in self.caches:
             cache.check()
         for number in range(self.max_sequences):

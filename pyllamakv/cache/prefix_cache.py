@@ -32,12 +32,11 @@ LOG = logging.getLogger("pyllamakv.cache")
 
 
 class PrefixCache:
-    """Own the sequences of a context as branches of a prefix tree; one thread at a time.
+    """Manage the sequences of a context as branches of a prefix tree, in one thread at a time.
 
-    ``entries`` is how many sequences it may use (None: all; 1: a single entry, which each prompt
-    cuts and takes over). ``budget`` are the bytes that resident and paged branches may take
-    together. ``paging`` is where branches go that find no room, "memory" or a folder; None drops
-    them.
+    ``entries`` is the maximum number of sequences (None: all; 1: each prompt truncates and reuses
+    the only one). ``budget`` limits the bytes of resident and paged branches. ``paging`` is the
+    storage of branches without room, "memory" or a directory; None drops them.
     """
 
     def __init__(
@@ -72,12 +71,11 @@ class PrefixCache:
     def acquire(
         self, tokens: Iterable[int], *, groups: Iterable[tuple[int, int]] = ()
     ) -> PrefixLease:
-        """Return a lease for a prompt, with the longest beginning of it that is known.
+        """Return a lease for a prompt, with its longest cached prefix.
 
-        At least one token is left to decode. A beginning never ends inside one of ``groups``,
-        ranges of the prompt that do not overlap. Raises UsageError, BudgetTooSmall,
-        NoSlotAvailable, KVCacheFull, or PagingError when a branch in the way cannot be written;
-        the cache has what it had then.
+        At least one token is left to decode. The prefix does not end inside one of ``groups``,
+        disjoint ranges of the prompt. Raises UsageError, BudgetTooSmall, NoSlotAvailable,
+        KVCacheFull, or PagingError if a branch cannot be paged out; the cache is unchanged then.
         """
         key = self.key(tokens)
         prompt = len(key) // TOKEN_BYTES
@@ -114,7 +112,7 @@ class PrefixCache:
             )
 
     def sync(self) -> None:
-        """Take note of what was decoded under the leases since the last call."""
+        """Add the tokens decoded with leases since the last call to the tree."""
         self._check_open()
         for lease in self.leases:
             lease.sync_node()
@@ -127,9 +125,9 @@ class PrefixCache:
     # What stays...
 
     def pin(self, name: str, tokens: Iterable[int]) -> None:
-        """Keep a beginning, which must be in the cache now, until `unpin`; it may be paged out.
+        """Protect a cached prefix from eviction until `unpin`; it may be paged out.
 
-        Raises UsageError when it is not there, Unsupported where a memory's state is gone.
+        Raises UsageError if it is not cached, and Unsupported if the state of the memory is lost.
         """
         arguments.text("name", name)
         key = self.key(tokens)
@@ -149,7 +147,7 @@ class PrefixCache:
         self.settle()
 
     def unpin(self, name: str, *, missing_ok: bool = False) -> None:
-        """Let a pinned beginning go when others are used more; UsageError when there is none."""
+        """Allow the eviction of a pinned prefix. Raises UsageError if it is not pinned."""
         arguments.text("name", name)
         missing_ok = arguments.flag("missing_ok", missing_ok)
         if name not in self.pins and not missing_ok:
@@ -164,9 +162,10 @@ class PrefixCache:
             self.settle(node)
 
     def page_out(self, tokens: Iterable[int]) -> None:
-        """Page the branch of these tokens out; UsageError when it is not there, leased or in part.
+        """Page the branch of these tokens out.
 
-        Raises PagingError with nothing changed.
+        Raises UsageError if it is not cached, is leased, or is part of a branch. Raises PagingError
+        with the cache unchanged.
         """
         node = self._branch(tokens)
         if self.branches.pager is None:
@@ -180,7 +179,7 @@ class PrefixCache:
             self.enforce(0)
 
     def page_in(self, tokens: Iterable[int]) -> None:
-        """Bring the branch of these tokens in again; PagingError with nothing changed."""
+        """Page the branch of these tokens in. Raises PagingError with the cache unchanged."""
         node = self._branch(tokens)
         if node.page is not None:
             if not eviction.make_page_room(self, node):
@@ -199,7 +198,7 @@ class PrefixCache:
         return node
 
     def evict(self) -> bool:
-        """Drop the branch used longest ago; False when everything is leased or pinned."""
+        """Drop the least recently used branch. Returns False if all are leased or pinned."""
         self.sync()
         node = eviction.droppable(self)
         if node is not None:
@@ -209,14 +208,14 @@ class PrefixCache:
         return node is not None
 
     def clear(self) -> None:
-        """Drop everything that is neither leased nor pinned."""
+        """Drop all branches that are neither leased nor pinned."""
         while self.evict():
             pass
 
     # Itself...
 
     def check_budget(self, tokens: int) -> None:
-        """Raise BudgetTooSmall when so many tokens alone are more than the budget."""
+        """Raise BudgetTooSmall if this number of tokens alone exceeds the budget."""
         tokens = arguments.integer("tokens", tokens, 0)
         needed = self.branches.bytes_of(tokens)
         if self.budget is not None and needed > self.budget:
@@ -227,7 +226,7 @@ class PrefixCache:
             raise BudgetTooSmall(msg, needed=needed, budget=self.budget)
 
     def enforce(self, tokens: int) -> None:
-        """Drop what is over the budget, were so many more tokens decoded."""
+        """Evict branches that would exceed the budget after this number of further tokens."""
         tokens = arguments.integer("tokens", tokens, 0)
         while self.budget is not None and self.size + self.branches.bytes_of(tokens) > self.budget:
             node = eviction.droppable(self)
@@ -242,7 +241,7 @@ class PrefixCache:
         return self.branches.resident_bytes + self.branches.paged_bytes
 
     def key(self, tokens: Iterable[int]) -> bytes:
-        """Return checked tokens as the tree compares them."""
+        """Check tokens and return them as a key of the tree."""
         self._check_open()
         numbers = as_int32(tokens, "tokens")
         if not len(numbers):
@@ -261,25 +260,25 @@ class PrefixCache:
         return numbers.tobytes()
 
     def settle(self, *nodes: Node) -> None:
-        """Tidy nodes up after a change."""
+        """Merge and remove nodes after a change."""
         for node in nodes:
             self.branches.tidy(node)
         self.forget_pins()
 
     def forget_pins(self) -> None:
-        """Forget the names of what was given up: its page was damaged, or its state lost."""
+        """Remove pins of branches whose page was damaged or whose state was lost."""
         self.pins = {name: node for name, node in self.pins.items() if name in node.pins}
 
     def stats(self) -> PrefixStats:
-        """Count what there is and what was done."""
+        """Return the statistics and totals."""
         return measure(self)
 
     def dump(self) -> str:
-        """Draw the tree, a line per node."""
+        """Return the tree as text, one line per node."""
         return draw(self)
 
     def check(self) -> None:
-        """Raise AssertionError naming the invariant that does not hold."""
+        """Raise AssertionError with the invariant that does not hold."""
         check(self)
 
     def _check_open(self) -> None:
@@ -289,7 +288,7 @@ class PrefixCache:
             raise Closed(msg)
 
     def close(self) -> None:
-        """Close the cache's sequences, leased ones as well; a second call does nothing."""
+        """Close the sequences, also leased ones. A second call does nothing."""
         if self.closed:
             return
         self.closed = True
@@ -490,12 +489,12 @@ class PrefixCounts(dict[str, int]):
 
 @dataclass(frozen=True, slots=True)
 class PrefixStats:
-    """Hold the numbers of a prefix cache.
+    """The statistics of a prefix cache.
 
-    ``resident`` branches have a sequence, ``paged`` pages lie outside of the cache, ``leased``
-    sequences are in use. ``tokens`` are in the tree, ``cells`` of them in the cache, each once.
-    ``reused`` of the ``asked`` tokens of all prompts were known. ``evicted`` branches were dropped,
-    ``damaged`` pages could not be read back.
+    ``resident`` branches have a sequence, ``paged`` ones are stored outside of the cache, and
+    ``leased`` sequences are in use. ``tokens`` are in the tree, and ``cells`` of them in the cache,
+    each counted once. ``reused_tokens`` of all ``prompt_tokens`` were cached. ``evictions`` counts
+    dropped branches, and ``damaged`` pages that could not be read.
     """
 
     resident: int
@@ -519,7 +518,7 @@ class PrefixStats:
     damaged: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return the numbers as plain JSON values."""
+        """Return the numbers as JSON values."""
         return asdict(self)
 
 

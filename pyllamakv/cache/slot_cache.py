@@ -43,13 +43,13 @@ _log = logging.getLogger("pyllamakv.cache")
 
 
 class SlotCache:
-    """Own the cache of a context as slots.
+    """Manage the cache of a context as slots.
 
-    ``n_slots`` slots (None: as many as the context has sequences) of ``size`` tokens each (None:
-    the cells divided by the slots; more means that they lend each other cells, and that the
-    history that was used longest ago is evicted). ``policy`` chooses a slot: `slot_choice.choose`.
-    ``keep`` is how many tokens at the beginning of a prompt a shift leaves: negative means all of
-    it, and the model's first token is never counted.
+    There are ``n_slots`` slots (None: as many as the context has sequences) of ``size`` tokens
+    (None: cells divided by slots). With a larger size, slots overcommit the cells, and the least
+    recently used history is evicted. ``policy`` selects a slot: see `slot_choice.choose`. A shift
+    keeps the first ``keep`` tokens of a prompt; negative: all of it. The model's first token is not
+    counted.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class SlotCache:
         groups: Iterable[tuple[int, int]] = (),
         keep: int | None = None,
     ) -> SlotLease:
-        """Return a lease on a slot for a prompt, with as much of it as any slot has.
+        """Return a lease on a slot for a prompt, with the longest prefix that a slot has.
 
         At least one token is left to evaluate. ``keep`` is as in the class. Raises UsageError for
-        an empty prompt and for one longer than a slot (`truncate` shortens it), NoSlotAvailable
-        when all slots are in use; nothing was changed then.
+        an empty prompt and for one longer than a slot (`truncate` shortens it), and NoSlotAvailable
+        if all slots are in use; nothing is changed then.
         """
         prompt: list[int] = as_int32(tokens, "tokens").tolist()
         keep = arguments.whole_or_none("keep", keep)
@@ -145,30 +145,30 @@ class SlotCache:
         return lease
 
     def truncate(self, tokens: Iterable[int], keep: int | None = None) -> list[int]:
-        """Return a prompt that fits into a slot: its head, and the end of it.
+        """Return a prompt that fits into a slot: its start and its end.
 
-        A prompt with groups is cut by `truncate`, which says where they are then.
+        A prompt with groups is truncated by `truncate`, which returns the new groups.
         """
         prompt: list[int] = as_int32(tokens, "tokens").tolist()
         keep = arguments.whole_or_none("keep", keep)
         return truncate(prompt, self._kept(prompt, keep), self.size)[0]
 
     def stats(self) -> SlotStats:
-        """Count slots, tokens, and what happened so far."""
+        """Return the statistics and totals."""
         return self._counts.stats(self._slots, self.size)
 
     def dump(self) -> str:
-        """Draw the slots as text, a line each."""
+        """Return the slots as text, one line each."""
         return draw(self._slots, self.size, self.context.model)
 
     def check(self) -> None:
-        """Compare slots and cells; AssertionError names what does not hold: our own fault."""
+        """Compare slots and cells. AssertionError names a difference: a defect of this package."""
         with self.context.lock:
             self._check_open()
             check_slots(self._slots, self.size, self.context)
 
     def close(self) -> None:
-        """Remove the slots' sequences from the context; a second call does nothing."""
+        """Remove the slots' sequences from the context. A second call does nothing."""
         self._closed = True
         for slot in self._slots:
             slot.sequence.close()
@@ -187,7 +187,7 @@ class SlotCache:
     # What leases ask for...
 
     def release_slot(self, slot: Slot) -> None:
-        """Take a slot back; `SlotLease.release` calls this."""
+        """Release a slot, for `SlotLease.release`."""
         slot.lease = None
         self._clock += 1
         slot.last_used = self._clock
@@ -201,9 +201,10 @@ class SlotCache:
         _log.debug("slot of sequence %d keeps %d tokens", slot.sequence.id, len(slot.sequence))
 
     def discard(self, slot: Slot, keep: int, n: int) -> None:
-        """Take ``n`` tokens out behind the first ``keep``, and close the gap.
+        """Remove ``n`` tokens after the first ``keep``, and shift the rest down.
 
-        Raises ReprocessNeeded where that cannot be done in place; then the head is left.
+        Raises ReprocessNeeded if the memory cannot do that in place; the first ``keep`` tokens
+        remain.
         """
         sequence = slot.sequence
         with self.context.lock:
@@ -232,7 +233,7 @@ class SlotCache:
         raise ReprocessNeeded(msg, tokens[left:])
 
     def reserve(self, n: int, slot: Slot) -> None:
-        """Make sure of ``n`` free cells: histories of free slots make way, the oldest first."""
+        """Ensure ``n`` free cells: evict histories of free slots, least recently used first."""
         ledgers = self.context.ledgers
         # What all of them had without sharing is quick to add up, and mostly enough.
         if sum(len(each.tokens) for each in ledgers) + n <= self._cells:

@@ -47,7 +47,7 @@ class BackingChoice:
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
-    """Say what K and V of one layer of one cache take: bytes in whole pages."""
+    """The memory of K and V of one layer of one cache, in bytes of whole pages."""
 
     cache: int
     layer: int
@@ -57,13 +57,12 @@ class LayerMemory:
 
 @dataclass(frozen=True, slots=True)
 class KVMemory:
-    """Say what the cache takes.
+    """The memory of a cache.
 
-    ``reserved`` bytes of address space, ``committed`` of them resident in the process of the
-    library (None on the heap, where nothing tells), ``file`` bytes on disk. ``elsewhere`` are bytes
-    of K and V that are not mapped, because their layers lie on devices. ``kept`` says whether
-    `KV.flush` has an effect, ``resumed`` whether the file held cells that are here now;
-    ``generation`` counts its flushes.
+    ``reserved`` is address space, ``committed`` the resident part of it (None for a heap cache,
+    where it is unknown), and ``file`` disk space, all in bytes. ``on_devices`` are bytes of K and V
+    of layers on devices, which are not mapped. ``kept``: `KV.flush` has an effect. ``resumed``:
+    cells were loaded from the file. ``generation`` counts flushes of the file.
     """
 
     kind: Backing

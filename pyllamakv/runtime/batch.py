@@ -49,7 +49,7 @@ class Feed:
 
 
 class Batch:
-    """Collect tokens with their positions and sequences; may be decoded again after a failure."""
+    """Collect tokens with positions and sequences. A batch may be decoded again after a failure."""
 
     def __init__(self) -> None:
         self._token: list[int] = []
@@ -92,10 +92,10 @@ class Batch:
         *,
         counts: Any = None,
     ) -> Batch:
-        """Make a batch of arrays; int32 (logits: int8) arrays are taken without a copy.
+        """Create a batch from arrays. Arrays of int32 (logits: int8) are not copied.
 
-        ``sequences`` is one id for all, or (n,); with ``counts`` (n,) it is flat, ``counts[i]`` ids
-        for token i. ``logits`` None wants those of the last token.
+        ``sequences`` is one id for all tokens, or (n,). With ``counts`` (n,), it is flat, and
+        ``counts[i]`` ids belong to token i. If ``logits`` is None, the last token has logits.
         """
         batch = cls()
         token = as_int32(tokens, "tokens")

@@ -32,10 +32,10 @@ class MemoryShare:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBreakdown:
-    """Hold where the bytes lie.
+    """Memory by purpose, in bytes.
 
-    ``model`` are the weights, shared by its contexts; ``states`` those of recurrent layers;
-    ``output`` the logits of a batch that wants all of its own, which is the most there can be.
+    ``model`` are weights, which contexts share. ``states`` are those of recurrent layers.
+    ``output`` is the buffer for logits of all tokens of a batch, its maximum.
     """
 
     model: MemoryShare
@@ -54,7 +54,7 @@ class MemoryBreakdown:
         return ((each.name, getattr(self, each.name)) for each in fields(self))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the numbers as plain JSON values."""
+        """Return the numbers as JSON values."""
         return {**asdict(self), "total": self.total}
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class MemoryBreakdown:
 
 
 def memory_breakdown(context: Context) -> MemoryBreakdown:
-    """Say where the bytes of a context and its model lie."""
+    """Return the memory of a context and its model by purpose."""
     with context_lock(context) as handle:
         told = context.native.buffers(handle)
         seen = context.kv.try_snapshot()

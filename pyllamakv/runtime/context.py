@@ -122,9 +122,9 @@ class Outputs:
 
 
 class Context:
-    """Hold one context. `Model.context` makes it; one thread at a time may use it.
+    """A context of llama.cpp. `Model.context` creates it; one thread at a time may use it.
 
-    ``ledgers`` is the record of every sequence, by id; ``epoch`` counts decodes.
+    ``ledgers`` records the content of every sequence, by id. ``epoch`` counts decodes.
     """
 
     def __init__(self, model: Model, handle: ContextHandle, params: ContextParams) -> None:
@@ -161,15 +161,15 @@ class Context:
 
     @property
     def kv(self) -> KV:
-        """Give access to the cells."""
+        """Access the cells."""
         return KV(self)
 
     # Sequences...
 
     def sequence(self, number: int | None = None) -> Sequence:
-        """Hand out a sequence that nobody uses: the lowest empty one, or this number.
+        """Open an unused sequence: the lowest empty one, or the one with this number.
 
-        Raises UsageError when it is in use or out of range, or all are in use.
+        Raises UsageError if it is in use or out of range, or if all are in use.
         """
         number = arguments.whole_or_none("number", number)
         with self.lock:
@@ -190,11 +190,11 @@ class Context:
 
     @property
     def vacant(self) -> list[int]:
-        """Return the ids of the sequences that nobody uses and that hold nothing."""
+        """Return the ids of unused, empty sequences."""
         return [i for i, own in enumerate(self.ledgers) if i not in self._taken and not len(own)]
 
     def sequence_id(self, sequence: Sequence | int) -> int:
-        """Return the checked id of a sequence, or of a number that stands for one."""
+        """Check a sequence, or the number of one, and return its id."""
         if isinstance(sequence, Sequence):
             sequence.check(self)
             return sequence.id
@@ -224,7 +224,7 @@ class Context:
         return self._marks - n
 
     def clear(self) -> None:
-        """Empty the cache and every sequence."""
+        """Remove all tokens of all sequences."""
         with self.lock:
             self.native.clear(self.handle, True)
             for ledger in self.ledgers:
@@ -235,8 +235,8 @@ class Context:
     def decode(self, work: Work) -> None:
         """Decode one batch: a feed, several feeds, or a `Batch`.
 
-        Raises NoKVSlot, Cancelled or DecodeError; then every sequence has the tokens it had, and
-        the same work may be decoded again. Raises UsageError for a batch that cannot be right.
+        Raises NoKVSlot, Cancelled or DecodeError; every sequence keeps the tokens it had, and the
+        same batch may be decoded again. Raises UsageError for an invalid batch.
         """
         if isinstance(work, Feed) and work.logits == "last" and len(work.tokens) == 1:
             self.step(work.sequence, int(work.tokens[0]))
@@ -248,7 +248,7 @@ class Context:
                 raise decode_failure.failure(self, code, batch.seq.tolist(), len(batch.token))
 
     def try_decode(self, work: Work) -> DecodeStatus:
-        """Decode like `decode`, and return the status where that would raise for 1 and 2."""
+        """Decode like `decode`, but return statuses 1 and 2 instead of raising."""
         with self.lock:
             batch = to_arrays(self, work)
             code = self._run(batch, positions=isinstance(work, Batch))
@@ -257,7 +257,7 @@ class Context:
             return DecodeStatus(code)
 
     def step(self, sequence: Sequence, token: int) -> None:
-        """Decode one token that follows in a sequence, with logits: `decode` at its cheapest."""
+        """Decode the next token of a sequence, with logits. This is the cheapest `decode`."""
         with self.lock as handle:
             try:
                 if sequence.context is not self or not sequence.open:
@@ -290,9 +290,10 @@ class Context:
             outputs.n, outputs.every = 1, True
 
     def step_all(self, sequences: Iterable[Sequence], tokens: Any) -> None:
-        """Decode one token that follows in each of these sequences, in one batch, all with logits.
+        """Decode the next token of each sequence in one batch, all with logits.
 
-        Place i is sequence i's, also for `logits_all` and ``sample_all``. Raises as `decode` does.
+        Row i belongs to sequence i, also for `logits_all` and ``sample_all``. Raises as `decode`
+        does.
         """
         with self.lock as handle:
             group = self._group_of(sequences)
@@ -312,10 +313,11 @@ class Context:
     def advance(
         self, sequences: Iterable[Sequence], tokens: Any, steps: int, sampler: Sampler
     ) -> list[list[int]]:
-        """Repeat `step_all` and the sampler's ``sample_all`` ``steps`` times, in one call of C.
+        """Run `step_all` and the sampler's ``sample_all`` ``steps`` times in one call of C.
 
-        Returns the tokens chosen after each step; decode the last of them next. Ends early after
-        a step that chose an end of generation. When a step fails, those before it stay.
+        Returns the sampled tokens of each step; decode those of the last step next. Ends early
+        after a step that sampled an end-of-generation token. If a step fails, the steps before it
+        remain.
         """
         steps = arguments.integer("steps", steps, 1, arguments.INT32)
         arguments.instance("sampler", sampler, Sampler, "a Sampler in C (model.sampler)")
@@ -357,9 +359,9 @@ class Context:
                 defragged, given = True, rows[-1] if rows else given
 
     def prefill(self, sequence: Sequence, tokens: Any, *, logits: bool = True) -> None:
-        """Decode any number of tokens in pieces of n_batch; logits of the very last one.
+        """Decode any number of tokens in batches of n_batch, with logits of the last token.
 
-        When a piece fails, those before it stay, and ``len(sequence)`` says how far it came.
+        If a batch fails, the batches before it remain, and ``len(sequence)`` shows the progress.
         """
         checked(sequence).check(self)
         logits = arguments.flag("logits", logits)
@@ -384,10 +386,10 @@ class Context:
         *,
         stop_at_end: bool = True,
     ) -> Iterator[str]:
-        """Go on with a sequence that has tokens; yield text as it becomes complete.
+        """Generate from a sequence that has tokens; yield text when it is complete.
 
-        Ends after ``max_tokens`` (None: without limit), or at an end-of-generation token, which is
-        not kept. What was yielded is in the sequence. ``sampler`` None is greedy.
+        Ends after ``max_tokens`` (None: no limit) or at an end-of-generation token, which is not
+        stored. Yielded tokens are in the sequence. Without ``sampler``, generation is greedy.
         """
         checked(sequence).check(self)
         max_tokens = arguments.whole_or_none("max_tokens", max_tokens, 0)
@@ -399,7 +401,7 @@ class Context:
         return self._generate(sequence, max_tokens, sampler, stop_at_end)
 
     def set_threads(self, n_threads: int, n_threads_batch: int | None = None) -> None:
-        """Compute with so many threads from now on; ``n_threads_batch`` for more than a token."""
+        """Set the number of compute threads; ``n_threads_batch`` is for more than one token."""
         n_threads = arguments.integer("n_threads", n_threads, 1, arguments.INT32)
         n_threads_batch = arguments.whole_or_none(
             "n_threads_batch", n_threads_batch, 1, arguments.INT32
@@ -408,16 +410,16 @@ class Context:
             self.native.threads(handle, n_threads, n_threads_batch or n_threads)
 
     def cancel(self) -> None:
-        """End the decode that runs, and `prefill` and `generate`; callable from any thread."""
+        """Cancel the running decode, `prefill` or `generate`. May be called from any thread."""
         self.lock.interrupt(self.native.cancel)
         self.cancels += 1
 
     # What the last decode left...
 
     def logits(self, index: int = -1) -> Logits:
-        """View the logits of a place in the last batch; negative: counted from the last with any.
+        """Return a view of the logits of one row of the last batch; negative: from the end.
 
-        Raises StaleLogits when there are none, UsageError when that place asked for none.
+        Raises StaleLogits if there are none, and UsageError if that token requested none.
         """
         if type(index) is not int:
             index = arguments.integer("index", index)
@@ -428,9 +430,9 @@ class Context:
             return Logits(self, self.native.logits(handle, index, self.n_vocab), self.epoch)
 
     def logits_all(self) -> LogitsRows:
-        """View the logits (n, n_vocab) of every place of the last batch that has any, in order.
+        """Return a view of the logits (n, n_vocab) of every token of the last batch with any.
 
-        Raises StaleLogits when there are none.
+        Raises StaleLogits if there are none.
         """
         with self.lock as handle:
             if not self.outputs.n:
@@ -439,7 +441,10 @@ class Context:
 
     @property
     def counters(self) -> Counters:
-        """Count slot searches, defragmentations and moves; Unsupported without `kv-counters`."""
+        """Return slot searches, defragmentations and moves.
+
+        Raises Unsupported without the patch ``kv-counters``.
+        """
         with self.lock:
             self.native.about.require(Capability.COUNTERS, "count what the cache does")
             return self.native.counters(self.handle)
@@ -448,11 +453,11 @@ class Context:
 
     @property
     def closed(self) -> bool:
-        """Tell whether this context, its model or its library was closed."""
+        """Whether this context, its model or its library was closed."""
         return self.lock.closed
 
     def check(self) -> None:
-        """Raise Closed when this was closed."""
+        """Raise Closed if this was closed."""
         _ = self.lock.raw
 
     def close(self) -> None:

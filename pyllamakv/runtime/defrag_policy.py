@@ -47,10 +47,10 @@ def checked(policy: str) -> PolicyName:
 
 @dataclass(frozen=True, slots=True)
 class DefragCosts:
-    """Hold what the threshold weighs, in seconds per byte of K and V.
+    """The costs that the threshold compares, in seconds per byte of K and V.
 
-    ``attend`` is what a decode of one token pays for a byte in a cell that it attends to in vain,
-    ``move`` what moving a byte costs.
+    ``attend`` is the cost of attending to one unnecessary byte when decoding a token. ``move`` is
+    the cost of moving one byte.
     """
 
     attend: float
@@ -175,10 +175,11 @@ def _bytes_per_cell(stream: CellMap) -> int:
 def measure_defrag_costs(
     model: Model, *, cells: int = 4096, rounds: int = 15, **options: Any
 ) -> DefragCosts:
-    """Measure both constants on this machine, in a scratch context of ``cells`` cells.
+    """Measure both costs on this machine, in a temporary context of ``cells`` cells.
 
-    ``options`` are those of `Model.context`. A few tokens are decoded near the end of the cache,
-    moved to its start, and decoded there, again and again. Needs a library that defragments.
+    ``options`` are those of `Model.context`. The measurement decodes a few tokens near the end of
+    the cache, moves them to its start, decodes there, and repeats. Raises Unsupported if the
+    library does not defragment.
     """
     arguments.instance("model", model, LoadedModel, "a Model")
     # The filler leaves one step of cells for the other sequence, and one to spare.

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DefragReport:
-    """Report one defragmentation: runs moved, cells and bytes moved, batches of moves, graphs.
+    """The result of one defragmentation: runs, cells and bytes moved, batches of moves, graphs.
 
-    None where the build cannot tell; ``seconds`` are wall time, ``plan_seconds`` the part of them
-    that found out what moves where. ``scratch`` are the most bytes that any defragmentation of this
-    context needed beside the cache. ``restored`` says that sequences were saved and restored, and
-    ``bytes`` are those of their states.
+    A field is None if the build cannot report it. ``seconds`` is wall time, and ``plan_seconds``
+    the part for the plan. ``scratch`` is the maximum of bytes that any defragmentation of this
+    context needed beside the cache. If ``restored``, sequences were saved and restored, and
+    ``bytes`` is the size of their states.
     """
 
     moves: int | None
@@ -61,19 +61,19 @@ class KVRows:
 
 
 class KV:
-    """Give access to the KV cache of one context."""
+    """Access the KV cache of one context."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
 
     def snapshot(self) -> Snapshot:
-        """Read all cells, or raise Unsupported where the build cannot."""
+        """Read all cells. Raises Unsupported if the build cannot."""
         with self._context.lock:
             return self._read()
 
     @property
     def stats(self) -> KVStats:
-        """Count the cells now."""
+        """Return the present statistics of the cells."""
         return self.snapshot().stats
 
     def try_snapshot(self) -> Snapshot | None:
@@ -88,22 +88,22 @@ class KV:
 
     @property
     def memory(self) -> KVMemory:
-        """Say what the cache takes: reserved, committed, on disk, and per layer."""
+        """Return the memory of the cache: reserved, committed, on disk, and per layer."""
         with self._context.lock:
             return backing.read(self._context)
 
     def trim(self) -> int:
-        """Give the memory behind the last used cell back; return how many bytes that was.
+        """Return the memory above the last used cell to the system; return the number of bytes.
 
-        Most is free there after `defrag`. A file keeps its space on disk, without which a write
-        could fail, and on file systems that cannot forget a part of a file nothing is given back.
+        After `defrag`, this frees the most. The file of a cache keeps its disk space, because a
+        later write could fail without it, and a file system without hole punching frees nothing.
         Raises Unsupported for a cache on the heap.
         """
         with self._context.lock:
             return self._context.native.mapping_trim(self._context.handle)
 
     def flush(self) -> None:
-        """Write a kept cache to its file: a later process goes on from here; `close` flushes too.
+        """Write a kept cache to its file for reuse by a later process. `close` flushes too.
 
         Raises Unsupported for a cache that is not kept.
         """
@@ -114,18 +114,18 @@ class KV:
             self._context.kv_file.flush(self._context.handle)
 
     def defrag(self, *, fallback: bool = True) -> DefragReport:
-        """Move the used cells together, so that the free ones are one hole.
+        """Move the used cells together, so that the free cells form one hole.
 
-        Where the library moves no cells, sequences are saved, removed and restored instead, unless
-        ``fallback`` is False. Raises Unsupported with the reason where neither is possible; then
-        nothing was done. With ``defrag_trim`` the memory that is free now is given back.
+        If the library cannot move cells, sequences are saved, removed and restored instead, unless
+        ``fallback`` is False. Raises Unsupported with the reason if neither is possible; the cache
+        is unchanged then. With ``defrag_trim``, the freed memory is returned to the system.
         """
         fallback = arguments.flag("fallback", fallback)
         with self._context.lock:
             return self.defrag_locked(fallback=fallback)
 
     def defrag_locked(self, *, fallback: bool) -> DefragReport:
-        """Defragment like `defrag`, while the caller holds the context's lock."""
+        """Defragment like `defrag`. The caller holds the context's lock."""
         report = self._arrange(fallback=fallback)
         if self._context.defrag_policy.trims:
             self._context.native.mapping_trim(self._context.handle)
@@ -168,12 +168,12 @@ class KV:
         return DefragReport(found.runs, found.cells, done.bytes, done.rounds, 0, seconds, restored)
 
     def update(self) -> None:
-        """Apply what is pending: shifts, and copies between streams."""
+        """Apply pending shifts and pending copies between streams."""
         with self._context.lock:
             self._context.native.update(self._context.handle)
 
     def state(self, sequence: Sequence | int) -> state_parser.SequenceState:
-        """Read everything that the cache keeps of a sequence."""
+        """Return the complete state that the cache stores for a sequence."""
         context = self._context
         with context.lock:
             number = context.sequence_id(sequence)
@@ -182,10 +182,11 @@ class KV:
         return state_parser.parse(raw)
 
     def rows(self, layer: int, sequence: Sequence | int, *, cache: int = 0) -> KVRows:
-        """Read K and V of one layer, as stored, ordered by position.
+        """Return K and V of one layer as stored, ordered by position.
 
-        ``cache`` 1 is the second of a model with a sliding window, whose layers count separately;
-        of a hybrid model, it has the states of the recurrent layers: one row, of after ``pos``.
+        ``cache`` 1 is the second cache of a sliding-window model, whose layers are numbered
+        separately. For a hybrid model, it contains the states of the recurrent layers: one row,
+        after ``pos``.
         """
         layer, cache = arguments.integer("layer", layer), arguments.integer("cache", cache)
         state = self.state(sequence)

@@ -82,17 +82,17 @@ class _View(NDArrayOperatorsMixin):
 
 
 class Logits(_View):
-    """View the logits (n_vocab,) float32 of one place in the last batch, without a copy.
+    """A view of the logits (n_vocab,) float32 of one row of the last batch, without a copy.
 
-    Indexing, numpy functions and operators read them; what they return is the caller's own.
-    Every read raises StaleLogits after a later decode, and Closed after the context's end.
-    `copy` gives an array that lasts.
+    Indexing, numpy functions and operators read it and return new objects. A read raises
+    StaleLogits after a later decode, and Closed after the context was closed. `copy` returns a
+    permanent array.
     """
 
     __slots__ = ()
 
     def argmax(self) -> int:
-        """Return the most likely token; of equals the lowest."""
+        """Return the most likely token, the lowest id of equal ones."""
         return int(self._read().argmax())
 
     def top(self, n: int = 5) -> list[tuple[int, float]]:
@@ -104,13 +104,13 @@ class Logits(_View):
 
 
 class LogitsRows(_View):
-    """View the logits (n, n_vocab) float32 of all places of the last batch that have any.
+    """A view of the logits (n, n_vocab) float32 of all rows of the last batch.
 
-    They are read as `Logits` are, and become stale as they do.
+    Reads work, and become stale, as with `Logits`.
     """
 
     __slots__ = ()
 
     def argmax(self) -> NDArray[np.int32]:
-        """Return the most likely token of each row (n,); of equals the lowest."""
+        """Return the most likely token of each row (n,), the lowest id of equal ones."""
         return np.asarray(self._read().argmax(axis=1), dtype=np.int32)

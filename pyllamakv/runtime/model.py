@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Model(LoadedModel):
-    """Hold one loaded model. `load` makes it."""
+    """A loaded model. `OpenLibrary.load_model` creates it."""
 
     def __init__(
         self,
@@ -65,19 +65,19 @@ class Model(LoadedModel):
 
     @property
     def fingerprint(self) -> str:
-        """Return a digest of what the file says about itself: equal for equal models."""
+        """A digest of the file's metadata, equal for equal models."""
         facts = repr((sorted(self.file.meta.items()), self.info.n_params, self.info.n_bytes))
         return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
     def meta(self, key: str) -> str | None:
-        """Return a value of the file's metadata as text, or None."""
+        """Return a metadata value of the file as text, or None."""
         _ = self.life.raw
         return self.native.model_meta(self.handle, arguments.c_text("key", key))
 
     def tokenize(
         self, text: str, add_special: bool = True, parse_special: bool = False
     ) -> list[int]:
-        """Return the tokens of a text; ``add_special`` puts the model's first token in front."""
+        """Return the tokens of a text. ``add_special`` adds the model's first token."""
         arguments.text("text", text)
         add_special = arguments.flag("add_special", add_special)
         parse_special = arguments.flag("parse_special", parse_special)
@@ -87,13 +87,13 @@ class Model(LoadedModel):
         )
 
     def detokenize(self, tokens: Iterable[int], special: bool = False) -> str:
-        """Return tokens as text; bytes that are no text become U+FFFD."""
+        """Return the text of tokens. Invalid UTF-8 becomes U+FFFD."""
         numbers = as_int32(tokens, "tokens").tolist()
         special = arguments.flag("special", special)
         return detokenizer.decode(b"".join(self.piece(token, special) for token in numbers))
 
     def piece(self, token: int, special: bool = False) -> bytes:
-        """Return the bytes of a token; ``special`` shows tokens that stand for no text."""
+        """Return the bytes of a token. ``special`` includes control tokens."""
         if type(token) is not int:
             token = arguments.integer("token", token)
         if special is not False:
@@ -107,7 +107,7 @@ class Model(LoadedModel):
         return found
 
     def is_eog(self, token: int) -> bool:
-        """Tell whether a token ends a generation."""
+        """Return whether a token ends a generation."""
         if type(token) is not int:
             token = arguments.integer("token", token)
         found = self._ends.get(token)
@@ -146,21 +146,23 @@ class Model(LoadedModel):
         kv_huge: bool = False,
         guard: Literal["on", "off"] = "on",
     ) -> Context:
-        """Make a context.
+        """Create a context.
 
-        ``n_ctx`` cells, at most ``n_batch`` tokens per decode, computed ``n_ubatch`` at a time,
-        ``n_seq_max`` sequences. ``flash_attn`` is True or "on", False or "off", or None or "auto",
-        which leaves it to llama.cpp. ``defrag_policy`` says when the cache is defragmented unasked:
-        see `compaction`. ``defrag_plan`` "ordered" keeps the order of cells, so that logits are
-        bit-identical to those of a fresh cache; "fewest" moves less. ``defrag_mover`` forces a way
-        to move, for tests and benchmarks, and ``defrag_threads`` (None: n_threads) limits the
-        threads that move; ``defrag_trim`` gives the
-        memory that a defragmentation has freed back. ``kv_backing`` is "heap", "mmap" or a path,
-        ``kv_keep`` goes on with what that file holds ("fresh": forgets it), ``kv_huge`` asks for
-        huge pages: see `backing`, which raises the classes under KVFileError. ``guard`` "off"
-        leaves out all checks and the undoing of failed decodes, in a library opened with
-        ``isolated=True`` only. Raises UsageError or Unsupported naming the parameter at fault,
-        NotEnoughMemory before anything is allocated, ContextError when the library refuses.
+        ``n_ctx`` is the number of cells, ``n_batch`` the maximum number of tokens per decode,
+        ``n_ubatch`` that of a micro-batch, and ``n_seq_max`` the number of sequences.
+        ``flash_attn`` is True or "on", False or "off", or None or "auto" (llama.cpp decides).
+        ``defrag_policy`` defines when the cache is defragmented automatically: see `defrag_policy`.
+        ``defrag_plan`` "ordered" keeps the order of cells, so that logits equal those of a fresh
+        cache bit by bit; "fewest" moves fewer cells. ``defrag_mover`` selects the mover, for tests
+        and benchmarks. ``defrag_threads`` (None: n_threads) limits the threads that move cells.
+        ``defrag_trim`` returns memory that a defragmentation freed to the system.
+
+        ``kv_backing`` is "heap", "mmap" or a path. ``kv_keep`` reuses the content of that file
+        ("fresh": discards it). ``kv_huge`` requests huge pages. Errors about the file are
+        subclasses of KVFileError. ``guard`` "off" disables all checks and the rollback of failed
+        decodes, only in a library opened with ``isolated=True``. Raises UsageError or Unsupported
+        (with the name of the parameter), NotEnoughMemory before any allocation, or ContextError if
+        the library refuses.
         """
         _ = self.life.raw
         arguments.choice("guard", guard, ("on", "off"))
@@ -206,16 +208,16 @@ class Model(LoadedModel):
         return context
 
     def sampler(self, **options: Any) -> Sampler:
-        """Make a sampler in C with the options of `SamplerParams`."""
+        """Create a sampler in C with the options of `SamplerParams`."""
         return Sampler(self, SamplerParams(**options))
 
     def close(self) -> None:
-        """Free the model, its contexts first; a second call does nothing."""
+        """Free the model after its contexts. A second call does nothing."""
         self.life.close()
 
     @property
     def closed(self) -> bool:
-        """Tell whether this model or its library was closed."""
+        """Whether this model or its library was closed."""
         return self.life.closed
 
     def __enter__(self) -> Model:

@@ -65,7 +65,7 @@ def check_single_sequence(params: SamplerParams, n: int) -> None:
 
 
 class Sampler:
-    """Sample in C; ends with its model."""
+    """Sample in C. Closing the model closes the sampler."""
 
     def __init__(self, model: Model, params: SamplerParams) -> None:
         arguments.instance("model", model, LoadedModel, "a Model")
@@ -86,7 +86,7 @@ class Sampler:
             )
 
     def sample(self, context: Context, index: int = -1) -> int:
-        """Return the token chosen from the logits at ``index`` of the last batch."""
+        """Return a token sampled from the logits at ``index`` of the last batch."""
         if type(index) is not int:
             index = arguments.integer("index", index)
         with context_lock(context) as raw, self.life as handle:
@@ -96,9 +96,9 @@ class Sampler:
             return self._native.sample(handle, raw, index)
 
     def sample_all(self, context: Context) -> list[int]:
-        """Return a token for each place of the last batch with logits, in order.
+        """Return a token for each row of the last batch with logits, in order.
 
-        Raises UsageError where a repetition penalty would mix up several sequences.
+        Raises UsageError if a repetition penalty would mix several sequences.
         """
         with context_lock(context) as raw, self.life as handle:
             if context.model.native is not self._native:
@@ -108,21 +108,21 @@ class Sampler:
             return self._native.sample_all(handle, raw, n)
 
     def check_context(self, context: Context) -> None:
-        """Refuse a context of another library, whose handles mean something else here."""
+        """Raise UsageError for a context of another library."""
         context_lock(context)
         if context.model.native is not self._native:
             msg = "the sampler and the context are of two libraries: make both of one model"
             raise UsageError(msg)
 
     def check(self, n: int) -> None:
-        """Refuse to choose for ``n`` sequences where the tokens of one are remembered."""
+        """Raise UsageError for ``n`` sequences if the sampler keeps a token history."""
         if type(n) is not int or n < 0:
             n = arguments.integer("n", n, 0)
         if n > 1 and self._uses_penalties:
             check_single_sequence(self.params, n)
 
     def reset(self) -> None:
-        """Forget the tokens so far and start again from the seed."""
+        """Drop the token history and restart from the seed."""
         with self.life as handle:
             self._native.sampler_reset(handle)
 
@@ -147,12 +147,12 @@ class NumpySampler:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the tokens so far and start again from the seed."""
+        """Drop the token history and restart from the seed."""
         self._random = np.random.default_rng(self.params.seed)
         self._last: list[int] = []
 
     def sample(self, context: Context, index: int = -1) -> int:
-        """Return the token chosen from the logits at ``index`` of the last batch."""
+        """Return a token sampled from the logits at ``index`` of the last batch."""
         context_lock(context)
         logits = context.logits(index)
         if self.params.temperature <= 0 and not uses_penalties(self.params):
@@ -160,7 +160,7 @@ class NumpySampler:
         return self._take(logits.copy())
 
     def sample_all(self, context: Context) -> list[int]:
-        """Return a token for each place of the last batch with logits, as `Sampler` does."""
+        """Return a token for each row of the last batch with logits, like `Sampler`."""
         context_lock(context)
         rows = context.logits_all()
         check_single_sequence(self.params, len(rows))
@@ -175,7 +175,7 @@ class NumpySampler:
         return token
 
     def sample_logits(self, logits: NDArray[np.float32]) -> int:
-        """Return the token chosen from an array of logits (n,), which is changed."""
+        """Return a token sampled from logits (n,), which are modified."""
         good = isinstance(logits, np.ndarray) and logits.ndim == 1 and logits.dtype.kind == "f"
         if not good or not logits.size:
             expected = "a flat array of floats, at least one"

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 
 class Sequence:
-    """Hold one sequence. `Context.sequence` and `fork` make it.
+    """A sequence of a context. `Context.sequence` and `fork` create it.
 
-    Positions are given as p0 <= p < p1; None is an open end.
+    Position ranges are p0 <= p < p1; None is an open end.
     """
 
     def __init__(self, context: Context, number: int) -> None:
@@ -46,17 +46,17 @@ class Sequence:
 
     @property
     def tokens(self) -> list[int]:
-        """Return the tokens in the cache, in the order of their positions."""
+        """The tokens in the cache, ordered by position."""
         return self.ledger.tokens.copy()
 
     @property
     def positions(self) -> list[int]:
-        """Return the position of each token."""
+        """The position of each token."""
         return self.ledger.positions.copy()
 
     @property
     def next_pos(self) -> int:
-        """Return the position that the next token gets."""
+        """The position of the next token."""
         return self.ledger.next
 
     @property
@@ -66,22 +66,22 @@ class Sequence:
 
     @property
     def pos_min(self) -> int:
-        """Return the lowest position that the cache has, -1 when it has none."""
+        """The lowest position in the cache, or -1."""
         with self.context.lock:
             self.check(self.context)
             return self.context.native.seq_pos_min(self.context.handle, self.id)
 
     @property
     def pos_max(self) -> int:
-        """Return the highest position that the cache has, -1 when it has none."""
+        """The highest position in the cache, or -1."""
         with self.context.lock:
             self.check(self.context)
             return self.context.native.seq_pos_max(self.context.handle, self.id)
 
     def feed(self, text_or_tokens: Any, logits: LogitsChoice = "last") -> Feed:
-        """Say what follows, text or tokens; nothing is decoded, and a feed may be used again.
+        """Return the next tokens, from text or tokens, for a decode. Decodes nothing; reusable.
 
-        To text in an empty sequence the model's first token is added.
+        For a text in an empty sequence, the model's first token is added.
         """
         self.check(self.context)
         arguments.choice("logits", logits, ("last", "all", "none"))
@@ -95,7 +95,7 @@ class Sequence:
         return Feed(self, as_int32(tokens, "tokens"), logits)
 
     def logits(self) -> Logits:
-        """View the logits after the last token, where the last decode left them."""
+        """Return a view of the logits after the last token, from the last decode."""
         self.check(self.context)
         if self.ledger.logits_epoch != self.context.epoch:
             msg = "the last decode left no logits of this sequence's last token"
@@ -103,7 +103,7 @@ class Sequence:
         return self.context.logits(self.ledger.logits_at)
 
     def fork(self, length: int | None = None) -> Sequence:
-        """Make a sequence with the same first ``length`` tokens (None: all), sharing the cells."""
+        """Create a sequence that shares the cells of the first ``length`` tokens (None: all)."""
         self.check(self.context)
         length = _length(length)
         other = self.context.sequence()
@@ -115,18 +115,19 @@ class Sequence:
         return other
 
     def share(self, other: Sequence, p0: int | None = None, p1: int | None = None) -> int:
-        """Share the cells of another sequence at p0 <= p < p1; return how many.
+        """Share the cells of another sequence at p0 <= p < p1; return their number.
 
-        Raises UsageError where this one has tokens there, Unsupported where no part can be shared.
+        Raises UsageError if this sequence has tokens there, and Unsupported if the memory cannot
+        share a part.
         """
         _check_range(p0, p1)
         return _share_span(self, checked(other, "other"), p0, p1)
 
     def copy_to(self, other: Sequence, length: int | None = None) -> int:
-        """Replace what ``other`` holds by the first ``length`` tokens of this one; return how many.
+        """Replace ``other`` by the first ``length`` tokens of this sequence; return the number.
 
-        They share the cells, as after `fork`; a copy into itself changes nothing. Raises
-        PartialRemovalRefused, with nothing changed.
+        Both share the cells, as after `fork`. Copying to itself changes nothing. Raises
+        PartialRemovalRefused with nothing changed.
         """
         self.check(self.context)
         checked(other, "other").check(self.context)
@@ -141,7 +142,7 @@ class Sequence:
         return len(other)
 
     def trim(self, length: int) -> int:
-        """Keep the first ``length`` tokens; return how many were removed."""
+        """Keep the first ``length`` tokens; return the number of removed ones."""
         self.check(self.context)
         length = arguments.integer("length", length, 0)
         if length >= len(self):
@@ -149,9 +150,9 @@ class Sequence:
         return self.remove(self.ledger.positions[length] if length else None, None)
 
     def remove(self, p0: int | None = None, p1: int | None = None) -> int:
-        """Remove the tokens at p0 <= p < p1; return how many. The others stay where they are.
+        """Remove the tokens at p0 <= p < p1; return their number. Other positions do not change.
 
-        Raises PartialRemovalRefused, with nothing changed, when the memory keeps no single tokens.
+        Raises PartialRemovalRefused, with nothing changed, if the memory cannot remove a part.
         """
         first, end = _check_range(p0, p1)
         context = self.context
@@ -169,11 +170,11 @@ class Sequence:
     def shift(
         self, p0: int | None, p1: int | None, delta: int, *, allow_shared: bool = False
     ) -> None:
-        """Move the tokens at p0 <= p < p1 by ``delta`` positions; the cache turns their keys.
+        """Move the tokens at p0 <= p < p1 by ``delta`` positions. The cache rotates their keys.
 
-        Raises SharedCells where another sequence uses the cells (it would move there as well); also
-        with ``allow_shared`` where only a state may be shared and the cells are in streams. Raises
-        Unsupported where this memory cannot shift, UsageError where positions would meet.
+        Raises SharedCells if another sequence shares the cells, because its positions would change
+        too; with ``allow_shared``, only for shared states and cells in streams. Raises Unsupported
+        if the memory cannot shift, and UsageError if positions would collide.
         """
         first, end = _check_range(p0, p1)
         delta = arguments.integer("delta", delta)
@@ -193,7 +194,7 @@ class Sequence:
     def divide(
         self, p0: int | None, p1: int | None, divisor: int, *, allow_shared: bool = False
     ) -> None:
-        """Divide the positions p0 <= p < p1, rounding down; raises as `shift` does."""
+        """Divide the positions p0 <= p < p1, rounding down. Raises as `shift` does."""
         first, end = _check_range(p0, p1)
         divisor = arguments.integer("divisor", divisor, 1)
         allow_shared = arguments.flag("allow_shared", allow_shared)
@@ -206,20 +207,20 @@ class Sequence:
             self._move(p0, p1, lambda p: p // divisor)
 
     def save(self) -> bytes:
-        """Return the tokens and the cache's content for them; `restore` takes it back."""
+        """Return the tokens and their content of the cache, for `restore`."""
         return state.save(self)
 
     def restore(self, saved: bytes) -> None:
-        """Replace what this sequence holds by what `save` gave, of this model and cache types.
+        """Replace the sequence by a result of `save` with the same model and cache types.
 
-        Raises StateError, with nothing changed, for a state that does not fit.
+        Raises StateError, with nothing changed, if the state does not fit.
         """
         if not isinstance(saved, bytes | bytearray | memoryview):
             raise arguments.wrong_type("saved", saved, "the bytes that Sequence.save() returned")
         state.restore(self, bytes(saved))
 
     def close(self) -> None:
-        """Remove the tokens and give the id back; further use raises Closed."""
+        """Remove the tokens and free the id. Further use raises Closed."""
         if not self.open:
             return
         context = self.context

@@ -79,11 +79,11 @@ class PerSequence(Mapping[int, SequenceStats]):
 
 @dataclass(frozen=True)
 class KVStats:
-    """Hold the numbers of a cache.
+    """The statistics of the cells of a cache.
 
-    ``used_max_p1`` is the highest used cell plus one, summed over streams: attention runs that far.
-    ``fragmentation`` is the part of the free cells outside the largest hole: 0 (all together or
-    none free) to nearly 1.
+    ``used_max_p1`` is the highest used cell plus one, summed over streams: the cells that attention
+    visits. ``fragmentation`` is the share of free cells outside of the largest hole, from 0 (one
+    hole, or no free cell) to almost 1.
     """
 
     size: int
@@ -96,7 +96,7 @@ class KVStats:
 
     @property
     def fragmentation(self) -> float:
-        """Return the part of the free cells that lies outside the largest hole, 0 to 1."""
+        """The share of free cells outside of the largest hole, 0 to 1."""
         return 1.0 - self.largest_hole / self.free if self.free else 0.0
 
     @cached_property
@@ -106,7 +106,7 @@ class KVStats:
         return sum(int(np.count_nonzero(each.sharers > 1)) for each in maps)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the numbers as plain JSON values."""
+        """Return the numbers as JSON values."""
         names = ("size", "used", "free", "holes", "largest_hole", "used_max_p1", "fragmentation")
         counts = self.per_sequence.counts
         per_sequence = {str(i): int(counts[i]) for i in np.flatnonzero(counts)}
@@ -117,11 +117,11 @@ class KVStats:
 
 @dataclass(frozen=True, eq=False)
 class CellMap:
-    """Hold the cells of one stream.
+    """Store the cells of one stream.
 
-    ``pos`` (n,) int32, -1 where free; ``shift`` (n,) int32, pending and already contained in
-    ``pos``; ``seqs`` (n, words) uint64, a bit per sequence; ``info`` is the library's own
-    description (`binding.protocol.CellsInfo`) or None.
+    ``pos`` (n,) int32 are positions, -1 for a free cell. ``shift`` (n,) int32 are pending shifts,
+    already included in ``pos``. ``seqs`` (n, words) uint64 has one bit per sequence. ``info`` is
+    the library's description of the cache (`binding.protocol.CellsInfo`), or None.
     """
 
     pos: NDArray[np.int32]
@@ -134,12 +134,12 @@ class CellMap:
 
     @property
     def stream(self) -> int:
-        """Return the number of the stream in its cache."""
+        """The number of the stream in its cache."""
         return int(self.info.stream) if self.info is not None else 0
 
     @property
     def swa(self) -> bool:
-        """Tell whether these are cells of a sliding-window cache."""
+        """Whether the cells belong to a sliding-window cache."""
         return bool(self.info is not None and self.info.swa)
 
     @cached_property
@@ -173,14 +173,14 @@ class CellMap:
         return np.asarray(_ONES[octets].sum(axis=1, dtype=np.int64))
 
     def has(self, sequence: int) -> NDArray[np.bool_]:
-        """Return which cells a sequence uses, (n,) bool."""
+        """Return the cells that a sequence uses, (n,) bool."""
         word, bit = divmod(arguments.integer("sequence", sequence, 0), 64)
         if not 0 <= word < self.seqs.shape[1]:
             return np.zeros(len(self), dtype=np.bool_)
         return np.asarray((self.seqs[:, word] & np.uint64(1 << bit)) != 0)
 
     def fits(self, n: int, contiguous: bool = True) -> bool:
-        """Tell whether ``n`` more cells fit: in one hole, or anywhere."""
+        """Return whether ``n`` more cells fit, in one hole or scattered."""
         n = arguments.integer("n", n, 0)
         contiguous = arguments.flag("contiguous", contiguous)
         if n == 0:
@@ -192,15 +192,15 @@ class CellMap:
 
     @property
     def stats(self) -> KVStats:
-        """Count this stream alone."""
+        """Return the statistics of this stream alone."""
         return _statistics((self,))
 
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """Hold all streams of all caches of a context at one moment.
+    """All streams of all caches of a context at one moment.
 
-    ``contiguous`` says whether a micro-batch needs one hole (None: unknown).
+    ``contiguous``: a micro-batch needs one hole (None: unknown).
     """
 
     streams: tuple[CellMap, ...]
@@ -216,9 +216,9 @@ class Snapshot:
         return tuple(each for each in self.streams if not each.swa) or self.streams
 
     def fits(self, n: int, contiguous: bool | None = None, *, stream: int | None = None) -> bool:
-        """Tell whether a micro-batch of ``n`` tokens finds cells in ``stream`` (None: in any).
+        """Return whether a micro-batch of ``n`` tokens fits into ``stream`` (None: any).
 
-        ``contiguous`` defaults to what the context said of itself, and to True where unknown.
+        ``contiguous`` defaults to the property of the context, and to True if unknown.
         """
         n = arguments.integer("n", n, 0)
         stream = arguments.whole_or_none("stream", stream, 0)
@@ -228,10 +228,10 @@ class Snapshot:
         return any(each.fits(n, contiguous) for each in chosen)
 
     def moves_to(self, other: Snapshot) -> Moves:
-        """Pair each cell here with the cell of ``other`` that holds the same tokens.
+        """Match each cell with the cell of ``other`` that has the same tokens.
 
-        Cells are the same when position and sequences agree. Raises UsageError when the two
-        snapshots are not of one shape.
+        Cells match if position and sequences are equal. Raises UsageError if the snapshots differ
+        in shape.
         """
         arguments.instance("other", other, Snapshot, "a Snapshot")
         if [each.seqs.shape for each in self.streams] != [e.seqs.shape for e in other.streams]:
@@ -256,9 +256,9 @@ def _statistics(maps: tuple[CellMap, ...]) -> KVStats:
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """Hold the cells that moved, ordered by source: ``stream``, ``source`` and ``target`` (n,).
+    """The moved cells, ordered by source: ``stream``, ``source`` and ``target`` (n,).
 
-    ``vanished`` and ``appeared`` count used cells of one side that the other side lacks.
+    ``vanished`` and ``appeared`` count used cells that exist on one side only.
     """
 
     stream: NDArray[np.int64]
@@ -269,7 +269,7 @@ class Moves:
 
     @staticmethod
     def join(parts: Sequence[Moves]) -> Moves:
-        """Put the moves of several streams together."""
+        """Concatenate the moves of several streams."""
         for part in arguments.items("parts", parts, "a list of Moves"):
             arguments.instance("an item of parts", part, Moves, "Moves")
         stream = [np.full(len(part), i, dtype=np.int64) for i, part in enumerate(parts)]
@@ -284,12 +284,12 @@ class Moves:
 
     @property
     def cells(self) -> int:
-        """Return how many cells moved."""
+        """The number of moved cells."""
         return len(self.source)
 
     @property
     def runs(self) -> int:
-        """Return how many copies of neighbouring cells the moves amount to."""
+        """The number of runs: copies of adjacent cells."""
         if not len(self):
             return 0
         same = np.diff(self.stream) == 0

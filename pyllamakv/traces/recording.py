@@ -81,7 +81,7 @@ def rows(context: Context, model: str) -> list[dict[str, Any]]:
 
 
 class Recording:
-    """Tell how a recording goes: ``path``, ``rows`` so far, and ``error`` once it broke off."""
+    """The progress of a recording: ``path``, ``rows`` so far, and ``error`` if it failed."""
 
     def __init__(self, path: Path, notes: RowWriter) -> None:
         self.path = path
@@ -89,20 +89,20 @@ class Recording:
 
     @property
     def rows(self) -> int:
-        """Count the rows that were written or wait to be."""
+        """The number of rows that were written or are buffered."""
         return self._notes.written + len(self._notes.rows)
 
     @property
     def error(self) -> KvError | None:
-        """Return why nothing is written any more; None while all is well."""
+        """The error that ended the recording, or None."""
         return self._notes.error
 
     def flush(self) -> None:
-        """Write the rows that wait; no other thread may use the context meanwhile."""
+        """Write buffered rows. No other thread may use the context meanwhile."""
         self._notes.flush()
 
     def note(self, text: str) -> None:
-        """Put a remark between the rows."""
+        """Add a comment to the trace."""
         arguments.text("text", text)
         now = time.perf_counter_ns()
         self._notes.rows.append(("note", (text,), now, now, None, None, None))
@@ -123,12 +123,12 @@ def record(
     pictures: bool = True,
     claim: str = "",
 ) -> Iterator[Recording]:
-    """Record everything that is done to a context, from here to the end of the block.
+    """Record all operations on a context until the end of the block.
 
-    ``pictures`` False leaves the cells out and keeps their counts; ``claim`` says in words what
-    the trace proves as a scenario. When the trace cannot be written any further, the run goes on
-    without it, and DiskFull or ScriptError is raised at the end of the block. Raises UsageError,
-    DiskFull or Unsupported before anything is recorded.
+    With ``pictures`` False, cells are counted but not recorded. ``claim`` states what the trace
+    proves as a scenario. If writing fails, the run continues without a recording, and DiskFull or
+    ScriptError is raised at the end of the block. Raises UsageError, DiskFull or Unsupported before
+    anything is recorded.
     """
     arguments.instance("context", context, Context, "a Context")
     path, claim = arguments.path("path", path), arguments.text("claim", claim)

@@ -102,10 +102,10 @@ def watch(
     width: int = 64,
     console: Console | None = None,
 ) -> Iterator[Screen]:
-    """Show the cells of a context in the terminal from here to the end of the block.
+    """Show the cells of a context in the terminal until the end of the block.
 
-    ``speed`` slows the run down to so many operations in a second; 0 lets it run. On anything but
-    a terminal each change is printed. Raises Unsupported where the build cannot read the cells.
+    ``speed`` limits the display to this number of operations per second; 0 is unlimited. Without a
+    terminal, each change is printed. Raises Unsupported if the build cannot read the cells.
     """
     arguments.instance("context", context, Context, "a Context")
     arguments.text("title", title)
