@@ -69,7 +69,7 @@ class OpenLibrary(Library):
         )
         if rpc_servers and not self.isolated:
             msg = (
-                "rpc_servers may end the process, should one be lost: open the library with "
+                "a lost RPC server ends the process: open the library with "
                 "isolated=True, or backend='rpc'"
             )
             raise UsageError(msg)
@@ -119,7 +119,7 @@ def variant_path(spec: str | os.PathLike[str], *, backend: str = "cpu") -> Path:
     except (NotBuilt, UnknownRelease) as error:
         if not os.path.exists(spec):  # noqa: PTH110 - pathlib raises where a text is no path
             raise
-        msg = f"{error}; a path has a {os.sep} in it: .{os.sep}{spec} is what lies here"
+        msg = f"{error}; a path has a {os.sep} in it: .{os.sep}{spec} is the one in this directory"
         raise NotBuilt(msg) from error
 
 
@@ -205,7 +205,7 @@ def _parse(spec: str) -> tuple[str, tuple[str, ...]]:
     if not plus:
         release, names = spec.strip(), "stock"
     if not release or not names:
-        msg = f"{spec!r} names no variant; expected for example 0.3.9, 0.3.9+patched"
+        msg = f"{spec!r} is not a variant; expected for example 0.3.9, 0.3.9+patched"
         raise UsageError(msg)
     return release, tuple(names.split(","))
 

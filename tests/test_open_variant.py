@@ -131,7 +131,7 @@ def test_a_bare_name_is_never_a_file(
         (tmp_path / name).write_bytes(b"native code")
     assert open_variant.variant_path("0.3.9") == folder
     for name in ("0.3.8", "evil.so"):
-        with pytest.raises(NotBuilt, match=rf"\./{name} is what lies here"):
+        with pytest.raises(NotBuilt, match=rf"\./{name} is the one in this directory"):
             open_variant.open(name)
     for name in ("x" * 300, "x\0"):  # no file system has room for it
         with pytest.raises((NotBuilt, UnknownRelease, UsageError)):

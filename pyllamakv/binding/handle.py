@@ -128,7 +128,7 @@ class Handle(Generic[Raw]):
         """Return the native handle; raises Closed. For calls that no other thread can disturb."""
         node = self._node
         if node.closed:
-            raise Closed(f"the {node.what} was closed; make a new one")
+            raise Closed(f"the {node.what} was closed; create a new one")
         return node.raw
 
     def __enter__(self) -> Raw:
@@ -137,7 +137,7 @@ class Handle(Generic[Raw]):
         if self._exclusive:
             if not node.lock.acquire(blocking=False):
                 raise Busy(
-                    f"the {node.what} is at work in another thread: use one {node.what} per "
+                    f"the {node.what} is in use by another thread: use one {node.what} per "
                     "thread, or wait for it"
                 )
             node.users += 1
@@ -147,7 +147,7 @@ class Handle(Generic[Raw]):
                 node.users += 1
         if node.closed:
             self.__exit__(None, None, None)
-            raise Closed(f"the {node.what} was closed; make a new one")
+            raise Closed(f"the {node.what} was closed; create a new one")
         return node.raw
 
     def __exit__(
@@ -180,8 +180,8 @@ class Handle(Generic[Raw]):
         busy = self._node.close()
         if busy is not None:
             raise Busy(
-                f"cannot close the {self._node.what}: the {busy.what} is at work; cancel it or "
-                "wait for it"
+                f"cannot close the {self._node.what}: the {busy.what} is in use; cancel "
+                "it or wait for it"
             )
         self._finalizer.detach()
 

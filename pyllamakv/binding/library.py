@@ -178,8 +178,9 @@ def find_library(where: Path) -> tuple[Path, Manifest | None]:
 def _checked_library(manifest: Manifest, folder: Path) -> Path:
     if manifest.abi != loading.ABI:
         raise LoadError(
-            f"variant {manifest.variant} speaks interface {manifest.abi}, this package speaks "
-            f"{loading.ABI}: build it again with pyllamakv build {manifest.release}"
+            f"variant {manifest.variant} has interface version {manifest.abi}, "
+            f"this package requires {loading.ABI}: build it again with pyllamakv build "
+            f"{manifest.release}"
         )
     manifest.check_machine()
     path = folder / manifest.library
@@ -214,7 +215,7 @@ def first_gpu(native: Native, manifest: Manifest) -> str | None:
             "of the CUDA version that `nvidia-smi` shows"
         )
     raise LoadError(
-        f"variant {manifest.variant} is for {manifest.backend}, and finds no such device here: "
+        f"variant {manifest.variant} is for {manifest.backend}, and no such device was found: "
         f"{hint}, or use a CPU variant",
         log=said,
     )
@@ -223,6 +224,6 @@ def first_gpu(native: Native, manifest: Manifest) -> str | None:
 def _compare(about: LibraryInfo, manifest: Manifest, path: Path) -> None:
     if about.variant != manifest.variant:
         raise LoadError(
-            f"{path} says that it is variant {about.variant}, its manifest says "
+            f"{path} reports variant {about.variant}, its manifest says "
             f"{manifest.variant}: remove its folder and build again"
         )

@@ -59,7 +59,7 @@ def load(path: Path) -> Any:
     if _mapped.get(name, file) != file:
         # The loader goes by the name, and would silently give the old library again.
         raise LoadError(
-            f"{path} was replaced since this process loaded it: start a new process, or open it "
+            f"{path} was replaced after this process loaded it: start a new process, or open it "
             "with isolated=True"
         )
     flags = ffi.RTLD_NOW | ffi.RTLD_LOCAL | getattr(ffi, "RTLD_NODELETE", 0)
@@ -84,7 +84,8 @@ def _check(lib: Any, path: Path) -> None:
         abi = lib.plk_abi()
         if abi != ABI:
             raise LoadError(
-                f"{path} speaks interface {abi}, this package speaks {ABI}: build the variant "
+                f"{path} has interface version {abi}, this package requires {ABI}: build the "
+                f"variant "
                 "again with this version of pyllamakv"
             )
         for name in dir(lib):

@@ -229,7 +229,7 @@ class Local:
             raise self._error(code, what, doing, **more)
 
     def _gone(self, what: str) -> NoReturn:
-        raise Closed(f"this {what} was closed; make a new one")
+        raise Closed(f"this {what} was closed; create a new one")
 
     def _drain(self) -> list[Record]:
         # Not waiting: the thread that drains takes everything, and a finaliser may run inside it.

@@ -184,7 +184,7 @@ class Remote(_Declared):
 
     def _check(self) -> None:
         if self._working:
-            raise Busy("this worker is at work for the same thread: a call from within a call")
+            raise Busy("this worker is in use by the same thread: a call inside of a call")
         if self._closed or not self._process.owned:
             raise Closed("this worker was closed, or belongs to the process that forked this one")
         if self._gone is not None:

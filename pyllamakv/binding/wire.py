@@ -99,7 +99,7 @@ class _Body:
     def take(self, length: int) -> memoryview:
         end = self._at + length
         if length < 0 or end > len(self._data):
-            raise WireError("a message is shorter than its header says")
+            raise WireError("a message is shorter than its header states")
         found = self._data[self._at : end]
         self._at = end + (-end & 7)
         return found
@@ -203,7 +203,7 @@ class Channel:
         data = self._fill(self._rest, _PREFIX.size)
         magic, number, n_header, n_body = _PREFIX.unpack_from(data)
         if magic != _MAGIC or n_header > _LIMIT:
-            raise WireError("the worker and this program do not speak the same language")
+            raise WireError("the worker and this program use different protocol versions")
         start = _PREFIX.size + n_header
         data = self._fill(data, start)
         end = start + n_body
@@ -212,7 +212,7 @@ class Channel:
             header = json.loads(data[_PREFIX.size : start])
             body = memoryview(bytearray(data[start:end]) if whole else bytearray(n_body))
         except _NONSENSE as error:
-            raise WireError(f"a message cannot be read: {error}") from error
+            raise WireError(f"cannot read a message: {error}") from error
         if whole:
             self._rest = data[end:]
         else:
@@ -243,7 +243,7 @@ class Channel:
                 [(int(level), str(text)) for level, text in records],
             )
         except _NONSENSE as error:
-            raise WireError(f"an answer cannot be read: {error}") from error
+            raise WireError(f"cannot read an answer: {error}") from error
 
     def _fill(self, data: bytes, length: int) -> bytes:
         while len(data) < length:

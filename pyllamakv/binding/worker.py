@@ -60,7 +60,7 @@ class Worker:
             operation = header[0]
             try:
                 if operation not in OPERATIONS:
-                    raise UsageError(f"{operation} is no operation of a library")
+                    raise UsageError(f"{operation} is not an operation of a library")
                 arguments = [unpack(item, body) for item in header[1:]]
                 call = getattr(native, operation)
                 if operation in _FREES:

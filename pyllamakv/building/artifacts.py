@@ -73,7 +73,7 @@ def collect(folder: Path) -> BuildArtifacts:
         abi = int(raw.get("abi", 0)) or _abi()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BuildError(
-            f"expected the probes' answers in {folder}/plk-capabilities.json: {error}"
+            f"expected the results of the probes in {folder}/plk-capabilities.json: {error}"
         ) from error
     return BuildArtifacts(library, tuple(_shared(folder / "dropin")), abi, probes)
 

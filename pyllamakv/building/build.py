@@ -270,5 +270,6 @@ def _writable() -> Iterator[None]:
             yield
     except PermissionError as error:
         raise BuildError(
-            f"{error.filename or home()} cannot be written; set PYLLAMAKV_HOME to a folder of yours"
+            f"{error.filename or home()} cannot be written; set PYLLAMAKV_HOME to a writable "
+            f"directory"
         ) from error

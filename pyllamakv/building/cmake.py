@@ -74,7 +74,7 @@ def binary(name: str) -> Path:
         message = f"expected the Python package {name} with its program, found none; {_HINT}"
         raise ToolMissing(message, name, _HINT) from error
     if not os.access(path, os.X_OK):
-        raise ToolMissing(f"the {name} wheel holds no program at {path}; {_HINT}", name, _HINT)
+        raise ToolMissing(f"the {name} wheel has no program at {path}; {_HINT}", name, _HINT)
     return path
 
 

@@ -223,7 +223,7 @@ def _ask(c: str, cxx: str) -> Compiler:
     version = _run(cxx, "--version").splitlines()[:1]
     target = _run(cxx, "-dumpmachine").strip()
     if not version or not target:
-        message = f"expected {cxx} to tell its version and target, as gcc and clang do; {_HINT}"
+        message = f"expected {cxx} to report its version and target, as gcc and clang do; {_HINT}"
         raise ToolMissing(message, cxx, _HINT)
     _prove_standard(cxx, version[0])
     # The program's own name differs between c++ and g++; the version does not.
@@ -239,7 +239,7 @@ def _prove_standard(cxx: str, version: str) -> None:
     said = _run(cxx, f"-std={_STANDARD}", "-dM", "-E", "-x", "c++", "-")
     has = re.search(r"^#define __cplusplus (\d+)", said, re.M)
     if has is None or int(has[1]) < _YEAR:
-        hint = f"take GCC 9, Clang 9 or later, named in CC and CXX; {_HINT}"
+        hint = f"use GCC 9, Clang 9 or later, named in CC and CXX; {_HINT}"
         msg = f"llama.cpp needs {_STANDARD}, for which {version} ({cxx}) is too old: {hint}"
         raise ToolMissing(msg, cxx, hint)
 
@@ -269,7 +269,7 @@ def _run(program: str, *args: str) -> str:
         # stay: what is known of a compiler is kept.
         said = done.stderr.strip() or f"status {done.returncode}"
         raise ToolMissing(
-            f"`{program} {args[0]}` did not tell what this processor can do: {said}; {_HINT}",
+            f"`{program} {args[0]}` did not report the features of this processor: {said}; {_HINT}",
             program,
             _HINT,
         )

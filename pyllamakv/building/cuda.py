@@ -120,8 +120,9 @@ def architecture(environ: Mapping[str, str] | None = None) -> str:
     found = sorted({cap.replace(".", "") for cap in re.findall(r"^\s*(\d+\.\d)\s*$", said, re.M)})
     if not found:
         raise UsageError(
-            "no GPU could be asked for its CUDA architecture (nvidia-smi names none); "
-            f"name it: {ARCHITECTURE}=90-real pyllamakv build RELEASE --backend cuda"
+            "no GPU reports its CUDA "
+            f"architecture (nvidia-smi lists none); set it: {ARCHITECTURE}=90-real pyllamakv "
+            f"build RELEASE --backend cuda"
         )
     return ";".join(f"{cap}-real" for cap in found)
 
@@ -222,7 +223,7 @@ def _root(nvcc: Path) -> Path:
 def _version(nvcc: Path) -> str:
     match = re.search(r"release \d+\.\d+, V([\d.]+)", program_output(str(nvcc), "--version"))
     if match is None:
-        raise ToolMissing(f"{nvcc} does not tell its version as nvcc does; {_HINT}", "nvcc", _HINT)
+        raise ToolMissing(f"{nvcc} does not report its version like nvcc; {_HINT}", "nvcc", _HINT)
     return match.group(1)
 
 

@@ -203,7 +203,7 @@ def gpu(environ: Mapping[str, str] | None = None) -> ProbeResult:
     shown = f"nvcc {toolkit.version} for {toolkit.architecture} ({toolkit.nvcc})"
     driver = nvidia.driver(environ)
     if driver is None:
-        hint = "it builds here; to run it, install the NVIDIA driver (on a machine with the GPU)"
+        hint = "builds only; to run it, install the NVIDIA driver (on a machine with the GPU)"
         return ProbeResult("cuda", "optional", f"{shown}; no driver", hint)
     shown += f"; driver {driver.version} for CUDA {driver.cuda} and {driver.gpus or 'no GPU'}"
     lacks = nvidia.mismatch(toolkit, driver)
@@ -213,7 +213,7 @@ def gpu(environ: Mapping[str, str] | None = None) -> ProbeResult:
 def metal() -> ProbeResult:
     """Say whether Metal can be built for: it needs a Mac and the Command Line Tools alone."""
     if sys.platform != "darwin":
-        hint = "build on a Mac; the options are written for one, and were never run"
+        hint = "build on a Mac; these options are untested"
         return ProbeResult("metal", "optional", f"none on {sys.platform}", hint)
     if shutil.which("xcrun") is None:
         return ProbeResult("metal", "optional", "no Command Line Tools", "xcode-select --install")

@@ -43,11 +43,12 @@ def describe(variant: Variant) -> DropIn:
     version = sdist_version(name)
     if version is None:
         raise Unsupported(
-            f"release {name} belongs to no llama-cpp-python; choose one such as 0.3.9", "dropin"
+            f"release {name} is not a release of llama-cpp-python; choose one such as 0.3.9",
+            "dropin",
         )
     library = _library(variant.dropin)
     if library is None:
-        raise Unsupported(f"variant {variant.id} holds no libllama in {variant.dropin}", "dropin")
+        raise Unsupported(f"variant {variant.id} has no libllama in {variant.dropin}", "dropin")
     package = f"llama-cpp-python=={name}"
     if version < _FOLDER_SINCE:
         return DropIn("LLAMA_CPP_LIB", str(library), package)

@@ -90,7 +90,9 @@ def install(release: Release, *, progress: Progress | None = None) -> LlamaCppPy
     CommandFailed with pip's words, or the errors of fetching.
     """
     if release.kind != "sdist":
-        msg = f"release {release.name} belongs to no llama-cpp-python; choose one such as 0.3.9"
+        msg = (
+            f"release {release.name} is not a release of llama-cpp-python; choose one such as 0.3.9"
+        )
         raise Unsupported(msg, "dropin")
     tell = progress or telling.no_progress
     with locked(home() / "locks" / "dropin.lock"):
@@ -138,7 +140,7 @@ def extract_tests(sdist: Path, folder: Path, release: Release) -> None:
             if match:
                 tarball.copy_member(tar, member, folder / match["path"])
     if not (folder / "pyproject.toml").is_file() or not any((folder / "tests").iterdir()):
-        msg = f"{sdist.name} holds no pyproject.toml, or no tests"
+        msg = f"{sdist.name} has no pyproject.toml, or no tests"
         raise ArchiveError(msg)
     named = {
         found.decode()

@@ -331,7 +331,7 @@ class Branches:
             if covered:
                 sequence.share(self.provider(first.parent or node), 0, covered)
             if tokens_to_key(sequence.ledger.tokens) != node.key:
-                msg = f"a page of {node.end} tokens holds others; decode them again"
+                msg = f"a page of {node.end} tokens contains other tokens; decode them again"
                 raise DamagedPage(PagingError(msg), pages[-1])
             made.clear()
         except WorkerDied:
@@ -354,7 +354,10 @@ class Branches:
         made.append(sequence)
         sequence.restore(saved)
         if sequence.positions != list(range(page.start, page.end)):
-            msg = f"a page of positions {page.start}..{page.end} holds others; decode them again"
+            msg = (
+                f"a page contains other tokens than positions {page.start}..{page.end}; decode "
+                f"them again"
+            )
             raise DamagedPage(PagingError(msg), page)
         return sequence
 

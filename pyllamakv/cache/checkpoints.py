@@ -137,7 +137,7 @@ def why_no_rewind(sequence: Sequence, position: int) -> str | None:
     if position in (0, ledger.next):
         return None
     if info.memory.keeps_states or info.can_remove_partly is False:
-        return "this memory keeps one state per sequence, and no earlier ones"
+        return "this memory stores one state per sequence, and no earlier ones"
     return _window(sequence, ledger.without(position, None))
 
 
@@ -145,7 +145,7 @@ def why_no_gap_removal(sequence: Sequence, begin: int, end: int) -> str | None:
     """Return why positions from ``end`` on cannot move to ``begin``; None: they can."""
     info = sequence.context.info
     if info.memory.keeps_states or info.can_remove_partly is False:
-        return "this memory keeps one state per sequence, of which no part can be removed"
+        return "this memory stores one state per sequence, which cannot be removed in part"
     if not info.can_shift:
         return "this context's memory cannot shift positions"
     return _window(sequence, sequence.ledger.without(begin, end))
@@ -157,7 +157,7 @@ def _window(sequence: Sequence, positions: list[int]) -> str | None:
         return None
     with context.lock:
         if context.kv.try_snapshot() is None:
-            return "this build cannot show what its sliding-window cache still holds"
+            return "this build cannot show the content of its sliding-window cache"
         try:
             swa.check(context, sequence.id, positions, "removing them")
         except PartialRemovalRefused as refusal:

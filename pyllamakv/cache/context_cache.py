@@ -68,7 +68,7 @@ class ContextCache:
         self._owned: Context | None = None
         self._stats = ContextCacheStats()
         if any(map(len, context.ledgers)):
-            msg = "this context has tokens already; a cache begins with an empty one"
+            msg = "this context has tokens already; a cache requires an empty one"
             raise UsageError(msg)
         info = context.info
         self.max_sequences, self.max_batch = info.n_seq_max, info.n_batch
@@ -334,8 +334,8 @@ def split_batch(
         for seq, pos in zip(chosen, positions, strict=True):
             if pos != seq.ledger.next:
                 msg = (
-                    f"sequence {seq.id} goes on at position {seq.ledger.next}, not {pos}: "
-                    "positions follow each other without a gap"
+                    f"sequence {seq.id} continues at position {seq.ledger.next}, not {pos}: "
+                    "positions must be contiguous"
                 )
                 raise UsageError(msg)
         if n == 1:
@@ -375,9 +375,9 @@ def _check_unshared(seq: runtime.Sequence, end: int, *, unshare: bool) -> None:
     if not unshare:
         names = ", ".join(map(str, others))
         msg = (
-            f"positions from {end} on of sequence {seq.id} lie in cells that sequence {names} has "
-            "as well, where they would move too; nothing was changed: give unshare=True for cells "
-            "of its own"
+            f"positions from {end} on of sequence {seq.id} are in cells that sequence {names} "
+            "shares, and would move there too; nothing was changed: pass unshare=True to "
+            "copy them first"
         )
         raise SharedCells(msg, others)
     ledgers = seq.context.ledgers

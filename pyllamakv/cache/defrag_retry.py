@@ -115,7 +115,7 @@ def cache_full_error(
             there = CellUsage(of.size, of.used, of.largest_hole, error.stats)
     tried = "; a defragmentation did not help" if defragged else ""
     msg = (
-        f"the KV cache has no room (cells: {there.cells}, used: {there.used}, largest hole: "
+        f"the KV cache is full (cells: {there.cells}, used: {there.used}, largest hole: "
         f"{there.largest_hole}, wanted: {wanted}){tried}; nothing was changed: remove tokens and "
         "try again"
     )
@@ -125,8 +125,9 @@ def cache_full_error(
 def capacity_error(number: int, held: int, wanted: int, capacity: int) -> KVCacheFull:
     """Make the error for a sequence that would have more tokens than its share."""
     msg = (
-        f"sequence {number} has {held} of {capacity} tokens and cannot take {wanted} more: what "
-        "others may need was reserved for them; nothing was changed: remove tokens first"
+        f"sequence {number} has {held} of {capacity} tokens and cannot take {wanted} more: the "
+        f"rest is "
+        "reserved for others; nothing was changed: remove tokens first"
     )
     return CellUsage(capacity, held, max(capacity - held, 0)).full(msg, wanted)
 
@@ -137,5 +138,5 @@ def restore_full_error(sequence: Sequence, wanted: int, error: Exception | str) 
     with context.lock:
         snapshot = context.kv.try_snapshot()
     there = CellUsage.of(context, snapshot.stats if snapshot is not None else None)
-    msg = f"there is no room to restore sequence {sequence.id}: {error}"
+    msg = f"no free cells to restore sequence {sequence.id}: {error}"
     return there.full(msg, wanted, defragged=context.info.defrag)

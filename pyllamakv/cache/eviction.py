@@ -118,7 +118,7 @@ def pin_state(cache: PrefixCache, node: Node, length: int) -> None:
     if length == node.end and node.page is not None:
         return
     if length < node.end or not node.leases:
-        msg = f"this memory has no state of {length} tokens any more: pin it while it is leased"
+        msg = f"this memory no longer has a state of {length} tokens: pin it while it is leased"
         raise Unsupported(msg, reason="a state cannot go back")
     if not free_sequences(cache, 1, node.path):
         raise no_sequence_error(cache)
@@ -129,8 +129,8 @@ def no_sequence_error(cache: PrefixCache) -> NoSlotAvailable:
     """Make the error for a sequence that nobody gives up."""
     limit = cache.branches.limit
     msg = (
-        f"all {limit} sequences of this cache are leased or pinned; release a lease, or make the "
-        "context with a larger n_seq_max"
+        f"all {limit} sequences of this cache are leased or pinned; release "
+        "a lease, or create the context with a larger n_seq_max"
     )
     return NoSlotAvailable(msg, slots=limit)
 
@@ -242,8 +242,8 @@ def full(cache: PrefixCache, n: int) -> KVCacheFull:
     """Make the error for ``n`` tokens that find no room."""
     there = CellUsage.of(cache.context, cell_stats(cache.context))
     msg = (
-        f"there is no room for {n} more tokens: {there.used} of {there.cells} cells are used, by "
-        "leases and what is pinned most of all; release a lease, or make the context with a larger "
+        f"no free cells for {n} more tokens: {there.used} of {there.cells} cells are used, mostly "
+        "by leases and pinned branches; release a lease, or create the context with a larger "
         "n_ctx"
     )
     return there.full(msg, n)

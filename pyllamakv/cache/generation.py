@@ -261,7 +261,7 @@ def checked_request(
     tokens = model.tokenize(prompt) if isinstance(prompt, str) else prompt
     given: list[int] = as_int32(tokens, "tokens").tolist()
     if not given:
-        msg = "the prompt is empty: there is nothing to continue"
+        msg = "the prompt is empty"
         raise UsageError(msg)
     wrong = next((token for token in given if not 0 <= token < context.n_vocab), None)
     if wrong is not None:
@@ -272,7 +272,7 @@ def checked_request(
     check_sampler(sampler)
     strings = check_stop_strings(stop)
     if strings and not model.info.has_vocab:
-        msg = "this model has no vocabulary: there is no text to stop at"
+        msg = "this model has no vocabulary: stop strings need text"
         raise Unsupported(msg, "vocabulary")
     together = grouping.checked(groups, len(given), n_batch)
     picker, owned = _picker(model, greedy, sampler)
@@ -305,7 +305,7 @@ def check_stop_strings(stop: str | Iterable[str]) -> tuple[str, ...]:
     found = (stop,) if isinstance(stop, str) else tuple(arguments.items("stop", stop, texts))
     for each in found:
         if not arguments.text("a stop string", each):
-            msg = "a stop string is text of at least one character, not ''"
+            msg = "a stop string must have at least one character"
             raise UsageError(msg)
     return found
 

@@ -121,7 +121,7 @@ class LockstepCache:
         for number in range(self.max_sequences):
             ends = {cache.length(number) for cache in self.caches}
             if len(ends) != 1:
-                msg = f"sequence {number} has {ends} positions in caches that are in lock-step"
+                msg = f"sequence {number} has {ends} positions in caches that must have equal ones"
                 raise AssertionError(msg)
 
     def close(self) -> None:

@@ -145,7 +145,7 @@ class FilePager:
             folder.mkdir(parents=True, exist_ok=True)
             self.folder = Path(tempfile.mkdtemp(prefix="prefixes-", dir=folder))
         except OSError as error:
-            msg = f"no pages can be kept in {folder}: {error.strerror}; name a writable folder"
+            msg = f"cannot store pages in {folder}: {error.strerror}; name a writable folder"
             raise PagingError(msg, folder) from error
 
     def write(self, saved: bytes, start: int, end: int) -> Page:
@@ -166,7 +166,8 @@ class FilePager:
                 unfinished.unlink(missing_ok=True)
             msg = (
                 f"the branch could not be written to {path}: {error.strerror or error}; the cache "
-                "is as it was: free some space, or evict() instead"
+                f"is unchanged: free "
+                "disk space, or evict() instead"
             )
             raise PagingError(msg, path) from error
         return FilePage(self, path, start, end, len(head) + len(saved))

@@ -169,11 +169,11 @@ class PrefixCache:
         """
         node = self._branch(tokens)
         if self.branches.pager is None:
-            msg = "this cache pages nothing out; make it with paging='memory' or a folder"
+            msg = "this cache has no paging; create it with paging='memory' or a folder"
             raise UsageError(msg)
         if node.page is None:
             if not self.branches.removable(node, frees_id=True):
-                msg = f"{node} cannot be paged out: it is leased, or others go on from it"
+                msg = f"{node} cannot be paged out: it is leased, or has children"
                 raise UsageError(msg)
             eviction.evict(self, node)
             self.enforce(0)
@@ -183,7 +183,10 @@ class PrefixCache:
         node = self._branch(tokens)
         if node.page is not None:
             if not eviction.make_page_room(self, node):
-                msg = f"no room for a branch of {node.end} tokens: release leases or unpin others"
+                msg = (
+                    f"no free cells for a branch of {node.end} tokens: release leases or unpin "
+                    f"others"
+                )
                 raise PagingError(msg)
             self.branches.page_in(node)
             self.counts.add("paged_in")
@@ -220,8 +223,9 @@ class PrefixCache:
         needed = self.branches.bytes_of(tokens)
         if self.budget is not None and needed > self.budget:
             msg = (
-                f"{tokens} tokens take {needed} bytes and the budget is {self.budget}; give the "
-                "cache a larger budget, or the context smaller cache types"
+                f"{tokens} tokens take {needed} bytes and the budget is {self.budget}; increase "
+                f"the budget, or "
+                "use smaller cache types"
             )
             raise BudgetTooSmall(msg, needed=needed, budget=self.budget)
 
@@ -245,7 +249,7 @@ class PrefixCache:
         self._check_open()
         numbers = as_int32(tokens, "tokens")
         if not len(numbers):
-            msg = "expected a prompt of at least one token; an empty one leaves nothing to decode"
+            msg = "expected a prompt of at least one token; an empty one has nothing to decode"
             raise UsageError(msg)
         bad = first_out_of_range(numbers, self.context.n_vocab)
         if bad is not None:
@@ -284,7 +288,7 @@ class PrefixCache:
     def _check_open(self) -> None:
         self.context.check()
         if self.closed:
-            msg = "this cache was closed; make another"
+            msg = "this cache was closed; create a new one"
             raise Closed(msg)
 
     def close(self) -> None:

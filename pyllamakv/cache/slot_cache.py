@@ -113,12 +113,12 @@ class SlotCache:
         prompt: list[int] = as_int32(tokens, "tokens").tolist()
         keep = arguments.whole_or_none("keep", keep)
         if not prompt:
-            msg = "the prompt is empty: there is nothing to evaluate"
+            msg = "the prompt is empty"
             raise UsageError(msg)
         if len(prompt) > self.size:
             msg = (
                 f"the prompt has {len(prompt)} tokens and a slot {self.size}: shorten it "
-                "(truncate does, on request), or make the cache with larger slots"
+                "(truncate does, on request), or create the cache with larger slots"
             )
             raise UsageError(msg)
         largest = min(self.context.info.n_batch, self.size - 1)
@@ -130,7 +130,7 @@ class SlotCache:
                                     self.policy)  # fmt: skip
             if found is None:
                 self._counts.refused += 1
-                msg = f"all {len(self._slots)} slots are in use: release one, or make more"
+                msg = f"all {len(self._slots)} slots are in use: release one, or create more"
                 raise NoSlotAvailable(msg, slots=len(self._slots))
             slot = self._slots[found.slot]
             wanted = grouping.floor(together, min(found.common, len(prompt) - 1))
@@ -227,7 +227,7 @@ class SlotCache:
             slot.groups = grouping.without(slot.groups, keep, end)
             self._counts.reprocessed += len(tokens) - left
         msg = (
-            f"sequence {sequence.id} is full and cannot be shifted in place: decode these "
+            f"sequence {sequence.id} is full and cannot be shifted: decode these "
             f"{len(tokens) - left} tokens again"
         )
         raise ReprocessNeeded(msg, tokens[left:])
@@ -244,7 +244,7 @@ class SlotCache:
         if least + n > self._cells:
             msg = (
                 f"no room for {n} tokens: {least} of {self._cells} cells belong to slots in use; "
-                "release one, or make the cache with smaller slots"
+                "release one, or create the cache with smaller slots"
             )
             raise CellUsage(self._cells, _cells(ledgers)).full(msg, n)
         with self.context.lock:
@@ -306,7 +306,7 @@ class SlotCache:
 
     def _check_open(self) -> None:
         if self._closed:
-            msg = "the slot cache was closed; make another"
+            msg = "the slot cache was closed; create a new one"
             raise Closed(msg)
 
 
@@ -382,7 +382,7 @@ class SlotLease:
         if self._to_decode_again:
             left = self._to_decode_again[len(self._tokens) :]
             self._to_decode_again = []
-            msg = f"the last shift was not finished: decode these {len(left)} tokens first"
+            msg = f"the last shift is incomplete: decode these {len(left)} tokens first"
             raise ReprocessNeeded(msg, left)
         if len(self._tokens.tokens) + n > self._size:
             self._shift(n)
@@ -406,7 +406,7 @@ class SlotLease:
             given = self._prompt[len(self.sequence) :]
             together = self._slot.groups
         if not given:
-            msg = "there is nothing to decode: no tokens"
+            msg = "no tokens to decode"
             raise UsageError(msg)
         context, start = self._cache.context, len(self.sequence)
         at, end, size = start, start + len(given), context.info.n_batch
@@ -457,7 +457,7 @@ class SlotLease:
         if keep + n > self._size:
             msg = (
                 f"no room for {n} tokens in a slot of {self._size} whose first {keep} stay: decode "
-                "fewer at once, keep fewer, or make the cache with larger slots"
+                "fewer at once, keep fewer, or create the cache with larger slots"
             )
             raise defrag_retry.CellUsage(self._size, have).full(msg, n)
         discard = shift_discard(self._size, keep, have, slot.groups, wanted=n)
@@ -631,7 +631,7 @@ def truncate(
     if end >= len(given):
         msg = (
             f"a prompt of {len(given)} tokens cannot be cut to {size} with its first {first} kept: "
-            "the group at its end would go; keep fewer, or make the group smaller"
+            "the group at its end would be removed; keep fewer, or make the group smaller"
         )
         raise UsageError(msg)
     return given[:first] + given[end:], grouping.without(whole, first, end)

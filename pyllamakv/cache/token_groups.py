@@ -32,7 +32,7 @@ def checked(groups: Iterable[tuple[int, int]], length: int, largest: int) -> tup
     for first, end in found:
         if not 0 <= first < end <= length:
             shown = arguments.shown((first, end))
-            msg = f"group {shown} is no range of a prompt of {length} tokens"
+            msg = f"group {shown} is not a range of a prompt of {length} tokens"
             raise UsageError(msg)
         if end - first > largest:
             msg = f"group ({first}, {end}) has {end - first} tokens; at most {largest} fit together"

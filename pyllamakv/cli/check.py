@@ -100,5 +100,5 @@ def _answer(question: Any) -> CheckResult:
         raise
     except Exception as error:
         # Git bisect must not take a fault of ours for a bad release.
-        msg = f"the harness failed: {type(error).__name__}: {error}"
+        msg = f"internal error: {type(error).__name__}: {error}"
         raise HarnessError(msg) from error

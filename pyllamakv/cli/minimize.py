@@ -42,7 +42,7 @@ def command(
     file = traces.model_file(head, model)
     spec, *others = variant_selection.specs(head, [variant])
     if others:
-        raise UsageError("--variant takes one build: a trace is minimized on one build")
+        raise UsageError("--variant takes one build: minimize uses one build")
     folder = variant_selection.variant_folder(spec, head)
     target = output or trace.with_name(f"{trace.name.removesuffix('.jsonl')}.min.jsonl")
     traces.check(target)

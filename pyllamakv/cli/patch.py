@@ -298,7 +298,7 @@ def _waiting(names: list[str], patches: Path | None) -> str:
     store = open_store()
     there = rebase_session.ids(store)
     if len(names) > 1 or (not names and len(there) > 1):
-        raise errors.UsageError(f"Name one waiting patch: {', '.join(there)}.")
+        raise errors.UsageError(f"Name one patch whose rebase is in progress: {', '.join(there)}.")
     found = names[0] if names else there[0] if there else ""
     if found not in there:
         what = f"No rebase of {found} waits." if found else "No rebase waits."
@@ -486,7 +486,7 @@ def _releases_of(names: Sequence[str], *, every: bool, none: bool = False) -> li
     store = open_store()
     found = [release for release in known if every or store.has(release)]
     if not found and not none:
-        raise errors.UsageError("No release is fetched yet: name one, or use --all.")
+        raise errors.UsageError("No release has been fetched: name one, or use --all.")
     return found
 
 

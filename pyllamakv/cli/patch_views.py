@@ -85,7 +85,7 @@ def _summary(one: PatchStatus) -> str:
         return one.reason
     total = len(best.placements)
     if not one.good:
-        return f"{len(best.failed)} of {total} fail (text for {best.base})"
+        return f"{len(best.failed)} of {total} fail (port for {best.base})"
     moved = [place.offset for place in best.placements if place.offset]
     if not moved:
         return f"{total}"

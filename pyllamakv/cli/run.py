@@ -52,7 +52,7 @@ def command(
 ) -> None:
     """Run a decode script, or complete prompts in one KV cache."""
     if (script is None) == (not prompt):
-        raise UsageError("give a script, or --model with one --prompt or more")
+        raise UsageError("pass a script, or --model and at least one --prompt")
     if script is not None:
         _check_options(context)
         _play(script, variant, model, trace, as_json)
@@ -81,7 +81,7 @@ def _check_options(context: typer.Context) -> None:
         if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
     ]
     if given:
-        msg = f"{', '.join(given)}: only for --prompt; a script says itself how it is played"
+        msg = f"{', '.join(given)}: only for --prompt; a script contains its settings"
         raise UsageError(msg)
 
 

@@ -103,7 +103,7 @@ def verify(names: Releases = None, *, as_json: Json = False) -> None:
     known = list(lockfile.known().values())
     wanted = _chosen(names) if names else [r for r in known if store.has(r)]
     if not wanted:
-        raise errors.UsageError("No release is fetched yet: run `pyllamakv upstream fetch`.")
+        raise errors.UsageError("No release has been fetched: run `pyllamakv upstream fetch`.")
     found = {release.name: store.problems(release) for release in wanted}
     if as_json:
         write_json(found)
@@ -111,7 +111,7 @@ def verify(names: Releases = None, *, as_json: Json = False) -> None:
         write_lines(f"{name}: {'; '.join(words) or 'good'}" for name, words in found.items())
     bad = [name for name, words in found.items() if words]
     if bad:
-        raise errors.HashMismatch(f"{', '.join(bad)} differ from the lock; fetch them again.")
+        raise errors.HashMismatch(f"{', '.join(bad)} differ from the lock file; fetch them again.")
 
 
 @app.command()

@@ -72,7 +72,7 @@ def verify(specs: Specs = None, *, as_json: Json = False) -> None:
     store = open_store()
     chosen = [vendor.find(spec) for spec in specs] if specs else vendor.listed()
     if not chosen:
-        raise errors.UsageError("Nothing is vendored yet: run `pyllamakv vendor sync`.")
+        raise errors.UsageError("Nothing has been vendored: run `pyllamakv vendor sync`.")
     found = {}
     for vendored in chosen:
         stale = _stale(store, vendored)
@@ -87,8 +87,8 @@ def verify(specs: Specs = None, *, as_json: Json = False) -> None:
     bad = [f"{spec}: {line}" for spec, lines in found.items() for line in lines]
     if bad:
         raise errors.TreeDirty(
-            f"{len(bad)} files differ from what was vendored, first {bad[0]}; "
-            "`pyllamakv vendor sync` puts them right",
+            f"{len(bad)} files differ from the vendored tree, first {bad[0]}; "
+            "`pyllamakv vendor sync` restores them",
             bad,
         )
 

@@ -95,7 +95,7 @@ def _follow(
         recorded = playback.timeline_of_trace(lines, title)
         unseen = playback.unseen(lines)
         if unseen:
-            said = f"{unseen} decodes kept no cells: --variant {head.spec or 'SPEC'} shows them"
+            said = f"{unseen} decodes recorded no cells: --variant {head.spec or 'SPEC'} shows them"
             Console(stderr=True).print(
                 printable(said), style="dim", markup=False, highlight=False, soft_wrap=True
             )

@@ -54,7 +54,7 @@ def nearest(definition: Definition, series: Series, onto: Release, *, store: Sto
             made = apply.commit_port(store, trees.write(store, tree, draft), commit, text)
             return NearestPort(found, text, made)
     msg = (
-        f"No text of {definition.id} applies strictly to any release at hand, so there is nothing "
-        "to carry over; `pyllamakv upstream fetch` brings more releases"
+        f"No port of {definition.id} applies strictly to any "
+        "fetched release; run `pyllamakv upstream fetch` for more releases"
     )
     raise NoPortApplies(msg, conflicts)

@@ -152,7 +152,7 @@ class Definition:
             if text.base == base:
                 return text
         known = ", ".join(text.base for text in self.ports) or "none"
-        raise PatchFormatError(f"{self.id} has no text for {base}; it has texts for {known}.")
+        raise PatchFormatError(f"{self.id} has no port for {base}; it has ports for {known}.")
 
 
 _KEYS = {"schema", "id", "title", "why", "origin", "upstream", "releases", "requires",
@@ -208,7 +208,7 @@ def _port(
 ) -> Port:
     base = table.string("base")
     if not is_safe_name(base):
-        raise table.wrong(f"base {base!r} is no name of a release")
+        raise table.wrong(f"base {base!r} is not the name of a release")
     path = file_of(definition, base)
     if not path.is_file() and not missing_ok:
         raise table.wrong(f"base {base} has no file {path.name}")
@@ -228,7 +228,7 @@ def _port(
         return text
     hooks = hunks.read(path)
     if hooks.header or hooks.trailer.strip():
-        msg = f"{path} holds text beside its hooks: the message is written from patch.toml"
+        msg = f"{path} has text besides its hooks: the message belongs in patch.toml"
         raise PatchFormatError(msg, str(path), 1)
     for file in hooks.files:
         if file.path in shared:
@@ -250,5 +250,5 @@ def _marker(table: strict_toml.Table) -> Marker:
         exists=exists if isinstance(exists, bool) else None,
     )
     if not (marker.has or marker.lacks) and marker.exists is None:
-        raise table.wrong("a marker says at least one of has, lacks, exists")
+        raise table.wrong("a marker needs at least one of has, lacks, exists")
     return marker

@@ -31,7 +31,7 @@ def load(path: Path) -> Series:
     if os.path.isfile(path):  # noqa: PTH113 - pathlib raises where a text is no path
         return Series(_distinct(_texts(path)), path.parent)
     if not os.path.isdir(path):  # noqa: PTH112
-        raise UsageError(f"There is no patch file or folder {path}.")
+        raise UsageError(f"There is no patch file or directory {path}.")
     if (path / "series.toml").is_file():
         return series_module.load(path)
     if (path / "series").is_file():
@@ -39,7 +39,7 @@ def load(path: Path) -> Series:
     else:
         files = sorted(file for file in path.iterdir() if file.suffix in _ENDINGS)
     if not files:
-        raise UsageError(f"{path} holds no patch: expected series.toml, series or *.patch files.")
+        raise UsageError(f"{path} has no patch: expected series.toml, series or *.patch files.")
     return Series(_distinct([text for file in files for text in _texts(file)]), path)
 
 
@@ -66,12 +66,14 @@ def _quilt(path: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise PatchFormatError(f"{path} cannot be read: {error}", str(path)) from error
     if "\0" in listing:
-        raise PatchFormatError(f"{path} is no list of patches: it holds zero bytes", str(path))
+        raise PatchFormatError(
+            f"{path} is not a list of patches: it contains zero bytes", str(path)
+        )
     lines = (line.split("#", 1)[0].split() for line in listing.splitlines())
     names = [words[0] for words in lines if words]
     for name in map(PurePosixPath, names):
         if name.is_absolute() or ".." in name.parts:
-            msg = f"{path} lists {name}, outside of its folder; list files beside or below it"
+            msg = f"{path} lists {name}, outside of its folder; list files in it"
             raise PatchFormatError(msg, str(path))
     return names
 
@@ -80,5 +82,5 @@ def _distinct(texts: list[Port]) -> tuple[Definition, ...]:
     ids = [text.id for text in texts]
     twice = sorted({id_ for id_ in ids if ids.count(id_) > 1})
     if twice:
-        raise UsageError(f"Two files stand for the patch {twice[0]}; rename one of them.")
+        raise UsageError(f"Two files define the patch {twice[0]}; rename one of them.")
     return tuple(definition_of(text) for text in texts)

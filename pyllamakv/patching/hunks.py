@@ -201,13 +201,13 @@ def parse(data: bytes, name: str = "patch") -> Patch:
         lead = reader.between()
     if not files:
         raise PatchFormatError(
-            f"{name} holds no change: expected a line that starts with `diff --git`.", name, 1
+            f"{name} has no change: expected a line that starts with `diff --git`.", name, 1
         )
     if len(_MAIL.findall(data)) > 1:
         raise PatchFormatError(f"{name} is a mailbox of several patches: split it.", name)
     patch = Patch(header, tuple(files), lead)
     if patch.data != data:  # the promise of this module: checked, not assumed
-        raise PatchFormatError(f"{name} cannot be kept byte for byte.", name)
+        raise PatchFormatError(f"{name} cannot be stored byte for byte.", name)
     return patch
 
 
@@ -220,7 +220,7 @@ def _file(reader: _PatchReader, lead: bytes) -> FilePatch:
         ranges, head, lines = _hunk(reader)
         hunks.append(Hunk(*ranges, head, lines, start))
     if facts.created and facts.deleted:
-        raise reader.wrong("a file cannot be made and deleted at once.")
+        raise reader.wrong("a file cannot be created and deleted at once.")
     if (facts.created and any(hunk.old_count for hunk in hunks)) or (
         facts.deleted and any(hunk.new_count for hunk in hunks)
     ):
@@ -309,7 +309,7 @@ class _PatchReader:
             if line.rstrip() == b"--":  # the signature: whatever follows is free text
                 return b"".join(self.lines[start : self.at]) + self.until_file()
             if line[:1] in (b" ", b"+", b"-", b"\\") or line.startswith(b"@@ -"):
-                raise self.wrong("the hunk before has more lines than its counts say.")
+                raise self.wrong("the hunk before has more lines than its counts state.")
             self.at += 1
         return b"".join(self.lines[start : self.at])
 
@@ -335,7 +335,7 @@ def _file_header(reader: _PatchReader) -> _FileFacts:
     facts.raw = b"".join(reader.lines[start : reader.at])
     for mode in {facts.old_mode, facts.new_mode} - {None}:
         if mode not in _MODES:
-            raise reader.wrong(f"the mode {mode} is none of a file, a program or a link.")
+            raise reader.wrong(f"the mode {mode} is not that of a file, a program or a link.")
     return facts
 
 
@@ -390,9 +390,9 @@ def _hunk(reader: _PatchReader) -> tuple[_Ranges, bytes, tuple[bytes, ...]]:
             left_new -= 1
         elif mark != b"\\":
             what = f"{line!r}" if line else "the end of the patch"
-            raise reader.wrong(f"the hunk's counts say that more lines follow, found {what}.")
+            raise reader.wrong(f"by the hunk's counts, more lines follow, found {what}.")
         if left_old < 0 or left_new < 0:
-            raise reader.wrong("the lines of the hunk do not fit its counts.")
+            raise reader.wrong("the lines of the hunk do not match its counts.")
         reader.at += 1
     if reader.peek()[:1] == b"\\":
         reader.at += 1

@@ -116,7 +116,7 @@ def author_and_message(text: Port) -> tuple[dict[str, str], str]:
         if _UNSAYABLE.search(said) or (what == "author" and len(said) > _LONGEST):
             msg = (
                 f"{text.name}: the {what} in the patch's header holds zero bytes, half characters "
-                f"or an author of more than {_LONGEST} characters; no commit can say that"
+                f"or an author of more than {_LONGEST} characters; a commit cannot contain that"
             )
             raise PatchFormatError(msg, text.name)
     if mail.date:

@@ -82,7 +82,7 @@ def select_ports(
     definitions = [series.definition(id_) for id_ in ids] or list(series)
     pairs = [(d, t) for d in definitions for t in d.ports if base in (None, t.base)]
     if base is not None and not pairs:
-        raise UsageError(f"No text is written against {base}.")
+        raise UsageError(f"No port exists for {base}.")
     return tuple(pairs)
 
 
@@ -178,7 +178,7 @@ def from_folder(
     keep = (*folders.GENERATED_FILES, ".git")
     differs = ground.store.compare(ground.tree, folder, keep=keep)
     if not differs:
-        raise UsageError(f"{folder} does not differ from {base} and what {text.name} requires.")
+        raise UsageError(f"{folder} equals {base} with the patches that {text.name} requires.")
     draft = TreeOverlay(trees.StoreTree(ground.store, ground.tree))
     draft.changes.update(dict.fromkeys(differs.missing))
     draft.changes.update({path: _entry(folder / path) for path in differs.changed})
@@ -316,7 +316,7 @@ def write_mails(
 def _earlier(folder: Path) -> list[Path]:
     """Return the files of an earlier series in a folder."""
     if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{folder} is no folder; name one that is empty or not there yet.")
+        raise UsageError(f"{folder} is not a directory; name an empty or a new one.")
     there = set(folder.iterdir()) if folder.is_dir() else set()
     lines: list[str] = []
     if folder / SERIES_FILE in there:
@@ -326,7 +326,7 @@ def _earlier(folder: Path) -> list[Path]:
         ours = set()
     if foreign := sorted(there - ours):
         raise UsageError(
-            f"{folder} holds {foreign[0].name}, which is of no exported series; "
-            "name a folder that is empty or not there yet."
+            f"{folder} holds {foreign[0].name}, which is not part of an exported "
+            "series; name an empty or a new directory."
         )
     return sorted(there)

@@ -142,16 +142,20 @@ def import_patch(
     """
     store = store or open_store()
     if not _ID.fullmatch(id_):
-        raise UsageError(f"{id_!r} is no id: expected a-z, 0-9 and single hyphens between them.")
+        raise UsageError(
+            f"{id_!r} is not an id: expected a-z, 0-9 and single hyphens between them."
+        )
     if not scenarios:
-        raise UsageError("A patch needs at least one scenario that tells whether it does its job.")
+        raise UsageError("A patch needs at least one scenario that verifies it.")
     if (folder / id_).exists():
-        raise UsageError(f"{folder / id_} is there already; choose another id.")
+        raise UsageError(f"{folder / id_} exists already; choose another id.")
     texts = read(path)
     tried = try_releases(texts, releases, store=store, progress=progress)
     chosen = _base(tried, base or texts[0].base, named=base is not None, path=path)
     if not is_safe_name(chosen.name):
-        raise UsageError(f"{chosen.name} names no archive; a base must be a release of the lock.")
+        raise UsageError(
+            f"{chosen.name} has no archive; a base must be a release in the lock file."
+        )
     stock = trees.StoreTree(store, store.tree_of(chosen))
     draft = TreeOverlay(stock)
     _applied(draft, texts)

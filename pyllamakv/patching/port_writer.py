@@ -33,9 +33,15 @@ _LENGTH = range(16, 96)
 def check_writable(series: Series, definition: Definition, release: Release) -> None:
     """Raise UsageError where a text for a release cannot be put into the series."""
     if definition.folder is None or series.folder is None:
-        msg = f"{definition.id} is a foreign patch without a series folder; name a folder with --to"
+        msg = (
+            f"{definition.id} is a foreign patch without a series directory; name a directory "
+            f"with --to"
+        )
     elif not releases.is_safe_name(release.name):
-        msg = f"{release.name} names no archive, so no text is kept for it; name a folder with --to"
+        msg = (
+            f"{release.name} has no archive, so it cannot be the base of a port; name a directory "
+            f"with --to"
+        )
     elif not os.access(definition.folder, os.W_OK):
         msg = f"{definition.folder} cannot be written to; name a folder with --to"
     else:

@@ -216,7 +216,7 @@ def _finish(store: Store, session: Session, tree: str, state: State) -> Rebased:
     draft = TreeOverlay(trees.StoreTree(store, before))
     draft.apply(text.patch, text.name)
     if trees.write(store, before, draft) != tree:
-        raise PatchError(f"The text of {text.name} does not give the merged tree back.")
+        raise PatchError(f"The text of {text.name} does not reproduce the merged tree.")
     notes = requirements.dropped(definition, session)
     if session.to:
         path = Path(session.to) / f"{session.id}.patch"
@@ -255,12 +255,15 @@ def _waiting(store: Store, id_: str) -> Session:
     if session is None or session.phase != "waiting":
         cut = session is not None or rebase_session.place(store, id_).is_dir()
         if cut:
-            msg = f"The rebase of {id_} was cut short; clear it with --abort and start again."
+            msg = f"The rebase of {id_} was interrupted; clear it with --abort and start again."
         else:
-            msg = f"No rebase of {id_} waits; start one with `pyllamakv patch rebase {id_} --onto`."
+            msg = (
+                f"No rebase of {id_} is in progress; start one with `pyllamakv patch rebase {id_} "
+                f"--onto`."
+            )
         raise UsageError(msg)
     if not session.folder(store).is_dir():
-        raise UsageError(f"{session.folder(store)} is gone; clear the rebase with --abort.")
+        raise UsageError(f"{session.folder(store)} is missing; clear the rebase with --abort.")
     return session
 
 

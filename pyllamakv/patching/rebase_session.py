@@ -72,7 +72,7 @@ def load(store: Store, id_: str) -> Session | None:
     try:
         facts: dict[str, Any] = json.loads(file.read_text("utf-8"))
         if facts.pop("schema") != _SCHEMA:
-            raise ValueError("another version wrote it")
+            raise ValueError("it was written by another version")
         facts |= {key: tuple(facts[key]) for key in ("requires", "remaining")}
         return Session(**facts)
     except FileNotFoundError:

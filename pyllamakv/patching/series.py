@@ -55,10 +55,12 @@ def load(folder: Path | None = None, *, missing_ok: bool = False) -> Series:
     order = table.strings("order", ())
     twice = sorted({id_ for id_ in order if order.count(id_) > 1})
     if twice:
-        raise table.wrong(f"{twice[0]} stands twice in the order")
+        raise table.wrong(f"{twice[0]} occurs twice in the order")
     strange = [id_ for id_ in order if not definition.ID.fullmatch(id_)]
     if strange:
-        raise table.wrong(f"{strange[0]!r} is no id: expected a-z, 0-9 and -, at most 60 of them")
+        raise table.wrong(
+            f"{strange[0]!r} is not an id: expected a-z, 0-9 and -, at most 60 of them"
+        )
     missing = [id_ for id_ in order if not (folder / id_ / "patch.toml").is_file()]
     if missing:
         raise table.wrong(f"{missing[0]} has no file {missing[0]}/patch.toml")
@@ -67,7 +69,7 @@ def load(folder: Path | None = None, *, missing_ok: bool = False) -> Series:
     for patch in definitions:
         for required in {id_ for text in patch.ports for id_ in text.requires} - before:
             raise PatchFormatError(
-                f"{patch.id} requires {required}, which does not come before it in the series.",
+                f"{patch.id} requires {required}, which must come before it in the series.",
                 str(folder / "series.toml"),
             )
         before.add(patch.id)

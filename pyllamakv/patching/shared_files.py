@@ -78,7 +78,7 @@ def separate(patch: Patch, shared: Iterable[str]) -> tuple[bytes, dict[str, byte
         raise PatchFormatError(msg, missing[0])
     hooks = b"".join(file.data for file in patch.files if file.path not in names)
     if not hooks:
-        raise PatchFormatError("the change holds shared files and no hooks that use them")
+        raise PatchFormatError("the change has shared files and no hooks that use them")
     return hooks, contents
 
 

@@ -92,16 +92,17 @@ def choose(
         backing = arguments.path("kv_backing", backing)
     if isinstance(backing, str) and backing not in ("heap", "mmap"):
         msg = (
-            f"kv_backing must be 'heap', 'mmap' or a path, not {arguments.shown(backing)}: a file "
-            f"or a folder is given as pathlib.Path({arguments.shown(backing)})"
+            f"kv_backing must be 'heap', 'mmap' or a path, not {arguments.shown(backing)}: pass a "
+            f"file or "
+            f"a directory as pathlib.Path({arguments.shown(backing)})"
         )
         raise UsageError(msg)
     if keep and isinstance(backing, str):
-        msg = f"kv_backing {backing!r} ends with the process: to keep the cache give a path"
+        msg = f"kv_backing {backing!r} ends with the process: pass a path to keep the cache"
         raise UsageError(msg)
     if backing == "heap":
         if huge:
-            msg = "kv_huge needs mapped memory: give kv_backing='mmap' or a path"
+            msg = "kv_huge needs mapped memory: pass kv_backing='mmap' or a path"
             raise UsageError(msg)
         return BackingChoice()
     if Capability.MAPPING not in model.native.about.capabilities:
@@ -114,7 +115,7 @@ def choose(
         return BackingChoice(Backing.ANONYMOUS, huge=huge)
     path = Path(backing).absolute()
     if keep and path.is_dir():
-        msg = f"{path} is a folder; to keep the cache name a file in it"
+        msg = f"{path} is a folder; name a file in it to keep the cache"
         raise UsageError(msg)
     number = 0 if not keep else 2 if keep == "fresh" else 1
     return BackingChoice(Backing.FILE, str(path), number, huge, identity(model) if keep else None)
@@ -208,7 +209,7 @@ def resume(context: Context) -> None:
                 continue
             if (here[cells] < 0).any():
                 _leave(context)
-                msg = f"{context.params.kv_path} was kept without tokens: choose another file"
+                msg = f"{context.params.kv_path} has no tokens: choose another file"
                 raise KVFileForeign(msg)
             cells = cells[np.argsort(raw.pos[cells], kind="stable")]
             ledger.extend(here[cells].tolist(), raw.pos[cells].tolist(), (mark + cells).tolist())
@@ -216,8 +217,9 @@ def resume(context: Context) -> None:
         if (used & ~owned).any() or (here[used] >= context.n_vocab).any():
             _leave(context)
             msg = (
-                f"{context.params.kv_path} is damaged: it has cells of no sequence, or tokens of "
-                "no vocabulary; evaluate again with kv_keep='fresh', which forgets it"
+                f"{context.params.kv_path} is damaged: it has cells without a sequence, or tokens "
+                f"outside "
+                "of the vocabulary; evaluate again with kv_keep='fresh', which discards it"
             )
             raise KVFileDamaged(msg)
 

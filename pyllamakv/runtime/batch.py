@@ -73,7 +73,7 @@ class Batch:
             msg = "a token needs at least one sequence"
             raise UsageError(msg)
         if self._arrays is not None and not self._token:
-            msg = "this batch was made of arrays; make another to add tokens one by one"
+            msg = "this batch was created from arrays; create another one to add single tokens"
             raise UsageError(msg)
         self._token.append(token)
         self._pos.append(pos)
@@ -270,12 +270,12 @@ def check_batch(context: Context, batch: BatchArrays, *, positions: bool = True)
     """
     n = len(batch.token)
     if n == 0:
-        msg = "there is nothing to decode: the batch has no tokens"
+        msg = "the batch has no tokens"
         raise UsageError(msg)
     if n > context.info.n_batch:
         msg = (
             f"the batch has {n} tokens and n_batch is {context.info.n_batch}; decode it in pieces "
-            "(context.prefill does), or make the context with a larger n_batch"
+            "(context.prefill does), or create the context with a larger n_batch"
         )
         raise UsageError(msg)
     bad = first_out_of_range(batch.token, context.n_vocab)
@@ -317,8 +317,8 @@ def _check_positions(context: Context, batch: BatchArrays) -> None:
                 there = context.ledgers[each].next
             if pos != there:
                 msg = (
-                    f"sequence {each} goes on at position {there}, not {pos}: positions follow "
-                    "each other without a gap"
+                    f"sequence {each} continues at position {there}, not {pos}: positions must "
+                    "be contiguous"
                 )
                 raise UsageError(msg)
             expected[each] = pos + 1

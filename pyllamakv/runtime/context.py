@@ -98,7 +98,7 @@ class Outputs:
     def count(self) -> int:
         """Return how many places have logits; StaleLogits when none can have any."""
         if self.n == 0:
-            msg = "there are no logits: nothing was decoded yet, or the last decode failed"
+            msg = "there are no logits: no decode yet, or the last decode failed"
             raise StaleLogits(msg)
         if self.every:
             return self.n
@@ -180,7 +180,7 @@ class Context:
                 raise UsageError(msg)
             if number is None and not free:
                 msg = (
-                    f"all {n} sequences are in use; close one, or make the context with a larger "
+                    f"all {n} sequences are in use; close one, or create the context with a larger "
                     "n_seq_max"
                 )
                 raise UsageError(msg)
@@ -368,11 +368,11 @@ class Context:
         rest = sequence.feed(tokens).tokens
         cancels, size = self.cancels, self.info.n_batch
         if not len(rest):
-            msg = "there is nothing to decode: no tokens"
+            msg = "no tokens to decode"
             raise UsageError(msg)
         for start in range(0, len(rest), size):
             if cancels != self.cancels:
-                msg = f"cancelled with {len(rest) - start} tokens left; the others stay"
+                msg = f"cancelled with {len(rest) - start} tokens left; the others remain"
                 raise Cancelled(msg, code=2)
             final = start + size >= len(rest)
             wanted: LogitsChoice = "last" if logits and final else "none"
@@ -396,7 +396,7 @@ class Context:
         stop_at_end = arguments.flag("stop_at_end", stop_at_end)
         check_sampler(sampler)
         if not len(sequence):
-            msg = "the sequence has no tokens to go on from; decode a prompt first"
+            msg = "the sequence has no tokens; decode a prompt first"
             raise UsageError(msg)
         return self._generate(sequence, max_tokens, sampler, stop_at_end)
 
@@ -598,7 +598,7 @@ class Context:
                 if stop_at_end and model.is_eog(token):
                     break
                 if cancels != self.cancels:
-                    msg = "the generation was cancelled; what was yielded is in the sequence"
+                    msg = "the generation was cancelled; yielded tokens are in the sequence"
                     raise Cancelled(msg, code=2)
                 self.step(sequence, token)
                 text = stream.feed(model.piece(token))

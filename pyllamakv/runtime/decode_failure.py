@@ -35,11 +35,11 @@ def failure(
         msg = f"the decode of {n} tokens was cancelled; {kept}"
         return Cancelled(msg, code=code)
     if code != 1:
-        msg = f"llama_decode gave {code} for {n} tokens; {kept}"
+        msg = f"llama_decode returned {code} for {n} tokens; {kept}"
         return DecodeError(msg, code=code)
     snapshot = context.kv.try_snapshot()
     if snapshot is None or not snapshot.streams:
-        msg = f"no cells were found for {n} tokens; this build cannot say why; {kept}"
+        msg = f"no slot for {n} tokens, for an unknown reason in this build; {kept}"
         return NoKVSlot(msg, cause="other", n_tokens=n)
     cause, text = _cause(snapshot, n, Counter(ids), context)
     return NoKVSlot(text, cause=cause, n_tokens=n, stats=snapshot.stats)
@@ -58,7 +58,7 @@ def _cause(snapshot: Snapshot, n: int, counts: Counter[int], context: Context) -
         full = any(free.get(each, k) < k for each, k in counts.items())
     if full:
         return "full", (
-            f"the KV cache is full: {numbers}; remove tokens, or make the context with a larger "
+            f"the KV cache is full: {numbers}; remove tokens, or create the context with a larger "
             f"n_ctx; {_outcome(context)}"
         )
     behind = swa.full_reason(context, snapshot, counts, n)
@@ -116,6 +116,7 @@ def _outcome(context: Context) -> str:
     if not context.emptied:
         return "every sequence kept its tokens"
     return (
-        f"this memory cannot go back, so sequences {', '.join(map(str, context.emptied))} were "
+        f"this memory cannot remove tokens, so sequences {', '.join(map(str, context.emptied))} "
+        f"were "
         "emptied; the others kept their tokens"
     )

@@ -92,9 +92,9 @@ def is_compact(snapshot: Snapshot) -> bool:
 
 def _check(context: Context, before: Snapshot) -> None:
     if Capability.STATES not in context.native.about.capabilities:
-        raise _refusal("it can neither be moved nor saved in this build")
+        raise _refusal("this build can neither move nor save it")
     if not context.guard:
-        raise _refusal("guard='off' leaves out everything that the library does not do itself")
+        raise _refusal("guard='off' disables everything that the library does not do itself")
     if before.stats.shared:
         raise _refusal(
             f"{before.stats.shared} cells are shared between sequences, and would be doubled by "
@@ -114,8 +114,9 @@ def _check_whole(before: Snapshot, number: int, raw: bytes) -> None:
     # Hybrid memory keeps a state beside its cells.
     if kept < there:
         raise _refusal(
-            f"the state of sequence {number} keeps {kept} of its {there} cells: its window no "
-            "longer sees the others, but a shorter sequence would"
+            f"the state of sequence {number} keeps {kept} of its {there} cells: the others are "
+            f"outside "
+            "of its window, but not of a shorter sequence's"
         )
 
 
@@ -167,7 +168,7 @@ def _failure(context: Context, held: dict[int, bytes]) -> StateError:
         context.ledgers[number].clear()
     held.clear()
     msg = (
-        "the library refused a state that it had written itself; sequences "
+        "the library refused a state of its own; sequences "
         f"{', '.join(map(str, saved))} are empty now, and `saved` of this error holds each of "
         "them for Sequence.restore()"
     )

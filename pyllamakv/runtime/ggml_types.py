@@ -68,10 +68,7 @@ def number_type(which: str | int) -> NumberType:
     else:
         found = _BY_NUMBER.get(arguments.integer("a ggml type", which))
     if found is None:
-        msg = (
-            f"there is no ggml type {arguments.shown(which)}; known are "
-            f"{', '.join(sorted(_BY_NAME))}"
-        )
+        msg = f"unknown ggml type {arguments.shown(which)}; known are {', '.join(sorted(_BY_NAME))}"
         raise UsageError(msg)
     return found
 

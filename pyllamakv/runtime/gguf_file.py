@@ -107,7 +107,7 @@ def check_file(path: str | os.PathLike[str]) -> ModelFile:
         raise ModelError(msg) from error
     except _Short:
         size = file.stat().st_size
-        msg = f"{file} ends after {size} bytes, within its header: truncated; fetch it again"
+        msg = f"{file} ends after {size} bytes, within its header: truncated; download it again"
         raise ModelError(msg) from None
 
 
@@ -133,7 +133,7 @@ def _read(file: Path, header: _Header) -> ModelFile:
     header.skip(4)
     version, n_tensors, n_meta = header.read("I"), header.read("Q"), header.read("Q")
     if n_tensors > _MOST or n_meta > _MOST:
-        msg = f"{file} claims {n_tensors} tensors and {n_meta} values: damaged; fetch it again"
+        msg = f"{file} claims {n_tensors} tensors and {n_meta} values: damaged; download it again"
         raise ModelError(msg)
     meta: dict[str, Any] = {}
     for _ in range(n_meta):
@@ -144,13 +144,13 @@ def _read(file: Path, header: _Header) -> ModelFile:
             raise ModelError(msg)
     architecture = meta.get("general.architecture")
     if not isinstance(architecture, str) or not architecture:
-        msg = f"{file} names no general.architecture: it is not a language model"
+        msg = f"{file} has no general.architecture: it is not a language model"
         raise ModelError(msg)
     end = _end_of_tensors(header, n_tensors, meta.get(_ALIGNMENT, _USUAL))
     if end > len(header.data):
         msg = (
-            f"{file} has {len(header.data)} bytes and its tensors need {end}: truncated; "
-            "fetch it again"
+            f"{file} has {len(header.data)} bytes and its tensors need {end}: truncated; download "
+            "it again"
         )
         raise ModelError(msg)
     return ModelFile(file, architecture, version, n_tensors, meta)

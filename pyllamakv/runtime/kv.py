@@ -109,7 +109,7 @@ class KV:
         """
         with self._context.lock:
             if self._context.kv_file is None:
-                msg = "this cache is not kept: make the context with a path and kv_keep=True"
+                msg = "this cache is not kept: create the context with a path and kv_keep=True"
                 raise Unsupported(msg, "MAPPING")
             self._context.kv_file.flush(self._context.handle)
 
@@ -197,13 +197,13 @@ class KV:
         if section is None:
             there = ", ".join(str(each.cache) for each in state.sections)
             msg = (
-                f"cache {arguments.shown(cache)} has nothing of sequence {sequence!r}: expected "
+                f"cache {arguments.shown(cache)} has no rows of sequence {sequence!r}: expected "
                 f"one of {there}"
             )
             raise UsageError(msg)
         if not 0 <= layer < len(section.layers):
             msg = (
-                f"layer {arguments.shown(layer)} is out of range: this cache keeps "
+                f"layer {arguments.shown(layer)} is out of range: this cache has "
                 f"0..{len(section.layers) - 1}"
             )
             raise UsageError(msg)

@@ -172,7 +172,8 @@ class Ledger:
             met = before if low <= before else after
             msg = (
                 f"shifting by {delta} would put positions {low}..{high} onto position {met}, "
-                "which stays; remove those tokens first"
+                f"which is "
+                "in use; remove those tokens first"
             )
             raise UsageError(msg)
 

@@ -167,13 +167,16 @@ class Model(LoadedModel):
         _ = self.life.raw
         arguments.choice("guard", guard, ("on", "off"))
         if guard == "off" and not self.isolated:
-            msg = "guard='off' may end the process: open the library with isolated=True"
+            msg = (
+                "with guard='off', the library may end the process: open the library with "
+                "isolated=True"
+            )
             raise UsageError(msg)
         policy = checked(defrag_policy)
         if defrag_costs is not None:
             arguments.instance("defrag_costs", defrag_costs, DefragCosts, "Costs or None")
         if arguments.flag("defrag_trim", defrag_trim) and kv_backing == "heap":
-            msg = "defrag_trim needs mapped memory: give kv_backing='mmap' or a path"
+            msg = "defrag_trim needs mapped memory: pass kv_backing='mmap' or a path"
             raise UsageError(msg)
         params = context_params(
             self.info,
@@ -235,7 +238,7 @@ class Model(LoadedModel):
     def _need_vocab(self) -> None:
         _ = self.life.raw
         if not self.info.has_vocab:
-            msg = "this model has no vocabulary: give tokens instead of text"
+            msg = "this model has no vocabulary: pass tokens instead of text"
             raise Unsupported(msg, "vocabulary")
 
     def _check_token(self, token: int) -> None:
@@ -316,15 +319,15 @@ def context_params(
         kind_v.row_bytes(info.n_embd_v_gqa)
     if kind_v.quantized and flash_attn is False:
         msg = (
-            f"a V cache of {kind_v.name} needs flash attention, because V is stored by columns "
-            "without it; give flash_attn=True or type_v='f16'"
+            f"a V cache of {kind_v.name} needs flash attention, because V is stored by "
+            "columns without it; pass flash_attn=True or type_v='f16'"
         )
         raise UsageError(msg)
     if flash_attn is None and Capability.FLASH_AUTO not in capabilities:
-        msg = "this build cannot decide about flash attention by itself; give True or False"
+        msg = "this build cannot choose flash attention automatically; pass True or False"
         raise Unsupported(msg, "FLASH_AUTO")
     if not kv_unified and n_seq_max > 1 and Capability.KV_UNIFIED not in capabilities:
-        msg = "all sequences share the cells in this build; give kv_unified=True"
+        msg = "all sequences share the cells in this build; pass kv_unified=True"
         raise Unsupported(msg, "KV_UNIFIED")
     plan = _index("defrag_plan", defrag_plan, get_args(Plan))
     mover = _index("defrag_mover", defrag_mover, get_args(Mover))
@@ -332,7 +335,7 @@ def context_params(
         defrag_threads = _count("defrag_threads", defrag_threads)
     if Capability.DEFRAG_OPTIONS not in capabilities and (plan or mover or defrag_threads):
         msg = (
-            "this build moves cells in its own way only: defrag_plan, defrag_mover and "
+            "this build has a fixed way to move cells: defrag_plan, defrag_mover and "
             "defrag_threads need a patched variant (full-defrag or compaction)"
         )
         raise Unsupported(msg, "DEFRAG_OPTIONS")

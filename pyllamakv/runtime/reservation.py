@@ -55,7 +55,8 @@ def check_address_space(model: Model, n_ctx: int, n_batch: int, **options: Any) 
     if room < needed:
         msg = (
             f"a context of {n_ctx} cells may map {needed >> 20} MiB, {GRAPHS >> 20} of them for "
-            f"graphs, and {room >> 20} MiB of address space are left; raise the limit (ulimit -v)"
+            f"graphs, and {room >> 20} MiB of address space are available; raise the limit "
+            f"(ulimit -v)"
         )
         raise NotEnoughMemory(msg, needed=needed, available=room)
 
@@ -80,7 +81,7 @@ def reserve(context: Context, *, fill_cache: bool = False) -> None:
         memory_estimate.available_bytes(_pid(context.model)) if context.model.on_host else None
     )
     if available is not None and available < needed:
-        msg = f"{needed} bytes of work space are needed and {available} are left"
+        msg = f"{needed} bytes of work space are needed and {available} are available"
         raise _too_little(context, msg, needed=needed, available=available)
 
 
@@ -98,7 +99,7 @@ def _too_little(
     context: Context, why: str, *, needed: int = 0, available: int = 0
 ) -> NotEnoughMemory:
     msg = (
-        f"there is too little memory for batches of {context.info.n_batch} tokens and "
+        f"not enough memory for batches of {context.info.n_batch} tokens and "
         f"{context.info.n_ctx} cells: {why}; lower n_ctx, n_batch or n_ubatch"
     )
     return NotEnoughMemory(msg, needed=needed, available=available)

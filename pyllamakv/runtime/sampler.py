@@ -58,8 +58,9 @@ def check_single_sequence(params: SamplerParams, n: int) -> None:
     """Refuse to choose for several places with a memory for one sequence's tokens."""
     if n > 1 and uses_penalties(params):
         msg = (
-            f"a sampler with a repetition penalty remembers the tokens of one sequence, and the "
-            f"last batch has {n} places: make one for each, and pick(context, place)"
+            f"a sampler with a repetition penalty has the history of one sequence, and the last "
+            f"batch "
+            f"has {n} rows: create one for each, and call sample(context, index)"
         )
         raise UsageError(msg)
 
@@ -111,7 +112,7 @@ class Sampler:
         """Raise UsageError for a context of another library."""
         context_lock(context)
         if context.model.native is not self._native:
-            msg = "the sampler and the context are of two libraries: make both of one model"
+            msg = "the sampler and the context belong to two libraries: create both from one model"
             raise UsageError(msg)
 
     def check(self, n: int) -> None:

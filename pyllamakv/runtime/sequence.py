@@ -98,7 +98,7 @@ class Sequence:
         """Return a view of the logits after the last token, from the last decode."""
         self.check(self.context)
         if self.ledger.logits_epoch != self.context.epoch:
-            msg = "the last decode left no logits of this sequence's last token"
+            msg = "the last decode has no logits of this sequence's last token"
             raise StaleLogits(msg)
         return self.context.logits(self.ledger.logits_at)
 
@@ -240,7 +240,7 @@ class Sequence:
         """Raise Closed or UsageError unless this is an open sequence of an open ``context``."""
         self.context.check()
         if not self.open:
-            msg = f"sequence {self.id} was closed; context.sequence() makes another"
+            msg = f"sequence {self.id} was closed; context.sequence() opens another one"
             raise Closed(msg)
         if context is not self.context:
             msg = f"sequence {self.id} belongs to another context"
@@ -273,15 +273,15 @@ class Sequence:
         names = ", ".join(map(str, others))
         if others and self.context.stream_per_sequence:
             msg = (
-                f"sequence {self.id} may share its state with sequence {names}, whose state would "
-                "move and whose cells would not; restore a save of it into itself to get a state "
+                f"sequence {self.id} may share its state with sequence {names}, which would move "
+                "too, unlike its cells; restore a save of it into itself to get a state "
                 "of its own"
             )
             raise SharedCells(msg, others)
         if others:
             msg = (
                 f"sequence {self.id} shares these cells with sequence {names}, where positions "
-                "would change as well; restore a save of it into itself to get cells of its own, "
+                "would change too; restore a save of it into itself to get cells of its own, "
                 "or give allow_shared=True"
             )
             raise SharedCells(msg, others)
@@ -299,7 +299,7 @@ def _check_range(p0: int | None, p1: int | None) -> tuple[int, int]:
     p0, p1 = arguments.whole_or_none("p0", p0, 0), arguments.whole_or_none("p1", p1, 0)
     if p0 is not None and p1 is not None and p0 > p1:
         msg = (
-            f"p0 {arguments.shown(p0)} lies behind p1 {arguments.shown(p1)}; a range is "
+            f"p0 {arguments.shown(p0)} is larger than p1 {arguments.shown(p1)}; a range is "
             "p0 <= p < p1"
         )
         raise UsageError(msg)
@@ -365,7 +365,7 @@ def _share_span(sequence: Sequence, other: Sequence, p0: int | None, p1: int | N
                 if context.stream_per_sequence
                 else "it keeps states"
             )
-            msg = f"a part of a sequence cannot be shared in this memory: {why}; fork all of it"
+            msg = f"this memory cannot share a part of a sequence: {why}; fork all of it"
             raise Unsupported(msg, "share")
         start, end = other.ledger.span(p0, p1)
         if start == end:
@@ -387,6 +387,6 @@ def _refused(number: int, p0: int | None, p1: int | None) -> PartialRemovalRefus
     """Make the error for a memory that keeps a sequence whole or not at all."""
     msg = (
         f"this memory cannot remove a part of sequence {number} (positions {p0}..{p1}); nothing "
-        "was changed: remove the whole sequence and decode again what shall stay"
+        "was changed: remove the whole sequence and decode the rest again"
     )
     return PartialRemovalRefused(msg)

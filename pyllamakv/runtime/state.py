@@ -64,7 +64,7 @@ def pack(context: Context, ledger: Ledger, raw: bytes) -> bytes:
 def unpack(saved: bytes) -> SavedSequence:
     """Take a save apart, or raise StateError where it is damaged or something else."""
     if len(saved) < _HEAD.size or not saved.startswith(_MAGIC):
-        msg = "this is not a saved sequence: expected what Sequence.save() gave"
+        msg = "this is not a saved sequence: expected a result of Sequence.save()"
         raise StateError(msg)
     _, size, checksum = _HEAD.unpack_from(saved)
     body = memoryview(saved)[_HEAD.size :]
@@ -96,7 +96,10 @@ def restore(sequence: Sequence, saved: bytes) -> None:
         wrong = [key for key in here if content.fits.get(key) != here[key]]
         if wrong:
             shown = ", ".join(f"{key} {content.fits.get(key)} (here {here[key]})" for key in wrong)
-            msg = f"this save is of another model or cache: {shown}; nothing was changed"
+            msg = (
+                f"this saved sequence belongs to another model or cache: {shown}; nothing was "
+                f"changed"
+            )
             raise StateError(msg)
         n_vocab = context.model.info.n_vocab
         if ((content.tokens < 0) | (content.tokens >= n_vocab)).any():
@@ -153,14 +156,15 @@ def _load(sequence: Sequence, content: SavedSequence) -> None:
     if backup and not _put_back(sequence, backup):
         sequence.ledger.clear()
         msg = (
-            "the library refused the state, and the cache is too fragmented to put back what the "
-            f"sequence held: sequence {sequence.id} is empty now"
+            "the library refused the state, and the cache is too fragmented to restore "
+            f"the sequence's content: sequence {sequence.id} is empty now"
         )
         raise StateError(msg)
     if not backup:
         native.seq_rm(context.handle, sequence.id, -1, -1)
     msg = (
-        "the library refused the state: it may be of another release, damaged, or the cache has "
+        "the library refused the state: it may belong to another release, be damaged, or the "
+        "cache has "
         "no hole large enough; nothing was changed"
     )
     raise StateError(msg)
@@ -191,7 +195,8 @@ def _place(sequence: Sequence, raw: bytes, *, together: bool) -> bool:
 def _need_defrag(context: Context, needed: int, hole: int) -> None:
     if not context.info.defrag:
         msg = (
-            f"the state needs {needed} cells together, the largest hole has {hole}, and this build "
+            f"the state needs {needed} contiguous cells, the largest hole has {hole}, and this "
+            f"build "
             "cannot defragment; remove tokens first; nothing was changed"
         )
         raise StateError(msg)

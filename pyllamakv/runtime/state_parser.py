@@ -119,8 +119,8 @@ def parse(data: bytes | memoryview) -> SequenceState:
             continue
     msg = (
         f"these {len(data)} bytes are not a sequence state of any known layout "
-        f"({', '.join(layout.name for layout in LAYOUTS)}); they may be damaged, or of a memory "
-        "that keeps no rows"
+        f"({', '.join(layout.name for layout in LAYOUTS)}); they may be damaged, or come from "
+        "a memory without rows"
     )
     raise StateError(msg)
 

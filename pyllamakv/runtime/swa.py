@@ -65,8 +65,9 @@ def full_reason(context: Context, snapshot: Snapshot, counts: Mapping[int, int],
         wanted = counts.get(cells.stream, 0) if context.stream_per_sequence else n
         if cells.swa and (left := reusable_cells(cells, context.info.n_swa)) < wanted:
             return (
-                f"{left} of the {len(cells)} cells for sliding windows are free or behind every "
-                "window; what several sequences share is not given away"
+                f"{left} of the {len(cells)} cells for sliding windows are free or outside of "
+                f"every "
+                "window; shared cells are not dropped"
             )
     return ""
 
@@ -77,9 +78,10 @@ def check(context: Context, number: int, positions: Positions[int], what: str) -
     if lost is not None:
         msg = (
             f"{what} would leave sequence {number} at position {positions[-1] + 1}, from where it "
-            f"sees {context.info.n_swa} positions back, and the sliding-window cache has given "
-            f"position {lost} away; nothing was changed: decode the sequence again, or make the "
-            "context with swa_full=True and cells to spare"
+            f"sees {context.info.n_swa} positions back, and the sliding-window cache "
+            f"has dropped position {lost}; nothing was changed: decode the sequence again, or "
+            f"make the "
+            "context with swa_full=True and more cells"
         )
         raise PartialRemovalRefused(msg)
 

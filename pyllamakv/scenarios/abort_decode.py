@@ -24,7 +24,10 @@ def count_abort_polls(player: Player, feeds: Feeds) -> int:
     for seq, start in starts.items():
         player.remove(seq, start)
     if polls < 8:
-        msg = f"this backend polls only {polls} times in a decode: it cannot be aborted inside"
+        msg = (
+            f"this backend polls only {polls} times in a decode: it cannot be aborted during a "
+            f"decode"
+        )
         raise Untestable(msg)
     return polls
 

@@ -77,5 +77,5 @@ class DevicePlacement:
             return
         # Where a build cannot tell, `host` is negative.
         if any(cells.info.host > 0 and cells.info.n_layer for cells in snapshot.streams):
-            msg = f"the cache lies in host memory, not on a {self.backend} device"
+            msg = f"the cache is in host memory, not on a {self.backend} device"
             raise Untestable(msg)

@@ -124,7 +124,7 @@ class Lab:
         """Return a player's counters; raises Unsupported where the build does not count."""
         found = player.counters()
         if found is None:
-            msg = "this build does not count (the patch kv-counters is not in it)"
+            msg = "this build has no counters (patch kv-counters)"
             raise Unsupported(msg, capability="counters")
         return found
 

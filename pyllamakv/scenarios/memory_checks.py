@@ -141,7 +141,7 @@ def require_deterministic(lab: Lab, player: Player, tokens: int = 40) -> None:
     one, other, *more = (next(iter(step.logits.values())) for step in player.steps if step.logits)
     found = distance(one, other)
     if found > lab.tolerance.exact:
-        msg = f"this release mixes up the states of its sequences: logits differ by {found:.3g}"
+        msg = f"this release confuses the states of its sequences: logits differ by {found:.3g}"
         raise Untestable(msg)
     lab.note(clean=clean and distance(one, more[0]) <= lab.tolerance.exact)
     player.clear()

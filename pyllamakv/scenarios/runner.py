@@ -177,7 +177,7 @@ def _run_control(make: Callable[[], Lab]) -> Untestable | None:
         # Another time it may be in time.
         raise
     except WorkerDied as error:
-        msg = f"the device ends the process before anything is moved: {error}"
+        msg = f"the device ends the process before cells are moved: {error}"
         return Untestable(msg, failure="crash")
     lab.close()
     return reason
@@ -195,7 +195,7 @@ def control(lab: Lab) -> str:
     if found <= bound:
         return ""
     return (
-        "the device computes this wrongly before anything is moved: logits of the same tokens "
+        "the device computes wrong logits before cells are moved: logits of the same tokens "
         f"differ by {found:.3g}, allowed {bound:g}"
     )
 

@@ -75,7 +75,7 @@ def _download(
             problem = "the resumed file had another hash"
             failed += 1
             continue
-        msg = f"{place.name} has SHA-256 {found}, expected {sha256}; it was thrown away"
+        msg = f"{place.name} has SHA-256 {found}, expected {sha256}; the file was deleted"
         raise HashMismatch(msg, sha256, found)
     kept = " What arrived is kept; the next try resumes it." if part.is_file() else ""
     msg = f"cannot download {place.name} from {redacted(url)}: {problem}.{kept}"
@@ -122,7 +122,7 @@ def _transfer(session: Any, url: str, part: Path, name: str, tell: Progress) -> 
         msg = f"{type(error).__name__}: {error}"
         raise _Broken(msg) from error
     if total is not None and done < total:
-        msg = f"it broke off after {done} of {total} bytes"
+        msg = f"the transfer ended after {done} of {total} bytes"
         raise _Broken(msg)
 
 
@@ -141,7 +141,7 @@ def _start(response: Any, have: int, part: Path, url: str, name: str) -> int:
         if said.startswith(f"bytes {have}-"):
             return have
         part.unlink()
-        msg = "the server resumed at another place"
+        msg = "the server resumed at another offset"
         raise _Broken(msg)
     if status == 200:
         return 0

@@ -83,7 +83,7 @@ def fetch_unlisted(version: str, *, progress: Progress | None = None) -> Release
         commit = store.ref(f"refs/upstream/{version}") if is_safe_name(version) else None
         if commit is None:
             if not (bring := _brings(version)):
-                raise UnknownRelease(f"{version!r} is no version", name=version, suggestions=())
+                raise UnknownRelease(f"{version!r} is not a version", name=version, suggestions=())
             return bring(progress, keep=False)
         tree = store.tree_of(commit)
         return Release(
@@ -150,7 +150,7 @@ def _note(release: Release, pin: Path | None) -> None:
 def archive(release: Release, progress: Progress | None = None) -> Path:
     """Return the archive of a release in `downloads`, downloaded if need be and checked."""
     if not release.archive or not release.package:
-        msg = f"the lock names no archive for {release.name}, so it cannot be fetched"
+        msg = f"the lock file has no archive for {release.name}, so it cannot be fetched"
         raise FetchError(msg)
     place = downloads() / release.archive
     if place.is_file() and file_hash(place) == release.sha256:
@@ -184,8 +184,8 @@ def _offered(index: PackageIndex, version: str, sha256: str | None) -> IndexFile
     wrong = [file for file in files if sha256 and file.sha256 not in (None, sha256)]
     if len(wrong) == len(files):
         msg = (
-            f"the index offers {wrong[0].name} with SHA-256 {wrong[0].sha256}, but the lock "
-            f"expects {sha256}; nothing was downloaded"
+            f"the index offers {wrong[0].name} with SHA-256 {wrong[0].sha256}, but the "
+            f"lock file expects {sha256}; nothing was downloaded"
         )
         raise HashMismatch(msg, sha256 or "", wrong[0].sha256 or "")
     return next((f for f in files if f.sha256 == sha256), next(f for f in files if f not in wrong))
@@ -259,14 +259,14 @@ def _add_file(file: Path, progress: Progress | None) -> Release:
     known = [r for r in lockfile.known().values() if r.archive == file.name]
     if known:
         if known[0].sha256 != sha256:
-            msg = f"{file} has SHA-256 {sha256}, but the lock expects {known[0].sha256}"
+            msg = f"{file} has SHA-256 {sha256}, but the lock file expects {known[0].sha256}"
             raise HashMismatch(msg, known[0].sha256 or "", sha256)
         if not store.has(known[0]):
             _import(store, known[0], file, progress)
         return known[0]
     name = sdist["version"] if sdist else file.name.removesuffix(".tgz")
     if not is_safe_name(name):
-        msg = f"{file.name} gives no usable name for a release"
+        msg = f"{file.name} is not usable as the name of a release"
         raise UsageError(msg)
     (progress or telling.no_progress)(f"import {file.name}", 0, None)
     if sdist:

@@ -107,7 +107,7 @@ def _remove_left(part: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         facts = part.lstat()
         if stat.S_ISDIR(facts.st_mode):
-            msg = f"{part} is a folder where a file is to be written; remove it"
+            msg = f"{part} is a directory in the place of a file; remove it"
             raise SourceError(msg)
         if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
             part.unlink()
@@ -139,7 +139,8 @@ def translate_permission_errors(folder: Path) -> Iterator[None]:
         yield
     except (PermissionError, NotADirectoryError, FileExistsError) as error:
         msg = (
-            f"{folder} cannot be written: {error.strerror}; set PYLLAMAKV_HOME to a folder of yours"
+            f"{folder} cannot be written: {error.strerror}; set PYLLAMAKV_HOME to a writable "
+            f"directory"
         )
         raise UsageError(msg) from error
 
@@ -154,7 +155,7 @@ def translate_disk_errors(place: Path) -> Iterator[None]:
             msg = f"no room left at {place}: {error.strerror}; make room or set PYLLAMAKV_HOME"
             raise DiskFull(msg) from error
         if error.errno in (errno.EIO, errno.EROFS):
-            msg = f"cannot write {place}: {error.strerror}; see what the system's log says of it"
+            msg = f"cannot write {place}: {error.strerror}; see the system log"
             raise DiskFailed(msg) from error
         raise
     except GitError as error:

@@ -79,8 +79,9 @@ def raise_if_limit_hit(error: GitError, what: str) -> None:
     """Raise ArchiveError when a limit is what git failed of; ``what`` is what it unpacked."""
     if error.code == -signal.SIGXCPU or _ENDED in error.output:
         msg = (
-            f"{what} takes more than {MAX_CPU_SECONDS} s of processor time to unpack; no release "
-            "needs that much, so it was refused"
+            f"{what} takes more than {MAX_CPU_SECONDS} s of processor time to unpack; refused, "
+            f"because no "
+            "release needs that much"
         )
         raise ArchiveError(msg) from error
     if any(word in error.output for word in _WORDS):

@@ -151,7 +151,7 @@ def _bounded(response: Any) -> None:
             length += len(piece)
             if length > tree_limits.MAX_INDEX_PAGE_BYTES:
                 limit = tree_limits.MAX_INDEX_PAGE_BYTES
-                msg = f"the index page is longer than {limit} bytes; no project has one that long"
+                msg = f"the index page is longer than {limit} bytes; refused"
                 raise FetchError(msg)
             yield piece
 

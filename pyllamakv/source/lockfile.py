@@ -133,7 +133,7 @@ def _release(path: Path, table: Any) -> Release:
     if unknown:
         problem = f"has an unknown key `{unknown[0]}`"
     elif others:
-        problem = f"has a `{others[0]}` that is no text"
+        problem = f"has a `{others[0]}` that is not a text"
     elif missing:
         problem = f"lacks `{missing[0]}`"
     elif facts["kind"] not in get_args(Kind):
@@ -143,7 +143,7 @@ def _release(path: Path, table: Any) -> Release:
     elif "sha256" in facts and not _HEX64.fullmatch(facts["sha256"]):
         problem = "has a sha256 that is not 64 hexadecimal digits"
     elif "archive" in facts and not is_safe_name(facts["archive"]):
-        problem = "has an archive name that is no file name"
+        problem = "has an archive name that is not a file name"
     elif facts["kind"] in ("sdist", "npm") and not is_safe_name(name):
         problem = "has a name that is not safe in file names"
     if problem:

@@ -46,18 +46,18 @@ def pack(version: str, folder: Path, *, sha256: str | None) -> Path:
         )
         raise ToolMissing(msg, tool="npm", hint="install Node.js, which brings npm")
     if not _VERSION.fullmatch(version):
-        msg = f"{version!r} is no version of {PROJECT}"
+        msg = f"{version!r} is not a version of {PROJECT}"
         raise FetchError(msg)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix="npm-") as scratch:
         _run_npm(npm, version, Path(scratch))
         packed = Path(scratch) / f"{PROJECT}-{version}.tgz"
         if not packed.is_file():
-            msg = f"`npm pack {PROJECT}@{version}` said that it worked, but left no {packed.name}"
+            msg = f"`npm pack {PROJECT}@{version}` succeeded, but wrote no {packed.name}"
             raise FetchError(msg)
         found = file_hash(packed)
         if sha256 is not None and found != sha256:
-            msg = f"{packed.name} has SHA-256 {found}, expected {sha256}; it was thrown away"
+            msg = f"{packed.name} has SHA-256 {found}, expected {sha256}; the file was deleted"
             raise HashMismatch(msg, sha256, found)
         return packed.replace(folder / packed.name)
 
@@ -100,7 +100,7 @@ def import_package(
                 if place is not None:
                     copy_member(tar, member, place)
         if _BUNDLE in wanted:
-            msg = f"{archive.name} holds no {_BUNDLE}; {PROJECT} ships it from 3.0 on"
+            msg = f"{archive.name} has no {_BUNDLE}; {PROJECT} ships it from 3.0 on"
             raise ArchiveError(msg)
         head, tag = _head(bundle, archive), _tag(about)
         try:
@@ -117,7 +117,7 @@ def _head(bundle: Path, archive: Path) -> str:
     refs: dict[str, str] = {}
     with bundle.open("rb") as source:
         if not source.readline(100).startswith((b"# v2 git bundle", b"# v3 git bundle")):
-            msg = f"the bundle in {archive.name} is no git bundle"
+            msg = f"the bundle in {archive.name} is not a git bundle"
             raise ArchiveError(msg)
         lines = 0
         while (line := source.readline(1000).rstrip(b"\n")) != b"":
@@ -126,7 +126,7 @@ def _head(bundle: Path, archive: Path) -> str:
                 msg = f"the bundle in {archive.name} has more than {_REFERENCES} references"
                 raise ArchiveError(msg)
             if line.startswith(b"-"):
-                msg = f"the bundle in {archive.name} needs history that it does not hold"
+                msg = f"the bundle in {archive.name} requires history that it does not contain"
                 raise ArchiveError(msg)
             sha, _, name = line.decode("utf-8", "replace").partition(" ")
             if re.fullmatch(r"[0-9a-f]{40}", sha):

@@ -77,7 +77,7 @@ class Quarantine:
             raise ArchiveError(msg)
         found = hashlib.sha1(content, usedforsecurity=False).hexdigest()
         if not unpacker.eof or found != name:
-            msg = f"the object {name} in the archive is not what its name says"
+            msg = f"the object {name} in the archive does not match its name"
             raise ArchiveError(msg)
         file = self.objects / name[:2] / name[2:]
         file.parent.mkdir(exist_ok=True)
@@ -102,7 +102,7 @@ class Quarantine:
             msg = f"the archive lacks objects of commit {commit}: {error.output.strip()}"
             raise ArchiveError(msg) from error
         if kind != "commit":  # git peels a tag wherever it wants a commit, but not in a ref
-            msg = f"the archive names the {kind} {commit} where a commit is expected"
+            msg = f"the archive has the {kind} {commit} instead of a commit"
             raise ArchiveError(msg)
         if expected_tree and tree != expected_tree:
             _mismatch("tree", expected_tree, tree)
@@ -129,8 +129,8 @@ def move(objects: Path, store: Store) -> None:
 
 def _mismatch(what: str, expected: str, found: str) -> None:
     msg = (
-        f"the archive holds {what} {found}, but the lock expects {expected}; "
-        "the archive was not taken"
+        f"the archive holds {what} {found}, but the lock file expects {expected}; "
+        "the archive was refused"
     )
     raise HashMismatch(msg, expected, found)
 

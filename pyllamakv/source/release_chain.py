@@ -64,7 +64,7 @@ def pickaxe(
     """
     links = list(line) if line is not None else chain(store)
     if not links:
-        msg = "no release is fetched, so there is no history; run `pyllamakv upstream fetch` first"
+        msg = "no release has been fetched; run `pyllamakv upstream fetch` first"
         raise SourceError(msg)
     words = ["log", "--format=%H", "--reverse", "--full-history", f"-S{text}", links[-1].commit]
     out = git_command.git(store.path, *words, "--", *paths)

@@ -72,7 +72,7 @@ def import_files(held: Quarantine, files: Iterable[PlainFile], message: str) -> 
 def _belongs(path: str) -> bool:
     parts = path.split("/")
     if any(part in ("", ".", "..") for part in parts) or "\0" in path:
-        msg = f"the archive holds a path that leads outside: {path!r}"
+        msg = f"the archive has a path outside of it: {path!r}"
         raise ArchiveError(msg)
     return path not in GENERATED_FILES and ".git" not in (part.lower() for part in parts)
 
@@ -110,7 +110,7 @@ def import_sdist(
             return head, held.admit(head, expected_commit=commit, expected_tree=tree)
         head = import_files(held, _plain_files(archive), f"llama.cpp as unpacked in {archive.name}")
         if not head:
-            msg = f"{archive.name} holds neither a git clone nor a tree under vendor/llama.cpp"
+            msg = f"{archive.name} has neither a git clone nor a tree under vendor/llama.cpp"
             raise ArchiveError(msg)
         return head, held.admit(head, expected_commit=commit, expected_tree=tree)
 
@@ -125,7 +125,7 @@ def _take_clone(archive: Path, held: Quarantine) -> str:
             part = found.groupdict()
             name = part["name"]  # of two clones, one would count here and the other there
             if name in seen:
-                msg = f"{archive.name} holds a clone's {name} twice; it is not to be trusted"
+                msg = f"{archive.name} has a clone's {name} twice; the archive was refused"
                 raise ArchiveError(msg)
             seen.add(name)
             if part["pack"]:
@@ -168,7 +168,7 @@ def _plain_files(archive: Path) -> Iterator[PlainFile]:
                 mode = "100755" if member.mode & 0o100 else "100644"
                 yield PlainFile(path, mode, content(tar, member))
             else:
-                msg = f"{archive.name} holds {member.name}, which is no plain file"
+                msg = f"{archive.name} has {member.name}, which is not a plain file"
                 raise ArchiveError(msg)
 
 
@@ -180,6 +180,6 @@ def _members(
         if not found:
             continue
         if not is_plain(member):
-            msg = f"{member.name} in the archive is no plain file; it is not to be trusted"
+            msg = f"{member.name} in the archive is not a plain file; the archive was refused"
             raise ArchiveError(msg)
         yield member, found

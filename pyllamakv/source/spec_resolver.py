@@ -55,8 +55,8 @@ def resolve(spec: str) -> Release:
     hint = f"did you mean {', '.join(close)}? " if close else ""
     msg = (
         f"there is no release {spec!r} in the lock: {hint}`pyllamakv upstream list` shows all, "
-        f"`pyllamakv upstream add {name}` takes a new version from the package index; "
-        "git:URL@REF and path:DIR name other sources"
+        f"`pyllamakv upstream add {name}` adds a new version from the package index; "
+        "git:URL@REF and path:DIR select other sources"
     )
     raise UnknownRelease(msg, name=spec, suggestions=close)
 
@@ -73,12 +73,13 @@ def split_git(spec: str) -> tuple[str, str]:
         url, ref = rest, "HEAD"
     if _PASSWORD.match(url):
         msg = (
-            f"git:{redacted(url)} has a password, which the lock would hold: leave it out, and "
-            "give it to git (`git credential approve`, or a helper), or use an ssh URL"
+            f"git:{redacted(url)} has a password, which the lock file would "
+            "contain: remove it, and store it with git (`git credential approve`, or a helper), "
+            "or use an ssh URL"
         )
         raise UsageError(msg)
     if not url or url.startswith("-") or re.search("[\n\0\ud800-\udfff]", url):
-        msg = f"{spec!r} is no git source; git:URL@REF is expected"
+        msg = f"{spec!r} is not a git source; expected git:URL@REF"
         raise UsageError(msg)
     return url, ref
 
@@ -155,10 +156,10 @@ def from_folder(spec: str) -> Release:
         folder = Path(spec.removeprefix("path:")).expanduser().resolve()
         found = any((folder / name).is_file() for name in _API)
     except (OSError, RuntimeError, ValueError) as error:  # no path of this system
-        msg = f"{spec[:200]!r} names no folder: {error}"
+        msg = f"{spec[:200]!r} is not a directory: {error}"
         raise UnknownRelease(msg, name=spec) from error
     if not found:
-        msg = f"{folder} holds no llama.cpp: neither {_API[0]} nor {_API[1]} is there"
+        msg = f"{folder} has no llama.cpp: neither {_API[0]} nor {_API[1]} exists"
         raise UnknownRelease(msg, name=spec)
     store = open_store()
     paths, date = _tracked(folder) or (_walk(folder), "")
@@ -197,7 +198,7 @@ def _described(store: Store, release: Release) -> Release:
     tree = store.tree_of(release.commit)
     tree_limits.check(store.path, tree)
     if not any(store.read_many(tree, _API).values()):
-        msg = f"{release.name} holds no llama.cpp: neither {_API[0]} nor {_API[1]} is in it"
+        msg = f"{release.name} has no llama.cpp: neither {_API[0]} nor {_API[1]} exists"
         raise UnknownRelease(msg, name=release.name)
     date = release.date or _date_of_twin(store, tree) or store.date(release.commit)
     return replace(release, tree=tree, era=era.detect(store, tree), date=date)

@@ -400,7 +400,7 @@ def commit_date(text: str) -> str:
     try:
         when = datetime.fromtimestamp(int(said.rsplit(" ", 2)[1]), tz=UTC)
     except (IndexError, ValueError, OverflowError, OSError) as error:
-        msg = f"the commit says nothing of when it was made: committer {said[:200]!r}"
+        msg = f"the commit has no valid date: committer {said[:200]!r}"
         raise ArchiveError(msg) from error
     return when.strftime("%Y-%m-%dT%H:%M:%SZ")
 

@@ -49,7 +49,7 @@ def open_tar(archive: Path) -> Iterator[tarfile.TarFile]:
         msg = f"there is no archive {archive}"
         raise ArchiveError(msg) from error
     except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        msg = f"{archive.name} is truncated or no gzipped tar archive: {error}"
+        msg = f"{archive.name} is truncated, or not a gzipped tar archive: {error}"
         raise ArchiveError(msg) from error
 
 
@@ -76,7 +76,7 @@ def copy_member(tar: tarfile.TarFile, member: tarfile.TarInfo, file: Path) -> Pa
 def _open(tar: tarfile.TarFile, member: tarfile.TarInfo, limit: int) -> IO[bytes]:
     source = tar.extractfile(member) if is_plain(member) else None
     if source is None or member.size > limit:
-        msg = f"{member.name} in the archive is no file of a reasonable size"
+        msg = f"{member.name} in the archive is not a file of a plausible size"
         raise ArchiveError(msg)
     return source
 
@@ -127,7 +127,7 @@ class _Stream:
     def seek(self, place: int) -> int:
         """Read on to a place, or to the end where that comes first."""
         if place < self._at:
-            msg = "a header leads back"
+            msg = "a header points backwards"
             raise tarfile.StreamError(msg)
         while self._at < place and self.read(min(_CHUNK, place - self._at)):
             pass
@@ -142,8 +142,9 @@ class _Stream:
             self._texts -= size
             if min(self._text, self._texts) < 0:
                 msg = (
-                    f"a header in the archive has more than {HEADER} bytes of text, or all of them "
-                    f"more than {HEADERS}; it is not to be trusted"
+                    f"a header in the archive has more than {HEADER} bytes of text, or all of "
+                    f"them more than "
+                    f"{HEADERS}; the archive was refused"
                 )
                 raise ArchiveError(msg)
         data = self._file.read(size)

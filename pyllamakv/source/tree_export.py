@@ -172,7 +172,7 @@ def _refuse_unsafe(entries: Iterable[TreeEntry]) -> None:
         long = len(parts) > _DEPTH or len(os.fsencode(path)) > tree_limits.MAX_PATH_BYTES
         long = long or any(len(os.fsencode(part)) > _NAME for part in parts)
         if bad or ours or long or "\\" in path:
-            msg = f"the tree holds an unsafe path {path!r}; it cannot be exported"
+            msg = f"the tree has an unsafe path {path!r}; it cannot be exported"
             raise SourceError(msg)
 
 
@@ -272,7 +272,7 @@ def _put(folder: Path, entry: TreeEntry, data: bytes) -> None:
     file = folder / entry.path
     _make_folder(folder, file.parent)
     if file.is_dir() and not file.is_symlink():
-        msg = f"{file} is a folder where the tree has a file; remove it"
+        msg = f"{file} is a directory where the tree has a file; remove it"
         raise SourceError(msg)
     part = folder / _PART
     part.unlink(missing_ok=True)
@@ -294,7 +294,7 @@ def _target(entry: TreeEntry, data: bytes) -> str:
     target = os.fsdecode(data)
     if _leads_out(entry.path, target):
         shown = target[: tree_limits.MAX_PATH_BYTES]
-        msg = f"the link {entry.path} leads outside the tree, to {shown!r}"
+        msg = f"the link {entry.path} points outside of the tree, to {shown!r}"
         raise SourceError(msg)
     if not data or len(data) > tree_limits.MAX_PATH_BYTES or b"\0" in data:
         shown = target[: tree_limits.MAX_PATH_BYTES]

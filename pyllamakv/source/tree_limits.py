@@ -46,7 +46,7 @@ def check(folder: Path, tree: str, env: Mapping[str, str] | None = None) -> None
     except GitError as error:
         git_limits.raise_if_limit_hit(error, f"tree {tree}")
         if error.code < 0:
-            msg = f"tree {tree} has more folders within each other than git can walk"
+            msg = f"tree {tree} has more nested directories than git can process"
             raise ArchiveError(msg) from error
         raise
 
@@ -83,8 +83,8 @@ class TreeSizeLimit:
         """Raise ArchiveError."""
         msg = (
             f"{self._what} has more than {MAX_FILES} files, {MAX_BYTES} bytes, or "
-            f"{git_limits.MAX_OBJECT_BYTES} bytes in one file; no release is that large, "
-            "so it was refused"
+            f"{git_limits.MAX_OBJECT_BYTES} bytes in one file; refused, because no "
+            "release is that large"
         )
         raise ArchiveError(msg)
 

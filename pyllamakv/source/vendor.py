@@ -108,7 +108,7 @@ def find(spec: str) -> Vendored:
 def verify(store: Store, vendored: Vendored) -> Difference:
     """Compare a vendored folder with its tree."""
     if not Path(vendored.folder).is_dir():
-        msg = f"{vendored.folder} is gone; run `pyllamakv vendor sync {vendored.spec}`"
+        msg = f"{vendored.folder} is missing; run `pyllamakv vendor sync {vendored.spec}`"
         raise SourceError(msg)
     return store.compare(vendored.tree, Path(vendored.folder))
 
@@ -117,7 +117,7 @@ def clean(vendored: Vendored) -> Path:
     """Remove a vendored folder and its record; return the folder."""
     folder = Path(vendored.folder)
     if folder.parent != trees().absolute():
-        msg = f"{folder} does not lie in {trees()}; remove it by hand"
+        msg = f"{folder} is not in {trees()}; remove it manually"
         raise SourceError(msg)
     with _locked(folder), translate_disk_errors(folder):
         _record_of(folder).unlink(missing_ok=True)

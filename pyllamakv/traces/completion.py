@@ -49,7 +49,7 @@ def complete_prompts(
     ``options`` go to the context.
     """
     if not prompts:
-        msg = "there is nothing to continue: pass at least one --prompt"
+        msg = "pass at least one --prompt"
         raise UsageError(msg)
     tokens = [model.tokenize(prompt) for prompt in prompts]
     empty = next((n for n, each in enumerate(tokens) if not each), None)

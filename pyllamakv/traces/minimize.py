@@ -89,7 +89,10 @@ def minimize(
         outcome = failing.outcome(items)
         if not outcome.failed:
             why = f": {outcome.message}" if outcome.message else ""
-            msg = f"the trace does not fail there ({outcome.status}{why}); name another --variant"
+            msg = (
+                f"the trace does not fail on that build ({outcome.status}{why}); name another "
+                f"--variant"
+            )
             raise UsageError(msg)
         wanted = failure_key(outcome)
 

@@ -70,7 +70,7 @@ def find(recorded: str, digest: str) -> Path:
         if named is not None and identity(named) == digest:
             return named
         by = f"--model, or by {synthetic_models.VARIABLE}"
-        msg = f"the model is not here: {recorded}; name it with {by}"
+        msg = f"the model was not found: {recorded}; name it with {by}"
         raise UsageError(msg) from error
 
 

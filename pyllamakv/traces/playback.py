@@ -39,8 +39,9 @@ def frames(lines: Iterable[Line]) -> Iterator[Frame]:
         cells += script.cells(line.result or {})
         if cells > script.DRAWN:
             msg = (
-                f"the pictures up to here have {cells} cells, and {script.DRAWN} are drawn at "
-                "most; a trace that ends before this line can be shown"
+                f"the pictures up to here have {cells} cells, and {script.DRAWN} is the maximum; "
+                f"show a "
+                "trace that ends before this line"
             )
             raise line.wrong(msg)
         found = after(line, line.result or {}, last)

@@ -62,7 +62,8 @@ def rows(context: Context, model: str) -> list[dict[str, Any]]:
     if look is not None and not context.stream_per_sequence and look.counts["used"] != len(cells):
         msg = (
             f"the context has {look.counts['used']} used cells, of which its sequences know "
-            f"{len(cells)}: clear it, or record it from its beginning"
+            f"{len(cells)}: "
+            f"clear it, or start recording earlier"
         )
         raise UsageError(msg)
     if look is not None and not cells:

@@ -40,7 +40,7 @@ def check(result: dict[str, Any]) -> str:
     if not isinstance(best, dict) or not all(map(_choice, best.values())):
         return f"its best must be [token, logit, margin] of places, found {best!r}"
     if not all(map(_PLACE.fullmatch, best)):
-        return f"its best names places by numbers, found {best!r}"
+        return f"its best must have row numbers, found {best!r}"
     moved = result.get("moved", [])
     if not _rows(moved, 3) or not all(0 <= n <= CELLS for row in moved for n in row):
         return f"its moved must be a list of [from, to, cells], found {moved!r}"
@@ -229,7 +229,7 @@ def parse(lines: Iterable[str]) -> Iterator[Line]:
             raise ScriptError(msg, number)
         line = _line(number, raw)
         if begun and line.op == "context":
-            raise line.wrong("the context must be the first operation, and there is but one")
+            raise line.wrong("the context must be the first operation, and the only one")
         begun = True
         yield line
 
@@ -244,7 +244,7 @@ def _line(number: int, raw: dict[str, Any]) -> Line:
     if op not in OPERATIONS:
         close = difflib.get_close_matches(op, OPERATIONS, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(OPERATIONS)}"
-        raise line.wrong(f"there is no such operation; {hint}")
+        raise line.wrong(f"unknown operation; {hint}")
     known = {name.rstrip("?"): name.endswith("?") for name in OPERATIONS[op]}
     for name in words:
         if name not in known:

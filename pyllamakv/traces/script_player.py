@@ -158,7 +158,7 @@ def _restore(line: Line, stage: ScriptSession, player: Player) -> dict[str, Any]
         player.saved[words["as"]] = (raw, [(pos, -1) for pos in positions])
         stage.accept_foreign_state()
     if words["as"] not in player.saved:
-        raise line.wrong(f"nothing was saved as {words['as']!r}")
+        raise line.wrong(f"no sequence was saved as {words['as']!r}")
     recorded = (line.result or {}).get("done", True)
     must = words.get("expect", "ok" if recorded else "any") == "ok" and not stage.lenient
     return {"done": player.restore(words["seq"], words["as"], must=must)}
@@ -230,7 +230,7 @@ def _feeds(line: Line, stage: ScriptSession) -> dict[Any, Any]:
         try:
             seqs = tuple(int(part) for part in key.split("+"))
         except ValueError:
-            raise line.wrong(f'{key!r} names no sequence: expected "0", or "0+1"') from None
+            raise line.wrong(f'{key!r} is not a sequence: expected "0", or "0+1"') from None
         tokens = what
         if isinstance(what, str):
             first = player.ledger.next(seqs[0]) == 0

@@ -99,7 +99,7 @@ def model_name(lines: Iterable[Line], default: str) -> str:
 def open_context(line: Line, stage: ScriptSession) -> None:
     """Make the context that a line asks for."""
     if stage.player is not None:
-        raise line.wrong("the context is there already; it must be the first operation")
+        raise line.wrong("a second context: it must be the first operation")
     words = dict(line.arguments)
     name = words.pop("model", stage.model)
     for key in ("type_k", "type_v"):
@@ -112,7 +112,7 @@ def open_context(line: Line, stage: ScriptSession) -> None:
     try:
         params = ContextParams(guard=guard if stage.guard is None else stage.guard, **words)
     except (TypeError, UsageError) as error:
-        raise line.wrong(f"no context can be made of these words: {error}") from error
+        raise line.wrong(f"cannot create a context from these arguments: {error}") from error
     try:
         key = str(stage.file or name)
         if key not in stage.loaded:
@@ -120,7 +120,7 @@ def open_context(line: Line, stage: ScriptSession) -> None:
             stage.loaded[key] = stage.native.model_load(str(path), ModelParams())
         stage.player = stage.player_type(stage.native, stage.loaded[key], params)
     except (TypeError, OverflowError) as error:
-        raise line.wrong(f"no context can be made of these words: {error}") from error
+        raise line.wrong(f"cannot create a context from these arguments: {error}") from error
     stage.reference = Reference(stage.player)
 
 

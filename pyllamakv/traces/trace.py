@@ -77,7 +77,9 @@ class TraceFile:
         try:
             self._handle = _opened(path)
         except BlockingIOError as error:
-            msg = f"{path} is being recorded by another; wait for it, or name another file"
+            msg = (
+                f"{path} is being written by another recording; wait for it, or choose another file"
+            )
             raise UsageError(msg) from error
         except OSError as error:
             if error.errno in _FULL:
@@ -104,7 +106,9 @@ class TraceFile:
                 os.lseek(self._handle, self._size, os.SEEK_SET)
             if error.errno in _FULL:
                 raise self._full(error) from error
-            msg = f"{self.path} cannot be written: {error.strerror}; it has the rows before"
+            msg = (
+                f"{self.path} cannot be written: {error.strerror}; it has the rows before this one"
+            )
             raise ScriptError(msg) from error
         self._size += len(data)
 
@@ -265,17 +269,17 @@ def read(path: Path) -> tuple[Head, list[Line]]:
         text = whole.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        msg = f"{path} is no trace: line {line} is not text; it is another file, or damaged"
+        msg = f"{path} is not a trace: line {line} is not text"
         raise ScriptError(msg, line) from error
     first, *rest = text.split("\n")
     head = _head(path, first)
     rows = list(script.parse(["", *rest]))
     ended = _end(rest[-1]) if rest and not torn else None
     if ended is not None and ended != len(rows):
-        msg = f"{path} is damaged: its end counts {ended} rows, and {len(rows)} are there"
+        msg = f"{path} is damaged: its end states {ended} rows, and it has {len(rows)}"
         raise ScriptError(msg, len(rest) + 1)
     if not rows:
-        msg = f"{path} was cut short: it has a head and no rows, so there is nothing to play"
+        msg = f"{path} was cut short: it has no rows"
         raise ScriptError(msg, 1)
     return Head(**{**vars(head), "complete": ended is not None}), rows
 
@@ -290,7 +294,7 @@ def model_file(head: Head, given: str = "") -> Path:
     if head.identity and found != head.identity:
         msg = (
             f"this trace was recorded on another model ({head.model}, digest {head.identity}) than "
-            f"{path} (digest {found}); name the right one with --model"
+            f"{path} (digest {found}); pass the right one with --model"
         )
         raise TraceMismatch(msg, 1, expected=head.identity, found=found)
     return path
@@ -363,7 +367,7 @@ def _head(path: Path, text: str) -> Head:
         raw = json.loads(text)
         schema = raw["trace"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        msg = f'{path} is no trace: its first line must be like {{"trace": {SCHEMA}, …}}'
+        msg = f'{path} is not a trace: its first line must be like {{"trace": {SCHEMA}, …}}'
         raise ScriptError(msg, 1) from error
     if schema != SCHEMA:
         msg = (

@@ -96,7 +96,7 @@ def variant_folder(spec: str, head: Head) -> Path:
 def _release(head: Head, word: str) -> str:
     release = head.spec.partition("+")[0] or re.sub(r"-(stock|patched)-.*", "", head.variant)
     if not release:
-        msg = f"this trace does not name the release that recorded it: say 0.3.9+{word}"
+        msg = f"this trace does not contain the release that recorded it: pass 0.3.9+{word}"
         raise UsageError(msg)
     if not releases.is_safe_name(release):
         # To look it up would be to read or to fetch what the trace names.

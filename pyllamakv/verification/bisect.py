@@ -80,7 +80,7 @@ def bisect(
     before, after = steps[good].verdict, steps[bad].verdict
     if before == after:
         msg = (
-            f"{good} and {bad} are both {before}, so there is no one change to find between them; "
+            f"{good} and {bad} are both {before}, so there is no single change between them; "
             "`pyllamakv matrix show` has the releases in between"
         )
         raise UsageError(msg)
@@ -112,11 +112,11 @@ def bisect(
 def _way(good: str, bad: str, chain: Sequence[str]) -> list[str]:
     for name in (good, bad):
         if name not in chain:
-            msg = f"{name} is not in the chain of releases: {', '.join(chain)}"
+            msg = f"{name} is not in the release chain: {', '.join(chain)}"
             raise UsageError(msg)
     start, end = chain.index(good), chain.index(bad)
     if start == end:
-        msg = f"there is nothing between {good} and {bad}; name two releases"
+        msg = f"no release lies between {good} and {bad}; name two releases"
         raise UsageError(msg)
     return list(chain[start : end + 1] if start < end else chain[end : start + 1][::-1])
 
@@ -124,6 +124,6 @@ def _way(good: str, bad: str, chain: Sequence[str]) -> list[str]:
 def _end(name: str, judge: Callable[[str], BisectStep]) -> BisectStep:
     step = judge(name)
     if not step.testable:
-        msg = f"{name} cannot be judged here, so it is no end to search from: {step.reason}"
+        msg = f"{name} cannot be verified here, so the search cannot start from it: {step.reason}"
         raise Untestable(msg)
     return step

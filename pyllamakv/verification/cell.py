@@ -234,7 +234,7 @@ class CellResult:
             facts["verdict"] = str(Verdict(raw["verdict"]))
             return cls(**facts)
         except (KeyError, TypeError) as error:
-            msg = f"this is no result of a cell: {type(error).__name__}: {error}"
+            msg = f"this is not a result of a cell: {type(error).__name__}: {error}"
             raise ValueError(msg) from error
 
 

@@ -79,7 +79,7 @@ def connect(address: str) -> Iterator[Cluster]:
     try:
         client = Client(address, timeout=_PATIENCE)
     except (OSError, ValueError) as error:
-        msg = f"no scheduler answers at {address}: {error}; start one with `dask scheduler`"
+        msg = f"no scheduler responds at {address}: {error}; start one with `dask scheduler`"
         raise UsageError(msg) from error
     with client, Cluster(client, address) as cluster:
         yield cluster

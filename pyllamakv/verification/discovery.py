@@ -91,6 +91,6 @@ def read(path: Path) -> Scenario:
             sys.modules[name] = module
     scenario = getattr(module, "SCENARIO", None)
     if not isinstance(scenario, Scenario):
-        msg = f"{path} is no scenario: expected `SCENARIO = Scenario(…)` at its end"
+        msg = f"{path} is not a scenario: expected `SCENARIO = Scenario(…)` at its end"
         raise UsageError(msg)
     return replace(scenario, source=path)

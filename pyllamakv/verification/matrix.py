@@ -94,7 +94,7 @@ def _names(choice: MatrixSelection) -> list[str]:
     if choice.sample:
         names = _one_per_era(names, {name: found[name].era for name in names})
     if not names:
-        msg = "no release is left to judge; `pyllamakv upstream list` shows what there is"
+        msg = "no release is selected; `pyllamakv upstream list` lists them"
         raise UsageError(msg)
     return names
 

@@ -62,7 +62,7 @@ def merge(files: Iterable[Path]) -> tuple[CellResult, ...]:
                 result = CellResult.from_json(own)
                 found[result.spec] = result
         except (OSError, ValueError, KeyError, TypeError) as error:
-            msg = f"{file} is no matrix as `pyllamakv matrix run --json` writes it: {error}"
+            msg = f"{file} is not a result of `pyllamakv matrix run --json`: {error}"
             raise UsageError(msg) from error
     return tuple(sorted(found.values(), key=lambda r: (r.spec.backend, r.date, r.spec.name)))
 

@@ -62,7 +62,7 @@ class Pair:
         """Take a run that only patched could not do for one that it failed."""
         ran = _countable(self.stock) and self.stock.status != "absent"
         if self.patched and self.patched.status == "skip" and ran:
-            message = f"cannot run what stock can: {self.patched.message}"
+            message = f"cannot run a setting that stock can: {self.patched.message}"
             failure = self.patched.failure or "claim"
             object.__setattr__(self, "patched", Outcome("fail", failure, message))
 
@@ -183,10 +183,10 @@ def _reason(
             return next(filter(None, map(_says, pairs)), conflict or "no scenario could run")
         case Verdict.BROKEN_APPLY:
             failing = dict.fromkeys(pair.scenario for pair in inside if _stock_fails(pair))
-            return f"stock fails {', '.join(failing)}; {conflict or 'no text applies'}"
+            return f"stock fails {', '.join(failing)}; {conflict or 'no port applies'}"
         case Verdict.NATIVE:
             fixes = sum(pair.kind == "fix" for pair in inside)
-            return f"stock passes all {fixes} runs of the fix scenarios; {conflict or 'no text'}"
+            return f"stock passes all {fixes} runs of the fix scenarios; {conflict or 'no port'}"
         case Verdict.HARMFUL | Verdict.INEFFECTIVE:
             broken = next(
                 pair

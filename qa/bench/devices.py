@@ -138,7 +138,7 @@ def _measure(stand: DeviceBenchmark, cache: CacheShape, pattern: str, among: int
         for mover in MOVERS:
             made = opened.enter_context(context(loaded, cache, defrag_mover=mover))
             if made.kv.snapshot().streams[0].info.host > 0:
-                msg = f"the cache lies in host memory, not on the {stand.device} device"
+                msg = f"the cache is in host memory, not on the {stand.device} device"
                 raise Untestable(msg)
             stands[mover] = (made, Fragmenter(made))
         rounds.run(stands, cache, defrag_workloads.live(pattern, cache.cells))

@@ -113,7 +113,7 @@ def low(llama_cpp: Any, work: dict[str, Any]) -> Any:
                 pos[k] = i
             code = decode(ctx, batch)
             if code:
-                raise RuntimeError(f"llama_decode gave {code}")
+                raise RuntimeError(f"llama_decode returned {code}")
             if greedy:
                 for k in places:
                     token[k] = sample(chain, ctx, k)

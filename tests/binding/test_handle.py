@@ -103,12 +103,12 @@ def test_second_thread_is_busy() -> None:
 
 
 def test_closing_what_is_used() -> None:
-    """Closing a parent of something at work closes nothing at all."""
+    """Closing a parent of something in use closes nothing at all."""
     tree = Tree()
     for used in (tree.contexts[1], tree.models[0], tree.library):
         with used:
             for handle in (tree.library, used):
-                with pytest.raises(Busy, match="at work"):
+                with pytest.raises(Busy, match="in use"):
                     handle.close()
                 assert isinstance(in_thread(handle.close), Busy)
     assert tree.freed == []

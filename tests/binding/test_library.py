@@ -95,8 +95,8 @@ def test_other_variant(tmp_path: Path) -> None:
 
 def test_other_interface(tmp_path: Path) -> None:
     """Another interface number is refused from the manifest, and from the library itself."""
-    refused(variant(tmp_path / "v", abi=99), "interface 99")
-    refused(fake("FAKE_ABI=7"), "interface 7")
+    refused(variant(tmp_path / "v", abi=99), "interface version 99")
+    refused(fake("FAKE_ABI=7"), "interface version 7")
 
 
 def test_other_struct() -> None:
@@ -218,7 +218,7 @@ def test_devices_get_a_worker(tmp_path: Path, backend: str) -> None:
 @pytest.mark.parametrize("backend", sorted(opening._APART))
 def test_a_device_that_is_not_there(tmp_path: Path, backend: str) -> None:
     """A variant for a device does not compute on the processor in silence."""
-    with pytest.raises(LoadError, match=f"is for {backend}, and finds no such device here"):
+    with pytest.raises(LoadError, match=f"is for {backend}, and no such device was found"):
         open_library(variant(tmp_path / "v", backend=backend))
 
 

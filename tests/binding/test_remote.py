@@ -164,7 +164,7 @@ def test_cancels_of_what_is_closed(remote: Remote, context: ContextHandle) -> No
 def test_bad_requests(remote: Remote, context: ContextHandle) -> None:
     """Only operations are answered, and a wrong argument ends nothing."""
     for name in ("_lib", "__init__", "nothing"):
-        with pytest.raises(UsageError, match="no operation"):
+        with pytest.raises(UsageError, match="not an operation"):
             remote._ask(name)
     with pytest.raises(TypeError):
         remote._ask("seq_rm", context)

@@ -203,7 +203,7 @@ def test_streams_that_are_not_ours() -> None:
     one, two = socket.socketpair()
     with one, two:
         one.sendall(b"x" * 64)
-        with pytest.raises(WireError, match="same language"):
+        with pytest.raises(WireError, match="different protocol versions"):
             Channel(two).receive()
     one, two = socket.socketpair()
     with two:

@@ -45,7 +45,7 @@ def test_missing_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wheel_without_its_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A package whose program is gone is a missing tool, too."""
     monkeypatch.setattr("ninja.BIN_DIR", str(tmp_path))
-    with pytest.raises(ToolMissing, match="holds no program"):
+    with pytest.raises(ToolMissing, match="has no program"):
         cmake.binary("ninja")
 
 

@@ -208,5 +208,5 @@ def test_not_nvcc(tmp_path: Path) -> None:
     """A program that does not speak as nvcc is refused."""
     env = toolkit(tmp_path / "cuda")
     script(tmp_path / "cuda" / "bin" / "nvcc", "echo hello\n")
-    with pytest.raises(ToolMissing, match="does not tell its version"):
+    with pytest.raises(ToolMissing, match="does not report its version"):
         cuda.find(env)

@@ -1,4 +1,4 @@
-"""Test caches in lock-step: what one refuses, none does."""
+"""Test caches in lockstep: if one refuses an operation, none performs it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def pair(folder: Path, second: dict[str, Any] | None = None, **options: Any) -> kv.LockstepCache:
-    """Return two simulated caches in lock-step; ``options`` shape the context of the second."""
+    """Return two simulated caches in lockstep; ``options`` are those of the second context."""
     return kv.LockstepCache([simulated(folder), simulated(folder, second, **options)])
 
 
@@ -262,7 +262,7 @@ def test_wrong_use(tmp_path: Path) -> None:
             call()
     assert both(caches) == before
     caches.caches[0].start_forward([1], [0], [0])
-    with pytest.raises(AssertionError, match="lock-step"):
+    with pytest.raises(AssertionError, match="must have equal ones"):
         caches.check()
 
 

@@ -185,7 +185,7 @@ def test_a_cancelled_prompt_goes_on_where_it_was(ctx: Context) -> None:
     assert lease.sequence.tokens == prompt[:32]
     lease.decode()
     assert lease.sequence.tokens == prompt
-    with pytest.raises(UsageError, match="nothing to decode"):
+    with pytest.raises(UsageError, match="no tokens to decode"):
         lease.decode()
     cache.check()
 

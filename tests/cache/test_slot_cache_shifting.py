@@ -76,7 +76,7 @@ def test_a_long_prompt_is_cut_behind_its_head() -> None:
 
 def test_a_prompt_that_would_go_as_a_whole_is_refused() -> None:
     """A group at the end that does not fit leaves nothing to evaluate."""
-    with pytest.raises(UsageError, match="the group at its end would go"):
+    with pytest.raises(UsageError, match="the group at its end would be removed"):
         truncate(range(12), 3, 8, [(4, 12)])
 
 

@@ -262,7 +262,7 @@ def test_no_scheduler(run: Run) -> None:
     finally:
         cluster._PATIENCE = old
     assert code == 2
-    assert "no scheduler answers at tcp://127.0.0.1:9" in err
+    assert "no scheduler responds at tcp://127.0.0.1:9" in err
 
 
 def test_stale_results_are_not_accepted_by_themselves(run: Run, monkeypatch) -> None:

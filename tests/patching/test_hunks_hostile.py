@@ -86,7 +86,7 @@ MAIL = "From {0:040d} Mon Sep 17 00:00:00 2001\n{1}\n\n{2}---\n"
 )
 def test_what_no_commit_can_say(tmp_path: Path, words: tuple[str, str]) -> None:
     """Zero bytes, halves of characters and authors without end are refused by name."""
-    with pytest.raises(PatchFormatError, match="no commit can say that"):
+    with pytest.raises(PatchFormatError, match="a commit cannot contain that"):
         applied(tmp_path, MAIL.format(0, *words).encode() + creating("b/src/x"))
 
 
@@ -187,6 +187,6 @@ def test_nothing_is_written_through_a_link(tmp_path: Path, to: str) -> None:
 @pytest.mark.parametrize("to", ["/etc", "../..", "src/../.."])
 def test_a_link_out_of_the_tree_is_not_exported(tmp_path: Path, to: str) -> None:
     """A patch may make a link, and one that leads out never reaches a folder."""
-    with pytest.raises(SourceError, match="leads outside"):
+    with pytest.raises(SourceError, match="points outside"):
         applied(tmp_path, linking("out", to))
     assert not (tmp_path / "tree" / "out").exists()

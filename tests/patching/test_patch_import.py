@@ -113,7 +113,7 @@ def test_refusals(bench: SeriesSandbox, tmp_path: Path) -> None:
         take(bench, file, base="0.3.3")
     with pytest.raises(UsageError, match="not among"):
         take(bench, file, base="0.3.9")
-    with pytest.raises(UsageError, match="no id"):
+    with pytest.raises(UsageError, match="not an id"):
         take(bench, file, "Mine!")
     file.write_bytes(diff({"src/z.cpp": b"a\n"}, {"src/z.cpp": b"b\n"}))
     with pytest.raises(NoPortApplies, match=r"0\.3\.2: .*z\.cpp"):

@@ -103,5 +103,5 @@ def test_a_mailbox_is_a_series(tmp_path: Path) -> None:
     assert foreign_series.load(box).order == ("box-1", "mine")
     assert foreign_series.load(tmp_path).order == ("box-1", "mine")
     box.write_bytes(mail + ONE + mail + b"nothing\n")
-    with pytest.raises(PatchFormatError, match="box-2 holds no change"):
+    with pytest.raises(PatchFormatError, match="box-2 has no change"):
         foreign_series.load(box)

@@ -61,7 +61,7 @@ def test_a_token_without_sequence_is_refused() -> None:
     """Check an empty list of ids, and adding to arrays."""
     with pytest.raises(UsageError, match="at least one"):
         Batch().add(1, 0, [])
-    with pytest.raises(UsageError, match="made of arrays"):
+    with pytest.raises(UsageError, match="created from arrays"):
         Batch.of([1], [0], 0).add(2, 1)
 
 

@@ -128,7 +128,7 @@ def test_a_status_is_returned_where_failures_are_counted(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        ([], "nothing to decode"),
+        ([], "no tokens"),
         ([259], "token 259"),
         ([-1], "token -1"),
         ([1] * 33, "n_batch is 32"),
@@ -152,13 +152,13 @@ def test_batches_that_cannot_be_right_never_reach_c(
 @pytest.mark.parametrize(
     ("placed", "message"),
     [
-        ([(5, 3, 0)], "goes on at position 2"),
-        ([(5, 2, 0), (5, 4, 0)], "goes on at position 3"),
-        ([(5, 1, 0)], "goes on at position 2"),
-        ([(5, -1, 1)], "goes on at position 0"),
+        ([(5, 3, 0)], "continues at position 2"),
+        ([(5, 2, 0), (5, 4, 0)], "continues at position 3"),
+        ([(5, 1, 0)], "continues at position 2"),
+        ([(5, -1, 1)], "continues at position 0"),
         ([(5, 0, 4)], "sequence 4 is out of range"),
         ([(5, 0, -1)], "sequence -1 is out of range"),
-        ([(5, 2, [0, 1])], "sequence 1 goes on"),
+        ([(5, 2, [0, 1])], "sequence 1 continues"),
         ([(5, 0, [1, 1])], "twice"),
     ],
 )
@@ -192,7 +192,7 @@ def test_long_prompts_are_split(tmp_path: Path) -> None:
     assert ctx.native.calls == ["decode 32", "decode 32", "decode 13"]
     assert a.tokens == list(range(3, 80))
     assert ctx.logits(12).argmax() == a.logits().argmax()
-    with pytest.raises(UsageError, match="nothing to decode"):
+    with pytest.raises(UsageError, match="no tokens"):
         ctx.prefill(a, [])
 
 

@@ -126,7 +126,7 @@ def test_rows_become_stale_as_single_logits_do(tmp_path: Path) -> None:
     """Check reading before and after a later decode, and the places that asked for none."""
     ctx = kit.context(tmp_path)
     a, b = ctx.sequence(), ctx.sequence()
-    with pytest.raises(StaleLogits, match="nothing was decoded"):
+    with pytest.raises(StaleLogits, match="no decode yet"):
         ctx.logits_all()
     ctx.decode([a.feed([1, 2]), b.feed([3, 4], logits="all")])
     rows = ctx.logits_all()
@@ -161,11 +161,11 @@ def test_a_penalty_is_for_one_sequence(tmp_path: Path) -> None:
     params = {"penalty_last_n": 8, "penalty_repeat": 2.0}
     for sampler in (NumpySampler(SamplerParams(**params)), ctx.model.sampler(**params)):
         ctx.step_all(sequences, [7, 8, 9])
-        with pytest.raises(UsageError, match="remembers the tokens of one sequence"):
+        with pytest.raises(UsageError, match="has the history of one sequence"):
             sampler.sample_all(ctx)
         ctx.step_all(sequences[:1], [7])
         assert len(sampler.sample_all(ctx)) == 1
-    with pytest.raises(UsageError, match="remembers"):
+    with pytest.raises(UsageError, match="has the history"):
         ctx.advance(sequences, [7, 8, 9], 2, ctx.model.sampler(**params))
 
 

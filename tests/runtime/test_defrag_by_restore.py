@@ -86,7 +86,7 @@ def test_it_can_be_declined(tmp_path: Path) -> None:
         ctx.kv.defrag(fallback=False)
     poor = kit.context(tmp_path, {**STOCK, "capabilities": Capability.CELLS})
     sparse(poor)
-    with pytest.raises(Unsupported, match="neither be moved nor saved"):
+    with pytest.raises(Unsupported, match="neither move nor save"):
         poor.kv.defrag()
 
 

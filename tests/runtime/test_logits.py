@@ -91,7 +91,7 @@ def test_places_without_logits_are_refused(tmp_path: Path) -> None:
     """Check places of a batch that asked for some, and negative places."""
     ctx = kit.context(tmp_path)
     a, b = ctx.sequence(), ctx.sequence()
-    with pytest.raises(StaleLogits, match="nothing was decoded"):
+    with pytest.raises(StaleLogits, match="no decode yet"):
         ctx.logits()
     ctx.decode([a.feed([1, 2]), b.feed([3, 4], logits="all")])
     assert ctx.logits(1).argmax() == a.logits().argmax()

@@ -62,7 +62,7 @@ def test_a_cut_behind_the_window_is_refused(ctx) -> None:
     """Nothing changes, and the message says which position is gone."""
     sequence = SimpleNamespace(ledger=ctx.ledgers[0])
     positions = sequence.ledger.without(16, None)
-    with pytest.raises(PartialRemovalRefused, match="given position 9 away"):
+    with pytest.raises(PartialRemovalRefused, match="dropped position 9"):
         swa.check(ctx, 0, positions, "removing them")
     assert len(sequence.ledger) == 30
     swa.check(ctx, 0, sequence.ledger.without(24, None), "removing them")

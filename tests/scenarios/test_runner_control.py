@@ -78,7 +78,7 @@ def test_a_setting_that_the_device_computes_wrongly_is_skipped() -> None:
     """The reason has the difference; the scenario itself does not run."""
     outcome, calls, _ = run(lambda: Crooked(heals=True), "vulkan")
     assert outcome.status == "skip"
-    assert "before anything is moved: logits of the same tokens differ by 1" in outcome.message
+    assert "before cells are moved: logits of the same tokens differ by 1" in outcome.message
     assert calls.count(f"decode {TOKENS}") == 1
     assert calls[1:] == ["decode 1"] * TOKENS
 
@@ -120,7 +120,7 @@ def test_a_worker_that_the_control_ends_is_replaced() -> None:
     """What the device cannot do by itself is not judged, and the next run has a worker."""
     outcome, _, opened = run(Ending, "vulkan", times=2)
     assert (outcome.status, outcome.failure, opened) == ("skip", "crash", 2)
-    assert "ends the process before anything is moved: ended by SIGABRT" in outcome.message
+    assert "ends the process before cells are moved: ended by SIGABRT" in outcome.message
 
 
 def test_a_context_that_ends_the_worker_is_not_judged() -> None:

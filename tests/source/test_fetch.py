@@ -231,7 +231,7 @@ def test_an_archive_of_a_pinned_release_must_match(tmp_path: Path) -> None:
     lockfile.save(lockfile.shipped(), [release])
     assert fetch.add(str(file)) == release
     file.write_bytes(file.read_bytes() + b"x")
-    with pytest.raises(HashMismatch, match="the lock expects"):
+    with pytest.raises(HashMismatch, match="the lock file expects"):
         fetch.add(str(file))
 
 

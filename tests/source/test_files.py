@@ -71,7 +71,7 @@ def test_what_was_planted_where_the_part_goes_is_not_written_into(
 def test_a_folder_where_the_part_goes_is_told(tmp_path: Path) -> None:
     """It is not removed: somebody may have put something there."""
     (tmp_path / ".file.part").mkdir()
-    with pytest.raises(SourceError, match="is a folder"):
+    with pytest.raises(SourceError, match="is a directory"):
         write_text_atomic(tmp_path / "file", "all")
 
 

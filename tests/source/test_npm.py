@@ -101,9 +101,9 @@ def test_npm_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FetchError, match="ENOTFOUND"):
         npm.pack("3.7.0", tmp_path / "d", sha256=None)
     fake_npm(tmp_path, monkeypatch, "pass\n")
-    with pytest.raises(FetchError, match="left no"):
+    with pytest.raises(FetchError, match="wrote no"):
         npm.pack("3.7.0", tmp_path / "d", sha256=None)
-    with pytest.raises(FetchError, match="no version"):
+    with pytest.raises(FetchError, match="not a version"):
         npm.pack("--evil", tmp_path / "d", sha256=None)
     assert list((tmp_path / "d").iterdir()) == []
 
@@ -128,10 +128,10 @@ def test_a_pinned_commit_is_checked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "word"),
     [
-        (None, "holds no"),
-        (b"rubbish", "no git bundle"),
+        (None, "has no"),
+        (b"rubbish", "not a git bundle"),
         (b"# v2 git bundle\n\nPACK", "names no commit"),
-        (b"# v2 git bundle\n-" + b"1" * 40 + b" x\n", "needs history"),
+        (b"# v2 git bundle\n-" + b"1" * 40 + b" x\n", "requires history"),
         (b"# v2 git bundle\n" + b"x\n" * 5000 + b"\nPACK", "more than 1000 references"),
     ],
 )

@@ -95,7 +95,7 @@ def test_verbs(bench: SeriesSandbox, words: str, capsys: pytest.CaptureFixture[s
 
 
 def test_versions_are_those_of_llama_cpp_python(bench: SeriesSandbox) -> None:
-    """A tag of llama.cpp is no version to compare with: markers decide for it, no wheel has it."""
+    """Tags of llama.cpp are not versions of llama-cpp-python, so markers decide for them."""
     assert sdist_version("v0.5.0") is sdist_version("b4980") is sdist_version("") is None
     assert str(sdist_version("0.5.0")) == "0.5.0"
     limited = Definition("one", "t", "w", "o", "u", "<=0.3.8", (), ())

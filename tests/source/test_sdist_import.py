@@ -133,7 +133,7 @@ def test_a_plain_path_that_leads_out_is_refused(
     """A member whose path climbs out of the tree makes the archive hostile."""
     plain = {k: v for k, v in members.items() if "/.git/" not in k}
     plain[f"{UNPACKED}/{path}"] = b"x"
-    with pytest.raises(ArchiveError, match="leads outside"):
+    with pytest.raises(ArchiveError, match=r"points outside|path outside"):
         import_sdist(store, packed(tmp_path, plain))
 
 
@@ -145,7 +145,7 @@ def test_a_link_in_place_of_an_object_is_refused(
     before = objects(store)
     name = f"{TOP}/objects/pack/pack-{'a' * 40}.pack"
     members["bad"] = link(name, "/etc/passwd", kind)
-    with pytest.raises(ArchiveError, match="no plain file"):
+    with pytest.raises(ArchiveError, match="not a plain file"):
         import_sdist(store, packed(tmp_path, members))
     assert untouched(store, before)
 

@@ -40,7 +40,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_only_files_and_links_of_a_plain_tree_are_taken(tmp_path: Path, kind: bytes) -> None:
     """A hard link, a device or a pipe in an unpacked tree is refused."""
     members = PLAIN | {"x": link(f"{UNPACKED}/src/x", "/etc/passwd", kind)}
-    refused(open_store(), sdist(tmp_path, members), "no plain file")
+    refused(open_store(), sdist(tmp_path, members), "not a plain file")
 
 
 @pytest.mark.parametrize("name", ["/etc/x", "../x", "llama_cpp_python-1.0/../../x"])
@@ -55,7 +55,11 @@ def test_members_outside_the_tree_are_passed_over(tmp_path: Path, name: str) -> 
 @pytest.mark.parametrize("name", ["/etc/x", "/", "a//b"])
 def test_an_absolute_path_below_the_tree_is_refused(tmp_path: Path, name: str) -> None:
     """A path that would begin at the root, were it joined, is hostile."""
-    refused(open_store(), sdist(tmp_path, PLAIN | {f"{UNPACKED}/{name}": b"x"}), "leads outside")
+    refused(
+        open_store(),
+        sdist(tmp_path, PLAIN | {f"{UNPACKED}/{name}": b"x"}),
+        r"points outside|path outside",
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,7 +81,7 @@ def test_a_link_out_of_the_tree_is_not_exported(tmp_path: Path, links: dict[str,
     members = PLAIN | {at: link(f"{UNPACKED}/{at}", to) for at, to in links.items()}
     store = open_store()
     commit, _ = import_sdist(store, sdist(tmp_path, members))
-    with pytest.raises(SourceError, match="leads outside"):
+    with pytest.raises(SourceError, match=r"points outside|path outside"):
         store.export(commit, tmp_path / "tree")
 
 
@@ -140,7 +144,7 @@ def test_commits_that_say_what_none_does(tmp_path: Path, said: str) -> None:
     git_command.git(up, "update-ref", "refs/heads/main", head)
     git_command.git(up, "bundle", "create", "-q", str(tmp_path / "bundle"), "HEAD")
     file = pack(tmp_path / "node-llama-cpp-1.0.0.tgz", {BUNDLE: (tmp_path / "bundle").read_bytes()})
-    words = "65 parents" if said == "crowd" else "nothing of when"
+    words = "65 parents" if said == "crowd" else "no valid date"
     for spec in (str(file), f"git:file://{up}@main", f"git:{tmp_path / 'bundle'}@HEAD"):
         not_fetched(spec, words)
     if said != "crowd":

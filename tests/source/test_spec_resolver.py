@@ -147,7 +147,7 @@ def test_a_repository_of_something_else(tmp_path: Path) -> None:
     """A source without llama.h is refused, whatever its kind."""
     repository(tmp_path / "other", {"README": b"x"})
     for kind in ("git", "path"):
-        with pytest.raises(UnknownRelease, match="holds no llama"):
+        with pytest.raises(UnknownRelease, match="has no llama"):
             resolve(f"{kind}:{tmp_path / 'other'}")
     assert not objects(open_store())
     with pytest.raises(UnknownRelease):

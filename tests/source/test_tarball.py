@@ -146,7 +146,7 @@ def test_a_member_that_claims_what_cannot_be(
     of="Python",
 )
 def test_a_sparse_member(tmp_path: Path) -> None:
-    """A member that is larger than its content is no plain file."""
+    """A member that is larger than its content is not a plain file."""
     info = tarfile.TarInfo(f"{UNPACKED}/src/sparse")
     info.pax_headers = {"GNU.sparse.size": str(1 << 29), "GNU.sparse.map": "0,0"}
-    refused(open_store(), sdist(tmp_path, PLAIN | {"x": info}), "no plain file")
+    refused(open_store(), sdist(tmp_path, PLAIN | {"x": info}), "not a plain file")

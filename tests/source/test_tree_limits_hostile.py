@@ -66,7 +66,7 @@ def test_references_without_end(tmp_path: Path) -> None:
     """The texts of a clone are counted together."""
     at = "llama_cpp_python-1.0/.git/modules/vendor/llama.cpp"
     members = {f"{at}/refs/heads/{number}": bytes(300 << 10) for number in range(4)}
-    refused(open_store(), sdist(tmp_path, members), "reasonable size")
+    refused(open_store(), sdist(tmp_path, members), "plausible size")
 
 
 def test_a_loose_object_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

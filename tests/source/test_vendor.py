@@ -79,7 +79,7 @@ def test_clean_removes_only_what_lies_in_trees(
     """A folder elsewhere is never removed."""
     out = tmp_path / "mine"
     vendored, _ = vendor.sync(store, release, release.commit, spec="0.3.9", folder=out)
-    with pytest.raises(SourceError, match="by hand"):
+    with pytest.raises(SourceError, match="manually"):
         vendor.clean(vendored)
     assert out.is_dir()
 

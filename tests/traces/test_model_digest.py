@@ -50,7 +50,7 @@ def test_a_model_is_found_where_the_variable_says(tmp_path: Path, monkeypatch) -
         model_digest.find("/no/such/model.gguf", digest)
     monkeypatch.setenv(synthetic_models.VARIABLE, str(mine))
     assert model_digest.find("/no/such/model.gguf", digest) == mine
-    with pytest.raises(UsageError, match="is not here"):
+    with pytest.raises(UsageError, match="was not found"):
         model_digest.find("/no/such/model.gguf", "another")
     with pytest.raises(UsageError, match="cannot be read"):
         model_digest.identity(tmp_path / "missing.gguf")

@@ -117,8 +117,8 @@ def test_a_wrong_line_is_named(text: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('{"op": "decode", "feed": {"a": 1}}', "names no sequence"),
-        ('{"op": "restore", "seq": 0, "as": "x"}', "nothing was saved"),
+        ('{"op": "decode", "feed": {"a": 1}}', "not a sequence"),
+        ('{"op": "restore", "seq": 0, "as": "x"}', "no sequence was saved"),
         ('{"op": "restore", "seq": 0, "as": "x", "state": "é"}', "state cannot be read"),
         ('{"op": "defrag"}\n{"op": "context"}', "first operation"),
         ('{"op": "context", "type_k": "f13"}', "f13"),

@@ -44,7 +44,7 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     file = TraceFile(path)
     file.write(["mine"])
-    with pytest.raises(UsageError, match="recorded by another"):
+    with pytest.raises(UsageError, match="written by another recording"):
         TraceFile(path)
     assert path.read_text() == "mine\n"
     file.close()

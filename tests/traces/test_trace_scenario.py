@@ -172,7 +172,7 @@ def test_a_trace_of_a_model_that_is_not_here_is_untestable(recorded: Path) -> No
     edit(recorded, model="/no/such/model.gguf")
     outcome = run(recorded)
     assert outcome.status == "skip"
-    assert "is not here" in outcome.message
+    assert "was not found" in outcome.message
     edit(recorded, model="grouped")
     assert "another model" in run(recorded).message
 

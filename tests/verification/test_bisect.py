@@ -72,9 +72,9 @@ def test_more_than_one_change_is_told() -> None:
     ("good", "bad", "error", "says"),
     [
         ("r0", "r1", UsageError, "both needed"),
-        ("r0", "r0", UsageError, "nothing between"),
-        ("r0", "r99", UsageError, "not in the chain"),
-        ("r0", "r15", Untestable, "r15 cannot be judged here"),
+        ("r0", "r0", UsageError, "no release lies between"),
+        ("r0", "r99", UsageError, "not in the release chain"),
+        ("r0", "r15", Untestable, "r15 cannot be verified here"),
     ],
 )
 def test_ends_that_give_no_search(good: str, bad: str, error: type, says: str) -> None:

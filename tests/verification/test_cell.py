@@ -107,7 +107,7 @@ def test_a_result_with_older_keys_can_be_read() -> None:
 )
 def test_what_is_no_result_is_refused(raw) -> None:
     """A file of another shape is a ValueError, whatever it lacks."""
-    with pytest.raises(ValueError, match=r"no result|splendid"):
+    with pytest.raises(ValueError, match=r"not a result|splendid"):
         CellResult.from_json(raw)
 
 

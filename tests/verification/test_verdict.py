@@ -138,7 +138,7 @@ def test_what_only_patched_cannot_run_is_its_failure(stock: Outcome, verdict: Ve
     """A patch that keeps a model from loading is not saved by the scenarios of other models."""
     found = decide([pair(stock, SKIP), pair(fail(), PASS, scenario="other")])
     assert found.verdict is verdict
-    assert "cannot run what stock can: no such cache here" in found.reason
+    assert "cannot run a setting that stock can: no such cache here" in found.reason
 
 
 def test_broken_apply_when_nothing_applies_and_stock_fails() -> None:

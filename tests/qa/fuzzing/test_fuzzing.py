@@ -87,7 +87,7 @@ def test_every_seed_is_taken(name: str, tmp_path: Path) -> None:
     of="Python",
 )
 @pytest.mark.regression(
-    "a quilt list of patches that is no text was a bare UnicodeDecodeError",
+    "a quilt list of patches that is not a text was a bare UnicodeDecodeError",
     by="fuzzing",
     of="Python",
 )
@@ -97,7 +97,7 @@ def test_every_seed_is_taken(name: str, tmp_path: Path) -> None:
     of="Python",
 )
 @pytest.mark.regression(
-    "a mode in a patch that is no text was a bare UnicodeDecodeError",
+    "a mode in a patch that is not a text was a bare UnicodeDecodeError",
     by="fuzzing",
     of="Python",
 )
@@ -341,7 +341,7 @@ def test_a_kept_cache_of_nobody_is_refused(tmp_path: Path) -> None:
     mend = kv_file_checksums.ChecksumFixer(len(made.seeds[1]))
     strange = bytearray(made.seeds[1])
     strange[kv_file_checksums.SIZE + 8] = 1 << 5  # the first cell is that of sequence 5, of three
-    with pytest.raises(KVFileDamaged, match="of no sequence"):
+    with pytest.raises(KVFileDamaged, match="without a sequence"):
         list(made.run(mend(Random(2), bytes(strange))))
 
 

@@ -130,7 +130,7 @@ def test_what_cannot_be_installed_is_told(
 ) -> None:
     """A release without a package, a Python without pip and an sdist without tests are told."""
     other = Release("b4980", "npm", "c" * 40, "t" * 40, "context", "2025-01-01T00:00:00Z")
-    with pytest.raises(Unsupported, match="b4980 belongs to no llama-cpp-python"):
+    with pytest.raises(Unsupported, match="b4980 is not a release of llama-cpp-python"):
         install.install(other)
     monkeypatch.setenv("NO_PIP", "1")
     with pytest.raises(ToolMissing, match="needs pip"):
