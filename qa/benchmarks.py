@@ -33,6 +33,7 @@ GROUPS = {
     "whole": False,
     "every": False,
     "ports": False,
+    "checkout": False,
 }
 
 
@@ -43,14 +44,17 @@ def bench(
         help=f"{', '.join(GROUPS)}; without any: {', '.join(k for k, v in GROUPS.items() if v)}.",
     ),
     backend: str = typer.Option("cuda", help="What `hardware` builds for: cuda, vulkan or rpc."),
-    old: list[str] = typer.Option(None, help="Build of earlier patches to compare `ports` with."),
+    old: list[str] = typer.Option(
+        None, help="Earlier build (ports) or revision (checkout) to compare with."
+    ),
     write: Path = typer.Option(None, help="Write the figures into this document and its JSON."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Measure ratios side by side.
 
     `moving` defragments caches of some kinds, `grid` of all kinds; `whole` builds a release twice,
-    `every` judges all of them; `ports` counts the lines that ports change; `hardware` builds for a
+    `every` judges all of them; `ports` counts the lines that ports change; `checkout` runs the
+    make targets in new clones; `hardware` builds for a
     device, runs all scenarios on it, and measures there what `devices` measures.
     """
     from rich.console import Console
@@ -61,6 +65,7 @@ def bench(
         all_releases,
         backends,
         benchmark_document,
+        checkout,
         command_times,
         defrag,
         devices,
@@ -97,6 +102,7 @@ def bench(
         "whole": command_times,
         "every": all_releases,
         "ports": ports,
+        "checkout": checkout,
     }
     chosen = groups or [name for name, default in GROUPS.items() if default]
     for name in chosen:
@@ -124,7 +130,7 @@ def bench(
             more: dict[str, Any] = {}
             if name == "hardware":
                 more = {"backend": backend, "keep": keep}
-            elif name == "ports":
+            elif name in ("ports", "checkout"):
                 more = {"old": old or ()}
             found += [figure.dated(command) for figure in measures[name].figures(tick, **more)]
     if write is not None:
