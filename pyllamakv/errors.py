@@ -1,6 +1,6 @@
-"""The whole exception tree: imports nothing else, so that every layer can raise it.
+"""All exceptions of the package. This module imports nothing else, so every layer can use it.
 
-A message says what was expected and what to do; the fields carry the state that explains it.
+A message states what was expected and what to do. Fields contain the state that explains it.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class LockFileError(SourceError):
 
 
 class GitError(SourceError):
-    """Show a git command that failed: command, exit status and what it said."""
+    """A git command failed: command, exit status and output."""
 
     exit_code = 2
 
@@ -278,7 +278,7 @@ class ToolMissing(BuildError):
 
 
 class CommandFailed(BuildError):
-    """Show a command that failed: command, exit status, first error and where the log lies."""
+    """A command failed: command, exit status, first error and path of the log."""
 
     exit_code = 1
 
@@ -520,15 +520,15 @@ class PagingError(KvError):
 
 
 class HarnessError(KvError):
-    """Report a fault of the harness itself, never of what it judges."""
+    """An internal error of the verification, not of the tested build."""
 
     exit_code = 128
 
 
 class Untestable(KvError):
-    """Say why a release, patch or scenario cannot be judged here.
+    """A release, patch or scenario cannot be verified here.
 
-    ``failure`` is "crash" where the process ended before there was anything to judge.
+    ``failure`` is "crash" if the process ended before any result.
     """
 
     exit_code = 125

@@ -124,10 +124,10 @@ def variant_path(spec: str | os.PathLike[str], *, backend: str = "cpu") -> Path:
 
 
 def find_recorded(variant: str, spec: str) -> Path:
-    """Return the folder of the built variant that a file from elsewhere names, or raise NotBuilt.
+    """Return the directory of a built variant that a file from elsewhere names.
 
-    ``variant`` is an id, and ``spec`` stands in where that one is not built. Neither is a path,
-    and no source is read or fetched: of URLs and folders what was built from them is found.
+    ``variant`` is an id; ``spec`` is used if that variant is not built. Neither is a path, and no
+    source is read or fetched. Raises NotBuilt.
     """
     known = _all_built()
     if variant in known:
@@ -140,11 +140,10 @@ def find_recorded(variant: str, spec: str) -> Path:
 
 
 def find_built(spec: str, *, backend: str = "cpu") -> Path:
-    """Return the folder of the built variant that a spec or an id names, or raise NotBuilt.
+    """Return the directory of the built variant of a spec or an id.
 
-    No compiler is asked or needed: see `building.variant.find`, which also says which of several
-    builds is meant. Raises UnknownPatch where nothing is found and the spec names a patch that
-    there is not.
+    Needs no compiler: see `building.variant.find`, which also chooses among several builds. Raises
+    NotBuilt, or UnknownPatch if nothing is found and the spec names an unknown patch.
     """
     folder = home() / "built" / spec
     if _is_id(spec) and _read(folder / manifests.NAME):

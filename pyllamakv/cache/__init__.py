@@ -1,1 +1,1 @@
-"""Own a cache for others: who gets which cells, what is kept, and what goes first."""
+"""Manage a cache for its users: assign cells, keep prefixes, and evict."""

@@ -85,7 +85,7 @@ class Batcher:
         self._queue = GenerationQueue(manager)
         self._greedy = make_sampler(context.model, SamplerParams())
         self._feeding: list[Portion] = []
-        #: Those who are continued, while nobody comes, goes or is cancelled.
+        #: The active generations, while none is added, ends or is cancelled.
         self._decode_only: DecodeOnlyBatch | None = None
         self._lock = threading.Lock()
         #: Of the context's cancels those that were ours, and those of others that were seen.
@@ -211,7 +211,7 @@ class Batcher:
         cancels = self._interrupts + self._cancels
         self._decode_only = DecodeOnlyBatch(self.context, self._greedy, queue.active, cancels)
         if any(one.cancelled for one in queue):
-            # In this order: `Generation.cancel` says so first, and interrupts then.
+            # In this order, because `Generation.cancel` sets its flag first and interrupts then.
             self._leave_decode_only()
 
     def _leave_decode_only(self) -> None:
@@ -337,7 +337,7 @@ class Batcher:
         self._remove_ended(ready)
 
 
-#: Steps after which whoever was left out goes before those that are being continued.
+#: Steps after which a generation that was left out precedes those that are being decoded.
 STARVATION_STEPS = 8
 
 Portion = tuple["Generation", int]
@@ -435,13 +435,14 @@ class GenerationQueue:
 
     @property
     def full(self) -> bool:
-        """Tell whether those who wait have to until somebody ends."""
+        """Return whether waiting generations must wait until an active one ends."""
         return bool(self.active and self._crowded is not None and len(self.active) >= self._crowded)
 
     def admit(self, steps: int) -> None:
-        """Let in who waits, as far as the manager has leases; ``steps`` is when.
+        """Admit waiting generations while the manager has leases; ``steps`` is the present step.
 
-        Who is refused for good fails; so does who finds no room although nobody can make any.
+        A generation fails if the manager refuses it permanently, or if it finds no cells and no
+        active generation could free any.
         """
         while self.waiting and not self.full:
             self._crowded = None
@@ -479,7 +480,7 @@ class GenerationQueue:
     def end_all(self, reason: Reason, error: Exception | None = None) -> None:
         """End all of them; what giving a lease back raises is raised when all have ended."""
         with ExitStack() as stack:
-            # Last in, first out; a stack goes on where one of them raises.
+            # A stack closes in reverse order, and continues if one of them raises.
             for each in reversed((*self.active, *self.waiting)):
                 stack.callback(self.end, each, reason, error)
 
@@ -493,7 +494,7 @@ class GenerationQueue:
 
 
 class StepOutcome(Enum):
-    """Say what became of a step: all go on, somebody ended, or nothing was decoded."""
+    """Record the result of a step: all continue, one ended, or nothing was decoded."""
 
     GOING = 0
     ENDED = 1

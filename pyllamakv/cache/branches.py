@@ -1,9 +1,9 @@
-"""Hold sequences of a context at the nodes of a prefix tree, page them out and in, part with them.
+"""Store sequences at the nodes of a prefix tree, page them out and in, and drop them.
 
-In a unified attention cache sequences share the cells of what they have in common, so the sequence
-at a leaf holds every node above it, and a page has the tokens that nothing else holds. Other
-memories keep whole sequences: their pages do too. Recurrent states cannot go back, so that only
-the very end of what was decoded can be gone on from.
+In a unified attention cache, sequences share the cells of common prefixes. The sequence at a leaf
+therefore contains every node above it, and a page contains only tokens that no other branch has.
+Other memory types store whole sequences, also in pages. Recurrent states cannot be rewound, so
+decoding can only continue from the end of a branch.
 """
 
 from __future__ import annotations

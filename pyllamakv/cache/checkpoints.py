@@ -84,7 +84,7 @@ class Ring:
         return self._kept[-1].pos if self._kept else -1
 
     def put(self, checkpoint: Checkpoint) -> None:
-        """Add the checkpoint of a position; what lies there or later is forgotten, as replaced."""
+        """Add the checkpoint of a position, replacing those at the same or a later position."""
         self.prune(checkpoint.pos - 1)
         self._kept.append(checkpoint)
         self._bytes += len(checkpoint.saved)

@@ -1,4 +1,4 @@
-"""Find room for a batch: decode, defragment once where that can help, or say why there is none."""
+"""Decode a batch, defragment once if that can help, or report why no slot was found."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ LOGGER = logging.getLogger("pyllamakv.cache")
 
 @dataclass(frozen=True, slots=True)
 class CellUsage:
-    """Hold what there is of room: in a cache, in a stream of it, or in one sequence's share.
+    """Store the cell usage of a cache, of one stream, or of one sequence's share.
 
-    ``largest_hole`` is None where it cannot be told, ``stats`` where no cells can be seen.
+    ``largest_hole`` is None if unknown, and ``stats`` if cells cannot be read.
     """
 
     cells: int
@@ -104,7 +104,7 @@ def cache_full_error(
     wanted = sum(counts.values())
     there = CellUsage.of(context, error.stats)
     if context.stream_per_sequence:
-        # Each sequence has cells of its own: tell of the one that lacks most.
+        # Each sequence has its own cells: report the one that lacks most.
         with context.lock:
             snapshot = context.kv.try_snapshot()
         streams = snapshot.streams if snapshot is not None else ()

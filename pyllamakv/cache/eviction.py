@@ -68,7 +68,7 @@ def evict(cache: PrefixCache, node: Node, keep: int = 0) -> Sequence | None:
 
 
 def droppable(cache: PrefixCache) -> Node | None:
-    """Return the branch to part with next, resident or paged out; None when all must stay."""
+    """Return the next branch to evict, resident or paged; None if all must stay."""
     branches = cache.branches
     protected = {each for lease in cache.leases for each in lease.node.path}
     most = 0 if branches.sharing else 1
@@ -81,7 +81,7 @@ def droppable(cache: PrefixCache) -> Node | None:
 
 
 def free_sequences(cache: PrefixCache, n: int, kept: Iterable[Node]) -> bool:
-    """Make sequences vacant; False when there are too few to part with."""
+    """Free sequences by eviction. Returns False if too few can be evicted."""
     kept = list(kept)
     while cache.branches.vacant < n:
         node = victim(cache, kept, frees_id=True)
@@ -92,9 +92,9 @@ def free_sequences(cache: PrefixCache, n: int, kept: Iterable[Node]) -> bool:
 
 
 def keep_state(cache: PrefixCache, lease: PrefixLease) -> None:
-    """Keep the state that a lease has now, if there is a sequence or a page for it.
+    """Store the present state of a lease, if a sequence or a page is available for it.
 
-    Nobody has to make way for it, and one that cannot be kept is no harm.
+    Evicts nothing. Failing to store the state is not an error.
     """
     branches, node = cache.branches, lease.node
     if node.parent is None or node.entry is not None or node.page is not None:
@@ -126,7 +126,7 @@ def pin_state(cache: PrefixCache, node: Node, length: int) -> None:
 
 
 def no_sequence_error(cache: PrefixCache) -> NoSlotAvailable:
-    """Make the error for a sequence that nobody gives up."""
+    """Create the error for a cache in which every sequence is in use."""
     limit = cache.branches.limit
     msg = (
         f"all {limit} sequences of this cache are leased or pinned; release "
@@ -212,7 +212,7 @@ def make_cells(cache: PrefixCache, n: int, lease: PrefixLease) -> None:
 def _free(
     cache: PrefixCache, n: int, lease: PrefixLease | None, kept: Iterable[Node], short: int
 ) -> bool:
-    """Evict until nothing is short; False when there is nobody left to evict."""
+    """Evict until the cells suffice. Returns False if nothing is left to evict."""
     kept, context, branches = list(kept), cache.context, cache.branches
     while short > 0:
         node = victim(cache, kept, frees_id=False)
@@ -233,7 +233,7 @@ def _free(
 
 
 def _needs_holes(context: Context) -> bool:
-    """Tell whether micro-batches need one hole, and decodes do not make it by themselves."""
+    """Return whether micro-batches need one hole that a decode does not create automatically."""
     heals = Capability.DEFRAG_OPTIONS in context.native.about.capabilities
     return context.info.contiguous_slots is not False and context.info.defrag and not heals
 

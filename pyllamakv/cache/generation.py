@@ -155,7 +155,7 @@ class Generation:
             return ""
         piece = self._piece(token)
         if piece.isascii() and self._is_eog is not None:
-            # Read once: what is in here is no end, and text by itself.
+            # Read once: these tokens do not end a generation, and their bytes are complete text.
             self._known[token] = piece.decode("ascii")
         return self._text.feed(piece)
 
@@ -323,7 +323,7 @@ class StopStrings:
         self.found: str | None = None
 
     def feed(self, text: str) -> str:
-        """Return what of the text may go out; `found` says whether it ends there."""
+        """Return the text that can be emitted. `found` reports a complete stop string."""
         data = self._held + text
         # The one that is complete first: wherever pieces are cut, the text is the same.
         first = min(

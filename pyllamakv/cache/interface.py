@@ -92,7 +92,7 @@ def check_range(begin: object, end: object) -> tuple[int, int | None]:
             f"expected 0 <= begin <= end, not {arguments.shown(first)} and {arguments.shown(last)}"
         )
         raise UsageError(msg)
-    # Whatever lies behind all positions is as good as the first that does.
+    # Every index above all positions is equivalent to the first one.
     return min(first, POSITION_LIMIT), None if last is None else min(last, POSITION_LIMIT)
 
 

@@ -34,7 +34,7 @@ class LockstepCache:
         self.max_sequences = min(each.max_sequences for each in self.caches)
         self.capacity = min(each.capacity for each in self.caches)
         self.max_batch = min(each.max_batch for each in self.caches)
-        # Who cannot go back goes last: when it has succeeded, nobody is left to fail.
+        # Caches that cannot be rewound come last: after they succeed, no other cache can fail.
         self._order = sorted(self.caches, key=_keeps_no_past)
 
     def length(self, sequence: int) -> int:
@@ -160,7 +160,7 @@ class LockstepCache:
             self._cut(number, max(ends))
 
     def _cut(self, number: int, target: int) -> None:
-        """Let every cache go on with a sequence at ``target``, or before, where all of them can."""
+        """Rewind every cache to ``target``, or to an earlier position that all support."""
         try:
             target = self.prepare_restore(number, target)
             for cache in self.caches:

@@ -1,8 +1,8 @@
-"""Put saved branches of a cache into host memory or files, and read them back.
+"""Store branches of a cache in host memory or in files, and read them back.
 
-A file is written beside its place and renamed, so that there is all of it or nothing. It begins
-with a head that says whose it is, where the branch lies and how long it is, and a checksum of all
-that follows. Files belong to one cache object and are removed with it.
+A file is written under a temporary name and renamed, so it is complete or absent. It starts with a
+header (owner, start and length of the branch) and a checksum of the rest. Files belong to one cache
+object and are removed with it.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class FilePager:
 
 
 def read(path: Path, owner: str, start: int, end: int) -> bytes:
-    """Return what a page file holds, or raise PagingError that says what is wrong with it."""
+    """Return the content of a page file. Raises PagingError with the reason."""
     try:
         content = path.read_bytes()
     except OSError as error:

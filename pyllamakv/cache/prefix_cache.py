@@ -314,7 +314,7 @@ class PrefixCache:
         return f"<PrefixCache {'closed' if self.closed else self.stats()}>"
 
 
-#: Room is asked for so many tokens at a time where it costs nobody anything.
+#: Number of tokens for which cells are reserved at a time if that evicts nothing.
 LOOKAHEAD_TOKENS = 64
 
 #: States of memories that cannot go back are kept so many tokens apart.
@@ -358,11 +358,11 @@ class PrefixLease:
         return max(0, self.granted - len(self.ledger))
 
     def prefill(self, *, logits: bool = True) -> None:
-        """Decode the rest of the prompt in pieces of n_batch; what was decoded stays if one fails.
+        """Decode the rest of the prompt in batches of n_batch. Batches before a failure remain.
 
-        Called again it goes on from there, from the beginning where a failure emptied the sequence.
-        Where a memory cannot go back, states are kept on the way: where other prompts part from
-        this one, before its last token, and every `STATE_EVERY` tokens.
+        A second call continues, or restarts if the failure emptied the sequence. For memory that
+        cannot be rewound, states are saved on the way: where other prompts diverge, before the last
+        token, and every `STATE_INTERVAL` tokens.
         """
         logits = arguments.flag("logits", logits)
         prompt = self._prompt

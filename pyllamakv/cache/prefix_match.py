@@ -37,7 +37,7 @@ def fork_longest_prefix(
         try:
             return _sequence(cache, key, length), length
         except PartialRemovalRefused:
-            # A window has passed that place; the end of a branch is where one can go on from.
+            # The window has passed that position. Decoding can continue from the end of a branch.
             if exact:
                 raise
             exact = True

@@ -264,7 +264,7 @@ class PrefixTree:
             each.last_used = self.clock
 
     def least_recently_used(self, wanted: Callable[[Node], bool]) -> Node | None:
-        """Return the node to part with first: used longest ago, then deepest, then largest."""
+        """Return the node to evict first: least recently used, then deepest, then largest."""
         found = (node for node in self.walk() if wanted(node))
         return min(found, key=lambda node: (node.last_used, -node.end, -len(node)), default=None)
 

@@ -251,7 +251,7 @@ class SlotCache:
             for each in sorted(free, key=lambda one: one.last_used):
                 if _cells(ledgers) + n <= self._cells:
                     return
-                _log.debug("sequence %d makes way", each.sequence.id)
+                _log.debug("sequence %d is evicted", each.sequence.id)
                 self._counts.evictions += len(each.sequence) > 0
                 each.trim(0)
 
@@ -584,7 +584,7 @@ def ledger_mismatches(context: Context) -> dict[int, int]:
         wrong = len(np.setxor1d(there, known)) + len(there) - len(np.unique(there))
         if wrong:
             found[number] = wrong
-    # Cells that belong to nobody.
+    # Cells without a sequence in any ledger.
     lost = sum(int(np.count_nonzero(each.used & (each.sharers == 0))) for each in main)
     return {**found, -1: lost} if lost else found
 

@@ -54,7 +54,7 @@ def count_common(a: Sequence[Hashable], b: Sequence[Hashable]) -> int:
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high
-    # Slices are compared in C; the first difference lies in a[low:high].
+    # Slices are compared in C. The first difference is within a[low:high].
     while high - low > 1:
         middle = (low + high) // 2
         if a[low:middle] == b[low:middle]:
@@ -65,11 +65,11 @@ def count_common(a: Sequence[Hashable], b: Sequence[Hashable]) -> int:
 
 
 def choose(slots: Sequence[Candidate], policy: Policy) -> SlotChoice | None:
-    """Choose for a prompt; None when all slots are in use.
+    """Choose a slot for a prompt; None if all slots are in use.
 
-    "longest" goes on with a slot of whose history at least half is common, throws the rest away,
-    and shares no cells with a slot in use; "best" goes on only with one that loses nothing, forks
-    where histories part, and shares with any.
+    "longest" reuses a slot if at least half of its history matches, drops the rest, and shares no
+    cells with slots in use. "best" reuses a slot only if no history is lost, forks where histories
+    diverge, and shares cells with any slot.
     """
     free = [n for n, each in enumerate(slots) if not each.in_use]
     if not free:

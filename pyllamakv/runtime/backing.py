@@ -122,7 +122,7 @@ def choose(
 
 
 def identity(model: Model) -> str:
-    """Return what tells a model from others: its facts, and pieces of all its weights."""
+    """Return an identification of a model: its metadata, and samples of all weights."""
     found = hashlib.sha256(model.fingerprint.encode())
     with model.path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
@@ -170,7 +170,7 @@ class KVFile:
         self.flushes = True
 
     def flush(self, handle: ContextHandle) -> None:
-        """Write everything to the file; nobody else uses the context."""
+        """Write everything to the file. No other thread may use the context meanwhile."""
         # What is pending may move cells; the tokens must be those of the cells as they are written.
         self._native.update(handle)
         parts = [_tokens(raw, self._ledgers) for raw in _cells(self._native, handle)]
@@ -186,9 +186,10 @@ class KVFile:
 
 
 def resume(context: Context) -> None:
-    """Fill the ledgers from what a kept file holds.
+    """Fill the ledgers from a cache file.
 
-    Raises KVFileForeign without tokens, KVFileDamaged where cells or tokens are of nobody.
+    Raises KVFileForeign if it has no tokens, and KVFileDamaged if cells or tokens belong to no
+    sequence.
     """
     native, handle = context.native, context.handle
     if not native.mapping(handle).info.resumed:

@@ -38,7 +38,7 @@ class BatchArrays(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Feed:
-    """Hold tokens that go on where a sequence ends, and which logits are wanted of them."""
+    """Store the next tokens of a sequence, and which of them need logits."""
 
     sequence: sequence.Sequence
     tokens: NDArray[np.int32]
@@ -185,7 +185,7 @@ def _numbers(values: Any, what: str) -> NDArray[Any]:
 
 
 def _as_flags(values: Any) -> NDArray[np.int8]:
-    """Return which logits are wanted (n,) int8, without a copy where it is that."""
+    """Return which tokens need logits, (n,) int8, without a copy if possible."""
     flags = values
     if not isinstance(values, np.ndarray):
         given = arguments.items("logits", values, _FLAGS)

@@ -1,8 +1,7 @@
-"""Say where the bytes of a context lie: model, K, V, states, compute and output.
+"""Report the memory of a context: model, K, V, states, compute and output.
 
-What can be counted is exact: the model's weights, and K and V, whose tensors the build shows. The
-rest is known from what the library logs when it makes a context, rounded to 0.01 MiB, or by a
-formula; every number says which.
+The sizes of weights, K and V are exact. The others come from the log of the library, rounded to
+0.01 MiB, or from a formula; each number states its source.
 """
 
 from __future__ import annotations

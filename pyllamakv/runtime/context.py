@@ -66,7 +66,7 @@ class StepGroup:
         for each in sequences:
             arguments.instance("an item of sequences", each, Sequence, "a Sequence")
             each.check(context)
-        #: A tuple, so that whoever has seen it knows that it is the same.
+        #: A tuple, so that identity shows that it is unchanged.
         self.ids = tuple(each.id for each in sequences)
         if not 0 < len(self.ids) <= context.info.n_batch or len(set(self.ids)) != len(self.ids):
             msg = (
@@ -79,9 +79,9 @@ class StepGroup:
 
 
 class Outputs:
-    """Hold how many tokens the last batch had (0: it failed) and which asked for logits.
+    """Store the size of the last batch (0: it failed) and which tokens have logits.
 
-    ``every`` stands for all of them; else ``flags`` None stands for the last token alone.
+    ``every`` means all of them; otherwise, ``flags`` None means the last token.
     """
 
     __slots__ = ("every", "flags", "n")
@@ -137,7 +137,7 @@ class Context:
         self.ledgers = tuple(Ledger() for _ in range(self.info.n_seq_max))
         self.kv_file = KVFile(native, self.ledgers) if params.kv_keep else None
         free = partial(free_quietly, self.kv_file.free if self.kv_file else native.context_free)
-        #: Who holds this is at work; a second thread gets Busy.
+        #: The thread that holds it uses the context. A second thread gets Busy.
         self.lock: Handle[Any] = Handle(handle, free, "context", model.life, exclusive=True)
         self.n_vocab, self.epoch = model.info.n_vocab, 0
         n_streams = self.info.n_streams

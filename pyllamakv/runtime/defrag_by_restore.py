@@ -50,8 +50,8 @@ def _rounds(context: Context, before: Snapshot, held: dict[int, bytes]) -> Resto
     """Take sequences out and put them back in rounds; ``held`` has the states of what is out."""
     everything = sorted(before.stats.per_sequence)
     windows = any(each.swa for each in before.streams)
-    # What lies highest alone may do, for less to copy. Where that leaves holes, all has to go; so
-    # it does with windows, whose states must be looked at before anything is removed.
+    # Moving only the highest cells may be enough, and copies less. If that leaves holes, all are
+    # moved, as with sliding windows, whose states must be checked before anything is removed.
     choices = [everything] if windows else [_high(before), everything]
     now, written, rounds = before, 0, 0
     for numbers in choices:
@@ -86,7 +86,7 @@ def _put_back(context: Context, everything: list[int], held: dict[int, bytes]) -
 
 
 def is_compact(snapshot: Snapshot) -> bool:
-    """Tell whether no used cell lies above a free one, in any stream."""
+    """Return whether every used cell is below every free cell, in each stream."""
     return all(each.stats.used_max_p1 == each.stats.used for each in snapshot.streams)
 
 

@@ -1,13 +1,12 @@
 """Decide when to defragment a cache: never, after a failure, when it pays, or always.
 
-When it pays: attention runs over every cell up to the highest used one, in steps of 256. What it
-spends on cells that a compact cache would not have there is added up, decode by decode; once that
-is as much as the move would cost, the cells are moved. So the threshold spends at most as much on
-moves as was lost already, and a cache that is soon emptied or filled anyway is left alone. A move
-starts the sum again, and a sparse cache that costs nearly nothing never reaches it.
+Attention visits every cell up to the highest used one, in steps of 256. The cost of cells that a
+compact cache would not visit is summed over decodes. When the sum reaches the cost of moving, the
+cells are moved. The threshold therefore spends at most as much on moves as was lost before, and
+leaves caches alone that are soon emptied or filled. A move restarts the sum.
 
-Two constants stand behind it, both in seconds per byte of K and V: what a decode of one token pays
-for attending to a cell in vain, and what moving a cell costs. `measure_costs` finds them.
+Two constants, in seconds per byte of K and V, define the costs: attending to an unnecessary cell in
+a decode of one token, and moving a cell. `measure_defrag_costs` measures them.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ ATTENTION_PADDING = 256
 #: How much more it costs to save and restore a byte than to move it.
 RESTORE_COST_FACTOR = 4.0
 
-#: Decodes between two looks at the cells, which cost about as much as a decode of a tiny model.
+#: Decodes between two reads of the cells. A read takes about as long as a decode of a tiny model.
 LOOK_INTERVAL = 32
 
 
@@ -98,7 +97,7 @@ class DefragPolicy:
         self._next_look = 0
 
     def before_decode(self) -> None:
-        """Defragment if the policy says so; call it while `dirty`."""
+        """Defragment if the policy requires it. Call this while `dirty`."""
         if self.policy == "always":
             self._defrag()
             return
@@ -142,7 +141,7 @@ class DefragPolicy:
         try:
             return bool(self._context.kv.defrag_locked(fallback=True).cells)
         except Unsupported:
-            # Forks may stand in its way; the next removal may take them away.
+            # Forks may prevent it until the next removal.
             return False
 
     def _rest(self) -> None:

@@ -1,8 +1,8 @@
-"""Join the bytes of tokens into text, wherever a character was cut.
+"""Join the bytes of tokens into text, also if a token ends inside a character.
 
-A token may end inside a character. Models that were trained on text from UTF-16 also write a
-character beyond U+FFFF as two surrogates of three bytes each; such a pair becomes its character.
-What no text has (stray bytes, a surrogate alone) becomes U+FFFD, never an exception.
+Models that were trained on UTF-16 text write a character above U+FFFF as two surrogates of three
+bytes each; such a pair becomes the character. Other invalid bytes become U+FFFD, never an
+exception.
 """
 
 from __future__ import annotations

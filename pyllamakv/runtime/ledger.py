@@ -1,8 +1,8 @@
-"""Keep the record of what each sequence holds: tokens, positions, and which cells it shares.
+"""Record the tokens, positions and shared cells of each sequence.
 
-A token gets a mark when it is decoded; a fork takes the marks over, because it shares the cells.
-Two sequences share a cell exactly when their ledgers have a mark in common. The ledger changes
-only after the library has said yes.
+A token gets a mark when it is decoded. A fork copies the marks, because it shares the cells. Two
+sequences share a cell if and only if their ledgers have a common mark. A ledger changes only after
+the library has succeeded.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Ledger:
         if added != sorted(added):
             self._sort()
             if self.first_moved is not None:
-                self.first_moved = 0  # some of these came before, nobody knows how many
+                self.first_moved = 0  # some were decoded earlier; their number is unknown
         self._settle()
 
     def replace(

@@ -42,7 +42,7 @@ def context_bytes(info: ModelInfo, params: ContextParams, *, uneven: bool = Fals
 
 
 def available_bytes(pid: int | None = None) -> int | None:
-    """Return how much this process, or its worker, may still allocate; None: nothing tells."""
+    """Return the bytes that this process, or its worker, may still allocate; None if unknown."""
     known = [n for n in (address_space_left(pid), _cgroup(), _machine()) if n is not None]
     return max(0, min(known)) if known else None
 
@@ -82,9 +82,9 @@ def address_space_left(pid: int | None = None) -> int | None:
 
 
 def mapped_bytes(pid: int | None = None) -> int:
-    """Return the bytes of address space that this process, or another, has.
+    """Return the bytes of address space of this process, or of another one.
 
-    Raises OSError where the system does not tell.
+    Raises OSError if the system does not report it.
     """
     statm = _PROC / str(pid or "self") / "statm"
     return int(statm.read_text(encoding="ascii").split()[0]) * resource.getpagesize()

@@ -1,7 +1,7 @@
-"""Tell the numbers of a cache to people and to monitoring: text, JSON, Prometheus exposition.
+"""Format the statistics of a cache: text, JSON and Prometheus exposition format.
 
-Pure: what goes in are the cells' statistics, a context's counters, and what cache managers tell of
-themselves.
+These functions are pure. Their input is the statistics of cells, the counters of a context, and the
+statistics of cache managers.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class CellStats(Protocol):
 
 
 class ManagerStats(Protocol):
-    """Stand for what a cache manager tells of itself: a flat object of numbers."""
+    """The statistics of a cache manager: a flat object of numbers."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the numbers as plain JSON values."""
@@ -256,7 +256,7 @@ def _of_counters(counters: Counters) -> list[Metric]:
 
 
 def _of_managers(managers: Mapping[str, ManagerStats]) -> list[Metric]:
-    """Put what several managers tell under one name together: Prometheus wants it so."""
+    """Group the values of several managers by name, as the Prometheus format requires."""
     samples: dict[tuple[str, bool], list[tuple[Mapping[str, str], float]]] = {}
     for manager, stats in managers.items():
         counted = getattr(stats, "COUNTERS", COUNTER_FIELDS)

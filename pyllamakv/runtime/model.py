@@ -46,7 +46,7 @@ class Model(LoadedModel):
         on_host: bool = True,
     ) -> None:
         self.native = native
-        #: The cache lies in this machine's memory, so that its room can be checked.
+        #: The cache is in the memory of this machine, so its size can be checked.
         self.on_host = on_host
         self.handle = handle
         self.file = file

@@ -34,7 +34,7 @@ def check_params(params: SamplerParams) -> SamplerParams:
 
 
 def check_sampler(sampler: Any) -> None:
-    """Refuse what can neither pick a token nor say how a sampler picks them."""
+    """Raise unless the argument is a sampler, sampler parameters or None."""
     picks = isinstance(sampler, type) or not callable(getattr(sampler, "sample", None))
     if picks and sampler is not None and not isinstance(sampler, SamplerParams):
         expected = "a sampler (it has a method sample), SamplerParams or None"

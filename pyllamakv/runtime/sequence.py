@@ -303,7 +303,7 @@ def _check_range(p0: int | None, p1: int | None) -> tuple[int, int]:
             "p0 <= p < p1"
         )
         raise UsageError(msg)
-    # Whatever lies behind all positions is as good as the first that does.
+    # Every index above all positions is equivalent to the first one.
     return (
         -1 if p0 is None else min(p0, POSITION_LIMIT),
         -1 if p1 is None else min(p1, POSITION_LIMIT),

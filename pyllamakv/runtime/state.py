@@ -148,7 +148,7 @@ def _load(sequence: Sequence, content: SavedSequence) -> None:
     except WorkerDied:
         raise
     except BaseException:
-        # Ctrl-C, say: nobody knows how far it came.
+        # An interruption such as Ctrl-C: the progress is unknown.
         if not (backup and _put_back(sequence, backup)):
             native.seq_rm(context.handle, sequence.id, -1, -1)
             sequence.ledger.clear()

@@ -144,8 +144,8 @@ def _caches(reader: _Reader, layout: Layout, cache: int) -> list[Section]:
     except _WrongLayout:
         if not cache:
             raise
-        # What follows the last cache may be the states of recurrent layers. That of one token, at
-        # position 0, begins like a cache without cells: only what comes after tells.
+        # The states of recurrent layers may follow the last cache. The state of one token at
+        # position 0 begins like a cache without cells; only the rest distinguishes them.
         reader.at = start
         return _recurrent(reader, cache)
 

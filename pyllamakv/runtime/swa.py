@@ -1,7 +1,7 @@
-"""Know whether a sliding-window cache still has what the next token of a sequence will see.
+"""Check whether a sliding-window cache still has the window of a sequence's next token.
 
-Cells that no window shows any more are given to other tokens. Who then goes back, to an earlier end
-of the sequence, looks through a window that has lost a part; llama.cpp does not tell.
+llama.cpp reuses cells outside of every window. After a rewind to an earlier end, the window would
+include such cells, and llama.cpp does not report it.
 """
 
 from __future__ import annotations

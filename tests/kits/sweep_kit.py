@@ -24,12 +24,14 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 import pyllamakv as kv
 from pyllamakv.errors import DecodeError, KvError, ReprocessNeeded
+
+Kept = TypeVar("Kept")
 
 #: Classes whose constructor a caller does not use, by the reason. A class that is not named here
 #: and that `__all__` has is constructed with wrong arguments.
@@ -153,7 +155,7 @@ class CallObjects:
 
     lib: Any
     model: Any
-    contexts: list[Any] = field(default_factory=list)
+    contexts: list[kv.Context] = field(default_factory=list)
     more: list[Any] = field(default_factory=list)
     #: What else must stay as it is.
     looks: list[Callable[[], Any]] = field(default_factory=list)
@@ -178,7 +180,7 @@ class CallObjects:
         self.contexts.append(made)
         return made
 
-    def keep(self, one: Any) -> Any:
+    def keep(self, one: Kept) -> Kept:
         """Close an object before the contexts."""
         self.more.append(one)
         return one
@@ -205,7 +207,7 @@ class CallObjects:
             cells = () if snapshot is None else snapshot.streams
             found += [(one.pos.tobytes(), one.seqs.tobytes(), one.shift.tobytes()) for one in cells]
             found.append(
-                [(o.tokens.copy(), o.positions.copy(), o.next, o.exact) for o in each.ledgers]
+                [(o.tokens.copy(), o.positions.copy(), o.next, o.first_moved) for o in each.ledgers]
             )
             found.append(sorted(each._taken))
         return found
@@ -234,7 +236,7 @@ def _context_cache(world: CallObjects) -> Any:
     cache = world.keep(kv.ContextCache(world.context()))
     cache.start_forward([1, 2, 3, 4], [0, 1, 2, 3], [0, 0, 0, 0])
     world.looks.append(lambda: [cache.length(n) for n in range(cache.max_sequences)])
-    world.looks.append(lambda: [ring.positions for ring in cache.past.rings])
+    world.looks.append(lambda: [ring.positions for ring in cache.rewinder.rings])
     return cache
 
 
