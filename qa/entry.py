@@ -35,7 +35,7 @@ class StressOptions:
     operations: int = 0
 
     def wants(self, name: str) -> bool:
-        """Tell whether an entry is to be run."""
+        """Return whether an entry is to be run."""
         return not self.only or name in self.only
 
     @property
@@ -81,7 +81,7 @@ class Entry:
 
     @property
     def passed(self) -> bool:
-        """Tell whether nothing was lost and nothing wrong."""
+        """Return whether nothing was lost and nothing wrong."""
         return not self.defects
 
     def dated(self, command: str) -> Entry:

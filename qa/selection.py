@@ -49,5 +49,5 @@ def select(sections: Sequence[str], only: Sequence[str]) -> dict[str, tuple[str,
 
 
 def _has(section: str, names: Sequence[str], name: str) -> bool:
-    """Tell whether a section has an entry of a name, or of a source that no lock knows."""
+    """Return whether a section has an entry of a name, or of a source that no lock knows."""
     return name in names or (section == "random_operations" and name.startswith(("path:", "git:")))

@@ -153,7 +153,7 @@ def test_every_dependency_is_used() -> None:
 
 
 def _starts_git(node: ast.AST) -> bool:
-    """Tell whether a call looks git up, or a list is a command of git."""
+    """Return whether a call looks git up, or a list is a command of git."""
     if isinstance(node, ast.Call):
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
         words = [word.value for word in node.args[:1] if isinstance(word, ast.Constant)]

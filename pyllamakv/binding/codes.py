@@ -94,8 +94,8 @@ def error(
 ) -> KvError:
     """Return the exception for a negative code of one call.
 
-    ``what`` names the call in the user's words, ``text`` is the library's own last error,
-    ``doing`` the object at work: it chooses between the classes of the same code.
+    ``what`` describes the call, ``text`` is the library's last error, and ``doing`` is the object
+    in use, which selects among the classes of one code.
     """
     means = _MEANS.get(code, f"llama.cpp returned {code}")  # type: ignore[call-overload]
     message = f"{what}: {means}" + (f": {text}" if text else "")

@@ -1,10 +1,9 @@
-"""Own what the library gave out: in which order it is given back, and who may use it now.
+"""Own native objects: the order in which they are freed, and the thread that uses them.
 
-A handle is used by ``with handle as raw: native.decode(raw, ...)``. An exclusive handle (a
-context) is for one thread at a time and refuses a second one with `Busy`; a shared handle (a
-model) may be used by many, and cannot be closed meanwhile. Closing closes the children first, or
-nothing when one of them is at work. An object that is dropped without `close` is given back by a
-finaliser, in the same order.
+Use a handle with ``with handle as raw: native.decode(raw, ...)``. An exclusive handle (a context)
+serves one thread at a time and refuses a second one with `Busy`. A shared handle (a model) serves
+several, and cannot be closed meanwhile. Closing closes the children first, or nothing if one of
+them is in use. A finaliser frees an object that was dropped without `close`, in the same order.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class _Node(Generic[Raw]):
         self.gate = threading.Lock()
 
     def take(self, taken: list[_Node[int]]) -> _Node[int] | None:
-        """Lock this node and all below it; return the first that is at work."""
+        """Lock this node and all below it; return the first one that is in use."""
         if not self.lock.acquire(blocking=False):
             return self  # type: ignore[return-value]
         taken.append(self)  # type: ignore[arg-type]
@@ -61,7 +60,7 @@ class _Node(Generic[Raw]):
         return None
 
     def close(self) -> _Node[int] | None:
-        """Free everything below, then this; or nothing, and return what is at work."""
+        """Free everything below, then this; or nothing, and return the node that is in use."""
         taken: list[_Node[int]] = []
         try:
             busy = self.take(taken)
@@ -120,7 +119,7 @@ class Handle(Generic[Raw]):
 
     @property
     def closed(self) -> bool:
-        """Tell whether it was given back."""
+        """Return whether it was given back."""
         return self._node.closed
 
     @property
@@ -173,9 +172,9 @@ class Handle(Generic[Raw]):
             return call(self.raw)
 
     def close(self) -> None:
-        """Give it back after everything that lives on it. May be repeated.
+        """Free the object after its children. A second call does nothing.
 
-        Raises Busy, having closed nothing, when one of them is at work.
+        Raises Busy, with nothing closed, if one of them is in use.
         """
         busy = self._node.close()
         if busy is not None:

@@ -29,7 +29,7 @@ _HINTS: Final = {
     "GGML_VK_VISIBLE_DEVICES=0",
 }
 
-#: What the CUDA runtime says of a driver that is older than itself.
+#: Messages of the CUDA runtime about a driver that is older than the runtime.
 _TOO_OLD: Final = "driver version is insufficient"
 
 #: The longest timeout of a call, in seconds: a year.
@@ -66,12 +66,12 @@ class Library:
         env: Mapping[str, str] | None = None,
         timeout: float | None = None,
     ) -> Self:
-        """Open a variant's folder or the file of a library.
+        """Open the directory of a variant, or a library file.
 
-        ``isolated`` puts it into a worker process, where ``env`` adds environment variables and
-        ``timeout`` bounds each call in seconds; backends other than the CPU always get a worker.
-        A folder must hold a manifest that matches; a bare file without one is taken as it is.
-        Raises LoadError, which says what to do.
+        ``isolated`` loads it in a worker process, where ``env`` adds environment variables and
+        ``timeout`` limits each call in seconds. Backends other than the CPU always use a worker. A
+        directory needs a matching manifest; a library file without one is loaded as it is. Raises
+        LoadError with the remedy.
         """
         isolated = arguments.flag("isolated", isolated)
         env = variables(env)
@@ -100,11 +100,11 @@ class Library:
 
     @property
     def closed(self) -> bool:
-        """Tell whether it was closed."""
+        """Return whether it was closed."""
         return self.handle.closed
 
     def close(self) -> None:
-        """Close contexts, models, then the library; raises Busy when one is at work."""
+        """Close contexts, models, then the library. Raises Busy if one is in use."""
         self.handle.close()
 
     def __enter__(self) -> Self:

@@ -11,7 +11,7 @@ from pyllamakv.native._plk import ffi
 
 ABI: Final[int] = ffi.integer_const("PLK_ABI")
 
-#: Name of a library that the loader may miss -> what to tell.
+#: Name of a library that the loader may not find -> remedy.
 _HINTS: Final = {
     "libcuda.so": (
         "no NVIDIA driver on this machine (libcuda.so.1 is missing): install the driver, or use a "

@@ -368,7 +368,7 @@ class Local:
         raise self._error(count, f"read token {token}", "model")
 
     def token_is_eog(self, model: ModelHandle, token: int) -> bool:
-        """Tell whether a token ends a generation."""
+        """Return whether a token ends a generation."""
         code = self._lib.plk_token_is_eog(self._model(model), token)
         self._done(code, f"read token {token}", "model")
         return bool(code)
@@ -382,7 +382,7 @@ class Local:
         raw = struct("plk_context_params")
         alive = fill(raw, params)
         out = ffi.new("plk_context **")
-        self._drain()  # what was said before is not about this context
+        self._drain()  # earlier log lines are not about this context
         code = self._lib.plk_context_new(self._model(model), raw, out)
         del alive
         self._done(code, "make a context", "context")
@@ -410,7 +410,7 @@ class Local:
         return read(ContextInfo, raw)
 
     def buffers(self, context: ContextHandle) -> list[Buffer]:
-        """Return what the library said that it allocated for a context."""
+        """Return the allocations that the library logged for a context."""
         self._context(context)
         return list(self._scratch[context].buffers)
 
@@ -588,7 +588,7 @@ class Local:
             ids = int(seq_count.sum()) if len(seq_count) == n_tokens else -1
         if logits is not None:
             logits = _flat(logits, _INT8)
-        # C reads as many as it is told: what is too short must not reach it.
+        # C reads the requested number of items, so a shorter array must not reach it.
         wanted = n_tokens if logits is None else len(logits)
         if not len(pos) == wanted == n_tokens or len(seq_id) != ids:
             raise self._error(

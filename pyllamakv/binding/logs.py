@@ -38,12 +38,12 @@ def forward(records: Iterable[Record]) -> None:
         LOGGER.log(_LEVELS.get(level, logging.INFO), "%s", text)
 
 
-#: How llama.cpp tells of a buffer, in every release: device, kind, size.
+#: The log line about a buffer, in every release: device, kind, size.
 _BUFFER: Final = re.compile(r"(\S+)\s+(\w+) buffer size =\s*([0-9.]+) MiB")
 
 
 def buffers(records: Iterable[Record]) -> list[Buffer]:
-    """Return the buffers that log lines tell of, in their order."""
+    """Return the buffers that log lines report, in their order."""
     found = (_BUFFER.search(text) for _, text in records)
     return [Buffer(m[1], m[2], round(float(m[3]) * 2**20)) for m in found if m is not None]
 

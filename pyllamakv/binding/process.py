@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 #: One message of the control channel: the context whose decode is to end.
 CANCEL: Final = struct.Struct("<q")
 
-#: Seconds that a worker has to end by itself, and to start.
+#: Seconds that a worker has to end after a request, and to start.
 GRACE: Final = 10.0
 START: Final = 120.0
 
@@ -38,7 +38,7 @@ class Process:
             raise LoadError("a worker needs sys.executable, which this program does not set")
         self.requests, theirs = _pair()
         self.control, their_control = _pair()
-        # A file and not a pipe: nobody has to read it while the worker runs.
+        # A file instead of a pipe, because no thread reads it while the worker runs.
         self._stderr = tempfile.TemporaryFile(prefix="pyllamakv-worker-")  # noqa: SIM115
         with theirs, their_control:
             fds = (theirs.fileno(), their_control.fileno())
@@ -77,7 +77,7 @@ class Process:
 
     @property
     def owned(self) -> bool:
-        """Tell whether this process started the worker; a fork of it did not."""
+        """Return whether this process started the worker; a fork of it did not."""
         return self._owner == os.getpid()
 
     def tail(self) -> tuple[str, ...]:
@@ -107,7 +107,7 @@ class Process:
         self.requests.close()
         self.control.close()
         if self.owned:
-            # Without its sockets a worker ends by itself.
+            # A worker ends when its sockets are closed.
             self.wait()
         self._stderr.close()
 

@@ -275,7 +275,7 @@ class RawCells:
 
 @dataclass(frozen=True, slots=True)
 class RawDefrag:
-    """Report one defragmentation; -1 where the build cannot tell."""
+    """The result of one defragmentation; -1 if the build cannot report a value."""
 
     passes: int
     moves: int
@@ -433,7 +433,7 @@ class Native(Protocol):
         """Return the bytes of a token."""
 
     def token_is_eog(self, model: ModelHandle, token: int) -> bool:
-        """Tell whether a token ends a generation."""
+        """Return whether a token ends a generation."""
 
     # contexts
     def context_new(self, model: ModelHandle, params: ContextParams) -> ContextHandle:
@@ -446,7 +446,7 @@ class Native(Protocol):
         """Describe a context as it was made."""
 
     def buffers(self, context: ContextHandle) -> list[Buffer]:
-        """Return what the library said that it allocated for a context; empty where it did not."""
+        """Return the allocations that the library logged for a context; empty if there are none."""
 
     def threads(self, context: ContextHandle, n_threads: int, n_threads_batch: int) -> None:
         """Set how many threads compute from now on."""

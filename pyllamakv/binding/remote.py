@@ -49,10 +49,10 @@ _ARRAYS: Final = ("logits", "logits_all")
 @forwards(Native, via="_ask_array", only=_ARRAYS)
 @forwards(Native, via="_ask_tuple", only=("run",))
 class Remote(_Declared):
-    """Speak to a library in a worker.
+    """Call a library in a worker process.
 
-    One call is at work at a time; other threads wait their turn. A worker that dies, or is silent
-    for ``timeout`` seconds, is gone for good: every later call raises the same error.
+    One call runs at a time; other threads wait. After a worker has died, or exceeded ``timeout``
+    seconds, every later call raises the same error.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Remote(_Declared):
         self._ask("rpc_serve", endpoint, device, memory)
 
     def close(self) -> None:
-        """End the worker and reap it. May be repeated; a call that is at work is cut off."""
+        """End the worker and reap it, also during a call. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -165,9 +165,9 @@ class Remote(_Declared):
         return tuple(self._ask(operation, *arguments))
 
     def _release(self, operation: str, handle: int) -> None:
-        """Free something: now, or before the next call when one is at work.
+        """Free an object: now, or before the next call if one is running.
 
-        A finaliser may run in the middle of a call, in the thread that makes it.
+        A finaliser may run during a call, in the thread of that call.
         """
         self._later.append((operation, handle))
         if not self._lock.acquire(blocking=False):
@@ -178,7 +178,7 @@ class Remote(_Declared):
                 late, freed = self._later.popleft()
                 self._exchange(late, [freed], [])
         except (Busy, Closed, WorkerDied):
-            return  # what is gone needs no freeing, what is at work does it later
+            return  # a dead worker needs no freeing; a busy one frees later
         finally:
             self._lock.release()
 
@@ -203,8 +203,8 @@ class Remote(_Declared):
         except OSError:
             self._died(operation, self._process.wait())
         except BaseException:
-            # An interrupt between messages leaves an answer that the next call passes over; one
-            # within a message leaves a stream that nobody can read.
+            # An interrupt between messages leaves an answer that the next call skips. One within a
+            # message leaves a stream that cannot be parsed.
             if self._gone is None and (not whole or self._channel.reading):
                 self._died(operation, self._process.kill())
             raise

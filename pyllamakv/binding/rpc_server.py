@@ -1,7 +1,7 @@
-"""Serve a device of this machine over RPC, from a process of its own.
+"""Serve a device of this machine over RPC, from a separate process.
 
-llama.cpp's server takes one client after another, knows no authentication and cannot be asked to
-stop: whoever starts one owns its process, and ends it. It ends with its owner, too.
+llama.cpp's server accepts one client after another, has no authentication, and cannot be stopped by
+a request. Therefore, the caller owns the process and ends it. It also ends with its owner.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class RpcServer:
         env: Mapping[str, str] | None = None,
         patience: float = 60.0,
     ) -> None:
-        """Serve ``device`` of a library at host:port; return when it does.
+        """Serve ``device`` of a library at host:port; return when it is ready.
 
-        ``where`` is a variant's folder or a library. ``device`` None is the first GPU of a variant
-        for one, and otherwise the processor.
-        ``port`` 0 takes a free one. ``memory`` bytes are what clients are told there is (0: what
-        the device says; later releases always say that). ``threads`` bounds those that compute.
-        Raises UsageError for a place that cannot be listened on, LoadError for a library that
-        cannot be loaded, DeviceLost when the server ends or is silent for ``patience`` seconds.
+        ``where`` is the directory of a variant, or a library. ``device`` None is the first GPU of a
+        GPU variant, else the CPU. ``port`` 0 selects a free one. ``memory`` is the size in bytes
+        reported to clients (0: the device's; later releases always report that). ``threads`` limits
+        the compute threads. Raises UsageError for an address that cannot be used, LoadError for a
+        library that cannot be loaded, and DeviceLost if the server ends or does not answer for
+        ``patience`` seconds.
         """
         where = arguments.path("where", where)
         host = arguments.c_text("host", host)
@@ -159,9 +159,9 @@ class RpcServer:
 
 
 def _free(host: str, port: int) -> str:
-    """Return address:port after seeing that it is free; raise UsageError with what to do.
+    """Return address:port after checking that it is free. Raises UsageError with the remedy.
 
-    llama.cpp takes addresses alone: of a name it makes one that nobody has.
+    llama.cpp accepts numeric addresses only, and would treat a name as an invalid one.
     """
     try:
         place = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4]

@@ -31,7 +31,7 @@ _MAGIC: Final = 0x314B4C50
 _LIMIT: Final = 1 << 26
 #: Bodies up to this size travel in the same piece of memory as the header.
 _SMALL: Final = 1 << 14
-#: What comes of taking apart something that `pack` did not put together.
+#: Errors from unpacking data that `pack` did not create.
 _NONSENSE: Final = (
     ValueError, TypeError, LookupError, AttributeError, OverflowError, MemoryError, RecursionError,
 )  # fmt: skip

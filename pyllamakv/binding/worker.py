@@ -1,8 +1,8 @@
-"""Run a library in a process of its own: ``python -m pyllamakv.binding.worker FD FD LIBRARY``.
+"""Run a library in a separate process: ``python -m pyllamakv.binding.worker FD FD LIBRARY``.
 
-The first descriptor is a socket that carries requests and replies (`wire`), the second one
-carries cancels, which must be heard while a request is at work. The worker ends when its parent
-closes them or is gone.
+The first descriptor is a socket for requests and replies (`wire`). The second one carries
+cancellations, which must be received during a request. The worker ends when its parent closes them
+or ends.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Worker:
         self._parent = os.getppid()
 
     def run(self, library: Path) -> NoReturn:
-        """Load the library, tell what it is, and answer until the parent is gone."""
+        """Load the library, report its facts, and answer requests until the parent has ended."""
         try:
             native = Local(library, sink=self._records.extend)
         except KvError as error:
@@ -119,7 +119,7 @@ def main(arguments: list[str]) -> NoReturn:
     """Serve the library and the descriptors that the command line names."""
     # What to do about a Ctrl-C is the parent's decision.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A crash is expected here, and told by the parent; a core file would only fill the disk.
+    # The parent reports a crash, which is expected here. A core file would only fill the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     requests, control = (socket.socket(fileno=int(text)) for text in arguments[:2])
     for sock in (requests, control):

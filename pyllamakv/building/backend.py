@@ -68,10 +68,10 @@ _DEVICES = {
 
 @dataclass(frozen=True)
 class Backend:
-    """Hold a backend ready to build: its name, CMake options, and paths that no id records.
+    """A backend that is ready to build: its name, CMake options, and paths.
 
-    ``options`` decide what is compiled and enter the variant's id; ``places`` are the CMake
-    variables that only say where this machine keeps its tools.
+    ``options`` influence the result and are part of the variant's id. ``places`` are CMake
+    variables with the paths of tools on this machine, which no id records.
     """
 
     name: str

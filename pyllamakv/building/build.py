@@ -136,7 +136,7 @@ def _obtain(
 def _compiled(
     wanted: BuildRequest, tree: str, jobs: int | None, progress: Progress | None
 ) -> Iterator[cmake.BuildSession]:
-    """Bring the build folder to what a tree asks for, and lend it with its sources held."""
+    """Update the build directory to a tree, and yield it with its sources locked."""
     from pyllamakv.source.store import open_store
 
     name = wanted.variant_id(tree)
@@ -154,7 +154,7 @@ def _compiled(
 
 
 def _naming(spec: Spec, progress: Progress | None) -> Progress | None:
-    """Return a progress function that says which variant its steps belong to."""
+    """Return a progress function that adds the name of the variant."""
     if progress is None:
         return None
     return lambda what, done, total: progress(f"{spec}: {what}", done, total)
@@ -248,7 +248,7 @@ def _locked(wanted: BuildRequest, progress: Progress | None) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout:
-        log.info("another build of %s is at work; waiting for it", wanted.release.name)
+        log.info("another build of %s is running; waiting for it", wanted.release.name)
         if progress:
             progress(f"waiting for another build of {wanted.release.name}", 0, None)
         lock.acquire()
@@ -259,7 +259,7 @@ def _locked(wanted: BuildRequest, progress: Progress | None) -> Iterator[None]:
 
 
 def _held(tree: Path) -> AbstractContextManager[int]:
-    """Lock a tree: the release's lock ends with this process, its compilers may be at work yet."""
+    """Lock a tree. A release's lock ends with this process, but its compilers may still run."""
     return inheritable_lock(tree.with_name(f"{tree.name}.busy"))
 
 

@@ -35,7 +35,7 @@ _DROPPED = re.compile(
 )
 
 _ERRORS = (
-    # What a compiler says of its linker tells nothing: the linker's own words stand before it.
+    # A compiler's summary of a linker error has no cause; the linker's own lines precede it.
     re.compile(r"^.*?\berror\s*(?:[A-Z]*\d+)?: (?!ld returned|linker command).*$", re.M),
     re.compile(r"^.*undefined (?:reference to|symbol).*$", re.M),
     re.compile(r"^CMake Error.*$(?:\n(?!\n\S)(?:[ \t]+.*)?$){0,6}", re.M),
@@ -63,9 +63,9 @@ class BuildSession:
 
 
 def binary(name: str) -> Path:
-    """Return the program `cmake` or `ninja` that lies inside the wheel of that name.
+    """Return the program `cmake` or `ninja` from the wheel of that name.
 
-    Raises ToolMissing: a program on PATH may be of any age and is not used.
+    Raises ToolMissing. A program on PATH is not used, because its version is unknown.
     """
     attribute = {"cmake": "CMAKE_BIN_DIR", "ninja": "BIN_DIR"}[name]
     try:
@@ -85,7 +85,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def configure(job: BuildSession, source: Path, definitions: Mapping[str, str]) -> None:
-    """Configure ``source`` into the job's folder; start afresh once if what lay there is broken.
+    """Configure ``source`` into the build directory; clear it and retry once if that fails.
 
     Raises CommandFailed with the first error, DiskFull, or ToolMissing.
     """
@@ -210,7 +210,7 @@ def first_error(output: str) -> str:
 
 
 def _belongs(cache: Path, source: Path, folder: Path) -> bool:
-    """Tell whether a CMake cache was made for these folders; a moved one would stop CMake."""
+    """Return whether a CMake cache was made for these folders; a moved one would stop CMake."""
     try:
         text = cache.read_text(encoding="utf-8", errors="replace")
     except OSError:

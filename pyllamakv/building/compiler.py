@@ -120,7 +120,7 @@ def find(cache: Path | None = None, environ: Mapping[str, str] | None = None) ->
 
 
 def find_cached(cache: Path, environ: Mapping[str, str] | None = None) -> Compiler | None:
-    """Return what `find` would, if ``cache`` tells; None where it does not. No program is run."""
+    """Return the result of `find` from ``cache``, or None if it is not cached. Runs no program."""
     env = os.environ if environ is None else environ
     try:
         stamp = _stamp(*_paths(env))
@@ -265,8 +265,8 @@ def _run(program: str, *args: str) -> str:
             f"`{program} --version` exited with {done.returncode}: {said}; {_HINT}", program, _HINT
         )
     if done.returncode != 0 and "native" in args[0] and "native" not in done.stderr:
-        # A compiler that knows no such word says so; taken for an answer, another fault would
-        # stay: what is known of a compiler is kept.
+        # A compiler without this option reports it. Any other error must not be cached as an
+        # answer.
         said = done.stderr.strip() or f"status {done.returncode}"
         raise ToolMissing(
             f"`{program} {args[0]}` did not report the features of this processor: {said}; {_HINT}",

@@ -230,7 +230,7 @@ def _version(nvcc: Path) -> str:
 def _cublas(root: Path, version: str) -> dict[str, str]:
     if _first(root, ("include", "targets/*/include"), "cublas_v2.h"):
         return {}
-    # Another major version has another interface: what CUDA 12 brought lies in `nvidia/cublas`.
+    # Another major version has another interface. The wheels of CUDA 12 use `nvidia/cublas`.
     major = version.partition(".")[0]
     older = [place / "cublas" for place in _wheel_folders()]
     for wheel in (*_wheel_roots(), *older):

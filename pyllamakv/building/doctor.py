@@ -70,7 +70,7 @@ def examine() -> list[ProbeResult]:
 
 
 def healthy(findings: list[ProbeResult]) -> bool:
-    """Tell whether nothing necessary is missing."""
+    """Return whether nothing necessary is missing."""
     return not any(finding.state == "missing" for finding in findings)
 
 
@@ -244,7 +244,7 @@ def vulkan(environ: Mapping[str, str] | None = None) -> ProbeResult:
 
 
 def vulkan_devices(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return the names of the devices as `vulkaninfo` tells them; nothing without it."""
+    """Return the names of the devices that `vulkaninfo` reports; nothing without it."""
     said = cuda.program_output("vulkaninfo", "--summary", env=environ)
     return re.findall(r"^\s*deviceName\s*=\s*(.+?)\s*$", said, re.M)
 

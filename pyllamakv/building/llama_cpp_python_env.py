@@ -1,7 +1,7 @@
-"""Install the llama-cpp-python of a release without a library of its own, and its tests beside it.
+"""Install the llama-cpp-python of a release without its library, and its tests.
 
-Each release has a virtual environment of its own, of a few files: what all of them need, numpy and
-what their tests import, lies once in an environment that they look into.
+Each release has a small virtual environment. Common packages (numpy, and those that the tests
+import) are installed once in a shared environment that the others include.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Manifest:
 
     @property
     def stock(self) -> bool:
-        """Tell whether the tree is upstream's, byte for byte."""
+        """Return whether the tree is upstream's, byte for byte."""
         return self.patched_tree == self.tree
 
     def to_json(self) -> dict[str, Any]:
@@ -103,9 +103,9 @@ class Manifest:
         return path
 
     def missing_flags(self, cpuinfo: Path = _CPUINFO) -> tuple[str, ...]:
-        """Return the CPU flags that this variant may use and this machine lacks.
+        """Return the CPU features that this variant may use and this machine lacks.
 
-        Where the machine does not tell its flags (not Linux) nothing is missing.
+        Without a list of features (not Linux), none is reported as missing.
         """
         here = machine_flags(cpuinfo)
         return tuple(flag for flag in self.cpu_flags if flag not in here) if here else ()

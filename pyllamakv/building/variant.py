@@ -1,9 +1,9 @@
-"""Name a variant by its content, and find one that is built without running anything.
+"""Name a variant by its content, and find a built one without running a program.
 
 A *request* (release, series, backend, options, compiler) is cheap to compute; the id needs the
-patched tree. An index from requests to ids makes a repeated build instant; it is a cache, and
-removing it costs one strict apply. What is built is found without its compiler as well: the
-manifest tells the compiler's part of the request, and the index confirms all of it.
+patched tree. An index from requests to ids makes a repeated build instant. It is a cache, and
+removing it costs one strict apply. A built variant is found without its compiler as well: the
+manifest has the compiler's part of the request, and the index confirms the request.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 #: Changes when this package builds differently from the same inputs.
 RECIPE = 1
 
-#: What lies beside the patches and their code, and decides no build and no result.
+#: Files beside the patches and their code that influence no build and no result.
 DIGEST_EXCLUDES = (".pyc", "expected.toml")
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -122,7 +122,7 @@ class BuildRequest:
 
     @property
     def tree(self) -> Path:
-        """Return the folder of the sources that are compiled, stock or patched in turn."""
+        """Return the directory of the sources that are compiled, for stock and patched builds."""
         return home() / "objects" / f"{self.release.key}-tree"
 
     def _options(self) -> list[object]:
@@ -223,7 +223,7 @@ def _known(names: Iterable[str]) -> None:
 
 
 def _chosen(backend: str, native: bool) -> Backend | None:
-    """Return the backend with its options, or None where this machine cannot tell them."""
+    """Return the backend with its options, or None if this machine cannot determine them."""
     try:
         return backends.choose(backend, native=native)
     except (ToolMissing, Unsupported, UsageError):

@@ -62,7 +62,7 @@ class Branches:
 
     @property
     def alone(self) -> bool:
-        """Tell whether the context has no other sequences than these."""
+        """Return whether the context has no other sequences than these."""
         return self.context.info.n_seq_max - len(self.context.vacant) == self.taken
 
     def foreign(self) -> int:
@@ -178,7 +178,7 @@ class Branches:
     # Parting...
 
     def removable(self, node: Node, *, frees_id: bool) -> bool:
-        """Tell whether a node's sequence can be paged out, or dropped where there are no pages."""
+        """Return whether a node's sequence can be paged out, or dropped where there are no pages."""
         if node.entry is None or node.leases or (self.can_trim and node.ref_count != 1):
             return False
         if self.pager is not None:

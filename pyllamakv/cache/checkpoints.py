@@ -36,7 +36,7 @@ class Checkpoint:
 
     @property
     def complete(self) -> bool:
-        """Tell whether it can be restored."""
+        """Return whether it can be restored."""
         return bool(self.saved)
 
 
@@ -187,7 +187,7 @@ class SequenceRewinder:
         self._left = False
 
     def can_resume(self, sequence: Sequence, position: int) -> bool:
-        """Tell whether `go_back` to a position works."""
+        """Return whether `go_back` to a position works."""
         if position == 0 and self._leaves:
             others = any(len(each) for each in self._sequences if each is not sequence)
             return not others or (not len(sequence) and not self._left)

@@ -349,7 +349,7 @@ class PrefixLease:
 
     @property
     def released(self) -> bool:
-        """Tell whether this was released."""
+        """Return whether this was released."""
         return self not in self.cache.leases
 
     @property

@@ -88,12 +88,12 @@ class Node:
 
     @property
     def bare(self) -> bool:
-        """Tell whether nothing is kept at this very node."""
+        """Return whether nothing is kept at this very node."""
         return not (self.pins or self.leases) and self.entry is None
 
     @property
     def linked(self) -> bool:
-        """Tell whether this is a node below another one still."""
+        """Return whether this is a node below another one still."""
         return self.parent is not None and self.parent.children.get(self.run[:TOKEN_BYTES]) is self
 
     @property

@@ -40,7 +40,7 @@ def command(
         }
         write_json(facts)
         return
-    # Without the option pip compiles a llama.cpp that nobody loads.
+    # Without this option, pip compiles a llama.cpp that is never loaded.
     install = f"CMAKE_ARGS={NO_LIBRARY} pip install {described.package}"
     note(f"# for {described.package}: {install}")
     write_lines([described.export()])

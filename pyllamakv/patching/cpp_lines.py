@@ -47,7 +47,7 @@ def normalize(line: bytes) -> str:
 
 
 def is_significant(line: bytes) -> bool:
-    """Tell whether a line says something: no blank line, lone brace or mere comment."""
+    """Return whether a line says something: no blank line, lone brace or mere comment."""
     return _NAME.search(normalize(line)) is not None
 
 

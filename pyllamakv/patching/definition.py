@@ -38,7 +38,7 @@ class Marker:
     exists: bool | None = None
 
     def holds(self, tree: Tree) -> bool:
-        """Tell whether the tree is as the marker says."""
+        """Return whether the tree is as the marker says."""
         entry = tree.entry(self.file)
         if self.exists is not None and self.exists != (entry is not None):
             return False
@@ -137,7 +137,7 @@ class Definition:
     folder: Path | None = None
 
     def covers_release(self, name: str) -> bool:
-        """Tell whether the patch is meant for a release of this name.
+        """Return whether the patch is meant for a release of this name.
 
         Only sdist versions are compared; for other releases the markers of the texts decide.
         """

@@ -41,11 +41,12 @@ Fuzz = int | None
 
 @dataclass(frozen=True)
 class HunkDrift:
-    """Say what became of one hunk's place.
+    """The state of one hunk on a release.
 
-    ``fuzz`` is how many lines of context at each end a lax applier would have to ignore (0: none,
-    None: even that does not help), ``blanks`` that only blanks differ, ``moved`` the files that
-    the lines went to, ``changed`` the release that changed them, as far as the chain tells.
+    ``fuzz`` is the number of context lines at each end that a lenient applier would have to ignore
+    (0: none; None: that does not help either). ``blanks``: only whitespace differs. ``moved`` are
+    the files that the lines moved to, and ``changed`` the release that changed them, as far as the
+    release chain shows.
     """
 
     placement: Placement
@@ -205,9 +206,9 @@ def _hunk(
         stands = bool(index.find(hunk.old, hunk))
         needed = fuzz(hunk, index)
         blanks = needed != 0 and _blanks(hunk, index)
-    # lines that do not even stand there roughly may have gone elsewhere
+    # lines without an approximate match may have moved to another file
     gone = needed is None and place.state in ("conflict", "missing")
-    # of a file that is gone every hunk went the same way, as far as anyone can tell
+    # all hunks of a removed file are treated alike
     lost = [line for part in (file.hunks if entry is None else (hunk,)) for line in part.old]
     went = _successors(tree, file.old, tuple(lost)) if gone else ()
     return HunkDrift(

@@ -1,4 +1,4 @@
-"""Find where the old lines of a hunk stand in a file."""
+"""Find the old lines of a hunk in a file."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class LineIndex:
             self._at.setdefault(line, []).append(number)
 
     def find(self, block: Sequence[bytes], hunk: Hunk) -> list[int]:
-        """Return every place where a side of a hunk stands, with the ends of the file respected.
+        """Return every place where a side of a hunk matches, respecting the ends of the file.
 
-        A hunk that begins at line 1 belongs to the beginning of the file, and one without context
-        behind its last change belongs to the end: git says so too.
+        A hunk that starts at line 1 is anchored at the start of the file, and one without context
+        after its last change is anchored at the end, as in git.
         """
         return [
             at
@@ -45,7 +45,7 @@ class LineIndex:
         ]
 
     def matches(self, block: Sequence[bytes]) -> list[int]:
-        """Return every place where these lines stand in a row."""
+        """Return every place where these consecutive lines occur."""
         if not block:
             return [0] if not self.lines else []
         rarest = min(range(len(block)), key=lambda i: len(self._at.get(block[i], ())))

@@ -35,7 +35,7 @@ _MODES = ("100644", "100755", "120000")
 
 @dataclass(frozen=True)
 class Hunk:
-    """Hold one hunk: its ranges, its ``@@`` line and its lines as they stand."""
+    """One hunk: its ranges, its ``@@`` line, and its lines unchanged."""
 
     old_start: int
     old_count: int
@@ -74,7 +74,7 @@ class Hunk:
 
     @property
     def data(self) -> bytes:
-        """Return the hunk as it stands in the patch."""
+        """Return the text of the hunk in the patch."""
         return self.head + b"".join(self.lines)
 
     def moved(self, delta: int) -> Hunk:
@@ -109,7 +109,7 @@ class FilePatch:
 
     @property
     def data(self) -> bytes:
-        """Return the file's part as it stands in the patch."""
+        """Return the text of the file's part in the patch."""
         return self.header + b"".join(hunk.data for hunk in self.hunks)
 
 
@@ -273,21 +273,21 @@ class _PatchReader:
         return self.lines[self.at - 1]
 
     def wrong(self, message: str) -> PatchFormatError:
-        """Make the error for the line at hand."""
+        """Create the error for the present line."""
         at = self.at + 1
         return PatchFormatError(f"{self.name}:{at}: {message}", self.name, at)
 
     def at_file(self) -> bool:
-        """Tell whether a file's part begins here."""
+        """Return whether a file's part begins here."""
         return self.peek().startswith(b"diff --git ") or self.at_names(strict=True)
 
     def at_names(self, *, strict: bool = False) -> bool:
-        """Tell whether the two lines with the names stand here; strictly: and a hunk follows."""
+        """Return whether the two lines with the names stand here; strictly: and a hunk follows."""
         names = self.peek().startswith(b"--- ") and self.peek(1).startswith(b"+++ ")
         return names and (not strict or _RANGE.match(self.peek(2)) is not None)
 
     def at_hunk(self) -> bool:
-        """Tell whether a hunk begins here."""
+        """Return whether a hunk begins here."""
         return self.peek().startswith(b"@@ ")
 
     def until_file(self) -> bytes:
@@ -440,7 +440,7 @@ def _git_names(reader: _PatchReader, line: bytes) -> tuple[str, str] | None:
 
 
 def _whole(reader: _PatchReader, line: bytes) -> str:
-    """Return the name that stands behind two words."""
+    """Return the name after two words."""
     words = line.split(b" ", 2)
     if len(words) < 3 or not words[2]:
         raise reader.wrong("expected the name of a file.")
@@ -459,7 +459,7 @@ def _name(reader: _PatchReader, raw: bytes) -> str:
     path = _unquoted(quoted.group()) if quoted else _decoded(text.split(b"\t", 1)[0])
     if not path:
         raise reader.wrong("expected the name of a file.")
-    # Only here, and written in full, does it stand for no file.
+    # Only in this place, and written in full, does it mean no file.
     return path if path == _NOTHING else _checked(reader, _PREFIX.sub("", path))
 
 

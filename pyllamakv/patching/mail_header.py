@@ -21,8 +21,8 @@ _FIELD = re.compile(r"(From|Date|Subject): (.*)")
 _TAG = re.compile(r"\A\[PATCH[^\]]*\] *")
 #: What git leaves of a name; without any of it there is no name.
 _LETTER = re.compile(r"""[^\x00-\x20.,:;<>"\\']""")
-#: A zero byte ends a text for git; half of a surrogate pair has no bytes, but for those of Python's
-#: own that stand for a byte which is no UTF-8.
+#: A zero byte ends a text in git. Half of a surrogate pair has no bytes, except those that Python
+#: uses for bytes outside of UTF-8.
 _UNSAYABLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
 #: A variable has no room for more than 128 KiB.
 _LONGEST = 1000
@@ -125,7 +125,7 @@ def author_and_message(text: Port) -> tuple[dict[str, str], str]:
 
 
 def _date(said: str) -> str:
-    """Return a date as git takes it; one that it, or nobody, can read counts as none."""
+    """Return a date in git's format, or nothing if it cannot be parsed."""
     try:
         when = parsedate_to_datetime(said)
     except (ArithmeticError, LookupError, TypeError, ValueError):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
 
-#: A name in more files than this is nobody's in particular.
+#: A name in more files than this does not identify a file.
 _FEW = 4
 _WORD = re.compile(rb"[A-Za-z_]\w{3,}")
 #: From this part on names count: of those hooked into, gone; of those brought, there.
@@ -62,7 +62,7 @@ class Obsolescence:
 
     @property
     def obsolete(self) -> bool:
-        """Tell whether two signs of three say so."""
+        """Return whether two of three signs agree."""
         return self.votes >= 2
 
     def with_behaviour(self, stock: Mapping[str, str]) -> Obsolescence:
@@ -129,7 +129,7 @@ def scenario_sign(stock: Mapping[str, str]) -> Sign:
 
 
 def reverse_apply_sign(one: PatchStatus, texts: Iterable[Port], tree: Tree) -> Sign:
-    """Judge by the text: does everything that it would write stand there already."""
+    """Decide from the text: whether the tree already contains everything the port would write."""
     if one.good:
         return Sign("text", False, f"the text for {one.port} applies")
     best = 0.0

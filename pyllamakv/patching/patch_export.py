@@ -62,7 +62,7 @@ class ExportCheck:
 
     @property
     def same(self) -> bool:
-        """Tell whether the file is as it would be exported."""
+        """Return whether the file is as it would be exported."""
         return self.kind == "same"
 
 
@@ -193,9 +193,9 @@ def format_patch(store: Store, commit: str, prefix: str = "PATCH") -> bytes:
 
 
 def _release(name: str) -> Release:
-    """Return a base release; one that the lock has not is taken from the package index.
+    """Return a base release, from the package index if the lock file does not have it.
 
-    The blob ids in the text's file say whether it is the same.
+    The blob ids in the port show whether it is the same release.
     """
     try:
         return spec_resolver.resolve(name)
@@ -290,7 +290,7 @@ def mail_series(store: Store, base: str, patched: PatchedRelease) -> tuple[Mail,
 
 
 def listing(found: tuple[Mail, ...], base: str, release: str) -> str:
-    """Return the text of the file that lists the mails, and says what they are for."""
+    """Return the text of the file that lists and describes the mails."""
     head = f"{_OURS} {base} ({release}); there: git am *.patch"
     return "\n".join([head, *(mail.name for mail in found)]) + "\n"
 
@@ -298,9 +298,9 @@ def listing(found: tuple[Mail, ...], base: str, release: str) -> str:
 def write_mails(
     found: tuple[Mail, ...], folder: Path, *, base: str, release: str
 ) -> tuple[Path, ...]:
-    """Write the mails and their list into a folder, in the place of an earlier series.
+    """Write the mails and their list into a directory, replacing an earlier series.
 
-    Raises UsageError, and writes nothing, where anything else lies in the folder.
+    Raises UsageError, and writes nothing, if the directory contains other files.
     """
     old = _earlier(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Take a patch that a user brings into the series: tried strictly on releases, then written.
+"""Import a patch of a user into the series: apply it strictly to releases, then write it.
 
-The files of a folder are one patch, applied in order. What is written is our shape: `patch.toml`,
-one port, and a place in the order. Who wrote it stands in `origin`.
+The files of a directory are one patch, applied in order. The result has the layout of the series:
+`patch.toml`, one port, and a place in the order. `origin` names the author.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ApplyResult:
 
     @property
     def applies(self) -> bool:
-        """Tell whether every hunk has a certain place."""
+        """Return whether every hunk has a certain place."""
         return self.conflict is None
 
     def as_json(self) -> dict[str, Any]:

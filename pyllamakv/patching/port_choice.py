@@ -62,10 +62,10 @@ def choose_for_release(
     store: Store | None = None,
     progress: Progress | None = None,
 ) -> PortChoice:
-    """Choose texts for a release; it is fetched when the store lacks it.
+    """Choose ports for a release, which is fetched if the store does not have it.
 
-    ``names`` are ids of the series, paths of foreign patch files or folders, or texts at hand (one
-    with the id of a shipped patch takes its place). None means every patch that applies.
+    ``names`` are ids of the series, paths of foreign patch files or directories, or ports in memory
+    (one with the id of a shipped patch replaces it). None selects every patch that applies.
     """
     store = store or open_store()
     release = trees.ensure_fetched(store, release, progress)
@@ -105,10 +105,10 @@ def candidates(definition: Definition, release: str) -> tuple[Port, ...]:
 def choose(
     definition: Definition, draft: TreeOverlay, stock: Tree, release: str, applied: Sequence[str]
 ) -> AppliedPort | Skipped:
-    """Choose and apply one patch's text on a draft, or say why none fits.
+    """Choose and apply one port of a patch to a draft, or state why none fits.
 
-    A text is meant when its markers hold in the stock tree; it is taken when everything it
-    requires is applied and every hunk has a certain place.
+    A port is a candidate if its markers hold in the stock tree. It is chosen if all required
+    patches are applied and every hunk has a certain place.
     """
     if not definition.covers_release(release):
         return Skipped(definition.id, f"is meant for {definition.releases}, not for {release}")
@@ -163,7 +163,7 @@ def _attempt(
             continue
         meant = [t for t in candidates(definition, release) if not t.failed_markers(tree)]
         if meant and meant[0].base == release:
-            # what is written for this very release says what it requires here
+            # the port for this release states what it requires here
             meant = meant[:1]
         if definition.covers_release(release):
             more = [need for text in meant for need in text.requires if need not in wanted]
@@ -211,7 +211,7 @@ def only(series: Series, names: Sequence[str | Port] | None) -> Series:
 
 
 def _known(series: Series, names: Sequence[str | Port]) -> dict[str, Definition]:
-    # a text at hand takes the place of the shipped patch of its id; others come after the series
+    # a port in memory replaces the shipped patch of its id; others follow the series
     known = {definition.id: definition for definition in series}
     known.update({definition.id: definition for definition in named(series, names)})
     return known

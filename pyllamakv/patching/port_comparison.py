@@ -59,7 +59,7 @@ class PortDifference:
 
     @property
     def whole(self) -> bool:
-        """Tell whether nothing is left of it."""
+        """Return whether nothing is left of it."""
         return self.after == 0
 
     def __str__(self) -> str:
@@ -186,7 +186,7 @@ class _Pool:
         self.names = cpp_lines.names(added)
 
     def has(self, hunk: Hunk) -> bool:
-        """Tell whether most of a hunk stands here."""
+        """Return whether most of a hunk stands here."""
         added = [cpp_lines.normalize(line) for line in hunk.added if cpp_lines.is_significant(line)]
         if not added:
             removed = [

@@ -129,7 +129,7 @@ def _marker_line(file: FilePatch, path: str, tree: Tree, others: Sequence[Tree])
 
 
 def port_table(base: str, era: str, requires: Sequence[str], markers: Sequence[Marker]) -> str:
-    """Write the ``[[port]]`` table of a port as it stands in ``patch.toml``."""
+    """Return the ``[[port]]`` table of a port for ``patch.toml``."""
     rows = [f"\n[[port]]\nbase = {_toml_text(base)}\nera = {_toml_text(era)}\n"]
     if requires:
         rows.append(f"requires = [{', '.join(map(_toml_text, requires))}]\n")

@@ -89,11 +89,11 @@ def rebase(
     store: Store | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Rebased]:
-    """Carry patches over to a release, one after another; yield what became of each.
+    """Rebase patches onto a release, one after another; yield each result.
 
-    Texts go into the series (``patches``, else the shipped one) or as ``ID.patch`` into ``to``.
-    With ``force`` a text is written even where one applies already. Raises RebaseConflict at the
-    first conflict: `resume`, `skip` and `abort` go on from there, with the ids that are left.
+    Ports are written into the series (``patches``, else the shipped one) or as ``ID.patch`` into
+    ``to``. With ``force``, a port is written even if an existing one applies. Raises RebaseConflict
+    at the first conflict; `resume`, `skip` and `abort` continue from there with the remaining ids.
     """
     store = store or open_store()
     for number, id_ in enumerate(ids):
@@ -103,7 +103,7 @@ def rebase(
 
 
 def resume(id_: str, *, store: Store | None = None) -> Iterator[Rebased]:
-    """Write the text of a rebase whose conflict is solved, and go on with the patches behind it.
+    """Write the port of a rebase after its conflict was resolved, and continue.
 
     Raises RebaseConflict while a file is not merged; nothing is written then.
     """
@@ -118,7 +118,7 @@ def resume(id_: str, *, store: Store | None = None) -> Iterator[Rebased]:
 
 
 def skip(id_: str, *, store: Store | None = None) -> Iterator[Rebased]:
-    """Leave a waiting patch out, and go on with the patches behind it."""
+    """Skip the patch of a rebase, and continue with the next ones."""
     store = store or open_store()
     with store.lock(f"rebase-{id_}"):
         session = _waiting(store, id_)

@@ -89,7 +89,7 @@ def ids(store: Store) -> tuple[str, ...]:
 
 
 def clear(store: Store, id_: str) -> bool:
-    """Remove everything of a patch's rebase; tell whether there was anything."""
+    """Remove all data of a patch's rebase; return whether there was any."""
     folder = place(store, id_)
     there = folder.is_dir()
     worktree.remove(store, folder / "tree")

@@ -30,7 +30,7 @@ def needed_on(
             not t.failed_markers(tree) for t in patch.ports
         )
 
-    # What the patch requires by itself, every text of it does.
+    # The requirements of a patch apply to each of its ports.
     always = series.definition(text.id).requires
     return tuple(
         id_

@@ -1,7 +1,8 @@
-"""Join the hooks of a port with the shared files of its patch, and take them apart again.
+"""Compose a port with the shared files of its patch, and separate them again.
 
-A shared file is kept once, as a real file, below ``shared/`` of the series folder. What is applied,
-digested and exported is the composed patch: message, hooks and shared files, in git's order.
+A shared file exists once, as a regular file, below ``shared/`` of the series directory. What is
+applied, digested and exported is the composed patch: message, hooks and shared files, in git's
+order.
 """
 
 from __future__ import annotations

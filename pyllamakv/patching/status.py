@@ -56,7 +56,7 @@ class PatchStatus:
 
     @property
     def good(self) -> bool:
-        """Tell whether the patch applies."""
+        """Return whether the patch applies."""
         return self.state in ("applies", "offset")
 
     @property

@@ -1,8 +1,8 @@
-"""Apply patches strictly to a tree in memory: no fuzz, all or nothing, every refusal explained.
+"""Apply patches strictly to a tree in memory: no fuzz, all or nothing, with reasons.
 
-Git decides the same way where both accept; this applier is stricter (a place must be certain) and
-tells for each hunk where it went, or what stood in its place. Nothing is written until a caller
-takes the result.
+Where both accept a hunk, git finds the same place. This applier is stricter, because a place must
+be certain, and reports for each hunk its place or what it found instead. Nothing is written until a
+caller stores the result.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ STATE_MESSAGES = {
 
 @dataclass(frozen=True)
 class Placement:
-    """Say what became of one hunk; hunk 0 stands for the file as a whole.
+    """The result of one hunk; hunk 0 is the file as a whole.
 
-    ``line`` is where the patch expects it, ``offset`` how far away it was found (None: nowhere).
+    ``line`` is where the patch expects it, and ``offset`` its distance from there (None: not
+    found).
     """
 
     file: str
@@ -54,7 +55,7 @@ class Placement:
 
     @property
     def good(self) -> bool:
-        """Tell whether the hunk has its place."""
+        """Return whether the hunk has its place."""
         return self.state in APPLIED_STATES
 
 
@@ -104,7 +105,7 @@ class TreeOverlay:
         return self.changes[path] if path in self.changes else self.base.entry(path)
 
     def below(self, path: str) -> str:
-        """Return a file that lies below a path, which is a folder then; nothing without any."""
+        """Return a file below a path that is a directory; nothing if there is none."""
         start = f"{path}/"
         there = (name for name in (*self.base.paths(), *self.changes) if name.startswith(start))
         return next((name for name in there if self.entry(name) is not None), "")
@@ -118,10 +119,10 @@ class TreeOverlay:
         return self._place(patch)[0]
 
     def apply(self, patch: Patch, name: str = "patch") -> tuple[Placement, ...]:
-        """Apply the whole patch or nothing of it.
+        """Apply the complete patch or nothing.
 
-        Raises PatchConflict for the first hunk without a certain place; it names the patch, the
-        file, the hunk, the line, what was expected and what stands there.
+        Raises PatchConflict for the first hunk without a certain place, with the patch, the file,
+        the hunk, the line, the expected lines and the present ones.
         """
         placements, changes = self._place(patch)
         bad = next((placement for placement in placements if not placement.good), None)

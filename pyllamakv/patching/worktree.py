@@ -1,8 +1,8 @@
-"""Lend work trees of the store: a folder where a person sees a merge that git could not finish.
+"""Create work trees of the store, in which a user resolves a merge conflict.
 
-A link of a tree is a plain file there, with its target as text: whoever edits or builds in the
-folder would follow one that a patch from elsewhere brings, wherever it leads. It stays a link in
-the tree that is read back.
+Symbolic links of a tree are regular files in a work tree, with the target as text. Otherwise, an
+editor or a build would follow a link from a foreign patch. They are links again in the tree that is
+read back.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def cherry_pick(folder: Path, commit: str) -> tuple[UnmergedFile, ...]:
 
 
 def unmerged_files(folder: Path) -> tuple[UnmergedFile, ...]:
-    """Return the files that nobody has called merged yet."""
+    """Return the files that have not been marked as merged."""
     stages: dict[str, set[str]] = {}
     for record in git_command.git(folder, "ls-files", "--unmerged", "-z").split("\0"):
         if record:
@@ -120,10 +120,10 @@ def _is_marked(file: Path) -> bool:
 
 
 def write_tree(folder: Path) -> str:
-    """Write everything that stands in a work tree to the store and return its tree.
+    """Write the content of a work tree to the store and return its tree.
 
-    What upstream's own ``.gitignore`` names, such as build folders, is left out, and so is what
-    editors leave behind.
+    Files that upstream's ``.gitignore`` lists, such as build directories, and backup files of
+    editors are ignored.
     """
     with translate_disk_errors(folder):
         git_command.git(folder, *_NO_LINKS, "add", "--all", "--", ".", *_LITTER)

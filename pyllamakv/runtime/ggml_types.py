@@ -32,7 +32,7 @@ class NumberType:
 
     @property
     def quantized(self) -> bool:
-        """Tell whether several values share a block."""
+        """Return whether several values share a block."""
         return self.block > 1
 
 

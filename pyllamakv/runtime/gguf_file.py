@@ -34,7 +34,7 @@ class ModelFile:
 
     @property
     def has_partial_layers(self) -> bool:
-        """Tell whether some layers may keep less than every token."""
+        """Return whether some layers may keep less than every token."""
         return any(key.endswith(".attention.sliding_window") or ".ssm." in key for key in self.meta)
 
 

@@ -44,7 +44,7 @@ class Ledger:
 
     @property
     def moved(self) -> bool:
-        """Tell whether the positions of any entries were changed."""
+        """Return whether the positions of any entries were changed."""
         return self.first_moved is not None
 
     def clear(self) -> None:

@@ -31,7 +31,7 @@ class _View(NDArrayOperatorsMixin):
 
     @property
     def stale(self) -> bool:
-        """Tell whether a later decode, or the context's end, has made these unreadable."""
+        """Return whether a later decode, or the context's end, has made these unreadable."""
         return self._epoch != self._context.epoch or self._context.closed
 
     @property

@@ -50,7 +50,7 @@ def context_lock(context: Context) -> Handle[Any]:
 
 
 def uses_penalties(params: SamplerParams) -> bool:
-    """Tell whether tokens chosen before count."""
+    """Return whether tokens chosen before count."""
     return params.penalty_last_n > 0 and params.penalty_repeat != 1.0
 
 

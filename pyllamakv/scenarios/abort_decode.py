@@ -33,11 +33,10 @@ def count_abort_polls(player: Player, feeds: Feeds) -> int:
 
 
 def abort(lab: Lab, player: Player, feeds: Feeds, at: int, polls: int) -> None:
-    """Abort a decode at a poll of all its polls, and prove that nothing else was touched.
+    """Abort a decode at one of its polls, and check that nothing else has changed.
 
-    Newer releases keep the micro-batches that were done before, and leave it to the caller to
-    remove them; those are allowed here and removed. The one that was at work, or a token of
-    another sequence, never is.
+    Newer releases keep completed micro-batches, which the caller must remove; they are allowed here
+    and removed. Tokens of the aborted micro-batch, or of another sequence, are not.
     """
     feed = player.feed(feeds)
     starts = {owners[0]: player.ledger.next(owners[0]) for owners in feed.owners}
@@ -65,9 +64,10 @@ def abort(lab: Lab, player: Player, feeds: Feeds, at: int, polls: int) -> None:
 
 
 def _keeps_finished_ubatches(player: Player) -> bool:
-    """Tell whether llama.h lets an aborted decode keep the micro-batches that it had finished.
+    """Return whether llama.h lets an aborted decode keep completed micro-batches.
 
-    It says so from 0.3.10 on, where caches became memories; before that, everything goes back.
+    It does since 0.3.10, which introduced memories. Before that, the complete decode is rolled
+    back.
     """
     scattered = player.info.contiguous_slots is False
     return scattered or player.native.about.probes.get("memory") == "memory"

@@ -45,7 +45,7 @@ class Shape:
 
     @property
     def digest(self) -> str:
-        """Return what tells this shape, as this module writes it, from every other."""
+        """Return a text that identifies this shape in the format of this module."""
         facts = asdict(self)
         if not self.head:
             del facts["head"]  # which files had names before there was such a width
@@ -126,7 +126,7 @@ def deepseek2_keys(shape: Shape) -> dict[str, Any]:
     return {
         "rope.dimension_count": ROTATED,
         "rope.scaling.yarn_log_multiplier": 0.1,
-        # All layers are dense; what they would say of experts must be there all the same.
+        # All layers are dense, but the keys about experts are required.
         "leading_dense_block_count": shape.n_layer,
         "expert_feed_forward_length": shape.n_ff,
         "expert_shared_count": 1,
@@ -268,7 +268,7 @@ def tensors(shape: Shape) -> Tensors:
     """Return the weights of a shape, f32, by name."""
     draw = WeightGenerator(shape.seed)
     width = shape.n_embd
-    # A gemma multiplies its embeddings by this by itself.
+    # gemma multiplies its embeddings by this factor.
     size = 1.0 if shape.architecture == "gemma2" else np.sqrt(width)
     found = {"token_embd.weight": draw.matrix(shape.n_vocab, width, scale=size)}
     for layer in range(shape.n_layer):
@@ -276,7 +276,7 @@ def tensors(shape: Shape) -> Tensors:
         found |= {f"blk.{layer}.{name}": tensor for name, tensor in block.items()}
     found["output_norm.weight"] = np.ones(width, dtype=np.float32)
     if shape.architecture == "gemma2":
-        # It has no output of its own: the embeddings must tell the tokens apart by themselves.
+        # The model has no output tensor: the embeddings alone must distinguish the tokens.
         found["token_embd.weight"] *= np.float32(np.sqrt(width) / 2)
     else:
         found["output.weight"] = draw.matrix(shape.n_vocab, width, scale=4.0)

@@ -1,4 +1,4 @@
-"""Compose batches: which token goes where, for whom, and who wants its logits."""
+"""Compose batches: tokens, positions, sequences, and which tokens have logits."""
 
 from __future__ import annotations
 

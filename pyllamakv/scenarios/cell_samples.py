@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.binding.protocol import ContextHandle, ContextInfo, Native
 
-#: What a trace says of the cells at a moment.
+#: The statistics of the cells that a trace contains.
 COUNTS = ("used", "holes", "largest_hole")
 
 
@@ -67,7 +67,7 @@ class CellSample:
         return found
 
     def moved(self, before: CellSample) -> list[list[int]]:
-        """Return [from, to, length] of each run of cells that lay elsewhere ``before``.
+        """Return [from, to, length] of each run of cells that moved since ``before``.
 
         Cells are numbered through all streams, as in `runs`.
         """

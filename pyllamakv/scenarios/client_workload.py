@@ -1,8 +1,8 @@
-"""Serve clients side by side from one cache, as servers do.
+"""Serve clients concurrently from one cache, like a server.
 
-Each client has a sequence and its share of the cells. A prompt comes in pieces, as much as a batch
-has room for; who is answering adds a token per batch. An answer leaves its cells behind until the
-next request takes the sequence over, and what the two have in common stays.
+Each client has a sequence and a share of the cells. A prompt is decoded in pieces that fit into the
+batch; a generating client adds one token per batch. The cells of an answer remain until the
+sequence's next request, which keeps the common prefix.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ClientRequest:
 
     @property
     def busy(self) -> bool:
-        """Tell whether there is anything left to decode."""
+        """Return whether there is anything left to decode."""
         return self.prompt + self.answer > 0
 
 
@@ -55,7 +55,7 @@ class SlotServer:
             for client in self.clients:
                 if waiting and not client.busy:
                     self._begin(client, *waiting.popleft())
-            # Whoever answers comes first: nobody waits for the prompts of others.
+            # Generating clients come first, so that they never wait for prompts of others.
             self.clients.sort(key=lambda client: client.prompt)
             self._decode()
         self.player.check_cells()

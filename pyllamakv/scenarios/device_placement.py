@@ -1,7 +1,7 @@
-"""Say where the cache of a run lies: in host memory, on a device, or behind an RPC server.
+"""Place the cache of a run: in host memory, on a device, or behind an RPC server.
 
-A scenario does not know. Its model is loaded so that every layer, with its K and V, goes to the
-device; a run whose cache stays in host memory all the same proves nothing, and says so.
+Scenarios are independent of the place. Their model is loaded so that every layer, with its K and V,
+is on the device. A run whose cache is in host memory nevertheless is untestable.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ class DevicePlacement:
 
     @property
     def host(self) -> bool:
-        """Tell whether caches lie in the memory of the worker."""
+        """Return whether caches lie in the memory of the worker."""
         return self.backend == "cpu"
 
     @property
     def remote(self) -> bool:
-        """Tell whether a run needs a server."""
+        """Return whether a run needs a server."""
         return self.backend == "rpc"
 
     @property
     def off_cpu(self) -> bool:
-        """Tell whether other kernels than the processor's compute; they may be wrong themselves."""
+        """Return whether other kernels than the processor's compute; they may be wrong themselves."""
         return self.backend not in ("cpu", "rpc")
 
     def model(self, name: str) -> str:
-        """Return the name of the model that stands for a named one there."""
+        """Return the name of the model that replaces a named one on a device."""
         twin = name + synthetic_models.WIDE
         return twin if self.off_cpu and twin in synthetic_models.SHAPES else name
 
@@ -72,10 +72,10 @@ class DevicePlacement:
         return ModelParams(n_gpu_layers=ALL, rpc_servers=endpoint)
 
     def check(self, snapshot: Snapshot | None) -> None:
-        """Raise Untestable when a cache that belongs on a device lies in host memory."""
+        """Raise Untestable if a cache that belongs on a device is in host memory."""
         if self.backend == "cpu" or snapshot is None:
             return
-        # Where a build cannot tell, `host` is negative.
+        # `host` is negative if the build cannot report it.
         if any(cells.info.host > 0 and cells.info.n_layer for cells in snapshot.streams):
             msg = f"the cache is in host memory, not on a {self.backend} device"
             raise Untestable(msg)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 #: Operations in which cells of a sequence may come to lie elsewhere.
 MOVING = ("decode", "step", "batch", "advance", "defrag", "update")
 
-#: Operations that neither do anything to the cells nor tell of them.
+#: Operations that neither change nor show the cells.
 _SILENT = ("context", "note", "expect", "cancel", "threads", "snapshot", "verify")
 
 #: The name of the result 1 of llama_decode.

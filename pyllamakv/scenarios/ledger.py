@@ -118,11 +118,11 @@ class CellLedger:
 
 
 def window_errors(ledger: CellLedger, found: Mapping[int, Sequence[int]], window: int) -> str:
-    """Say what a sliding-window cache lacks or has too much of; empty when it is right.
+    """Describe missing or surplus cells of a sliding-window cache; empty if there are none.
 
-    ``found`` has the positions of each sequence. Promised are the last ``window - 1`` positions
-    that a sequence has: those that its next token sees. Older ones may be there or not, for their
-    cells are taken by whoever needs them; but in what is left there is no gap.
+    ``found`` has the positions of each sequence. A cache must have the last ``window - 1``
+    positions of a sequence, which its next token sees. Older ones may be present or not, because
+    their cells can be reused, but the remaining ones must be contiguous.
     """
     for seq in sorted({*ledger.sequences, *found}):
         whole = [pos for pos, _ in ledger.of(seq)]

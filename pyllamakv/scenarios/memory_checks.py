@@ -89,7 +89,7 @@ def verify_memory(lab: Lab, player: Player, window: int = 0) -> None:
 
 
 def supported(what: Callable[[], Any]) -> bool:
-    """Do something that a memory may refuse; tell whether it was done."""
+    """Run an operation that a memory may refuse; return whether it was done."""
     try:
         what()
     except (Unsupported, PartialRemovalRefused):

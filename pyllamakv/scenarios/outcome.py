@@ -28,12 +28,12 @@ FAILURES = (*HARM, "claim")
 
 @dataclass(frozen=True)
 class Outcome:
-    """Hold how one run of a scenario ended.
+    """The result of one run of a scenario.
 
-    ``status`` is "pass", "fail", "absent" (the capability does not exist there), "skip" (the
-    setting cannot be judged there) or "fault" (of the harness). ``failure`` is empty or one of
-    "data" (K, V or logits wrong), "crash", "hang", "lost" (tokens lost or ghosts left), "claim";
-    that of a skipped run is what kept it from being judged.
+    ``status`` is "pass", "fail", "absent" (the build lacks the capability), "skip" (the setting
+    cannot be verified) or "fault" (an internal error). ``failure`` is empty or one of "data" (K, V
+    or logits wrong), "crash", "hang", "lost" (tokens lost, or stray cells) and "claim". For a
+    skipped run, it is the reason.
     """
 
     status: Status
@@ -42,12 +42,12 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Tell whether the run broke the claim of its scenario."""
+        """Return whether the run broke the claim of its scenario."""
         return self.status == "fail"
 
 
 def classify(error: Exception) -> Outcome:
-    """Return the outcome that an exception of a run stands for."""
+    """Return the outcome for an exception of a run."""
     text = str(error)
     match error:
         case ScenarioFailed():
@@ -59,7 +59,8 @@ def classify(error: Exception) -> Outcome:
         case WorkerDied():
             return Outcome("fail", "crash", text)
         case Unsupported() | PartialRemovalRefused():
-            # What a memory cannot do at all: to 0.3.6 for example shift quantized keys.
+            # The memory lacks this feature: through 0.3.6, for example, quantized keys cannot be
+            # shifted.
             return Outcome("absent", "", text)
         case DecodeError() | NativeError():
             return Outcome("fail", "claim", f"{type(error).__name__}: {text}")

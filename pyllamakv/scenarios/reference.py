@@ -109,12 +109,12 @@ class Reference:
         if cells > LIMIT:
             msg = f"the reference would need {cells} cells; make the scenario smaller"
             raise HarnessError(msg)
-        # It lies on the heap, so that nothing of mapped memory, nor a file's lock, is in it.
+        # On the heap, so that neither mapped memory nor a file lock affects it.
         params = replace(
             player.params, n_ctx=cells, swa_full=True, kv_backing=0, kv_path=None, kv_keep=0
         )
         if self._spares:
-            # In one micro-batch: between two of them nobody could own what the first one wrote.
+            # In one micro-batch: between two, no sequence could own the cells of the first one.
             params = replace(params, n_ubatch=params.n_batch, n_seq_max=params.n_seq_max + 1)
         return player.native.context_new(player.model, params)
 

@@ -1,14 +1,13 @@
-"""Run scenarios in workers, one library and environment each, and return how they ended.
+"""Run scenarios in workers, one library and environment each, and return their results.
 
-A run happens in a worker: what crashes or hangs loses that run alone, and the next one gets a
-fresh worker. A worker whose run did nothing wrong is kept for the next run. Where caches are
-behind RPC, each worker has a server of its own: a server takes one client.
+A run happens in a worker, so that a crash or a hang affects this run alone; the next run gets a new
+worker. A worker without failures is reused. With caches behind RPC, each worker has its own server,
+because a server accepts one client.
 
-On a device, a control run comes before the scenarios, while nothing is moved. A device whose
-kernels are wrong without any move would fail scenarios for which no patch can help. So the control
-evaluates the same tokens twice: in one batch at the start of a cache, and one at a time after it.
-What the device cannot do without ending the process is not judged either; where stock can do it,
-patched has failed (`verdict.Pair`).
+On a device, a control run precedes the scenarios. A device with wrong kernels would fail scenarios
+that no patch can fix. Therefore, the control evaluates the same tokens twice without moving cells:
+in one batch at the start of a cache, and one by one after it. A setting that ends the process on a
+device is not verified; if stock can run it, patched has failed (`verdict.Pair`).
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ class Workers:
                 if "RPC server" in str(error):
                     msg = f"{name} cannot be loaded: {error}"
                     raise HarnessError(msg) from error
-                # An architecture that came later: nothing that a patch could be judged by.
+                # A later architecture, which cannot verify a patch for this release.
                 msg = f"the model {name} cannot be loaded here: {error}"
                 raise Untestable(msg) from error
             self._models[key, name] = found
@@ -119,7 +118,7 @@ class Workers:
             server.close()
 
     def cut(self) -> None:
-        """End the workers under runs that are at work in other threads."""
+        """End the workers of runs in other threads."""
         for library in list(self._open.values()):
             library.native.close()
 
@@ -133,7 +132,7 @@ class Workers:
             return None
         server = self._servers.get(key)
         if server is None:
-            # One thread: as many runs as processors are at work, and threads spin while they wait.
+            # One thread, because as many runs as processors are active, and waiting threads spin.
             try:
                 server = self._servers[key] = RpcServer(Path(key[0]), threads=1)
             except KvError as error:
@@ -166,7 +165,7 @@ class DeviceControls:
 
 
 def _run_control(make: Callable[[], Lab]) -> Untestable | None:
-    """Play the control in a lab of its own; return why nothing can be judged there, if so."""
+    """Run the control in a lab of its own; return why the setting cannot be verified, or None."""
     lab = make()
     try:
         wrong = control(lab)
@@ -224,7 +223,7 @@ class ScenarioRunner:
         self._workers.close()
 
     def cut(self) -> None:
-        """End the workers under a run that is at work in another thread: it fails at once."""
+        """End the workers of a run in another thread, which then fails at once."""
         self._workers.cut()
 
     def run(self, path: Path, scenario: Scenario, setting: Setting) -> Run:

@@ -66,8 +66,8 @@ ORDERED = tuple(
     for mover in ("host", "gather", "graph")
 )
 
-#: Releases from 0.3.12 to 0.3.16 place a batch in scattered cells where this is 1 (the default from
-#: 0.3.15); 0 asks for one hole, as all releases before them do. Others ignore it.
+#: Between 0.3.12 and 0.3.16, a batch may use scattered cells if this is 1 (the default since
+#: 0.3.15). 0 requires one hole, as in earlier releases. Others ignore it.
 CONTIGUOUS = (("LLAMA_SET_ROWS", "0"),)
 SCATTERED = Setting(True, "f16", "f16", (("LLAMA_SET_ROWS", "1"),))
 
@@ -115,6 +115,6 @@ class Scenario:
 
     @property
     def digest(self) -> str:
-        """Return a digest of the file that the scenario stands in."""
+        """Return a digest of the scenario's file."""
         data = self.source.read_bytes() if self.source else repr(self).encode()
         return hashlib.sha256(data).hexdigest()

@@ -1,8 +1,8 @@
-"""Generate tiny GGUF models by code, so that nothing has to be downloaded to judge a patch.
+"""Generate tiny GGUF models, so that verification needs no download.
 
-A model is a pure function of its `Shape`: a fixed seed, no time, no machine. The files lie in
-``home()/models`` under names that carry a digest of the shape, so that a changed shape is a new
-file and two processes that generate the same one agree.
+A model is a function of its `Shape` alone, with a fixed seed. Files are stored in
+``home()/models``, with a digest of the shape in their names: a changed shape is a new file, and
+concurrent processes write the same content.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pyllamakv.scenarios import architectures
 from pyllamakv.scenarios.architectures import Shape
 from pyllamakv.source.files import translate_permission_errors
 
-#: The name of a real model that the user has, and the variable that says where it lies.
+#: The name of a real model of the user, and the environment variable with its path.
 TEST = "test"
 VARIABLE = "PYLLAMAKV_TEST_MODEL"
 
@@ -38,7 +38,8 @@ SHAPES = {
         Shape("deep", n_layer=64),
         Shape("grouped", n_layer=2, n_embd=128, n_head=4, n_head_kv=2),
         Shape("bytes", n_vocab=320, vocab="bytes"),
-        # To b5415 a gemma2 of any other number of layers than the published ones aborts.
+        # Through b5415, a gemma2 model with another number of layers than the published ones
+        # aborts.
         Shape("sliding", n_layer=26, architecture="gemma2", window=32),
         Shape("recurrent", n_layer=2, architecture="mamba"),
         Shape("hybrid", n_layer=4, architecture="jamba"),
@@ -109,7 +110,7 @@ def model(name: str) -> Path:
 
 
 def identity(name: str) -> str:
-    """Return what tells the content of a named model, without generating it."""
+    """Return an identification of a named model's content, without generating it."""
     if name in SHAPES:
         return SHAPES[name].digest
     try:

@@ -33,9 +33,9 @@ def download(
 ) -> str:
     """Download ``url`` to ``place`` and return its SHA-256.
 
-    A transfer that breaks off is resumed where it stopped, also by a later call. What was at
-    ``place`` stays until the new file is whole and has the right hash. Raises FetchError,
-    HashMismatch or DiskFull.
+    An interrupted transfer is resumed, also by a later call. An existing file at ``place`` remains
+    until the new one is complete and has the right hash. Raises FetchError, HashMismatch or
+    DiskFull.
     """
     part = place.with_name(place.name + ".part")
     try:

@@ -1,4 +1,4 @@
-"""Bring releases into the store: from the package index, npm, git, or a file at hand."""
+"""Fetch releases into the store: from the package index, npm, git, or a local file."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def add(
     elif (file := spec_resolver.existing_path(what)) and file.is_file():
         release = _add_file(file, progress)
     elif bring := _brings(what):
-        # The archive is taken away in the end: nobody else may be reading it then, nor look for
-        # the release before it is noted.
+        # The archive is deleted at the end. Until the release is recorded, no other process may
+        # read the archive or look for the release.
         with open_store().lock(f"add-{what}"):
             release = bring(progress, keep=keep)
             _note(release, pin)
@@ -205,7 +205,7 @@ def _fetch_git(release: Release) -> Release:
     try:
         return spec_resolver.fetch_git(f"git:{url}@{release.commit}")
     except FetchError:
-        # Not every server gives out a commit by its id; its reference may still point there.
+        # Some servers do not serve a commit by id; its reference may still point to it.
         return spec_resolver.fetch_git(release.name)
 
 

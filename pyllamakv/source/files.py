@@ -1,4 +1,4 @@
-"""Write files so that nobody sees half of one, and wait for others who write them."""
+"""Write files atomically, and lock files against other writers."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def locked(file: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
 
 @contextlib.contextmanager
 def inheritable_lock(file: Path) -> Iterator[int]:
-    """Lock a file through a descriptor that children may inherit; lend the descriptor.
+    """Lock a file through a descriptor that child processes may inherit; yield the descriptor.
 
-    A killed process leaves its children behind, which go on writing: the lock lasts until the
-    last that inherited it has ended.
+    Children of a killed process continue to write, so the lock lasts until the last process that
+    inherited it has ended.
     """
     with translate_disk_errors(file):
         handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -81,10 +81,10 @@ def write_bytes_atomic(file: Path, data: bytes) -> None:
 
 
 def _own(part: Path) -> int:
-    """Make an empty file for this process alone, waiting for who else writes it.
+    """Create an empty file for this process, waiting for other writers.
 
-    It is always a new one: what lies under the name may have been planted there, in a folder that
-    came from elsewhere, as a link to a file of the user's.
+    The file is always new: an existing entry of this name could be a planted link to a file of the
+    user.
     """
     while True:
         with contextlib.suppress(FileExistsError):
@@ -100,9 +100,9 @@ def _own(part: Path) -> int:
 
 
 def _remove_left(part: Path) -> None:
-    """Remove what lies where a part goes, once nobody writes it any more.
+    """Delete a stale ``.part`` file after its writer has released the lock.
 
-    Raises SourceError for a folder.
+    Raises SourceError for a directory.
     """
     with contextlib.suppress(FileNotFoundError):
         facts = part.lstat()
@@ -121,9 +121,9 @@ def _remove_left(part: Path) -> None:
 
 
 def _lock(handle: int, part: Path) -> bool:
-    """Wait for the lock of an open file; tell whether it still is what lies under its name.
+    """Wait for the lock of an open file; return whether its name still refers to it.
 
-    Whoever had it before has renamed or removed it: then it is not this name's any more.
+    The previous holder may have renamed or removed the file.
     """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

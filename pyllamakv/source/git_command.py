@@ -58,7 +58,7 @@ _SETTINGS = {
     "merge.conflictStyle": "diff3",
     "submodule.recurse": "false",
     "fetch.recurseSubmodules": "false",
-    # Stores are made by whoever runs this, but a container may own them under another user.
+    # The store may belong to another user, for example in a container.
     "safe.directory": "*",
 }
 
@@ -222,7 +222,7 @@ def _start(
     if bounded:
         line = git_limits.command(program, words, memory=not network)
         full.update(git_limits.environment())
-    # GitPython adds to the process's variables, and cannot be told to drop any.
+    # GitPython adds to the environment of the process and cannot remove variables.
     dropped = [n for n in os.environ if n.startswith("GIT_") and n not in full]
     foreign = [word for n in dropped if not n.startswith("GIT_PYTHON_") for word in ("-u", n)]
     if foreign:

@@ -1,9 +1,9 @@
-"""Bound what git may take of memory, disk and time while it unpacks what others made.
+"""Limit memory, disk space and time of git while it unpacks untrusted data.
 
-A few kilobytes of a pack can claim an object of gigabytes, which git would make room for, or
-thousands of large ones that differ by a byte. What may be allocated at once is told to git itself,
-also to those that it starts. The rest are limits of the process, set by a Python that then becomes
-git: a fork that runs Python first may hang where there are threads.
+A few kilobytes of a pack can declare an object of gigabytes, or thousands of large objects that
+differ in one byte. The maximum allocation is passed to git as configuration, which its child
+processes inherit. The other limits are resource limits of the process. A Python process sets them
+and then executes git, because a fork that runs Python code may hang in a program with threads.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MAX_MEMORY_BYTES = 2 << 30
 MAX_FILE_BYTES = 1 << 30
 #: Processor time in seconds: a release takes a few of them.
 MAX_CPU_SECONDS = 600
-#: How long git may take over what lies on this machine. It waits for ever for a pipe that lies
-#: where it reads a file; the largest tree or pack needs a few minutes on a slow disk.
+#: Timeout of git for local data. git waits forever for a pipe in the place of a file. The largest
+#: tree or pack needs a few minutes on a slow disk.
 MAX_SECONDS = 600.0
 
 #: Large files pass in pieces; threads and whole packs would take address space for nothing.
@@ -41,7 +41,7 @@ _SETTINGS = (
     "fetch.unpackLimit=1",
 )
 _WORDS = ("over limit", "Out of memory", "Cannot allocate memory", "File too large")
-#: How git tells of one that it started and that was ended by the limit of time.
+#: git's message about a child process that exceeded the time limit.
 _ENDED = f"died of signal {signal.SIGXCPU.value}"
 
 _BECOME = """

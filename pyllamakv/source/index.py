@@ -82,9 +82,9 @@ class PackageIndex:
         return self._session
 
     def sdists(self) -> list[IndexFile]:
-        """Return every sdist that any source offers, ordered by version.
+        """Return every sdist on all sources, ordered by version.
 
-        Raises FetchError, with what each source said, when no source could be asked.
+        Raises FetchError with the errors of all sources if none responds.
         """
         found: dict[tuple[str, str], IndexFile] = {}
         said: list[str] = []

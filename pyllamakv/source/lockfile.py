@@ -1,7 +1,7 @@
-"""Read and write the lock: which releases there are, and the hashes that pin them.
+"""Read and write the lock file: the known releases and their hashes.
 
-The shipped lock is ``vendor/upstream.lock.toml``. What a user adds goes to a file of the same shape
-in the home, so that an installed package never writes into itself.
+The shipped lock file is ``vendor/upstream.lock.toml``. Releases that a user adds are stored in a
+file of the same format in the data directory, so that an installed package is never modified.
 """
 
 from __future__ import annotations

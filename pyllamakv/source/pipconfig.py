@@ -20,12 +20,12 @@ _NO = ("", "0", "no", "false", "off", "n", "f")
 
 @dataclass(frozen=True)
 class PipSettings:
-    """Hold pip's settings that say where packages come from."""
+    """pip's settings about the sources of packages."""
 
     index_urls: tuple[str, ...] = (DEFAULT_INDEX,)
     find_links: tuple[str, ...] = ()
     trusted_hosts: tuple[str, ...] = ()
-    #: A file or folder of certificates; None stands for the HTTP client's own.
+    #: A file or directory of certificates; None uses those of the HTTP client.
     cert: str | None = None
     proxy: str | None = None
     timeout: float = 60.0

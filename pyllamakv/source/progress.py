@@ -1,11 +1,11 @@
-"""Tell how far a long step is, without knowing who shows it."""
+"""Report the progress of long steps, independently of how it is shown."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-#: Called with what is being done, how much is done, and of how much (None when unknown). The unit
-#: is bytes; a step without a measure is told once with 0 of None.
+#: Called with a description, the progress, and the total (None if unknown), in bytes. A step
+#: without a measure is reported once with 0 of None.
 Progress = Callable[[str, int, int | None], None]
 
 

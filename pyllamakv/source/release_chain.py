@@ -22,7 +22,7 @@ CHAIN_REFS = "refs/line/"
 
 
 class ChainLink(NamedTuple):
-    """Pair a release with the synthetic commit that stands for it."""
+    """A release, and the synthetic commit that represents it."""
 
     release: Release
     commit: str

@@ -1,4 +1,4 @@
-"""Take llama.cpp from a git URL, a git bundle or a folder, as it stands there."""
+"""Read llama.cpp from a git URL, a git bundle or a directory."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def resolve(spec: str) -> Release:
 
 
 def split_git(spec: str) -> tuple[str, str]:
-    """Split ``git:URL@REF`` into URL and reference; without a reference it is ``HEAD``.
+    """Split ``git:URL@REF`` into URL and reference (default: ``HEAD``).
 
-    Raises UsageError for what git or a lock cannot hold, and for a URL with a password: it would
-    stand in the lock, which people share.
+    Raises UsageError if git or a lock file cannot represent it, and for a URL with a password,
+    which the shared lock file would contain.
     """
     rest = spec.removeprefix("git:")
     url, at, ref = rest.rpartition("@")
@@ -147,10 +147,10 @@ def _bring(held: Store, store: Store, place: str, ref: str) -> str:
 
 
 def from_folder(spec: str) -> Release:
-    """Take a folder as it stands, with whatever was changed in it, and give it a commit.
+    """Import a directory, including local changes, as a commit.
 
-    Of a git work tree what git would not ignore is taken, of another folder everything but
-    ``build*`` at its top. Raises UnknownRelease for a folder that holds no llama.cpp.
+    Of a git work tree, files that git does not ignore are imported; of another directory,
+    everything but ``build*`` at the top. Raises UnknownRelease if it is not llama.cpp.
     """
     try:
         folder = Path(spec.removeprefix("path:")).expanduser().resolve()
@@ -194,7 +194,7 @@ def _tracked(folder: Path) -> tuple[Iterable[str], str] | None:
 
 
 def _described(store: Store, release: Release) -> Release:
-    """Fill in what the commit tells, after checking that it is llama.cpp."""
+    """Fill in the facts of a commit, after checking that it is llama.cpp."""
     tree = store.tree_of(release.commit)
     tree_limits.check(store.path, tree)
     if not any(store.read_many(tree, _API).values()):
@@ -221,7 +221,7 @@ def _write_tree(store: Store, folder: Path, paths: list[str]) -> str:
 
 
 def _indexed(store: Store, folder: Path, paths: list[str], index: Path, held: int) -> str:
-    # A killed git leaves it, and nobody could write the index again.
+    # A killed git leaves this file, which would block every later write of the index.
     index.with_name(f"{index.name}.lock").unlink(missing_ok=True)
     env = {
         "GIT_DIR": str(store.path),

@@ -41,7 +41,7 @@ _BATCH = 256
 
 @contextlib.contextmanager
 def scratch_folder(parent: Path) -> Iterator[Path]:
-    """Lend a folder below ``parent``, and remove those that nobody works in any more."""
+    """Create a temporary directory below ``parent``, and remove stale ones."""
     for old in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             handle = _taken(old, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -80,8 +80,7 @@ def _taken(folder: Path, how: int) -> int:
     return handle
 
 
-#: What git makes while it writes one of these, and leaves when it is killed: nobody could write
-#: the file again.
+#: Lock files of git. A killed git leaves them, and they would block every later write.
 _LOCKS = ("HEAD.lock", "config.lock", "packed-refs.lock", "shallow.lock")
 
 #: Content is stored and compared byte by byte, whatever a tree's own .gitattributes ask for.
@@ -219,7 +218,7 @@ class Store:
         return git_command.git(self.path, "cat-file", "commit", commit)
 
     def _reaches_back(self, commit: str) -> bool:
-        """Tell whether the history of a commit is there, to its first commit or a shallow one."""
+        """Return whether the history of a commit is there, to its first commit or a shallow one."""
         words = ("rev-list", "--quiet", commit, "--")
         return not git_command.run(self.path, *words, bounded=True).returncode
 
@@ -339,10 +338,10 @@ class Store:
 
     @contextlib.contextmanager
     def ref_lock(self) -> Iterator[int]:
-        """Be the only one who writes refs; lend a descriptor for git to inherit.
+        """Lock the references for writing; yield a descriptor for git to inherit.
 
-        A git that was killed leaves lock files, which are removed here: its parent may have been
-        killed without it, so what counts is the descriptor, which it holds until it ends.
+        Removes lock files of a killed git. Its parent may have been killed alone, so a running git
+        keeps the lock through the descriptor that it inherited.
         """
         with self.lock(), inheritable_lock(self._locks / "store.busy") as held:
             for left in (*map(self.path.joinpath, _LOCKS), *self.path.glob("refs/**/*.lock")):

@@ -1,7 +1,7 @@
-"""Read the gzipped tars of others in one pass, and take of them no more than any release has.
+"""Read untrusted gzipped tar archives in one pass, with the limits of a release.
 
-A header may claim any size, and name what tarfile takes into memory as a whole: long names,
-attributes, maps of sparse files. So what is read is counted, and what belongs to headers by itself.
+A header may declare any size, and data that tarfile reads into memory: long names, attributes,
+sparse maps. Therefore, the bytes read are counted, and those of headers separately.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def open_tar(archive: Path) -> Iterator[tarfile.TarFile]:
 
 
 def is_plain(member: tarfile.TarInfo) -> bool:
-    """Tell whether a member is a file, all of which the archive holds."""
+    """Return whether a member is a file, all of which the archive holds."""
     # A sparse member is larger than what the archive holds of it.
     return member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and not member.issparse()
 
@@ -113,7 +113,7 @@ class _Tar(tarfile.TarFile):
 
 
 class _Stream:
-    """Read an archive forward, and refuse to go on where it grows past all bounds."""
+    """Read an archive forward, and stop when it exceeds a limit."""
 
     def __init__(self, file: gzip.GzipFile) -> None:
         self._file = file

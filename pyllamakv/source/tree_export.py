@@ -1,8 +1,7 @@
-"""Put a tree of the store into a folder, and compare the two.
+"""Write a tree of the store into a directory, and compare the two.
 
-Only files whose content differs are written: build folders rely on the times of the others. While
-an export is at work the folder's stamp says so, so a half written tree is never taken for a whole
-one.
+Only files with different content are written, because build directories rely on modification times.
+During an export, the stamp of the directory marks it as incomplete.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ if TYPE_CHECKING:
     from pyllamakv.source.releases import Release
     from pyllamakv.source.store import Store, TreeEntry
 
-#: Upstream's CMake files write this one into the source tree up to 0.3.9.
+#: Through 0.3.9, upstream's CMake files write this file into the source tree.
 GENERATED_FILES = ("common/build-info.cpp",)
 
-#: The stamp lies inside the folder, so that it moves and dies with it.
+#: The stamp is inside the directory, so that it is moved and removed with it.
 STAMP = ".pyllamakv-tree"
 
 #: What a file, and the stamp, is called until all of it is written. Both lie at the top, where no
@@ -90,7 +89,7 @@ def export(
         wanted = {entry.path: entry for entry in entries}
         _refuse_twice(entries)
         stray = _strays(folder, wanted, keep)
-        # What is only seen through a link that lies in the way goes with it.
+        # A path that is only reachable through a link is removed with the link.
         real = _Real(folder)
         stale = [e for e in entries if not (real.holds(e.path) and _same(folder / e.path, e))]
         if not stale and not stray and stamped(folder) == tree:
@@ -177,7 +176,7 @@ def _refuse_unsafe(entries: Iterable[TreeEntry]) -> None:
 
 
 def _refuse_twice(entries: Sequence[TreeEntry]) -> None:
-    """Refuse a tree in which a name is a file and a folder at once: git's objects could say so."""
+    """Refuse a tree in which a name is both a file and a directory, as git objects allow."""
     counts = Counter(entry.path for entry in entries)
     counts.update(_folders_of(set(counts)))
     path, times = max(counts.items(), key=lambda found: found[1], default=("", 0))
@@ -198,14 +197,14 @@ def _folders_of(paths: Iterable[str]) -> set[str]:
 
 
 class _Real:
-    """Tell what lies in a folder without walking through links below it."""
+    """List the content of a directory without following links below it."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._folders = {"": True}
 
     def holds(self, path: str) -> bool:
-        """Tell whether something lies at this path, which is not seen through a link."""
+        """Return whether this path exists, without following links."""
         return self._is_folder(posixpath.dirname(path)) and os.path.lexists(self._root / path)
 
     def _is_folder(self, path: str) -> bool:
@@ -304,7 +303,7 @@ def _target(entry: TreeEntry, data: bytes) -> str:
 
 
 def _leads_out(path: str, target: str) -> bool:
-    """Tell whether a link's target lies outside its tree, or may lie there."""
+    """Return whether a link's target is, or may be, outside of its tree."""
     inside = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
     if target.startswith("/") or inside.split("/")[0] == "..":
         return True
@@ -315,7 +314,7 @@ def _leads_out(path: str, target: str) -> bool:
 
 
 def _make_folder(root: Path, folder: Path) -> None:
-    """Make a folder below ``root`` without walking through a link that lies in its way."""
+    """Create a directory below ``root`` without following a link in its path."""
     if folder == root or (folder.is_dir() and not folder.is_symlink()):
         if folder != root:
             _make_folder(root, folder.parent)

@@ -18,8 +18,8 @@ MAX_FILES, MAX_BYTES = 200_000, 4 << 30
 MAX_PATH_BYTES = 512
 #: How long their names may be together, each with its folders.
 MAX_NAMES_BYTES = 256 << 20
-#: The largest page of an index, unpacked: a hundred thousand files. What is read of it takes many
-#: times as much.
+#: Maximum size of an unpacked index page: a hundred thousand files. Parsing it needs many times as
+#: much memory.
 MAX_INDEX_PAGE_BYTES = 16 << 20
 _CHUNK = 1 << 20
 

@@ -1,4 +1,4 @@
-"""Keep trees of releases in folders of the home, and tell whether they are still what they were."""
+"""Export releases into directories of the data directory, and detect changes in them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Vendored:
     #: What was asked for: ``0.3.9`` or ``0.3.9+full-defrag``.
     spec: str
     release: str
-    #: The names of the patches; None stands for the whole series, none for stock.
+    #: The names of the patches; None is the complete series, an empty tuple is stock.
     series: tuple[str, ...] | None
     commit: str
     tree: str
@@ -123,7 +123,7 @@ def clean(vendored: Vendored) -> Path:
         _record_of(folder).unlink(missing_ok=True)
         _forget(folder)
         if folder.is_dir():
-            # In one step: half a tree without its stamp would look like somebody's own files.
+            # In one step, because half a tree without its stamp would look like files of the user.
             folder.rename(_gone(folder))
             _forget(folder)
     return folder
@@ -140,7 +140,10 @@ def _forget(folder: Path) -> None:
 
 
 def _locked(folder: Path) -> AbstractContextManager[None]:
-    """Let nobody remove a folder while another fills it; the record goes with it."""
+    """Prevent the removal of a directory while another process fills it.
+
+    The record of the directory is removed too.
+    """
     name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
     return locked(home() / "locks" / f"vendored-{name}.lock")
 
@@ -154,7 +157,7 @@ def _read(path: Path) -> Vendored | None:
         facts = json.loads(path.read_text("utf-8"))
         series = facts.pop("series")
         vendored = Vendored(series=None if series is None else tuple(series), **facts)
-        # A record tells only of the folder that it lies beside.
+        # A record describes only the directory next to it.
         return vendored if _record_of(Path(vendored.folder)) == path else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class IndexChanges:
     """Say what the index has beyond the locks."""
 
-    #: Versions above every one in the locks: the ones to judge next, oldest first.
+    #: Versions that are newer than every pinned one, to be verified next, oldest first.
     new: tuple[str, ...]
     #: Older versions that no lock has, oldest first.
     unpinned: tuple[str, ...]

@@ -35,7 +35,7 @@ class BuildUnderTest:
 
     @property
     def name(self) -> str:
-        """Return the words that stand behind a test's name."""
+        """Return the parameter text after a test's name."""
         words = [self.spec, *(path.stem for path in self.patches)]
         return "+".join(words) + ("" if self.backend == "cpu" else f"-{self.backend}")
 
@@ -46,11 +46,11 @@ class BuildUnderTest:
 
     @property
     def stock(self) -> bool:
-        """Tell whether nothing is patched."""
+        """Return whether nothing is patched."""
         return not self.patches and variants.parse(self.spec).series == ()
 
     def build(self, say: Callable[[str], None] | None = None) -> Variant:
-        """Return the variant, built first when it is not there; ``say`` is told of a build."""
+        """Return the variant, building it first if necessary; ``say`` receives a message."""
         if "variant" not in self.__dict__ and say is not None and not self._built():
             say(f"pyllamakv: building {self.name}, which takes minutes")
         return self.variant

@@ -115,7 +115,7 @@ def check(words: dict[str, Any]) -> str:
 
 
 def whole(found: Any) -> bool:
-    """Tell whether a value is a whole number that C can take."""
+    """Return whether a value is a whole number that C can take."""
     return type(found) is int and -(2**31) <= found < 2**31
 
 

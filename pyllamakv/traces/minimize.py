@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pyllamakv.traces.trace import Head
 
 
-#: Results that say what is expected of a line; the others are made anew.
+#: Results that define what a line expects; the others are recorded again.
 _EXPECTED = ("status", "done", "error", "polls")
 
 ProgressCallback = Callable[[int, int], None]
@@ -48,10 +48,10 @@ class MinimizedTrace:
 
 
 class FailureProbe:
-    """Play operations on one build, each time as a scenario, and say how they fail.
+    """Run operations on one build, each time as a scenario, and return the failure.
 
-    An operation is a line of a script as JSON text, with what is expected of it. `Bench` keeps the
-    worker, and replaces it after a crash.
+    An operation is a line of a script as JSON text, with its expected result. `ScenarioRunner`
+    reuses the worker, and replaces it after a crash.
     """
 
     def __init__(
@@ -77,10 +77,11 @@ def minimize(
     opener: Opener | None = None,
     told: ProgressCallback | None = None,
 ) -> MinimizedTrace:
-    """Return the fewest operations that fail as these do on the library at a path.
+    """Return the fewest operations with the same failure on the library at a path.
 
-    ``told`` is called with the operations that are left, and the runs so far. A Ctrl-C ends it with
-    what was found by then. Raises UsageError when they do not fail, or not for a fault of theirs.
+    ``told`` receives the remaining operations and the number of runs. Ctrl-C ends the search with
+    the best result so far. Raises UsageError if the operations do not fail, or fail because of an
+    internal error.
     """
     first, rest = _split(lines)
     items = tuple(json.dumps(_item(line)) for line in rest)
@@ -240,10 +241,10 @@ class Sizes(Generic[T]):
 
 
 class Minimizer(Generic[T]):
-    """Shrink ``items``, which fail; ``best`` are the shortest so far that do.
+    """Minimize ``items``, which fail; ``best`` is the shortest failing list so far.
 
-    ``fails`` tells whether a list fails in the same way; no list is asked about twice. ``told``
-    is called with ``best`` whenever it becomes smaller. ``runs`` counts the lists asked about.
+    ``fails`` returns whether a list fails in the same way, and is called once per list. ``told``
+    receives ``best`` when it becomes shorter. ``runs`` counts the calls.
     """
 
     def __init__(
@@ -269,7 +270,7 @@ class Minimizer(Generic[T]):
         return self.best
 
     def offer(self, items: tuple[T, ...]) -> bool:
-        """Take a list for the best one if it fails, and tell whether it does."""
+        """Accept a list as the best one if it fails; return whether it does."""
         if items not in self._asked:
             self.runs += 1
             self._asked[items] = self._fails(items)
@@ -305,7 +306,7 @@ class Minimizer(Generic[T]):
             place += 1
 
     def _join_all(self, start: int, end: int) -> None:
-        """Make one of these neighbours, or one of each half of them, and so on."""
+        """Replace adjacent items by one, or one of each half of them, recursively."""
         if end - start < 2:
             return
         one = self._joined(start, end)

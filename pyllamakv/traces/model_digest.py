@@ -45,7 +45,7 @@ def _digest(path: Path, size: int, _changed: int) -> str:
 
 
 def name(path: Path) -> str:
-    """Return the name of a generated model that lies where the harness puts it, else the path."""
+    """Return the name of a generated model in the data directory, else the path."""
     if path.resolve().parent == (home() / "models").resolve():
         for shape in synthetic_models.SHAPES.values():
             if path.name == f"{shape.name}-{shape.digest}.gguf":

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def timeline_of_trace(lines: Iterable[Line], title: str = "") -> Timeline:
     """Return the timeline of a recorded trace.
 
-    Raises ScriptError where its pictures have more cells together than memory is lent for.
+    Raises ScriptError if the pictures have more cells in total than the limit.
     """
     return Timeline(title, list(frames(lines)))
 
@@ -65,7 +65,7 @@ def after(line: Line, result: Mapping[str, Any], last: Picture | None) -> Frame 
 
 
 def _inferred(frame: Frame, last: Picture | None, counted: int) -> Frame:
-    """Add to a frame what seems to have moved since the picture before; ``counted`` were told."""
+    """Add the probable moves since the last picture to a frame; ``counted`` is their number."""
     if last is None or frame.op not in MOVING or len(last.owner) != len(frame.picture.owner):
         return replace(frame, moved=counted)
     moves = tuple(infer(last.owner, frame.picture.owner))
@@ -73,9 +73,9 @@ def _inferred(frame: Frame, last: Picture | None, counted: int) -> Frame:
 
 
 def infer(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
-    """Yield (source, target, cells) of runs that moved, as far as owners alone can tell.
+    """Yield (source, target, cells) of runs that moved, inferred from the owners.
 
-    Cells that an owner has left go, in their order, to those that it has taken.
+    Cells that an owner has left are matched, in order, with those that it has taken.
     """
     before, now = np.asarray(old), np.asarray(new)
     changed = before != now

@@ -32,7 +32,8 @@ _USUAL = {
     "defrag_plan": 0, "defrag_mover": 0, "defrag_threads": 0,
 }  # fmt: skip
 
-#: Where the cache lies changes nothing that comes of it, and a replay must not take anyone's file.
+#: The backing of a cache does not affect results, and a replay must not open the file of another
+#: user.
 _PLACE = {"kv_backing", "kv_path", "kv_keep", "kv_huge", "kv_model"}
 
 
@@ -110,7 +111,7 @@ class Recording:
 
 
 def _recorded(native: Any) -> bool:
-    """Tell whether a recording stands between a context and its library, also behind a watch."""
+    """Return whether a recording stands between a context and its library, also behind a watch."""
     while native is not None and not isinstance(native, RecordingNative):
         native = getattr(native, "inner", None)
     return native is not None

@@ -68,7 +68,7 @@ class CallRecorder:
             self.pause(code, n)
 
     def _safe(self, n: int) -> bool:
-        """Tell whether a batch finds its cells without moving any."""
+        """Return whether a batch finds its cells without moving any."""
         return self.spent + n <= self._room(n)
 
     def _room(self, n: int) -> int:
@@ -139,7 +139,7 @@ class CallRecorder:
 
 
 def _asked(kind: str, what: Any) -> bool:
-    """Tell whether a batch asked for logits at all."""
+    """Return whether a batch asked for logits at all."""
     flags = what[4] if kind == "batch" else None
     return flags is None or bool(flags.any())
 

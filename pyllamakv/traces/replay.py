@@ -1,8 +1,8 @@
-"""Play a trace again and say where it first comes out otherwise.
+"""Play a trace again and report the first differences.
 
-On the build that recorded it everything must be equal: how decodes ended, cells, moves, logits. On
-another one only what all builds must have in common: how decodes ended, how many cells are used,
-and the likeliest tokens, where the recorded choice was no close one.
+On the recording build, everything must be equal: results of decodes, cells, moves and logits. On
+another build, only common properties must: results of decodes, the number of used cells, and the
+most likely tokens, unless the recorded choice was close.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 #: Results that another build may rightly have otherwise: how much it moved, and where to.
 _WORK = ("moves", "cells", "moved", "picture", "bytes", "holes", "largest_hole")
-#: Results that are never compared: they say how long something took, or what another row shows.
+#: Results that are never compared: durations, and values that another row shows.
 _ASIDE = ("at", "us", "before", "polls", "chosen", "n_ctx")
 
 
@@ -68,7 +68,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Replay:
-    """Hold how a trace went on one variant: rows played, and where they came out otherwise."""
+    """The result of a replay on one variant: rows played, and their differences."""
 
     variant: str
     recorded: bool
@@ -78,7 +78,7 @@ class Replay:
 
     @property
     def failed(self) -> bool:
-        """Tell whether the recorded build itself came out otherwise."""
+        """Return whether the recorded build itself came out otherwise."""
         return self.recorded and bool(self.divergences or self.error)
 
     def to_json(self) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def _differences(
         now = _now(what, stage) if what in ("picture", "moved") else result.get(what)
         if what == "picture":
             then = then.get("runs") if isinstance(then, dict) else then
-        # What moved is where it lies now: the picture says it, also where none was there before.
+        # Moved cells are compared by the picture, even if the recording had none before.
         if what != "moved" and now != then and (now is not None or what not in cell_samples.COUNTS):
             yield what, then, now
             if what in ("status", "steps"):
@@ -166,12 +166,12 @@ def _differences(
 
 
 def _counts(line: Line, result: dict[str, Any], strict: bool) -> bool:
-    """Tell whether another error matters: one build moves cells where another cannot."""
+    """Return whether another error matters: one build moves cells where another cannot."""
     return strict or (line.op not in ("defrag", "update") and bool(result.get("error")))
 
 
 def _excused(recorded: dict[str, Any], result: dict[str, Any], strict: bool) -> bool:
-    """Tell whether a decode was aborted at a moment that another build reaches elsewhere."""
+    """Return whether a decode was aborted at a moment that another build reaches elsewhere."""
     ended = result.get("status")
     aborted = recorded.get("status") == DecodeStatus.ABORTED
     return not strict and aborted and ended in (DecodeStatus.OK, DecodeStatus.ABORTED)

@@ -36,7 +36,7 @@ Step = tuple[int, int, int, int, int, int]
 
 
 class RowWriter:
-    """Keep notes in ``rows`` and write them to a trace; ``error`` says why that ended early."""
+    """Collect ``rows`` and write them to a trace; ``error`` is the reason of an early end."""
 
     def __init__(
         self, path: Path, head: Head, first: list[dict[str, Any]], *, pictures: bool
@@ -58,7 +58,7 @@ class RowWriter:
 
     @property
     def heavy(self) -> bool:
-        """Tell whether the notes hold much memory."""
+        """Return whether the notes hold much memory."""
         return self._bytes > HEAVY
 
     def count(self, look: CellSample | None) -> None:

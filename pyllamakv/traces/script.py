@@ -53,7 +53,7 @@ def cells(result: dict[str, Any]) -> int:
 
 
 def _choice(found: Any) -> bool:
-    """Tell whether something is a token, its logit, and how far the next one is behind."""
+    """Return whether something is a token, its logit, and how far the next one is behind."""
     if not isinstance(found, list) or len(found) != 3:
         return False
     token, *numbers = found
@@ -77,7 +77,7 @@ def _picture(raw: Any) -> str:
 
 
 def _rows(found: Any, width: int) -> bool:
-    """Tell whether something is a list of rows of whole numbers, each of a width."""
+    """Return whether something is a list of rows of whole numbers, each of a width."""
     return isinstance(found, list) and all(
         isinstance(row, list) and len(row) == width and all(map(whole, row)) for row in found
     )
@@ -121,7 +121,7 @@ DECODES = ("decode", "step", "batch", "advance")
 
 STATUS = {text: status for status, text in WORDS.items()}
 
-#: The most tokens that a count may stand for: they are made up before the library is asked.
+#: Maximum number of tokens of a count, because they are generated before the library is called.
 MOST = 1 << 20
 
 _HALF = re.compile("[\ud800-\udfff]")
@@ -176,7 +176,7 @@ class Line:
         return ScriptError(f"line {self.number} ({self.op}): {what}", self.number)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the line as it stands in a file."""
+        """Return the line for a file."""
         extra = {} if self.result is None else {"result": self.result}
         return {"op": self.op, **self.arguments, **extra}
 
@@ -306,7 +306,7 @@ def _check(line: Line) -> None:
 
 
 def _text(found: Any) -> bool:
-    """Tell whether a value is a text that can be written: JSON can hold half a character."""
+    """Return whether a value is a text that can be written: JSON can hold half a character."""
     return isinstance(found, str) and not _HALF.search(found)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.scenarios.batch_composition import BatchRows
 
-#: Of so many places of a batch, the last ones, the likeliest tokens are told.
+#: The most likely tokens are recorded for this number of last rows of a batch.
 PLACES = 16
 
 
@@ -61,7 +61,7 @@ def _broken(error: KvError) -> dict[str, Any]:
 
 
 def play_line(line: Line, stage: ScriptSession) -> dict[str, Any]:
-    """Play one line and return what came of it; ``stage.look`` has the cells afterwards."""
+    """Play one line and return its result; ``stage.look`` has the cells afterwards."""
     result: dict[str, Any] = {}
     if line.op == "context":
         open_context(line, stage)

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class ScriptSession:
-    """Hold what a script works on: a library, the model, and the context once it is there.
+    """The objects of a script: a library, the model, and the context after its creation.
 
-    ``file`` is the model's file where the script does not choose it; ``guard`` overrides what a
-    trace says of it. ``lenient`` lets decodes and restores end as they will. ``player_type`` is
-    what plays.
+    ``file`` is the model's file if the script does not select it. ``guard`` overrides the setting
+    of a trace. With ``lenient``, decodes and restores may end in any way. ``player_type`` is the
+    class of the player.
     """
 
     native: Native

@@ -88,7 +88,7 @@ class TraceFile:
 
     @property
     def closed(self) -> bool:
-        """Tell whether nothing more is written."""
+        """Return whether nothing more is written."""
         return self._handle < 0
 
     def write(self, lines: Sequence[str]) -> None:
@@ -188,11 +188,11 @@ _TEXTS = ("variant", "spec", "model", "identity", "start", "expect", "kind", "cl
 
 @dataclass(frozen=True)
 class Head:
-    """Hold the first line of a trace: where it was recorded, and what it claims as a scenario.
+    """The first line of a trace: its origin, and its claim as a scenario.
 
-    ``spec`` names the variant where its id is not built, ``identity`` is the model's digest.
-    ``start`` is "rebuilt" where the context had tokens already: they are decoded again, and may
-    lie elsewhere. ``complete`` tells whether the trace has its end.
+    ``spec`` names the variant if its id is not built. ``identity`` is the model's digest. ``start``
+    is "rebuilt" if the context had tokens at the start of the recording: they are decoded again,
+    and may be in other cells. ``complete``: the trace has its end.
     """
 
     variant: str = ""
@@ -208,7 +208,7 @@ class Head:
     complete: bool = True
 
     def to_json(self) -> dict[str, Any]:
-        """Return the line as it stands in a file; what is as always is left out."""
+        """Return the line for a file, without default values."""
         usual = vars(Head())
         words = {name: value for name, value in vars(self).items() if value != usual[name]}
         words.pop("complete", None)
@@ -234,7 +234,7 @@ def spec_of(variant: str) -> str:
 
 
 def is_trace(path: Path) -> bool:
-    """Tell whether the first line of a file is the head of a trace of any version, or begins so.
+    """Return whether the first line of a file is the head of a trace of any version, or begins so.
 
     What can be read but once, a pipe for one, is not looked into: it is a script.
     """
@@ -335,7 +335,7 @@ class Recorder:
 
 
 def seen(op: str, before: CellSample | None, look: CellSample, *, label: str) -> dict[str, Any]:
-    """Return what a row says of the cells: before, after, what moved, and a picture."""
+    """Return the cells of a row: before, after, moves, and a picture."""
     words: dict[str, Any] = dict(look.counts)
     if before is not None and before.counts != look.counts:
         words["before"] = before.counts

@@ -1,8 +1,8 @@
-"""Make a scenario of a trace or a script: play it again, and hold its claim against what happens.
+"""Create a scenario from a trace or a script: play it, and check its claim.
 
-What a trace claims, unless its head says otherwise: every decode finds its cells whenever enough
-are free, every restore is done that was done, no token is lost, no ghost is left, and the logits
-are those of a reference that decoded everything anew.
+The default claim of a trace: every decode succeeds if enough cells are free, every successful
+restore succeeds again, no token is lost, no stray cell is left, and the logits equal those of a
+reference that evaluates everything anew.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def scenario(path: Path) -> Scenario:
 def scenario_of_lines(
     head: Head, lines: list[Line], name: str, model: str, why: str = ""
 ) -> Scenario:
-    """Return the scenario of these lines on a model; ``why`` says why it cannot be played."""
+    """Return the scenario of these lines on a model; ``why`` is the reason if it cannot run."""
     words = lines[0].arguments if lines and lines[0].op == "context" else {}
     types = (str(words.get("type_k", "f16")), str(words.get("type_v", "f16")))
     return Scenario(

@@ -37,10 +37,10 @@ class ScriptRun:
 def open_run(path: Path, variant: str, model: str = "") -> Iterator[ScriptRun]:
     """Open a build in a worker for a script or a trace, until the end of the block.
 
-    A trace is played on the model, and in the environment, that it was recorded in; a script as
-    it is judged, unless this process's environment says otherwise. ``model`` is played on instead
-    of the one that either names. Raises ScriptError, UsageError, TraceMismatch and what
-    `pyllamakv.open` raises before anything is played.
+    A trace is played with the model and environment of its recording. A script is played as in a
+    verification, unless this process's environment differs. ``model`` replaces the model of both.
+    Raises ScriptError, UsageError, TraceMismatch and the errors of `pyllamakv.open` before anything
+    is played.
     """
     head, lines = trace_scenario.load(path)
     if not trace.is_trace(path):
@@ -58,7 +58,7 @@ _PATCH = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)+")
 #: Words for variants of the recorded release, and for the recorded one itself.
 RECORDED = "recorded"
 
-_NAMELESS = "this trace does not say which build recorded it: name one with --variant"
+_NAMELESS = "this trace does not contain the build that recorded it: pass --variant"
 
 
 def specs(head: Head, texts: list[str]) -> list[str]:
@@ -85,7 +85,7 @@ def opened(spec: str, head: Head) -> pyllamakv.OpenLibrary:
 
 
 def variant_folder(spec: str, head: Head) -> Path:
-    """Return where the library of a variant lies, or raise NotBuilt."""
+    """Return the path of a variant's library. Raises NotBuilt."""
     if spec != RECORDED:
         return open_variant.variant_path(spec)
     if not head.variant and not head.spec:

@@ -1,8 +1,8 @@
-"""Find the release where a verdict changed, over the chain of releases.
+"""Find the release where a verdict changed, in the release chain.
 
-A plain bisect asks halfway and believes that there was one change. Verdicts over years of upstream
-go from good to bad and back, so both ends are judged first: without a difference between them there
-is nothing to find. What is known of other releases and does not fit one change is told.
+A plain bisection assumes one change. Verdicts over years of upstream change back and forth, so both
+ends are verified first: they must differ. Known verdicts of other releases that contradict a single
+change are reported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class BisectStep:
 
     @property
     def testable(self) -> bool:
-        """Tell whether the release could be judged."""
+        """Return whether the release could be verified."""
         return self.verdict != Verdict.UNTESTABLE
 
 
@@ -69,11 +69,11 @@ def bisect(
     judge: Callable[[str], BisectStep],
     known: Callable[[str], BisectStep | None] = lambda _: None,
 ) -> BisectResult:
-    """Find the first release on the way from ``good`` to ``bad`` whose verdict is not good's.
+    """Find the first release from ``good`` to ``bad`` whose verdict differs from good's.
 
-    ``chain`` has the releases in order; the way may go back in time. ``known`` tells verdicts that
-    need not be judged. Raises UsageError where the ends are the same release, are not in the chain
-    or have one verdict, Untestable where one of them cannot be judged.
+    ``chain`` has the releases in order; the search may go back in time. ``known`` has verdicts that
+    need no verification. Raises UsageError if the ends are equal, are not in the chain, or have the
+    same verdict, and Untestable if one of them cannot be verified.
     """
     way = _way(good, bad, chain)
     steps = {good: _end(good, judge), bad: _end(bad, judge)}

@@ -1,8 +1,8 @@
-"""Judge one cell of the matrix: a release, a series and a backend, as a pure function of its spec.
+"""Verify one cell of the matrix: a release, a series and a backend.
 
-Spec and result are plain values that go through JSON unchanged, so that a cell can be judged by any
-executor: in this process, in another, on another machine. What keeps a cell from being judged is a
-result too: untestable, with the reason.
+Spec and result are plain values that survive JSON, so any executor can verify a cell: in this
+process, in another one, or on another machine. A cell that cannot be verified has the result
+untestable, with the reason.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def build_lock(progress: Progress | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class CellSpec:
-    """Name a cell: a release, shipped patches (none named: all that apply) and a backend.
+    """The name of a cell: a release, shipped patches (default: all that apply) and a backend.
 
-    ``isolate`` judges one shipped patch by its own scenarios; ``scenarios`` limits what is run.
+    ``isolate`` verifies one shipped patch with its own scenarios; ``scenarios`` limits what runs.
     """
 
     release: str
@@ -256,7 +256,7 @@ def verify_cell(
     except KvError as error:
         result = untestable(spec, str(error))
     except Exception as error:
-        # One cell must not take the others down; what is said here is told as a regression.
+        # An error in one cell must not end the others. It is reported as a regression.
         result = untestable(spec, f"a fault of the harness: {type(error).__name__}: {error}")
     known = {} if release is None else _facts(release)
     taken = {
@@ -273,7 +273,7 @@ def verify_cell_json(raw: dict[str, Any], fresh: bool = False) -> dict[str, Any]
 
 
 def untestable(spec: CellSpec, reason: str) -> CellResult:
-    """Return the result of a cell that cannot be judged here."""
+    """Return the result of a cell that cannot be verified here."""
     return CellResult(spec, str(Verdict.UNTESTABLE), reason)
 
 
@@ -316,7 +316,7 @@ def _result(spec: CellSpec, answer: CheckResult, drifted: tuple[dict[str, Any], 
 
 
 def _told(patched: Outcome, stock: Outcome) -> bool:
-    """Tell whether a run that patched did not pass is to be told; both may lack a capability."""
+    """Return whether to report a run that patched did not pass; both may lack a capability."""
     return patched.failed or (patched.status == "absent" and stock.status != "absent")
 
 
@@ -340,7 +340,7 @@ def _rows(answer: CheckResult) -> tuple[ScenarioRow, ...]:
 
 
 def _build(spec: CellSpec, progress: Progress | None) -> None:
-    """Build both sides; what fails here is told by `check`, which meets it again."""
+    """Build both sides. `check` reports a failure here when it occurs again."""
     series = (spec.isolate,) if spec.isolate else (spec.series or None)
     with contextlib.suppress(KvError):
         for wanted in (variants.Spec(spec.release, ()), variants.Spec(spec.release, series)):

@@ -40,10 +40,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CheckRequest:
-    """Hold what is asked: a release, which patches, which scenarios.
+    """A request: a release, patches and scenarios.
 
     ``series`` are ids of the shipped series (empty: all that apply), ``patches`` foreign files or
-    folders, ``isolate`` the one patch that is judged by its own scenarios.
+    directories, and ``isolate`` is one patch to verify with its own scenarios.
     """
 
     release: str
@@ -215,9 +215,9 @@ def _names(question: CheckRequest) -> list[str] | None:
 
 
 def _own(question: CheckRequest, shipped: Series) -> set[str] | None:
-    """Return the scenarios that prove the patches asked for; None when all are to be judged.
+    """Return the scenarios of the requested patches; None if all are requested.
 
-    Of foreign patches only folders of our shape name any.
+    A foreign patch has scenarios only if it is a directory in the layout of the series.
     """
     if question.patches:
         named = [_named(path) for path in question.patches]
@@ -283,6 +283,6 @@ def _patch(
 
 
 def _left_out(name: str, made: PatchedSide, claimed: dict[str, set[str]]) -> bool:
-    """Tell whether a scenario proves only patches that were left out."""
+    """Return whether a scenario proves only patches that were left out."""
     owners = {patch for patch, names in claimed.items() if name in names}
     return bool(owners) and owners <= set(made.skipped)

@@ -1,7 +1,7 @@
-"""Lend the machines of a dask scheduler as an executor that knows what a cell needs.
+"""Use the machines of a dask scheduler as an executor that knows the needs of a cell.
 
-Workers that own a device say so when they are started: ``dask worker ADDRESS --resources CUDA=1``.
-Each worker has its own home, into which it fetches and builds by itself.
+A worker with a device declares it at its start: ``dask worker ADDRESS --resources CUDA=1``. Each
+worker has its own data directory, into which it fetches and builds.
 """
 
 from __future__ import annotations

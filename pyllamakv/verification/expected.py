@@ -1,7 +1,7 @@
-"""Hold what is accepted: a verdict per cell in ``expected.toml``, and compare results with it.
+"""Compare results with the accepted verdict of each cell in ``expected.toml``.
 
-A cell that nobody accepted is expected to be good. Anything worse than accepted is a regression,
-in the verdict of a release or of one of its scenarios; anything better is told.
+A cell without an entry must have a good verdict. A result that is worse than accepted, for a
+release or for one of its scenarios, is a regression. A better one is reported.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _HEAD = (
     "they are although they are not good."
 )
 
-#: From harmless to harmful; good verdicts are as good as each other. What fails loudly (no text,
-#: no build) is less bad than a patch that seems to work and does not.
+#: From harmless to harmful; good verdicts are equal. An obvious failure (no port, no build) is less
+#: bad than a patch that seems to work and does not.
 _RANK = {
     **dict.fromkeys(GOOD, 0),
     Verdict.UNTESTABLE: 1,
@@ -64,7 +64,7 @@ class Comparison:
 
     @property
     def regression(self) -> bool:
-        """Tell whether it is worse than accepted."""
+        """Return whether it is worse than accepted."""
         return self.outcome == "worse"
 
     def __str__(self) -> str:

@@ -1,8 +1,8 @@
-"""Plan the matrix, and judge its cells on any executor; what was judged before costs nothing.
+"""Plan the matrix, and verify its cells on any executor, with a result cache.
 
-On one machine cells are judged one after another: a build takes every processor, and so do the
-scenarios, which run in parallel inside a cell. An executor of other machines takes all cells at
-once; each of its machines fetches and builds for itself.
+On one machine, cells are verified one after another, because a build uses every processor, and so
+do the parallel scenarios of a cell. A distributed executor receives all cells at once; each of its
+machines fetches and builds separately.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ VerifyCell = Callable[[dict[str, Any], bool], dict[str, Any]]
 
 @dataclass(frozen=True)
 class MatrixSelection:
-    """Hold what a matrix is asked for; nothing named means all of it.
+    """The selection of cells; the default is all of them.
 
-    ``isolate`` names shipped patches that are judged alone, by their own scenarios; ``each`` adds
-    all of them so. ``sample`` takes one release per era: the default one, else the newest.
+    ``isolate`` names shipped patches to verify alone, with their own scenarios; ``each`` adds all
+    of them in this way. ``sample`` selects one release per era: the default one, else the newest.
     """
 
     releases: tuple[str, ...] = ()
@@ -141,11 +141,11 @@ def run(
     where: str | None = None,
     progress: Progress | None = None,
 ) -> tuple[CellResult, ...]:
-    """Judge cells and return their results in the same order.
+    """Verify cells and return their results in the same order.
 
-    Every result is kept as soon as it is there: after a kill the next run goes on behind it. Two
-    runs at once share the cells: what the other has at work comes last, and is taken over.
-    ``where`` names the kind of machine for the memory; by default "here" without an executor.
+    Every result is stored at once, so that a run after a kill continues. Two concurrent runs share
+    the cells: those that the other one verifies come last, and its results are used. ``where``
+    names the machine type for the cache; the default without an executor is "here".
     """
     place = where or ("here" if executor is None else "elsewhere")
     keys = {spec: result_cache.key(spec, place) for spec in specs}
@@ -158,7 +158,7 @@ def run(
     pace = ProgressEstimate(len(left) + len(found), len(found))
 
     def take(spec: CellSpec, result: CellResult) -> None:
-        # The inputs may have changed while the cell was judged: then the result has no key.
+        # The inputs may have changed during the verification: the result has no key then.
         same = result_cache.key(spec, place) == keys[spec]
         result_cache.store_result(keys[spec] if same else None, result)
         found[spec] = result

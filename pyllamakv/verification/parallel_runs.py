@@ -105,11 +105,11 @@ def run_tasks(
     executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> dict[RunTask, Run]:
-    """Return the result of every task; ``fresh`` ignores what is remembered.
+    """Return the result of every task; ``fresh`` ignores the result cache.
 
-    The two sides of a scenario run in the same call, shuffled by nothing: the longest first, on
-    ``workers`` threads that each keep their own worker processes; all on one backend. An interrupt
-    ends runs at once, and what was at work is not remembered.
+    Both sides of a scenario run in the same call, the longest tasks first, on ``workers`` threads
+    with separate worker processes, and all on one backend. An interrupt ends the running tasks,
+    whose results are not stored.
     """
     done: dict[RunTask, Run] = {}
     for task in tasks:
@@ -141,7 +141,7 @@ def run_tasks(
                 # A machine that was busy or asleep looks the same; a real hang comes again.
                 run = bench.run(task.library, task.scenario, task.setting)
             if stop.is_set():
-                break  # what was cut off tells nothing
+                break  # an interrupted run has no result
             store_run(task.key, run)
             results.append((task, run))
             if progress:

@@ -1,8 +1,8 @@
-"""Keep the results of cells by what went into them, and the latest of each cell beside.
+"""Store the results of cells by their inputs, and the latest result of each cell.
 
-A result is a function of the release, the patches, the shim, the scenarios, this package's code
-and the kind of machine. Its key is a digest of these: a matrix that was killed goes on where it
-was, and one that ran through runs again for nothing.
+A result is a function of the release, the patches, the shim, the scenarios, the code of this
+package, and the machine type. Its key is a digest of these. A killed matrix continues, and a
+completed one is free when repeated.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _TRANSIENT = (Verdict.UNTESTABLE, Verdict.BROKEN_BUILD)
 
 
 def key(spec: CellSpec, where: str = "here") -> str | None:
-    """Return the name of a cell's result, or None when it cannot be told without running.
+    """Return the name of a cell's result, or None if it is unknown without a run.
 
-    ``where`` other than "here" stands for other machines, whose kind is not known here.
+    ``where`` other than "here" means other machines, whose type is unknown here.
     """
     try:
         release = spec_resolver.resolve(spec.release)
@@ -89,7 +89,7 @@ def store_result(name: str | None, result: CellResult) -> None:
 
 
 def latest_result(spec: CellSpec) -> CellResult | None:
-    """Return what a cell came to when it was last judged, marked where inputs changed since."""
+    """Return the latest result of a cell, marked as stale if inputs have changed since."""
     for where in ("here", "elsewhere"):
         found = load_result(key(spec, where))
         if found is not None:
@@ -103,12 +103,12 @@ def latest_result(spec: CellSpec) -> CellResult | None:
 
 
 def latest_of(specs: Iterable[CellSpec]) -> tuple[CellResult, ...]:
-    """Return the latest results of cells, without those that were never judged."""
+    """Return the latest results of cells, without those that were never verified."""
     return tuple(found for spec in specs if (found := latest_result(spec)) is not None)
 
 
 def stock(release: str) -> dict[str, str]:
-    """Return how each scenario ended on a stock release, as far as it was judged."""
+    """Return the outcome of each scenario on a stock release, as far as it is known."""
     found = latest_result(CellSpec(release))
     return {row.id: row.on_stock for row in found.scenarios} if found else {}
 
@@ -121,7 +121,8 @@ def _is_transient(result: CellResult) -> bool:
 def _texts() -> str:
     """Return the digest of the patches and of the code that applies them.
 
-    What is accepted lies beside the patches; it is compared with results and decides none.
+    Accepted verdicts are stored beside the patches. They are compared with results and do not
+    influence them.
     """
     roots = (data("patches"), _PACKAGE / "patching")
     return variant.files_digest(roots, without=variant.DIGEST_EXCLUDES)

@@ -68,7 +68,7 @@ class Pair:
 
     @property
     def broken(self) -> bool:
-        """Tell whether patched does not do what it should, in a run that counts."""
+        """Return whether patched does not do what it should, in a run that counts."""
         if self.patched is None or _absent_on_both(self):
             return False
         return _countable(self.patched) and self.patched.status != "pass"
@@ -103,13 +103,11 @@ def decide(
     conflict: str = "",
     build_error: str = "",
 ) -> Decision:
-    """Return the verdict of a release: the worst of its scenarios.
+    """Return the verdict of a release: the worst one of its scenarios.
 
-    Each scenario takes the first line of the design's table that matches.
-
-    ``untestable`` says why nothing can run here, ``conflict`` why a patch does not apply strictly
-    (the pairs of its scenarios have no patched side), ``build_error`` is the first error of the
-    patched build; each is empty otherwise.
+    ``untestable`` is the reason why nothing can run here, ``conflict`` the reason why a patch does
+    not apply strictly (its scenarios have no patched side), and ``build_error`` the first error of
+    the patched build. Each is empty otherwise.
     """
     names = list(dict.fromkeys(pair.scenario for pair in pairs))
     pairs = [pair for pair in pairs if not _absent_on_both(pair)]
@@ -150,7 +148,7 @@ def decide_scenario(pairs: Sequence[Pair]) -> Verdict:
 
 
 def is_harmful(pair: Pair) -> bool:
-    """Tell whether patched fails in a way that stock does not.
+    """Return whether patched fails in a way that stock does not.
 
     Another class of harm than stock's counts, and so does any failure where stock passes.
     """
@@ -175,7 +173,7 @@ def _reason(
 ) -> str:
     runs, stock_failed, patched_failed = counts
     inside = [pair for pair in pairs if scenarios[pair.scenario] is verdict]
-    # What the patch is there for tells more than what it had to leave alone.
+    # Fix scenarios explain more than guards, so they come first.
     inside.sort(key=lambda pair: pair.kind != "fix")
     named = list(dict.fromkeys(pair.scenario for pair in inside))
     match verdict:
@@ -218,7 +216,7 @@ def _countable(outcome: Outcome) -> bool:
 
 
 def _absent_on_both(pair: Pair) -> bool:
-    """Tell whether a capability that the scenario needs exists on neither side.
+    """Return whether a capability that the scenario needs exists on neither side.
 
     Where upstream has no defragmentation and no patch brings it back, a scenario that asks for one
     says nothing about either.
@@ -229,5 +227,5 @@ def _absent_on_both(pair: Pair) -> bool:
 
 
 def _stock_fails(pair: Pair) -> bool:
-    """Tell whether stock does not do what the scenario claims."""
+    """Return whether stock does not do what the scenario claims."""
     return pair.stock.failed or (pair.kind == "fix" and pair.stock.status == "absent")

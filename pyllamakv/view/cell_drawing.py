@@ -1,7 +1,7 @@
-"""Draw the cells of a cache at one moment: in the terminal with rich, or as a drawing.
+"""Draw the cells of a cache at one moment, in the terminal with rich, or as a drawing.
 
-Each cell shows its first owner as a letter and a colour, so that a picture without colours still
-tells the sequences apart. A large cache is drawn with several cells to a place.
+Each cell shows its first sequence as a letter and a colour, so that sequences are distinguishable
+without colours. In a large cache, several cells share a place.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def show(
         _show_maps(answer, console)
     for run in answer.runs.get("patched", ()):
         if verbose and "story" in run.notes:
-            console.print(f"the story that patched told ({run.setting}):", style="dim")
+            console.print(f"the text that patched generated ({run.setting}):", style="dim")
             console.print(f"  {' '.join(run.notes['story'].split())}", markup=False)
             break
     for name, reason in answer.skipped.items() if verbose else ():

@@ -1,7 +1,7 @@
-"""Describe a picture by what is in it, and write it as SVG that needs nothing from outside.
+"""Describe a picture by its items, and write it as a self-contained SVG.
 
-A drawing names roles, not colours: as SVG it follows the light or dark scheme of whoever looks at
-it, and `raster` paints the same drawing in one scheme.
+A drawing uses roles instead of colours. The SVG follows the viewer's light or dark mode, and
+`raster` paints the same drawing in one mode.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FONT = "system-ui, -apple-system, 'Segoe UI', 'Liberation Sans', Arial, sans-ser
 
 @dataclass(frozen=True)
 class Area:
-    """Fill rectangles in the colour of a role; ``tip`` is said to whoever hovers over one."""
+    """Fill rectangles in the colour of a role; ``tip`` is a tooltip."""
 
     role: str
     boxes: tuple[Box, ...]
@@ -78,7 +78,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Tooltip:
-    """Say something about a place to whoever hovers there."""
+    """A tooltip for a rectangle."""
 
     box: Box
     text: str

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PictureStats:
-    """Count the cells of a picture, as `KVStats` counts those of a snapshot.
+    """Count the cells of a picture, like `KVStats` for a snapshot.
 
-    A picture tells that a cell is shared, not by whom: then nothing is said of single sequences.
+    A picture shows that a cell is shared, but not its sequences, so there are no numbers per
+    sequence.
     """
 
     picture: Picture
@@ -69,7 +70,7 @@ class PictureStats:
 
     @property
     def fragmentation(self) -> float:
-        """Return the part of the free cells that lies outside the largest hole, 0 to 1."""
+        """Return the share of free cells outside of the largest hole, 0 to 1."""
         return 1.0 - self.largest_hole / self.free if self.free else 0.0
 
     @cached_property

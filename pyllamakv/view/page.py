@@ -32,7 +32,7 @@ WORDS = {
     Verdict.HARMFUL: "patched fails in a way that stock does not",
     Verdict.BROKEN_APPLY: "no port applies, and stock fails: a port is due",
     Verdict.BROKEN_BUILD: "the patched tree does not build",
-    Verdict.UNTESTABLE: "cannot be judged here",
+    Verdict.UNTESTABLE: "cannot be verified here",
 }
 
 

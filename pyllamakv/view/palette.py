@@ -1,8 +1,8 @@
-"""Choose colours: sequences that most eyes tell apart, on light paper and on dark.
+"""The colours: distinguishable sequences on light and dark backgrounds.
 
-Eight hues around Okabe and Ito's, moved until any two of them, and free and shared cells, stay
-apart for protan, deutan and tritan eyes as well; a test measures that. What matters is never said
-by colour alone: terminal pictures have letters, marks have shapes, areas have words to hover.
+Eight hues near those of Okabe and Ito, adjusted until every two of them, and free and shared cells,
+differ for protan, deutan and tritan vision; a test measures that. Colour is never the only carrier
+of information: terminal pictures have letters, marks have shapes, areas have tooltips.
 """
 
 from __future__ import annotations

@@ -34,9 +34,9 @@ _BESIDE, _AROUND = 8, 9
 
 
 class Screen:
-    """Show frames on a console, ``speed`` of them in a second; 0: as fast as they come.
+    """Show frames on a console, ``speed`` of them per second (0: unlimited).
 
-    A context manager. ``width`` is how many cells stand in a line at most.
+    Use it as a context manager. ``width`` is the maximum number of cells per line.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Screen:
 
 
 def legend(picture: Picture) -> Text:
-    """Return what the letters and colours of a picture stand for, in a line."""
+    """Return the legend of a picture's letters and colours, in one line."""
     from rich.text import Text
 
     text = Text(no_wrap=True, overflow="ellipsis")

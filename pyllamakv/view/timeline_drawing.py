@@ -54,7 +54,7 @@ class Column:
 
     @property
     def failed(self) -> bool:
-        """Tell whether any of the operations failed."""
+        """Return whether any of the operations failed."""
         return any(frame.failed for frame in self.frames)
 
     @property
@@ -117,7 +117,7 @@ class Plot:
         return (self.left(number) + self.right(number)) / 2
 
     def y(self, cell: float) -> float:
-        """Return the height of a cell's lower edge; cell 0 lies at the bottom."""
+        """Return the y coordinate of a cell's lower edge; cell 0 is at the bottom."""
         return self.bottom - cell * self.cell
 
 
@@ -183,7 +183,7 @@ def _boxes(plot: Plot) -> Iterator[tuple[int, Box]]:
     def close(run: Run, first: int, last: int) -> Iterator[tuple[int, Box]]:
         parts, start, length = run
         left, whole = plot.left(first), plot.right(last) - plot.left(first)
-        # A line between bars tells them from solid runs, where there is room for one.
+        # A line between bars distinguishes them from solid runs, if there is room.
         line = 1.0 if len(parts) > 1 and plot.pitch >= 12 else 0.0
         for owner, share in parts:
             height = length * plot.cell - line
@@ -205,7 +205,7 @@ def _cells(plot: Plot) -> Iterator[Area]:
     boxes: dict[int, list[Box]] = {}
     for owner, box in _boxes(plot):
         boxes.setdefault(owner, []).append(box)
-    # Free first: what is used lies on top where pixels do not divide.
+    # Free cells first, so that used cells cover them where pixels do not divide evenly.
     for owner in sorted(boxes, key=lambda each: (each != NOBODY, each)):
         yield Area(palette.role(owner), tuple(boxes[owner]))
 
@@ -421,6 +421,6 @@ def runs_of(picture: Picture, plot: Plot) -> Iterator[Run]:
 
 
 def _interleaved(owners: Sequence[int], cell: float) -> bool:
-    """Tell whether the runs of some cells, each ``cell`` high, would blur into each other."""
+    """Return whether the runs of some cells, each ``cell`` high, would blur into each other."""
     runs = sum(1 for _ in groupby(owners))
     return runs > 2 and len(owners) * cell <= _BLUR * runs

@@ -81,7 +81,7 @@ class CacheShape:
 
     @property
     def transposed(self) -> bool:
-        """Tell whether V has a row per value."""
+        """Return whether V has a row per value."""
         return not self.setting.flash_attn
 
     @property

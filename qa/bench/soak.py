@@ -46,7 +46,7 @@ class SoakResult:
 
     @property
     def clean(self) -> bool:
-        """Tell whether nothing was lost, left over or refused."""
+        """Return whether nothing was lost, left over or refused."""
         return not (self.slot_failures or self.failed or self.ghosts or self.ledger_errors)
 
 

@@ -73,7 +73,7 @@ class Child:
         self._status: int | None = None
 
     def wait(self, seconds: float) -> bool:
-        """Tell whether it ended within some seconds."""
+        """Return whether it ended within some seconds."""
         until = time.monotonic() + seconds
         pause = 0.001
         while self._status is None:

@@ -148,7 +148,7 @@ class FaultInjector:
         record.seconds += time.monotonic() - begin
 
     def _otherwise(self, ending: AttemptResult) -> bool:
-        """Tell whether an attempt ended otherwise than without a fault."""
+        """Return whether an attempt ended otherwise than without a fault."""
         return ending.ending != "done" or ending.result != self.expected.result
 
     def _judge(self, fault: Fault, ending: AttemptResult) -> Iterator[str]:

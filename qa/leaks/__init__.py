@@ -107,7 +107,7 @@ class Slope:
         return cls(value, 3 * spread / (float(x.std()) * len(x) ** 0.5))
 
     def exceeds(self, bound: float) -> bool:
-        """Tell whether more than a bound is lost, and that is not noise."""
+        """Return whether more than a bound is lost, and that is not noise."""
         return self.value > bound and self.value > self.noise
 
     def __str__(self) -> str:

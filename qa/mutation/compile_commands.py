@@ -33,7 +33,7 @@ class Unit:
 
     @property
     def ours(self) -> bool:
-        """Tell whether it is a part of the shim."""
+        """Return whether it is a part of the shim."""
         return not self.holds
 
 

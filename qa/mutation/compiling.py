@@ -41,7 +41,7 @@ class CompilerCrash(HarnessError):
 
 
 def refusal(text: str) -> bool:
-    """Tell whether what a tool said is about its input."""
+    """Return whether what a tool said is about its input."""
     return _REFUSAL.search(text) is not None
 
 

@@ -37,7 +37,7 @@ class EquivalentMutant:
     above: str = ""
 
     def covers(self, mutant: Mutant) -> bool:
-        """Tell whether a mutant is this one."""
+        """Return whether a mutant is this one."""
         return (
             self.file == mutant.file
             and (self.was, self.now) == (mutant.was.strip(), mutant.now.strip())

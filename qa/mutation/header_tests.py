@@ -58,7 +58,7 @@ class Program:
         return [] if self.error else self._run({}).stdout.split()
 
     def passes(self, group: str, chosen: int = 0, met: Path | None = None) -> bool:
-        """Tell whether a group passes with a mutant; ``met`` is where those it comes by go.
+        """Return whether a group passes with a mutant; ``met`` is where those it comes by go.
 
         A hang is believed when it comes twice: a machine that was busy or asleep looks the same.
         """

@@ -45,7 +45,7 @@ class Built:
 
     @property
     def same(self) -> bool:
-        """Tell whether the compiler made the same code as of the unchanged text."""
+        """Return whether the compiler made the same code as of the unchanged text."""
         return self.library is None and not self.error
 
 
@@ -169,7 +169,7 @@ class MutantBuilder:
         return self._same[unit.output]
 
     def _patched(self, unit: Unit) -> bool:
-        """Tell whether a unit is the shim's, or has a source that a patch touches."""
+        """Return whether a unit is the shim's, or has a source that a patch touches."""
         return unit.ours or not unit.holds.isdisjoint(self._touched)
 
     def _compiled(self, unit: Unit, place: Path, more: Sequence[str] = ()) -> Path:

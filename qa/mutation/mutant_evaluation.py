@@ -154,7 +154,7 @@ class MutantEvaluator:
         return unjudged or MutantResult("survivor")
 
     def _fails(self, trial: ScenarioRun, outcome: Outcome) -> bool:
-        """Tell whether a mutant's run is what `check` would count as a failure."""
+        """Return whether a mutant's run is what `check` would count as a failure."""
         stock = outcome
         if self.stock is not None and outcome.status in ("absent", "skip"):
             task = self._task(trial, self.stock, "stock")
@@ -163,7 +163,7 @@ class MutantEvaluator:
         return Pair(each.id, each.kind, trial.setting.name, stock, outcome).broken
 
     def _passes(self, trial: ScenarioRun) -> bool:
-        """Tell whether the patches as they are pass a run; remembered like any other run."""
+        """Return whether the patches as they are pass a run; remembered like any other run."""
         task = self._task(trial, self.patched)
         return parallel_runs.run_tasks([task])[task].outcome.status == "pass"
 

@@ -30,7 +30,7 @@ class MutantResult:
 
     @property
     def killed(self) -> bool:
-        """Tell whether somebody noticed it."""
+        """Return whether somebody noticed it."""
         return self.outcome in ("compiler", "driver", "scenario")
 
 

@@ -149,12 +149,12 @@ OPERATORS: Sequence[Operator] = (
 
 
 def whole(line: str, above: str = "") -> bool:
-    """Tell whether what stands on a line begins and ends there."""
+    """Return whether what stands on a line begins and ends there."""
     return _complete(code_of(line)) and (not above or above.rstrip()[-1:] in ";{}:")
 
 
 def removable(code: str) -> bool:
-    """Tell whether a whole line is a statement that could be missing."""
+    """Return whether a whole line is a statement that could be missing."""
     return any(True for _ in _removed(code, True))
 
 

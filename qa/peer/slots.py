@@ -35,7 +35,7 @@ class Slots:
 
     @property
     def placed(self) -> bool:
-        """Tell whether the tokens found their cells, and the logits are right."""
+        """Return whether the tokens found their cells, and the logits are right."""
         near = self.difference is not None and self.difference <= NOISE
         return self.code == 0 and near
 

@@ -55,7 +55,7 @@ class ContentCheck:
 
     @property
     def pending(self) -> bool:
-        """Tell whether a shift waits: positions are new, and keys old."""
+        """Return whether a shift waits: positions are new, and keys old."""
         return self.turning.pending
 
     @contextmanager
@@ -80,7 +80,7 @@ class ContentCheck:
         return kv_rows.read(self.other.native, self.subject.context, sequences)
 
     def _comparable(self, seq: int, state: SequenceState) -> bool:
-        """Tell whether a sequence is still there, and no token came on top of its one state."""
+        """Return whether a sequence is still there, and no token came on top of its one state."""
         following = self.subject.ledger.next(seq)
         if self.subject.info.memory is not MemoryType.RECURRENT:
             return following > 0

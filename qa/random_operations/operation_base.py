@@ -83,7 +83,7 @@ class OperationBase:
 
     @property
     def _states(self) -> bool:
-        """Tell whether the memory keeps states, which have no parts to share or to remove."""
+        """Return whether the memory keeps states, which have no parts to share or to remove."""
         return self.subject.info.memory.keeps_states
 
     def _order(self) -> list[tuple[list[int], list[list[int]]]]:

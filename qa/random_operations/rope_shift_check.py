@@ -42,7 +42,7 @@ class RopeShiftCheck:
 
     @property
     def pending(self) -> bool:
-        """Tell whether a shift waits: positions are new, and keys old."""
+        """Return whether a shift waits: positions are new, and keys old."""
         snapshot = self.subject.snapshot()
         return snapshot is not None and any(each.shift.any() for each in snapshot.streams)
 

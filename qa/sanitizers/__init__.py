@@ -131,7 +131,7 @@ class SanitizerBuilds:
 
     @property
     def long(self) -> bool:
-        """Tell whether everything is to be seen and run."""
+        """Return whether everything is to be seen and run."""
         return self.effort.seconds >= LONG
 
     def scope(self, kind: str) -> str:

@@ -53,7 +53,7 @@ class Command:
     output: str
 
     def chosen(self, scope: str) -> bool:
-        """Tell whether the object belongs to what is instrumented: whole, core or threads."""
+        """Return whether the object belongs to what is instrumented: whole, core or threads."""
         name = self.source.name
         if scope == "whole" or "/llama.cpp/" not in f"/{self.output}":
             return True

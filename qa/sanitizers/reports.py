@@ -48,7 +48,7 @@ class KnownReport:
     why: str
 
     def covers(self, report: Report) -> bool:
-        """Tell whether a report is this one."""
+        """Return whether a report is this one."""
         return (
             self.what in report.what
             and self.function in report.function

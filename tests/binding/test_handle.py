@@ -42,7 +42,7 @@ def in_thread(call: object) -> BaseException | None:
 
 
 def before(freed: list[int], first: int, then: int) -> bool:
-    """Tell whether one was freed before the other."""
+    """Return whether one was freed before the other."""
     return freed.index(first) < freed.index(then)
 
 

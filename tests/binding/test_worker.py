@@ -41,7 +41,7 @@ def native(remote: Remote) -> Remote:
 
 
 def gone(pid: int) -> bool:
-    """Tell whether a process is gone, or waits for its parent to reap it."""
+    """Return whether a process is gone, or waits for its parent to reap it."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:

@@ -149,7 +149,7 @@ def test_interrupt_ends_all_children(job: cmake.BuildSession, tmp_path: Path) ->
 
 
 def wait_for_end(pid: int) -> bool:
-    """Tell whether a process ends (a zombie that nobody collects counts as ended)."""
+    """Return whether a process ends (a zombie that nobody collects counts as ended)."""
     for _ in range(1200):
         try:
             os.kill(pid, 0)

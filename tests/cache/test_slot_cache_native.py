@@ -62,7 +62,7 @@ def fresh(model: kv.Model, tokens: list[int], options: dict[str, Any]) -> np.nda
 
 
 def close(a: np.ndarray, b: np.ndarray, kind: str = "f16") -> bool:
-    """Tell whether logits are the same but for noise."""
+    """Return whether logits are the same but for noise."""
     far = float(np.abs(a - b).max())
     return far <= (NOISE if kind == "f16" else 8 * NOISE) * float(np.abs(b).max())
 
@@ -207,7 +207,7 @@ def greedy(model: kv.Model, tokens: list[int], n: int, options: dict[str, Any]) 
 def same_or_tied(
     model: kv.Model, tokens: list[int], said: list[int], alone: list[int], options: dict[str, Any]
 ) -> bool:
-    """Tell whether two continuations are equal, or part where two tokens are equally likely."""
+    """Return whether two continuations are equal, or part where two tokens are equally likely."""
     for n, (a, b) in enumerate(zip_longest(said, alone, fillvalue=-1)):
         if a != b:
             if -1 in (a, b):

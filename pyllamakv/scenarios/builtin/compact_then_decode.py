@@ -39,7 +39,7 @@ def _on_request(lab: Lab) -> None:
 def _at_a_threshold(lab: Lab) -> None:
     """Free most of a full cache of 2,048 cells, the smallest that the threshold covers.
 
-    To 0.3.9 the first decode asks for what the second does.
+    Through 0.3.9, the first decode requests the defragmentation that the second one runs.
     """
     player = _sparse(lab, 0.5)
     after = player.snapshot()

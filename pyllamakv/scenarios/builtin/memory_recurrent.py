@@ -45,7 +45,8 @@ def _no_cells_to_move(lab: Lab, player: Player) -> None:
 def _aborted(lab: Lab) -> None:
     """Abort a decode: the state is partly advanced, and none of its tokens may remain.
 
-    So it was upstream to 0.3.8, where the rollback is a patch's; later releases leave such states.
+    Through 0.3.8, upstream behaves like this, and a patch rolls back. Later releases keep such
+    states.
     """
     player = lab.player(256, n_ubatch=128, n_seq_max=4)
     player.fill({0: 20})

@@ -215,7 +215,7 @@ def _refuse(lab: Lab, what: str, error: type[Exception], act: Callable[[], None]
 def _expect(lab: Lab, player: Player, *, resumed: bool, generation: int) -> None:
     """Compare the reported facts of a kept cache with the operations on it."""
     info = player.native.mapping(player.context).info
-    lab.expect(info.kind == Backing.FILE, f"the cache lies in {info.kind!r}")
+    lab.expect(info.kind == Backing.FILE, f"the backing of the cache is {info.kind!r}")
     lab.expect(info.kept, "the cache is not kept")
     lab.expect(info.resumed == resumed, f"resumed is {info.resumed}, expected {resumed}")
     lab.expect(
@@ -241,7 +241,7 @@ def _count_tensors(lab: Lab, player: Player) -> None:
     lab.expect(found == expected, f"the tensors are {found}, expected {expected}")
     for column, total in ((3, raw.info.bytes_reserved), (4, raw.info.bytes_committed)):
         parts = int(raw.rows[:, column].sum())
-        lab.expect(parts == total, f"{parts} bytes are told tensor by tensor, {total} in all")
+        lab.expect(parts == total, f"{parts} bytes are listed by tensor, {total} in total")
 
 
 SCENARIO = Scenario(

@@ -30,10 +30,10 @@ def run(lab: Lab) -> None:
             back = player.native.mapping_trim(player.context)
         lab.expect(
             committed(player) == full - back,
-            f"{back} bytes were said to go of {full}, {committed(player)} are left",
+            f"{back} of {full} bytes were reported as trimmed, {committed(player)} remain",
         )
         snapshot = player.snapshot()
-        assert snapshot is not None  # whoever maps memory sees cells
+        assert snapshot is not None  # builds with mapped memory can read cells
         expect_committed_below(lab, player, snapshot.stats.used_max_p1, "after giving back")
         player.check_cells()
         again = player.native.mapping_trim(player.context)

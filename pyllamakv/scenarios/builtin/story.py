@@ -37,7 +37,7 @@ def run(lab: Lab) -> None:
     lab.note(story=words)
     lab.expect(
         [*half, *rest][: len(told)] == told,
-        f"the story went another way: {words!r}, expected {lab.text([*prompt, *told])!r}",
+        f"the text differs: {words!r}, expected {lab.text([*prompt, *told])!r}",
     )
     lab.verify(player)
 

@@ -68,7 +68,7 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def reaped(pid: int) -> bool:
-    """Tell whether a child of ours is gone and no zombie."""
+    """Return whether a child of ours is gone and no zombie."""
     try:
         os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
