@@ -1,4 +1,4 @@
-"""Own the KV cache of llama.cpp: open a built variant, decode, see and move every cell.
+"""Python API for the KV cache of llama.cpp: open a variant, decode, read and move cells.
 
     import pyllamakv as kv
     with kv.open("0.3.9+patched") as library, library.load_model("model.gguf") as model:

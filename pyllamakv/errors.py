@@ -108,7 +108,7 @@ class Unsupported(KvError):
 
 
 class SourceError(KvError):
-    """Stand above the errors of finding and fetching releases."""
+    """Base class of errors of finding and fetching releases."""
 
     exit_code = 4
 
@@ -182,7 +182,7 @@ class TreeDirty(SourceError):
 
 
 class PatchError(KvError):
-    """Stand above the errors of patches."""
+    """Base class of errors of patches."""
 
 
 class UnknownPatch(PatchError, UsageError):
@@ -251,7 +251,7 @@ class NoPortApplies(PatchError):
 
 
 class RebaseConflict(PatchError):
-    """Say that a rebase stopped at a conflict and waits for a person."""
+    """A rebase stopped at a conflict, which the user must resolve."""
 
     exit_code = 3
 
@@ -265,7 +265,7 @@ class RebaseConflict(PatchError):
 
 
 class BuildError(KvError):
-    """Stand above the errors of building."""
+    """Base class of errors of building."""
 
 
 class ToolMissing(BuildError):

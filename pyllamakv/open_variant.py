@@ -157,7 +157,7 @@ def find_built(spec: str, *, backend: str = "cpu") -> Path:
 
 
 def _is_id(spec: str) -> bool:
-    """Say whether a text can be an id: a plain file name, and no folder still being written."""
+    """Return whether a text can be an id: a plain file name, and no folder still being written."""
     return bool(_PLAIN.fullmatch(spec)) and len(spec) <= _LONGEST
 
 

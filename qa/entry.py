@@ -21,7 +21,7 @@ def strip_directories(text: str) -> str:
 
 @dataclass(frozen=True)
 class StressOptions:
-    """Say how much is to be tried: a sized run for CI, or the long one.
+    """Describe how much is to be tried: a sized run for CI, or the long one.
 
     ``seconds`` bound each section, ``seed`` is where its chance starts, and ``only`` names the
     entries of a section to run, all of them where it is empty. Schedules go on, however long it
@@ -55,7 +55,7 @@ class StressOptions:
 
 @dataclass(frozen=True)
 class Entry:
-    """Hold one line of qa/results/reliability.md.
+    """One line of qa/results/reliability.md.
 
     ``section`` is its table and ``name`` what was tried; ``row`` has a text per further column.
     ``defects`` tell what was lost or wrong, one sentence each: without any it passed. ``data`` are

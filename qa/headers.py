@@ -13,7 +13,7 @@ from pyllamakv.home import checkout
 
 @dataclass(frozen=True)
 class Header:
-    """Hold where a patch puts a header, and the name of the program that tests it.
+    """Where a patch puts a header, and the name of the program that tests it.
 
     Each group of its tests is named by the program's first argument; ``in_folder`` says that the
     second is a folder to work in, which a group leaves empty. ``needs`` are other headers of the

@@ -55,13 +55,13 @@ def shown(value: object) -> str:
 
 
 def wrong_type(name: str, value: object, expected: str) -> ArgumentTypeError:
-    """Make the error for an argument of a wrong type."""
+    """Create the error for an argument of a wrong type."""
     kind = type(value).__name__
     return ArgumentTypeError(f"{name} must be {expected}, not {shown(value)} (type {kind})")
 
 
 def wrong_value(name: str, value: object, expected: str) -> UsageError:
-    """Make the error for an argument whose value is not accepted."""
+    """Create the error for an argument whose value is not accepted."""
     return UsageError(f"{name} must be {expected}, not {shown(value)}")
 
 

@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 
 class _Node(Generic[Raw]):
-    """Hold what must outlive the handle, so that a finaliser can close it in order."""
+    """The state that must outlive the handle, so that a finaliser can close it in order."""
 
     __slots__ = ("children", "closed", "free", "gate", "lock", "parent", "raw", "users", "what")
 
@@ -88,7 +88,7 @@ class _Node(Generic[Raw]):
 
 
 class Handle(Generic[Raw]):
-    """Own one native thing: a library, a model, a context or a sampler."""
+    """Own one native object: a library, a model, a context or a sampler."""
 
     _node: _Node[Raw]
 
@@ -101,7 +101,7 @@ class Handle(Generic[Raw]):
         *,
         exclusive: bool = False,
     ) -> None:
-        """Take ``raw`` over; ``free`` gives it back, ``what`` names it in messages.
+        """Own ``raw``; ``free`` frees it, and ``what`` names it in messages.
 
         A child holds its parent, so that nothing is collected before what lives on it.
         """
@@ -192,7 +192,7 @@ def free_quietly(free: Callable[[Raw], None], raw: Raw) -> None:
 
 
 class LoadedModel:
-    """Hold what contexts and samplers need of a model: the library, and the handle they end with.
+    """The parts of a model that contexts and samplers need: the library and the handle.
 
     A base class of its own, so that the modules of contexts and samplers need not import `Model`,
     which imports them.

@@ -40,7 +40,7 @@ _checked: dict[Path, tuple[int, int]] = {}
 
 
 class Library:
-    """Hold one opened library; models are made on ``handle`` and close before it does."""
+    """One opened library; models are made on ``handle`` and close before it does."""
 
     def __init__(
         self,

@@ -129,7 +129,7 @@ def _flat(values: Any, dtype: Any) -> Any:
 
 
 class _Each:
-    """Keep the batch that has one token of each of these sequences."""
+    """The reusable batch with one token of each of these sequences."""
 
     __slots__ = ("_keep", "batch", "pos", "seq", "token")
 
@@ -145,7 +145,7 @@ class _Each:
 
 
 class Scratch:
-    """Keep what calls on one context use again and again: one thread at a time."""
+    """Buffers that calls on one context reuse, in one thread at a time."""
 
     __slots__ = (
         "batch", "buffers", "cells", "each", "model", "n_vocab", "place",
@@ -256,7 +256,7 @@ class Local:
         return self._log.take()
 
     def log_level(self, lowest: int) -> int:
-        """Keep only records of this level and above from now on; return the level before."""
+        """Set the minimum log level; return the previous one."""
         before, self._lowest = self._lowest, lowest
         self._lib.plk_log_level(lowest)
         return before
@@ -378,7 +378,7 @@ class Local:
         return self._contexts.get(handle) or self._gone("context")
 
     def context_new(self, model: ModelHandle, params: ContextParams) -> ContextHandle:
-        """Make a context or raise ContextError."""
+        """Create a context or raise ContextError."""
         raw = struct("plk_context_params")
         alive = fill(raw, params)
         out = ffi.new("plk_context **")
@@ -523,7 +523,7 @@ class Local:
         return RawMapping(info, rows[:count])
 
     def mapping_trim(self, context: ContextHandle) -> int:
-        """Give the memory behind the last used cell back; return how many bytes."""
+        """Return the memory above the last used cell to the system; return its bytes."""
         count: int = self._lib.plk_mapping_trim(self._context(context))
         self._done(count, "trim the cache", "cache", capability=Capability.MAPPING)
         return count
@@ -690,7 +690,7 @@ class Local:
         return found[0] if found else self._gone("sampler")
 
     def sampler_new(self, model: ModelHandle, params: SamplerParams) -> SamplerHandle:
-        """Make a sampler over a model's vocabulary."""
+        """Create a sampler over a model's vocabulary."""
         raw = struct("plk_sampler_params")
         fill(raw, params)
         out = ffi.new("plk_sampler **")

@@ -33,7 +33,7 @@ KEPT: Final = 8192
 
 
 def forward(records: Iterable[Record]) -> None:
-    """Give records to `logging`."""
+    """Forward records to `logging`."""
     for level, text in records:
         LOGGER.log(_LEVELS.get(level, logging.INFO), "%s", text)
 
@@ -49,7 +49,7 @@ def buffers(records: Iterable[Record]) -> list[Buffer]:
 
 
 class Log:
-    """Hold the records that were read from the library's ring and not yet asked for."""
+    """Log records of the library that have not been requested yet."""
 
     def __init__(self, sink: Callable[[Iterable[Record]], None] = forward) -> None:
         self._sink = sink
@@ -57,7 +57,7 @@ class Log:
         self._kept: deque[Record] = deque(maxlen=KEPT)
 
     def add(self, records: list[Record]) -> None:
-        """Take records in: to the sink, to the tail for errors, and to `take`."""
+        """Add records: to the sink, to the tail for errors, and to `take`."""
         if records:
             self._kept.extend(records)
             self._tail.extend(text for level, text in records if level > 1)

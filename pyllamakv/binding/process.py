@@ -30,7 +30,7 @@ _TAIL_LINES: Final = 40
 
 
 class Process:
-    """Own a worker: the process, two sockets to it, and the file that has its stderr."""
+    """A worker: the process, two sockets, and the file with its stderr."""
 
     def __init__(self, library: Path, env: Mapping[str, str] | None = None) -> None:
         """Start a worker for a library; raises LoadError when no process can be started."""
@@ -143,7 +143,7 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def describe(status: int) -> str:
-    """Say in words how a process ended."""
+    """Describe in words how a process ended."""
     if status >= 0:
         return f"ended with status {status}"
     try:

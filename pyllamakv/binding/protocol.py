@@ -1,4 +1,4 @@
-"""Say in types what a loaded library can do, whether it lives in this process or in a worker.
+"""The interface of a loaded library, in this process or in a worker.
 
 `Native` mirrors ``native/plk.h`` with Python's types: handles are opaque integers, structs are the
 frozen dataclasses below, arrays are numpy arrays, a refused call raises a class of
@@ -112,7 +112,7 @@ class Backing(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ModelParams:
-    """Hold what a model is loaded with."""
+    """The parameters for loading a model."""
 
     n_gpu_layers: int = 0
     use_mmap: bool = True
@@ -261,7 +261,7 @@ class CellsInfo:
 
 @dataclass(frozen=True, slots=True)
 class RawCells:
-    """Hold the cells of one stream.
+    """The cells of one stream.
 
     ``pos`` (n,) int32, -1 where free; ``shift`` (n,) int32, the pending shift that ``pos`` already
     contains; ``seqs`` (n, words) uint64, a bit per sequence.
@@ -332,7 +332,7 @@ class MappingInfo:
 
 @dataclass(frozen=True, slots=True)
 class RawMapping:
-    """Hold what mapped memory takes.
+    """The memory of a mapped cache.
 
     ``rows`` (n_tensors, 5) uint64: cache, layer, 0 for K and 1 for V, bytes reserved, committed.
     """
@@ -378,7 +378,7 @@ class SamplerParams:
 
 @dataclass(frozen=True, slots=True)
 class LibraryInfo:
-    """Say what a loaded library is: ABI number, variant, capabilities, shim candidates."""
+    """The facts of a loaded library: ABI number, variant, capabilities, shim candidates."""
 
     abi: int
     variant: str
@@ -400,13 +400,13 @@ class Native(Protocol):
     environment: Mapping[str, str]
 
     def close(self) -> None:
-        """Give the library back; every handle is invalid afterwards."""
+        """Release the library; every handle is invalid afterwards."""
 
     def logs(self) -> list[tuple[int, str]]:
         """Drain the log: (level, line) with level 1 debug, 2 info, 3 warning, 4 error."""
 
     def log_level(self, lowest: int) -> int:
-        """Keep only records of this level and above from now on; return the level before."""
+        """Set the minimum log level; return the previous one."""
 
     def devices(self) -> list[Device]:
         """List the devices."""
@@ -437,7 +437,7 @@ class Native(Protocol):
 
     # contexts
     def context_new(self, model: ModelHandle, params: ContextParams) -> ContextHandle:
-        """Make a context or raise `ContextError`."""
+        """Create a context or raise `ContextError`."""
 
     def context_free(self, context: ContextHandle) -> None:
         """Free a context."""
@@ -459,7 +459,7 @@ class Native(Protocol):
         """Remove positions; False when the memory refuses a partial removal."""
 
     def seq_cp(self, context: ContextHandle, src: int, dst: int, p0: int, p1: int) -> None:
-        """Let another sequence share the cells of positions."""
+        """Share the cells of positions with another sequence."""
 
     def seq_keep(self, context: ContextHandle, seq: int) -> None:
         """Remove every other sequence."""
@@ -494,7 +494,7 @@ class Native(Protocol):
         """Read what mapped memory takes, or raise `Unsupported` where the cache is on the heap."""
 
     def mapping_trim(self, context: ContextHandle) -> int:
-        """Give the memory behind the last used cell back; return how many bytes."""
+        """Return the memory above the last used cell to the system; return its bytes."""
 
     def mapping_flush(self, context: ContextHandle, tokens: NDArray[np.int32] | None) -> None:
         """Write a kept cache to its file, with a token for each cell of all caches."""
@@ -560,7 +560,7 @@ class Native(Protocol):
 
     # samplers
     def sampler_new(self, model: ModelHandle, params: SamplerParams) -> SamplerHandle:
-        """Make a sampler."""
+        """Create a sampler."""
 
     def sampler_free(self, sampler: SamplerHandle) -> None:
         """Free a sampler."""

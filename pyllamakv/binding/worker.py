@@ -88,7 +88,7 @@ class Worker:
         self._channel.send(number, header, body)
 
     def _listen(self, native: Local) -> None:
-        """Pass cancels on; end the process when the parent is gone, whatever it computes."""
+        """Forward cancellations; end the process when the parent has ended."""
         poller = select.poll()
         poller.register(self._control, select.POLLIN)
         while True:

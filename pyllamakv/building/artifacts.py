@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Source:
-    """Hold what is compiled: the tree, and how it came about."""
+    """The tree to compile, and its origin."""
 
     commit: str
     tree: str
@@ -53,7 +53,7 @@ def publish(wanted: BuildRequest, source: Source, name: str, spent: float) -> Va
 
 @dataclass(frozen=True)
 class BuildArtifacts:
-    """Hold what a build folder holds in the end, and the answers of the compile probes."""
+    """The files of a finished build, and the results of the compile probes."""
 
     library: Path
     dropin: tuple[Path, ...]

@@ -1,4 +1,4 @@
-"""Know the backends: CMake options of each, and whether this machine's tools can build it."""
+"""The backends: their CMake options, and checks of the tools on this machine."""
 
 from __future__ import annotations
 

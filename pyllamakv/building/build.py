@@ -70,7 +70,7 @@ def build(
 def prepared_build_folder(
     spec: str | Spec, *, jobs: int | None = None, progress: Progress | None = None
 ) -> Iterator[tuple[BuildRequest, cmake.BuildSession]]:
-    """Lend the build folder of what ``spec`` names, its tree and objects brought up to date.
+    """Yield the build directory of ``spec``, with an up-to-date tree and object files.
 
     Nobody else changes them meanwhile. Raises what `build` raises.
     """
@@ -241,7 +241,7 @@ def _cpu_seconds() -> float:
 
 @contextlib.contextmanager
 def _locked(wanted: BuildRequest, progress: Progress | None) -> Iterator[None]:
-    """Hold the release's lock; say on what we wait when another build has it."""
+    """Hold the lock of a release; report another build that holds it."""
     folder = home() / "locks"
     folder.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(folder / f"build-{wanted.release.commit}.lock")

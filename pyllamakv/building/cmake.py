@@ -49,7 +49,7 @@ _NO_ROOM = ("No space left on device", "Disk quota exceeded")
 
 @dataclass(frozen=True)
 class BuildSession:
-    """Hold what every call of a build shares: folder, log, environment, and what it reports to.
+    """The common state of a build: directory, log, environment and progress function.
 
     ``held`` are open file descriptors that the children inherit: a lock on one of them lasts
     until the last compiler has ended, even if this process is killed.

@@ -87,7 +87,7 @@ _MACROS = {
 
 @dataclass(frozen=True)
 class Compiler:
-    """Hold a pair of compilers: paths, version line, target, and the CPU flags of `native`."""
+    """A pair of compilers: paths, version line, target, and the CPU flags of `native`."""
 
     c: str
     cxx: str

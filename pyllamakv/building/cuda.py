@@ -52,7 +52,7 @@ _ARCHITECTURE = re.compile(r"\d{2,3}[af]?(-real|-virtual)?(;\d{2,3}[af]?(-real|-
 
 @dataclass(frozen=True)
 class Toolkit:
-    """Hold the CMake variables of a toolkit: what enters a variant's id, and what does not."""
+    """The CMake variables of a toolkit: those in a variant's id, and the others."""
 
     nvcc: Path
     version: str

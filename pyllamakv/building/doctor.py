@@ -35,7 +35,7 @@ _DRIVER_VARIABLES = ("VK_DRIVER_FILES", "VK_ICD_FILENAMES")
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Say what was looked for, what was found, and what to do if that is not enough.
+    """The result of one probe: name, finding, and remedy.
 
     ``state`` is "optional" for what lacks without hurting the main job.
     """
@@ -171,7 +171,7 @@ def _first_line(program: str, *args: str) -> str:
 
 
 def cpu() -> ProbeResult:
-    """Say which processor a build is tuned for."""
+    """Return which processor a build is tuned for."""
     try:
         flags = compiler.find().native_flags
     except KvError as error:
@@ -211,7 +211,7 @@ def gpu(environ: Mapping[str, str] | None = None) -> ProbeResult:
 
 
 def metal() -> ProbeResult:
-    """Say whether Metal can be built for: it needs a Mac and the Command Line Tools alone."""
+    """Return whether Metal can be built: it needs a Mac with the Command Line Tools."""
     if sys.platform != "darwin":
         hint = "build on a Mac; these options are untested"
         return ProbeResult("metal", "optional", f"none on {sys.platform}", hint)

@@ -1,4 +1,4 @@
-"""Say under which variable llama-cpp-python loads a variant's ordinary libraries."""
+"""The environment variable with which llama-cpp-python loads a variant's libraries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FOLDER_SINCE = Version("0.3.1")
 
 @dataclass(frozen=True)
 class DropIn:
-    """Hold the variable, its value, and the package that it is meant for."""
+    """The variable, its value, and the package that it is meant for."""
 
     variable: str
     value: str

@@ -51,7 +51,7 @@ _DROPPED = re.compile(
 
 @dataclass(frozen=True)
 class LlamaCppPythonEnv:
-    """Stand for an installed llama-cpp-python: its environment and its version."""
+    """An installed llama-cpp-python: its environment and its version."""
 
     folder: Path
     version: str
@@ -132,7 +132,7 @@ def requirements(pyproject: str) -> list[str]:
 
 
 def extract_tests(sdist: Path, folder: Path, release: Release) -> None:
-    """Put the tests of an sdist into a folder, with the files of llama.cpp that they name."""
+    """Extract the tests of an sdist into a directory, with the llama.cpp files that they use."""
     (folder / "tests").mkdir(parents=True)
     with tarball.open_tar(sdist) as tar:
         for member in tar:
@@ -160,7 +160,7 @@ def _facts(peer: LlamaCppPythonEnv) -> dict[str, Any]:
 
 
 def _environment(folder: Path) -> Path:
-    """Make a virtual environment without pip, unless there is one; return its Python."""
+    """Create a virtual environment without pip, unless there is one; return its Python."""
     python = folder / "bin" / "python"
     if not python.exists() or not _runs(python):
         shutil.rmtree(folder, ignore_errors=True)

@@ -29,7 +29,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True)
 class Manifest:
-    """Say what a variant was built from, with what, and what it can do.
+    """The inputs, tools and capabilities of a variant.
 
     ``patched_tree`` equals ``tree`` exactly for a stock variant. ``capabilities`` names the groups
     of the shim that compiled, ``probes`` the candidate that each group chose (None: absent).

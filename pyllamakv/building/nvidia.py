@@ -1,4 +1,4 @@
-"""Ask what an NVIDIA machine can do: does the toolkit compile here, and will the driver run it."""
+"""Check an NVIDIA machine: whether the toolkit compiles, and the driver runs its code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HINT = "name another compiler in CC and CXX, or install a toolkit that goes wit
 
 @dataclass(frozen=True)
 class Driver:
-    """Hold what `nvidia-smi` says: the driver, the newest CUDA that it runs, and the GPUs."""
+    """The report of `nvidia-smi`: driver, newest supported CUDA version, and GPUs."""
 
     version: str
     cuda: str
@@ -42,7 +42,7 @@ def driver(environ: Mapping[str, str] | None = None) -> Driver | None:
 
 
 def mismatch(toolkit: cuda.Toolkit, found: Driver) -> str:
-    """Say what to do when the driver cannot run what the toolkit makes, or return nothing.
+    """Return the remedy if the driver cannot run code of the toolkit, else nothing.
 
     Within a major version of CUDA older drivers run newer code that has the GPU's own machine code.
     """

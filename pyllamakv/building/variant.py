@@ -44,7 +44,7 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
 
 @dataclass(frozen=True)
 class Spec:
-    """Hold a parsed spec: the release's name, and patches (None: all that apply; empty: stock)."""
+    """A parsed spec: the release's name, and patches (None: all that apply; empty: stock)."""
 
     release: str
     series: tuple[str, ...] | None
@@ -82,7 +82,7 @@ def parse(text: str) -> Spec:
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """Hold everything that decides a build, before the patches are applied."""
+    """The inputs of a build, before the patches are applied."""
 
     spec: Spec
     release: Release
@@ -134,7 +134,7 @@ class BuildRequest:
 
 @dataclass(frozen=True)
 class Variant:
-    """Stand for a built variant: the folder that holds its library and its manifest."""
+    """A built variant: the folder that holds its library and its manifest."""
 
     folder: Path
 

@@ -200,7 +200,7 @@ class Batcher:
     # While nothing changes...
 
     def _enter_decode_only(self) -> None:
-        """Take note that everybody just needs one token, if so."""
+        """Enter the mode in which each generation needs one token, if possible."""
         queue = self._queue
         if not queue.active or len(queue.active) > self.n_batch:
             return
@@ -259,7 +259,7 @@ class Batcher:
         return bool(gone)
 
     def _room(self, one: Generation, n: int) -> bool:
-        """Make room for ``n`` tokens; False when they cannot be decoded in this step."""
+        """Free cells for ``n`` tokens; return False if they cannot be decoded in this step."""
         try:
             return make_room(one, n)
         except NoKVSlot as error:
@@ -267,7 +267,7 @@ class Batcher:
             return False
 
     def _no_room(self, one: Generation, error: NoKVSlot) -> None:
-        """Let a prompt wait until another has ended; what has text already fails."""
+        """Requeue a prompt until another generation ends; one with text fails instead."""
         if one.tokens or len(self._queue.active) == 1:
             self._queue.end(one, "failed", error)
         else:
@@ -415,7 +415,7 @@ class BatcherStats:
 
 
 class GenerationQueue:
-    """Hold the generations of a batcher that have not ended, and count how the others did."""
+    """The generations of a batcher that have not ended, and the totals of the others."""
 
     def __init__(self, manager: CacheManager) -> None:
         self.manager = manager
@@ -464,7 +464,7 @@ class GenerationQueue:
                 self.active.append(first)
 
     def requeue(self, one: Generation) -> None:
-        """Let one wait again, as the first, until another has ended."""
+        """Requeue a generation as the first one, until another ends."""
         self.active.remove(one)
         self.waiting.appendleft(one)
         self._crowded = len(self.active)
@@ -505,7 +505,7 @@ GOING, ENDED, NOTHING = StepOutcome
 
 
 class DecodeOnlyBatch:
-    """Hold generations that need one token each.
+    """Generations that need one token each.
 
     ``steps`` counts what was decoded, ``decoding`` says that it is being done, and another number
     than the context's in ``cancels`` ends it before the next step.
@@ -536,7 +536,7 @@ class DecodeOnlyBatch:
         self._rooms = [(one, one.ledger, one.lease.make_room) for one in generations if one.lease]
 
     def step(self) -> StepOutcome:
-        """Make room, decode a token of each, and let each take its next one.
+        """Reserve cells, decode a token of each generation, and sample the next ones.
 
         NOTHING when that has to be done in the general way. Raises DecodeError.
         """

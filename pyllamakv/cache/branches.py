@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Branches:
-    """Hold the tree and the sequences in it, at most ``limit``.
+    """The tree and its sequences, at most ``limit``.
 
     ``partial`` says that a sequence can be cut anywhere, ``cuttable`` that it is worth trying (a
     window may have passed), ``sharing`` that pages and entries share what they have in common.
@@ -71,7 +71,7 @@ class Branches:
         return sum(len(own) for i, own in enumerate(self.context.ledgers) if i not in ours)
 
     def new(self) -> Sequence:
-        """Make an empty sequence, one of the vacant ones."""
+        """Open an empty sequence."""
         if not self.may_trim and len(self.context.vacant) == self.context.info.n_seq_max:
             # Some releases begin no recurrent sequence where another was, unless all is cleared.
             self.context.clear()
@@ -80,13 +80,13 @@ class Branches:
         return sequence
 
     def fork(self, donor: Sequence, length: int) -> Sequence:
-        """Make a sequence of the first tokens of another, one of the vacant ones."""
+        """Open a sequence that shares the first tokens of another one."""
         sequence = donor.fork(length)
         self.taken += 1
         return sequence
 
     def close(self, sequence: Sequence) -> None:
-        """Give a sequence back."""
+        """Release a sequence."""
         sequence.close()
         self.taken -= 1
 
@@ -106,22 +106,22 @@ class Branches:
         return leased  # type: ignore[no-any-return]
 
     def attach(self, node: Node, sequence: Sequence) -> None:
-        """Let a sequence be the entry of a node whose tokens it holds."""
+        """Make a sequence the entry of a node with the same tokens."""
         self.tree.attach(node, sequence)
         self._forget_pages(node)
 
     def detach(self, node: Node) -> Sequence:
-        """Take the entry from a node."""
+        """Remove the entry of a node."""
         sequence: Sequence = self.tree.detach(node)
         return sequence
 
     def lease(self, node: Node, lease: object) -> None:
-        """Let a lease work at a node."""
+        """Attach a lease to a node."""
         self.tree.lease(node, lease)
         self._forget_pages(node)
 
     def unlease(self, node: Node, lease: object) -> None:
-        """Take a lease from a node; what is useless without it stays to be pruned."""
+        """Detach a lease from a node; unused nodes remain until they are pruned."""
         self.tree.unlease(node, lease)
 
     def _forget_pages(self, node: Node) -> None:
@@ -130,13 +130,13 @@ class Branches:
             self.forget_page(each)
 
     def forget_page(self, node: Node) -> None:
-        """Take the page from a node, and drop it when no other needs it."""
+        """Remove the page of a node, and drop it if no other node needs it."""
         unused = self.tree.set_page(node, None)
         if unused is not None:
             unused.drop()
 
     def keep(self, node: Node, sequence: Sequence) -> None:
-        """Let a sequence that was leased be the entry of a node, sharing all cells that it can."""
+        """Make a leased sequence the entry of a node, sharing as many cells as possible."""
         if self.sharing:
             self._share(node, sequence)
         self.attach(node, sequence)
@@ -152,7 +152,7 @@ class Branches:
                 self.close(self.detach(above))
 
     def _share(self, node: Node, sequence: Sequence) -> None:
-        """Give up cells of tokens that other entries hold, and share theirs.
+        """Drop cells of tokens that other entries have, and share theirs.
 
         Prompts that are decoded at the same time do not see each other's tokens; leases may still
         have such cells, so that only entries are shared with.
@@ -306,7 +306,7 @@ class Branches:
         return pages
 
     def page_in(self, node: Node) -> None:
-        """Bring a node and all above it into the cache; needs a vacant sequence, two for two pages.
+        """Page a node and all above it in. Needs an empty sequence per page, at most two.
 
         Raises PagingError with nothing changed, DamagedPage where it will never be possible.
         """

@@ -29,7 +29,7 @@ SIZE, INTERVAL, FIRST = 24, 1664, 16
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Hold a sequence as it was after position ``pos``; without bytes it is incomplete."""
+    """A saved sequence after position ``pos``; without bytes, it is incomplete."""
 
     pos: int
     saved: bytes
@@ -59,7 +59,7 @@ class CheckpointSchedule:
 
 
 class Ring:
-    """Hold the checkpoints of one sequence, in the order of their positions."""
+    """The checkpoints of one sequence, in the order of their positions."""
 
     def __init__(self, schedule: CheckpointSchedule | None = None) -> None:
         self.schedule = schedule or CheckpointSchedule()
@@ -113,7 +113,7 @@ class Ring:
         self.due = max(self.schedule.first, newest)
 
     def copy_from(self, other: Ring, length: int) -> None:
-        """Take over another sequence's checkpoints of its first ``length`` positions."""
+        """Copy another sequence's checkpoints of its first ``length`` positions."""
         self.prune(-1)
         for each in other._kept:
             if each.pos < length:
@@ -166,7 +166,7 @@ def _window(sequence: Sequence, positions: list[int]) -> str | None:
 
 
 class SequenceRewinder:
-    """Take the sequences of a context back, by their memory or by checkpoints.
+    """Rewind the sequences of a context, by their memory or by checkpoints.
 
     The context must be empty: it is tried out, where its memory keeps states.
     """
@@ -208,7 +208,7 @@ class SequenceRewinder:
         return self.rings[sequence.id].at(position - 1)
 
     def restore(self, sequence: Sequence, checkpoint: Checkpoint) -> None:
-        """Put a checkpoint into a sequence, or raise KVCacheFull with nothing changed.
+        """Restore a checkpoint. Raises KVCacheFull with nothing changed.
 
         Raises StateError for a damaged one.
         """
@@ -228,12 +228,12 @@ class SequenceRewinder:
         self._forget()
 
     def failed(self) -> None:
-        """Take note that a decode failed: it may have emptied sequences."""
+        """Record that a decode failed: it may have emptied sequences."""
         self._left |= self._leaves and bool(self._context.emptied)
         self._forget()
 
     def record_decoded(self, sequence: Sequence, more: int) -> None:
-        """Take note of ``more`` tokens of a sequence, and save it if it is time to."""
+        """Record ``more`` tokens of a sequence, and save a checkpoint if one is due."""
         ring, pos = self.rings[sequence.id], sequence.ledger.next - 1
         if ring.newest > pos - more:
             # Left by what a failure emptied, and of other tokens than these.

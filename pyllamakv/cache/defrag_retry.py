@@ -43,7 +43,7 @@ class CellUsage:
     def full(
         self, message: str, wanted: int, *, defragged: bool = False, cause: str = "full"
     ) -> KVCacheFull:
-        """Make the error for ``wanted`` tokens that find no place in it."""
+        """Create the error for ``wanted`` tokens that do not fit."""
         return KVCacheFull(
             message,
             cells=self.cells,
@@ -98,7 +98,7 @@ def decode_feed(context: Context, feed: Feed) -> None:
 def cache_full_error(
     context: Context, error: NoKVSlot, counts: Mapping[int, int], *, defragged: bool
 ) -> KVCacheFull:
-    """Make the error for a decode that found no room, and log what the cache holds."""
+    """Create the error for a decode without a slot, and log the state of the cache."""
     if LOGGER.isEnabledFor(logging.DEBUG):
         LOGGER.debug("no room for %s tokens of sequences: %s", dict(counts), describe(context))
     wanted = sum(counts.values())
@@ -123,7 +123,7 @@ def cache_full_error(
 
 
 def capacity_error(number: int, held: int, wanted: int, capacity: int) -> KVCacheFull:
-    """Make the error for a sequence that would have more tokens than its share."""
+    """Create the error for a sequence that would have more tokens than its share."""
     msg = (
         f"sequence {number} has {held} of {capacity} tokens and cannot take {wanted} more: the "
         f"rest is "
@@ -133,7 +133,7 @@ def capacity_error(number: int, held: int, wanted: int, capacity: int) -> KVCach
 
 
 def restore_full_error(sequence: Sequence, wanted: int, error: Exception | str) -> KVCacheFull:
-    """Make the error for a sequence that finds no cells to be restored into."""
+    """Create the error for a sequence that cannot be restored for lack of cells."""
     context = sequence.context
     with context.lock:
         snapshot = context.kv.try_snapshot()

@@ -113,7 +113,7 @@ def keep_state(cache: PrefixCache, lease: PrefixLease) -> None:
 
 
 def pin_state(cache: PrefixCache, node: Node, length: int) -> None:
-    """Keep the state that a lease has at a node; Unsupported where it is gone already."""
+    """Store the state of a lease at a node. Raises Unsupported if it is lost."""
     branches = cache.branches
     if length == node.end and node.page is not None:
         return
@@ -136,7 +136,7 @@ def no_sequence_error(cache: PrefixCache) -> NoSlotAvailable:
 
 
 def make_page_room(cache: PrefixCache, node: Node) -> bool:
-    """Make room for the pages that a node needs; False when there is none."""
+    """Free cells for the pages of a node; return False if that is impossible."""
     above = node.path[:-1]
     pages: list[Page] = []
     while pages != (pages := cache.branches.missing(node)):
@@ -153,7 +153,7 @@ def make_page_room(cache: PrefixCache, node: Node) -> bool:
 
 
 def certainly_fits(cache: PrefixCache, n: int, lease: PrefixLease | None) -> bool:
-    """Tell without a look at the cells whether ``n`` more tokens find room for sure."""
+    """Return whether ``n`` more tokens certainly fit, without reading the cells."""
     context, branches = cache.context, cache.branches
     if context.stream_per_sequence or cache.max_sequence_tokens is None:
         return True
@@ -196,7 +196,7 @@ def check_cells(cache: PrefixCache, n: int, node: Node, length: int) -> None:
 
 
 def make_cells(cache: PrefixCache, n: int, lease: PrefixLease) -> None:
-    """Make room for ``n`` more tokens of a lease, or raise KVCacheFull."""
+    """Free cells for ``n`` more tokens of a lease, or raise KVCacheFull."""
     longest = cache.max_sequence_tokens
     if longest is not None and len(lease.ledger) + n > longest:
         raise full(cache, n)
@@ -239,7 +239,7 @@ def _needs_holes(context: Context) -> bool:
 
 
 def full(cache: PrefixCache, n: int) -> KVCacheFull:
-    """Make the error for ``n`` tokens that find no room."""
+    """Create the error for ``n`` tokens without free cells."""
     there = CellUsage.of(cache.context, cell_stats(cache.context))
     msg = (
         f"no free cells for {n} more tokens: {there.used} of {there.cells} cells are used, mostly "

@@ -205,7 +205,7 @@ def record_step(those: Iterable[Generation], step: int) -> None:
 
 
 def make_room(one: Generation, n: int) -> bool:
-    """Make room for ``n`` tokens; False when others have to be decoded again before them.
+    """Free cells for ``n`` tokens; return False if others must be decoded again first.
 
     ``one.stream`` follows what the lease discards. Raises NoKVSlot when there is no room.
     """
@@ -223,7 +223,7 @@ def make_room(one: Generation, n: int) -> bool:
 
 
 def drop_last_token(one: Generation) -> None:
-    """Take the last token back, where none was chosen after it: an exception came between."""
+    """Remove the last token if an exception prevented sampling after it."""
     if one.sequence.open and len(one.all_tokens) == len(one.ledger.tokens):
         try:
             one.sequence.trim(len(one.all_tokens) - 1)
@@ -233,7 +233,7 @@ def drop_last_token(one: Generation) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """Hold a prompt, and how it is to be continued; ``owned`` is a sampler made for it alone."""
+    """A prompt and its parameters; ``owned`` is a sampler created for it."""
 
     prompt: list[int]
     max_tokens: int | None
@@ -311,7 +311,7 @@ def check_stop_strings(stop: str | Iterable[str]) -> tuple[str, ...]:
 
 
 class StopStrings:
-    """Let text through up to the first stop string; what may become one is held back."""
+    """Emit text up to the first stop string; withhold a possible start of one."""
 
     __slots__ = ("_held", "_longest", "_stop", "found")
 

@@ -116,7 +116,7 @@ class Lease(Protocol):
         """The prompt tokens from ``cached``; never empty."""
 
     def make_room(self, n: int) -> None:
-        """Make room for ``n`` more tokens in the sequence and the cache, by eviction and shifts.
+        """Free cells for ``n`` more tokens in the sequence and the cache, by eviction and shifts.
 
         Raises KVCacheFull if that is impossible. Raises ReprocessNeeded if the sequence must be
         decoded again: it has the tokens to decode next, and the sequence keeps those before them.

@@ -1,4 +1,4 @@
-"""Keep several caches in lock-step: what one refuses, none does. For a draft and its target model.
+"""Keep several caches in lockstep, for a draft and its target model: all or none change.
 
 The caches need not be of one model or release; each holds the same tokens at the same positions.
 """
@@ -154,7 +154,7 @@ class LockstepCache:
         return [(lane.tokens, lane.positions) for lane in lanes]
 
     def _align(self, number: int) -> None:
-        """Bring a sequence to one length that every cache can have, if there are several."""
+        """Rewind a sequence to a length that every cache supports."""
         ends = {cache.length(number) for cache in self.caches}
         if len(ends) > 1:
             self._cut(number, max(ends))

@@ -27,7 +27,7 @@ SUFFIX = ".kvpage"
 
 
 class Page(Protocol):
-    """Hold a branch's tokens ``start`` to ``end``, ``size`` bytes; ``refs`` nodes need it."""
+    """The page of a branch's tokens ``start`` to ``end``; ``refs`` nodes need it."""
 
     start: int
     end: int
@@ -44,20 +44,20 @@ class Page(Protocol):
         """Return what was saved, or raise PagingError."""
 
     def drop(self) -> None:
-        """Give the bytes up."""
+        """Free the bytes."""
 
 
 class Pager(Protocol):
-    """Keep pages somewhere; ``size`` is the bytes of all of them, ``count`` how many they are."""
+    """Store pages; ``size`` is their total in bytes, and ``count`` their number."""
 
     size: int
     count: int
 
     def write(self, saved: bytes, start: int, end: int) -> Page:
-        """Keep a save as a page, or raise PagingError with nothing kept."""
+        """Store a saved sequence as a page. Raises PagingError with nothing stored."""
 
     def close(self) -> None:
-        """Give up everything that is left."""
+        """Drop everything that is left."""
 
 
 class CountedPage:
@@ -77,7 +77,7 @@ class CountedPage:
 
 
 class MemoryPage(CountedPage):
-    """Hold a page in host memory."""
+    """A page in host memory."""
 
     def __init__(self, pager: MemoryPager, saved: bytes, start: int, end: int) -> None:
         super().__init__()
@@ -91,28 +91,28 @@ class MemoryPage(CountedPage):
         return self._saved
 
     def drop(self) -> None:
-        """Give the bytes up."""
+        """Free the bytes."""
         self._pager.size -= self.size
         self._pager.count -= 1
         self._saved = b""
 
 
 class MemoryPager:
-    """Keep pages in host memory."""
+    """Store pages in host memory."""
 
     def __init__(self) -> None:
         self.size = self.count = 0
 
     def write(self, saved: bytes, start: int, end: int) -> Page:
-        """Keep a save as a page, or raise PagingError when there is no memory for it."""
+        """Store a saved sequence as a page. Raises PagingError without memory for it."""
         return MemoryPage(self, saved, start, end)
 
     def close(self) -> None:
-        """Do nothing: pages go with those who hold them."""
+        """Do nothing: pages are freed with their nodes."""
 
 
 class FilePage(CountedPage):
-    """Hold a page in a file."""
+    """A page in a file."""
 
     def __init__(self, pager: FilePager, path: Path, start: int, end: int, size: int) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class FilePage(CountedPage):
 
 
 class FilePager:
-    """Keep pages as files in a folder of this cache's own inside of ``folder``."""
+    """Store pages as files in a folder of this cache's own inside of ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         self.size = self.count = 0

@@ -1,4 +1,4 @@
-"""Keep what was decoded for the prompts to come, and begin each prompt where it is known to.
+"""Cache decoded prefixes, and start each prompt after its longest cached prefix.
 
 One cache for one or many conversations: `PrefixCache` holds a tree of token runs over sequences
 of a context. A prompt gets a sequence with the longest beginning that any of them has.
@@ -322,7 +322,7 @@ STATE_INTERVAL = 2048
 
 
 class PrefixLease:
-    """Hold the sequence; `PrefixCache.acquire` makes it. Leaving it as a context releases it."""
+    """A lease of a sequence from `PrefixCache.acquire`, which a ``with`` block releases."""
 
     def __init__(
         self, cache: PrefixCache, sequence: Sequence, key: bytes, cached: int, known: int
@@ -391,7 +391,7 @@ class PrefixLease:
         return sorted(each for each in places if self.cached < each < prompt)
 
     def make_room(self, n: int) -> None:
-        """Make room for ``n`` more tokens; others are paged out or dropped for it.
+        """Free cells for ``n`` more tokens; others are paged out or dropped for it.
 
         Raises KVCacheFull when it cannot, with nothing changed.
         """
@@ -402,7 +402,7 @@ class PrefixLease:
             self._grow(n)
 
     def yield_room(self) -> None:
-        """Give up what was granted ahead, because others need it."""
+        """Drop cells that were granted in advance, because others need them."""
         self.granted = min(self.granted, max(self._prompt, self.asked))
 
     def _grow(self, n: int) -> None:
@@ -442,7 +442,7 @@ class PrefixLease:
         branches.tidy(self.node)
 
     def release(self) -> None:
-        """Give the sequence back; what it holds stays for later prompts. Twice does nothing."""
+        """Release the sequence. Its tokens stay cached. A second call does nothing."""
         cache = self.cache
         if cache.closed or cache.context.closed or self.released:
             return

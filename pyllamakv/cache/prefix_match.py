@@ -93,7 +93,7 @@ def _paged(node: Node) -> Node | None:
 
 
 def _page_in(cache: PrefixCache, node: Node | None) -> bool:
-    """Bring a node in where there is room; False when not, and without what is damaged."""
+    """Page a node in if cells are free; return whether that succeeded."""
     if node is None:
         return False
     try:

@@ -1,4 +1,4 @@
-"""Keep token sequences as a tree of runs that share their beginnings, and find the longest one.
+"""A prefix tree of token sequences, with a search for the longest prefix.
 
 A run of tokens is a string of bytes, four per token: comparing two is one comparison of memory,
 whatever their length. Nothing here knows a cache: a node holds an ``entry`` and a ``page``, which
@@ -49,7 +49,7 @@ def common(a: bytes, b: bytes, at: int = 0) -> int:
 
 
 class Node:
-    """Hold one run: the tokens ``start`` to ``end`` of every sequence that goes through it."""
+    """One run: the tokens ``start`` to ``end`` of every sequence that goes through it."""
 
     __slots__ = (
         "children",
@@ -125,7 +125,7 @@ class Node:
 
 
 class PrefixTree:
-    """Hold the root; ``tokens`` are in all runs, ``held_tokens`` in those of held nodes.
+    """The root; ``tokens`` counts those of all runs, ``held_tokens`` those of nodes in use.
 
     ``whole_pages`` says that a page is of use only for the node that it was made for.
     """
@@ -219,7 +219,7 @@ class PrefixTree:
         self.add_ref(node)
 
     def detach(self, node: Node) -> Any:
-        """Take the entry from a node and return it."""
+        """Remove the entry of a node and return it."""
         entry, node.entry = node.entry, None
         self.drop_ref(node)
         return entry
@@ -230,7 +230,7 @@ class PrefixTree:
         self.add_ref(node)
 
     def unlease(self, node: Node, lease: Any) -> None:
-        """Take a lease from a node."""
+        """Detach a lease from a node."""
         node.leases.remove(lease)
         self.drop_ref(node)
 
@@ -258,7 +258,7 @@ class PrefixTree:
         return None if old.drop_ref() else old
 
     def touch(self, node: Node) -> None:
-        """Take note that the tokens up to the end of a node were used."""
+        """Record that the tokens up to the end of a node were used."""
         self.clock += 1
         for each in node.path:
             each.last_used = self.clock

@@ -1,4 +1,4 @@
-"""Keep several conversations in one context: a slot each, and what they have in common once.
+"""Manage several conversations in one context: a slot each, with shared common prefixes.
 
 A slot is a sequence, and its token list is the sequence's ledger, which changes only after the
 library has agreed. So a decode that fails, or is cancelled, leaves no token in a slot that the
@@ -275,7 +275,7 @@ class SlotCache:
         return slot_choice.Candidate(length, common, slot.lease is not None, slot.last_used)
 
     def _bring(self, slot: Slot, source: int | None, wanted: int) -> int:
-        """Give a slot the first ``wanted`` tokens of itself or another; return how many it has."""
+        """Truncate or copy the first ``wanted`` tokens into a slot; return their number."""
         if source is None or not wanted:
             left = slot.trim(wanted)
             if not left:
@@ -316,7 +316,7 @@ def _cells(ledgers: Iterable[Ledger]) -> int:
 
 
 class Slot:
-    """Hold a sequence, whose ledger is the slot's token list, and what is known of it.
+    """A sequence, whose ledger is the slot's token list, and its state.
 
     Positions are places in the list: they begin at 0 and have no gap.
     """
@@ -335,7 +335,7 @@ class Slot:
         return self.sequence.ledger.tokens
 
     def trim(self, length: int) -> int:
-        """Keep the first tokens, or none where the memory keeps no part; return how many."""
+        """Keep the first tokens, or none if the memory cannot; return their number."""
         if length < len(self.sequence):
             try:
                 self.sequence.trim(length)
@@ -346,7 +346,7 @@ class Slot:
 
 
 class SlotLease:
-    """Hold a slot for one prompt. `SlotCache.acquire` makes it; leaving it releases.
+    """A slot for one prompt. `SlotCache.acquire` makes it; leaving it releases.
 
     ``cached`` of the prompt's tokens are there already, ``rest`` are to be decoded. The first
     ``keep`` tokens survive a shift.
@@ -371,7 +371,7 @@ class SlotLease:
         self.released = False
 
     def make_room(self, n: int = 1) -> None:
-        """Make room for ``n`` more tokens: shift, and evict where slots share all cells.
+        """Free cells for ``n`` more tokens: shift, and evict where slots share all cells.
 
         Raises KVCacheFull with nothing changed when it cannot. Raises ReprocessNeeded where the
         memory cannot shift, or another sequence shares what would move: the sequence then has the
@@ -420,7 +420,7 @@ class SlotLease:
             at = upto
 
     def release(self) -> None:
-        """Give the slot back; what it holds stays for later prompts. Twice does nothing."""
+        """Release the slot. Its tokens stay for later prompts. A second call does nothing."""
         if not self.released:
             self.released = True
             self._cache.release_slot(self._slot)
@@ -470,7 +470,7 @@ SHOWN = 24
 
 @dataclass(frozen=True, slots=True)
 class SlotStats:
-    """Hold the numbers of a slot cache.
+    """The numbers of a slot cache.
 
     Of ``prompts`` with ``prompt_tokens``, ``reused_tokens`` were there already; ``hits`` had any.
     ``forks`` copied a beginning, ``evictions`` threw a history away, ``refused`` found all slots in

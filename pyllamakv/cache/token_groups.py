@@ -1,4 +1,4 @@
-"""Keep groups of tokens whole: ranges (first, end) of a prompt that nothing may split.
+"""Groups of tokens: ranges (first, end) of a prompt that must not be split.
 
 What belongs together (the tokens of one picture, say) must be decoded in one batch, be reused as a
 whole, and be discarded as a whole. All functions are pure; groups are sorted and do not overlap.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Hold what is to be written about results, and what they are compared with."""
+    """The requested reports of results, and the verdicts to compare with."""
 
     expected: Path | None = None
     html: Path | None = None
@@ -86,7 +86,7 @@ def missing(specs: Sequence[CellSpec], results: Iterable[CellResult]) -> None:
 
 
 def new_releases(found: IndexChanges, names: Sequence[str], as_json: bool) -> None:
-    """Tell what the index has beyond the locks."""
+    """List versions on the index that are not pinned."""
     if as_json:
         facts = {"new": found.new, "unpinned": found.unpinned, "lost": found.lost, "verify": names}
         write_json({key: list(value) for key, value in facts.items()})
@@ -97,7 +97,7 @@ def new_releases(found: IndexChanges, names: Sequence[str], as_json: bool) -> No
 
 
 def accepted(changed: Sequence[str], path: Path, as_json: bool) -> None:
-    """Tell what is accepted now that was not before."""
+    """List verdicts that are accepted now and were not before."""
     if as_json:
         write_json({"file": str(path), "changed": list(changed)})
         return

@@ -66,7 +66,7 @@ def command(
 
 
 def _show_environment(head: Head) -> None:
-    """Say which variables it was played under, and which of them no recording asked for."""
+    """Print the variables of the replay, and those that the recording did not set."""
     from pyllamakv.traces import trace
 
     played = trace.recorded(head.environment)

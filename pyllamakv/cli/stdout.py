@@ -74,7 +74,7 @@ class Guarded:
 
 @contextlib.contextmanager
 def translate_stdout_errors() -> Iterator[Guarded]:
-    """Let stdout raise StdoutClosed or DiskFull in the block, also for what waits at its end.
+    """Translate errors of stdout in the block, and at its flush, to StdoutClosed or DiskFull.
 
     A stdout that was closed takes everything and keeps nothing, as it does for `print`.
     """

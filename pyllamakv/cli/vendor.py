@@ -129,7 +129,7 @@ def _commit(store: Store, release: Release, series: tuple[str, ...] | None) -> s
 
 
 def _stale(store: Store, vendored: Vendored) -> str:
-    """Say when upstream + patches would now be another tree than the one put in place."""
+    """Warn if a vendored tree differs from upstream with the present patches."""
     from pyllamakv.source import fetch, spec_resolver
 
     if vendored.release.startswith(("path:", "git:")):

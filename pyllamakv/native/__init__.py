@@ -1,1 +1,1 @@
-"""Hold the C interface, its generated cffi form and the sources of the shim."""
+"""The C interface, its generated cffi form and the sources of the shim."""

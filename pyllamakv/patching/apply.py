@@ -1,4 +1,4 @@
-"""Make the patched commit of a release: the same id on any machine."""
+"""Create the patched commit of a release: the same id on any machine."""
 
 from __future__ import annotations
 

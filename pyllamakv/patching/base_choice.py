@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NearestPort:
-    """Hold the commit of a text on a release where it applies strictly."""
+    """The commit of a port on a release where it applies strictly."""
 
     release: Release
     port: Port

@@ -1,4 +1,4 @@
-"""Tell a person what a rebase that stopped wants of them, file by file."""
+"""Explain how to resolve the conflict of a rebase, file by file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ADVICE = {
 def conflict_error(
     store: Store, session: Session, why: str, marked: Sequence[str] | None = None
 ) -> RebaseConflict:
-    """Make the error that names folder, files and what to do with each.
+    """Create the error with directory, files and the action for each.
 
     ``marked`` are the files that still hold marks, where that is known: others of theirs are done.
     """

@@ -1,4 +1,4 @@
-"""Tell what lines of C and C++ do, as far as their text shows it."""
+"""Classify lines of C and C++ by their text."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Marker:
 
 @dataclass(frozen=True)
 class Port:
-    """Hold one port of a patch: the change as written against one base release.
+    """One port of a patch: the change as written against one base release.
 
     ``patch`` is composed of message, hooks and shared files; ``requires`` lists the ids that must
     be applied before; ``path`` is the file of the hooks, or of the whole patch of a foreign one.
@@ -122,7 +122,7 @@ class Port:
 
 @dataclass(frozen=True)
 class Definition:
-    """Hold one patch: identity, reasons and ports (see docs/patches.md for each field)."""
+    """One patch: identity, reasons and ports (see docs/patches.md for each field)."""
 
     id: str
     title: str

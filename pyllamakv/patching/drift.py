@@ -1,4 +1,4 @@
-"""Say how far a release has drifted from a patch: hunk by hunk, and which release did it."""
+"""Measure the drift of a release from a patch: per hunk, with the release that caused it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class HunkDrift:
 
 @dataclass(frozen=True)
 class Drift:
-    """Hold the drift of one patch on one release: of the text that fits best."""
+    """The drift of one patch on one release: that of the port with the best match."""
 
     release: str
     id: str
@@ -138,7 +138,7 @@ def drift(
 
 
 def why(release: Release, names: Sequence[str | Port] | None = None) -> str:
-    """Say in a line which hunks of patches have no place on a release, and since which release.
+    """Summarise in one line which hunks fail on a release, and since which release.
 
     ``names`` as in `port_choice.choose_for_release`; of each patch the first such hunk. Empty where
     all apply.

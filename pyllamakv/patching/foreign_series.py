@@ -1,4 +1,4 @@
-"""Take patches that are not ours: a file, a folder of files, or a series folder of any shape.
+"""Read foreign patches: a file, a directory of files, or a series of any layout.
 
 They go through the same doors as the shipped ones: applied strictly, reported hunk by hunk.
 """

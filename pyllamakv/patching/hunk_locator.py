@@ -23,7 +23,7 @@ def start_of(hunk: Hunk) -> int:
 
 
 class LineIndex:
-    """Know the lines of a file by their text, so that a search costs only the matches."""
+    """An index of a file's lines by their text."""
 
     def __init__(self, lines: Sequence[bytes]) -> None:
         self.lines = lines

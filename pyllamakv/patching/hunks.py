@@ -115,7 +115,7 @@ class FilePatch:
 
 @dataclass(frozen=True)
 class Patch:
-    """Hold one patch: the header (mail header and message), its files, and what follows them."""
+    """One patch: the header (mail header and message), its files, and what follows them."""
 
     header: bytes
     files: tuple[FilePatch, ...]

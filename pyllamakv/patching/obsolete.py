@@ -38,7 +38,7 @@ _GONE, _THERE = 1 / 3, 1 / 2
 
 @dataclass(frozen=True)
 class Sign:
-    """Hold one sign: does it say that the patch is obsolete, and why; ``says`` None: it is mute."""
+    """One sign that a patch is obsolete or not, with the reason; ``obsolete`` None: unknown."""
 
     name: str
     obsolete: bool | None

@@ -50,7 +50,7 @@ Kind = Literal["same", "header", "positions", "content", "failed"]
 
 @dataclass(frozen=True)
 class ExportCheck:
-    """Say how a text's file differs from what its commit exports to.
+    """Describe how the file of a port differs from the export of its commit.
 
     ``positions`` means blob ids and ``@@`` lines only; ``failed`` that there is no commit.
     """
@@ -264,7 +264,7 @@ def _first_difference(one: bytes, other: bytes) -> int:
 
 @dataclass(frozen=True)
 class Mail:
-    """Hold one patch as a mail: the name of its file, and its bytes."""
+    """One patch as a mail: the name of its file, and its bytes."""
 
     name: str
     data: bytes

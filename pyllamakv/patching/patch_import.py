@@ -44,7 +44,7 @@ _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 @dataclass(frozen=True)
 class ApplyResult:
-    """Say how a patch fares on one release: every hunk exact, or how far moved, or the conflict."""
+    """The state of a patch on one release: every hunk exact, moved by lines, or the conflict."""
 
     release: Release
     offset: int = 0

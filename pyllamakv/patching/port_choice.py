@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AppliedPort:
-    """Hold one patch that applies: its text and where each hunk went."""
+    """One patch that applies: its port, and the place of each hunk."""
 
     port: Port
     placements: tuple[Placement, ...]
@@ -42,7 +42,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class PortChoice:
-    """Hold the texts for a release, in order, the tree they make, and what was left out."""
+    """The ports for a release, in order, the resulting tree, and the skipped patches."""
 
     steps: tuple[AppliedPort, ...]
     draft: TreeOverlay

@@ -80,7 +80,7 @@ class PortDifference:
 
 @dataclass(frozen=True)
 class PortComparison:
-    """Say how the text for one base differs from that for another."""
+    """Describe how the port for one base differs from that for another."""
 
     id: str
     one: str

@@ -25,7 +25,7 @@ _SCHEMA = 1
 
 @dataclass(frozen=True)
 class Session:
-    """Hold one rebase of the patch ``id`` onto the release ``onto``.
+    """One rebase of the patch ``id`` onto the release ``onto``.
 
     ``stock`` is the commit of the target release, ``parent`` that commit with the required patches
     applied, ``picked_commit`` the commit of the port on ``picked_from``. ``patches`` and ``to`` are

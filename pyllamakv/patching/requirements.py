@@ -49,7 +49,7 @@ def patches(requires: Sequence[str], to: Path | None) -> list[str | Port]:
 
 
 def dropped(definition: Definition, session: Session) -> tuple[str, ...]:
-    """Say which patches a carried text requires no more."""
+    """Return the patches that a rebased port no longer requires."""
     needed = next((text.requires for text in definition.ports if text.base == session.base), ())
     return tuple(
         f"it requires {id_} no more, which is not meant for {session.onto}"

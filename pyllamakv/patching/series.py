@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Series:
-    """Hold patches in the order of their application."""
+    """Patches in the order of their application."""
 
     definitions: tuple[Definition, ...]
     folder: Path | None = None

@@ -25,7 +25,7 @@ State = Literal["applies", "offset", "fails", "blocked", "not-applicable", "unkn
 
 @dataclass(frozen=True)
 class Attempt:
-    """Say how one text fares on a tree: the markers that do not hold, and every hunk."""
+    """The state of one port on a tree: markers that do not hold, and every hunk."""
 
     base: str
     misses: tuple[str, ...]
@@ -39,7 +39,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class PatchStatus:
-    """Say how one patch stands on one release.
+    """The state of one patch on one release.
 
     ``applies``: every hunk is at its recorded position; ``offset``: hunks moved, each to one
     possible position; ``fails``: a port is meant for the tree, but a hunk has no position;

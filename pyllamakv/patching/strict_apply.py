@@ -61,7 +61,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class DraftEntry:
-    """Hold one file of a tree: content and git mode."""
+    """One file of a tree: content and git mode."""
 
     data: bytes
     mode: str = FILE
@@ -95,7 +95,7 @@ class MemoryTree:
 
 @dataclass
 class TreeOverlay:
-    """Hold a tree with changes laid over it; a change of None is a deletion."""
+    """A tree with changes laid over it; a change of None is a deletion."""
 
     base: Tree
     changes: dict[str, DraftEntry | None] = field(default_factory=dict)
@@ -147,7 +147,7 @@ class TreeOverlay:
 
 
 def conflict(bad: Placement, placements: tuple[Placement, ...], name: str) -> PatchConflict:
-    """Make the error for a hunk that has no certain place."""
+    """Create the error for a hunk that has no certain place."""
     where = f"{bad.file}, hunk {bad.hunk} (line {bad.line})" if bad.hunk else bad.file
     present = [p for p in placements if p.state == "already"]
     message = f"{name} does not apply to {where}: {STATE_MESSAGES[bad.state]}."

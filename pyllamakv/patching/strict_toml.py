@@ -19,14 +19,14 @@ _DOTS = 100
 
 @dataclass(frozen=True)
 class Table:
-    """Hold a table and know where it stands, for errors."""
+    """A table and its place in the file, for errors."""
 
     data: dict[str, Any]
     where: str
     path: str = ""
 
     def wrong(self, message: str) -> PatchFormatError:
-        """Make the error for this table."""
+        """Create the error for this table."""
         return PatchFormatError(f"{self.where}: {message}", self.path or self.where)
 
     def string(self, key: str, default: str | None = None) -> str:

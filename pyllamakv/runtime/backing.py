@@ -36,7 +36,7 @@ _PIECE: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class BackingChoice:
-    """Hold a checked choice, as `ContextParams` takes it; ``what`` is how it was given."""
+    """A checked choice, as `ContextParams` takes it; ``what`` is how it was given."""
 
     kind: Backing = Backing.HEAP
     path: str | None = None

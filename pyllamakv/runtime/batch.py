@@ -27,7 +27,7 @@ _WORK = "feeds (sequence.feed(...)) or a Batch"
 
 
 class BatchArrays(NamedTuple):
-    """Hold one batch as `Native.decode` takes it; ``counts`` None: one sequence per token."""
+    """One batch as `Native.decode` takes it; ``counts`` None: one sequence per token."""
 
     token: NDArray[np.int32]
     pos: NDArray[np.int32]

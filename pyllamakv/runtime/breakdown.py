@@ -22,7 +22,7 @@ ROUNDING = 2**20 // 180
 
 @dataclass(frozen=True, slots=True)
 class MemoryShare:
-    """Hold the bytes that one purpose takes, whether they are exact, and how they are known."""
+    """The bytes of one purpose, whether they are exact, and their source."""
 
     bytes: int
     exact: bool

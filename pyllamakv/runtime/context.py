@@ -55,7 +55,7 @@ _INTEGERS = {int}
 
 
 class StepGroup:
-    """Hold sequences that step together.
+    """Sequences that step together.
 
     Raises UsageError for what is no sequence of the context, for none or too many, and one twice.
     """
@@ -92,7 +92,7 @@ class Outputs:
         self.flags: NDArray[np.int8] | None = None
 
     def take(self, batch: BatchArrays) -> None:
-        """Take over what a decoded batch asked for."""
+        """Store which tokens of a decoded batch have logits."""
         self.n, self.flags, self.every = len(batch.token), batch.logits, False
 
     def count(self) -> int:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def failure(
     context: Context, code: int, ids: Sequence[int], n_tokens: int | None = None
 ) -> KvError:
-    """Make the error for a decode that returned ``code``; the caller holds the context's lock.
+    """Create the error for a decode that returned ``code``; the caller holds the context's lock.
 
     ``ids`` has the sequences of each token; ``n_tokens`` None: there is a token for each.
     """

@@ -47,7 +47,7 @@ def repack(context: Context, before: Snapshot) -> RestoreDefragReport:
 
 
 def _rounds(context: Context, before: Snapshot, held: dict[int, bytes]) -> RestoreDefragReport:
-    """Take sequences out and put them back in rounds; ``held`` has the states of what is out."""
+    """Remove and restore sequences in rounds; ``held`` has the states of removed ones."""
     everything = sorted(before.stats.per_sequence)
     windows = any(each.swa for each in before.streams)
     # Moving only the highest cells may be enough, and copies less. If that leaves holes, all are

@@ -92,7 +92,7 @@ class DefragPolicy:
         self._rest()
 
     def freed(self) -> None:
-        """Take note that cells were freed."""
+        """Record that cells were freed."""
         self.dirty = self._watches
         self._next_look = 0
 

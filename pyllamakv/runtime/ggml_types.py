@@ -1,4 +1,4 @@
-"""Know the number types of ggml: their numbers, blocks and bytes, as ``ggml.h`` fixes them."""
+"""The number types of ggml: ids, block sizes and bytes, from ``ggml.h``."""
 
 from __future__ import annotations
 

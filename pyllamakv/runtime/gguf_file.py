@@ -24,7 +24,7 @@ _ALIGNMENT, _USUAL = "general.alignment", 32
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """Say what the header of a GGUF file says; ``meta`` holds all but the arrays."""
+    """The header of a GGUF file; ``meta`` has its values without arrays."""
 
     path: Path
     architecture: str

@@ -1,4 +1,4 @@
-"""See and arrange the cells behind a context: snapshots, statistics, defragmentation, rows."""
+"""Read and defragment the cells of a context: snapshots, statistics, rows."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class DefragReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVRows:
-    """Hold the rows of one layer of one sequence, ordered by position.
+    """The rows of one layer of one sequence, ordered by position.
 
     ``pos`` (n,) int32; ``k`` and ``v`` (n, bytes of a row) uint8 as stored (V one row per token,
     however the cache keeps it); ``v`` has no columns where the memory keeps no V.

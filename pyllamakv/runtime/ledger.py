@@ -97,7 +97,7 @@ class Ledger:
         self.first_moved = exact
 
     def renew_marks(self, first: int) -> None:
-        """Give every entry a mark of its own, from ``first`` on: its cells are shared with none."""
+        """Give every entry a new mark, starting at ``first``: its cells are not shared."""
         self.marks = list(range(first, first + len(self.marks)))
 
     def span(self, p0: int | None, p1: int | None) -> tuple[int, int]:
@@ -119,7 +119,7 @@ class Ledger:
         return end - start
 
     def copy_from(self, other: Ledger, p0: int | None, p1: int | None, *, share: bool) -> None:
-        """Take over entries of another sequence; ``share`` False gives them cells of their own."""
+        """Copy entries of another sequence; with ``share`` False, into cells of their own."""
         start, end = other.span(p0, p1)
         marks = other.marks[start:end] if share else [-1] * (end - start)
         if other.first_moved is not None and other.first_moved < end:

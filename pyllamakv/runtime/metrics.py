@@ -29,7 +29,7 @@ PREFIX = "pyllamakv"
 
 
 class CellStats(Protocol):
-    """Stand for the numbers of the cells: a `KVStats`, or what a trace kept of one."""
+    """The statistics of cells: a `KVStats`, or those of a trace."""
 
     @property
     def size(self) -> int:
@@ -330,7 +330,7 @@ _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 @dataclass(frozen=True)
 class Metric:
-    """Hold one metric: name, kind, help, and (labels, value) of each sample."""
+    """One metric: name, kind, help, and (labels, value) of each sample."""
 
     name: str
     kind: Literal["gauge", "counter"]

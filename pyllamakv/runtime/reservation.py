@@ -1,4 +1,4 @@
-"""Make a context allocate everything that it will ever need, so that it fails now or never.
+"""Let a context allocate all memory that it can need, so that it fails now or never.
 
 llama.cpp allocates the cache and the graph of the largest micro-batch over the whole cache when a
 context is made. What it leaves for later is done here once: the rows of logits for a batch that

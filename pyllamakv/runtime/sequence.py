@@ -1,4 +1,4 @@
-"""Own one sequence of a context: feed it, fork it, cut it, move it, save it."""
+"""A sequence of a context: feed, fork, trim, shift and save it."""
 
 from __future__ import annotations
 
@@ -332,7 +332,7 @@ def _check_fork(source: Sequence, length: int | None) -> None:
 
 
 def _share_prefix(source: Sequence, other: Sequence, length: int | None) -> None:
-    """Let an empty sequence have the first ``length`` tokens of another (None: all)."""
+    """Copy the first ``length`` tokens of another sequence (None: all) to an empty one."""
     context, native, ledger = source.context, source.context.native, source.ledger
     cut = None if length is None or length >= len(ledger) else ledger.positions[length]
     with context.lock:
@@ -384,7 +384,7 @@ def _share_span(sequence: Sequence, other: Sequence, p0: int | None, p1: int | N
 
 
 def _refused(number: int, p0: int | None, p1: int | None) -> PartialRemovalRefused:
-    """Make the error for a memory that keeps a sequence whole or not at all."""
+    """Create the error for a memory that cannot remove a part of a sequence."""
     msg = (
         f"this memory cannot remove a part of sequence {number} (positions {p0}..{p1}); nothing "
         "was changed: remove the whole sequence and decode the rest again"

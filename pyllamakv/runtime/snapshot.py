@@ -1,4 +1,4 @@
-"""See every cell of a KV cache at one moment; numpy alone, no library behind it.
+"""Every cell of a KV cache at one moment, as numpy arrays.
 
 A cell is free where its position is -1. A hole is a longest run of free cells. All numbers are
 counted from the cells themselves, never from what the library believes.
@@ -339,7 +339,7 @@ def find_moves(
 
 
 def _kinds(pos: NDArray[np.int32], seqs: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Give each distinct (position, sequences) a number."""
+    """Assign a number to each distinct pair (position, sequences)."""
     order = np.lexsort((*seqs.T, pos))
     changed = (np.diff(pos[order]) != 0) | (np.diff(seqs[order], axis=0) != 0).any(axis=1)
     numbers = np.empty(len(pos), dtype=np.int64)
@@ -348,7 +348,7 @@ def _kinds(pos: NDArray[np.int32], seqs: NDArray[np.uint64]) -> NDArray[np.int64
 
 
 def _numbered(kinds: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Make equal kinds distinct by how often they came before, so that first pairs with first."""
+    """Count equal cells by occurrence, so that the first matches the first."""
     order = np.argsort(kinds, kind="stable")
     ordered = kinds[order]
     starts = np.flatnonzero(np.diff(ordered, prepend=-1))

@@ -28,7 +28,7 @@ _HEAD = struct.Struct("<8sII")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedSequence:
-    """Hold an unpacked save: what it fits, tokens and positions (n,) int32, the library's bytes.
+    """An unpacked save: what it fits, tokens and positions (n,) int32, the library's bytes.
 
     ``exact`` is as in a `Ledger`.
     """
@@ -52,7 +52,7 @@ def save(sequence: Sequence) -> bytes:
 
 
 def pack(context: Context, ledger: Ledger, raw: bytes) -> bytes:
-    """Put together what `unpack` takes apart: a sequence's tokens and the library's bytes."""
+    """Serialise a sequence's tokens and the library's state; `unpack` is the inverse."""
     tokens = np.array(ledger.tokens, dtype="<i4").tobytes()
     positions = np.array(ledger.positions, dtype="<i4").tobytes()
     about = {"fits": _fits(context), "tokens": len(ledger), "exact": ledger.first_moved}
@@ -62,7 +62,7 @@ def pack(context: Context, ledger: Ledger, raw: bytes) -> bytes:
 
 
 def unpack(saved: bytes) -> SavedSequence:
-    """Take a save apart, or raise StateError where it is damaged or something else."""
+    """Parse a saved sequence. Raises StateError if it is damaged or something else."""
     if len(saved) < _HEAD.size or not saved.startswith(_MAGIC):
         msg = "this is not a saved sequence: expected a result of Sequence.save()"
         raise StateError(msg)
@@ -87,7 +87,7 @@ def unpack(saved: bytes) -> SavedSequence:
 
 
 def restore(sequence: Sequence, saved: bytes) -> None:
-    """Put a save into a sequence; `Sequence.restore` describes it."""
+    """Restore a saved sequence: see `Sequence.restore`."""
     context, content = sequence.context, unpack(saved)
     with context.lock:
         sequence.check(context)

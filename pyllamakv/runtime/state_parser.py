@@ -48,7 +48,7 @@ LAYOUTS = (
 
 @dataclass(frozen=True, slots=True)
 class LayerRows:
-    """Hold one layer: ``k`` and ``v`` are (cells, bytes of a row) uint8; ``v`` may be empty."""
+    """One layer: ``k`` and ``v`` are (cells, bytes of a row) uint8; ``v`` may be empty."""
 
     type_k: NumberType
     k: Rows
@@ -58,7 +58,7 @@ class LayerRows:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Hold what one stream of one cache keeps of a sequence: ``pos`` (cells,), and its layers.
+    """The rows of a sequence in one stream of one cache: ``pos`` (cells,), and its layers.
 
     ``cache`` counts the caches of the memory: 1 is the sliding-window one of a pair. A recurrent
     section behind them has one row per layer, the state after ``pos``: ``k`` are the columns of the
@@ -75,7 +75,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class SequenceState:
-    """Hold a parsed state: one section per cache that has cells (two with a sliding window)."""
+    """A parsed state: one section per cache that has cells (two with a sliding window)."""
 
     layout: str
     sections: tuple[Section, ...]

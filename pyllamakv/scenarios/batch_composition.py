@@ -22,7 +22,7 @@ Feeds = Mapping[Any, int | Sequence[int]]
 
 @dataclass(frozen=True)
 class BatchRows:
-    """Hold the arrays of one batch and what each row of logits belongs to."""
+    """The arrays of one batch and what each row of logits belongs to."""
 
     token: NDArray[np.int32]
     pos: NDArray[np.int32]

@@ -34,7 +34,7 @@ def owners(cells: CellMap) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Picture:
-    """Hold the cells of a cache at one moment: per cell its owner, `NOBODY` or `SEVERAL`.
+    """The cells of a cache at one moment: per cell its owner, `NOBODY` or `SEVERAL`.
 
     ``streams`` are the lengths of the streams that lie one after the other, empty for one.
     """
@@ -45,7 +45,7 @@ class Picture:
 
     @classmethod
     def of(cls, snapshot: Snapshot, label: str = "") -> Picture:
-        """Take a picture of a snapshot, its streams one after the other."""
+        """Create a picture of a snapshot, with its streams concatenated."""
         found = [owner for cells in snapshot.streams for owner in owners(cells).tolist()]
         streams = tuple(len(cells.pos) for cells in snapshot.streams)
         return cls(label, tuple(found), streams if len(streams) > 1 else ())

@@ -27,7 +27,7 @@ COUNTS = ("used", "holes", "largest_hole")
 
 @dataclass(frozen=True, eq=False)
 class CellSample:
-    """Hold the cells of a context at one moment."""
+    """The cells of a context at one moment."""
 
     snapshot: Snapshot
 

@@ -35,7 +35,7 @@ class ClientRequest:
 
 
 class SlotServer:
-    """Give each of ``clients`` sequences an equal share of a player's cells."""
+    """Divide a player's cells equally among ``clients`` sequences."""
 
     def __init__(self, player: Player, clients: int) -> None:
         self.player = player

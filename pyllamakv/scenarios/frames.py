@@ -1,4 +1,4 @@
-"""Keep the cells of a cache after every operation of a run, also after one that failed."""
+"""Record the cells of a cache after every operation of a run, also after failures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LONG = ("interleave", "expect", "pos", "logits", "state")
 
 @dataclass(frozen=True)
 class Frame:
-    """Hold one operation and the cells after it.
+    """One operation and the cells after it.
 
     ``failed`` is the result of a failed operation in a word, otherwise empty. ``moves`` holds
     (source, target, cells) of each run of cells that moved, and ``moved`` the number of these
@@ -74,7 +74,7 @@ class Frame:
 
 @dataclass
 class Timeline:
-    """Hold the frames of a run, with a title that names it."""
+    """The frames of a run, with a title that names it."""
 
     title: str
     frames: list[Frame] = field(default_factory=list)
@@ -145,7 +145,7 @@ LONGEST = 400
 
 
 class TimelinePlayer(Player):
-    """Keep the timeline of what is played; a build that shows no cells leaves it empty."""
+    """Record the timeline of a run; it is empty if the build cannot show cells."""
 
     timeline: Timeline
     _before: CellSample | None

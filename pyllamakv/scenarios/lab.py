@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Lab:
-    """Give a scenario what it works with; lives for one run."""
+    """The environment of a scenario, for one run."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Lab:
         self._references: dict[int, Reference] = {}
 
     def player(self, n_ctx: int = 256, **options: Any) -> Player:
-        """Make a context in this run's setting; ``options`` are those of `ContextParams`.
+        """Create a context in this run's setting; ``options`` are those of `ContextParams`.
 
         Flash attention pads the cache to multiples of 256 cells: ``n_ctx`` is such a multiple, or
         the cache of some settings is larger than the scenario thinks.
@@ -87,7 +87,7 @@ class Lab:
         return self.adopt(player)
 
     def adopt(self, player: Player) -> Player:
-        """Take care of a player: its reference, the picture when it fails, its end."""
+        """Manage a player: its reference, the picture of a failure, its closing."""
         self.players.append(player)
         self._references[id(player)] = Reference(player, self.tolerance)
         self.place.check(player.snapshot())
@@ -138,18 +138,18 @@ class Lab:
         return b"".join(pieces).decode("utf-8", "replace")
 
     def note(self, **facts: Any) -> None:
-        """Keep numbers for the report."""
+        """Record numbers for the report."""
         self.notes |= facts
 
     def picture(self, player: Player, label: str) -> Snapshot | None:
-        """Keep the cells as they lie for the report, and return them."""
+        """Record the cells for the report, and return them."""
         snapshot = player.snapshot()
         if snapshot is not None:
             self.pictures.append(Picture.of(snapshot, label))
         return snapshot
 
     def last_picture(self) -> None:
-        """Keep the cells as they lie when a run failed, if they can still be read."""
+        """Record the cells when a run failed, if they can still be read."""
         try:
             if self.players:
                 self.picture(self.players[-1], "when it failed")
@@ -167,7 +167,7 @@ class Lab:
         return worst if np.isfinite(worst) else -1.0
 
     def close(self) -> None:
-        """Give the contexts back."""
+        """Release the contexts."""
         for reference in self._references.values():
             reference.close()
         for player in self.players:

@@ -1,4 +1,4 @@
-"""Keep in plain Python what must be in a cache, wherever its cells lie.
+"""Track the expected content of a cache in plain Python, independent of cell indexes.
 
 The ledger knows cells by content, never by place: a cell has one position and one or several
 sequences, as in a unified cache of llama.cpp. Where each sequence has a stream of its own, a copy
@@ -20,7 +20,7 @@ Content = tuple[int, tuple[int, ...]]
 
 @dataclass
 class Cell:
-    """Hold one token's place: position and owners."""
+    """One token's place: position and owners."""
 
     pos: int
     seqs: set[int]
@@ -40,7 +40,7 @@ class CellLedger:
             self.cells.append(Cell(int(at), set(owners), int(token)))
 
     def remove(self, seq: int, p0: int = -1, p1: int = -1) -> None:
-        """Take a sequence out of its cells in [p0, p1); negative bounds are open, seq < 0 all."""
+        """Remove a sequence from its cells in [p0, p1): a negative bound is open, seq < 0 is all."""
         for cell in self._range(p0, p1):
             if seq < 0:
                 cell.seqs.clear()
@@ -48,7 +48,7 @@ class CellLedger:
         self._drop()
 
     def copy(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
-        """Let ``dst`` own what ``src`` owns in [p0, p1); between streams, give it the same anew."""
+        """Add ``dst`` to the cells of ``src`` in [p0, p1); between streams, copy the cells."""
         if self.streams:
             if src != dst:
                 self.replace(dst, self.of(src))
@@ -83,7 +83,7 @@ class CellLedger:
         self.cells.clear()
 
     def replace(self, seq: int, cells: Iterable[tuple[int, int]]) -> None:
-        """Put (position, token) pairs in the place of whatever ``seq`` had: a restored state."""
+        """Replace the content of ``seq`` by (position, token) pairs: a restored state."""
         self.remove(seq)
         self.cells.extend(Cell(pos, {seq}, token) for pos, token in cells)
 

@@ -1,4 +1,4 @@
-"""Do to a memory all that can be done to one, and prove after each step that it is right.
+"""Run every operation on a memory, and check it after each one.
 
 Some memories refuse some of it; then nothing may have changed. Scenarios run this once for each
 kind of memory that llama.cpp has had.
@@ -98,7 +98,7 @@ def supported(what: Callable[[], Any]) -> bool:
 
 
 def check_invalid_calls(player: Player) -> None:
-    """Give the library what is wrong: each must come back as an error, and nothing may change."""
+    """Pass invalid arguments to the library: each must be an error, and change nothing."""
     native, context = player.native, player.context
     beyond, empty = player.info.n_seq_max, player.info.n_seq_max - 1
     one = np.zeros(1, dtype=np.int32)

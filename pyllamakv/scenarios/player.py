@@ -1,4 +1,4 @@
-"""Play operations on one context, and keep the ledger of what must be in it.
+"""Run operations on one context, and track its expected content in a ledger.
 
 A player speaks to `binding.protocol.Native` directly: nothing of ours stands between an operation
 and what the library makes of it. Scenarios, scripts and replays all drive one.
@@ -42,7 +42,7 @@ WORDS = {DecodeStatus.OK: "ok", DecodeStatus.NO_SLOT: "no-slot", DecodeStatus.AB
 
 @dataclass(frozen=True)
 class Step:
-    """Hold one operation that changed the cache, so that a reference can repeat it."""
+    """One operation that changed the cache, so that a reference can repeat it."""
 
     op: str
     arguments: tuple[Any, ...]
@@ -71,7 +71,7 @@ class Player:
         self._closed = False
 
     def close(self) -> None:
-        """Give the context back."""
+        """Release the context."""
         if not self._closed:
             self._closed = True
             self.native.context_free(self.context)
@@ -129,7 +129,7 @@ class Player:
         return done
 
     def copy(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
-        """Let ``dst`` share the cells of ``src``."""
+        """Share the cells of ``src`` with ``dst``."""
         self.native.seq_cp(self.context, src, dst, p0, p1)
         self.ledger.copy(src, dst, p0, p1)
         self._step("copy", src, dst, p0, p1)
@@ -159,13 +159,13 @@ class Player:
         self._step("clear")
 
     def save(self, seq: int, name: str) -> None:
-        """Keep the state of a sequence under a name."""
+        """Save the state of a sequence under a name."""
         state = self.native.state_save(self.context, seq)
         self.saved[name] = (state, self.ledger.of(seq))
         self._step("save", seq, name)
 
     def restore(self, seq: int, name: str, *, must: bool = True) -> bool:
-        """Put a saved state into a sequence; with ``must`` a refusal breaks the claim."""
+        """Restore a saved state; with ``must``, a refusal fails the claim."""
         state, cells = self.saved[name]
         try:
             done = self.native.state_load(self.context, seq, state) > 0

@@ -66,7 +66,7 @@ class Reference:
         self._saved: dict[str, bytes] = {}
 
     def close(self) -> None:
-        """Give the reference's context back."""
+        """Release the reference's context."""
         if self._context is not None:
             self.player.native.context_free(self._context)
             self._context = None
@@ -125,7 +125,7 @@ class Reference:
         self._saved.clear()
 
     def _keep_windows(self, context: ContextHandle) -> None:
-        """Let the spare sequence, the last one, own what the others own now."""
+        """Copy the content of all sequences to the last, spare one."""
         native, spare = self.player.native, self.player.info.n_seq_max
         native.seq_rm(context, spare, -1, -1)
         for seq in range(spare):

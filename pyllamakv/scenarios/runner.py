@@ -58,7 +58,7 @@ TOKENS = 40
 
 @dataclass(frozen=True)
 class Run:
-    """Hold how one scenario in one setting ended on one side, with what was noted on the way."""
+    """The result of one scenario in one setting on one side, with its notes."""
 
     scenario: str
     setting: str

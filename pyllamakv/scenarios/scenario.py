@@ -81,7 +81,7 @@ FEW_LAYERS = 8
 
 @dataclass(frozen=True)
 class Scenario:
-    """Hold a workload and its claim.
+    """A workload and its claim.
 
     A *fix* scenario must fail on stock and pass on patched, a *guard* must pass on patched, and a
     *feature* is absent on stock. ``issue`` is the public issue that reports the failure.

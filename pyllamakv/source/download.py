@@ -25,7 +25,7 @@ _PAUSE = 0.5
 
 
 class _Broken(Exception):
-    """Say that a transfer ended early and may be tried again."""
+    """A transfer ended early and may be retried."""
 
 
 def download(

@@ -38,7 +38,7 @@ def downloads() -> Path:
 
 
 def fetch(release: Release, *, progress: Progress | None = None, keep: bool = False) -> Release:
-    """Bring a release's objects into the store, checked against its hashes; return the release.
+    """Fetch a release's objects into the store, check its hashes, and return it.
 
     What is there already is not fetched again. With ``keep`` the archive stays in `downloads`.
     Raises FetchError, HashMismatch, ArchiveError, DiskFull or ToolMissing, and then leaves the

@@ -23,7 +23,7 @@ LOCK_SECONDS = 900
 
 @contextlib.contextmanager
 def locked(file: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
-    """Hold a file lock of the home.
+    """Hold a file lock of the data directory.
 
     Raises SourceError, naming the file, when another process keeps it, and UsageError when the
     home cannot be written.

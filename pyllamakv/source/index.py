@@ -44,7 +44,7 @@ class IndexFile:
 
 
 class PackageIndex:
-    """Ask pip's indexes and find-links for the sdists of llama-cpp-python."""
+    """List the sdists of llama-cpp-python on pip's indexes and find-links."""
 
     def __init__(self, settings: PipSettings | None = None) -> None:
         self.settings = settings or pipconfig.read()

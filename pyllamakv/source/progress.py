@@ -10,4 +10,4 @@ Progress = Callable[[str, int, int | None], None]
 
 
 def no_progress(_what: str, _done: int, _total: int | None) -> None:
-    """Take progress and show nothing."""
+    """Ignore progress."""

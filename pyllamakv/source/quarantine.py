@@ -1,4 +1,4 @@
-"""Take foreign git objects into a folder of their own, check them, and only then into the store.
+"""Check untrusted git objects in a separate directory before they enter the store.
 
 Nothing of a truncated, hostile or merely wrong archive reaches the store: git recomputes the id of
 every object, the wanted commit is checked to be whole, and its ids are compared with the lock's.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Quarantine:
-    """Hold objects that were not checked yet; made by `quarantine`."""
+    """Git objects that have not been checked; `quarantine` creates it."""
 
     def __init__(self, store: Store, folder: Path) -> None:
         self.store = store
@@ -137,6 +137,6 @@ def _mismatch(what: str, expected: str, found: str) -> None:
 
 @contextlib.contextmanager
 def quarantine(store: Store) -> Iterator[Quarantine]:
-    """Lend a quarantine; what was not admitted is thrown away."""
+    """Yield a quarantine, and delete objects that were not admitted."""
     with store.scratch() as folder:
         yield Quarantine(store, folder)

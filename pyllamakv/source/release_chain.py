@@ -1,4 +1,4 @@
-"""Chain the releases into one line of commits, so that git's own tools see years of upstream.
+"""Chain the releases into one history of commits for git's own tools.
 
 Each release is a commit of upstream's tree on top of the release before it. `git bisect`,
 `git log -S` and `git blame` then work across all of them, although every archive brings but one
@@ -29,7 +29,7 @@ class ChainLink(NamedTuple):
 
 
 def chain(store: Store, releases: Iterable[Release] | None = None) -> list[ChainLink]:
-    """Make the line of releases, ordered by date, and return it; refs are ``refs/line/NAME``.
+    """Create the release chain, ordered by date, and return it; refs are ``refs/line/NAME``.
 
     Without ``releases`` it holds every release from an archive that the store has. Refs of
     releases that are in the line no more are dropped.

@@ -62,7 +62,7 @@ def natural_sort_key(text: str) -> list[tuple[int, str]]:
 
 
 def is_safe_name(name: str) -> bool:
-    """Say whether a name is safe in file names and refs."""
+    """Return whether a name is safe in file names and refs."""
     return bool(_SAFE.fullmatch(name)) and ".." not in name and not name.endswith((".lock", "."))
 
 

@@ -1,4 +1,4 @@
-"""Take the git objects of llama.cpp out of an sdist of llama-cpp-python; run nothing of it.
+"""Extract the git objects of llama.cpp from an sdist without running its code.
 
 Members are picked by their whole name and written under names of our own, so links, odd paths,
 configs and hooks of the archive never reach the disk. An sdist without the embedded clone is read
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class PlainFile(NamedTuple):
-    """Hold one file: its path with slashes, git's mode for it, and its content or link target."""
+    """One file: its path with slashes, git's mode for it, and its content or link target."""
 
     path: str
     mode: str
@@ -35,7 +35,7 @@ class PlainFile(NamedTuple):
 
 
 def import_files(held: Quarantine, files: Iterable[PlainFile], message: str) -> str:
-    """Make a commit without parents from files; return it, or "" when there are none.
+    """Create a commit without parents from files; return it, or "" when there are none.
 
     The same files and message give the same commit. Files that upstream's build writes into its
     tree, and anything of git's own, are left out. Raises ArchiveError for a path that leads out.

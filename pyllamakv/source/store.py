@@ -1,4 +1,4 @@
-"""Keep every release in one bare git repository: read it, add commits to it, export it.
+"""The bare git repository with every release: read, add commits, export.
 
 Objects are immutable and named by their content, so readers need no lock. Only the list of shallow
 commits and the refs are written under the store's file lock, last, so that an interrupted import
@@ -59,7 +59,7 @@ def scratch_folder(parent: Path) -> Iterator[Path]:
 
 
 def _made(parent: Path) -> tuple[Path, int]:
-    """Make a folder and lock it; one that was taken for an old one meanwhile is gone."""
+    """Create a directory and lock it; retry if another process removed it as stale."""
     while True:
         folder = Path(tempfile.mkdtemp(dir=parent, prefix=_PREFIX))
         with contextlib.suppress(FileNotFoundError):
@@ -118,7 +118,7 @@ class Store:
         return done
 
     def has(self, release: Release) -> bool:
-        """Say whether a release was imported completely."""
+        """Return whether a release was imported completely."""
         return bool(release.commit) and self.ref(f"refs/upstream/{release.key}") == release.commit
 
     def ref(self, name: str) -> str | None:
@@ -227,7 +227,7 @@ class Store:
     def commit(
         self, parent: str | None, files: Mapping[str, bytes | None], message: str
     ) -> tuple[str, str]:
-        """Make a commit on ``parent`` with changed files (None deletes); return (commit, tree).
+        """Create a commit on ``parent`` with changed files (None deletes); return (commit, tree).
 
         The same arguments give the same ids on any machine. New files are plain; changed ones keep
         their mode. No ref is moved.
@@ -251,7 +251,7 @@ class Store:
     def commit_tree(
         self, tree: str, parents: Sequence[str], message: str, date: str | None = None
     ) -> str:
-        """Make a commit of a whole tree, with the fixed identity; ``date`` is the author's."""
+        """Create a commit of a whole tree, with the fixed identity; ``date`` is the author's."""
         options = [word for parent in parents for word in ("-p", parent)]
         env = {"GIT_AUTHOR_DATE": date} if date else {}
         text = message if message.endswith("\n") else message + "\n"
@@ -278,7 +278,7 @@ class Store:
     def export(
         self, what: Release | str, folder: Path, *, keep: Sequence[str] | None = None
     ) -> Exported:
-        """Make ``folder`` hold exactly a tree, touching only the files that differ."""
+        """Update ``folder`` to a tree, writing only files that differ."""
         from pyllamakv.source import tree_export
 
         return tree_export.export(
@@ -333,7 +333,7 @@ class Store:
         return bad
 
     def scratch(self) -> contextlib.AbstractContextManager[Path]:
-        """Lend a folder on the store's file system; it is removed at the end."""
+        """Yield a folder on the store's file system; it is removed at the end."""
         return scratch_folder(self.path)
 
     @contextlib.contextmanager

@@ -46,7 +46,7 @@ _NAME = 255
 
 @dataclass(frozen=True)
 class Exported:
-    """Say what an export did: the tree, and how many files it wrote and removed."""
+    """The result of an export: the tree, and the numbers of written and removed files."""
 
     tree: str
     written: int
@@ -73,7 +73,7 @@ class Difference:
 def export(
     store: Store, what: Release | str, folder: Path, *, keep: Sequence[str] = GENERATED_FILES
 ) -> Exported:
-    """Make ``folder`` hold exactly a tree; files and folders named in ``keep`` may stay.
+    """Update ``folder`` to a tree; entries named in ``keep`` may stay.
 
     Raises DiskFull, SourceError for a tree with a path or link that would lead outside, and
     UsageError for a folder that holds anything but an earlier export.

@@ -59,7 +59,7 @@ def sync(
     series: tuple[str, ...] | None = (),
     folder: Path | None = None,
 ) -> tuple[Vendored, Exported]:
-    """Put the tree of a commit into its folder, or into ``folder``, and record what it is."""
+    """Export the tree of a commit into its directory or ``folder``, and record it."""
     place = (folder or place_of(release, series)).absolute()
     record = _record_of(place)
     with _locked(place), translate_disk_errors(place):

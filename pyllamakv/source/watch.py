@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class IndexChanges:
-    """Say what the index has beyond the locks."""
+    """List versions on the index that are not pinned."""
 
     #: Versions that are newer than every pinned one, to be verified next, oldest first.
     new: tuple[str, ...]

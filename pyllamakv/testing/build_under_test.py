@@ -27,7 +27,7 @@ OPTIONS = {"n_ctx": 256, "n_batch": 256, "n_ubatch": 256, "n_seq_max": 4}
 
 @dataclass(frozen=True)
 class BuildUnderTest:
-    """Stand for a release with a series, on a backend; ``patches`` are files that are not ours."""
+    """A release with a series, on a backend; ``patches`` are files that are not ours."""
 
     spec: str
     backend: str = "cpu"
@@ -119,7 +119,7 @@ def _is_path(word: str) -> bool:
 
 @contextmanager
 def context(library: DeviceLibrary, asked: Mapping[str, Any]) -> Iterator[Context]:
-    """Make a context as a marker asks for it.
+    """Create a context as a marker asks for it.
 
     ``model`` is a path, or the name of a model that `pyllamakv.scenarios.synthetic_models`
     generates. On a GPU, the variant of that model with wide rows is used.

@@ -1,4 +1,4 @@
-"""Lend tests a library whose models and caches go to the device under test, and prove it."""
+"""Open a library for tests, with models and caches on the tested device."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class DeviceModel(Model):
-    """Hold a model whose caches must lie where its library's tests want them."""
+    """A model whose caches must lie where its library's tests want them."""
 
     place: DevicePlacement = DevicePlacement()
 
     def context(self, *args: Any, **options: Any) -> Context:
-        """Make a context as `Model.context` does; raises Untestable for a cache in host memory.
+        """Create a context as `Model.context` does; raises Untestable for a cache in host memory.
 
         What a test itself keeps there (``n_gpu_layers=0``, ``offload_kqv=False``) may be there.
         """
@@ -40,7 +40,7 @@ class DeviceModel(Model):
 
 
 class DeviceLibrary(OpenLibrary):
-    """Hold an opened library of one place; where that is behind RPC, it owns a server."""
+    """An opened library for one device; for RPC, it owns a server."""
 
     model_type = DeviceModel
     place: DevicePlacement = DevicePlacement()

@@ -1,4 +1,4 @@
-"""Lend pytest a library, a context and a worker of a patched llama.cpp: see docs/plugin.md.
+"""Provide pytest with a library, a context and a worker of a patched llama.cpp: see docs/plugin.md.
 
 pytest imports this module in every project whose environment has the package, so it imports nothing
 but pytest until a fixture is asked for.

@@ -24,7 +24,7 @@ LANES = 32
 
 @dataclass(frozen=True)
 class Completion:
-    """Hold one prompt with what the model made of it."""
+    """One prompt with what the model made of it."""
 
     prompt: str
     text: str

@@ -37,7 +37,7 @@ ProgressCallback = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class MinimizedTrace:
-    """Hold a minimal trace: how it fails, how many runs it took, whether it was cut short."""
+    """A minimal trace: how it fails, how many runs it took, whether it was cut short."""
 
     failure: str
     message: str
@@ -190,7 +190,7 @@ def _cut(item: str, n: int) -> str:
 
 
 def _drop_tokens(feed: dict[str, Any], n: int) -> dict[str, Any]:
-    """Take tokens away from the longest lanes until ``n`` are left."""
+    """Remove tokens from the longest sequences until ``n`` are left."""
     lengths = {key: _length(what) for key, what in feed.items()}
     while sum(lengths.values()) > n:
         lengths[max(lengths, key=lambda key: lengths[key])] -= 1
@@ -206,7 +206,7 @@ def _length(what: Any) -> int:
 
 
 def _join(one: str, other: str, n_batch: int) -> str | None:
-    """Make one batch of two decodes that went well."""
+    """Create one batch of two decodes that went well."""
     first, second = json.loads(one), json.loads(other)
     both = [_batch(each) for each in (first, second)]
     if both[0] is None or both[1] is None:
@@ -230,7 +230,7 @@ T = TypeVar("T", bound=Hashable)
 
 @dataclass(frozen=True)
 class Sizes(Generic[T]):
-    """Say how operations become smaller: ``size`` of one, ``cut`` to a smaller size of 1 or more.
+    """How operations are reduced: ``size`` of one, and ``cut`` to a smaller size, at least 1.
 
     ``join`` makes one of two neighbours, or returns None where it cannot.
     """

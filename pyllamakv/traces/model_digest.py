@@ -1,4 +1,4 @@
-"""Tell models apart cheaply, by a digest of the file's header and of samples of its tensors.
+"""Identify models cheaply, by a digest of the file's header and of samples of its tensors.
 
 The header has hyperparameters, vocabulary, and names, shapes and types of all tensors. A model that
 was trained further has the same: so blocks of the weights, evenly spread, are in the digest too.

@@ -90,7 +90,7 @@ def infer(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple[int, int
 
 
 def _runs(pairs: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
-    """Put neighbouring (source, target) pairs together."""
+    """Merge adjacent (source, target) pairs into runs."""
     if not len(pairs):
         return
     breaks = (np.diff(pairs, axis=0) != 1).any(axis=1)
@@ -133,7 +133,7 @@ def unseen(lines: list[Line]) -> int:
 
 
 def play(lines: list[Line], stage: ScriptSession, show: Callable[[Frame], None]) -> None:
-    """Play lines and show a frame of each, also of one that ends the run.
+    """Play lines and show a frame of each, including a failing last one.
 
     Raises what `playing.play` raises, after that frame.
     """

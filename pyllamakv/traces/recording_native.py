@@ -1,4 +1,4 @@
-"""Stand between a context and its library, and note every call that changes the cache."""
+"""Record every call of a context that changes the cache."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _asked(kind: str, what: Any) -> bool:
 
 
 class _Change(NamedTuple):
-    """Say how an operation is noted: its kind of row, with its arguments or without.
+    """How an operation is recorded: the kind of row, with or without arguments.
 
     ``still``: it moves and frees no cell.
     """
@@ -181,7 +181,7 @@ _BY_HAND: Final = (
 
 @forwards(Native, via="_noted", by_hand=_BY_HAND, only=_CHANGES)
 class RecordingNative(CallRecorder):
-    """Pass every call on to a library, and note those on one context.
+    """Forward every call to a library, and note those on one context.
 
     Costs a decode of one token two looks at a clock and an append; what costs more is done every
     few rows, in `pause`. The caller holds the context's lock in every call.

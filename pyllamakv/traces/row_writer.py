@@ -62,7 +62,7 @@ class RowWriter:
         return self._bytes > HEAVY
 
     def count(self, look: CellSample | None) -> None:
-        """Take note of the memory that a look holds, and of the used cells at the beginning."""
+        """Record the memory of a sample, and the used cells at the start."""
         if look is not None:
             self._bytes += look.bytes
             if self._used is None:
@@ -178,7 +178,7 @@ class RowWriter:
 
 
 def _decoded(words: dict[str, Any], code: Any, result: dict[str, Any]) -> None:
-    """Tell what several steps decoded from what was chosen after the last of them."""
+    """Return the tokens of several steps, from those sampled after the last one."""
     result["steps"] = len(words["steps"]) - 1
     if code == 0:
         result["chosen"] = words["steps"].pop()

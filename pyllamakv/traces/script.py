@@ -143,7 +143,7 @@ _NUMBERS = (
 
 @dataclass(frozen=True)
 class Line:
-    """Hold one operation of a script: its line number, name, arguments, and recorded result."""
+    """One operation of a script: its line number, name, arguments, and recorded result."""
 
     number: int
     op: str

@@ -1,4 +1,4 @@
-"""Hold what a script or a trace is played on, and make its context."""
+"""The objects that a script or trace is played on."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ class ScriptSession:
     loaded: dict[str, Any] = field(default_factory=dict)
 
     def play_leniently(self) -> None:
-        """Let decodes and restores end as they will from now on."""
+        """Accept every result of decodes and restores from now on."""
         self.lenient = True
 
     def check_expectation(self, line: Line) -> None:
-        """Hold a line to what it expects only if nothing was recorded of it."""
+        """Check the expectation of a line only if it has no recorded result."""
         self.lenient = line.result is not None
 
     def follow(self, reference: Reference) -> None:
-        """Let another reference follow the context."""
+        """Replace the reference of the context."""
         self.reference = reference
 
     def accept_foreign_state(self) -> None:
@@ -64,7 +64,7 @@ class ScriptSession:
         self.foreign = True
 
     def take_back_later(self, feed: BatchRows) -> None:
-        """Keep a batch that succeeded here and failed when recorded, for `take_back`."""
+        """Store a batch that succeeded here and failed in the recording, for `take_back`."""
         self.extra = feed
 
     def take_back(self) -> None:
@@ -81,7 +81,7 @@ class ScriptSession:
         return {} if self.look is None else self.look.counts
 
     def close(self) -> None:
-        """Give the contexts back; a worker that is gone has none."""
+        """Free the contexts; a dead worker has none."""
         with suppress(WorkerDied):
             if self.reference is not None:
                 self.reference.close()
@@ -97,7 +97,7 @@ def model_name(lines: Iterable[Line], default: str) -> str:
 
 
 def open_context(line: Line, stage: ScriptSession) -> None:
-    """Make the context that a line asks for."""
+    """Create the context that a line asks for."""
     if stage.player is not None:
         raise line.wrong("a second context: it must be the first operation")
     words = dict(line.arguments)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """Hold a script or a trace that is about to be played, and the variant it is played on."""
+    """A script or a trace that is about to be played, and the variant it is played on."""
 
     head: Head
     lines: list[Line]

@@ -17,7 +17,7 @@ from pyllamakv.verification.verdict import Verdict
 
 @dataclass(frozen=True)
 class BisectStep:
-    """Hold the verdict on one release."""
+    """The verdict on one release."""
 
     release: str
     verdict: str
@@ -31,7 +31,7 @@ class BisectStep:
 
 @dataclass(frozen=True)
 class BisectResult:
-    """Hold where a verdict changed: ``first`` has another than ``last``, the one before it.
+    """Where a verdict changed: ``first`` has another than ``last``, the one before it.
 
     ``suspects`` are the untestable releases between the two, any of which may have changed it
     first. ``odd`` are known verdicts that do not fit one single change.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def lock_cell(name: str | None, *, wait: bool) -> Iterator[bool]:
-    """Lend the cell of a key to one process of this home at a time.
+    """Lock the cell of a key among the processes of this data directory.
 
     False, where another process has it and ``wait`` is not set. A killed process has nothing.
     """
@@ -64,7 +64,7 @@ def lock_cell(name: str | None, *, wait: bool) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def build_lock(progress: Progress | None) -> Iterator[None]:
-    """Let one cell of this machine fetch and build at a time: a build takes every processor."""
+    """Limit fetching and building to one cell at a time: a build uses every processor."""
     folder = home() / "locks"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -140,7 +140,7 @@ class CellSpec:
 
 @dataclass(frozen=True)
 class ScenarioRow:
-    """Hold one scenario of a cell; ``word`` is its verdict as people read it."""
+    """One scenario of a cell; ``word`` is its verdict as people read it."""
 
     id: str
     kind: str
@@ -161,7 +161,7 @@ class ScenarioRow:
 
 @dataclass(frozen=True)
 class FailedRun:
-    """Hold one run that patched did not pass."""
+    """One run that patched did not pass."""
 
     scenario: str
     setting: str
@@ -171,7 +171,7 @@ class FailedRun:
 
 @dataclass(frozen=True)
 class CellResult:
-    """Hold what a cell came to. Drift and pictures are kept as the JSON that their owners write."""
+    """The result of a cell. Drift and pictures are stored as JSON."""
 
     spec: CellSpec
     verdict: str

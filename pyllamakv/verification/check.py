@@ -61,7 +61,7 @@ class CheckRequest:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Hold a verdict with everything that led to it; ``runs`` by side."""
+    """A verdict with everything that led to it; ``runs`` by side."""
 
     question: CheckRequest
     decision: Decision
@@ -108,7 +108,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class PatchedSide:
-    """Hold how the patched side came about: a variant, or why there is none."""
+    """The patched side: a variant, or the reason why there is none."""
 
     variant: Variant | None = None
     patches: tuple[str, ...] = ()
@@ -118,7 +118,7 @@ class PatchedSide:
 
 
 def check(question: CheckRequest, *, progress: Progress | None = None) -> CheckResult:
-    """Answer a question. Raises UsageError for a wrong one, HarnessError for a fault of ours.
+    """Run a check. Raises UsageError for an invalid request, HarnessError for an internal error.
 
     What cannot be fetched or built without any patch is an answer too: untestable.
     """

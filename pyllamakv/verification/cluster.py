@@ -55,7 +55,7 @@ class Cluster(Executor):
         return commands
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Give the workers back."""
+        """Release the workers."""
         for executor in self._executors.values():
             executor.shutdown(wait=wait and not cancel_futures)
 

@@ -46,7 +46,7 @@ _RANK = {
 
 @dataclass(frozen=True)
 class Accepted:
-    """Hold what is accepted of a cell; ``bad`` maps scenarios to verdicts that are not good."""
+    """The accepted verdict of a cell; ``bad`` maps scenarios to verdicts that are not good."""
 
     verdict: str
     bad: dict[str, str] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Say how a result stands to what is accepted."""
+    """Compare a result with the accepted verdict."""
 
     spec: CellSpec
     outcome: Outcome

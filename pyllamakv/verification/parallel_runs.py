@@ -197,7 +197,7 @@ def load_run(key: str) -> Run | None:
 
 
 def store_run(key: str, run: Run) -> None:
-    """Keep a result, unless it may end differently the next time."""
+    """Store a result, unless it may differ the next time."""
     if run.outcome.status == "fault" or run.outcome.failure in _PASSING:
         return
     # A home that cannot be written costs the memory, not the verdict.

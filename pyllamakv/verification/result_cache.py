@@ -76,7 +76,7 @@ def load_result(name: str | None) -> CellResult | None:
 
 
 def store_result(name: str | None, result: CellResult) -> None:
-    """Keep a result as its cell's latest, and by its key unless it may not come again."""
+    """Store a result as its cell's latest, and under its key if it is reproducible."""
     text = json.dumps(result.to_json(), ensure_ascii=False)
     try:
         # First the latest: what is found by its key is never written again.

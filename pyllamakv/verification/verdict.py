@@ -1,4 +1,4 @@
-"""Say what stock and patched, run through the same scenarios, mean for a patch on a release.
+"""Decide the verdict on a patch from scenario runs on stock and patched.
 
 Pure functions over plain facts: nothing here runs, builds or reads anything.
 """
@@ -46,7 +46,7 @@ GOOD = frozenset({Verdict.NEEDED, Verdict.REDUNDANT, Verdict.NATIVE})
 
 @dataclass(frozen=True)
 class Pair:
-    """Hold one scenario in one setting on both sides; ``patched`` is None where nothing applied.
+    """One scenario in one setting on both sides; ``patched`` is None if no port applied.
 
     What stock can run and patched cannot, a model or a context that it does not make, is the
     patch's doing: a failure of patched.
@@ -59,7 +59,7 @@ class Pair:
     patched: Outcome | None = None
 
     def __post_init__(self) -> None:
-        """Take a run that only patched could not do for one that it failed."""
+        """Count a run that only stock could do as failed by patched."""
         ran = _countable(self.stock) and self.stock.status != "absent"
         if self.patched and self.patched.status == "skip" and ran:
             message = f"cannot run a setting that stock can: {self.patched.message}"
@@ -76,7 +76,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Decision:
-    """Hold a verdict, its reason in one line, the counts behind it and each scenario's own."""
+    """A verdict with its reason in one line, its counts, and the verdict of each scenario."""
 
     verdict: Verdict
     reason: str

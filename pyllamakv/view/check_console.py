@@ -1,4 +1,4 @@
-"""Show the answer of a check in the terminal."""
+"""Show the result of a check in the terminal."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Drawing:
     items: list[Item] = field(default_factory=list)
 
     def add(self, *items: Item) -> None:
-        """Put items on top of what is there."""
+        """Add items on top of the others."""
         self.items += items
 
 

@@ -36,7 +36,7 @@ _CHANGES = {
 
 
 class _ScreenNative:
-    """Pass every call on to a library, and show the cells after those that change them."""
+    """Forward every call to a library, and show the cells after those that change them."""
 
     def __init__(self, context: Context, screen: Screen) -> None:
         self.inner = context.native

@@ -38,7 +38,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class CellSection:
-    """Hold one cell as the page shows it."""
+    """One cell as the page shows it."""
 
     result: CellResult
     compared: Comparison

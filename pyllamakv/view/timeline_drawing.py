@@ -43,7 +43,7 @@ _LETTER = 0.55
 
 @dataclass(frozen=True)
 class Column:
-    """Hold what one column shows: the last of its frames, and what happened in any of them."""
+    """The content of one column: its last frame, and the events of all its frames."""
 
     frames: tuple[Frame, ...]
 
@@ -70,7 +70,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Plot:
-    """Say where the cells of each column are painted."""
+    """The layout of the cells of each column."""
 
     columns: tuple[Column, ...]
     cells: int

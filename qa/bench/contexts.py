@@ -26,7 +26,7 @@ def model(shape: str) -> Path:
 
 
 def context(loaded: pyllamakv.Model, cache: CacheShape, **options: Any) -> pyllamakv.Context:
-    """Make the context of a cache: one thread, and batches that keep the other buffers small.
+    """Create the context of a cache: one thread, and batches that keep the other buffers small.
 
     ``options`` are more of `Model.context`.
     """

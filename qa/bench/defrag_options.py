@@ -66,7 +66,7 @@ def _compare(
 
 
 class OptionRunner:
-    """Hold one of the two contexts that are compared."""
+    """One of the two contexts that are compared."""
 
     def __init__(self, context: pyllamakv.Context, mask: Live) -> None:
         carver = Fragmenter(context)

@@ -1,4 +1,4 @@
-"""Say which caches a defragmentation is measured on, and which cells are live in them."""
+"""Return which caches a defragmentation is measured on, and which cells are live in them."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def on(
 
 @dataclass(frozen=True)
 class DeviceBenchmark:
-    """Hold where is measured, and how much, and until when.
+    """Where is measured, and how much, and until when.
 
     ``paces`` are the seconds that a byte of a cache took, by setting: contexts and two rounds.
     """

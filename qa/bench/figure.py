@@ -1,4 +1,4 @@
-"""Hold one measured figure, and the machine and day it was measured on."""
+"""One measured figure, and the machine and day it was measured on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Figure:
-    """Hold one line of qa/results/benchmarks.md.
+    """One line of qa/results/benchmarks.md.
 
     ``value`` is text with its unit and bounds, ``target`` what was promised or empty, ``met``
     whether it holds, ``limit`` the physical limit beside it, ``data`` the raw numbers.

@@ -15,7 +15,7 @@ MINIMUM_PAIRS = 30
 
 @dataclass(frozen=True)
 class Interval:
-    """Hold a median and its 95 % confidence interval from a bootstrap."""
+    """A median and its 95 % confidence interval from a bootstrap."""
 
     median: float
     low: float
@@ -39,7 +39,7 @@ def interval(values: list[float], *, seed: int = 1) -> Interval:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Hold interleaved measurements of two things, in seconds."""
+    """Interleaved measurements of two things, in seconds."""
 
     first: list[float]
     second: list[float]

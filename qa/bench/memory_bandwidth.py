@@ -22,7 +22,7 @@ class _Shape(ctypes.Structure):
 
 
 class MemoryBandwidth:
-    """Hold a block of memory laid out as a cache is, every page of it there."""
+    """A block of memory laid out as a cache is, every page of it there."""
 
     def __init__(self, library: ctypes.CDLL, cache: CacheShape) -> None:
         self._library = library

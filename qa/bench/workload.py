@@ -50,7 +50,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Round:
-    """Hold the seconds of one round, and its result: the last tokens, or the last logit read."""
+    """The seconds of one round, and its result: the last tokens, or the last logit read."""
 
     seconds: float
     result: list[float]

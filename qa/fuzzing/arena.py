@@ -16,7 +16,7 @@ FILLED = 4096
 
 
 class Arena:
-    """Hold some ranges of address space, each followed by a page without access."""
+    """Some ranges of address space, each followed by a page without access."""
 
     def __init__(self, ranges: int = 6) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE

@@ -17,7 +17,7 @@ SUMS = ("inputs", "accepted", "refused", "seconds", "cpu")
 
 @dataclass
 class FuzzResult:
-    """Hold the numbers of a target, and each finding once. Seconds are of the wall and the CPU.
+    """The numbers of a target, and each finding once. Seconds are of the wall and the CPU.
 
     ``accepted`` and ``refused`` are both 0 where nobody counts them.
     """

@@ -40,7 +40,7 @@ _FREES = {"struct plk_model": "plk_model_free", "struct plk_context": "plk_conte
 
 
 class FuzzState:
-    """Hold one library and its models; `begin` makes the rest anew for every input."""
+    """One library and its models; `begin` makes the rest anew for every input."""
 
     def __init__(self, library: Path, folder: Path, model: str = "tiny") -> None:
         self.lib: Any = loading.load(library)

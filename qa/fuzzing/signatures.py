@@ -29,7 +29,7 @@ _WIDER: dict[str, int | str] = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """Hold one parameter.
+    """One parameter.
 
     ``kind`` is scalar, handle, made (where a handle goes), text, struct or buffer; ``type`` is what
     a pointer points at, ``const`` says that it is only read. ``count`` names the parameter by which
@@ -55,7 +55,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class EntryPoint:
-    """Hold one entry point; ``result`` is the name of a C type."""
+    """One entry point; ``result`` is the name of a C type."""
 
     name: str
     result: str

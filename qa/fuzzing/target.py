@@ -25,7 +25,7 @@ def unchanged(_chance: Random, data: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Target:
-    """Hold one reader.
+    """One reader.
 
     ``run`` takes an input and returns what tells its answers apart; it may raise the errors of this
     package, and nothing else. ``seeds`` are valid inputs: they must not be refused. ``mend`` makes

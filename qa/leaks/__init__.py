@@ -85,7 +85,7 @@ KINDS: Final = {
 
 @dataclass(frozen=True)
 class Slope:
-    """Hold a slope in bytes per operation, and what noise alone may make of it.
+    """A slope in bytes per operation, and what noise alone may make of it.
 
     It is the median of the slopes between all pairs of samples (Theil and Sen), after the largest
     step up between neighbours is taken out: a pool that grows once is no leak, and in the middle of

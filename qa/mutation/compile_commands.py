@@ -19,7 +19,7 @@ _OPTIMIZED = "-O1"
 
 @dataclass(frozen=True)
 class Unit:
-    """Hold one source: how it is compiled, what it makes, and the files of the tree it reads.
+    """One source: how it is compiled, what it makes, and the files of the tree it reads.
 
     ``holds`` are the sources of the tree in it: itself, those that a generated one includes, or
     none where it is a part of the shim.

@@ -23,7 +23,7 @@ _KEYS = {"file", "above", "was", "now", "why"}
 
 @dataclass(frozen=True)
 class EquivalentMutant:
-    """Hold a mutant that is accepted: in which file which line became what, and why.
+    """A mutant that is accepted: in which file which line became what, and why.
 
     Lines are compared without the space around them, so that one entry serves every release, and
     every patch that brings the file. ``above`` is the code above the line, where the same line

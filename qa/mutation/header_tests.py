@@ -35,7 +35,7 @@ _HUNG = -signal.SIGKILL
 
 @dataclass(frozen=True)
 class GroupResult:
-    """Say which group of a driver failed, or why it did not compile; both empty: it passed."""
+    """Return which group of a driver failed, or why it did not compile; both empty: it passed."""
 
     group: str = ""
     error: str = ""
@@ -43,7 +43,7 @@ class GroupResult:
 
 @dataclass
 class Program:
-    """Hold a driver as it was compiled with one version of its header, or the compiler's error."""
+    """A driver as it was compiled with one version of its header, or the compiler's error."""
 
     path: Path
     with_folder: bool

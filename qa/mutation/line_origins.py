@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PatchedLine:
-    """Hold one line of the patched tree: its bytes, and the patch it is from (empty: upstream)."""
+    """One line of the patched tree: its bytes, and the patch it is from (empty: upstream)."""
 
     data: bytes
     patch: str = ""

@@ -24,7 +24,7 @@ HUNK = "hunk dropped"
 
 @dataclass(frozen=True)
 class Mutant:
-    """Hold one mutant: which line of which file became what, and the files that it changes.
+    """One mutant: which line of which file became what, and the files that it changes.
 
     ``above`` is the code above that line. ``files`` maps paths of the patched tree to their new
     content (None: no longer there). A dropped hunk has no line, unless one is all it changes.
@@ -54,7 +54,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Made:
-    """Hold the mutants of a patch, and how many of its lines were left out for which reason."""
+    """The mutants of a patch, and how many of its lines were left out for which reason."""
 
     mutants: tuple[Mutant, ...]
     left_out: dict[str, int]

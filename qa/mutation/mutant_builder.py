@@ -50,7 +50,7 @@ class Built:
 
 
 class MutantBuilder:
-    """Hold the patched tree of a release and its objects, and make libraries of mutants."""
+    """The patched tree of a release and its objects, and make libraries of mutants."""
 
     def __init__(
         self,

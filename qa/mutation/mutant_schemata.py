@@ -59,7 +59,7 @@ _ASSIGNED = re.compile(r"^\s*[\w.()\[\]*:>+-]+\s+[-+*/|&^]?= ")
 
 @dataclass(frozen=True)
 class MutantSchemata:
-    """Hold files with all their mutants in them, and the number of each by its id."""
+    """Files with all their mutants in them, and the number of each by its id."""
 
     files: dict[str, bytes]
     numbers: dict[str, int]

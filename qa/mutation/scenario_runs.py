@@ -83,7 +83,7 @@ class MutantRunner:
 
 @dataclass
 class SchemataLibrary:
-    """Hold a library with all mutants in it, and know which of them each trial comes by.
+    """A library with all mutants in it, and know which of them each trial comes by.
 
     ``identity`` tells its content, wherever it was built.
     """

@@ -31,7 +31,7 @@ class PeerResult:
 
 @dataclass(frozen=True)
 class PeerComparison:
-    """Hold both sides of a release."""
+    """Both sides of a release."""
 
     release: str
     era: str

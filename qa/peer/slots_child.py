@@ -47,7 +47,7 @@ def main() -> None:
 
 
 class Cache:
-    """Hold a context and what is decoded in it, as (token, position, sequence)."""
+    """A context and what is decoded in it, as (token, position, sequence)."""
 
     def __init__(self, api: Any, model: Any, cells: int) -> None:
         self.api = api

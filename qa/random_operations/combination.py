@@ -47,7 +47,7 @@ REMOTE_MOVERS = ("auto", "gather", "graph", "staged")
 
 @dataclass(frozen=True)
 class Combination:
-    """Hold one value of each dimension.
+    """One value of each dimension.
 
     ``memory`` "window" has a small cache for a window that slides, "full window" one of full size.
     ``guard`` "off" leaves out what the shim and the runtime check and undo. ``slots`` are what

@@ -50,7 +50,7 @@ class ContentCheck:
         self.compared = self.logits = self.exact = 0
 
     def close(self) -> None:
-        """Give the reference's context back."""
+        """Release the reference's context."""
         self.reference.close()
 
     @property

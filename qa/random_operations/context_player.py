@@ -142,7 +142,7 @@ class ContextPlayer(Player):
         self._step("update")
 
     def save(self, seq: int, name: str) -> None:
-        """Keep the state of a sequence under a name."""
+        """Save the state of a sequence under a name."""
         if not self.params.guard:
             # Positions are new and keys are old while a shift is pending; the guard sees to it.
             self.update()
@@ -150,7 +150,7 @@ class ContextPlayer(Player):
         self._step("save", seq, name)
 
     def restore(self, seq: int, name: str, *, must: bool = True) -> bool:
-        """Put a saved state into a sequence; with ``must`` a refusal breaks the claim."""
+        """Restore a saved state; with ``must``, a refusal fails the claim."""
         state, cells = self.saved[name]
         try:
             self.sequences[seq].restore(state)

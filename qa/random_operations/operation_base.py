@@ -188,7 +188,7 @@ class OperationBase:
             self._refused()
 
     def _refused(self) -> None:
-        """Take note that a part of a sequence was refused, which cells of attention never are."""
+        """Record that a part of a sequence was refused, which cells of attention never are."""
         self.script.pop()
         if self.subject.info.memory is MemoryType.ATTENTION:
             self._fail("the removal of a part of a sequence was refused")

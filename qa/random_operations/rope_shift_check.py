@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Held:
-    """Hold a sequence as it was before it moved: its state, and its cells at their positions."""
+    """A sequence as it was before it moved: its state, and its cells at their positions."""
 
     state: bytes
     cells: tuple[tuple[int, Cell], ...]

@@ -46,7 +46,7 @@ _SECONDS = 1800
 
 @dataclass(frozen=True)
 class Command:
-    """Hold how one object is made: its source, its place in the build folder, and the words."""
+    """How one object is made: its source, its place in the build folder, and the words."""
 
     words: tuple[str, ...]
     source: Path
@@ -62,7 +62,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Sanitized:
-    """Hold an instrumented library, and the folder that is its variant."""
+    """An instrumented library, and the folder that is its variant."""
 
     kind: str
     folder: Path

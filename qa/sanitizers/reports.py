@@ -21,7 +21,7 @@ _RUNTIME_FILES = ("libsanitizer", "/usr/include/", "/usr/lib/", "/lib/")
 
 @dataclass(frozen=True)
 class Report:
-    """Hold one report: what it is, and the first function and file of ours or upstream's in it."""
+    """One report: what it is, and the first function and file of ours or upstream's in it."""
 
     what: str
     function: str

@@ -26,7 +26,7 @@ HUNG = -9
 
 @dataclass(frozen=True)
 class ProcessResult:
-    """Hold how a program ended: its status, all that it wrote, and what was reported of it."""
+    """How a program ended: its status, all that it wrote, and what was reported of it."""
 
     code: int
     out: str = ""
@@ -41,7 +41,7 @@ class ProcessResult:
 
 @contextmanager
 def logs() -> Iterator[Path]:
-    """Lend a folder for reports."""
+    """Yield a folder for reports."""
     with tempfile.TemporaryDirectory(prefix="pyllamakv-sanitizers-") as name:
         yield Path(name)
 
